@@ -1,0 +1,105 @@
+"""The device of this process: its kind, its peak arithmetic, its memory."""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import torch
+
+GIB = 2**30
+
+# Dense bf16 peak with fp32 accumulation, FLOP/s, from the vendors' data sheets (which often print the figure with
+# sparsity, twice as much). A GPU matches a row when its name holds all of the row's words; the first match counts.
+_PEAK_FLOPS: list[tuple[str, float]] = [
+    ("A100", 312e12),
+    ("A30", 165e12),
+    ("A40", 149.7e12),
+    ("A10", 125e12),
+    ("L40S", 362e12),
+    ("L40", 181e12),
+    ("L4", 121e12),
+    ("H100 NVL", 835e12),
+    ("H100 PCIe", 756e12),
+    ("H100", 989e12),
+    ("H800", 989e12),
+    ("H200 NVL", 835e12),
+    ("H200", 989e12),
+    ("GH200", 989e12),
+    ("H20", 148e12),
+    ("B200", 2250e12),
+    ("GB200", 2500e12),
+    ("B300", 2250e12),
+    ("GB300", 2500e12),
+    ("MI250X", 191.5e12),  # one of the two dies of a card: torch sees each as a device
+    ("MI300X", 1307e12),
+    ("MI325X", 1307e12),
+    ("MI350X", 2307e12),
+    ("MI355X", 2517e12),
+]
+
+
+def device_type() -> str:
+    """Return "cuda" where a GPU can be used (ROCm's included), else "cpu"."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def device() -> torch.device:
+    """Return this process' device: the GPU numbered LOCAL_RANK, or the CPU."""
+    if device_type() == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def peak_flops() -> float | None:
+    """Return the device's dense bf16 peak in FLOP/s, or None where it is not known (a CPU, a slice of a GPU)."""
+    return _peak_flops_of(torch.cuda.get_device_name(device())) if device_type() == "cuda" else None
+
+
+def _peak_flops_of(gpu_name: str) -> float | None:
+    words = set(re.split(r"[^A-Za-z0-9]+", gpu_name))
+    if "MIG" in words:
+        return None
+    return next((flops for row, flops in _PEAK_FLOPS if words.issuperset(row.split())), None)
+
+
+def peak_memory_gib() -> float:
+    """Return the most memory held since the start or the last reset, in GiB.
+
+    On a GPU: bytes that torch's allocator reserved. On a CPU: the process' resident memory.
+    """
+    if device_type() == "cuda":
+        return torch.cuda.max_memory_reserved(device()) / GIB
+    status = Path("/proc/self/status")
+    if status.exists():
+        # Rather than getrusage: that one also counts the parent's memory at the fork, and can't be reset.
+        high_water = re.search(r"^VmHWM:\s+(\d+) kB", status.read_text(), re.MULTILINE)
+        if high_water:
+            return int(high_water[1]) * 1024 / GIB
+    import resource  # not on every system
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak * (1 if sys.platform == "darwin" else 1024) / GIB
+
+
+def reset_peak_memory() -> None:
+    """Start a new measurement of `peak_memory_gib` (on a CPU only where the kernel allows it: Linux)."""
+    if device_type() == "cuda":
+        torch.cuda.reset_peak_memory_stats(device())
+        return
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return  # the peak then counts from the start of the process: too high, never too low
+
+
+def memory_total_gib() -> float:
+    """Return the memory that this device has, in GiB: on a CPU the machine's, or the container's limit if lower."""
+    if device_type() == "cuda":
+        return torch.cuda.get_device_properties(device()).total_memory / GIB
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        path = Path(limit)
+        if path.exists() and path.read_text().strip().isdigit():  # "max": no limit
+            total = min(total, int(path.read_text()))
+    return total / GIB

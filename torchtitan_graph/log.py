@@ -1,0 +1,49 @@
+"""The one logger, and how its lines look."""
+
+import logging
+import os
+import sys
+
+logger = logging.getLogger("torchtitan_graph")
+
+_YELLOW, _RED, _RESET = "\033[33m", "\033[31m", "\033[0m"
+
+
+class _LineFormatter(logging.Formatter):
+    def __init__(self, prefix: str, color: bool) -> None:
+        super().__init__(f"{prefix}%(asctime)s %(levelname)-7s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
+        self.color = color
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = super().format(record)
+        if not self.color or record.levelno < logging.WARNING:
+            return line
+        return (_RED if record.levelno >= logging.ERROR else _YELLOW) + line + _RESET
+
+
+def init_logging(color: bool = True) -> None:
+    """Send the logger's lines to stderr, with time, level and, where nothing else names it, the rank.
+
+    Calling it again replaces what the first call set up. Warnings and errors are coloured when `color` is true
+    and stderr is a terminal.
+    """
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    prefix = f"[rank{os.environ.get('RANK', '0')}] " if several and not _torchrun_names_the_rank() else ""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_LineFormatter(prefix, color and sys.stderr.isatty()))
+    logger.handlers = [handler]
+    logger.setLevel(logging.INFO)
+    logger.propagate = False  # a library that configures the root logger must not print every line twice
+
+
+def _torchrun_names_the_rank() -> bool:
+    # With --tee or --redirects torchrun gives each rank's stderr a file of its own, beside the rank's error file,
+    # and prefixes the lines that it copies to the terminal. Without them all ranks write to one stream, unmarked.
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if error_file is None:
+        return False
+    try:
+        own_file = os.stat(os.path.join(os.path.dirname(error_file), "stderr.log"))
+        return os.path.samestat(own_file, os.fstat(sys.stderr.fileno()))
+    except OSError:  # no such file, or a stderr that is no file at all
+        return False

@@ -1,0 +1,113 @@
+"""Checks that need several options, or the number of processes."""
+
+from torchtitan_graph.config.job import JobConfig, get
+from torchtitan_graph.config.resolve import problem_list
+
+
+def check(config: JobConfig, world_size: int) -> list[str]:
+    """Return what the user should be told about a configuration on `world_size` processes, a line each.
+
+    Raises:
+        ValueError: options contradict each other or the number of processes; the message lists all of it.
+    """
+    problems = [*_check_degrees(config, world_size), *_check_tables(config)]
+    if problems:
+        raise ValueError(problem_list(problems))
+    return [*config.notices, *_notices(config)]
+
+
+def shard_degree(config: JobConfig, world_size: int) -> int:
+    """Return data_parallel_shard_degree, inferred from the number of processes where it is -1."""
+    given = config.parallelism.data_parallel_shard_degree
+    return given if given != -1 else max(1, world_size // _other_degrees(config))
+
+
+def _other_degrees(config: JobConfig) -> int:
+    degrees = config.parallelism
+    return (
+        degrees.data_parallel_replicate_degree
+        * degrees.tensor_parallel_degree
+        * degrees.pipeline_parallel_degree
+        * degrees.context_parallel_degree
+    )
+
+
+def _name(config: JobConfig, key: str) -> str:
+    """Return how a message names an option: where it was set, its name and its value."""
+    return f"{config.sources.get(key, 'default')}: {key} = {get(config, key)!r}"
+
+
+def _check_degrees(config: JobConfig, world_size: int) -> list[str]:
+    degrees, problems = config.parallelism, []
+    shards = shard_degree(config, world_size)
+    factors = {
+        "data_parallel_replicate_degree": degrees.data_parallel_replicate_degree,
+        "data_parallel_shard_degree": shards,
+        "tensor_parallel_degree": degrees.tensor_parallel_degree,
+    }
+    product = shards * _other_degrees(config)
+    if product != world_size:
+        large = [f"parallelism.{key}" for key in factors if getattr(degrees, key) > 1]
+        where = _name(config, large[0] if large else "parallelism.data_parallel_shard_degree")
+        arithmetic = " * ".join(f"{key} {degree}" for key, degree in factors.items())
+        problems.append(
+            f"{where}: the degrees must multiply to the number of processes: {arithmetic} = {product}, not {world_size};"
+            f" start {product} processes, or use data_parallel_shard_degree = -1 and other degrees whose product"
+            f" divides {world_size}"
+        )
+    data_degree = degrees.data_parallel_replicate_degree * shards
+    microbatch = config.training.local_batch_size * data_degree
+    rows = config.training.global_batch_size
+    if product == world_size and rows != -1 and rows % microbatch:
+        problems.append(
+            f"{_name(config, 'training.global_batch_size')}: must be a multiple of training.local_batch_size"
+            f" {config.training.local_batch_size} * data-parallel degree {data_degree} = {microbatch}, or -1"
+        )
+    for key in ["training.seq_len"] + ["validation.seq_len"] * config.validation.enable:
+        seq_len = get(config, key)
+        assert isinstance(seq_len, int)
+        if seq_len % degrees.tensor_parallel_degree:
+            problems.append(
+                f"{_name(config, key)}: sequence parallel needs a multiple of parallelism.tensor_parallel_degree"
+                f" {degrees.tensor_parallel_degree}"
+            )
+    return problems
+
+
+def _check_tables(config: JobConfig) -> list[str]:
+    problems = []
+    profiling = config.profiling
+    if profiling.enable_profiling and profiling.profile_freq < profiling.profiler_active + profiling.profiler_warmup:
+        problems.append(
+            f"{_name(config, 'profiling.profile_freq')}: must be at least profiler_active {profiling.profiler_active}"
+            f" + profiler_warmup {profiling.profiler_warmup}"
+        )
+    for table in ("training", "validation"):
+        loader = get(config, f"{table}.dataloader")
+        for name in ("persistent_workers", "prefetch_factor"):
+            if getattr(loader, name) and not loader.num_workers:
+                key = f"{table}.dataloader.{name}"
+                problems.append(f"{_name(config, key)}: needs {table}.dataloader.num_workers of at least 1")
+    return problems
+
+
+def _notices(config: JobConfig) -> list[str]:
+    notices = []
+    schedule, steps = config.lr_scheduler, config.training.steps
+    total = schedule.total_steps or steps
+    if schedule.warmup_steps > total:
+        notices.append(
+            f"{_name(config, 'lr_scheduler.warmup_steps')}: the run ends in warm-up, after {total} steps; set it lower"
+        )
+    if schedule.total_steps is not None and schedule.total_steps < steps:
+        notices.append(
+            f"{_name(config, 'lr_scheduler.total_steps')}: the schedule ends before training.steps {steps}; the learning"
+            " rate then stays where it is"
+        )
+    if not config.checkpoint.enable:
+        for key in ("checkpoint.initial_load_path", "checkpoint.load_step"):
+            if key in config.sources and get(config, key) not in (None, -1):
+                notices.append(f"{_name(config, key)}: nothing is loaded while checkpoint.enable is false")
+    if config.debug.verify_passes and config.compile.mode == "eager":
+        notices.append(f"{_name(config, 'debug.verify_passes')}: compile.mode = eager runs no passes")
+    return notices

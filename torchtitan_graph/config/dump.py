@@ -1,0 +1,48 @@
+"""A configuration as TOML that can be loaded again."""
+
+import json
+from collections.abc import Collection
+from typing import Any
+
+from torchtitan_graph.config.job import OPTIONS, JobConfig, get
+
+
+def dump_toml(config: JobConfig) -> str:
+    """Return every option of a configuration as TOML, with a comment on where its value came from.
+
+    Loading the text gives an equal configuration, except for `job.config_file`, which a file can't hold.
+    """
+    origin = config.job.config_file
+    lines = ["# The resolved configuration of a run" + (f", from {json.dumps(origin)}" if origin else "") + "."]
+    return _write(config, [key for key in OPTIONS if key != "job.config_file"], lines, comments=True)
+
+
+def dump_changes(config: JobConfig, leave_out: Collection[str] = ()) -> str:
+    """Return as TOML what differs from the defaults, except for the keys in `leave_out`."""
+    leave_out = {"job.config_file", *leave_out}
+    keys = [key for key in OPTIONS if key not in leave_out and get(config, key) != OPTIONS[key].default]
+    return _write(config, keys, [], comments=False)
+
+
+def _write(config: JobConfig, keys: list[str], lines: list[str], comments: bool) -> str:
+    current = ""
+    for key in keys:
+        table, _, name = key.rpartition(".")
+        if table != current:
+            lines += ["", f"[{table}]"]
+            current = table
+        value = get(config, key)
+        text = f"# {name} is not set" if value is None else f"{name} = {_literal(value)}"
+        comment = f"  # {json.dumps(config.sources[key])}" if comments and key in config.sources else ""
+        lines.append(text + comment)
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_literal, value)) + "]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):  # a JSON string is a TOML string, but for one character
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return repr(value)

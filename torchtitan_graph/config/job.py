@@ -1,0 +1,433 @@
+"""Every option there is: a dataclass per TOML table, a field per key, with default, legal values and help."""
+
+from dataclasses import dataclass, field
+
+from torchtitan_graph.config.option import option, options
+
+
+@dataclass
+class Job:
+    """The run as a whole."""
+
+    config_file: str | None = option(None, "TOML file to load; a bare name is also looked up among the packaged files.")
+    dump_folder: str = option("./outputs", "Folder for everything the run writes.")
+    description: str = option("default job", "Free text, logged at the start.")
+    print_config: bool = option(False, "Log the resolved configuration at the start.")
+    save_config_file: str = option(
+        "config.toml", "Where in dump_folder the resolved configuration is written, as TOML."
+    )
+    custom_config_module: str = option("", "Module that extended the configuration class.")
+
+
+@dataclass
+class Profiling:
+    """Kineto traces of some steps."""
+
+    enable_profiling: bool = option(False, "Write a trace every profile_freq steps.")
+    save_traces_folder: str = option("profile_traces", "Folder in dump_folder for the traces.")
+    profile_freq: int = option(10, "Steps from one trace to the next.", minimum=1)
+    profiler_active: int = option(1, "Steps that a trace covers.", minimum=1)
+    profiler_warmup: int = option(3, "Steps the profiler runs before a trace, unrecorded.", minimum=0)
+    enable_memory_snapshot: bool = option(False, "Write snapshots of the CUDA allocator.")
+    save_memory_snapshot_folder: str = option("memory_snapshot", "Folder in dump_folder for memory snapshots.")
+
+
+@dataclass
+class Metrics:
+    """What is logged, and how often."""
+
+    log_freq: int = option(
+        10, "Steps from one log line to the next; the first and the last step are always logged.", minimum=1
+    )
+    enable_tensorboard: bool = option(False, "Write TensorBoard event files.")
+    disable_color_printing: bool = option(False, "Never colour the console.")
+    save_tb_folder: str = option("tb", "Folder in dump_folder for TensorBoard event files.")
+    save_for_all_ranks: bool = option(False, "Write the metrics of every rank, not only of rank 0.")
+    enable_wandb: bool = option(False, "Log to Weights & Biases.")
+
+
+@dataclass
+class Model:
+    """What is trained."""
+
+    name: str = option("llama3", "Model family; a dotted name is a module of your own.")
+    flavor: str = option("debugmodel", "Size of the model, a name of the family's table.")
+    hf_assets_path: str | None = option(
+        None, "Folder with a tokenizer.json, or that file; not set: bytes are the tokens."
+    )
+    converters: list[str] = option([], "Model converters to apply.")
+    print_after_conversion: bool = option(False, "Print the model after its converters ran.")
+    attn: str = option("sdpa", "Implementation of attention; both mask other documents.", choices=("sdpa", "flex"))
+
+
+@dataclass
+class Optimizer:
+    """The optimizer; see [lr_scheduler] for its learning rate over time."""
+
+    name: str = option("AdamW", "Optimizer.", choices=("Adam", "AdamW"))
+    lr: float = option(8e-4, "Peak learning rate.", minimum=0)
+    beta1: float = option(0.9, "Decay of the mean of the gradients.", minimum=0, below=1)
+    beta2: float = option(0.95, "Decay of the mean of their squares.", minimum=0, below=1)
+    eps: float = option(1e-8, "Added to the denominator of an update.", minimum=0)
+    weight_decay: float = option(0.1, "Weight decay; decoupled in AdamW.", minimum=0)
+    implementation: str = option("fused", "Same update, different speed.", choices=("for-loop", "foreach", "fused"))
+    early_step_in_backward: bool = option(False, "Update each parameter during backward.")
+
+
+@dataclass
+class LRScheduler:
+    """The learning rate: linear warm-up, constant, decay."""
+
+    warmup_steps: int = option(200, "Steps of linear warm-up.", minimum=0)
+    total_steps: int | None = option(None, "Steps that the schedule spans; not set: training.steps.", minimum=1)
+    decay_ratio: float | None = option(
+        None,
+        "Part of total_steps spent decaying, from 0 up to 1; not set: all that follows warm-up.",
+        minimum=0,
+        maximum=1,
+    )
+    decay_type: str = option("linear", "Shape of the decay.", choices=("linear", "sqrt", "cosine"))
+    min_lr_factor: float = option(0.0, "Learning rate at the end, as a part of the peak.", minimum=0, maximum=1)
+
+
+@dataclass
+class DataLoader:
+    """Processes that prepare batches."""
+
+    num_workers: int = option(0, "Worker processes per rank; 0: the trainer prepares its batches itself.", minimum=0)
+    persistent_workers: bool = option(False, "Keep workers from one epoch to the next.")
+    pin_memory: bool = option(False, "Put batches in page-locked memory, for faster copies to a GPU.")
+    prefetch_factor: int | None = option(None, "Batches a worker prepares ahead; not set: 2.", minimum=1)
+
+
+@dataclass
+class Training:
+    """Data, batch and precision of the run."""
+
+    dataset: str = option(
+        "stdlib",
+        "Corpus: stdlib (the running Python's own sources, no download), c4 (from the Hugging Face hub), another name"
+        " of the hub, or any name together with dataset_path. c4_test is an old name of stdlib.",
+    )
+    dataset_path: str | None = option(
+        None, "Folder of text or source files, a .jsonl, .jsonl.gz or .parquet file, or a saved Hugging Face dataset."
+    )
+    local_batch_size: int = option(8, "Rows per rank and microbatch.", minimum=1)
+    global_batch_size: int = option(
+        -1,
+        "Rows per optimizer step over all ranks, by accumulation; -1: local_batch_size * data-parallel degree.",
+        minimum=1,
+        also=(-1,),
+    )
+    seq_len: int = option(2048, "Tokens per row.", minimum=1)
+    max_norm: float = option(1.0, "Largest gradient norm, over all parameters; 0: measure, never clip.", minimum=0)
+    steps: int = option(10000, "Optimizer steps.", minimum=1)
+    enable_cpu_offload: bool = option(False, "Keep parameters and optimizer state in host memory.")
+    dtype: str = option(
+        "float32", "dtype of the parameters at rest and of the optimizer.", choices=("float32", "bfloat16")
+    )
+    mixed_precision_param: str = option(
+        "bfloat16", "dtype that forward and backward compute in.", choices=("bfloat16", "float32")
+    )
+    mixed_precision_reduce: str = option("float32", "dtype that gradients are reduced in.", choices=("float32",))
+    gc_freq: int = option(
+        50, "Steps between Python's garbage collections, so that all ranks collect together.", minimum=1
+    )
+    gc_debug: bool = option(False, "Look for reference cycles that hold tensors.")
+    dataloader: DataLoader = field(default_factory=DataLoader)
+
+
+@dataclass
+class Parallelism:
+    """How the work is divided. The degrees multiply to the number of processes."""
+
+    data_parallel_replicate_degree: int = option(1, "Replicas of the parameters (DDP; with shards: HSDP).", minimum=1)
+    data_parallel_shard_degree: int = option(
+        -1, "Shards of the parameters (FSDP); -1: all processes that the other degrees leave.", minimum=1, also=(-1,)
+    )
+    fsdp_reshard_after_forward: str = option(
+        "default",
+        "Free gathered parameters after forward and gather again for backward; default: as always.",
+        choices=("default", "always", "never"),
+    )
+    tensor_parallel_degree: int = option(1, "Shards of the matrix products, with sequence parallel.", minimum=1)
+    disable_loss_parallel: bool = option(False, "Gather the logits of all vocabulary shards before the loss.")
+    enable_async_tensor_parallel: bool = option(False, "Overlap tensor-parallel collectives and products.")
+    pipeline_parallel_degree: int = option(1, "Pipeline stages.", minimum=1)
+    module_fqns_per_model_part: list[list[str]] | None = option(None, "Module names of each pipeline stage.")
+    pipeline_parallel_first_stage_less_layers: int = option(
+        1, "Layers' worth of work the first stage has besides.", minimum=0
+    )
+    pipeline_parallel_last_stage_less_layers: int = option(
+        1, "Layers' worth of work the last stage has besides.", minimum=0
+    )
+    pipeline_parallel_layers_per_stage: int | None = option(None, "Layers per pipeline stage.", minimum=1)
+    pipeline_parallel_schedule: str = option("1F1B", "Name of the pipeline schedule.")
+    pipeline_parallel_schedule_csv: str | None = option(None, "File with a pipeline schedule.")
+    pipeline_parallel_microbatch_size: int = option(1, "Rows per pipeline microbatch.", minimum=1)
+    context_parallel_degree: int = option(1, "Shards of each sequence.", minimum=1)
+    context_parallel_load_balancer: str | None = option(
+        "headtail", "How a sequence is dealt to ranks.", choices=("headtail", "ptrr", "none")
+    )
+    context_parallel_rotate_method: str = option(
+        "allgather", "How keys and values travel.", choices=("allgather", "alltoall")
+    )
+    expert_parallel_degree: int = option(1, "Shards of the experts.", minimum=1)
+    expert_tensor_parallel_degree: int = option(1, "Shards of each expert.", minimum=1)
+    expert_parallel_comm_backend: str = option(
+        "standard", "How tokens travel to experts.", choices=("standard", "deepep")
+    )
+    pipeline_parallel_expert_parallel_overlap: bool = option(True, "Overlap pipeline and expert communication.")
+
+
+@dataclass
+class Checkpoint:
+    """Saving the run, and going on from a saved one."""
+
+    enable: bool = option(False, "Save checkpoints, and resume from the newest complete one.")
+    enable_ft_dataloader_checkpoints: bool = option(True, "Save the data position of each fault-tolerant replica.")
+    folder: str = option("checkpoint", "Folder in dump_folder for the checkpoints.")
+    interval: int = option(500, "Steps from one checkpoint to the next.", minimum=1)
+    initial_load_path: str | None = option(None, "Checkpoint to start from while folder holds none of this run.")
+    initial_load_model_only: bool = option(True, "Take only parameters from initial_load_path.")
+    initial_load_in_hf: bool = option(False, "initial_load_path is in Hugging Face's format.")
+    initial_load_in_hf_quantized: bool = option(False, "initial_load_path is in Hugging Face's format, quantized.")
+    last_save_model_only: bool = option(True, "Save only parameters after the last step.")
+    last_save_in_hf: bool = option(False, "Save the last checkpoint in Hugging Face's format.")
+    export_dtype: str = option("float32", "dtype of the last checkpoint.", choices=("float16", "bfloat16", "float32"))
+    async_mode: str = option(
+        "disabled", "Save while training goes on.", choices=("disabled", "async", "async_with_pinned_mem")
+    )
+    keep_latest_k: int = option(
+        10, "Checkpoints to keep, the newest; 0: all. 1 is illegal: the newest may be incomplete.", minimum=2, also=(0,)
+    )
+    load_step: int = option(-1, "Step to resume from; -1: the newest.", minimum=0, also=(-1,))
+    exclude_from_loading: list[str] = option([], "Parts of a checkpoint not to load.")
+    enable_first_step_checkpoint: bool = option(False, "Save after the first step too.")
+    create_seed_checkpoint: bool = option(False, "Save the initial parameters and stop.")
+    load_only: bool = option(False, "Load, never save.")
+
+
+@dataclass
+class ActivationCheckpoint:
+    """What is recomputed in backward instead of kept."""
+
+    mode: str = option(
+        "selective",
+        "none: keep all; full: recompute each layer; selective: as selective_ac_option says.",
+        choices=("none", "selective", "full", "memory_budget"),
+    )
+    selective_ac_option: str = option(
+        "2",
+        "op: keep costly operations of each layer; an integer n: recompute every n-th layer.",
+        pattern=r"op|[1-9][0-9]*",
+    )
+    per_op_sac_force_recompute_mm_shapes_by_fqns: list[str] = option(
+        ["moe.router.gate"], "Linear modules recomputed under op."
+    )
+    early_stop: bool = option(False, "Stop a recomputation once its last needed value is there.")
+    memory_budget: float = option(0.5, "Part of the activations to keep under memory_budget.", minimum=0, maximum=1)
+    visualize_memory_budget_pareto: bool = option(False, "Draw time against memory for many budgets.")
+    preserve_rng_state: bool = option(True, "Draw the same random numbers again in a recomputation.")
+    determinism_check: str = option("default", "Compare recomputed values with the first ones.")
+    debug: bool = option(False, "Record the operations of a recomputation.")
+
+
+@dataclass
+class Compile:
+    """How the training step runs."""
+
+    enable: bool = option(False, "Compile components by Inductor.")
+    components: list[str] = option(["model", "loss"], "What enable compiles.")
+    backend: str = option("inductor", "Compiler that enable uses.")
+    mode: str = option(
+        "graph",
+        "graph: one FX graph, edited by passes; eager: FSDP2 and autograd, the reference.",
+        choices=("graph", "eager"),
+    )
+    disable_passes: list[str] = option([], "Passes to leave out, by name.")
+
+
+@dataclass
+class LinearFloat8:
+    """float8 linear layers."""
+
+    enable_fsdp_float8_all_gather: bool = option(False, "Gather parameters in float8.")
+    precompute_float8_dynamic_scale_for_fsdp: bool = option(False, "Compute all scales together.")
+    recipe_name: str | None = option(None, "Scaling.", choices=("tensorwise", "rowwise", "rowwise_with_gw_hp"))
+    filter_fqns: list[str] = option([], "Modules to leave as they are.")
+    emulate: bool = option(False, "Emulate float8.")
+
+
+@dataclass
+class GroupedFloat8:
+    """float8 experts."""
+
+    fqns: list[str] = option([], "Modules to convert.")
+
+
+@dataclass
+class LinearMX:
+    """MX linear layers."""
+
+    recipe_name: str = option("mxfp8_cublas", "Format and kernel.")
+    mxfp8_dim1_cast_kernel_choice: str = option("triton", "Kernel of the cast.", choices=("triton", "cuda", "torch"))
+    filter_fqns: list[str] = option(["output"], "Modules to leave as they are.")
+
+
+@dataclass
+class GroupedMX:
+    """MX experts."""
+
+    recipe_name: str = option("mxfp8", "Format and kernel.")
+    fqns: list[str] = option([], "Modules to convert.")
+
+
+@dataclass
+class QuantizeLinear:
+    """Quantized linear layers."""
+
+    float8: LinearFloat8 = field(default_factory=LinearFloat8)
+    mx: LinearMX = field(default_factory=LinearMX)
+
+
+@dataclass
+class QuantizeGrouped:
+    """Quantized experts."""
+
+    float8: GroupedFloat8 = field(default_factory=GroupedFloat8)
+    mx: GroupedMX = field(default_factory=GroupedMX)
+
+
+@dataclass
+class Quantize:
+    """Low-precision products, switched on by model.converters."""
+
+    linear: QuantizeLinear = field(default_factory=QuantizeLinear)
+    grouped_mm: QuantizeGrouped = field(default_factory=QuantizeGrouped)
+
+
+@dataclass
+class Comm:
+    """The processes' communication."""
+
+    init_timeout_seconds: int = option(300, "Longest wait in a collective until the first step is done.", minimum=1)
+    train_timeout_seconds: int = option(100, "Longest wait in a collective after that.", minimum=1)
+    trace_buf_size: int = option(20000, "Entries of NCCL's flight recorder.", minimum=0)
+    save_traces_folder: str = option("comm_traces", "Folder in dump_folder for the flight recorder.")
+    save_traces_file_prefix: str = option("rank_", "How the flight recorder's files begin.")
+    mode: str = option(
+        "default",
+        "default: real communication; fake_backend: a dry run of one rank of any world size, in one process.",
+        choices=("default", "fake_backend", "local_tensor"),
+    )
+
+
+@dataclass
+class Validation:
+    """Loss on data the model is not trained on."""
+
+    enable: bool = option(False, "Validate every freq steps, and after the last.")
+    dataset: str = option(
+        "c4_validation", "Corpus, as training.dataset; its validation split. c4_validation is the hub's."
+    )
+    dataset_path: str | None = option(None, "As training.dataset_path.")
+    local_batch_size: int = option(8, "Rows per rank and microbatch.", minimum=1)
+    seq_len: int = option(2048, "Tokens per row.", minimum=1)
+    freq: int = option(10, "Steps from one validation to the next.", minimum=1)
+    steps: int = option(-1, "Microbatches of one validation; -1: the whole split.", minimum=1, also=(-1,))
+    dataloader: DataLoader = field(default_factory=DataLoader)
+
+
+@dataclass
+class Debug:
+    """Reproducing a run, and looking into it."""
+
+    seed: int | None = option(
+        None, "Seed of the initial parameters and of the data's order; not set: 0.", minimum=0, below=2**63
+    )
+    deterministic: bool = option(False, "Use deterministic kernels only; an operation without one is an error.")
+    deterministic_warn_only: bool = option(False, "With deterministic: such an operation is a warning.")
+    moe_force_load_balance: bool = option(False, "Send every expert equally many tokens.")
+    verify_passes: bool = option(False, "Run the graph before and after each pass and compare. Slow, and needs memory.")
+    dump_graphs: bool = option(False, "Write the graph after each pass to dump_folder, numbered, as readable Python.")
+    stack_traces: bool = option(False, "Record the line of source of each graph node. Tracing is slower.")
+
+
+@dataclass
+class MemoryEstimation:
+    """Estimating memory without training."""
+
+    enable: bool = option(False, "Estimate memory and stop.")
+    disable_fake_mode: bool = option(False, "Estimate on real tensors.")
+
+
+@dataclass
+class FaultTolerance:
+    """Replicas that come and go."""
+
+    enable: bool = option(False, "Train under torchft.")
+    process_group: str = option("gloo", "Backend between replicas.")
+    process_group_timeout_ms: int = option(10000, "Longest wait between replicas.", minimum=1)
+    replica_id: int = option(0, "This replica.", minimum=0)
+    group_size: int = option(0, "Number of replicas.", minimum=0)
+    min_replica_size: int = option(1, "Fewest replicas of a step.", minimum=1)
+    semi_sync_method: str | None = option(None, "How replicas drift and meet.")
+    sync_steps: int = option(5, "Steps between two meetings.", minimum=1)
+    num_fragments: int = option(1, "Parts of the model that meet in turn.", minimum=1)
+
+
+@dataclass
+class Experimental:
+    """Extensions by import."""
+
+    custom_import: str = option("", "Module to import at the start.")
+    custom_args_module: str = option("", "Module that extended the configuration class.")
+
+
+@dataclass
+class JobConfig:
+    """The configuration of a run: one attribute per TOML table.
+
+    `sources` says where each option that was set came from (a file's name or "command line"), `notices` what the user
+    should know about them; neither takes part in comparisons.
+    """
+
+    job: Job = field(default_factory=Job)
+    profiling: Profiling = field(default_factory=Profiling)
+    metrics: Metrics = field(default_factory=Metrics)
+    model: Model = field(default_factory=Model)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
+    training: Training = field(default_factory=Training)
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    compile: Compile = field(default_factory=Compile)
+    quantize: Quantize = field(default_factory=Quantize)
+    comm: Comm = field(default_factory=Comm)
+    validation: Validation = field(default_factory=Validation)
+    debug: Debug = field(default_factory=Debug)
+    memory_estimation: MemoryEstimation = field(default_factory=MemoryEstimation)
+    fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
+    experimental: Experimental = field(default_factory=Experimental)
+
+    sources: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
+    notices: list[str] = field(default_factory=list, compare=False, repr=False)
+
+
+OPTIONS = options(JobConfig)
+
+
+def get(config: JobConfig, key: str) -> object:
+    """Return the value of the option called `key`, as in `training.steps`."""
+    value: object = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def put(config: JobConfig, key: str, value: object) -> None:
+    """Set the option called `key`."""
+    table, _, name = key.rpartition(".")
+    setattr(get(config, table), name, value)

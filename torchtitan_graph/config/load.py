@@ -1,0 +1,120 @@
+"""Command line and TOML in, one checked JobConfig out, or one error that lists everything wrong with them."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torchtitan_graph
+from torchtitan_graph.config.job import OPTIONS, JobConfig
+from torchtitan_graph.config.manual import option_help
+from torchtitan_graph.config.option import nearest
+from torchtitan_graph.config.resolve import COMMAND_LINE, NAMES, Resolution, Setting, problem_list, resolve
+from torchtitan_graph.config.support import REFUSED, RENAMED
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+def load(argv: Sequence[str]) -> JobConfig:
+    """Return the configuration of a run: command line over TOML file over defaults.
+
+    `argv` holds the arguments after the program's name. `--help`, also `--help TABLE`, prints the options and exits.
+
+    Raises:
+        ValueError: anything is wrong; the message lists all of it, a line each: where, which option, what is legal.
+    """
+    if "--help" in argv or "-h" in argv:
+        after = list(argv)[max(argv.index(flag) for flag in ("--help", "-h") if flag in argv) + 1 :]
+        print(option_help(after[0] if after else None))
+        raise SystemExit(0)
+    result = Resolution(JobConfig(), [])
+    arguments = read_arguments(argv, result)
+    settings = list(arguments)
+    for setting in arguments:
+        if setting.key == "job.config_file" and setting.value:
+            settings = [*read_toml(str(setting.value), result), *arguments]
+    resolve(settings, result)
+    refused = [str(finding) for finding in result.findings if finding.verdict == REFUSED]
+    if refused:
+        raise ValueError(problem_list(refused))
+    result.config.notices = [str(finding) for finding in result.findings]
+    return result.config
+
+
+def read_arguments(argv: Sequence[str], result: Resolution) -> list[Setting]:
+    """Split `--table.key value`, `--table.key=value`, `--table.flag` and `--table.no-flag` into settings."""
+    settings = []
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--") or word == "--":
+            result.refuse(Setting(COMMAND_LINE, word, None), "unexpected; options are given as --table.key value")
+            continue
+        name, equals, text = word[2:].partition("=")
+        key = name.replace("-", "_")
+        table, _, leaf = key.rpartition(".")
+        positive = f"{table}.{leaf.removeprefix('no_')}"
+        value: str | None = text if equals else None
+        if key not in NAMES and leaf.startswith("no_") and positive in NAMES:
+            settings.append(_negated(positive, value, result))
+            continue
+        option = OPTIONS.get(RENAMED.get(key, key))
+        if value is None and rest and not rest[0].startswith("--"):
+            value = rest.pop(0)
+        elif value is None and option is not None and option.kind is bool:
+            value = "true"
+        if value is None and option is not None:
+            result.refuse(Setting(COMMAND_LINE, key, None), f"needs a value: {option.legal()}")
+        else:
+            settings.append(Setting(COMMAND_LINE, key, value))
+    return settings
+
+
+def _negated(key: str, value: str | None, result: Resolution) -> Setting:
+    option = OPTIONS.get(RENAMED.get(key, key))
+    if value is not None or (option is not None and option.kind is not bool):
+        result.refuse(
+            Setting(COMMAND_LINE, key, value), "only true-or-false options have a --table.no-flag, without value"
+        )
+    return Setting(COMMAND_LINE, key, "false")
+
+
+def find_config_file(name: str) -> Path:
+    """Return the path of a TOML file; a bare name that is no file here is looked up in the packaged train_configs."""
+    package = Path(torchtitan_graph.__file__).parent
+    folders = [package / "train_configs", package.parent / "train_configs"] if Path(name).name == name else []
+    paths = [Path(name), *(folder / name for folder in folders)]
+    return next((path for path in paths if path.is_file()), paths[0])
+
+
+def read_toml(name: str, result: Resolution) -> list[Setting]:
+    """Read a TOML file into settings, one per key."""
+    path = find_config_file(name)
+    try:
+        tree = tomllib.loads(path.read_bytes().decode())
+    except OSError as error:
+        why = f"can't be read: {error.strerror or error}"
+        siblings = [file.name for file in path.parent.glob("*.toml")] if path.parent.is_dir() else []
+        near = nearest(path.name, siblings)
+        result.refuse(Setting(COMMAND_LINE, "job.config_file", name), why + (f"; did you mean {near}?" if near else ""))
+        return []
+    except (ValueError, RecursionError) as error:
+        result.refuse(
+            Setting(COMMAND_LINE, "job.config_file", name), f"is not valid TOML: {error or 'nested too deeply'}"
+        )
+        return []
+    return _flatten(tree, "", str(path))
+
+
+def _flatten(tree: dict[str, Any], prefix: str, source: str) -> list[Setting]:
+    settings = []
+    for name, value in tree.items():
+        key = prefix + name
+        if isinstance(value, dict) and any(known.startswith(key + ".") for known in NAMES):
+            settings += _flatten(value, key + ".", source)
+        else:
+            settings.append(Setting(source, key, value))
+    return settings

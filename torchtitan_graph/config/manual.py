@@ -1,0 +1,132 @@
+"""The options as text: what --help prints, and the page docs/03_options.md."""
+
+import fnmatch
+import textwrap
+from dataclasses import is_dataclass
+from typing import Any, get_type_hints
+
+from torchtitan_graph.config.job import OPTIONS, JobConfig
+from torchtitan_graph.config.option import Option, nearest
+from torchtitan_graph.config.support import FLAVOR_SUFFIXES, GONE, RENAMED, SUPPORT
+
+SYNTAX = """\
+Options are set in a TOML file and on the command line, which wins over the file; the file wins over the defaults.
+
+    --job.config_file FILE       the TOML file; a bare name is also looked up among the packaged files
+    --table.key value            or --table.key=value
+    --table.flag                 turns a true-or-false option on, --table.no-flag turns it off
+    --table.list first,second    a list
+    --help [TABLE]               explains all options, or those of one table
+
+An empty value unsets an option that need not be set."""
+
+
+def tables() -> dict[str, list[Option]]:
+    """Return the options of each table, in the order of declaration."""
+    found: dict[str, list[Option]] = {}
+    for option in OPTIONS.values():
+        found.setdefault(option.key.rpartition(".")[0], []).append(option)
+    return found
+
+
+def describe_table(name: str) -> str:
+    """Return the one line that says what a table is about."""
+    kind: Any = JobConfig
+    for part in name.split("."):
+        kind = get_type_hints(kind)[part]
+    assert is_dataclass(kind) and kind.__doc__, name
+    return kind.__doc__.strip()
+
+
+def show(value: Any) -> str:
+    """Return a value as a user would write it on the command line."""
+    if value is None:
+        return "not set"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return ",".join(map(str, value)) or "empty"
+    return str(value) if value != "" else "empty"
+
+
+def limits(option: Option) -> str:
+    """Return how far an option is supported, as a sentence; empty where it is fully."""
+    row = next((row for row in SUPPORT if fnmatch.fnmatchcase(option.key, row.key)), None)
+    if row is None:
+        return ""
+    legal = " or ".join(map(str, row.harmless)) or show(option.default)
+    return f"Other than {legal}: {row.verdict} ({row.instead})."
+
+
+def option_help(table: str | None) -> str:
+    """Return the text of --help: all options, or those of one table and the tables in it.
+
+    Raises:
+        ValueError: there is no such table.
+    """
+    every = tables()
+    chosen = [name for name in every if table is None or name == table or name.startswith(f"{table}.")]
+    if not chosen:
+        near = nearest(table or "", every)
+        raise ValueError(f"--help {table}: there is no such table" + (f"; did you mean {near}?" if near else ""))
+    blocks = [SYNTAX] if table is None else []
+    for name in chosen:
+        lines = [f"[{name}]  {describe_table(name)}"]
+        for option in every[name]:
+            lines.append(f"  --{option.key}  ({option.legal()}; default: {show(option.default)})")
+            text = f"{option.help} {limits(option)}".strip()
+            lines += textwrap.wrap(text, 110, initial_indent=" " * 6, subsequent_indent=" " * 6)
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
+
+
+def options_page() -> str:
+    """Return docs/03_options.md."""
+    lines = [
+        "# Options",
+        "",
+        "Written by `python -m torchtitan_graph.config > docs/03_options.md`; edit `torchtitan_graph/config/` instead.",
+        "",
+        SYNTAX,
+        "",
+        "Everything is checked before a process group starts. An error lists all problems at once: where, which option,",
+        "what is legal, and the nearest name. `python -m torchtitan_graph.translate OLD.toml` says what becomes of a file",
+        "of an earlier release, and `--out NEW.toml` writes it anew. Every run writes its resolved configuration to its",
+        "`dump_folder`; that file can be loaded as it is, and says where each value came from.",
+    ]
+    for name, members in tables().items():
+        lines += [
+            "",
+            f"## [{name}]",
+            "",
+            describe_table(name),
+            "",
+            "| key | default | legal | meaning |",
+            "|---|---|---|---|",
+        ]
+        for option in members:
+            cells = (
+                option.key.rpartition(".")[2],
+                show(option.default),
+                option.legal(),
+                f"{option.help} {limits(option)}",
+            )
+            lines.append("| " + " | ".join(cell.strip().replace("|", "\\|") for cell in cells) + " |")
+    lines += [
+        "",
+        "## Old names",
+        "",
+        "These are read as the new ones, with a notice.",
+        "",
+        "| old | new |",
+        "|---|---|",
+    ]
+    lines += [f"| {old} | {new} |" for old, new in RENAMED.items()]
+    lines += [
+        f"| model.flavor = NAME{suffix} | model.flavor = NAME, model.attn = {attn} |"
+        for suffix, attn in FLAVOR_SUFFIXES
+    ]
+    lines += ["| dataset = c4_test | dataset = stdlib |"]
+    lines += ["", "These have no successor and change no numbers; they are ignored, with a notice.", ""]
+    lines += [f"- `{key}`: {why}." for key, why in GONE.items()]
+    return "\n".join(lines) + "\n"

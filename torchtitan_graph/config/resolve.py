@@ -1,0 +1,127 @@
+"""Settings in, a configuration and findings out: the one place where what a user sets is checked and translated."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torchtitan_graph.config.job import OPTIONS, JobConfig, get, put
+from torchtitan_graph.config.option import nearest
+from torchtitan_graph.config.support import FAMILIES, FLAVOR_SUFFIXES, GONE, IGNORED, REFUSED, RENAMED, find_row
+
+CHANGED = "changed"
+COMMAND_LINE = "command line"
+TABLES = {key.rpartition(".")[0] for key in OPTIONS}
+NAMES = {*OPTIONS, *RENAMED, *GONE}
+
+
+class Setting(NamedTuple):
+    """A key that was set, where, and to what: a TOML value, or text of the command line."""
+
+    source: str
+    key: str
+    value: Any
+
+
+class Finding(NamedTuple):
+    """What became of a setting: refused, ignored or changed, and why."""
+
+    verdict: str
+    setting: Setting
+    why: str
+
+    def __str__(self) -> str:
+        source, key, value = self.setting
+        value = f" = {value!r}" if value is not None else ""
+        verdict = f"{self.verdict}: " if self.verdict != REFUSED else ""
+        return f"{source}: {key}{value}: {verdict}{self.why}"
+
+
+@dataclass
+class Resolution:
+    """A configuration and everything there is to say about how it came to be."""
+
+    config: JobConfig
+    findings: list[Finding]
+
+    def refuse(self, setting: Setting, why: str) -> None:
+        self.findings.append(Finding(REFUSED, setting, why))
+
+
+def problem_list(problems: Sequence[str]) -> str:
+    """Return the one message that reports several problems."""
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    return "\n  ".join([f"{count} in the configuration:", *problems])
+
+
+def resolve(settings: Sequence[Setting], result: Resolution) -> None:
+    """Check every setting and put it in the configuration; a later setting of a key overrides an earlier one."""
+    given = {(setting.source, setting.key) for setting in settings}
+    effective: dict[str, Setting] = {}
+    for setting in settings:
+        new_key = RENAMED.get(setting.key)
+        if new_key and (setting.source, new_key) in given:
+            result.refuse(setting, f"is the old name of {new_key}, which is set as well; keep one of them")
+        elif new_key:
+            result.findings.append(Finding(CHANGED, setting, f"is now called {new_key}"))
+        key = new_key or setting.key
+        if key in GONE:
+            result.findings.append(Finding(IGNORED, setting, GONE[key]))
+        elif key not in OPTIONS:
+            result.refuse(setting, _unknown(key))
+        elif key == "job.config_file" and setting.source != COMMAND_LINE:
+            result.refuse(setting, "a file can't name another one; give --job.config_file on the command line")
+        elif _store(setting, key, result):
+            effective[key] = setting
+    for key, setting in effective.items():
+        value = get(result.config, key)
+        row = find_row(key, value, OPTIONS[key].default)
+        if row is not None:
+            result.findings.append(Finding(row.verdict, setting, row.instead))
+    _resolve_aliases(effective, result)
+
+
+def _store(setting: Setting, key: str, result: Resolution) -> bool:
+    """Check one value and put it in the configuration. Everything the user sets comes through here."""
+    option = OPTIONS[key]
+    try:
+        value = option.parse(setting.value) if setting.source == COMMAND_LINE else option.accept(setting.value)
+    except ValueError as error:
+        result.refuse(setting, str(error))
+        return False
+    put(result.config, key, value)
+    result.config.sources[key] = setting.source
+    return True
+
+
+def _unknown(key: str) -> str:
+    if key in TABLES:
+        return f"is a table; write [{key}] and its keys below"
+    near = nearest(key, [*NAMES, *TABLES] if "." not in key else NAMES)
+    return "is not an option" + (f"; did you mean {near}?" if near else "; --help lists all options")
+
+
+def _resolve_aliases(effective: dict[str, Setting], result: Resolution) -> None:
+    """Translate values that had another meaning, or another name, in earlier releases."""
+    config = result.config
+    for key in ("training.dataset", "validation.dataset"):
+        if get(config, key) == "c4_test":
+            put(config, key, "stdlib")
+            why = "is now stdlib, the running Python's own sources, since nothing is downloaded"
+            result.findings.append(Finding(CHANGED, effective[key], why))
+    name = config.model.name
+    if "." in name:  # a module of the user's: its flavours have their own names
+        return
+    if name not in FAMILIES:
+        near = nearest(name, FAMILIES)
+        why = f"must be one of {', '.join(FAMILIES)}, or the dotted name of a module of your own"
+        result.refuse(effective["model.name"], why + (f"; did you mean {near}?" if near else ""))
+        return
+    flavor = config.model.flavor
+    for suffix, attn in FLAVOR_SUFFIXES:
+        if flavor.endswith(suffix):
+            config.model.flavor = flavor.removesuffix(suffix)
+            if "model.attn" not in effective:
+                config.model.attn = attn
+            why = f"is now flavor = {config.model.flavor!r} with model.attn = {config.model.attn!r}"
+            result.findings.append(Finding(CHANGED, effective["model.flavor"], why))
+            return

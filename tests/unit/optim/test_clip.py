@@ -1,0 +1,83 @@
+"""Clipping: one global norm, whatever the layout of the gradients."""
+
+import pytest
+import torch
+from pool import run_on
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from torchtitan_graph.optim import clip_grad_norm
+
+SHAPES = {"embedding": (5, 4), "up": (6, 4), "down": (4, 6), "norm": (4,), "expert": (4, 3)}
+
+
+def full_gradients() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator, dtype=torch.float64) * 10 for name, shape in SHAPES.items()}
+
+
+def full_norm() -> torch.Tensor:
+    return torch.linalg.vector_norm(torch.cat([grad.flatten() for grad in full_gradients().values()]))
+
+
+def with_gradient(grad: torch.Tensor) -> torch.nn.Parameter:
+    param = torch.nn.Parameter(torch.zeros_like(grad))
+    param.grad = grad
+    return param
+
+
+def clip_on_a_2x2_mesh(max_norm: float, forget_tp: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Clip gradients of four layouts, one of them on another mesh, as tensor parallel and experts make them."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    flat = init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
+    layouts = {
+        "embedding": (mesh, [Shard(0), Replicate()]),  # 5 rows on 2 ranks: uneven
+        "up": (mesh, [Shard(1), Shard(0)]),
+        "down": (mesh, [Shard(0), Shard(1)]),
+        "norm": (mesh, [Shard(0), Replicate()]),
+        "expert": (flat, [Shard(0)]),
+    }
+    grads = {name: distribute_tensor(grad, *layouts[name]) for name, grad in full_gradients().items()}
+    if forget_tp:  # the fault this test is to find: each tensor-parallel rank takes its shard for the whole
+        grads["up"] = DTensor.from_local(grads["up"].to_local(), mesh, [Shard(1), Replicate()], run_check=False)
+    params = {name: with_gradient(grad) for name, grad in grads.items()}
+    norm = clip_grad_norm(params.values(), max_norm)
+    assert type(norm) is torch.Tensor and norm.shape == ()
+    return norm, {name: param.grad.full_tensor() for name, param in params.items()}
+
+
+def test_norm_and_clipped_gradients_are_those_of_one_process() -> None:
+    for norm, clipped in run_on(4, clip_on_a_2x2_mesh, 1.0, False):
+        torch.testing.assert_close(norm, full_norm(), rtol=1e-14, atol=0)
+        for name, grad in full_gradients().items():
+            torch.testing.assert_close(clipped[name], grad / full_norm(), rtol=1e-6, atol=0)
+
+
+def test_a_shard_taken_for_the_whole_changes_the_norm() -> None:
+    norm, _ = run_on(4, clip_on_a_2x2_mesh, 0.0, True)[0]
+    assert abs(norm - full_norm()) > 1e-3
+
+
+def test_plain_gradients_are_clipped_in_place() -> None:
+    params = [with_gradient(grad) for grad in full_gradients().values()]
+    norm = clip_grad_norm(params, max_norm=2.0)
+    torch.testing.assert_close(norm, full_norm())
+    after = torch.linalg.vector_norm(torch.cat([param.grad.flatten() for param in params]))
+    assert after.item() == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("max_norm", [0.0, -1.0, 1e6])
+def test_gradients_below_the_limit_or_without_one_keep_their_bits(max_norm: float) -> None:
+    params = [with_gradient(grad) for grad in full_gradients().values()]
+    torch.testing.assert_close(clip_grad_norm(params, max_norm), full_norm())
+    for param, grad in zip(params, full_gradients().values(), strict=True):
+        assert torch.equal(param.grad, grad)
+
+
+def test_parameters_without_a_gradient_are_left_out() -> None:
+    params = [with_gradient(torch.full((4,), 3.0)), torch.nn.Parameter(torch.ones(2))]
+    assert clip_grad_norm(params, 1.0).item() == pytest.approx(6.0)
+
+
+def test_a_non_finite_norm_is_returned_not_raised() -> None:
+    assert clip_grad_norm([with_gradient(torch.tensor([1.0, float("nan")]))], 1.0).isnan()

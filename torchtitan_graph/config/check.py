@@ -40,20 +40,17 @@ def _name(config: JobConfig, key: str) -> str:
 def _check_degrees(config: JobConfig, world_size: int) -> list[str]:
     degrees, problems = config.parallelism, []
     shards = shard_degree(config, world_size)
-    factors = {
-        "data_parallel_replicate_degree": degrees.data_parallel_replicate_degree,
-        "data_parallel_shard_degree": shards,
-        "tensor_parallel_degree": degrees.tensor_parallel_degree,
-    }
     product = shards * _other_degrees(config)
     if product != world_size:
-        large = [f"parallelism.{key}" for key in factors if getattr(degrees, key) > 1]
-        where = _name(config, large[0] if large else "parallelism.data_parallel_shard_degree")
-        arithmetic = " * ".join(f"{key} {degree}" for key, degree in factors.items())
+        keys = ("data_parallel_replicate_degree", "data_parallel_shard_degree", "tensor_parallel_degree")
+        shown = [f"{key} {getattr(degrees, key)}" for key in keys]
+        if degrees.data_parallel_shard_degree == -1:
+            shown[1] = f"{keys[1]} {shards} (inferred)"
+        culprit = next((key for key in keys if getattr(degrees, key) > 1), keys[1])
         problems.append(
-            f"{where}: the degrees must multiply to the number of processes: {arithmetic} = {product}, not {world_size};"
-            f" start {product} processes, or use data_parallel_shard_degree = -1 and other degrees whose product"
-            f" divides {world_size}"
+            f"{_name(config, f'parallelism.{culprit}')}: the degrees must multiply to the number of processes:"
+            f" {' * '.join(shown)} = {product}, not {world_size}; start {product} processes, or let"
+            f" data_parallel_shard_degree be -1 and the product of the others divide {world_size}"
         )
     data_degree = degrees.data_parallel_replicate_degree * shards
     microbatch = config.training.local_batch_size * data_degree
@@ -65,7 +62,6 @@ def _check_degrees(config: JobConfig, world_size: int) -> list[str]:
         )
     for key in ["training.seq_len"] + ["validation.seq_len"] * config.validation.enable:
         seq_len = get(config, key)
-        assert isinstance(seq_len, int)
         if seq_len % degrees.tensor_parallel_degree:
             problems.append(
                 f"{_name(config, key)}: sequence parallel needs a multiple of parallelism.tensor_parallel_degree"
@@ -101,8 +97,8 @@ def _notices(config: JobConfig) -> list[str]:
         )
     if schedule.total_steps is not None and schedule.total_steps < steps:
         notices.append(
-            f"{_name(config, 'lr_scheduler.total_steps')}: the schedule ends before training.steps {steps}; the learning"
-            " rate then stays where it is"
+            f"{_name(config, 'lr_scheduler.total_steps')}: the schedule ends before training.steps {steps};"
+            " the learning rate then stays where it is"
         )
     if not config.checkpoint.enable:
         for key in ("checkpoint.initial_load_path", "checkpoint.load_step"):

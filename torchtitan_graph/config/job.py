@@ -1,6 +1,7 @@
 """Every option there is: a dataclass per TOML table, a field per key, with default, legal values and help."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from torchtitan_graph.config.option import option, options
 
@@ -419,15 +420,15 @@ class JobConfig:
 OPTIONS = options(JobConfig)
 
 
-def get(config: JobConfig, key: str) -> object:
+def get(config: JobConfig, key: str) -> Any:
     """Return the value of the option called `key`, as in `training.steps`."""
-    value: object = config
+    value: Any = config
     for name in key.split("."):
         value = getattr(value, name)
     return value
 
 
-def put(config: JobConfig, key: str, value: object) -> None:
+def put(config: JobConfig, key: str, value: Any) -> None:
     """Set the option called `key`."""
     table, _, name = key.rpartition(".")
     setattr(get(config, table), name, value)

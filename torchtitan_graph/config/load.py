@@ -26,16 +26,15 @@ def load(argv: Sequence[str]) -> JobConfig:
     Raises:
         ValueError: anything is wrong; the message lists all of it, a line each: where, which option, what is legal.
     """
-    if "--help" in argv or "-h" in argv:
-        after = list(argv)[max(argv.index(flag) for flag in ("--help", "-h") if flag in argv) + 1 :]
-        print(option_help(after[0] if after else None))
-        raise SystemExit(0)
+    for index, word in enumerate(argv):
+        if word in ("--help", "-h"):
+            table = next((name for name in argv[index + 1 : index + 2] if not name.startswith("-")), None)
+            print(option_help(table))
+            raise SystemExit(0)
     result = Resolution(JobConfig(), [])
     arguments = read_arguments(argv, result)
-    settings = list(arguments)
-    for setting in arguments:
-        if setting.key == "job.config_file" and setting.value:
-            settings = [*read_toml(str(setting.value), result), *arguments]
+    files = [setting.value for setting in arguments if setting.key == "job.config_file" and setting.value]
+    settings = [*(read_toml(files[-1], result) if files else []), *arguments]
     resolve(settings, result)
     refused = [str(finding) for finding in result.findings if finding.verdict == REFUSED]
     if refused:
@@ -82,24 +81,18 @@ def _negated(key: str, value: str | None, result: Resolution) -> Setting:
     return Setting(COMMAND_LINE, key, "false")
 
 
-def find_config_file(name: str) -> Path:
-    """Return the path of a TOML file; a bare name that is no file here is looked up in the packaged train_configs."""
-    package = Path(torchtitan_graph.__file__).parent
-    folders = [package / "train_configs", package.parent / "train_configs"] if Path(name).name == name else []
-    paths = [Path(name), *(folder / name for folder in folders)]
-    return next((path for path in paths if path.is_file()), paths[0])
-
-
 def read_toml(name: str, result: Resolution) -> list[Setting]:
-    """Read a TOML file into settings, one per key."""
-    path = find_config_file(name)
+    """Read a TOML file into settings, one per key; a bare name that is no file here means a packaged one."""
+    path = Path(name)
+    package = Path(torchtitan_graph.__file__).parent
+    folders = [package / "train_configs", package.parent / "train_configs"] if path.name == name else []
+    path = next((file for file in (path, *(folder / name for folder in folders)) if file.is_file()), path)
     try:
         tree = tomllib.loads(path.read_bytes().decode())
     except OSError as error:
-        why = f"can't be read: {error.strerror or error}"
-        siblings = [file.name for file in path.parent.glob("*.toml")] if path.parent.is_dir() else []
-        near = nearest(path.name, siblings)
-        result.refuse(Setting(COMMAND_LINE, "job.config_file", name), why + (f"; did you mean {near}?" if near else ""))
+        near = nearest(path.name, [file.name for folder in (path.parent, *folders) for file in folder.glob("*.toml")])
+        why = f"can't be read: {error.strerror or error}" + (f"; did you mean {near}?" if near else "")
+        result.refuse(Setting(COMMAND_LINE, "job.config_file", name), why)
         return []
     except (ValueError, RecursionError) as error:
         result.refuse(

@@ -89,10 +89,12 @@ def options_page() -> str:
         "",
         SYNTAX,
         "",
-        "Everything is checked before a process group starts. An error lists all problems at once: where, which option,",
-        "what is legal, and the nearest name. `python -m torchtitan_graph.translate OLD.toml` says what becomes of a file",
-        "of an earlier release, and `--out NEW.toml` writes it anew. Every run writes its resolved configuration to its",
-        "`dump_folder`; that file can be loaded as it is, and says where each value came from.",
+        "Everything is checked before a process group starts. An error lists all problems at once: where, which",
+        "option, what is legal, and the nearest name.",
+        "",
+        "`python -m torchtitan_graph.translate OLD.toml` says what becomes of a file of an earlier release, and",
+        "`--out NEW.toml` writes it anew. Every run writes its resolved configuration to its `dump_folder`; that file",
+        "can be loaded as it is, and says where each value came from.",
     ]
     for name, members in tables().items():
         lines += [

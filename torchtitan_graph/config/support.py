@@ -76,6 +76,15 @@ SUPPORT = (
     Row("experimental.custom_args_module", REFUSED, "the schema can't be extended; remove it"),
 )
 
+LINEAR_FLOAT8 = (
+    "enable_fsdp_float8_all_gather",
+    "precompute_float8_dynamic_scale_for_fsdp",
+    "recipe_name",
+    "filter_fqns",
+    "emulate",
+)
+LINEAR_MX = ("recipe_name", "mxfp8_dim1_cast_kernel_choice", "filter_fqns")
+
 # Names that keys had in earlier releases; the values kept their meaning.
 RENAMED = {
     "job.print_args": "job.print_config",
@@ -95,14 +104,8 @@ RENAMED = {
     "checkpoint.model_weights_only": "checkpoint.last_save_model_only",
     "validation.enabled": "validation.enable",
     "memory_estimation.enabled": "memory_estimation.enable",
-    "float8.enable_fsdp_float8_all_gather": "quantize.linear.float8.enable_fsdp_float8_all_gather",
-    "float8.precompute_float8_dynamic_scale_for_fsdp": "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp",
-    "float8.recipe_name": "quantize.linear.float8.recipe_name",
-    "float8.filter_fqns": "quantize.linear.float8.filter_fqns",
-    "float8.emulate": "quantize.linear.float8.emulate",
-    "mx.recipe_name": "quantize.linear.mx.recipe_name",
-    "mx.mxfp8_dim1_cast_kernel_choice": "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice",
-    "mx.filter_fqns": "quantize.linear.mx.filter_fqns",
+    **{f"float8.{name}": f"quantize.linear.float8.{name}" for name in LINEAR_FLOAT8},
+    **{f"mx.{name}": f"quantize.linear.mx.{name}" for name in LINEAR_MX},
 }
 
 # Keys of earlier releases that have no successor and change no numbers.

@@ -1,0 +1,161 @@
+"""What a graph's inputs and outputs are: per value its name, kind and layout. The graph carries it; passes edit it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+
+from torchtitan_graph.graph.torch_private import is_traceable_wrapper_subclass
+
+
+class Layout(Protocol):
+    """How one logical value (perhaps a tensor subclass) lies in plain tensors."""
+
+    num_tensors: int
+
+    def flatten(self, value: Any) -> list[torch.Tensor]:
+        """Give the plain tensors of `value`; raise ValueError if it has another layout."""
+        ...
+
+    def unflatten(self, tensors: list[torch.Tensor]) -> Any:
+        """Give the logical value back."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Plain:
+    """A plain tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    num_tensors = 1
+
+    def flatten(self, value: Any) -> list[torch.Tensor]:
+        if is_traceable_wrapper_subclass(value):
+            raise ValueError(f"is a {type(value).__name__}, traced as a plain tensor")
+        found = (tuple(value.shape), value.dtype)
+        if found != (self.shape, self.dtype):
+            raise ValueError(f"has shape {list(found[0])} and {found[1]}, traced with {list(self.shape)} and {self.dtype}")
+        return [value]
+
+    def unflatten(self, tensors: list[torch.Tensor]) -> Any:
+        return tensors[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrapped:
+    """A traceable tensor subclass (DTensor, or one nested in another): its class, its inner values, its context."""
+
+    cls: type
+    inner: tuple[tuple[str, Layout], ...]  # attribute -> layout of the tensor it holds
+    constants: tuple[tuple[str, Any], ...]  # attribute -> a value that is no tensor (a DTensor's mesh)
+    context: Any
+    size: torch.Size
+    stride: tuple[int, ...]
+
+    @property
+    def num_tensors(self) -> int:
+        return sum(layout.num_tensors for _, layout in self.inner)
+
+    def flatten(self, value: Any) -> list[torch.Tensor]:
+        found = layout_of(value)
+        if found != self:
+            raise ValueError(f"is laid out as {found}, traced as {self}")
+        return [t for attr, layout in self.inner for t in layout.flatten(getattr(value, attr))]
+
+    def unflatten(self, tensors: list[torch.Tensor]) -> Any:
+        inner, position = dict(self.constants), 0
+        for attr, layout in self.inner:
+            inner[attr] = layout.unflatten(tensors[position : position + layout.num_tensors])
+            position += layout.num_tensors
+        return self.cls.__tensor_unflatten__(inner, self.context, self.size, self.stride)  # type: ignore[attr-defined]
+
+    def __str__(self) -> str:
+        inner = ", ".join(f"{attr}: {layout}" for attr, layout in self.inner)
+        return f"{self.cls.__name__}{list(self.size)} of ({inner}) with {self.context}"
+
+
+def layout_of(value: torch.Tensor) -> Plain | Wrapped:
+    """Record how `value` lies in plain tensors, nested subclasses included."""
+    if not is_traceable_wrapper_subclass(value):
+        return Plain(tuple(value.shape), value.dtype)
+    attrs, context = value.__tensor_flatten__()  # type: ignore[attr-defined]
+    held = [(attr, getattr(value, attr)) for attr in attrs]
+    return Wrapped(
+        cls=type(value),
+        inner=tuple((attr, layout_of(x)) for attr, x in held if isinstance(x, torch.Tensor)),
+        constants=tuple((attr, x) for attr, x in held if not isinstance(x, torch.Tensor)),
+        context=context,
+        size=value.size(),
+        stride=value.stride(),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """One logical input or output of a graph; it spans `layout.num_tensors` placeholders or output values.
+
+    `kind` is "param", "buffer", "optim" or "input" for inputs, and "output", "loss" or "grad" for outputs.
+    """
+
+    name: str
+    kind: str
+    layout: Layout
+
+
+@dataclasses.dataclass(frozen=True)
+class Signature:
+    """The inputs and outputs of a graph, in the order of its placeholders and output values."""
+
+    inputs: tuple[Slot, ...]
+    outputs: tuple[Slot, ...]
+
+
+def signature_of(gm: torch.fx.GraphModule) -> Signature:
+    return gm.meta["signature"]
+
+
+def input_nodes(gm: torch.fx.GraphModule, kind: str) -> dict[str, torch.fx.Node]:
+    """Give the placeholder of each input of that kind by name; each must be a single plain tensor in the graph."""
+    placeholders = iter(gm.graph.find_nodes(op="placeholder"))
+    found = {}
+    for slot in signature_of(gm).inputs:
+        nodes = [next(placeholders) for _ in range(slot.layout.num_tensors)]
+        if slot.kind == kind:
+            (found[slot.name],) = nodes
+    return found
+
+
+def output_nodes(gm: torch.fx.GraphModule, kind: str) -> dict[str, torch.fx.Node]:
+    """Give the node that feeds each output of that kind by name; each must be a single plain tensor in the graph."""
+    values = iter(gm.graph.output_node().args[0])  # type: ignore[arg-type]
+    found = {}
+    for slot in signature_of(gm).outputs:
+        nodes = [next(values) for _ in range(slot.layout.num_tensors)]
+        if slot.kind == kind:
+            (found[slot.name],) = nodes
+    return found
+
+
+def set_outputs(gm: torch.fx.GraphModule, kind: str, nodes: dict[str, torch.fx.Node]) -> None:
+    """Let the graph return other nodes for the named outputs of that kind."""
+    output, position = gm.graph.output_node(), 0
+    values = list(output.args[0])  # type: ignore[arg-type]
+    for slot in signature_of(gm).outputs:
+        if slot.kind == kind and slot.name in nodes:
+            values[position] = nodes[slot.name]
+        position += slot.layout.num_tensors
+    output.args = (values,)
+
+
+def set_layouts(gm: torch.fx.GraphModule, kinds: tuple[str, ...], layouts: Mapping[str, Layout]) -> None:
+    """Give the inputs and outputs of those kinds, by name, other layouts: the second half of an edit of their nodes."""
+
+    def changed(slots: tuple[Slot, ...]) -> tuple[Slot, ...]:
+        return tuple(dataclasses.replace(s, layout=layouts[s.name]) if s.kind in kinds else s for s in slots)
+
+    old = signature_of(gm)
+    gm.meta["signature"] = Signature(changed(old.inputs), changed(old.outputs))

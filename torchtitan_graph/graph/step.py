@@ -1,0 +1,96 @@
+"""The training step as a function to trace, and the traced step as a function that trains."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from torchtitan_graph.graph.signature import signature_of
+from torchtitan_graph.graph.trace import TracedResult, minimal_fx_tracer, run_traced
+
+
+class Inputs(Protocol):
+    """What a step reads of a batch."""
+
+    tokens_BL: Tensor
+    labels_BL: Tensor
+    positions_BL: Tensor
+
+
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # (logits_BLV, labels_BL, num_tokens) -> scalar
+
+
+def make_train_step(model: nn.Module, loss: Loss) -> Callable[[Inputs, Any, Tensor], tuple[Tensor, dict[str, Tensor]]]:
+    """Give `step(batch, mask, num_tokens) -> (loss, gradients by name, in parameter order)`, to be traced.
+
+    The loss function is in the step's closure: a constant of the trace. Another loss is another trace.
+    """
+
+    def train_step(batch: Inputs, mask: Any, num_tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        value = loss(model(batch.tokens_BL, batch.positions_BL, mask), batch.labels_BL, num_tokens)
+        parameters = dict(model.named_parameters())
+        gradients = torch.autograd.grad(value, list(parameters.values()))
+        with fx_traceback.annotate({"phase": "backward"}):
+            laid_out = [_as_parameter(g, p) for g, p in zip(gradients, parameters.values(), strict=True)]
+        return value, dict(zip(parameters, laid_out, strict=True))
+
+    return train_step
+
+
+def _as_parameter(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """Finish a gradient that tensor parallelism left as partial sums: a replicated norm's, from its ranks' sequences."""
+    if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:  # type: ignore[attr-defined]
+        return gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+    return gradient
+
+
+def trace_train_step(
+    model: nn.Module, loss: Loss, batch: Inputs, mask: Any, num_tokens: Tensor, *, device: Any, stack_traces: bool = False
+) -> TracedResult:
+    """Trace the step of a model on meta as if it lay on `device`; its outputs are known as loss and gradients by name."""
+    tracer = minimal_fx_tracer(make_train_step(model, loss), module=model, device=device, stack_traces=stack_traces)
+    traced = tracer(batch, mask, num_tokens)
+    signature = signature_of(traced.gm)
+    kinds = [("loss", "loss")] + [("grad", name) for name, _ in model.named_parameters()]
+    outputs = tuple(
+        dataclasses.replace(slot, kind=kind, name=name)
+        for slot, (kind, name) in zip(signature.outputs, kinds, strict=True)
+    )
+    traced.gm.meta["signature"] = dataclasses.replace(signature, outputs=outputs)
+    return traced
+
+
+def bind_train_step(traced: TracedResult, model: nn.Module) -> Callable[[Inputs, Any, Tensor], Tensor]:
+    """Give `step(batch, mask, num_tokens) -> loss` that adds the gradients to the live parameters' `.grad`."""
+    run = run_traced(traced, module=model)
+    parameters = dict(model.named_parameters())
+
+    @torch.no_grad()
+    def step(batch: Inputs, mask: Any, num_tokens: Tensor) -> Tensor:
+        value, gradients = run(batch, mask, num_tokens)
+        for name, gradient in gradients.items():
+            parameter = parameters[name]
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad += gradient
+        return value
+
+    return step
+
+
+def make_eager_step(model: nn.Module, loss: Loss) -> Callable[[Inputs, Any, Tensor], Tensor]:
+    """Give the same step without a graph: forward, loss and `backward` on a model under FSDP2. The reference."""
+
+    def step(batch: Inputs, mask: Any, num_tokens: Tensor) -> Tensor:
+        value = loss(model(batch.tokens_BL, batch.positions_BL, mask), batch.labels_BL, num_tokens)
+        value.backward()
+        return value.detach()
+
+    return step

@@ -1,0 +1,30 @@
+"""The training loss: cross entropy, divided by the global number of target tokens of the optimizer step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+
+IGNORE_INDEX = -100
+
+
+def cross_entropy(logits_BLV: Tensor, labels_BL: Tensor, num_tokens: Tensor) -> Tensor:
+    """Sum the cross entropy of the targets in fp32 and divide by `num_tokens`, which counts those of all ranks and
+    microbatches: the losses of ranks and microbatches then add up, and every layout computes the same number.
+
+    Logits sharded over the vocabulary (a DTensor) are never gathered. A label of -100 is no target.
+    """
+    loss = F.cross_entropy(
+        logits_BLV.flatten(0, 1).float(), labels_BL.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+    )
+    return (loss.to_local() if isinstance(loss, DTensor) else loss) / num_tokens
+
+
+def loss_context(vocabulary_sharded: bool) -> Callable[[], contextlib.AbstractContextManager]:
+    """Give the context that the loss and its backward must run in."""
+    return loss_parallel if vocabulary_sharded else contextlib.nullcontext

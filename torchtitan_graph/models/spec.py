@@ -1,0 +1,72 @@
+"""Find a family by name and build its model: what a family's module must define, and the errors when it does not."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import pkgutil
+from types import ModuleType
+
+import torch
+
+import torchtitan_graph.models
+from torchtitan_graph.models.layers.decoder import Decoder
+
+# A family is a module with these: the flavours' table, the model class, the tensor-parallel plan, and the map from our
+# parameter names to Hugging Face's.
+CONTRACT = ("FLAVORS", "Model", "PLAN", "HF_KEYS")
+
+
+def family_names() -> list[str]:
+    """List the families in this package: every module in `models/` but this one."""
+    found = pkgutil.iter_modules(torchtitan_graph.models.__path__)
+    return sorted(module.name for module in found if not module.ispkg and module.name != "spec")
+
+
+def load_family(name: str) -> ModuleType:
+    """Import the family's module: `llama3` is `models/llama3.py`, `my_pkg.my_model` the user's own.
+
+    Raises:
+        ValueError: no such family, or a module without what a family must define.
+    """
+    path = name if "." in name else f"torchtitan_graph.models.{name}"
+    if "." not in name and name not in family_names():
+        near = difflib.get_close_matches(name, family_names(), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(
+            f"model.name = {name!r}: legal are {', '.join(family_names())}, or the dotted name of a module of your own{hint}"
+        )
+    try:
+        family = importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        if error.name is None or not path.startswith(error.name):
+            raise  # the module is there; something that it imports is not
+        raise ValueError(f"model.name = {name!r}: there is no module {error.name!r} to import; is it on PYTHONPATH?") from None
+    missing = [attribute for attribute in CONTRACT if not hasattr(family, attribute)]
+    if missing:
+        raise ValueError(f"model.name = {name!r}: the module defines no {', '.join(missing)}; see models/llama3.py")
+    return family
+
+
+def build_model(name: str, flavor: str, attn: str, tokenizer_vocab_size: int) -> Decoder:
+    """Build a flavour on the meta device; `debugmodel` takes the tokenizer's vocabulary.
+
+    Raises:
+        ValueError: unknown family or flavour, or a tokenizer with more tokens than the flavour's vocabulary.
+    """
+    family = load_family(name)
+    if flavor not in family.FLAVORS:
+        near = difflib.get_close_matches(flavor, family.FLAVORS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"model.flavor = {flavor!r}: legal for {name} are {', '.join(family.FLAVORS)}{hint}")
+    config = family.FLAVORS[flavor]
+    if flavor == "debugmodel":
+        config = dataclasses.replace(config, vocab_size=tokenizer_vocab_size)
+    elif tokenizer_vocab_size > config.vocab_size:
+        raise ValueError(
+            f"model.flavor = {flavor!r} has {config.vocab_size} rows in its vocabulary, the tokenizer of "
+            f"model.hf_assets_path has {tokenizer_vocab_size} tokens: take this flavour's own tokenizer, or a larger flavour"
+        )
+    with torch.device("meta"):
+        return family.Model(config, attn)

@@ -1,0 +1,1 @@
+"""The mesh, the plan, the one `parallelize`, and data parallelism at rest."""

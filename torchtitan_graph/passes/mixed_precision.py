@@ -1,0 +1,69 @@
+"""Storage layout, second half: parameters rest in one dtype and are computed in another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch.fx import GraphModule, Node
+
+from torchtitan_graph.graph import meta
+from torchtitan_graph.graph.edit import call, value
+from torchtitan_graph.graph.signature import input_nodes, output_nodes, set_outputs
+from torchtitan_graph.parallel.storage import Storage
+
+aten = torch.ops.aten
+
+
+def mixed_precision(gm: GraphModule, storages: Mapping[str, Storage]) -> GraphModule:
+    """Cast each parameter before it is gathered, each gradient before it is reduced. A layout pass.
+
+        w (bf16) -> all_gather -> use             ... -> dw (bf16) -> reduce_scatter
+        w (fp32) -> cast -> all_gather -> use     ... -> dw (bf16) -> cast -> reduce_scatter (fp32)
+
+    The graph was traced in the compute dtype: no arithmetic changes here but the precision of the reduction.
+    """
+    order = {node: i for i, node in enumerate(gm.graph.nodes)}
+    for name, placeholder in input_nodes(gm, "param").items():
+        precision = storages[name].precision
+        assert value(placeholder).dtype == precision.compute, f"{name} was traced in {value(placeholder).dtype}"
+        if precision.storage == precision.compute:
+            continue
+        placeholder.meta["val"] = value(placeholder).to(precision.storage)
+        users = list(placeholder.users)
+        if users:
+            first = min(users, key=order.__getitem__)
+            with gm.graph.inserting_before(first):
+                cast = call(gm.graph, first, aten._to_copy.default, placeholder, dtype=precision.compute)
+            meta.write(cast, role=meta.GATHER, param=name, phase="forward")
+            for user in users:
+                user.replace_input_with(placeholder, cast)
+    outputs = {}
+    for name, reduced in output_nodes(gm, "grad").items():
+        precision = storages[name].precision
+        chain = [reduced]
+        while meta.role(chain[-1]) == meta.REDUCE:
+            chain.append(chain[-1].args[0])  # type: ignore[arg-type]
+        *reduction, gradient = chain  # the reduction backwards, down to the gradient itself
+        first = reduction[-1] if reduction else None
+        with gm.graph.inserting_before(gradient.next):
+            before = _cast(gm, gradient, precision.reduce, name)
+        if first is not None and before is not gradient:
+            first.replace_input_with(gradient, before)
+            for node in reversed(reduction):
+                node.meta["val"] = value(node).to(precision.reduce)
+        last = reduced if first is not None else before
+        with gm.graph.inserting_before(last.next):
+            outputs[name] = _cast(gm, last, precision.storage, name)
+    set_outputs(gm, "grad", outputs)
+    gm.recompile()
+    return gm
+
+
+def _cast(gm: GraphModule, node: Node, dtype: torch.dtype, name: str) -> Node:
+    if value(node).dtype == dtype:
+        return node
+    cast = call(gm.graph, node, aten._to_copy.default, node, dtype=dtype)
+    meta.write(cast, role=meta.REDUCE, param=name, phase="backward")
+    return cast
+

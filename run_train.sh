@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Train on this machine:
+#
+#     NGPU=2 CONFIG_FILE=train_configs/llama3_debug.toml ./run_train.sh [--table.key value ...]
+#
+# NGPU         processes, one per GPU (default: the GPUs there are, else 2 on the CPU)
+# CONFIG_FILE  a TOML file (default: train_configs/llama3_debug.toml beside this script)
+# LOG_RANK     the ranks whose output is shown, comma-separated (default: 0)
+# COMM_MODE    fake_backend: a dry run as rank 0 of NGPU, in one process
+set -euo pipefail
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+CONFIG_FILE=${CONFIG_FILE:-$here/train_configs/llama3_debug.toml}
+LOG_RANK=${LOG_RANK:-0}
+COMM_MODE=${COMM_MODE:-default}
+NGPU=${NGPU:-$(python -c "import torch; print(torch.cuda.device_count() or 2)")}
+export NGPU
+
+train=(-m torchtitan_graph.train --job.config_file "$CONFIG_FILE" "$@")
+if [[ $COMM_MODE != default ]]; then
+    exec python "${train[@]}" --comm.mode "$COMM_MODE"
+fi
+
+if [[ -z ${OMP_NUM_THREADS:-} ]]; then # torchrun's own default is one thread
+    cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+    export OMP_NUM_THREADS=$((cores > NGPU ? cores / NGPU : 1))
+fi
+# A worker that torchrun restarts would find its predecessor's addresses in a store shared with torchrun.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}
+
+# Port 0: a free one. Loopback: the machine's own name need not resolve, and nothing listens to the network.
+exec torchrun --nproc_per_node "$NGPU" --rdzv_backend c10d --rdzv_endpoint 127.0.0.1:0 --local_addr 127.0.0.1 \
+    --role rank --tee 3 --local_ranks_filter "$LOG_RANK" "${train[@]}"

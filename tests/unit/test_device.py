@@ -1,0 +1,61 @@
+"""The device's peak and memory figures."""
+
+import pytest
+import torch
+
+from torchtitan_graph import device
+
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H200", 989),
+        ("NVIDIA H20", 148),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L4", 121),
+        ("AMD Instinct MI300X", 1307),
+    ],
+)
+def test_a_known_gpu_has_its_dense_bf16_peak(name: str, tflops: float) -> None:
+    assert device._peak_flops_of(name) == tflops * 1e12
+
+
+@pytest.mark.parametrize("name", ["Tesla V100-SXM2-32GB", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "something new", ""])
+def test_an_unknown_gpu_or_a_slice_of_one_has_none(name: str) -> None:
+    assert device._peak_flops_of(name) is None
+
+
+@on_cpu
+def test_without_a_gpu_the_device_is_the_cpu() -> None:
+    assert (device.device_type(), device.device(), device.peak_flops()) == ("cpu", torch.device("cpu"), None)
+
+
+@on_cpu
+def test_peak_memory_sees_an_allocation_and_forgets_it_when_reset() -> None:
+    size_gib = 0.25
+    device.reset_peak_memory()
+    before = device.peak_memory_gib()
+    x = torch.ones(int(size_gib * device.GIB), dtype=torch.uint8)
+    del x
+    held = device.peak_memory_gib()
+    assert before + 0.9 * size_gib < held < device.memory_total_gib()
+    device.reset_peak_memory()
+    assert device.peak_memory_gib() < held - 0.5 * size_gib
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_memory_and_peak_are_the_gpus() -> None:
+    device.reset_peak_memory()
+    before = device.peak_memory_gib()
+    x = torch.ones(device.GIB, dtype=torch.uint8, device=device.device())
+    assert before + 0.9 < device.peak_memory_gib() < device.memory_total_gib()
+    del x
+    assert device.device() == torch.device("cuda", 0)

@@ -1,0 +1,24 @@
+"""What a data loader hands to the training step."""
+
+from typing import NamedTuple
+
+import torch
+
+IGNORE_INDEX = -100  # the default ignore_index of torch's cross_entropy
+
+
+class Batch(NamedTuple):
+    """Rows of packed documents, as int64 tensors on the CPU, all of shape (B, L).
+
+    tokens_BL: the input.
+    labels_BL: the next token of the same document, IGNORE_INDEX where there is none: at a document's last token
+        and in padding. A document that is cut at a row's end keeps the target of its last token there.
+    positions_BL: place of a token in its document as far as this row holds it: 0 at a document's first token and at
+        a row's first, always below L.
+    documents_BL: number of the document within its row, from 0; padding is a document of its own.
+    """
+
+    tokens_BL: torch.Tensor
+    labels_BL: torch.Tensor
+    positions_BL: torch.Tensor
+    documents_BL: torch.Tensor

@@ -1,0 +1,116 @@
+"""A split of a corpus as lanes: streams of documents whose order depends on the corpus and a seed only."""
+
+import hashlib
+from collections.abc import Iterator
+from typing import Protocol
+
+from torchtitan_graph.data.sources import Source
+
+# Note [Lanes]
+# Which document a row of the global sequence begins with depends on how many tokens every document before it has.
+# So that nobody has to tokenise everything to find a row, the documents are dealt to `num_lanes` lanes, which are
+# packed each for itself, and the rows are taken from the lanes in turn: row r is row r // num_lanes of lane
+# r % num_lanes. A rank tokenises the lanes of its own rows. num_lanes is a power of two, so that the rows of a rank
+# fall on few lanes where the batch is one too. It depends on the corpus alone, and a lane starts its next epoch by
+# itself, with documents of a new shuffle: nothing has to be communicated.
+MAX_LANES = 256
+_DOCUMENTS_PER_LANE = 16  # below that, lanes differ much in length, and the longest ends long after the others
+VALIDATION_FRACTION = 0.05
+_FEW_DOCUMENTS = 4096
+
+
+class Corpus(Protocol):
+    """Documents of one split in the order of training.
+
+    `documents` yields what a lane reads in an epoch as (index, text), from `start` on; indices ascend, with gaps,
+    and mean the same whenever lane and epoch are the same. An instance can be pickled.
+    """
+
+    num_lanes: int
+    digest: str
+
+    def documents(self, lane: int, epoch: int, start: int) -> Iterator[tuple[int, str]]: ...
+
+
+class ShuffledCorpus:
+    """A split of a source that is read in any order: every epoch shuffles all documents anew and deals them out.
+
+    split: "train", "validation" (5 % of the documents, by hash of their identity), or "all".
+    Raises ValueError if the split has no documents.
+    """
+
+    def __init__(self, source: Source, split: str, seed: int) -> None:
+        self._source, self._split, self._seed = source, split, seed
+        if not len(source):
+            raise ValueError("training.dataset: the corpus has no documents.")
+        self._threshold = _validation_threshold(source)
+        if split == "validation" and self._threshold == 0:
+            raise ValueError(
+                "validation.dataset: one document can't be split into training and validation. Add documents, or name"
+                " another corpus for validation."
+            )
+        self.num_lanes = num_lanes(len(source) * split_fraction(split) / _DOCUMENTS_PER_LANE)
+        self.digest = f"{split} of {source.digest}"
+
+    def documents(self, lane: int, epoch: int, start: int) -> Iterator[tuple[int, str]]:
+        total = len(self._source)
+        for index in range(start, (total - lane - 1) // self.num_lanes + 1):
+            document = shuffled(index * self.num_lanes + lane, total, (self._seed, epoch))
+            if in_split(self._split, self._source.identity(document), self._threshold):
+                yield index, self._source[document]
+
+
+def num_lanes(wanted: float) -> int:
+    """Return the largest power of two that is at most `wanted`, between 1 and MAX_LANES."""
+    lanes = 1
+    while lanes * 2 <= min(wanted, MAX_LANES):
+        lanes *= 2
+    return lanes
+
+
+def split_fraction(split: str) -> float:
+    return {"train": 1 - VALIDATION_FRACTION, "validation": VALIDATION_FRACTION, "all": 1.0}[split]
+
+
+def in_split(split: str, identity: str, threshold: int = int(VALIDATION_FRACTION * 2**64)) -> bool:
+    """Tell whether a document belongs to a split: those whose hash is below the threshold are for validation."""
+    return split == "all" or (_hash(identity) < threshold) == (split == "validation")
+
+
+def _validation_threshold(source: Source) -> int:
+    total = len(source)
+    if total > _FEW_DOCUMENTS:
+        return int(VALIDATION_FRACTION * 2**64)
+    # A fraction by chance could leave a split of a small corpus empty: take the fraction exactly, and one at least.
+    hashes = sorted(_hash(source.identity(index)) for index in range(total))
+    return hashes[max(1, round(VALIDATION_FRACTION * total))] if total > 1 else 0
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=8).digest(), "little")
+
+
+def shuffled(index: int, total: int, key: tuple[int, int]) -> int:
+    """Return the place of `index` in a shuffle of range(total): one permutation per key, no memory, any order.
+
+    A Feistel network permutes the smallest power of four that holds `total`; what falls outside is sent through again
+    until it falls inside (cycle walking; Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
+    """
+    half = max(1, ((total - 1).bit_length() + 1) // 2)
+    mask = (1 << half) - 1
+    rounds = [_mix(key[0] * 2**40 + key[1] * 8 + number) for number in range(4)]
+    while True:
+        left, right = index >> half, index & mask
+        for round_key in rounds:
+            left, right = right, left ^ (_mix(right + round_key) & mask)
+        index = left << half | right
+        if index < total:
+            return index
+
+
+def _mix(value: int) -> int:
+    """Scramble 64 bits: the output function of SplitMix64 (Steele, Lea and Flood, 2014)."""
+    value = (value + 0x9E3779B97F4A7C15) & (2**64 - 1)
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & (2**64 - 1)
+    value = (value ^ value >> 27) * 0x94D049BB133111EB & (2**64 - 1)
+    return value ^ value >> 31

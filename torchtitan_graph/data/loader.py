@@ -1,0 +1,171 @@
+"""This rank's microbatches out of one global sequence of rows, and the position in it."""
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from torchtitan_graph.data.batch import Batch
+from torchtitan_graph.data.corpus import Corpus
+from torchtitan_graph.data.open_corpus import open_corpus
+from torchtitan_graph.data.packing import Cursor, Lane
+from torchtitan_graph.data.tokenizer import Tokenizer
+
+# Note [Position]
+# The position in the data is global: how many rows all ranks together have taken, and the cursor behind the last row
+# taken from each lane. It fits any number of ranks and workers. Workers read ahead, so their own positions are of no
+# use: each batch carries the cursors behind its rows, and only `DataLoader.__next__` makes them the position. A rank
+# knows the cursors of the lanes it took rows from; `merge_states` keeps, of every lane, the one furthest on.
+
+
+class DataLoader:
+    """Iterate over this rank's microbatches: batch m holds rows m*n*B + rank*B to m*n*B + (rank+1)*B - 1 of n ranks.
+
+    Never ends. Without repeat, a lane that is through gives rows without targets; the corpus is through when
+    `num_lanes` rows of the global sequence in a row had none.
+    """
+
+    def __init__(self, rows: "_Rows", identity: dict[str, Any], num_workers: int, **options: Any) -> None:
+        self._rows = rows
+        self._identity = identity
+        self.num_lanes = rows.corpus.num_lanes
+        with warnings.catch_warnings():  # torchdata 0.11 calls what newer torch deprecates
+            warnings.filterwarnings("ignore", "'set_vital' is deprecated")
+            self._loader = StatefulDataLoader(rows, batch_size=None, num_workers=num_workers, **options)
+        self._iterator: Iterator[tuple[Batch, list[Cursor]]] | None = None
+        self._batches = 0  # taken since the start, or since load_state_dict
+        self._cursors = rows.start()[1]
+
+    def __iter__(self) -> "DataLoader":
+        return self
+
+    def __next__(self) -> Batch:
+        if self._iterator is None:
+            self._iterator = iter(self._loader)
+        batch, cursors = next(self._iterator)
+        for row, cursor in zip(self._rows.row_numbers(self._batches), cursors, strict=True):
+            self._cursors[row % self.num_lanes] = cursor
+        self._batches += 1
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's part of the position behind the batches taken; `merge_states` makes it whole."""
+        taken = self._rows.start()[0] + self._batches * self._rows.global_batch_size
+        return {**self._identity, "rows": taken, "lanes": [list(cursor) for cursor in self._cursors]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a merged position, of any number of ranks and workers; the next batch is the first behind it.
+
+        Raises ValueError if it was saved with another corpus, tokenizer, seed or row length.
+        """
+        for key, here in self._identity.items():
+            if state.get(key) != here:
+                raise ValueError(
+                    f"checkpoint: its data position was saved with {key} = {state.get(key)!r}, this run has {here!r}."
+                    " Rows can't be continued from there: use what the saved run used, or begin a new run."
+                )
+        self._iterator = None
+        self._batches = 0
+        self._cursors = [Cursor(*cursor) for cursor in state["lanes"]]
+        self._rows.set_start(state["rows"], self._cursors)
+
+
+def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
+    """Merge the parts of all data-parallel ranks into one position, the same whatever the number of ranks."""
+    first = states[0]
+    assert all({**state, "lanes": first["lanes"]} == first for state in states), "ranks at different steps, or runs"
+    lanes = [max(cursors) for cursors in zip(*(state["lanes"] for state in states), strict=True)]
+    return {**first, "lanes": lanes}
+
+
+def build_dataloader(
+    *,
+    dataset: str,
+    dataset_path: str | None,
+    split: str,
+    tokenizer: Tokenizer,
+    seq_len: int,
+    local_batch_size: int,
+    dp_rank: int,
+    dp_degree: int,
+    seed: int,
+    repeat: bool,
+    num_workers: int = 0,
+    persistent_workers: bool = False,
+    pin_memory: bool = False,
+    prefetch_factor: int | None = None,
+    text_column: str = "text",
+) -> DataLoader:
+    """Open a corpus and load rank `dp_rank`'s rows of it.
+
+    split: "train", "validation", or "all" (of a corpus that is for validation as a whole).
+    Raises ValueError where the corpus can't be found or read.
+    """
+    corpus = open_corpus(dataset, dataset_path, split, seed, text_column)
+    rows = _Rows(corpus, tokenizer, seq_len, local_batch_size, dp_rank, dp_degree, repeat)
+    identity = {"corpus": corpus.digest, "tokenizer": tokenizer.digest, "seed": seed, "seq_len": seq_len}
+    return DataLoader(
+        rows,
+        identity,
+        num_workers,
+        persistent_workers=persistent_workers and num_workers > 0,
+        pin_memory=pin_memory and torch.cuda.is_available(),
+        prefetch_factor=prefetch_factor if num_workers else None,
+    )
+
+
+class _Rows(IterableDataset):
+    """Microbatches of a rank, or of one of its workers, with the cursors behind their rows."""
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        tokenizer: Tokenizer,
+        seq_len: int,
+        local_batch_size: int,
+        dp_rank: int,
+        dp_degree: int,
+        repeat: bool,
+    ) -> None:
+        self.corpus, self._tokenizer, self._seq_len, self._repeat = corpus, tokenizer, seq_len, repeat
+        self._local_batch_size, self._dp_rank = local_batch_size, dp_rank
+        self.global_batch_size = local_batch_size * dp_degree
+        # In shared memory, for workers that persist: they see where a new iteration starts.
+        self._start = torch.zeros(1 + corpus.num_lanes, len(Cursor._fields), dtype=torch.int64).share_memory_()
+
+    def start(self) -> tuple[int, list[Cursor]]:
+        """Return the number of rows that all ranks took before the first batch, and every lane's cursor there."""
+        rows, *cursors = self._start.tolist()
+        return rows[0], [Cursor(*cursor) for cursor in cursors]
+
+    def set_start(self, rows: int, cursors: list[Cursor]) -> None:
+        self._start.copy_(torch.tensor([[rows, 0, 0, 0], *cursors]))
+
+    def row_numbers(self, batch: int) -> range:
+        """Return which rows of the global sequence this rank's batch holds, counted from the start's first batch."""
+        first = self.start()[0] + batch * self.global_batch_size + self._dp_rank * self._local_batch_size
+        return range(first, first + self._local_batch_size)
+
+    def __iter__(self) -> Iterator[tuple[Batch, list[Cursor]]]:
+        worker = get_worker_info()
+        batch, stride = (worker.id, worker.num_workers) if worker else (0, 1)
+        _, cursors = self.start()
+        lanes: dict[int, Lane] = {}
+        while True:
+            rows, behind = [], []
+            for row in self.row_numbers(batch):
+                number = row % self.corpus.num_lanes
+                if number not in lanes:
+                    lanes[number] = Lane(
+                        self.corpus, self._tokenizer, self._seq_len, self._repeat, number, cursors[number]
+                    )
+                lane = lanes[number]
+                while lane.cursor.row < row // self.corpus.num_lanes:
+                    lane.skip_row()
+                rows.append(torch.from_numpy(lane.next_row()))
+                behind.append(lane.cursor)
+            yield Batch(*torch.stack(rows, dim=1)), behind
+            batch += stride

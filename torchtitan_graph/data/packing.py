@@ -1,0 +1,110 @@
+"""Packing of one lane: its documents, token by token, cut into rows."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from torchtitan_graph.data.batch import IGNORE_INDEX
+from torchtitan_graph.data.corpus import Corpus
+from torchtitan_graph.data.tokenizer import Tokenizer
+
+# By chance a lane of a small split may get nothing in an epoch; not so often in a row.
+_EMPTY_EPOCHS = 16
+
+
+class Cursor(NamedTuple):
+    """Place in a lane: rows given so far; epoch, index and tokens given so far of the document under way."""
+
+    row: int = 0
+    epoch: int = 0
+    document: int = 0
+    offset: int = 0
+
+
+class Lane:
+    """Rows of `seq_len` tokens from one lane of a corpus, starting at a cursor.
+
+    A document is [bos] + ids + [eos]; a row takes the next `seq_len` tokens, wherever documents begin or end, so
+    every token is an input once. With `repeat` the lane goes on with its next epoch; otherwise its last row is padded,
+    and padding follows for ever.
+    """
+
+    def __init__(
+        self, corpus: Corpus, tokenizer: Tokenizer, seq_len: int, repeat: bool, number: int, cursor: Cursor
+    ) -> None:
+        self._corpus, self._tokenizer, self._seq_len, self._repeat = corpus, tokenizer, seq_len, repeat
+        self._number = number
+        self.cursor = cursor
+        self._tokens = np.empty(0, np.int64)  # of the document under way
+        self._documents: Iterator[tuple[int, str]] | None = None
+
+    def next_row(self) -> np.ndarray:
+        """Return the next row: tokens, labels, positions and documents, as (4, L)."""
+        row = np.empty((4, self._seq_len), np.int64)
+        tokens_L, labels_L, positions_L, documents_L = row
+        place = 0
+        for number, (piece, target) in enumerate(self._next_pieces()):
+            end = place + len(piece)
+            tokens_L[place:end] = piece
+            labels_L[place : end - 1] = piece[1:]
+            labels_L[end - 1] = target
+            positions_L[place:end] = np.arange(len(piece))
+            documents_L[place:end] = number
+            place = end
+        if place < self._seq_len:
+            tokens_L[place:] = self._tokenizer.eos_id
+            labels_L[place:] = IGNORE_INDEX
+            positions_L[place:] = np.arange(self._seq_len - place)
+            documents_L[place:] = documents_L[place - 1] + 1 if place else 0
+        return row
+
+    def skip_row(self) -> None:
+        """Leave the next row out: it belongs to another rank or worker."""
+        self._next_pieces()
+
+    def _next_pieces(self) -> list[tuple[np.ndarray, int]]:
+        """Take a row's worth of tokens: the part of each document, and the target of the part's last token."""
+        pieces = []
+        wanted = self._seq_len
+        while wanted and self._document_under_way():
+            offset = self.cursor.offset
+            piece = self._tokens[offset : offset + wanted]
+            offset += len(piece)
+            target = int(self._tokens[offset]) if offset < len(self._tokens) else IGNORE_INDEX
+            pieces.append((piece, target))
+            wanted -= len(piece)
+            self.cursor = self.cursor._replace(offset=offset)
+        self.cursor = self.cursor._replace(row=self.cursor.row + 1)
+        return pieces
+
+    def _document_under_way(self) -> bool:
+        """Go to the next document if this one is through; return whether there is one."""
+        if self._documents is None:  # the first row, maybe of a resumed lane: begin inside the cursor's document
+            self._documents = self._corpus.documents(self._number, self.cursor.epoch, self.cursor.document)
+            self._read_document(self.cursor.offset)
+        while self.cursor.offset >= len(self._tokens):
+            if not self._read_document(offset=0):
+                return False
+        return True
+
+    def _read_document(self, offset: int) -> bool:
+        assert self._documents is not None
+        item = next(self._documents, None)
+        for _ in range(_EMPTY_EPOCHS if self._repeat and item is None else 0):
+            self.cursor = Cursor(self.cursor.row, self.cursor.epoch + 1)
+            self._documents = self._corpus.documents(self._number, self.cursor.epoch, 0)
+            if item := next(self._documents, None):
+                break
+        if item is None:
+            if self._repeat:
+                raise ValueError(
+                    f"training.dataset: lane {self._number} of {self._corpus.num_lanes} got no document in"
+                    f" {_EMPTY_EPOCHS} epochs. The corpus has too few documents to repeat it."
+                )
+            return False
+        index, text = item
+        bos = [] if self._tokenizer.bos_id is None else [self._tokenizer.bos_id]
+        self._tokens = np.array([*bos, *self._tokenizer.encode(text), self._tokenizer.eos_id], np.int64)
+        self.cursor = self.cursor._replace(document=index, offset=offset)
+        return True

@@ -89,13 +89,8 @@ def _check_tables(config: JobConfig) -> list[str]:
 
 def _notices(config: JobConfig) -> list[str]:
     notices = []
-    schedule, steps = config.lr_scheduler, config.training.steps
-    total = schedule.total_steps or steps
-    if schedule.warmup_steps > total:
-        notices.append(
-            f"{_name(config, 'lr_scheduler.warmup_steps')}: the run ends in warm-up, after {total} steps; set it lower"
-        )
-    if schedule.total_steps is not None and schedule.total_steps < steps:
+    total_steps, steps = config.lr_scheduler.total_steps, config.training.steps
+    if total_steps is not None and total_steps < steps:
         notices.append(
             f"{_name(config, 'lr_scheduler.total_steps')}: the schedule ends before training.steps {steps};"
             " the learning rate then stays where it is"

@@ -1,0 +1,84 @@
+"""Checks of several options against each other and against the number of processes."""
+
+import pytest
+
+from torchtitan_graph.config import check, load, shard_degree
+
+
+def problems(arguments: str, world_size: int) -> list[str]:
+    with pytest.raises(ValueError) as caught:
+        check(load(arguments.split()), world_size)
+    return [line.strip() for line in str(caught.value).splitlines()[1:]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "world_size", "shards"),
+    [
+        ("", 1, 1),
+        ("", 4, 4),
+        ("--parallelism.tensor_parallel_degree 2", 8, 4),
+        ("--parallelism.data_parallel_replicate_degree 2 --parallelism.tensor_parallel_degree 2", 8, 2),
+        ("--parallelism.data_parallel_shard_degree 2 --parallelism.tensor_parallel_degree 4", 8, 2),
+        ("--parallelism.data_parallel_replicate_degree 8 --parallelism.data_parallel_shard_degree 1", 8, 1),
+        ("--training.local_batch_size 2 --training.global_batch_size 16", 4, 4),
+        ("--training.local_batch_size 2 --training.global_batch_size 4 --parallelism.tensor_parallel_degree 2", 4, 2),
+    ],
+)
+def test_legal_layouts(arguments: str, world_size: int, shards: int) -> None:
+    config = load(arguments.split())
+    assert check(config, world_size) == []
+    assert shard_degree(config, world_size) == shards
+
+
+def test_degrees_must_multiply_to_the_world_size() -> None:
+    assert problems("--parallelism.tensor_parallel_degree 3 --training.seq_len 6", 8) == [
+        "command line: parallelism.tensor_parallel_degree = 3: the degrees must multiply to the number of processes:"
+        " data_parallel_replicate_degree 1 * data_parallel_shard_degree 2 (inferred) * tensor_parallel_degree 3 = 6,"
+        " not 8; start 6 processes, or let data_parallel_shard_degree be -1 and the product of the others divide 8"
+    ]
+    assert "= 4, not 2" in problems("--parallelism.data_parallel_shard_degree 4", 2)[0]
+    assert "= 16, not 8" in problems("--parallelism.tensor_parallel_degree 16", 8)[0]
+
+
+def test_batch_must_divide() -> None:
+    assert problems("--training.global_batch_size 12", 2) == [
+        "command line: training.global_batch_size = 12: must be a multiple of training.local_batch_size 8"
+        " * data-parallel degree 2 = 16, or -1"
+    ]
+
+
+def test_sequence_parallel_must_divide() -> None:
+    arguments = "--training.seq_len 15 --validation.seq_len 15 --parallelism.tensor_parallel_degree 2"
+    assert len(problems(arguments, 2)) == 1
+    assert len(problems(arguments + " --validation.enable", 2)) == 2
+    assert check(load(["--training.seq_len", "15"]), 2) == []
+
+
+def test_a_trace_must_fit_between_two_traces() -> None:
+    arguments = "--profiling.profile_freq 3 --profiling.profiler_active 2 --profiling.profiler_warmup 2"
+    assert check(load(arguments.split()), 1) == []
+    assert "profiler_active 2 + profiler_warmup 2" in problems(arguments + " --profiling.enable_profiling", 1)[0]
+
+
+def test_workers_options_need_workers() -> None:
+    assert len(problems("--training.dataloader.persistent_workers --validation.dataloader.prefetch_factor 2", 1)) == 2
+    assert check(load(["--training.dataloader.persistent_workers", "--training.dataloader.num_workers", "1"]), 1) == []
+
+
+def test_all_problems_are_reported_together() -> None:
+    arguments = "--training.global_batch_size 12 --training.seq_len 9 --parallelism.tensor_parallel_degree 2"
+    assert len(problems(arguments, 4)) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "notice"),
+    [
+        ("--lr_scheduler.total_steps 10", "the schedule ends before training.steps 10000"),
+        ("--checkpoint.initial_load_path ckpt", "nothing is loaded while checkpoint.enable is false"),
+        ("--debug.verify_passes --compile.mode eager", "compile.mode = eager runs no passes"),
+        ("--compile.enable", "Inductor is not built yet"),
+    ],
+)
+def test_what_has_no_effect_is_said(arguments: str, notice: str) -> None:
+    notices = check(load(arguments.split()), 1)
+    assert len(notices) == 1 and notice in notices[0]

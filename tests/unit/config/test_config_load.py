@@ -1,0 +1,228 @@
+"""How options are set: syntax of the command line, precedence, and what an error says."""
+
+from pathlib import Path
+
+import pytest
+
+from torchtitan_graph.config import JobConfig, load
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "run.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def problems(argv: list[str]) -> list[str]:
+    with pytest.raises(ValueError) as caught:
+        load(argv)
+    return [line.strip() for line in str(caught.value).splitlines()[1:]]
+
+
+def test_nothing_set_means_the_defaults() -> None:
+    assert load([]) == JobConfig()
+
+
+def test_command_line_wins_over_file_wins_over_default(tmp_path: Path) -> None:
+    file = write(tmp_path, "[training]\nsteps = 20\nseq_len = 64")
+    config = load(["--training.steps", "30", "--job.config_file", file])
+    assert (config.training.steps, config.training.seq_len, config.training.local_batch_size) == (30, 64, 8)
+    assert config.sources == {
+        "training.steps": "command line",
+        "training.seq_len": file,
+        "job.config_file": "command line",
+    }
+
+
+def test_the_last_of_a_repeated_option_counts() -> None:
+    assert load(["--training.steps", "30", "--training.steps=40"]).training.steps == 40
+
+
+@pytest.mark.parametrize(
+    ("argv", "key", "value"),
+    [
+        (["--training.steps", "5"], "steps", 5),
+        (["--training.steps=5"], "steps", 5),
+        (["--training.local-batch-size", "5"], "local_batch_size", 5),
+        (["--training.global_batch_size", "-1"], "global_batch_size", -1),
+        (["--training.max_norm", "2"], "max_norm", 2.0),
+        (["--training.dataset_path="], "dataset_path", None),
+        (["--training.dataset_path", "a=b"], "dataset_path", "a=b"),
+        (["--training.gc_debug"], "gc_debug", True),
+        (["--training.gc_debug", "true"], "gc_debug", True),
+        (["--training.gc_debug", "--training.no-gc_debug"], "gc_debug", False),
+        (["--training.gc_debug=false"], "gc_debug", False),
+    ],
+)
+def test_command_line_syntax(argv: list[str], key: str, value: object) -> None:
+    assert getattr(load(argv).training, key) == value
+
+
+def test_nested_tables_and_lists() -> None:
+    config = load(["--training.dataloader.num_workers", "2", "--compile.disable_passes", "cleanup, rematerialize"])
+    assert config.training.dataloader.num_workers == 2
+    assert config.compile.disable_passes == ["cleanup", "rematerialize"]
+    assert load(["--compile.components="]).compile.components == []
+
+
+def test_no_true_default_can_only_be_set_with_a_value() -> None:
+    assert load(["--checkpoint.no-last_save_model_only"]).checkpoint.last_save_model_only is False
+    assert load(["--checkpoint.no-last-save-model-only"]).checkpoint.last_save_model_only is False
+
+
+def test_an_old_name_works_on_the_command_line() -> None:
+    config = load(["--training.batch_size", "3", "--checkpoint.enable_checkpoint"])
+    assert config.training.local_batch_size == 3 and config.checkpoint.enable
+
+
+def test_old_and_new_name_together_are_refused(tmp_path: Path) -> None:
+    file = write(tmp_path, "[training]\nbatch_size = 3\nlocal_batch_size = 4")
+    assert problems(["--job.config_file", file]) == [
+        f"{file}: training.batch_size = 3: is the old name of training.local_batch_size, which is set as well;"
+        " keep one of them"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("steps = '5'", "training.steps = '5': must be a whole number of at least 1"),
+        ("steps = 5.0", "training.steps = 5.0: must be a whole number of at least 1"),
+        ("steps = true", "training.steps = True: must be a whole number of at least 1"),
+        ("steps = 0", "training.steps = 0: must be a whole number of at least 1"),
+        ("max_norm = nan", "training.max_norm = nan: must be a number of at least 0"),
+        ("gc_debug = 1", "training.gc_debug = 1: must be true or false"),
+        ("dataset = 4", "training.dataset = 4: must be a string in quotes"),
+        ("dataset = ['c4']", "training.dataset = ['c4']: must be a string"),
+        (
+            "dtype = 'bfloat61'",
+            "training.dtype = 'bfloat61': must be one of float32, bfloat16; did you mean bfloat16?",
+        ),
+        (
+            "global_batch_size = 0",
+            "training.global_batch_size = 0: must be a whole number of at least 1 or -1",
+        ),
+        ("stepz = 5", "training.stepz = 5: is not an option; did you mean training.steps?"),
+        ("lr = 1e-3", "training.lr = 0.001: is not an option; did you mean optimizer.lr?"),
+        ("zzzzzzzzzz = 5", "training.zzzzzzzzzz = 5: is not an option; --help lists all options"),
+        ("dataloader = 5", "training.dataloader = 5: is a table; write [training.dataloader] and its keys below"),
+    ],
+)
+def test_error_names_file_key_value_legal_and_nearest(tmp_path: Path, line: str, message: str) -> None:
+    file = write(tmp_path, f"[training]\n{line}")
+    assert problems(["--job.config_file", file]) == [f"{file}: {message}"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--training.steps", "five"], "training.steps = 'five': must be a whole number of at least 1"),
+        (["--training.steps"], "training.steps: needs a value: a whole number of at least 1"),
+        (["--training.steps", "--compile.enable"], "training.steps: needs a value: a whole number of at least 1"),
+        (["--trainin.steps", "5"], "trainin.steps = '5': is not an option; did you mean training.steps?"),
+        (["--training", "5"], "training = '5': is a table; write [training] and its keys below"),
+        (["--compile.enable", "maybe"], "compile.enable = 'maybe': must be true or false"),
+        (["train.toml"], "train.toml: unexpected; options are given as --table.key value"),
+        (
+            ["--training.no-steps"],
+            "training.steps: only true-or-false options have a --table.no-flag, without value",
+        ),
+        (
+            ["--activation_checkpoint.selective_ac_option", "0"],
+            "activation_checkpoint.selective_ac_option = '0': must be a string matching op|[1-9][0-9]*",
+        ),
+        (
+            ["--checkpoint.keep_latest_k", "1"],
+            "checkpoint.keep_latest_k = '1': must be a whole number of at least 2 or 0",
+        ),
+        (["--optimizer.beta2", "1"], "optimizer.beta2 = '1': must be a number of at least 0 and below 1"),
+        (
+            ["--model.name", "llama4"],
+            "model.name = 'llama4': must be one of llama3, or the dotted name of a module of your own;"
+            " did you mean llama3?",
+        ),
+    ],
+)
+def test_error_on_the_command_line(argv: list[str], message: str) -> None:
+    assert problems(argv)[0] == f"command line: {message}"
+
+
+def test_all_problems_are_reported_together(tmp_path: Path) -> None:
+    file = write(tmp_path, "[training]\nsteps = 0\nstepz = 1\n[modle]\nname = 'llama3'")
+    found = problems(["--job.config_file", file, "--compile.mode", "fast", "extra"])
+    assert [problem.split(":")[1].split("=")[0].strip() for problem in found] == [
+        "extra",
+        "training.steps",
+        "training.stepz",
+        "modle",
+        "compile.mode",
+    ]
+
+
+def test_a_missing_file_is_named_with_the_nearest_one(tmp_path: Path) -> None:
+    write(tmp_path, "")
+    assert problems(["--job.config_file", str(tmp_path / "runs.toml")]) == [
+        f"command line: job.config_file = {str(tmp_path / 'runs.toml')!r}: can't be read: No such file or directory;"
+        " did you mean run.toml?"
+    ]
+
+
+def test_a_folder_is_no_file(tmp_path: Path) -> None:
+    assert "can't be read" in problems(["--job.config_file", str(tmp_path)])[0]
+
+
+def test_a_syntax_error_is_located(tmp_path: Path) -> None:
+    file = write(tmp_path, "[training]\nsteps = = 3")
+    found = problems(["--job.config_file", file])
+    assert len(found) == 1 and "is not valid TOML" in found[0] and "line 2" in found[0] and file in found[0]
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_bytes(b"[training]\n\xff")
+    assert "is not valid TOML" in problems(["--job.config_file", str(path)])[0]
+
+
+def test_a_file_cannot_name_another_file(tmp_path: Path) -> None:
+    file = write(tmp_path, "[job]\nconfig_file = 'other.toml'")
+    assert "on the command line" in problems(["--job.config_file", file])[0]
+
+
+def test_a_bare_name_is_looked_up_among_the_packaged_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torchtitan_graph
+
+    (tmp_path / "train_configs").mkdir()
+    (tmp_path / "train_configs" / "packaged.toml").write_text("[training]\nsteps = 77")
+    monkeypatch.setattr(torchtitan_graph, "__file__", str(tmp_path / "__init__.py"))
+    assert load(["--job.config_file", "packaged.toml"]).training.steps == 77
+    assert "can't be read" in problems(["--job.config_file", "./packaged.toml"])[0]
+
+
+def test_an_explicit_attention_wins_over_a_flavour_name() -> None:
+    config = load(["--model.flavor", "8B_flex", "--model.attn", "sdpa"])
+    assert (config.model.flavor, config.model.attn) == ("8B", "sdpa")
+
+
+def test_a_users_own_model_keeps_its_flavour_names() -> None:
+    config = load(["--model.name", "my.model", "--model.flavor", "tiny_flex"])
+    assert (config.model.name, config.model.flavor, config.model.attn) == ("my.model", "tiny_flex", "sdpa")
+
+
+def test_help_explains_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    from torchtitan_graph.config.job import OPTIONS
+
+    with pytest.raises(SystemExit) as caught:
+        load(["--help", "--training.steps", "3"])
+    assert not caught.value.code
+    text = capsys.readouterr().out
+    for option in OPTIONS.values():
+        assert option.help and f"--{option.key}  ({option.legal()}; default: " in text
+
+
+def test_help_on_one_table(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load(["--help", "training"])
+    text = capsys.readouterr().out
+    assert "--training.steps" in text and "--training.dataloader.num_workers" in text and "--model.name" not in text
+    with pytest.raises(ValueError, match="did you mean training"):
+        load(["--help", "trainin"])

@@ -1,0 +1,105 @@
+"""Files of earlier releases load as they are: nothing they say is dropped in silence."""
+
+from pathlib import Path
+
+import pytest
+
+from torchtitan_graph.config import JobConfig, check, load
+
+OLD_FILES = Path(__file__).parent / "old_files"
+
+
+def load_old(name: str) -> JobConfig:
+    return load(["--job.config_file", str(OLD_FILES / name)])
+
+
+def test_every_default_of_the_old_schema_is_ours_and_harmless() -> None:
+    config = load_old("every_default.toml")
+    assert [notice.partition(": ")[2] for notice in config.notices] == [
+        "training.dataset = 'c4_test': changed: is now stdlib, the running Python's own sources,"
+        " since nothing is downloaded"
+    ]
+    config.job.config_file = None
+    assert config == JobConfig()
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "noticed"),
+    [
+        (
+            "debug.toml",
+            2,
+            "training.dataset parallelism.pipeline_parallel_schedule parallelism.context_parallel_rotate_method"
+            " quantize.linear.float8.filter_fqns",
+        ),
+        (
+            "debug_flex.toml",
+            8,
+            "training.dataset validation.dataset model.flavor compile.enable checkpoint.async_mode"
+            " parallelism.enable_async_tensor_parallel activation_checkpoint.early_stop",
+        ),
+        (
+            "8b.toml",
+            8,
+            "metrics.enable_wandb checkpoint.async_mode compile.enable comm.trace_buf_size"
+            " quantize.linear.float8.filter_fqns",
+        ),
+        ("70b_hsdp.toml", 128, "model.flavor parallelism.disable_loss_parallel"),
+        (
+            "early_release.toml",
+            2,
+            "job.print_args job.use_for_integration_test model.tokenizer_path lr_scheduler.lr_min training.batch_size"
+            " training.compile compile.enable training.seed training.deterministic training.dataset"
+            " parallelism.enable_compiled_autograd checkpoint.enable_checkpoint float8.filter_fqns"
+            " quantize.linear.float8.filter_fqns float8.force_recompute_fp8_weight_in_bwd mx.recipe_name"
+            " quantize.linear.mx.recipe_name validation.enabled memory_estimation.enabled",
+        ),
+    ],
+)
+def test_old_file_runs_and_says_what_it_ignores(name: str, world_size: int, noticed: str) -> None:
+    config = load_old(name)
+    notices = check(config, world_size)
+    assert sorted(notice.split(": ")[1].split(" = ")[0] for notice in notices) == sorted(noticed.split())
+
+
+def test_values_of_an_old_file_arrive() -> None:
+    config = load_old("8b.toml")
+    assert config.training.max_norm == 1.0 and isinstance(config.training.max_norm, float)
+    assert config.training.dataloader.prefetch_factor == 2
+    assert config.lr_scheduler.decay_ratio is None
+    assert config.activation_checkpoint.selective_ac_option == "op"
+
+
+def test_renamed_keys_arrive_under_their_new_names() -> None:
+    config = load_old("early_release.toml")
+    assert config.model.hf_assets_path == "./tests/assets/tokenizer"
+    assert config.training.local_batch_size == 4
+    assert config.lr_scheduler.min_lr_factor == 0.1
+    assert config.checkpoint.enable and config.compile.enable
+    assert config.debug.seed == 7 and config.debug.deterministic
+
+
+def test_flavours_named_after_attention_choose_it() -> None:
+    assert load_old("debug_flex.toml").model.flavor == "debugmodel"
+    assert load_old("debug_flex.toml").model.attn == "flex"
+    assert load_old("70b_hsdp.toml").model.flavor == "70B"
+    assert load_old("70b_hsdp.toml").model.attn == "sdpa"
+
+
+def test_what_is_not_built_is_refused_by_name_all_at_once() -> None:
+    with pytest.raises(ValueError) as caught:
+        load_old("refused.toml")
+    first, *lines = str(caught.value).splitlines()
+    assert first == "9 problems in the configuration:"
+    assert all(line.startswith(f"  {OLD_FILES / 'refused.toml'}: ") for line in lines)
+    assert sorted(line.split(": ")[1].split(" = ")[0] for line in lines) == [
+        "activation_checkpoint.mode",
+        "checkpoint.create_seed_checkpoint",
+        "checkpoint.last_save_in_hf",
+        "comm.mode",
+        "fault_tolerance.enable",
+        "model.converters",
+        "parallelism.context_parallel_degree",
+        "parallelism.pipeline_parallel_degree",
+        "training.enable_cpu_offload",
+    ]

@@ -1,5 +1,6 @@
-"""The import rules of pyproject.toml hold, and would be seen to break."""
+"""The import rules of pyproject.toml hold, private torch names have their owners, and a break would be seen."""
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+OWNERS_OF_PRIVATE_NAMES = {"graph/torch_private.py", "checkpoint/dcp_private.py"}
+# Private in name only: both are in wide use, and torch's public interfaces hand them out.
+NOT_REALLY_PRIVATE = ("torch._ops", "torch.utils._pytree")
 
 
 def lint_imports(folder: Path) -> subprocess.CompletedProcess:
@@ -55,3 +59,41 @@ def test_a_forbidden_import_or_an_unknown_module_is_found(tmp_path: Path, module
     result = lint_imports(tmp_path)
     assert result.returncode == 1, result.stdout + result.stderr
     assert broken in result.stdout
+
+
+def private_torch_names(code: str) -> set[str]:
+    """Return the names with a leading underscore that `code` takes from torch's modules (operators not counted)."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Attribute):
+            names.add(ast.unparse(node))
+    allowed = ("torch.ops.", *NOT_REALLY_PRIVATE)
+    return {
+        name
+        for name in names
+        if name.startswith("torch.") and "._" in name and "(" not in name and not name.startswith(allowed)
+    }
+
+
+def test_private_torch_names_stay_with_their_owners() -> None:
+    package = ROOT / "torchtitan_graph"
+    files = {str(path.relative_to(package)): private_torch_names(path.read_text()) for path in package.rglob("*.py")}
+    assert {name: found for name, found in files.items() if found and name not in OWNERS_OF_PRIVATE_NAMES} == {}
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("import torch._guards", {"torch._guards"}),
+        ("from torch._guards import tracing", {"torch._guards.tracing"}),
+        ("from torch.distributed.tensor import _x", {"torch.distributed.tensor._x"}),
+        ("import torch\ntorch.distributed._x()", {"torch.distributed._x"}),
+        ("import torch\ntorch.ops._c10d_functional.all_reduce\ntorch.zeros(1)._x", set()),
+    ],
+)
+def test_a_private_torch_name_is_found(code: str, found: set[str]) -> None:
+    assert private_torch_names(code) == found

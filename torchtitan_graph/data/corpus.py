@@ -42,7 +42,9 @@ class ShuffledCorpus:
     def __init__(self, source: Source, split: str, seed: int) -> None:
         self._source, self._split, self._seed = source, split, seed
         if not len(source):
-            raise ValueError("training.dataset: the corpus has no documents.")
+            raise ValueError(
+                f"{'training' if split == 'train' else 'validation'}.dataset: the corpus has no documents."
+            )
         self._threshold = _validation_threshold(source)
         if split == "validation" and self._threshold == 0:
             raise ValueError(

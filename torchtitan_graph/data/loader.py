@@ -28,13 +28,36 @@ class DataLoader:
     `num_lanes` rows of the global sequence in a row had none.
     """
 
-    def __init__(self, rows: "_Rows", identity: dict[str, Any], num_workers: int, **options: Any) -> None:
+    def __init__(
+        self,
+        corpus: Corpus,
+        tokenizer: Tokenizer,
+        *,
+        seq_len: int,
+        local_batch_size: int,
+        dp_rank: int,
+        dp_degree: int,
+        seed: int,
+        repeat: bool,
+        num_workers: int = 0,
+        persistent_workers: bool = False,
+        pin_memory: bool = False,
+        prefetch_factor: int | None = None,
+    ) -> None:
+        rows = _Rows(corpus, tokenizer, seq_len, repeat, local_batch_size, dp_rank, dp_degree)
         self._rows = rows
-        self._identity = identity
-        self.num_lanes = rows.corpus.num_lanes
+        self._identity = {"corpus": corpus.digest, "tokenizer": tokenizer.digest, "seed": seed, "seq_len": seq_len}
+        self.num_lanes = corpus.num_lanes
         with warnings.catch_warnings():  # torchdata 0.11 calls what newer torch deprecates
             warnings.filterwarnings("ignore", "'set_vital' is deprecated")
-            self._loader = StatefulDataLoader(rows, batch_size=None, num_workers=num_workers, **options)
+            self._loader = StatefulDataLoader(
+                rows,
+                batch_size=None,
+                num_workers=num_workers,
+                persistent_workers=persistent_workers and num_workers > 0,
+                pin_memory=pin_memory and torch.cuda.is_available(),
+                prefetch_factor=prefetch_factor if num_workers else None,
+            )
         self._iterator: Iterator[tuple[Batch, list[Cursor]]] | None = None
         self._batches = 0  # taken since the start, or since load_state_dict
         self._cursors = rows.start()[1]
@@ -87,34 +110,17 @@ def build_dataloader(
     dataset_path: str | None,
     split: str,
     tokenizer: Tokenizer,
-    seq_len: int,
-    local_batch_size: int,
-    dp_rank: int,
-    dp_degree: int,
     seed: int,
-    repeat: bool,
-    num_workers: int = 0,
-    persistent_workers: bool = False,
-    pin_memory: bool = False,
-    prefetch_factor: int | None = None,
     text_column: str = "text",
+    **loading: Any,
 ) -> DataLoader:
-    """Open a corpus and load rank `dp_rank`'s rows of it.
+    """Open a split of a corpus and load this rank's rows of it; `loading` is what `DataLoader` takes.
 
-    split: "train", "validation", or "all" (of a corpus that is for validation as a whole).
+    split: "train", "validation", or "all", of a corpus that is for validation as a whole.
     Raises ValueError where the corpus can't be found or read.
     """
     corpus = open_corpus(dataset, dataset_path, split, seed, text_column)
-    rows = _Rows(corpus, tokenizer, seq_len, local_batch_size, dp_rank, dp_degree, repeat)
-    identity = {"corpus": corpus.digest, "tokenizer": tokenizer.digest, "seed": seed, "seq_len": seq_len}
-    return DataLoader(
-        rows,
-        identity,
-        num_workers,
-        persistent_workers=persistent_workers and num_workers > 0,
-        pin_memory=pin_memory and torch.cuda.is_available(),
-        prefetch_factor=prefetch_factor if num_workers else None,
-    )
+    return DataLoader(corpus, tokenizer, seed=seed, **loading)
 
 
 class _Rows(IterableDataset):
@@ -125,10 +131,10 @@ class _Rows(IterableDataset):
         corpus: Corpus,
         tokenizer: Tokenizer,
         seq_len: int,
+        repeat: bool,
         local_batch_size: int,
         dp_rank: int,
         dp_degree: int,
-        repeat: bool,
     ) -> None:
         self.corpus, self._tokenizer, self._seq_len, self._repeat = corpus, tokenizer, seq_len, repeat
         self._local_batch_size, self._dp_rank = local_batch_size, dp_rank

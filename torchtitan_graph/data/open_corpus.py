@@ -1,25 +1,107 @@
 """Find a corpus by the names that a job gives."""
 
+import difflib
+import os
+import sysconfig
 from pathlib import Path
 
 from torchtitan_graph.data.corpus import Corpus, ShuffledCorpus
-from torchtitan_graph.data.sources import open_path, open_stdlib
+from torchtitan_graph.data.hugging_face import is_saved_dataset, open_hub, open_parquet, open_saved
+from torchtitan_graph.data.sources import Chain, JsonLines, Source, TextFiles, TextPieces
 from torchtitan_graph.log import logger
+
+_NAMES = ("stdlib", "c4", "c4_validation", "c4_test")
+# fmt: off
+TEXT_SUFFIXES = {
+    ".txt", ".text", ".md", ".rst", ".tex", ".org", ".html", ".htm", ".xml", ".csv", ".py", ".pyi", ".c", ".h", ".cc",
+    ".cpp", ".cxx", ".hpp", ".cu", ".cuh", ".java", ".kt", ".scala", ".js", ".jsx", ".ts", ".tsx", ".go", ".rs", ".rb",
+    ".php", ".swift", ".m", ".cs", ".r", ".jl", ".lua", ".pl", ".sh", ".sql", ".hs", ".ml", ".clj", ".ex", ".erl",
+}
+# fmt: on
+JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".json.gz")
 
 
 def open_corpus(dataset: str, dataset_path: str | None, split: str, seed: int, text_column: str = "text") -> Corpus:
     """Open a split of the corpus at `dataset_path`, or else of the one that `dataset` names.
 
+    split: "train" and "validation" have no document in common; "all" is the whole corpus.
     Raises ValueError if there is no such corpus, it can't be read, or the split has no documents.
     """
+    assert split in ("train", "validation", "all"), split
+    option = "training.dataset" if split == "train" else "validation.dataset"
     if dataset_path:
         path = Path(dataset_path).expanduser()
         if not path.exists():
-            raise ValueError(f"training.dataset_path = {dataset_path!r}: no such file or folder.")
-        return ShuffledCorpus(open_path(path, text_column), split, seed)
-    if dataset == "c4_test":
-        logger.info("dataset c4_test: the embedded corpus (the standard library's sources, `stdlib`) stands for it.")
-        dataset = "stdlib"
-    if dataset == "stdlib":
-        return ShuffledCorpus(open_stdlib(), split, seed)
-    raise ValueError(dataset)
+            raise ValueError(f"{option}_path = {dataset_path!r}: there is no such file or folder.")
+        if is_saved_dataset(path):
+            return open_saved(path, text_column, split, seed)
+        return ShuffledCorpus(_open_path(path, text_column), split, seed)
+    if dataset in ("stdlib", "c4_test"):
+        if dataset == "c4_test":
+            logger.info("%s = 'c4_test': the embedded corpus `stdlib` takes its place", option)
+        return ShuffledCorpus(_open_stdlib(), split, seed)
+    if dataset == "c4_validation" and split == "train":
+        raise ValueError(f"{option} = 'c4_validation': these documents are for validation. Train on 'c4'.")
+    if dataset in ("c4", "c4_validation"):
+        return open_hub("allenai/c4:en", text_column, split, seed)
+    if "/" in dataset:
+        return open_hub(dataset, text_column, split, seed)
+    nearest = difflib.get_close_matches(dataset, _NAMES, n=1)
+    raise ValueError(
+        f"{option} = {dataset!r} is no corpus{f'; did you mean {nearest[0]!r}?' if nearest else '.'} Legal are"
+        f" {', '.join(_NAMES)}, a dataset of the Hugging Face hub as 'owner/name' or 'owner/name:config', and any name"
+        f" together with {option}_path."
+    )
+
+
+def _open_stdlib() -> Source:
+    """Open the running Python's own standard library: its .py files, less tests and fixtures."""
+    root = Path(sysconfig.get_path("stdlib"))
+    # pydoc_data is one generated table, larger than any module; config-* differs between machines.
+    skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3", "pydoc_data", "__pycache__"}
+    files = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in skipped and not name.startswith("config-")]
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    readable = [file for file in sorted(files) if _is_text(file)]
+    if not readable:
+        raise ValueError(
+            f"training.dataset = 'stdlib': this Python has no sources in {root}. Set training.dataset_path to text."
+        )
+    return TextFiles(root, readable)
+
+
+def _open_path(path: Path, column: str) -> Source:
+    """Open one text, JSON lines or Parquet file, or all of these that a folder holds, at any depth, by name."""
+    if path.is_dir():
+        return _open_folder(path, column)
+    if path.name.endswith((*JSON_SUFFIXES, ".json")):
+        return JsonLines(path, column)
+    if path.suffix == ".parquet":
+        return open_parquet(path, column)
+    return TextPieces(path)
+
+
+def _open_folder(root: Path, column: str) -> Source:
+    files = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if not name.startswith((".", "__pycache__"))]
+        files += [Path(folder, name) for name in names if not name.startswith(".")]
+    files.sort()
+    texts = [file for file in files if file.suffix.lower() in TEXT_SUFFIXES and file.stat().st_size]
+    tables = [file for file in files if file.name.endswith((*JSON_SUFFIXES, ".parquet"))]
+    sources: list[Source] = [TextFiles(root, texts)] if texts else []
+    sources += [_open_path(file, column) for file in tables]
+    if not sources:
+        raise ValueError(
+            f"{root}: none of the {len(files)} files in this folder can be read as documents. Known are"
+            f" {', '.join((*JSON_SUFFIXES, '.parquet'))}, and as text {' '.join(sorted(TEXT_SUFFIXES))}."
+        )
+    return sources[0] if len(sources) == 1 else Chain(sources)
+
+
+def _is_text(file: Path) -> bool:
+    try:
+        return bool(file.read_bytes().decode())
+    except (OSError, UnicodeDecodeError):
+        return False

@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import shutil
-import sysconfig
 import tempfile
 import weakref
 from collections.abc import Iterable
@@ -21,15 +20,6 @@ import numpy as np
 # document is found when its turn comes.
 SMALL_CORPUS_BYTES = 64 * 2**20
 _END_BYTES = 4096
-
-# fmt: off
-TEXT_SUFFIXES = {
-    ".txt", ".text", ".md", ".rst", ".tex", ".org", ".html", ".htm", ".xml", ".csv", ".py", ".pyi", ".c", ".h", ".cc",
-    ".cpp", ".cxx", ".hpp", ".cu", ".cuh", ".java", ".kt", ".scala", ".js", ".jsx", ".ts", ".tsx", ".go", ".rs", ".rb",
-    ".php", ".swift", ".m", ".cs", ".r", ".jl", ".lua", ".pl", ".sh", ".sql", ".hs", ".ml", ".clj", ".ex", ".erl",
-}
-# fmt: on
-JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".json.gz")
 
 
 class Source(Protocol):
@@ -54,7 +44,7 @@ class TextFiles:
     def __init__(self, root: Path, files: list[Path]) -> None:
         self._root = str(root)
         self._names = [str(file.relative_to(root)) for file in files]
-        self.digest = _digest(root, files)
+        self.digest = digest_files(root, files)
         if sum(file.stat().st_size for file in files) <= SMALL_CORPUS_BYTES:
             for index in range(len(self)):
                 self[index]  # raises where a file can't be decoded
@@ -81,7 +71,7 @@ class TextPieces:
     def __init__(self, file: Path) -> None:
         self._file = file
         self._size = file.stat().st_size
-        self.digest = _digest(file.parent, [file])
+        self.digest = digest_files(file.parent, [file])
         if self._size <= SMALL_CORPUS_BYTES:
             _decode(file.read_bytes(), str(file))
 
@@ -116,7 +106,7 @@ class JsonLines:
     def __init__(self, file: Path, column: str) -> None:
         self._file = self._unpacked = file
         self._column = column
-        self.digest = _digest(file.parent, [file]) + column
+        self.digest = digest_files(file.parent, [file]) + column
         if file.suffix == ".gz":
             self._unpacked = _unpack(file)
             weakref.finalize(self, _remove, self._unpacked, os.getpid())
@@ -174,54 +164,6 @@ class Chain:
         return self._sources[which], index - (self._ends[which - 1] if which else 0)
 
 
-def open_stdlib() -> Source:
-    """Open the running Python's own standard library: its .py files, less tests and fixtures."""
-    root = Path(sysconfig.get_path("stdlib"))
-    # pydoc_data is one generated table, larger than any module; config-* differs between machines.
-    skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3", "pydoc_data", "__pycache__"}
-    files = []
-    for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if name not in skipped and not name.startswith("config-")]
-        files += [Path(folder, name) for name in names if name.endswith(".py")]
-    readable = [file for file in sorted(files) if _is_text(file)]
-    if not readable:
-        raise ValueError(
-            f"training.dataset = 'stdlib': this Python has no sources in {root}. Set training.dataset_path to text."
-        )
-    return TextFiles(root, readable)
-
-
-def open_path(path: Path, column: str) -> Source:
-    """Open one text, JSON lines or Parquet file, or all of these that a folder holds, at any depth, by name."""
-    if path.is_dir():
-        return _open_folder(path, column)
-    if path.name.endswith((*JSON_SUFFIXES, ".json")):
-        return JsonLines(path, column)
-    if path.suffix == ".parquet":
-        from torchtitan_graph.data.hugging_face import open_parquet
-
-        return open_parquet(path, column)
-    return TextPieces(path)
-
-
-def _open_folder(root: Path, column: str) -> Source:
-    files = []
-    for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if not name.startswith((".", "__pycache__"))]
-        files += [Path(folder, name) for name in names if not name.startswith(".")]
-    files.sort()
-    texts = [file for file in files if file.suffix.lower() in TEXT_SUFFIXES and file.stat().st_size]
-    tables = [file for file in files if file.name.endswith((*JSON_SUFFIXES, ".parquet"))]
-    sources: list[Source] = [TextFiles(root, texts)] if texts else []
-    sources += [open_path(file, column) for file in tables]
-    if not sources:
-        raise ValueError(
-            f"{root}: none of the {len(files)} files in this folder can be read as documents. Known are"
-            f" {', '.join((*JSON_SUFFIXES, '.parquet'))}, and as text {' '.join(sorted(TEXT_SUFFIXES))}."
-        )
-    return sources[0] if len(sources) == 1 else Chain(sources)
-
-
 def _index_lines(file: Path) -> tuple[np.ndarray, np.ndarray]:
     """Return the byte at which each line starts, with the file's end, and the numbers of the lines that hold text."""
     ends, position = [], 0
@@ -259,14 +201,8 @@ def _decode(content: bytes, where: str) -> str:
         raise ValueError(f"{where}: not UTF-8 at byte {error.start}, in line {line}: {error.reason}.") from error
 
 
-def _is_text(file: Path) -> bool:
-    try:
-        return bool(file.read_bytes().decode())
-    except (OSError, UnicodeDecodeError):
-        return False
-
-
-def _digest(root: Path, files: list[Path]) -> str:
+def digest_files(root: Path, files: list[Path]) -> str:
+    """Return a hash of the names below `root`, sizes and contents of files: all of it, or both ends of large ones."""
     sizes = [file.stat().st_size for file in files]
     whole = sum(sizes) <= SMALL_CORPUS_BYTES
     parts: list[str | bytes] = []

@@ -9,7 +9,7 @@ from torchtitan_graph.config.dump import dump_changes
 from torchtitan_graph.config.job import JobConfig, get
 from torchtitan_graph.config.load import read_toml
 from torchtitan_graph.config.resolve import CHANGED, Resolution, resolve
-from torchtitan_graph.config.support import IGNORED, REFUSED
+from torchtitan_graph.config.support import IGNORED, REFUSED, RENAMED
 
 TITLES = {
     "kept": "kept, with the same meaning",
@@ -28,7 +28,7 @@ def translate(name: str) -> Resolution:
 
 def report(name: str, result: Resolution) -> str:
     """Return a list of what is kept, changed, ignored and refused of a file."""
-    judged = {finding.setting.key for finding in result.findings}
+    judged = {RENAMED.get(finding.setting.key, finding.setting.key) for finding in result.findings}
     lines: dict[str, list[str]] = {verdict: [] for verdict in TITLES}
     lines["kept"] = [f"{key} = {get(result.config, key)!r}" for key in result.config.sources if key not in judged]
     for finding in result.findings:
@@ -55,8 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{arguments.out} is not written, since something is refused", file=sys.stderr)
         return 1
     if arguments.out:
-        ignored = {finding.setting.key for finding in result.findings if finding.verdict == IGNORED}
-        arguments.out.write_text(dump_changes(result.config, leave_out=ignored), encoding="utf-8")
+        ignored = [finding.setting.key for finding in result.findings if finding.verdict == IGNORED]
+        leave_out = {RENAMED.get(key, key) for key in ignored}
+        arguments.out.write_text(dump_changes(result.config, leave_out=leave_out), encoding="utf-8")
     return 0
 
 

@@ -125,7 +125,7 @@ class Option:
             if value in self.also:
                 return True
             low_enough = (self.maximum is None or value <= self.maximum) and (self.below is None or value < self.below)
-            return math.isfinite(value) and low_enough and (self.minimum is None or value >= self.minimum)
+            return abs(value) < math.inf and low_enough and (self.minimum is None or value >= self.minimum)
         if self.kind is str:
             chosen = not self.choices or value in self.choices
             return chosen and (self.pattern is None or re.fullmatch(self.pattern, value) is not None)

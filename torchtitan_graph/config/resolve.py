@@ -71,7 +71,7 @@ def resolve(settings: Sequence[Setting], result: Resolution) -> None:
         elif key == "job.config_file" and setting.source != COMMAND_LINE:
             result.refuse(setting, "a file can't name another one; give --job.config_file on the command line")
         elif _store(setting, key, result):
-            effective[key] = setting._replace(key=key)
+            effective[key] = setting
     for key, setting in effective.items():
         value = get(result.config, key)
         row = find_row(key, value, OPTIONS[key].default)

@@ -6,6 +6,7 @@ import pytest
 
 from torchtitan_graph.config import load
 from torchtitan_graph.config.job import OPTIONS, get
+from torchtitan_graph.config.support import RENAMED
 from torchtitan_graph.translate import main
 
 OLD_FILES = Path(__file__).parent / "old_files"
@@ -17,7 +18,7 @@ def test_it_lists_what_is_kept_changed_ignored_and_refused(capsys: pytest.Captur
     text = capsys.readouterr().out
     assert "\n  training.seq_len = 512\n" in text.split("changed:")[0]
     assert "\n  training.batch_size = 4: is now called training.local_batch_size\n" in text
-    assert "\n  compile.enable = True: Inductor is not built yet" in text.split("ignored, ")[1]
+    assert "\n  training.compile = True: Inductor is not built yet" in text.split("ignored, ")[1]
     assert text.endswith("0 refused\n")
 
 
@@ -36,6 +37,7 @@ def test_the_translated_file_trains_the_same_without_notices(name: str, tmp_path
     old_config, new_config = (load(["--job.config_file", str(path)]) for path in (OLD_FILES / name, new))
     assert new_config.notices == []
     ignored = {notice.split(": ")[1].split(" = ")[0] for notice in old_config.notices if ": ignored: " in notice}
+    ignored = {RENAMED.get(key, key) for key in ignored}
     for key in OPTIONS.keys() - ignored - {"job.config_file"}:
         assert get(new_config, key) == get(old_config, key), key
 

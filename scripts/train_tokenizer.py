@@ -1,0 +1,71 @@
+"""Train a byte-level BPE tokenizer on a corpus: python scripts/train_tokenizer.py --dataset stdlib --out DIR"""
+
+import argparse
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from torchtitan_graph.data.corpus import Corpus
+from torchtitan_graph.data.open_corpus import open_corpus
+from torchtitan_graph.log import init_logging, logger
+
+BOS, EOS = "<|bos|>", "<|eos|>"
+# Merges stay inside: a word with the space before it, up to 3 digits, signs, line ends, or the spaces of an indent.
+_WORDS = r"\s?\p{L}[\p{L}\p{M}']*|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def train_tokenizer(documents: Iterator[str], vocab_size: int) -> Tokenizer:
+    """Return a BPE of `vocab_size` tokens, every byte and the two special ones among them."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_WORDS), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[BOS, EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    return tokenizer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dataset", default="stdlib", help="corpus, as training.dataset; its training split is used")
+    parser.add_argument("--dataset_path", help="as training.dataset_path")
+    parser.add_argument("--text_column", default="text", help="column or key of the text")
+    parser.add_argument("--num_documents", type=int, help="stop after so many documents; needed for the hub's corpora")
+    parser.add_argument("--vocab_size", type=int, default=2048, help="tokens, with 256 bytes and 2 special ones")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write tokenizer.json and its config into")
+    options = parser.parse_args()
+    if options.vocab_size < 258:
+        parser.error(f"--vocab_size {options.vocab_size}: 256 bytes and 2 special tokens need at least 258")
+    init_logging()
+    try:
+        corpus = open_corpus(options.dataset, options.dataset_path, "train", seed=0, text_column=options.text_column)
+        tokenizer = train_tokenizer(itertools.islice(_texts(corpus), options.num_documents), options.vocab_size)
+    except ValueError as error:
+        parser.error(str(error))
+    options.out.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(options.out / "tokenizer.json"), pretty=False)
+    config = {"bos_token": BOS, "eos_token": EOS, "tokenizer_class": "PreTrainedTokenizerFast"}
+    (options.out / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    logger.info("%s: %d tokens", options.out / "tokenizer.json", tokenizer.get_vocab_size())
+
+
+def _texts(corpus: Corpus) -> Iterator[str]:
+    for lane in range(corpus.num_lanes):
+        for _, text in corpus.documents(lane, epoch=0, start=0):
+            yield text
+
+
+if __name__ == "__main__":
+    main()

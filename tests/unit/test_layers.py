@@ -1,6 +1,7 @@
 """The import rules of pyproject.toml hold, private torch names have their owners, and a break would be seen."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -73,9 +74,7 @@ def private_torch_names(code: str) -> set[str]:
             names.add(ast.unparse(node))
     allowed = ("torch.ops.", *NOT_REALLY_PRIVATE)
     return {
-        name
-        for name in names
-        if name.startswith("torch.") and "._" in name and "(" not in name and not name.startswith(allowed)
+        name for name in names if re.match(r"torch\.([\w.]+\.)?_(?!_)[\w.]+$", name) and not name.startswith(allowed)
     }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -31,3 +33,19 @@ def infer(node: Node) -> None:
     with fakes[0].fake_mode:  # type: ignore[attr-defined]
         node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
 
+
+def is_view(node: Node) -> bool:
+    """Tell whether a node only looks at its first argument's memory (`getitem` of a tuple included)."""
+    if node.target is operator.getitem:
+        return True
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    schema = node.target._schema
+    return not schema.is_mutable and any(a.alias_info is not None for a in schema.arguments)
+
+
+def erase_dead(graph: Graph, nodes: Iterable[Node]) -> None:
+    """Erase those of the nodes, last first, that nothing uses; FX itself never drops a wait for a collective."""
+    for node in nodes:
+        if not node.users:
+            graph.erase_node(node)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 from pathlib import Path
 
+import torch
 from torch.fx import GraphModule
 
 from torchtitan_graph.graph import meta
@@ -17,9 +18,11 @@ def readable(gm: GraphModule) -> str:
     lines += [f"# output {s.kind:6} {s.name}" for s in signature_of(gm).outputs]
     for node in gm.graph.nodes:
         val = node.meta.get("val")
-        shape = f"{str(val.dtype).removeprefix('torch.')}{list(val.shape)}" if hasattr(val, "shape") else ""
-        words = [meta.phase(node), meta.module(node), meta.tag(node), meta.role(node)]
-        lines.append(f"{node.format_node()}  # {shape} {' '.join(w for w in words if w)}".rstrip())
+        words = [_shape(val), meta.phase(node), meta.module(node), meta.tag(node), meta.role(node)]
+        arguments = [repr(a) for a in node.args] + [f"{k}={v!r}" for k, v in node.kwargs.items()]
+        target = f"{node.target}({', '.join(arguments)})" if node.op.startswith("call") else f"{node.op} {node.target}"
+        text = f"return {node.args[0]}" if node.op == "output" else f"{node.name} = {target}"
+        lines.append(f"{text}  # {' '.join(word for word in words if word)}")
     return "\n".join(lines) + "\n"
 
 
@@ -32,3 +35,9 @@ def dump(gm: GraphModule, folder: Path, number: int, name: str) -> None:
     """Write the readable graph as `NN_name.py`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{number:02d}_{name}.txt").write_text(readable(gm))
+
+
+def _shape(val: object) -> str:
+    if isinstance(val, torch.Tensor):
+        return f"{str(val.dtype).removeprefix('torch.')}{list(val.shape)}"
+    return f"({', '.join(map(_shape, val))})" if isinstance(val, (tuple, list)) else ""

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -75,7 +76,7 @@ def minimal_fx_tracer(
         state = _live_state(module, optimizer)
         paths, in_spec = pytree.tree_flatten_with_path((args, kwargs))
         leaves = [leaf for _, leaf in paths]
-        names = [_argument_name(path) for path, _ in paths]
+        names = [_argument_name(path, fn) for path, _ in paths]
         constants = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
         for i, leaf in constants.items():
             _check_constant(names[i], leaf)
@@ -295,9 +296,14 @@ def _fake(plain: list[torch.Tensor], fake_mode: FakeTensorMode, device: torch.de
         ]
 
 
-def _argument_name(path: tuple) -> str:
-    (kind, *rest) = path
-    return ("args" if kind.idx == 0 else "kwargs") + pytree.keystr(tuple(rest))
+def _argument_name(path: tuple, fn: Callable[..., Any]) -> str:
+    """Name a leaf of (args, kwargs) as the function's author does: `batch.tokens_BL`, not `args[0].tokens_BL`."""
+    kind, first, *rest = path
+    if kind.idx == 1:
+        return f"{first.key}{pytree.keystr(tuple(rest))}"
+    parameters = list(inspect.signature(fn).parameters.values())
+    named = first.idx < len(parameters) and parameters[first.idx].kind is not inspect.Parameter.VAR_POSITIONAL
+    return (parameters[first.idx].name if named else f"args[{first.idx}]") + pytree.keystr(tuple(rest))
 
 
 def _name_placeholders(gm: GraphModule) -> None:
@@ -306,7 +312,8 @@ def _name_placeholders(gm: GraphModule) -> None:
         for _ in range(slot.layout.num_tensors):
             node = next(placeholders)
             stem = "".join(c if c.isalnum() else "_" for c in slot.name).strip("_")
-            node.name = node.target = gm.graph._graph_namespace.create_name(stem, node)
+            node._rename(stem)
+            node.target = node.name
     gm.recompile()
 
 

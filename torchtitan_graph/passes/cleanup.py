@@ -1,7 +1,5 @@
 """Remove what tracing leaves behind."""
 
-import operator
-
 import torch
 from torch.fx import GraphModule, Node
 
@@ -41,13 +39,3 @@ def _functional(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
     writes = [argument.name for argument in op._schema.arguments if argument.alias_info and argument.alias_info.is_write]
     assert name.endswith("_") and writes == ["self"], f"{op} writes to {writes}: cleanup knows no form of it without"
     return getattr(getattr(getattr(torch.ops, packet), name[:-1]), op._overloadname)
-
-
-def is_view(node: Node) -> bool:
-    """Tell whether a node only looks at its first argument's memory (`getitem` of a tuple included)."""
-    if node.target is operator.getitem:
-        return True
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    schema = node.target._schema
-    return not schema.is_mutable and any(a.alias_info is not None for a in schema.arguments)

@@ -1,0 +1,80 @@
+"""Which activations are recomputed in backward: the one decision, read by the graph's policy and by the eager path."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+aten = torch.ops.aten
+
+MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
+
+# Costly to compute again for the memory they free: what `selective` with "op" keeps, beside every second matmul.
+SAVED_OPS = (
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.higher_order.flex_attention,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Recompute:
+    """every: each `every`-th block is recomputed whole (0: none); by_op: within every block, all but `SAVED_OPS` and
+    every second matmul."""
+
+    every: int = 0
+    by_op: bool = False
+
+    @classmethod
+    def from_option(cls, mode: str, selective: str) -> Recompute:
+        """Read `activation_checkpoint.mode` and `.selective_ac_option`."""
+        if mode == "full":
+            return cls(every=1)
+        if mode == "selective":
+            return cls(by_op=True) if selective == "op" else cls(every=int(selective))
+        return cls()
+
+    def whole_block(self, index: int) -> bool:
+        """Tell whether block `index` (from 0) is recomputed whole: with every = 2, the second, the fourth, ..."""
+        return self.every > 0 and (index + 1) % self.every == 0
+
+
+class KeptOps:
+    """Decides, operator by operator through one block's forward, what `by_op` keeps."""
+
+    def __init__(self) -> None:
+        self.num_matmuls = 0
+
+    def keeps(self, op: object) -> bool:
+        if op in MATMULS:
+            self.num_matmuls += 1
+            return self.num_matmuls % 2 == 1
+        return op in SAVED_OPS
+
+
+def recompute_eager(model: nn.Module, recompute: Recompute) -> None:
+    """Checkpoint the blocks of an eager model in place, their names unchanged."""
+    for index, block in enumerate(model.layers):  # type: ignore[arg-type]
+        if recompute.whole_block(index):
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+        elif recompute.by_op:
+            block.forward = functools.partial(
+                checkpoint, block.forward, use_reentrant=False, context_fn=_selective_context
+            )
+
+
+def _selective_context():  # type: ignore[no-untyped-def]
+    passes = {False: KeptOps(), True: KeptOps()}  # the forward, and its recomputation
+
+    def policy(context, op, *args, **kwargs):  # type: ignore[no-untyped-def]
+        keeps = passes[context.is_recompute].keeps(op)
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)

@@ -1,0 +1,47 @@
+"""Mechanism: compute again in backward what a policy tagged."""
+
+from __future__ import annotations
+
+from torch.fx import GraphModule, Node
+
+from torchtitan_graph.graph import meta
+
+
+def rematerialize(gm: GraphModule) -> GraphModule:
+    """Let backward read copies of RECOMPUTE nodes, each made just before its first use there. Bitwise.
+
+        a = f(x) [RECOMPUTE]; y = g(a); ...; dx = g_backward(dy, a)
+        a = f(x); y = g(a); ...; a' = f(x); dx = g_backward(dy, a')
+
+    A copy's inputs are copies too, back to the first that is not tagged; so `a` lives no longer than forward needs it.
+    """
+    copies: dict[Node, Node] = {}
+
+    def copied(node: Node) -> Node:
+        """Give the copy of a tagged node; make it and what it needs, inputs first, at the insertion point."""
+        pending = [node]
+        while pending:
+            needed = [n for n in pending[-1].all_input_nodes if _is_recomputed(n) and n not in copies]
+            if needed:
+                pending += needed
+                continue
+            original = pending.pop()
+            if original not in copies:
+                copies[original] = gm.graph.node_copy(original, lambda n: copies.get(n, n))
+                meta.write(copies[original], phase="backward", tag=None)
+        return copies[node]
+
+    for node in list(gm.graph.nodes):
+        if node.op != "call_function" or meta.phase(node) == "forward":
+            continue
+        for argument in node.all_input_nodes:
+            if _is_recomputed(argument):
+                with gm.graph.inserting_before(node):
+                    node.replace_input_with(argument, copied(argument))
+    gm.graph.eliminate_dead_code()  # a gather whose forward use was only to make a view for backward
+    gm.recompile()
+    return gm
+
+
+def _is_recomputed(node: Node) -> bool:
+    return meta.tag(node) == meta.RECOMPUTE

@@ -41,8 +41,8 @@ def test_degrees_must_multiply_to_the_world_size() -> None:
 
 
 def test_batch_must_divide() -> None:
-    assert problems("--training.global_batch_size 12", 2) == [
-        "command line: training.global_batch_size = 12: must be a multiple of training.local_batch_size 8"
+    assert problems("--training.global_batch_size 24", 2) == [
+        "command line: training.global_batch_size = 24: must be a multiple of training.local_batch_size 8"
         " * data-parallel degree 2 = 16, or -1"
     ]
 

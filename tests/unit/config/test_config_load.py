@@ -90,6 +90,7 @@ def test_old_and_new_name_together_are_refused(tmp_path: Path) -> None:
         ("steps = 5.0", "training.steps = 5.0: must be a whole number of at least 1"),
         ("steps = true", "training.steps = True: must be a whole number of at least 1"),
         ("steps = 0", "training.steps = 0: must be a whole number of at least 1"),
+        ("max_norm = inf", "training.max_norm = inf: must be a number of at least 0"),
         ("max_norm = nan", "training.max_norm = nan: must be a number of at least 0"),
         ("gc_debug = 1", "training.gc_debug = 1: must be true or false"),
         ("dataset = 4", "training.dataset = 4: must be a string in quotes"),
@@ -175,6 +176,11 @@ def test_a_syntax_error_is_located(tmp_path: Path) -> None:
     file = write(tmp_path, "[training]\nsteps = = 3")
     found = problems(["--job.config_file", file])
     assert len(found) == 1 and "is not valid TOML" in found[0] and "line 2" in found[0] and file in found[0]
+
+
+@pytest.mark.parametrize("text", ["[training]\nmax_norm = 1" + "0" * 400, "a = " + "[" * 5000 + "]" * 5000])
+def test_absurd_files_are_refused(tmp_path: Path, text: str) -> None:
+    assert len(problems(["--job.config_file", write(tmp_path, text)])) == 1
 
 
 def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def read_metadata(folder: Path) -> Metadata:
     try:
         with path.open("rb") as file:
             metadata = _MetadataUnpickler(file).load()
-    except (pickle.UnpicklingError, EOFError, AttributeError, TypeError, IndexError, KeyError) as error:
+    except Exception as error:  # garbage makes an unpickler raise nearly anything
         raise ValueError(f"{path} can't be read: {error}") from error
     if not isinstance(metadata, Metadata):
         raise ValueError(f"{path} holds no index of tensors")

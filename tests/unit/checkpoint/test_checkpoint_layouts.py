@@ -150,3 +150,21 @@ def test_any_layout_reads_what_any_other_saved(saved: str, tmp_path: Path, reque
 def test_one_bit_flipped_in_one_tensor_of_one_rank_is_seen(tmp_path: Path) -> None:
     run_on(4, save_from, "FSDP 2 x TP 2", tmp_path, flip_a_bit=True)
     assert run_on(1, load_into, "one rank", tmp_path) == [["up.weight"]]
+
+
+def error_of_a_missing_step(folder: Path) -> str:
+    model, optimizer = build("FSDP 2")
+    scheduler = build_lr_scheduler(optimizer, job.LRScheduler(warmup_steps=0), total_steps=100)
+    config = job.Checkpoint(enable=True, load_step=8)
+    try:
+        Checkpointer(folder, config, model, optimizer, scheduler).load()
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_what_rank_0_finds_wrong_is_raised_on_every_rank(tmp_path: Path) -> None:
+    run_on(2, save_from, "FSDP 2", tmp_path)
+    errors = run_on(2, error_of_a_missing_step, tmp_path)
+    assert errors[0] == errors[1]
+    assert "checkpoint.load_step = 8" in errors[0]

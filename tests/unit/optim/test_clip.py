@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from pool import run_on
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from pool import mesh, run_on
 from torchtitan_graph.optim import clip_grad_norm
 
 SHAPES = {"embedding": (5, 4), "up": (6, 4), "down": (4, 6), "norm": (4,), "expert": (4, 3)}
@@ -28,18 +27,18 @@ def with_gradient(grad: torch.Tensor) -> torch.nn.Parameter:
 
 def clip_on_a_2x2_mesh(max_norm: float, forget_tp: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Clip gradients of four layouts, one of them on another mesh, as tensor parallel and experts make them."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
-    flat = init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
+    dense = mesh((2, 2), ("dp_shard", "tp"))
+    experts = mesh((4,), ("ep",))
     layouts = {
-        "embedding": (mesh, [Shard(0), Replicate()]),  # 5 rows on 2 ranks: uneven
-        "up": (mesh, [Shard(1), Shard(0)]),
-        "down": (mesh, [Shard(0), Shard(1)]),
-        "norm": (mesh, [Shard(0), Replicate()]),
-        "expert": (flat, [Shard(0)]),
+        "embedding": (dense, [Shard(0), Replicate()]),  # 5 rows on 2 ranks: uneven
+        "up": (dense, [Shard(1), Shard(0)]),
+        "down": (dense, [Shard(0), Shard(1)]),
+        "norm": (dense, [Shard(0), Replicate()]),
+        "expert": (experts, [Shard(0)]),
     }
     grads = {name: distribute_tensor(grad, *layouts[name]) for name, grad in full_gradients().items()}
     if forget_tp:  # the fault this test is to find: each tensor-parallel rank takes its shard for the whole
-        grads["up"] = DTensor.from_local(grads["up"].to_local(), mesh, [Shard(1), Replicate()], run_check=False)
+        grads["up"] = DTensor.from_local(grads["up"].to_local(), dense, [Shard(1), Replicate()], run_check=False)
     params = {name: with_gradient(grad) for name, grad in grads.items()}
     norm = clip_grad_norm(params.values(), max_norm)
     assert type(norm) is torch.Tensor and norm.shape == ()

@@ -1,0 +1,304 @@
+"""What is saved when, what is loaded, and what is refused."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torchtitan_graph.checkpoint import Checkpointer
+from torchtitan_graph.config import job
+from torchtitan_graph.log import logger
+from torchtitan_graph.optim import build_lr_scheduler, build_optimizer
+
+
+@pytest.fixture(autouse=True)
+def log_to_caplog(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logger, "propagate", True)
+
+
+class Run:
+    """A tiny run whose data are drawn from the step's number: the real optimizer, schedule and checkpoints."""
+
+    def __init__(self, folder: Path, seed: int = 0, width: int = 3, lr: float = 0.1, **options: Any) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(3, width), nn.Linear(width, 1))
+        self.optimizer = build_optimizer(self.model, job.Optimizer(lr=lr))
+        self.lr_scheduler = build_lr_scheduler(self.optimizer, job.LRScheduler(warmup_steps=2), total_steps=20)
+        config = job.Checkpoint(**({"enable": True, "interval": 2} | options))
+        self.checkpointer = Checkpointer(folder, config, self.model, self.optimizer, self.lr_scheduler)
+        self.step = 0
+
+    def train(self, until: int) -> "Run":
+        while self.step < until:
+            self.step += 1
+            inputs = torch.randn(4, 3, generator=torch.Generator().manual_seed(self.step))
+            self.optimizer.zero_grad()
+            self.model(inputs).square().mean().backward()
+            self.optimizer.step()
+            self.lr_scheduler.step()
+            self.checkpointer.maybe_save(self.step, lambda: {"step": self.step}, last=self.step == until)
+        return self
+
+    def load(self, num_steps: int | None = None) -> dict[str, Any] | None:
+        state = self.checkpointer.load(num_steps)
+        self.step = state["step"] if state else 0
+        return state
+
+    def bits(self) -> list[list[float]]:
+        tensors = [*self.model.parameters(), *(v for s in self.optimizer.state.values() for v in s.values())]
+        return [tensor.detach().flatten().tolist() for tensor in tensors]
+
+
+def saved(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def full(**options: Any) -> dict[str, Any]:
+    return {"last_save_model_only": False} | options
+
+
+# Going on
+
+
+def test_a_run_stopped_and_resumed_is_bitwise_the_run_that_never_stopped(tmp_path: Path) -> None:
+    whole = Run(tmp_path / "a").train(7)
+    Run(tmp_path / "b", **full()).train(3)
+    resumed = Run(tmp_path / "b", seed=1)
+    assert resumed.load() == {"step": 3}
+    assert resumed.train(7).bits() == whole.bits()
+    assert resumed.lr_scheduler.get_last_lr() == whole.lr_scheduler.get_last_lr()
+
+
+def test_a_resumed_run_that_lost_its_schedule_would_differ(tmp_path: Path) -> None:
+    whole = Run(tmp_path / "a").train(7)
+    Run(tmp_path / "b", **full()).train(3)
+    resumed = Run(tmp_path / "b", seed=1)
+    resumed.load()
+    resumed.lr_scheduler.load_state_dict({"num_steps_done": 2})
+    assert resumed.train(7).bits() != whole.bits()
+
+
+def test_loading_keeps_the_live_tensors(tmp_path: Path) -> None:
+    Run(tmp_path, **full()).train(2)
+    run = Run(tmp_path, seed=1)
+    before = [id(param) for param in run.model.parameters()]
+    run.load()
+    assert [id(param) for param in run.model.parameters()] == before
+    assert list(run.optimizer.state) == list(run.model.parameters())
+
+
+def test_an_empty_folder_starts_from_nothing(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    before = run.bits()
+    assert run.load() is None
+    assert run.bits() == before
+
+
+# When to save
+
+
+def test_saved_at_the_interval_and_at_the_end(tmp_path: Path) -> None:
+    Run(tmp_path, interval=2).train(5)
+    assert saved(tmp_path) == ["step-2", "step-4", "step-5"]
+
+
+def test_the_first_step_is_saved_on_request(tmp_path: Path) -> None:
+    Run(tmp_path, interval=3, enable_first_step_checkpoint=True).train(3)
+    assert saved(tmp_path) == ["step-1", "step-3"]
+
+
+@pytest.mark.parametrize("options", [{"enable": False}, {"load_only": True}])
+def test_nothing_is_written_when_checkpoints_are_off_or_only_loaded(tmp_path: Path, options: dict[str, bool]) -> None:
+    Run(tmp_path, **options).train(4)
+    assert saved(tmp_path) == []
+
+
+def test_load_only_loads(tmp_path: Path) -> None:
+    Run(tmp_path, **full()).train(2)
+    assert Run(tmp_path, load_only=True).load() == {"step": 2}
+
+
+def test_the_state_is_asked_for_only_when_it_is_saved(tmp_path: Path) -> None:
+    def fail() -> dict[str, Any]:
+        raise AssertionError
+
+    Run(tmp_path, interval=2).checkpointer.maybe_save(3, fail)
+
+
+@pytest.mark.parametrize(("keep", "kept"), [(2, ["step-4", "step-6"]), (0, ["step-2", "step-4", "step-6"])])
+def test_the_latest_k_are_kept(tmp_path: Path, keep: int, kept: list[str]) -> None:
+    Run(tmp_path, keep_latest_k=keep).train(6)
+    assert saved(tmp_path) == kept
+
+
+def test_the_newest_written_is_kept_even_if_older_branches_went_further(tmp_path: Path) -> None:
+    Run(tmp_path, **full()).train(8)
+    branch = Run(tmp_path, load_step=2, keep_latest_k=2, interval=1, **full())
+    branch.load()
+    branch.train(3)
+    assert saved(tmp_path) == ["step-3", "step-8"]
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    Run(tmp_path, **full()).train(4)
+    branch = Run(tmp_path, load_step=2, lr=0.2, **full())
+    branch.load()
+    branch.train(4)
+    resumed = Run(tmp_path, seed=1)
+    resumed.load()
+    assert resumed.bits() == branch.bits()
+    assert saved(tmp_path) == ["step-2", "step-4"]
+
+
+def test_files_of_a_checkpoint(tmp_path: Path) -> None:
+    Run(tmp_path).train(2)
+    assert saved(tmp_path / "step-2") == [".metadata", "__0_0.distcp", "manifest.json", "train_state.json"]
+    state = json.loads((tmp_path / "step-2" / "train_state.json").read_text())
+    assert state["train_state"] == {"step": 2}
+    assert state["lr_scheduler"] == {"num_steps_done": 2}
+    assert str(tmp_path).encode() not in (tmp_path / "step-2" / ".metadata").read_bytes()  # it can be moved
+
+
+# Which one is loaded
+
+
+def test_torn_checkpoints_are_skipped_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    Run(tmp_path, **full()).train(8)
+    (tmp_path / "step-4" / "manifest.json").unlink()
+    (tmp_path / "step-6" / "__0_0.distcp").unlink()
+    data = tmp_path / "step-8" / "__0_0.distcp"
+    data.write_bytes(data.read_bytes()[:-1])
+    assert Run(tmp_path).load() == {"step": 2}
+    for step, problem in ((4, "no manifest.json"), (6, "is missing"), (8, "bytes, not")):
+        assert any(f"step-{step}" in line and problem in line for line in caplog.messages)
+
+
+def test_load_step_picks_one_and_warns_of_later_ones(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    Run(tmp_path, **full()).train(6)
+    assert Run(tmp_path, load_step=2).load() == {"step": 2}
+    assert "checkpoint.load_step = 2: checkpoints of later steps (4, 6)" in caplog.text
+
+
+def test_a_load_step_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path) -> None:
+    Run(tmp_path, **full()).train(4)
+    with pytest.raises(ValueError, match=r"checkpoint.load_step = 3: no such .* there are: 2, 4"):
+        Run(tmp_path, load_step=3).load()
+
+
+def test_a_model_only_end_is_loaded_when_the_run_is_over(tmp_path: Path) -> None:
+    finished = Run(tmp_path).train(5)
+    again = Run(tmp_path, seed=1)
+    assert again.load(num_steps=5) == {"step": 5}
+    assert again.bits()[:4] == finished.bits()[:4]
+
+
+def test_a_longer_run_goes_on_from_the_last_full_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    whole = Run(tmp_path / "a").train(7)
+    Run(tmp_path / "b").train(5)
+    longer = Run(tmp_path / "b", seed=1)
+    assert longer.load(num_steps=7) == {"step": 4}
+    assert "step-5 holds only the model" in caplog.text
+    assert longer.train(7).bits() == whole.bits()
+
+
+def test_a_run_that_saved_only_its_model_can_not_be_continued(tmp_path: Path) -> None:
+    Run(tmp_path, interval=100).train(3)
+    with pytest.raises(ValueError, match=r"step-3 holds only the model .*initial_load_path"):
+        Run(tmp_path).load(num_steps=5)
+    with pytest.raises(ValueError, match="checkpoint.load_step = 3: that checkpoint holds only the model"):
+        Run(tmp_path, load_step=3).load(num_steps=5)
+
+
+# Starting from another run's
+
+
+def test_initial_load_takes_only_the_parameters(tmp_path: Path) -> None:
+    source = Run(tmp_path / "a", **full()).train(2)
+    run = Run(tmp_path / "b", seed=1, initial_load_path=str(tmp_path / "a" / "step-2"))
+    assert run.load() is None
+    assert run.bits()[:4] == source.bits()[:4]
+    assert all(state["step"] == 0 for state in run.optimizer.state.values())
+    assert run.lr_scheduler.state_dict() == {"num_steps_done": 0}
+
+
+def test_initial_load_takes_everything_on_request(tmp_path: Path) -> None:
+    source = Run(tmp_path / "a", **full()).train(2)
+    options = {"initial_load_path": str(tmp_path / "a" / "step-2"), "initial_load_model_only": False}
+    run = Run(tmp_path / "b", seed=1, **options)
+    assert run.load() == {"step": 2}
+    assert run.bits() == source.bits()
+
+
+def test_the_own_folder_comes_before_initial_load(tmp_path: Path) -> None:
+    Run(tmp_path / "a", **full()).train(4)
+    Run(tmp_path / "b", **full()).train(2)
+    assert Run(tmp_path / "b", initial_load_path=str(tmp_path / "a" / "step-4")).load() == {"step": 2}
+
+
+def test_an_initial_load_path_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    Run(tmp_path / "a", **full()).train(2)
+    (tmp_path / "empty").mkdir()
+    for path, message in (
+        (tmp_path / "nowhere", "there is no such folder"),
+        (tmp_path / "empty", "it has no manifest.json"),
+        (tmp_path / "a", f"did you mean one of {tmp_path / 'a' / 'step-2'}?"),
+    ):
+        with pytest.raises(ValueError) as error:
+            Run(tmp_path / "b", initial_load_path=str(path)).load()
+        assert f"checkpoint.initial_load_path = {str(path)!r}" in str(error.value)
+        assert message in str(error.value)
+
+
+def test_everything_of_a_model_only_checkpoint_is_refused(tmp_path: Path) -> None:
+    Run(tmp_path / "a", interval=100).train(2)
+    options = {"initial_load_path": str(tmp_path / "a" / "step-2"), "initial_load_model_only": False}
+    with pytest.raises(ValueError, match="initial_load_model_only = true"):
+        Run(tmp_path / "b", **options).load()
+
+
+# Another model
+
+
+def test_all_differences_to_another_model_are_told_at_once(tmp_path: Path) -> None:
+    Run(tmp_path, **full()).train(2)
+    run = Run(tmp_path, width=5)
+    run.model.append(nn.Linear(1, 1, bias=False))
+    run.model[1].bias = None
+    run.checkpointer.optimizer = build_optimizer(run.model, job.Optimizer())
+    before = run.bits()
+    with pytest.raises(ValueError) as error:
+        run.load()
+    message = str(error.value)
+    assert "step-2 is of another model" in message
+    assert "missing: model.2.weight\n" in message
+    assert "unexpected: optim.1.bias.exp_avg\n" in message
+    assert "model.0.weight: shape [3, 3], but here [5, 3]" in message
+    assert run.bits() == before
+
+
+def test_another_dtype_is_refused_when_going_on_and_converted_when_starting(tmp_path: Path) -> None:
+    Run(tmp_path / "a", **full()).train(2)
+
+    def in_bf16(folder: Path, **options: Any) -> Run:
+        run = Run(folder, **options)
+        run.model.bfloat16()
+        run.checkpointer.optimizer = build_optimizer(run.model, job.Optimizer())
+        return run
+
+    with pytest.raises(ValueError, match="model.0.weight: torch.float32, but here torch.bfloat16"):
+        in_bf16(tmp_path / "a").load()
+    started = in_bf16(tmp_path / "b", initial_load_path=str(tmp_path / "a" / "step-2"))
+    started.load()
+    source = Run(tmp_path / "a")
+    source.load()
+    assert torch.equal(started.model[0].weight, source.model[0].weight.bfloat16())
+
+
+def test_a_moved_checkpoint_loads(tmp_path: Path) -> None:
+    Run(tmp_path / "a", **full()).train(2)
+    shutil.move(tmp_path / "a", tmp_path / "b")
+    assert Run(tmp_path / "b").load() == {"step": 2}

@@ -168,6 +168,7 @@ def _serve(rank: int, world_size: int, port: int, connection: Connection, stack_
     stacks = open(stack_file, "w")  # noqa: SIM115  (open for as long as the process lives)
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # at a terminal Ctrl-C reaches the workers too: the parent ends them
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name need not resolve

@@ -1,0 +1,37 @@
+"""Check that a finished run learned from the context: python scripts/check_first_run.py DUMP_FOLDER
+
+Exits 1 unless the last validation loss is below the unigram entropy of the validation split.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from torchtitan_graph.config import load
+from torchtitan_graph.data import load_tokenizer
+from torchtitan_graph.data.entropy import unigram_entropy
+
+
+def main(folder: Path) -> int:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    validated = [line for line in lines if "validation_loss" in line]
+    if not validated:
+        print(f"{folder}/metrics.jsonl has no validation loss", file=sys.stderr)
+        return 1
+    step, loss = validated[-1]["step"], validated[-1]["validation_loss"]
+    config = load(["--job.config_file", str(folder / "config.toml")])
+    entropy = unigram_entropy(
+        dataset=config.validation.dataset,
+        dataset_path=config.validation.dataset_path,
+        split="validation",
+        tokenizer=load_tokenizer(config.model.hf_assets_path),
+        seq_len=config.validation.seq_len,
+    )
+    learned = loss < entropy  # also false for a loss that is no number
+    relation = "below" if learned else "NOT below"
+    print(f"validation loss {loss:.4f} at step {step}: {relation} the split's unigram entropy, {entropy:.4f} nats")
+    return 0 if learned else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -100,7 +100,8 @@ def shuffled(index: int, total: int, key: tuple[int, int]) -> int:
     """
     half = max(1, ((total - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
-    rounds = [_mix(key[0] * 2**40 + key[1] * 8 + number) for number in range(4)]
+    base = _mix(_mix(key[0]) ^ key[1])
+    rounds = [_mix(base + number) for number in range(4)]
     while True:
         left, right = index >> half, index & mask
         for round_key in rounds:

@@ -1,0 +1,204 @@
+"""The rows a step uses depend neither on the number of ranks or workers nor on where a run was interrupted."""
+
+import hashlib
+import json
+
+import pytest
+import torch
+from torchtitan_graph.data import IGNORE_INDEX, Batch, DataLoader, load_tokenizer, merge_states
+from torchtitan_graph.data.corpus import ShuffledCorpus
+from torchtitan_graph.data.tokenizer import ByteTokenizer
+
+# Three workers are more than a small machine's cores, which torch warns of.
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+GLOBAL_BATCH = 8
+STEPS = 24
+
+
+@pytest.fixture(scope="module")
+def make_loader(texts_source):
+    texts = [hashlib.sha256(b"%d" % number).hexdigest()[: 3 + number * 7 % 41] for number in range(80)]
+
+    def make(dp_rank=0, dp_degree=1, num_workers=0, *, texts=texts, seed=0, seq_len=32, repeat=True, tokenizer=None,
+             local_batch_size=None, **options) -> DataLoader:  # fmt: skip
+        return DataLoader(
+            ShuffledCorpus(texts_source(texts), "train", seed), tokenizer or ByteTokenizer(), seed=seed,
+            seq_len=seq_len, local_batch_size=local_batch_size or GLOBAL_BATCH // dp_degree, dp_rank=dp_rank,
+            dp_degree=dp_degree, repeat=repeat, num_workers=num_workers, **options,
+        )  # fmt: skip
+
+    return make
+
+
+def hashes(batch: Batch) -> list[str]:
+    return [
+        hashlib.sha256(torch.stack([tensor[row] for tensor in batch]).numpy().tobytes()).hexdigest()
+        for row in range(len(batch.tokens_BL))
+    ]
+
+
+def take(loaders: list[DataLoader], steps: int) -> list[list[str]]:
+    """Hash the rows of every step, in the order of ranks."""
+    return [[row for loader in loaders for row in hashes(next(loader))] for _ in range(steps)]
+
+
+@pytest.fixture(scope="module")
+def reference(make_loader) -> list[list[str]]:
+    """The rows of an uninterrupted run on one rank: over three epochs."""
+    loader = make_loader()
+    rows = take([loader], STEPS)
+    assert max(epoch for _, epoch, *_ in loader.state_dict()["lanes"]) >= 3
+    assert len({row for step in rows for row in step}) == STEPS * GLOBAL_BATCH, "the test needs rows that all differ"
+    return rows
+
+
+LAYOUTS = [(1, 0), (1, 2), (2, 0), (2, 2), (4, 0), (4, 1)]
+
+
+@pytest.mark.parametrize(("dp_degree", "num_workers"), LAYOUTS)
+@pytest.mark.parametrize(("dp_degree_after", "num_workers_after"), [(1, 2), (2, 0), (4, 0), (2, 3)])
+def test_resume_at_another_degree_and_worker_count(
+    make_loader, reference, dp_degree, num_workers, dp_degree_after, num_workers_after
+):
+    before = [make_loader(rank, dp_degree, num_workers) for rank in range(dp_degree)]
+    assert take(before, 9) == reference[:9]  # workers have read ahead by now
+    state = json.loads(json.dumps(merge_states([loader.state_dict() for loader in before])))
+    after = [make_loader(rank, dp_degree_after, num_workers_after) for rank in range(dp_degree_after)]
+    for loader in after:
+        loader.load_state_dict(state)
+    assert take(after, STEPS - 9) == reference[9:]
+
+
+@pytest.mark.parametrize("dp_degree", [2, 4])
+def test_merged_position_is_that_of_one_rank(make_loader, dp_degree):
+    one, ranks = make_loader(), [make_loader(rank, dp_degree) for rank in range(dp_degree)]
+    for _ in range(5):
+        take([one], 1)
+        take(ranks, 1)
+        assert merge_states([loader.state_dict() for loader in ranks]) == merge_states([one.state_dict()])
+
+
+def test_accumulated_microbatches_are_the_rows_of_a_step(make_loader, reference):
+    ranks = [make_loader(rank, 2, local_batch_size=2) for rank in range(2)]
+    steps = [take(ranks, 2) for _ in range(STEPS)]
+    assert [[row for microbatch in step for row in microbatch] for step in steps] == reference
+
+
+def test_three_ranks_share_lanes_and_leave_no_row_out(make_loader):
+    one, three = make_loader(local_batch_size=6), [make_loader(rank, 3, local_batch_size=2) for rank in range(3)]
+    assert take([one], 10) == take(three, 10)
+
+
+def test_a_resumed_run_can_be_resumed(make_loader, reference):
+    state, got = None, []
+    for dp_degree in (1, 4, 2, 1):
+        loaders = [make_loader(rank, dp_degree) for rank in range(dp_degree)]
+        for loader in loaders if state else []:
+            loader.load_state_dict(state)
+        got += take(loaders, 3)
+        state = merge_states([loader.state_dict() for loader in loaders])
+    assert got == reference[:12]
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
+def test_one_loader_goes_back_and_forth(make_loader, reference, options):
+    loader = make_loader(**options)
+    start = loader.state_dict()
+    for steps in (3, 5, 2):
+        loader.load_state_dict(start)
+        assert take([loader], steps) == reference[:steps]
+        middle = loader.state_dict()
+    loader.load_state_dict(middle)
+    assert take([loader], 3) == reference[2:5]
+
+
+def test_persistent_workers_stay(make_loader):
+    loader = make_loader(num_workers=1, persistent_workers=True)
+    start = loader.state_dict()
+    next(loader)
+    pids = [worker.pid for worker in loader._iterator._workers]
+    loader.load_state_dict(start)
+    next(loader)
+    assert [worker.pid for worker in loader._iterator._workers] == pids
+
+
+def test_position_counts_what_was_taken_not_what_was_prefetched(make_loader):
+    loader = make_loader(num_workers=2, prefetch_factor=4)
+    take([loader], 1)
+    assert loader.state_dict()["rows"] == GLOBAL_BATCH
+    assert sum(row for row, *_ in loader.state_dict()["lanes"]) == GLOBAL_BATCH
+
+
+# Negative controls: the comparison by hash sees another seed and a position that is off by one.
+
+
+def test_another_seed_gives_other_rows(make_loader, reference):
+    assert take([make_loader(seed=1)], 1)[0] != reference[0]
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_a_shifted_cursor_gives_other_rows(make_loader, reference, place):
+    loader = make_loader()
+    take([loader], 3)
+    state = loader.state_dict()
+    lane = max(range(len(state["lanes"])), key=lambda lane: state["lanes"][lane][0])
+    state["lanes"][lane][place] += 1 if place else -1
+    loader.load_state_dict(state)
+    assert take([loader], 3) != reference[3:6]
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [({"seed": 1}, "seed"), ({"seq_len": 16}, "seq_len"), ({"texts": ["other"] * 80}, "corpus"),
+     ({"tokenizer": load_tokenizer("tests/assets/tokenizer")}, "tokenizer")],
+)  # fmt: skip
+def test_a_position_of_another_run_is_refused(make_loader, change, key):
+    state = make_loader().state_dict()
+    with pytest.raises(ValueError, match=f"was saved with {key} = "):
+        make_loader(**change).load_state_dict(state)
+
+
+def test_ranks_at_different_steps_do_not_merge(make_loader):
+    ranks = [make_loader(rank, 2) for rank in range(2)]
+    next(ranks[0])
+    with pytest.raises(AssertionError):
+        merge_states([loader.state_dict() for loader in ranks])
+
+
+@pytest.mark.parametrize("dp_degree", [1, 2])
+def test_without_repeat_every_token_is_an_input_once(make_loader, texts_source, dp_degree):
+    texts = [chr(33 + number) * (number % 50) for number in range(80)]  # some are empty
+    ranks = [make_loader(rank, dp_degree, texts=texts, repeat=False) for rank in range(dp_degree)]
+    assert ranks[0].num_lanes == 4
+    tokens, empty_in_a_row = [], 0
+    while empty_in_a_row < ranks[0].num_lanes:
+        for tokens_L, labels_L in (row for loader in ranks for row in zip(*next(loader)[:2], strict=True)):
+            empty_in_a_row = 0 if (labels_L != IGNORE_INDEX).any() else empty_in_a_row + 1
+            tokens += tokens_L[tokens_L != 257].tolist()  # padding is 257 too
+    corpus = ShuffledCorpus(texts_source(texts), "train", 0)
+    documents = [text.encode() for lane in range(4) for _, text in corpus.documents(lane, 0, 0)]
+    assert len(documents) == 76
+    assert sorted(tokens) == sorted([256] * 76 + [byte for document in documents for byte in document])
+
+
+def test_batch_is_contiguous_int64(make_loader):
+    for tensor in next(make_loader()):
+        assert tensor.shape == (8, 32) and tensor.dtype == torch.int64 and tensor.is_contiguous()
+
+
+def test_an_error_in_a_worker_names_the_document(make_loader, tmp_path):
+    from torchtitan_graph.data import build_dataloader
+    from torchtitan_graph.data.sources import JsonLines
+
+    file = tmp_path / "good.jsonl"
+    file.write_text('{"text": "x"}\n' * 20)
+    loader = build_dataloader(
+        dataset="", dataset_path=str(file), split="all", tokenizer=ByteTokenizer(), seed=0, seq_len=8,
+        local_batch_size=4, dp_rank=0, dp_degree=1, repeat=True, num_workers=1,
+    )  # fmt: skip
+    assert JsonLines(file, "text")[6] == "x"
+    file.write_text('{"text": "x"}\n' * 6 + '{"text": 123}\n' + '{"text": "x"}\n' * 13)  # after it was opened
+    with pytest.raises(ValueError, match="good.jsonl, line 7"):
+        for _ in range(20):
+            next(loader)

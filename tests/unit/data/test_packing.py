@@ -1,0 +1,110 @@
+"""Rows hold every token once as input, have every target within a document, and keep documents apart."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torchtitan_graph.data import IGNORE_INDEX
+from torchtitan_graph.data.corpus import ShuffledCorpus
+from torchtitan_graph.data.packing import Cursor, Lane
+from torchtitan_graph.data.tokenizer import ByteTokenizer
+
+TOKENIZER = ByteTokenizer()
+TEXTS = st.lists(st.text("abcdefgh", max_size=25), min_size=1, max_size=15)
+
+
+def lane_of(texts_source, texts, seq_len, repeat=False, cursor=None) -> Lane:
+    corpus = ShuffledCorpus(texts_source(texts), "all", seed=0)
+    assert corpus.num_lanes == 1
+    return Lane(corpus, TOKENIZER, seq_len, repeat, 0, cursor or Cursor())
+
+
+def documents_of(texts_source, texts, epochs=1) -> list[list[int]]:
+    corpus = ShuffledCorpus(texts_source(texts), "all", seed=0)
+    return [
+        [TOKENIZER.bos_id, *text.encode(), TOKENIZER.eos_id]
+        for epoch in range(epochs)
+        for _, text in corpus.documents(0, epoch, 0)
+    ]
+
+
+def expected_rows(documents, seq_len) -> list[np.ndarray]:
+    """Cut the stream of (token, target, number of its document) into rows, token by token."""
+    stream = [
+        (token, target, number)
+        for number, document in enumerate(documents)
+        for token, target in zip(document, [*document[1:], IGNORE_INDEX], strict=True)
+    ]
+    padding = (TOKENIZER.eos_id, IGNORE_INDEX, len(documents))
+    stream += [padding] * (-len(stream) % seq_len)
+    rows = []
+    for start in range(0, len(stream), seq_len):
+        row, positions = stream[start : start + seq_len], []
+        for place, (_, _, number) in enumerate(row):
+            same = place > 0 and row[place - 1][2] == number
+            positions.append(positions[-1] + 1 if same else 0)
+        tokens, labels, numbers = zip(*row, strict=True)
+        rows.append(np.array([tokens, labels, positions, np.array(numbers) - numbers[0]]))
+    return rows
+
+
+@settings(max_examples=100, deadline=None)
+@given(TEXTS, st.integers(1, 12))
+def test_rows_are_the_stream_of_documents_cut(texts_source, texts, seq_len):
+    lane = lane_of(texts_source, texts, seq_len)
+    for expected in expected_rows(documents_of(texts_source, texts), seq_len):
+        np.testing.assert_array_equal(lane.next_row(), expected)
+
+
+@settings(max_examples=50, deadline=None)
+@given(TEXTS, st.integers(1, 12))
+def test_without_repeat_padding_follows_for_ever(texts_source, texts, seq_len):
+    lane = lane_of(texts_source, texts, seq_len)
+    for _ in expected_rows(documents_of(texts_source, texts), seq_len):
+        lane.next_row()
+    for _ in range(2):
+        tokens_L, labels_L, positions_L, documents_L = lane.next_row()
+        assert (labels_L == IGNORE_INDEX).all()
+        assert (tokens_L == TOKENIZER.eos_id).all()
+        assert positions_L.tolist() == list(range(seq_len))
+        assert (documents_L == 0).all()
+
+
+def test_with_repeat_the_next_epoch_follows_in_the_same_row_and_another_order(texts_source):
+    texts = [str(number) * 3 for number in range(10)]
+    stream = [token for document in documents_of(texts_source, texts, epochs=3) for token in document]
+    lane = lane_of(texts_source, texts, 7, repeat=True)
+    got = np.concatenate([lane.next_row()[0] for _ in range(len(stream) // 7)])
+    assert got.tolist() == stream[: len(got)]
+    per_epoch = len(stream) // 3
+    assert stream[:per_epoch] != stream[per_epoch : 2 * per_epoch]
+
+
+@settings(max_examples=50, deadline=None)
+@given(TEXTS, st.integers(1, 12), st.integers(0, 20), st.booleans())
+def test_a_cursor_resumes_its_lane(texts_source, texts, seq_len, rows_before, repeat):
+    lane = lane_of(texts_source, texts, seq_len, repeat)
+    for number in range(rows_before):
+        lane.next_row() if number % 2 else lane.skip_row()
+    resumed = lane_of(texts_source, texts, seq_len, repeat, lane.cursor)
+    for _ in range(5):
+        np.testing.assert_array_equal(resumed.next_row(), lane.next_row())
+        assert resumed.cursor == lane.cursor
+
+
+def test_a_cursor_one_token_off_is_noticed(texts_source):
+    lane = lane_of(texts_source, ["a document", "another one"], 4)
+    lane.next_row()
+    off = lane_of(texts_source, ["a document", "another one"], 4, cursor=lane.cursor._replace(offset=3))
+    assert not np.array_equal(off.next_row(), lane.next_row())
+
+
+def test_a_split_without_documents_is_refused_where_it_repeats(texts_source):
+    class Empty:
+        num_lanes, digest = 1, ""
+
+        def documents(self, lane, epoch, start):
+            return iter(())
+
+    with pytest.raises(ValueError, match="too few documents"):
+        Lane(Empty(), TOKENIZER, 4, True, 0, Cursor()).next_row()

@@ -113,6 +113,7 @@ class Training:
     dataset_path: str | None = option(
         None, "Folder of text or source files, a .jsonl, .jsonl.gz or .parquet file, or a saved Hugging Face dataset."
     )
+    repeat: bool = option(True, "Begin the corpus again, in another order, when it is through; else stop there.")
     local_batch_size: int = option(8, "Rows per rank and microbatch.", minimum=1)
     global_batch_size: int = option(
         -1,

@@ -66,7 +66,7 @@ def open_parquet(file: Path, column: str) -> Source:
     datasets = _import_datasets(str(file))
     try:
         rows = datasets.load_dataset("parquet", data_files=str(file), split="train")
-    except datasets.exceptions.DatasetGenerationError as error:
+    except (datasets.exceptions.DatasetGenerationError, ValueError) as error:  # pyarrow's are ValueErrors
         raise ValueError(f"{file}: not a Parquet file that can be read: {error.__cause__ or error}") from error
     return Rows(rows, column, str(file), digest_files(file.parent, [file]))
 

@@ -172,9 +172,10 @@ def _index_lines(file: Path) -> tuple[np.ndarray, np.ndarray]:
             ends.append(np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")) + position + 1)
             position += len(chunk)
     starts = np.concatenate([np.zeros(1, np.int64), *ends])
-    if starts[-1] != position:
-        starts = np.append(starts, position)
-    return starts, np.flatnonzero(np.diff(starts) > len("\r\n"))
+    holds_text = np.diff(starts) > len("\r\n")
+    if starts[-1] != position:  # the last line has no end
+        starts, holds_text = np.append(starts, position), np.append(holds_text, True)
+    return starts, np.flatnonzero(holds_text)
 
 
 def _unpack(file: Path) -> Path:

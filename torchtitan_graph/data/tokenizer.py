@@ -3,7 +3,7 @@
 import hashlib
 import json
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import tokenizers
 
@@ -81,6 +81,10 @@ class FileTokenizer:
             )
         self.eos_id = eos_id
         self.digest = hashlib.sha256(content + f"{self.bos_id} {self.eos_id}".encode()).hexdigest()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # the one setting that a pickled copy loses
+        self.__dict__.update(state)
+        self._tokenizer.encode_special_tokens = True
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids

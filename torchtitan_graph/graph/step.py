@@ -66,6 +66,26 @@ def trace_train_step(
     return traced
 
 
+def trace_eval_step(model: nn.Module, loss: Loss, batch: Inputs, mask: Any, num_tokens: Tensor, *, device: Any) -> TracedResult:
+    """Trace the loss alone: no backward."""
+    traced = minimal_fx_tracer(make_eval_step(model, loss), module=model, device=device)(batch, mask, num_tokens)
+    signature = signature_of(traced.gm)
+    (slot,) = signature.outputs
+    outputs = (dataclasses.replace(slot, kind="loss", name="loss"),)
+    traced.gm.meta["signature"] = dataclasses.replace(signature, outputs=outputs)
+    return traced
+
+
+def make_eval_step(model: nn.Module, loss: Loss) -> Callable[[Inputs, Any, Tensor], Tensor]:
+    """Give `step(batch, mask, num_tokens) -> loss`, to be traced or, in eager mode, called."""
+
+    @torch.no_grad()
+    def step(batch: Inputs, mask: Any, num_tokens: Tensor) -> Tensor:
+        return loss(model(batch.tokens_BL, batch.positions_BL, mask), batch.labels_BL, num_tokens)
+
+    return step
+
+
 def bind_train_step(traced: TracedResult, model: nn.Module) -> Callable[[Inputs, Any, Tensor], Tensor]:
     """Give `step(batch, mask, num_tokens) -> loss` that adds the gradients to the live parameters' `.grad`."""
     run = run_traced(traced, module=model)

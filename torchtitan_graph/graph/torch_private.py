@@ -1,6 +1,7 @@
 """Every private torch name that the project uses: why, and what would replace it. Differences between releases end here."""
 
 import contextlib
+import datetime
 import functools
 import types
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from torch._guards import TracingContext, tracing
 from torch._higher_order_ops.flex_attention import flex_attention as _flex_attention
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -25,9 +27,11 @@ __all__ = [
     "FakeTensorMode",
     "StridedShard",
     "flex_attention_op",
+    "init_fake_process_group",
     "is_traceable_wrapper_subclass",
     "make_dtensor",
     "reparametrize",
+    "set_timeout",
     "trace_to_graph",
 ]
 
@@ -165,3 +169,15 @@ def _open_rule(rule: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
         return types.FunctionType(rule.__code__, rule.__globals__, closure=closed)(b, h, q, kv)
 
     return tuple(c.cell_contents for c in cells if isinstance(c.cell_contents, torch.Tensor)), opened
+
+
+def init_fake_process_group(world_size: int) -> None:
+    """Start a process group of any size in which this process is rank 0 and nothing is sent. Tests' own, so far."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+
+
+def set_timeout(group: torch.distributed.ProcessGroup, seconds: int) -> None:
+    """Change how long a collective of a live group may take: public API sets it only at the start."""
+    _set_pg_timeout(datetime.timedelta(seconds=seconds), group)

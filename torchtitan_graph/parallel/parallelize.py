@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from torchtitan_graph.parallel.mesh import axis_degree
@@ -16,29 +16,20 @@ from torchtitan_graph.parallel.plan import style
 def parallelize(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh, *, loss_parallel: bool) -> None:
     """Apply the plan to the model in place; without a `tp` axis there is nothing to do.
 
-    The model is on the meta device: nothing is allocated or sent. Tied parameters stay tied.
-
-    Raises:
-        ValueError: a pattern that matches nothing, a parameter that no role covers, or a dimension that the degree
-            does not divide.
+    The model is on the meta device: nothing is allocated or sent. Tied parameters stay tied. `check_plan` has passed.
     """
-    degree = axis_degree(mesh, "tp")
-    if degree == 1:
+    if axis_degree(mesh, "tp") == 1:
         return
     tied = _tied_names(model)
     modules = dict(model.named_modules())
     for pattern, role in plan.items():
-        names = [name for name in modules if _matches(pattern, name)]
-        if not names:
-            raise ValueError(f"the plan's pattern {pattern!r} matches no module of the model")
-        for name in names:
+        for name in filter(partial(_matches, pattern), modules):
             parallelize_module(modules[name], mesh["tp"], style(role, loss_parallel))
     for first, *others in tied:
         shared = model.get_parameter(first)
         for name in others:
             owner, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(owner), leaf, shared)
-    _check(model, degree)
 
 
 def _tied_names(model: nn.Module) -> list[list[str]]:
@@ -53,14 +44,33 @@ def _matches(pattern: str, name: str) -> bool:
     return len(parts) == len(wanted) and all(w in ("*", p) for p, w in zip(parts, wanted, strict=True))
 
 
-def _check(model: nn.Module, degree: int) -> None:
-    for name, parameter in model.named_parameters():
-        if not isinstance(parameter, DTensor):
-            raise ValueError(f"the plan gives no role to {name}: under tensor parallelism every parameter needs one")
-        for placement in parameter.placements:
-            if placement.is_shard() and parameter.shape[placement.dim] % degree:  # type: ignore[attr-defined]
+def check_plan(model: nn.Module, plan: Mapping[str, str], degree: int) -> None:
+    """Check, before any mesh exists, that the plan fits the model and that the degree divides what it splits.
+
+    Raises:
+        ValueError: a pattern that matches nothing, a parameter without a role, or a size that does not divide.
+    """
+    if degree == 1:
+        return
+    covered = set()
+    for pattern, role in plan.items():
+        modules = {name: m for name, m in model.named_modules() if _matches(pattern, name)}
+        if not modules:
+            raise ValueError(f"the plan's pattern {pattern!r} matches no module of the model")
+        for name, module in modules.items():
+            covered |= {f"{name}.{leaf}" for leaf, _ in module.named_parameters(recurse=False)}
+            weight, dim = getattr(module, "weight", None), {"rowwise": 1, "gather": None, "sequence": None}.get(role, 0)
+            if weight is None or dim is None:
+                continue
+            # Heads are not cut: what a rank gets of a projection is a number of whole ones.
+            parent = model.get_submodule(name.rpartition(".")[0])
+            unit = getattr(parent, "head_dim", 1)
+            if weight.shape[dim] % (degree * unit):
+                what = f"{weight.shape[dim] // unit} heads" if unit > 1 else f"{weight.shape[dim]} rows or columns"
                 raise ValueError(
-                    f"parallelism.tensor_parallel_degree = {degree} does not divide dimension {placement.dim} of {name}, "  # type: ignore[attr-defined]
-                    f"{parameter.shape[placement.dim]} long: choose a degree that does"  # type: ignore[attr-defined]
-                    + (" or a tokenizer with another vocabulary size" if "embed" in name or "output" in name else "")
+                    f"parallelism.tensor_parallel_degree = {degree}: does not divide the {what} of {name}; choose a "
+                    "degree that does" + ("" if unit > 1 else ", or a tokenizer with another vocabulary size" * (role in ("embedding", "vocabulary")))
                 )
+    uncovered = [name for name, _ in model.named_parameters() if name not in covered]
+    if uncovered:
+        raise ValueError(f"the plan gives no role to {', '.join(uncovered[:5])}: tensor parallelism needs one for every parameter")

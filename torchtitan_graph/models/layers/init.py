@@ -5,6 +5,9 @@ import hashlib
 import torch
 from torch import Tensor, nn
 
+from torchtitan_graph.models.layers.decoder import Decoder
+from torchtitan_graph.parallel.storage import set_local
+
 
 def generator_for(seed: int, name: str, device: torch.device) -> torch.Generator:
     """Give the parameter's own generator."""
@@ -22,3 +25,12 @@ def initial_weight(
     if std == 0.0:
         return full.zero_()
     return nn.init.trunc_normal_(full, 0.0, std, -3 * std, 3 * std, generator=generator_for(seed, name, device))
+
+
+@torch.no_grad()
+def initialize(model: Decoder, seed: int) -> None:
+    """Draw every parameter of a materialized model in full, one at a time, and keep this rank's part of it."""
+    for name, parameter in model.named_parameters():
+        std = model.initial_std(name)
+        full = initial_weight(name, parameter.shape, std, seed, parameter.device, torch.float32)
+        set_local(parameter, full)  # type: ignore[arg-type]

@@ -1,0 +1,81 @@
+"""Count the arithmetic of a traced step.
+
+Convention: a multiply-add is two operations; matrix products and attention count, elementwise work does not; forward
+and backward count once, before any recomputation; attention counts the pairs of positions that its mask leaves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from torchtitan_graph.graph.edit import value
+
+aten = torch.ops.aten
+
+# Matrix products of size (L, H) x (H, L) per head: forward has scores and values; backward has the gradients of
+# queries, keys, values and scores. The scores that fused kernels compute again in backward are recomputation.
+_FORWARD = (
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.higher_order.flex_attention,
+)
+_BACKWARD = (
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    aten._scaled_dot_product_flash_attention_backward.default,
+    aten._scaled_dot_product_efficient_attention_backward.default,
+    aten._scaled_dot_product_cudnn_attention_backward.default,
+    torch.ops.higher_order.flex_attention_backward,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Flops:
+    """Operations of one microbatch on one device: `matmul`, and `attention` as if every position saw every other."""
+
+    matmul: int
+    attention: int
+
+    def of(self, visible: float) -> float:
+        """Give the operations where the mask leaves the fraction `visible` of all pairs."""
+        return self.matmul + self.attention * visible
+
+
+def count_flops(gm: GraphModule) -> Flops:
+    matmul = attention = 0
+    for node in gm.graph.nodes:
+        if node.target in (aten.mm.default, aten.bmm.default):
+            matmul += 2 * math.prod(value(node).shape) * _shape(node, 0)[-1]
+        elif node.target is aten.addmm.default:
+            matmul += 2 * math.prod(value(node).shape) * _shape(node, 1)[-1]
+        elif node.target in _FORWARD:
+            attention += 2 * _product(_shape(node, 0), _shape(node, 1))
+        elif node.target in _BACKWARD:
+            # The gradient of the output comes first, then query, key and value; flex has query, key, value first.
+            q, k = (0, 1) if node.target is _BACKWARD[-1] else (1, 2)
+            attention += 4 * _product(_shape(node, q), _shape(node, k))
+    return Flops(matmul, attention)
+
+
+def visible_pairs(documents_BL: Tensor) -> float:
+    """Give the fraction of all pairs of positions that attention within documents, backwards only, looks at."""
+    B, L = documents_BL.shape
+    starts_BL = torch.ones_like(documents_BL, dtype=torch.bool)
+    starts_BL[:, 1:] = documents_BL[:, 1:] != documents_BL[:, :-1]
+    lengths = starts_BL.flatten().nonzero().flatten().diff(append=torch.tensor([B * L], device=documents_BL.device))
+    return float((lengths * (lengths + 1) // 2).sum()) / (B * L * L)
+
+
+def _product(q_BNLH: torch.Size, k_BNLH: torch.Size) -> int:
+    B, N, Lq, H = q_BNLH
+    return 2 * B * N * Lq * k_BNLH[2] * H
+
+
+def _shape(node: Node, argument: int) -> torch.Size:
+    return value(node.args[argument]).shape  # type: ignore[arg-type]

@@ -1,0 +1,95 @@
+"""Check a pass by running the graph before and after it on the same numbers."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.fx import GraphModule
+
+from torchtitan_graph.graph.signature import Slot, signature_of
+from torchtitan_graph.parallel.storage import Storage
+
+
+@torch.no_grad()
+def verify_pass(name: str, before: GraphModule, after: GraphModule, inputs: list[Tensor], device: torch.device) -> None:
+    """Raise unless both graphs give the same loss and, gathered, the same gradients, bit for bit.
+
+    Every parameter starts from one full tensor, seeded by its name: in the compute layout as it is, at rest as this
+    rank's shard of it. A gradient in the compute layout is summed over data parallel as storage would sum it.
+
+    Args:
+        inputs: the plain tensors of the graph's other inputs (batch, mask, number of tokens), this rank's own.
+
+    Raises:
+        RuntimeError: names the pass and the first outputs that differ, with the largest difference.
+    """
+    storages = {s.name: s.layout for s in signature_of(after).inputs if isinstance(s.layout, Storage)}
+    results = [_run(gm, inputs, storages, device) for gm in (before, after)]
+    different = []
+    for key, expected in results[0].items():
+        found = results[1][key]
+        if not torch.equal(found, expected):
+            gap = (found.double() - expected.double()).abs().max()
+            if not _order_may_differ(storages) or gap > 1e-5 * expected.abs().max():
+                different.append(f"{key} (by {gap.item():.3g})")
+    if different:
+        raise RuntimeError(
+            f"pass {name} promises the same numbers bit for bit, but {len(different)} outputs differ: "
+            f"{', '.join(different[:5])}; the graphs before and after it are in the dump folder with debug.dump_graphs"
+        )
+
+
+def _order_may_differ(storages: dict[str, Storage]) -> bool:
+    """With more than two ranks a sum depends on where a gradient lies in its bucket, which passes may change."""
+    return any(s.shard_degree * s.replicate_degree > 2 for s in storages.values())
+
+
+def _run(
+    gm: GraphModule, inputs: list[Tensor], storages: dict[str, Storage], device: torch.device
+) -> dict[str, Tensor]:
+    flat: list[Tensor] = []
+    rest = iter(inputs)
+    placeholders = iter(gm.graph.find_nodes(op="placeholder"))
+    for slot in signature_of(gm).inputs:
+        for _ in range(slot.layout.num_tensors):
+            val = next(placeholders).meta["val"]
+            flat.append(_parameter(slot, val, storages, device) if slot.kind == "param" else next(rest))
+    values = iter(gm(*flat))
+    return {
+        f"{slot.kind} {slot.name}": _full(slot, next(values), storages)
+        for slot in signature_of(gm).outputs
+        for _ in range(slot.layout.num_tensors)
+    }
+
+
+def _parameter(slot: Slot, val: Any, storages: dict[str, Storage], device: torch.device) -> Tensor:
+    storage = storages.get(slot.name)
+    shape, dtype = (storage.compute_shape, storage.precision.compute) if storage else (val.shape, val.dtype)
+    generator = torch.Generator(device).manual_seed(zlib.crc32(slot.name.encode()))
+    full = (torch.randn(shape, generator=generator, device=device) * 0.05).to(dtype)
+    if not isinstance(slot.layout, Storage):
+        return full
+    padded = torch.zeros(slot.layout.padded_shape, dtype=dtype, device=device)
+    rows = slot.layout.num_local_rows
+    start = padded.shape[0] * slot.layout.mesh.get_local_rank("dp_shard")
+    padded[:rows] = full[start : start + rows]
+    return padded.to(val.dtype)  # at rest the dtype is wider: no bit is lost
+
+
+def _full(slot: Slot, value: Tensor, storages: dict[str, Storage]) -> Tensor:
+    storage = storages.get(slot.name)
+    if slot.kind != "grad" or storage is None:
+        return value
+    if isinstance(slot.layout, Storage):
+        parts = [torch.empty_like(value) for _ in range(storage.shard_degree)]
+        dist.all_gather(parts, value.contiguous(), group=storage.mesh.get_group("dp_shard"))
+        return torch.cat(parts)[: storage.compute_shape[0]]
+    full = value.to(storage.precision.reduce)
+    for axis, degree in (("dp_shard", storage.shard_degree), ("dp_replicate", storage.replicate_degree)):
+        if degree > 1:
+            dist.all_reduce(full, group=storage.mesh.get_group(axis))
+    return full.to(storage.precision.storage)

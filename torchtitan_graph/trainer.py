@@ -1,0 +1,378 @@
+"""Build the line from text to trained parameters, and run it."""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan_graph import device as devices
+from torchtitan_graph.checkpoint import Checkpointer
+from torchtitan_graph.compiler import Inspection, passes, run_passes
+from torchtitan_graph.config import JobConfig, dump_toml, shard_degree
+from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
+from torchtitan_graph.data.loader import DataLoader, build_dataloader, merge_states
+from torchtitan_graph.data.tokenizer import Tokenizer, load_tokenizer
+from torchtitan_graph.graph.flops import Flops, count_flops, visible_pairs
+from torchtitan_graph.graph.step import (
+    bind_train_step,
+    make_eager_step,
+    make_eval_step,
+    trace_eval_step,
+    trace_train_step,
+)
+from torchtitan_graph.graph.torch_private import set_timeout
+from torchtitan_graph.graph.trace import run_traced
+from torchtitan_graph.log import logger
+from torchtitan_graph.loss import cross_entropy, loss_context
+from torchtitan_graph.metrics import Metrics, maybe_profile
+from torchtitan_graph.models.layers.attention import flex_cpu_bytes
+from torchtitan_graph.models.layers.decoder import Decoder
+from torchtitan_graph.models.layers.init import initialize
+from torchtitan_graph.models.spec import build_model, load_family
+from torchtitan_graph.optim import build_lr_scheduler, build_optimizer, clip_grad_norm
+from torchtitan_graph.parallel.mesh import ParallelDims, data_parallel_rank
+from torchtitan_graph.parallel.parallelize import check_plan, parallelize
+from torchtitan_graph.parallel.recompute import Recompute, recompute_eager
+from torchtitan_graph.parallel.storage import Precision, buckets, materialize, plan_storage, shard_eager
+
+Step = Callable[[Batch, Any, Tensor], Tensor]  # (batch, mask, num_tokens) -> this rank's loss
+
+
+class Trainer:
+    """One process of a training job.
+
+    Building it before the process group exists checks what can be checked without one; `setup` does the rest.
+    """
+
+    def __init__(self, config: JobConfig, world_size: int):
+        self.config = config
+        self.device = devices.device()
+        self.seed = config.debug.seed or 0
+        parallelism = config.parallelism
+        self.dims = ParallelDims(
+            dp_replicate=parallelism.data_parallel_replicate_degree,
+            dp_shard=shard_degree(config, world_size),
+            tp=parallelism.tensor_parallel_degree,
+        )
+        training = config.training
+        storage = getattr(torch, training.dtype)
+        self.precision = Precision(
+            storage=storage,
+            compute=getattr(torch, training.mixed_precision_param),
+            reduce=getattr(torch, training.mixed_precision_reduce),
+        )
+        self.recompute = Recompute.from_option(
+            config.activation_checkpoint.mode, config.activation_checkpoint.selective_ac_option
+        )
+        self.reshard = parallelism.fsdp_reshard_after_forward != "never"
+        self.rows_per_step = training.global_batch_size
+        if self.rows_per_step == -1:
+            self.rows_per_step = training.local_batch_size * self.dims.dp
+        self.num_microbatches = self.rows_per_step // (training.local_batch_size * self.dims.dp)
+        self.loss_parallel = self.dims.tp > 1 and not parallelism.disable_loss_parallel
+        self.loss_context = loss_context(self.loss_parallel)
+        self.tokenizer: Tokenizer = load_tokenizer(config.model.hf_assets_path)
+        self.family = load_family(config.model.name)
+        self.model: Decoder = build_model(
+            config.model.name, config.model.flavor, config.model.attn, self.tokenizer.vocab_size
+        )
+        check_plan(self.model, self.family.PLAN, self.dims.tp)
+        self._check_memory()
+        self.dump_folder = Path(config.job.dump_folder)
+        self.step = self.tokens_seen = 0
+
+    def _check_memory(self) -> None:
+        """Refuse uncompiled flex attention on a CPU where its scores can't fit."""
+        config = self.config
+        if config.model.attn != "flex" or self.device.type != "cpu":
+            return
+        heads = self.model.config.num_heads // self.dims.tp  # type: ignore[attr-defined]
+        needed = flex_cpu_bytes(config.training.local_batch_size, heads, config.training.seq_len) / devices.GIB
+        if needed > devices.memory_total_gib():
+            raise ValueError(
+                f"model.attn = 'flex': on a CPU one layer's scores would take about {needed:.0f} GiB at "
+                f"training.local_batch_size {config.training.local_batch_size}, training.seq_len "
+                f"{config.training.seq_len} and {heads} heads, and this machine has "
+                f'{devices.memory_total_gib():.0f}: use attn = "sdpa", which computes the same with little memory, '
+                "or a smaller batch"
+            )
+
+    def setup(self) -> None:
+        """Build the mesh, the step and the state; the process group is there."""
+        config = self.config
+        self.rank = dist.get_rank()
+        self.mesh = self.dims.mesh(self.device.type)
+        self.dp_rank = data_parallel_rank(self.mesh)
+        self.train_data = self._open_data("train")
+        num_parameters = sum(p.numel() for p in self.model.parameters())
+        logger.info(
+            f"{config.model.name} {config.model.flavor}: {num_parameters:,} parameters, {config.compile.mode} mode, "
+            f"mesh {dict(zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=True))}, "
+            f"{self.num_microbatches} x {config.training.local_batch_size} rows of {config.training.seq_len} tokens "
+            f"per rank and step"
+        )
+        build = self._build_graph_steps if config.compile.mode == "graph" else self._build_eager_steps
+        self.train_step_fn, self.eval_step_fn, self.flops = build()
+        initialize(self.model, self.seed)
+        self.optimizer = build_optimizer(self.model, config.optimizer)
+        self.lr_scheduler = build_lr_scheduler(self.optimizer, config.lr_scheduler, config.training.steps)
+        self.checkpointer = Checkpointer(
+            self.dump_folder / config.checkpoint.folder, config.checkpoint, self.model, self.optimizer, self.lr_scheduler
+        )
+
+    def setup_dry(self) -> None:
+        """Build the mesh and the graphs, on a fake process group."""
+        self.rank = dist.get_rank()
+        self.mesh = self.dims.mesh(self.device.type)
+        self.dp_rank = data_parallel_rank(self.mesh)
+        self.build_graphs()
+
+    def _open_data(self, split: str) -> DataLoader:
+        table = self.config.training if split == "train" else self.config.validation
+        return build_dataloader(
+            dataset=table.dataset,
+            dataset_path=table.dataset_path,
+            split=split,
+            tokenizer=self.tokenizer,
+            seq_len=table.seq_len,
+            local_batch_size=table.local_batch_size,
+            dp_rank=self.dp_rank,
+            dp_degree=self.dims.dp,
+            seed=self.seed,
+            repeat=split == "train" and self.config.training.repeat,
+            num_workers=table.dataloader.num_workers,
+            persistent_workers=table.dataloader.persistent_workers,
+            pin_memory=table.dataloader.pin_memory,
+            prefetch_factor=table.dataloader.prefetch_factor,
+        )
+
+    # --- the two ways to build the step -----------------------------------------------------------------------------
+
+    def _build_graph_steps(self) -> tuple[Step, Step, Flops | None]:
+        """Trace in the compute layout on meta, run the passes, and only then allocate."""
+        traced, evaluated = self.build_graphs()
+        flops = self.graph_flops
+        materialize(self.model, self.storages, self.device)
+        return bind_train_step(traced, self.model), run_traced(evaluated, module=self.model), flops
+
+    def build_graphs(self) -> tuple[Any, Any]:
+        """Trace and compile the training and the evaluation step; nothing is allocated. Also all of a dry run."""
+        config, begin = self.config, time.perf_counter()
+        parallelize(self.model, self.family.PLAN, self.mesh, loss_parallel=self.loss_parallel)
+        self.model.to(self.precision.compute)
+        self.storages = plan_storage(self.model, self.mesh, self.precision)
+        training, validation = config.training, config.validation
+        example = self._example(training.local_batch_size, training.seq_len)
+        with self.loss_context():
+            traced = trace_train_step(
+                self.model, cross_entropy, *example, device=self.device, stack_traces=config.debug.stack_traces
+            )
+            small = self._example(validation.local_batch_size, validation.seq_len)
+            evaluated = trace_eval_step(self.model, cross_entropy, *small, device=self.device)
+        logger.info(f"traced in {time.perf_counter() - begin:.1f} s, {len(traced.gm.graph.nodes)} nodes")
+        self.graph_flops = count_flops(traced.gm)
+        watch = Inspection(
+            dump_to=self.dump_folder / "graphs" if config.debug.dump_graphs and self.rank == 0 else None,
+            verify_on=torch.utils._pytree.tree_leaves(example) if config.debug.verify_passes else None,
+        )
+        ordered = passes(self.storages, buckets(self.model), self.recompute, self.reshard)
+        disabled = config.compile.disable_passes
+        run_passes(traced.gm, ordered, disabled, self.device, watch)
+        run_passes(evaluated.gm, ordered, disabled, self.device, Inspection())
+        self.model.to(self.precision.storage)
+        return traced, evaluated
+
+    def _example(self, batch_size: int, seq_len: int) -> tuple[Batch, Any, Tensor]:
+        """Make inputs of the shapes to trace: random tokens, so that passes can be verified on them."""
+        generator = torch.Generator().manual_seed(self.seed + self.dp_rank)
+        tokens, labels = torch.randint(self.tokenizer.vocab_size, (2, batch_size, seq_len), generator=generator)
+        documents = (torch.rand(batch_size, seq_len, generator=generator) < 0.01).long().cumsum(1)
+        positions = torch.arange(seq_len).expand(batch_size, seq_len).contiguous()
+        batch = Batch(*(x.to(self.device) for x in (tokens, labels, positions, documents)))
+        num_tokens = torch.tensor(batch_size * seq_len * self.dims.dp, device=self.device)
+        return batch, self.model.mask(batch.documents_BL), num_tokens
+
+    def _build_eager_steps(self) -> tuple[Step, Step, Flops | None]:
+        """Apply FSDP2 and autograd: the reference. Its arithmetic is not counted, for there is no graph to count."""
+        parallelize(self.model, self.family.PLAN, self.mesh, loss_parallel=self.loss_parallel)
+        recompute_eager(self.model, self.recompute)
+        shard_eager(
+            self.model, self.mesh, self.precision, reshard_after_forward=self.reshard, device=self.device
+        )
+        return make_eager_step(self.model, cross_entropy), make_eval_step(self.model, cross_entropy), None
+
+    # --- running -------------------------------------------------------------------------------------------------------
+
+    def train(self) -> None:
+        """Train from where the newest checkpoint ends to `training.steps`, or to the end of the data."""
+        config = self.config
+        self._resume()
+        peak = devices.peak_flops()
+        gc.disable()  # ranks that collect at different moments wait for each other
+        with (
+            Metrics(
+                config.metrics,
+                self.dump_folder,
+                rank=self.rank,
+                total_steps=config.training.steps,
+                start_step=self.step,
+                tokens_seen=self.tokens_seen,
+                flops_per_step=None,
+                peak_flops=peak,
+                config_text=dump_toml(config),
+            ) as metrics,
+            maybe_profile(config.profiling, self.dump_folder, self.rank, self.step) as profiler,
+        ):
+            first = self.step + 1
+            while self.step < config.training.steps:
+                metrics.start_step()
+                if not self.train_step(metrics):
+                    logger.info(f"the data is used up after step {self.step}")
+                    break
+                if self.step == first:
+                    self._shorten_timeouts()
+                if self.step % config.training.gc_freq == 0:
+                    gc.collect(1)
+                last = self.step == config.training.steps
+                if config.validation.enable and (last or self.step % config.validation.freq == 0):
+                    metrics.log_validation(self.step, self.validate())
+                self.checkpointer.maybe_save(self.step, self._train_state, last=last)
+                profiler.step()
+        gc.enable()
+
+    def train_step(self, metrics: Metrics) -> bool:
+        """Do one optimizer step; False if the data is used up. text -> batch -> loss, gradients -> clip -> optimizer."""
+        begin = time.perf_counter()
+        microbatches, num_tokens = self._next_step()
+        data_loading_s = time.perf_counter() - begin
+        if not microbatches:
+            return False
+        loss = torch.zeros((), device=self.device)
+        for batch in microbatches:
+            with self.loss_context():
+                loss += self.train_step_fn(batch, self.model.mask(batch.documents_BL), num_tokens)
+        grad_norm = clip_grad_norm(self.model.parameters(), self.config.training.max_norm)
+        loss = self._sum_if_finite(loss, grad_norm)
+        lr = self.lr_scheduler.get_last_lr()[0]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.lr_scheduler.step()
+        self.step += 1
+        self.tokens_seen += int(num_tokens)
+        metrics.flops_per_step = self._flops(microbatches)
+        metrics.end_step(
+            self.step,
+            loss=loss,
+            grad_norm=grad_norm,
+            lr=lr,
+            tokens_seen=self.tokens_seen,
+            data_loading_s=data_loading_s,
+        )
+        return True
+
+    def _next_step(self) -> tuple[list[Batch], Tensor]:
+        """Take the microbatches of the next step that has targets, and count those of all ranks; none at the end."""
+        empty_rows = 0
+        while empty_rows < self.train_data.num_lanes:
+            microbatches = [next(self.train_data) for _ in range(self.num_microbatches)]
+            num_tokens = self._count_targets(microbatches)
+            if num_tokens > 0:
+                return [self._to_device(batch) for batch in microbatches], num_tokens
+            empty_rows += self.rows_per_step
+        return [], torch.zeros(())
+
+    def _count_targets(self, microbatches: list[Batch]) -> Tensor:
+        """Count the targets of all ranks: the one denominator, known before the first microbatch."""
+        count = sum((batch.labels_BL != IGNORE_INDEX).sum() for batch in microbatches)
+        return self._sum_over_data_parallel(count.to(self.device))  # type: ignore[union-attr]
+
+    def _sum_over_data_parallel(self, x: Tensor) -> Tensor:
+        for axis in ("dp_shard", "dp_replicate"):
+            if axis in (self.mesh.mesh_dim_names or ()):
+                dist.all_reduce(x, group=self.mesh.get_group(axis))
+        return x
+
+    def _to_device(self, batch: Batch) -> Batch:
+        return Batch(*(x.to(self.device, non_blocking=True) for x in batch))
+
+    def _sum_if_finite(self, loss: Tensor, grad_norm: Tensor) -> float:
+        """Give the loss of all ranks; stop before the optimizer touches a parameter if it or the norm is not finite."""
+        losses = torch.empty(dist.get_world_size(), device=self.device)
+        dist.all_gather_into_tensor(losses, loss.reshape(1))
+        by_rank = losses.tolist()
+        if all(map(math.isfinite, by_rank)) and math.isfinite(float(grad_norm)):
+            return math.fsum(by_rank) / self.dims.tp
+        local = torch.tensor([not all(p.grad.to_local().isfinite().all() for p in self.model.parameters())])  # type: ignore[union-attr]
+        found = [torch.zeros_like(local) for _ in by_rank]
+        dist.all_gather(found, local)
+        ranks = [r for r, x in enumerate(by_rank) if not math.isfinite(x)]
+        gradients = [r for r, x in enumerate(found) if x.item()]
+        raise NonFiniteError(
+            f"step {self.step + 1}: loss is not finite on ranks {ranks or 'none'}, gradient norm is {float(grad_norm)} "
+            f"with non-finite gradients at rest on ranks {gradients or 'none'}; no parameter was touched. Resume from "
+            "the last checkpoint with a lower optimizer.lr or longer lr_scheduler.warmup_steps, and look at the step's data"
+        )
+
+    def _flops(self, microbatches: list[Batch]) -> float | None:
+        if self.flops is None or self.device.type == "cpu":
+            return None
+        return sum(self.flops.of(visible_pairs(batch.documents_BL)) for batch in microbatches)
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """Give the mean loss per target over the validation split, or over its first `validation.steps` microbatches."""
+        data, config = self._open_data("validation"), self.config.validation
+        loss_sum, num_targets, empty_rows, taken = 0.0, 0, 0, 0
+        while empty_rows < data.num_lanes and taken != config.steps:
+            batch = next(data)
+            count = int(self._count_targets([batch]))
+            taken += 1
+            empty_rows = 0 if count else empty_rows + config.local_batch_size * self.dims.dp
+            if count:
+                batch = self._to_device(batch)
+                one = torch.ones((), dtype=torch.int64, device=self.device)
+                with self.loss_context():
+                    loss = self.eval_step_fn(batch, self.model.mask(batch.documents_BL), one)
+                loss_sum += float(self._sum_over_data_parallel(loss.double()))
+                num_targets += count
+        if num_targets == 0:
+            raise ValueError(f"validation.dataset = {config.dataset!r}: its validation split holds no document")
+        return loss_sum / num_targets
+
+    # --- state ---------------------------------------------------------------------------------------------------------
+
+    def _resume(self) -> None:
+        state = self.checkpointer.load(self.config.training.steps)
+        if state is not None:
+            self.step, self.tokens_seen = state["step"], state["tokens_seen"]
+            self.train_data.load_state_dict(state["data"])
+            torch.set_rng_state(torch.tensor(list(bytes.fromhex(state["rng"])), dtype=torch.uint8))
+            logger.info(f"resuming after step {self.step}")
+
+    def _train_state(self) -> dict[str, Any]:
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, self.train_data.state_dict())
+        return {
+            "step": self.step,
+            "tokens_seen": self.tokens_seen,
+            "data": merge_states(parts),
+            "rng": bytes(torch.get_rng_state().tolist()).hex(),
+        }
+
+    def _shorten_timeouts(self) -> None:
+        """Wait less for a collective once everything is warm: a hang is then noticed soon."""
+        groups = [dist.group.WORLD, *self.mesh.get_all_groups()]
+        for group in groups:
+            set_timeout(group, self.config.comm.train_timeout_seconds)  # type: ignore[arg-type]
+
+
+class NonFiniteError(RuntimeError):
+    """The loss or the gradient norm became infinite or not a number."""

@@ -8,27 +8,16 @@ from typing import Any
 from torchtitan_graph.log import logger
 
 
-class JsonLines:
-    """Append to `path`, after dropping what a killed run left there for steps after `start_step`."""
-
-    def __init__(self, path: Path, start_step: int) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            _drop_after(path, start_step)
-        self._file = path.open("a", encoding="utf-8")
-
-    def append(self, record: dict[str, Any]) -> None:
-        """Write one line, floats with all their digits, so that readers of the file see it at once."""
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+def append(path: Path, record: dict[str, Any]) -> None:
+    """Add one line, floats with all their digits."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
 
 
-def _drop_after(path: Path, start_step: int) -> None:
-    """Keep the lines up to `start_step`; the file is the old or the new one, whenever the process is killed."""
+def drop_after(path: Path, start_step: int) -> None:
+    """Drop what a killed run left for steps after `start_step`; a kill here leaves the old file or the new one."""
+    if not path.exists():
+        return
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     kept = [line for line in lines if _step_of(line) <= start_step]
     if len(kept) == len(lines):

@@ -11,7 +11,7 @@ import torch
 from torchtitan_graph.config import job
 from torchtitan_graph.device import peak_memory_gib
 from torchtitan_graph.log import logger
-from torchtitan_graph.metrics.jsonl import JsonLines
+from torchtitan_graph.metrics.jsonl import append, drop_after
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -62,11 +62,13 @@ class Metrics:
         self.total_steps = total_steps
         self.flops_per_step = flops_per_step
         self.peak_flops = peak_flops
-        self._json: JsonLines | None = None
+        self._json: Path | None = None
         self._tensorboard: SummaryWriter | None = None
         if rank == 0 or config.save_for_all_ranks:
             name = "metrics.jsonl" if rank == 0 else f"metrics_rank{rank}.jsonl"
-            self._json = JsonLines(dump_folder / name, start_step)
+            dump_folder.mkdir(parents=True, exist_ok=True)
+            self._json = dump_folder / name
+            drop_after(self._json, start_step)
             if config.enable_tensorboard:
                 folder = dump_folder / config.save_tb_folder
                 self._tensorboard = _open_tensorboard(
@@ -132,9 +134,7 @@ class Metrics:
             logger.info(f"{self._progress(step)}  validation loss {loss:.4f}")
 
     def close(self) -> None:
-        """Write what is still buffered."""
-        if self._json is not None:
-            self._json.close()
+        """Close TensorBoard's file."""
         if self._tensorboard is not None:
             self._tensorboard.close()
 
@@ -153,7 +153,7 @@ class Metrics:
 
     def _write(self, record: dict[str, Any]) -> None:
         if self._json is not None:
-            self._json.append(record)
+            append(self._json, record)
         if self._tensorboard is not None:
             for key, tag in TENSORBOARD_TAGS.items():
                 if record.get(key) is not None:

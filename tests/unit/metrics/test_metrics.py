@@ -1,0 +1,216 @@
+"""What is logged, when and where."""
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from torchtitan_graph.config import job
+from torchtitan_graph.log import logger
+from torchtitan_graph.metrics import Metrics, metrics
+
+KEYS = [
+    "step", "loss", "grad_norm", "lr", "tokens_seen", "tokens_per_second", "step_time_s", "data_loading_s", "mfu",
+    "memory_gib",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def log_to_caplog(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(logger, "propagate", True)
+    caplog.set_level("INFO")
+
+
+class Clock:
+    """Stand in for the time module: seconds pass only where a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(metrics, "time", clock)
+    return clock
+
+
+def build(folder: Path, rank: int = 0, options: dict[str, Any] | None = None, **rest: Any) -> Metrics:
+    config = job.Metrics(**({"log_freq": 4} | (options or {})))
+    return Metrics(config, folder, rank=rank, **({"total_steps": 10} | rest))
+
+
+def run(logs: Metrics, first: int, last: int, clock: Clock | None = None, loss: Any = 1.5) -> None:
+    """Take steps of 2 s and 100 tokens, half a second of it waiting for data, with 5 s between them."""
+    for step in range(first, last + 1):
+        logs.start_step()
+        if clock is not None:
+            clock.now += 2.0
+        logs.end_step(step, loss=loss, grad_norm=0.25, lr=1e-3, tokens_seen=100 * step, data_loading_s=0.5)
+        if clock is not None:
+            clock.now += 5.0
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_first_last_and_every_log_freq_step_is_logged(tmp_path: Path) -> None:
+    run(build(tmp_path), 1, 10)
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 4, 8, 10]
+
+
+def test_a_line_has_exactly_these_keys(tmp_path: Path) -> None:
+    run(build(tmp_path), 1, 1)
+    (line,) = lines(tmp_path / "metrics.jsonl")
+    assert list(line) == KEYS
+    assert line["mfu"] is None
+    assert line["memory_gib"] > 0
+
+
+def test_floats_keep_all_their_digits(tmp_path: Path) -> None:
+    run(build(tmp_path), 1, 1, loss=torch.tensor(math.pi, dtype=torch.float64) / 3)
+    assert lines(tmp_path / "metrics.jsonl")[0]["loss"] == math.pi / 3
+
+
+def test_times_are_means_since_the_last_log_of_the_steps_alone(tmp_path: Path, clock: Clock) -> None:
+    run(build(tmp_path, flops_per_step=30.0, peak_flops=60.0), 1, 4, clock)
+    for line in lines(tmp_path / "metrics.jsonl"):
+        assert line["step_time_s"] == 2.0
+        assert line["tokens_per_second"] == 50.0
+        assert line["data_loading_s"] == 0.5
+        assert line["mfu"] == 0.25
+
+
+def test_the_tokens_of_an_earlier_process_are_not_this_one_s_speed(tmp_path: Path, clock: Clock) -> None:
+    run(build(tmp_path, start_step=7, tokens_seen=700), 8, 8, clock)
+    (line,) = lines(tmp_path / "metrics.jsonl")
+    assert (line["tokens_per_second"], line["tokens_seen"]) == (50.0, 800)
+
+
+def test_a_tensor_is_read_only_on_steps_that_are_logged(tmp_path: Path) -> None:
+    class Unreadable(torch.Tensor):
+        def __float__(self) -> float:
+            raise AssertionError("a wait for the device")
+
+    unreadable = torch.zeros(()).as_subclass(Unreadable)
+    logs = build(tmp_path)
+    run(logs, 2, 3, loss=unreadable)
+    with pytest.raises(AssertionError, match="a wait for the device"):
+        run(logs, 4, 4, loss=unreadable)
+
+
+def test_validation_is_a_line_of_its_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    logs = build(tmp_path)
+    logs.log_validation(5, 3.25)
+    assert lines(tmp_path / "metrics.jsonl") == [{"step": 5, "validation_loss": 3.25}]
+    assert caplog.messages == ["step  5/10  50%  validation loss 3.2500"]
+
+
+def test_console_line(tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    run(build(tmp_path, total_steps=4000, flops_per_step=30.0, peak_flops=60.0), 4, 4, clock)
+    assert re.fullmatch(
+        r"step    4/4000   0%  loss 1\.5000  grad norm 0\.2500  lr 1\.00e-03  200 tokens/s  \d+\.\d\d GiB  "
+        r"MFU 25\.0%  2:13:12 left",
+        caplog.messages[-1],
+    )
+
+
+# Going on
+
+
+def test_a_resumed_run_drops_later_and_torn_lines_and_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    logs = build(tmp_path)
+    run(logs, 1, 4)
+    logs.log_validation(4, 3.0)
+    run(logs, 5, 8)
+    logs.log_validation(8, 2.0)
+    kept = path.read_text().splitlines(keepends=True)[:3]
+    with path.open("a") as file:
+        file.write('{"step": 9, "lo')
+    run(build(tmp_path, start_step=5), 6, 8, loss=9.0)
+    assert path.read_text().splitlines(keepends=True)[:3] == kept
+    assert [(line["step"], line.get("loss", line.get("validation_loss"))) for line in lines(path)] == [
+        (1, 1.5),
+        (4, 1.5),
+        (4, 3.0),
+        (8, 9.0),
+    ]
+
+
+def test_nothing_to_drop_leaves_the_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(build(tmp_path), 1, 4)
+    monkeypatch.setattr("os.replace", None)
+    build(tmp_path, start_step=4)
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 4]
+
+
+def test_a_new_run_begins_a_new_file(tmp_path: Path) -> None:
+    run(build(tmp_path), 1, 4)
+    run(build(tmp_path), 1, 1)
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1]
+
+
+# Ranks
+
+
+def test_other_ranks_write_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run(build(tmp_path, rank=1, options={"enable_tensorboard": True}), 1, 4)
+    assert list(tmp_path.iterdir()) == []
+    assert caplog.messages == []
+
+
+def test_all_ranks_write_on_request_but_one_prints(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options = {"save_for_all_ranks": True, "enable_tensorboard": True}
+    for rank in (0, 3):
+        with build(tmp_path, rank=rank, options=options) as logs:
+            run(logs, 1, 1)
+    assert len(caplog.messages) == 1
+    assert [len(lines(tmp_path / name)) for name in ("metrics.jsonl", "metrics_rank3.jsonl")] == [1, 1]
+    assert len(list((tmp_path / "tb").glob("events*"))) == len(list((tmp_path / "tb" / "rank_3").glob("events*"))) == 1
+
+
+# TensorBoard
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_tensorboard_has_every_number_and_the_configuration(tmp_path: Path) -> None:
+    with build(tmp_path, options={"enable_tensorboard": True}, config_text='[job]\na = "b"') as logs:
+        run(logs, 1, 4)
+        logs.log_validation(4, 3.0)
+    found = scalars(tmp_path / "tb")
+    assert found["train/loss"] == [(1, 1.5), (4, 1.5)]
+    assert found["validation/loss"] == [(4, 3.0)]
+    assert set(found) == set(metrics.TENSORBOARD_TAGS.values()) - {"performance/mfu"}
+    events = EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    (text,) = events.Tensors("config/text_summary")
+    assert text.tensor_proto.string_val == [b'    [job]\n    a = "b"']
+
+
+def test_tensorboard_hides_the_steps_that_are_done_again(tmp_path: Path) -> None:
+    options = {"enable_tensorboard": True}
+    with build(tmp_path, options=options) as logs:
+        run(logs, 1, 8)
+    with build(tmp_path, options=options, start_step=5) as logs:
+        run(logs, 6, 8, loss=9.0)
+    assert scalars(tmp_path / "tb")["train/loss"] == [(1, 1.5), (4, 1.5), (8, 9.0)]
+
+
+def test_no_tensorboard_unless_enabled(tmp_path: Path) -> None:
+    run(build(tmp_path), 1, 4)
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]

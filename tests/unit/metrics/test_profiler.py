@@ -1,0 +1,50 @@
+"""Traces of some steps, as files that a trace viewer opens."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchtitan_graph.config import job
+from torchtitan_graph.metrics import maybe_profile
+
+
+def train(config: job.Profiling, folder: Path, num_steps: int, fail_at: int | None = None, start_step: int = 0) -> None:
+    with maybe_profile(config, folder, rank=1, start_step=start_step) as profiler:
+        for step in range(1, num_steps + 1):
+            with torch.profiler.record_function(f"step {start_step + step}"):
+                torch.ones(2, 2) @ torch.ones(2, 2)
+            if step == fail_at:
+                raise ValueError("non-finite loss")
+            profiler.step()
+
+
+def steps_in(path: Path) -> list[str]:
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    return sorted({event["name"] for event in events if event.get("name", "").startswith("step ")})
+
+
+def test_one_trace_per_cycle_of_its_last_steps(tmp_path: Path) -> None:
+    config = job.Profiling(enable_profiling=True, profile_freq=4, profiler_warmup=1, profiler_active=2)
+    train(config, tmp_path, num_steps=9, start_step=100)
+    traces = sorted((tmp_path / "profile_traces").rglob("*.json.gz"))
+    assert [str(path.relative_to(tmp_path)) for path in traces] == [
+        "profile_traces/step-104/rank1.json.gz",
+        "profile_traces/step-108/rank1.json.gz",
+    ]
+    assert steps_in(traces[0]) == ["step 103", "step 104"]
+    assert steps_in(traces[1]) == ["step 107", "step 108"]
+
+
+def test_nothing_is_written_when_it_is_off(tmp_path: Path) -> None:
+    train(job.Profiling(profile_freq=2, profiler_warmup=1), tmp_path, num_steps=4)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("fail_at", [1, 3, 4, 7])
+def test_an_error_in_the_loop_comes_through(fail_at: int, tmp_path: Path) -> None:
+    config = job.Profiling(enable_profiling=True, profile_freq=4, profiler_warmup=1, profiler_active=2)
+    with pytest.raises(ValueError, match="non-finite loss"):
+        train(config, tmp_path, num_steps=9, fail_at=fail_at)

@@ -60,7 +60,7 @@ class DataLoader:
             )
         self._iterator: Iterator[tuple[Batch, list[Cursor]]] | None = None
         self._batches = 0  # taken since the start, or since load_state_dict
-        self._cursors = rows.start()[1]
+        self._first_row, self._cursors = rows.start()
 
     def __iter__(self) -> "DataLoader":
         return self
@@ -69,14 +69,14 @@ class DataLoader:
         if self._iterator is None:
             self._iterator = iter(self._loader)
         batch, cursors = next(self._iterator)
-        for row, cursor in zip(self._rows.row_numbers(self._batches), cursors, strict=True):
+        for row, cursor in zip(self._rows.row_numbers(self._first_row, self._batches), cursors, strict=True):
             self._cursors[row % self.num_lanes] = cursor
         self._batches += 1
         return batch
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the position behind the batches taken; `merge_states` makes it whole."""
-        taken = self._rows.start()[0] + self._batches * self._rows.global_batch_size
+        taken = self._first_row + self._batches * self._rows.global_batch_size
         return {**self._identity, "rows": taken, "lanes": [list(cursor) for cursor in self._cursors]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -92,8 +92,8 @@ class DataLoader:
                 )
         self._iterator = None
         self._batches = 0
-        self._cursors = [Cursor(*cursor) for cursor in state["lanes"]]
-        self._rows.set_start(state["rows"], self._cursors)
+        self._rows.set_start(state["rows"], state["lanes"])
+        self._first_row, self._cursors = self._rows.start()
 
 
 def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
@@ -147,22 +147,22 @@ class _Rows(IterableDataset):
         rows, *cursors = self._start.tolist()
         return rows[0], [Cursor(*cursor) for cursor in cursors]
 
-    def set_start(self, rows: int, cursors: list[Cursor]) -> None:
+    def set_start(self, rows: int, cursors: list[list[int]]) -> None:
         self._start.copy_(torch.tensor([[rows, 0, 0, 0], *cursors]))
 
-    def row_numbers(self, batch: int) -> range:
-        """Return which rows of the global sequence this rank's batch holds, counted from the start's first batch."""
-        first = self.start()[0] + batch * self.global_batch_size + self._dp_rank * self._local_batch_size
+    def row_numbers(self, first_row: int, batch: int) -> range:
+        """Return which rows of the global sequence this rank's batch holds; `first_row` is all ranks' first."""
+        first = first_row + batch * self.global_batch_size + self._dp_rank * self._local_batch_size
         return range(first, first + self._local_batch_size)
 
     def __iter__(self) -> Iterator[tuple[Batch, list[Cursor]]]:
         worker = get_worker_info()
         batch, stride = (worker.id, worker.num_workers) if worker else (0, 1)
-        _, cursors = self.start()
+        first_row, cursors = self.start()  # once: it may be set anew while workers still read ahead
         lanes: dict[int, Lane] = {}
         while True:
             rows, behind = [], []
-            for row in self.row_numbers(batch):
+            for row in self.row_numbers(first_row, batch):
                 number = row % self.corpus.num_lanes
                 if number not in lanes:
                     lanes[number] = Lane(
@@ -171,6 +171,7 @@ class _Rows(IterableDataset):
                 lane = lanes[number]
                 while lane.cursor.row < row // self.corpus.num_lanes:
                     lane.skip_row()
+                assert lane.cursor.row == row // self.corpus.num_lanes
                 rows.append(torch.from_numpy(lane.next_row()))
                 behind.append(lane.cursor)
             yield Batch(*torch.stack(rows, dim=1)), behind

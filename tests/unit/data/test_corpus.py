@@ -6,6 +6,7 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from torchtitan_graph.data.corpus import ShuffledCorpus, in_split, num_lanes, shuffled
 
 

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+
 from torchtitan_graph.data import IGNORE_INDEX, Batch, DataLoader, load_tokenizer, merge_states
 from torchtitan_graph.data.corpus import ShuffledCorpus
 from torchtitan_graph.data.tokenizer import ByteTokenizer

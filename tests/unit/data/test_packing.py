@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from torchtitan_graph.data import IGNORE_INDEX
 from torchtitan_graph.data.corpus import ShuffledCorpus
 from torchtitan_graph.data.packing import Cursor, Lane
@@ -48,7 +49,7 @@ def expected_rows(documents, seq_len) -> list[np.ndarray]:
     return rows
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(TEXTS, st.integers(1, 12))
 def test_rows_are_the_stream_of_documents_cut(texts_source, texts, seq_len):
     lane = lane_of(texts_source, texts, seq_len)

@@ -1,0 +1,130 @@
+"""Streams and saved datasets: own splits are kept to, worker processes change nothing, no network is an error."""
+
+import json
+
+import pytest
+
+from torchtitan_graph.data import DataLoader, merge_states
+from torchtitan_graph.data.hugging_face import StreamedCorpus, open_hub
+from torchtitan_graph.data.open_corpus import open_corpus
+from torchtitan_graph.data.tokenizer import ByteTokenizer
+
+datasets = pytest.importorskip("datasets")
+
+
+@pytest.fixture
+def stream(tmp_path):
+    """What the hub streams, from files: five shards of 300 documents."""
+    for shard in range(5):
+        lines = (json.dumps({"text": f"document {number} of shard {shard}"}) + "\n" for number in range(300))
+        (tmp_path / f"{shard}.jsonl").write_text("".join(lines))
+    files = [str(tmp_path / f"{shard}.jsonl") for shard in range(5)]
+    return datasets.load_dataset("json", data_files=files, split="train", streaming=True, cache_dir=tmp_path / "cache")
+
+
+def texts_of(corpus, epoch=0) -> list[str]:
+    return [text for lane in range(corpus.num_lanes) for _, text in corpus.documents(lane, epoch, 0)]
+
+
+def test_lanes_share_out_the_shards(stream):
+    corpus = StreamedCorpus(stream, "text", "test", "all", seed=0)
+    assert corpus.num_lanes == 4
+    assert len(texts_of(corpus)) == len(set(texts_of(corpus))) == 1500
+
+
+def test_a_stream_is_shuffled_anew_in_every_epoch(stream):
+    corpus = StreamedCorpus(stream, "text", "test", "all", seed=0)
+    assert texts_of(corpus, 0) != texts_of(corpus, 1)
+    assert sorted(texts_of(corpus, 0)) == sorted(texts_of(corpus, 1))
+
+
+@pytest.mark.parametrize("start", [0, 1, 255, 256, 400, 599, 600])
+def test_a_stream_starts_anywhere(stream, start):
+    corpus = StreamedCorpus(stream, "text", "test", "train", seed=0)
+    whole = list(corpus.documents(0, 1, 0))
+    assert list(corpus.documents(0, 1, start)) == [item for item in whole if item[0] >= start]
+
+
+def test_splits_of_a_stream_share_no_document(stream):
+    train, validation = (texts_of(StreamedCorpus(stream, "text", "", split, 0)) for split in ("train", "validation"))
+    assert len(train) + len(validation) == 1500
+    assert not set(train) & set(validation)
+    assert 0.03 < len(validation) / 1500 < 0.07
+
+
+def test_streamed_rows_do_not_depend_on_workers_nor_on_an_interruption(stream):
+    def loader(num_workers):
+        return DataLoader(
+            StreamedCorpus(stream, "text", "test", "train", seed=0), ByteTokenizer(), seed=0, seq_len=64,
+            local_batch_size=4, dp_rank=0, dp_degree=1, repeat=True, num_workers=num_workers,
+        )  # fmt: skip
+
+    plain, workers = loader(0), loader(2)
+    reference = [next(plain).tokens_BL.tolist() for _ in range(12)]
+    assert [next(workers).tokens_BL.tolist() for _ in range(6)] == reference[:6]
+    resumed = loader(1)
+    resumed.load_state_dict(merge_states([workers.state_dict()]))
+    assert [next(resumed).tokens_BL.tolist() for _ in range(6)] == reference[6:]
+
+
+def test_missing_column_of_a_stream_is_named(stream):
+    with pytest.raises(ValueError, match=r"no column 'content'; there is \['text'\]"):
+        texts_of(StreamedCorpus(stream, "content", "test", "all", seed=0))
+
+
+def save(path, **parts) -> str:
+    made = {name: datasets.Dataset.from_dict({"text": texts}) for name, texts in parts.items()}
+    datasets.DatasetDict(made).save_to_disk(path)
+    return str(path)
+
+
+@pytest.mark.parametrize("held_out", ["validation", "test"])
+def test_own_splits_of_a_saved_dataset_are_kept_to(tmp_path, held_out):
+    path = save(tmp_path / "saved", train=["a", "b", "c"], **{held_out: ["d", "e"]})
+    assert sorted(texts_of(open_corpus("", path, "train", 0))) == ["a", "b", "c"]
+    assert sorted(texts_of(open_corpus("", path, "validation", 0))) == ["d", "e"]
+    assert sorted(texts_of(open_corpus("", path, "all", 0))) == ["a", "b", "c", "d", "e"]
+
+
+def test_a_saved_dataset_without_validation_is_split_by_hash(tmp_path):
+    path = save(tmp_path / "saved", train=[str(number) for number in range(40)])
+    train, validation = (texts_of(open_corpus("", path, split, 0)) for split in ("train", "validation"))
+    assert sorted(train + validation, key=int) == [str(number) for number in range(40)]
+    assert len(validation) == 2
+
+
+def test_a_saved_dataset_without_train_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"no split 'train' .* there is \['test'\]"):
+        open_corpus("", save(tmp_path / "saved", test=["a"]), "train", 0)
+
+
+def test_a_row_without_text_is_named(tmp_path):
+    path = save(tmp_path / "saved", train=["a", None])
+    with pytest.raises(ValueError, match="row 2: no text in the column 'text', but None"):
+        texts_of(open_corpus("", path, "all", 0))
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_no_network_is_said(monkeypatch, split):
+    def offline(*args, **kwargs):
+        raise ConnectionError("Couldn't reach the hub")
+
+    monkeypatch.setattr(datasets, "get_dataset_split_names", offline)
+    option = "training.dataset" if split == "train" else "validation.dataset"
+    with pytest.raises(ValueError, match=f"{option} = 'owner/name'.*Couldn't reach the hub\n.*{option}_path"):
+        open_corpus("owner/name", None, split, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("own_splits", "split", "part", "used"),
+    [(["train", "validation"], "train", "train", "all"), (["train", "validation"], "validation", "validation", "all"),
+     (["train"], "train", "train", "train"), (["train"], "validation", "train", "validation")],
+)  # fmt: skip
+def test_which_split_of_the_hub_is_streamed(monkeypatch, stream, own_splits, split, part, used):
+    """The hub itself is not in reach of the tests: what is asked of it is recorded, and files are streamed instead."""
+    asked = []
+    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda *names: own_splits)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *names, **options: asked.append((names, options)) or stream)
+    corpus = open_hub("owner/name:config", "text", split, seed=0)
+    assert asked == [(("owner/name", "config"), {"split": part, "streaming": True})]
+    assert sorted(texts_of(corpus)) == sorted(texts_of(StreamedCorpus(stream, "text", "", used, 0)))

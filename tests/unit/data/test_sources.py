@@ -1,0 +1,262 @@
+"""The same documents come out of every kind of file, and a corrupt one is named with file and line."""
+
+import gc
+import gzip
+import json
+import pickle
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from torchtitan_graph.data import sources
+from torchtitan_graph.data.open_corpus import open_corpus
+from torchtitan_graph.data.sources import JsonLines, TextFiles, TextPieces, digest_files
+
+TEXTS = ["def one():\n    pass\n", "zwei 🎉 é\r\n", "three\n\n\nlines", "4", "  five "]
+
+
+def jsonl(texts) -> bytes:
+    return "".join(json.dumps({"id": number, "text": text}) + "\n" for number, text in enumerate(texts)).encode()
+
+
+def write_folder(path: Path) -> None:
+    for number, text in enumerate(TEXTS):
+        (path / f"part{number % 2}").mkdir(parents=True, exist_ok=True)
+        (path / f"part{number % 2}" / f"{number}.txt").write_bytes(text.encode())
+    (path / "picture.png").write_bytes(b"\xff\xd8")
+    (path / ".hidden.txt").write_text("no document")
+
+
+def write_parquet(path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"text": TEXTS, "id": range(5)}), path, row_group_size=2)
+
+
+def write_saved(path: Path) -> None:
+    pytest.importorskip("datasets").Dataset.from_dict({"text": TEXTS}).save_to_disk(path)
+
+
+def write_shards(path: Path) -> None:
+    path.mkdir()
+    (path / "a.jsonl").write_bytes(jsonl(TEXTS[:2]))
+    (path / "b.jsonl.gz").write_bytes(gzip.compress(jsonl(TEXTS[2:4])))
+    (path / "c.txt").write_bytes(TEXTS[4].encode())
+
+
+KINDS = {
+    "folder": write_folder,
+    "docs.jsonl": lambda path: path.write_bytes(jsonl(TEXTS)),
+    "docs.json": lambda path: path.write_bytes(jsonl(TEXTS).rstrip() + b"\n\n"),
+    "docs.jsonl.gz": lambda path: path.write_bytes(gzip.compress(jsonl(TEXTS))),
+    "docs.parquet": write_parquet,
+    "saved": write_saved,
+    "shards": write_shards,
+}
+
+
+@pytest.fixture(autouse=True)
+def cache_of_datasets(tmp_path, monkeypatch):
+    try:
+        import datasets
+    except ImportError:
+        return
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("small", [True, False])
+def test_every_kind_of_file_gives_the_same_documents(tmp_path, monkeypatch, kind, small):
+    if not small:
+        monkeypatch.setattr(sources, "SMALL_CORPUS_BYTES", 0)
+    KINDS[kind](tmp_path / kind)
+    opened = open_corpus("any name", str(tmp_path / kind), "all", seed=0)
+    corpus = pickle.loads(pickle.dumps(opened))  # as where worker processes are spawned
+    assert corpus.num_lanes == 1
+    assert sorted(text for _, text in corpus.documents(0, 0, 0)) == sorted(TEXTS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_digest_follows_content_not_place(tmp_path, kind):
+    digests = []
+    for folder, changed in (("a", False), ("b", False), ("c", True)):
+        (tmp_path / folder).mkdir()
+        texts = list(TEXTS)
+        TEXTS[3] = "5" if changed else "4"
+        try:
+            KINDS[kind](tmp_path / folder / kind)
+            digests.append(open_corpus("", str(tmp_path / folder / kind), "all", seed=0).digest)
+        finally:
+            TEXTS[:] = texts
+    if kind.endswith("gz") or kind == "shards":  # gzip writes the time into its header
+        assert digests[2] != digests[0]
+    else:
+        assert digests[0] == digests[1] != digests[2]
+
+
+def test_digest_of_a_large_corpus_sees_names_sizes_and_both_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "SMALL_CORPUS_BYTES", 0)
+    file = tmp_path / "a.txt"
+    content = bytearray(b"x" * 20_000)
+    file.write_bytes(content)
+    digests = [digest_files(tmp_path, [file])]
+    for place in (0, -1):
+        content[place] += 1
+        file.write_bytes(content)
+        digests.append(digest_files(tmp_path, [file]))
+    file.write_bytes(content + b"x")
+    digests.append(digest_files(tmp_path, [file]))
+    digests.append(digest_files(tmp_path, [file.rename(tmp_path / "b.txt")]))
+    assert len(set(digests)) == 5
+
+
+@pytest.mark.parametrize("size", [1, 8191, 8192, 8193, 100_000])
+@pytest.mark.parametrize("line", [7, 200, 30_000])
+def test_pieces_of_a_text_file_are_the_file(tmp_path, size, line):
+    content = "".join("\n" if i % line == line - 1 else chr(ord("a") + i % 26) for i in range(size))
+    file = tmp_path / "book.txt"
+    file.write_text(content)
+    pieces = TextPieces(file)
+    texts = [pieces[index] for index in range(len(pieces))]
+    assert "".join(texts) == content
+    assert all(text.endswith("\n") for text in [text for text in texts if text][:-1])
+    assert max(len(text) for text in texts) <= 8192 + line
+
+
+def test_one_text_file_is_shared_out_to_train_and_validation(tmp_path):
+    (tmp_path / "book.txt").write_text("a line of the book\n" * 20_000)
+    train, validation = (
+        open_corpus("", str(tmp_path / "book.txt"), split, seed=0) for split in ("train", "validation")
+    )
+    sizes = [
+        sum(len(text) for lane in range(corpus.num_lanes) for _, text in corpus.documents(lane, 0, 0))
+        for corpus in (train, validation)
+    ]
+    assert sum(sizes) == 380_000
+    assert 0.03 < sizes[1] / sum(sizes) < 0.07
+
+
+def test_stdlib_is_python_source_without_tests():
+    corpus = open_corpus("stdlib", None, "train", seed=0)
+    source = corpus._source
+    names = [source.identity(index) for index in range(len(source))]
+    assert "argparse.py" in names and "json/decoder.py" in names
+    assert not [name for name in names if "/test/" in f"/{name}" or "site-packages" in name]
+    assert source[names.index("argparse.py")] == Path(sysconfig.get_path("stdlib"), "argparse.py").read_text("utf-8")
+
+
+def test_c4_test_is_the_embedded_corpus_with_a_notice(caplog, monkeypatch):
+    monkeypatch.setattr("torchtitan_graph.log.logger.propagate", True)
+    with caplog.at_level("INFO", "torchtitan_graph"):
+        corpus = open_corpus("c4_test", None, "train", seed=0)
+    assert corpus.digest == open_corpus("stdlib", None, "train", seed=0).digest
+    assert "stdlib" in caplog.text
+
+
+def test_unpacked_gzip_goes_with_its_source(tmp_path):
+    file = tmp_path / "a.jsonl.gz"
+    file.write_bytes(gzip.compress(jsonl(TEXTS)))
+    source = JsonLines(file, "text")
+    unpacked = source._unpacked
+    assert unpacked.exists()
+    del source
+    gc.collect()
+    assert not unpacked.exists()
+
+
+def test_half_a_surrogate_pair_is_replaced(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "x \\ud83d y"}\n')
+    assert JsonLines(tmp_path / "a.jsonl", "text")[0] == "x \ufffd y"
+
+
+CORRUPT = {
+    "a.jsonl": [
+        (b'{"text": "x"}\n{"text": \n', "line 2: not JSON"),
+        (b'{"text": "x"}\n\n{"txt": "y"}\n', r"line 3: no text under the key 'text'; there is \['txt'\]"),
+        (b'{"text": "x"}\n{"text": 3}\n', "line 2: no text under the key 'text'"),
+        (b'["x"]\n', "line 1: not a JSON object"),
+        (b'{"text": "x"}\n{"text": "\xff"}\n', "line 2: not UTF-8"),
+        (b"", "no documents"),
+    ],
+    "a.jsonl.gz": [
+        (b"not gzip", "could not be unpacked"),
+        (gzip.compress(b'{"text": "x"}\n' * 9999)[:-20], "could not be unpacked"),
+        (gzip.compress(b'{"text": "x"}\n{'), "line 2: not JSON"),
+    ],
+    "a.txt": [(b"one\ntwo \xff\n", "not UTF-8 at byte 8, in line 2")],
+    "a.parquet": [(b"no parquet", "not a Parquet file")],
+}
+
+
+@pytest.mark.parametrize(("name", "content", "message"), [(k, c, m) for k in CORRUPT for c, m in CORRUPT[k]])
+def test_corrupt_input_is_named_when_it_is_opened(tmp_path, name, content, message):
+    if name == "a.parquet":
+        pytest.importorskip("datasets")
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message) as error:
+        open_corpus("", str(tmp_path / name), "train", seed=0)
+    assert name in str(error.value) or not content
+
+
+def test_undecodable_file_of_a_folder_is_named(tmp_path):
+    (tmp_path / "good.py").write_text("x = 1\n")
+    (tmp_path / "bad.py").write_bytes(b"x = 1\n# \xe9\n")
+    with pytest.raises(ValueError, match=r"bad\.py: not UTF-8 at byte 8, in line 2"):
+        open_corpus("", str(tmp_path), "train", seed=0)
+
+
+def test_a_corrupt_line_of_a_large_corpus_is_named_when_its_turn_comes(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "SMALL_CORPUS_BYTES", 0)
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"text"\n')
+    source = JsonLines(tmp_path / "a.jsonl", "text")
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 2: not JSON"):
+        source[1]
+
+
+def test_missing_column_of_parquet_is_named(tmp_path):
+    pytest.importorskip("datasets")
+    write_parquet(tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"a\.parquet: no column 'content'; there is \['id', 'text'\]"):
+        open_corpus("", str(tmp_path / "a.parquet"), "train", seed=0, text_column="content")
+
+
+def test_another_text_column(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"content": "x"}\n')
+    corpus = open_corpus("", str(tmp_path / "a.jsonl"), "all", seed=0, text_column="content")
+    assert list(corpus.documents(0, 0, 0)) == [(0, "x")]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "path", "split", "message"),
+    [
+        ("c4", "nowhere", "train", "training.dataset_path = 'nowhere': there is no such file"),
+        ("c4", "nowhere", "validation", "validation.dataset_path = 'nowhere'"),
+        ("stdlb", None, "train", "training.dataset = 'stdlb' is no corpus; did you mean 'stdlib'"),
+        ("c4_validation", None, "train", "are for validation. Train on 'c4'"),
+        ("", "EMPTY", "train", "none of the 0 files in this folder"),
+    ],
+)
+def test_a_corpus_that_is_not_there(tmp_path, dataset, path, split, message):
+    with pytest.raises(ValueError, match=message):
+        open_corpus(dataset, str(tmp_path) if path == "EMPTY" else path, split, seed=0)
+
+
+def test_empty_files_are_no_documents(tmp_path):
+    (tmp_path / "__init__.py").write_text("")
+    (tmp_path / "a.py").write_text("x")
+    assert len(open_corpus("", str(tmp_path), "all", seed=0)._source) == 1
+
+
+def test_a_file_that_cannot_be_read_is_no_stdlib_module(tmp_path, monkeypatch):
+    (tmp_path / "good.py").write_text("x = 1")
+    (tmp_path / "latin.py").write_bytes(b"# \xe9")
+    (tmp_path / "dangling.py").symlink_to(tmp_path / "nowhere.py")
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    assert [text for _, text in open_corpus("stdlib", None, "all", seed=0).documents(0, 0, 0)] == ["x = 1"]
+
+
+def test_text_files_are_numbered_by_name(tmp_path):
+    write_folder(tmp_path)
+    files = sorted(tmp_path.rglob("[0-9].txt"))
+    assert [TextFiles(tmp_path, files).identity(i) for i in range(2)] == ["part0/0.txt", "part0/2.txt"]

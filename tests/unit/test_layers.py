@@ -23,11 +23,13 @@ def lint_imports(folder: Path) -> subprocess.CompletedProcess:
 def write_package(folder: Path, **imports: str) -> None:
     """Write an empty package with the layers' modules; `imports` gives some of them a line of code."""
     package = folder / "torchtitan_graph"
-    for module in ("passes", "graph", "config", "models"):
+    for module in ("passes", "models", "data", "optim", "checkpoint", "metrics", "parallel", "graph", "config"):
         (package / module).mkdir(parents=True)
         (package / module / "__init__.py").touch()
-    for module in ("__init__", "train", "translate", "log", "device", "passes/cleanup", "passes/shard_params"):
+    for module in ("__init__", "train", "translate", "trainer", "compiler", "loss", "log", "device"):
         (package / f"{module}.py").touch()
+    for module in ("cleanup", "shard_params"):
+        (package / "passes" / f"{module}.py").touch()
     for module, line in imports.items():
         (package / f"{module.replace('__', '/')}.py").write_text(line + "\n")
 

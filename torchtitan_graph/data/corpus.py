@@ -14,7 +14,7 @@ from torchtitan_graph.data.sources import Source
 # fall on few lanes where the batch is one too. It depends on the corpus alone, and a lane starts its next epoch by
 # itself, with documents of a new shuffle: nothing has to be communicated.
 MAX_LANES = 256
-_DOCUMENTS_PER_LANE = 16  # below that, lanes differ much in length, and the longest ends long after the others
+_DOCUMENTS_PER_LANE = 32  # below that, lanes differ much in length, and the longest ends long after the others
 VALIDATION_FRACTION = 0.05
 _FEW_DOCUMENTS = 4096
 

@@ -51,7 +51,7 @@ def test_splits_hold_in_every_epoch_and_for_every_seed(texts_source):
 
 
 def test_every_epoch_deals_all_documents_anew(texts_source):
-    source = texts_source([str(number) for number in range(700)])
+    source = texts_source([str(number) for number in range(1100)])
     corpus = ShuffledCorpus(source, "all", 0)
     assert corpus.num_lanes == 32
     first, second = ([frozenset(t for _, t in corpus.documents(lane, epoch, 0)) for lane in range(32)]

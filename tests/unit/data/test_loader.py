@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from torchtitan_graph.data import IGNORE_INDEX, Batch, DataLoader, load_tokenizer, merge_states
+from torchtitan_graph.data import IGNORE_INDEX, Batch, DataLoader, build_dataloader, load_tokenizer, merge_states
 from torchtitan_graph.data.corpus import ShuffledCorpus
 from torchtitan_graph.data.tokenizer import ByteTokenizer
 
@@ -19,7 +19,7 @@ STEPS = 24
 
 @pytest.fixture(scope="module")
 def make_loader(texts_source):
-    texts = [hashlib.sha256(b"%d" % number).hexdigest()[: 3 + number * 7 % 41] for number in range(80)]
+    texts = [hashlib.sha256(b"%d" % number).hexdigest()[: 1 + number * 7 % 17] for number in range(160)]
 
     def make(dp_rank=0, dp_degree=1, num_workers=0, *, texts=texts, seed=0, seq_len=32, repeat=True, tokenizer=None,
              local_batch_size=None, **options) -> DataLoader:  # fmt: skip
@@ -151,7 +151,7 @@ def test_a_shifted_cursor_gives_other_rows(make_loader, reference, place):
 
 @pytest.mark.parametrize(
     ("change", "key"),
-    [({"seed": 1}, "seed"), ({"seq_len": 16}, "seq_len"), ({"texts": ["other"] * 80}, "corpus"),
+    [({"seed": 1}, "seed"), ({"seq_len": 16}, "seq_len"), ({"texts": ["other"] * 160}, "corpus"),
      ({"tokenizer": load_tokenizer("tests/assets/tokenizer")}, "tokenizer")],
 )  # fmt: skip
 def test_a_position_of_another_run_is_refused(make_loader, change, key):
@@ -169,7 +169,7 @@ def test_ranks_at_different_steps_do_not_merge(make_loader):
 
 @pytest.mark.parametrize("dp_degree", [1, 2])
 def test_without_repeat_every_token_is_an_input_once(make_loader, texts_source, dp_degree):
-    texts = [chr(33 + number) * (number % 50) for number in range(80)]  # some are empty
+    texts = [chr(33 + number) * (number % 50) for number in range(160)]  # some are empty
     ranks = [make_loader(rank, dp_degree, texts=texts, repeat=False) for rank in range(dp_degree)]
     assert ranks[0].num_lanes == 4
     tokens, empty_in_a_row = [], 0
@@ -179,8 +179,8 @@ def test_without_repeat_every_token_is_an_input_once(make_loader, texts_source, 
             tokens += tokens_L[tokens_L != 257].tolist()  # padding is 257 too
     corpus = ShuffledCorpus(texts_source(texts), "train", 0)
     documents = [text.encode() for lane in range(4) for _, text in corpus.documents(lane, 0, 0)]
-    assert len(documents) == 76
-    assert sorted(tokens) == sorted([256] * 76 + [byte for document in documents for byte in document])
+    assert len(documents) == 152
+    assert sorted(tokens) == sorted([256] * 152 + [byte for document in documents for byte in document])
 
 
 def test_batch_is_contiguous_int64(make_loader):
@@ -189,7 +189,6 @@ def test_batch_is_contiguous_int64(make_loader):
 
 
 def test_an_error_in_a_worker_names_the_document(make_loader, tmp_path):
-    from torchtitan_graph.data import build_dataloader
     from torchtitan_graph.data.sources import JsonLines
 
     file = tmp_path / "good.jsonl"
@@ -203,3 +202,14 @@ def test_an_error_in_a_worker_names_the_document(make_loader, tmp_path):
     with pytest.raises(ValueError, match="good.jsonl, line 7"):
         for _ in range(20):
             next(loader)
+
+
+def test_the_embedded_corpus_gives_the_same_rows_to_two_ranks_with_workers():
+    def loader(rank, dp_degree, num_workers):
+        return build_dataloader(
+            dataset="stdlib", dataset_path=None, split="train", tokenizer=load_tokenizer("tests/assets/tokenizer"),
+            seq_len=256, local_batch_size=4 // dp_degree, dp_rank=rank, dp_degree=dp_degree, seed=0, repeat=True,
+            num_workers=num_workers,
+        )  # fmt: skip
+
+    assert take([loader(0, 1, 0)], 4) == take([loader(0, 2, 2), loader(1, 2, 2)], 4)

@@ -99,7 +99,7 @@ class TextPieces:
 class JsonLines:
     """A document per line of a JSON lines file, its text under the key `column`. Blank lines are no documents.
 
-    Opening reads the file once, for the place of every line (8 bytes of memory each). A gzip file can only be read
+    Opening reads the file once, for the place of every line (16 bytes of memory each). A gzip file can only be read
     from its beginning, so it is unpacked into a temporary file first, which goes when the source does.
     """
 

@@ -306,7 +306,7 @@ class Trainer:
     def _sum_if_finite(self, loss: Tensor, grad_norm: Tensor) -> float:
         """Give the loss of all ranks; stop before the optimizer touches a parameter if it or the norm is not finite."""
         losses = torch.empty(dist.get_world_size(), device=self.device)
-        dist.all_gather_into_tensor(losses, loss.reshape(1))
+        dist.all_gather(list(losses.split(1)), loss.reshape(1))
         by_rank = losses.tolist()
         if all(map(math.isfinite, by_rank)) and math.isfinite(float(grad_norm)):
             return math.fsum(by_rank) / self.dims.tp

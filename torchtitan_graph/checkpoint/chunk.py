@@ -39,7 +39,7 @@ def box_of(
     """Return offsets and sizes of the box that the rank at `coordinate` of the mesh holds.
 
     This is worked out here because torch's own answer is wrong for some rows that tensor parallel and FSDP both cut
-    (25 rows on FSDP 3 x TP 2, on torch 2.13): it deals out rows that the rank does not hold.
+    (25 rows on FSDP 3 x TP 2, on torch 2.13), and torch's own save then fails.
     """
     offsets, sizes = [0] * len(shape), list(shape)
     for axis, dim in _cuts(placements, mesh_shape):

@@ -11,9 +11,9 @@ StridedShard = _StridedShard
 StorageInfo = _StorageInfo
 
 # Every global that torch's writer puts into the pickled `.metadata`, besides dtypes (`torch.float32`). All of them
-# build plain records. An index in JSON would replace the pickle and this list.
+# build plain records. The mark of a pickled object is among them so that it can be refused by its name. An index in JSON
+# would replace the pickle and this list.
 METADATA_GLOBALS = {
-    ("collections", "OrderedDict"),
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
@@ -21,7 +21,6 @@ METADATA_GLOBALS = {
     ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
     ("torch.distributed.checkpoint.metadata", "Metadata"),
     ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
-    ("torch.distributed.checkpoint.metadata", "StorageMeta"),
     ("torch.distributed.checkpoint.metadata", "TensorProperties"),
     ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
     ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),

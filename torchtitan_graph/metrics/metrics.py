@@ -39,7 +39,8 @@ class Metrics:
     Args:
         start_step: steps done before this process began. What a killed run logged for later steps is dropped.
         tokens_seen: tokens of those steps.
-        flops_per_step: what this device is to compute in a step, recomputation not counted; None: not known.
+        flops_per_step: what this device is to compute in a step, recomputation not counted; None: not known. Set the
+            attribute of that name before `end_step` where steps differ.
         peak_flops: FLOP/s this device can do; None: not known, and then there is no MFU.
         config_text: the resolved configuration, shown in TensorBoard.
     """
@@ -74,7 +75,8 @@ class Metrics:
                 self._tensorboard = _open_tensorboard(
                     folder if rank == 0 else folder / f"rank_{rank}", start_step, config_text
                 )
-        self._num_steps = 0  # this and the next three: since the last log
+        self._num_steps = 0  # this and the next four: since the last log
+        self._flops = 0.0
         self._step_time_s = 0.0
         self._data_loading_s = 0.0
         self._tokens_seen = tokens_seen
@@ -90,25 +92,25 @@ class Metrics:
         *,
         loss: float | torch.Tensor,
         grad_norm: float | torch.Tensor,
-        lr: float,
+        lr: float | torch.Tensor,
         tokens_seen: int,
         data_loading_s: float,
     ) -> None:
         """Stop the clock, and log if it is this step's turn.
 
-        `loss` and `grad_norm` may be tensors on the device: they are read only where the step is logged, and before
+        `loss`, `grad_norm` and `lr` may be tensors on the device: they are read only where the step is logged, and before
         the clock is stopped, so that the time covers all the device was given to do. `tokens_seen` counts all ranks'
         tokens from the run's beginning. `data_loading_s` is the part of the step spent waiting for data.
         """
         due = step == 1 or step % self.log_freq == 0 or step == self.total_steps
         if due:
-            loss, grad_norm = float(loss), float(grad_norm)
+            loss, grad_norm, lr = float(loss), float(grad_norm), float(lr)
         self._num_steps += 1
+        self._flops += self.flops_per_step or 0.0
         self._step_time_s += time.perf_counter() - self._began
         self._data_loading_s += data_loading_s
         if not due:
             return
-        step_time_s = self._step_time_s / self._num_steps
         record: dict[str, Any] = {
             "step": step,
             "loss": loss,
@@ -116,12 +118,12 @@ class Metrics:
             "lr": lr,
             "tokens_seen": tokens_seen,
             "tokens_per_second": (tokens_seen - self._tokens_seen) / self._step_time_s,
-            "step_time_s": step_time_s,
+            "step_time_s": self._step_time_s / self._num_steps,
             "data_loading_s": self._data_loading_s / self._num_steps,
-            "mfu": self._mfu(step_time_s),
+            "mfu": self._mfu(),
             "memory_gib": peak_memory_gib(),
         }
-        self._num_steps, self._step_time_s, self._data_loading_s = 0, 0.0, 0.0
+        self._num_steps, self._flops, self._step_time_s, self._data_loading_s = 0, 0.0, 0.0, 0.0
         self._tokens_seen = tokens_seen
         self._write(record)
         if self.rank == 0:
@@ -146,10 +148,10 @@ class Metrics:
     ) -> None:
         self.close()
 
-    def _mfu(self, step_time_s: float) -> float | None:
+    def _mfu(self) -> float | None:
         if self.flops_per_step is None or self.peak_flops is None:
             return None
-        return self.flops_per_step / step_time_s / self.peak_flops
+        return self._flops / self._step_time_s / self.peak_flops
 
     def _write(self, record: dict[str, Any]) -> None:
         if self._json is not None:

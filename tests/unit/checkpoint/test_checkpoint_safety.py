@@ -52,10 +52,10 @@ def test_a_payload_as_index_is_refused_and_not_run(checkpoint: Path, tmp_path: P
 
 
 def test_a_payload_inside_an_honest_index_is_refused_and_not_run(checkpoint: Path, tmp_path: Path) -> None:
-    metadata = dcp.FileSystemReader(checkpoint).read_metadata()
+    metadata = read_metadata(checkpoint)
     metadata.planner_data = Payload(tmp_path / "mark")
     (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(ValueError, match="nothing was run"):
+    with pytest.raises(ValueError, match=r"it names (posix|nt)\.mkdir.*nothing was run"):
         read_metadata(checkpoint)
     assert not (tmp_path / "mark").exists()
 
@@ -88,7 +88,7 @@ def test_pickled_objects_beside_the_tensors_are_refused(tmp_path: Path) -> None:
 
 
 def test_files_outside_the_checkpoint_are_refused(checkpoint: Path) -> None:
-    metadata = dcp.FileSystemReader(checkpoint).read_metadata()
+    metadata = read_metadata(checkpoint)
     for info in metadata.storage_data.values():
         info.relative_path = "../secret.distcp"
     (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))

@@ -90,6 +90,14 @@ def test_times_are_means_since_the_last_log_of_the_steps_alone(tmp_path: Path, c
         assert line["mfu"] == 0.25
 
 
+def test_mfu_counts_the_flops_of_each_step(tmp_path: Path, clock: Clock) -> None:
+    logs = build(tmp_path, peak_flops=10.0)
+    for step, flops in ((2, 10.0), (3, 20.0), (4, 30.0)):
+        logs.flops_per_step = flops
+        run(logs, step, step, clock)
+    assert lines(tmp_path / "metrics.jsonl")[0]["mfu"] == 1.0
+
+
 def test_the_tokens_of_an_earlier_process_are_not_this_one_s_speed(tmp_path: Path, clock: Clock) -> None:
     run(build(tmp_path, start_step=7, tokens_seen=700), 8, 8, clock)
     (line,) = lines(tmp_path / "metrics.jsonl")

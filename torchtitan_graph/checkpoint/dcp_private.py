@@ -11,8 +11,8 @@ StridedShard = _StridedShard
 StorageInfo = _StorageInfo
 
 # Every global that torch's writer puts into the pickled `.metadata`, besides dtypes (`torch.float32`). All of them
-# build plain records. The mark of a pickled object is among them so that it can be refused by its name. An index in JSON
-# would replace the pickle and this list.
+# build plain records. The mark of a pickled object is among them so that it can be refused by its name. An index in
+# JSON would replace the pickle and this list.
 METADATA_GLOBALS = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),

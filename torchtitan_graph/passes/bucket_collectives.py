@@ -38,7 +38,7 @@ def bucket_collectives(gm: GraphModule, buckets: Sequence[Sequence[str]]) -> Gra
         chain = [output]
         while meta.role(chain[0]) == meta.REDUCE:
             chain.insert(0, chain[0].args[0])  # type: ignore[arg-type]
-        if any(node.target is c10d.wait_tensor.default for node in chain):
+        if any(node.target is c10d.wait_tensor.default for node in chain[1:]):  # chain[0] may wait for another axis
             kinds = tuple((n.target, n.args[1:]) for n in chain[1:] if n.target is not aten.constant_pad_nd.default)
             key = (bucket_of[name], value(chain[0]).dtype, value(output).dtype, str(kinds))
             reductions.setdefault(key, {})[name] = chain

@@ -16,7 +16,7 @@ from torch import Tensor
 from torchtitan_graph import device as devices
 from torchtitan_graph.checkpoint import Checkpointer
 from torchtitan_graph.compiler import Inspection, passes, run_passes
-from torchtitan_graph.config import JobConfig, dump_toml, shard_degree
+from torchtitan_graph.config import JobConfig, dump_toml, job, shard_degree
 from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
 from torchtitan_graph.data.loader import DataLoader, build_dataloader, merge_states
 from torchtitan_graph.data.tokenizer import Tokenizer, load_tokenizer
@@ -111,7 +111,7 @@ class Trainer:
         self.rank = dist.get_rank()
         self.mesh = self.dims.mesh(self.device.type)
         self.dp_rank = data_parallel_rank(self.mesh)
-        self.train_data = self._open_data("train")
+        self.train_data = self._open_data(config.training, "train", config.training.repeat)
         num_parameters = sum(p.numel() for p in self.model.parameters())
         logger.info(
             f"{config.model.name} {config.model.flavor}: {num_parameters:,} parameters, {config.compile.mode} mode, "
@@ -135,8 +135,7 @@ class Trainer:
         self.dp_rank = data_parallel_rank(self.mesh)
         self.build_graphs()
 
-    def _open_data(self, split: str) -> DataLoader:
-        table = self.config.training if split == "train" else self.config.validation
+    def _open_data(self, table: job.Training | job.Validation, split: str, repeat: bool) -> DataLoader:
         return build_dataloader(
             dataset=table.dataset,
             dataset_path=table.dataset_path,
@@ -147,12 +146,18 @@ class Trainer:
             dp_rank=self.dp_rank,
             dp_degree=self.dims.dp,
             seed=self.seed,
-            repeat=split == "train" and self.config.training.repeat,
+            repeat=repeat,
             num_workers=table.dataloader.num_workers,
             persistent_workers=table.dataloader.persistent_workers,
             pin_memory=table.dataloader.pin_memory,
             prefetch_factor=table.dataloader.prefetch_factor,
         )
+
+    def _open_validation(self) -> DataLoader:
+        """Open the validation split; a path other than training's is held out as a whole."""
+        training, validation = self.config.training, self.config.validation
+        of_its_own = validation.dataset_path not in (None, training.dataset_path)
+        return self._open_data(validation, "all" if of_its_own else "validation", repeat=False)
 
     # --- the two ways to build the step -----------------------------------------------------------------------------
 
@@ -329,7 +334,7 @@ class Trainer:
     @torch.no_grad()
     def validate(self) -> float:
         """Give the mean loss per target over the validation split, or over its first `validation.steps` microbatches."""
-        data, config = self._open_data("validation"), self.config.validation
+        data, config = self._open_validation(), self.config.validation
         loss_sum, num_targets, empty_rows, taken = 0.0, 0, 0, 0
         while empty_rows < data.num_lanes and taken != config.steps:
             batch = next(data)

@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.utils.stateless import _reparametrize_module
@@ -123,6 +124,8 @@ def trace_to_graph(
         torch.autograd.set_multithreading_enabled(False),
         torch._dynamo.config.patch(error_on_nested_fx_trace=False),
         _marked_backward(),
+        # Code is generated when the graph first runs, not after every pass: a third of the time to build a large one.
+        _use_lazy_graph_module(True),
     ):
 
         def marked(*flat: torch.Tensor) -> Any:

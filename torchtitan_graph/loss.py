@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -17,11 +18,10 @@ def cross_entropy(logits_BLV: Tensor, labels_BL: Tensor, num_tokens: Tensor) -> 
     """Sum the cross entropy of the targets in fp32 and divide by `num_tokens`, which counts those of all ranks and
     microbatches: the losses of ranks and microbatches then add up, and every layout computes the same number.
 
-    Logits sharded over the vocabulary (a DTensor) are never gathered. A label of -100 is no target.
+    Logits in fp64 stay so. Logits sharded over the vocabulary (a DTensor) are never gathered. A label of -100 is no target.
     """
-    loss = F.cross_entropy(
-        logits_BLV.flatten(0, 1).float(), labels_BL.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
-    )
+    logits_TV = logits_BLV.flatten(0, 1).to(torch.promote_types(logits_BLV.dtype, torch.float32))
+    loss = F.cross_entropy(logits_TV, labels_BL.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
     return (loss.to_local() if isinstance(loss, DTensor) else loss) / num_tokens
 
 

@@ -43,7 +43,7 @@ def rope_cos_sin(
 
 
 def apply_rope(x_BLNH: Tensor, cos_BL1H: Tensor, sin_BL1H: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + H/2) of every head in fp32; give the dtype of `x_BLNH`."""
-    first, second = x_BLNH.float().chunk(2, dim=-1)
+    """Rotate the pairs (i, i + H/2) of every head in fp32 (fp64 stays fp64); give the dtype of `x_BLNH`."""
+    first, second = x_BLNH.to(torch.promote_types(x_BLNH.dtype, torch.float32)).chunk(2, dim=-1)
     rotated = torch.cat((first * cos_BL1H - second * sin_BL1H, second * cos_BL1H + first * sin_BL1H), dim=-1)
     return rotated.type_as(x_BLNH)

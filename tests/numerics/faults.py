@@ -1,0 +1,94 @@
+"""Faults that the checks of this folder must catch: in a graph, in the data, in a tensor."""
+
+from __future__ import annotations
+
+import torch
+from matrix import Cell, microbatches
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.fx import GraphModule, Node
+
+from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
+from torchtitan_graph.graph import meta
+from torchtitan_graph.graph.edit import call, value
+
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+SUMS = (c10d.reduce_scatter_tensor.default, c10d.all_reduce.default)
+
+
+# --- in a graph -----------------------------------------------------------------------------------------------------
+
+
+def _sums(gm: GraphModule, role: str | None) -> list[Node]:
+    found = [node for node in gm.graph.nodes if node.target in SUMS and meta.role(node) == role]
+    assert found, "the fault has no place in this graph"
+    return found
+
+
+def average_one_reduction(gm: GraphModule) -> None:
+    (wait,) = _sums(gm, meta.REDUCE)[0].users
+    _scale(gm, wait, 0.5)
+
+
+def take_the_largest_in_one_reduction(gm: GraphModule) -> None:
+    node = _sums(gm, meta.REDUCE)[0]
+    node.args = (node.args[0], "max", *node.args[2:])
+
+
+def drop_one_reduction(gm: GraphModule) -> None:
+    _drop(gm, _sums(gm, meta.REDUCE)[0])
+
+
+def drop_one_sum_of_activations(gm: GraphModule) -> None:
+    _drop(gm, _sums(gm, None)[0])
+
+
+def scale_one_gather(gm: GraphModule) -> None:
+    node = next(n for n in gm.graph.nodes if n.target is c10d.all_gather_into_tensor.default)
+    (wait,) = node.users
+    _scale(gm, wait, 1.0 + 2**-20)
+
+
+def _scale(gm: GraphModule, node: Node, factor: float) -> None:
+    users = list(node.users)
+    with gm.graph.inserting_after(node):
+        scaled = call(gm.graph, node, aten.mul.Tensor, node, factor)
+    for user in users:
+        user.replace_input_with(node, scaled)
+
+
+def _drop(gm: GraphModule, node: Node) -> None:
+    """Let a rank's own numbers stand for the sum: of a reduce_scatter, its first part."""
+    (wait,) = node.users
+    with gm.graph.inserting_before(node):
+        own = call(gm.graph, node, aten.slice.Tensor, node.args[0], 0, 0, value(node).shape[0])
+    wait.replace_all_uses_with(own)
+    gm.graph.erase_node(wait)
+    gm.graph.erase_node(node)
+
+
+# --- in the data ----------------------------------------------------------------------------------------------------
+
+
+def shift_the_mask(cell: Cell, dp_rank: int, step: int) -> tuple[list[Batch], Tensor]:
+    batches, num_tokens = microbatches(cell, dp_rank, step)
+    return [batch._replace(documents_BL=batch.documents_BL.roll(1, 1)) for batch in batches], num_tokens
+
+
+def drop_a_microbatch(cell: Cell, dp_rank: int, step: int) -> tuple[list[Batch], Tensor]:
+    batches, num_tokens = microbatches(cell, dp_rank, step)
+    return batches[:-1], num_tokens
+
+
+def count_own_targets_only(cell: Cell, dp_rank: int, step: int) -> tuple[list[Batch], Tensor]:
+    batches, _ = microbatches(cell, dp_rank, step)
+    return batches, torch.stack([(batch.labels_BL != IGNORE_INDEX).sum() for batch in batches]).sum()
+
+
+# --- in a tensor ----------------------------------------------------------------------------------------------------
+
+
+def flip_lowest_bit(tensor: Tensor) -> None:
+    """Flip the lowest bit of this rank's last element."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local.detach().view(-1)[-1:].view(torch.uint8)[0] ^= 1

@@ -1,0 +1,164 @@
+"""The graph's training step is that of a plain `nn.Module` under plain autograd: no FSDP2 and no DTensor on that side.
+
+On one rank in fp32 bit for bit; in every layout in fp64 to 1e-12 of each tensor's largest value: layouts add in
+different orders.
+"""
+
+import functools
+
+import faults
+import pytest
+import torch
+from matrix import (
+    DDP2,
+    FP64,
+    FSDP2,
+    LAYOUTS,
+    TP2,
+    Cell,
+    Data,
+    Seen,
+    bits_that_differ,
+    build_eager,
+    build_graph,
+    build_plain,
+    far_apart,
+    gathered,
+    microbatches,
+    train,
+)
+
+from pool import run_on
+from torchtitan_graph.parallel.mesh import ParallelDims
+from torchtitan_graph.parallel.recompute import Recompute
+
+TOLERANCE = 1e-12
+
+
+# --- one rank, fp32 -------------------------------------------------------------------------------------------------
+
+
+def differences_from_plain(cell: Cell, data: Data = microbatches) -> list[str]:
+    plain = train(cell, *build_plain(cell))
+    graph = {
+        name: x.to_local() if hasattr(x, "to_local") else x for name, x in train(cell, *build_graph(cell), data).items()
+    }
+    return bits_that_differ(plain, graph)
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [Cell(), Cell(tied=True), Cell(num_microbatches=2), Cell(recompute=Recompute(by_op=True)), Cell(attn="flex")],
+    ids=["sdpa", "tied", "accumulate-2", "recompute-op", "flex"],
+)
+def test_one_rank_is_the_plain_module(cell):
+    assert run_on(1, differences_from_plain, cell) == [[]]
+
+
+def test_a_mask_off_by_one_is_seen():
+    ((first, *_),) = run_on(1, differences_from_plain, Cell(), faults.shift_the_mask)
+    assert first == "step 1: loss"
+
+
+# --- every layout, fp64 ---------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def plain(vocab_size: int, tied: bool = False) -> Seen:
+    cell = Cell(precision=FP64, vocab_size=vocab_size, tied=tied)
+    return train(cell, *build_plain(cell))
+
+
+def whole_graph(cell: Cell, edit=None, data: Data = microbatches) -> Seen:
+    return gathered(cell, train(cell, *build_graph(cell, edit), data))
+
+
+def whole_eager(cell: Cell) -> Seen:
+    return gathered(cell, train(cell, *build_eager(cell)))
+
+
+def check(whole, cell: Cell) -> None:
+    for found in run_on(cell.dims.num_ranks, whole, cell):
+        assert far_apart(plain(cell.vocab_size, cell.tied), found, TOLERANCE) == []
+
+
+@pytest.mark.parametrize("dims", LAYOUTS.values(), ids=LAYOUTS)
+def test_every_layout_is_the_plain_module(dims):
+    check(whole_graph, Cell(dims, FP64))
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell(FSDP2, FP64, num_microbatches=2),
+        Cell(FSDP2, FP64, tied=True),
+        Cell(TP2, FP64, tied=True),
+        Cell(TP2, FP64, loss_parallel=False),
+    ],
+    ids=["FSDP-2-accumulate-2", "FSDP-2-tied", "TP-2-tied", "TP-2-gathered-logits"],
+)
+def test_every_variant_is_the_plain_module(cell):
+    check(whole_graph, cell)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "dims",
+    [ParallelDims(dp_replicate=4), ParallelDims(dp_replicate=2, tp=2)],
+    ids=["DDP-4", "DDP-2-x-TP-2"],
+)
+def test_more_layouts_are_the_plain_module(dims):
+    check(whole_graph, Cell(dims, FP64))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dims", LAYOUTS.values(), ids=LAYOUTS)
+def test_eager_too_is_the_plain_module(dims):
+    check(whole_eager, Cell(dims, FP64))
+
+
+# --- the check can fail ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dims", "edit"),
+    [
+        (FSDP2, faults.average_one_reduction),
+        (FSDP2, faults.take_the_largest_in_one_reduction),
+        (FSDP2, faults.drop_one_reduction),
+        (TP2, faults.drop_one_sum_of_activations),
+    ],
+)
+def test_a_wrong_collective_is_seen(dims, edit):
+    cell = Cell(dims, FP64)
+    for found in run_on(2, whole_graph, cell, edit):
+        assert any("step 1" in name for name in far_apart(plain(cell.vocab_size), found, TOLERANCE))
+
+
+def whole_or_refused(cell: Cell, edit) -> str:
+    try:
+        whole_graph(cell, edit)
+    except AssertionError as error:
+        return str(error)
+    return "copies agree"
+
+
+def test_copies_that_part_are_refused():
+    for outcome in run_on(2, whole_or_refused, Cell(DDP2, FP64), faults.drop_one_reduction):
+        assert "differs between the copies on dp_replicate" in outcome
+
+
+@pytest.mark.parametrize("fault", [faults.shift_the_mask, faults.drop_a_microbatch, faults.count_own_targets_only])
+def test_wrong_data_is_seen(fault):
+    cell = Cell(FSDP2, FP64, num_microbatches=2)
+    for found in run_on(2, whole_graph, cell, data=fault):
+        assert far_apart(plain(cell.vocab_size), found, TOLERANCE)[0].startswith("step 1: loss")
+
+
+def test_the_tolerance_is_one_part_in_a_million_million():
+    expected = plain(509)
+    name = "parameter layers.0.attention.wq.weight"
+    largest = expected[name].abs().max()
+    for parts, far in ((0.5e-12, []), (2e-12, [name])):
+        found = expected | {name: expected[name] + largest * parts * torch.eye(64, dtype=torch.float64)}
+        assert [each.split(" (")[0] for each in far_apart(expected, found, TOLERANCE)] == far

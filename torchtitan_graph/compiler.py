@@ -31,14 +31,18 @@ Pass = Callable[[GraphModule], GraphModule]
 
 
 def passes(
-    storages: Mapping[str, Storage], buckets: Sequence[Sequence[str]], recompute: Recompute, reshard: bool
+    storages: Mapping[str, Storage],
+    buckets: Sequence[Sequence[str]],
+    recompute: Recompute,
+    reshard: bool,
+    reshard_root: bool = False,
 ) -> list[Pass]:
     """What runs, top to bottom. A pass with nothing to do returns the graph as it is; all keep numbers bitwise."""
     return [
         cleanup,
         partial(shard_params, storages=storages),
         partial(mixed_precision, storages=storages),
-        partial(memory_policy, recompute=recompute, reshard_after_forward=reshard),
+        partial(memory_policy, recompute=recompute, reshard_after_forward=reshard, reshard_root=reshard_root),
         rematerialize,
         partial(bucket_collectives, buckets=buckets),
         overlap_collectives,
@@ -92,9 +96,7 @@ def run_passes(
         num_nodes, begin = len(gm.graph.nodes), time.perf_counter()
         gm = each(gm)
         gm.graph.lint()
-        logger.info(
-            f"pass {name}: {time.perf_counter() - begin:.2f} s, {num_nodes} -> {len(gm.graph.nodes)} nodes"
-        )
+        logger.info(f"pass {name}: {time.perf_counter() - begin:.2f} s, {num_nodes} -> {len(gm.graph.nodes)} nodes")
         if watch.dump_to is not None:
             dump(gm, watch.dump_to, number, name)
         if watch.verify_on is not None:

@@ -72,7 +72,9 @@ class Trainer:
         self.recompute = Recompute.from_option(
             config.activation_checkpoint.mode, config.activation_checkpoint.selective_ac_option
         )
+        # "default" leaves the root's weights (embedding, output) gathered, as FSDP2 does: backward begins with them.
         self.reshard = parallelism.fsdp_reshard_after_forward != "never"
+        self.reshard_root = parallelism.fsdp_reshard_after_forward == "always"
         self.rows_per_step = training.global_batch_size
         if self.rows_per_step == -1:
             self.rows_per_step = training.local_batch_size * self.dims.dp
@@ -125,7 +127,11 @@ class Trainer:
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.lr_scheduler = build_lr_scheduler(self.optimizer, config.lr_scheduler, config.training.steps)
         self.checkpointer = Checkpointer(
-            self.dump_folder / config.checkpoint.folder, config.checkpoint, self.model, self.optimizer, self.lr_scheduler
+            self.dump_folder / config.checkpoint.folder,
+            config.checkpoint,
+            self.model,
+            self.optimizer,
+            self.lr_scheduler,
         )
 
     def setup_dry(self) -> None:
@@ -188,7 +194,7 @@ class Trainer:
             dump_to=self.dump_folder / "graphs" if config.debug.dump_graphs and self.rank == 0 else None,
             verify_on=torch.utils._pytree.tree_leaves(example) if config.debug.verify_passes else None,
         )
-        ordered = passes(self.storages, buckets(self.model), self.recompute, self.reshard)
+        ordered = passes(self.storages, buckets(self.model), self.recompute, self.reshard, self.reshard_root)
         disabled = config.compile.disable_passes
         run_passes(traced.gm, ordered, disabled, self.device, watch)
         run_passes(evaluated.gm, ordered, disabled, self.device, Inspection())
@@ -210,7 +216,12 @@ class Trainer:
         parallelize(self.model, self.family.PLAN, self.mesh, loss_parallel=self.loss_parallel)
         recompute_eager(self.model, self.recompute)
         shard_eager(
-            self.model, self.mesh, self.precision, reshard_after_forward=self.reshard, device=self.device
+            self.model,
+            self.mesh,
+            self.precision,
+            reshard_after_forward=self.reshard,
+            device=self.device,
+            reshard_root=self.reshard_root,
         )
         return make_eager_step(self.model, cross_entropy), make_eval_step(self.model, cross_entropy), None
 

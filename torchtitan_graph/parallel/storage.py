@@ -121,12 +121,19 @@ def materialize(model: nn.Module, storages: Mapping[str, Storage], device: torch
 
 
 def shard_eager(
-    model: nn.Module, mesh: DeviceMesh, precision: Precision, *, reshard_after_forward: bool, device: torch.device
+    model: nn.Module,
+    mesh: DeviceMesh,
+    precision: Precision,
+    *,
+    reshard_after_forward: bool,
+    device: torch.device,
+    reshard_root: bool = False,
 ) -> None:
     """Apply FSDP2 to each block, then to the root, and allocate: the eager reference in every layout.
 
     Gradients are summed, not averaged: the loss is already divided by the global number of tokens. Inputs keep their
-    dtype, as in a graph, where nothing casts them.
+    dtype, as in a graph, where nothing casts them. The root's weights (embedding, output) stay gathered from forward
+    to backward unless `reshard_root`.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=precision.compute if precision.compute != precision.storage else None,
@@ -136,7 +143,10 @@ def shard_eager(
     blocks = list(model.layers)  # type: ignore[arg-type]
     for module in (*blocks, model):
         sharded = fully_shard(
-            module, mesh=data_parallel_mesh(mesh), mp_policy=policy, reshard_after_forward=reshard_after_forward
+            module,
+            mesh=data_parallel_mesh(mesh),
+            mp_policy=policy,
+            reshard_after_forward=reshard_root if module is model else reshard_after_forward,
         )
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)

@@ -14,14 +14,16 @@ from torchtitan_graph.parallel.recompute import KeptOps, Recompute
 _BLOCK = re.compile(r"layers\.(\d+)\.")
 
 
-def memory_policy(gm: GraphModule, recompute: Recompute, reshard_after_forward: bool) -> GraphModule:
+def memory_policy(
+    gm: GraphModule, recompute: Recompute, reshard_after_forward: bool, reshard_root: bool = False
+) -> GraphModule:
     """Tag forward nodes SAVE or RECOMPUTE: gathers of the blocks' weights, to reshard, and blocks by `recompute`. Bitwise.
 
         full = wait(all_gather(shard)); w = t(full); y = mm(x, w)     all before mm are tagged RECOMPUTE: backward
                                                                       gathers again and nothing holds `full` till then
 
     A gather's views are tagged with it, because backward reads the weight through views made in forward. Weights
-    outside the blocks (embedding, final norm, output) stay gathered, as FSDP2's root group does.
+    outside the blocks (embedding, final norm, output) stay gathered, as FSDP2's root group does, unless `reshard_root`.
     """
     gathered: dict[Node, str] = {}
     kept: dict[int, KeptOps] = {}
@@ -31,7 +33,7 @@ def memory_policy(gm: GraphModule, recompute: Recompute, reshard_after_forward: 
         parent = node.args[0] if node.args and isinstance(node.args[0], Node) else node
         if meta.role(node) == meta.GATHER or (is_view(node) and parent in gathered):
             gathered[node] = meta.param(node) or gathered[parent]
-            if reshard_after_forward and _block(gathered[node]) is not None:
+            if reshard_root if _block(gathered[node]) is None else reshard_after_forward:
                 meta.write(node, tag=meta.RECOMPUTE)
             continue
         block = _block(meta.module(node) + ".")

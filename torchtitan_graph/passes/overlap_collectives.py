@@ -13,12 +13,13 @@ c10d = torch.ops._c10d_functional
 
 
 def overlap_collectives(gm: GraphModule) -> GraphModule:
-    """Start each gather when the one before it is waited for; wait for each reduction when the next one starts. Bitwise.
+    """Start each gather when the one before is waited for; wait for each reduction when the next one starts. Bitwise.
 
         a' = wait(start(a)); use(a'); b' = wait(start(b)); use(b')
         sa = start(a); sb = start(b); a' = wait(sa); use(a'); b' = wait(sb); use(b')
 
-    At most one bucket is gathered ahead, as FSDP2 does: memory stays at two blocks' weights.
+    At most one bucket is gathered ahead: memory stays at two blocks' weights. The first gather of backward is not
+    started in forward, where it would lie through the loss, the step's peak.
     """
     gathers: list[Node] = []
     reductions: list[Node] = []
@@ -26,6 +27,8 @@ def overlap_collectives(gm: GraphModule) -> GraphModule:
         if node.target is c10d.wait_tensor.default:
             {meta.GATHER: gathers, meta.REDUCE: reductions}.get(meta.role(node) or "", []).append(node)
     for before, wait in itertools.pairwise(gathers):
+        if meta.phase(before) != meta.phase(wait):
+            continue
         for node in _made_from_placeholders(wait.args[0]):  # type: ignore[arg-type]
             before.prepend(node)
     order = {node: i for i, node in enumerate(gm.graph.nodes)}

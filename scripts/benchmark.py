@@ -1,0 +1,217 @@
+"""Compare the step in eager mode (FSDP2), eager with `torch.compile`, and as a graph: time, memory, tracing.
+
+    python scripts/benchmark.py --ranks 1,2 --dtypes float32,bfloat16 --json benchmark.jsonl
+    python scripts/benchmark.py --trace_layers 4,8,16,32,64
+
+Each number of ranks is a group of gloo (or, with GPUs, NCCL) processes. The modes take turns, step by step, in the
+same processes, so that whatever else the machine does meets all of them; figures are medians, and ratios are medians
+of the ratios of neighbouring steps. Memory is the most that one step holds above what it started with: on a CPU from
+the profiler's record of every allocation, on a GPU from the allocator.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from torchtitan_graph import device as devices
+from torchtitan_graph.compiler import Inspection, passes, run_passes
+from torchtitan_graph.data.batch import Batch
+from torchtitan_graph.graph.step import bind_train_step, make_eager_step, trace_train_step
+from torchtitan_graph.graph.torch_private import init_fake_process_group
+from torchtitan_graph.loss import cross_entropy
+from torchtitan_graph.models import llama3
+from torchtitan_graph.models.layers.init import initialize
+from torchtitan_graph.parallel.mesh import ParallelDims
+from torchtitan_graph.parallel.recompute import Recompute
+from torchtitan_graph.parallel.storage import Precision, buckets, materialize, plan_storage, shard_eager
+
+MODEL = llama3.Config(dim=512, num_layers=8, num_heads=8, num_kv_heads=8, ffn_dim=1536, vocab_size=8192, rope_scaling=None)
+MODES = ("eager", "compile", "graph")
+
+Step = Callable[[Batch, Any, torch.Tensor], torch.Tensor]
+
+
+def make_model(config: llama3.Config) -> llama3.Model:
+    with torch.device("meta"):
+        return llama3.Model(config)
+
+
+def make_batch(rows: int, seq_len: int, vocab_size: int, device: torch.device) -> Batch:
+    """Random tokens, four documents a row."""
+    tokens, labels = torch.randint(vocab_size, (2, rows, seq_len), device=device)
+    positions = torch.arange(seq_len, device=device).expand(rows, seq_len)
+    documents = positions * 4 // seq_len
+    return Batch(tokens, labels, (positions % -(-seq_len // 4)).contiguous(), documents.contiguous())
+
+
+def build_graph(config: llama3.Config, precision: Precision, args: argparse.Namespace, mesh: Any, batch: Batch) -> Any:
+    """Trace and run the passes; give the traced step, its model on meta, storage, and the seconds of both parts."""
+    device, model = batch.tokens_BL.device, make_model(config)
+    model.to(precision.compute)
+    begin = time.perf_counter()
+    num_tokens = torch.tensor(batch.labels_BL.numel() * dist.get_world_size(), device=device)
+    traced = trace_train_step(model, cross_entropy, batch, model.mask(batch.documents_BL), num_tokens, device=device)
+    middle = time.perf_counter()
+    storages = plan_storage(model, mesh, precision)
+    run_passes(traced.gm, passes(storages, buckets(model), Recompute(), True), args.disable, device, Inspection())
+    model.to(precision.storage)
+    return traced, model, storages, middle - begin, time.perf_counter() - middle
+
+
+def build(mode: str, precision: Precision, args: argparse.Namespace, mesh: Any, batch: Batch) -> tuple[Step, Any]:
+    device = batch.tokens_BL.device
+    if mode == "graph":
+        traced, model, storages, *_ = build_graph(MODEL, precision, args, mesh, batch)
+        materialize(model, storages, device)
+        initialize(model, 0)
+        return bind_train_step(traced, model), model
+    model = make_model(MODEL)
+    shard_eager(model, mesh, precision, reshard_after_forward=True, device=device)
+    initialize(model, 0)
+    if mode == "compile":
+        for block in model.layers:
+            block.compile()
+        return make_eager_step(model, torch.compile(cross_entropy)), model
+    return make_eager_step(model, cross_entropy), model
+
+
+def peak_bytes(run: Callable[[], None]) -> int:
+    """Give the most bytes that `run` holds above what was there before."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    held = peak = 0
+    for event in sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["ts"]):
+        held += event["args"]["Bytes"]
+        peak = max(peak, held)
+    return peak
+
+
+def measure(rank: int, world_size: int, args: argparse.Namespace, dtype: str, results: Any) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
+    torch.manual_seed(rank)
+    device = devices.device()
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    mesh = ParallelDims(dp_shard=world_size).mesh(device.type)
+    precision = Precision(compute=getattr(torch, dtype))
+    batch = make_batch(args.rows, args.seq_len, MODEL.vocab_size, device)
+    num_tokens = torch.tensor(batch.labels_BL.numel() * world_size, device=device)
+    steps, memory, times = {}, {}, {mode: [] for mode in args.modes}
+    for mode in args.modes:
+        step, model = build(mode, precision, args, mesh, batch)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+        def whole_step(step: Step = step, optimizer: torch.optim.Optimizer = optimizer, model: Any = model) -> None:
+            step(batch, model.mask(batch.documents_BL), num_tokens)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for _ in range(2):
+            whole_step()
+        steps[mode] = whole_step
+        memory[mode] = peak_bytes(whole_step)
+    for _ in range(args.steps):
+        for mode in args.modes:
+            dist.barrier()
+            begin = time.perf_counter()
+            steps[mode]()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            times[mode].append(time.perf_counter() - begin)
+    if rank == 0:
+        for mode in args.modes:
+            ratio = statistics.median(a / b for a, b in zip(times[mode], times[args.modes[0]], strict=True))
+            results.append(
+                {
+                    "ranks": world_size,
+                    "dtype": dtype,
+                    "mode": mode,
+                    "step_s": round(statistics.median(times[mode]), 4),
+                    f"time_to_{args.modes[0]}": round(ratio, 3),
+                    "peak_mib": round(memory[mode] / 2**20, 1),
+                    f"memory_to_{args.modes[0]}": round(memory[mode] / memory[args.modes[0]], 3),
+                }
+            )
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure_tracing(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Time tracing and the passes as the model grows, for a rank of a fake group of 8."""
+    init_fake_process_group(8)
+    mesh = ParallelDims(dp_shard=8).mesh("cpu")
+    rows = []
+    for num_layers in args.trace_layers:
+        config = dataclasses.replace(MODEL, num_layers=num_layers)
+        batch = make_batch(1, 128, config.vocab_size, torch.device("cpu"))
+        trials = [build_graph(config, Precision(compute=torch.bfloat16), args, mesh, batch) for _ in range(3)]
+        rows.append(
+            {
+                "layers": num_layers,
+                "nodes": len(trials[0][0].gm.graph.nodes),
+                "trace_s": round(statistics.median(t[3] for t in trials), 2),
+                "passes_s": round(statistics.median(t[4] for t in trials), 2),
+            }
+        )
+    return rows
+
+
+def integers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=integers, default=[1, 2], help="numbers of processes (default 1,2)")
+    parser.add_argument("--dtypes", type=lambda s: s.split(","), default=["float32", "bfloat16"], help="compute dtypes")
+    parser.add_argument("--modes", type=lambda s: s.split(","), default=list(MODES), help="the first is the reference")
+    parser.add_argument("--rows", type=int, default=1, help="rows per rank (default 1)")
+    parser.add_argument("--seq_len", type=int, default=1024, help="tokens per row (default 1024)")
+    parser.add_argument("--steps", type=int, default=9, help="measured steps per mode (default 9)")
+    parser.add_argument("--disable", type=lambda s: s.split(","), default=[], help="passes to leave out of the graph")
+    parser.add_argument("--trace_layers", type=integers, help="measure only tracing, at these numbers of layers")
+    parser.add_argument("--json", type=Path, help="append a JSON object per row to this file")
+    args = parser.parse_args()
+    if args.trace_layers:
+        rows = measure_tracing(args)
+    else:
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ.get("MASTER_PORT", "29541"))
+        with mp.Manager() as manager:
+            results = manager.list()
+            for world_size in args.ranks:
+                for dtype in args.dtypes:
+                    mp.spawn(measure, (world_size, args, dtype, results), nprocs=world_size)
+            rows = list(results)
+    for row in rows:
+        print("  ".join(f"{key} {value}" for key, value in row.items()))
+    if args.json:
+        with args.json.open("a") as file:
+            file.writelines(json.dumps({"torch": torch.__version__, **row}) + "\n" for row in rows)
+
+
+if __name__ == "__main__":
+    main()

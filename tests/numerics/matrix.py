@@ -125,8 +125,8 @@ def microbatches(cell: Cell, dp_rank: int, step: int) -> tuple[list[Batch], Tens
 # --- the three ways -------------------------------------------------------------------------------------------------
 
 
-def build_model(cell: Cell) -> Decoder:
-    with torch.device("meta"):
+def build_model(cell: Cell, device: str = "meta") -> Decoder:
+    with torch.device(device):
         return llama3.Model(llama3.Config(64, 3, 4, 2, cell.ffn_dim, cell.vocab_size, cell.tied), cell.attn)
 
 
@@ -171,7 +171,7 @@ def trace(cell: Cell) -> tuple[Decoder, TracedResult, list[Pass]]:
 
 
 def build_plain(cell: Cell) -> tuple[Decoder, Step]:
-    model = build_model(cell).to(cell.precision.storage).to_empty(device=CPU)
+    model = build_model(cell, "cpu").to(cell.precision.storage)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             std = model.initial_std(name)

@@ -19,7 +19,7 @@ def value(node: Node) -> Any:
 
 
 def call(graph: Graph, source: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
-    """Insert a call at the graph's insertion point. It inherits phase and module from `source`; its value is inferred."""
+    """Insert a call at the graph's insertion point. Phase and module are those of `source`; its value is inferred."""
     node = graph.call_function(target, args, kwargs)
     meta.inherit(node, source)
     infer(node)
@@ -42,6 +42,21 @@ def is_view(node: Node) -> bool:
         return False
     schema = node.target._schema
     return not schema.is_mutable and any(a.alias_info is not None for a in schema.arguments)
+
+
+def aliased(node: Node) -> list[tuple[Node, bool]]:
+    """Give the inputs whose memory a node's value shares or that it writes to, and whether it writes."""
+    if node.target is operator.getitem:
+        return [(node.args[0], False)]  # type: ignore[list-item]
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    schema, found = node.target._schema, []
+    for i, argument in enumerate(schema.arguments):
+        given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+        if argument.alias_info is not None:
+            sources = given if isinstance(given, (list, tuple)) else [given]
+            found += [(x, argument.alias_info.is_write) for x in sources if isinstance(x, Node)]
+    return found
 
 
 def erase_dead(graph: Graph, nodes: Iterable[Node]) -> None:

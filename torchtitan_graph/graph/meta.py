@@ -46,7 +46,7 @@ def write(node: Node, **values: str | None) -> None:
 
 
 def inherit(node: Node, source: Node) -> None:
-    """Let a node that a pass made stand where `source` stands: same phase, module and stack trace; tag and role are its own."""
+    """Let a node that a pass made stand where `source` stands: same phase, module, stack trace; own tag and role."""
     for key in ("phase", "module", "stack_trace", "custom", "seq_nr"):
         if key in source.meta:
             node.meta[key] = source.meta[key]

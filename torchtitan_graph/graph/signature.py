@@ -14,7 +14,8 @@ from torchtitan_graph.graph.torch_private import is_traceable_wrapper_subclass
 class Layout(Protocol):
     """How one logical value (perhaps a tensor subclass) lies in plain tensors."""
 
-    num_tensors: int
+    @property
+    def num_tensors(self) -> int: ...
 
     def flatten(self, value: Any) -> list[torch.Tensor]:
         """Give the plain tensors of `value`; raise ValueError if it has another layout."""
@@ -38,7 +39,8 @@ class Plain:
             raise ValueError(f"is a {type(value).__name__}, traced as a plain tensor")
         found = (tuple(value.shape), value.dtype)
         if found != (self.shape, self.dtype):
-            raise ValueError(f"has shape {list(found[0])} and {found[1]}, traced with {list(self.shape)} and {self.dtype}")
+            shapes = f"{list(found[0])} and {found[1]}, traced with {list(self.shape)} and {self.dtype}"
+            raise ValueError(f"has shape {shapes}")
         return [value]
 
     def unflatten(self, tensors: list[torch.Tensor]) -> Any:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan_graph.graph.signature import signature_of
+from torchtitan_graph.graph.torch_private import free_gradient_dtype
 from torchtitan_graph.graph.trace import TracedResult, minimal_fx_tracer, run_traced
 
 
@@ -33,8 +34,9 @@ def make_train_step(model: nn.Module, loss: Loss) -> Callable[[Inputs, Any, Tens
     """
 
     def train_step(batch: Inputs, mask: Any, num_tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        value = loss(model(batch.tokens_BL, batch.positions_BL, mask), batch.labels_BL, num_tokens)
         parameters = dict(model.named_parameters())
+        free_gradient_dtype(parameters.values())
+        value = loss(model(batch.tokens_BL, batch.positions_BL, mask), batch.labels_BL, num_tokens)
         gradients = torch.autograd.grad(value, list(parameters.values()))
         with fx_traceback.annotate({"phase": "backward"}):
             laid_out = [_as_parameter(g, p) for g, p in zip(gradients, parameters.values(), strict=True)]
@@ -44,16 +46,23 @@ def make_train_step(model: nn.Module, loss: Loss) -> Callable[[Inputs, Any, Tens
 
 
 def _as_parameter(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """Finish a gradient that tensor parallelism left as partial sums: a replicated norm's, from its ranks' sequences."""
+    """Finish a gradient that tensor parallelism left as partial sums: a replicated norm's, from its sequences."""
     if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:  # type: ignore[attr-defined]
         return gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
     return gradient
 
 
 def trace_train_step(
-    model: nn.Module, loss: Loss, batch: Inputs, mask: Any, num_tokens: Tensor, *, device: Any, stack_traces: bool = False
+    model: nn.Module,
+    loss: Loss,
+    batch: Inputs,
+    mask: Any,
+    num_tokens: Tensor,
+    *,
+    device: Any,
+    stack_traces: bool = False,
 ) -> TracedResult:
-    """Trace the step of a model on meta as if it lay on `device`; its outputs are known as loss and gradients by name."""
+    """Trace the step of a model on meta as if it lay on `device`; its outputs are named loss, and gradients by name."""
     tracer = minimal_fx_tracer(make_train_step(model, loss), module=model, device=device, stack_traces=stack_traces)
     traced = tracer(batch, mask, num_tokens)
     signature = signature_of(traced.gm)
@@ -66,7 +75,9 @@ def trace_train_step(
     return traced
 
 
-def trace_eval_step(model: nn.Module, loss: Loss, batch: Inputs, mask: Any, num_tokens: Tensor, *, device: Any) -> TracedResult:
+def trace_eval_step(
+    model: nn.Module, loss: Loss, batch: Inputs, mask: Any, num_tokens: Tensor, *, device: Any
+) -> TracedResult:
     """Trace the loss alone: no backward."""
     traced = minimal_fx_tracer(make_eval_step(model, loss), module=model, device=device)(batch, mask, num_tokens)
     signature = signature_of(traced.gm)

@@ -1,10 +1,12 @@
-"""Every private torch name that the project uses: why, and what would replace it. Differences between releases end here."""
+"""Every private torch name that the project uses: why, and what would replace it. Releases differ only here."""
 
 import contextlib
+import copy
+import dataclasses
 import datetime
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -12,25 +14,36 @@ import torch.fx.traceback as fx_traceback
 from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
 from torch._guards import TracingContext, tracing
 from torch._higher_order_ops.flex_attention import flex_attention as _flex_attention
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.graph import _BoxedCodeGen
 from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
+    "DataDependentOutputException",
+    "FakeTensor",
     "FakeTensorMode",
     "StridedShard",
+    "boxed",
+    "close_rule",
     "flex_attention_op",
+    "free_gradient_dtype",
     "init_fake_process_group",
     "is_traceable_wrapper_subclass",
     "make_dtensor",
+    "mask_parts",
+    "mask_whole",
+    "open_rule",
     "reparametrize",
     "set_timeout",
     "trace_to_graph",
@@ -71,7 +84,7 @@ def _marked_backward() -> Iterator[None]:
         with fx_traceback.annotate({"phase": "backward"}):
             return inner(tensors, *args, **kwargs)
 
-    torch.autograd._engine_run_backward = run
+    torch.autograd._engine_run_backward = run  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -136,14 +149,106 @@ def trace_to_graph(
         return make_fx(marked, record_stack_traces=stack_traces)(*fake_inputs)
 
 
-def flex_attention_op(q_BNLH: torch.Tensor, k_BNLH: torch.Tensor, v_BNLH: torch.Tensor, mask: BlockMask) -> torch.Tensor:
+def boxed(gm: torch.fx.GraphModule) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
+    """Give the graph as a function of one list, which it empties: an input that nobody else holds is then freed after
+    its last use. Call arguments live until the call returns; FX knows no public form without them."""
+    graph = copy.deepcopy(gm.graph)
+    graph.set_codegen(_BoxedCodeGen())
+    return torch.fx.GraphModule(gm, graph)
+
+
+def free_gradient_dtype(parameters: Iterable[torch.Tensor]) -> None:
+    """Let the leaves' gradients keep the dtype that autograd gives them, where the installed FSDP2 does so (2.15 on):
+    with bf16 parameters a norm's weight then has an fp32 gradient, which is reduced unrounded."""
+    if hasattr(FSDPParamGroup, "_set_unsharded_grad_dtypes"):
+        for parameter in parameters:
+            parameter.grad_dtype = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rule:
+    """A function without the tensors it closes over: two of a kind are equal, whatever their tensors."""
+
+    code: types.CodeType
+    cells: tuple
+    defaults: tuple | None
+    scope: dict = dataclasses.field(compare=False)
+
+
+class _Hole:
+    """Stands where a tensor was taken out."""
+
+
+def open_rule(rule: Any) -> tuple[list[torch.Tensor], Any]:
+    """Split a mask rule into the tensors it closes over, through nested functions, partials and sequences, and a
+    comparable remainder. torch's own `BlockMask` does so from 2.13 on; 2.11 leaves the tensors where they are, where
+    a trace would take one batch's documents for all batches'.
+    """
+    tensors: list[torch.Tensor] = []
+
+    def take(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            tensors.append(x)
+            return _Hole
+        if isinstance(x, types.FunctionType):
+            cells = tuple(take(cell.cell_contents) for cell in x.__closure__ or ())
+            return _Rule(x.__code__, cells, take(x.__defaults__), x.__globals__)
+        if isinstance(x, functools.partial):
+            return functools.partial, take(x.func), take(x.args), tuple((k, take(v)) for k, v in x.keywords.items())
+        return type(x)(map(take, x)) if type(x) in (tuple, list) else x
+
+    return tensors, take(rule)
+
+
+def close_rule(tensors: Iterable[torch.Tensor], remainder: Any) -> Any:
+    """Put tensors back into what `open_rule` left."""
+    given = iter(tensors)
+
+    def put(x: Any) -> Any:
+        if x is _Hole:
+            return next(given)
+        if isinstance(x, _Rule):
+            cells = tuple(types.CellType(put(cell)) for cell in x.cells)
+            return types.FunctionType(x.code, x.scope, argdefs=put(x.defaults), closure=cells)
+        if type(x) is tuple and x and x[0] is functools.partial:
+            function, args, keywords = map(put, x[1:])
+            return functools.partial(function, *args, **dict(keywords))
+        return type(x)(map(put, x)) if type(x) in (tuple, list) else x
+
+    return put(remainder)
+
+
+def mask_parts(mask: BlockMask) -> tuple[dict[str, torch.Tensor], tuple]:
+    """Split a block mask into its tensors by name, those of its rule included, and a comparable remainder."""
+    of_rule, rule = open_rule(mask.mask_mod)
+    tensors = {name: x for name in BlockMask._TENSOR_ATTRS if (x := getattr(mask, name)) is not None}
+    constants = {name: getattr(mask, name) for name in BlockMask._CONTEXT_ATTRS if name != "mask_mod"}
+    remainder = (tuple(tensors), tuple(constants.items()), rule)
+    return tensors | {f"mask_mod_{i}": x for i, x in enumerate(of_rule)}, remainder
+
+
+def mask_whole(tensors: Iterable[torch.Tensor], remainder: tuple) -> BlockMask:
+    """Put a block mask together again."""
+    names, constants, rule = remainder
+    given = iter(tensors)
+    parts = dict.fromkeys(BlockMask._TENSOR_ATTRS) | {name: next(given) for name in names} | dict(constants)
+    return BlockMask(**parts, mask_mod=close_rule(given, rule))
+
+
+def flex_attention_op(
+    q_BNLH: torch.Tensor, k_BNLH: torch.Tensor, v_BNLH: torch.Tensor, mask: BlockMask
+) -> torch.Tensor:
     """Run flex attention's own higher-order operator, without the public function around it.
 
     The public function refuses gradients on a CPU, although the uncompiled operator has them, and compiles its own
     call, which can't happen inside a trace. The block mask's rule may close over tensors (a batch's document ids):
     they are handed to the operator by name, so that a graph takes them from its inputs.
     """
-    closed_over, rule = _open_rule(mask.mask_mod)
+    closed_over, remainder = open_rule(mask.mask_mod)
+
+    def rule(b: Any, h: Any, q: Any, kv: Any, *tensors: torch.Tensor) -> torch.Tensor:
+        return close_rule(tensors, remainder)(b, h, q, kv)
+
     out_BNLH, *_ = _flex_attention(
         q_BNLH,
         k_BNLH,
@@ -153,25 +258,13 @@ def flex_attention_op(q_BNLH: torch.Tensor, k_BNLH: torch.Tensor, v_BNLH: torch.
         q_BNLH.shape[-1] ** -0.5,
         {"OUTPUT_LOGSUMEXP": True, "OUTPUT_MAX": False},
         (),
-        closed_over,
+        tuple(closed_over),
     )
     return out_BNLH
 
 
 def _no_score_change(score: torch.Tensor, b: Any, h: Any, q: Any, kv: Any, *closed_over: torch.Tensor) -> torch.Tensor:
     return score
-
-
-def _open_rule(rule: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
-    """Split a mask rule into the tensors it closes over and the same rule with those as further arguments."""
-    cells = rule.__closure__ or ()
-
-    def opened(b: Any, h: Any, q: Any, kv: Any, *tensors: torch.Tensor) -> torch.Tensor:
-        given = iter(tensors)
-        closed = tuple(types.CellType(next(given)) if isinstance(c.cell_contents, torch.Tensor) else c for c in cells)
-        return types.FunctionType(rule.__code__, rule.__globals__, closure=closed)(b, h, q, kv)
-
-    return tuple(c.cell_contents for c in cells if isinstance(c.cell_contents, torch.Tensor)), opened
 
 
 def init_fake_process_group(world_size: int) -> None:

@@ -35,17 +35,18 @@ def load_family(name: str) -> ModuleType:
         near = difflib.get_close_matches(name, family_names(), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(
-            f"model.name = {name!r}: legal are {', '.join(family_names())}, or the dotted name of a module of your own{hint}"
+            f"model.name = {name!r}: legal are {', '.join(family_names())}, or the dotted name of your own module{hint}"
         )
     try:
         family = importlib.import_module(path)
     except ModuleNotFoundError as error:
         if error.name is None or not path.startswith(error.name):
             raise  # the module is there; something that it imports is not
-        raise ValueError(f"model.name = {name!r}: there is no module {error.name!r} to import; is it on PYTHONPATH?") from None
-    missing = [attribute for attribute in CONTRACT if not hasattr(family, attribute)]
-    if missing:
-        raise ValueError(f"model.name = {name!r}: the module defines no {', '.join(missing)}; see models/llama3.py")
+        missing = f"there is no module {error.name!r} to import; is it on PYTHONPATH?"
+        raise ValueError(f"model.name = {name!r}: {missing}") from None
+    lacking = [attribute for attribute in CONTRACT if not hasattr(family, attribute)]
+    if lacking:
+        raise ValueError(f"model.name = {name!r}: the module defines no {', '.join(lacking)}; see models/llama3.py")
     return family
 
 
@@ -66,7 +67,7 @@ def build_model(name: str, flavor: str, attn: str, tokenizer_vocab_size: int) ->
     elif tokenizer_vocab_size > config.vocab_size:
         raise ValueError(
             f"model.flavor = {flavor!r} has {config.vocab_size} rows in its vocabulary, the tokenizer of "
-            f"model.hf_assets_path has {tokenizer_vocab_size} tokens: take this flavour's own tokenizer, or a larger flavour"
+            f"model.hf_assets_path {tokenizer_vocab_size} tokens: take the flavour's own tokenizer, or a larger flavour"
         )
     with torch.device("meta"):
         return family.Model(config, attn)

@@ -1,1 +1,1 @@
-"""Passes: plain functions GraphModule -> GraphModule. They never import each other and never read the job's configuration."""
+"""Passes: plain functions GraphModule -> GraphModule. They never import each other, and never read the job's config."""

@@ -1,9 +1,13 @@
 """Remove what tracing leaves behind."""
 
+from __future__ import annotations
+
 import torch
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 
-from torchtitan_graph.graph.edit import infer
+from torchtitan_graph.graph import meta
+from torchtitan_graph.graph.edit import aliased, call, infer, value
 
 aten = torch.ops.aten
 
@@ -15,27 +19,73 @@ def cleanup(gm: GraphModule) -> GraphModule:
         z = add(x, 1); w = mul(z, 2)
 
     After this pass a node's value never changes, so that other passes may recompute and move nodes.
+
+    Raises:
+        ValueError: a write that another view of the same memory would see, one to an input, or one without a functional
+            form; names the operator and the module.
     """
-    current: dict[Node, Node] = {}  # a node whose value was overwritten -> the node that holds it now
+    order = {node: i for i, node in enumerate(gm.graph.nodes)}
+    current: dict[Node, Node] = {}  # a node whose value was overwritten, or an alias -> the node that holds it now
+
+    def now(node: Node) -> Node:
+        while node in current:
+            node = current[node]
+        return node
+
+    memory: dict[Node, list[Node]] = {}  # a node -> all that lie in the same memory, in one shared list
     for node in gm.graph.nodes:
-        node.args = torch.fx.node.map_arg(node.args, lambda n: current.get(n, n))
-        node.kwargs = torch.fx.node.map_arg(node.kwargs, lambda n: current.get(n, n))
+        node.args, node.kwargs = map_arg(node.args, now), map_arg(node.kwargs, now)
+        shared = aliased(node)
         if node.target in (aten.detach.default, aten.alias.default):
             current[node] = node.args[0]
-        elif isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
-            written = node.args[0]
-            node.target = _functional(node.target)
+            continue
+        if any(is_write for _, is_write in shared):
+            written = _written(node)
+            others = [n for n in memory.get(written, ()) if n is not written]
+            seen = [n for n in others if any(order[user] > order[node] for user in n.users)]
+            if seen or written.op in ("placeholder", "get_attr"):
+                what = f"memory that {seen[0].name} shows as well" if seen else "an input"
+                raise ValueError(f"{_where(node)} writes in place to {what}: compute a new tensor instead")
+            node.target = _functional(node)
             infer(node)
-            current = {old: node if new is written else new for old, new in current.items()}
-            current[written] = node
+            current[written] = _as_stored(gm, node, written)
+            order[current[written]] = order[node]
+        elif shared:
+            together = memory.setdefault(shared[0][0], [shared[0][0]])
+            together.append(node)
+            memory[node] = together
     gm.graph.eliminate_dead_code()
     gm.recompile()
     return gm
 
 
-def _functional(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
+def _as_stored(gm: GraphModule, node: Node, written: Node) -> Node:
+    """Cast a new value to the dtype of the memory that it was written to, where the operator alone would widen it."""
+    if value(node).dtype == value(written).dtype:
+        return node
+    with gm.graph.inserting_after(node):
+        cast = call(gm.graph, node, aten._to_copy.default, node, dtype=value(written).dtype)
+    node.replace_all_uses_with(cast, delete_user_cb=lambda user: user is not cast)
+    return cast
+
+
+def _written(node: Node) -> Node:
+    """Give the one tensor that an in-place operator writes to: its first argument."""
+    written = [source for source, is_write in aliased(node) if is_write]
+    if written != [node.args[0]]:
+        raise ValueError(f"{_where(node)} writes to {written}, not to its first argument: compute a new tensor instead")
+    return written[0]
+
+
+def _functional(node: Node) -> torch._ops.OpOverload:
     """Give `aten::add` for `aten::add_`."""
+    op: torch._ops.OpOverload = node.target  # type: ignore[assignment]
     packet, name = op._schema.name.split("::")
-    writes = [argument.name for argument in op._schema.arguments if argument.alias_info and argument.alias_info.is_write]
-    assert name.endswith("_") and writes == ["self"], f"{op} writes to {writes}: cleanup knows no form of it without"
-    return getattr(getattr(getattr(torch.ops, packet), name[:-1]), op._overloadname)
+    functional = getattr(getattr(torch.ops, packet), name.removesuffix("_"), None)
+    if not name.endswith("_") or not hasattr(functional, op._overloadname):
+        raise ValueError(f"{_where(node)} has no form that writes nothing: compute a new tensor instead")
+    return getattr(functional, op._overloadname)
+
+
+def _where(node: Node) -> str:
+    return f"cleanup: {node.target} in {meta.module(node) or 'the traced function'}"

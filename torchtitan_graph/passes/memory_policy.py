@@ -17,7 +17,7 @@ _BLOCK = re.compile(r"layers\.(\d+)\.")
 def memory_policy(
     gm: GraphModule, recompute: Recompute, reshard_after_forward: bool, reshard_root: bool = False
 ) -> GraphModule:
-    """Tag forward nodes SAVE or RECOMPUTE: gathers of the blocks' weights, to reshard, and blocks by `recompute`. Bitwise.
+    """Tag forward nodes SAVE or RECOMPUTE: gathers of blocks' weights, to reshard, and blocks by `recompute`. Bitwise.
 
         full = wait(all_gather(shard)); w = t(full); y = mm(x, w)     all before mm are tagged RECOMPUTE: backward
                                                                       gathers again and nothing holds `full` till then

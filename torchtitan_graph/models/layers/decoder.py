@@ -16,9 +16,7 @@ class Decoder(nn.Module):
     and `initial_std(name)`.
     """
 
-    def __init__(
-        self, *, vocab_size: int, dim: int, norm_eps: float, tied: bool, attn: str, blocks: list[nn.Module]
-    ):
+    def __init__(self, *, vocab_size: int, dim: int, norm_eps: float, tied: bool, attn: str, blocks: list[nn.Module]):
         super().__init__()
         self.attn = attn
         self.tok_embeddings = nn.Embedding(vocab_size, dim)

@@ -1,0 +1,243 @@
+"""The state that a traced function closes over: a module's parameters and buffers, an optimizer's tensors. By name."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch.distributed.tensor import DTensor
+
+from torchtitan_graph.graph.signature import Slot, layout_of
+from torchtitan_graph.graph.torch_private import FakeTensor, reparametrize
+
+
+def live_state(
+    module: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None
+) -> dict[tuple[str, str], torch.Tensor]:
+    """Give the state's tensors by (kind, name): tied ones once, optimizer state under its parameter's name."""
+    if module is None:
+        return {}
+    state: dict[tuple[str, str], torch.Tensor] = {("param", name): p for name, p in module.named_parameters()}
+    state |= {("buffer", name): b for name, b in module.named_buffers()}
+    if optimizer is not None:
+        names = _parameter_names(module, optimizer)
+        for group in optimizer.param_groups:
+            owner = _group_name(group, names)
+            state |= {("optim", f"{owner}.{key}"): x for key, x in group.items() if isinstance(x, torch.Tensor)}
+        for p, values in optimizer.state.items():
+            for key, x in values.items():
+                if isinstance(x, torch.Tensor):
+                    state["optim", f"{names[p]}.{key}"] = x
+                elif x is not None:
+                    raise ValueError(f"the optimizer's {names[p]}.{key} = {x!r} is no tensor: a graph can't update it")
+    return state
+
+
+def _parameter_names(module: torch.nn.Module | None, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, str]:
+    names: dict[torch.Tensor, str] = {p: name for name, p in module.named_parameters()} if module is not None else {}
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        if p not in names:
+            raise ValueError(f"the optimizer holds a parameter of shape {list(p.shape)} that its module does not")
+    return names
+
+
+def _group_name(group: dict[str, Any], names: dict[torch.Tensor, str]) -> str:
+    """Name a parameter group by its members, whatever their order."""
+    return f"group of {min((names[p] for p in group['params']), default='nothing')}"
+
+
+def optimizer_options(module: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    """Give what the parameter groups hold beside tensors, by name: constants of a trace. Members are given by name."""
+    if optimizer is None:
+        return {}
+    names = _parameter_names(module, optimizer)
+    options: dict[str, Any] = {}
+    for group in optimizer.param_groups:
+        owner = _group_name(group, names)
+        options |= {f"{owner}.{key}": x for key, x in _options_of(group)}
+        options[f"{owner}.params"] = sorted(names[p] for p in group["params"])
+    return options
+
+
+def _options_of(group: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in group.items():
+        if key not in ("params", "param_names") and not isinstance(value, torch.Tensor):
+            yield key, value
+
+
+@contextlib.contextmanager
+def swapped_state(
+    module: torch.nn.Module | None,
+    optimizer: torch.optim.Optimizer | None,
+    traced: dict[tuple[str, str], torch.Tensor],
+) -> Iterator[None]:
+    """Put the traced tensors in the places of the live ones while the function runs."""
+    if module is None:
+        yield
+        return
+    by_name = {name: t for (kind, name), t in traced.items() if kind in ("param", "buffer")}
+    with _swapped_optimizer(module, optimizer, traced), reparametrize(module, by_name):
+        yield
+        held = dict(module.named_parameters()) | dict(module.named_buffers())
+        rebound = sorted(name for name, t in by_name.items() if held.get(name) is not t)
+        if rebound:
+            raise ValueError(
+                f"the traced function assigns new tensors to {', '.join(rebound)}: a graph would lose the update "
+                "silently; return the new value from the function and write it back outside"
+            )
+
+
+@contextlib.contextmanager
+def _swapped_optimizer(
+    module: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    traced: dict[tuple[str, str], torch.Tensor],
+) -> Iterator[None]:
+    # `torch.optim._stateless` (2.13 on) swaps by position in the state dict; here names match, and 2.11 works too.
+    if optimizer is None:
+        yield
+        return
+    live = _parameter_names(module, optimizer)
+    old_state, old_groups = optimizer.state, [dict(group) for group in optimizer.param_groups]
+    new_state: dict = collections.defaultdict(dict)
+    for p, values in old_state.items():
+        name = live[p]
+        new_state[traced["param", name]] = {k: traced.get(("optim", f"{name}.{k}"), v) for k, v in values.items()}
+    before = {p: dict(values) for p, values in new_state.items()}
+    optimizer.state = new_state  # type: ignore[assignment]
+    for group in optimizer.param_groups:
+        owner = _group_name(group, live)
+        group["params"] = [traced["param", live[p]] for p in group["params"]]
+        for key in group:
+            group[key] = traced.get(("optim", f"{owner}.{key}"), group[key])
+    try:
+        yield
+        for p, values in new_state.items():
+            new = [key for key, x in values.items() if x is not before.get(p, {}).get(key)]
+            if new:
+                raise ValueError(
+                    f"the traced function makes the optimizer's state ({', '.join(new)}): a graph can't keep it; take "
+                    "one step before tracing, so that it exists, and let the optimizer update it in place"
+                )
+    finally:
+        optimizer.state = old_state
+        for group, old in zip(optimizer.param_groups, old_groups, strict=True):
+            group.update(old)
+
+
+@contextlib.contextmanager
+def unchanged_attributes(module: torch.nn.Module | None) -> Iterator[None]:
+    """Take back what the function leaves of the trace in plain attributes of modules, and refuse it."""
+
+    def attributes(child: torch.nn.Module) -> dict[str, Any]:
+        return {key: x for key, x in vars(child).items() if key not in ("_parameters", "_buffers", "_modules")}
+
+    saved = {}
+    for name, child in module.named_modules() if module is not None else ():
+        saved[name, child] = {k: copy.copy(x) if type(x) in (list, dict) else x for k, x in attributes(child).items()}
+    leaks = []
+    try:
+        yield
+    finally:
+        for (name, child), old in saved.items():
+            for key, x in attributes(child).items():
+                if any(_is_traced(leaf) for leaf in pytree.tree_leaves(x)):
+                    leaks.append(f"{name}.{key}".lstrip("."))
+                    child.__dict__.pop(key)
+                    child.__dict__.update({key: old[key]} if key in old else {})
+    if leaks:
+        raise ValueError(
+            f"the traced function keeps a tensor in {', '.join(leaks)}: after the trace it would hold a value without "
+            "numbers; return it from the function instead"
+        )
+
+
+def _is_traced(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and any(isinstance(t, FakeTensor) for t in layout_of(leaf).flatten(leaf))
+
+
+class BoundState:
+    """The plain tensors of the live state, held between steps.
+
+    Raises:
+        ValueError: names, layouts or the optimizer's options differ from those traced; names the difference.
+    """
+
+    def __init__(
+        self,
+        slots: tuple[Slot, ...],
+        traced_options: dict[str, Any],
+        module: torch.nn.Module | None,
+        optimizer: torch.optim.Optimizer | None,
+    ):
+        self._slots, self._traced_options, self._module, self._optimizer = slots, traced_options, module, optimizer
+        self._bind()
+
+    def tensors(self) -> list[torch.Tensor]:
+        # A parameter that was replaced (load_state_dict(assign=True), a swap) would leave the graph stepping on a
+        # tensor nobody holds. Identity in the owner is all that needs checking: no module is walked.
+        if not (
+            all(place.get(key) is held for place, key, held in self._places)
+            and all(t._local_tensor is held for t, held in self._locals)
+            and all(group.get(key) == value for group, key, value in self._options)
+        ):
+            self._bind()
+        return self._tensors
+
+    def _bind(self) -> None:
+        options = optimizer_options(self._module, self._optimizer)
+        for name in sorted(options.keys() | self._traced_options.keys()):
+            found, traced = options.get(name, "missing"), self._traced_options.get(name, "missing")
+            if found != traced:
+                raise ValueError(
+                    f"the optimizer's {name} is {found!r}, traced with {traced!r}: what is no tensor is a constant of "
+                    "the trace; make it a tensor (lr=torch.tensor(...)), or trace again"
+                )
+        state = live_state(self._module, self._optimizer)
+        _check_names(self._slots, state)
+        self._tensors = [t for slot in self._slots for t in flatten(slot, state[slot.kind, slot.name])]
+        self._places = list(_places(self._module, self._optimizer))
+        self._locals = [(t, t._local_tensor) for _, _, t in self._places if isinstance(t, DTensor)]
+        groups = self._optimizer.param_groups if self._optimizer is not None else []
+        self._options = [(group, key, value) for group in groups for key, value in _options_of(group)]
+
+
+def _places(module: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[dict, Any, Any]]:
+    """Yield (dict, key, object) for every place that holds a tensor of the state, or the owner of one."""
+    for child in module.modules() if module is not None else ():
+        for place in (child._parameters, child._buffers, child._modules):
+            yield from ((place, key, held) for key, held in place.items() if held is not None)
+    if optimizer is not None:
+        yield from ((vars(optimizer), key, vars(optimizer)[key]) for key in ("state", "param_groups"))
+        for place in (*optimizer.state.values(), *optimizer.param_groups):
+            yield from ((place, key, held) for key, held in place.items() if isinstance(held, torch.Tensor))
+
+
+def flatten(slot: Slot, tensor: Any) -> list[torch.Tensor]:
+    """Give the plain tensors of a slot's live value, checked against the slot."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{slot.name} is a {type(tensor).__name__}, traced as a tensor")
+    try:
+        return slot.layout.flatten(tensor)
+    except ValueError as error:
+        raise ValueError(f"{slot.name} {error}") from None
+
+
+def _check_names(slots: tuple[Slot, ...], state: dict[tuple[str, str], torch.Tensor]) -> None:
+    traced = {(slot.kind, slot.name) for slot in slots}
+    missing = [f"{kind} {name}" for kind, name in sorted(traced - set(state))]
+    unknown = [f"{kind} {name}" for kind, name in sorted(set(state) - traced)]
+    if missing or unknown:
+        raise ValueError(
+            "the live state is not the traced one: "
+            + "; ".join(
+                f"{what} {', '.join(names[:8])}{f' and {len(names) - 8} more' if len(names) > 8 else ''}"
+                for what, names in (("missing", missing), ("not in the trace:", unknown))
+                if names
+            )
+        )

@@ -13,6 +13,7 @@ from torchtitan_graph.graph.edit import call, erase_dead, value
 from torchtitan_graph.graph.signature import output_nodes, set_outputs
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+_REDUCTIONS = (c10d.reduce_scatter_tensor.default, c10d.all_reduce.default)
 
 
 def bucket_collectives(gm: GraphModule, buckets: Sequence[Sequence[str]]) -> GraphModule:
@@ -39,12 +40,15 @@ def bucket_collectives(gm: GraphModule, buckets: Sequence[Sequence[str]]) -> Gra
         while meta.role(chain[0]) == meta.REDUCE:
             chain.insert(0, chain[0].args[0])  # type: ignore[arg-type]
         if any(node.target is c10d.wait_tensor.default for node in chain[1:]):  # chain[0] may wait for another axis
-            kinds = tuple((n.target, n.args[1:]) for n in chain[1:] if n.target is not aten.constant_pad_nd.default)
-            key = (bucket_of[name], value(chain[0]).dtype, value(output).dtype, str(kinds))
+            sends = [n for n in chain if n.target in _REDUCTIONS]
+            kinds = tuple((n.target, value(n).dtype, n.args[1:]) for n in sends)
+            key = (bucket_of[name], value(output).dtype, str(kinds))
             reductions.setdefault(key, {})[name] = chain
     for starts in gathers.values():
         if len(starts) > 1:
-            _merge_gathers(gm, sorted(starts, key=lambda n: place[meta.param(n) or ""]), min(starts, key=order.__getitem__))
+            _merge_gathers(
+                gm, sorted(starts, key=lambda n: place[meta.param(n) or ""]), min(starts, key=order.__getitem__)
+            )
     outputs: dict[str, Node] = {}
     for chains in reductions.values():
         if len(chains) > 1:
@@ -90,18 +94,24 @@ def _merge_gathers(gm: GraphModule, starts: list[Node], first: Node) -> None:
 def _merge_reductions(gm: GraphModule, chains: dict[str, list[Node]], last: Node) -> dict[str, Node]:
     """Merge chains gradient -> [cast] -> [pad] -> collectives -> [cast]; give each one's new last node by name."""
     some = next(iter(chains.values()))
-    collectives = [node for node in some if node.target in (c10d.reduce_scatter_tensor.default, c10d.all_reduce.default)]
+    collectives = [node for node in some if node.target in _REDUCTIONS]
     degree = next((n.args[2] for n in collectives if n.target is c10d.reduce_scatter_tensor.default), 1)
     made: list[Node] = []
 
     def then(target: object, *args: object, **kwargs: object) -> None:
-        made.append(call(gm.graph, last, target, *((made[-1],) if made else ()), *args, **kwargs))
+        made.append(call(gm.graph, last, target, made[-1], *args, **kwargs))
 
     ends: dict[str, Node] = {}
+    gradients, dtype = [chain[0] for chain in chains.values()], value(collectives[0]).dtype
     with gm.graph.inserting_before(last.next):
-        then(aten._chunk_cat.default, [chain[0] for chain in chains.values()], 0, degree)  # pads the rows as well
-        if value(collectives[0]).dtype != value(made[-1]).dtype:
-            then(aten._to_copy.default, dtype=value(collectives[0]).dtype)
+        if len({value(gradient).dtype for gradient in gradients}) > 1:
+            for i, gradient in enumerate(gradients):
+                if value(gradient).dtype != dtype:
+                    gradients[i] = call(gm.graph, last, aten._to_copy.default, gradient, dtype=dtype)
+                    made.append(gradients[i])
+        made.append(call(gm.graph, last, aten._chunk_cat.default, gradients, 0, degree))  # pads the rows as well
+        if value(made[-1]).dtype != dtype:
+            then(aten._to_copy.default, dtype=dtype)
         then(aten.view.default, [-1])
         for node in collectives:
             then(node.target, *node.args[1:])

@@ -16,7 +16,7 @@ aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 SUMS = (c10d.reduce_scatter_tensor.default, c10d.all_reduce.default)
 
 
-# --- in a graph -----------------------------------------------------------------------------------------------------
+# --- in a graph: each is a pass that breaks its promise -----------------------------------------------------------------------------------------------------
 
 
 def _sums(gm: GraphModule, role: str | None) -> list[Node]:
@@ -25,39 +25,43 @@ def _sums(gm: GraphModule, role: str | None) -> list[Node]:
     return found
 
 
-def average_one_reduction(gm: GraphModule) -> None:
+def average_one_reduction(gm: GraphModule) -> GraphModule:
     (wait,) = _sums(gm, meta.REDUCE)[0].users
-    _scale(gm, wait, 0.5)
+    return _scale(gm, wait, 0.5)
 
 
-def take_the_largest_in_one_reduction(gm: GraphModule) -> None:
+def take_the_largest_in_one_reduction(gm: GraphModule) -> GraphModule:
     node = _sums(gm, meta.REDUCE)[0]
     node.args = (node.args[0], "max", *node.args[2:])
+    gm.recompile()
+    return gm
 
 
-def drop_one_reduction(gm: GraphModule) -> None:
-    _drop(gm, _sums(gm, meta.REDUCE)[0])
+def drop_one_reduction(gm: GraphModule) -> GraphModule:
+    return _drop(gm, _sums(gm, meta.REDUCE)[0])
 
 
-def drop_one_sum_of_activations(gm: GraphModule) -> None:
-    _drop(gm, _sums(gm, None)[0])
+def drop_one_sum_of_activations(gm: GraphModule) -> GraphModule:
+    return _drop(gm, _sums(gm, None)[0])
 
 
-def scale_one_gather(gm: GraphModule) -> None:
+def scale_one_gather(gm: GraphModule) -> GraphModule:
     node = next(n for n in gm.graph.nodes if n.target is c10d.all_gather_into_tensor.default)
     (wait,) = node.users
-    _scale(gm, wait, 1.0 + 2**-20)
+    return _scale(gm, wait, 1.125)
 
 
-def _scale(gm: GraphModule, node: Node, factor: float) -> None:
+def _scale(gm: GraphModule, node: Node, factor: float) -> GraphModule:
     users = list(node.users)
     with gm.graph.inserting_after(node):
         scaled = call(gm.graph, node, aten.mul.Tensor, node, factor)
     for user in users:
         user.replace_input_with(node, scaled)
+    gm.recompile()
+    return gm
 
 
-def _drop(gm: GraphModule, node: Node) -> None:
+def _drop(gm: GraphModule, node: Node) -> GraphModule:
     """Let a rank's own numbers stand for the sum: of a reduce_scatter, its first part."""
     (wait,) = node.users
     with gm.graph.inserting_before(node):
@@ -65,6 +69,8 @@ def _drop(gm: GraphModule, node: Node) -> None:
     wait.replace_all_uses_with(own)
     gm.graph.erase_node(wait)
     gm.graph.erase_node(node)
+    gm.recompile()
+    return gm
 
 
 # --- in the data ----------------------------------------------------------------------------------------------------

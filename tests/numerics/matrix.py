@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.fx import GraphModule
 
 from torchtitan_graph.compiler import Inspection, Pass, passes, run_passes
 from torchtitan_graph.config import job
@@ -77,6 +76,7 @@ class Cell:
     ffn_dim: int = 130
     recompute: Recompute = Recompute()
     reshard: bool = True
+    reshard_root: bool = False
     loss_parallel: bool = True
     disabled: tuple[str, ...] = ()
     vocab_size: int = 0
@@ -139,20 +139,25 @@ def _laid_out(cell: Cell) -> tuple[Decoder, DeviceMesh]:
 def build_eager(cell: Cell) -> tuple[Decoder, Step]:
     model, mesh = _laid_out(cell)
     recompute_eager(model, cell.recompute)
-    shard_eager(model, mesh, cell.precision, reshard_after_forward=cell.reshard, device=CPU)
+    shard_eager(
+        model,
+        mesh,
+        cell.precision,
+        reshard_after_forward=cell.reshard,
+        reshard_root=cell.reshard_root,
+        device=CPU,
+    )
     initialize(model, SEED)
     return model, make_eager_step(model, cross_entropy)
 
 
-def build_graph(cell: Cell, edit: Callable[[GraphModule], object] | None = None) -> tuple[Decoder, Step]:
+def build_graph(cell: Cell, edit: Pass | None = None) -> tuple[Decoder, Step]:
     """Build the graph's side; `edit` puts a fault into the finished graph."""
     model, traced, ordered = trace(cell)
     storages = plan_storage(model, mesh_of(cell.dims), cell.precision)
     run_passes(traced.gm, ordered, cell.disabled, CPU, Inspection())
     if edit is not None:
         edit(traced.gm)
-        traced.gm.graph.lint()
-        traced.gm.recompile()
     model.to(cell.precision.storage)
     materialize(model, storages, CPU)
     initialize(model, SEED)
@@ -167,7 +172,7 @@ def trace(cell: Cell) -> tuple[Decoder, TracedResult, list[Pass]]:
     (batch, *_), num_tokens = microbatches(cell, data_parallel_rank(mesh), 1)
     with loss_context(cell.sharded_loss)():
         traced = trace_train_step(model, cross_entropy, batch, model.mask(batch.documents_BL), num_tokens, device=CPU)
-    return model, traced, passes(storages, buckets(model), cell.recompute, cell.reshard)
+    return model, traced, passes(storages, buckets(model), cell.recompute, cell.reshard, cell.reshard_root)
 
 
 def build_plain(cell: Cell) -> tuple[Decoder, Step]:

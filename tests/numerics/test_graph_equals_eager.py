@@ -31,6 +31,7 @@ VARIANTS = {
     "accumulate-2": {"num_microbatches": 2},
     "tied": {"tied": True},
     "stay-gathered": {"reshard": False},
+    "reshard-the-root-too": {"reshard_root": True},
     "recompute-full": {"recompute": Recompute.from_option("full", "")},
     "recompute-op": {"recompute": Recompute.from_option("selective", "op")},
     "recompute-every-2": {"recompute": Recompute.from_option("selective", "2")},

@@ -1,0 +1,68 @@
+"""`verify_passes` accepts every pass in every layout, and names the pass that changes a number."""
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+import faults
+from matrix import BF16, CPU, DDP2, FP32, FSDP2, FSDP2_TP2, HSDP, LAYOUTS, ONE, TP2, Cell, mesh_of, microbatches, trace
+from pool import run_on
+from torchtitan_graph.compiler import Inspection, Pass, run_passes
+from torchtitan_graph.data.batch import IGNORE_INDEX
+from torchtitan_graph.parallel.mesh import data_parallel_rank
+from torchtitan_graph.parallel.recompute import Recompute
+
+PRECISIONS = {"fp32": FP32, "bf16": BF16}
+
+
+def outcome(cell: Cell, broken: Pass | None = None, position: int = -1) -> str:
+    """Run the passes verified, a broken one among them; give what the error says, or nothing."""
+    model, traced, ordered = trace(cell)
+    if broken is not None:
+        ordered.insert(position, broken)
+    dp_rank = data_parallel_rank(mesh_of(cell.dims))
+    (batch, *_), num_tokens = microbatches(cell, dp_rank, 1)
+    if dp_rank > 0:
+        batch = batch._replace(labels_BL=torch.full_like(batch.labels_BL, IGNORE_INDEX))
+    inputs = pytree.tree_leaves((batch, model.mask(batch.documents_BL), num_tokens))
+    try:
+        run_passes(traced.gm, ordered, (), CPU, Inspection(verify_on=inputs))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("precision", PRECISIONS.values(), ids=PRECISIONS)
+@pytest.mark.parametrize("dims", LAYOUTS.values(), ids=LAYOUTS)
+def test_every_pass_keeps_its_promise(dims, precision):
+    assert run_on(dims.num_ranks, outcome, Cell(dims, precision)) == [""] * dims.num_ranks
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell(FSDP2, BF16, tied=True),
+        Cell(FSDP2, FP32, recompute=Recompute(every=1)),
+        Cell(FSDP2, FP32, recompute=Recompute(by_op=True), reshard=False),
+        Cell(TP2, BF16, tied=True),
+        Cell(ONE, FP32, attn="flex"),
+    ],
+    ids=["tied", "recompute-full", "recompute-op-stay-gathered", "TP-2-tied", "flex"],
+)
+def test_every_pass_keeps_its_promise_in_variants(cell):
+    assert run_on(cell.dims.num_ranks, outcome, cell) == [""] * cell.dims.num_ranks
+
+
+BROKEN = [
+    faults.drop_one_reduction,
+    faults.average_one_reduction,
+    faults.take_the_largest_in_one_reduction,
+    faults.scale_one_gather,
+]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS.values(), ids=PRECISIONS)
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_broken_pass_is_named(broken, precision):
+    for error in run_on(2, outcome, Cell(FSDP2, precision), broken):
+        assert error.startswith(f"pass {broken.__name__} promises")

@@ -16,7 +16,7 @@ aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 SUMS = (c10d.reduce_scatter_tensor.default, c10d.all_reduce.default)
 
 
-# --- in a graph: each is a pass that breaks its promise -----------------------------------------------------------------------------------------------------
+# --- in a graph: each is a pass that breaks its promise -------------------------------------------------------------
 
 
 def _sums(gm: GraphModule, role: str | None) -> list[Node]:

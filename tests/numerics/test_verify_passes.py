@@ -1,11 +1,11 @@
 """`verify_passes` accepts every pass in every layout, and names the pass that changes a number."""
 
+import faults
 import pytest
 import torch
+from matrix import BF16, CPU, DDP2, FP32, FSDP2, LAYOUTS, ONE, TP2, Cell, mesh_of, microbatches, trace
 from torch.utils import _pytree as pytree
 
-import faults
-from matrix import BF16, CPU, DDP2, FP32, FSDP2, FSDP2_TP2, HSDP, LAYOUTS, ONE, TP2, Cell, mesh_of, microbatches, trace
 from pool import run_on
 from torchtitan_graph.compiler import Inspection, Pass, run_passes
 from torchtitan_graph.data.batch import IGNORE_INDEX
@@ -15,11 +15,11 @@ from torchtitan_graph.parallel.recompute import Recompute
 PRECISIONS = {"fp32": FP32, "bf16": BF16}
 
 
-def outcome(cell: Cell, broken: Pass | None = None, position: int = -1) -> str:
-    """Run the passes verified, a broken one among them; give what the error says, or nothing."""
+def outcome(cell: Cell, broken: Pass | None = None) -> str:
+    """Verify the passes, or the layout passes and a broken one after them; give what the error says, or nothing."""
     model, traced, ordered = trace(cell)
     if broken is not None:
-        ordered.insert(position, broken)
+        ordered = [*ordered[:3], broken]
     dp_rank = data_parallel_rank(mesh_of(cell.dims))
     (batch, *_), num_tokens = microbatches(cell, dp_rank, 1)
     if dp_rank > 0:
@@ -32,10 +32,20 @@ def outcome(cell: Cell, broken: Pass | None = None, position: int = -1) -> str:
     return ""
 
 
-@pytest.mark.parametrize("precision", PRECISIONS.values(), ids=PRECISIONS)
-@pytest.mark.parametrize("dims", LAYOUTS.values(), ids=LAYOUTS)
-def test_every_pass_keeps_its_promise(dims, precision):
-    assert run_on(dims.num_ranks, outcome, Cell(dims, precision)) == [""] * dims.num_ranks
+@pytest.mark.parametrize(
+    "cell",
+    [
+        pytest.param(
+            Cell(dims, PRECISIONS[p]),
+            id=f"{layout}-{p}",
+            marks=[pytest.mark.slow] * (dims.num_ranks > 2 and p == "fp32"),
+        )
+        for layout, dims in LAYOUTS.items()
+        for p in PRECISIONS
+    ],
+)
+def test_every_pass_keeps_its_promise(cell):
+    assert run_on(cell.dims.num_ranks, outcome, cell) == [""] * cell.dims.num_ranks
 
 
 @pytest.mark.parametrize(
@@ -66,3 +76,13 @@ BROKEN = [
 def test_a_broken_pass_is_named(broken, precision):
     for error in run_on(2, outcome, Cell(FSDP2, precision), broken):
         assert error.startswith(f"pass {broken.__name__} promises")
+
+
+def test_a_pass_that_breaks_the_sum_over_copies_is_named():
+    for error in run_on(2, outcome, Cell(DDP2, BF16), faults.drop_one_reduction):
+        assert error.startswith("pass drop_one_reduction promises")
+
+
+def test_a_pass_that_breaks_tensor_parallelism_is_named():
+    for error in run_on(2, outcome, Cell(TP2, BF16), faults.drop_one_sum_of_activations):
+        assert error.startswith("pass drop_one_sum_of_activations promises")

@@ -38,7 +38,9 @@ from torchtitan_graph.parallel.mesh import ParallelDims
 from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.parallel.storage import Precision, buckets, materialize, plan_storage, shard_eager
 
-MODEL = llama3.Config(dim=512, num_layers=8, num_heads=8, num_kv_heads=8, ffn_dim=1536, vocab_size=8192, rope_scaling=None)
+MODEL = llama3.Config(
+    dim=512, num_layers=8, num_heads=8, num_kv_heads=8, ffn_dim=1536, vocab_size=8192, rope_scaling=None
+)
 MODES = ("eager", "compile", "graph")
 
 Step = Callable[[Batch, Any, torch.Tensor], torch.Tensor]

@@ -1,4 +1,4 @@
-"""The entry point: `torchrun -m torchtitan_graph.train --job.config_file F`, or plain `python -m torchtitan_graph.train`."""
+"""The entry point: `torchrun -m torchtitan_graph.train --job.config_file F`; plain `python -m` is one process."""
 
 from __future__ import annotations
 

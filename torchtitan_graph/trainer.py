@@ -43,7 +43,7 @@ from torchtitan_graph.parallel.parallelize import check_plan, parallelize
 from torchtitan_graph.parallel.recompute import Recompute, recompute_eager
 from torchtitan_graph.parallel.storage import Precision, buckets, materialize, plan_storage, shard_eager
 
-Step = Callable[[Batch, Any, Tensor], Tensor]  # (batch, mask, num_tokens) -> this rank's loss
+Step = Callable[..., Tensor]  # (batch, mask, num_tokens) -> this rank's loss
 
 
 class Trainer:
@@ -96,7 +96,7 @@ class Trainer:
         config = self.config
         if config.model.attn != "flex" or self.device.type != "cpu":
             return
-        heads = self.model.config.num_heads // self.dims.tp  # type: ignore[attr-defined]
+        heads = self.model.num_heads // self.dims.tp
         needed = flex_cpu_bytes(config.training.local_batch_size, heads, config.training.seq_len) / devices.GIB
         if needed > devices.memory_total_gib():
             raise ValueError(
@@ -165,8 +165,6 @@ class Trainer:
         of_its_own = validation.dataset_path not in (None, training.dataset_path)
         return self._open_data(validation, "all" if of_its_own else "validation", repeat=False)
 
-    # --- the two ways to build the step -----------------------------------------------------------------------------
-
     def _build_graph_steps(self) -> tuple[Step, Step, Flops | None]:
         """Trace in the compute layout on meta, run the passes, and only then allocate."""
         traced, evaluated = self.build_graphs()
@@ -207,6 +205,8 @@ class Trainer:
         tokens, labels = torch.randint(self.tokenizer.vocab_size, (2, batch_size, seq_len), generator=generator)
         documents = (torch.rand(batch_size, seq_len, generator=generator) < 0.01).long().cumsum(1)
         positions = torch.arange(seq_len).expand(batch_size, seq_len).contiguous()
+        if self.dp_rank > 0:
+            labels.fill_(IGNORE_INDEX)  # `verify_pass` wants the targets of one rank
         batch = Batch(*(x.to(self.device) for x in (tokens, labels, positions, documents)))
         num_tokens = torch.tensor(batch_size * seq_len * self.dims.dp, device=self.device)
         return batch, self.model.mask(batch.documents_BL), num_tokens
@@ -224,8 +224,6 @@ class Trainer:
             reshard_root=self.reshard_root,
         )
         return make_eager_step(self.model, cross_entropy), make_eval_step(self.model, cross_entropy), None
-
-    # --- running -------------------------------------------------------------------------------------------------------
 
     def train(self) -> None:
         """Train from where the newest checkpoint ends to `training.steps`, or to the end of the data."""
@@ -250,33 +248,35 @@ class Trainer:
             first = self.step + 1
             while self.step < config.training.steps:
                 metrics.start_step()
-                if not self.train_step(metrics):
+                trained = self.train_step(metrics)
+                if not trained:
                     logger.info(f"the data is used up after step {self.step}")
-                    break
+                last = not trained or self.step == config.training.steps
                 if self.step == first:
                     self._shorten_timeouts()
                 if self.step % config.training.gc_freq == 0:
                     gc.collect(1)
-                last = self.step == config.training.steps
                 if config.validation.enable and (last or self.step % config.validation.freq == 0):
                     metrics.log_validation(self.step, self.validate())
                 self.checkpointer.maybe_save(self.step, self._train_state, last=last)
                 profiler.step()
+                if last:
+                    break
         gc.enable()
 
     def train_step(self, metrics: Metrics) -> bool:
-        """Do one optimizer step; False if the data is used up. text -> batch -> loss, gradients -> clip -> optimizer."""
+        """Do one optimizer step: batches -> loss, gradients -> clip -> optimizer. False if the data is used up."""
         begin = time.perf_counter()
         microbatches, num_tokens = self._next_step()
         data_loading_s = time.perf_counter() - begin
         if not microbatches:
             return False
-        loss = torch.zeros((), device=self.device)
+        local_loss = torch.zeros((), device=self.device)
         for batch in microbatches:
             with self.loss_context():
-                loss += self.train_step_fn(batch, self.model.mask(batch.documents_BL), num_tokens)
+                local_loss += self.train_step_fn(batch, self.model.mask(batch.documents_BL), num_tokens)
         grad_norm = clip_grad_norm(self.model.parameters(), self.config.training.max_norm)
-        loss = self._sum_if_finite(loss, grad_norm)
+        loss = self._sum_if_finite(local_loss, grad_norm)
         lr = self.lr_scheduler.get_last_lr()[0]
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -332,9 +332,10 @@ class Trainer:
         ranks = [r for r, x in enumerate(by_rank) if not math.isfinite(x)]
         gradients = [r for r, x in enumerate(found) if x.item()]
         raise NonFiniteError(
-            f"step {self.step + 1}: loss is not finite on ranks {ranks or 'none'}, gradient norm is {float(grad_norm)} "
-            f"with non-finite gradients at rest on ranks {gradients or 'none'}; no parameter was touched. Resume from "
-            "the last checkpoint with a lower optimizer.lr or longer lr_scheduler.warmup_steps, and look at the step's data"
+            f"step {self.step + 1}: the loss is not finite on ranks {ranks or 'none'}, the gradient norm is "
+            f"{float(grad_norm)}, with non-finite gradients at rest on ranks {gradients or 'none'}; no parameter was "
+            "touched. Resume from the last checkpoint with a lower optimizer.lr or longer lr_scheduler.warmup_steps, "
+            "and look at the step's data"
         )
 
     def _flops(self, microbatches: list[Batch]) -> float | None:
@@ -344,7 +345,7 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self) -> float:
-        """Give the mean loss per target over the validation split, or over its first `validation.steps` microbatches."""
+        """Give the mean loss per target of the validation split, or of its first `validation.steps` microbatches."""
         data, config = self._open_validation(), self.config.validation
         loss_sum, num_targets, empty_rows, taken = 0.0, 0, 0, 0
         while empty_rows < data.num_lanes and taken != config.steps:
@@ -362,8 +363,6 @@ class Trainer:
         if num_targets == 0:
             raise ValueError(f"validation.dataset = {config.dataset!r}: its validation split holds no document")
         return loss_sum / num_targets
-
-    # --- state ---------------------------------------------------------------------------------------------------------
 
     def _resume(self) -> None:
         state = self.checkpointer.load(self.config.training.steps)

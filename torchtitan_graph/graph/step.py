@@ -55,7 +55,7 @@ def _as_parameter(gradient: Tensor, parameter: Tensor) -> Tensor:
 def trace_train_step(
     model: nn.Module,
     loss: Loss,
-    batch: Inputs,
+    batch: Any,
     mask: Any,
     num_tokens: Tensor,
     *,
@@ -76,7 +76,7 @@ def trace_train_step(
 
 
 def trace_eval_step(
-    model: nn.Module, loss: Loss, batch: Inputs, mask: Any, num_tokens: Tensor, *, device: Any
+    model: nn.Module, loss: Loss, batch: Any, mask: Any, num_tokens: Tensor, *, device: Any
 ) -> TracedResult:
     """Trace the loss alone: no backward."""
     traced = minimal_fx_tracer(make_eval_step(model, loss), module=model, device=device)(batch, mask, num_tokens)

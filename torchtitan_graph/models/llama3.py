@@ -96,6 +96,7 @@ class Model(Decoder):
         super().__init__(
             vocab_size=config.vocab_size,
             dim=config.dim,
+            num_heads=config.num_heads,
             norm_eps=config.norm_eps,
             tied=config.tied,
             attn=attn,

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from torchtitan_graph.parallel.mesh import axis_degree
-from torchtitan_graph.parallel.plan import style
+from torchtitan_graph.parallel.plan import SPLIT_DIM, style
 
 
 def parallelize(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh, *, loss_parallel: bool) -> None:
@@ -59,18 +59,21 @@ def check_plan(model: nn.Module, plan: Mapping[str, str], degree: int) -> None:
             raise ValueError(f"the plan's pattern {pattern!r} matches no module of the model")
         for name, module in modules.items():
             covered |= {f"{name}.{leaf}" for leaf, _ in module.named_parameters(recurse=False)}
-            weight, dim = getattr(module, "weight", None), {"rowwise": 1, "gather": None, "sequence": None}.get(role, 0)
-            if weight is None or dim is None:
-                continue
-            # Heads are not cut: what a rank gets of a projection is a number of whole ones.
-            parent = model.get_submodule(name.rpartition(".")[0])
-            unit = getattr(parent, "head_dim", 1)
-            if weight.shape[dim] % (degree * unit):
-                what = f"{weight.shape[dim] // unit} heads" if unit > 1 else f"{weight.shape[dim]} rows or columns"
-                raise ValueError(
-                    f"parallelism.tensor_parallel_degree = {degree}: does not divide the {what} of {name}; choose a "
-                    "degree that does" + ("" if unit > 1 else ", or a tokenizer with another vocabulary size" * (role in ("embedding", "vocabulary")))
-                )
+            if role in SPLIT_DIM:
+                _check_split(model, name, module.weight.shape[SPLIT_DIM[role]], degree)  # type: ignore[union-attr, index, arg-type]
     uncovered = [name for name, _ in model.named_parameters() if name not in covered]
     if uncovered:
-        raise ValueError(f"the plan gives no role to {', '.join(uncovered[:5])}: tensor parallelism needs one for every parameter")
+        raise ValueError(
+            f"the plan gives no role to {', '.join(uncovered[:5])}: tensor parallelism needs one for every parameter"
+        )
+
+
+def _check_split(model: nn.Module, name: str, size: int, degree: int) -> None:
+    # Heads are not cut: what a rank gets of an attention layer's projection is a number of whole ones.
+    head_dim = getattr(model.get_submodule(name.rpartition(".")[0]), "head_dim", None)
+    what = f"{size // head_dim} heads" if head_dim else f"size {size}"
+    if (size // head_dim if head_dim else size) % degree:
+        raise ValueError(
+            f"parallelism.tensor_parallel_degree = {degree}: does not divide the {what} of {name}; choose a degree "
+            "that does (the size of embedding and output is the vocabulary's)"
+        )

@@ -7,7 +7,7 @@
 | gather     | the module's first argument is gathered over the sequence, once for all projections inside |
 | colwise    | each rank holds output features (a linear layer's rows) |
 | rowwise    | each rank holds input features; the partial outputs are reduced and sharded over the sequence |
-| vocabulary | each rank holds rows of the output table: logits are sharded over the vocabulary, for the loss to use as they are |
+| vocabulary | each rank holds rows of the output table; the logits stay sharded over the vocabulary for the loss |
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 SEQUENCE_DIM = 1
+
+# The dim of the weight that a role splits.
+SPLIT_DIM = {"embedding": 0, "colwise": 0, "rowwise": 1, "vocabulary": 0}
 
 
 def style(role: str, loss_parallel: bool) -> ParallelStyle:
@@ -46,4 +49,5 @@ def style(role: str, loss_parallel: bool) -> ParallelStyle:
             return ColwiseParallel(input_layouts=sequence, output_layouts=Shard(-1), use_local_output=False)
         case "vocabulary":
             return ColwiseParallel(input_layouts=sequence, output_layouts=Replicate())
-    raise ValueError(f"a plan gives the role {role!r}: legal are embedding, sequence, gather, colwise, rowwise, vocabulary")
+    legal = ", ".join(["sequence", "gather", *SPLIT_DIM])
+    raise ValueError(f"a plan gives the role {role!r}: legal are {legal}")

@@ -66,10 +66,10 @@ def bucket_collectives(gm: GraphModule, buckets: Sequence[Sequence[str]]) -> Gra
 
 def _merge_gathers(gm: GraphModule, starts: list[Node], first: Node) -> None:
     degree, group = first.args[1:]
-    shards = [start.args[0] for start in starts]
+    shards = [start.all_input_nodes[0] for start in starts]
     with gm.graph.inserting_before(first):
         for shard in shards:
-            if shard.op != "placeholder":  # type: ignore[union-attr]
+            if shard.op != "placeholder":
                 first.prepend(shard)  # its cast; it reads a placeholder alone
         flat = [call(gm.graph, first, aten.view.default, shard, [-1]) for shard in shards]
         packed = call(gm.graph, first, aten.cat.default, flat)

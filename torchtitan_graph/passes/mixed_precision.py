@@ -41,18 +41,18 @@ def mixed_precision(gm: GraphModule, storages: Mapping[str, Storage]) -> GraphMo
     outputs = {}
     for name, reduced in output_nodes(gm, "grad").items():
         precision = storages[name].precision
-        chain = [reduced]
-        while meta.role(chain[-1]) == meta.REDUCE:
-            chain.append(chain[-1].args[0])  # type: ignore[arg-type]
-        *reduction, gradient = chain  # the reduction backwards, down to the gradient itself
-        first = reduction[-1] if reduction else None
+        reduction = []  # from the last collective back to the first
+        gradient = reduced
+        while meta.role(gradient) == meta.REDUCE:
+            reduction.append(gradient)
+            gradient = gradient.all_input_nodes[0]
         with gm.graph.inserting_before(gradient.next):
-            before = _cast(gm, gradient, precision.reduce, name)
-        if first is not None and before is not gradient:
-            first.replace_input_with(gradient, before)
-            for node in reversed(reduction):
+            wide = _cast(gm, gradient, precision.reduce, name)
+        if reduction:
+            reduction[-1].replace_input_with(gradient, wide)
+            for node in reduction:
                 node.meta["val"] = value(node).to(precision.reduce)
-        last = reduced if first is not None else before
+        last = reduced if reduction else wide
         with gm.graph.inserting_before(last.next):
             outputs[name] = _cast(gm, last, precision.storage, name)
     set_outputs(gm, "grad", outputs)
@@ -66,4 +66,3 @@ def _cast(gm: GraphModule, node: Node, dtype: torch.dtype, name: str) -> Node:
     cast = call(gm.graph, node, aten._to_copy.default, node, dtype=dtype)
     meta.write(cast, role=meta.REDUCE, param=name, phase="backward")
     return cast
-

@@ -42,7 +42,9 @@ def _gather(gm: GraphModule, name: str, placeholder: Node, first: Node, storage:
     placeholder.meta["val"] = value(placeholder).new_empty(storage.padded_shape)
     degree, rows = storage.shard_degree, storage.compute_shape[0]
     with gm.graph.inserting_before(first):
-        start = call(gm.graph, first, c10d.all_gather_into_tensor.default, placeholder, degree, storage.group_name("dp_shard"))
+        start = call(
+            gm.graph, first, c10d.all_gather_into_tensor.default, placeholder, degree, storage.group_name("dp_shard")
+        )
         nodes = [start, call(gm.graph, first, c10d.wait_tensor.default, start)]
         if value(start).shape[0] != rows:
             nodes.append(call(gm.graph, first, aten.slice.Tensor, nodes[-1], 0, 0, rows))

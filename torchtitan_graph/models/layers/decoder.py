@@ -16,8 +16,19 @@ class Decoder(nn.Module):
     and `initial_std(name)`.
     """
 
-    def __init__(self, *, vocab_size: int, dim: int, norm_eps: float, tied: bool, attn: str, blocks: list[nn.Module]):
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        dim: int,
+        num_heads: int,
+        norm_eps: float,
+        tied: bool,
+        attn: str,
+        blocks: list[nn.Module],
+    ):
         super().__init__()
+        self.num_heads = num_heads
         self.attn = attn
         self.tok_embeddings = nn.Embedding(vocab_size, dim)
         self.layers = nn.ModuleList(blocks)

@@ -1,0 +1,67 @@
+"""Every rank runs one and the same program: collectives meet in the same order, else a job hangs or mixes tensors."""
+
+import re
+
+import pytest
+import torch.distributed as dist
+from matrix import BF16, CPU, FSDP2, LAYOUTS, TP2, Cell, mesh_of, trace
+from torch.fx import GraphModule
+
+from pool import run_on
+from torchtitan_graph.compiler import Inspection, Pass, run_passes
+from torchtitan_graph.graph.show import readable
+from torchtitan_graph.parallel.recompute import Recompute
+
+
+def program(cell: Cell, then: Pass | None = None) -> list[str]:
+    """Give the final graph's lines, each group called by its axis: ranks know it by names of their own."""
+    _, traced, ordered = trace(cell)
+    run_passes(traced.gm, ordered, (), CPU, Inspection())
+    if then is not None:
+        then(traced.gm)
+    text, mesh = readable(traced.gm), mesh_of(cell.dims)
+    for axis in mesh.mesh_dim_names or ():
+        text = text.replace(repr(mesh.get_group(axis).group_name), axis)
+    return text.splitlines()
+
+
+def collectives(lines: list[str]) -> list[str]:
+    """Keep collectives and waits, without the nodes' names."""
+    return [re.sub(r"\w+ = (\S+)\(\w+", r"\1(", line) for line in lines if "_c10d_functional" in line]
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [*[Cell(dims, BF16) for dims in LAYOUTS.values() if dims.tp == 1], Cell(FSDP2, BF16, recompute=Recompute(every=1))],
+    ids=[*[layout for layout, dims in LAYOUTS.items() if dims.tp == 1], "FSDP-2-recompute-full"],
+)
+def test_data_parallel_ranks_have_the_same_graph(cell):
+    first, *others = run_on(cell.dims.num_ranks, program, cell)
+    assert all(other == first for other in others)
+    assert (collectives(first) != []) == (cell.dims.num_ranks > 1)
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [*[Cell(dims, BF16) for dims in LAYOUTS.values() if dims.tp > 1], Cell(TP2, BF16, loss_parallel=False)],
+    ids=[*[layout for layout, dims in LAYOUTS.items() if dims.tp > 1], "TP-2-gathered-logits"],
+)
+def test_tensor_parallel_ranks_have_the_same_collectives(cell):
+    """The graphs differ in the rows that a rank takes of what it has whole, and in its first row of the vocabulary."""
+    first, *others = map(collectives, run_on(cell.dims.num_ranks, program, cell))
+    assert all(other == first for other in others)
+    assert first != []
+
+
+def swap_two_collectives_on_one_rank(gm: GraphModule) -> GraphModule:
+    if dist.get_rank() == 1:
+        first, second, *_ = (n for n in gm.graph.nodes if "all_gather_into_tensor" in str(n.target))
+        second.append(first)
+    return gm
+
+
+def test_another_order_on_one_rank_is_seen():
+    first, second = run_on(2, program, Cell(FSDP2, BF16), swap_two_collectives_on_one_rank)
+    assert sorted(first) == sorted(second)
+    assert first != second
+    assert collectives(first) != collectives(second)

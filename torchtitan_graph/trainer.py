@@ -29,7 +29,7 @@ from torchtitan_graph.graph.step import (
     trace_train_step,
 )
 from torchtitan_graph.graph.torch_private import set_timeout
-from torchtitan_graph.graph.trace import run_traced
+from torchtitan_graph.graph.trace import TracedResult, run_traced
 from torchtitan_graph.log import logger
 from torchtitan_graph.loss import cross_entropy, loss_context
 from torchtitan_graph.metrics import Metrics, maybe_profile
@@ -41,7 +41,7 @@ from torchtitan_graph.optim import build_lr_scheduler, build_optimizer, clip_gra
 from torchtitan_graph.parallel.mesh import ParallelDims, data_parallel_rank
 from torchtitan_graph.parallel.parallelize import check_plan, parallelize
 from torchtitan_graph.parallel.recompute import Recompute, recompute_eager
-from torchtitan_graph.parallel.storage import Precision, buckets, materialize, plan_storage, shard_eager
+from torchtitan_graph.parallel.storage import Precision, Storage, buckets, materialize, plan_storage, shard_eager
 
 Step = Callable[..., Tensor]  # (batch, mask, num_tokens) -> this rank's loss
 
@@ -139,7 +139,7 @@ class Trainer:
         self.rank = dist.get_rank()
         self.mesh = self.dims.mesh(self.device.type)
         self.dp_rank = data_parallel_rank(self.mesh)
-        self.build_graphs()
+        self._build_graphs()
 
     def _open_data(self, table: job.Training | job.Validation, split: str, repeat: bool) -> DataLoader:
         return build_dataloader(
@@ -165,39 +165,44 @@ class Trainer:
         of_its_own = validation.dataset_path not in (None, training.dataset_path)
         return self._open_data(validation, "all" if of_its_own else "validation", repeat=False)
 
-    def _build_graph_steps(self) -> tuple[Step, Step, Flops | None]:
+    def _build_graph_steps(self) -> tuple[Step, Step | None, Flops | None]:
         """Trace in the compute layout on meta, run the passes, and only then allocate."""
-        traced, evaluated = self.build_graphs()
-        flops = self.graph_flops
-        materialize(self.model, self.storages, self.device)
-        return bind_train_step(traced, self.model), run_traced(evaluated, module=self.model), flops
+        traced, evaluated, storages, flops = self._build_graphs()
+        materialize(self.model, storages, self.device)
+        eval_step = run_traced(evaluated, module=self.model) if evaluated is not None else None
+        return bind_train_step(traced, self.model), eval_step, flops
 
-    def build_graphs(self) -> tuple[Any, Any]:
-        """Trace and compile the training and the evaluation step; nothing is allocated. Also all of a dry run."""
+    def _build_graphs(self) -> tuple[TracedResult, TracedResult | None, dict[str, Storage], Flops]:
+        """Trace the training step, and the evaluation step if there is validation, and run the passes on both.
+
+        Nothing is allocated: this is also all of a dry run.
+        """
         config, begin = self.config, time.perf_counter()
         parallelize(self.model, self.family.PLAN, self.mesh, loss_parallel=self.loss_parallel)
         self.model.to(self.precision.compute)
-        self.storages = plan_storage(self.model, self.mesh, self.precision)
-        training, validation = config.training, config.validation
-        example = self._example(training.local_batch_size, training.seq_len)
+        storages = plan_storage(self.model, self.mesh, self.precision)
+        example = self._example(config.training.local_batch_size, config.training.seq_len)
+        evaluated = None
         with self.loss_context():
             traced = trace_train_step(
                 self.model, cross_entropy, *example, device=self.device, stack_traces=config.debug.stack_traces
             )
-            small = self._example(validation.local_batch_size, validation.seq_len)
-            evaluated = trace_eval_step(self.model, cross_entropy, *small, device=self.device)
+            if config.validation.enable:
+                other = self._example(config.validation.local_batch_size, config.validation.seq_len)
+                evaluated = trace_eval_step(self.model, cross_entropy, *other, device=self.device)
         logger.info(f"traced in {time.perf_counter() - begin:.1f} s, {len(traced.gm.graph.nodes)} nodes")
-        self.graph_flops = count_flops(traced.gm)
+        flops = count_flops(traced.gm)
         watch = Inspection(
             dump_to=self.dump_folder / "graphs" if config.debug.dump_graphs and self.rank == 0 else None,
             verify_on=torch.utils._pytree.tree_leaves(example) if config.debug.verify_passes else None,
         )
-        ordered = passes(self.storages, buckets(self.model), self.recompute, self.reshard, self.reshard_root)
+        ordered = passes(storages, buckets(self.model), self.recompute, self.reshard, self.reshard_root)
         disabled = config.compile.disable_passes
         run_passes(traced.gm, ordered, disabled, self.device, watch)
-        run_passes(evaluated.gm, ordered, disabled, self.device, Inspection())
+        if evaluated is not None:
+            run_passes(evaluated.gm, ordered, disabled, self.device, Inspection())
         self.model.to(self.precision.storage)
-        return traced, evaluated
+        return traced, evaluated, storages, flops
 
     def _example(self, batch_size: int, seq_len: int) -> tuple[Batch, Any, Tensor]:
         """Make inputs of the shapes to trace: random tokens, so that passes can be verified on them."""
@@ -211,7 +216,7 @@ class Trainer:
         num_tokens = torch.tensor(batch_size * seq_len * self.dims.dp, device=self.device)
         return batch, self.model.mask(batch.documents_BL), num_tokens
 
-    def _build_eager_steps(self) -> tuple[Step, Step, Flops | None]:
+    def _build_eager_steps(self) -> tuple[Step, Step | None, Flops | None]:
         """Apply FSDP2 and autograd: the reference. Its arithmetic is not counted, for there is no graph to count."""
         parallelize(self.model, self.family.PLAN, self.mesh, loss_parallel=self.loss_parallel)
         recompute_eager(self.model, self.recompute)
@@ -356,6 +361,7 @@ class Trainer:
             if count:
                 batch = self._to_device(batch)
                 one = torch.ones((), dtype=torch.int64, device=self.device)
+                assert self.eval_step_fn is not None, "built when validation is enabled"
                 with self.loss_context():
                     loss = self.eval_step_fn(batch, self.model.mask(batch.documents_BL), one)
                 loss_sum += float(self._sum_over_data_parallel(loss.double()))

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from torchtitan_graph.checkpoint.dcp_private import StridedShard
+from torchtitan_graph.graph.torch_private import StridedShard
 
 
 class Chunk(NamedTuple):

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from torchtitan_graph.checkpoint.chunk import Chunk, chunk_of
-from torchtitan_graph.checkpoint.dcp_private import METADATA_GLOBALS, StorageInfo
+from torchtitan_graph.graph.torch_private import METADATA_GLOBALS, StorageInfo
 
 
 def save_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:

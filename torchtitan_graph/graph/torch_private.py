@@ -16,6 +16,7 @@ from torch._guards import TracingContext, tracing
 from torch._higher_order_ops.flex_attention import flex_attention as _flex_attention
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -30,9 +31,11 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
+    "METADATA_GLOBALS",
     "DataDependentOutputException",
     "FakeTensor",
     "FakeTensorMode",
+    "StorageInfo",
     "StridedShard",
     "boxed",
     "close_rule",
@@ -277,3 +280,23 @@ def init_fake_process_group(world_size: int) -> None:
 def set_timeout(group: torch.distributed.ProcessGroup, seconds: int) -> None:
     """Change how long a collective of a live group may take: public API sets it only at the start."""
     _set_pg_timeout(datetime.timedelta(seconds=seconds), group)
+
+
+# Where in which file a tensor is, as the pickled `.metadata` has it. An index in JSON would replace it.
+StorageInfo = _StorageInfo
+
+# Every global that torch's writer puts into the pickled `.metadata`, besides dtypes (`torch.float32`). All of them
+# build plain records. The mark of a pickled object is among them so that it can be refused by its name. An index in
+# JSON would replace the pickle and this list.
+METADATA_GLOBALS = {
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"),
+    ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
+    ("torch.distributed.checkpoint.metadata", "Metadata"),
+    ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
+    ("torch.distributed.checkpoint.metadata", "TensorProperties"),
+    ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+}

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from matrix import CPU, FSDP2, FSDP2_TP2, FSDP4, ONE, SEED, TP2, Cell, build_eager, build_graph, gathered
-from torch.distributed.tensor import DTensor
 
 from pool import run_on
 from torchtitan_graph.models.layers.init import initial_weight, initialize
@@ -44,26 +43,32 @@ def test_the_eager_model_starts_from_the_same_weights(dims, one_rank):
         assert differing(one_rank, found) == []
 
 
-def shards(dims: ParallelDims) -> dict[str, torch.Tensor]:
-    """Give this rank's part of every parameter that the two ranks do not hold alike."""
+def drawn_shards(dims: ParallelDims, one_generator: bool = False) -> dict[str, torch.Tensor]:
+    """Give this rank's part of every random parameter, or what it would be if every rank drew its part for itself."""
     model, _ = build_graph(Cell(dims, vocab_size=VOCAB))
-    parts = {}
-    for name, p in model.named_parameters():
-        assert isinstance(p, DTensor)
-        if not all(placement.is_replicate() or p.device_mesh.size(i) == 1 for i, placement in enumerate(p.placements)):
-            parts[name] = p.to_local().detach()
+    parts = {name: p.to_local().detach() for name, p in model.named_parameters() if "norm" not in name}
+    if one_generator:
+        for part in parts.values():
+            part.normal_(generator=torch.Generator().manual_seed(SEED))
     return parts
+
+
+def alike(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> list[str]:
+    """Name the parameters of which two ranks hold the same numbers, as far as both have rows."""
+    rows = {name: min(len(first[name]), len(second[name])) for name in first}
+    return [name for name, n in rows.items() if torch.equal(first[name][:n], second[name][:n])]
 
 
 @pytest.mark.parametrize("dims", [FSDP2, TP2], ids=["FSDP-2", "TP-2"])
 def test_shards_differ(dims):
-    """`nn.init` on a sharded DTensor gives every rank of a CPU job the same numbers."""
-    first, second = run_on(2, shards, dims)
-    drawn = [name for name in first if "norm" not in name]
-    assert len(drawn) == 3 * 7 + 2
-    for name in drawn:
-        rows = min(len(first[name]), len(second[name]))
-        assert not torch.equal(first[name][:rows], second[name][:rows]), name
+    assert alike(*run_on(2, drawn_shards, dims)) == []
+
+
+def test_shards_drawn_alike_are_seen():
+    """As `nn.init` on a sharded DTensor draws them on a CPU."""
+    first, second = run_on(2, drawn_shards, FSDP2, one_generator=True)
+    assert len(first) == 3 * 7 + 2
+    assert alike(first, second) == list(first)
 
 
 def test_another_seed_gives_other_weights(one_rank):

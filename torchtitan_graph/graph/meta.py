@@ -6,6 +6,8 @@ tag      a memory policy's word: SAVE | RECOMPUTE (read by `rematerialize`)
 role     what a layout pass made: GATHER | REDUCE, with the parameter it serves
 """
 
+import bisect
+
 import torch
 from torch.fx import GraphModule, Node
 
@@ -58,35 +60,50 @@ def settle(gm: GraphModule) -> None:
     A backward node gets the module, the annotations and the stack trace of the forward node with its autograd
     sequence number, in nested subgraphs as well. The phase itself comes from the tracer's mark on the engine.
     """
-    forward: dict[int, Node] = {}
-    _settle(gm, forward, inherited=None)
+    _settle(gm, inherited=None)
 
 
-def _settle(gm: GraphModule, forward: dict[int, Node], inherited: Node | None) -> None:
-    # Between two autograd nodes the engine sums gradients; such a sum carries the counter's last value.
-    stale = max((node.meta.get("seq_nr", -1) for node in gm.graph.nodes), default=-1)
+def _settle(gm: GraphModule, inherited: Node | None) -> None:
+    forward: dict[int, Node] = {}  # autograd's sequence number -> the node that it was counted up for
+    numbers: list[int] = []  # its keys; they only grow
     for node in gm.graph.nodes:
         custom = dict(node.meta.get("custom") or {})
         is_backward = custom.pop("phase", None) == "backward"
         seq_nr = node.meta.get("seq_nr")
         if is_backward:
-            is_sum = seq_nr == stale and node.target is torch.ops.aten.add.Tensor
-            source = node.args[1] if is_sum else forward.get(seq_nr)
+            # The second of two gradients that the engine sums itself, or the forward node.
+            source = node.args[1] if _is_sum(node, numbers) else _forward_of(seq_nr, forward, numbers)
             if isinstance(source, Node):
                 custom = dict(source.meta["custom"])
                 _copy_stack_trace(node, source)
-        elif seq_nr is not None:
-            # One autograd node may come from several operators: the last one before it is recorded made it.
+        elif seq_nr is not None and (not numbers or seq_nr > numbers[-1]):
+            # The number is counted up just before the operator runs; what autograd does not record after it shows the
+            # same number.
             forward[seq_nr] = node
-        if inherited is not None and not custom:
-            custom = dict(inherited.meta["custom"])
-            is_backward = is_backward or phase(inherited) == "backward"
+            numbers.append(seq_nr)
+        if inherited is not None:
+            custom = inherited.meta["custom"] | custom
+            is_backward = phase(inherited) == "backward"
             _copy_stack_trace(node, inherited)
         node.meta["custom"] = custom
         write(node, phase="backward" if is_backward else "forward", module=custom.get("module", ""))
         for argument in node.all_input_nodes:
             if argument.op == "get_attr" and isinstance(nested := getattr(gm, str(argument.target), None), GraphModule):
-                _settle(nested, {}, inherited=node)
+                _settle(nested, inherited=node)
+
+
+def _is_sum(node: Node, numbers: list[int]) -> bool:
+    """Tell a sum that the engine makes between two operators' backwards. torch 2.11 lets its mark stand on all that
+    follows the first; but a sum shows the counter as it is, and an operator's backward that operator's number."""
+    is_marked = node.target is torch.ops.aten.add.Tensor and "is_gradient_acc" in node.meta
+    return is_marked and bool(numbers) and node.meta["seq_nr"] >= numbers[-1]
+
+
+def _forward_of(seq_nr: int | None, forward: dict[int, Node], numbers: list[int]) -> Node | None:
+    """Find the forward node of a backward node's number: the next higher one, if an operator counted further up while
+    it ran, as flex attention does."""
+    place = bisect.bisect_left(numbers, seq_nr) if seq_nr is not None else len(numbers)
+    return forward[numbers[place]] if place < len(numbers) else None
 
 
 def _copy_stack_trace(node: Node, source: Node) -> None:

@@ -7,12 +7,11 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-import torch.fx.traceback as fx_traceback
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan_graph.graph.signature import signature_of
-from torchtitan_graph.graph.torch_private import free_gradient_dtype
+from torchtitan_graph.graph.torch_private import annotated, free_gradient_dtype
 from torchtitan_graph.graph.trace import TracedResult, minimal_fx_tracer, run_traced
 
 
@@ -38,7 +37,7 @@ def make_train_step(model: nn.Module, loss: Loss) -> Callable[[Inputs, Any, Tens
         free_gradient_dtype(parameters.values())
         value = loss(model(batch.tokens_BL, batch.positions_BL, mask), batch.labels_BL, num_tokens)
         gradients = torch.autograd.grad(value, list(parameters.values()))
-        with fx_traceback.annotate({"phase": "backward"}):
+        with annotated(phase="backward"):
             laid_out = [_as_parameter(g, p) for g, p in zip(gradients, parameters.values(), strict=True)]
         return value, dict(zip(parameters, laid_out, strict=True))
 

@@ -37,6 +37,7 @@ __all__ = [
     "FakeTensorMode",
     "StorageInfo",
     "StridedShard",
+    "annotated",
     "boxed",
     "close_rule",
     "flex_attention_op",
@@ -73,6 +74,18 @@ def reparametrize(module: torch.nn.Module, state: dict[str, torch.Tensor]) -> co
 
 
 @contextlib.contextmanager
+def annotated(**words: Any) -> Iterator[None]:
+    """Let nodes made inside carry these words. torch's own `annotate` writes into the dictionary that it finds: a trace
+    inside the trace (flex attention's) shares it with the outer one, which would keep the words."""
+    before = fx_traceback.current_meta.get("custom", {})
+    fx_traceback.current_meta["custom"] = {**before, **words}
+    try:
+        yield
+    finally:
+        fx_traceback.current_meta["custom"] = before
+
+
+@contextlib.contextmanager
 def _marked_backward() -> Iterator[None]:
     """Let every node made by the autograd engine carry `phase: backward` and the sequence number of its forward op.
 
@@ -84,7 +97,7 @@ def _marked_backward() -> Iterator[None]:
     def run(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         # A leaf or a gradient edge has no grad_fn; the engine reports it better than we could.
         setup_stacktrace_preservation_hooks([t.grad_fn for t in tensors if getattr(t, "grad_fn", None) is not None])
-        with fx_traceback.annotate({"phase": "backward"}):
+        with annotated(phase="backward"):
             return inner(tensors, *args, **kwargs)
 
     torch.autograd._engine_run_backward = run  # type: ignore[assignment]
@@ -111,7 +124,7 @@ def _marked_modules(module: torch.nn.Module | None) -> Iterator[None]:
         name = names.get(id(self))
         if name is None:
             return inner(self, *args, **kwargs)
-        with fx_traceback.annotate({"module": name}):
+        with annotated(module=name):
             return inner(self, *args, **kwargs)
 
     torch.nn.Module.__call__ = call  # type: ignore[method-assign]

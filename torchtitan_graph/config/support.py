@@ -31,7 +31,6 @@ SUPPORT = (
     Row("optimizer.early_step_in_backward", REFUSED, "gradients are clipped together before the step; remove it"),
     Row("training.enable_cpu_offload", REFUSED, "not built yet; use more shards, or activation_checkpoint.mode = full"),
     Row("training.gc_debug", IGNORED, "collections are not examined"),
-    Row("parallelism.disable_loss_parallel", IGNORED, "the loss stays sharded over the vocabulary under TP; same loss"),
     Row("parallelism.enable_async_tensor_parallel", IGNORED, "not built yet; tensor parallel runs without it"),
     Row("parallelism.pipeline_parallel_degree", REFUSED, "not built yet; use data_parallel_shard_degree"),
     Row("parallelism.context_parallel_degree", REFUSED, "not built yet; use tensor_parallel_degree for long sequences"),

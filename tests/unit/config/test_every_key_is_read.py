@@ -17,7 +17,8 @@ from torchtitan_graph.config.job import OPTIONS, JobConfig
 from torchtitan_graph.config.support import SUPPORT
 
 PACKAGE = Path(torchtitan_graph.__file__).parent
-READ_HERE = {"job.config_file"}  # by load(), which finds the other options in it
+# In config/: by load(), which finds the other options in it, and by shard_degree(), which infers it.
+READ_HERE = {"job.config_file", "parallelism.data_parallel_shard_degree"}
 
 
 def table_classes() -> dict[str, list[str]]:

@@ -77,10 +77,12 @@ def check_disabled(names: Sequence[str]) -> None:
 class Inspection:
     """What to watch while passes run.
 
+    graph     what the log calls the graph
     dump_to   folder for the readable graph after each pass, numbered
     verify_on the graph's inputs that are not parameters: each pass is checked on them
     """
 
+    graph: str = "training step"
     dump_to: Path | None = None
     verify_on: list[Tensor] | None = None
 
@@ -96,12 +98,13 @@ def run_passes(
         num_nodes, begin = len(gm.graph.nodes), time.perf_counter()
         gm = each(gm)
         gm.graph.lint()
-        logger.info(f"pass {name}: {time.perf_counter() - begin:.2f} s, {num_nodes} -> {len(gm.graph.nodes)} nodes")
+        seconds, nodes = time.perf_counter() - begin, f"{num_nodes} -> {len(gm.graph.nodes)} nodes"
+        logger.info(f"{watch.graph}: pass {name}: {nodes}, {seconds:.2f} s")
         if watch.dump_to is not None:
             dump(gm, watch.dump_to, number, name)
         if watch.verify_on is not None:
             verify_pass(name, before, gm, watch.verify_on, device)
-            logger.info(f"pass {name}: verified")
+            logger.info(f"{watch.graph}: pass {name}: verified")
     return gm
 
 

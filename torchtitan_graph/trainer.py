@@ -200,7 +200,7 @@ class Trainer:
         disabled = config.compile.disable_passes
         run_passes(traced.gm, ordered, disabled, self.device, watch)
         if evaluated is not None:
-            run_passes(evaluated.gm, ordered, disabled, self.device, Inspection())
+            run_passes(evaluated.gm, ordered, disabled, self.device, Inspection("evaluation step"))
         self.model.to(self.precision.storage)
         return traced, evaluated, storages, flops
 

@@ -1,0 +1,76 @@
+"""The arithmetic of a traced step, by the convention that `graph/flops.py` states."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from torchtitan_graph.data.batch import Batch
+from torchtitan_graph.graph.flops import count_flops, visible_pairs
+from torchtitan_graph.graph.step import trace_train_step
+from torchtitan_graph.loss import cross_entropy
+from torchtitan_graph.models import llama3
+
+CONFIG = llama3.Config(32, 2, 4, 2, 48, vocab_size=64, rope_scaling=None)
+B, L = 2, 16
+
+
+def make_batch(documents_BL: torch.Tensor) -> Batch:
+    tokens_BL = torch.zeros(B, L, dtype=torch.int64)
+    return Batch(tokens_BL, tokens_BL, torch.arange(L).expand(B, L).contiguous(), documents_BL)
+
+
+def traced(attn: str = "sdpa") -> torch.fx.GraphModule:
+    with torch.device("meta"):
+        model = llama3.Model(CONFIG, attn)
+    batch = make_batch(torch.zeros(B, L, dtype=torch.int64))
+    num_tokens = torch.tensor(B * L)
+    return trace_train_step(model, cross_entropy, batch, model.mask(batch.documents_BL), num_tokens, device="cpu").gm
+
+
+def by_hand() -> tuple[int, int]:
+    c, tokens = CONFIG, B * L
+    per_layer = 2 * c.dim * c.num_heads * c.head_dim + 2 * c.dim * c.num_kv_heads * c.head_dim + 3 * c.dim * c.ffn_dim
+    forward = 2 * tokens * (c.num_layers * per_layer + c.dim * c.vocab_size)
+    attention = 2 * 2 * B * c.num_heads * L * L * c.head_dim * c.num_layers  # scores and values
+    return 3 * forward, 3 * attention  # backward: twice the forward's
+
+
+@pytest.mark.parametrize("attn", ["sdpa", "flex"])
+def test_counts_six_operations_per_weight_and_token_and_twelve_per_attended_pair(attn: str) -> None:
+    flops = count_flops(traced(attn))
+    assert (flops.matmul, flops.attention) == by_hand()
+
+
+def test_matrix_products_agree_with_torchs_own_counter() -> None:
+    model = llama3.Model(CONFIG)
+    batch = make_batch(torch.zeros(B, L, dtype=torch.int64))
+    with FlopCounterMode(display=False) as counter:
+        cross_entropy(model(batch.tokens_BL, batch.positions_BL), batch.labels_BL, torch.tensor(B * L)).backward()
+    matmuls = sum(
+        n for op, n in counter.get_flop_counts()["Global"].items() if str(op) in ("aten.mm", "aten.addmm", "aten.bmm")
+    )
+    assert count_flops(traced()).matmul == matmuls
+
+
+def test_recomputed_operators_would_count_twice_so_the_count_is_taken_before() -> None:
+    gm = traced()
+    before = count_flops(gm)
+    product = next(n for n in gm.graph.nodes if n.target is torch.ops.aten.mm.default)
+    with gm.graph.inserting_after(product):
+        gm.graph.node_copy(product)
+    assert count_flops(gm).matmul > before.matmul
+
+
+def test_the_mask_leaves_the_triangle_of_each_document() -> None:
+    one = torch.zeros(B, L, dtype=torch.int64)
+    assert visible_pairs(one) == (L * (L + 1) / 2) / L**2
+    halves = torch.arange(L).expand(B, L) // (L // 2)
+    half = L // 2
+    assert visible_pairs(halves) == 2 * (half * (half + 1) / 2) / L**2
+
+
+def test_operations_scale_attention_alone_by_what_the_mask_leaves() -> None:
+    flops = dataclasses.replace(count_flops(traced()), matmul=100, attention=10)
+    assert flops.of(0.5) == 105.0

@@ -37,9 +37,12 @@ def verify_pass(name: str, before: GraphModule, after: GraphModule, inputs: list
         if not torch.equal(found, expected):
             gap = (found.double() - expected.double()).abs().max()
             different.append(f"{key} (by {gap.item():.3g})")
-    if different:
+    by_rank: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(by_rank, different)  # a fault may show on one rank only: all stop, none is left waiting
+    if any(by_rank):
+        rank, different = next((rank, names) for rank, names in enumerate(by_rank) if names)
         raise RuntimeError(
-            f"pass {name} promises the same numbers bit for bit, but {len(different)} outputs differ: "
+            f"pass {name} promises the same numbers bit for bit, but {len(different)} outputs differ on rank {rank}: "
             f"{', '.join(different[:5])}; the graphs before and after it are in the dump folder with debug.dump_graphs"
         )
 

@@ -1,0 +1,176 @@
+"""cleanup: no aliases, nothing unused, and no node's value changes; bitwise, or refused."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from toy import aten, bitwise, calls, run_toy, toy, trace_toy
+
+from torchtitan_graph.graph.trace import minimal_fx_tracer
+from torchtitan_graph.passes.cleanup import cleanup
+
+
+def traced(fn: Callable, *args: Tensor) -> torch.fx.GraphModule:
+    return minimal_fx_tracer(fn)(*args).gm
+
+
+def test_a_step_keeps_its_numbers_and_loses_aliases_and_writes() -> None:
+    gm = trace_toy(toy())
+    expected, before = run_toy(gm), len(gm.graph.nodes)
+    gm = cleanup(gm)
+    assert bitwise(run_toy(gm), expected)
+    assert not calls(gm, aten.detach.default, aten.alias.default)
+    assert not any(n.target._schema.is_mutable for n in gm.graph.nodes if isinstance(n.target, torch._ops.OpOverload))
+    assert len(gm.graph.nodes) < before
+
+
+def test_unused_nodes_go() -> None:
+    def fn(x: Tensor) -> Tensor:
+        x.sin()
+        return x.cos()
+
+    assert [n.target for n in cleanup(traced(fn, torch.ones(2))).graph.nodes if n.op == "call_function"] == [
+        aten.cos.default
+    ]
+
+
+def chain(x: Tensor) -> list[Tensor]:
+    y = x + 1
+    before = y * 1
+    y.add_(1)
+    between = y * 1
+    y.mul_(y)
+    return [before, between, y, y.detach().sin()]
+
+
+def through_detach(x: Tensor) -> list[Tensor]:
+    y = x * 2
+    z = y.detach()
+    z.add_(1)
+    return [y + 0, z + 0]
+
+
+def from_detached_source(x: Tensor) -> list[Tensor]:
+    y = x * 2
+    z = y.detach()
+    y.add_(1)
+    return [y + 0, z + 0]
+
+
+def narrow_result(x: Tensor) -> list[Tensor]:
+    y = x.bfloat16()
+    y.add_(torch.full((2,), 1 / 3))
+    return [y, y.float() * 3]
+
+
+def overwritten(x: Tensor) -> list[Tensor]:
+    y = torch.empty(2)
+    y.copy_(x)
+    z = torch.zeros(2)
+    z.masked_fill_(x > 0, 5.0)
+    return [y, z]
+
+
+def view_that_nobody_reads_again(x: Tensor) -> list[Tensor]:
+    y = (x * 2).view(2, 1)
+    y.add_(1)
+    return [y + 0]
+
+
+def view_taken_after_the_write(x: Tensor) -> list[Tensor]:
+    y = x * 2
+    y.add_(1)
+    return [y.view(2, 1) + 0]
+
+
+EXACT = [
+    chain,
+    through_detach,
+    from_detached_source,
+    narrow_result,
+    overwritten,
+    view_that_nobody_reads_again,
+    view_taken_after_the_write,
+]
+
+
+@pytest.mark.parametrize("fn", EXACT)
+def test_in_place_writes_become_new_values(fn: Callable) -> None:
+    x = torch.tensor([1.0, -2.0])
+    gm = cleanup(traced(fn, x))
+    assert not any(n.target._schema.is_mutable for n in gm.graph.nodes if isinstance(n.target, torch._ops.OpOverload))
+    found, expected = gm(x), fn(x)
+    assert bitwise(found, expected)
+    assert [t.dtype for t in found] == [t.dtype for t in expected]
+    for node, t in zip(gm.graph.output_node().args[0], expected, strict=True):  # type: ignore[arg-type]
+        assert node.meta["val"].dtype == t.dtype  # type: ignore[union-attr]
+
+
+def base_read_after_write_to_view(x: Tensor) -> Tensor:
+    y = x * 2
+    y[0].add_(1)
+    return y + 0
+
+
+def view_read_after_write_to_base(x: Tensor) -> Tensor:
+    y = x * 2
+    v = y.view(2, 1)
+    y.add_(1)
+    return v + 0
+
+
+def one_chunk_of_two(x: Tensor) -> Tensor:
+    y = x * 2
+    y.chunk(2)[0].add_(1)
+    return y + 0
+
+
+def view_of_a_view(x: Tensor) -> Tensor:
+    y = x * 2
+    first, second = y.view(2, 1), y.unsqueeze(0)
+    first.t().add_(1)
+    return second + 0
+
+
+def base_returned(x: Tensor) -> Tensor:
+    y = x * 2
+    y.view(-1).add_(1)
+    return y
+
+
+INEXACT = [
+    base_read_after_write_to_view,
+    view_read_after_write_to_base,
+    one_chunk_of_two,
+    view_of_a_view,
+    base_returned,
+]
+
+
+@pytest.mark.parametrize("fn", INEXACT)
+def test_a_write_that_another_view_would_see_is_refused(fn: Callable) -> None:
+    with pytest.raises(ValueError, match=r"cleanup: aten.add_.* in the traced function writes in place to memory that"):
+        cleanup(traced(fn, torch.ones(2)))
+
+
+def test_a_write_without_a_functional_form_is_refused() -> None:
+    def fn(x: Tensor) -> Tensor:
+        y, z = x * 1, x * 2
+        torch._foreach_mul_([y, z], 2.0)
+        return y + z
+
+    with pytest.raises(ValueError, match="cleanup: aten._foreach_mul_"):
+        cleanup(traced(fn, torch.ones(2)))
+
+
+def test_a_step_with_its_optimizer_writes_to_its_inputs_and_is_refused() -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: Tensor) -> None:
+        model(x).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(ValueError, match="cleanup: .* in place to an input"):
+        cleanup(minimal_fx_tracer(step, module=model, optimizer=optimizer)(torch.ones(1, 2)).gm)

@@ -26,6 +26,13 @@ class Llama3Scaling:
         return frequencies_H * (keep_H + (1 - keep_H) / self.factor)
 
 
+def rope_frequencies(head_dim: int, theta: float, scaling: Llama3Scaling | None, device: torch.device) -> Tensor:
+    """Give the angle per position, in radians, of each of the H/2 pairs of a head, in fp32."""
+    exponents_H = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
+    frequencies_H = 1.0 / theta**exponents_H
+    return frequencies_H if scaling is None else scaling(frequencies_H)
+
+
 def rope_cos_sin(
     positions_BL: Tensor, head_dim: int, theta: float, scaling: Llama3Scaling | None
 ) -> tuple[Tensor, Tensor]:
@@ -34,10 +41,7 @@ def rope_cos_sin(
     They are computed from the positions in every step: the model needs no buffer that would have to be sized,
     sharded or saved, and the cost is that of one layer's elementwise operator.
     """
-    exponents_H = torch.arange(0, head_dim, 2, device=positions_BL.device, dtype=torch.float32) / head_dim
-    frequencies_H = theta**-exponents_H
-    if scaling is not None:
-        frequencies_H = scaling(frequencies_H)
+    frequencies_H = rope_frequencies(head_dim, theta, scaling, positions_BL.device)
     angles_BLH = positions_BL.unsqueeze(-1).float() * frequencies_H
     return angles_BLH.cos().unsqueeze(2), angles_BLH.sin().unsqueeze(2)
 

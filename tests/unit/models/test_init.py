@@ -1,0 +1,80 @@
+"""Initial weights: of the seed and the name alone."""
+
+import dataclasses
+import math
+
+import torch
+from torch import Tensor
+
+from torchtitan_graph.models import llama3
+from torchtitan_graph.models.layers.init import initial_weight, initialize
+from torchtitan_graph.parallel.mesh import ParallelDims
+from torchtitan_graph.parallel.storage import Precision, materialize, plan_storage
+
+CPU = torch.device("cpu")
+CONFIG = llama3.Config(dim=16, num_layers=2, num_heads=2, num_kv_heads=1, ffn_dim=24, vocab_size=40)
+
+
+def weight(name: str, seed: int = 7, std: float | None = 0.02, shape: tuple[int, ...] = (8, 8)) -> Tensor:
+    return initial_weight(name, torch.Size(shape), std, seed, CPU, torch.float32)
+
+
+def test_the_same_seed_and_name_give_the_same_weights() -> None:
+    assert torch.equal(weight("a"), weight("a"))
+    assert not torch.equal(weight("a"), weight("b"))
+    assert not torch.equal(weight("a"), weight("a", seed=8))
+
+
+def test_neither_the_order_nor_the_global_generator_matters() -> None:
+    names = ["a", "b", "c"]
+    forwards = {name: weight(name) for name in names}
+    torch.manual_seed(99)
+    backwards = {name: weight(name) for name in reversed(names)}
+    assert all(torch.equal(forwards[name], backwards[name]) for name in names)
+    state = torch.get_rng_state()
+    weight("a")
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_deeper_model_shares_the_weights_of_its_first_layers_but_for_their_scale() -> None:
+    shallow, deep = (llama3.Model(dataclasses.replace(CONFIG, num_layers=n)) for n in (2, 4))
+    for model in (shallow, deep):
+        fill(model, seed=1)
+    found = dict(deep.named_parameters())
+    for name, p in shallow.named_parameters():
+        scale = shallow.initial_std(name) / deep.initial_std(name) if shallow.initial_std(name) else 1.0
+        assert torch.allclose(p, found[name] * scale)
+
+
+def fill(model: llama3.Model, seed: int) -> None:
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(initial_weight(name, p.shape, model.initial_std(name), seed, CPU, torch.float32))
+
+
+def test_norms_are_ones_and_the_rest_normal_cut_at_three_deviations() -> None:
+    assert torch.equal(weight("norm", std=None), torch.ones(8, 8))
+    assert torch.equal(weight("zero", std=0.0), torch.zeros(8, 8))
+    large = weight("large", std=0.5, shape=(200, 200))
+    assert large.abs().max() <= 1.5
+    assert large.mean().abs() < 0.01
+    assert abs(large.std() / 0.5 - 0.9866) < 0.02  # a normal cut at three deviations is that much narrower
+
+
+def test_the_first_loss_is_near_that_of_a_uniform_guess() -> None:
+    model = llama3.Model(dataclasses.replace(CONFIG, vocab_size=500, dim=64))
+    fill(model, seed=3)
+    tokens = torch.randint(500, (4, 33), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        loss = torch.nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+    assert math.log(500) - 0.1 < loss < math.log(500) + 1
+
+
+def test_initialize_draws_every_parameter_of_a_sharded_model(one_rank: None) -> None:
+    with torch.device("meta"):
+        model = llama3.Model(CONFIG)
+    materialize(model, plan_storage(model, ParallelDims().mesh("cpu"), Precision()), CPU)
+    initialize(model, seed=5)
+    for name, p in model.named_parameters():
+        expected = initial_weight(name, p.shape, model.initial_std(name), 5, CPU, torch.float32)
+        assert torch.equal(p.to_local(), expected), name  # type: ignore[attr-defined]

@@ -46,6 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, NonFiniteError) as error:
         # What the user has to change: the message says it all, a traceback would bury it.
         logger.error(str(error))
+        if not _is_rank_0():
+            # torchrun ends all ranks as soon as one exits, and mostly rank 0's output is shown: it reports first.
+            time.sleep(30)
         return 2 if isinstance(error, ValueError) else 3
     return 0
 

@@ -53,6 +53,7 @@ class DataLoader:
             self._loader = StatefulDataLoader(
                 rows,
                 batch_size=None,
+                generator=torch.Generator(),  # its own: an iterator draws from it, also the one of a resumed run
                 num_workers=num_workers,
                 persistent_workers=persistent_workers and num_workers > 0,
                 pin_memory=pin_memory and torch.cuda.is_available(),

@@ -1,0 +1,25 @@
+from pathlib import Path
+
+import pytest
+from runs import REPOSITORY, TINY, Command, Result
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
+    """The run that others are compared with: two ranks, graph mode, never stopped, all outputs on.
+
+    Started by run_train.sh from a folder that is not the repository's.
+    """
+    folder = tmp_path_factory.mktemp("reference")
+    command = Command(
+        str(REPOSITORY / "run_train.sh"),
+        *["--job.dump_folder", "./run", "--job.description=two ranks", "--checkpoint.keep_latest_k", "0"],
+        *["--metrics.enable_tensorboard", "--metrics.save_for_all_ranks", "--validation.enable"],
+        *["--validation.freq", "3", "--profiling.enable_profiling", "--profiling.profile_freq", "2"],
+        *["--profiling.profiler_warmup", "1"],
+        cwd=folder,
+        NGPU="2",
+        CONFIG_FILE=TINY,
+        LOG_RANK="0,1",
+    )
+    return folder / "run", command.finish()

@@ -1,0 +1,87 @@
+"""Train with one thing changed: python patched_train.py PATCH [--table.key value ...]
+
+Each patch is a function without arguments, to be called before `main`; what it needs to know is in the environment.
+"""
+
+import hashlib
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from torchtitan_graph import train, trainer
+from torchtitan_graph.checkpoint import checkpointer
+from torchtitan_graph.data.batch import Batch
+from torchtitan_graph.data.loader import DataLoader
+
+
+def forbid_process_group() -> None:
+    """Fail if a process group is started."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("a process group was started")
+
+    dist.init_process_group = refuse
+
+
+def kill_in_save() -> None:
+    """Kill this process before or after a named function of a save: KILL = "before commit"."""
+    when, point = os.environ["KILL"].split()
+    function = getattr(checkpointer, point)
+
+    def run_and_die(*args: Any) -> None:
+        if when == "after":
+            function(*args)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(checkpointer, point, run_and_die)
+
+
+def pause_in_step_4() -> None:
+    """Stop rank 1 for ever in the fourth step, with its data taken: rank 0 then waits for it amid forward.
+
+    Each rank writes its process' id to PIDS/RANK, and rank 1 makes PIDS/paused when it stops.
+    """
+    folder, rank = Path(os.environ["PIDS"]), os.environ["RANK"]
+    Path(folder, rank).write_text(str(os.getpid()))
+    next_step = trainer.Trainer._next_step
+
+    def maybe_pause(self: trainer.Trainer) -> Any:
+        taken = next_step(self)
+        if self.step == 3 and rank == "1":
+            Path(folder, "paused").touch()
+            time.sleep(1000)
+        return taken
+
+    trainer.Trainer._next_step = maybe_pause  # type: ignore[method-assign]
+
+
+def record_rows() -> None:
+    """Append the hash of every row that this rank takes to the file ROWS.RANK."""
+    take = DataLoader.__next__
+
+    def take_and_record(self: DataLoader) -> Batch:
+        batch = take(self)
+        with open(f"{os.environ['ROWS']}.{os.environ['RANK']}", "a") as file:
+            for row in range(len(batch.tokens_BL)):
+                content = b"".join(part[row].numpy().tobytes() for part in batch)
+                print(hashlib.sha256(content).hexdigest(), file=file)
+        return batch
+
+    DataLoader.__next__ = take_and_record  # type: ignore[method-assign]
+
+
+def infinite_loss_on_rank_1() -> None:
+    """Multiply the loss by infinity on rank 1."""
+    loss = trainer.cross_entropy
+    if os.environ["RANK"] == "1":
+        trainer.cross_entropy = lambda *args: loss(*args) * float("inf")  # type: ignore[assignment]
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()
+    sys.exit(train.main(sys.argv[2:]))

@@ -1,0 +1,143 @@
+"""Start training as users do, in processes of its own, and read what a run wrote."""
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+HERE = Path(__file__).parent
+REPOSITORY = HERE.parents[1]
+TINY = str(HERE / "tiny.toml")
+PATCHED_TRAIN = str(HERE / "patched_train.py")
+TIMEOUT_S = 250  # a run takes seconds; a busy machine takes longer
+
+# Forks a process that has imported everything already, from a clean one: much cheaper than starting Python anew.
+_fork = multiprocessing.get_context("forkserver")
+_fork.set_forkserver_preload(["torchtitan_graph.train"])
+
+
+class Result(NamedTuple):
+    """How a process ended (a negative code is the signal that killed it), and what it printed on both streams."""
+
+    code: int
+    output: str
+
+
+def train(*options: str, patch: Callable[[], None] | None = None, **env: str) -> Result:
+    """Train with `tiny.toml` and these options in one process."""
+    with tempfile.NamedTemporaryFile("r", errors="replace") as output:
+        argv = ["--job.config_file", TINY, *options]
+        process = _fork.Process(target=_train, args=(argv, output.name, {**_environment(), **env}, patch))
+        process.start()
+        process.join(TIMEOUT_S)
+        if process.exitcode is None:
+            process.kill()
+            raise TimeoutError(f"{argv} is not done after {TIMEOUT_S} s:\n{output.read()}")
+        return Result(process.exitcode, output.read())
+
+
+def _train(argv: list[str], output: str, env: dict[str, str], patch: Callable[[], None] | None) -> None:
+    descriptor = os.open(output, os.O_WRONLY | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.environ.clear()
+    os.environ.update(env)
+    torch.set_num_threads(1)
+    sys.path.insert(0, str(HERE))
+    from torchtitan_graph.train import main
+
+    if patch is not None:
+        patch()
+    sys.exit(main(argv))
+
+
+class Command:
+    """A command that runs, with its output in a file."""
+
+    def __init__(self, *words: str, cwd: Path | None = None, **env: str) -> None:
+        self.words = words
+        self._output = tempfile.NamedTemporaryFile("r", errors="replace")  # noqa: SIM115  (as long as this object)
+        with open(self._output.name, "w") as file:
+            self.process = subprocess.Popen(
+                words, cwd=cwd, env={**_environment(), **env}, stdout=file, stderr=subprocess.STDOUT
+            )
+
+    def finish(self) -> Result:
+        """Wait for the end."""
+        try:
+            code = self.process.wait(TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.process.terminate()  # torchrun passes it on to its ranks
+            raise TimeoutError(f"{self.words} is not done after {TIMEOUT_S} s:\n{self.output()}") from None
+        return Result(code, self.output())
+
+    def wait_for(self, path: Path) -> None:
+        """Wait until there is a file at `path`."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while not path.exists():
+            assert self.process.poll() is None, f"{self.words} ended before {path} was there:\n{self.output()}"
+            assert time.monotonic() < deadline, f"{self.words} made no {path} in {TIMEOUT_S} s:\n{self.output()}"
+            time.sleep(0.05)
+
+    def output(self) -> str:
+        return Path(self._output.name).read_text(errors="replace")
+
+
+def torchrun(num_ranks: int, *options: str, patch: str | None = None, **env: str) -> Command:
+    """Start `tiny.toml` with these options under torchrun."""
+    what = ["-m", "torchtitan_graph.train"] if patch is None else [PATCHED_TRAIN, patch]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(num_ranks), "--rdzv_backend"]
+    launch += ["c10d", "--rdzv_endpoint", "127.0.0.1:0", "--local_addr", "127.0.0.1"]
+    return Command(*launch, *what, "--job.config_file", TINY, *options, **env)
+
+
+def _environment() -> dict[str, str]:
+    ours = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NGPU", "CONFIG_FILE", "COMM_MODE")
+    inherited = {name: value for name, value in os.environ.items() if name not in ours}
+    return inherited | {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",  # on any machine the same numbers; tests/gpu is for the others
+    }
+
+
+def kill(*pids: int) -> None:
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    """Read metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def numbers(folder: Path) -> dict[int, tuple[float, ...]]:
+    """Give loss, gradient norm, learning rate and tokens of every step: all that a run computes and logs."""
+    keys = ("loss", "grad_norm", "lr", "tokens_seen")
+    return {record["step"]: tuple(record[key] for key in keys) for record in records(folder) if "loss" in record}
+
+
+def saved(folder: Path, step: int) -> dict[str, Any]:
+    """Read the checkpoint of a step, every tensor as its bytes, so that equal means bitwise equal."""
+    path = folder / "checkpoint" / f"step-{step}"
+    with tempfile.NamedTemporaryFile(suffix=".pt") as file:
+        dcp_to_torch_save(path, file.name)
+        tensors = torch.load(file.name, weights_only=True)
+    content = {name: (tensor.dtype, tensor.shape, tensor.numpy().tobytes()) for name, tensor in tensors.items()}
+    return content | json.loads((path / "train_state.json").read_text())
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """List the steps whose checkpoints are there; anything else in the folder is an error."""
+    return sorted(int(path.name.removeprefix("step-")) for path in (folder / "checkpoint").iterdir())

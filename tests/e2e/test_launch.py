@@ -1,0 +1,99 @@
+"""Every way to start training works."""
+
+import re
+from pathlib import Path
+
+import pytest
+from runs import REPOSITORY, TINY, Command, Result, numbers, records, saved_steps, torchrun, train
+
+OLD_FILE = REPOSITORY / "tests" / "unit" / "config" / "old_files" / "debug.toml"
+
+
+def test_run_train_sh_from_another_folder(reference: tuple[Path, Result]) -> None:
+    folder, (code, output) = reference
+    assert code == 0, output
+    assert list(numbers(folder)) == [1, 2, 3, 4, 5]
+    assert "two ranks: 2 processes" in output, "an option with a space in its value is not passed on whole"
+
+
+def test_log_rank_chooses_whose_output_is_shown(reference: tuple[Path, Result]) -> None:
+    _, (_, output) = reference
+    assert "[rank0]:" in output and "[rank1]:" in output  # the fixture sets LOG_RANK=0,1
+
+
+def test_console_command_with_one_process(tmp_path: Path) -> None:
+    options = ["--job.config_file", TINY, "--training.steps", "1", "--checkpoint.no-enable"]
+    code, output = Command("torchtitan_graph", *options, cwd=tmp_path).finish()
+    assert code == 0, output
+    assert list(numbers(tmp_path / "outputs")) == [1]
+
+
+def test_old_file_trains(tmp_path: Path) -> None:
+    code, output = Command(
+        *["python", "-m", "torchtitan_graph.train", "--job.config_file", str(OLD_FILE)],
+        *["--job.dump_folder", str(tmp_path), "--training.steps", "1"],
+        *["--training.seq_len", "64", "--training.local_batch_size", "2"],
+        cwd=REPOSITORY,  # the file names ./tests/assets/tokenizer
+    ).finish()
+    assert code == 0, output
+    assert "training.dataset = 'c4_test': changed: is now stdlib" in output
+    assert list(numbers(tmp_path)) == [1]
+
+
+def test_dry_run_of_an_8b_model_on_16_ranks_in_one_process(tmp_path: Path) -> None:
+    code, output = Command(
+        str(REPOSITORY / "run_train.sh"),
+        *["--model.flavor", "8B", "--parallelism.tensor_parallel_degree", "8", "--model.hf_assets_path="],
+        cwd=tmp_path,
+        NGPU="16",
+        COMM_MODE="fake_backend",
+    ).finish()
+    assert code == 0, output
+    assert re.search(r"dry run of 16 ranks done in [\d.]+ s, peak memory of this process [\d.]+ GiB", output), output
+    assert not list(tmp_path.iterdir()), "a dry run writes nothing"
+
+
+def test_one_process_computes_what_two_do(reference: tuple[Path, Result], tmp_path: Path) -> None:
+    code, output = train("--job.dump_folder", str(tmp_path))
+    assert code == 0, output
+    (loss, *_), (other_loss, *_) = numbers(tmp_path)[1], numbers(reference[0])[1]
+    assert loss == pytest.approx(other_loss, rel=1e-6)
+
+
+def test_run_ends_where_the_data_ends(tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    for number in range(4):
+        (corpus / f"{number}.txt").write_text(f"Document number {number}. " * 60)
+    code, output = train(
+        *["--job.dump_folder", str(tmp_path / "run"), "--training.steps", "1000", "--training.no-repeat"],
+        *["--training.dataset_path", str(corpus), "--validation.enable", "--validation.dataset_path", str(corpus)],
+        *["--validation.freq", "1000", "--checkpoint.interval", "1000"],
+    )
+    assert code == 0, output
+    last = records(tmp_path / "run")[-1]
+    assert f"the data is used up after step {last['step']}" in output
+    assert 2 < last["step"] < 20
+    assert last["validation_loss"] > 0
+    assert saved_steps(tmp_path / "run") == [last["step"]]
+
+
+def test_numbers_that_are_not_finite_stop_the_run_and_name_the_rank(tmp_path: Path) -> None:
+    code, output = torchrun(2, "--job.dump_folder", str(tmp_path), patch="infinite_loss_on_rank_1").finish()
+    assert code != 0
+    assert re.search(r"exitcode *: 3", output), "torchrun's report names the trainer's exit code"
+    assert "step 1: the loss is not finite on ranks [1]" in output
+    assert not (tmp_path / "checkpoint").exists()
+
+
+def test_numbers_that_are_not_finite_leave_the_last_checkpoint(tmp_path: Path) -> None:
+    """Step 3 is the first with an absurd learning rate; its update makes step 4's loss infinite."""
+    options = ["--job.dump_folder", str(tmp_path), "--training.steps"]
+    assert train(*options, "2").code == 0
+    files = {path: path.read_bytes() for path in (tmp_path / "checkpoint").rglob("*") if path.is_file()}
+    code, output = train(*options, "6", "--optimizer.lr", "1e38", "--lr_scheduler.decay_ratio", "0")
+    assert code == 3, output
+    assert "step 4: the loss is not finite on ranks [0]" in output
+    assert "Traceback" not in output
+    assert files == {path: path.read_bytes() for path in (tmp_path / "checkpoint").rglob("*") if path.is_file()}
+    assert list(numbers(tmp_path)) == [1, 2, 3]

@@ -1,0 +1,116 @@
+"""What a run writes can be read, and says what it should."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from runs import Result, numbers, records, train
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from torchtitan_graph.config import load
+
+STEP_KEYS = [
+    *["step", "loss", "grad_norm", "lr", "tokens_seen", "tokens_per_second", "step_time_s", "data_loading_s", "mfu"],
+    "memory_gib",
+]
+
+
+def test_metrics_have_the_promised_keys(reference: tuple[Path, Result]) -> None:
+    folder, _ = reference
+    found = records(folder)
+    assert [list(record) for record in found if "loss" in record] == [STEP_KEYS] * 5
+    assert [list(record) for record in found if "loss" not in record] == [["step", "validation_loss"]] * 2
+    assert [record["step"] for record in found if "validation_loss" in record] == [3, 5]
+    assert all(record["memory_gib"] > 0 and record["tokens_per_second"] > 0 for record in found if "loss" in record)
+
+
+def test_other_ranks_write_their_own_metrics(reference: tuple[Path, Result]) -> None:
+    lines = (reference[0] / "metrics_rank1.jsonl").read_text().splitlines()
+    mine = [json.loads(line) for line in lines]
+    keys = ("step", "loss", "grad_norm", "validation_loss")
+    assert [[r.get(k) for k in keys] for r in mine] == [[r.get(k) for k in keys] for r in records(reference[0])]
+
+
+@pytest.mark.filterwarnings("ignore")  # TensorBoard's own
+def test_tensorboard_files_hold_the_same_numbers(reference: tuple[Path, Result]) -> None:
+    folder, _ = reference
+    events = EventAccumulator(str(folder / "tb")).Reload()
+    for tag, key in (("train/loss", "loss"), ("train/grad_norm", "grad_norm"), ("validation/loss", "validation_loss")):
+        shown = {event.step: event.value for event in events.Scalars(tag)}
+        assert shown == pytest.approx({r["step"]: r[key] for r in records(folder) if key in r}, rel=1e-6)
+    assert b"my_models.tiny" in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
+
+
+@pytest.mark.parametrize("step", [2, 4])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_profiles_hold_the_steps_operators(reference: tuple[Path, Result], step: int, rank: int) -> None:
+    path = reference[0] / "profile_traces" / f"step-{step}" / f"rank{rank}.json.gz"
+    names = {event["name"] for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]}
+    assert {"aten::mm", "gloo:all_gather"} & names, names
+
+
+def test_resolved_configuration_gives_the_same_run_again(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    options = ["--optimizer.lr", "3e-3", "--debug.seed", "7", "--training.steps", "2", "--checkpoint.no-enable"]
+    code, output = train("--job.dump_folder", str(first), *options)
+    assert code == 0, output
+    code, output = train("--job.config_file", str(first / "config.toml"), "--job.dump_folder", str(second))
+    assert code == 0, output
+    assert numbers(first) == numbers(second)
+    one, other = (load(["--job.config_file", str(folder / "config.toml")]) for folder in (first, second))
+    one.job, other.job = other.job, one.job  # differ by dump_folder and config_file, as they should
+    assert one.optimizer == other.optimizer and one.debug.seed == other.debug.seed == 7
+
+
+@pytest.fixture(scope="module")
+def inspected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
+    folder = tmp_path_factory.mktemp("inspected")
+    options = ["--training.steps", "1", "--debug.dump_graphs", "--debug.verify_passes", "--checkpoint.no-enable"]
+    return folder / "graphs", train("--job.dump_folder", str(folder), *options)
+
+
+PASSES = [
+    *["cleanup", "shard_params", "mixed_precision", "memory_policy", "rematerialize", "bucket_collectives"],
+    "overlap_collectives",
+]
+
+
+def test_every_pass_is_verified(inspected: tuple[Path, Result]) -> None:
+    code, output = inspected[1]
+    assert code == 0, output
+    assert [line.split()[-2] for line in output.splitlines() if line.endswith(": verified")] == [
+        f"{name}:" for name in PASSES
+    ]
+
+
+def test_every_graph_is_dumped(inspected: tuple[Path, Result]) -> None:
+    names = [path.stem for path in sorted(inspected[0].iterdir())]
+    assert names == [f"{number:02d}_{name}" for number, name in enumerate(["traced", *PASSES])]
+
+
+def dumped(inspected: tuple[Path, Result], name: str) -> list[str]:
+    (path,) = inspected[0].glob(f"*_{name}.*")
+    return path.read_text().splitlines()
+
+
+def operators(lines: list[str]) -> dict[str, str]:
+    """Give the operator of every value."""
+    values = [line.partition("  #")[0].split(" = ", 1) for line in lines]
+    return {value[0]: value[1].partition("(")[0] for value in values if len(value) == 2}
+
+
+def test_two_dumps_differ_by_what_the_pass_did(inspected: tuple[Path, Result]) -> None:
+    before, after = (operators(dumped(inspected, name)) for name in ("shard_params", "mixed_precision"))
+    assert before.items() <= after.items()
+    assert {after[value] for value in after.keys() - before.keys()} == {"aten._to_copy.default"}
+
+
+def test_a_policy_changes_nothing_but_tags(inspected: tuple[Path, Result]) -> None:
+    before, after = (dumped(inspected, name) for name in ("mixed_precision", "memory_policy"))
+    assert before != after
+    assert [line.partition("  #")[0] for line in before] == [line.partition("  #")[0] for line in after]
+
+
+def test_a_pass_with_nothing_to_do_leaves_the_dump_as_it_is(inspected: tuple[Path, Result]) -> None:
+    assert dumped(inspected, "rematerialize") == dumped(inspected, "bucket_collectives")  # one rank gathers nothing

@@ -1,0 +1,93 @@
+"""What can't run is refused at once: exit code 2, one message that says what to change, and nothing else happens."""
+
+from pathlib import Path
+
+import patched_train
+import pytest
+from runs import REPOSITORY, Command, train
+
+
+def assert_refused(tmp_path: Path, options: list[str], parts: list[str], num_ranks: int = 1) -> None:
+    folder = tmp_path / "run"
+    code, output = train(
+        *["--job.dump_folder", str(folder), *options],
+        patch=patched_train.forbid_process_group,
+        WORLD_SIZE=str(num_ranks),
+    )
+    assert code == 2, output
+    assert output.count("ERROR") == 1, output
+    for part in parts:
+        assert part in output, output
+    assert "Traceback" not in output
+    assert not folder.exists(), "something was written"
+
+
+@pytest.mark.parametrize(
+    ("toml", "parts"),
+    [
+        ("[training]\nsteqs = 3", ["training.steqs = 3", "is not an option", "did you mean training.steps?"]),
+        ("[trainig]\nsteps = 3", ["trainig", "did you mean training"]),
+        ("[training]\nsteps = 'ten'", ["training.steps = 'ten'", "must be a whole number of at least 1"]),
+        ("[compile]\nmode = 'grpah'", ["compile.mode = 'grpah'", "one of graph, eager", "did you mean graph?"]),
+        ("[training\n", ["is not valid TOML", "line 1"]),
+    ],
+    ids=["key", "table", "type", "value", "syntax"],
+)
+def test_mistake_in_a_file(toml: str, parts: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(toml)
+    assert_refused(tmp_path, ["--job.config_file", str(file)], ["mine.toml", *parts])
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ("--training.stepz 3", ["command line: training.stepz = '3'", "did you mean training.steps?"]),
+        ("--training.steps 3 --optimizer.lr -1 --compile.mode x", ["2 problems", "optimizer.lr", "compile.mode"]),
+        ("--job.config_file llama3_debg.toml", ["llama3_debg.toml", "did you mean llama3_debug.toml?"]),
+        ("--model.name lama3", ["model.name = 'lama3'", "must be one of llama3", "did you mean llama3?"]),
+        ("--model.name my_models.nothing", ["model.name = 'my_models.nothing'", "is it on PYTHONPATH?"]),
+        ("--model.flavor debugmodl", ["model.flavor = 'debugmodl'", "did you mean 'debugmodel'?"]),
+        ("--model.hf_assets_path ./nowhere", ["model.hf_assets_path = './nowhere'", "there is no tokenizer.json"]),
+        ("--compile.disable_passes rematerialise", ["compile.disable_passes", "did you mean 'rematerialize'?"]),
+        ("--compile.disable_passes shard_params", ["compile.disable_passes", "can't be left out"]),
+        (
+            "--parallelism.pipeline_parallel_degree 2",
+            ["pipeline_parallel_degree = '2'", "not built yet", "use data_parallel"],
+        ),
+        ("--model.attn flex --training.seq_len 65536", ["model.attn = 'flex'", "GiB", 'use attn = "sdpa"']),
+        ("--training.global_batch_size 7", ["training.global_batch_size = 7", "multiple of", "= 2, or -1"]),
+    ],
+    ids=lambda value: value.split()[0].removeprefix("--") if isinstance(value, str) else "",
+)
+def test_mistake_in_an_option(options: str, parts: list[str], tmp_path: Path) -> None:
+    assert_refused(tmp_path, options.split(), parts)
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ("--parallelism.tensor_parallel_degree 3", ["tensor_parallel_degree = 3", "multiply", "= 3, not 4"]),
+        ("--parallelism.data_parallel_replicate_degree 3", ["data_parallel_replicate_degree = 3", "not 4"]),
+        ("--training.global_batch_size 12", ["training.global_batch_size = 12", "4 = 8, or -1"]),
+        ("--parallelism.tensor_parallel_degree 4", ["parallelism.tensor_parallel_degree = 4"]),  # 2 key-value heads
+    ],
+)
+def test_mistake_for_four_ranks(options: str, parts: list[str], tmp_path: Path) -> None:
+    assert_refused(tmp_path, options.split(), parts, num_ranks=4)
+
+
+def test_check_itself_accepts_what_is_right(tmp_path: Path) -> None:
+    """Negative control: without a mistake the run gets as far as the process group, which is forbidden here."""
+    code, output = train("--job.dump_folder", str(tmp_path), patch=patched_train.forbid_process_group)
+    assert code == 1 and "a process group was started" in output
+
+
+def test_rank_0_reports_before_torchrun_ends_it(tmp_path: Path) -> None:
+    """Whichever rank finds a mistake first: the one whose output is shown must live to tell it."""
+    code, output = Command(
+        str(REPOSITORY / "run_train.sh"), "--training.stepz", "3", cwd=tmp_path, NGPU="3", LOG_RANK="0"
+    ).finish()
+    assert code != 0
+    assert "training.stepz = '3': is not an option; did you mean training.steps?" in output
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,130 @@
+"""A run that was stopped, in any way, and resumed, is the run that never stopped."""
+
+import shutil
+import signal
+from pathlib import Path
+
+import patched_train
+import pytest
+from runs import Result, kill, numbers, saved, saved_steps, torchrun, train
+
+from torchtitan_graph.checkpoint import SAVE_POINTS
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A run in each mode that was killed in the midst of its fourth step; the last save was after the second."""
+    return {mode: kill_in_step_4(tmp_path_factory.mktemp(mode), mode) for mode in ("graph", "eager")}
+
+
+def kill_in_step_4(folder: Path, mode: str) -> Path:
+    pids = folder / "pids"
+    pids.mkdir()
+    run = torchrun(
+        *[2, "--job.dump_folder", str(folder), "--compile.mode", mode], patch="pause_in_step_4", PIDS=str(pids)
+    )
+    run.wait_for(pids / "paused")
+    kill(run.process.pid, *(int((pids / rank).read_text()) for rank in ("0", "1")))
+    assert run.finish().code == -signal.SIGKILL
+    assert list(numbers(folder)) == [1, 2, 3]
+    assert saved_steps(folder) == [2]
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("first", "then"), [("graph", "graph"), ("graph", "eager"), ("eager", "graph")], ids=lambda mode: mode
+)
+def test_killed_in_mid_step(
+    first: str, then: str, killed: dict[str, Path], reference: tuple[Path, Result], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(killed[first], folder)
+    code, output = torchrun(2, "--job.dump_folder", str(folder), "--compile.mode", then).finish()
+    assert code == 0, output
+    assert "resuming after step 2" in output
+    assert numbers(folder) == numbers(reference[0])
+    assert saved(folder, 5) == saved(reference[0], 5)
+
+
+def test_eager_and_graph_log_the_same_numbers(killed: dict[str, Path], reference: tuple[Path, Result]) -> None:
+    eager = numbers(killed["eager"])
+    assert len(eager) == 3
+    assert eager == {step: values for step, values in numbers(reference[0]).items() if step <= 3}
+
+
+def test_comparison_sees_another_seed(reference: tuple[Path, Result], tmp_path: Path) -> None:
+    """Negative control: the numbers above tell one run from another."""
+    code, output = train("--job.dump_folder", str(tmp_path), "--debug.seed", "1")
+    assert code == 0, output
+    mine, others = numbers(tmp_path), numbers(reference[0])
+    assert all(abs(mine[step][0] - others[step][0]) > 1e-4 for step in mine)
+    assert saved(tmp_path, 5)["model.norm.weight"] != saved(reference[0], 5)["model.norm.weight"]
+
+
+def test_killed_at_every_point_of_a_save(tmp_path: Path) -> None:
+    """One run, started again and again, and killed each time at the next named point of its first save."""
+    points = [f"{when} {point}" for point in SAVE_POINTS for when in ("before", "after")]
+    complete = points.index("after write_manifest")
+    steps = len(points) - complete + 1
+    options = ["--training.steps", str(steps), "--checkpoint.interval", "1", "--checkpoint.keep_latest_k", "2"]
+    folder, done = tmp_path / "killed", 0
+    for number, point in enumerate(points):
+        code, output = train("--job.dump_folder", str(folder), *options, patch=patched_train.kill_in_save, KILL=point)
+        assert code == -signal.SIGKILL, f"{point}:\n{output}"
+        assert (f"resuming after step {done}" in output) == (done > 0), f"{point}:\n{output}"
+        done += number >= complete
+    code, output = train("--job.dump_folder", str(folder), *options)
+    assert code == 0 and f"resuming after step {done}" in output, output
+    assert done == steps - 1
+
+    never_stopped = tmp_path / "never_stopped"
+    code, output = train("--job.dump_folder", str(never_stopped), *options)
+    assert code == 0, output
+    assert numbers(folder) == numbers(never_stopped)
+    assert saved_steps(folder) == saved_steps(never_stopped)
+    assert saved(folder, steps) == saved(never_stopped, steps)
+
+
+FLOAT32 = ["--training.mixed_precision_param", "float32", "--training.steps", "4"]
+
+
+def test_resumed_on_another_number_of_ranks_and_workers(tmp_path: Path) -> None:
+    one, two, one_then_two, two_then_one = (tmp_path / name for name in ("1", "2", "1 then 2", "2 then 1"))
+    run_recorded(1, one, "--training.dataloader.num_workers", "2")
+    run_recorded(2, two)
+    rows = recorded_rows(one, 1)
+    assert recorded_rows(two, 2) == rows
+    assert len(set(rows)) == len(rows) == 4 * 8
+
+    for first, folder in ((one, one_then_two), (two, two_then_one)):
+        shutil.copytree(first, folder, ignore=lambda *_: ["step-4"])
+        for file in folder.glob("rows.*"):
+            file.unlink()
+    run_recorded(2, one_then_two, "--training.dataloader.num_workers", "1")
+    run_recorded(1, two_then_one)
+    assert recorded_rows(one_then_two, 2) == recorded_rows(two_then_one, 1) == rows[2 * 8 :]
+    for folder in (two, one_then_two, two_then_one):
+        for step, (loss, grad_norm, lr, tokens_seen) in numbers(folder).items():
+            assert (loss, grad_norm) == pytest.approx(numbers(one)[step][:2], rel=1e-5), f"{folder.name}: step {step}"
+            assert (lr, tokens_seen) == numbers(one)[step][2:]
+
+
+def run_recorded(num_ranks: int, folder: Path, *options: str) -> None:
+    options = ("--job.dump_folder", str(folder), *FLOAT32, *options)
+    folder.mkdir(exist_ok=True)
+    if num_ranks == 1:
+        code, output = train(*options, patch=patched_train.record_rows, ROWS=f"{folder}/rows", RANK="0")
+    else:
+        code, output = torchrun(num_ranks, *options, patch="record_rows", ROWS=f"{folder}/rows").finish()
+    assert code == 0, output
+
+
+def recorded_rows(folder: Path, num_ranks: int, batch_size: int = 2) -> list[str]:
+    """Put the rows that the ranks took in their global order: microbatch by microbatch, rank by rank."""
+    of_rank = [(folder / f"rows.{rank}").read_text().split() for rank in range(num_ranks)]
+    return [
+        row
+        for start in range(0, len(of_rank[0]), batch_size)
+        for rows in of_rank
+        for row in rows[start : start + batch_size]
+    ]

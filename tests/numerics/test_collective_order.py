@@ -32,8 +32,14 @@ def collectives(lines: list[str]) -> list[str]:
 
 @pytest.mark.parametrize(
     "cell",
-    [*[Cell(dims, BF16) for dims in LAYOUTS.values() if dims.tp == 1], Cell(FSDP2, BF16, recompute=Recompute(every=1))],
-    ids=[*[layout for layout, dims in LAYOUTS.items() if dims.tp == 1], "FSDP-2-recompute-full"],
+    [
+        *[
+            pytest.param(Cell(dims, BF16), id=layout, marks=[pytest.mark.slow] if layout == "FSDP-4" else [])
+            for layout, dims in LAYOUTS.items()
+            if dims.tp == 1
+        ],
+        pytest.param(Cell(FSDP2, BF16, recompute=Recompute(every=1)), id="FSDP-2-recompute-full"),
+    ],
 )
 def test_data_parallel_ranks_have_the_same_graph(cell):
     first, *others = run_on(cell.dims.num_ranks, program, cell)

@@ -30,7 +30,9 @@ def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[st
 
 
 @pytest.mark.parametrize(
-    "dims", [FSDP2, TP2, FSDP3, FSDP4, FSDP2_TP2], ids=["FSDP-2", "TP-2", "FSDP-3", "FSDP-4", "FSDP-2-x-TP-2"]
+    "dims",
+    [FSDP2, TP2, FSDP3, FSDP2_TP2, pytest.param(FSDP4, marks=pytest.mark.slow)],
+    ids=["FSDP-2", "TP-2", "FSDP-3", "FSDP-2-x-TP-2", "FSDP-4"],
 )
 def test_every_layout_starts_from_the_weights_of_one_rank(dims, one_rank):
     for found in run_on(dims.num_ranks, weights, dims):

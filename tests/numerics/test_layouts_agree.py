@@ -82,7 +82,13 @@ def check(whole, cell: Cell) -> None:
         assert far_apart(plain(cell.vocab_size, cell.tied), found, TOLERANCE) == []
 
 
-@pytest.mark.parametrize("dims", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(
+    "dims",
+    [
+        pytest.param(dims, id=layout, marks=[pytest.mark.slow] if layout == "FSDP-4" else [])
+        for layout, dims in LAYOUTS.items()
+    ],
+)
 def test_every_layout_is_the_plain_module(dims):
     check(whole_graph, Cell(dims, FP64))
 

@@ -71,7 +71,7 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize("precision", PRECISIONS.values(), ids=PRECISIONS)
+@pytest.mark.parametrize("precision", [pytest.param(FP32, marks=pytest.mark.slow), BF16], ids=PRECISIONS)
 @pytest.mark.parametrize("broken", BROKEN)
 def test_a_broken_pass_is_named(broken, precision):
     for error in run_on(2, outcome, Cell(FSDP2, precision), broken):

@@ -1,5 +1,7 @@
 """Every way to start training works."""
 
+import functools
+import os
 import re
 from pathlib import Path
 
@@ -29,12 +31,11 @@ def test_console_command_with_one_process(tmp_path: Path) -> None:
 
 
 def test_old_file_trains(tmp_path: Path) -> None:
-    code, output = Command(
-        *["python", "-m", "torchtitan_graph.train", "--job.config_file", str(OLD_FILE)],
-        *["--job.dump_folder", str(tmp_path), "--training.steps", "1"],
+    code, output = train(
+        *["--job.config_file", str(OLD_FILE), "--job.dump_folder", str(tmp_path), "--training.steps", "1"],
         *["--training.seq_len", "64", "--training.local_batch_size", "2"],
-        cwd=REPOSITORY,  # the file names ./tests/assets/tokenizer
-    ).finish()
+        patch=functools.partial(os.chdir, REPOSITORY),  # the file names ./tests/assets/tokenizer
+    )
     assert code == 0, output
     assert "training.dataset = 'c4_test': changed: is now stdlib" in output
     assert list(numbers(tmp_path)) == [1]

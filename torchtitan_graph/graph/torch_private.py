@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
     "METADATA_GLOBALS",
+    "DTensorSpec",
     "DataDependentOutputException",
     "FakeTensor",
     "FakeTensorMode",
@@ -40,6 +41,7 @@ __all__ = [
     "annotated",
     "boxed",
     "close_rule",
+    "dtensor_spec",
     "flex_attention_op",
     "free_gradient_dtype",
     "init_fake_process_group",
@@ -58,13 +60,17 @@ __all__ = [
 StridedShard = _StridedShard
 
 
-def make_dtensor(
-    local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size
-) -> DTensor:
-    """Wrap a local tensor whose global shape is known. `DTensor.from_local` does the same through an autograd function,
-    at six times the cost, which is paid for every gradient of every step."""
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor(local, DTensorSpec(mesh, placements, TensorMeta(shape, stride, local.dtype)), requires_grad=False)
+def dtensor_spec(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, dtype: torch.dtype
+) -> DTensorSpec:
+    """Describe a DTensor, for `make_dtensor`."""
+    return DTensorSpec(mesh, placements, TensorMeta(shape, torch.empty(shape, device="meta").stride(), dtype))
+
+
+def make_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """Wrap a local tensor. `DTensor.from_local` does the same through an autograd function, and describes it anew, at
+    many times the cost, which is paid for every gradient of every step."""
+    return DTensor(local, spec, requires_grad=False)
 
 
 def reparametrize(module: torch.nn.Module, state: dict[str, torch.Tensor]) -> contextlib.AbstractContextManager:

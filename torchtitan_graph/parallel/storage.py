@@ -9,6 +9,7 @@ graph; everything else sees the unpadded one.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 
 import torch
@@ -17,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from torchtitan_graph.graph.torch_private import StridedShard, make_dtensor
+from torchtitan_graph.graph.torch_private import DTensorSpec, StridedShard, dtensor_spec, make_dtensor
 from torchtitan_graph.parallel.mesh import axis_degree, data_parallel_mesh
 
 
@@ -55,12 +56,12 @@ class Storage:
     def group_name(self, axis: str) -> str:
         return self.mesh.get_group(axis).group_name
 
-    @property
+    @functools.cached_property
     def padded_shape(self) -> torch.Size:
         rows, *rest = self.compute_shape
         return torch.Size((-(-rows // self.shard_degree), *rest))
 
-    @property
+    @functools.cached_property
     def num_local_rows(self) -> int:
         rows, per_rank = self.compute_shape[0], self.padded_shape[0]
         return max(0, min(per_rank, rows - per_rank * self.mesh.get_local_rank("dp_shard")))
@@ -86,7 +87,11 @@ class Storage:
     def unflatten(self, tensors: list[Tensor]) -> DTensor:
         """Wrap a padded local tensor (a new parameter, or a gradient) as the DTensor it stands for."""
         local = tensors[0].narrow(0, 0, self.num_local_rows)
-        return make_dtensor(local, self.mesh, self.placements, self.shape)
+        return make_dtensor(local, self._spec)
+
+    @functools.cached_property
+    def _spec(self) -> DTensorSpec:
+        return dtensor_spec(self.mesh, self.placements, self.shape, self.precision.storage)
 
 
 def plan_storage(model: nn.Module, mesh: DeviceMesh, precision: Precision) -> dict[str, Storage]:

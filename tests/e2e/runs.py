@@ -72,13 +72,13 @@ class Command:
                 words, cwd=cwd, env={**_environment(), **env}, stdout=file, stderr=subprocess.STDOUT
             )
 
-    def finish(self) -> Result:
+    def finish(self, timeout_s: float = TIMEOUT_S) -> Result:
         """Wait for the end."""
         try:
-            code = self.process.wait(TIMEOUT_S)
+            code = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self.process.terminate()  # torchrun passes it on to its ranks
-            raise TimeoutError(f"{self.words} is not done after {TIMEOUT_S} s:\n{self.output()}") from None
+            raise TimeoutError(f"{self.words} is not done after {timeout_s} s:\n{self.output()}") from None
         return Result(code, self.output())
 
     def wait_for(self, path: Path) -> None:

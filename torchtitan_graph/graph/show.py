@@ -32,7 +32,7 @@ def op_counts(gm: GraphModule) -> collections.Counter[str]:
 
 
 def dump(gm: GraphModule, folder: Path, number: int, name: str) -> None:
-    """Write the readable graph as `NN_name.py`."""
+    """Write the readable graph as `NN_name.txt`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{number:02d}_{name}.txt").write_text(readable(gm))
 

@@ -1,0 +1,108 @@
+"""The training step in both its forms: traced and bound, and eager."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchtitan_graph.graph.signature import signature_of
+from torchtitan_graph.graph.step import (
+    bind_train_step,
+    make_eager_step,
+    make_eval_step,
+    make_train_step,
+    trace_eval_step,
+    trace_train_step,
+)
+from torchtitan_graph.graph.trace import run_traced
+from torchtitan_graph.loss import cross_entropy
+
+
+class Batch(NamedTuple):
+    tokens_BL: Tensor
+    labels_BL: Tensor
+    positions_BL: Tensor
+
+
+class Tiny(nn.Module):
+    """It reads all three inputs of a step beside the labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 3)
+        self.output = nn.Linear(3, 7, bias=False)
+
+    def forward(self, tokens_BL: Tensor, positions_BL: Tensor, mask: Tensor) -> Tensor:
+        return self.output((self.table(tokens_BL) + positions_BL.unsqueeze(-1)) * mask)
+
+
+def inputs(seed: int) -> tuple[Batch, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens, labels = (torch.randint(7, (2, 4), generator=generator) for _ in range(2))
+    mask = torch.rand(2, 4, 1, generator=generator)
+    return Batch(tokens, labels, torch.arange(4).expand(2, 4)), mask, torch.tensor(8.0 + seed)
+
+
+def model() -> Tiny:
+    torch.manual_seed(0)
+    return Tiny()
+
+
+def test_gradients_come_by_name_in_parameter_order() -> None:
+    tiny = model()
+    loss, gradients = make_train_step(tiny, cross_entropy)(*inputs(0))
+    assert list(gradients) == ["table.weight", "output.weight"]
+    expected = torch.autograd.grad(
+        cross_entropy(tiny(*inputs(0)[0][::2], inputs(0)[1]), inputs(0)[0][1], inputs(0)[2]), list(tiny.parameters())
+    )
+    assert all(torch.equal(g, e) for g, e in zip(gradients.values(), expected, strict=True))
+    traced = trace_train_step(tiny, cross_entropy, *inputs(0), device="cpu")
+    assert [(s.kind, s.name) for s in signature_of(traced.gm).outputs] == [
+        ("loss", "loss"),
+        ("grad", "table.weight"),
+        ("grad", "output.weight"),
+    ]
+
+
+def test_the_bound_step_is_the_eager_step_bit_for_bit_and_adds_gradients_up() -> None:
+    eager, tiny = model(), model()
+    eager_step = make_eager_step(eager, cross_entropy)
+    step = bind_train_step(trace_train_step(tiny, cross_entropy, *inputs(0), device="cpu"), tiny)
+    for microbatch in (1, 2):
+        assert torch.equal(step(*inputs(microbatch)), eager_step(*inputs(microbatch)))
+    for p, q in zip(tiny.parameters(), eager.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
+
+
+def test_gradients_of_one_step_are_no_part_of_the_next() -> None:
+    tiny = model()
+    step = bind_train_step(trace_train_step(tiny, cross_entropy, *inputs(0), device="cpu"), tiny)
+    step(*inputs(1))
+    first = [p.grad for p in tiny.parameters()]
+    copies = [g.clone() for g in first]  # type: ignore[union-attr]
+    for p in tiny.parameters():
+        p.grad = None
+    step(*inputs(2))
+    assert all(torch.equal(g, c) for g, c in zip(first, copies, strict=True))  # type: ignore[arg-type]
+
+
+def test_another_loss_is_another_trace() -> None:
+    def doubled(logits: Tensor, labels: Tensor, num_tokens: Tensor) -> Tensor:
+        return 2 * cross_entropy(logits, labels, num_tokens)
+
+    tiny = model()
+    losses = [
+        run_traced(trace_train_step(tiny, loss, *inputs(0), device="cpu"), module=tiny)(*inputs(0))[0]
+        for loss in (cross_entropy, doubled)
+    ]
+    assert losses[1] == 2 * losses[0]
+
+
+def test_evaluation_is_a_graph_of_its_own_without_backward() -> None:
+    tiny = model()
+    traced = trace_eval_step(tiny, cross_entropy, *inputs(0), device="cpu")
+    assert [(s.kind, s.name) for s in signature_of(traced.gm).outputs] == [("loss", "loss")]
+    assert not any("backward" in str(node.target) for node in traced.gm.graph.nodes)
+    found = run_traced(traced, module=tiny)(*inputs(3))
+    assert torch.equal(found, make_eval_step(tiny, cross_entropy)(*inputs(3)))
+    assert torch.equal(found, make_train_step(tiny, cross_entropy)(*inputs(3))[0])

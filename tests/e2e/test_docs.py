@@ -18,7 +18,7 @@ def commands(page: Path) -> list[str]:
     return [line for block in blocks for line in block.replace("\\\n", "").splitlines()]
 
 
-@pytest.mark.timeout(600)  # half a minute alone on two cores: a dozen processes, one after another
+@pytest.mark.timeout(600)  # a dozen processes, one after another
 @pytest.mark.parametrize("page", [p for p in PAGES if commands(p)], ids=lambda page: page.name)
 def test_commands_of_a_page_run_in_their_order(page: Path, tmp_path: Path) -> None:
     for name in ("run_train.sh", "train_configs", "scripts", "docs", "tests"):

@@ -1,0 +1,37 @@
+"""The code in docs/04_graph.md runs, and its table of passes is the compiler's list."""
+
+import re
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from torchtitan_graph import compiler
+from torchtitan_graph.graph.trace import minimal_fx_tracer
+from torchtitan_graph.parallel.recompute import Recompute
+
+PAGE = (Path(__file__).parents[3] / "docs" / "04_graph.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+
+
+def test_the_first_block_traces_and_runs() -> None:
+    names: dict = {}
+    exec(BLOCKS[0], names)
+    assert names["loss"].shape == ()
+    assert [g.shape for g in names["gradients"]] == [(8, 4)]
+
+
+def test_the_pass_does_what_it_says() -> None:
+    names: dict = {}
+    exec(BLOCKS[1], names)
+    gm = minimal_fx_tracer(lambda x: (x * 1).sin())(torch.ones(2)).gm
+    expected = gm(torch.ones(2))
+    gm = names["drop_unit_products"](gm)
+    assert not gm.graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)
+    assert torch.equal(gm(torch.ones(2))[0], expected[0])
+
+
+def test_the_table_of_passes_is_the_list_in_its_order() -> None:
+    ordered = compiler.passes({}, [], Recompute(), reshard=True)
+    names = [(p.func if isinstance(p, partial) else p).__name__ for p in ordered]  # type: ignore[attr-defined]
+    assert re.findall(r"^\| `(\w+_?\w*)` \| `?[^|]*\| [^|]* \|$", PAGE.split("## Passes")[1], re.MULTILINE) == names

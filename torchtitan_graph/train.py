@@ -37,20 +37,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             if fake:
                 _dry_run(trainer, begin)
-            else:
-                trainer.setup()
-                trainer.train()
-                dist.barrier()  # gloo aborts a rank whose peer tears down while it still listens
-        finally:
+                return 0
+            trainer.setup()
+        except ValueError:
             dist.destroy_process_group()
-    except (ValueError, NonFiniteError) as error:
-        # What the user has to change: the message says it all, a traceback would bury it.
-        logger.error(str(error))
-        if not _is_rank_0():
-            # torchrun ends all ranks as soon as one exits, and mostly rank 0's output is shown: it reports first.
-            time.sleep(30)
-        return 2 if isinstance(error, ValueError) else 3
+            raise
+    except ValueError as error:
+        return _report(error, 2)
+    # From here on a ValueError is no setting to change but a fault, which is best told with its traceback.
+    try:
+        trainer.train()
+        dist.barrier()  # gloo aborts a rank whose peer tears down while it still listens
+    except NonFiniteError as error:
+        return _report(error, 3)
+    finally:
+        dist.destroy_process_group()
     return 0
+
+
+def _report(error: Exception, code: int) -> int:
+    """Log what the user has to change: the message says it all, a traceback would bury it."""
+    logger.error(str(error))
+    if not _is_rank_0():
+        # torchrun ends all ranks as soon as one exits, and mostly rank 0's output is shown: it reports first.
+        time.sleep(30)
+    return code
 
 
 def _start(config: JobConfig, world_size: int, fake: bool) -> None:

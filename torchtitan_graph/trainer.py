@@ -133,6 +133,7 @@ class Trainer:
             self.optimizer,
             self.lr_scheduler,
         )
+        self._resume()
 
     def setup_dry(self) -> None:
         """Build the mesh and the graphs, on a fake process group."""
@@ -233,7 +234,6 @@ class Trainer:
     def train(self) -> None:
         """Train from where the newest checkpoint ends to `training.steps`, or to the end of the data."""
         config = self.config
-        self._resume()
         peak = devices.peak_flops()
         gc.disable()  # ranks that collect at different moments wait for each other
         with (

@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 import tokenizers
 
+import torchtitan_graph
+
 
 class Tokenizer(Protocol):
     """Turn text into ids below vocab_size and back; `encode` adds no special ids, and never reads any from text.
@@ -28,11 +30,15 @@ class Tokenizer(Protocol):
 def load_tokenizer(path: str | None) -> Tokenizer:
     """Load the tokenizer of a folder with a tokenizer.json, or of that file; without a path, bytes are the tokens.
 
+    A relative path that is not there is looked for in the package, which ships the tokenizer of its own examples.
+
     Raises ValueError if there is no readable tokenizer, or none of its special tokens ends a document.
     """
     if not path:
         return ByteTokenizer()
-    file = Path(path)
+    package = Path(torchtitan_graph.__file__).parent
+    places = (folder / path for folder in (Path(), package, package.parent))
+    file = next((place for place in places if place.exists()), Path(path))
     if file.is_dir():
         file = file / "tokenizer.json"
     if not file.is_file():

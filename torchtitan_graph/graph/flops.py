@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 # Matrix products of size (L, H) x (H, L) per head: forward has scores and values; backward has the gradients of
 # queries, keys, values and scores. The scores that fused kernels compute again in backward are recomputation.
-_FORWARD = (
+ATTENTION = (
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
@@ -54,7 +54,7 @@ def count_flops(gm: GraphModule) -> Flops:
             matmul += 2 * math.prod(value(node).shape) * _shape(node, 0)[-1]
         elif node.target is aten.addmm.default:
             matmul += 2 * math.prod(value(node).shape) * _shape(node, 1)[-1]
-        elif node.target in _FORWARD:
+        elif node.target in ATTENTION:
             attention += 2 * _product(_shape(node, 0), _shape(node, 1))
         elif node.target in _BACKWARD:
             # The gradient of the output comes first, then query, key and value; flex has query, key, value first.

@@ -9,19 +9,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from torchtitan_graph.graph.flops import ATTENTION
+
 aten = torch.ops.aten
 
 MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
 
 # Costly to compute again for the memory they free: what `selective` with "op" keeps, beside every second matmul.
-SAVED_OPS = (
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.higher_order.flex_attention,
-    torch.ops._c10d_functional.reduce_scatter_tensor.default,
-)
+SAVED_OPS = (*ATTENTION, torch.ops._c10d_functional.reduce_scatter_tensor.default)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,21 +43,21 @@ FLAVORS = {
     "405B": Config(16384, 126, 128, 8, 53248),
 }
 
-# What each module does under tensor parallelism; the words are explained in parallel/plan.py.
+# What is split under tensor parallelism; the words are explained in parallel/plan.py.
 PLAN = {
     "tok_embeddings": "embedding",
-    "layers.*.attention_norm": "sequence",
-    "layers.*.attention": "gather",
-    "layers.*.attention.wq": "colwise",
-    "layers.*.attention.wk": "colwise",
-    "layers.*.attention.wv": "colwise",
-    "layers.*.attention.wo": "rowwise",
-    "layers.*.ffn_norm": "sequence",
-    "layers.*.feed_forward": "gather",
-    "layers.*.feed_forward.w1": "colwise",
-    "layers.*.feed_forward.w2": "rowwise",
-    "layers.*.feed_forward.w3": "colwise",
-    "norm": "sequence",
+    "layers.*.attention_norm.weight": "replicate",
+    "layers.*.attention": "partial",
+    "layers.*.attention.wq.weight": "shard 0",
+    "layers.*.attention.wk.weight": "shard 0",
+    "layers.*.attention.wv.weight": "shard 0",
+    "layers.*.attention.wo.weight": "shard 1",
+    "layers.*.ffn_norm.weight": "replicate",
+    "layers.*.feed_forward": "partial",
+    "layers.*.feed_forward.w1.weight": "shard 0",
+    "layers.*.feed_forward.w2.weight": "shard 1",
+    "layers.*.feed_forward.w3.weight": "shard 0",
+    "norm.weight": "replicate",
     "output": "vocabulary",
 }
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
-from torch import nn
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from torchtitan_graph.parallel.mesh import axis_degree
-from torchtitan_graph.parallel.plan import SPLIT_DIM, style
+from torchtitan_graph.parallel.plan import MODULE_ROLES, PARAMETER_ROLES, SEQUENCE_DIM, SPLIT_DIM, table_style
 
 
 def parallelize(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh, *, loss_parallel: bool) -> None:
@@ -20,16 +23,67 @@ def parallelize(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh, *, 
     """
     if axis_degree(mesh, "tp") == 1:
         return
-    tied = _tied_names(model)
+    tied, tp = _tied_names(model), mesh["tp"]
     modules = dict(model.named_modules())
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    shared: dict[nn.Module, set[str]] = {}  # a module -> its parameters of role `share`; every owner has an entry
+    for pattern, role in plan.items():
+        for name in filter(partial(_matches, pattern), names):
+            owner, leaf = modules[name.rpartition(".")[0]], name.rpartition(".")[2]
+            of_owner = shared.setdefault(owner, set())
+            if role == "share":
+                of_owner.add(leaf)
+            placement: Placement = Shard(SPLIT_DIM[role]) if role in SPLIT_DIM else Replicate()
+            whole = owner.get_parameter(leaf)
+            local = distribute_tensor(whole.detach(), tp, [placement], src_data_rank=None)
+            setattr(owner, leaf, nn.Parameter(local, whole.requires_grad))
+    for owner, of_owner in shared.items():
+        owner.forward = partial(_on_locals, owner, owner.forward, of_owner)
     for pattern, role in plan.items():
         for name in filter(partial(_matches, pattern), modules):
-            parallelize_module(modules[name], mesh["tp"], style(role, loss_parallel))
+            if role == "partial":
+                modules[name].forward = partial(_summed, tp, modules[name].forward)
+            else:
+                parallelize_module(modules[name], tp, table_style(role, loss_parallel))
     for first, *others in tied:
-        shared = model.get_parameter(first)
+        parameter = model.get_parameter(first)
         for name in others:
-            owner, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(owner), leaf, shared)
+            setattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], parameter)
+
+
+def _on_locals(module: nn.Module, forward: Callable[..., Any], shared: set[str], *args: Any, **kwargs: Any) -> Any:
+    """Run a module's forward with this rank's plain tensors in the places of its own parameters."""
+    held = dict(module._parameters)
+    for leaf, parameter in held.items():
+        if isinstance(parameter, DTensor):
+            # Every rank adds something to the gradient of what all of them hold.
+            gradient = [Partial() if p.is_replicate() else p for p in parameter.placements]
+            local = parameter.to_local(grad_placements=gradient)
+            module._parameters[leaf] = local / parameter.device_mesh.size() if leaf in shared else local  # type: ignore[assignment]
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        module._parameters.update(held)
+
+
+def _summed(tp: DeviceMesh, forward: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Gather `x` over the sequence, run, and reduce the (first) result to this rank's part of the sequence.
+
+    What a module returns beside it is the same on every rank (a count, an auxiliary loss); its gradient is shared out,
+    because all that is inside sums the ranks' gradients.
+    """
+    sequence = Shard(SEQUENCE_DIM)
+    whole = DTensor.from_local(x, tp, [sequence], run_check=False).redistribute(placements=[Replicate()])
+    result = forward(whole.to_local(grad_placements=[Partial()]), *args, **kwargs)
+    y, others = (result[0], result[1:]) if isinstance(result, tuple) else (result, None)
+    y = DTensor.from_local(y, tp, [Partial()], run_check=False).redistribute(placements=[sequence]).to_local()
+    if others is None:
+        return y
+    return y, *pytree.tree_map(partial(_with_shared_gradient, tp.size()), others)
+
+
+def _with_shared_gradient(degree: int, x: Tensor) -> Tensor:
+    return x / degree + (x - x / degree).detach() if x.requires_grad else x
 
 
 def _tied_names(model: nn.Module) -> list[list[str]]:
@@ -47,33 +101,45 @@ def _matches(pattern: str, name: str) -> bool:
 def check_plan(model: nn.Module, plan: Mapping[str, str], degree: int) -> None:
     """Check, before any mesh exists, that the plan fits the model and that the degree divides what it splits.
 
+    A pattern may match nothing: a plan covers every flavour of a family.
+
     Raises:
-        ValueError: a pattern that matches nothing, a parameter without a role, or a size that does not divide.
+        ValueError: a role that there is not, a parameter without a role, or a size that does not divide.
     """
-    if degree == 1:
-        return
+    modules = dict(model.named_modules())
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     covered = set()
     for pattern, role in plan.items():
-        modules = {name: m for name, m in model.named_modules() if _matches(pattern, name)}
-        if not modules:
-            raise ValueError(f"the plan's pattern {pattern!r} matches no module of the model")
-        for name, module in modules.items():
-            covered |= {f"{name}.{leaf}" for leaf, _ in module.named_parameters(recurse=False)}
-            if role in SPLIT_DIM:
-                _check_split(model, name, module.weight.shape[SPLIT_DIM[role]], degree)  # type: ignore[union-attr, index, arg-type]
-    uncovered = [name for name, _ in model.named_parameters() if name not in covered]
-    if uncovered:
+        named = filter(partial(_matches, pattern), modules if role in MODULE_ROLES else parameters)
+        if role not in MODULE_ROLES + PARAMETER_ROLES:
+            legal = ", ".join(MODULE_ROLES + PARAMETER_ROLES)
+            raise ValueError(f"the plan gives {pattern!r} the role {role!r}: legal are {legal}")
+        for name in named:
+            weights = [name] if role not in MODULE_ROLES else [f"{name}.weight"] * (role in SPLIT_DIM)
+            covered.update(weights)
+            for weight in weights:
+                if role in SPLIT_DIM and parameters[weight].shape[SPLIT_DIM[role]] % degree:
+                    _refuse(degree, f"size {parameters[weight].shape[SPLIT_DIM[role]]}", weight)
+            for count in ("num_heads", "num_kv_heads") if role == "partial" else ():
+                if getattr(modules[name], count, degree) % degree:  # heads are not cut
+                    _refuse(degree, f"{getattr(modules[name], count)} {count[4:].replace('_', ' ')}", name)
+            if degree > 1 and role in ("shard 0", "shard 1", "shard 2", "share") and not _summed_over(plan, name):
+                raise ValueError(f"the plan splits {name} ({role!r}), but gives no module around it the role 'partial'")
+    uncovered = [name for name in parameters if name not in covered]
+    if uncovered and degree > 1:
         raise ValueError(
             f"the plan gives no role to {', '.join(uncovered[:5])}: tensor parallelism needs one for every parameter"
         )
 
 
-def _check_split(model: nn.Module, name: str, size: int, degree: int) -> None:
-    # Heads are not cut: what a rank gets of an attention layer's projection is a number of whole ones.
-    head_dim = getattr(model.get_submodule(name.rpartition(".")[0]), "head_dim", None)
-    what = f"{size // head_dim} heads" if head_dim else f"size {size}"
-    if (size // head_dim if head_dim else size) % degree:
-        raise ValueError(
-            f"parallelism.tensor_parallel_degree = {degree}: does not divide the {what} of {name}; choose a degree "
-            "that does (the size of embedding and output is the vocabulary's)"
-        )
+def _summed_over(plan: Mapping[str, str], name: str) -> bool:
+    parts = name.split(".")
+    around = [".".join(parts[:i]) for i in range(1, len(parts))]
+    return any(role == "partial" and _matches(pattern, each) for pattern, role in plan.items() for each in around)
+
+
+def _refuse(degree: int, what: str, name: str) -> None:
+    raise ValueError(
+        f"parallelism.tensor_parallel_degree = {degree}: does not divide the {what} of {name}; choose a degree "
+        "that does (the size of embedding and output is the vocabulary's)"
+    )

@@ -1,53 +1,39 @@
-"""The compute layout: a family declares it as data, module-name pattern -> role.
+"""The compute layout: a family declares it as data, a pattern of module or parameter names -> role.
 
-| role       | under tensor parallelism |
+| role of a module | under tensor parallelism |
 |---|---|
 | embedding  | each rank holds rows of the table; the output is sharded over the sequence |
-| sequence   | works on its rank's part of the sequence; weights are replicated |
-| gather     | the module's first argument is gathered over the sequence, once for all projections inside |
-| colwise    | each rank holds output features (a linear layer's rows) |
-| rowwise    | each rank holds input features; the partial outputs are reduced and sharded over the sequence |
+| partial    | what each rank returns is its part of a sum. The first argument, sharded over the sequence, is gathered, once for all that is inside; the result is reduced and sharded over the sequence again |
 | vocabulary | each rank holds rows of the output table; the logits stay sharded over the vocabulary for the loss |
+
+| role of a parameter | under tensor parallelism |
+|---|---|
+| shard 0, shard 1, shard 2 | each rank holds a part of that dim |
+| replicate  | each rank holds all of it, and its gradient is the sum of the ranks' |
+| share      | as replicate, but each rank works with its share of the value, 1 / degree: what is added once to a sum |
+
+Between modules a rank has plain tensors, sharded over the sequence; inside a `partial` module, plain tensors of the
+whole sequence. So a layer's code says nothing about parallelism: its weights are smaller, that is all.
 """
 
 from __future__ import annotations
 
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 SEQUENCE_DIM = 1
 
-# The dim of the weight that a role splits.
-SPLIT_DIM = {"embedding": 0, "colwise": 0, "rowwise": 1, "vocabulary": 0}
+# What splits a parameter, and on which dim; the first two are modules, whose weight is meant.
+SPLIT_DIM = {"embedding": 0, "vocabulary": 0, "shard 0": 0, "shard 1": 1, "shard 2": 2}
+MODULE_ROLES = ("embedding", "partial", "vocabulary")
+PARAMETER_ROLES = ("shard 0", "shard 1", "shard 2", "replicate", "share")
 
 
-def style(role: str, loss_parallel: bool) -> ParallelStyle:
-    """Give torch's parallel style for a role.
-
-    Raises:
-        ValueError: the plan uses a word that is not in the table above.
-    """
+def table_style(role: str, loss_parallel: bool) -> ParallelStyle:
+    """Give torch's parallel style for a table of the vocabulary: the embedding, or the output."""
     sequence = Shard(SEQUENCE_DIM)
-    match role:
-        case "embedding":
-            return RowwiseParallel(input_layouts=Replicate(), output_layouts=sequence)
-        case "sequence":
-            return SequenceParallel(sequence_dim=SEQUENCE_DIM)
-        case "gather":
-            return PrepareModuleInput(input_layouts=(sequence,), desired_input_layouts=(Replicate(),))
-        case "colwise":
-            return ColwiseParallel()
-        case "rowwise":
-            return RowwiseParallel(output_layouts=sequence)
-        case "vocabulary" if loss_parallel:
-            return ColwiseParallel(input_layouts=sequence, output_layouts=Shard(-1), use_local_output=False)
-        case "vocabulary":
-            return ColwiseParallel(input_layouts=sequence, output_layouts=Replicate())
-    legal = ", ".join(["sequence", "gather", *SPLIT_DIM])
-    raise ValueError(f"a plan gives the role {role!r}: legal are {legal}")
+    if role == "embedding":
+        return RowwiseParallel(input_layouts=Replicate(), output_layouts=sequence)
+    if loss_parallel:
+        return ColwiseParallel(input_layouts=sequence, output_layouts=Shard(-1), use_local_output=False)
+    return ColwiseParallel(input_layouts=sequence, output_layouts=Replicate())

@@ -52,7 +52,7 @@ class Attention(nn.Module):
 
     def __init__(self, dim: int, num_heads: int, num_kv_heads: int, head_dim: int):
         super().__init__()
-        self.head_dim = head_dim
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.wq = nn.Linear(dim, num_heads * head_dim, bias=False)
         self.wk = nn.Linear(dim, num_kv_heads * head_dim, bias=False)
         self.wv = nn.Linear(dim, num_kv_heads * head_dim, bias=False)

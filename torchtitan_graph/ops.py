@@ -1,0 +1,127 @@
+"""Operators of our own: products and sums over groups of rows whose sizes only the data know.
+
+Rows come sorted by group; `offsets_E[e]` is where group e ends. Shapes do not depend on the sizes, so a graph holds
+each as one node, and its backward is made of the same two operators.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_LIBRARY = "torchtitan_graph"
+
+
+def _has_grouped_kernel(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (9, 0)
+
+
+def _groups(offsets_E: Tensor) -> list[tuple[int, int]]:
+    ends = offsets_E.tolist()
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+@torch.library.custom_op(f"{_LIBRARY}::grouped_mm", mutates_args=())
+def grouped_mm(x_SD: Tensor, w_EDF: Tensor, offsets_E: Tensor) -> Tensor:
+    """Multiply each group's rows by its own matrix: (S, D) x (E, D, F) -> (S, F).
+
+    bf16 on a recent GPU takes torch's grouped kernel. Elsewhere the groups are multiplied one after another, without
+    padding, at the price of reading the offsets on the host, which on a GPU waits for it.
+    """
+    if _has_grouped_kernel(x_SD):
+        return torch.nn.functional.grouped_mm(x_SD, w_EDF, offs=offsets_E)
+    out_SF = x_SD.new_empty(x_SD.shape[0], w_EDF.shape[2])
+    for (begin, end), w_DF in zip(_groups(offsets_E), w_EDF, strict=True):
+        torch.mm(x_SD[begin:end], w_DF, out=out_SF[begin:end])
+    return out_SF
+
+
+@torch.library.custom_op(f"{_LIBRARY}::grouped_outer", mutates_args=())
+def grouped_outer(x_SD: Tensor, y_SF: Tensor, offsets_E: Tensor) -> Tensor:
+    """Sum the outer products of each group's rows: (S, D), (S, F) -> (E, D, F); zeros for an empty group."""
+    if _has_grouped_kernel(x_SD):
+        return torch.nn.functional.grouped_mm(x_SD.t(), y_SF, offs=offsets_E)
+    out_EDF = x_SD.new_empty(offsets_E.shape[0], x_SD.shape[1], y_SF.shape[1])
+    for (begin, end), out_DF in zip(_groups(offsets_E), out_EDF, strict=True):
+        torch.mm(x_SD[begin:end].t(), y_SF[begin:end], out=out_DF)
+    return out_EDF
+
+
+@torch.library.custom_op(f"{_LIBRARY}::grouped_sum", mutates_args=())
+def grouped_sum(x_SF: Tensor, offsets_E: Tensor) -> Tensor:
+    """Sum each group's rows: (S, F) -> (E, F)."""
+    out_EF = x_SF.new_empty(offsets_E.shape[0], x_SF.shape[1])
+    for (begin, end), out_F in zip(_groups(offsets_E), out_EF, strict=True):
+        torch.sum(x_SF[begin:end], dim=0, out=out_F)
+    return out_EF
+
+
+@grouped_mm.register_fake
+def _(x_SD: Tensor, w_EDF: Tensor, offsets_E: Tensor) -> Tensor:
+    return x_SD.new_empty(x_SD.shape[0], w_EDF.shape[2])
+
+
+@grouped_outer.register_fake
+def _(x_SD: Tensor, y_SF: Tensor, offsets_E: Tensor) -> Tensor:
+    return x_SD.new_empty(offsets_E.shape[0], x_SD.shape[1], y_SF.shape[1])
+
+
+@grouped_sum.register_fake
+def _(x_SF: Tensor, offsets_E: Tensor) -> Tensor:
+    return x_SF.new_empty(offsets_E.shape[0], x_SF.shape[1])
+
+
+def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    ctx.save_for_backward(*inputs)
+
+
+def _grouped_mm_backward(ctx, grad_SF: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[no-untyped-def]
+    x_SD, w_EDF, offsets_E = ctx.saved_tensors
+    grad_SF = grad_SF.contiguous()
+    grad_x = grouped_mm(grad_SF, w_EDF.transpose(1, 2), offsets_E) if ctx.needs_input_grad[0] else None
+    grad_w = grouped_outer(x_SD, grad_SF, offsets_E) if ctx.needs_input_grad[1] else None
+    return grad_x, grad_w, None
+
+
+grouped_mm.register_autograd(_grouped_mm_backward, setup_context=_save)
+
+
+class _RowOfGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, bias_EF: Tensor, group_S: Tensor, offsets_E: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(offsets_E)
+        return bias_EF.index_select(0, group_S)
+
+    @staticmethod
+    def backward(ctx, grad_SF: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def, override]
+        (offsets_E,) = ctx.saved_tensors
+        return grouped_sum(grad_SF.contiguous(), offsets_E), None, None
+
+
+def row_of_group(bias_EF: Tensor, group_S: Tensor, offsets_E: Tensor) -> Tensor:
+    """Give each row its group's bias: (E, F) -> (S, F). The gradient is summed group by group, in a fixed order; that
+    of plain indexing is added up by whichever thread comes first on a GPU."""
+    return _RowOfGroup.apply(bias_EF, group_S, offsets_E)
+
+
+class _Permuted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_TD: Tensor, order_S: Tensor, inverse_S: Tensor, copies: int) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(inverse_S)
+        ctx.copies = copies
+        return x_TD.index_select(0, order_S // copies)
+
+    @staticmethod
+    def backward(ctx, grad_SD: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[no-untyped-def, override]
+        (inverse_S,) = ctx.saved_tensors
+        grad_TAD = grad_SD.index_select(0, inverse_S).unflatten(0, (-1, ctx.copies))
+        return grad_TAD.sum(1) if ctx.copies > 1 else grad_TAD.squeeze(1), None, None, None
+
+
+def permuted(x_TD: Tensor, order_S: Tensor, inverse_S: Tensor, copies: int = 1) -> Tensor:
+    """Take rows in another order: row `order_S[i] // copies` becomes row i, so each is taken `copies` times.
+
+    `inverse_S` is the inverse permutation of `order_S`. With it the backward is a gather too: no sums in an order that
+    a GPU's threads decide.
+    """
+    return _Permuted.apply(x_TD, order_S, inverse_S, copies)

@@ -36,7 +36,7 @@ from torchtitan_graph.models import llama3
 from torchtitan_graph.models.layers.init import initialize
 from torchtitan_graph.parallel.mesh import ParallelDims
 from torchtitan_graph.parallel.recompute import Recompute
-from torchtitan_graph.parallel.storage import Precision, buckets, materialize, plan_storage, shard_eager
+from torchtitan_graph.parallel.storage import Precision, buckets, cast_parameters, materialize, plan_storage, shard_eager
 
 MODEL = llama3.Config(
     dim=512, num_layers=8, num_heads=8, num_kv_heads=8, ffn_dim=1536, vocab_size=8192, rope_scaling=None
@@ -62,14 +62,14 @@ def make_batch(rows: int, seq_len: int, vocab_size: int, device: torch.device) -
 def build_graph(config: llama3.Config, precision: Precision, args: argparse.Namespace, mesh: Any, batch: Batch) -> Any:
     """Trace and run the passes; give the traced step, its model on meta, storage, and the seconds of both parts."""
     device, model = batch.tokens_BL.device, make_model(config)
-    model.to(precision.compute)
+    cast_parameters(model, precision.compute)
     begin = time.perf_counter()
     num_tokens = torch.tensor(batch.labels_BL.numel() * dist.get_world_size(), device=device)
-    traced = trace_train_step(model, cross_entropy, batch, model.mask(batch.documents_BL), num_tokens, device=device)
+    traced = trace_train_step(model, cross_entropy, batch, model.masks(batch.documents_BL, batch.positions_BL), num_tokens, device=device)
     middle = time.perf_counter()
     storages = plan_storage(model, mesh, precision)
     run_passes(traced.gm, passes(storages, buckets(model), Recompute(), True), args.disable, device, Inspection())
-    model.to(precision.storage)
+    cast_parameters(model, precision.storage)
     return traced, model, storages, middle - begin, time.perf_counter() - middle
 
 
@@ -128,7 +128,7 @@ def measure(rank: int, world_size: int, args: argparse.Namespace, dtype: str, re
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
         def whole_step(step: Step = step, optimizer: torch.optim.Optimizer = optimizer, model: Any = model) -> None:
-            step(batch, model.mask(batch.documents_BL), num_tokens)
+            step(batch, model.masks(batch.documents_BL, batch.positions_BL), num_tokens)
             optimizer.step()
             optimizer.zero_grad()
 

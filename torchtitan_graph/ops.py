@@ -22,12 +22,13 @@ def _groups(offsets_E: Tensor) -> list[tuple[int, int]]:
 
 
 @torch.library.custom_op(f"{_LIBRARY}::grouped_mm", mutates_args=())
-def grouped_mm(x_SD: Tensor, w_EDF: Tensor, offsets_E: Tensor) -> Tensor:
-    """Multiply each group's rows by its own matrix: (S, D) x (E, D, F) -> (S, F).
+def grouped_mm(x_SD: Tensor, w: Tensor, offsets_E: Tensor, transposed: bool) -> Tensor:
+    """Multiply each group's rows by its own matrix: (S, D) x (E, D, F), or transposed (E, F, D), -> (S, F).
 
     bf16 on a recent GPU takes torch's grouped kernel. Elsewhere the groups are multiplied one after another, without
     padding, at the price of reading the offsets on the host, which on a GPU waits for it.
     """
+    w_EDF = w.transpose(1, 2) if transposed else w
     if _has_grouped_kernel(x_SD):
         return torch.nn.functional.grouped_mm(x_SD, w_EDF, offs=offsets_E)
     out_SF = x_SD.new_empty(x_SD.shape[0], w_EDF.shape[2])
@@ -57,8 +58,8 @@ def grouped_sum(x_SF: Tensor, offsets_E: Tensor) -> Tensor:
 
 
 @grouped_mm.register_fake
-def _(x_SD: Tensor, w_EDF: Tensor, offsets_E: Tensor) -> Tensor:
-    return x_SD.new_empty(x_SD.shape[0], w_EDF.shape[2])
+def _(x_SD: Tensor, w: Tensor, offsets_E: Tensor, transposed: bool) -> Tensor:
+    return x_SD.new_empty(x_SD.shape[0], w.shape[1 if transposed else 2])
 
 
 @grouped_outer.register_fake
@@ -72,15 +73,18 @@ def _(x_SF: Tensor, offsets_E: Tensor) -> Tensor:
 
 
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    ctx.save_for_backward(*inputs)
+    *tensors, ctx.transposed = inputs
+    ctx.save_for_backward(*tensors)
 
 
-def _grouped_mm_backward(ctx, grad_SF: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[no-untyped-def]
-    x_SD, w_EDF, offsets_E = ctx.saved_tensors
-    grad_SF = grad_SF.contiguous()
-    grad_x = grouped_mm(grad_SF, w_EDF.transpose(1, 2), offsets_E) if ctx.needs_input_grad[0] else None
-    grad_w = grouped_outer(x_SD, grad_SF, offsets_E) if ctx.needs_input_grad[1] else None
-    return grad_x, grad_w, None
+def _grouped_mm_backward(ctx, grad_SF: Tensor):  # type: ignore[no-untyped-def]
+    x_SD, w, offsets_E = ctx.saved_tensors
+    grad_SF, grad_x, grad_w = grad_SF.contiguous(), None, None
+    if ctx.needs_input_grad[0]:
+        grad_x = grouped_mm(grad_SF, w, offsets_E, not ctx.transposed)
+    if ctx.needs_input_grad[1]:  # in the layout of `w`, so that it is contiguous
+        grad_w = grouped_outer(*((grad_SF, x_SD) if ctx.transposed else (x_SD, grad_SF)), offsets_E)
+    return grad_x, grad_w, None, None
 
 
 grouped_mm.register_autograd(_grouped_mm_backward, setup_context=_save)

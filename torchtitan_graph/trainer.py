@@ -36,14 +36,15 @@ from torchtitan_graph.metrics import Metrics, maybe_profile
 from torchtitan_graph.models.layers.attention import flex_cpu_bytes
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.init import initialize
+from torchtitan_graph.models.layers.moe import MoE, move_correction_biases
 from torchtitan_graph.models.spec import build_model, load_family
 from torchtitan_graph.optim import build_lr_scheduler, build_optimizer, clip_grad_norm
 from torchtitan_graph.parallel.mesh import ParallelDims, data_parallel_rank
 from torchtitan_graph.parallel.parallelize import check_plan, parallelize
 from torchtitan_graph.parallel.recompute import Recompute, recompute_eager
-from torchtitan_graph.parallel.storage import Precision, Storage, buckets, materialize, plan_storage, shard_eager
+from torchtitan_graph.parallel.storage import Precision, Storage, buckets, cast_parameters, materialize, plan_storage, shard_eager
 
-Step = Callable[..., Tensor]  # (batch, mask, num_tokens) -> this rank's loss
+Step = Callable[..., Any]  # (batch, masks, num_tokens) -> StepOutput; of the evaluation step, this rank's loss
 
 
 class Trainer:
@@ -87,6 +88,9 @@ class Trainer:
             config.model.name, config.model.flavor, config.model.attn, self.tokenizer.vocab_size
         )
         check_plan(self.model, self.family.PLAN, self.dims.tp)
+        for module in self.model.modules():
+            if isinstance(module, MoE):
+                module.router.forced_balance = config.debug.moe_force_load_balance
         self._check_memory()
         self.dump_folder = Path(config.job.dump_folder)
         self.step = self.tokens_seen = 0
@@ -96,7 +100,7 @@ class Trainer:
         config = self.config
         if config.model.attn != "flex" or self.device.type != "cpu":
             return
-        heads = self.model.num_heads // self.dims.tp
+        heads = self.model.config.num_heads // self.dims.tp
         needed = flex_cpu_bytes(config.training.local_batch_size, heads, config.training.seq_len) / devices.GIB
         if needed > devices.memory_total_gib():
             raise ValueError(
@@ -180,7 +184,7 @@ class Trainer:
         """
         config, begin = self.config, time.perf_counter()
         parallelize(self.model, self.family.PLAN, self.mesh, loss_parallel=self.loss_parallel)
-        self.model.to(self.precision.compute)
+        cast_parameters(self.model, self.precision.compute)
         storages = plan_storage(self.model, self.mesh, self.precision)
         example = self._example(config.training.local_batch_size, config.training.seq_len)
         evaluated = None
@@ -202,7 +206,7 @@ class Trainer:
         run_passes(traced.gm, ordered, disabled, self.device, watch)
         if evaluated is not None:
             run_passes(evaluated.gm, ordered, disabled, self.device, Inspection("evaluation step"))
-        self.model.to(self.precision.storage)
+        cast_parameters(self.model, self.precision.storage)
         return traced, evaluated, storages, flops
 
     def _example(self, batch_size: int, seq_len: int) -> tuple[Batch, Any, Tensor]:
@@ -215,7 +219,7 @@ class Trainer:
             labels.fill_(IGNORE_INDEX)  # `verify_pass` wants the targets of one rank
         batch = Batch(*(x.to(self.device) for x in (tokens, labels, positions, documents)))
         num_tokens = torch.tensor(batch_size * seq_len * self.dims.dp, device=self.device)
-        return batch, self.model.mask(batch.documents_BL), num_tokens
+        return batch, self.model.masks(batch.documents_BL, batch.positions_BL), num_tokens
 
     def _build_eager_steps(self) -> tuple[Step, Step | None, Flops | None]:
         """Apply FSDP2 and autograd: the reference. Its arithmetic is not counted, for there is no graph to count."""
@@ -277,15 +281,20 @@ class Trainer:
         if not microbatches:
             return False
         local_loss = torch.zeros((), device=self.device)
+        loads: dict[str, Tensor] = {}
         for batch in microbatches:
+            masks = self.model.masks(batch.documents_BL, batch.positions_BL)
             with self.loss_context():
-                local_loss += self.train_step_fn(batch, self.model.mask(batch.documents_BL), num_tokens)
+                output = self.train_step_fn(batch, masks, num_tokens)
+            local_loss += output.loss
+            loads = {name: loads.get(name, 0) + load_E for name, load_E in output.loads.items()}
         grad_norm = clip_grad_norm(self.model.parameters(), self.config.training.max_norm)
         loss = self._sum_if_finite(local_loss, grad_norm)
         lr = self.lr_scheduler.get_last_lr()[0]
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.lr_scheduler.step()
+        self._balance_experts(loads)
         self.step += 1
         self.tokens_seen += int(num_tokens)
         metrics.flops_per_step = self._flops(microbatches)
@@ -298,6 +307,12 @@ class Trainer:
             data_loading_s=data_loading_s,
         )
         return True
+
+    def _balance_experts(self, loads: dict[str, Tensor]) -> None:
+        """Move the experts' correction biases by the loads that all data-parallel ranks saw in this step."""
+        if loads:
+            summed = self._sum_over_data_parallel(torch.stack(list(loads.values())))
+            move_correction_biases(self.model, dict(zip(loads, summed, strict=True)), self.config.moe.bias_update_speed)
 
     def _next_step(self) -> tuple[list[Batch], Tensor]:
         """Take the microbatches of the next step that has targets, and count those of all ranks; none at the end."""
@@ -362,8 +377,9 @@ class Trainer:
                 batch = self._to_device(batch)
                 one = torch.ones((), dtype=torch.int64, device=self.device)
                 assert self.eval_step_fn is not None, "built when validation is enabled"
+                masks = self.model.masks(batch.documents_BL, batch.positions_BL)
                 with self.loss_context():
-                    loss = self.eval_step_fn(batch, self.model.mask(batch.documents_BL), one)
+                    loss = self.eval_step_fn(batch, masks, one)
                 loss_sum += float(self._sum_over_data_parallel(loss.double()))
                 num_targets += count
         if num_targets == 0:

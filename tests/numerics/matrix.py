@@ -1,4 +1,4 @@
-"""Train a tiny llama3 for a few optimizer steps in one of three ways, and compare all that came out.
+"""Train a tiny model for a few optimizer steps in one of three ways, and compare all that came out.
 
     eager   FSDP2's `fully_shard` and autograd: the reference
     graph   traced, rewritten by the passes, bound to the live parameters
@@ -23,17 +23,18 @@ from torch.distributed.tensor import DTensor
 from torchtitan_graph.compiler import Inspection, Pass, passes, run_passes
 from torchtitan_graph.config import job
 from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
-from torchtitan_graph.graph.step import bind_train_step, make_eager_step, trace_train_step
+from torchtitan_graph.graph.step import StepOutput, bind_train_step, make_eager_step, trace_train_step
 from torchtitan_graph.graph.trace import TracedResult
 from torchtitan_graph.loss import cross_entropy, loss_context
-from torchtitan_graph.models import llama3
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.init import initial_weight, initialize
+from torchtitan_graph.models.layers.moe import move_correction_biases
+from torchtitan_graph.models.spec import load_family, tiny_config
 from torchtitan_graph.optim import build_lr_scheduler, build_optimizer, clip_grad_norm
 from torchtitan_graph.parallel.mesh import ParallelDims, axis_degree, data_parallel_rank
 from torchtitan_graph.parallel.parallelize import parallelize
 from torchtitan_graph.parallel.recompute import Recompute, recompute_eager
-from torchtitan_graph.parallel.storage import Precision, buckets, materialize, plan_storage, shard_eager
+from torchtitan_graph.parallel.storage import Precision, buckets, cast_parameters, materialize, plan_storage, shard_eager
 
 CPU = torch.device("cpu")
 SEED = 3
@@ -59,7 +60,7 @@ LAYOUTS = {
 }
 
 Seen = dict[str, Tensor]
-Step = Callable[[Batch, object, Tensor], Tensor]
+Step = Callable[[Batch, object, Tensor], StepOutput]
 Data = Callable[["Cell", int, int], tuple[list[Batch], Tensor]]  # (cell, dp_rank, step) -> microbatches, num_tokens
 
 
@@ -69,11 +70,14 @@ class Cell:
     that data parallelism then cuts 255. 130 feed-forward rows are uneven over four, and over two after TP."""
 
     dims: ParallelDims = ONE
+    family: str = "llama3"
+    flavor: str = "debugmodel"
     precision: Precision = FP32
     num_microbatches: int = 1
     tied: bool = False
     attn: str = "sdpa"
     ffn_dim: int = 130
+    changes: tuple[tuple[str, object], ...] = ()  # of the family's tiny configuration
     recompute: Recompute = Recompute()
     reshard: bool = True
     reshard_root: bool = False
@@ -126,13 +130,17 @@ def microbatches(cell: Cell, dp_rank: int, step: int) -> tuple[list[Batch], Tens
 
 
 def build_model(cell: Cell, device: str = "meta") -> Decoder:
+    family = load_family(cell.family)
+    config = tiny_config(
+        family.FLAVORS[cell.flavor], vocab_size=cell.vocab_size, tied=cell.tied, ffn_dim=cell.ffn_dim, **dict(cell.changes)
+    )
     with torch.device(device):
-        return llama3.Model(llama3.Config(64, 3, 4, 2, cell.ffn_dim, cell.vocab_size, cell.tied), cell.attn)
+        return family.Model(config, cell.attn)
 
 
 def _laid_out(cell: Cell) -> tuple[Decoder, DeviceMesh]:
     model, mesh = build_model(cell), mesh_of(cell.dims)
-    parallelize(model, llama3.PLAN, mesh, loss_parallel=cell.sharded_loss)
+    parallelize(model, load_family(cell.family).PLAN, mesh, loss_parallel=cell.sharded_loss)
     return model, mesh
 
 
@@ -158,7 +166,7 @@ def build_graph(cell: Cell, edit: Pass | None = None) -> tuple[Decoder, Step]:
     run_passes(traced.gm, ordered, cell.disabled, CPU, Inspection())
     if edit is not None:
         edit(traced.gm)
-    model.to(cell.precision.storage)
+    cast_parameters(model, cell.precision.storage)
     materialize(model, storages, CPU)
     initialize(model, SEED)
     return model, bind_train_step(traced, model)
@@ -167,11 +175,11 @@ def build_graph(cell: Cell, edit: Pass | None = None) -> tuple[Decoder, Step]:
 def trace(cell: Cell) -> tuple[Decoder, TracedResult, list[Pass]]:
     """Give the model on meta, its traced step and the passes that this cell's layout takes."""
     model, mesh = _laid_out(cell)
-    model.to(cell.precision.compute)
+    cast_parameters(model, cell.precision.compute)
     storages = plan_storage(model, mesh, cell.precision)
     (batch, *_), num_tokens = microbatches(cell, data_parallel_rank(mesh), 1)
     with loss_context(cell.sharded_loss)():
-        traced = trace_train_step(model, cross_entropy, batch, model.mask(batch.documents_BL), num_tokens, device=CPU)
+        traced = trace_train_step(model, cross_entropy, batch, model.masks(batch.documents_BL, batch.positions_BL), num_tokens, device=CPU)
     return model, traced, passes(storages, buckets(model), cell.recompute, cell.reshard, cell.reshard_root)
 
 
@@ -182,11 +190,11 @@ def build_plain(cell: Cell) -> tuple[Decoder, Step]:
             std = model.initial_std(name)
             parameter.copy_(initial_weight(name, parameter.shape, std, SEED, CPU, torch.float32))
 
-    def step(batch: Batch, mask: object, num_tokens: Tensor) -> Tensor:
-        logits_BLV = model(batch.tokens_BL, batch.positions_BL, mask)
+    def step(batch: Batch, masks: object, num_tokens: Tensor) -> StepOutput:
+        logits_BLV, routings = model(batch.tokens_BL, batch.positions_BL, masks, with_routing=True)
         loss = cross_entropy(logits_BLV, batch.labels_BL, num_tokens)
         loss.backward()
-        return loss.detach()
+        return StepOutput(loss.detach(), {name: routing.load_E for name, routing in routings.items()})
 
     return model, step
 
@@ -204,15 +212,26 @@ def train(cell: Cell, model: Decoder, step: Step, data: Data = microbatches) -> 
     for k in range(1, NUM_STEPS + 1):
         batches, num_tokens = data(cell, dp_rank, k)
         loss = torch.zeros((), dtype=cell.precision.storage)
+        loads: dict[str, Tensor] = {}
         for batch in batches:
             with loss_context(cell.sharded_loss)():
-                loss += step(batch, model.mask(batch.documents_BL), num_tokens)
+                output = step(batch, model.masks(batch.documents_BL, batch.positions_BL), num_tokens)
+            loss += output.loss
+            loads = {name: loads.get(name, 0) + load_E for name, load_E in output.loads.items()}
+        for name, load_E in loads.items():
+            if dist.is_initialized():
+                for axis in ("dp_shard", "dp_replicate"):
+                    if axis_degree(mesh_of(cell.dims), axis) > 1:
+                        dist.all_reduce(load_E, group=mesh_of(cell.dims).get_group(axis))
+            seen[f"step {k}: load of {name}"] = load_E
         seen[f"step {k}: loss"] = loss
         seen |= {f"step {k}: gradient of {n}": _copied(p.grad) for n, p in model.named_parameters()}
         seen[f"step {k}: norm"] = clip_grad_norm(model.parameters(), MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
+        move_correction_biases(model, loads, 1e-3)
+    seen |= {f"buffer {n}": b.clone() for n, b in model.named_buffers()}
     return seen | {f"parameter {n}": _copied(p) for n, p in model.named_parameters()}
 
 

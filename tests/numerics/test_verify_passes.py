@@ -24,7 +24,7 @@ def outcome(cell: Cell, broken: Pass | None = None) -> str:
     (batch, *_), num_tokens = microbatches(cell, dp_rank, 1)
     if dp_rank > 0:
         batch = batch._replace(labels_BL=torch.full_like(batch.labels_BL, IGNORE_INDEX))
-    inputs = pytree.tree_leaves((batch, model.mask(batch.documents_BL), num_tokens))
+    inputs = pytree.tree_leaves((batch, model.masks(batch.documents_BL, batch.positions_BL), num_tokens))
     try:
         run_passes(traced.gm, ordered, (), CPU, Inspection(verify_on=inputs))
     except RuntimeError as error:

@@ -62,6 +62,17 @@ class Model:
 
 
 @dataclass
+class MoE:
+    """Mixtures of experts, in the families that have them."""
+
+    bias_update_speed: float = option(
+        1e-3,
+        "How far a correction bias (deepseek_v3's way to balance without a loss) moves after each step.",
+        minimum=0,
+    )
+
+
+@dataclass
 class Optimizer:
     """The optimizer; see [lr_scheduler] for its learning rate over time."""
 
@@ -399,6 +410,7 @@ class JobConfig:
     profiling: Profiling = field(default_factory=Profiling)
     metrics: Metrics = field(default_factory=Metrics)
     model: Model = field(default_factory=Model)
+    moe: MoE = field(default_factory=MoE)
     optimizer: Optimizer = field(default_factory=Optimizer)
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
     training: Training = field(default_factory=Training)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 REFUSED, IGNORED = "refused", "ignored"
 
-FAMILIES = ("llama3",)
+FAMILIES = ("llama3", "llama4", "qwen3", "deepseek_v3", "gpt_oss")
 
 
 class Row(NamedTuple):
@@ -34,12 +34,12 @@ SUPPORT = (
     Row("parallelism.enable_async_tensor_parallel", IGNORED, "not built yet; tensor parallel runs without it"),
     Row("parallelism.pipeline_parallel_degree", REFUSED, "not built yet; use data_parallel_shard_degree"),
     Row("parallelism.context_parallel_degree", REFUSED, "not built yet; use tensor_parallel_degree for long sequences"),
-    Row("parallelism.expert_parallel_degree", REFUSED, "there are no experts yet; use data_parallel_shard_degree"),
-    Row("parallelism.expert_tensor_parallel_degree", REFUSED, "there are no experts yet; use tensor_parallel_degree"),
+    Row("parallelism.expert_parallel_degree", REFUSED, "not built yet; use data_parallel_shard_degree"),
+    Row("parallelism.expert_tensor_parallel_degree", REFUSED, "not built yet; tensor_parallel_degree splits every expert"),
     Row("parallelism.pipeline_parallel_*", IGNORED, "there are no pipeline stages yet"),
     Row("parallelism.module_fqns_per_model_part", IGNORED, "there are no pipeline stages yet"),
     Row("parallelism.context_parallel_*", IGNORED, "sequences are not sharded yet"),
-    Row("parallelism.expert_parallel_comm_backend", IGNORED, "there are no experts yet"),
+    Row("parallelism.expert_parallel_comm_backend", IGNORED, "tokens do not travel to experts yet"),
     Row("checkpoint.async_mode", IGNORED, "training waits for each save; the checkpoint is the same"),
     Row("checkpoint.enable_ft_dataloader_checkpoints", IGNORED, "there are no fault-tolerant replicas"),
     Row("checkpoint.initial_load_in_hf*", REFUSED, "not built yet; give a checkpoint of this trainer"),
@@ -66,7 +66,6 @@ SUPPORT = (
     Row("comm.mode", REFUSED, "not built yet; use fake_backend for a dry run", ("default", "fake_backend")),
     Row("comm.trace_buf_size", IGNORED, "the flight recorder is not set up; TORCH_NCCL_TRACE_BUFFER_SIZE sets it"),
     Row("comm.save_traces_*", IGNORED, "the flight recorder is not set up"),
-    Row("debug.moe_force_load_balance", IGNORED, "there are no experts yet"),
     Row("memory_estimation.enable", REFUSED, "not built yet; try comm.mode = fake_backend for a dry run"),
     Row("memory_estimation.*", IGNORED, "there is no memory estimation yet"),
     Row("fault_tolerance.enable", REFUSED, "not built; restart the job, it resumes from the newest checkpoint"),

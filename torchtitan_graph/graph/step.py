@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,20 +26,42 @@ class Inputs(Protocol):
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # (logits_BLV, labels_BL, num_tokens) -> scalar
 
 
-def make_train_step(model: nn.Module, loss: Loss) -> Callable[[Inputs, Any, Tensor], tuple[Tensor, dict[str, Tensor]]]:
-    """Give `step(batch, mask, num_tokens) -> (loss, gradients by name, in parameter order)`, to be traced.
+class StepOutput(NamedTuple):
+    """What a training step gives beside the gradients.
+
+    loss   of this rank's microbatch
+    loads  by block, how many slots went to each of its experts: state that a step changes leaves it as a value
+    """
+
+    loss: Tensor
+    loads: dict[str, Tensor]
+
+
+def _forward(model: nn.Module, loss: Loss, batch: Inputs, masks: Any, num_tokens: Tensor) -> StepOutput:
+    logits_BLV, routings = model(batch.tokens_BL, batch.positions_BL, masks, with_routing=True)
+    value = loss(logits_BLV, batch.labels_BL, num_tokens)
+    for routing in routings.values():
+        if routing.loss is not None:
+            value = value + routing.loss
+    return StepOutput(value, {name: routing.load_E for name, routing in routings.items()})
+
+
+def make_train_step(
+    model: nn.Module, loss: Loss
+) -> Callable[[Inputs, Any, Tensor], tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]]:
+    """Give `step(batch, masks, num_tokens) -> (loss, gradients by name in parameter order, loads)`, to be traced.
 
     The loss function is in the step's closure: a constant of the trace. Another loss is another trace.
     """
 
-    def train_step(batch: Inputs, mask: Any, num_tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def train_step(batch: Inputs, masks: Any, num_tokens: Tensor) -> Any:
         parameters = dict(model.named_parameters())
         free_gradient_dtype(parameters.values())
-        value = loss(model(batch.tokens_BL, batch.positions_BL, mask), batch.labels_BL, num_tokens)
+        value, loads = _forward(model, loss, batch, masks, num_tokens)
         gradients = torch.autograd.grad(value, list(parameters.values()))
         with annotated(phase="backward"):
             laid_out = [_as_parameter(g, p) for g, p in zip(gradients, parameters.values(), strict=True)]
-        return value, dict(zip(parameters, laid_out, strict=True))
+        return value, dict(zip(parameters, laid_out, strict=True)), loads
 
     return train_step
 
@@ -55,17 +77,19 @@ def trace_train_step(
     model: nn.Module,
     loss: Loss,
     batch: Any,
-    mask: Any,
+    masks: Any,
     num_tokens: Tensor,
     *,
     device: Any,
     stack_traces: bool = False,
 ) -> TracedResult:
-    """Trace the step of a model on meta as if it lay on `device`; its outputs are named loss, and gradients by name."""
+    """Trace the step of a model on meta as if it lay on `device`; its outputs are named: the loss, gradients and loads
+    by name."""
     tracer = minimal_fx_tracer(make_train_step(model, loss), module=model, device=device, stack_traces=stack_traces)
-    traced = tracer(batch, mask, num_tokens)
+    traced = tracer(batch, masks, num_tokens)
     signature = signature_of(traced.gm)
     kinds = [("loss", "loss")] + [("grad", name) for name, _ in model.named_parameters()]
+    kinds += [("state", f"{slot.name} load") for slot in signature.outputs[len(kinds) :]]
     outputs = tuple(
         dataclasses.replace(slot, kind=kind, name=name)
         for slot, (kind, name) in zip(signature.outputs, kinds, strict=True)
@@ -75,10 +99,10 @@ def trace_train_step(
 
 
 def trace_eval_step(
-    model: nn.Module, loss: Loss, batch: Any, mask: Any, num_tokens: Tensor, *, device: Any
+    model: nn.Module, loss: Loss, batch: Any, masks: Any, num_tokens: Tensor, *, device: Any
 ) -> TracedResult:
     """Trace the loss alone: no backward."""
-    traced = minimal_fx_tracer(make_eval_step(model, loss), module=model, device=device)(batch, mask, num_tokens)
+    traced = minimal_fx_tracer(make_eval_step(model, loss), module=model, device=device)(batch, masks, num_tokens)
     signature = signature_of(traced.gm)
     (slot,) = signature.outputs
     outputs = (dataclasses.replace(slot, kind="loss", name="loss"),)
@@ -87,40 +111,40 @@ def trace_eval_step(
 
 
 def make_eval_step(model: nn.Module, loss: Loss) -> Callable[[Inputs, Any, Tensor], Tensor]:
-    """Give `step(batch, mask, num_tokens) -> loss`, to be traced or, in eager mode, called."""
+    """Give `step(batch, masks, num_tokens) -> loss`, to be traced or, in eager mode, called."""
 
     @torch.no_grad()
-    def step(batch: Inputs, mask: Any, num_tokens: Tensor) -> Tensor:
-        return loss(model(batch.tokens_BL, batch.positions_BL, mask), batch.labels_BL, num_tokens)
+    def step(batch: Inputs, masks: Any, num_tokens: Tensor) -> Tensor:
+        return loss(model(batch.tokens_BL, batch.positions_BL, masks), batch.labels_BL, num_tokens)
 
     return step
 
 
-def bind_train_step(traced: TracedResult, model: nn.Module) -> Callable[[Inputs, Any, Tensor], Tensor]:
-    """Give `step(batch, mask, num_tokens) -> loss` that adds the gradients to the live parameters' `.grad`."""
+def bind_train_step(traced: TracedResult, model: nn.Module) -> Callable[[Inputs, Any, Tensor], StepOutput]:
+    """Give `step(batch, masks, num_tokens) -> StepOutput` that adds the gradients to the live parameters' `.grad`."""
     run = run_traced(traced, module=model)
     parameters = dict(model.named_parameters())
 
     @torch.no_grad()
-    def step(batch: Inputs, mask: Any, num_tokens: Tensor) -> Tensor:
-        value, gradients = run(batch, mask, num_tokens)
+    def step(batch: Inputs, masks: Any, num_tokens: Tensor) -> StepOutput:
+        value, gradients, loads = run(batch, masks, num_tokens)
         for name, gradient in gradients.items():
             parameter = parameters[name]
             if parameter.grad is None:
                 parameter.grad = gradient
             else:
                 parameter.grad += gradient
-        return value
+        return StepOutput(value, loads)
 
     return step
 
 
-def make_eager_step(model: nn.Module, loss: Loss) -> Callable[[Inputs, Any, Tensor], Tensor]:
+def make_eager_step(model: nn.Module, loss: Loss) -> Callable[[Inputs, Any, Tensor], StepOutput]:
     """Give the same step without a graph: forward, loss and `backward` on a model under FSDP2. The reference."""
 
-    def step(batch: Inputs, mask: Any, num_tokens: Tensor) -> Tensor:
-        value = loss(model(batch.tokens_BL, batch.positions_BL, mask), batch.labels_BL, num_tokens)
+    def step(batch: Inputs, masks: Any, num_tokens: Tensor) -> StepOutput:
+        value, loads = _forward(model, loss, batch, masks, num_tokens)
         value.backward()
-        return value.detach()
+        return StepOutput(value.detach(), loads)
 
     return step

@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import datetime
 import functools
+import math
 import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -36,6 +37,7 @@ __all__ = [
     "DataDependentOutputException",
     "FakeTensor",
     "FakeTensorMode",
+    "ScoreFunction",
     "StorageInfo",
     "StridedShard",
     "annotated",
@@ -257,35 +259,48 @@ def mask_whole(tensors: Iterable[torch.Tensor], remainder: tuple) -> BlockMask:
     return BlockMask(**parts, mask_mod=close_rule(given, rule))
 
 
+ScoreFunction = Callable[..., torch.Tensor]  # (score, b, h, q, kv) -> score
+
+
 def flex_attention_op(
-    q_BNLH: torch.Tensor, k_BNLH: torch.Tensor, v_BNLH: torch.Tensor, mask: BlockMask
-) -> torch.Tensor:
-    """Run flex attention's own higher-order operator, without the public function around it.
+    q_BNLH: torch.Tensor,
+    k_BNLH: torch.Tensor,
+    v_BNLH: torch.Tensor,
+    mask: BlockMask,
+    scale: float,
+    score: ScoreFunction | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run flex attention's own higher-order operator, without the public function around it; give the result and the
+    logarithm of each softmax's denominator, (B, N, L), both with gradients.
 
     The public function refuses gradients on a CPU, although the uncompiled operator has them, and compiles its own
-    call, which can't happen inside a trace. The block mask's rule may close over tensors (a batch's document ids):
+    call, which can't happen inside a trace. Rule and score function may close over tensors (a batch's document ids):
     they are handed to the operator by name, so that a graph takes them from its inputs.
     """
-    closed_over, remainder = open_rule(mask.mask_mod)
+    of_mask, mask_remainder = open_rule(mask.mask_mod)
+    of_score, score_remainder = open_rule(score or _no_score_change)
 
     def rule(b: Any, h: Any, q: Any, kv: Any, *tensors: torch.Tensor) -> torch.Tensor:
-        return close_rule(tensors, remainder)(b, h, q, kv)
+        return close_rule(tensors, mask_remainder)(b, h, q, kv)
 
-    out_BNLH, *_ = _flex_attention(
+    def change(value: Any, b: Any, h: Any, q: Any, kv: Any, *tensors: torch.Tensor) -> torch.Tensor:
+        return close_rule(tensors, score_remainder)(value, b, h, q, kv)
+
+    out_BNLH, lse_BNL, *_ = _flex_attention(
         q_BNLH,
         k_BNLH,
         v_BNLH,
-        _no_score_change,
+        change,
         (*mask.as_tuple()[:-1], rule),
-        q_BNLH.shape[-1] ** -0.5,
+        scale,
         {"OUTPUT_LOGSUMEXP": True, "OUTPUT_MAX": False},
-        (),
-        tuple(closed_over),
+        tuple(of_score),
+        tuple(of_mask),
     )
-    return out_BNLH
+    return out_BNLH, lse_BNL * math.log(2)  # the operator counts in powers of two
 
 
-def _no_score_change(score: torch.Tensor, b: Any, h: Any, q: Any, kv: Any, *closed_over: torch.Tensor) -> torch.Tensor:
+def _no_score_change(score: torch.Tensor, b: Any, h: Any, q: Any, kv: Any) -> torch.Tensor:
     return score
 
 

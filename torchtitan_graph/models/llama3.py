@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask
+from torch import Tensor
 
 from torchtitan_graph.models.layers.attention import Attention
-from torchtitan_graph.models.layers.decoder import Decoder
+from torchtitan_graph.models.layers.decoder import Block, Decoder, decoder_plan
 from torchtitan_graph.models.layers.feed_forward import FeedForward
 from torchtitan_graph.models.layers.rope import Llama3Scaling, rope_cos_sin
 
@@ -43,23 +42,7 @@ FLAVORS = {
     "405B": Config(16384, 126, 128, 8, 53248),
 }
 
-# What is split under tensor parallelism; the words are explained in parallel/plan.py.
-PLAN = {
-    "tok_embeddings": "embedding",
-    "layers.*.attention_norm.weight": "replicate",
-    "layers.*.attention": "partial",
-    "layers.*.attention.wq.weight": "shard 0",
-    "layers.*.attention.wk.weight": "shard 0",
-    "layers.*.attention.wv.weight": "shard 0",
-    "layers.*.attention.wo.weight": "shard 1",
-    "layers.*.ffn_norm.weight": "replicate",
-    "layers.*.feed_forward": "partial",
-    "layers.*.feed_forward.w1.weight": "shard 0",
-    "layers.*.feed_forward.w2.weight": "shard 1",
-    "layers.*.feed_forward.w3.weight": "shard 0",
-    "norm.weight": "replicate",
-    "output": "vocabulary",
-}
+PLAN = decoder_plan(attention=Attention.PLAN, feed_forward=FeedForward.PLAN)
 
 # Our parameter -> Hugging Face's, "*" the layer number. No tensor changes its layout. A tied output is not stored.
 HF_KEYS = {
@@ -78,43 +61,19 @@ HF_KEYS = {
 }
 
 
-class Block(nn.Module):
-    def __init__(self, config: Config):
-        super().__init__()
-        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.attention = Attention(config.dim, config.num_heads, config.num_kv_heads, config.head_dim)
-        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.feed_forward = FeedForward(config.dim, config.ffn_dim)
-
-    def forward(self, x_BLD: Tensor, *, rope: tuple[Tensor, Tensor], mask: Tensor | BlockMask) -> Tensor:
-        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), rope=rope, mask=mask)
-        return x_BLD + self.feed_forward(self.ffn_norm(x_BLD))
-
-
 class Model(Decoder):
     def __init__(self, config: Config, attn: str = "sdpa"):
-        super().__init__(
-            vocab_size=config.vocab_size,
-            dim=config.dim,
-            num_heads=config.num_heads,
-            norm_eps=config.norm_eps,
-            tied=config.tied,
-            attn=attn,
-            blocks=[Block(config) for _ in range(config.num_layers)],
-        )
-        self.config = config
+        c = config
+        blocks = [
+            Block(
+                c.dim,
+                c.norm_eps,
+                Attention(c.dim, c.num_heads, c.num_kv_heads, c.head_dim),
+                FeedForward(c.dim, c.ffn_dim),
+            )
+            for _ in range(c.num_layers)
+        ]
+        super().__init__(c, attn, blocks)
 
     def rope(self, positions_BL: Tensor) -> tuple[Tensor, Tensor]:
         return rope_cos_sin(positions_BL, self.config.head_dim, self.config.rope_theta, self.config.rope_scaling)
-
-    def initial_std(self, name: str) -> float | None:
-        if "norm" in name:
-            return None
-        if name == "output.weight" or (name == "tok_embeddings.weight" and self.config.tied):
-            return self.config.dim**-0.5  # logits start near unit variance
-        if name == "tok_embeddings.weight":
-            return 1.0
-        if name.endswith(("wo.weight", "w2.weight")):
-            # Each block adds twice to the residual stream: its variance grows with depth unless these shrink.
-            return 0.02 / (2 * self.config.num_layers) ** 0.5
-        return 0.02

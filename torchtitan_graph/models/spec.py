@@ -7,6 +7,7 @@ import difflib
 import importlib
 import pkgutil
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -50,6 +51,38 @@ def load_family(name: str) -> ModuleType:
     return family
 
 
+# Sizes of a model that trains within seconds, by the names that configs have for them. Rows are uneven on purpose.
+_TINY = {
+    "dim": 64,
+    "num_layers": 3,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+    "ffn_dim": 130,
+    "dense_ffn_dim": 70,
+    "moe_ffn_dim": 34,
+    "num_experts": 6,
+    "num_dense_layers": 1,
+    "kv_lora_rank": 24,
+    "nope_dim": 16,
+    "rope_dim": 8,
+    "v_dim": 12,
+    "window": 7,
+    "chunk": 8,
+    "full_every": 3,
+    "temperature_span": 8,
+}
+
+
+def tiny_config(config: Any, **changes: Any) -> Any:
+    """Shrink a debug flavour to a few thousand weights, for checks; fields of other names stay, zeros too."""
+    names = {field.name for field in dataclasses.fields(config)}
+    sizes = {name: size for name, size in _TINY.items() if name in names and getattr(config, name)}
+    if getattr(config, "top_k", 0):
+        sizes["top_k"] = min(config.top_k, 2)
+    return dataclasses.replace(config, **sizes | {k: v for k, v in changes.items() if k in names})
+
+
 def build_model(name: str, flavor: str, attn: str, tokenizer_vocab_size: int) -> Decoder:
     """Build a flavour on the meta device; `debugmodel` takes the tokenizer's vocabulary.
 
@@ -62,7 +95,7 @@ def build_model(name: str, flavor: str, attn: str, tokenizer_vocab_size: int) ->
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"model.flavor = {flavor!r}: legal for {name} are {', '.join(family.FLAVORS)}{hint}")
     config = family.FLAVORS[flavor]
-    if flavor == "debugmodel":
+    if flavor.startswith("debugmodel"):
         config = dataclasses.replace(config, vocab_size=tokenizer_vocab_size)
     elif tokenizer_vocab_size > config.vocab_size:
         raise ValueError(

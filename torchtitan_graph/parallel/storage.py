@@ -114,7 +114,8 @@ def _storage(name: str, parameter: Tensor, mesh: DeviceMesh, precision: Precisio
 
 
 def materialize(model: nn.Module, storages: Mapping[str, Storage], device: torch.device) -> None:
-    """Replace the model's meta parameters by allocated ones at rest, in place; tied ones by one."""
+    """Replace the model's meta parameters by allocated ones at rest, in place; tied ones by one. Buffers are whole on
+    every rank, and zero."""
     new: dict[nn.Parameter, nn.Parameter] = {
         p: nn.Parameter(storages[name].empty(device), requires_grad=p.requires_grad)
         for name, p in model.named_parameters()
@@ -123,6 +124,18 @@ def materialize(model: nn.Module, storages: Mapping[str, Storage], device: torch
         for leaf, parameter in module._parameters.items():
             if parameter is not None:
                 module._parameters[leaf] = new[parameter]
+        for leaf, buffer in module.named_buffers(recurse=False):
+            setattr(module, leaf, torch.zeros_like(buffer, device=device))
+
+
+def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast the parameters of a model on meta in place. Buffers, such as the correction bias of a mixture of experts,
+    keep their dtype."""
+    buffers = {name: buffer for name, buffer in model.named_buffers()}
+    model.to(dtype)
+    for name, buffer in buffers.items():
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, buffer)
 
 
 def shard_eager(
@@ -155,7 +168,7 @@ def shard_eager(
         )
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
-    model.to(dtype=precision.storage)
+    cast_parameters(model, precision.storage)
     model.to_empty(device=device)
 
 

@@ -64,6 +64,11 @@ def _reduce(gm: GraphModule, name: str, gradient: Node, storage: Storage) -> Nod
 
     padding = storage.padded_shape[0] * storage.shard_degree - storage.compute_shape[0]
     with gm.graph.inserting_before(gradient.next):
+        if not value(gradient).is_contiguous():
+            # Collectives refuse it, and fused optimizers would read its memory in the parameter's order.
+            node = gradient = call(
+                gm.graph, gradient, aten.clone.default, gradient, memory_format=torch.contiguous_format
+            )
         if padding:
             then(aten.constant_pad_nd.default, [0, 0] * (len(storage.compute_shape) - 1) + [0, padding], 0.0)
         if storage.shard_degree > 1:

@@ -174,7 +174,7 @@ def separately(model: llama3.Model) -> Tensor:
 def test_packed_documents_are_as_if_each_had_a_row_of_its_own(attn: str) -> None:
     model = build(CONFIGS["all"], attn)
     row, positions, documents = packed()
-    together, apart = model(row, positions, model.mask(documents)), separately(model)
+    together, apart = model(row, positions, model.masks(documents, positions)), separately(model)
     assert gap(together.detach(), apart.detach()) < 1e-12
     found, expected = gradients(model, together), gradients(model, apart)
     assert max(gap(found[name], expected[name]) for name in found) < 1e-12
@@ -191,7 +191,7 @@ def test_a_mask_or_positions_that_cross_documents_are_seen(fault: str) -> None:
     else:
         positions = torch.arange(row.shape[1]).unsqueeze(0)
     with torch.no_grad():
-        changed = gap(model(row, positions, model.mask(documents)), separately(model))
+        changed = gap(model(row, positions, model.masks(documents, positions)), separately(model))
     # Attention knows only distances: positions that run on change nothing but the rounding of angles, kept in fp32.
     assert changed > 1e-3 if fault != "positions run on" else 1e-12 < changed < 1e-5
 
@@ -212,7 +212,7 @@ def test_sdpa_and_flex_attention_agree(name: str) -> None:
     results = []
     for attn in ("sdpa", "flex"):
         model = build(CONFIGS[name], attn)
-        logits = model(row, positions, model.mask(documents))
+        logits = model(row, positions, model.masks(documents, positions))
         results.append({"logits": logits.detach(), **gradients(model, logits)})
     assert max(gap(results[1][key], results[0][key]) for key in results[0]) < 1e-12
 
@@ -220,7 +220,7 @@ def test_sdpa_and_flex_attention_agree(name: str) -> None:
 def test_without_positions_and_mask_every_row_is_one_document() -> None:
     model, row = build(TINY), tokens()
     documents, positions = torch.zeros_like(row), torch.arange(row.shape[1]).expand_as(row)
-    assert torch.equal(model(row), model(row, positions, model.mask(documents)))
+    assert torch.equal(model(row), model(row, positions, model.masks(documents, positions)))
 
 
 # --- names ------------------------------------------------------------------------------------------------------------

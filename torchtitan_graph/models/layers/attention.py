@@ -1,67 +1,133 @@
-"""Attention that never crosses documents, through `scaled_dot_product_attention` or flex attention."""
+"""Attention under a mask, through `scaled_dot_product_attention` or flex attention."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import BlockMask
 
-from torchtitan_graph.graph.torch_private import flex_attention_op
+from torchtitan_graph.graph.torch_private import ScoreFunction, flex_attention_op
+from torchtitan_graph.models.layers.masks import Mask
 from torchtitan_graph.models.layers.rope import apply_rope
 
-FLEX_BLOCK = 128
 
-
-def attention_mask(attn: str, documents_BL: Tensor) -> Tensor | BlockMask:
-    """Build the mask of one batch: causal, and within a document.
+def attend(
+    q_BLNH: Tensor,
+    k_BLKH: Tensor,
+    v_BLKH: Tensor,
+    mask: Mask,
+    *,
+    scale: float | None = None,
+    sinks_N: Tensor | None = None,
+    score: ScoreFunction | None = None,
+) -> Tensor:
+    """Attend with grouped queries: each of the K key heads serves N/K query heads. Gives (B, L, N, width of values).
 
     Args:
-        attn: "sdpa" gives a boolean tensor (B, 1, L, L), True where a query (dim 2) sees a key (dim 3); "flex" a
-            `BlockMask` that holds the same rule over blocks.
-        documents_BL: equal numbers where two tokens belong to one document.
+        scale: of the products of queries and keys; None is 1 / sqrt(H).
+        sinks_N: a logit per head that takes part in the softmax and has no value: it lets a head attend to nothing.
+        score: changes a scaled score, `(score, b, h, q, kv) -> score`, as a soft cap or a bias does; flex only.
+
+    Raises:
+        ValueError: a score function without flex attention, which alone has one.
     """
-    B, L = documents_BL.shape
-
-    def visible(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return (q >= kv) & (documents_BL[b, q] == documents_BL[b, kv])
-
-    if attn == "flex":
-        return create_block_mask(visible, B, None, L, L, device=documents_BL.device, BLOCK_SIZE=FLEX_BLOCK)
-    rows_L = torch.arange(L, device=documents_BL.device)
-    same_BLL = documents_BL.unsqueeze(2) == documents_BL.unsqueeze(1)
-    return (same_BLL & (rows_L.unsqueeze(1) >= rows_L)).unsqueeze(1)
-
-
-def attend(q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, mask: Tensor | BlockMask) -> Tensor:
-    """Attend with grouped queries: each of the K key heads serves N/K query heads. Gives (B, L, N, H)."""
+    scale = q_BLNH.shape[-1] ** -0.5 if scale is None else scale
     groups = q_BLNH.shape[2] // k_BLKH.shape[2]
-    q_BNLH, k_BKLH, v_BKLH = (x.transpose(1, 2) for x in (q_BLNH, k_BLKH, v_BLKH))
+    q_BNLH, k_BNLH, v_BNLH = (x.transpose(1, 2) for x in (q_BLNH, k_BLKH, v_BLKH))
     if groups > 1:
         # The CPU's fused kernel has no grouped form and would fall back to one that holds every score.
-        k_BKLH, v_BKLH = (x.repeat_interleave(groups, dim=1) for x in (k_BKLH, v_BKLH))
+        k_BNLH, v_BNLH = (x.repeat_interleave(groups, dim=1) for x in (k_BNLH, v_BNLH))
     if isinstance(mask, BlockMask):
-        out_BNLH = flex_attention_op(q_BNLH, k_BKLH, v_BKLH, mask)
+        out_BNLH, lse_BNL = flex_attention_op(q_BNLH, k_BNLH, v_BNLH, mask, scale, score)
+        if sinks_N is not None:
+            # softmax over keys and sink = softmax over keys * exp(lse) / (exp(lse) + exp(sink))
+            share_BNL = torch.sigmoid(lse_BNL - sinks_N.view(1, -1, 1))
+            out_BNLH = (out_BNLH * share_BNL.unsqueeze(-1)).type_as(out_BNLH)
+    elif score is not None:
+        raise ValueError("model.attn = 'sdpa': this model changes attention's scores, which only 'flex' can")
     else:
-        out_BNLH = F.scaled_dot_product_attention(q_BNLH, k_BKLH, v_BKLH, attn_mask=mask)
+        out_BNLH = _sdpa(q_BNLH, k_BNLH, v_BNLH, mask, scale, sinks_N)
     return out_BNLH.transpose(1, 2)
 
 
-class Attention(nn.Module):
-    """Grouped-query attention with rotary positions. Under tensor parallelism it holds a rank's own heads."""
+def _sdpa(
+    q_BNLH: Tensor, k_BNLH: Tensor, v_BNLH: Tensor, mask_B1LL: Tensor, scale: float, sinks_N: Tensor | None
+) -> Tensor:
+    width = v_BNLH.shape[-1]
+    if sinks_N is not None:
+        # One more key, seen by all, that only a new feature of queries and keys touches: its score is the sink. The
+        # fused kernels have no sinks, and no gradient of a float mask. Eight features keep rows aligned.
+        B, N, L, H = q_BNLH.shape
+        q_BNLH = torch.cat((q_BNLH, q_BNLH.new_ones(B, N, L, 1), q_BNLH.new_zeros(B, N, L, 7)), dim=-1)
+        sink_BN11 = (sinks_N / scale).view(1, N, 1, 1).expand(B, N, 1, 1)
+        sink_BN1H = torch.cat((k_BNLH.new_zeros(B, N, 1, H), sink_BN11, k_BNLH.new_zeros(B, N, 1, 7)), dim=-1)
+        k_BNLH = torch.cat((F.pad(k_BNLH, (0, 8)), sink_BN1H), dim=2)
+        v_BNLH = F.pad(v_BNLH, (0, 0, 0, 1))
+        mask_B1LL = F.pad(mask_B1LL, (0, 1), value=True)
+    if width < q_BNLH.shape[-1]:
+        # The fused kernels want values as wide as keys; the fallback would hold every score.
+        v_BNLH = F.pad(v_BNLH, (0, q_BNLH.shape[-1] - width))
+    out_BNLH = F.scaled_dot_product_attention(q_BNLH, k_BNLH, v_BNLH, attn_mask=mask_B1LL, scale=scale)
+    return out_BNLH[..., :width]
 
-    def __init__(self, dim: int, num_heads: int, num_kv_heads: int, head_dim: int):
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions. Under tensor parallelism it holds a rank's own heads.
+
+    Args:
+        bias: of all four projections.
+        qk_norm_eps: if given, queries and keys are normalised over each head's width, before they are rotated.
+        sinks: a learned logit per head in the softmax's denominator.
+    """
+
+    PLAN = {
+        "": "partial",
+        "wq.weight": "shard 0",
+        "wq.bias": "shard 0",
+        "wk.weight": "shard 0",
+        "wk.bias": "shard 0",
+        "wv.weight": "shard 0",
+        "wv.bias": "shard 0",
+        "wo.weight": "shard 1",
+        "wo.bias": "share",
+        "q_norm.weight": "replicate",
+        "k_norm.weight": "replicate",
+        "sinks": "shard 0",
+    }
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        bias: bool = False,
+        qk_norm_eps: float | None = None,
+        sinks: bool = False,
+    ):
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self.wq = nn.Linear(dim, num_heads * head_dim, bias=False)
-        self.wk = nn.Linear(dim, num_kv_heads * head_dim, bias=False)
-        self.wv = nn.Linear(dim, num_kv_heads * head_dim, bias=False)
-        self.wo = nn.Linear(num_heads * head_dim, dim, bias=False)
+        self.wq = nn.Linear(dim, num_heads * head_dim, bias=bias)
+        self.wk = nn.Linear(dim, num_kv_heads * head_dim, bias=bias)
+        self.wv = nn.Linear(dim, num_kv_heads * head_dim, bias=bias)
+        self.wo = nn.Linear(num_heads * head_dim, dim, bias=bias)
+        self.q_norm = nn.RMSNorm(head_dim, eps=qk_norm_eps) if qk_norm_eps is not None else None
+        self.k_norm = nn.RMSNorm(head_dim, eps=qk_norm_eps) if qk_norm_eps is not None else None
+        self.sinks = nn.Parameter(torch.empty(num_heads)) if sinks else None
 
-    def forward(self, x_BLD: Tensor, *, rope: tuple[Tensor, Tensor], mask: Tensor | BlockMask) -> Tensor:
+    def forward(self, x_BLD: Tensor, *, rope: tuple[Tensor, ...], mask: Mask) -> Tensor:
         q_BLNH, k_BLKH, v_BLKH = (w(x_BLD).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
-        q_BLNH, k_BLKH = apply_rope(q_BLNH, *rope), apply_rope(k_BLKH, *rope)
-        return self.wo(attend(q_BLNH, k_BLKH, v_BLKH, mask).flatten(-2))
+        q_BLNH, k_BLKH = self.placed(q_BLNH, k_BLKH, rope)
+        return self.wo(attend(q_BLNH, k_BLKH, v_BLKH, mask, sinks_N=self.sinks).flatten(-2))
+
+    def placed(self, q_BLNH: Tensor, k_BLKH: Tensor, rope: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """Normalise queries and keys, and rotate them to their positions."""
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BLNH, k_BLKH = self.q_norm(q_BLNH), self.k_norm(k_BLKH)
+        cos, sin = rope
+        return apply_rope(q_BLNH, cos, sin), apply_rope(k_BLKH, cos, sin)
 
 
 def flex_cpu_bytes(batch: int, num_heads: int, seq_len: int) -> int:

@@ -2,62 +2,152 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, Protocol
+
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask
 
-from torchtitan_graph.models.layers.attention import attention_mask
+from torchtitan_graph.models.layers.feed_forward import FeedForward
+from torchtitan_graph.models.layers.masks import Mask, Rule, all_of, build_mask, causal, same_document
+from torchtitan_graph.models.layers.moe import MoE, Routing
+
+
+class DecoderConfig(Protocol):
+    """What every family's config has."""
+
+    @property
+    def dim(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def tied(self) -> bool: ...
+    @property
+    def norm_eps(self) -> float: ...
+
+
+def decoder_plan(**layers: Mapping[str, str]) -> dict[str, str]:
+    """Give a family's plan from those of the layers in its blocks, by their names there: what is split under tensor
+    parallelism. The words are explained in parallel/plan.py."""
+    plan = {
+        "tok_embeddings": "embedding",
+        "layers.*.attention_norm.weight": "replicate",
+        "layers.*.ffn_norm.weight": "replicate",
+        "norm.weight": "replicate",
+        "output": "vocabulary",
+    }
+    for layer, roles in layers.items():
+        plan |= {f"layers.*.{layer}.{name}".rstrip("."): role for name, role in roles.items()}
+    return plan
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward layer, each normalised before and added to the residual stream.
+
+    Args:
+        feed_forward: or a mixture of experts; the block then gives its `Routing` as well.
+        mask: the rule, of those in the model's `mask_rules`, that says what its attention sees.
+    """
+
+    def __init__(
+        self, dim: int, norm_eps: float, attention: nn.Module, feed_forward: FeedForward | MoE, mask: str = "causal"
+    ):
+        super().__init__()
+        self.mask = mask
+        self.attention_norm = nn.RMSNorm(dim, eps=norm_eps)
+        self.attention = attention
+        self.ffn_norm = nn.RMSNorm(dim, eps=norm_eps)
+        # Two names: plans and checkpoints tell a layer of experts from a dense one.
+        self.feed_forward = feed_forward if isinstance(feed_forward, FeedForward) else None
+        self.moe = feed_forward if isinstance(feed_forward, MoE) else None
+
+    def forward(self, x_BLD: Tensor, *, rope: Any, mask: Mask) -> Tensor | tuple[Tensor, Routing]:
+        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), rope=rope, mask=mask)
+        if self.feed_forward is not None:
+            return x_BLD + self.feed_forward(self.ffn_norm(x_BLD))
+        assert self.moe is not None
+        y_BLD, routing = self.moe(self.ffn_norm(x_BLD))
+        return x_BLD + y_BLD, routing
 
 
 class Decoder(nn.Module):
     """A decoder-only transformer over packed documents.
 
-    A family gives the blocks (each called as `block(x_BLD, rope=..., mask=...)`), and defines `rope(positions_BL)`
-    and `initial_std(name)`.
+    A family gives the blocks, and defines `rope(positions_BL)`. Where blocks see different positions, it extends
+    `mask_rules`. Blocks of its own are called as `Block` is, and give what it gives.
     """
 
-    def __init__(
-        self,
-        *,
-        vocab_size: int,
-        dim: int,
-        num_heads: int,
-        norm_eps: float,
-        tied: bool,
-        attn: str,
-        blocks: list[nn.Module],
-    ):
+    def __init__(self, config: DecoderConfig, attn: str, blocks: list[nn.Module]):
         super().__init__()
-        self.num_heads = num_heads
+        self.config: Any = config
         self.attn = attn
-        self.tok_embeddings = nn.Embedding(vocab_size, dim)
+        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(blocks)
-        self.norm = nn.RMSNorm(dim, eps=norm_eps)
-        self.output = nn.Linear(dim, vocab_size, bias=False)
-        if tied:
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        if config.tied:
             self.output.weight = self.tok_embeddings.weight
 
-    def rope(self, positions_BL: Tensor) -> tuple[Tensor, Tensor]:
+    def rope(self, positions_BL: Tensor) -> Any:
+        """Give what every block's attention takes as `rope`, from the positions."""
         raise NotImplementedError
 
     def initial_std(self, name: str) -> float | None:
-        """Give the standard deviation that parameter `name` is drawn with; None means ones."""
-        raise NotImplementedError
+        """Give the standard deviation that parameter `name` is drawn with; None means ones, 0 zeros."""
+        leaf = name.rpartition(".")[2]
+        if "norm" in name:
+            return None
+        if leaf in ("bias", "sinks", "b1", "b2", "b3"):
+            return 0.0
+        if name == "output.weight" or (name == "tok_embeddings.weight" and self.config.tied):
+            return self.config.dim**-0.5  # logits start near unit variance
+        if name == "tok_embeddings.weight":
+            return 1.0
+        if name.endswith(("wo.weight", "w2.weight", "w2")):
+            # Each block adds twice to the residual stream: its variance grows with depth unless these shrink.
+            return 0.02 / (2 * self.config.num_layers) ** 0.5
+        return 0.02
 
-    def mask(self, documents_BL: Tensor) -> Tensor | BlockMask:
-        """Build the attention mask of one batch; made once, outside the graph, and passed to every layer."""
-        return attention_mask(self.attn, documents_BL)
+    def mask_rules(self, documents_BL: Tensor, positions_BL: Tensor) -> dict[str, Rule]:
+        """Give the rules that blocks name, of which positions see which."""
+        return {"causal": all_of(causal, same_document(documents_BL))}
+
+    def masks(self, documents_BL: Tensor, positions_BL: Tensor) -> dict[str, Mask]:
+        """Build the attention masks of one batch; made once, outside the graph, and shared by all layers.
+
+        Args:
+            documents_BL: equal numbers where two tokens belong to one document.
+            positions_BL: of each token in its document.
+        """
+        B, L = documents_BL.shape
+        rules = self.mask_rules(documents_BL, positions_BL)
+        return {name: build_mask(self.attn, rule, B, L, documents_BL.device) for name, rule in rules.items()}
 
     def forward(
-        self, tokens_BL: Tensor, positions_BL: Tensor | None = None, mask: Tensor | BlockMask | None = None
-    ) -> Tensor:
-        """Give the logits (B, L, V); without positions and mask every row is one document."""
+        self,
+        tokens_BL: Tensor,
+        positions_BL: Tensor | None = None,
+        masks: Mapping[str, Mask] | None = None,
+        *,
+        with_routing: bool = False,
+    ) -> Any:
+        """Give the logits (B, L, V); with_routing: the logits, and by its block's name what each mixture of experts
+        gives beside its output. Without positions and masks every row is one document.
+        """
         if positions_BL is None:
             positions_BL = torch.arange(tokens_BL.shape[1], device=tokens_BL.device).expand_as(tokens_BL)
-        if mask is None:
-            mask = self.mask(torch.zeros_like(tokens_BL))
+        if masks is None:
+            masks = self.masks(torch.zeros_like(tokens_BL), positions_BL)
         rope = self.rope(positions_BL)
         x_BLD = self.tok_embeddings(tokens_BL)
-        for layer in self.layers:
-            x_BLD = layer(x_BLD, rope=rope, mask=mask)
-        return self.output(self.norm(x_BLD))
+        routings: dict[str, Routing] = {}
+        for number, layer in enumerate(self.layers):
+            x_BLD = layer(x_BLD, rope=rope, mask=masks[getattr(layer, "mask", "causal")])
+            if isinstance(x_BLD, tuple):
+                x_BLD, routings[f"layers.{number}"] = x_BLD
+        logits_BLV = self.output(self.norm(x_BLD))
+        return (logits_BLV, routings) if with_routing else logits_BLV

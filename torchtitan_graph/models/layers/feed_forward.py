@@ -5,6 +5,8 @@ from torch import Tensor, nn
 
 
 class FeedForward(nn.Module):
+    PLAN = {"": "partial", "w1.weight": "shard 0", "w2.weight": "shard 1", "w3.weight": "shard 0"}
+
     def __init__(self, dim: int, ffn_dim: int):
         super().__init__()
         self.w1 = nn.Linear(dim, ffn_dim, bias=False)

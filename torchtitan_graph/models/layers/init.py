@@ -29,8 +29,11 @@ def initial_weight(
 
 @torch.no_grad()
 def initialize(model: Decoder, seed: int) -> None:
-    """Draw every parameter of a materialized model in full, one at a time, and keep this rank's part of it."""
+    """Draw every parameter of a materialized model in full, one at a time, and keep this rank's part of it; buffers
+    are zero."""
     for name, parameter in model.named_parameters():
         std = model.initial_std(name)
         full = initial_weight(name, parameter.shape, std, seed, parameter.device, torch.float32)
         set_local(parameter, full)  # type: ignore[arg-type]
+    for buffer in model.buffers():
+        buffer.zero_()

@@ -1,0 +1,212 @@
+"""Mixture of experts: every token goes to a few of many feed-forward layers; none is dropped.
+
+Note [Experts in a static graph]
+The T*A routed slots are sorted by expert and multiplied in groups (see ops.py). There are always T*A of them, however
+they fall on the experts: no shape depends on data and nothing is padded. What it costs is one sort of integers and two
+permutations of rows.
+
+Note [Load balance without a loss]
+DeepSeek-V3's correction bias takes part in the choice of experts only. After each optimizer step it moves against the
+load that the step saw (`move_correction_biases`). The load leaves the forward pass as a value, next to the activations:
+recomputation can't count it twice, and a graph has it as an output.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchtitan_graph.models.layers.feed_forward import FeedForward
+from torchtitan_graph.ops import grouped_mm, permuted, row_of_group
+
+
+class Routing(NamedTuple):
+    """What a mixture's forward pass gives beside its output.
+
+    load_E   int64, how many slots went to each expert
+    loss     what the training loss is to be raised by, or None
+    """
+
+    load_E: Tensor
+    loss: Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class MoEConfig:
+    """A mixture of experts.
+
+    score        "softmax" over all experts; "sigmoid" of each; "softmax_of_chosen": over the chosen ones
+    renormalize  divide the chosen scores by their sum
+    scale        multiplies the chosen scores
+    num_groups, num_chosen_groups, group_score   experts are chosen from the groups that score highest: by the "max" of
+                 their experts, or the sum of the "top2"
+    correction_bias  see Note [Load balance without a loss]
+    score_input  scores multiply the experts' inputs, not their outputs
+    shared_dim   width of the feed-forward layer that every token goes through; 0: there is none
+    biased       router and experts have biases
+    clamped_swiglu  gpt_oss' activation in place of SwiGLU
+    """
+
+    num_experts: int
+    top_k: int
+    ffn_dim: int
+    score: str = "softmax"
+    renormalize: bool = False
+    scale: float = 1.0
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+    group_score: str = "max"
+    correction_bias: bool = False
+    score_input: bool = False
+    shared_dim: int = 0
+    biased: bool = False
+    clamped_swiglu: bool = False
+
+
+class Router(nn.Module):
+    """Choose `top_k` experts for every token, and score them. Scores are computed in fp32, whatever the dtype."""
+
+    bias_E: Tensor | None
+
+    def __init__(self, dim: int, config: MoEConfig):
+        super().__init__()
+        self.config = config
+        self.gate = nn.Linear(dim, config.num_experts, bias=config.biased)
+        bias_E = torch.zeros(config.num_experts, dtype=torch.float32) if config.correction_bias else None
+        self.register_buffer("bias_E", bias_E)
+        self.forced_balance = False
+
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Give the scores, fp32, and the numbers of the chosen experts, both (T, A)."""
+        config, wide = self.config, torch.promote_types(x_TD.dtype, torch.float32)
+        bias = self.gate.bias.to(wide) if self.gate.bias is not None else None
+        scores_TE = F.linear(x_TD.to(wide), self.gate.weight.to(wide), bias)
+        if config.score == "softmax":
+            scores_TE = scores_TE.softmax(-1)
+        elif config.score == "sigmoid":
+            scores_TE = scores_TE.sigmoid()
+        chosen_TA = self._choose(scores_TE.detach())
+        scores_TA = scores_TE.gather(1, chosen_TA)
+        if config.score == "softmax_of_chosen":
+            scores_TA = scores_TA.softmax(-1)
+        if config.renormalize:
+            scores_TA = scores_TA / (scores_TA.sum(-1, keepdim=True) + 1e-20)
+        return scores_TA * config.scale, chosen_TA
+
+    def _choose(self, scores_TE: Tensor) -> Tensor:
+        config = self.config
+        T, E = scores_TE.shape
+        if self.forced_balance:
+            slots = torch.arange(T * config.top_k, device=scores_TE.device)
+            return (slots % E).view(T, config.top_k)
+        if self.bias_E is not None:
+            scores_TE = scores_TE + self.bias_E
+        if config.num_chosen_groups < config.num_groups:
+            by_group = scores_TE.view(T, config.num_groups, -1)
+            best = by_group.topk(2 if config.group_score == "top2" else 1).values.sum(-1)
+            in_best = torch.zeros_like(best, dtype=torch.bool)
+            in_best = in_best.scatter(1, best.topk(config.num_chosen_groups).indices, True)
+            scores_TE = by_group.masked_fill(~in_best.unsqueeze(-1), float("-inf")).view(T, E)
+        return scores_TE.topk(config.top_k).indices
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """gpt_oss' activation: a steeper gate, clamped from above; the linear half clamped, and one added."""
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+
+
+class Experts(nn.Module):
+    """Feed-forward layers, stacked on dim 0. Each row goes through its group's."""
+
+    def __init__(self, dim: int, config: MoEConfig):
+        super().__init__()
+        E, F_ = config.num_experts, config.ffn_dim
+        self.activation: Callable[[Tensor, Tensor], Tensor] = clamped_swiglu if config.clamped_swiglu else swiglu
+        self.w1 = nn.Parameter(torch.empty(E, F_, dim))
+        self.w2 = nn.Parameter(torch.empty(E, dim, F_))
+        self.w3 = nn.Parameter(torch.empty(E, F_, dim))
+        for name, width in (("b1", F_), ("b2", dim), ("b3", F_)):
+            self.register_parameter(name, nn.Parameter(torch.empty(E, width)) if config.biased else None)
+
+    def forward(self, x_SD: Tensor, expert_S: Tensor, offsets_E: Tensor) -> Tensor:
+        def linear(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+            y = grouped_mm(x, w, offsets_E, transposed=True)
+            return y if b is None else y + row_of_group(b, expert_S, offsets_E)
+
+        gate_SF, up_SF = linear(x_SD, self.w1, self.b1), linear(x_SD, self.w3, self.b3)
+        return linear(self.activation(gate_SF, up_SF), self.w2, self.b2)
+
+
+class MoE(nn.Module):
+    """A mixture of experts in place of a feed-forward layer. See Note [Experts in a static graph].
+
+    Under tensor parallelism every rank holds a part of every expert, routes all tokens alike, and gives its part of
+    the experts' outputs.
+    """
+
+    PLAN = {
+        "": "partial",
+        "router.gate.weight": "replicate",
+        "router.gate.bias": "replicate",
+        "experts.w1": "shard 1",
+        "experts.w2": "shard 2",
+        "experts.w3": "shard 1",
+        "experts.b1": "shard 1",
+        "experts.b2": "share",
+        "experts.b3": "shard 1",
+        "shared_experts.w1.weight": "shard 0",
+        "shared_experts.w2.weight": "shard 1",
+        "shared_experts.w3.weight": "shard 0",
+    }
+
+    def __init__(self, dim: int, config: MoEConfig):
+        super().__init__()
+        self.config = config
+        self.router = Router(dim, config)
+        self.experts = Experts(dim, config)
+        self.shared_experts = FeedForward(dim, config.shared_dim) if config.shared_dim else None
+
+    def forward(self, x_BLD: Tensor) -> tuple[Tensor, Routing]:
+        x_TD, A = x_BLD.flatten(0, 1), self.config.top_k
+        scores_TA, chosen_TA = self.router(x_TD)
+        expert_S, order_S = chosen_TA.flatten().sort(stable=True)
+        inverse_S = torch.empty_like(order_S).scatter(0, order_S, torch.arange(len(order_S), device=x_BLD.device))
+        numbers_E = torch.arange(self.config.num_experts, device=x_BLD.device)
+        offsets_E = torch.searchsorted(expert_S, numbers_E, right=True)
+        load_E = offsets_E.diff(prepend=offsets_E.new_zeros(1))
+        scores_TA1 = scores_TA.unsqueeze(-1).to(x_TD.dtype)
+        x_SD = permuted(x_TD, order_S, inverse_S, A)
+        if self.config.score_input:
+            x_SD = x_SD * permuted(scores_TA1.flatten(0, 1), order_S, inverse_S)
+        y_SD = self.experts(x_SD, expert_S, offsets_E.to(torch.int32))
+        y_TAD = permuted(y_SD, inverse_S, order_S).unflatten(0, (-1, A))
+        y_TD = (y_TAD if self.config.score_input else y_TAD * scores_TA1).sum(1)
+        if self.shared_experts is not None:
+            y_TD = y_TD + self.shared_experts(x_TD)
+        return y_TD.view_as(x_BLD), Routing(load_E)
+
+
+@torch.no_grad()
+def move_correction_biases(model: nn.Module, loads: Mapping[str, Tensor], speed: float) -> None:
+    """Make the experts of a step that had more than the mean load less likely to be chosen, and the others more.
+
+    Args:
+        loads: by block, the slots of all microbatches and data-parallel ranks that went to each expert.
+        speed: how far a bias moves, up or down.
+    """
+    for name, load_E in loads.items():
+        bias_E: Tensor | None = model.get_submodule(f"{name}.moe.router").bias_E  # type: ignore[assignment]
+        if bias_E is not None:
+            load = load_E.to(bias_E.dtype)
+            bias_E += speed * torch.sign(load.mean() - load)
+

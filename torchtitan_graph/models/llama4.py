@@ -1,0 +1,152 @@
+"""Llama 4, the language model: Scout and Maverick. Weights are laid out as Hugging Face's `Llama4ForCausalLM`.
+
+Three layers of four rotate positions and see the chunk of the document that they are in; the fourth sees all of the
+document and knows no positions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchtitan_graph.models.layers.attention import Attention
+from torchtitan_graph.models.layers.decoder import Block, Decoder, decoder_plan
+from torchtitan_graph.models.layers.feed_forward import FeedForward
+from torchtitan_graph.models.layers.masks import Rule, all_of, chunked
+from torchtitan_graph.models.layers.moe import MoE, MoEConfig
+from torchtitan_graph.models.layers.rope import Llama3Scaling, apply_rope, rope_cos_sin
+from torchtitan_graph.models.layers.stored import Stored
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """
+    ffn_dim       of an expert, and of the shared one
+    dense_ffn_dim of the layers without experts
+    moe_every     each so-many-th layer has experts
+    qk_norm       queries and keys are normalised after they are rotated
+    temperature_span  how many positions make attention without positions one step sharper
+    """
+
+    dim: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    num_experts: int
+    moe_every: int
+    ffn_dim: int = 8192
+    dense_ffn_dim: int = 16384
+    head_dim: int = 128
+    top_k: int = 1
+    chunk: int = 8192
+    full_every: int = 4
+    qk_norm: bool = True
+    temperature_span: int = 8192
+    vocab_size: int = 202048
+    tied: bool = False
+    rope_theta: float = 500000.0
+    rope_scaling: Llama3Scaling | None = None
+    norm_eps: float = 1e-5
+
+
+FLAVORS = {
+    # The debug model's vocabulary is the tokenizer's.
+    "debugmodel": Config(
+        256, 6, 16, 16, 8, moe_every=2, ffn_dim=256, dense_ffn_dim=512, head_dim=16, chunk=256, vocab_size=2048
+    ),
+    "17Bx16E": Config(5120, 48, 40, 8, 16, moe_every=1, rope_scaling=Llama3Scaling(16.0, 1.0, 1.0)),
+    "17Bx128E": Config(5120, 48, 40, 8, 128, moe_every=2, qk_norm=False),
+}
+
+PLAN = decoder_plan(attention=Attention.PLAN, feed_forward=FeedForward.PLAN, moe=MoE.PLAN)
+
+HF_ARCHITECTURES = ("Llama4ForCausalLM", "Llama4ForConditionalGeneration")
+HF_PREFIXES = ("", "language_model.")
+HF_SKIPPED = ("vision_model.*", "multi_modal_projector.*")
+
+# Our parameter -> Hugging Face's, "*" the layer number.
+HF_KEYS: dict[str, str | Stored] = {
+    "tok_embeddings.weight": "model.embed_tokens.weight",
+    "layers.*.attention_norm.weight": "model.layers.*.input_layernorm.weight",
+    "layers.*.attention.wq.weight": "model.layers.*.self_attn.q_proj.weight",
+    "layers.*.attention.wk.weight": "model.layers.*.self_attn.k_proj.weight",
+    "layers.*.attention.wv.weight": "model.layers.*.self_attn.v_proj.weight",
+    "layers.*.attention.wo.weight": "model.layers.*.self_attn.o_proj.weight",
+    "layers.*.ffn_norm.weight": "model.layers.*.post_attention_layernorm.weight",
+    "layers.*.feed_forward.w1.weight": "model.layers.*.feed_forward.gate_proj.weight",
+    "layers.*.feed_forward.w2.weight": "model.layers.*.feed_forward.down_proj.weight",
+    "layers.*.feed_forward.w3.weight": "model.layers.*.feed_forward.up_proj.weight",
+    "layers.*.moe.router.gate.weight": "model.layers.*.feed_forward.router.weight",
+    "layers.*.moe.experts.w1": Stored("model.layers.*.feed_forward.experts.gate_up_proj", transpose=True, part=(0, 2)),
+    "layers.*.moe.experts.w2": Stored("model.layers.*.feed_forward.experts.down_proj", transpose=True),
+    "layers.*.moe.experts.w3": Stored("model.layers.*.feed_forward.experts.gate_up_proj", transpose=True, part=(1, 2)),
+    "layers.*.moe.shared_experts.w1.weight": "model.layers.*.feed_forward.shared_expert.gate_proj.weight",
+    "layers.*.moe.shared_experts.w2.weight": "model.layers.*.feed_forward.shared_expert.down_proj.weight",
+    "layers.*.moe.shared_experts.w3.weight": "model.layers.*.feed_forward.shared_expert.up_proj.weight",
+    "norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+
+
+class Positions(NamedTuple):
+    """Cosine and sine (B, L, 1, H/2) for the layers that rotate; for the others what multiplies queries (B, L, 1, 1):
+    attention over a long document gets sharper (https://arxiv.org/abs/2501.19399)."""
+
+    cos: Tensor
+    sin: Tensor
+    sharpness: Tensor
+
+
+class RotatedAttention(Attention):
+    """Rotates interleaved pairs, and then normalises queries and keys without weights."""
+
+    def __init__(self, c: Config):
+        super().__init__(c.dim, c.num_heads, c.num_kv_heads, c.head_dim)
+        self.qk_norm, self.norm_eps = c.qk_norm, c.norm_eps
+
+    def placed(self, q_BLNH: Tensor, k_BLKH: Tensor, rope: Positions) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        q, k = (apply_rope(x, rope.cos, rope.sin, interleaved=True) for x in (q_BLNH, k_BLKH))
+        if self.qk_norm:
+            q, k = (F.rms_norm(x, (self.head_dim,), eps=self.norm_eps) for x in (q, k))
+        return q, k
+
+
+class UnplacedAttention(Attention):
+    """Knows no positions; see `Positions.sharpness`."""
+
+    def __init__(self, c: Config):
+        super().__init__(c.dim, c.num_heads, c.num_kv_heads, c.head_dim)
+
+    def placed(self, q_BLNH: Tensor, k_BLKH: Tensor, rope: Positions) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return (q_BLNH * rope.sharpness).type_as(q_BLNH), k_BLKH
+
+
+class Model(Decoder):
+    def __init__(self, config: Config, attn: str = "sdpa"):
+        super().__init__(config, attn, [self.block(config, i) for i in range(config.num_layers)])
+
+    @staticmethod
+    def block(c: Config, index: int) -> Block:
+        sees_all = (index + 1) % c.full_every == 0
+        feed_forward: FeedForward | MoE = FeedForward(c.dim, c.dense_ffn_dim)
+        if (index + 1) % c.moe_every == 0:
+            experts = MoEConfig(
+                c.num_experts, c.top_k, c.ffn_dim, score="sigmoid", score_input=True, shared_dim=c.ffn_dim
+            )
+            feed_forward = MoE(c.dim, experts)
+        attention = UnplacedAttention(c) if sees_all else RotatedAttention(c)
+        return Block(c.dim, c.norm_eps, attention, feed_forward, mask="causal" if sees_all else "chunked")
+
+    def rope(self, positions_BL: Tensor) -> Positions:
+        c = self.config
+        cos, sin = rope_cos_sin(positions_BL, c.head_dim, c.rope_theta, c.rope_scaling)
+        spans_BL = torch.floor((positions_BL.float() + 1) / c.temperature_span)
+        return Positions(cos, sin, (0.1 * torch.log1p(spans_BL) + 1).unsqueeze(-1).unsqueeze(-1))
+
+    def mask_rules(self, documents_BL: Tensor, positions_BL: Tensor) -> dict[str, Rule]:
+        rules = super().mask_rules(documents_BL, positions_BL)
+        return rules | {"chunked": all_of(rules["causal"], chunked(positions_BL, self.config.chunk))}

@@ -1,0 +1,91 @@
+"""Qwen3, dense and mixture of experts: https://arxiv.org/abs/2505.09388. As Hugging Face's `Qwen3ForCausalLM` and
+`Qwen3MoeForCausalLM`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import Tensor
+
+from torchtitan_graph.models.layers.attention import Attention
+from torchtitan_graph.models.layers.decoder import Block, Decoder, decoder_plan
+from torchtitan_graph.models.layers.feed_forward import FeedForward
+from torchtitan_graph.models.layers.moe import MoE, MoEConfig
+from torchtitan_graph.models.layers.rope import rope_cos_sin
+from torchtitan_graph.models.layers.stored import Stored
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """`ffn_dim` is an expert's where there are experts; `top_k` of them serve a token."""
+
+    dim: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    ffn_dim: int
+    num_experts: int = 0
+    top_k: int = 8
+    vocab_size: int = 151936
+    tied: bool = False
+    head_dim: int = 128
+    rope_theta: float = 1e6
+    norm_eps: float = 1e-6
+    renormalize: bool = True
+
+
+FLAVORS = {
+    # The debug models' vocabulary is the tokenizer's.
+    "debugmodel": Config(256, 8, 16, 8, 3072, vocab_size=2048),
+    "debugmodel_moe": Config(256, 8, 16, 8, 768, num_experts=64, vocab_size=2048),
+    "0.6B": Config(1024, 28, 16, 8, 3072, tied=True),
+    "1.7B": Config(2048, 28, 16, 8, 6144, tied=True),
+    "4B": Config(2560, 36, 32, 8, 9728, tied=True),
+    "8B": Config(4096, 36, 32, 8, 12288),
+    "14B": Config(5120, 40, 40, 8, 17408),
+    "32B": Config(5120, 64, 64, 8, 25600),
+    "30B-A3B": Config(2048, 48, 32, 4, 768, num_experts=128),
+    "235B-A22B": Config(4096, 94, 64, 4, 1536, num_experts=128),
+}
+
+PLAN = decoder_plan(attention=Attention.PLAN, feed_forward=FeedForward.PLAN, moe=MoE.PLAN)
+
+HF_ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+
+# Our parameter -> Hugging Face's, "*" the layer number, "#" the expert's. A tied output is not stored.
+HF_KEYS: dict[str, str | Stored] = {
+    "tok_embeddings.weight": "model.embed_tokens.weight",
+    "layers.*.attention_norm.weight": "model.layers.*.input_layernorm.weight",
+    "layers.*.attention.wq.weight": "model.layers.*.self_attn.q_proj.weight",
+    "layers.*.attention.wk.weight": "model.layers.*.self_attn.k_proj.weight",
+    "layers.*.attention.wv.weight": "model.layers.*.self_attn.v_proj.weight",
+    "layers.*.attention.wo.weight": "model.layers.*.self_attn.o_proj.weight",
+    "layers.*.attention.q_norm.weight": "model.layers.*.self_attn.q_norm.weight",
+    "layers.*.attention.k_norm.weight": "model.layers.*.self_attn.k_norm.weight",
+    "layers.*.ffn_norm.weight": "model.layers.*.post_attention_layernorm.weight",
+    "layers.*.feed_forward.w1.weight": "model.layers.*.mlp.gate_proj.weight",
+    "layers.*.feed_forward.w2.weight": "model.layers.*.mlp.down_proj.weight",
+    "layers.*.feed_forward.w3.weight": "model.layers.*.mlp.up_proj.weight",
+    "layers.*.moe.router.gate.weight": "model.layers.*.mlp.gate.weight",
+    "layers.*.moe.experts.w1": Stored("model.layers.*.mlp.experts.#.gate_proj.weight"),
+    "layers.*.moe.experts.w2": Stored("model.layers.*.mlp.experts.#.down_proj.weight"),
+    "layers.*.moe.experts.w3": Stored("model.layers.*.mlp.experts.#.up_proj.weight"),
+    "norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+
+
+class Model(Decoder):
+    def __init__(self, config: Config, attn: str = "sdpa"):
+        super().__init__(config, attn, [self.block(config) for _ in range(config.num_layers)])
+
+    @staticmethod
+    def block(c: Config) -> Block:
+        attention = Attention(c.dim, c.num_heads, c.num_kv_heads, c.head_dim, qk_norm_eps=c.norm_eps)
+        if not c.num_experts:
+            return Block(c.dim, c.norm_eps, attention, FeedForward(c.dim, c.ffn_dim))
+        experts = MoEConfig(c.num_experts, c.top_k, c.ffn_dim, score="softmax", renormalize=c.renormalize)
+        return Block(c.dim, c.norm_eps, attention, MoE(c.dim, experts))
+
+    def rope(self, positions_BL: Tensor) -> tuple[Tensor, Tensor]:
+        return rope_cos_sin(positions_BL, self.config.head_dim, self.config.rope_theta)

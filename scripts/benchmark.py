@@ -36,7 +36,14 @@ from torchtitan_graph.models import llama3
 from torchtitan_graph.models.layers.init import initialize
 from torchtitan_graph.parallel.mesh import ParallelDims
 from torchtitan_graph.parallel.recompute import Recompute
-from torchtitan_graph.parallel.storage import Precision, buckets, cast_parameters, materialize, plan_storage, shard_eager
+from torchtitan_graph.parallel.storage import (
+    Precision,
+    buckets,
+    cast_parameters,
+    materialize,
+    plan_storage,
+    shard_eager,
+)
 
 MODEL = llama3.Config(
     dim=512, num_layers=8, num_heads=8, num_kv_heads=8, ffn_dim=1536, vocab_size=8192, rope_scaling=None
@@ -65,7 +72,8 @@ def build_graph(config: llama3.Config, precision: Precision, args: argparse.Name
     cast_parameters(model, precision.compute)
     begin = time.perf_counter()
     num_tokens = torch.tensor(batch.labels_BL.numel() * dist.get_world_size(), device=device)
-    traced = trace_train_step(model, cross_entropy, batch, model.masks(batch.documents_BL, batch.positions_BL), num_tokens, device=device)
+    masks = model.masks(batch.documents_BL, batch.positions_BL)
+    traced = trace_train_step(model, cross_entropy, batch, masks, num_tokens, device=device)
     middle = time.perf_counter()
     storages = plan_storage(model, mesh, precision)
     run_passes(traced.gm, passes(storages, buckets(model), Recompute(), True), args.disable, device, Inspection())

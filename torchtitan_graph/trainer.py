@@ -36,13 +36,21 @@ from torchtitan_graph.metrics import Metrics, maybe_profile
 from torchtitan_graph.models.layers.attention import flex_cpu_bytes
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.init import initialize
-from torchtitan_graph.models.layers.moe import MoE, move_correction_biases
+from torchtitan_graph.models.layers.moe import AuxiliaryLoss, MoE, move_correction_biases
 from torchtitan_graph.models.spec import build_model, load_family
 from torchtitan_graph.optim import build_lr_scheduler, build_optimizer, clip_grad_norm
-from torchtitan_graph.parallel.mesh import ParallelDims, data_parallel_rank
+from torchtitan_graph.parallel.mesh import ParallelDims, axis_degree, data_parallel_rank
 from torchtitan_graph.parallel.parallelize import check_plan, parallelize
 from torchtitan_graph.parallel.recompute import Recompute, recompute_eager
-from torchtitan_graph.parallel.storage import Precision, Storage, buckets, cast_parameters, materialize, plan_storage, shard_eager
+from torchtitan_graph.parallel.storage import (
+    Precision,
+    Storage,
+    buckets,
+    cast_parameters,
+    materialize,
+    plan_storage,
+    shard_eager,
+)
 
 Step = Callable[..., Any]  # (batch, masks, num_tokens) -> StepOutput; of the evaluation step, this rank's loss
 
@@ -88,9 +96,14 @@ class Trainer:
             config.model.name, config.model.flavor, config.model.attn, self.tokenizer.vocab_size
         )
         check_plan(self.model, self.family.PLAN, self.dims.tp)
-        for module in self.model.modules():
-            if isinstance(module, MoE):
-                module.router.forced_balance = config.debug.moe_force_load_balance
+        self.experts = [module for module in self.model.modules() if isinstance(module, MoE)]
+        for module in self.experts:
+            module.router.forced_balance = config.debug.moe_force_load_balance
+        if not self.experts and (config.moe.load_balance_loss or config.moe.router_z_loss):
+            raise ValueError(
+                f"moe.load_balance_loss = {config.moe.load_balance_loss}, moe.router_z_loss = "
+                f"{config.moe.router_z_loss}: {config.model.name} {config.model.flavor} has no experts; leave them at 0"
+            )
         self._check_memory()
         self.dump_folder = Path(config.job.dump_folder)
         self.step = self.tokens_seen = 0
@@ -114,9 +127,7 @@ class Trainer:
     def setup(self) -> None:
         """Build the mesh, the step and the state; the process group is there."""
         config = self.config
-        self.rank = dist.get_rank()
-        self.mesh = self.dims.mesh(self.device.type)
-        self.dp_rank = data_parallel_rank(self.mesh)
+        self._join_mesh()
         self.train_data = self._open_data(config.training, "train", config.training.repeat)
         num_parameters = sum(p.numel() for p in self.model.parameters())
         logger.info(
@@ -139,11 +150,27 @@ class Trainer:
         )
         self._resume()
 
-    def setup_dry(self) -> None:
-        """Build the mesh and the graphs, on a fake process group."""
+    def _join_mesh(self) -> None:
+        """Build the mesh, and tell what needs its groups."""
         self.rank = dist.get_rank()
         self.mesh = self.dims.mesh(self.device.type)
         self.dp_rank = data_parallel_rank(self.mesh)
+        moe = self.config.moe
+        if moe.load_balance_loss or moe.router_z_loss:
+            axes = [axis for axis in ("dp_shard", "dp_replicate") if axis_degree(self.mesh, axis) > 1]
+            loss = AuxiliaryLoss(
+                moe.load_balance_loss,
+                moe.load_balance_over == "sequence",
+                moe.router_z_loss,
+                self.num_microbatches * self.dims.dp,
+                tuple(self.mesh.get_group(axis).group_name for axis in axes),
+            )
+            for module in self.experts:
+                module.auxiliary_loss = loss
+
+    def setup_dry(self) -> None:
+        """Build the mesh and the graphs, on a fake process group."""
+        self._join_mesh()
         self._build_graphs()
 
     def _open_data(self, table: job.Training | job.Validation, split: str, repeat: bool) -> DataLoader:

@@ -34,7 +34,14 @@ from torchtitan_graph.optim import build_lr_scheduler, build_optimizer, clip_gra
 from torchtitan_graph.parallel.mesh import ParallelDims, axis_degree, data_parallel_rank
 from torchtitan_graph.parallel.parallelize import parallelize
 from torchtitan_graph.parallel.recompute import Recompute, recompute_eager
-from torchtitan_graph.parallel.storage import Precision, buckets, cast_parameters, materialize, plan_storage, shard_eager
+from torchtitan_graph.parallel.storage import (
+    Precision,
+    buckets,
+    cast_parameters,
+    materialize,
+    plan_storage,
+    shard_eager,
+)
 
 CPU = torch.device("cpu")
 SEED = 3
@@ -131,9 +138,8 @@ def microbatches(cell: Cell, dp_rank: int, step: int) -> tuple[list[Batch], Tens
 
 def build_model(cell: Cell, device: str = "meta") -> Decoder:
     family = load_family(cell.family)
-    config = tiny_config(
-        family.FLAVORS[cell.flavor], vocab_size=cell.vocab_size, tied=cell.tied, ffn_dim=cell.ffn_dim, **dict(cell.changes)
-    )
+    sizes = {"vocab_size": cell.vocab_size, "tied": cell.tied, "ffn_dim": cell.ffn_dim, **dict(cell.changes)}
+    config = tiny_config(family.FLAVORS[cell.flavor], **sizes)
     with torch.device(device):
         return family.Model(config, cell.attn)
 
@@ -179,7 +185,8 @@ def trace(cell: Cell) -> tuple[Decoder, TracedResult, list[Pass]]:
     storages = plan_storage(model, mesh, cell.precision)
     (batch, *_), num_tokens = microbatches(cell, data_parallel_rank(mesh), 1)
     with loss_context(cell.sharded_loss)():
-        traced = trace_train_step(model, cross_entropy, batch, model.masks(batch.documents_BL, batch.positions_BL), num_tokens, device=CPU)
+        masks = model.masks(batch.documents_BL, batch.positions_BL)
+        traced = trace_train_step(model, cross_entropy, batch, masks, num_tokens, device=CPU)
     return model, traced, passes(storages, buckets(model), cell.recompute, cell.reshard, cell.reshard_root)
 
 

@@ -58,6 +58,7 @@ class Model:
     )
     converters: list[str] = option([], "Model converters to apply.")
     print_after_conversion: bool = option(False, "Print the model after its converters ran.")
+    num_mtp_layers: int = option(0, "Layers of DeepSeek-V3's multi-token prediction.", minimum=0)
     attn: str = option("sdpa", "Implementation of attention; both mask other documents.", choices=("sdpa", "flex"))
 
 
@@ -70,6 +71,13 @@ class MoE:
         "How far a correction bias (deepseek_v3's way to balance without a loss) moves after each step.",
         minimum=0,
     )
+    load_balance_loss: float = option(0.0, "Weight of a loss that evens out the experts' loads; 0: none.", minimum=0)
+    load_balance_over: str = option(
+        "batch",
+        "What that loss evens out: the loads of all data-parallel ranks' rows together, or of each row.",
+        choices=("batch", "sequence"),
+    )
+    router_z_loss: float = option(0.0, "Weight of a loss that keeps the routers' logits small; 0: none.", minimum=0)
 
 
 @dataclass

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+import torchtitan_graph.ops  # noqa: F401 (registers the grouped operators)
 from torchtitan_graph.graph.edit import value
 
 aten = torch.ops.aten
@@ -34,6 +35,8 @@ _BACKWARD = (
     torch.ops.higher_order.flex_attention_backward,
 )
 
+GROUPED_MM = torch.ops.torchtitan_graph.grouped_mm.default
+
 
 @dataclasses.dataclass(frozen=True)
 class Flops:
@@ -54,6 +57,10 @@ def count_flops(gm: GraphModule) -> Flops:
             matmul += 2 * math.prod(value(node).shape) * _shape(node, 0)[-1]
         elif node.target is aten.addmm.default:
             matmul += 2 * math.prod(value(node).shape) * _shape(node, 1)[-1]
+        elif node.target is GROUPED_MM:
+            matmul += 2 * _shape(node, 0).numel() * value(node).shape[-1]
+        elif node.target is torch.ops.torchtitan_graph.grouped_outer.default:
+            matmul += 2 * _shape(node, 0).numel() * _shape(node, 1)[-1]
         elif node.target in ATTENTION:
             attention += 2 * _product(_shape(node, 0), _shape(node, 1))
         elif node.target in _BACKWARD:

@@ -79,7 +79,7 @@ def _summed(tp: DeviceMesh, forward: Callable[..., Any], x: Tensor, *args: Any, 
     y = DTensor.from_local(y, tp, [Partial()], run_check=False).redistribute(placements=[sequence]).to_local()
     if others is None:
         return y
-    return y, *pytree.tree_map(partial(_with_shared_gradient, tp.size()), others)
+    return y, *pytree.tree_map_only(Tensor, partial(_with_shared_gradient, tp.size()), others)
 
 
 def _with_shared_gradient(degree: int, x: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 | role of a module | under tensor parallelism |
 |---|---|
 | embedding  | each rank holds rows of the table; the output is sharded over the sequence |
-| partial    | what each rank returns is its part of a sum. The first argument, sharded over the sequence, is gathered, once for all that is inside; the result is reduced and sharded over the sequence again |
+| partial    | what each rank returns is its part of a sum, see below |
 | vocabulary | each rank holds rows of the output table; the logits stay sharded over the vocabulary for the loss |
 
 | role of a parameter | under tensor parallelism |
@@ -13,7 +13,8 @@
 | share      | as replicate, but each rank works with its share of the value, 1 / degree: what is added once to a sum |
 
 Between modules a rank has plain tensors, sharded over the sequence; inside a `partial` module, plain tensors of the
-whole sequence. So a layer's code says nothing about parallelism: its weights are smaller, that is all.
+whole sequence: its first argument is gathered, once for all that is inside, and its result is reduced and sharded over
+the sequence again. So a layer's code says nothing about parallelism: its weights are smaller, that is all.
 """
 
 from __future__ import annotations

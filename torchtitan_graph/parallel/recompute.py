@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from torchtitan_graph.graph.flops import ATTENTION
+from torchtitan_graph.graph.flops import ATTENTION, GROUPED_MM
 
 aten = torch.ops.aten
 
-MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
+MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default, GROUPED_MM)
 
 # Costly to compute again for the memory they free: what `selective` with "op" keeps, beside every second matmul.
 SAVED_OPS = (*ATTENTION, torch.ops._c10d_functional.reduce_scatter_tensor.default)

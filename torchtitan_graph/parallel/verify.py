@@ -56,7 +56,7 @@ def _run(
     for slot in signature_of(gm).inputs:
         for _ in range(slot.layout.num_tensors):
             val = next(placeholders).meta["val"]
-            flat.append(_parameter(slot, val, storages, device) if slot.kind == "param" else next(rest))
+            flat.append(_parameter(slot, val, storages, device) if slot.kind in ("param", "buffer") else next(rest))
     values = iter(gm(*flat))
     return {
         f"{slot.kind} {slot.name}": _full(slot, next(values), storages)

@@ -26,7 +26,8 @@ def traced(attn: str = "sdpa") -> torch.fx.GraphModule:
         model = llama3.Model(CONFIG, attn)
     batch = make_batch(torch.zeros(B, L, dtype=torch.int64))
     num_tokens = torch.tensor(B * L)
-    return trace_train_step(model, cross_entropy, batch, model.masks(batch.documents_BL, batch.positions_BL), num_tokens, device="cpu").gm
+    masks = model.masks(batch.documents_BL, batch.positions_BL)
+    return trace_train_step(model, cross_entropy, batch, masks, num_tokens, device="cpu").gm
 
 
 def by_hand() -> tuple[int, int]:

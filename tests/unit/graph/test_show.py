@@ -3,7 +3,7 @@
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -27,8 +27,8 @@ class Tiny(nn.Module):
         self.table = nn.Embedding(5, 3)
         self.output = nn.Linear(3, 5)
 
-    def forward(self, tokens_BL: Tensor, positions_BL: Tensor, mask: None) -> Tensor:
-        return self.output(self.table(tokens_BL).tanh())
+    def forward(self, tokens_BL: Tensor, positions_BL: Tensor, masks: None, *, with_routing: bool) -> Any:
+        return self.output(self.table(tokens_BL).tanh()), {}
 
 
 @pytest.fixture

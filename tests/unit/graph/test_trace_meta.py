@@ -174,7 +174,7 @@ def test_without_stack_traces_there_are_none() -> None:
 class Attention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: object) -> Tensor:
         with fx_traceback.annotate({"kernel": "flex"}):
-            return flex_attention_op(q, k, v, mask)  # type: ignore[arg-type]
+            return flex_attention_op(q, k, v, mask, q.shape[-1] ** -0.5)[0]  # type: ignore[arg-type]
 
 
 class TwoAttentions(nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -81,7 +81,7 @@ class Decoder(nn.Module):
     `mask_rules`. Blocks of its own are called as `Block` is, and give what it gives.
     """
 
-    def __init__(self, config: DecoderConfig, attn: str, blocks: list[nn.Module]):
+    def __init__(self, config: DecoderConfig, attn: str, blocks: Sequence[nn.Module]):
         super().__init__()
         self.config: Any = config
         self.attn = attn

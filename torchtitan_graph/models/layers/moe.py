@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from torchtitan_graph.models.layers.feed_forward import FeedForward
 from torchtitan_graph.ops import grouped_mm, permuted, row_of_group
 
+c10d = torch.ops._c10d_functional
+
 
 class Routing(NamedTuple):
     """What a mixture's forward pass gives beside its output.
@@ -68,35 +70,80 @@ class MoEConfig:
     clamped_swiglu: bool = False
 
 
+@dataclasses.dataclass(frozen=True)
+class AuxiliaryLoss:
+    """What a mixture of experts adds to the training loss; nothing by default.
+
+    load_balance   times E * sum_e (share of the slots that go to e) * (mean probability of e): 1 times it in balance
+    by_sequence    the shares are each row's own (DeepSeek-V3, equation 17), not the whole step's (Switch Transformer)
+    router_z       times the mean of logsumexp(logits)^2 (ST-MoE): keeps the gate's logits small
+    num_parts      microbatches times data-parallel ranks of a step: the step's loss is the mean over them
+    groups         names of the process groups over which a microbatch's loads are summed for the shares
+    """
+
+    load_balance: float = 0.0
+    by_sequence: bool = False
+    router_z: float = 0.0
+    num_parts: int = 1
+    groups: tuple[str, ...] = ()
+
+    def __call__(self, logits_TE: Tensor, scores_TE: Tensor, chosen_TA: Tensor, load_E: Tensor, B: int) -> Tensor:
+        """Give the loss of one layer and microbatch."""
+        loss = logits_TE.new_zeros(())
+        if self.load_balance:
+            probabilities_BLE = (scores_TE / scores_TE.sum(-1, keepdim=True)).unflatten(0, (B, -1))
+            if self.by_sequence:
+                chosen_BS = chosen_TA.view(B, -1)
+                load = load_E.new_zeros(B, load_E.shape[0]).scatter_add(1, chosen_BS, torch.ones_like(chosen_BS))
+            else:
+                load = load_E.unsqueeze(0)
+                for group in self.groups:
+                    load = c10d.wait_tensor(c10d.all_reduce(load, "sum", group))
+            shares_BE = (load / load.sum(-1, keepdim=True)).to(logits_TE.dtype)
+            balance_B = (shares_BE * probabilities_BLE.mean(1)).sum(-1) * load_E.shape[0]
+            loss = loss + self.load_balance * balance_B.mean()
+        if self.router_z:
+            loss = loss + self.router_z * logits_TE.logsumexp(-1).square().mean()
+        return loss / self.num_parts
+
+
+class Gate(nn.Linear):
+    """A linear layer that computes in fp32, whatever the dtype (fp64 stays fp64): close scores decide who computes."""
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        wide = torch.promote_types(x_TD.dtype, torch.float32)
+        bias = self.bias.to(wide) if self.bias is not None else None
+        return F.linear(x_TD.to(wide), self.weight.to(wide), bias)
+
+
 class Router(nn.Module):
-    """Choose `top_k` experts for every token, and score them. Scores are computed in fp32, whatever the dtype."""
+    """Choose `top_k` experts for every token, and score them."""
 
     bias_E: Tensor | None
 
     def __init__(self, dim: int, config: MoEConfig):
         super().__init__()
         self.config = config
-        self.gate = nn.Linear(dim, config.num_experts, bias=config.biased)
+        self.gate = Gate(dim, config.num_experts, bias=config.biased)
         bias_E = torch.zeros(config.num_experts, dtype=torch.float32) if config.correction_bias else None
         self.register_buffer("bias_E", bias_E)
         self.forced_balance = False
 
-    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Give the scores, fp32, and the numbers of the chosen experts, both (T, A)."""
-        config, wide = self.config, torch.promote_types(x_TD.dtype, torch.float32)
-        bias = self.gate.bias.to(wide) if self.gate.bias is not None else None
-        scores_TE = F.linear(x_TD.to(wide), self.gate.weight.to(wide), bias)
-        if config.score == "softmax":
-            scores_TE = scores_TE.softmax(-1)
-        elif config.score == "sigmoid":
-            scores_TE = scores_TE.sigmoid()
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Give the scores, fp32, and the numbers of the chosen experts, both (T, A); and the logits (T, E)."""
+        config, logits_TE = self.config, self.gate(x_TD)
+        scores_TE = self.scores(logits_TE) if config.score != "softmax_of_chosen" else logits_TE
         chosen_TA = self._choose(scores_TE.detach())
         scores_TA = scores_TE.gather(1, chosen_TA)
         if config.score == "softmax_of_chosen":
             scores_TA = scores_TA.softmax(-1)
         if config.renormalize:
             scores_TA = scores_TA / (scores_TA.sum(-1, keepdim=True) + 1e-20)
-        return scores_TA * config.scale, chosen_TA
+        return scores_TA * config.scale, chosen_TA, logits_TE
+
+    def scores(self, logits_TE: Tensor) -> Tensor:
+        """Score every expert."""
+        return logits_TE.sigmoid() if self.config.score == "sigmoid" else logits_TE.softmax(-1)
 
     def _choose(self, scores_TE: Tensor) -> Tensor:
         config = self.config
@@ -135,8 +182,9 @@ class Experts(nn.Module):
         self.w1 = nn.Parameter(torch.empty(E, F_, dim))
         self.w2 = nn.Parameter(torch.empty(E, dim, F_))
         self.w3 = nn.Parameter(torch.empty(E, F_, dim))
-        for name, width in (("b1", F_), ("b2", dim), ("b3", F_)):
-            self.register_parameter(name, nn.Parameter(torch.empty(E, width)) if config.biased else None)
+        self.b1 = nn.Parameter(torch.empty(E, F_)) if config.biased else None
+        self.b2 = nn.Parameter(torch.empty(E, dim)) if config.biased else None
+        self.b3 = nn.Parameter(torch.empty(E, F_)) if config.biased else None
 
     def forward(self, x_SD: Tensor, expert_S: Tensor, offsets_E: Tensor) -> Tensor:
         def linear(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
@@ -175,10 +223,11 @@ class MoE(nn.Module):
         self.router = Router(dim, config)
         self.experts = Experts(dim, config)
         self.shared_experts = FeedForward(dim, config.shared_dim) if config.shared_dim else None
+        self.auxiliary_loss: AuxiliaryLoss | None = None
 
     def forward(self, x_BLD: Tensor) -> tuple[Tensor, Routing]:
         x_TD, A = x_BLD.flatten(0, 1), self.config.top_k
-        scores_TA, chosen_TA = self.router(x_TD)
+        scores_TA, chosen_TA, logits_TE = self.router(x_TD)
         expert_S, order_S = chosen_TA.flatten().sort(stable=True)
         inverse_S = torch.empty_like(order_S).scatter(0, order_S, torch.arange(len(order_S), device=x_BLD.device))
         numbers_E = torch.arange(self.config.num_experts, device=x_BLD.device)
@@ -193,7 +242,11 @@ class MoE(nn.Module):
         y_TD = (y_TAD if self.config.score_input else y_TAD * scores_TA1).sum(1)
         if self.shared_experts is not None:
             y_TD = y_TD + self.shared_experts(x_TD)
-        return y_TD.view_as(x_BLD), Routing(load_E)
+        loss = None
+        if self.auxiliary_loss is not None and torch.is_grad_enabled():  # evaluation reports the cross entropy alone
+            scores_TE = self.router.scores(logits_TE)
+            loss = self.auxiliary_loss(logits_TE, scores_TE, chosen_TA, load_E, x_BLD.shape[0])
+        return y_TD.view_as(x_BLD), Routing(load_E, loss)
 
 
 @torch.no_grad()
@@ -209,4 +262,3 @@ def move_correction_biases(model: nn.Module, loads: Mapping[str, Tensor], speed:
         if bias_E is not None:
             load = load_E.to(bias_E.dtype)
             bias_E += speed * torch.sign(load.mean() - load)
-

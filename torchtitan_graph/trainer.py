@@ -19,7 +19,7 @@ from torchtitan_graph.compiler import Inspection, passes, run_passes
 from torchtitan_graph.config import JobConfig, dump_toml, job, shard_degree
 from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
 from torchtitan_graph.data.loader import DataLoader, build_dataloader, merge_states
-from torchtitan_graph.data.tokenizer import Tokenizer, load_tokenizer
+from torchtitan_graph.data.tokenizer import Tokenizer, find_assets, load_tokenizer
 from torchtitan_graph.graph.flops import Flops, count_flops, visible_pairs
 from torchtitan_graph.graph.step import (
     bind_train_step,
@@ -33,11 +33,10 @@ from torchtitan_graph.graph.trace import TracedResult, run_traced
 from torchtitan_graph.log import logger
 from torchtitan_graph.loss import cross_entropy, loss_context
 from torchtitan_graph.metrics import Metrics, maybe_profile
+from torchtitan_graph.models.hf import choose_model, load_weights, save_weights
 from torchtitan_graph.models.layers.attention import flex_cpu_bytes
-from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.init import initialize
 from torchtitan_graph.models.layers.moe import AuxiliaryLoss, MoE, move_correction_biases
-from torchtitan_graph.models.spec import build_model, load_family
 from torchtitan_graph.optim import build_lr_scheduler, build_optimizer, clip_grad_norm
 from torchtitan_graph.parallel.mesh import ParallelDims, axis_degree, data_parallel_rank
 from torchtitan_graph.parallel.parallelize import check_plan, parallelize
@@ -91,10 +90,8 @@ class Trainer:
         self.loss_parallel = self.dims.tp > 1 and not parallelism.disable_loss_parallel
         self.loss_context = loss_context(self.loss_parallel)
         self.tokenizer: Tokenizer = load_tokenizer(config.model.hf_assets_path)
-        self.family = load_family(config.model.name)
-        self.model: Decoder = build_model(
-            config.model.name, config.model.flavor, config.model.attn, self.tokenizer.vocab_size
-        )
+        self.assets = find_assets(config.model.hf_assets_path) if config.model.hf_assets_path else None
+        self.family, self.model = choose_model(config, self.assets, self.tokenizer.vocab_size)
         check_plan(self.model, self.family.PLAN, self.dims.tp)
         self.experts = [module for module in self.model.modules() if isinstance(module, MoE)]
         for module in self.experts:
@@ -130,8 +127,9 @@ class Trainer:
         self._join_mesh()
         self.train_data = self._open_data(config.training, "train", config.training.repeat)
         num_parameters = sum(p.numel() for p in self.model.parameters())
+        flavor = config.model.flavor or "as in config.json"
         logger.info(
-            f"{config.model.name} {config.model.flavor}: {num_parameters:,} parameters, {config.compile.mode} mode, "
+            f"{config.model.name} {flavor}: {num_parameters:,} parameters, {config.compile.mode} mode, "
             f"mesh {dict(zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=True))}, "
             f"{self.num_microbatches} x {config.training.local_batch_size} rows of {config.training.seq_len} tokens "
             f"per rank and step"
@@ -294,6 +292,8 @@ class Trainer:
                     gc.collect(1)
                 if config.validation.enable and (last or self.step % config.validation.freq == 0):
                     metrics.log_validation(self.step, self.validate())
+                if last and config.checkpoint.last_save_in_hf:
+                    self._save_in_hugging_face_format()
                 self.checkpointer.maybe_save(self.step, self._train_state, last=last)
                 profiler.step()
                 if last:
@@ -420,6 +420,23 @@ class Trainer:
             self.train_data.load_state_dict(state["data"])
             torch.set_rng_state(torch.tensor(list(bytes.fromhex(state["rng"])), dtype=torch.uint8))
             logger.info(f"resuming after step {self.step}")
+        elif self.config.checkpoint.enable and self.config.checkpoint.initial_load_in_hf:
+            path = Path(self.config.checkpoint.initial_load_path or self.assets or "")
+            quantized = self.config.checkpoint.initial_load_in_hf_quantized
+            try:
+                load_weights(self.model, self.family, path, quantized=quantized)
+            except ValueError as error:
+                raise ValueError(f"checkpoint.initial_load_in_hf = true: {error}") from error
+            logger.info(f"loaded the weights of {path}")
+
+    def _save_in_hugging_face_format(self) -> None:
+        """Write `step-N-hf` before the last checkpoint: a run killed in between does this step, and this, again."""
+        config = self.config.checkpoint
+        if config.enable and not config.load_only:
+            path = self.checkpointer.folder / f"step-{self.step}-hf"
+            dtype = getattr(torch, config.export_dtype)
+            save_weights(self.model, self.family, path, dtype=dtype, assets=self.assets, replace=True)
+            logger.info(f"saved {path}")
 
     def _train_state(self) -> dict[str, Any]:
         parts: list[Any] = [None] * dist.get_world_size()

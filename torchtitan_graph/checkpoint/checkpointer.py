@@ -180,8 +180,8 @@ class Checkpointer:
         return steps[step]
 
     def _choose_initial(self) -> Path | None:
-        if self.config.initial_load_path is None:
-            return None
+        if self.config.initial_load_path is None or self.config.initial_load_in_hf:
+            return None  # in Hugging Face's format it is the trainer that loads it
         path = Path(self.config.initial_load_path)
         option = f"checkpoint.initial_load_path = {self.config.initial_load_path!r}"
         if problem := "there is no such folder" if not path.is_dir() else find_problem(path):

@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from torchtitan_graph.checkpoint.chunk import Chunk, chunk_of
 from torchtitan_graph.graph.torch_private import METADATA_GLOBALS, StorageInfo
+from torchtitan_graph.parallel.chunk import Chunk, chunk_of
 
 
 def save_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:

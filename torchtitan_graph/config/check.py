@@ -84,6 +84,24 @@ def _check_tables(config: JobConfig) -> list[str]:
             if getattr(loader, name) and not loader.num_workers:
                 key = f"{table}.dataloader.{name}"
                 problems.append(f"{_name(config, key)}: needs {table}.dataloader.num_workers of at least 1")
+    return problems + _check_hugging_face(config)
+
+
+def _check_hugging_face(config: JobConfig) -> list[str]:
+    checkpoint, problems = config.checkpoint, []
+    in_hf = _name(config, "checkpoint.initial_load_in_hf")
+    if checkpoint.initial_load_in_hf and not (checkpoint.initial_load_path or config.model.hf_assets_path):
+        where = "checkpoint.initial_load_path or model.hf_assets_path"
+        problems.append(f"{in_hf}: there is no folder to load; name it in {where}")
+    if checkpoint.initial_load_in_hf and not checkpoint.initial_load_model_only:
+        problems.append(f"{in_hf}: such a folder holds only the model; leave out initial_load_model_only = false")
+    if checkpoint.initial_load_in_hf_quantized and not checkpoint.initial_load_in_hf:
+        problems.append(f"{_name(config, 'checkpoint.initial_load_in_hf_quantized')}: needs initial_load_in_hf = true")
+    if checkpoint.export_dtype != "float32" and not checkpoint.last_save_in_hf:
+        problems.append(
+            f"{_name(config, 'checkpoint.export_dtype')}: is the dtype of what last_save_in_hf = true writes; other"
+            " checkpoints are written as trained"
+        )
     return problems
 
 
@@ -96,9 +114,12 @@ def _notices(config: JobConfig) -> list[str]:
             " the learning rate then stays where it is"
         )
     if not config.checkpoint.enable:
-        for key in ("checkpoint.initial_load_path", "checkpoint.load_step"):
-            if key in config.sources and get(config, key) not in (None, -1):
+        for key in ("checkpoint.initial_load_path", "checkpoint.load_step", "checkpoint.initial_load_in_hf"):
+            if key in config.sources and get(config, key) not in (None, -1, False):
                 notices.append(f"{_name(config, key)}: nothing is loaded while checkpoint.enable is false")
+        if config.checkpoint.last_save_in_hf:
+            name = _name(config, "checkpoint.last_save_in_hf")
+            notices.append(f"{name}: nothing is saved while checkpoint.enable is false")
     if config.debug.verify_passes and config.compile.mode == "eager":
         notices.append(f"{_name(config, 'debug.verify_passes')}: compile.mode = eager runs no passes")
     return notices

@@ -52,9 +52,15 @@ class Model:
     """What is trained."""
 
     name: str = option("llama3", "Model family; a dotted name is a module of your own.")
-    flavor: str = option("debugmodel", "Size of the model, a name of the family's table.")
+    flavor: str | None = option(
+        None,
+        "Size of the model, a name of the family's table; not set: what config.json in hf_assets_path says, or, where"
+        " there is none, debugmodel.",
+    )
     hf_assets_path: str | None = option(
-        None, "Folder with a tokenizer.json, or that file; not set: bytes are the tokens."
+        None,
+        "Folder with a tokenizer.json, or that file; not set: bytes are the tokens. With a config.json beside it, that"
+        " is the architecture, or what flavor is checked against. No weights are loaded by this option.",
     )
     converters: list[str] = option([], "Model converters to apply.")
     print_after_conversion: bool = option(False, "Print the model after its converters ran.")
@@ -211,11 +217,21 @@ class Checkpoint:
     interval: int = option(500, "Steps from one checkpoint to the next.", minimum=1)
     initial_load_path: str | None = option(None, "Checkpoint to start from while folder holds none of this run.")
     initial_load_model_only: bool = option(True, "Take only parameters from initial_load_path.")
-    initial_load_in_hf: bool = option(False, "initial_load_path is in Hugging Face's format.")
-    initial_load_in_hf_quantized: bool = option(False, "initial_load_path is in Hugging Face's format, quantized.")
+    initial_load_in_hf: bool = option(
+        False,
+        "Start from the weights in initial_load_path, or where that is not set in model.hf_assets_path: a folder in"
+        " Hugging Face's format.",
+    )
+    initial_load_in_hf_quantized: bool = option(
+        False, "With initial_load_in_hf: turn weights stored in fp8 or MXFP4 blocks back into numbers."
+    )
     last_save_model_only: bool = option(True, "Save only parameters after the last step.")
-    last_save_in_hf: bool = option(False, "Save the last checkpoint in Hugging Face's format.")
-    export_dtype: str = option("float32", "dtype of the last checkpoint.", choices=("float16", "bfloat16", "float32"))
+    last_save_in_hf: bool = option(
+        False, "After the last step, also write step-N-hf in folder, in Hugging Face's format."
+    )
+    export_dtype: str = option(
+        "float32", "dtype of the parameters in step-N-hf.", choices=("float16", "bfloat16", "float32")
+    )
     async_mode: str = option(
         "disabled", "Save while training goes on.", choices=("disabled", "async", "async_with_pinned_mem")
     )

@@ -116,7 +116,7 @@ def _resolve_aliases(effective: dict[str, Setting], result: Resolution) -> None:
         why = f"must be one of {', '.join(FAMILIES)}, or the dotted name of a module of your own"
         result.refuse(effective["model.name"], why + (f"; did you mean {near}?" if near else ""))
         return
-    flavor = config.model.flavor
+    flavor = config.model.flavor or ""
     for suffix, attn in FLAVOR_SUFFIXES:
         if flavor.endswith(suffix):
             config.model.flavor = flavor.removesuffix(suffix)

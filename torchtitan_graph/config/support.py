@@ -47,9 +47,6 @@ SUPPORT = (
     Row("parallelism.expert_parallel_comm_backend", IGNORED, "tokens do not travel to experts yet"),
     Row("checkpoint.async_mode", IGNORED, "training waits for each save; the checkpoint is the same"),
     Row("checkpoint.enable_ft_dataloader_checkpoints", IGNORED, "there are no fault-tolerant replicas"),
-    Row("checkpoint.initial_load_in_hf*", REFUSED, "not built yet; give a checkpoint of this trainer"),
-    Row("checkpoint.last_save_in_hf", REFUSED, "not built yet; the last checkpoint is a distributed checkpoint"),
-    Row("checkpoint.export_dtype", REFUSED, "checkpoints are written as trained; convert the last one afterwards"),
     Row("checkpoint.exclude_from_loading", REFUSED, "use initial_load_path with initial_load_model_only = true"),
     Row(
         "checkpoint.create_seed_checkpoint",

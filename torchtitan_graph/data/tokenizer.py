@@ -30,15 +30,11 @@ class Tokenizer(Protocol):
 def load_tokenizer(path: str | None) -> Tokenizer:
     """Load the tokenizer of a folder with a tokenizer.json, or of that file; without a path, bytes are the tokens.
 
-    A relative path that is not there is looked for in the package, which ships the tokenizer of its own examples.
-
     Raises ValueError if there is no readable tokenizer, or none of its special tokens ends a document.
     """
     if not path:
         return ByteTokenizer()
-    package = Path(torchtitan_graph.__file__).parent
-    places = (folder / path for folder in (Path(), package, package.parent))
-    file = next((place for place in places if place.exists()), Path(path))
+    file = find_assets(path)
     if file.is_dir():
         file = file / "tokenizer.json"
     if not file.is_file():
@@ -47,6 +43,16 @@ def load_tokenizer(path: str | None) -> Tokenizer:
             " itself; leave the option out to train on bytes."
         )
     return FileTokenizer(file)
+
+
+def find_assets(path: str) -> Path:
+    """Give the place of `model.hf_assets_path`.
+
+    A relative path that is not there is looked for in the package, which ships the tokenizer of its own examples.
+    """
+    package = Path(torchtitan_graph.__file__).parent
+    places = (folder / path for folder in (Path(), package, package.parent))
+    return next((place for place in places if place.exists()), Path(path))
 
 
 class ByteTokenizer:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from torch import Tensor
 
 from torchtitan_graph.models.layers.attention import Attention
 from torchtitan_graph.models.layers.decoder import Block, Decoder, decoder_plan
 from torchtitan_graph.models.layers.feed_forward import FeedForward
+from torchtitan_graph.models.layers.hf_config import (
+    ConfigReader,
+    llama3_scaling,
+    llama3_scaling_to_hf,
+    rope_parameters,
+)
 from torchtitan_graph.models.layers.rope import Llama3Scaling, rope_cos_sin
 
 
@@ -59,6 +66,61 @@ HF_KEYS = {
     "norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
+
+HF_ARCHITECTURES = ("LlamaForCausalLM",)
+HF_SKIPPED = ("*.rotary_emb.inv_freq",)  # worked out anew; the oldest releases store it
+
+
+def from_hf_config(raw: dict[str, Any]) -> Config:
+    """Read a config.json.
+
+    Raises:
+        ValueError: it says what llama3 can't express.
+    """
+    reader, rope = ConfigReader(raw), rope_parameters(raw)
+    dim, num_heads = reader.get("hidden_size"), reader.get("num_attention_heads")
+    reader.expect("hidden_act", ["silu"])
+    reader.expect("attention_bias", [False])
+    reader.expect("mlp_bias", [False])
+    reader.expect("head_dim", [dim // max(num_heads, 1)])
+    reader.expect("rope_type", ["default", "llama3"], rope["rope_type"])
+    return reader.build(
+        Config,
+        dim=dim,
+        num_layers=reader.get("num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=reader.get("num_key_value_heads", num_heads),
+        ffn_dim=reader.get("intermediate_size"),
+        vocab_size=reader.get("vocab_size"),
+        tied=reader.get("tie_word_embeddings", False),
+        rope_theta=float(rope["rope_theta"]),
+        rope_scaling=llama3_scaling(rope),
+        norm_eps=reader.get("rms_norm_eps", 1e-6),
+    )
+
+
+def to_hf_config(config: Config) -> dict[str, Any]:
+    """Write a config.json, in the form of the releases, which every version of transformers reads."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": config.dim,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.ffn_dim,
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": config.tied,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": llama3_scaling_to_hf(config.rope_scaling),
+        "rms_norm_eps": config.norm_eps,
+        # Our rotary positions have no limit; these are what the releases say: 3, and 3.1 and later.
+        "max_position_embeddings": 8192 if config.rope_scaling is None else 131072,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+    }
 
 
 class Model(Decoder):

@@ -18,6 +18,11 @@ from torchtitan_graph.models.layers.decoder import Decoder
 # parameter names to Hugging Face's.
 CONTRACT = ("FLAVORS", "Model", "PLAN", "HF_KEYS")
 
+# What it needs besides to be read from Hugging Face's files, and written to them (docs/07_checkpoints.md): the names of
+# transformers' classes for it, and its configuration from and to the content of a config.json. HF_PREFIXES and
+# HF_SKIPPED are optional.
+HF_CONTRACT = ("HF_ARCHITECTURES", "from_hf_config", "to_hf_config")
+
 
 def family_names() -> list[str]:
     """List the families in this package: every module in `models/` but this one."""
@@ -90,17 +95,31 @@ def build_model(name: str, flavor: str, attn: str, tokenizer_vocab_size: int) ->
         ValueError: unknown family or flavour, or a tokenizer with more tokens than the flavour's vocabulary.
     """
     family = load_family(name)
+    with torch.device("meta"):
+        return family.Model(flavor_config(family, name, flavor, tokenizer_vocab_size), attn)
+
+
+def flavor_config(family: ModuleType, name: str, flavor: str, tokenizer_vocab_size: int) -> Any:
+    """Look a flavour up in the family's table; `debugmodel` takes the tokenizer's vocabulary.
+
+    Raises:
+        ValueError: as `build_model`.
+    """
     if flavor not in family.FLAVORS:
         near = difflib.get_close_matches(flavor, family.FLAVORS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"model.flavor = {flavor!r}: legal for {name} are {', '.join(family.FLAVORS)}{hint}")
     config = family.FLAVORS[flavor]
     if flavor.startswith("debugmodel"):
-        config = dataclasses.replace(config, vocab_size=tokenizer_vocab_size)
-    elif tokenizer_vocab_size > config.vocab_size:
+        return dataclasses.replace(config, vocab_size=tokenizer_vocab_size)
+    check_vocabulary(f"model.flavor = {flavor!r}", config.vocab_size, tokenizer_vocab_size)
+    return config
+
+
+def check_vocabulary(what: str, vocab_size: int, tokenizer_vocab_size: int) -> None:
+    """Raise a ValueError if the tokenizer has more tokens than `what`, the model, has rows in its vocabulary."""
+    if tokenizer_vocab_size > vocab_size:
         raise ValueError(
-            f"model.flavor = {flavor!r} has {config.vocab_size} rows in its vocabulary, the tokenizer of "
-            f"model.hf_assets_path {tokenizer_vocab_size} tokens: take the flavour's own tokenizer, or a larger flavour"
+            f"{what} has {vocab_size} rows in its vocabulary, the tokenizer of model.hf_assets_path "
+            f"{tokenizer_vocab_size} tokens: take the model's own tokenizer, or a larger model"
         )
-    with torch.device("meta"):
-        return family.Model(config, attn)

@@ -1,21 +1,28 @@
-"""How a tensor lies in Hugging Face's files where it is not simply ours under another name."""
-
-from __future__ import annotations
+"""Where Hugging Face's files keep a tensor, and in which form."""
 
 import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """Where in a file one of our tensors is.
+    """The file tensor that holds one of our parameters or buffers; a family's `HF_KEYS` is a table of these.
 
-    name         "*" the layer, "#" the expert: one tensor per expert in the file, which ours stacks on dim 0
+    name         of the file tensor: "*" is the layer, "#" the expert: one file tensor each, which ours stacks on dim 0
     transpose    the file has the last two dims the other way round
-    part         (i, n): ours is the i-th of n equal parts of the file tensor's last dim, before it is transposed
-    interleaved  the parts alternate: columns i, i + n, i + 2n, ...
+    part         (i, n): ours is the i-th of n equal parts of the file tensor's last dim (before transposing)
+    interleaved  the parts alternate: ours are the columns i, i + n, i + 2n, ...
     """
 
     name: str
     transpose: bool = False
     part: tuple[int, int] | None = None
     interleaved: bool = False
+
+    def file_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Give the shape of one file tensor, from that of ours."""
+        dims = list(shape[1:] if "#" in self.name else shape)
+        if self.transpose:
+            dims[-2:] = reversed(dims[-2:])
+        if self.part is not None:
+            dims[-1] *= self.part[1]
+        return tuple(dims)

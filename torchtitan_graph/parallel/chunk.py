@@ -1,8 +1,9 @@
-"""Which part of a whole tensor this rank holds."""
+"""Which part of a whole tensor this rank holds, and the whole of it again."""
 
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from torchtitan_graph.graph.torch_private import StridedShard
@@ -23,11 +24,33 @@ def chunk_of(tensor: torch.Tensor) -> Chunk:
     with torch.no_grad():
         local = tensor.to_local()
     mesh = tensor.device_mesh
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None, "every rank is part of every tensor's mesh"
-    offsets, sizes = box_of(tuple(tensor.shape), tensor.placements, mesh.shape, tuple(coordinate))
+    offsets, sizes = box_of(tuple(tensor.shape), tensor.placements, mesh.shape, _coordinate(tensor))
     assert sizes == tuple(local.shape), f"{tensor.placements} of {tensor.shape}: {sizes} != {tuple(local.shape)}"
     return Chunk(local, offsets, tuple(tensor.shape))
+
+
+def gather_whole(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    """Gather a DTensor in `dtype`, all ranks together: rank 0 gets the whole of it, the others None.
+
+    A plain tensor is whole. The cuts are undone one by one, the last first, and only by the first rank of an axis:
+    nobody else holds more than before.
+    """
+    part = chunk_of(tensor).local.to(dtype)
+    if not isinstance(tensor, DTensor):
+        return part
+    mesh, coordinate = tensor.device_mesh, _coordinate(tensor)
+    for cut in reversed(_cuts(tuple(tensor.shape), tensor.placements, mesh.shape, coordinate)):
+        shape = list(part.shape)
+        shape[cut.dim] = cut.step
+        padded = part.new_zeros(shape)
+        padded.narrow(cut.dim, 0, cut.size).copy_(part)
+        is_first = coordinate[cut.axis] == 0
+        pieces = [torch.empty_like(padded) for _ in range(mesh.shape[cut.axis])] if is_first else None
+        dist.gather(padded, pieces, group=mesh.get_group(cut.axis), group_dst=0)
+        if pieces is None:
+            return None
+        part = torch.cat(pieces, cut.dim).narrow(cut.dim, 0, cut.whole)
+    return part if not any(coordinate) else None
 
 
 def box_of(
@@ -42,15 +65,40 @@ def box_of(
     (25 rows on FSDP 3 x TP 2, on torch 2.13), and torch's own save then fails.
     """
     offsets, sizes = [0] * len(shape), list(shape)
-    for axis, dim in _cuts(placements, mesh_shape):
-        step = -(-sizes[dim] // mesh_shape[axis])  # as torch.chunk cuts: all pieces equal but the last ones
-        begin = min(step * coordinate[axis], sizes[dim])
-        offsets[dim] += begin
-        sizes[dim] = min(step, sizes[dim] - begin)
+    for cut in _cuts(shape, placements, mesh_shape, coordinate):
+        offsets[cut.dim] += cut.begin
+        sizes[cut.dim] = cut.size
     return tuple(offsets), tuple(sizes)
 
 
-def _cuts(placements: tuple[Placement, ...], mesh_shape: tuple[int, ...]) -> list[tuple[int, int]]:
+class _Cut(NamedTuple):
+    """What a mesh axis does to a dim: of its `whole` length a rank keeps `size`, at most `step`, from `begin` on."""
+
+    axis: int
+    dim: int
+    whole: int
+    step: int
+    begin: int
+    size: int
+
+
+def _cuts(
+    shape: tuple[int, ...],
+    placements: tuple[Placement, ...],
+    mesh_shape: tuple[int, ...],
+    coordinate: tuple[int, ...],
+) -> list[_Cut]:
+    """Return the cuts that lead from a whole tensor to the part at `coordinate`, in their order."""
+    cuts, sizes = [], list(shape)
+    for axis, dim in _order(placements, mesh_shape):
+        step = -(-sizes[dim] // mesh_shape[axis])  # as torch.chunk cuts: all pieces equal but the last ones
+        begin = min(step * coordinate[axis], sizes[dim])
+        cuts.append(_Cut(axis, dim, sizes[dim], step, begin, min(step, sizes[dim] - begin)))
+        sizes[dim] = cuts[-1].size
+    return cuts
+
+
+def _order(placements: tuple[Placement, ...], mesh_shape: tuple[int, ...]) -> list[tuple[int, int]]:
     """Return each mesh axis that shards, with the dim it shards, those that cut first in front.
 
     Note [Order of sharding]: FSDP2 cuts what tensor parallel has already cut, although its axis stands to the left on
@@ -73,3 +121,9 @@ def _cuts(placements: tuple[Placement, ...], mesh_shape: tuple[int, ...]) -> lis
         assert split_factor in (1, before), f"no order of sharding gives {placements}"
         num_pieces[dim] = before * mesh_shape[axis]
     return [(axis, dim) for _, axis, dim in cuts]
+
+
+def _coordinate(tensor: DTensor) -> tuple[int, ...]:
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None, "every rank is part of every tensor's mesh"
+    return tuple(coordinate)

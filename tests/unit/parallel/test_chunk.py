@@ -7,7 +7,7 @@ import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from torchtitan_graph.checkpoint.chunk import box_of, chunk_of
+from torchtitan_graph.parallel.chunk import box_of, chunk_of
 
 FSDP_AND_TP_ON_ROWS = (lambda tp: (_StridedShard(0, split_factor=tp), Shard(0)), (1, 0))
 FSDP_ON_ROWS_TP_ON_COLUMNS = (lambda tp: (Shard(0), Shard(1)), (0, 1))

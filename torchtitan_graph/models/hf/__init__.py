@@ -1,0 +1,74 @@
+"""Models from and to Hugging Face's folders: config.json and safetensors files, no other code and no pickles."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import nn
+
+from torchtitan_graph.models.hf.architecture import choose_model, config_of, family_of
+from torchtitan_graph.models.hf.files import read_json
+from torchtitan_graph.models.hf.read import load_weights
+from torchtitan_graph.models.hf.write import save_weights
+from torchtitan_graph.models.layers.decoder import Decoder
+
+__all__ = ["choose_model", "from_hf", "load_weights", "save_weights", "to_hf"]
+
+
+def from_hf(
+    path: str | Path, dtype: torch.dtype = torch.float32, *, quantized: bool = False, attn: str = "sdpa"
+) -> Decoder:
+    """Load a model; called with token ids (B, L) it returns logits (B, L, V).
+
+    Args:
+        dtype: of the parameters, whatever the files have.
+        quantized: turn DeepSeek's fp8 and gpt_oss's MXFP4 weights back into numbers, which takes 2 to 8 times the room.
+
+    Raises:
+        ValueError: an unknown architecture, something in config.json that the family can't express, no safetensors
+            files, missing, unknown or differently shaped tensors, or quantized ones although `quantized` is false.
+    """
+    path = Path(path)
+    file = path / "config.json"
+    raw = read_json(file)
+    _, family = family_of(raw, file)
+    with torch.device("meta"):
+        model: Decoder = family.Model(config_of(family, raw, file), attn)
+    _allocate(model, dtype)
+    load_weights(model, family, path, quantized=quantized)
+    return model
+
+
+def to_hf(
+    model: nn.Module, path: str | Path, dtype: torch.dtype | None = None, *, assets: str | Path | None = None
+) -> None:
+    """Write a model as a new folder that transformers loads; `dtype` and `assets` as for `save_weights`.
+
+    Raises:
+        ValueError: `path` holds something already, or the model is of no family that has `HF_KEYS`.
+    """
+    save_weights(model, _module_of(model), Path(path), dtype=dtype, assets=Path(assets) if assets else None)
+
+
+def _module_of(model: nn.Module) -> ModuleType:
+    """Find the module of the family that a model is of; FSDP2 puts a class of its own in front."""
+    modules = [sys.modules[kind.__module__] for kind in type(model).__mro__]
+    found = next((module for module in modules if hasattr(module, "HF_KEYS")), None)
+    if found is None:
+        raise ValueError(f"{type(model).__name__} is of no family: the module that defines it has no HF_KEYS")
+    return found
+
+
+def _allocate(model: nn.Module, dtype: torch.dtype) -> None:
+    """Put memory under a model on meta: what is tied stays so, unlike with `to_empty`, and nothing is initialized."""
+    new = {p: nn.Parameter(torch.empty(p.shape, dtype=dtype)) for p in model.parameters()}
+    for module in model.modules():
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[leaf] = new[parameter]
+        for leaf, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[leaf] = torch.zeros_like(buffer, device="cpu")

@@ -1,0 +1,103 @@
+"""What is trained: a flavour of a family's table, or what a Hugging Face folder's config.json says."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from torchtitan_graph.config import JobConfig
+from torchtitan_graph.models.hf.files import read_json
+from torchtitan_graph.models.layers.decoder import Decoder
+from torchtitan_graph.models.spec import check_vocabulary, family_names, flavor_config, load_family
+
+TOKENIZER_ONLY = "to take only the tokenizer from there, name the file tokenizer.json itself"
+
+
+def choose_model(job: JobConfig, assets: Path | None, tokenizer_vocab_size: int) -> tuple[ModuleType, Decoder]:
+    """Find the family and build its model on meta; `job.model` takes up the name and the flavour that are found.
+
+    With a config.json in the folder `assets` (`model.hf_assets_path`), that is the architecture if `model.flavor` is
+    not set, and must agree with the flavour if it is. Weights are not looked at.
+
+    Raises:
+        ValueError: as `load_family` and `build_model`; or config.json contradicts `model.name` or `model.flavor`, or
+            is not of a family or a form that is known.
+    """
+    options, flavor = job.model, job.model.flavor
+    file = assets / "config.json" if assets is not None else None
+    raw = read_json(file) if file is not None and file.is_file() else None
+    if raw is not None and flavor is None and "model.name" not in job.sources:
+        options.name = family_of(raw, file)[0]
+    family = load_family(options.name)
+    if raw is None or not hasattr(family, "from_hf_config"):
+        options.flavor = flavor or "debugmodel"
+        config = flavor_config(family, options.name, options.flavor, tokenizer_vocab_size)
+    else:
+        _check_family(family, options.name, raw, file)
+        config = config_of(family, raw, file)
+        check_vocabulary(str(file), config.vocab_size, tokenizer_vocab_size)
+        if flavor is not None:
+            wanted = flavor_config(family, options.name, flavor, tokenizer_vocab_size)
+            _check_flavor(options.name, flavor, wanted, config, file)
+    with torch.device("meta"):
+        return family, family.Model(config, options.attn)
+
+
+def family_of(raw: dict[str, Any], file: Path | None) -> tuple[str, ModuleType]:
+    """Find the family of this package that a config.json is of, by its `architectures`.
+
+    Raises:
+        ValueError: there is none.
+    """
+    known = {name: load_family(name) for name in family_names()}
+    for name, family in known.items():
+        if _is_of(family, raw):
+            return name, family
+    architectures = sorted(name for family in known.values() for name in family.HF_ARCHITECTURES)
+    raise ValueError(
+        f"{file}: architectures = {raw.get('architectures')!r} is unknown; known are {', '.join(architectures)}"
+    )
+
+
+def config_of(family: ModuleType, raw: dict[str, Any], file: Path | None) -> Any:
+    """Read a config.json as the family's configuration.
+
+    Raises:
+        ValueError: it says something that the family can't express.
+    """
+    try:
+        return family.from_hf_config(raw)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+
+
+def _is_of(family: ModuleType, raw: dict[str, Any]) -> bool:
+    architectures = raw.get("architectures")
+    return isinstance(architectures, list) and any(name in family.HF_ARCHITECTURES for name in architectures)
+
+
+def _check_family(family: ModuleType, name: str, raw: dict[str, Any], file: Path | None) -> None:
+    if not _is_of(family, raw):
+        raise ValueError(
+            f"model.name = {name!r}: {file} in model.hf_assets_path is of "
+            f"{raw.get('architectures')!r}, not of {', '.join(family.HF_ARCHITECTURES)}: set the model.name of that "
+            f"family, or leave out model.name and model.flavor; {TOKENIZER_ONLY}"
+        )
+
+
+def _check_flavor(name: str, flavor: str, wanted: Any, config: Any, file: Path | None) -> None:
+    if found := differences(wanted, config):
+        raise ValueError(
+            f"model.flavor = {flavor!r} of {name} contradicts {file} in model.hf_assets_path: {'; '.join(found)}. "
+            f"Leave model.flavor out to train what config.json says; {TOKENIZER_ONLY}"
+        )
+
+
+def differences(config: Any, other: Any) -> list[str]:
+    """Say in what two configurations of a family differ."""
+    ours, theirs = dataclasses.asdict(config), dataclasses.asdict(other)
+    return [f"{key} is {ours[key]!r} here, {theirs[key]!r} there" for key in ours if ours[key] != theirs[key]]

@@ -1,0 +1,145 @@
+"""A folder of safetensors files: read any box of any tensor, and nothing else; write one that is never half there."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+Ranges = Sequence[tuple[int, int]]  # (begin, end) in each dim
+
+
+class Folder:
+    """The tensors of a folder, by name. The files are mapped, not read: a box is copied from disk when asked for."""
+
+    def __init__(self, path: Path):
+        """Open the folder.
+
+        Raises:
+            ValueError: it has no safetensors files, lacks some that its index names, or they can't be read.
+        """
+        self.path = path
+        self._file_of: dict[str, Any] = {}
+        files = {name: _open(path / name) for name in _file_names(path)}
+        for file in files.values():
+            self._file_of |= dict.fromkeys(file.keys(), file)
+
+    def names(self) -> set[str]:
+        return set(self._file_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._file_of[name].get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """Give the dtype as the format calls it: F32, BF16, F8_E4M3, U8, ..."""
+        return self._file_of[name].get_slice(name).get_dtype()
+
+    def read(self, name: str, ranges: Ranges) -> Tensor:
+        """Copy a box of a tensor into memory, in the dtype it is stored in."""
+        if not ranges:
+            return self._file_of[name].get_tensor(name)
+        return self._file_of[name].get_slice(name)[tuple(slice(*r) for r in ranges)]
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Read a file of one JSON object.
+
+    Raises:
+        ValueError: it is not there, or something else.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{file.parent} holds no {file.name}: it is no folder of a Hugging Face model") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file} can't be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} holds no JSON object")
+    return content
+
+
+def _file_names(path: Path) -> list[str]:
+    if (path / SINGLE).is_file():
+        return [SINGLE]
+    if not (path / INDEX).is_file():
+        pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern))
+        why = f"; {', '.join(pickles[:3])} are pickles, which can run code: convert them first" if pickles else ""
+        raise ValueError(f"{path} holds neither {SINGLE} nor {INDEX}{why}")
+    names = read_json(path / INDEX).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise ValueError(f"{path / INDEX} has no weight_map from tensors to files")
+    files = sorted(set(names.values()))
+    if elsewhere := [name for name in files if Path(name).name != name]:
+        raise ValueError(f"{path / INDEX} names files outside its folder: {', '.join(elsewhere[:5])}")
+    if missing := [name for name in files if not (path / name).is_file()]:
+        raise ValueError(f"{path / INDEX} names files that are not there: {', '.join(missing)}")
+    return files
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{file} can't be read: {error}") from error
+
+
+class NewFolder:
+    """A folder that is written beside its place as `NAME.tmp`, and put there once it is whole and on disk."""
+
+    def __init__(self, path: Path, replace: bool = False):
+        """Make the empty `NAME.tmp`; what a killed save left there is deleted.
+
+        Raises:
+            ValueError: `path` is a file, or holds something and `replace` is false.
+        """
+        if path.is_file() or (path.is_dir() and any(path.iterdir()) and not replace):
+            raise ValueError(f"{path} is there already: name a new folder")
+        self.path = path
+        self.tmp = path.with_name(path.name + ".tmp")
+        if self.tmp.exists():
+            shutil.rmtree(self.tmp)
+        self.tmp.mkdir(parents=True)
+
+    def write_json(self, name: str, content: dict[str, Any]) -> None:
+        (self.tmp / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+    def write_tensors(self, name: str, tensors: dict[str, Tensor]) -> None:
+        save_file(tensors, self.tmp / name, metadata={"format": "pt"})  # transformers refuses a file without it
+
+    def copy(self, files: Iterable[Path]) -> None:
+        for file in files:
+            shutil.copyfile(file, self.tmp / file.name)
+
+    def commit(self) -> None:
+        """Flush everything to disk, and give the folder its name."""
+        for file in (*self.tmp.iterdir(), self.tmp):
+            _sync(file)
+        old = self.path.with_name(self.path.name + ".deleting")
+        if self.path.exists():
+            os.rename(self.path, old)
+        os.rename(self.tmp, self.path)
+        _sync(self.path.parent)
+        if old.exists():
+            shutil.rmtree(old)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def num_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return torch.Size(shape).numel() * dtype.itemsize

@@ -1,0 +1,70 @@
+"""Which of a model's tensors lie in which tensors of Hugging Face's files."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from types import ModuleType
+
+from torch import Tensor, nn
+
+from torchtitan_graph.models.layers.stored import Stored
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """One tensor of ours, and where it is; `stored.name` has its layer's number, and "#" where experts are apart."""
+
+    ours: str
+    tensor: Tensor
+    stored: Stored
+
+    def file_names(self) -> list[str]:
+        """Name the file tensors that hold it, one for each expert if they are apart."""
+        if "#" not in self.stored.name:
+            return [self.stored.name]
+        return [self.stored.name.replace("#", str(expert)) for expert in range(self.tensor.shape[0])]
+
+
+def live_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Give what a file holds of a model: every parameter, once where it is tied, and every buffer that is state."""
+    kept = model.state_dict().keys()  # lacks buffers that are worked out anew
+    return {**dict(model.named_parameters()), **{name: b for name, b in model.named_buffers() if name in kept}}
+
+
+def places(family: ModuleType, model: nn.Module) -> list[Place]:
+    """Find the place of every parameter, in the model's order, and of the buffers that `HF_KEYS` names.
+
+    Raises:
+        ValueError: the family's `HF_KEYS` lacks parameters.
+    """
+    found, lacking = [], []
+    parameters = dict(model.named_parameters())
+    for name, tensor in live_tensors(model).items():
+        stored = stored_as(family.HF_KEYS, name)
+        if stored is not None:
+            found.append(Place(name, tensor, stored))
+        elif name in parameters:
+            lacking.append(name)
+    if lacking:
+        raise ValueError(f"HF_KEYS of {family.__name__} has no entry for {', '.join(lacking[:5])}")
+    return found
+
+
+def stored_as(keys: Mapping[str, str | Stored], name: str) -> Stored | None:
+    """Look a name of ours up in a family's `HF_KEYS`, and put its layer's number into what is found."""
+    entry = keys.get(re.sub(r"\.\d+(?=\.)", ".*", name))
+    if entry is None:
+        return None
+    stored = entry if isinstance(entry, Stored) else Stored(entry)
+    layer = re.search(r"\.(\d+)(?=\.)", name)
+    return dataclasses.replace(stored, name=stored.name.replace("*", layer[1])) if layer else stored
+
+
+def tied_places(family: ModuleType, model: nn.Module) -> list[Place]:
+    """Find where the second names of tied parameters would be, which some releases store all the same."""
+    once = dict(model.named_parameters())
+    twice = {name: p for name, p in model.named_parameters(remove_duplicate=False) if name not in once}
+    stored = {name: stored_as(family.HF_KEYS, name) for name in twice}
+    return [Place(name, p, stored[name]) for name, p in twice.items() if stored[name] is not None]  # type: ignore[arg-type]

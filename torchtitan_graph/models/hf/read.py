@@ -1,0 +1,138 @@
+"""Fill a live model from Hugging Face's files, in whatever layout it is: each rank reads its own part of each tensor.
+
+At no time is there more of the files in memory than one expert, or one matrix, of one tensor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+
+from torchtitan_graph.log import logger
+from torchtitan_graph.models.hf.architecture import config_of, differences
+from torchtitan_graph.models.hf.files import Folder, Ranges, read_json
+from torchtitan_graph.models.hf.places import Place, places, tied_places
+from torchtitan_graph.models.hf.quantized import DequantizedFolder
+from torchtitan_graph.models.layers.stored import Stored
+from torchtitan_graph.parallel.chunk import chunk_of
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, family: ModuleType, path: Path, *, quantized: bool = False) -> None:
+    """Copy the weights in the folder `path` into a materialized model, converting them to its dtypes.
+
+    Raises:
+        ValueError: the files can't be read, are quantized although `quantized` is false, or are of another model: then
+            the message lists every missing, unknown and differently shaped tensor. Nothing has been copied.
+    """
+    folder = DequantizedFolder(Folder(path))
+    if folder.quantized() and not quantized:
+        raise ValueError(
+            f"{path} is quantized ({len(folder.quantized())} tensors, such as {min(folder.quantized())}): set "
+            "checkpoint.initial_load_in_hf_quantized = true to turn it back into numbers (in Python: quantized=True)"
+        )
+    wanted, tied = places(family, model), tied_places(family, model)
+    prefix = _prefix(family, wanted, folder)
+    tied = [place for place in tied if prefix + place.stored.name in folder.names()]
+    _check(family, prefix, [*wanted, *tied], folder)
+    _warn_of_another_config(model, family, path)
+    for place in wanted:
+        _copy(place, prefix, folder)
+    for place in tied:
+        _check_tied(place, prefix, folder)
+
+
+def _prefix(family: ModuleType, wanted: Iterable[Place], folder: DequantizedFolder) -> str:
+    """Choose the first of the family's prefixes under which there is any tensor of the model."""
+    there = folder.names()
+    names = [name for place in wanted for name in place.file_names()]
+    prefixes: tuple[str, ...] = getattr(family, "HF_PREFIXES", ("",))
+    return next((prefix for prefix in prefixes if any(prefix + name in there for name in names)), prefixes[0])
+
+
+def _check(family: ModuleType, prefix: str, wanted: list[Place], folder: DequantizedFolder) -> None:
+    expected = {
+        prefix + name: place.stored.file_shape(tuple(place.tensor.shape))
+        for place in wanted
+        for name in place.file_names()
+    }
+    there = folder.names()
+    problems = [f"missing: {name}" for name in expected if name not in there]
+    unknown = sorted(there - expected.keys())
+    patterns: tuple[str, ...] = getattr(family, "HF_SKIPPED", ())
+    skipped = {name for name in unknown if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)}
+    problems += [f"unknown: {name}" for name in unknown if name not in skipped]
+    for name, shape in expected.items():
+        if name in there and folder.shape(name) != shape:
+            problems.append(f"{name}: shape {list(folder.shape(name))}, but here {list(shape)}")
+    if problems:
+        more = f"\n  ... and {len(problems) - 20} more" if len(problems) > 20 else ""
+        raise ValueError(f"{folder.path} is of another model:\n  " + "\n  ".join(problems[:20]) + more)
+    if skipped:
+        logger.info(f"{folder.path}: {len(skipped)} tensors are no part of this model, such as {min(skipped)}")
+
+
+def _warn_of_another_config(model: nn.Module, family: ModuleType, path: Path) -> None:
+    """Say so if tensors of the right shapes were trained with, say, other rotary frequencies."""
+    file = path / "config.json"
+    if file.is_file() and hasattr(family, "from_hf_config"):
+        found = differences(model.config, config_of(family, read_json(file), file))
+        if found:
+            logger.warning(f"the weights of {path} were trained as another model: {'; '.join(found)}")
+
+
+def _copy(place: Place, prefix: str, folder: DequantizedFolder) -> None:
+    for target, whole, stored, ranges in _pieces(place):
+        target.copy_(_read(folder, prefix, stored, whole, ranges))
+
+
+def _check_tied(place: Place, prefix: str, folder: DequantizedFolder) -> None:
+    """Make sure that a tied parameter's second tensor, where a file has one, says the same."""
+    for target, whole, stored, ranges in _pieces(place):
+        if not torch.equal(target.cpu(), _read(folder, prefix, stored, whole, ranges).to(target.dtype)):
+            raise ValueError(f"{folder.path}: {prefix}{stored.name} is not what {place.ours} is tied to in config.json")
+
+
+def _pieces(place: Place) -> Iterable[tuple[Tensor, tuple[int, ...], Stored, Ranges]]:
+    """Cut this rank's part of a tensor into what is read at once: an expert, or all of it where there are none.
+
+    Gives the live storage, the shape of the whole that it is a box of, where that is stored, and the box.
+    """
+    local, offsets, shape = chunk_of(place.tensor)
+    if local.numel() == 0:
+        return
+    ranges = [(begin, begin + size) for begin, size in zip(offsets, local.shape, strict=True)]
+    if "#" in place.stored.name:
+        for i, target in enumerate(local):
+            one = dataclasses.replace(place.stored, name=place.stored.name.replace("#", str(offsets[0] + i)))
+            yield target, shape[1:], one, ranges[1:]
+    elif local.dim() == 3:
+        for i in range(local.shape[0]):
+            expert = offsets[0] + i
+            yield local[i : i + 1], shape, place.stored, [(expert, expert + 1), *ranges[1:]]
+    else:
+        yield local, shape, place.stored, ranges
+
+
+def _read(folder: DequantizedFolder, prefix: str, stored: Stored, shape: tuple[int, ...], ranges: Ranges) -> Tensor:
+    """Read a box of one of our tensors, `shape` in all, from the file tensor that holds it."""
+    box, sizes = list(ranges), list(shape)
+    if stored.transpose:
+        box[-2:], sizes[-2:] = reversed(box[-2:]), reversed(sizes[-2:])
+    step, first = 1, 0
+    if stored.part is not None:
+        i, n = stored.part
+        begin, end = box[-1]
+        if stored.interleaved:
+            box[-1], step, first = (begin * n, end * n), n, i
+        else:
+            box[-1] = (begin + i * sizes[-1], end + i * sizes[-1])
+    found = folder.read(prefix + stored.name, box)
+    found = found[..., first::step] if step > 1 else found
+    return found.transpose(-1, -2) if stored.transpose else found

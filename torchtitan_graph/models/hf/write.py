@@ -1,0 +1,149 @@
+"""Write a live model, in whatever layout it is, as a folder that transformers loads.
+
+All ranks take part; rank 0 gathers one tensor after the other and writes. It holds one file's tensors at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torchtitan_graph.models.hf.files import INDEX, SINGLE, NewFolder, num_bytes, read_json
+from torchtitan_graph.models.hf.places import Place, places
+from torchtitan_graph.parallel.chunk import gather_whole
+
+FILE_BYTES = 5 * 10**9
+
+# Taken over from a folder of assets: the tokenizer, how to generate, and what config.json says beside the architecture.
+ASSETS = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model", "vocab.json"),
+    *("merges.txt", "chat_template.jinja", "generation_config.json"),
+)
+CONFIG_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
+
+
+def save_weights(
+    model: nn.Module,
+    family: ModuleType,
+    path: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    assets: Path | None = None,
+    replace: bool = False,
+    file_bytes: int = FILE_BYTES,
+) -> None:
+    """Write config.json and the weights as the folder `path`, which is never half there; all ranks together.
+
+    Args:
+        dtype: of the parameters; None leaves them as they are. Buffers keep theirs.
+        assets: a folder whose tokenizer, and whose config.json's token numbers, are taken over.
+        replace: put the folder in the place of one that is there.
+        file_bytes: where a model is larger, it is cut into files of about this size.
+
+    Raises:
+        ValueError: `path` holds something and `replace` is false.
+    """
+    units = _units(places(family, model), dtype)
+    files = _pack(units, file_bytes)
+    names = (
+        [SINGLE] if len(files) == 1 else [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
+    )
+    is_writer = not dist.is_initialized() or dist.get_rank() == 0
+    folder = NewFolder(path, replace) if is_writer else None
+    index: dict[str, str] = {}
+    for name, content in zip(names, files, strict=True):
+        tensors = {key: tensor for unit in content for key, tensor in unit.gather()}
+        index |= dict.fromkeys(tensors, name)
+        if folder is not None:
+            folder.write_tensors(name, tensors)
+    if folder is not None:
+        if len(files) > 1:
+            total = sum(unit.num_bytes for unit in units)
+            folder.write_json(INDEX, {"metadata": {"total_size": total}, "weight_map": index})
+        folder.write_json("config.json", _config(family, model, units, assets))
+        folder.copy(assets / name for name in ASSETS if assets is not None and (assets / name).is_file())
+        folder.commit()
+    if dist.is_initialized():
+        dist.barrier()
+
+
+class _Unit:
+    """File tensors that are made together: several of ours may share one, and one of ours may fill many."""
+
+    def __init__(self, name: str, dtype: torch.dtype | None):
+        self.name = name
+        self.parts: list[Place] = []
+        self._dtype = dtype
+
+    def dtype_of(self, place: Place) -> torch.dtype:
+        return self._dtype if self._dtype is not None and isinstance(place.tensor, nn.Parameter) else place.tensor.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(num_bytes(tuple(place.tensor.shape), self.dtype_of(place)) for place in self.parts)
+
+    def gather(self) -> Iterator[tuple[str, Tensor]]:
+        """Gather ours, all ranks together, and give rank 0 the file tensors."""
+        found = [gather_whole(place.tensor, self.dtype_of(place)) for place in self.parts]
+        columns = [
+            x.cpu().transpose(-1, -2) if place.stored.transpose else x.cpu()
+            for place, x in zip(self.parts, found, strict=True)
+            if x is not None
+        ]
+        if not columns:  # not rank 0
+            return
+        stored = self.parts[0].stored
+        if len(columns) == 1:
+            whole = columns[0]
+        elif stored.interleaved:
+            whole = torch.stack(columns, dim=-1).flatten(-2)
+        else:
+            whole = torch.cat(columns, dim=-1)
+        names = self.parts[0].file_names()
+        if "#" in stored.name:
+            yield from (
+                (name, expert.clone(memory_format=torch.contiguous_format))
+                for name, expert in zip(names, whole, strict=True)
+            )
+        else:
+            yield names[0], whole.contiguous()
+
+
+def _units(wanted: list[Place], dtype: torch.dtype | None) -> list[_Unit]:
+    units: dict[str, _Unit] = {}
+    for place in wanted:
+        units.setdefault(place.stored.name, _Unit(place.stored.name, dtype)).parts.append(place)
+    for unit in units.values():
+        unit.parts.sort(key=lambda place: place.stored.part or (0, 1))
+        have = [place.stored.part or (0, 1) for place in unit.parts]
+        assert have == [(i, len(have)) for i in range(len(have))], f"{unit.name} is made of the parts {have}"
+    return list(units.values())
+
+
+def _pack(units: list[_Unit], file_bytes: int) -> list[list[_Unit]]:
+    """Fill one file after the other, each with `file_bytes` at most, or one unit."""
+    files: list[list[_Unit]] = [[]]
+    room = file_bytes
+    for unit in units:
+        if files[-1] and unit.num_bytes > room:
+            files.append([])
+            room = file_bytes
+        files[-1].append(unit)
+        room -= unit.num_bytes
+    return files
+
+
+def _config(family: ModuleType, model: nn.Module, units: list[_Unit], assets: Path | None) -> dict[str, Any]:
+    content = dict(family.to_hf_config(model.config))
+    if assets is not None and (assets / "config.json").is_file():
+        theirs = read_json(assets / "config.json")
+        content |= {key: theirs[key] for key in CONFIG_KEYS if key in theirs}
+    first = units[0]
+    content["torch_dtype"] = str(first.dtype_of(first.parts[0])).removeprefix("torch.")
+    return content

@@ -1,0 +1,305 @@
+"""Every form in which files keep a tensor, on one rank and in uneven parts on four; and files of another model."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import cast
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from pool import mesh, run_on
+from torchtitan_graph.models.hf import load_weights, save_weights
+from torchtitan_graph.models.hf.files import Folder
+from torchtitan_graph.models.hf.places import live_tensors
+from torchtitan_graph.models.layers.stored import Stored
+from torchtitan_graph.parallel.chunk import box_of
+
+E, F, D = 5, 6, 7
+SHAPES = {
+    "layers.0.matrix": (F, D),
+    "layers.0.scale": (D,),
+    "layers.1.w1": (E, D, F),
+    "layers.1.w3": (E, D, F),
+    "layers.1.b1": (E, F),
+    "layers.1.b3": (E, F),
+    "layers.1.v1": (E, F, D),
+    "layers.1.v3": (E, F, D),
+    "layers.1.down": (E, F, D),
+    "layers.1.turned": (E, F, D),
+}
+HF_KEYS: dict[str, str | Stored] = {
+    "layers.*.matrix": "model.*.matrix.weight",
+    "layers.*.scale": "model.*.scale",
+    "layers.*.w1": Stored("model.*.experts.w13", part=(0, 2), interleaved=True),
+    "layers.*.w3": Stored("model.*.experts.w13", part=(1, 2), interleaved=True),
+    "layers.*.b1": Stored("model.*.experts.b13", part=(0, 2), interleaved=True),
+    "layers.*.b3": Stored("model.*.experts.b13", part=(1, 2), interleaved=True),
+    "layers.*.v1": Stored("model.*.experts.v13", transpose=True, part=(0, 2)),
+    "layers.*.v3": Stored("model.*.experts.v13", transpose=True, part=(1, 2)),
+    "layers.*.down": Stored("model.*.experts.#.down.weight"),
+    "layers.*.turned": Stored("model.*.experts.#.turned.weight", transpose=True),
+    "layers.*.load": "model.*.load",
+}
+
+
+def family(**attributes: object) -> ModuleType:
+    module = ModuleType("toy")
+    module.__dict__.update({"HF_KEYS": HF_KEYS, "to_hf_config": lambda config: {}, **attributes})
+    return module
+
+
+def in_files() -> dict[str, Tensor]:
+    """Make the file tensors, every number in them another one."""
+    shapes = {
+        "model.0.matrix.weight": (F, D),
+        "model.0.scale": (D,),
+        "model.1.experts.w13": (E, D, 2 * F),
+        "model.1.experts.b13": (E, 2 * F),
+        "model.1.experts.v13": (E, D, 2 * F),
+        **{f"model.1.experts.{e}.down.weight": (F, D) for e in range(E)},
+        **{f"model.1.experts.{e}.turned.weight": (D, F) for e in range(E)},
+        "model.1.load": (E,),
+    }
+    sizes = [torch.Size(shape).numel() for shape in shapes.values()]
+    numbers = torch.arange(sum(sizes), dtype=torch.float32).split(sizes)
+    return {name: x.clone().view(shape) for (name, shape), x in zip(shapes.items(), numbers, strict=True)}
+
+
+def in_model() -> dict[str, Tensor]:
+    """Say by hand what is to arrive of those."""
+    x = in_files()
+    w13, b13, v13 = (x[f"model.1.experts.{name}"] for name in ("w13", "b13", "v13"))
+    return {
+        "layers.0.matrix": x["model.0.matrix.weight"],
+        "layers.0.scale": x["model.0.scale"],
+        "layers.1.w1": w13[..., ::2],
+        "layers.1.w3": w13[..., 1::2],
+        "layers.1.b1": b13[:, ::2],
+        "layers.1.b3": b13[:, 1::2],
+        "layers.1.v1": v13[:, :, :F].mT,
+        "layers.1.v3": v13[:, :, F:].mT,
+        "layers.1.down": torch.stack([x[f"model.1.experts.{e}.down.weight"] for e in range(E)]),
+        "layers.1.turned": torch.stack([x[f"model.1.experts.{e}.turned.weight"].T for e in range(E)]),
+        "layers.1.load": x["model.1.load"],
+    }
+
+
+class Toy(nn.Module):
+    """A module with the parameters of SHAPES and a buffer, of zeros, and what `save_weights` asks of a model."""
+
+    def __init__(self, parameters: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.config = None
+        self.layers = nn.ModuleList([nn.Module(), nn.Module()])
+        for name, value in parameters.items():
+            _, layer, leaf = name.split(".")
+            self.layers[int(layer)].register_parameter(leaf, nn.Parameter(value))
+        self.layers[1].register_buffer("load", torch.zeros(E))
+        self.layers[1].register_buffer("counted_anew", torch.zeros(2), persistent=False)
+
+
+def plain() -> Toy:
+    return Toy({name: torch.zeros(shape) for name, shape in SHAPES.items()})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "files"
+    path.mkdir()
+    save_file(in_files(), path / "model.safetensors")
+    yield path
+
+
+def test_every_form_is_read(folder: Path) -> None:
+    model = plain()
+    load_weights(model, family(), folder)
+    for name, expected in in_model().items():
+        assert torch.equal(live_tensors(model)[name], expected), name
+
+
+def test_every_form_is_written(folder: Path, tmp_path: Path) -> None:
+    model = plain()
+    load_weights(model, family(), folder)
+    save_weights(model, family(), tmp_path / "again")
+    written = load_file(tmp_path / "again" / "model.safetensors")
+    assert written.keys() == in_files().keys()
+    for name, expected in in_files().items():
+        assert torch.equal(written[name], expected), name
+
+
+# Placements of the axes dp_shard and tp, or dp_replicate and dp_shard, that cut rows twice, rows and columns, or once.
+LAYOUTS: dict[str, tuple[Placement, Placement]] = {
+    "rows by both": (_StridedShard(0, split_factor=2), Shard(0)),
+    "rows and last dim": (Shard(0), Shard(-1)),
+    "rows by one": (Replicate(), Shard(0)),
+    "second dim": (Shard(1), Replicate()),
+}
+
+
+def sharded(layout: str) -> Toy:
+    axes = mesh((2, 2), ("outer", "inner"))
+    parameters: dict[str, Tensor] = {}
+    for name, shape in SHAPES.items():
+        last = len(shape) - 1
+        placements = tuple(
+            Shard(last if p.dim == -1 else min(p.dim, last)) if type(p) is Shard else p for p in LAYOUTS[layout]
+        )
+        coordinate = tuple(axes.get_coordinate() or ())
+        _, sizes = box_of(shape, placements, (2, 2), coordinate)
+        local, stride = torch.zeros(sizes), torch.empty(shape, device="meta").stride()
+        parameters[name] = DTensor.from_local(
+            local, axes, placements, run_check=False, shape=torch.Size(shape), stride=stride
+        )
+    return Toy(parameters)
+
+
+def read_and_write(layout: str, folder: Path, out: Path) -> tuple[list[str], int]:
+    """Read into a layout and write it again; give the tensors that came wrong, and how many numbers were read."""
+    model, numbers = sharded(layout), 0
+    read = Folder.read
+
+    def counted(self: Folder, *args: object) -> Tensor:
+        nonlocal numbers
+        found = read(self, *args)  # type: ignore[arg-type]
+        numbers += found.numel()
+        return found
+
+    Folder.read = counted  # type: ignore[method-assign, assignment]
+    try:
+        load_weights(model, family(), folder)
+    finally:
+        Folder.read = read  # type: ignore[method-assign]
+    wrong = []
+    for name, whole in in_model().items():
+        tensor = live_tensors(model)[name]
+        if isinstance(tensor, DTensor):
+            coordinate = tuple(tensor.device_mesh.get_coordinate() or ())
+            offsets, sizes = box_of(tuple(tensor.shape), tensor.placements, (2, 2), coordinate)
+            whole = whole[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
+            tensor = cast(DTensor, tensor).to_local()
+        if not torch.equal(tensor, whole):
+            wrong.append(name)
+    save_weights(model, family(), out)
+    return wrong, numbers
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_rank_reads_its_part_and_rank_0_writes_the_whole(layout: str, folder: Path, tmp_path: Path) -> None:
+    results = run_on(4, read_and_write, layout, folder, tmp_path / "again")
+    assert [wrong for wrong, _ in results] == [[]] * 4
+    written = load_file(tmp_path / "again" / "model.safetensors")
+    assert written.keys() == in_files().keys()
+    for name, expected in in_files().items():
+        assert torch.equal(written[name], expected), name
+
+
+def test_ranks_that_share_a_model_read_it_once_together(folder: Path, tmp_path: Path) -> None:
+    results = run_on(4, read_and_write, "rows by both", folder, tmp_path / "again")
+    whole = sum(x.numel() for x in in_files().values())
+    # Interleaved halves are read together, once for each; the buffer is everybody's.
+    twice = sum(in_files()[name].numel() for name in ("model.1.experts.w13", "model.1.experts.b13"))
+    assert sum(numbers for _, numbers in results) == whole + twice + 3 * E
+
+
+# --- files of another model -------------------------------------------------------------------------------------------
+
+
+def rewrite(folder: Path, changes: dict[str, Tensor | None]) -> None:
+    kept = {name: x for name, x in {**in_files(), **changes}.items() if x is not None}
+    save_file(kept, folder / "model.safetensors")
+
+
+def error_of(folder: Path, **attributes: object) -> str:
+    model = plain()
+    with pytest.raises(ValueError) as caught:
+        load_weights(model, family(**attributes), folder)
+    assert not any(x.any() for x in live_tensors(model).values()), "something was loaded"
+    return str(caught.value)
+
+
+def test_everything_that_is_wrong_is_listed_in_one_error(folder: Path) -> None:
+    rewrite(folder, {"model.0.scale": None, "model.1.experts.3.down.weight": torch.zeros(F, D + 1), "z": torch.ones(1)})
+    lines = error_of(folder).splitlines()
+    assert lines[0] == f"{folder} is of another model:"
+    assert [line.strip() for line in lines[1:]] == [
+        "missing: model.0.scale",
+        "unknown: z",
+        f"model.1.experts.3.down.weight: shape [{F}, {D + 1}], but here [{F}, {D}]",
+    ]
+
+
+def test_a_missing_expert_is_named(folder: Path) -> None:
+    rewrite(folder, {"model.1.experts.4.turned.weight": None})
+    assert "missing: model.1.experts.4.turned.weight" in error_of(folder)
+
+
+def test_known_extras_are_skipped_with_one_notice(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rewrite(folder, {"vision.0.w": torch.ones(1), "vision.1.w": torch.ones(1)})
+    with caplog.at_level("INFO"):
+        load_weights(plain(), family(HF_SKIPPED=("vision.*",)), folder)
+    assert [r.getMessage() for r in caplog.records] == [
+        f"{folder}: 2 tensors are no part of this model, such as vision.0.w"
+    ]
+    assert "unknown: vision.0.w" in error_of(folder)
+
+
+def test_a_prefix_of_all_names_is_found(folder: Path) -> None:
+    save_file({f"language_model.{name}": x for name, x in in_files().items()}, folder / "model.safetensors")
+    model = plain()
+    load_weights(model, family(HF_PREFIXES=("", "language_model.")), folder)
+    assert torch.equal(live_tensors(model)["layers.1.w3"], in_model()["layers.1.w3"])
+    assert "missing: model.0.scale" in error_of(folder)
+
+
+def test_a_parameter_that_the_family_forgot_is_named(folder: Path) -> None:
+    keys = {name: entry for name, entry in HF_KEYS.items() if name != "layers.*.scale"}
+    assert "HF_KEYS of toy has no entry for layers.0.scale" in error_of(folder, HF_KEYS=keys)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "holds neither model.safetensors nor model.safetensors.index.json"),
+        ({"pytorch_model.bin": "x"}, "pytorch_model.bin are pickles, which can run code"),
+        ({"model.safetensors": "x"}, "model.safetensors can't be read"),
+        ({"model.safetensors.index.json": "{}"}, "has no weight_map"),
+        ({"model.safetensors.index.json": "{"}, "can't be read"),
+        ({"model.safetensors.index.json": {"a": "b.safetensors"}}, "files that are not there: b.safetensors"),
+        ({"model.safetensors.index.json": {"a": "../b.safetensors"}}, "files outside its folder: ../b.safetensors"),
+    ],
+    ids=lambda value: "",
+)
+def test_a_folder_that_is_none_is_refused(files: dict[str, str | dict], message: str, tmp_path: Path) -> None:
+    for name, content in files.items():
+        text = content if isinstance(content, str) else json.dumps({"weight_map": content})
+        (tmp_path / name).write_text(text)
+    assert message in error_of(tmp_path)
+
+
+def test_a_folder_that_is_there_is_not_written_over(folder: Path) -> None:
+    before = (folder / "model.safetensors").read_bytes()
+    with pytest.raises(ValueError, match="is there already: name a new folder"):
+        save_weights(plain(), family(), folder)
+    assert (folder / "model.safetensors").read_bytes() == before
+
+
+def test_what_is_not_finished_has_another_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchtitan_graph.models.hf.files._sync", lambda path: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        save_weights(plain(), family(), tmp_path / "hf")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf.tmp"]
+    monkeypatch.undo()
+    save_weights(plain(), family(), tmp_path / "hf")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_folder_is_replaced_where_that_was_asked_for(folder: Path, tmp_path: Path) -> None:
+    save_weights(plain(), family(), folder, replace=True)
+    assert not load_file(folder / "model.safetensors")["model.0.scale"].any()
+    assert [path.name for path in tmp_path.iterdir()] == ["files"]

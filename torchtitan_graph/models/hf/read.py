@@ -22,6 +22,8 @@ from torchtitan_graph.models.hf.quantized import DequantizedFolder
 from torchtitan_graph.models.layers.stored import Stored
 from torchtitan_graph.parallel.chunk import chunk_of
 
+NUMBERS = ("F64", "F32", "F16", "BF16")  # dtypes of files that need no scales
+
 
 @torch.no_grad()
 def load_weights(model: nn.Module, family: ModuleType, path: Path, *, quantized: bool = False) -> None:
@@ -71,6 +73,8 @@ def _check(family: ModuleType, prefix: str, wanted: list[Place], folder: Dequant
     for name, shape in expected.items():
         if name in there and folder.shape(name) != shape:
             problems.append(f"{name}: shape {list(folder.shape(name))}, but here {list(shape)}")
+        elif name in there and folder.dtype(name) not in NUMBERS:
+            problems.append(f"{name}: {folder.dtype(name)}, quantized in a way that is unknown here")
     if problems:
         more = f"\n  ... and {len(problems) - 20} more" if len(problems) > 20 else ""
         raise ValueError(f"{folder.path} is of another model:\n  " + "\n  ".join(problems[:20]) + more)

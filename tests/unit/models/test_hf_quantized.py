@@ -1,0 +1,132 @@
+"""Weights as DeepSeek (fp8 blocks) and gpt_oss (MXFP4) publish them, in small files of that layout."""
+
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from torchtitan_graph.models.hf import load_weights
+from torchtitan_graph.models.hf.files import Folder
+from torchtitan_graph.models.hf.quantized import DequantizedFolder, dequantize_mxfp4
+from torchtitan_graph.models.layers.stored import Stored
+
+ROWS, COLUMNS = 200, 300  # neither is a multiple of 128
+E, GROUPS, FFN = 3, 2, 5  # MXFP4: (E, 2 * FFN, GROUPS * 32)
+
+
+def fp8_file() -> tuple[dict[str, Tensor], Tensor]:
+    """Make a matrix in fp8 and its scales, and say by hand, block by block, what they stand for."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(ROWS, COLUMNS, generator=generator).to(torch.float8_e4m3fn)
+    scales = torch.rand(2, 3, generator=generator) + 0.5
+    whole = weight.float()
+    for i in range(2):
+        for j in range(3):
+            whole[i * 128 : (i + 1) * 128, j * 128 : (j + 1) * 128] *= scales[i, j]
+    return {"proj.weight": weight, "proj.weight_scale_inv": scales}, whole
+
+
+def mxfp4_file() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.randint(256, (E, 2 * FFN, GROUPS, 16), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(118, 136, (E, 2 * FFN, GROUPS), generator=generator, dtype=torch.uint8)
+    return {"gate_up_blocks": blocks, "gate_up_scales": scales}
+
+
+class Matrix(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Parameter(torch.zeros(ROWS, COLUMNS))
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1 = nn.Parameter(torch.zeros(E, GROUPS * 32, FFN))
+        self.w3 = nn.Parameter(torch.zeros(E, FFN, GROUPS * 32))
+
+
+def family() -> ModuleType:
+    module = ModuleType("toy")
+    w1 = Stored("gate_up", part=(0, 2), interleaved=True)
+    w3 = Stored("gate_up", part=(1, 2), interleaved=True, transpose=True)
+    module.__dict__["HF_KEYS"] = {"proj": "proj.weight", "w1": w1, "w3": w3}
+    return module
+
+
+def test_fp8_blocks_are_numbers_again(tmp_path: Path) -> None:
+    content, expected = fp8_file()
+    save_file(content, tmp_path / "model.safetensors")
+    model = Matrix()
+    load_weights(model, family(), tmp_path, quantized=True)
+    assert torch.equal(model.proj, expected)
+
+
+@pytest.mark.parametrize("ranges", [((0, 200), (0, 300)), ((100, 150), (120, 260)), ((129, 129), (0, 300))])
+def test_a_part_of_an_fp8_matrix_is_that_part_of_the_whole(ranges: tuple, tmp_path: Path) -> None:
+    content, expected = fp8_file()
+    save_file(content, tmp_path / "model.safetensors")
+    found = DequantizedFolder(Folder(tmp_path)).read("proj.weight", ranges)
+    assert torch.equal(found, expected[slice(*ranges[0]), slice(*ranges[1])])
+
+
+def test_mxfp4_is_what_transformers_makes_of_it() -> None:
+    pytest.importorskip("transformers")
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    content = mxfp4_file()
+    blocks, scales = content["gate_up_blocks"], content["gate_up_scales"]
+    theirs = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    assert torch.equal(dequantize_mxfp4(blocks, scales), theirs)
+
+
+def test_mxfp4_experts_are_numbers_again(tmp_path: Path) -> None:
+    content = mxfp4_file()
+    save_file(content, tmp_path / "model.safetensors")
+    model = Experts()
+    load_weights(model, family(), tmp_path, quantized=True)
+    whole = dequantize_mxfp4(content["gate_up_blocks"], content["gate_up_scales"])
+    assert torch.equal(model.w1, whole[..., ::2]) and torch.equal(model.w3, whole[..., 1::2].mT)
+
+
+@pytest.mark.parametrize("ranges", [((0, 3), (0, 64), (0, 10)), ((1, 2), (20, 40), (3, 7)), ((0, 3), (32, 64), (0, 1))])
+def test_a_part_of_mxfp4_experts_is_that_part_of_the_whole(ranges: tuple, tmp_path: Path) -> None:
+    content = mxfp4_file()
+    save_file(content, tmp_path / "model.safetensors")
+    found = DequantizedFolder(Folder(tmp_path)).read("gate_up", ranges)
+    whole = dequantize_mxfp4(content["gate_up_blocks"], content["gate_up_scales"])
+    assert torch.equal(found, whole[tuple(slice(*r) for r in ranges)])
+
+
+@pytest.mark.parametrize(("model", "content"), [(Matrix, fp8_file()[0]), (Experts, mxfp4_file())])
+def test_quantized_files_are_refused_unless_that_was_asked_for(model: type, content: dict, tmp_path: Path) -> None:
+    save_file(content, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"is quantized \(1 tensors.*initial_load_in_hf_quantized = true"):
+        load_weights(model(), family(), tmp_path)
+
+
+def test_plain_files_are_read_also_where_quantized_ones_are_allowed(tmp_path: Path) -> None:
+    save_file({"proj.weight": torch.ones(ROWS, COLUMNS)}, tmp_path / "model.safetensors")
+    model = Matrix()
+    load_weights(model, family(), tmp_path, quantized=True)
+    assert model.proj.min() == 1.0
+
+
+def test_blocks_of_another_size_are_refused(tmp_path: Path) -> None:
+    content, _ = fp8_file()
+    content["proj.weight_scale_inv"] = torch.ones(4, 5)
+    save_file(content, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"proj.weight of shape \[200, 300\] has scales of shape \[4, 5\]"):
+        load_weights(Matrix(), family(), tmp_path, quantized=True)
+
+
+@pytest.mark.parametrize("name", ["proj.weight_scale_inv", "gate_up_scales"])
+def test_a_lost_scale_is_not_overlooked(name: str, tmp_path: Path) -> None:
+    content = fp8_file()[0] if name.startswith("proj") else mxfp4_file()
+    del content[name]
+    save_file(content, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="proj.weight: F8_E4M3, quantized in a way|missing: gate_up"):
+        load_weights(Matrix() if name.startswith("proj") else Experts(), family(), tmp_path, quantized=True)

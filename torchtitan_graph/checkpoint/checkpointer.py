@@ -116,9 +116,7 @@ class Checkpointer:
 
     def _tensors(self, model_only: bool) -> dict[str, torch.Tensor]:
         """Return the live tensors by the names that a checkpoint has for them."""
-        kept = self.model.state_dict().keys()  # lacks buffers that are worked out anew, such as rotary tables
-        tensors: dict[str, torch.Tensor] = {f"model.{name}": param for name, param in self.model.named_parameters()}
-        tensors |= {f"model.{name}": buffer for name, buffer in self.model.named_buffers() if name in kept}
+        tensors = _model_tensors(self.model)
         if model_only:
             return tensors
         for name, param in self.model.named_parameters():
@@ -191,6 +189,40 @@ class Checkpointer:
         if not self.config.initial_load_model_only and _read_train_state(path)["model_only"]:
             raise ValueError(f"{option} holds only the model: set checkpoint.initial_load_model_only = true")
         return path
+
+
+def save_model(folder: Path, model: nn.Module) -> Path:
+    """Save a model as the checkpoint `folder/step-0`, for `checkpoint.initial_load_path`; return that path."""
+    final = step_folder(folder, 0)
+    if final.exists():
+        raise ValueError(f"{final} is there already: name a new folder")
+    tmp = final.with_suffix(".tmp")
+    prepare(tmp)
+    save_tensors(tmp, _model_tensors(model))
+    state = {"step": 0, "model_only": True, "train_state": {}, "lr_scheduler": {}, "torch": torch.__version__}
+    write_train_state(tmp, state)
+    write_manifest(tmp)
+    commit(tmp)
+    return final
+
+
+def load_model(path: Path, model: nn.Module) -> None:
+    """Fill a model from a checkpoint, complete or of the model only, converting it to the model's dtypes.
+
+    Raises:
+        ValueError: `path` is no complete checkpoint, or one of another model.
+    """
+    if problem := "there is no such folder" if not path.is_dir() else find_problem(path):
+        raise ValueError(f"{path} is no checkpoint: {problem}")
+    metadata, tensors = read_metadata(path), _model_tensors(model)
+    _check_same_model(path, metadata, tensors, model_only=True)
+    load_tensors(path, metadata, tensors)
+
+
+def _model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    kept = model.state_dict().keys()  # lacks buffers that are worked out anew, such as rotary tables
+    tensors: dict[str, torch.Tensor] = {f"model.{name}": param for name, param in model.named_parameters()}
+    return tensors | {f"model.{name}": buffer for name, buffer in model.named_buffers() if name in kept}
 
 
 def _read_train_state(path: Path) -> dict[str, Any]:

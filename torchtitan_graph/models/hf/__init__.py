@@ -9,13 +9,12 @@ from types import ModuleType
 import torch
 from torch import nn
 
-from torchtitan_graph.models.hf.architecture import choose_model, config_of, family_of
-from torchtitan_graph.models.hf.files import read_json
+from torchtitan_graph.models.hf.architecture import choose_model, new_model
 from torchtitan_graph.models.hf.read import load_weights
 from torchtitan_graph.models.hf.write import save_weights
 from torchtitan_graph.models.layers.decoder import Decoder
 
-__all__ = ["choose_model", "from_hf", "load_weights", "save_weights", "to_hf"]
+__all__ = ["allocate", "choose_model", "from_hf", "load_weights", "new_model", "save_weights", "to_hf"]
 
 
 def from_hf(
@@ -31,14 +30,9 @@ def from_hf(
         ValueError: an unknown architecture, something in config.json that the family can't express, no safetensors
             files, missing, unknown or differently shaped tensors, or quantized ones although `quantized` is false.
     """
-    path = Path(path)
-    file = path / "config.json"
-    raw = read_json(file)
-    _, family = family_of(raw, file)
-    with torch.device("meta"):
-        model: Decoder = family.Model(config_of(family, raw, file), attn)
-    _allocate(model, dtype)
-    load_weights(model, family, path, quantized=quantized)
+    family, model = new_model(Path(path), attn)
+    allocate(model, dtype)
+    load_weights(model, family, Path(path), quantized=quantized)
     return model
 
 
@@ -62,7 +56,7 @@ def _module_of(model: nn.Module) -> ModuleType:
     return found
 
 
-def _allocate(model: nn.Module, dtype: torch.dtype) -> None:
+def allocate(model: nn.Module, dtype: torch.dtype) -> None:
     """Put memory under a model on meta: what is tied stays so, unlike with `to_empty`, and nothing is initialized."""
     new = {p: nn.Parameter(torch.empty(p.shape, dtype=dtype)) for p in model.parameters()}
     for module in model.modules():

@@ -47,6 +47,19 @@ def choose_model(job: JobConfig, assets: Path | None, tokenizer_vocab_size: int)
         return family, family.Model(config, options.attn)
 
 
+def new_model(path: Path, attn: str = "sdpa") -> tuple[ModuleType, Decoder]:
+    """Build the model that the config.json in `path` describes, on meta; return its family, too.
+
+    Raises:
+        ValueError: as `family_of` and `config_of`, or there is no config.json.
+    """
+    file = path / "config.json"
+    raw = read_json(file)
+    _, family = family_of(raw, file)
+    with torch.device("meta"):
+        return family, family.Model(config_of(family, raw, file), attn)
+
+
 def family_of(raw: dict[str, Any], file: Path | None) -> tuple[str, ModuleType]:
     """Find the family of this package that a config.json is of, by its `architectures`.
 

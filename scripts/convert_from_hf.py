@@ -1,0 +1,30 @@
+"""Turn a Hugging Face folder into a checkpoint to start from: python scripts/convert_from_hf.py HF_FOLDER OUT"""
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from torchtitan_graph.checkpoint import save_model
+from torchtitan_graph.log import init_logging, logger
+from torchtitan_graph.models.hf import from_hf
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("hf_folder", type=Path, help="folder with config.json and safetensors files")
+    parser.add_argument("out", type=Path, help="folder to write the checkpoint `step-0` into")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the checkpoint")
+    parser.add_argument("--quantized", action="store_true", help="turn fp8 or MXFP4 weights back into numbers")
+    options = parser.parse_args()
+    init_logging()
+    try:
+        model = from_hf(options.hf_folder, getattr(torch, options.dtype), quantized=options.quantized)
+        path = save_model(options.out, model)
+    except ValueError as error:
+        parser.error(str(error))
+    logger.info(f"train from it with --checkpoint.enable --checkpoint.initial_load_path {path}")
+
+
+if __name__ == "__main__":
+    main()

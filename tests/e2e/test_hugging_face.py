@@ -1,0 +1,151 @@
+"""Weights in Hugging Face's format start a run and end one, in any layout; the scripts convert checkpoints."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from runs import REPOSITORY, Command, saved, torchrun, train
+from safetensors.torch import load_file
+
+from torchtitan_graph.models import llama3
+from torchtitan_graph.models.hf import from_hf, to_hf
+from torchtitan_graph.models.hf.places import stored_as
+
+TOKENIZER = REPOSITORY / "tests" / "assets" / "tokenizer"
+STEPS = 2
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two steps at FSDP 2 x TP 2 with everything saved."""
+    folder = tmp_path_factory.mktemp("fsdp_tp") / "run"
+    options = ["--parallelism.tensor_parallel_degree", "2", "--checkpoint.last_save_in_hf"]
+    command = torchrun(4, "--job.dump_folder", str(folder), "--training.steps", str(STEPS), *options)
+    code, output = command.finish()
+    assert code == 0, output
+    return folder
+
+
+def assert_hf_is_checkpoint(hf: Path, run: Path, step: int) -> None:
+    checkpoint = saved(run, step)
+    ours = {name.removeprefix("model."): value for name, value in checkpoint.items() if name.startswith("model.")}
+    theirs = load_file(hf / "model.safetensors")
+    assert len(theirs) == len(ours) > 0
+    for name, (dtype, shape, data) in ours.items():
+        tensor = theirs[stored_as(llama3.HF_KEYS, name).name]  # type: ignore[union-attr]
+        assert (tensor.dtype, tensor.shape, tensor.numpy().tobytes()) == (dtype, shape, data), name
+
+
+def test_what_was_trained_in_a_layout_is_the_checkpoint_and_loads_in_transformers(run: Path) -> None:
+    hf = run / "checkpoint" / f"step-{STEPS}-hf"
+    assert_hf_is_checkpoint(hf, run, STEPS)
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(hf, attn_implementation="eager")
+    tokens = torch.randint(258, (2, 24), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        found, expected = from_hf(hf)(tokens), theirs(input_ids=tokens).logits
+    assert ((found - expected).abs().max() / expected.abs().max()).item() < 1e-5
+
+
+def test_the_script_converts_a_checkpoint(run: Path, tmp_path: Path) -> None:
+    checkpoint = run / "checkpoint" / f"step-{STEPS}"
+    script = str(REPOSITORY / "scripts" / "convert_to_hf.py")
+    code, output = Command(sys.executable, script, str(checkpoint), str(tmp_path / "hf")).finish()
+    assert code == 0, output
+    assert_hf_is_checkpoint(tmp_path / "hf", run, STEPS)
+    config = (tmp_path / "hf" / "config.json").read_text()
+    assert config == (run / "checkpoint" / f"step-{STEPS}-hf" / "config.json").read_text()
+
+
+def test_the_scripts_undo_each_other(run: Path, tmp_path: Path) -> None:
+    hf = run / "checkpoint" / f"step-{STEPS}-hf"
+    scripts = REPOSITORY / "scripts"
+    words = [str(scripts / "convert_from_hf.py"), str(hf), str(tmp_path / "ours")]
+    code, output = Command(sys.executable, *words).finish()
+    assert code == 0, output
+    words = [str(scripts / "convert_to_hf.py"), str(tmp_path / "ours" / "step-0"), str(tmp_path / "hf")]
+    code, output = Command(sys.executable, *words, "--like", str(hf)).finish()
+    assert code == 0, output
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "hf" / name).read_bytes() == (hf / name).read_bytes()
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as it is published: config.json, weights, tokenizer."""
+    folder = tmp_path_factory.mktemp("published") / "hf"
+    torch.manual_seed(0)
+    config = llama3.Config(32, 2, 4, 2, 64, vocab_size=2048, rope_scaling=None, rope_theta=1234.0)
+    to_hf(llama3.Model(config), folder, assets=TOKENIZER)
+    return folder
+
+
+# Nothing moves at a learning rate of 0: what is saved is what was loaded.
+STILL = ["--model.name=llama3", "--training.steps", "1", "--optimizer.lr", "0"]
+
+
+@pytest.mark.parametrize("mode", ["graph", "eager"])
+def test_a_run_starts_from_the_weights_of_its_assets(mode: str, small: Path, tmp_path: Path) -> None:
+    options = [*STILL, "--model.hf_assets_path", str(small), "--checkpoint.initial_load_in_hf"]
+    code, output = train("--job.dump_folder", str(tmp_path), "--compile.mode", mode, *options)
+    assert code == 0, output
+    assert f"loaded the weights of {small}" in output and "llama3 as in config.json" in output
+    assert_hf_is_checkpoint(small, tmp_path, 1)
+
+
+def test_assets_alone_load_no_weights(small: Path, tmp_path: Path) -> None:
+    code, output = train("--job.dump_folder", str(tmp_path), *STILL, "--model.hf_assets_path", str(small))
+    assert code == 0, output
+    assert "loaded the weights" not in output
+    with pytest.raises(AssertionError):
+        assert_hf_is_checkpoint(small, tmp_path, 1)
+
+
+def test_a_run_that_goes_on_takes_its_own_checkpoint(small: Path, tmp_path: Path) -> None:
+    options = ["--model.hf_assets_path", str(small), "--model.name=llama3", "--checkpoint.initial_load_in_hf"]
+    for steps in ("2", "3"):
+        code, output = train("--job.dump_folder", str(tmp_path), *options, "--training.steps", steps)
+        assert code == 0, output
+    assert "resuming after step 2" in output and "loaded the weights" not in output
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        (["--checkpoint.initial_load_in_hf"], ["checkpoint.initial_load_in_hf = True", "no folder to load"]),
+        (
+            ["--checkpoint.initial_load_in_hf", "--checkpoint.initial_load_path", "./nowhere"],
+            ["checkpoint.initial_load_in_hf = true", "nowhere holds neither model.safetensors"],
+        ),
+        (["--checkpoint.initial_load_in_hf_quantized"], ["needs initial_load_in_hf = true"]),
+        (["--checkpoint.export_dtype", "bfloat16"], ["checkpoint.export_dtype = 'bfloat16'", "last_save_in_hf"]),
+        (
+            ["--model.name=llama3", "--model.flavor", "1B", "--model.hf_assets_path", "HF"],
+            ["'1B' of llama3 contradicts"],
+        ),
+        (
+            ["--checkpoint.initial_load_in_hf", "--checkpoint.initial_load_path", "HF"],
+            ["is of another model", "[2048, 32]"],
+        ),
+    ],
+    ids=["no folder", "nowhere", "quantized alone", "dtype alone", "flavour", "another model"],
+)
+def test_a_mistake_is_refused(options: list[str], parts: list[str], small: Path, tmp_path: Path) -> None:
+    words = [str(small) if word == "HF" else word for word in options]
+    code, output = train("--job.dump_folder", str(tmp_path), *words)
+    assert code == 2, output
+    assert output.count("ERROR") == 1 and "Traceback" not in output, output
+    for part in parts:
+        assert part in output, output
+
+
+def test_the_exported_dtype_and_tokenizer_are_as_asked(small: Path, tmp_path: Path) -> None:
+    options = ["--checkpoint.last_save_in_hf", "--checkpoint.export_dtype", "bfloat16"]
+    code, output = train("--job.dump_folder", str(tmp_path), *STILL, "--model.hf_assets_path", str(small), *options)
+    assert code == 0, output
+    hf = tmp_path / "checkpoint" / "step-1-hf"
+    assert {x.dtype for x in load_file(hf / "model.safetensors").values()} == {torch.bfloat16}
+    assert (hf / "tokenizer.json").read_bytes() == (TOKENIZER / "tokenizer.json").read_bytes()
+    assert json.loads((hf / "config.json").read_text())["rope_theta"] == 1234.0

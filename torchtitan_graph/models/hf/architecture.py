@@ -28,8 +28,8 @@ def choose_model(job: JobConfig, assets: Path | None, tokenizer_vocab_size: int)
             is not of a family or a form that is known.
     """
     options, flavor = job.model, job.model.flavor
-    file = assets / "config.json" if assets is not None else None
-    raw = read_json(file) if file is not None and file.is_file() else None
+    file = (assets or Path()) / "config.json"
+    raw = read_json(file) if assets is not None and file.is_file() else None
     if raw is not None and flavor is None and "model.name" not in job.sources:
         options.name = family_of(raw, file)[0]
     family = load_family(options.name)
@@ -60,7 +60,7 @@ def new_model(path: Path, attn: str = "sdpa") -> tuple[ModuleType, Decoder]:
         return family, family.Model(config_of(family, raw, file), attn)
 
 
-def family_of(raw: dict[str, Any], file: Path | None) -> tuple[str, ModuleType]:
+def family_of(raw: dict[str, Any], file: Path) -> tuple[str, ModuleType]:
     """Find the family of this package that a config.json is of, by its `architectures`.
 
     Raises:
@@ -76,7 +76,7 @@ def family_of(raw: dict[str, Any], file: Path | None) -> tuple[str, ModuleType]:
     )
 
 
-def config_of(family: ModuleType, raw: dict[str, Any], file: Path | None) -> Any:
+def config_of(family: ModuleType, raw: dict[str, Any], file: Path) -> Any:
     """Read a config.json as the family's configuration.
 
     Raises:
@@ -93,7 +93,7 @@ def _is_of(family: ModuleType, raw: dict[str, Any]) -> bool:
     return isinstance(architectures, list) and any(name in family.HF_ARCHITECTURES for name in architectures)
 
 
-def _check_family(family: ModuleType, name: str, raw: dict[str, Any], file: Path | None) -> None:
+def _check_family(family: ModuleType, name: str, raw: dict[str, Any], file: Path) -> None:
     if not _is_of(family, raw):
         raise ValueError(
             f"model.name = {name!r}: {file} in model.hf_assets_path is of "
@@ -102,7 +102,7 @@ def _check_family(family: ModuleType, name: str, raw: dict[str, Any], file: Path
         )
 
 
-def _check_flavor(name: str, flavor: str, wanted: Any, config: Any, file: Path | None) -> None:
+def _check_flavor(name: str, flavor: str, wanted: Any, config: Any, file: Path) -> None:
     if found := differences(wanted, config):
         raise ValueError(
             f"model.flavor = {flavor!r} of {name} contradicts {file} in model.hf_assets_path: {'; '.join(found)}. "

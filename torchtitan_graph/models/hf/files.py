@@ -97,7 +97,7 @@ class NewFolder:
     """A folder that is written beside its place as `NAME.tmp`, and put there once it is whole and on disk."""
 
     def __init__(self, path: Path, replace: bool = False):
-        """Make the empty `NAME.tmp`; what a killed save left there is deleted.
+        """Make the empty `NAME.tmp`; what killed saves left beside it is deleted.
 
         Raises:
             ValueError: `path` is a file, or holds something and `replace` is false.
@@ -105,9 +105,10 @@ class NewFolder:
         if path.is_file() or (path.is_dir() and any(path.iterdir()) and not replace):
             raise ValueError(f"{path} is there already: name a new folder")
         self.path = path
-        self.tmp = path.with_name(path.name + ".tmp")
-        if self.tmp.exists():
-            shutil.rmtree(self.tmp)
+        self.tmp, self.old = (path.with_name(path.name + suffix) for suffix in (".tmp", ".deleting"))
+        for leftover in (self.tmp, self.old):
+            if leftover.exists():
+                shutil.rmtree(leftover)
         self.tmp.mkdir(parents=True)
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
@@ -124,13 +125,12 @@ class NewFolder:
         """Flush everything to disk, and give the folder its name."""
         for file in (*self.tmp.iterdir(), self.tmp):
             _sync(file)
-        old = self.path.with_name(self.path.name + ".deleting")
         if self.path.exists():
-            os.rename(self.path, old)
+            os.rename(self.path, self.old)
         os.rename(self.tmp, self.path)
         _sync(self.path.parent)
-        if old.exists():
-            shutil.rmtree(old)
+        if self.old.exists():
+            shutil.rmtree(self.old)
 
 
 def _sync(path: Path) -> None:

@@ -51,9 +51,7 @@ def save_weights(
     """
     units = _units(places(family, model), dtype)
     files = _pack(units, file_bytes)
-    names = (
-        [SINGLE] if len(files) == 1 else [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
-    )
+    names = [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))] if files[1:] else [SINGLE]
     is_writer = not dist.is_initialized() or dist.get_rank() == 0
     folder = NewFolder(path, replace) if is_writer else None
     index: dict[str, str] = {}

@@ -4,11 +4,13 @@ Hugging Face's `DeepseekV2ForCausalLM` and `DeepseekV3ForCausalLM`. Multi-token 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from torch import Tensor
 
 from torchtitan_graph.models.layers.decoder import Block, Decoder, decoder_plan
 from torchtitan_graph.models.layers.feed_forward import FeedForward
+from torchtitan_graph.models.layers.hf_config import ConfigReader, rope_parameters, yarn_scaling, yarn_scaling_to_hf
 from torchtitan_graph.models.layers.latent_attention import LatentAttention
 from torchtitan_graph.models.layers.moe import MoE, MoEConfig
 from torchtitan_graph.models.layers.rope import YarnScaling, rope_cos_sin, yarn_magnitude
@@ -97,6 +99,92 @@ HF_KEYS: dict[str, str | Stored] = {
     "norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
+
+
+HF_SKIPPED = ("model.layers.61.*",)  # the layer of V3 that predicts one more token
+
+
+def from_hf_config(raw: dict[str, Any]) -> Config:
+    """Read a config.json; raise a ValueError if it says what DeepSeek-V2 and V3 can't express."""
+    reader, rope = ConfigReader(raw), rope_parameters(raw)
+    is_v3 = "DeepseekV3ForCausalLM" in raw["architectures"]
+    num_groups = reader.get("n_group", 1)
+    reader.expect("hidden_act", ["silu"])
+    reader.expect("attention_bias", [False])
+    reader.expect("moe_layer_freq", [1])
+    reader.expect("scoring_func", ["sigmoid" if is_v3 else "softmax"])
+    reader.expect("norm_topk_prob", [is_v3])
+    reader.expect("topk_method", ["noaux_tc"] if is_v3 else ["group_limited_greedy" if num_groups > 1 else "greedy"])
+    reader.expect("rope_interleave", [True])
+    reader.expect("rope_type", ["default", "yarn"], rope["rope_type"])
+    mscale = rope.get("mscale_all_dim", Config.mscale)
+    reader.expect("mscale", [mscale], rope.get("mscale"))
+    return reader.build(
+        Config,
+        dim=reader.get("hidden_size"),
+        num_layers=reader.get("num_hidden_layers"),
+        num_heads=reader.get("num_attention_heads"),
+        ffn_dim=reader.get("intermediate_size"),
+        moe_ffn_dim=reader.get("moe_intermediate_size"),
+        num_experts=reader.get("n_routed_experts"),
+        top_k=reader.get("num_experts_per_tok"),
+        num_shared_experts=reader.get("n_shared_experts"),
+        num_dense_layers=reader.get("first_k_dense_replace"),
+        q_lora_rank=reader.get("q_lora_rank", 0),
+        kv_lora_rank=reader.get("kv_lora_rank"),
+        nope_dim=reader.get("qk_nope_head_dim"),
+        rope_dim=reader.get("qk_rope_head_dim"),
+        v_dim=reader.get("v_head_dim"),
+        version=3 if is_v3 else 2,
+        num_groups=num_groups,
+        num_chosen_groups=reader.get("topk_group", 1),
+        route_scale=reader.get("routed_scaling_factor", 1.0),
+        vocab_size=reader.get("vocab_size"),
+        tied=reader.get("tie_word_embeddings", False),
+        rope_theta=float(rope["rope_theta"]),
+        rope_scaling=yarn_scaling(rope),
+        mscale=mscale,
+        norm_eps=reader.get("rms_norm_eps", 1e-6),
+    )
+
+
+def to_hf_config(config: Config) -> dict[str, Any]:
+    """Write a config.json, in the form of the releases."""
+    is_v3 = config.version == 3
+    return {
+        "architectures": [f"DeepseekV{config.version}ForCausalLM"],
+        "model_type": f"deepseek_v{config.version}",
+        "hidden_size": config.dim,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_heads,
+        "intermediate_size": config.ffn_dim,
+        "moe_intermediate_size": config.moe_ffn_dim,
+        "n_routed_experts": config.num_experts,
+        "num_experts_per_tok": config.top_k,
+        "n_shared_experts": config.num_shared_experts,
+        "first_k_dense_replace": config.num_dense_layers,
+        "moe_layer_freq": 1,
+        "q_lora_rank": config.q_lora_rank or None,
+        "kv_lora_rank": config.kv_lora_rank,
+        "qk_nope_head_dim": config.nope_dim,
+        "qk_rope_head_dim": config.rope_dim,
+        "v_head_dim": config.v_dim,
+        "n_group": config.num_groups,
+        "topk_group": config.num_chosen_groups,
+        "topk_method": "noaux_tc" if is_v3 else "group_limited_greedy" if config.num_groups > 1 else "greedy",
+        "scoring_func": "sigmoid" if is_v3 else "softmax",
+        "norm_topk_prob": is_v3,
+        "routed_scaling_factor": config.route_scale,
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": config.tied,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": yarn_scaling_to_hf(config.rope_scaling, mscale=config.mscale, mscale_all_dim=config.mscale),
+        "rms_norm_eps": config.norm_eps,
+        "max_position_embeddings": 163840,  # ours have no limit
+        "hidden_act": "silu",
+        "attention_bias": False,
+    }
 
 
 class Model(Decoder):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from torch import Tensor
 
 from torchtitan_graph.models.layers.attention import Attention
 from torchtitan_graph.models.layers.decoder import Block, Decoder, decoder_plan
+from torchtitan_graph.models.layers.hf_config import ConfigReader, rope_parameters, yarn_scaling, yarn_scaling_to_hf
 from torchtitan_graph.models.layers.masks import Rule, all_of, sliding
 from torchtitan_graph.models.layers.moe import MoE, MoEConfig
 from torchtitan_graph.models.layers.rope import YarnScaling, rope_cos_sin, yarn_magnitude
@@ -72,6 +74,66 @@ HF_KEYS: dict[str, str | Stored] = {
     "norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
+
+
+def from_hf_config(raw: dict[str, Any]) -> Config:
+    """Read a config.json; raise a ValueError if it says what gpt-oss can't express."""
+    reader, rope = ConfigReader(raw), rope_parameters(raw, 150000.0)
+    num_layers = reader.get("num_hidden_layers")
+    reader.expect("attention_bias", [True])
+    reader.expect("swiglu_limit", [7.0])
+    reader.expect("swiglu_alpha", [1.702])
+    reader.expect("layer_types", [_layer_types(num_layers)])
+    reader.expect("rope_type", ["default", "yarn"], rope["rope_type"])
+    reader.expect("attention_factor", [], rope.get("attention_factor"))
+    return reader.build(
+        Config,
+        dim=reader.get("hidden_size"),
+        num_layers=num_layers,
+        num_experts=reader.get("num_local_experts"),
+        num_heads=reader.get("num_attention_heads"),
+        num_kv_heads=reader.get("num_key_value_heads"),
+        head_dim=reader.get("head_dim"),
+        ffn_dim=reader.get("intermediate_size"),
+        top_k=reader.get("num_experts_per_tok"),
+        window=reader.get("sliding_window"),
+        vocab_size=reader.get("vocab_size"),
+        tied=reader.get("tie_word_embeddings", False),
+        rope_theta=float(rope["rope_theta"]),
+        rope_scaling=yarn_scaling(rope, magnitude=yarn_magnitude(rope.get("factor", 1.0))),
+        norm_eps=reader.get("rms_norm_eps", 1e-5),
+    )
+
+
+def to_hf_config(config: Config) -> dict[str, Any]:
+    """Write a config.json, in the form of the releases."""
+    return {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "hidden_size": config.dim,
+        "num_hidden_layers": config.num_layers,
+        "num_local_experts": config.num_experts,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.ffn_dim,
+        "num_experts_per_tok": config.top_k,
+        "sliding_window": config.window,
+        "layer_types": _layer_types(config.num_layers),
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": config.tied,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": yarn_scaling_to_hf(config.rope_scaling),
+        "rms_norm_eps": config.norm_eps,
+        "max_position_embeddings": 131072,  # ours have no limit
+        "hidden_act": "silu",
+        "attention_bias": True,
+        "swiglu_limit": 7.0,
+    }
+
+
+def _layer_types(num_layers: int) -> list[str]:
+    return ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers)]
 
 
 class Model(Decoder):

@@ -7,7 +7,7 @@ document and knows no positions.
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from torch import Tensor
 from torchtitan_graph.models.layers.attention import Attention
 from torchtitan_graph.models.layers.decoder import Block, Decoder, decoder_plan
 from torchtitan_graph.models.layers.feed_forward import FeedForward
+from torchtitan_graph.models.layers.hf_config import ConfigReader, llama3_scaling, llama3_scaling_to_hf, rope_parameters
 from torchtitan_graph.models.layers.masks import Rule, all_of, chunked
 from torchtitan_graph.models.layers.moe import MoE, MoEConfig
 from torchtitan_graph.models.layers.rope import Llama3Scaling, apply_rope, rope_cos_sin
@@ -90,6 +91,82 @@ HF_KEYS: dict[str, str | Stored] = {
     "norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
+
+
+def from_hf_config(raw: dict[str, Any]) -> Config:
+    """Read a config.json, of the language model or of all; raise a ValueError if it says what Llama 4 can't express."""
+    text = raw.get("text_config", raw)
+    reader, rope = ConfigReader(text), rope_parameters(text, 500000.0)
+    num_layers, full_every = reader.get("num_hidden_layers"), reader.get("no_rope_layer_interval", 4)
+    moe_every = reader.get("interleave_moe_layer_step", 1)
+    reader.expect("hidden_act", ["silu"])
+    reader.expect("attention_bias", [False])
+    reader.expect("attn_scale", [0.1])
+    reader.expect("attn_temperature_tuning", [True], bool(text.get("attn_temperature_tuning", True)))
+    reader.expect("no_rope_layers", [[], _rotated_layers(num_layers, full_every)])
+    reader.expect("moe_layers", [list(range(moe_every - 1, num_layers, moe_every))])
+    reader.expect("rope_type", ["default", "llama3"], rope["rope_type"])
+    return reader.build(
+        Config,
+        dim=reader.get("hidden_size"),
+        num_layers=num_layers,
+        num_heads=reader.get("num_attention_heads"),
+        num_kv_heads=reader.get("num_key_value_heads"),
+        num_experts=reader.get("num_local_experts"),
+        moe_every=moe_every,
+        ffn_dim=reader.get("intermediate_size"),
+        dense_ffn_dim=reader.get("intermediate_size_mlp"),
+        head_dim=reader.get("head_dim"),
+        top_k=reader.get("num_experts_per_tok"),
+        chunk=reader.get("attention_chunk_size", 8192),
+        full_every=full_every,
+        qk_norm=reader.get("use_qk_norm", True),
+        temperature_span=reader.get("floor_scale", 8192),
+        vocab_size=reader.get("vocab_size"),
+        tied=reader.get("tie_word_embeddings", False),
+        rope_theta=float(rope["rope_theta"]),
+        rope_scaling=llama3_scaling(rope),
+        norm_eps=reader.get("rms_norm_eps", 1e-5),
+    )
+
+
+def to_hf_config(config: Config) -> dict[str, Any]:
+    """Write a config.json of the language model."""
+    return {
+        "architectures": ["Llama4ForCausalLM"],
+        "model_type": "llama4_text",
+        "hidden_size": config.dim,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "num_local_experts": config.num_experts,
+        "interleave_moe_layer_step": config.moe_every,
+        "intermediate_size": config.ffn_dim,
+        "intermediate_size_mlp": config.dense_ffn_dim,
+        "head_dim": config.head_dim,
+        "num_experts_per_tok": config.top_k,
+        "attention_chunk_size": config.chunk,
+        "no_rope_layer_interval": config.full_every,
+        "no_rope_layers": _rotated_layers(config.num_layers, config.full_every),
+        "use_qk_norm": config.qk_norm,
+        "floor_scale": config.temperature_span,
+        "attn_scale": 0.1,
+        "attn_temperature_tuning": True,
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": config.tied,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": llama3_scaling_to_hf(config.rope_scaling),
+        "rms_norm_eps": config.norm_eps,
+        # Ours have no limit; these are what the releases say: Maverick, and Scout.
+        "max_position_embeddings": 1048576 if config.rope_scaling is None else 10485760,
+        "hidden_act": "silu",
+        "attention_bias": False,
+    }
+
+
+def _rotated_layers(num_layers: int, full_every: int) -> list[int]:
+    """Write 1 for each layer that rotates, as `no_rope_layers` has it."""
+    return [int((i + 1) % full_every != 0) for i in range(num_layers)]
 
 
 class Positions(NamedTuple):

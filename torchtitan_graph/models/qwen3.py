@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from torch import Tensor
 
 from torchtitan_graph.models.layers.attention import Attention
 from torchtitan_graph.models.layers.decoder import Block, Decoder, decoder_plan
 from torchtitan_graph.models.layers.feed_forward import FeedForward
+from torchtitan_graph.models.layers.hf_config import ConfigReader, rope_parameters
 from torchtitan_graph.models.layers.moe import MoE, MoEConfig
 from torchtitan_graph.models.layers.rope import rope_cos_sin
 from torchtitan_graph.models.layers.stored import Stored
@@ -73,6 +75,69 @@ HF_KEYS: dict[str, str | Stored] = {
     "norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
+
+
+def from_hf_config(raw: dict[str, Any]) -> Config:
+    """Read a config.json; raise a ValueError if it says what Qwen3 can't express."""
+    reader, rope, defaults = ConfigReader(raw), rope_parameters(raw), Config(0, 0, 0, 0, 0)
+    has_experts = "Qwen3MoeForCausalLM" in raw["architectures"]
+    reader.expect("hidden_act", ["silu"])
+    reader.expect("attention_bias", [False])
+    reader.expect("use_sliding_window", [False])
+    reader.expect("decoder_sparse_step", [1])
+    reader.expect("mlp_only_layers", [[]])
+    reader.expect("rope_type", ["default"], rope["rope_type"])
+    num_experts = reader.get("num_experts", raw.get("num_local_experts", 128)) if has_experts else 0
+    return reader.build(
+        Config,
+        dim=reader.get("hidden_size"),
+        num_layers=reader.get("num_hidden_layers"),
+        num_heads=reader.get("num_attention_heads"),
+        num_kv_heads=reader.get("num_key_value_heads"),
+        ffn_dim=reader.get("moe_intermediate_size" if has_experts else "intermediate_size"),
+        num_experts=num_experts,
+        top_k=reader.get("num_experts_per_tok", 8) if has_experts else defaults.top_k,
+        vocab_size=reader.get("vocab_size"),
+        tied=reader.get("tie_word_embeddings", False),
+        head_dim=reader.get("head_dim", 128),
+        rope_theta=float(rope["rope_theta"]),
+        norm_eps=reader.get("rms_norm_eps", 1e-6),
+        renormalize=reader.get("norm_topk_prob", False) if has_experts else defaults.renormalize,
+    )
+
+
+def to_hf_config(config: Config) -> dict[str, Any]:
+    """Write a config.json, in the form of the releases."""
+    common = {
+        "hidden_size": config.dim,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.ffn_dim,
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": config.tied,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None,
+        "rms_norm_eps": config.norm_eps,
+        "max_position_embeddings": 40960,  # ours have no limit
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "use_sliding_window": False,
+    }
+    if not config.num_experts:
+        return {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **common}
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        **common,
+        "num_experts": config.num_experts,
+        "num_experts_per_tok": config.top_k,
+        "moe_intermediate_size": config.ffn_dim,
+        "norm_topk_prob": config.renormalize,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
 
 
 class Model(Decoder):

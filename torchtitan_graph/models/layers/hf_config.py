@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
-from torchtitan_graph.models.layers.rope import Llama3Scaling
+from torchtitan_graph.models.layers.rope import Llama3Scaling, YarnScaling
 
 Config = TypeVar("Config")
 
@@ -43,6 +43,36 @@ def llama3_scaling_to_hf(scaling: Llama3Scaling | None) -> dict[str, Any] | None
         "low_freq_factor": scaling.low_freq_factor,
         "high_freq_factor": scaling.high_freq_factor,
         "original_max_position_embeddings": scaling.original_context,
+    }
+
+
+def yarn_scaling(rope: Mapping[str, Any], magnitude: float = 1.0) -> YarnScaling | None:
+    """Read YaRN's scaling from what `rope_parameters` gave; None where it is of another type."""
+    if rope["rope_type"] != "yarn":
+        return None
+    return YarnScaling(
+        float(rope["factor"]),
+        float(rope.get("beta_fast", 32.0)),
+        float(rope.get("beta_slow", 1.0)),
+        int(rope["original_max_position_embeddings"]),
+        truncate=rope.get("truncate", True),
+        magnitude=magnitude,
+    )
+
+
+def yarn_scaling_to_hf(scaling: YarnScaling | None, **more: Any) -> dict[str, Any] | None:
+    """Write it as a config.json's `rope_scaling`, with `more` in it; both names of the type, for old readers too."""
+    if scaling is None:
+        return None
+    return {
+        "rope_type": "yarn",
+        "type": "yarn",
+        "factor": scaling.factor,
+        "beta_fast": scaling.beta_fast,
+        "beta_slow": scaling.beta_slow,
+        "original_max_position_embeddings": scaling.original_context,
+        "truncate": scaling.truncate,
+        **more,
     }
 
 

@@ -2,12 +2,13 @@
 
 import json
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
 from torchtitan_graph.config import JobConfig, dump_toml, load
-from torchtitan_graph.models import llama3
+from torchtitan_graph.models import deepseek_v3, gpt_oss, llama3, llama4, qwen3
 from torchtitan_graph.models.hf import choose_model, from_hf, load_weights, to_hf
 from torchtitan_graph.models.layers.rope import Llama3Scaling
 
@@ -155,6 +156,42 @@ def test_weights_of_a_model_that_computes_otherwise_are_loaded_with_a_warning(
     to_hf(small(rope_scaling=None), tmp_path / "hf")
     load_weights(small(rope_scaling=Llama3Scaling(8.0)), llama3, tmp_path / "hf")
     assert "were trained as another model: rope_scaling is {'factor': 8.0" in caplog.text
+
+
+def test_weights_of_another_architecture_are_refused(tmp_path: Path) -> None:
+    """Mistral's tensors have the names and shapes of Llama's."""
+    to_hf(small(), tmp_path / "hf")
+    file = tmp_path / "hf" / "config.json"
+    file.write_text(file.read_text().replace("LlamaForCausalLM", "MistralForCausalLM"))
+    with pytest.raises(ValueError, match=r"'MistralForCausalLM'\], but the model here is of LlamaForCausalLM"):
+        load_weights(small(), llama3, tmp_path / "hf")
+
+
+def test_llama4_is_read_from_the_config_of_all_its_parts() -> None:
+    scout = llama4.FLAVORS["17Bx16E"]
+    text = {**llama4.to_hf_config(scout), "no_rope_layers": [], "attn_temperature_tuning": 4, "moe_layers": None}
+    del text["no_rope_layer_interval"], text["architectures"]
+    raw = {"architectures": ["Llama4ForConditionalGeneration"], "text_config": text, "vision_config": {}}
+    assert llama4.from_hf_config(raw) == scout
+
+
+@pytest.mark.parametrize(
+    ("family", "flavor", "changes", "said"),
+    [
+        (llama4, "17Bx16E", {"no_rope_layers": [1] * 48}, "no_rope_layers = "),
+        (llama4, "17Bx128E", {"attn_temperature_tuning": False}, "attn_temperature_tuning = False"),
+        (qwen3, "8B", {"use_sliding_window": True}, "use_sliding_window = True"),
+        (qwen3, "30B-A3B", {"mlp_only_layers": [3]}, r"mlp_only_layers = \[3\]"),
+        (deepseek_v3, "671B", {"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
+        (deepseek_v3, "16B", {"norm_topk_prob": True}, "norm_topk_prob = True"),
+        (gpt_oss, "20b", {"layer_types": ["full_attention"] * 24}, "layer_types = "),
+        (gpt_oss, "20b", {"swiglu_limit": 5.0}, "swiglu_limit = 5.0"),
+    ],
+)
+def test_what_a_family_computes_otherwise_is_refused(family: ModuleType, flavor: str, changes: dict, said: str) -> None:
+    raw = family.to_hf_config(family.FLAVORS[flavor])
+    with pytest.raises(ValueError, match=f"^{said}.* can't be expressed; legal is"):
+        family.from_hf_config(raw | changes)
 
 
 def test_a_stored_output_must_be_what_the_embedding_is_tied_to(tmp_path: Path) -> None:

@@ -5,13 +5,14 @@ from types import ModuleType
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from torchtitan_graph.models.hf import load_weights
+from torchtitan_graph.models.hf import from_hf, load_weights, to_hf
 from torchtitan_graph.models.hf.files import Folder
 from torchtitan_graph.models.hf.quantized import DequantizedFolder, dequantize_mxfp4
 from torchtitan_graph.models.layers.stored import Stored
+from torchtitan_graph.models.spec import load_family, tiny_config
 
 ROWS, COLUMNS = 200, 300  # neither is a multiple of 128
 E, GROUPS, FFN = 3, 2, 5  # MXFP4: (E, 2 * FFN, GROUPS * 32)
@@ -130,3 +131,70 @@ def test_a_lost_scale_is_not_overlooked(name: str, tmp_path: Path) -> None:
     save_file(content, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="proj.weight: F8_E4M3, quantized in a way|missing: gate_up"):
         load_weights(Matrix() if name.startswith("proj") else Experts(), family(), tmp_path, quantized=True)
+
+
+# --- whole models, as they are published ------------------------------------------------------------------------------
+
+
+def write(folder: Path, name: str, flavor: str = "debugmodel", **changes: object) -> dict[str, Tensor]:
+    """Write a tiny model, and give its tensors, to be written again in the form of the releases."""
+    family = load_family(name)
+    model = family.Model(tiny_config(family.FLAVORS[flavor], vocab_size=64, **changes))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.5)
+    to_hf(model, folder)
+    return load_file(folder / "model.safetensors")
+
+
+def test_a_small_deepseek_in_fp8_with_its_prediction_layer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    plain = write(tmp_path / "hf", "deepseek_v3", ffn_dim=150)
+    stored, expected = {"model.layers.61.enorm.weight": torch.ones(4)}, {}
+    for name, x in plain.items():
+        if not name.endswith("proj.weight") or x.dim() != 2:  # embedding, output, gate, norms: as they are
+            stored[name] = expected[name] = x
+            continue
+        small = x.to(torch.float8_e4m3fn)
+        scales = torch.rand(-(-x.shape[0] // 128), -(-x.shape[1] // 128)) + 0.5
+        stored |= {name: small, f"{name}_scale_inv": scales}
+        blocks = scales.repeat_interleave(128, 0)[: x.shape[0]].repeat_interleave(128, 1)[:, : x.shape[1]]
+        expected[name] = small.float() * blocks
+    save_file(stored, tmp_path / "hf" / "model.safetensors")
+    with caplog.at_level("INFO"):
+        to_hf(from_hf(tmp_path / "hf", quantized=True), tmp_path / "again")
+    assert "1 tensors are no part of this model, such as model.layers.61.enorm.weight" in caplog.text
+    assert_same(load_file(tmp_path / "again" / "model.safetensors"), expected)
+
+
+def test_a_small_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
+    plain = write(tmp_path / "hf", "gpt_oss", ffn_dim=64)
+    stored, expected = {}, {}
+    for name, x in plain.items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            stored[name] = expected[name] = x
+            continue
+        shape = (x.shape[0], x.shape[2], x.shape[1] // 32)
+        stored[f"{name}_blocks"] = torch.randint(256, (*shape, 16), dtype=torch.uint8)
+        stored[f"{name}_scales"] = torch.randint(120, 130, shape, dtype=torch.uint8)
+        expected[name] = dequantize_mxfp4(stored[f"{name}_blocks"], stored[f"{name}_scales"]).contiguous()
+    save_file(stored, tmp_path / "hf" / "model.safetensors")
+    to_hf(from_hf(tmp_path / "hf", quantized=True), tmp_path / "again")
+    assert_same(load_file(tmp_path / "again" / "model.safetensors"), expected)
+
+
+def test_a_small_llama4_beside_its_vision_tower(tmp_path: Path) -> None:
+    plain = write(tmp_path / "hf", "llama4")
+    stored = {f"language_model.{name}": x for name, x in plain.items()}
+    stored |= {
+        "vision_model.layernorm_pre.weight": torch.ones(4),
+        "multi_modal_projector.linear_1.weight": torch.ones(4),
+    }
+    save_file(stored, tmp_path / "hf" / "model.safetensors")
+    to_hf(from_hf(tmp_path / "hf"), tmp_path / "again")
+    assert_same(load_file(tmp_path / "again" / "model.safetensors"), plain)
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name

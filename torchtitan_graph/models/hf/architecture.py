@@ -68,7 +68,7 @@ def family_of(raw: dict[str, Any], file: Path) -> tuple[str, ModuleType]:
     """
     known = {name: load_family(name) for name in family_names()}
     for name, family in known.items():
-        if _is_of(family, raw):
+        if is_of(family, raw):
             return name, family
     architectures = sorted(name for family in known.values() for name in family.HF_ARCHITECTURES)
     raise ValueError(
@@ -88,13 +88,14 @@ def config_of(family: ModuleType, raw: dict[str, Any], file: Path) -> Any:
         raise ValueError(f"{file}: {error}") from error
 
 
-def _is_of(family: ModuleType, raw: dict[str, Any]) -> bool:
+def is_of(family: ModuleType, raw: dict[str, Any]) -> bool:
+    """Say whether a config.json is of a family."""
     architectures = raw.get("architectures")
     return isinstance(architectures, list) and any(name in family.HF_ARCHITECTURES for name in architectures)
 
 
 def _check_family(family: ModuleType, name: str, raw: dict[str, Any], file: Path) -> None:
-    if not _is_of(family, raw):
+    if not is_of(family, raw):
         raise ValueError(
             f"model.name = {name!r}: {file} in model.hf_assets_path is of "
             f"{raw.get('architectures')!r}, not of {', '.join(family.HF_ARCHITECTURES)}: set the model.name of that "

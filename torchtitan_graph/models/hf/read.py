@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan_graph.log import logger
-from torchtitan_graph.models.hf.architecture import config_of, differences
+from torchtitan_graph.models.hf.architecture import config_of, differences, is_of
 from torchtitan_graph.models.hf.files import Folder, Ranges, read_json
 from torchtitan_graph.models.hf.places import Place, places, tied_places
 from torchtitan_graph.models.hf.quantized import DequantizedFolder
@@ -43,7 +43,7 @@ def load_weights(model: nn.Module, family: ModuleType, path: Path, *, quantized:
     prefix = _prefix(family, wanted, folder)
     tied = [place for place in tied if prefix + place.stored.name in folder.names()]
     _check(family, prefix, [*wanted, *tied], folder)
-    _warn_of_another_config(model, family, path)
+    _check_config(model, family, path)
     for place in wanted:
         _copy(place, prefix, folder)
     for place in tied:
@@ -82,13 +82,17 @@ def _check(family: ModuleType, prefix: str, wanted: list[Place], folder: Dequant
         logger.info(f"{folder.path}: {len(skipped)} tensors are no part of this model, such as {min(skipped)}")
 
 
-def _warn_of_another_config(model: nn.Module, family: ModuleType, path: Path) -> None:
-    """Say so if tensors of the right shapes were trained with, say, other rotary frequencies."""
+def _check_config(model: nn.Module, family: ModuleType, path: Path) -> None:
+    """Refuse the weights of another architecture; warn where the same one has, say, other rotary frequencies."""
     file = path / "config.json"
-    if file.is_file() and hasattr(family, "from_hf_config"):
-        found = differences(model.config, config_of(family, read_json(file), file))
-        if found:
-            logger.warning(f"the weights of {path} were trained as another model: {'; '.join(found)}")
+    if not file.is_file() or not hasattr(family, "from_hf_config"):
+        return
+    raw = read_json(file)
+    if not is_of(family, raw):
+        known = ", ".join(family.HF_ARCHITECTURES)
+        raise ValueError(f"{file}: architectures = {raw.get('architectures')!r}, but the model here is of {known}")
+    if found := differences(model.config, config_of(family, raw, file)):
+        logger.warning(f"the weights of {path} were trained as another model: {'; '.join(found)}")
 
 
 def _copy(place: Place, prefix: str, folder: DequantizedFolder) -> None:

@@ -9,18 +9,26 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from torchtitan_graph.models.hf import from_hf, save_weights, to_hf
+from pool import mesh, run_on
+from torchtitan_graph.models.hf import from_hf, load_weights, save_weights, to_hf
 from torchtitan_graph.models.hf.places import live_tensors
 from torchtitan_graph.models.spec import HF_CONTRACT, family_names, load_family, tiny_config
+from torchtitan_graph.parallel.parallelize import parallelize
+from torchtitan_graph.parallel.storage import Precision, materialize, plan_storage
 
 FLAVORS = [(name, flavor) for name in family_names() for flavor in load_family(name).FLAVORS]
 DEBUG = [(name, flavor) for name, flavor in FLAVORS if flavor.startswith("debug")]
 
 
 def tiny(name: str, flavor: str, **changes: object) -> nn.Module:
+    return filled(built(name, flavor, "cpu", **changes))
+
+
+def built(name: str, flavor: str, device: str, **changes: object) -> nn.Module:
     family = load_family(name)
     changes |= {"vocab_size": 64, "ffn_dim": 128, "moe_ffn_dim": 32}  # transformers' experts want multiples of 16 bytes
-    return filled(family.Model(tiny_config(family.FLAVORS[flavor], **changes)))
+    with torch.device(device):
+        return family.Model(tiny_config(family.FLAVORS[flavor], **changes))
 
 
 def filled(model: nn.Module) -> nn.Module:
@@ -99,6 +107,23 @@ def test_what_transformers_writes_is_read(name: str, flavor: str, tmp_path: Path
     to_hf(tiny(name, flavor), tmp_path / "ours")
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").save_pretrained(tmp_path / "theirs")
     assert_same(live_tensors(from_hf(tmp_path / "theirs")), live_tensors(from_hf(tmp_path / "ours")))
+
+
+def pass_through(name: str, flavor: str, folder: Path, out: Path) -> None:
+    """Read into the graph trainer's layout at FSDP 2 x TP 2, and write again."""
+    family, axes = load_family(name), mesh((2, 2), ("dp_shard", "tp"))
+    model = built(name, flavor, "meta")
+    parallelize(model, family.PLAN, axes, loss_parallel=True)
+    materialize(model, plan_storage(model, axes, Precision()), torch.device("cpu"))
+    load_weights(model, family, folder)
+    save_weights(model, family, out)
+
+
+@pytest.mark.parametrize(("name", "flavor"), DEBUG)
+def test_a_layout_changes_nothing(name: str, flavor: str, tmp_path: Path) -> None:
+    to_hf(tiny(name, flavor), tmp_path / "first")
+    run_on(4, pass_through, name, flavor, tmp_path / "first", tmp_path / "second")
+    assert_same(tensors_in(tmp_path / "second"), tensors_in(tmp_path / "first"))
 
 
 def test_a_changed_number_is_seen(tmp_path: Path) -> None:

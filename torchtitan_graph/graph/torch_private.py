@@ -6,10 +6,12 @@ import dataclasses
 import datetime
 import functools
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch._inductor
+import torch._inductor.config as inductor_config
 import torch.fx.traceback as fx_traceback
 from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
 from torch._guards import TracingContext, tracing
@@ -25,6 +27,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import _BoxedCodeGen
 from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.utils.stateless import _reparametrize_module
@@ -41,6 +44,7 @@ __all__ = [
     "annotated",
     "boxed",
     "close_rule",
+    "compile_by_inductor",
     "dtensor_spec",
     "flex_attention_op",
     "free_gradient_dtype",
@@ -169,6 +173,38 @@ def trace_to_graph(
                 return fn(*flat)
 
         return make_fx(marked, record_stack_traces=stack_traces)(*fake_inputs)
+
+
+def compile_by_inductor(
+    gm: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], options: Mapping[str, Any]
+) -> Callable[..., Sequence[torch.Tensor]]:
+    """Compile a graph that returns a tuple of tensors, for inputs of these layouts; nothing is allocated.
+
+    `torch.fx.passes.regional_inductor` would find and compile regions, but sorts the whole graph anew (undoing where
+    collectives were put), gives regions that touch one set of options, and compiles equal ones again. `torch.compile`
+    would trace, and guard, what is a graph already.
+
+    Raises:
+        ValueError: an option that Inductor does not have.
+    """
+    for name in options:
+        if not hasattr(inductor_config, name):
+            raise ValueError(
+                f"compile.region_options: {name!r} is no option of Inductor; those are in torch._inductor.config"
+            )
+    fake_mode = FakeTensorMode(shape_env=ShapeEnv())
+    with fake_mode:
+        fakes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in inputs]
+    for node, fake in zip(gm.graph.find_nodes(op="placeholder"), fakes, strict=True):
+        node.meta["val"] = fake
+    # No marks of an outer trace on the nodes that Inductor makes.
+    with tracing(TracingContext(fake_mode)), inductor_config.patch(dict(options)):
+        artifact = torch._inductor.standalone_compile(gm, fakes, dynamic_shapes="from_tracing_context")
+
+    def compiled(*args: torch.Tensor) -> Sequence[torch.Tensor]:
+        return artifact(*args)
+
+    return compiled
 
 
 def boxed(gm: torch.fx.GraphModule) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:

@@ -4,7 +4,9 @@ import contextlib
 import copy
 import dataclasses
 import datetime
+import difflib
 import functools
+import json
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -29,7 +31,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import _BoxedCodeGen
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import BlockMask, _apply_kernel_options, flex_attention
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -48,6 +50,7 @@ __all__ = [
     "dtensor_spec",
     "flex_attention_op",
     "free_gradient_dtype",
+    "inductor_options",
     "init_fake_process_group",
     "is_traceable_wrapper_subclass",
     "make_dtensor",
@@ -183,21 +186,12 @@ def compile_by_inductor(
     `torch.fx.passes.regional_inductor` would find and compile regions, but sorts the whole graph anew (undoing where
     collectives were put), gives regions that touch one set of options, and compiles equal ones again. `torch.compile`
     would trace, and guard, what is a graph already.
-
-    Raises:
-        ValueError: an option that Inductor does not have.
     """
-    for name in options:
-        if not hasattr(inductor_config, name):
-            raise ValueError(
-                f"compile.region_options: {name!r} is no option of Inductor; those are in torch._inductor.config"
-            )
     fake_mode = FakeTensorMode(shape_env=ShapeEnv())
     with fake_mode:
-        fakes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in inputs]
+        fakes: list[Any] = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in inputs]
     for node, fake in zip(gm.graph.find_nodes(op="placeholder"), fakes, strict=True):
         node.meta["val"] = fake
-    # No marks of an outer trace on the nodes that Inductor makes.
     with tracing(TracingContext(fake_mode)), inductor_config.patch(dict(options)):
         artifact = torch._inductor.standalone_compile(gm, fakes, dynamic_shapes="from_tracing_context")
 
@@ -205,6 +199,29 @@ def compile_by_inductor(
         return artifact(*args)
 
     return compiled
+
+
+def inductor_options(settings: Iterable[str]) -> dict[str, Any]:
+    """Read settings `name=value` of `torch._inductor.config`.
+
+    Raises:
+        ValueError: a name that is no option of Inductor, or a value of another type than the option's.
+    """
+    known, options = inductor_config.get_config_copy(), {}
+    for setting in settings:
+        name, _, text = setting.partition("=")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else "; they are in torch._inductor.config"
+            raise ValueError(f"compile.region_options = {setting!r}: is no option of Inductor{hint}")
+        try:
+            options[name] = json.loads(text)
+        except json.JSONDecodeError:
+            options[name] = text
+        if known[name] is not None and type(options[name]) is not type(known[name]):
+            kind = type(known[name]).__name__
+            raise ValueError(f"compile.region_options = {setting!r}: must be a {kind}, such as {known[name]!r}")
+    return options
 
 
 def boxed(gm: torch.fx.GraphModule) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
@@ -299,9 +316,13 @@ def flex_attention_op(
     """Run flex attention's own higher-order operator, without the public function around it.
 
     The public function refuses gradients on a CPU, although the uncompiled operator has them, and compiles its own
-    call, which can't happen inside a trace. The block mask's rule may close over tensors (a batch's document ids):
+    call, which can't happen inside a trace. On CUDA the eager step calls it all the same, compiled: the operator alone
+    would hold every score. A graph leaves the operator to the pass `compile_regions`, which makes the same kernels of
+    it: so it gets the same kernel options. The block mask's rule may close over tensors (a batch's document ids):
     they are handed to the operator by name, so that a graph takes them from its inputs.
     """
+    if q_BNLH.is_cuda and not isinstance(q_BNLH, FakeTensor):
+        return _compiled_flex_attention()(q_BNLH, k_BNLH, v_BNLH, block_mask=mask)
     closed_over, remainder = open_rule(mask.mask_mod)
 
     def rule(b: Any, h: Any, q: Any, kv: Any, *tensors: torch.Tensor) -> torch.Tensor:
@@ -314,11 +335,17 @@ def flex_attention_op(
         _no_score_change,
         (*mask.as_tuple()[:-1], rule),
         q_BNLH.shape[-1] ** -0.5,
-        {"OUTPUT_LOGSUMEXP": True, "OUTPUT_MAX": False},
+        dict(_apply_kernel_options(q_BNLH, k_BNLH, v_BNLH, True, None)),
         (),
         tuple(closed_over),
     )
     return out_BNLH
+
+
+@functools.cache
+def _compiled_flex_attention() -> Callable[..., torch.Tensor]:
+    """Compile the public function for each shape it is called with, as a graph is, never for unknown shapes."""
+    return torch.compile(flex_attention, dynamic=False)
 
 
 def _no_score_change(score: torch.Tensor, b: Any, h: Any, q: Any, kv: Any, *closed_over: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from torchtitan_graph.graph import meta
-from torchtitan_graph.graph.edit import is_view, value
+from torchtitan_graph.graph.edit import erase_dead, is_view, value
 from torchtitan_graph.graph.torch_private import compile_by_inductor
 from torchtitan_graph.log import logger
 
@@ -40,6 +40,7 @@ def compile_regions(gm: GraphModule, regions: Regions) -> GraphModule:
         _replace(gm, nodes, _options(regions, nodes[0]), compiled)
     if segments:
         logger.info(f"compile_regions: {len(segments)} regions, {len(compiled)} of them different")
+        erase_dead(gm.graph, gm.graph.find_nodes(op="get_attr"))
         gm.delete_all_unused_submodules()
         gm.recompile()
     return gm
@@ -55,11 +56,11 @@ def tag_regions(gm: GraphModule, patterns: Iterable[str]) -> None:
     module's forward and backward are two regions. Collectives, what layout passes put around them, and views of what a
     region is given are in none.
     """
-    modules = [pattern.split(".") for pattern in patterns if pattern not in (FLEX, LOSS)]
+    modules = [pattern for pattern in patterns if pattern not in (FLEX, LOSS)]
     loss = _after_modules(gm) if LOSS in patterns else set()
     num_left = 0
     for node in gm.graph.nodes:
-        name = _matched(meta.module(node), modules)
+        name = region_of(meta.module(node), modules)
         if node.target in (_FORWARD, _BACKWARD):
             if FLEX in patterns and _compiles(node):
                 for part in [n for n in node.all_input_nodes if _is_subgraph(gm, n)] + [node]:
@@ -81,18 +82,19 @@ def tag_regions(gm: GraphModule, patterns: Iterable[str]) -> None:
         )
 
 
-def _matched(module: str, patterns: list[list[str]]) -> str | None:
-    """Give the part of a module's name that one of the patterns matches: its own, or that of a module around it."""
+def region_of(module: str, patterns: Iterable[str]) -> str | None:
+    """Give the name that the first matching pattern matches: the module's own, or that of a module around it."""
     parts = module.split(".")
     for pattern in patterns:
-        if len(pattern) <= len(parts) and all(p in ("*", part) for p, part in zip(pattern, parts, strict=False)):
-            return ".".join(parts[: len(pattern)])
+        wanted = pattern.split(".")
+        if len(wanted) <= len(parts) and all(w in ("*", p) for w, p in zip(wanted, parts, strict=False)):
+            return ".".join(parts[: len(wanted)])
     return None
 
 
 def _options(regions: Regions, node: Node) -> Mapping[str, Any]:
     name = (meta.region(node) or "").split()[0]
-    return next(options for p, options in regions.items() if p == name or _matched(name, [p.split(".")]))
+    return next(options for pattern, options in regions.items() if name in (pattern, region_of(name, [pattern])))
 
 
 def _after_modules(gm: GraphModule) -> set[Node]:
@@ -154,11 +156,12 @@ def _replace(
     if text not in compiled:
         compiled[text] = compile_by_inductor(part, [value(x) for x in inputs], options)
     last = [node for node in nodes if node.target is not operator.getitem][-1]
+    region = meta.region(last)
     with gm.graph.inserting_after(last):
-        call = gm.graph.call_function(compiled[text], tuple(inputs))
+        call = gm.graph.create_node("call_function", compiled[text], tuple(inputs), name=region)
     call.meta["val"] = tuple(map(value, outputs))
     meta.inherit(call, last)
-    meta.write(call, region=meta.region(last))
+    meta.write(call, region=region)
     with gm.graph.inserting_after(call):
         for i, output in reversed(list(enumerate(outputs))):
             result = gm.graph.call_function(operator.getitem, (call, i))
@@ -186,11 +189,16 @@ def _extract(gm: GraphModule, nodes: list[Node]) -> tuple[GraphModule, list[Node
     for node in nodes:
         args, kwargs = map_arg(node.args, copies.__getitem__), map_arg(node.kwargs, copies.__getitem__)
         if node.target is _FORWARD and _on_cpu(node):
-            args = (*args[:_KERNEL_OPTIONS], args[_KERNEL_OPTIONS] | {"OUTPUT_LOGSUMEXP": False}, *args[_KERNEL_OPTIONS + 1:])
+            args = _without_logsumexp(args)
         copies[node] = graph.create_node(node.op, node.target, args, kwargs, name=f"value_{len(copies)}")
     outputs = [node for node in nodes if any(user not in inside for user in node.users)]
     graph.output(tuple(copies[node] for node in outputs))
     return GraphModule(held, graph), inputs, outputs
+
+
+def _without_logsumexp(args: Any) -> tuple[Any, ...]:
+    """Let a flex attention operator leave out what the CPU's kernel can't give, and nothing reads."""
+    return *args[:_KERNEL_OPTIONS], args[_KERNEL_OPTIONS] | {"OUTPUT_LOGSUMEXP": False}, *args[_KERNEL_OPTIONS + 1 :]
 
 
 def _code(gm: GraphModule) -> list[str]:

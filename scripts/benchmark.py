@@ -1,4 +1,4 @@
-"""Compare the step in eager mode (FSDP2), eager with `torch.compile`, and as a graph: time, memory, tracing.
+"""Compare the step in eager mode (FSDP2), eager with `torch.compile`, as a graph, and as a compiled graph.
 
     python scripts/benchmark.py --ranks 1,2 --dtypes float32,bfloat16 --json benchmark.jsonl
     python scripts/benchmark.py --trace_layers 4,8,16,32,64
@@ -29,6 +29,7 @@ import torch.multiprocessing as mp
 from torchtitan_graph import device as devices
 from torchtitan_graph.compiler import Inspection, passes, run_passes
 from torchtitan_graph.data.batch import Batch
+from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.step import bind_train_step, make_eager_step, trace_train_step
 from torchtitan_graph.graph.torch_private import init_fake_process_group
 from torchtitan_graph.loss import cross_entropy
@@ -44,11 +45,13 @@ from torchtitan_graph.parallel.storage import (
     plan_storage,
     shard_eager,
 )
+from torchtitan_graph.passes.compile_regions import compile_regions
 
 MODEL = llama3.Config(
     dim=512, num_layers=8, num_heads=8, num_kv_heads=8, ffn_dim=1536, vocab_size=8192, rope_scaling=None
 )
-MODES = ("eager", "compile", "graph")
+MODES = ("eager", "compile", "graph", "regional", "whole")
+REGIONS = {"regional": "layers.*.feed_forward", "blocks": "layers.*"}  # what is compiled of the graph; "whole": all
 
 Step = Callable[[Batch, Any, torch.Tensor], torch.Tensor]
 
@@ -66,7 +69,9 @@ def make_batch(rows: int, seq_len: int, vocab_size: int, device: torch.device) -
     return Batch(tokens, labels, (positions % -(-seq_len // 4)).contiguous(), documents.contiguous())
 
 
-def build_graph(config: llama3.Config, precision: Precision, args: argparse.Namespace, mesh: Any, batch: Batch) -> Any:
+def build_graph(
+    config: llama3.Config, precision: Precision, args: argparse.Namespace, mesh: Any, batch: Batch, mode: str = "graph"
+) -> Any:
     """Trace and run the passes; give the traced step, its model on meta, storage, and the seconds of both parts."""
     device, model = batch.tokens_BL.device, make_model(config)
     cast_parameters(model, precision.compute)
@@ -77,14 +82,20 @@ def build_graph(config: llama3.Config, precision: Precision, args: argparse.Name
     middle = time.perf_counter()
     storages = plan_storage(model, mesh, precision)
     run_passes(traced.gm, passes(storages, buckets(model), Recompute(), True), args.disable, device, Inspection())
+    if mode in REGIONS:
+        compile_regions(traced.gm, {REGIONS[mode]: {}})
+    elif mode == "whole":
+        for node in traced.gm.graph.nodes:
+            meta.write(node, region=mode)
+        compile_regions(traced.gm, {mode: {}})
     cast_parameters(model, precision.storage)
     return traced, model, storages, middle - begin, time.perf_counter() - middle
 
 
 def build(mode: str, precision: Precision, args: argparse.Namespace, mesh: Any, batch: Batch) -> tuple[Step, Any]:
     device = batch.tokens_BL.device
-    if mode == "graph":
-        traced, model, storages, *_ = build_graph(MODEL, precision, args, mesh, batch)
+    if mode not in ("eager", "compile"):
+        traced, model, storages, *_ = build_graph(MODEL, precision, args, mesh, batch, mode)
         materialize(model, storages, device)
         initialize(model, 0)
         return bind_train_step(traced, model), model
@@ -198,7 +209,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=integers, default=[1, 2], help="numbers of processes (default 1,2)")
     parser.add_argument("--dtypes", type=lambda s: s.split(","), default=["float32", "bfloat16"], help="compute dtypes")
-    parser.add_argument("--modes", type=lambda s: s.split(","), default=list(MODES), help="the first is the reference")
+    modes = "eager, compile, graph; graphs that Inductor compiles: regional (feed-forwards), blocks, whole"
+    parser.add_argument(
+        "--modes", type=lambda s: s.split(","), default=list(MODES), help=f"{modes}; the first is the reference"
+    )
     parser.add_argument("--rows", type=int, default=1, help="rows per rank (default 1)")
     parser.add_argument("--seq_len", type=int, default=1024, help="tokens per row (default 1024)")
     parser.add_argument("--steps", type=int, default=9, help="measured steps per mode (default 9)")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchtitan_graph import device as devices
 from torchtitan_graph.checkpoint import Checkpointer
-from torchtitan_graph.compiler import Inspection, passes, run_passes
+from torchtitan_graph.compiler import Inspection, passes, plan_regions, run_passes
 from torchtitan_graph.config import JobConfig, dump_toml, job, shard_degree
 from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
 from torchtitan_graph.data.loader import DataLoader, build_dataloader, merge_states
@@ -102,6 +102,7 @@ class Trainer:
                 f"{config.moe.router_z_loss}: {config.model.name} {config.model.flavor} has no experts; leave them at 0"
             )
         self._check_memory()
+        self.regions = plan_regions(config.compile, self.model, self.device)
         self.dump_folder = Path(config.job.dump_folder)
         self.step = self.tokens_seen = 0
 
@@ -226,7 +227,7 @@ class Trainer:
             dump_to=self.dump_folder / "graphs" if config.debug.dump_graphs and self.rank == 0 else None,
             verify_on=torch.utils._pytree.tree_leaves(example) if config.debug.verify_passes else None,
         )
-        ordered = passes(storages, buckets(self.model), self.recompute, self.reshard, self.reshard_root)
+        ordered = passes(storages, buckets(self.model), self.recompute, self.reshard, self.reshard_root, self.regions)
         disabled = config.compile.disable_passes
         run_passes(traced.gm, ordered, disabled, self.device, watch)
         if evaluated is not None:

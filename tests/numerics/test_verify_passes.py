@@ -4,6 +4,7 @@ import faults
 import pytest
 import torch
 from matrix import BF16, CPU, DDP2, FP32, FSDP2, LAYOUTS, ONE, TP2, Cell, mesh_of, microbatches, trace
+from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from pool import run_on
@@ -61,6 +62,33 @@ def test_every_pass_keeps_its_promise(cell):
 )
 def test_every_pass_keeps_its_promise_in_variants(cell):
     assert run_on(cell.dims.num_ranks, outcome, cell) == [""] * cell.dims.num_ranks
+
+
+def compiled_outcome(factor: float) -> str:
+    """Verify a region that gives all its results times a factor."""
+    model, traced, ordered = trace(Cell(ONE, FP32))
+
+    def compile_regions(gm: GraphModule) -> GraphModule:
+        for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.silu.default):
+            with gm.graph.inserting_after(node):
+                scaled = gm.graph.call_function(torch.ops.aten.mul.Tensor, (node, factor))
+            node.replace_all_uses_with(scaled, delete_user_cb=lambda user, scaled=scaled: user is not scaled)
+        gm.recompile()
+        return gm
+
+    (batch, *_), num_tokens = microbatches(Cell(ONE, FP32), 0, 1)
+    inputs = pytree.tree_leaves((batch, model.mask(batch.documents_BL), num_tokens))
+    try:
+        run_passes(traced.gm, [*ordered[:-1], compile_regions], (), CPU, Inspection(verify_on=inputs))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_pass_that_promises_less_may_round_but_not_err():
+    assert run_on(1, compiled_outcome, 1 + 1e-6) == [""]
+    (error,) = run_on(1, compiled_outcome, 1.01)
+    assert error.startswith("pass compile_regions promises the same numbers up to rounding")
 
 
 BROKEN = [

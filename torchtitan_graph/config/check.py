@@ -3,6 +3,8 @@
 from torchtitan_graph.config.job import JobConfig, get
 from torchtitan_graph.config.resolve import problem_list
 
+COMPONENTS = ("model", "loss", "flex")
+
 
 def check(config: JobConfig, world_size: int) -> list[str]:
     """Return what the user should be told about a configuration on `world_size` processes, a line each.
@@ -10,7 +12,7 @@ def check(config: JobConfig, world_size: int) -> list[str]:
     Raises:
         ValueError: options contradict each other or the number of processes; the message lists all of it.
     """
-    problems = [*_check_degrees(config, world_size), *_check_tables(config)]
+    problems = [*_check_degrees(config, world_size), *_check_tables(config), *_check_compile(config)]
     if problems:
         raise ValueError(problem_list(problems))
     return [*config.notices, *_notices(config)]
@@ -105,6 +107,22 @@ def _check_hugging_face(config: JobConfig) -> list[str]:
     return problems
 
 
+def _check_compile(config: JobConfig) -> list[str]:
+    problems = []
+    if unknown := [name for name in config.compile.components if name not in COMPONENTS]:
+        problems.append(
+            f"{_name(config, 'compile.components')}: {', '.join(unknown)} can't be compiled; legal are"
+            f" {', '.join(COMPONENTS)}"
+        )
+    for region in config.compile.region_options:
+        if len(region) < 2 or not all("=" in setting for setting in region[1:]):
+            problems.append(
+                f"{_name(config, 'compile.region_options')}: {region} must be a pattern of compile.regions, or flex or"
+                " loss, and after it name=value, such as ['layers.*', 'max_autotune=true']"
+            )
+    return problems
+
+
 def _notices(config: JobConfig) -> list[str]:
     notices = []
     total_steps, steps = config.lr_scheduler.total_steps, config.training.steps
@@ -120,6 +138,11 @@ def _notices(config: JobConfig) -> list[str]:
         if config.checkpoint.last_save_in_hf:
             name = _name(config, "checkpoint.last_save_in_hf")
             notices.append(f"{name}: nothing is saved while checkpoint.enable is false")
+    if config.compile.enable and config.compile.mode == "eager":
+        notices.append(
+            f"{_name(config, 'compile.enable')}: compile.mode = eager compiles flex attention alone, on a GPU;"
+            " regions are parts of a graph"
+        )
     if config.debug.verify_passes and config.compile.mode == "eager":
         notices.append(f"{_name(config, 'debug.verify_passes')}: compile.mode = eager runs no passes")
     return notices

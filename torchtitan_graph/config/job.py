@@ -274,9 +274,27 @@ class ActivationCheckpoint:
 class Compile:
     """How the training step runs."""
 
-    enable: bool = option(False, "Compile components by Inductor.")
-    components: list[str] = option(["model", "loss"], "What enable compiles.")
+    enable: bool = option(
+        False,
+        "Compile components of the graph by Inductor: faster, and equal to eager only up to rounding. Flex attention "
+        "on a GPU is compiled in any case.",
+    )
+    components: list[str] = option(
+        ["model", "loss"],
+        "What enable compiles: model (the modules of regions), loss (what follows the last module), flex (flex "
+        "attention also on a CPU, where only the evaluation step's can be compiled).",
+    )
     backend: str = option("inductor", "Compiler that enable uses.")
+    regions: list[str] = option(
+        ["layers.*"],
+        "Patterns of module names, such as layers.*.feed_forward, that component model compiles; * stands for any one "
+        "part. Each match is a region in forward and one in backward, cut where a collective lies between.",
+    )
+    region_options: list[list[str]] = option(
+        [],
+        "Options of Inductor for regions: each a pattern of regions, or flex or loss, then name=value as in "
+        "torch._inductor.config.",
+    )
     mode: str = option(
         "graph",
         "graph: one FX graph, edited by passes; eager: FSDP2 and autograd, the reference.",

@@ -4,6 +4,7 @@ phase    "forward" | "backward"
 module   name of the innermost submodule whose call made the node ("" outside any)
 tag      a memory policy's word: SAVE | RECOMPUTE (read by `rematerialize`)
 role     what a layout pass made: GATHER | REDUCE, with the parameter it serves
+region   the part of the graph that is compiled together, by name (read by `compile_regions`)
 """
 
 import bisect
@@ -14,7 +15,7 @@ from torch.fx import GraphModule, Node
 SAVE, RECOMPUTE = "save", "recompute"
 GATHER, REDUCE = "gather", "reduce"
 
-_KEYS = ("phase", "module", "tag", "role", "param")
+_KEYS = ("phase", "module", "tag", "role", "param", "region")
 
 
 def phase(node: Node) -> str:
@@ -35,6 +36,10 @@ def role(node: Node) -> str | None:
 
 def param(node: Node) -> str | None:
     return node.meta.get("param")
+
+
+def region(node: Node) -> str | None:
+    return node.meta.get("region")
 
 
 def write(node: Node, **values: str | None) -> None:

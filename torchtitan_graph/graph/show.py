@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import collections
+import types
 from pathlib import Path
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.signature import signature_of
@@ -18,9 +19,11 @@ def readable(gm: GraphModule) -> str:
     lines += [f"# output {s.kind:6} {s.name}" for s in signature_of(gm).outputs]
     for node in gm.graph.nodes:
         val = node.meta.get("val")
-        words = [_shape(val), meta.phase(node), meta.module(node), meta.tag(node), meta.role(node)]
+        words = [_shape(val), meta.phase(node), meta.module(node), meta.tag(node), meta.role(node), meta.region(node)]
         arguments = [repr(a) for a in node.args] + [f"{k}={v!r}" for k, v in node.kwargs.items()]
-        target = f"{node.target}({', '.join(arguments)})" if node.op.startswith("call") else f"{node.op} {node.target}"
+        target = (
+            f"{_target(node)}({', '.join(arguments)})" if node.op.startswith("call") else f"{node.op} {node.target}"
+        )
         text = f"return {node.args[0]}" if node.op == "output" else f"{node.name} = {target}"
         lines.append(f"{text}  # {' '.join(word for word in words if word)}")
     return "\n".join(lines) + "\n"
@@ -28,13 +31,18 @@ def readable(gm: GraphModule) -> str:
 
 def op_counts(gm: GraphModule) -> collections.Counter[str]:
     """Count the graph's calls by operator."""
-    return collections.Counter(str(n.target) for n in gm.graph.nodes if n.op == "call_function")
+    return collections.Counter(_target(n) for n in gm.graph.nodes if n.op == "call_function")
 
 
 def dump(gm: GraphModule, folder: Path, number: int, name: str) -> None:
     """Write the readable graph as `NN_name.txt`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{number:02d}_{name}.txt").write_text(readable(gm))
+
+
+def _target(node: Node) -> str:
+    """Name what a node calls; a Python function (what Inductor compiled) without its address."""
+    return node.target.__name__ if isinstance(node.target, types.FunctionType) else str(node.target)
 
 
 def _shape(val: object) -> str:

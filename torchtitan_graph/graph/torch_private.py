@@ -4,13 +4,17 @@ import contextlib
 import copy
 import dataclasses
 import datetime
+import difflib
 import functools
+import json
 import math
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch._inductor
+import torch._inductor.config as inductor_config
 import torch.fx.traceback as fx_traceback
 from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
 from torch._guards import TracingContext, tracing
@@ -26,8 +30,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import _BoxedCodeGen
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, _apply_kernel_options, flex_attention
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -43,9 +48,11 @@ __all__ = [
     "annotated",
     "boxed",
     "close_rule",
+    "compile_by_inductor",
     "dtensor_spec",
     "flex_attention_op",
     "free_gradient_dtype",
+    "inductor_options",
     "init_fake_process_group",
     "is_traceable_wrapper_subclass",
     "make_dtensor",
@@ -173,6 +180,52 @@ def trace_to_graph(
         return make_fx(marked, record_stack_traces=stack_traces)(*fake_inputs)
 
 
+def compile_by_inductor(
+    gm: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], options: Mapping[str, Any]
+) -> Callable[..., Sequence[torch.Tensor]]:
+    """Compile a graph that returns a tuple of tensors, for inputs of these layouts; nothing is allocated.
+
+    `torch.fx.passes.regional_inductor` would find and compile regions, but sorts the whole graph anew (undoing where
+    collectives were put), gives regions that touch one set of options, and compiles equal ones again. `torch.compile`
+    would trace, and guard, what is a graph already.
+    """
+    fake_mode = FakeTensorMode(shape_env=ShapeEnv())
+    with fake_mode:
+        fakes: list[Any] = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in inputs]
+    for node, fake in zip(gm.graph.find_nodes(op="placeholder"), fakes, strict=True):
+        node.meta["val"] = fake
+    with tracing(TracingContext(fake_mode)), inductor_config.patch(dict(options)):
+        artifact = torch._inductor.standalone_compile(gm, fakes, dynamic_shapes="from_tracing_context")
+
+    def compiled(*args: torch.Tensor) -> Sequence[torch.Tensor]:
+        return artifact(*args)
+
+    return compiled
+
+
+def inductor_options(settings: Iterable[str]) -> dict[str, Any]:
+    """Read settings `name=value` of `torch._inductor.config`.
+
+    Raises:
+        ValueError: a name that is no option of Inductor, or a value of another type than the option's.
+    """
+    known, options = inductor_config.get_config_copy(), {}
+    for setting in settings:
+        name, _, text = setting.partition("=")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else "; they are in torch._inductor.config"
+            raise ValueError(f"compile.region_options = {setting!r}: is no option of Inductor{hint}")
+        try:
+            options[name] = json.loads(text)
+        except json.JSONDecodeError:
+            options[name] = text
+        if known[name] is not None and type(options[name]) is not type(known[name]):
+            kind = type(known[name]).__name__
+            raise ValueError(f"compile.region_options = {setting!r}: must be a {kind}, such as {known[name]!r}")
+    return options
+
+
 def boxed(gm: torch.fx.GraphModule) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
     """Give the graph as a function of one list, which it empties: an input that nobody else holds is then freed after
     its last use. Call arguments live until the call returns; FX knows no public form without them."""
@@ -274,9 +327,17 @@ def flex_attention_op(
     logarithm of each softmax's denominator, (B, N, L), both with gradients.
 
     The public function refuses gradients on a CPU, although the uncompiled operator has them, and compiles its own
-    call, which can't happen inside a trace. Rule and score function may close over tensors (a batch's document ids):
+    call, which can't happen inside a trace. On CUDA the eager step calls it all the same, compiled: the operator alone
+    would hold every score. A graph leaves the operator to the pass `compile_regions`, which makes the same kernels of
+    it: so it gets the same kernel options. Rule and score function may close over tensors (a batch's document ids):
     they are handed to the operator by name, so that a graph takes them from its inputs.
     """
+    if q_BNLH.is_cuda and not isinstance(q_BNLH, FakeTensor):
+        wanted = AuxRequest(lse=True)
+        out_BNLH, aux = _compiled_flex_attention()(
+            q_BNLH, k_BNLH, v_BNLH, score_mod=score, block_mask=mask, scale=scale, return_aux=wanted
+        )
+        return out_BNLH, aux.lse
     of_mask, mask_remainder = open_rule(mask.mask_mod)
     of_score, score_remainder = open_rule(score or _no_score_change)
 
@@ -293,11 +354,17 @@ def flex_attention_op(
         change,
         (*mask.as_tuple()[:-1], rule),
         scale,
-        {"OUTPUT_LOGSUMEXP": True, "OUTPUT_MAX": False},
+        dict(_apply_kernel_options(q_BNLH, k_BNLH, v_BNLH, True, None)),
         tuple(of_score),
         tuple(of_mask),
     )
     return out_BNLH, lse_BNL * math.log(2)  # the operator counts in powers of two
+
+
+@functools.cache
+def _compiled_flex_attention() -> Callable[..., torch.Tensor]:
+    """Compile the public function for each shape it is called with, as a graph is, never for unknown shapes."""
+    return torch.compile(flex_attention, dynamic=False)
 
 
 def _no_score_change(score: torch.Tensor, b: Any, h: Any, q: Any, kv: Any) -> torch.Tensor:

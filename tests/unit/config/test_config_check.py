@@ -70,13 +70,21 @@ def test_all_problems_are_reported_together() -> None:
     assert len(problems(arguments, 4)) == 2
 
 
+def test_only_known_components_and_whole_options_are_compiled() -> None:
+    assert (
+        "optimizer can't be compiled; legal are model, loss, flex" in problems("--compile.components optimizer", 1)[0]
+    )
+    assert "name=value" in problems("--compile.region_options loss,max_autotune", 1)[0]
+    assert check(load(["--compile.components=flex", "--compile.region_options", "flex,max_autotune=true"]), 1) == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "notice"),
     [
         ("--lr_scheduler.total_steps 10", "the schedule ends before training.steps 10000"),
         ("--checkpoint.initial_load_path ckpt", "nothing is loaded while checkpoint.enable is false"),
         ("--debug.verify_passes --compile.mode eager", "compile.mode = eager runs no passes"),
-        ("--compile.enable", "Inductor is not built yet"),
+        ("--compile.enable --compile.mode eager", "regions are parts of a graph"),
     ],
 )
 def test_what_has_no_effect_is_said(arguments: str, notice: str) -> None:

@@ -23,6 +23,7 @@ def values(option: Option) -> st.SearchStrategy:
         float: st.floats(low, option.maximum or option.below or 1e300, exclude_max=option.below is not None),
         str: st.sampled_from(option.choices or ("2", "op")) if option.choices or option.pattern else TEXT,
         list[str]: st.lists(TEXT),
+        list[list[str]]: st.lists(st.lists(TEXT)),
     }
     return st.none() | kinds[option.kind] if option.optional else kinds[option.kind]
 

@@ -38,14 +38,13 @@ def test_every_default_of_the_old_schema_is_ours_and_harmless() -> None:
         (
             "debug_flex.toml",
             8,
-            "training.dataset validation.dataset model.flavor compile.enable checkpoint.async_mode"
+            "training.dataset validation.dataset model.flavor checkpoint.async_mode"
             " parallelism.enable_async_tensor_parallel activation_checkpoint.early_stop",
         ),
         (
             "8b.toml",
             8,
-            "metrics.enable_wandb checkpoint.async_mode compile.enable comm.trace_buf_size"
-            " quantize.linear.float8.filter_fqns",
+            "metrics.enable_wandb checkpoint.async_mode comm.trace_buf_size quantize.linear.float8.filter_fqns",
         ),
         ("70b_hsdp.toml", 128, "model.flavor"),
         (

@@ -18,7 +18,7 @@ def test_it_lists_what_is_kept_changed_ignored_and_refused(capsys: pytest.Captur
     text = capsys.readouterr().out
     assert "\n  training.seq_len = 512\n" in text.split("changed:")[0]
     assert "\n  training.batch_size = 4: is now called training.local_batch_size\n" in text
-    assert "\n  training.compile = True: Inductor is not built yet" in text.split("ignored, ")[1]
+    assert "\n  parallelism.enable_compiled_autograd = False: backward" in text.split("ignored, ")[1]
     assert text.endswith("0 refused\n")
 
 

@@ -83,6 +83,18 @@ def test_a_change_is_one_line_of_a_diff(gm: torch.fx.GraphModule, tmp_path: Path
     assert [line[:2] for line in found.splitlines() if line[0] in "<>"] == ["< ", "> "]
 
 
+def test_a_compiled_region_is_shown_without_an_address(gm: torch.fx.GraphModule) -> None:
+    (tanh,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.tanh.default)
+
+    def compiled(x: Tensor) -> Tensor:
+        return x.tanh()
+
+    tanh.target = compiled
+    meta.write(tanh, region="layers.0 forward")
+    assert f"tanh = compiled({tanh.args[0]})  # float32[1, 4, 3] forward layers.0 forward\n" in readable(gm)
+    assert op_counts(gm)["compiled"] == 1
+
+
 def test_operators_are_counted(gm: torch.fx.GraphModule) -> None:
     counts = op_counts(gm)
     assert counts["aten.tanh.default"] == counts["aten.tanh_backward.default"] == 1

@@ -1,0 +1,271 @@
+"""compile_regions: what is tagged is compiled, and nothing else changes."""
+
+import operator
+import shutil
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
+from toy import GATHER, Toy, batch, bitwise, calls, run_toy, text, toy, trace_toy
+
+from torchtitan_graph.compiler import passes, plan_regions
+from torchtitan_graph.config import job
+from torchtitan_graph.data.batch import Batch
+from torchtitan_graph.graph import meta
+from torchtitan_graph.graph.step import trace_eval_step, trace_train_step
+from torchtitan_graph.loss import cross_entropy
+from torchtitan_graph.models import llama3
+from torchtitan_graph.parallel.recompute import Recompute
+from torchtitan_graph.parallel.storage import Precision, buckets, plan_storage
+from torchtitan_graph.passes.cleanup import cleanup
+from torchtitan_graph.passes.compile_regions import FLEX, LOSS, compile_regions, tag_regions
+
+FORWARD, BACKWARD = torch.ops.higher_order.flex_attention, torch.ops.higher_order.flex_attention_backward
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor on a CPU needs g++")
+
+# Inductor adds in another order: a few roundings of fp32 show in a whole tensor. A lost term would be a hundredth.
+TOLERANCE = 1e-6
+
+Compiled = list[GraphModule]
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> Compiled:
+    """Let regions run as they are: bit for bit, and at once. Gives those that Inductor would have compiled."""
+    found: Compiled = []
+
+    def keep(gm: GraphModule, inputs: list[Tensor], options: object) -> Callable[..., tuple[Tensor, ...]]:
+        found.append(gm)
+        return lambda *args: gm(*args)
+
+    monkeypatch.setattr("torchtitan_graph.passes.compile_regions.compile_by_inductor", keep)
+    return found
+
+
+def llama(trace: Callable = trace_train_step, seq_len: int = 24) -> tuple[GraphModule, list[Tensor]]:
+    """Trace and clean a llama3 of two layers with flex attention; give inputs for it."""
+    with torch.device("meta"):
+        model = llama3.Model(llama3.Config(32, 2, 2, 1, 40, 50), "flex")
+    generator = torch.Generator().manual_seed(0)
+    tokens, labels = torch.randint(50, (2, 1, seq_len), generator=generator)
+    positions = torch.arange(seq_len).expand(1, seq_len).contiguous()
+    inputs = Batch(tokens, labels, positions, (positions > 9).long())
+    rest = (inputs, model.mask(inputs.documents_BL), torch.tensor(seq_len))
+    gm = cleanup(trace(model, cross_entropy, *rest, device="cpu").gm)
+    return gm, [
+        *(torch.randn(p.shape, generator=generator) * 0.2 for p in model.parameters()),
+        *pytree.tree_leaves(rest),
+    ]
+
+
+def run(gm: GraphModule, inputs: list[Tensor]) -> list[Tensor]:
+    with torch.no_grad():
+        return gm(*inputs)
+
+
+def distance(found: list[Tensor], expected: list[Tensor]) -> float:
+    pairs = zip(found, expected, strict=True)
+    return max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in pairs)
+
+
+def tagged(gm: GraphModule) -> dict[str, list[Node]]:
+    found: dict[str, list[Node]] = {}
+    for node in gm.graph.nodes:
+        if region := meta.region(node):
+            found.setdefault(region, []).append(node)
+    return found
+
+
+def as_if_on_a_gpu(gm: GraphModule) -> None:
+    for node in calls(gm, FORWARD, BACKWARD):
+        node.args[0].meta["val"] = node.args[0].meta["val"].to("meta")
+
+
+# --- policy ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_flex_region_is_the_operator_its_subgraphs_and_its_parts() -> None:
+    gm, _ = llama()
+    as_if_on_a_gpu(gm)
+    tag_regions(gm, [FLEX])
+    regions = tagged(gm)
+    operators = calls(gm, FORWARD, BACKWARD)
+    assert len(operators) == 4 and set(regions) == {f"flex {node.name}" for node in operators}
+    for node in operators:
+        subgraphs = {n for n in node.all_input_nodes if n.op == "get_attr"}
+        assert len(subgraphs) == (2 if node.target is FORWARD else 3)
+        assert set(regions[f"flex {node.name}"]) == {node, *subgraphs, *node.users}
+        assert {user.target for user in node.users} == {operator.getitem}
+
+
+def test_on_a_cpu_the_training_step_keeps_its_flex_attention(caplog: pytest.LogCaptureFixture) -> None:
+    gm, inputs = llama()
+    before, expected = text(gm), run(gm, inputs)
+    with caplog.at_level("INFO", "torchtitan_graph"):
+        gm = compile_regions(gm, {FLEX: {}})
+    assert text(gm) == before and bitwise(run(gm, inputs), expected)
+    assert [r.message for r in caplog.records if "4 flex attention operators stay uncompiled" in r.message]
+
+
+def test_a_module_is_a_region_in_forward_and_one_in_backward() -> None:
+    gm = cleanup(trace_toy(toy()))
+    tag_regions(gm, ["layers.*"])
+    regions = tagged(gm)
+    assert set(regions) == {f"layers.{i} {phase}" for i in (0, 1) for phase in ("forward", "backward")}
+    for name, nodes in regions.items():
+        assert {f"{'.'.join(meta.module(n).split('.')[:2])} {meta.phase(n)}" for n in nodes} == {name}
+    silu = torch.ops.aten.silu.default
+    assert set(calls(gm, silu)) <= set(regions["layers.0 forward"] + regions["layers.1 forward"])
+
+
+def test_the_loss_is_what_lies_between_the_last_modules_forward_and_its_backward() -> None:
+    gm, _ = llama()
+    tag_regions(gm, [LOSS])
+    (nodes,) = tagged(gm).values()
+    assert {meta.phase(n) for n in nodes} == {"forward", "backward"} and not any(map(meta.module, nodes))
+    assert torch.ops.aten.cos.default not in {n.target for n in nodes}, "the rope tables come before the modules"
+
+
+def test_the_first_pattern_that_matches_counts() -> None:
+    gm = cleanup(trace_toy(toy()))
+    tag_regions(gm, ["layers.*.up", "layers.1"])
+    assert {"layers.0.up forward", "layers.1.up forward", "layers.1 forward"} <= set(tagged(gm))
+    assert "layers.0 forward" not in tagged(gm)
+
+
+# --- mechanism ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("patterns", [["layers.*"], ["layers.*.up", LOSS], ["layers.*", LOSS, "output"]])
+def test_the_rest_of_the_graph_stays_as_it_is(patterns: list[str], uncompiled: Compiled) -> None:
+    gm = cleanup(trace_toy(toy()))
+    expected = run_toy(gm)
+    tag_regions(gm, patterns)
+    rest = [n.name for n in gm.graph.nodes if meta.region(n) is None]
+    gm = compile_regions(gm, dict.fromkeys(patterns, {}))
+    gm.graph.lint()
+    assert [n.name for n in gm.graph.nodes if meta.region(n) is None] == rest
+    assert uncompiled and bitwise(run_toy(gm), expected)
+
+
+def test_an_output_of_the_wrong_place_would_be_seen(uncompiled: Compiled) -> None:
+    gm = cleanup(trace_toy(toy()))
+    expected = run_toy(gm)
+    gm = compile_regions(gm, {"layers.*.up": {}})
+    region = next(
+        n for n in gm.graph.nodes if meta.region(n) == "layers.0.up backward" and n.target is not operator.getitem
+    )
+    first, second = list(region.users)[:2]
+    first.args, second.args = second.args, first.args
+    gm.recompile()
+    with pytest.raises((RuntimeError, AssertionError)):
+        assert bitwise(run_toy(gm), expected)
+
+
+def test_equal_regions_are_compiled_once(uncompiled: Compiled) -> None:
+    compile_regions(cleanup(trace_toy(toy(num_layers=5))), {"layers.*.up": {}})
+    assert len(uncompiled) == 2, "one forward, one backward"
+
+
+def test_flex_attention_brings_its_subgraphs_along(uncompiled: Compiled) -> None:
+    gm, inputs = llama()
+    expected = run(gm, inputs)
+    as_if_on_a_gpu(gm)
+    gm = compile_regions(gm, {"layers.*": {}, FLEX: {}})
+    gm.graph.lint()
+    assert not calls(gm, FORWARD, BACKWARD) and not gm.graph.find_nodes(op="get_attr")
+    flex = [part for part in uncompiled if calls(part, FORWARD, BACKWARD)]
+    assert [len(calls(part, FORWARD, BACKWARD)) for part in flex] == [1, 1]
+    assert bitwise(run(gm, inputs), expected)
+
+
+@pytest.mark.parametrize("recompute", [Recompute(), Recompute(every=1)])
+def test_it_follows_all_other_passes(
+    recompute: Recompute, uncompiled: Compiled, mesh_of: Callable[..., DeviceMesh]
+) -> None:
+    model = toy()
+    gm = trace_toy(model, torch.bfloat16)
+    storages = plan_storage(model, mesh_of(dp_shard=4), Precision(compute=torch.bfloat16))
+    for each in passes(storages, buckets(model), recompute, reshard=True, regions={"layers.*": {}, LOSS: {}}):
+        gm = each(gm)
+        gm.graph.lint()
+    assert calls(gm, GATHER) and not any(calls(part, GATHER) for part in uncompiled)
+    assert not calls(gm, torch.ops.aten.silu.default) and any(calls(p, torch.ops.aten.silu.default) for p in uncompiled)
+
+
+# --- Inductor -------------------------------------------------------------------------------------------------------
+
+
+@needs_compiler
+def test_a_compiled_region_gives_the_same_numbers() -> None:
+    gm = cleanup(trace_toy(toy()))
+    expected = run_toy(gm)
+    gm = compile_regions(gm, {"layers.*": {}})
+    assert not calls(gm, torch.ops.aten.silu.default)
+    assert distance(run_toy(gm), expected) < TOLERANCE
+
+
+@needs_compiler
+def test_a_norm_compiled_in_bf16_gives_the_same_bits_in_forward() -> None:
+    with torch.device("meta"):
+        model = Toy().to(torch.bfloat16)
+    gm = cleanup(trace_eval_step(model, cross_entropy, batch(), None, torch.tensor(6.0), device="cpu").gm)
+    inputs = [torch.randn(p.shape).bfloat16() for p in model.parameters()] + [*batch(2), torch.tensor(6.0)]
+    expected = run(gm, inputs)
+    gm = compile_regions(gm, {"layers.*.norm": {}})
+    assert not calls(gm, torch.ops.aten.rsqrt.default)
+    assert bitwise(run(gm, inputs), expected)
+
+
+@needs_compiler
+def test_on_a_cpu_the_evaluation_step_compiles_its_flex_attention() -> None:
+    gm, inputs = llama(trace_eval_step, seq_len=128)
+    expected = run(gm, inputs)
+    gm = compile_regions(gm, {FLEX: {}})
+    assert not calls(gm, FORWARD)
+    assert distance(run(gm, inputs), expected) < TOLERANCE
+    documents = inputs[-2]
+    assert documents.shape == (1, 128), "what the mask's rule closes over"
+    inputs[-2] = torch.zeros_like(documents)
+    assert distance(run(gm, inputs), expected) > 100 * TOLERANCE, "another mask is seen"
+
+
+def test_on_a_cpu_a_sequence_that_ends_inside_a_block_is_left_as_it_is() -> None:
+    gm, _ = llama(trace_eval_step, seq_len=24)
+    assert calls(compile_regions(gm, {FLEX: {}}), FORWARD), "compiled, torch 2.13 gives other numbers"
+
+
+# --- options --------------------------------------------------------------------------------------------------------
+
+
+def plan(device: str = "cpu", **options: object) -> dict:
+    return dict(plan_regions(job.Compile(**options), toy(), torch.device(device)))
+
+
+def test_nothing_is_compiled_unless_asked_for_but_flex_attention_on_a_gpu() -> None:
+    assert plan() == {} and plan("cuda") == {FLEX: {}}
+    assert plan(enable=True) == {"layers.*": {}, LOSS: {}}
+    assert plan(enable=True, components=["flex"]) == {FLEX: {}}
+
+
+def test_options_of_a_region_are_inductors() -> None:
+    given = [["flex", "max_autotune=true", "triton.cudagraphs=false"]]
+    assert plan("cuda", region_options=given) == {FLEX: {"max_autotune": True, "triton.cudagraphs": False}}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"regions": ["layers.*.attention"]}, "compile.regions = 'layers.*.attention': matches no module"),
+        ({"region_options": [["flex", "max_autotune=true"]]}, "'flex': is not compiled; compiled are layers.*, loss"),
+        ({"region_options": [["loss", "max_autotun=true"]]}, "no option of Inductor; did you mean 'max_autotune'?"),
+        ({"region_options": [["loss", "max_autotune=1"]]}, "must be a bool"),
+    ],
+)
+def test_what_can_not_be_compiled_is_refused(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message.replace("*", r"\*").replace("?", r"\?")):
+        plan(enable=True, **options)

@@ -1,0 +1,219 @@
+"""Compile parts of the graph by Inductor, and leave the rest as it is."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from torchtitan_graph.graph import meta
+from torchtitan_graph.graph.edit import erase_dead, is_view, value
+from torchtitan_graph.graph.torch_private import compile_by_inductor
+from torchtitan_graph.log import logger
+
+FLEX, LOSS = "flex", "loss"  # regions that are no modules: a flex attention operator; what follows the last module
+
+_FORWARD, _BACKWARD = torch.ops.higher_order.flex_attention, torch.ops.higher_order.flex_attention_backward
+_KERNEL_OPTIONS = 6  # their place among the forward operator's arguments
+
+Regions = Mapping[str, Mapping[str, Any]]  # FLEX, LOSS or a pattern of module names -> Inductor's options there
+
+
+def compile_regions(gm: GraphModule, regions: Regions) -> GraphModule:
+    """Hand each region to Inductor; all other nodes stay, in their order. Not bitwise.
+
+        a = f(x); b = g(a); y = h(b)                      f and g in one region
+        region = compiled(x); b = region[0]; y = h(b)
+
+    Regions that are alike (a block's, in every layer) are compiled once. Flex attention on CUDA runs the kernels of
+    `torch.compile(flex_attention)`.
+    """
+    tag_regions(gm, list(regions))
+    compiled: dict[str, Callable[..., Any]] = {}
+    segments = _segments(gm)
+    for nodes in segments:
+        _replace(gm, nodes, _options(regions, nodes[0]), compiled)
+    if segments:
+        logger.info(f"compile_regions: {len(segments)} regions, {len(compiled)} of them different")
+        erase_dead(gm.graph, gm.graph.find_nodes(op="get_attr"))
+        gm.delete_all_unused_submodules()
+        gm.recompile()
+    return gm
+
+
+# --- policy: which node is in which region --------------------------------------------------------------------------
+
+
+def tag_regions(gm: GraphModule, patterns: Iterable[str]) -> None:
+    """Write on each node of a region its name: what it is ("flex", "loss", a module), then which.
+
+    A flex attention operator takes its score and mask subgraphs along and nothing else, and is in no other region. A
+    module's forward and backward are two regions. Collectives, what layout passes put around them, and views of what a
+    region is given are in none.
+    """
+    modules = [pattern for pattern in patterns if pattern not in (FLEX, LOSS)]
+    loss = _after_modules(gm) if LOSS in patterns else set()
+    num_left = 0
+    for node in gm.graph.nodes:
+        name = region_of(meta.module(node), modules)
+        if node.target in (_FORWARD, _BACKWARD):
+            if FLEX in patterns and _compiles(node):
+                for part in [n for n in node.all_input_nodes if _is_subgraph(gm, n)] + [node]:
+                    meta.write(part, region=f"{FLEX} {node.name}")
+            else:
+                num_left += FLEX in patterns
+        elif node.op != "call_function" or _is_layout(node):
+            continue
+        elif node.target is operator.getitem:
+            meta.write(node, region=meta.region(node.args[0]))  # type: ignore[arg-type]
+        elif node in loss:
+            meta.write(node, region=LOSS)
+        elif name and not (is_view(node) and meta.region(node.all_input_nodes[0]) != f"{name} {meta.phase(node)}"):
+            meta.write(node, region=f"{name} {meta.phase(node)}")
+    if num_left:
+        logger.info(
+            f"compile_regions: {num_left} flex attention operators stay uncompiled and exact: on a CPU torch compiles "
+            "only those without backward, over whole blocks of the mask"
+        )
+
+
+def region_of(module: str, patterns: Iterable[str]) -> str | None:
+    """Give the name that the first matching pattern matches: the module's own, or that of a module around it."""
+    parts = module.split(".")
+    for pattern in patterns:
+        wanted = pattern.split(".")
+        if len(wanted) <= len(parts) and all(w in ("*", p) for w, p in zip(wanted, parts, strict=False)):
+            return ".".join(parts[: len(wanted)])
+    return None
+
+
+def _options(regions: Regions, node: Node) -> Mapping[str, Any]:
+    name = (meta.region(node) or "").split()[0]
+    return next(options for pattern, options in regions.items() if name in (pattern, region_of(name, [pattern])))
+
+
+def _after_modules(gm: GraphModule) -> set[Node]:
+    """Give the nodes from the last module's forward to the first module's backward: the loss."""
+    nodes = [n for n in gm.graph.nodes if n.op == "call_function" and meta.role(n) is None]
+    last = max((i for i, n in enumerate(nodes) if meta.phase(n) == "forward" and meta.module(n)), default=-1)
+    return set(itertools.takewhile(lambda n: not meta.module(n), nodes[last + 1 :]))
+
+
+def _compiles(node: Node) -> bool:
+    """Tell whether torch compiles a flex attention operator on its device, and right.
+
+    On a CPU torch 2.13 has no backward and no log-sum-exp; and where a sequence ends inside a block of the mask, its
+    kernel gives wrong numbers, or none (seen for 24, 40, 104 and 120 positions in blocks of 128).
+    """
+    if not _on_cpu(node):
+        return True
+    if node.target is _BACKWARD or any(part.args[1] != 0 and part.users for part in node.users):
+        return False
+    q, k, _, _, mask, *_ = node.args
+    return all(value(x).shape[2] % block == 0 for x, block in zip((q, k), mask[-3:-1], strict=True))  # type: ignore
+
+
+def _on_cpu(node: Node) -> bool:
+    return value(node.args[0]).device.type == "cpu"  # type: ignore[arg-type]
+
+
+def _is_subgraph(gm: GraphModule, node: Node) -> bool:
+    return node.op == "get_attr" and isinstance(getattr(gm, str(node.target), None), GraphModule)
+
+
+def _is_layout(node: Node) -> bool:
+    """Tell a collective, or a node that a layout pass put before or after one: not a cast that stands alone."""
+    if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in ("_c10d_functional", "_dtensor"):
+        return True
+    return meta.role(node) is not None and any(meta.role(n) for n in (*node.all_input_nodes, *node.users))
+
+
+# --- mechanism: compile what is tagged ------------------------------------------------------------------------------
+
+
+def _segments(gm: GraphModule) -> list[list[Node]]:
+    """Give the calls of each region, cut wherever another node reads what it has made so far.
+
+    A segment can then run where its last operator stands: what it needs is there, and nothing has asked for it yet.
+    """
+    done: list[list[Node]] = []
+    running: dict[str, dict[Node, None]] = {}  # a region's name -> its calls since it was last cut, in order
+    for node in gm.graph.nodes:
+        region = meta.region(node)
+        for source in node.all_input_nodes:
+            other = meta.region(source)
+            if other is not None and other != region and source in running.get(other, ()):
+                done.append(list(running.pop(other)))
+        if region is not None and node.op == "call_function" and node.target is not operator.getitem:
+            # Only the parts of a tuple can leave a region, so they stay with the operator that makes it.
+            parts = [user for user in node.users if user.target is operator.getitem]
+            running.setdefault(region, {}).update(dict.fromkeys([node, *parts]))
+    return done + [list(nodes) for nodes in running.values()]
+
+
+def _replace(
+    gm: GraphModule, nodes: list[Node], options: Mapping[str, Any], compiled: dict[str, Callable[..., Any]]
+) -> None:
+    """Put one call in place of a segment; compile the segment unless one like it has been."""
+    part, inputs, outputs = _extract(gm, nodes)
+    text = "\n".join([repr(dict(options)), *map(_layout, inputs), *_code(part)])
+    if text not in compiled:
+        compiled[text] = compile_by_inductor(part, [value(x) for x in inputs], options)
+    last = [node for node in nodes if node.target is not operator.getitem][-1]
+    region = meta.region(last)
+    with gm.graph.inserting_after(last):
+        call = gm.graph.create_node("call_function", compiled[text], tuple(inputs), name=region)
+    call.meta["val"] = tuple(map(value, outputs))
+    meta.inherit(call, last)
+    meta.write(call, region=region)
+    with gm.graph.inserting_after(call):
+        for i, output in reversed(list(enumerate(outputs))):
+            result = gm.graph.call_function(operator.getitem, (call, i))
+            result.meta = output.meta
+            output.replace_all_uses_with(result)
+    for node in reversed(nodes):
+        gm.graph.erase_node(node)
+
+
+def _extract(gm: GraphModule, nodes: list[Node]) -> tuple[GraphModule, list[Node], list[Node]]:
+    """Copy a segment into a graph of its own, under names that do not tell which layer's it is.
+
+    Gives that graph, and the nodes that it reads and those that are read of it.
+    """
+    inside, graph, held = set(nodes), Graph(), torch.nn.Module()
+    copies: dict[Node, Node] = {}
+    inputs: list[Node] = []
+    for source in dict.fromkeys(s for node in nodes for s in node.all_input_nodes if s not in inside):
+        if _is_subgraph(gm, source):
+            held.add_module(f"subgraph_{len(copies)}", getattr(gm, str(source.target)))
+            copies[source] = graph.get_attr(f"subgraph_{len(copies)}")
+        else:
+            copies[source] = graph.placeholder(f"input_{len(inputs)}")
+            inputs.append(source)
+    for node in nodes:
+        args, kwargs = map_arg(node.args, copies.__getitem__), map_arg(node.kwargs, copies.__getitem__)
+        if node.target is _FORWARD and _on_cpu(node):
+            args = _without_logsumexp(args)
+        copies[node] = graph.create_node(node.op, node.target, args, kwargs, name=f"value_{len(copies)}")
+    outputs = [node for node in nodes if any(user not in inside for user in node.users)]
+    graph.output(tuple(copies[node] for node in outputs))
+    return GraphModule(held, graph), inputs, outputs
+
+
+def _without_logsumexp(args: Any) -> tuple[Any, ...]:
+    """Let a flex attention operator leave out what the CPU's kernel can't give, and nothing reads."""
+    return *args[:_KERNEL_OPTIONS], args[_KERNEL_OPTIONS] | {"OUTPUT_LOGSUMEXP": False}, *args[_KERNEL_OPTIONS + 1 :]
+
+
+def _code(gm: GraphModule) -> list[str]:
+    return [each.code for each in gm.modules() if isinstance(each, GraphModule)]
+
+
+def _layout(node: Node) -> str:
+    x = value(node)
+    return f"{x.dtype} {tuple(x.shape)} {x.stride()} {x.device}"

@@ -1,5 +1,6 @@
 """config.json: what it says is trained where no flavour is set, and must agree with the flavour that is."""
 
+import dataclasses
 import json
 from pathlib import Path
 from types import ModuleType
@@ -116,7 +117,10 @@ def test_a_module_of_the_users_own_needs_nothing_of_this(tmp_path: Path, monkeyp
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     _, model = choose_model(job("name=of_mine.plain"), assets(tmp_path), 50)
-    assert model.config == llama3.FLAVORS["debugmodel"].__class__(256, 6, 16, 16, 768, 50, rope_scaling=None)
+    assert model.config == dataclasses.replace(llama3.FLAVORS["debugmodel"], vocab_size=50)
+    config = load(["--model.name=of_mine.plain", "--checkpoint.last_save_in_hf"])
+    with pytest.raises(ValueError, match="last_save_in_hf = true: of_mine.plain defines no HF_ARCHITECTURES, from_hf"):
+        choose_model(config, None, 50)
 
 
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path: Path) -> None:

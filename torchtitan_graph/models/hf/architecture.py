@@ -12,7 +12,7 @@ import torch
 from torchtitan_graph.config import JobConfig
 from torchtitan_graph.models.hf.files import read_json
 from torchtitan_graph.models.layers.decoder import Decoder
-from torchtitan_graph.models.spec import check_vocabulary, family_names, flavor_config, load_family
+from torchtitan_graph.models.spec import HF_CONTRACT, check_vocabulary, family_names, flavor_config, load_family
 
 TOKENIZER_ONLY = "to take only the tokenizer from there, name the file tokenizer.json itself"
 
@@ -24,8 +24,8 @@ def choose_model(job: JobConfig, assets: Path | None, tokenizer_vocab_size: int)
     not set, and must agree with the flavour if it is. Weights are not looked at.
 
     Raises:
-        ValueError: as `load_family` and `build_model`; or config.json contradicts `model.name` or `model.flavor`, or
-            is not of a family or a form that is known.
+        ValueError: as `load_family` and `build_model`; a family that can't be saved as asked; or config.json
+            contradicts `model.name` or `model.flavor`, or is not of a family or a form that is known.
     """
     options, flavor = job.model, job.model.flavor
     file = (assets or Path()) / "config.json"
@@ -33,6 +33,11 @@ def choose_model(job: JobConfig, assets: Path | None, tokenizer_vocab_size: int)
     if raw is not None and flavor is None and "model.name" not in job.sources:
         options.name = family_of(raw, file)[0]
     family = load_family(options.name)
+    lacking = [attribute for attribute in HF_CONTRACT if not hasattr(family, attribute)]
+    if job.checkpoint.last_save_in_hf and lacking:
+        raise ValueError(
+            f"checkpoint.last_save_in_hf = true: {family.__name__} defines no {', '.join(lacking)}: see llama3.py"
+        )
     if raw is None or not hasattr(family, "from_hf_config"):
         options.flavor = flavor or "debugmodel"
         config = flavor_config(family, options.name, options.flavor, tokenizer_vocab_size)

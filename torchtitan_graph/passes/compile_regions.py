@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ def compile_regions(gm: GraphModule, regions: Regions) -> GraphModule:
 # --- policy: which node is in which region --------------------------------------------------------------------------
 
 
-def tag_regions(gm: GraphModule, patterns: Iterable[str]) -> None:
+def tag_regions(gm: GraphModule, patterns: Sequence[str]) -> None:
     """Write on each node of a region its name: what it is ("flex", "loss", a module), then which.
 
     A flex attention operator takes its score and mask subgraphs along and nothing else, and is in no other region. A

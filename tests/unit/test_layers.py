@@ -26,7 +26,7 @@ def write_package(folder: Path, **imports: str) -> None:
     for module in ("passes", "models", "data", "optim", "checkpoint", "metrics", "parallel", "graph", "config"):
         (package / module).mkdir(parents=True)
         (package / module / "__init__.py").touch()
-    for module in ("__init__", "train", "translate", "trainer", "compiler", "loss", "log", "device"):
+    for module in ("__init__", "train", "translate", "trainer", "compiler", "loss", "log", "device", "ops"):
         (package / f"{module}.py").touch()
     for module in ("cleanup", "shard_params"):
         (package / "passes" / f"{module}.py").touch()

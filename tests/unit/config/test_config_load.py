@@ -138,9 +138,9 @@ def test_error_names_file_key_value_legal_and_nearest(tmp_path: Path, line: str,
         ),
         (["--optimizer.beta2", "1"], "optimizer.beta2 = '1': must be a number of at least 0 and below 1"),
         (
-            ["--model.name", "llama4"],
-            "model.name = 'llama4': must be one of llama3, or the dotted name of a module of your own;"
-            " did you mean llama3?",
+            ["--model.name", "llama5"],
+            "model.name = 'llama5': must be one of llama3, llama4, qwen3, deepseek_v3, gpt_oss, or the dotted name of a"
+            " module of your own; did you mean llama4?",
         ),
     ],
 )

@@ -54,7 +54,7 @@ def llama(trace: Callable = trace_train_step, seq_len: int = 24) -> tuple[GraphM
     tokens, labels = torch.randint(50, (2, 1, seq_len), generator=generator)
     positions = torch.arange(seq_len).expand(1, seq_len).contiguous()
     inputs = Batch(tokens, labels, positions, (positions > 9).long())
-    rest = (inputs, model.mask(inputs.documents_BL), torch.tensor(seq_len))
+    rest = (inputs, model.masks(inputs.documents_BL, inputs.positions_BL), torch.tensor(seq_len))
     gm = cleanup(trace(model, cross_entropy, *rest, device="cpu").gm)
     return gm, [
         *(torch.randn(p.shape, generator=generator) * 0.2 for p in model.parameters()),

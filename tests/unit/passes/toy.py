@@ -51,11 +51,11 @@ class Toy(nn.Module):
         if tied:
             self.output.weight = self.tok_embeddings.weight
 
-    def forward(self, tokens_BL: Tensor, positions_BL: Tensor, masks: None, *, with_routing: bool) -> Any:
+    def forward(self, tokens_BL: Tensor, positions_BL: Tensor, masks: None, *, with_routing: bool = False) -> Any:
         x = self.tok_embeddings(tokens_BL)
         for layer in self.layers:
             x = layer(x)
-        return self.output(x), {}
+        return (self.output(x), {}) if with_routing else self.output(x)
 
 
 def batch(seed: int = 0) -> Batch:

@@ -1,6 +1,7 @@
 """Compare the step in eager mode (FSDP2), eager with `torch.compile`, as a graph, and as a compiled graph.
 
     python scripts/benchmark.py --ranks 1,2 --dtypes float32,bfloat16 --json benchmark.jsonl
+    python scripts/benchmark.py --family gpt_oss --attn flex --ranks 1 --dtypes float32
     python scripts/benchmark.py --trace_layers 4,8,16,32,64
 
 Each number of ranks is a group of gloo (or, with GPUs, NCCL) processes. The modes take turns, step by step, in the
@@ -30,11 +31,13 @@ from torchtitan_graph import device as devices
 from torchtitan_graph.compiler import Inspection, passes, run_passes
 from torchtitan_graph.data.batch import Batch
 from torchtitan_graph.graph import meta
+from torchtitan_graph.graph.flops import count_flops, visible_pairs
 from torchtitan_graph.graph.step import bind_train_step, make_eager_step, trace_train_step
 from torchtitan_graph.graph.torch_private import init_fake_process_group
 from torchtitan_graph.loss import cross_entropy
-from torchtitan_graph.models import llama3
+from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.init import initialize
+from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.mesh import ParallelDims
 from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.parallel.storage import (
@@ -47,18 +50,26 @@ from torchtitan_graph.parallel.storage import (
 )
 from torchtitan_graph.passes.compile_regions import compile_regions
 
-MODEL = llama3.Config(
-    dim=512, num_layers=8, num_heads=8, num_kv_heads=8, ffn_dim=1536, vocab_size=8192, rope_scaling=None
-)
+# What makes a debug flavour mid-size; llama3's debug flavour has very narrow heads.
+MID_SIZE: dict[str, Any] = {"dim": 512, "num_layers": 8, "vocab_size": 8192}
+MID_SIZE_OF = {"llama3": {"num_heads": 8, "num_kv_heads": 8, "ffn_dim": 1536}}
 MODES = ("eager", "compile", "graph", "regional", "whole")
-REGIONS = {"regional": "layers.*.feed_forward", "blocks": "layers.*"}  # what is compiled of the graph; "whole": all
+# What is compiled of the graph; "whole": all.
+REGIONS = {"regional": ("layers.*.feed_forward", "layers.*.moe"), "blocks": ("layers.*",)}
 
 Step = Callable[[Batch, Any, torch.Tensor], torch.Tensor]
 
 
-def make_model(config: llama3.Config) -> llama3.Model:
+def config_of(args: argparse.Namespace) -> Any:
+    flavors = load_family(args.family).FLAVORS
+    if args.flavor != "mid":
+        return flavors[args.flavor]
+    return dataclasses.replace(flavors["debugmodel"], **MID_SIZE, **MID_SIZE_OF.get(args.family, {}))
+
+
+def make_model(config: Any, args: argparse.Namespace) -> Decoder:
     with torch.device("meta"):
-        return llama3.Model(config)
+        return load_family(args.family).Model(config, args.attn)
 
 
 def make_batch(rows: int, seq_len: int, vocab_size: int, device: torch.device) -> Batch:
@@ -70,10 +81,10 @@ def make_batch(rows: int, seq_len: int, vocab_size: int, device: torch.device) -
 
 
 def build_graph(
-    config: llama3.Config, precision: Precision, args: argparse.Namespace, mesh: Any, batch: Batch, mode: str = "graph"
+    config: Any, precision: Precision, args: argparse.Namespace, mesh: Any, batch: Batch, mode: str = "graph"
 ) -> Any:
     """Trace and run the passes; give the traced step, its model on meta, storage, and the seconds of both parts."""
-    device, model = batch.tokens_BL.device, make_model(config)
+    device, model = batch.tokens_BL.device, make_model(config, args)
     cast_parameters(model, precision.compute)
     begin = time.perf_counter()
     num_tokens = torch.tensor(batch.labels_BL.numel() * dist.get_world_size(), device=device)
@@ -83,7 +94,7 @@ def build_graph(
     storages = plan_storage(model, mesh, precision)
     run_passes(traced.gm, passes(storages, buckets(model), Recompute(), True), args.disable, device, Inspection())
     if mode in REGIONS:
-        compile_regions(traced.gm, {REGIONS[mode]: {}})
+        compile_regions(traced.gm, {pattern: {} for pattern in REGIONS[mode]})
     elif mode == "whole":
         for node in traced.gm.graph.nodes:
             meta.write(node, region=mode)
@@ -95,11 +106,11 @@ def build_graph(
 def build(mode: str, precision: Precision, args: argparse.Namespace, mesh: Any, batch: Batch) -> tuple[Step, Any]:
     device = batch.tokens_BL.device
     if mode not in ("eager", "compile"):
-        traced, model, storages, *_ = build_graph(MODEL, precision, args, mesh, batch, mode)
+        traced, model, storages, *_ = build_graph(config_of(args), precision, args, mesh, batch, mode)
         materialize(model, storages, device)
         initialize(model, 0)
         return bind_train_step(traced, model), model
-    model = make_model(MODEL)
+    model = make_model(config_of(args), args)
     shard_eager(model, mesh, precision, reshard_after_forward=True, device=device)
     initialize(model, 0)
     if mode == "compile":
@@ -139,9 +150,10 @@ def measure(rank: int, world_size: int, args: argparse.Namespace, dtype: str, re
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     mesh = ParallelDims(dp_shard=world_size).mesh(device.type)
     precision = Precision(compute=getattr(torch, dtype))
-    batch = make_batch(args.rows, args.seq_len, MODEL.vocab_size, device)
+    batch = make_batch(args.rows, args.seq_len, config_of(args).vocab_size, device)
     num_tokens = torch.tensor(batch.labels_BL.numel() * world_size, device=device)
-    steps, memory, times = {}, {}, {mode: [] for mode in args.modes}
+    steps, memory = {}, {}
+    times: dict[str, list[float]] = {mode: [] for mode in args.modes}
     for mode in args.modes:
         step, model = build(mode, precision, args, mesh, batch)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -164,14 +176,19 @@ def measure(rank: int, world_size: int, args: argparse.Namespace, dtype: str, re
                 torch.cuda.synchronize()
             times[mode].append(time.perf_counter() - begin)
     if rank == 0:
+        tokens = batch.labels_BL.numel() * world_size
+        flops = flops_of_step(args, precision, batch) if devices.peak_flops() else None
         for mode in args.modes:
             ratio = statistics.median(a / b for a, b in zip(times[mode], times[args.modes[0]], strict=True))
             results.append(
                 {
+                    "model": f"{args.family} {args.flavor} {args.attn}",
                     "ranks": world_size,
                     "dtype": dtype,
                     "mode": mode,
-                    "step_s": round(statistics.median(times[mode]), 4),
+                    "step_s": round(step_s := statistics.median(times[mode]), 4),
+                    "tokens_per_s": round(tokens / step_s),
+                    **({"mfu": round(flops / step_s / (devices.peak_flops() or 1.0), 3)} if flops else {}),
                     f"time_to_{args.modes[0]}": round(ratio, 3),
                     "peak_mib": round(memory[mode] / 2**20, 1),
                     f"memory_to_{args.modes[0]}": round(memory[mode] / memory[args.modes[0]], 3),
@@ -181,13 +198,23 @@ def measure(rank: int, world_size: int, args: argparse.Namespace, dtype: str, re
     dist.destroy_process_group()
 
 
+def flops_of_step(args: argparse.Namespace, precision: Precision, batch: Batch) -> float:
+    """Count one rank's operations, before any pass; see graph/flops.py."""
+    model = make_model(config_of(args), args)
+    cast_parameters(model, precision.compute)
+    masks = model.masks(batch.documents_BL, batch.positions_BL)
+    num_tokens = torch.tensor(batch.labels_BL.numel(), device=batch.labels_BL.device)
+    traced = trace_train_step(model, cross_entropy, batch, masks, num_tokens, device=batch.labels_BL.device)
+    return count_flops(traced.gm).of(visible_pairs(batch.documents_BL))
+
+
 def measure_tracing(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Time tracing and the passes as the model grows, for a rank of a fake group of 8."""
     init_fake_process_group(8)
     mesh = ParallelDims(dp_shard=8).mesh("cpu")
     rows = []
     for num_layers in args.trace_layers:
-        config = dataclasses.replace(MODEL, num_layers=num_layers)
+        config = dataclasses.replace(config_of(args), num_layers=num_layers)
         batch = make_batch(1, 128, config.vocab_size, torch.device("cpu"))
         trials = [build_graph(config, Precision(compute=torch.bfloat16), args, mesh, batch) for _ in range(3)]
         rows.append(
@@ -213,6 +240,11 @@ def main() -> None:
     parser.add_argument(
         "--modes", type=lambda s: s.split(","), default=list(MODES), help=f"{modes}; the first is the reference"
     )
+    parser.add_argument("--family", default="llama3", help="model family (default llama3)")
+    parser.add_argument(
+        "--flavor", default="mid", help="a flavour, or mid (default): the debug model at dim 512, 8 layers"
+    )
+    parser.add_argument("--attn", default="sdpa", choices=("sdpa", "flex"), help="attention (default sdpa)")
     parser.add_argument("--rows", type=int, default=1, help="rows per rank (default 1)")
     parser.add_argument("--seq_len", type=int, default=1024, help="tokens per row (default 1024)")
     parser.add_argument("--steps", type=int, default=9, help="measured steps per mode (default 9)")

@@ -1,0 +1,75 @@
+"""On a machine with one CUDA GPU, in one call and under ten minutes: is the graph eager's equal, and how fast is it?
+
+    python scripts/check_gpu.py [--json gpu.jsonl] [--skip_speed]
+
+First every family's tiny model, five steps as a graph and in eager mode with compiled flex attention (forward and
+backward): loss, every gradient and the parameters, bit for bit. Then tokens per second and, where the GPU's peak is
+known, MFU of llama3 1B and of a small qwen3 with experts: eager, as a graph with its flex regions compiled, and the
+graph compiled as a whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torchtitan_graph.check import matrix
+from torchtitan_graph.check.matrix import BF16, FP32, Cell
+
+from torchtitan_graph.models.spec import family_names, load_family
+
+# Heads that the GPU's kernels take: a power of two, at least 16 wide.
+HEADS = (("head_dim", 32), ("nope_dim", 32), ("rope_dim", 32), ("v_dim", 32), ("kv_lora_rank", 32))
+SPEED = (
+    ["--family", "llama3", "--flavor", "1B", "--seq_len", "4096", "--attn", "sdpa"],
+    ["--family", "llama3", "--flavor", "1B", "--seq_len", "4096", "--attn", "flex"],
+    ["--family", "qwen3", "--flavor", "debugmodel_moe", "--seq_len", "4096", "--rows", "4", "--attn", "flex"],
+)
+
+
+def check_bits() -> list[str]:
+    """Train every debug flavour both ways; print a line each, and return those that differ."""
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    dist.init_process_group("nccl", init_method="tcp://127.0.0.1:29547", rank=0, world_size=1)
+    matrix.DEVICE = torch.device("cuda")
+    failed = []
+    flavors = [(f, x) for f in family_names() for x in load_family(f).FLAVORS if x.startswith("debugmodel")]
+    for family, flavor in flavors:
+        for attn in ("sdpa", "flex"):
+            for precision in (FP32, BF16):
+                begin = time.perf_counter()
+                cell = Cell(family=family, flavor=flavor, attn=attn, precision=precision, changes=HEADS)
+                eager = matrix.train(cell, *matrix.build_eager(cell))
+                different = matrix.bits_that_differ(eager, matrix.train(cell, *matrix.build_graph(cell)))
+                name = f"{family} {flavor} {attn} {precision.compute}"
+                result = f"{len(different)} of {len(eager)} differ, first {different[0]}" if different else "equal"
+                print(f"{name:<50} {result}  ({time.perf_counter() - begin:.1f} s)", flush=True)
+                failed += [name] * bool(different)
+    dist.destroy_process_group()
+    return failed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="append the benchmark's rows to this file, an object each")
+    parser.add_argument("--skip_speed", action="store_true", help="check the bits alone")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("check_gpu: torch sees no CUDA GPU here; tests/numerics checks the same on a CPU")
+    failed = check_bits()
+    for model in SPEED if not args.skip_speed else ():
+        command = [sys.executable, str(Path(__file__).with_name("benchmark.py")), *model]
+        command += ["--ranks", "1", "--dtypes", "bfloat16", "--modes", "eager,graph,whole", "--steps", "7"]
+        subprocess.run(command + (["--json", str(args.json)] if args.json else []), check=True)
+    if failed:
+        raise SystemExit(f"check_gpu: graph and eager differ for {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

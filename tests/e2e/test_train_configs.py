@@ -57,6 +57,14 @@ def test_file_says_only_what_differs_from_the_defaults(file: Path) -> None:
     ] == []
 
 
+def test_another_family_has_another_folder() -> None:
+    folders = [
+        load(["--job.config_file", "llama3_debug.toml", "--model.name", name]).job.dump_folder
+        for name in family_names()
+    ]
+    assert folders == [f"./outputs/{name}_debug" for name in family_names()]
+
+
 def test_every_flavour_has_a_file() -> None:
     flavors = {(name, flavor) for name in family_names() for flavor in load_family(name).FLAVORS}
     configs = [load(["--job.config_file", str(file)]) for file in FILES]
@@ -64,7 +72,9 @@ def test_every_flavour_has_a_file() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama3_1b", "llama3_8b", "llama4_17bx16e", "qwen3_30b_a3b", "deepseek_v3_16b", "gpt_oss_20b"])
+@pytest.mark.parametrize(
+    "name", ["llama3_1b", "llama3_8b", "llama4_17bx16e", "qwen3_30b_a3b", "deepseek_v3_16b", "gpt_oss_20b"]
+)
 def test_dry_run(name: str, tmp_path: Path) -> None:
     code, output = Command(
         str(REPOSITORY / "run_train.sh"),

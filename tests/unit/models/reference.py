@@ -35,7 +35,9 @@ def build(name: str, flavor: str, attn: str = "sdpa", dtype: torch.dtype = torch
 def _std(name: str, tensor: Tensor) -> float:
     if "norm" in name or name.endswith("bias_E"):
         return 0.3
-    if tensor.dim() == 1 or name.endswith(("sinks", "bias", "b1", "b2", "b3", "tok_embeddings.weight")):
+    if name.endswith(("b1", "b3")):
+        return 4.0  # gpt_oss clamps at 7
+    if tensor.dim() == 1 or name.endswith(("sinks", "bias", "b2", "tok_embeddings.weight")):
         return 1.0
     return tensor.shape[-1] ** -0.5
 

@@ -1,5 +1,6 @@
 """config.json: what it says is trained where no flavour is set, and must agree with the flavour that is."""
 
+import dataclasses
 import json
 from pathlib import Path
 from types import ModuleType
@@ -173,6 +174,13 @@ def test_llama4_is_read_from_the_config_of_all_its_parts() -> None:
     del text["no_rope_layer_interval"], text["architectures"]
     raw = {"architectures": ["Llama4ForConditionalGeneration"], "text_config": text, "vision_config": {}}
     assert llama4.from_hf_config(raw) == scout
+
+
+def test_gpt_oss_says_that_positions_are_not_scaled_since_silence_means_the_releases_scaling() -> None:
+    released = gpt_oss.FLAVORS["20b"]
+    plain = dataclasses.replace(released, rope_scaling=None)
+    assert gpt_oss.from_hf_config(gpt_oss.to_hf_config(plain)) == plain
+    assert gpt_oss.from_hf_config({**gpt_oss.to_hf_config(released), "rope_scaling": None}) == released
 
 
 @pytest.mark.parametrize(

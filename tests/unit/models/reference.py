@@ -87,11 +87,16 @@ class _NothingNarrowed(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def rope_width(config: Any) -> int:
+    """Give how many features of a head are rotated."""
+    return config.rope_dim if hasattr(config, "rope_dim") else config.head_dim
+
+
 def _in_double(theirs: nn.Module, config: Any) -> Callable[..., Any]:
     """Let transformers compute in double precision but for rotary angles, which are fp32's, rounded as ours are."""
-    width = getattr(config, "rope_dim", None) or config.head_dim
     scaling = getattr(config, "rope_scaling", None)
-    theirs.model.rotary_emb.inv_freq = rope_frequencies(width, config.rope_theta, scaling, torch.device("cpu"))
+    frequencies_H = rope_frequencies(rope_width(config), config.rope_theta, scaling, torch.device("cpu"))
+    theirs.model.rotary_emb.inv_freq = frequencies_H
 
     def call(**inputs: Tensor) -> Any:
         with _NothingNarrowed():

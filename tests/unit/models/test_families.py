@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from pytest import MonkeyPatch
+from reference import Results, build, gap, largest_gap, results, results_of_transformers, rope_width, tokens
 from torch import Tensor
 
-from reference import Results, build, gap, largest_gap, results, results_of_transformers, tokens
 from torchtitan_graph.models.layers import attention, latent_attention
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.moe import Router
-from torchtitan_graph.models.layers.rope import Llama3Scaling, YarnScaling, apply_rope, yarn_magnitude
+from torchtitan_graph.models.layers.rope import Llama3Scaling, YarnScaling, apply_rope, rope_frequencies, yarn_magnitude
 from torchtitan_graph.models.spec import build_model, family_names, load_family, tiny_config
 
 LLAMA3_SCALING = {"rope_scaling": Llama3Scaling(factor=8.0, original_context=16), "rope_theta": 100.0}
@@ -58,7 +58,55 @@ ROWS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt_oss, window of one": ("gpt_oss", "debugmodel", {"window": 1, **GPT_OSS_YARN}),
     "gpt_oss, plain rope, tied": ("gpt_oss", "debugmodel", {"rope_scaling": None, "tied": True}),
 }
+# The first row of each family and flavour.
+FIRST = [row for i, row in enumerate(ROWS) if ROWS[row][:2] not in [other[:2] for other in list(ROWS.values())[:i]]]
+
 BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-10}
+
+
+# By family and flavour, without vision towers and layers that predict further tokens, as transformers counts.
+PARAMETERS = {
+    ("llama3", "1B"): 1_235_814_400,
+    ("llama3", "3B"): 3_212_749_824,
+    ("llama3", "8B"): 8_030_261_248,
+    ("llama3", "70B"): 70_553_706_496,
+    ("llama3", "405B"): 405_853_388_800,
+    ("llama4", "17Bx16E"): 107_769_861_120,
+    ("llama4", "17Bx128E"): 400_711_848_960,
+    ("qwen3", "0.6B"): 596_049_920,
+    ("qwen3", "1.7B"): 1_720_574_976,
+    ("qwen3", "4B"): 4_022_468_096,
+    ("qwen3", "8B"): 8_190_735_360,
+    ("qwen3", "14B"): 14_768_307_200,
+    ("qwen3", "32B"): 32_762_123_264,
+    ("qwen3", "30B-A3B"): 30_532_122_624,
+    ("qwen3", "235B-A22B"): 235_093_634_560,
+    ("deepseek_v3", "16B"): 15_706_484_224,
+    ("deepseek_v3", "236B"): 235_741_434_880,
+    ("deepseek_v3", "671B"): 671_026_404_352,
+    ("gpt_oss", "20b"): 20_914_757_184,
+    ("gpt_oss", "120b"): 116_829_156_672,
+}
+
+
+@pytest.mark.parametrize(("name", "flavor"), PARAMETERS)
+def test_a_flavour_has_the_released_models_parameters(name: str, flavor: str) -> None:
+    vocabulary = load_family(name).FLAVORS[flavor].vocab_size
+    model = build_model(name, flavor, "sdpa", tokenizer_vocab_size=vocabulary)
+    assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name, flavor]
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+
+
+def test_every_flavour_is_counted_here_or_is_a_debug_model() -> None:
+    flavors = {(name, flavor) for name in family_names() for flavor in load_family(name).FLAVORS}
+    assert {pair for pair in flavors if not pair[1].startswith("debugmodel")} == set(PARAMETERS)
+
+
+def test_every_family_is_compared_here() -> None:
+    assert {name for name, _, _ in ROWS.values()} == set(family_names())
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
 
 
 def ours(row: str, attn: str = "sdpa", dtype: torch.dtype = torch.float64, **changes: Any) -> Decoder:
@@ -76,6 +124,87 @@ def theirs(row: str, dtype: torch.dtype = torch.float64) -> Results:
 @pytest.mark.parametrize("row", ROWS)
 def test_logits_and_gradients_are_those_of_transformers(row: str, dtype: torch.dtype, attn: str) -> None:
     assert largest_gap(results(ours(row, attn, dtype)), theirs(row, dtype)) < BOUNDS[dtype]
+
+
+@pytest.mark.parametrize(("name", "flavor"), PARAMETERS)
+def test_rotary_frequencies_are_those_of_transformers_at_the_released_sizes(name: str, flavor: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    family = load_family(name)
+    released = family.FLAVORS[flavor]
+    width = rope_width(released)
+    # Few and narrow layers, whose heads are as wide as the release's.
+    config = tiny_config(released, dim=4 * width, head_dim=width, rope_dim=width, num_layers=1, vocab_size=8)
+    raw = family.to_hf_config(config)
+    theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**raw)).model.rotary_emb
+    scaling = getattr(config, "rope_scaling", None)
+    ours = rope_frequencies(width, config.rope_theta, scaling, torch.device("cpu"))
+    assert torch.allclose(ours, theirs.inv_freq, rtol=1e-6, atol=0)
+    assert theirs.attention_scaling == pytest.approx(scaling.magnitude if scaling else 1.0, rel=1e-12)
+
+
+# --- documents --------------------------------------------------------------------------------------------------------
+
+LENGTHS = (5, 11, 8)
+
+
+def packed() -> tuple[Tensor, Tensor, Tensor]:
+    """Give one row of three documents: tokens, positions, documents."""
+    positions = torch.cat([torch.arange(n) for n in LENGTHS]).unsqueeze(0)
+    documents = torch.cat([torch.full((n,), i) for i, n in enumerate(LENGTHS)]).unsqueeze(0)
+    return tokens(B=1, L=sum(LENGTHS)), positions, documents
+
+
+def together(model: Decoder) -> Tensor:
+    row, positions, documents = packed()
+    return model(row, positions, model.masks(documents, positions))
+
+
+def separately(model: Decoder) -> Tensor:
+    return torch.cat([model(part) for part in packed()[0].split(LENGTHS, dim=1)], dim=1)
+
+
+@pytest.mark.parametrize("attn", ["sdpa", "flex"])
+@pytest.mark.parametrize("row", FIRST)
+def test_packed_documents_are_as_if_each_had_a_row_of_its_own(row: str, attn: str) -> None:
+    model = ours(row, attn)
+    assert largest_gap(results(model, together), results(model, separately)) < 1e-12
+
+
+@pytest.mark.parametrize("fault", ["one document", "boundary moved", "positions run on"])
+@pytest.mark.parametrize("row", FIRST)
+def test_a_mask_or_positions_that_cross_documents_are_seen(row: str, fault: str) -> None:
+    model = ours(row)
+    packed_tokens, positions, documents = packed()
+    if fault == "one document":
+        documents = torch.zeros_like(documents)
+    elif fault == "boundary moved":
+        documents = documents.roll(1, dims=1)
+    else:
+        positions = torch.arange(sum(LENGTHS)).unsqueeze(0)
+    with torch.no_grad():
+        changed = gap(model(packed_tokens, positions, model.masks(documents, positions)), separately(model))
+    # Rotated attention knows only distances: positions that run on change nothing but the rounding of angles, kept in
+    # fp32; llama4's chunks and temperature know positions.
+    only_rounding = fault == "positions run on" and ROWS[row][0] != "llama4"
+    assert 1e-12 < changed < 1e-5 if only_rounding else changed > 1e-3
+
+
+@pytest.mark.parametrize("row", FIRST)
+def test_no_token_sees_a_later_one(row: str) -> None:
+    model, before = ours(row), tokens(B=1, L=12)
+    after = before.clone()
+    after[0, 7] = (after[0, 7] + 1) % 64
+    with torch.no_grad():
+        before, after = model(before), model(after)
+    assert gap(after[:, :7], before[:, :7]) < 1e-12  # a product of a group's rows may round otherwise if it has more
+    assert gap(after[:, 7], before[:, 7]) > 1e-3
+
+
+@pytest.mark.parametrize("row", FIRST)
+def test_without_positions_and_masks_every_row_is_one_document(row: str) -> None:
+    model, of_rows = ours(row), tokens()
+    documents, positions = torch.zeros_like(of_rows), torch.arange(of_rows.shape[1]).expand_as(of_rows)
+    assert torch.equal(model(of_rows), model(of_rows, positions, model.masks(documents, positions)))
 
 
 # --- what the comparison must see -------------------------------------------------------------------------------------

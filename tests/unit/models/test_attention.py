@@ -50,6 +50,7 @@ def test_a_mask_is_what_the_rule_says_of_every_pair(name: str) -> None:
 
 
 LONG = torch.repeat_interleave(torch.arange(2), torch.tensor([170, 130])).expand(2, 300)
+TO_300 = torch.arange(300).expand(2, 300)
 
 
 @pytest.mark.parametrize(

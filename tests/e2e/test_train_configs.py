@@ -7,7 +7,7 @@ from runs import REPOSITORY, Command
 
 from torchtitan_graph.config import check, dump_toml, load
 from torchtitan_graph.config.job import OPTIONS, get
-from torchtitan_graph.models.spec import build_model
+from torchtitan_graph.models.spec import build_model, family_names, load_family
 
 FILES = sorted((REPOSITORY / "train_configs").glob("*.toml"))
 RANKS = {
@@ -17,6 +17,26 @@ RANKS = {
     "llama3_8b": 8,
     "llama3_70b": 128,
     "llama3_405b": 512,
+    "llama4_debug": 2,
+    "llama4_17bx16e": 32,
+    "llama4_17bx128e": 256,
+    "qwen3_debug": 2,
+    "qwen3_moe_debug": 2,
+    "qwen3_0.6b": 1,
+    "qwen3_1.7b": 1,
+    "qwen3_4b": 2,
+    "qwen3_8b": 4,
+    "qwen3_14b": 8,
+    "qwen3_32b": 16,
+    "qwen3_30b_a3b": 16,
+    "qwen3_235b_a22b": 128,
+    "deepseek_v3_debug": 2,
+    "deepseek_v3_16b": 8,
+    "deepseek_v3_236b": 64,
+    "deepseek_v3_671b": 256,
+    "gpt_oss_debug": 2,
+    "gpt_oss_20b": 8,
+    "gpt_oss_120b": 32,
 }
 TOKENIZER = str(REPOSITORY / "tests" / "assets" / "tokenizer")
 
@@ -29,7 +49,7 @@ def test_file_is_accepted_without_a_notice(file: Path) -> None:
     assert dump_toml(config).count(str(file)) >= 10
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if file.stem != "llama3_debug"], ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", [file for file in FILES if "debug" not in file.stem], ids=lambda file: file.stem)
 def test_file_says_only_what_differs_from_the_defaults(file: Path) -> None:
     config = load(["--job.config_file", str(file)])
     assert [
@@ -37,8 +57,24 @@ def test_file_says_only_what_differs_from_the_defaults(file: Path) -> None:
     ] == []
 
 
+def test_another_family_has_another_folder() -> None:
+    folders = [
+        load(["--job.config_file", "llama3_debug.toml", "--model.name", name]).job.dump_folder
+        for name in family_names()
+    ]
+    assert folders == [f"./outputs/{name}_debug" for name in family_names()]
+
+
+def test_every_flavour_has_a_file() -> None:
+    flavors = {(name, flavor) for name in family_names() for flavor in load_family(name).FLAVORS}
+    configs = [load(["--job.config_file", str(file)]) for file in FILES]
+    assert {(config.model.name, config.model.flavor) for config in configs} == flavors
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama3_1b", "llama3_8b"])
+@pytest.mark.parametrize(
+    "name", ["llama3_1b", "llama3_8b", "llama4_17bx16e", "qwen3_30b_a3b", "deepseek_v3_16b", "gpt_oss_20b"]
+)
 def test_dry_run(name: str, tmp_path: Path) -> None:
     code, output = Command(
         str(REPOSITORY / "run_train.sh"),

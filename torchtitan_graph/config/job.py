@@ -11,7 +11,11 @@ class Job:
     """The run as a whole."""
 
     config_file: str | None = option(None, "TOML file to load; a bare name is also looked up among the packaged files.")
-    dump_folder: str = option("./outputs", "Folder for everything the run writes.")
+    dump_folder: str = option(
+        "./outputs",
+        "Folder for everything the run writes. {table.key} in it stands for the value of that option, as in"
+        " ./outputs/{model.name}; other braces are refused.",
+    )
     description: str = option("default job", "Free text, logged at the start.")
     print_config: bool = option(False, "Log the resolved configuration at the start.")
     save_config_file: str = option(

@@ -6,7 +6,7 @@ from dataclasses import is_dataclass
 from typing import Any, get_type_hints
 
 from torchtitan_graph.config.job import OPTIONS, JobConfig
-from torchtitan_graph.config.option import Option, nearest
+from torchtitan_graph.config.option import Option, nearest, show
 from torchtitan_graph.config.support import FLAVOR_SUFFIXES, GONE, RENAMED, SUPPORT
 
 SYNTAX = """\
@@ -36,17 +36,6 @@ def describe_table(name: str) -> str:
         kind = get_type_hints(kind)[part]
     assert is_dataclass(kind) and kind.__doc__, name
     return kind.__doc__.strip()
-
-
-def show(value: Any) -> str:
-    """Return a value as a user would write it on the command line."""
-    if value is None:
-        return "not set"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list):
-        return ",".join(map(str, value)) or "empty"
-    return str(value) if value != "" else "empty"
 
 
 def limits(option: Option) -> str:

@@ -158,6 +158,17 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
     return close[0] if close else None
 
 
+def show(value: Any) -> str:
+    """Return a value as a user would write it on the command line."""
+    if value is None:
+        return "not set"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return ",".join(map(str, value)) or "empty"
+    return str(value) if value != "" else "empty"
+
+
 def _has_kind(value: Any, kind: Any) -> bool:
     if kind == list[str]:
         return isinstance(value, list) and all(_has_kind(item, str) for item in value)

@@ -1,11 +1,12 @@
 """Settings in, a configuration and findings out: the one place where what a user sets is checked and translated."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torchtitan_graph.config.job import OPTIONS, JobConfig, get, put
-from torchtitan_graph.config.option import nearest
+from torchtitan_graph.config.option import nearest, show
 from torchtitan_graph.config.support import FAMILIES, FLAVOR_SUFFIXES, GONE, IGNORED, REFUSED, RENAMED, find_row
 
 CHANGED = "changed"
@@ -78,6 +79,7 @@ def resolve(settings: Sequence[Setting], result: Resolution) -> None:
         if row is not None:
             result.findings.append(Finding(row.verdict, setting, row.instead))
     _resolve_aliases(effective, result)
+    _resolve_references(effective, result)
 
 
 def _store(setting: Setting, key: str, result: Resolution) -> bool:
@@ -125,3 +127,29 @@ def _resolve_aliases(effective: dict[str, Setting], result: Resolution) -> None:
             why = f"is now flavor = {config.model.flavor!r} with model.attn = {config.model.attn!r}"
             result.findings.append(Finding(CHANGED, effective["model.flavor"], why))
             return
+
+
+def _resolve_references(effective: dict[str, Setting], result: Resolution) -> None:
+    """Put other options' values into dump_folder. What comes out holds no braces, so that it can be read again."""
+
+    def value_of(match: re.Match[str]) -> str:
+        key = match[1]
+        if key not in OPTIONS:
+            problems.append(f"{{{key}}} {_unknown(key)}")
+            return ""
+        value = get(result.config, key)
+        if value in (None, "", []):
+            problems.append(f"{{{key}}} has no value; set {key} as well")
+        elif "{" in show(value) or "}" in show(value):
+            problems.append(f"{{{key}}} is {show(value)!r}, which has braces itself")
+        return show(value)
+
+    problems: list[str] = []
+    given = result.config.job.dump_folder
+    folder = re.sub(r"\{([^{}]*)\}", value_of, given)
+    if not problems and ("{" in folder or "}" in folder):
+        problems.append("has a brace without its other half; {table.key} stands for the value of that option")
+    if problems:
+        result.refuse(effective["job.dump_folder"], "; ".join(problems))
+    else:
+        result.config.job.dump_folder = folder

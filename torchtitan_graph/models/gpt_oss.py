@@ -80,6 +80,9 @@ def from_hf_config(raw: dict[str, Any]) -> Config:
     """Read a config.json; raise a ValueError if it says what gpt-oss can't express."""
     reader, rope = ConfigReader(raw), rope_parameters(raw, 150000.0)
     num_layers = reader.get("num_hidden_layers")
+    scaling = yarn_scaling(rope, magnitude=yarn_magnitude(rope.get("factor", 1.0)))
+    if not (raw.get("rope_parameters") or raw.get("rope_scaling")):
+        scaling = Config.rope_scaling  # transformers too takes the releases' where nothing is said
     reader.expect("attention_bias", [True])
     reader.expect("swiglu_limit", [7.0])
     reader.expect("swiglu_alpha", [1.702])
@@ -100,7 +103,7 @@ def from_hf_config(raw: dict[str, Any]) -> Config:
         vocab_size=reader.get("vocab_size"),
         tied=reader.get("tie_word_embeddings", False),
         rope_theta=float(rope["rope_theta"]),
-        rope_scaling=yarn_scaling(rope, magnitude=yarn_magnitude(rope.get("factor", 1.0))),
+        rope_scaling=scaling,
         norm_eps=reader.get("rms_norm_eps", 1e-5),
     )
 
@@ -123,7 +126,7 @@ def to_hf_config(config: Config) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "tie_word_embeddings": config.tied,
         "rope_theta": config.rope_theta,
-        "rope_scaling": yarn_scaling_to_hf(config.rope_scaling),
+        "rope_scaling": yarn_scaling_to_hf(config.rope_scaling) or {"rope_type": "default"},
         "rms_norm_eps": config.norm_eps,
         "max_position_embeddings": 131072,  # ours have no limit
         "hidden_act": "silu",

@@ -35,7 +35,10 @@ SUPPORTED = [
 ]
 
 
-def is_alias(key: str, value: object) -> bool:
+def is_translated(key: str, value: object) -> bool:
+    """Return whether loading turns a value into another."""
+    if key == "job.dump_folder":
+        return "{" in str(value) or "}" in str(value)
     return value == "c4_test" or (key == "model.flavor" and str(value).endswith(tuple(s for s, _ in FLAVOR_SUFFIXES)))
 
 
@@ -46,7 +49,7 @@ def test_round_trip(write, data, tmp_path: Path) -> None:
     config = JobConfig()
     for option in data.draw(st.lists(st.sampled_from(SUPPORTED), max_size=8)):
         value = data.draw(values(option))
-        if not is_alias(option.key, value):
+        if not is_translated(option.key, value):
             put(config, option.key, value)
     path = tmp_path / "config.toml"
     path.write_text(write(config), encoding="utf-8")

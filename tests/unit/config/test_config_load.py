@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_graph.config import JobConfig, load
+from torchtitan_graph.config import JobConfig, dump_toml, load
 
 
 def write(folder: Path, text: str) -> str:
@@ -202,6 +202,41 @@ def test_a_bare_name_is_looked_up_among_the_packaged_files(tmp_path: Path, monke
     monkeypatch.setattr(torchtitan_graph, "__file__", str(tmp_path / "__init__.py"))
     assert load(["--job.config_file", "packaged.toml"]).training.steps == 77
     assert "can't be read" in problems(["--job.config_file", "./packaged.toml"])[0]
+
+
+@pytest.mark.parametrize(
+    ("folder", "resolved"),
+    [
+        ("./outputs/{model.name}_debug", "./outputs/qwen3_debug"),
+        ("{model.name}/{model.flavor}-{training.steps}", "qwen3/8B-7"),
+        ("{model.attn}", "flex"),  # which the flavour's name says
+        ("{compile.enable}{optimizer.lr}{compile.components}", "false0.001model,loss"),
+        ("plain", "plain"),
+    ],
+)
+def test_a_dump_folder_is_named_by_other_options(tmp_path: Path, folder: str, resolved: str) -> None:
+    file = write(tmp_path, f"[job]\ndump_folder = '{folder}'\n[model]\nname = 'llama3'\nflavor = '8B_flex'")
+    options = ["--model.name", "qwen3", "--training.steps", "7", "--optimizer.lr", "1e-3"]
+    config = load(["--job.config_file", file, *options])
+    assert config.job.dump_folder == resolved
+    assert load(["--job.config_file", write(tmp_path, dump_toml(config))]).job.dump_folder == resolved
+
+
+@pytest.mark.parametrize(
+    ("folder", "why"),
+    [
+        (
+            "{model.nam}/{seed}",
+            "{model.nam} is not an option; did you mean model.name?; {seed} is not an option; --help lists all options",
+        ),
+        ("{model.flavor}", "{model.flavor} has no value; set model.flavor as well"),
+        ("{job.dump_folder}", "{job.dump_folder} is '{job.dump_folder}', which has braces itself"),
+        ("a{b", "has a brace without its other half; {table.key} stands for the value of that option"),
+    ],
+)
+def test_a_dump_folder_named_by_nothing_is_refused(folder: str, why: str) -> None:
+    found = problems(["--job.dump_folder", folder])
+    assert found == [f"command line: job.dump_folder = {folder!r}: {why}"]
 
 
 def test_an_explicit_attention_wins_over_a_flavour_name() -> None:

@@ -179,6 +179,13 @@ def test_llama4_is_read_from_the_config_of_all_its_parts() -> None:
     assert llama4.from_hf_config(raw) == scout
 
 
+def test_gpt_oss_says_that_positions_are_not_scaled_since_silence_means_the_releases_scaling() -> None:
+    released = gpt_oss.FLAVORS["20b"]
+    plain = dataclasses.replace(released, rope_scaling=None)
+    assert gpt_oss.from_hf_config(gpt_oss.to_hf_config(plain)) == plain
+    assert gpt_oss.from_hf_config({**gpt_oss.to_hf_config(released), "rope_scaling": None}) == released
+
+
 @pytest.mark.parametrize(
     ("family", "flavor", "changes", "said"),
     [

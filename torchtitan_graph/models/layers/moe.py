@@ -99,7 +99,7 @@ class AuxiliaryLoss:
                 load = load_E.unsqueeze(0)
                 for group in self.groups:
                     load = c10d.wait_tensor(c10d.all_reduce(load, "sum", group))
-            shares_BE = (load / load.sum(-1, keepdim=True)).to(logits_TE.dtype)
+            shares_BE = load.to(logits_TE.dtype) / load.sum(-1, keepdim=True)
             balance_B = (shares_BE * probabilities_BLE.mean(1)).sum(-1) * load_E.shape[0]
             loss = loss + self.load_balance * balance_B.mean()
         if self.router_z:

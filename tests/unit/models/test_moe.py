@@ -1,0 +1,231 @@
+"""A mixture of experts against a loop over tokens; auxiliary losses and bias updates against their formulas."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from reference import Results, largest_gap, loss_of
+from torch import Tensor, nn
+
+from pool import run_on
+from torchtitan_graph.models.layers.moe import AuxiliaryLoss, MoE, MoEConfig, move_correction_biases
+
+B, L, D, E = 2, 9, 12, 8
+CONFIGS = {
+    "softmax": MoEConfig(E, 3, 10),
+    "softmax, renormalised": MoEConfig(E, 3, 10, renormalize=True, scale=2.5),
+    "one expert per token, score on the input, shared": MoEConfig(
+        E, 1, 10, score="sigmoid", score_input=True, shared_dim=7
+    ),
+    "sigmoid, correction bias, shared": MoEConfig(
+        E, 2, 10, score="sigmoid", renormalize=True, correction_bias=True, shared_dim=7
+    ),
+    "groups by their best two": MoEConfig(
+        E, 2, 10, score="sigmoid", num_groups=2, num_chosen_groups=1, group_score="top2", correction_bias=True
+    ),
+    "groups by their best": MoEConfig(E, 3, 10, num_groups=4, num_chosen_groups=2),
+    "softmax of the chosen, biased, clamped": MoEConfig(
+        E, 2, 10, score="softmax_of_chosen", biased=True, clamped_swiglu=True
+    ),
+    "every expert": MoEConfig(E, E, 10),
+}
+
+
+def build(config: MoEConfig, dtype: torch.dtype = torch.float64) -> MoE:
+    moe = MoE(D, config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, tensor in [*moe.named_parameters(), *moe.named_buffers()]:
+            scale = 4.0 if name.endswith(("b1", "b3")) else 0.5
+            tensor.copy_(torch.randn(tensor.shape, generator=generator) * scale)
+    return moe.to(dtype)
+
+
+def tokens() -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(B, L, D, generator=generator, dtype=torch.float64).requires_grad_()
+
+
+def one_token(moe: MoE, x_D: Tensor) -> tuple[Tensor, list[int]]:
+    """Give a token's output and its experts, chosen and weighed with Python's lists."""
+    c, router, experts = moe.config, moe.router, moe.experts
+    logits = router.gate.weight @ x_D + (router.gate.bias if c.biased else 0)
+    scores = {"sigmoid": torch.sigmoid, "softmax": lambda x: x.exp() / x.exp().sum()}.get(c.score, lambda x: x)(logits)
+    rank = (scores + (router.bias_E if c.correction_bias else 0)).tolist()
+    size = c.num_experts // c.num_groups
+    groups = [range(size * g, size * (g + 1)) for g in range(c.num_groups)]
+    best = 2 if c.group_score == "top2" else 1
+    groups.sort(key=lambda group: -sum(sorted((rank[e] for e in group), reverse=True)[:best]))
+    legal = [e for group in groups[: c.num_chosen_groups] for e in group]
+    chosen = sorted(legal, key=lambda e: -rank[e])[: c.top_k]
+    shares = torch.stack([scores[e] for e in chosen])
+    if c.score == "softmax_of_chosen":
+        shares = shares.exp() / shares.exp().sum()
+    if c.renormalize:
+        shares = shares / shares.sum()
+    out_D = torch.zeros_like(x_D)
+    for share, e in zip(shares * c.scale, chosen, strict=True):
+        in_D = share * x_D if c.score_input else x_D
+        gate, up = experts.w1[e] @ in_D, experts.w3[e] @ in_D
+        if c.biased:
+            gate, up = gate + experts.b1[e], up + experts.b3[e]
+        if c.clamped_swiglu:
+            gate, up = torch.where(gate > 7, 7.0, gate), torch.where(up.abs() > 7, 7 * up.sign(), up)
+            hidden = gate / (1 + torch.exp(-1.702 * gate)) * (up + 1)
+        else:
+            hidden = gate / (1 + torch.exp(-gate)) * up
+        y_D = experts.w2[e] @ hidden + (experts.b2[e] if c.biased else 0)
+        out_D = out_D + (y_D if c.score_input else share * y_D)
+    if moe.shared_experts is not None:
+        shared = moe.shared_experts
+        out_D = out_D + shared.w2.weight @ (F.silu(shared.w1.weight @ x_D) * (shared.w3.weight @ x_D))
+    return out_D, chosen
+
+
+def with_gradients(moe: MoE, x_BLD: Tensor, y_BLD: Tensor) -> Results:
+    named = {"x": x_BLD, **dict(moe.named_parameters())}
+    return {
+        "y": y_BLD.detach(),
+        **dict(zip(named, torch.autograd.grad(loss_of(y_BLD), list(named.values())), strict=True)),
+    }
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_experts_compute_what_a_loop_over_tokens_does(name: str) -> None:
+    moe, x_BLD = build(CONFIGS[name]), tokens()
+    y_BLD, routing = moe(x_BLD)
+    by_token = [one_token(moe, x_D) for x_D in x_BLD.flatten(0, 1)]
+    expected = torch.stack([y_D for y_D, _ in by_token]).view_as(x_BLD)
+    assert largest_gap(with_gradients(moe, x_BLD, y_BLD), with_gradients(moe, x_BLD, expected)) < 1e-12
+    chosen = [e for _, experts in by_token for e in experts]
+    assert routing.load_E.tolist() == [chosen.count(e) for e in range(E)] and routing.loss is None
+
+
+def test_an_expert_that_no_token_goes_to_gets_zeros_for_gradients() -> None:
+    moe = build(CONFIGS["sigmoid, correction bias, shared"])
+    moe.router.bias_E[3] = -10.0
+    y_BLD, routing = moe(tokens())
+    loss_of(y_BLD).backward()
+    assert routing.load_E[3] == 0 and routing.load_E.sum() == B * L * 2
+    assert all(w.grad[3].eq(0).all() for w in (moe.experts.w1, moe.experts.w2, moe.experts.w3))
+
+
+@pytest.mark.parametrize("name", ["softmax", "sigmoid, correction bias, shared"])
+def test_forced_balance_gives_every_expert_the_same_load(name: str) -> None:
+    moe = build(CONFIGS[name])
+    moe.router.forced_balance = True
+    load_E = moe(torch.randn(B, 4 * E, D, dtype=torch.float64))[1].load_E
+    assert load_E.unique().numel() == 1
+
+
+def test_in_half_precision_the_gate_is_computed_in_fp32() -> None:
+    moe = build(CONFIGS["softmax"], torch.bfloat16)
+    x_TD = tokens().detach().bfloat16().flatten(0, 1)
+    scores, chosen, logits = moe.router(x_TD)
+    assert scores.dtype == logits.dtype == torch.float32
+    assert torch.equal(logits, x_TD.float() @ moe.router.gate.weight.float().T)
+    assert moe(x_TD.unsqueeze(0))[0].dtype == torch.bfloat16
+
+
+# --- auxiliary losses -------------------------------------------------------------------------------------------------
+
+
+def by_hand(
+    moe: MoE, x_BLD: Tensor, *, load_balance: float = 0.0, by_sequence: bool = False, router_z: float = 0.0
+) -> float:
+    """Work the formulas out in Python's numbers: Switch Transformer's equation 4 over the batch or, row by row,
+    DeepSeek-V3's 17 to 20; ST-MoE's 5."""
+    rows = [list(range(i * L, (i + 1) * L)) for i in range(B)] if by_sequence else [list(range(B * L))]
+    x_TD, A = x_BLD.flatten(0, 1), moe.config.top_k
+    logits = (x_TD @ moe.router.gate.weight.T).tolist()
+    chosen = [one_token(moe, x_D)[1] for x_D in x_TD]
+    probability = []
+    for of_token in logits:
+        scores = [1 / (1 + math.exp(-x)) if moe.config.score == "sigmoid" else math.exp(x) for x in of_token]
+        probability.append([score / sum(scores) for score in scores])
+    balance = 0.0
+    for row in rows:
+        for e in range(E):
+            share = sum(chosen[t].count(e) for t in row) / (len(row) * A)
+            balance += E * share * sum(probability[t][e] for t in row) / len(row) / len(rows)
+    z = sum(math.log(sum(math.exp(x) for x in of_token)) ** 2 for of_token in logits) / (B * L)
+    return load_balance * balance + router_z * z
+
+
+@pytest.mark.parametrize("name", ["softmax", "sigmoid, correction bias, shared"])
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"load_balance": 0.3},
+        {"load_balance": 0.3, "by_sequence": True},
+        {"router_z": 0.2},
+        {"load_balance": 0.3, "router_z": 0.2},
+    ],
+)
+def test_an_auxiliary_loss_is_its_formula(knobs: dict, name: str) -> None:
+    moe, x_BLD = build(CONFIGS[name]), tokens()
+    moe.auxiliary_loss = AuxiliaryLoss(**knobs, num_parts=4)
+    assert moe(x_BLD)[1].loss.item() == pytest.approx(by_hand(moe, x_BLD, **knobs) / 4, rel=1e-12)
+    with torch.no_grad():
+        assert moe(x_BLD)[1].loss is None
+
+
+def test_experts_in_balance_cost_the_coefficient() -> None:
+    logits_TE = torch.zeros(E, E, dtype=torch.float64)
+    chosen_TA, load_E = torch.arange(E).view(E, 1), torch.ones(E, dtype=torch.int64)
+    loss = AuxiliaryLoss(load_balance=0.3)(logits_TE, logits_TE.softmax(-1), chosen_TA, load_E, 1)
+    assert loss.item() == pytest.approx(0.3, rel=1e-12)
+
+
+def test_the_balance_loss_moves_the_gate_towards_balance() -> None:
+    moe, x_BLD = build(CONFIGS["softmax"]), tokens()
+    moe.auxiliary_loss = AuxiliaryLoss(load_balance=1.0)
+    before = moe(x_BLD)[1].loss
+    (gradient,) = torch.autograd.grad(before, moe.router.gate.weight)
+    with torch.no_grad():
+        moe.router.gate.weight -= 0.01 * gradient
+    assert moe(x_BLD)[1].loss < before
+
+
+def loss_with_half_the_rows() -> float:
+    moe, x_BLD = build(CONFIGS["softmax"]), tokens()
+    moe.auxiliary_loss = AuxiliaryLoss(load_balance=0.3, num_parts=2, groups=(dist.group.WORLD.group_name,))
+    loss = moe(x_BLD[dist.get_rank()].unsqueeze(0))[1].loss.detach()
+    dist.all_reduce(loss)
+    return loss.item()
+
+
+def test_ranks_that_share_a_batch_have_the_balance_loss_of_all_of_it() -> None:
+    moe, x_BLD = build(CONFIGS["softmax"]), tokens()
+    assert run_on(2, loss_with_half_the_rows)[0] == pytest.approx(by_hand(moe, x_BLD, load_balance=0.3), rel=1e-12)
+
+
+# --- correction biases ------------------------------------------------------------------------------------------------
+
+
+def test_correction_biases_move_against_the_load() -> None:
+    model = nn.Module()
+    model.layers = nn.ModuleList([nn.Module(), nn.Module()])
+    model.layers[0].moe = MoE(D, CONFIGS["sigmoid, correction bias, shared"])
+    model.layers[1].moe = MoE(D, CONFIGS["softmax"])  # has none
+    load_E = torch.tensor([4, 0, 2, 2, 3, 1, 2, 2])  # the mean is 2
+    for _ in range(2):
+        move_correction_biases(model, {"layers.0": load_E, "layers.1": load_E}, speed=0.5)
+    assert model.layers[0].moe.router.bias_E.tolist() == [-1.0, 1.0, 0.0, 0.0, -1.0, 1.0, 0.0, 0.0]
+
+
+def test_correction_biases_bring_the_load_into_balance() -> None:
+    moe = build(CONFIGS["sigmoid, correction bias, shared"])
+    model = nn.ModuleDict({"block": nn.ModuleDict({"moe": moe})})
+    x_BLD = torch.randn(4, 64, D, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+    def spread() -> float:
+        load_E = moe(x_BLD)[1].load_E.double()
+        return (load_E.max() / load_E.mean()).item()
+
+    before = spread()
+    for _ in range(200):
+        move_correction_biases(model, {"block": moe(x_BLD)[1].load_E}, speed=0.01)
+    assert before > 1.5 and spread() < 1.1

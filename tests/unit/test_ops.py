@@ -1,0 +1,100 @@
+"""Products and sums over groups of rows, against plain loops: empty groups, every dtype, and their gradients."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from torchtitan_graph.ops import grouped_mm, grouped_outer, grouped_sum, permuted, row_of_group
+
+D, F = 6, 5
+SIZES = [(3, 4, 1), (0, 5, 0, 0, 2, 0), (8,), (0, 0)]  # of the groups
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def ends(sizes: tuple[int, ...]) -> Tensor:
+    return torch.tensor(sizes).cumsum(0).to(torch.int32)
+
+
+def numbers(sizes: tuple[int, ...]) -> Tensor:
+    return torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+
+
+def weights(sizes: tuple[int, ...], transposed: bool, dtype: torch.dtype = torch.float64) -> Tensor:
+    return randn(len(sizes), F, D, dtype=dtype) if transposed else randn(len(sizes), D, F, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_a_grouped_product_multiplies_each_row_by_its_groups_matrix(
+    sizes: tuple[int, ...], transposed: bool, dtype: torch.dtype
+) -> None:
+    x, w = randn(sum(sizes), D, dtype=dtype), weights(sizes, transposed, dtype)
+    found = grouped_mm(x, w, ends(sizes), transposed)
+    rows = [x[i].double() @ (w[e].T if transposed else w[e]).double() for i, e in enumerate(numbers(sizes))]
+    assert found.dtype == dtype and found.shape == (sum(sizes), F)
+    for row, expected in zip(found, rows, strict=True):
+        torch.testing.assert_close(row, expected.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_grouped_sums_and_outer_products_are_those_of_each_groups_rows(
+    sizes: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    x, y = randn(sum(sizes), D, dtype=dtype), randn(sum(sizes), F, dtype=dtype)
+    outer, total = torch.zeros(len(sizes), D, F).double(), torch.zeros(len(sizes), F).double()
+    for i, e in enumerate(numbers(sizes)):
+        outer[e] += torch.outer(x[i].double(), y[i].double())
+        total[e] += y[i].double()
+    torch.testing.assert_close(grouped_outer(x, y, ends(sizes)), outer.to(dtype))
+    torch.testing.assert_close(grouped_sum(y, ends(sizes)), total.to(dtype))
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize("sizes", SIZES[:3])
+def test_the_gradients_of_a_grouped_product_are_its_differences(sizes: tuple[int, ...], transposed: bool) -> None:
+    x, w = randn(sum(sizes), D).requires_grad_(), weights(sizes, transposed).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x, w: grouped_mm(x, w, ends(sizes), transposed), (x, w))
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+def test_a_grouped_product_takes_rows_and_gradients_that_are_not_contiguous(transposed: bool) -> None:
+    sizes = SIZES[1]
+    x, w = randn(D, sum(sizes)).T.requires_grad_(), weights(sizes, transposed).requires_grad_()
+    out = grouped_mm(x, w, ends(sizes), transposed)
+    found = torch.autograd.grad(out.sum(), (x, w))  # the gradient of a sum is one expanded number
+    plain = sum(x[i] @ (w[e].T if transposed else w[e]) for i, e in enumerate(numbers(sizes)))
+    torch.testing.assert_close(found, torch.autograd.grad(plain.sum(), (x, w)))
+
+
+@pytest.mark.parametrize("sizes", SIZES[:3])
+def test_every_row_gets_its_groups_bias_and_the_bias_the_sum_of_its_rows(sizes: tuple[int, ...]) -> None:
+    bias, which = randn(len(sizes), F).requires_grad_(), numbers(sizes)
+    assert torch.equal(row_of_group(bias, which, ends(sizes)), bias[which])
+    assert torch.autograd.gradcheck(lambda bias: row_of_group(bias, which, ends(sizes)), (bias,))
+
+
+@pytest.mark.parametrize("copies", [1, 3])
+def test_rows_are_permuted_and_their_gradients_back(copies: int) -> None:
+    order = torch.randperm(4 * copies, generator=torch.Generator().manual_seed(0))
+    x = randn(4, D).requires_grad_()
+    found = permuted(x, order, order.argsort(), copies)
+    for i, slot in enumerate(order.tolist()):
+        assert torch.equal(found[i], x[slot // copies])
+    assert torch.autograd.gradcheck(lambda x: permuted(x, order, order.argsort(), copies), (x,))
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+def test_the_operators_keep_torchs_rules_for_operators(transposed: bool) -> None:
+    """Their shapes on fake tensors are the real ones, and their gradients work under tracing."""
+    sizes = SIZES[1]
+    x, w = randn(sum(sizes), D).requires_grad_(), weights(sizes, transposed).requires_grad_()
+    torch.library.opcheck(grouped_mm, (x, w, ends(sizes), transposed))
+    torch.library.opcheck(grouped_outer, (x.detach(), randn(sum(sizes), F), ends(sizes)))
+    torch.library.opcheck(grouped_sum, (x.detach(), ends(sizes)))

@@ -57,7 +57,7 @@ MODES = ("eager", "compile", "graph", "regional", "whole")
 # What is compiled of the graph; "whole": all.
 REGIONS = {"regional": ("layers.*.feed_forward", "layers.*.moe"), "blocks": ("layers.*",)}
 
-Step = Callable[[Batch, Any, torch.Tensor], torch.Tensor]
+Step = Callable[..., Any]  # (batch, masks, num_tokens)
 
 
 def config_of(args: argparse.Namespace) -> Any:
@@ -241,9 +241,7 @@ def main() -> None:
         "--modes", type=lambda s: s.split(","), default=list(MODES), help=f"{modes}; the first is the reference"
     )
     parser.add_argument("--family", default="llama3", help="model family (default llama3)")
-    parser.add_argument(
-        "--flavor", default="mid", help="a flavour, or mid (default): the debug model at dim 512, 8 layers"
-    )
+    parser.add_argument("--flavor", default="mid", help="a flavour, or mid (default): debug at dim 512, 8 layers")
     parser.add_argument("--attn", default="sdpa", choices=("sdpa", "flex"), help="attention (default sdpa)")
     parser.add_argument("--rows", type=int, default=1, help="rows per rank (default 1)")
     parser.add_argument("--seq_len", type=int, default=1024, help="tokens per row (default 1024)")

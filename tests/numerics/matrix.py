@@ -206,7 +206,8 @@ def trace(cell: Cell) -> tuple[Decoder, TracedResult, list[Pass]]:
 
 
 def build_plain(cell: Cell) -> tuple[Decoder, Step]:
-    model = build_model(cell, "cpu").to(cell.precision.storage)
+    model = build_model(cell, "cpu")
+    cast_parameters(model, cell.precision.storage)
     if cell.auxiliary is not None:
         add_auxiliary_loss(model, dataclasses.replace(cell.auxiliary, num_parts=cell.num_parts))
     with torch.no_grad():
@@ -217,6 +218,8 @@ def build_plain(cell: Cell) -> tuple[Decoder, Step]:
     def step(batch: Batch, masks: object, num_tokens: Tensor) -> StepOutput:
         logits_BLV, routings = model(batch.tokens_BL, batch.positions_BL, masks, with_routing=True)
         loss = cross_entropy(logits_BLV, batch.labels_BL, num_tokens)
+        for routing in routings.values():
+            loss = loss if routing.loss is None else loss + routing.loss
         loss.backward()
         return StepOutput(loss.detach(), {name: routing.load_E for name, routing in routings.items()})
 

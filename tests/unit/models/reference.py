@@ -105,8 +105,8 @@ def _in_double(theirs: nn.Module, config: Any) -> Callable[..., Any]:
     return call
 
 
-def results_of_transformers(ours: Decoder) -> Results:
-    """Give what transformers computes with our weights, the gradients by our names.
+def results_of_transformers(ours: Decoder, **inputs: Any) -> Results:
+    """Give what transformers computes with our weights, the gradients by our names; from `tokens()` if without inputs.
 
     The gradients travel as the weights do, through the files: they are put in the weights' place and read back.
     """
@@ -122,7 +122,8 @@ def results_of_transformers(ours: Decoder) -> Results:
             output_loading_info=True,
         )
         assert not any(loaded[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-        logits = (_in_double(theirs, ours.config) if dtype == torch.float64 else theirs)(input_ids=tokens()).logits
+        call = _in_double(theirs, ours.config) if dtype == torch.float64 else theirs
+        logits = call(**(inputs or {"input_ids": tokens()})).logits
         loss_of(logits).backward()
         for parameter in theirs.parameters():
             parameter.data = parameter.grad

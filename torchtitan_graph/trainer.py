@@ -107,9 +107,9 @@ class Trainer:
         self.step = self.tokens_seen = 0
 
     def _check_memory(self) -> None:
-        """Refuse uncompiled flex attention on a CPU where its scores can't fit."""
+        """Refuse uncompiled flex attention on a CPU where its scores can't fit; a dry run allocates none."""
         config = self.config
-        if config.model.attn != "flex" or self.device.type != "cpu":
+        if config.model.attn != "flex" or self.device.type != "cpu" or config.comm.mode == "fake_backend":
             return
         heads = self.model.config.num_heads // self.dims.tp
         needed = flex_cpu_bytes(config.training.local_batch_size, heads, config.training.seq_len) / devices.GIB

@@ -11,6 +11,7 @@ from torch.fx import GraphModule, Node
 from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import call, value
+from torchtitan_graph.graph.signature import output_nodes, set_outputs
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 SUMS = (c10d.reduce_scatter_tensor.default, c10d.all_reduce.default)
@@ -69,6 +70,18 @@ def _drop(gm: GraphModule, node: Node) -> GraphModule:
     wait.replace_all_uses_with(own)
     gm.graph.erase_node(wait)
     gm.graph.erase_node(node)
+    gm.recompile()
+    return gm
+
+
+def drop_gradients_of_sinks(gm: GraphModule) -> GraphModule:
+    sinks = {name: node for name, node in output_nodes(gm, "grad").items() if name.endswith("sinks")}
+    assert sinks, "the fault has no place in this graph"
+    outputs = {}
+    for name, node in sinks.items():
+        with gm.graph.inserting_after(node):
+            outputs[name] = call(gm.graph, node, aten.zeros_like.default, node)
+    set_outputs(gm, "grad", outputs)
     gm.recompile()
     return gm
 

@@ -30,7 +30,7 @@ from torchtitan_graph.graph.trace import TracedResult
 from torchtitan_graph.loss import cross_entropy, loss_context
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.init import initial_weight, initialize
-from torchtitan_graph.models.layers.moe import move_correction_biases
+from torchtitan_graph.models.layers.moe import AuxiliaryLoss, MoE, move_correction_biases
 from torchtitan_graph.models.spec import load_family, tiny_config
 from torchtitan_graph.optim import build_lr_scheduler, build_optimizer, clip_grad_norm
 from torchtitan_graph.parallel.mesh import ParallelDims, axis_degree, data_parallel_rank
@@ -74,6 +74,7 @@ class Cell:
     attn: str = "sdpa"
     ffn_dim: int = 130
     changes: tuple[tuple[str, object], ...] = ()  # of the family's tiny configuration
+    auxiliary: AuxiliaryLoss | None = None
     recompute: Recompute = Recompute()
     reshard: bool = True
     reshard_root: bool = False
@@ -84,6 +85,10 @@ class Cell:
     def __post_init__(self) -> None:
         if not self.vocab_size:
             object.__setattr__(self, "vocab_size", 509 if self.dims.tp == 1 else 510)
+
+    @property
+    def num_parts(self) -> int:
+        return self.num_microbatches * self.dims.dp
 
     @property
     def sharded_loss(self) -> bool:
@@ -133,8 +138,18 @@ def build_model(cell: Cell, device: str = "meta") -> Decoder:
         return family.Model(config, cell.attn)
 
 
+def add_auxiliary_loss(model: Decoder, loss: AuxiliaryLoss) -> None:
+    for module in model.modules():
+        if isinstance(module, MoE):
+            module.auxiliary_loss = loss
+
+
 def _laid_out(cell: Cell) -> tuple[Decoder, DeviceMesh]:
     model, mesh = build_model(cell), mesh_of(cell.dims)
+    if cell.auxiliary is not None:
+        axes = [axis for axis in ("dp_shard", "dp_replicate") if axis_degree(mesh, axis) > 1]
+        groups = tuple(mesh.get_group(axis).group_name for axis in axes)
+        add_auxiliary_loss(model, dataclasses.replace(cell.auxiliary, num_parts=cell.num_parts, groups=groups))
     parallelize(model, load_family(cell.family).PLAN, mesh, loss_parallel=cell.sharded_loss)
     return model, mesh
 
@@ -181,6 +196,8 @@ def trace(cell: Cell) -> tuple[Decoder, TracedResult, list[Pass]]:
 
 def build_plain(cell: Cell) -> tuple[Decoder, Step]:
     model = build_model(cell, "cpu").to(cell.precision.storage)
+    if cell.auxiliary is not None:
+        add_auxiliary_loss(model, dataclasses.replace(cell.auxiliary, num_parts=cell.num_parts))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             std = model.initial_std(name)

@@ -1,0 +1,200 @@
+"""Every family's training step as a graph is FSDP2's, bit for bit, and that of a plain module; and what a step says of
+its experts is right in every layout."""
+
+import dataclasses
+import functools
+from collections.abc import Iterable
+
+import faults
+import pytest
+import torch
+from matrix import (
+    BF16,
+    FP32,
+    FP64,
+    FSDP2,
+    FSDP2_TP2,
+    NUM_ROWS,
+    ONE,
+    SEQ_LEN,
+    TP2,
+    Cell,
+    Seen,
+    bits_that_differ,
+    build_eager,
+    build_graph,
+    build_plain,
+    far_apart,
+    gathered,
+    train,
+)
+from torch import Tensor
+
+from pool import run_on
+from torchtitan_graph.models.layers import moe
+from torchtitan_graph.models.layers.moe import AuxiliaryLoss
+from torchtitan_graph.models.spec import family_names, load_family
+from torchtitan_graph.parallel.recompute import Recompute
+
+# Every debug flavour of every family in the folder, and DeepSeek-V2 and V3 with what their debug flavour leaves out.
+GROUPS = (("q_lora_rank", 20), ("num_groups", 3), ("num_chosen_groups", 2), ("route_scale", 2.5))
+MODELS = {
+    f"{family}-{flavor}": {"family": family, "flavor": flavor}
+    for family in family_names()
+    for flavor in load_family(family).FLAVORS
+    if flavor.startswith("debugmodel")
+} | {
+    f"deepseek_v3-groups-version-{version}": {"family": "deepseek_v3", "changes": (*GROUPS, ("version", version))}
+    for version in (2, 3)
+}
+WITH_EXPERTS = [name for name in MODELS if name not in ("llama3-debugmodel", "qwen3-debugmodel")]
+PRECISIONS = {"fp32": FP32, "bf16": BF16}
+LAYOUTS = {"one-rank": ONE, "FSDP-2": FSDP2, "TP-2": TP2, "FSDP-2-x-TP-2": FSDP2_TP2}
+FAST = {("sdpa", "bf16", "FSDP-2"), ("sdpa", "fp32", "TP-2"), ("flex", "fp32", "one-rank")}
+AUXILIARY = {
+    "over-the-batch": AuxiliaryLoss(load_balance=0.1, router_z=0.01),
+    "over-each-sequence": AuxiliaryLoss(load_balance=0.1, by_sequence=True),
+}
+
+
+def slow_but(fast: str, models: Iterable[str]) -> list[object]:
+    return [pytest.param(model, marks=[] if model == fast else [pytest.mark.slow]) for model in models]
+
+
+def differences(cell: Cell) -> list[str]:
+    return bits_that_differ(train(cell, *build_eager(cell)), train(cell, *build_graph(cell)))
+
+
+def check(cell: Cell) -> None:
+    assert run_on(cell.dims.num_ranks, differences, cell) == [[]] * cell.dims.num_ranks
+
+
+@pytest.mark.parametrize(
+    ("model", "attn", "precision", "layout"),
+    [
+        pytest.param(*cell, marks=[] if cell[1:] in FAST else [pytest.mark.slow])
+        for cell in [(m, a, p, x) for m in MODELS for a in ("sdpa", "flex") for p in PRECISIONS for x in LAYOUTS]
+    ],
+)
+def test_every_family_in_every_layout(model, attn, precision, layout):
+    check(Cell(LAYOUTS[layout], precision=PRECISIONS[precision], attn=attn, **MODELS[model]))
+
+
+@pytest.mark.parametrize(
+    "recompute", [Recompute(every=1), Recompute(by_op=True)], ids=["recompute-full", "recompute-op"]
+)
+@pytest.mark.parametrize("model", [pytest.param(m, marks=[] if "gpt" in m else [pytest.mark.slow]) for m in MODELS])
+def test_with_recomputation_and_accumulation(model, recompute):
+    check(Cell(FSDP2, precision=BF16, num_microbatches=2, recompute=recompute, **MODELS[model]))
+
+
+@pytest.mark.parametrize("model", slow_but("deepseek_v3-debugmodel", WITH_EXPERTS))
+@pytest.mark.parametrize("layout", ["FSDP-2", pytest.param("FSDP-2-x-TP-2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("auxiliary", AUXILIARY.values(), ids=AUXILIARY)
+def test_with_auxiliary_losses(model, layout, auxiliary):
+    check(Cell(LAYOUTS[layout], auxiliary=auxiliary, recompute=Recompute(every=1), **MODELS[model]))
+
+
+# --- the plain module -----------------------------------------------------------------------------------------------
+
+
+def differences_from_plain(cell: Cell) -> list[str]:
+    graph = {n: x.to_local() if hasattr(x, "to_local") else x for n, x in train(cell, *build_graph(cell)).items()}
+    return bits_that_differ(train(cell, *build_plain(cell)), graph)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_one_rank_is_the_plain_module(model):
+    assert run_on(1, differences_from_plain, Cell(**MODELS[model])) == [[]]
+
+
+@functools.cache
+def plain(cell: Cell) -> Seen:
+    return train(cell, *build_plain(cell))
+
+
+def whole_graph(cell: Cell) -> Seen:
+    return gathered(cell, train(cell, *build_graph(cell)))
+
+
+def check_against_plain(cell: Cell) -> None:
+    expected = plain(dataclasses.replace(cell, dims=ONE))
+    # What has no scale, a load that may be zero or a bias that begins so, is equal.
+    exact = {name for name in expected if "load of" in name or name.startswith("buffer")}
+    for found in run_on(cell.dims.num_ranks, whole_graph, cell):
+        assert [name for name in exact if not torch.equal(found[name], expected[name])] == []
+        floats = [{n: x for n, x in seen.items() if n not in exact} for seen in (expected, found)]
+        assert far_apart(*floats, 1e-12) == []
+
+
+@pytest.mark.parametrize("layout", ["FSDP-2", pytest.param("FSDP-2-x-TP-2", marks=pytest.mark.slow), "TP-2"])
+@pytest.mark.parametrize("model", MODELS)
+def test_every_layout_is_the_plain_module(model, layout):
+    check_against_plain(Cell(LAYOUTS[layout], precision=FP64, **MODELS[model]))
+
+
+@pytest.mark.parametrize("dims", [FSDP2, TP2], ids=["FSDP-2", "TP-2"])
+def test_a_loss_of_each_sequence_is_the_same_in_every_layout(dims):
+    auxiliary = AUXILIARY["over-each-sequence"]
+    check_against_plain(Cell(dims, precision=FP64, auxiliary=auxiliary, **MODELS["deepseek_v3-debugmodel"]))
+
+
+def test_a_loss_over_the_batch_is_the_same_under_data_parallel():
+    auxiliary = AUXILIARY["over-the-batch"]
+    check_against_plain(Cell(FSDP2, precision=FP64, auxiliary=auxiliary, **MODELS["qwen3-debugmodel_moe"]))
+
+
+# --- loads ------------------------------------------------------------------------------------------------------------
+
+
+def loads(cell: Cell) -> dict[str, Tensor]:
+    return {name: x for name, x in train(cell, *build_graph(cell)).items() if "load of" in name}
+
+
+@pytest.mark.parametrize("dims", [ONE, FSDP2, TP2], ids=["one-rank", "FSDP-2", "TP-2"])
+def test_loads_count_every_slot_once(dims):
+    """Whatever is recomputed, accumulated or split."""
+    cell = Cell(dims, num_microbatches=2, recompute=Recompute(every=1), **MODELS["deepseek_v3-debugmodel"])
+    for of_rank in run_on(dims.num_ranks, loads, cell):
+        assert {int(x.sum()) for x in of_rank.values()} == {NUM_ROWS * SEQ_LEN * 2}
+
+
+# --- the checks can fail ----------------------------------------------------------------------------------------------
+
+
+def differences_with(cell: Cell, other: Cell) -> list[str]:
+    return bits_that_differ(train(cell, *build_eager(cell)), train(other, *build_graph(other)))
+
+
+@pytest.mark.parametrize(("model", "size"), [("gpt_oss", "window"), ("llama4", "chunk")])
+@pytest.mark.parametrize("attn", ["sdpa", "flex"])
+def test_a_mask_off_by_one_is_seen_in_the_first_loss(model, size, attn):
+    tiny = {"window": 7, "chunk": 8}[size]
+    cells = [Cell(family=model, attn=attn, changes=((size, n),)) for n in (tiny, tiny - 1)]
+    ((first, *_),) = run_on(1, differences_with, *cells)
+    assert first == "step 1: loss"
+
+
+def differences_after(cell: Cell, edit) -> list[str]:
+    return bits_that_differ(train(cell, *build_eager(cell)), train(cell, *build_graph(cell, edit)))
+
+
+@pytest.mark.parametrize("attn", ["sdpa", "flex"])
+def test_a_dropped_gradient_of_the_sinks_is_seen(attn):
+    (different,) = run_on(1, differences_after, Cell(family="gpt_oss", attn=attn), faults.drop_gradients_of_sinks)
+    assert different[0] == "step 1: gradient of layers.0.attention.sinks"
+
+
+def differences_with_a_leaking_bias(cell: Cell) -> list[str]:
+    expected, right = train(cell, *build_eager(cell)), moe.Router.scores
+    try:
+        moe.Router.scores = lambda self, logits: right(self, logits) + self.bias_E  # type: ignore[method-assign]
+        return bits_that_differ(expected, train(cell, *build_graph(cell)))
+    finally:
+        moe.Router.scores = right  # type: ignore[method-assign]
+
+
+def test_a_correction_bias_that_leaks_into_the_weights_is_seen():
+    """In the second step: the bias begins at zero."""
+    (different,) = run_on(1, differences_with_a_leaking_bias, Cell(**MODELS["deepseek_v3-debugmodel"]))
+    assert different[0].startswith("step 2: ")

@@ -66,9 +66,9 @@ class Cell:
     that data parallelism then cuts 255. 130 feed-forward rows are uneven over four, and over two after TP."""
 
     dims: ParallelDims = ParallelDims()
+    precision: Precision = FP32
     family: str = "llama3"
     flavor: str = "debugmodel"
-    precision: Precision = FP32
     num_microbatches: int = 1
     tied: bool = False
     attn: str = "sdpa"

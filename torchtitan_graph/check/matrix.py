@@ -215,15 +215,22 @@ def build_plain(cell: Cell) -> tuple[Decoder, Step]:
 # --- training and comparing -----------------------------------------------------------------------------------------
 
 
-def optimizer_of(model: Decoder) -> tuple[Optimizer, LRScheduler]:
+def optimizing(model: Decoder) -> tuple[Optimizer, LRScheduler]:
+    """Give the optimizer and the schedule of the five steps."""
     # With a smaller eps Adam would blow up the rounding errors of gradients near zero, in the parameters alone.
     optimizer = build_optimizer(model, job.Optimizer(lr=1e-2, eps=1e-6))
     return optimizer, build_lr_scheduler(optimizer, job.LRScheduler(warmup_steps=2), NUM_STEPS)
 
 
-def train(cell: Cell, model: Decoder, step: Step, data: Data = microbatches) -> Seen:
+def train(
+    cell: Cell,
+    model: Decoder,
+    step: Step,
+    data: Data = microbatches,
+    using: tuple[Optimizer, LRScheduler] | None = None,
+) -> Seen:
     """Take five optimizer steps as the trainer does, and give what was seen on this rank."""
-    optimizer, schedule = optimizer_of(model)
+    optimizer, schedule = using or optimizing(model)
     dp_rank = data_parallel_rank(mesh_of(cell.dims)) if dist.is_initialized() else 0
     seen: Seen = {}
     for k in range(1, NUM_STEPS + 1):
@@ -275,8 +282,9 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
 def far_apart(expected: Seen, found: Seen, tolerance: float) -> list[str]:
     """Name the whole tensors that differ by more than `tolerance` times the expected one's largest value."""
     assert expected.keys() == found.keys()
-    gaps = {name: (found[name] - x).abs().max() / x.abs().max() for name, x in expected.items()}
-    return [f"{name} (by {gap.item():.1e})" for name, gap in gaps.items() if not gap <= tolerance]
+    gaps = {name: ((found[name] - x).abs().max(), x.abs().max()) for name, x in expected.items()}
+    far = {name: gap / largest for name, (gap, largest) in gaps.items() if not gap <= tolerance * largest}
+    return [f"{name} (by {gap.item():.1e})" for name, gap in far.items()]
 
 
 def gathered(cell: Cell, seen: Seen) -> Seen:

@@ -39,7 +39,11 @@ AFTER_FAILURE_S = 2.0  # how long the other ranks may take to report, once one h
 
 
 class RanksFailed(Exception):
-    """Say what every rank was doing when a call of `run_on` failed."""
+    """Say what every rank was doing when a call of `run_on` failed; `first` is what the first one to fail said."""
+
+    def __init__(self, report: str, first: str = "") -> None:
+        super().__init__(report)
+        self.first = first
 
 
 def run_on(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 120, **kwargs: Any) -> list[Any]:
@@ -113,7 +117,10 @@ class _Workers:
         if len(results) == len(self.processes):
             return [results[rank] for rank in range(len(self.processes))]
         headline = f"rank {next(iter(failures))} failed first" if failures else f"not done after {timeout:g} s"
-        raise RanksFailed(f"{what} on {len(self.processes)} ranks: {headline}\n" + self._report(results, failures))
+        report = self._report(results, failures)
+        raise RanksFailed(
+            f"{what} on {len(self.processes)} ranks: {headline}\n{report}", next(iter(failures.values()), "")
+        )
 
     def _receive(self, rank: int) -> tuple[bool, Any]:
         try:

@@ -195,7 +195,8 @@ def trace(cell: Cell) -> tuple[Decoder, TracedResult, list[Pass]]:
 
 
 def build_plain(cell: Cell) -> tuple[Decoder, Step]:
-    model = build_model(cell, "cpu").to(cell.precision.storage)
+    model = build_model(cell, "cpu")
+    cast_parameters(model, cell.precision.storage)
     if cell.auxiliary is not None:
         add_auxiliary_loss(model, dataclasses.replace(cell.auxiliary, num_parts=cell.num_parts))
     with torch.no_grad():

@@ -23,7 +23,8 @@ def lint_imports(folder: Path) -> subprocess.CompletedProcess:
 def write_package(folder: Path, **imports: str) -> None:
     """Write an empty package with the layers' modules; `imports` gives some of them a line of code."""
     package = folder / "torchtitan_graph"
-    for module in ("passes", "models", "data", "optim", "checkpoint", "metrics", "parallel", "graph", "config"):
+    folders = ("check", "passes", "models", "data", "optim", "checkpoint", "metrics", "parallel", "graph", "config")
+    for module in folders:
         (package / module).mkdir(parents=True)
         (package / module / "__init__.py").touch()
     for module in ("__init__", "train", "translate", "trainer", "compiler", "loss", "log", "device", "ops"):

@@ -1,0 +1,269 @@
+"""What must hold of a family, each as a function that raises where it does not, on tiny models of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchtitan_graph.check.matrix import (
+    BF16,
+    FP32,
+    FP64,
+    NUM_ROWS,
+    NUM_STEPS,
+    SEQ_LEN,
+    Cell,
+    Seen,
+    bits_that_differ,
+    build_eager,
+    build_graph,
+    build_model,
+    build_plain,
+    far_apart,
+    gathered,
+    global_rows,
+    optimizing,
+    train,
+)
+from torchtitan_graph.check.pool import run_on
+from torchtitan_graph.checkpoint import Checkpointer
+from torchtitan_graph.config import job
+from torchtitan_graph.models.hf import allocate, load_weights, save_weights
+from torchtitan_graph.models.hf.architecture import config_of, differences
+from torchtitan_graph.models.hf.files import read_json
+from torchtitan_graph.models.hf.places import live_tensors, places
+from torchtitan_graph.models.layers.decoder import Decoder
+from torchtitan_graph.models.layers.init import generator_for
+from torchtitan_graph.models.spec import HF_CONTRACT, load_family
+from torchtitan_graph.parallel.mesh import ParallelDims
+from torchtitan_graph.parallel.parallelize import check_plan
+from torchtitan_graph.parallel.recompute import Recompute
+
+TOLERANCE = 1e-12  # between layouts, in fp64, of each tensor's largest value
+TIMEOUT_S = 900.0
+
+MODULE = "the module defines FLAVORS, Model, PLAN and HF_KEYS, and the model can be built"
+PLAN = "PLAN has a role for every parameter, and its sizes can be halved"
+KEYS = "HF_KEYS has a name for every parameter"
+
+LAYOUTS = {"one rank": ParallelDims(), "FSDP 2": ParallelDims(dp_shard=2), "TP 2": ParallelDims(tp=2)}
+MORE_LAYOUTS = {
+    "DDP 2": ParallelDims(dp_replicate=2),
+    "FSDP 2 x TP 2": ParallelDims(dp_shard=2, tp=2),
+}
+
+
+class Failed(Exception):
+    """Say what does not hold, and where to look."""
+
+
+class Skipped(Exception):
+    """Say why there is nothing to check."""
+
+
+class Check(NamedTuple):
+    """`run` raises `Failed`, `Skipped` or whatever the model raises; it makes no sense unless `needs` holds."""
+
+    title: str
+    run: Callable[[], None]
+    needs: str = MODULE
+
+
+def checks(name: str, flavor: str, attns: list[str], full: bool) -> Iterator[Check]:
+    """List what is checked of a family, in order: what fails first is nearest to the cause."""
+    cell = partial(Cell, family=name, flavor=flavor)
+    yield Check(MODULE, partial(check_module, name, flavor, attns), needs="")
+    yield Check(PLAN, partial(check_plan_of, cell(ParallelDims(tp=2), attn=attns[0])))
+    yield Check(KEYS, partial(check_keys, cell(attn=attns[0])))
+    for attn in attns:
+        here = partial(cell, attn=attn)
+        yield Check(f"{attn}: no token sees a later one or another document", partial(check_visibility, here()))
+        yield Check(f"{attn}, one rank, fp32: the graph is plain autograd", partial(check_plain, here()))
+        for layout, dims in (LAYOUTS | MORE_LAYOUTS if full else LAYOUTS).items():
+            needs = PLAN if dims.tp > 1 else MODULE
+            if dims.num_ranks > 1:
+                title = f"{attn}, {layout}, fp64: the numbers of one rank, to {TOLERANCE:g}"
+                yield Check(title, partial(check_layout, here(dims, FP64)), needs)
+            for precision, word in ((FP32, "fp32"), (BF16, "bf16")):
+                title = f"{attn}, {layout}, {word}: the graph is eager FSDP2"
+                yield Check(title, partial(check_eager, here(dims, precision)), needs)
+        for word, recompute in (("full", Recompute(every=1)), ("op", Recompute(by_op=True))):
+            recomputed = here(LAYOUTS["FSDP 2"], BF16, recompute=recompute)
+            yield Check(f"{attn}, FSDP 2, bf16: recomputation ({word})", partial(check_recompute, recomputed))
+    saved = "FSDP 2 x TP 2" if full else "FSDP 2"
+    yield Check(
+        f"a checkpoint of {saved} is read on one rank",
+        partial(check_checkpoint, cell((LAYOUTS | MORE_LAYOUTS)[saved], attn=attns[0])),
+        PLAN if full else MODULE,
+    )
+    yield Check("to Hugging Face's files, back, and to them again", partial(check_files, cell(attn=attns[0])), KEYS)
+
+
+# --- without training -----------------------------------------------------------------------------------------------
+
+
+def check_module(name: str, flavor: str, attns: list[str]) -> None:
+    family = load_family(name)
+    if flavor not in family.FLAVORS:
+        near = difflib.get_close_matches(flavor, family.FLAVORS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise Failed(f"--flavor {flavor}: FLAVORS of {name} has {', '.join(family.FLAVORS)}{hint}")
+    if not dataclasses.is_dataclass(family.FLAVORS[flavor]):
+        raise Failed(f"FLAVORS[{flavor!r}] is no dataclass: the check makes it small with dataclasses.replace")
+    for attn in attns:
+        model = build_model(Cell(family=name, flavor=flavor, attn=attn))
+        if not isinstance(model, Decoder):
+            raise Failed(f"Model is no {Decoder.__module__}.Decoder: the trainer calls it as one")
+
+
+def check_plan_of(cell: Cell) -> None:
+    check_plan(build_model(cell), load_family(cell.family).PLAN, cell.dims.tp)
+
+
+def check_keys(cell: Cell) -> None:
+    places(load_family(cell.family), build_model(cell))
+
+
+@torch.no_grad()
+def check_visibility(cell: Cell) -> None:
+    """Change one token of every row, and see where the logits change."""
+    model, _ = build_plain(dataclasses.replace(cell, precision=FP64))
+    batch = global_rows(cell.vocab_size, step=1)
+    rows_B, places_B = torch.arange(NUM_ROWS), torch.arange(NUM_ROWS) * SEQ_LEN // NUM_ROWS + 2
+    changed_BL = batch.tokens_BL.clone()
+    changed_BL[rows_B, places_B] = (changed_BL[rows_B, places_B] + 1) % cell.vocab_size
+    masks = model.masks(batch.documents_BL, batch.positions_BL)
+    before_BLV, after_BLV = (model(tokens_BL, batch.positions_BL, masks) for tokens_BL in (batch.tokens_BL, changed_BL))
+    seen_BL = (after_BLV - before_BLV).abs().amax(-1) > TOLERANCE * before_BLV.abs().max()
+    may_BL = batch.documents_BL == batch.documents_BL[rows_B, places_B].unsqueeze(1)
+    may_BL &= torch.arange(SEQ_LEN) >= places_B.unsqueeze(1)
+    if wrong := (seen_BL & ~may_BL).nonzero().tolist():
+        row, place = wrong[0]
+        raise Failed(
+            f"the token at position {places_B[row]} changes the logits at position {place} of its row, which is "
+            "earlier or in another document: build every rule of `mask_rules` on the rule 'causal' with `all_of`"
+        )
+    if not seen_BL[rows_B, places_B].all():
+        raise Failed("a token does not change its own logits: is its embedding used?")
+
+
+# --- training -------------------------------------------------------------------------------------------------------
+
+
+def _everywhere(work: Callable[..., Any], cell: Cell, *args: Any) -> list[Any]:
+    return run_on(cell.dims.num_ranks, work, cell, *args, timeout=TIMEOUT_S)
+
+
+def _refuse(differing: list[str], what: str) -> None:
+    if differing:
+        more = f", and {len(differing) - 3} more" if len(differing) > 3 else ""
+        raise Failed(f"{what}. First to differ: {', '.join(differing[:3])}{more}")
+
+
+def check_plain(cell: Cell) -> None:
+    (differing,) = _everywhere(_differ_from_plain, cell)
+    _refuse(differing, "the graph does not compute what the module computes when it is called")
+
+
+def _differ_from_plain(cell: Cell) -> list[str]:
+    graph = {name: x.to_local() if hasattr(x, "to_local") else x for name, x in train(cell, *build_graph(cell)).items()}
+    return bits_that_differ(train(cell, *build_plain(cell)), graph)
+
+
+def check_eager(cell: Cell) -> None:
+    for differing in _everywhere(_differ_from_eager, cell):
+        _refuse(differing, "the graph does not compute what the same ranks compute with FSDP2 and autograd")
+
+
+def _differ_from_eager(cell: Cell) -> list[str]:
+    return bits_that_differ(train(cell, *build_eager(cell)), train(cell, *build_graph(cell)))
+
+
+def check_layout(cell: Cell) -> None:
+    (expected,) = _everywhere(_plain, dataclasses.replace(cell, dims=ParallelDims()))
+    axis = "PLAN's roles of the module that is named" if cell.dims.tp > 1 else "what in forward depends on the rows"
+    for found in _everywhere(_whole, cell):
+        _refuse(far_apart(expected, found, TOLERANCE), f"these ranks compute other numbers than one: look at {axis}")
+
+
+def _plain(cell: Cell) -> Seen:
+    return train(cell, *build_plain(cell))
+
+
+def _whole(cell: Cell) -> Seen:
+    return gathered(cell, train(cell, *build_graph(cell)))
+
+
+def check_recompute(cell: Cell) -> None:
+    for differing in _everywhere(_differ_if_recomputed, cell):
+        _refuse(differing, "what is computed again in backward is not what was computed in forward")
+
+
+def _differ_if_recomputed(cell: Cell) -> list[str]:
+    kept = dataclasses.replace(cell, recompute=Recompute())
+    return bits_that_differ(train(kept, *build_graph(kept)), train(cell, *build_graph(cell)))
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+def check_checkpoint(cell: Cell) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        saved = _everywhere(_saved_state, cell, Path(folder))[0]
+        (loaded,) = _everywhere(_loaded_state, dataclasses.replace(cell, dims=ParallelDims()), Path(folder))
+    _refuse(bits_that_differ(saved, loaded), "what is loaded is not what was saved")
+
+
+def _saved_state(cell: Cell, folder: Path) -> Seen:
+    model, step = build_graph(cell)
+    optimizer, schedule = optimizing(model)
+    train(cell, model, step, using=(optimizer, schedule))
+    Checkpointer(folder, job.Checkpoint(enable=True), model, optimizer, schedule).save(NUM_STEPS, {})
+    return _state(cell, model, optimizer)
+
+
+def _loaded_state(cell: Cell, folder: Path) -> Seen:
+    model, _ = build_graph(cell)
+    optimizer, schedule = optimizing(model)
+    Checkpointer(folder, job.Checkpoint(enable=True), model, optimizer, schedule).load()
+    return _state(cell, model, optimizer)
+
+
+def _state(cell: Cell, model: Decoder, optimizer: torch.optim.Optimizer) -> Seen:
+    state: dict[str, Tensor] = {name: tensor.detach() for name, tensor in live_tensors(model).items()}
+    for name, parameter in model.named_parameters():
+        state |= {f"{key} of {name}": value for key, value in optimizer.state[parameter].items()}
+    return gathered(cell, state)
+
+
+@torch.no_grad()
+def check_files(cell: Cell) -> None:
+    family = load_family(cell.family)
+    if lacking := [attribute for attribute in HF_CONTRACT if not hasattr(family, attribute)]:
+        raise Skipped(f"to read and write Hugging Face's folders, define {', '.join(lacking)} as models/llama3.py does")
+    model = build_model(cell, "cpu")
+    for name, tensor in live_tensors(model).items():  # as they begin, norms and biases are all alike
+        tensor.copy_(torch.randn(tensor.shape, generator=generator_for(0, name, tensor.device)))
+    with tempfile.TemporaryDirectory() as folder:
+        first, second = Path(folder) / "first", Path(folder) / "second"
+        save_weights(model, family, first)
+        config = config_of(family, read_json(first / "config.json"), first / "config.json")
+        if different := differences(model.config, config):
+            raise Failed(f"from_hf_config does not read what to_hf_config writes: {'; '.join(different)}")
+        with torch.device("meta"):
+            again = family.Model(config, cell.attn)
+        allocate(again, torch.float32)
+        load_weights(again, family, first)
+        kept, found = ({place.ours: place.tensor for place in places(family, m)} for m in (model, again))
+        _refuse(bits_that_differ(kept, found), "what is read is not what was written: look at HF_KEYS")
+        save_weights(again, family, second)
+        files, others = ({path.name: path.read_bytes() for path in sorted(x.iterdir())} for x in (first, second))
+        _refuse([name for name in files | others if files.get(name) != others.get(name)], "the files are not the same")

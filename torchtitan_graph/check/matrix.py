@@ -1,0 +1,317 @@
+"""Train a tiny model for a few optimizer steps in one of three ways, and compare all that came out.
+
+    eager   FSDP2's `fully_shard` and autograd: the reference
+    graph   traced, rewritten by the passes, bound to the live parameters
+    plain   an `nn.Module` and autograd in one process: no FSDP2, no DTensor
+
+A cell says what is trained and how it is laid out. What came out is one dictionary: the losses, every gradient of
+every step, the norms and the parameters at the end, by a name that tells which.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from torchtitan_graph.compiler import Inspection, Pass, passes, run_passes
+from torchtitan_graph.config import job
+from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
+from torchtitan_graph.graph.step import StepOutput, bind_train_step, make_eager_step, trace_train_step
+from torchtitan_graph.graph.trace import TracedResult
+from torchtitan_graph.loss import cross_entropy, loss_context
+from torchtitan_graph.models.layers.decoder import Decoder
+from torchtitan_graph.models.layers.init import initial_weight, initialize
+from torchtitan_graph.models.layers.moe import AuxiliaryLoss, MoE, move_correction_biases
+from torchtitan_graph.models.spec import load_family, tiny_config
+from torchtitan_graph.optim import build_lr_scheduler, build_optimizer, clip_grad_norm
+from torchtitan_graph.parallel.mesh import ParallelDims, axis_degree, data_parallel_rank
+from torchtitan_graph.parallel.parallelize import parallelize
+from torchtitan_graph.parallel.recompute import Recompute, recompute_eager
+from torchtitan_graph.parallel.storage import (
+    Precision,
+    buckets,
+    cast_parameters,
+    materialize,
+    plan_storage,
+    shard_eager,
+)
+
+DEVICE = torch.device("cpu")  # where all of it runs; a script for GPUs sets another
+SEED = 3
+NUM_STEPS = 5
+NUM_ROWS, SEQ_LEN = 8, 32  # of one optimizer step, over all ranks and microbatches
+MAX_NORM = 0.5  # below the norm of every step: each one is clipped
+
+FP32 = Precision()
+BF16 = Precision(compute=torch.bfloat16)
+FP64 = Precision(torch.float64, torch.float64, torch.float64)
+
+Seen = dict[str, Tensor]
+Step = Callable[..., StepOutput]  # (batch, masks, num_tokens) -> loss and loads; gradients go to `.grad`
+Data = Callable[["Cell", int, int], tuple[list[Batch], Tensor]]  # (cell, dp_rank, step) -> microbatches, num_tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """What is trained, and how. The vocabulary is uneven: 509 rows, or 510 where tensor parallelism halves them, so
+    that data parallelism then cuts 255. 130 feed-forward rows are uneven over four, and over two after TP."""
+
+    dims: ParallelDims = ParallelDims()
+    precision: Precision = FP32
+    family: str = "llama3"
+    flavor: str = "debugmodel"
+    num_microbatches: int = 1
+    tied: bool = False
+    attn: str = "sdpa"
+    ffn_dim: int = 130
+    changes: tuple[tuple[str, object], ...] = ()  # of the family's tiny configuration
+    auxiliary: AuxiliaryLoss | None = None
+    recompute: Recompute = Recompute()
+    reshard: bool = True
+    reshard_root: bool = False
+    loss_parallel: bool = True
+    disabled: tuple[str, ...] = ()
+    vocab_size: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.vocab_size:
+            object.__setattr__(self, "vocab_size", 509 if self.dims.tp == 1 else 510)
+
+    @property
+    def num_parts(self) -> int:
+        return self.num_microbatches * self.dims.dp
+
+    @property
+    def sharded_loss(self) -> bool:
+        return self.loss_parallel and self.dims.tp > 1
+
+
+@functools.cache
+def mesh_of(dims: ParallelDims) -> DeviceMesh:
+    """Make a layout's mesh once per worker."""
+    return dims.mesh(DEVICE.type)
+
+
+# --- data -----------------------------------------------------------------------------------------------------------
+
+
+def global_rows(vocab_size: int, step: int) -> Batch:
+    """Make the rows of one optimizer step, the same on every rank: packed documents of about ten tokens."""
+    generator = torch.Generator().manual_seed(step)
+    # Low tokens are common: there is something to learn within five steps.
+    tokens_BL = (torch.rand(NUM_ROWS, SEQ_LEN + 1, generator=generator) ** 3 * vocab_size).long()
+    documents_BL = (torch.rand(NUM_ROWS, SEQ_LEN + 1, generator=generator) < 0.1).long().cumsum(1)
+    is_last_BL = documents_BL[:, :-1] != documents_BL[:, 1:]
+    labels_BL = tokens_BL[:, 1:].masked_fill(is_last_BL, IGNORE_INDEX)
+    documents_BL = documents_BL[:, :-1]
+    places_L = torch.arange(SEQ_LEN)
+    starts_BL = torch.where(is_last_BL.roll(1, 1), places_L, 0)
+    starts_BL[:, 0] = 0
+    return Batch(tokens_BL[:, :-1], labels_BL, places_L - starts_BL.cummax(1).values, documents_BL)
+
+
+def microbatches(cell: Cell, dp_rank: int, step: int) -> tuple[list[Batch], Tensor]:
+    """Give this rank's part of the step's rows, and the number of targets of all ranks and microbatches."""
+    rows = global_rows(cell.vocab_size, step)
+    num_parts = cell.num_microbatches * cell.dims.dp
+    rows = Batch(*(x.to(DEVICE) for x in rows))
+    parts = [Batch(*each) for each in zip(*(x.chunk(num_parts) for x in rows), strict=True)]
+    return parts[dp_rank :: cell.dims.dp], (rows.labels_BL != IGNORE_INDEX).sum()
+
+
+# --- the three ways -------------------------------------------------------------------------------------------------
+
+
+def build_model(cell: Cell, device: str = "meta") -> Decoder:
+    family = load_family(cell.family)
+    sizes = {"vocab_size": cell.vocab_size, "tied": cell.tied, "ffn_dim": cell.ffn_dim, **dict(cell.changes)}
+    config = tiny_config(family.FLAVORS[cell.flavor], **sizes)
+    with torch.device(device):
+        return family.Model(config, cell.attn)
+
+
+def add_auxiliary_loss(model: Decoder, loss: AuxiliaryLoss) -> None:
+    for module in model.modules():
+        if isinstance(module, MoE):
+            module.auxiliary_loss = loss
+
+
+def _laid_out(cell: Cell) -> tuple[Decoder, DeviceMesh]:
+    model, mesh = build_model(cell), mesh_of(cell.dims)
+    if cell.auxiliary is not None:
+        axes = [axis for axis in ("dp_shard", "dp_replicate") if axis_degree(mesh, axis) > 1]
+        groups = tuple(mesh.get_group(axis).group_name for axis in axes)
+        add_auxiliary_loss(model, dataclasses.replace(cell.auxiliary, num_parts=cell.num_parts, groups=groups))
+    parallelize(model, load_family(cell.family).PLAN, mesh, loss_parallel=cell.sharded_loss)
+    return model, mesh
+
+
+def build_eager(cell: Cell) -> tuple[Decoder, Step]:
+    model, mesh = _laid_out(cell)
+    recompute_eager(model, cell.recompute)
+    shard_eager(
+        model,
+        mesh,
+        cell.precision,
+        reshard_after_forward=cell.reshard,
+        reshard_root=cell.reshard_root,
+        device=DEVICE,
+    )
+    initialize(model, SEED)
+    return model, make_eager_step(model, cross_entropy)
+
+
+def build_graph(cell: Cell, edit: Pass | None = None) -> tuple[Decoder, Step]:
+    """Build the graph's side; `edit` puts a fault into the finished graph."""
+    model, traced, ordered = trace(cell)
+    storages = plan_storage(model, mesh_of(cell.dims), cell.precision)
+    run_passes(traced.gm, ordered, cell.disabled, DEVICE, Inspection())
+    if edit is not None:
+        edit(traced.gm)
+    cast_parameters(model, cell.precision.storage)
+    materialize(model, storages, DEVICE)
+    initialize(model, SEED)
+    return model, bind_train_step(traced, model)
+
+
+def trace(cell: Cell) -> tuple[Decoder, TracedResult, list[Pass]]:
+    """Give the model on meta, its traced step and the passes that this cell's layout takes."""
+    model, mesh = _laid_out(cell)
+    cast_parameters(model, cell.precision.compute)
+    storages = plan_storage(model, mesh, cell.precision)
+    (batch, *_), num_tokens = microbatches(cell, data_parallel_rank(mesh), 1)
+    with loss_context(cell.sharded_loss)():
+        masks = model.masks(batch.documents_BL, batch.positions_BL)
+        traced = trace_train_step(model, cross_entropy, batch, masks, num_tokens, device=DEVICE)
+    return model, traced, passes(storages, buckets(model), cell.recompute, cell.reshard, cell.reshard_root)
+
+
+def build_plain(cell: Cell) -> tuple[Decoder, Step]:
+    model = build_model(cell, DEVICE.type)
+    cast_parameters(model, cell.precision.storage)
+    if cell.auxiliary is not None:
+        add_auxiliary_loss(model, dataclasses.replace(cell.auxiliary, num_parts=cell.num_parts))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            std = model.initial_std(name)
+            parameter.copy_(initial_weight(name, parameter.shape, std, SEED, DEVICE, torch.float32))
+
+    def step(batch: Batch, masks: object, num_tokens: Tensor) -> StepOutput:
+        logits_BLV, routings = model(batch.tokens_BL, batch.positions_BL, masks, with_routing=True)
+        loss = cross_entropy(logits_BLV, batch.labels_BL, num_tokens)
+        for routing in routings.values():
+            loss = loss if routing.loss is None else loss + routing.loss
+        loss.backward()
+        return StepOutput(loss.detach(), {name: routing.load_E for name, routing in routings.items()})
+
+    return model, step
+
+
+# --- training and comparing -----------------------------------------------------------------------------------------
+
+
+def optimizing(model: Decoder) -> tuple[Optimizer, LRScheduler]:
+    """Give the optimizer and the schedule of the five steps."""
+    # With a smaller eps Adam would blow up the rounding errors of gradients near zero, in the parameters alone.
+    optimizer = build_optimizer(model, job.Optimizer(lr=1e-2, eps=1e-6))
+    return optimizer, build_lr_scheduler(optimizer, job.LRScheduler(warmup_steps=2), NUM_STEPS)
+
+
+def train(
+    cell: Cell,
+    model: Decoder,
+    step: Step,
+    data: Data = microbatches,
+    using: tuple[Optimizer, LRScheduler] | None = None,
+) -> Seen:
+    """Take five optimizer steps as the trainer does, and give what was seen on this rank."""
+    optimizer, schedule = using or optimizing(model)
+    dp_rank = data_parallel_rank(mesh_of(cell.dims)) if dist.is_initialized() else 0
+    seen: Seen = {}
+    for k in range(1, NUM_STEPS + 1):
+        batches, num_tokens = data(cell, dp_rank, k)
+        loss = torch.zeros((), dtype=cell.precision.storage, device=DEVICE)
+        loads: dict[str, Tensor] = {}
+        for batch in batches:
+            with loss_context(cell.sharded_loss)():
+                output = step(batch, model.masks(batch.documents_BL, batch.positions_BL), num_tokens)
+            loss += output.loss
+            loads = {name: loads.get(name, 0) + load_E for name, load_E in output.loads.items()}
+        for name, load_E in loads.items():
+            if dist.is_initialized():
+                for axis in ("dp_shard", "dp_replicate"):
+                    if axis_degree(mesh_of(cell.dims), axis) > 1:
+                        dist.all_reduce(load_E, group=mesh_of(cell.dims).get_group(axis))
+            seen[f"step {k}: load of {name}"] = load_E
+        seen[f"step {k}: loss"] = loss
+        seen |= {f"step {k}: gradient of {n}": _copied(p.grad) for n, p in model.named_parameters()}
+        seen[f"step {k}: norm"] = clip_grad_norm(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        move_correction_biases(model, loads, 1e-3)
+    seen |= {f"buffer {n}": b.clone() for n, b in model.named_buffers()}
+    return seen | {f"parameter {n}": _copied(p) for n, p in model.named_parameters()}
+
+
+def _copied(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor.detach().clone()
+
+
+def bits_that_differ(expected: Seen, found: Seen) -> list[str]:
+    """Name what is not equal in every bit on this rank, its layout included."""
+    return [name for name in expected | found if not _same(expected.get(name), found.get(name))]
+
+
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    if isinstance(a, DTensor) and isinstance(b, DTensor):
+        if (a.shape, a.placements) != (b.shape, b.placements):
+            return False
+        a, b = a.to_local(), b.to_local()
+    if a is None or b is None or type(a) is not type(b) or (a.shape, a.dtype) != (b.shape, b.dtype):
+        return False
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))  # 0 is not -0
+
+
+def far_apart(expected: Seen, found: Seen, tolerance: float) -> list[str]:
+    """Name the whole tensors that differ by more than `tolerance` times the expected one's largest value."""
+    assert expected.keys() == found.keys()
+    gaps = {name: ((found[name] - x).abs().max(), x.abs().max()) for name, x in expected.items()}
+    far = {name: gap / largest for name, (gap, largest) in gaps.items() if not gap <= tolerance * largest}
+    return [f"{name} (by {gap.item():.1e})" for name, gap in far.items()]
+
+
+def gathered(cell: Cell, seen: Seen) -> Seen:
+    """Put the ranks' parts together, and their losses; refuse copies that differ."""
+    return {name: _gathered(cell, name, x) for name, x in seen.items()}
+
+
+def _gathered(cell: Cell, name: str, x: Tensor) -> Tensor:
+    if not isinstance(x, DTensor):
+        if name.endswith("loss"):
+            dist.all_reduce(x := x / cell.dims.tp)
+        return x
+    mesh, part = x.device_mesh, x.to_local()
+    axes = mesh.mesh_dim_names or ()
+    # Tensor parallelism cut first, storage what that left: put together in the opposite order. The parts need not be
+    # equal, and torch's own bookkeeping is not relied on.
+    for axis in sorted(axes, key=["dp_shard", "dp_replicate", "tp"].index):
+        parts: list[Tensor] = [part] * axis_degree(mesh, axis)
+        dist.all_gather_object(parts, part, group=mesh.get_group(axis))
+        placement = x.placements[axes.index(axis)]
+        if placement.is_replicate():
+            assert all(torch.equal(each, part) for each in parts), f"{name} differs between the copies on {axis}"
+        else:
+            part = torch.cat(parts, placement.dim)  # type: ignore[attr-defined]
+    assert part.shape == x.shape, name
+    return part

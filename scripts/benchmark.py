@@ -31,7 +31,7 @@ from torchtitan_graph import device as devices
 from torchtitan_graph.compiler import Inspection, passes, run_passes
 from torchtitan_graph.data.batch import Batch
 from torchtitan_graph.graph import meta
-from torchtitan_graph.graph.flops import count_flops, visible_pairs
+from torchtitan_graph.graph.flops import count_flops
 from torchtitan_graph.graph.step import bind_train_step, make_eager_step, trace_train_step
 from torchtitan_graph.graph.torch_private import init_fake_process_group
 from torchtitan_graph.loss import cross_entropy
@@ -205,7 +205,7 @@ def flops_of_step(args: argparse.Namespace, precision: Precision, batch: Batch) 
     masks = model.masks(batch.documents_BL, batch.positions_BL)
     num_tokens = torch.tensor(batch.labels_BL.numel(), device=batch.labels_BL.device)
     traced = trace_train_step(model, cross_entropy, batch, masks, num_tokens, device=batch.labels_BL.device)
-    return count_flops(traced.gm).of(visible_pairs(batch.documents_BL))
+    return count_flops(traced.gm).of(model.visible_pairs(batch.positions_BL))
 
 
 def measure_tracing(args: argparse.Namespace) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from torchtitan_graph.config import JobConfig, dump_toml, job, shard_degree
 from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
 from torchtitan_graph.data.loader import DataLoader, build_dataloader, merge_states
 from torchtitan_graph.data.tokenizer import Tokenizer, find_assets, load_tokenizer
-from torchtitan_graph.graph.flops import Flops, count_flops, visible_pairs
+from torchtitan_graph.graph.flops import Flops, count_flops
 from torchtitan_graph.graph.step import (
     bind_train_step,
     make_eager_step,
@@ -389,7 +389,7 @@ class Trainer:
     def _flops(self, microbatches: list[Batch]) -> float | None:
         if self.flops is None or self.device.type == "cpu":
             return None
-        return sum(self.flops.of(visible_pairs(batch.documents_BL)) for batch in microbatches)
+        return sum(self.flops.of(self.model.visible_pairs(batch.positions_BL)) for batch in microbatches)
 
     @torch.no_grad()
     def validate(self) -> float:

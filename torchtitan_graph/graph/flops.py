@@ -6,14 +6,17 @@ and backward count once, before any recomputation; attention counts the pairs of
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
+import re
+from collections.abc import Mapping
 
 import torch
-from torch import Tensor
 from torch.fx import GraphModule, Node
 
 import torchtitan_graph.ops  # noqa: F401 (registers the grouped operators)
+from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import value
 
 aten = torch.ops.aten
@@ -38,20 +41,28 @@ _BACKWARD = (
 GROUPED_MM = torch.ops.torchtitan_graph.grouped_mm.default
 
 
+_BLOCK = re.compile(r"layers\.\d+")
+
+
 @dataclasses.dataclass(frozen=True)
 class Flops:
-    """Operations of one microbatch on one device: `matmul`, and `attention` as if every position saw every other."""
+    """Operations of one microbatch on one device: `matmul`, and `attention`, by block, as if every position saw every
+    other."""
 
     matmul: int
-    attention: int
+    attention: Mapping[str, int]
 
-    def of(self, visible: float) -> float:
-        """Give the operations where the mask leaves the fraction `visible` of all pairs."""
-        return self.matmul + self.attention * visible
+    def of(self, visible: Mapping[str, float]) -> float:
+        """Give the operations where a block's mask leaves the fraction `visible` of all pairs."""
+        return self.matmul + sum(count * visible[block] for block, count in self.attention.items())
 
 
 def count_flops(gm: GraphModule) -> Flops:
-    matmul = attention = 0
+    """Count the operations of a graph that no pass has changed; attention outside any block is counted under "".
+
+    What attention pads (a sink's column, values as wide as keys) counts as it is computed.
+    """
+    matmul, attention = 0, collections.Counter[str]()
     for node in gm.graph.nodes:
         if node.target in (aten.mm.default, aten.bmm.default):
             matmul += 2 * math.prod(value(node).shape) * _shape(node, 0)[-1]
@@ -62,21 +73,17 @@ def count_flops(gm: GraphModule) -> Flops:
         elif node.target is torch.ops.torchtitan_graph.grouped_outer.default:
             matmul += 2 * _shape(node, 0).numel() * _shape(node, 1)[-1]
         elif node.target in ATTENTION:
-            attention += 2 * _product(_shape(node, 0), _shape(node, 1))
+            attention[_block(node)] += 2 * _product(_shape(node, 0), _shape(node, 1))
         elif node.target in _BACKWARD:
             # The gradient of the output comes first, then query, key and value; flex has query, key, value first.
             q, k = (0, 1) if node.target is _BACKWARD[-1] else (1, 2)
-            attention += 4 * _product(_shape(node, q), _shape(node, k))
+            attention[_block(node)] += 4 * _product(_shape(node, q), _shape(node, k))
     return Flops(matmul, attention)
 
 
-def visible_pairs(documents_BL: Tensor) -> float:
-    """Give the fraction of all pairs of positions that attention within documents, backwards only, looks at."""
-    B, L = documents_BL.shape
-    starts_BL = torch.ones_like(documents_BL, dtype=torch.bool)
-    starts_BL[:, 1:] = documents_BL[:, 1:] != documents_BL[:, :-1]
-    lengths = starts_BL.flatten().nonzero().flatten().diff(append=torch.tensor([B * L], device=documents_BL.device))
-    return float((lengths * (lengths + 1) // 2).sum()) / (B * L * L)
+def _block(node: Node) -> str:
+    found = _BLOCK.match(meta.module(node))
+    return found[0] if found else ""
 
 
 def _product(q_BNLH: torch.Size, k_BNLH: torch.Size) -> int:

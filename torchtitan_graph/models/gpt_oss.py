@@ -162,3 +162,7 @@ class Model(Decoder):
     def mask_rules(self, documents_BL: Tensor, positions_BL: Tensor) -> dict[str, Rule]:
         rules = super().mask_rules(documents_BL, positions_BL)
         return rules | {"sliding": all_of(rules["causal"], sliding(self.config.window))}
+
+    def num_visible(self, positions_BL: Tensor) -> dict[str, Tensor]:
+        numbers = super().num_visible(positions_BL)
+        return numbers | {"sliding": numbers["causal"].clamp(max=self.config.window)}

@@ -227,3 +227,6 @@ class Model(Decoder):
     def mask_rules(self, documents_BL: Tensor, positions_BL: Tensor) -> dict[str, Rule]:
         rules = super().mask_rules(documents_BL, positions_BL)
         return rules | {"chunked": all_of(rules["causal"], chunked(positions_BL, self.config.chunk))}
+
+    def num_visible(self, positions_BL: Tensor) -> dict[str, Tensor]:
+        return super().num_visible(positions_BL) | {"chunked": positions_BL % self.config.chunk + 1}

@@ -7,10 +7,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from torchtitan_graph.data.batch import Batch
-from torchtitan_graph.graph.flops import count_flops, visible_pairs
+from torchtitan_graph.graph.flops import count_flops
 from torchtitan_graph.graph.step import trace_train_step
 from torchtitan_graph.loss import cross_entropy
 from torchtitan_graph.models import llama3
+from torchtitan_graph.models.spec import family_names, load_family, tiny_config
 
 CONFIG = llama3.Config(32, 2, 4, 2, 48, vocab_size=64, rope_scaling=None)
 B, L = 2, 16
@@ -41,7 +42,8 @@ def by_hand() -> tuple[int, int]:
 @pytest.mark.parametrize("attn", ["sdpa", "flex"])
 def test_counts_six_operations_per_weight_and_token_and_twelve_per_attended_pair(attn: str) -> None:
     flops = count_flops(traced(attn))
-    assert (flops.matmul, flops.attention) == by_hand()
+    assert (flops.matmul, sum(flops.attention.values())) == by_hand()
+    assert set(flops.attention) == {"layers.0", "layers.1"}
 
 
 def test_matrix_products_agree_with_torchs_own_counter() -> None:
@@ -65,13 +67,25 @@ def test_recomputed_operators_would_count_twice_so_the_count_is_taken_before() -
 
 
 def test_the_mask_leaves_the_triangle_of_each_document() -> None:
-    one = torch.zeros(B, L, dtype=torch.int64)
-    assert visible_pairs(one) == (L * (L + 1) / 2) / L**2
-    halves = torch.arange(L).expand(B, L) // (L // 2)
     half = L // 2
-    assert visible_pairs(halves) == 2 * (half * (half + 1) / 2) / L**2
+    with torch.device("meta"):
+        model = llama3.Model(CONFIG)
+    one, halves = torch.arange(L).expand(B, L), torch.arange(half).repeat(2).expand(B, L)
+    assert set(model.visible_pairs(one).values()) == {(L * (L + 1) / 2) / L**2}
+    assert set(model.visible_pairs(halves).values()) == {2 * (half * (half + 1) / 2) / L**2}
+
+
+@pytest.mark.parametrize("family", family_names())
+def test_the_visible_pairs_are_those_of_the_masks(family: str) -> None:
+    with torch.device("meta"):
+        model = load_family(family).Model(tiny_config(load_family(family).FLAVORS["debugmodel"]))
+    positions = torch.tensor([[*range(11), *range(5)]])
+    masks = model.masks((positions == 0).long().cumsum(1), positions)
+    expected = {rule: mask.double().mean().item() for rule, mask in masks.items()}
+    found = model.visible_pairs(positions)
+    assert found == {f"layers.{i}": pytest.approx(expected[layer.mask]) for i, layer in enumerate(model.layers)}
 
 
 def test_operations_scale_attention_alone_by_what_the_mask_leaves() -> None:
-    flops = dataclasses.replace(count_flops(traced()), matmul=100, attention=10)
-    assert flops.of(0.5) == 105.0
+    flops = dataclasses.replace(count_flops(traced()), matmul=100, attention={"layers.0": 10, "layers.1": 20})
+    assert flops.of({"layers.0": 0.5, "layers.1": 0.25}) == 110.0

@@ -116,6 +116,17 @@ class Decoder(nn.Module):
         """Give the rules that blocks name, of which positions see which."""
         return {"causal": all_of(causal, same_document(documents_BL))}
 
+    def num_visible(self, positions_BL: Tensor) -> dict[str, Tensor]:
+        """Give, by rule, how many positions each position sees: what counts as attention's arithmetic."""
+        return {"causal": positions_BL + 1}
+
+    def visible_pairs(self, positions_BL: Tensor) -> dict[str, float]:
+        """Give, by block, the fraction of all pairs of positions that its attention looks at."""
+        fractions = {
+            rule: float(n.sum()) / (n.numel() * n.shape[1]) for rule, n in self.num_visible(positions_BL).items()
+        }
+        return {f"layers.{i}": fractions[getattr(layer, "mask", "causal")] for i, layer in enumerate(self.layers)}
+
     def masks(self, documents_BL: Tensor, positions_BL: Tensor) -> dict[str, Mask]:
         """Build the attention masks of one batch; made once, outside the graph, and shared by all layers.
 

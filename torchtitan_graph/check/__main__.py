@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{results[check.title]:<5} {check.title:<84} {seconds:5.1f} s", flush=True)
         if said:
             print("      " + said.strip().replace("\n", "\n      "), flush=True)
-        if options.exitfirst and results[check.title] == "FAIL":
+        if results[check.title] == "FAIL" and (options.exitfirst or not check.needs):
             break
     count = [f"{list(results.values()).count(kind)} {word}" for kind, word in _WORDS.items()]
     print(f"{options.name} {options.flavor}: {', '.join(count)}")

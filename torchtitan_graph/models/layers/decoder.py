@@ -122,9 +122,8 @@ class Decoder(nn.Module):
 
     def visible_pairs(self, positions_BL: Tensor) -> dict[str, float]:
         """Give, by block, the fraction of all pairs of positions that its attention looks at."""
-        fractions = {
-            rule: float(n.sum()) / (n.numel() * n.shape[1]) for rule, n in self.num_visible(positions_BL).items()
-        }
+        num_pairs = positions_BL.numel() * positions_BL.shape[1]
+        fractions = {rule: float(n.sum()) / num_pairs for rule, n in self.num_visible(positions_BL).items()}
         return {f"layers.{i}": fractions[getattr(layer, "mask", "causal")] for i, layer in enumerate(self.layers)}
 
     def masks(self, documents_BL: Tensor, positions_BL: Tensor) -> dict[str, Mask]:

@@ -286,6 +286,7 @@ class Trainer:
                 trained = self.train_step(metrics)
                 if not trained:
                     logger.info(f"the data is used up after step {self.step}")
+                    metrics.log_pending()
                 last = not trained or self.step == config.training.steps
                 if self.step == first:
                     self._shorten_timeouts()
@@ -322,7 +323,7 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.lr_scheduler.step()
-        self._balance_experts(loads)
+        imbalance = self._balance_experts(loads)
         self.step += 1
         self.tokens_seen += int(num_tokens)
         metrics.flops_per_step = self._flops(microbatches)
@@ -333,14 +334,18 @@ class Trainer:
             lr=lr,
             tokens_seen=self.tokens_seen,
             data_loading_s=data_loading_s,
+            expert_imbalance=imbalance,
         )
         return True
 
-    def _balance_experts(self, loads: dict[str, Tensor]) -> None:
-        """Move the experts' correction biases by the loads that all data-parallel ranks saw in this step."""
-        if loads:
-            summed = self._sum_over_data_parallel(torch.stack(list(loads.values())))
-            move_correction_biases(self.model, dict(zip(loads, summed, strict=True)), self.config.moe.bias_update_speed)
+    def _balance_experts(self, loads: dict[str, Tensor]) -> Tensor | None:
+        """Move the experts' correction biases by the loads that all data-parallel ranks saw in this step. Return the
+        largest load of an expert over the mean, averaged over the layers: 1 is perfect balance."""
+        if not loads:
+            return None
+        summed = self._sum_over_data_parallel(torch.stack(list(loads.values())))
+        move_correction_biases(self.model, dict(zip(loads, summed, strict=True)), self.config.moe.bias_update_speed)
+        return (summed.amax(1) / summed.double().mean(1)).mean()
 
     def _next_step(self) -> tuple[list[Batch], Tensor]:
         """Take the microbatches of the next step that has targets, and count those of all ranks; none at the end."""

@@ -26,6 +26,7 @@ TENSORBOARD_TAGS = {
     "data_loading_s": "performance/data_loading_s",
     "mfu": "performance/mfu",
     "memory_gib": "performance/memory_gib",
+    "expert_imbalance": "experts/imbalance",
     "validation_loss": "validation/loss",
 }
 
@@ -81,6 +82,7 @@ class Metrics:
         self._data_loading_s = 0.0
         self._tokens_seen = tokens_seen
         self._began = 0.0
+        self._pending: dict[str, Any] = {}  # the last step's values
 
     def start_step(self) -> None:
         """Start the clock. What happens between two steps (a save, a validation) is not counted."""
@@ -95,27 +97,37 @@ class Metrics:
         lr: float | torch.Tensor,
         tokens_seen: int,
         data_loading_s: float,
+        expert_imbalance: float | torch.Tensor | None = None,
     ) -> None:
         """Stop the clock, and log if it is this step's turn.
 
-        `loss`, `grad_norm` and `lr` may be tensors on the device: they are read only where the step is logged, and
+        `loss`, `grad_norm`, `lr` and `expert_imbalance` may be tensors on the device: they are read only where the step is logged, and
         before the clock is stopped, so that the time covers all the device was given to do. `tokens_seen` counts all
         ranks' tokens from the run's beginning. `data_loading_s` is the part of the step spent waiting for data.
         """
         due = step == 1 or step % self.log_freq == 0 or step == self.total_steps
+        values = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "expert_imbalance": expert_imbalance}
         if due:
-            loss, grad_norm, lr = float(loss), float(grad_norm), float(lr)
+            values = {key: None if x is None else float(x) for key, x in values.items()}
         self._num_steps += 1
         self._flops += self.flops_per_step or 0.0
         self._step_time_s += time.perf_counter() - self._began
         self._data_loading_s += data_loading_s
-        if not due:
+        self._pending = {"step": step, "tokens_seen": tokens_seen, **values}
+        if due:
+            self.log_pending()
+
+    def log_pending(self) -> None:
+        """Log the last step, unless it is logged: a run may end where nobody knew it would."""
+        if self._num_steps == 0:
             return
+        step, tokens_seen = self._pending["step"], self._pending["tokens_seen"]
+        values = {key: None if x is None else float(x) for key, x in self._pending.items()}
         record: dict[str, Any] = {
             "step": step,
-            "loss": loss,
-            "grad_norm": grad_norm,
-            "lr": lr,
+            "loss": values["loss"],
+            "grad_norm": values["grad_norm"],
+            "lr": values["lr"],
             "tokens_seen": tokens_seen,
             "tokens_per_second": (tokens_seen - self._tokens_seen) / self._step_time_s,
             "step_time_s": self._step_time_s / self._num_steps,
@@ -123,6 +135,8 @@ class Metrics:
             "mfu": self._mfu(),
             "memory_gib": peak_memory_gib(),
         }
+        if values["expert_imbalance"] is not None:
+            record["expert_imbalance"] = values["expert_imbalance"]
         self._num_steps, self._flops, self._step_time_s, self._data_loading_s = 0, 0.0, 0.0, 0.0
         self._tokens_seen = tokens_seen
         self._write(record)

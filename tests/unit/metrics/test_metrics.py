@@ -48,13 +48,13 @@ def build(folder: Path, rank: int = 0, options: dict[str, Any] | None = None, **
     return Metrics(config, folder, rank=rank, **({"total_steps": 10} | rest))
 
 
-def run(logs: Metrics, first: int, last: int, clock: Clock | None = None, loss: Any = 1.5) -> None:
+def run(logs: Metrics, first: int, last: int, clock: Clock | None = None, loss: Any = 1.5, **others: Any) -> None:
     """Take steps of 2 s and 100 tokens, half a second of it waiting for data, with 5 s between them."""
     for step in range(first, last + 1):
         logs.start_step()
         if clock is not None:
             clock.now += 2.0
-        logs.end_step(step, loss=loss, grad_norm=0.25, lr=1e-3, tokens_seen=100 * step, data_loading_s=0.5)
+        logs.end_step(step, loss=loss, grad_norm=0.25, lr=1e-3, tokens_seen=100 * step, data_loading_s=0.5, **others)
         if clock is not None:
             clock.now += 5.0
 
@@ -203,7 +203,7 @@ def test_tensorboard_has_every_number_and_the_configuration(tmp_path: Path) -> N
     found = scalars(tmp_path / "tb")
     assert found["train/loss"] == [(1, 1.5), (4, 1.5)]
     assert found["validation/loss"] == [(4, 3.0)]
-    assert set(found) == set(metrics.TENSORBOARD_TAGS.values()) - {"performance/mfu"}
+    assert set(found) == set(metrics.TENSORBOARD_TAGS.values()) - {"performance/mfu", "experts/imbalance"}
     events = EventAccumulator(str(tmp_path / "tb"))
     events.Reload()
     (text,) = events.Tensors("config/text_summary")
@@ -222,3 +222,16 @@ def test_tensorboard_hides_the_steps_that_are_done_again(tmp_path: Path) -> None
 def test_no_tensorboard_unless_enabled(tmp_path: Path) -> None:
     run(build(tmp_path), 1, 4)
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_last_step_that_nobody_expected_is_logged_once(tmp_path: Path) -> None:
+    sink = build(tmp_path)
+    run(sink, 1, 6)
+    sink.log_pending()
+    sink.log_pending()
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 4, 6]
+
+
+def test_the_balance_of_experts_is_a_key_where_there_are_experts(tmp_path: Path) -> None:
+    run(build(tmp_path), 1, 1, expert_imbalance=torch.tensor(1.5))
+    assert lines(tmp_path / "metrics.jsonl")[0]["expert_imbalance"] == 1.5

@@ -54,6 +54,13 @@ def test_dry_run_of_an_8b_model_on_16_ranks_in_one_process(tmp_path: Path) -> No
     assert not list(tmp_path.iterdir()), "a dry run writes nothing"
 
 
+def test_dry_run_needs_no_room_for_the_scores_of_flex_attention() -> None:
+    """The run itself would: see test_refusals.py."""
+    options = ["--comm.mode", "fake_backend", "--model.attn", "flex", "--training.seq_len", "65536"]
+    code, output = train(*options, NGPU="2")
+    assert code == 0, output
+
+
 def test_one_process_computes_what_two_do(reference: tuple[Path, Result], tmp_path: Path) -> None:
     code, output = train("--job.dump_folder", str(tmp_path))
     assert code == 0, output

@@ -5,6 +5,7 @@ import os
 import re
 from pathlib import Path
 
+import patched_train
 import pytest
 from runs import REPOSITORY, TINY, Command, Result, numbers, records, saved_steps, torchrun, train
 
@@ -52,6 +53,13 @@ def test_dry_run_of_an_8b_model_on_16_ranks_in_one_process(tmp_path: Path) -> No
     assert code == 0, output
     assert re.search(r"dry run of 16 ranks done in [\d.]+ s, peak memory of this process [\d.]+ GiB", output), output
     assert not list(tmp_path.iterdir()), "a dry run writes nothing"
+
+
+@pytest.mark.parametrize(("mode", "code"), [("default", 2), ("fake_backend", 0)])
+def test_dry_run_needs_no_room_for_the_scores_of_flex_attention(mode: str, code: int, tmp_path: Path) -> None:
+    options = ["--job.dump_folder", str(tmp_path), "--comm.mode", mode, "--model.attn", "flex"]
+    result = train(*options, patch=patched_train.have_a_kibibyte_of_memory)
+    assert result.code == code, result.output
 
 
 def test_one_process_computes_what_two_do(reference: tuple[Path, Result], tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """`python -m torchtitan_graph.check` passes a right family of a user's own, and finds what is wrong with another."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from torchtitan_graph.check.matrix import FP64, Cell, build_plain, global_rows
 from torchtitan_graph.parallel.mesh import ParallelDims
 
 SOFT_CAP = "my_models.soft_cap"
+PAGE = REPOSITORY / "docs" / "10_models.md"
 
 
 @pytest.fixture
@@ -115,12 +117,35 @@ def test_a_name_that_there_is_not(arguments: list[str], said: str, capsys: pytes
     assert output.count("FAIL") == 1 and "Traceback" not in output
 
 
-# --- the page's attention variant ---------------------------------------------------------------------------------
+# --- what the page shows --------------------------------------------------------------------------------------------
+
+OF_THE_PAGE = """
+import torch.nn.functional as F
+from torch import nn
+from torchtitan_graph.models import llama3
+from torchtitan_graph.models.layers.attention import Attention
+from torchtitan_graph.models.layers.decoder import Block, Decoder, decoder_plan
+
+{}
+
+PLAN = decoder_plan(attention=Attention.PLAN, feed_forward=Gelu.PLAN)
+
+class Model(Decoder):
+    rope = llama3.Model.rope
+
+    def __init__(self, c, attn="sdpa"):
+        attention = Attention(c.dim, c.num_heads, c.num_kv_heads, c.head_dim)
+        super().__init__(c, attn, [Block(c.dim, c.norm_eps, attention, Gelu(c.dim, c.ffn_dim))])
+"""
+
+
+def test_the_pages_own_layer_is_the_same_on_two_ranks(write_family) -> None:
+    (layer,) = re.findall(r"```python\n(class Gelu.*?)```", PAGE.read_text(), re.DOTALL)
+    check_layout(Cell(ParallelDims(tp=2), FP64, family=write_family("gelu", OF_THE_PAGE.format(layer))))
 
 
 def test_the_page_shows_the_variant_as_it_is() -> None:
-    page = (REPOSITORY / "docs" / "10_models.md").read_text()
-    assert f"```python\n{(HERE / 'my_models' / 'soft_cap.py').read_text()}```" in page
+    assert f"```python\n{(HERE / 'my_models' / 'soft_cap.py').read_text()}```" in PAGE.read_text()
 
 
 def test_the_variant_trains(tmp_path: Path) -> None:

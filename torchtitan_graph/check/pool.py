@@ -129,7 +129,8 @@ class _Workers:
             process = self.processes[rank]
             process.join(5)
             stack = Path(self._stack_file(rank)).read_text()  # a segmentation fault leaves one
-            return False, f"the process died with exit code {process.exitcode}\n{stack}"
+            killed = " (killed: was the machine out of memory?)" if process.exitcode == -signal.SIGKILL else ""
+            return False, f"the process died with exit code {process.exitcode}{killed}\n{stack}"
 
     def _report(self, results: dict[int, Any], failures: dict[int, str]) -> str:
         stuck = [rank for rank in range(len(self.processes)) if rank not in results and rank not in failures]

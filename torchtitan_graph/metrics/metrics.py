@@ -101,9 +101,10 @@ class Metrics:
     ) -> None:
         """Stop the clock, and log if it is this step's turn.
 
-        `loss`, `grad_norm`, `lr` and `expert_imbalance` may be tensors on the device: they are read only where the step is logged, and
-        before the clock is stopped, so that the time covers all the device was given to do. `tokens_seen` counts all
-        ranks' tokens from the run's beginning. `data_loading_s` is the part of the step spent waiting for data.
+        `loss`, `grad_norm`, `lr` and `expert_imbalance` may be tensors on the device: they are read only where the step
+        is logged, and before the clock is stopped, so that the time covers all the device was given to do.
+        `tokens_seen` counts all ranks' tokens from the run's beginning. `data_loading_s` is the part of the step spent
+        waiting for data.
         """
         due = step == 1 or step % self.log_freq == 0 or step == self.total_steps
         values = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "expert_imbalance": expert_imbalance}

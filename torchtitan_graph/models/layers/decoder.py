@@ -8,7 +8,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from torchtitan_graph.models.layers.feed_forward import FeedForward
 from torchtitan_graph.models.layers.masks import Mask, Rule, all_of, build_mask, causal, same_document
 from torchtitan_graph.models.layers.moe import MoE, Routing
 
@@ -49,21 +48,19 @@ class Block(nn.Module):
     """Attention and a feed-forward layer, each normalised before and added to the residual stream.
 
     Args:
-        feed_forward: or a mixture of experts; the block then gives its `Routing` as well.
+        feed_forward: any layer that gives (B, L, D), or a `MoE`; the block then gives its `Routing` as well.
         mask: the rule, of those in the model's `mask_rules`, that says what its attention sees.
     """
 
-    def __init__(
-        self, dim: int, norm_eps: float, attention: nn.Module, feed_forward: FeedForward | MoE, mask: str = "causal"
-    ):
+    def __init__(self, dim: int, norm_eps: float, attention: nn.Module, feed_forward: nn.Module, mask: str = "causal"):
         super().__init__()
         self.mask = mask
         self.attention_norm = nn.RMSNorm(dim, eps=norm_eps)
         self.attention = attention
         self.ffn_norm = nn.RMSNorm(dim, eps=norm_eps)
         # Two names: plans and checkpoints tell a layer of experts from a dense one.
-        self.feed_forward = feed_forward if isinstance(feed_forward, FeedForward) else None
         self.moe = feed_forward if isinstance(feed_forward, MoE) else None
+        self.feed_forward = feed_forward if self.moe is None else None
 
     def forward(self, x_BLD: Tensor, *, rope: Any, mask: Mask) -> Tensor | tuple[Tensor, Routing]:
         x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), rope=rope, mask=mask)

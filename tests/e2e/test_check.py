@@ -82,8 +82,15 @@ class Model(Tiny):
 def test_a_buffer_that_forward_writes_to(write_family, capsys: pytest.CaptureFixture[str]) -> None:
     code, output = outcome(capsys, write_family("buffer", COUNTS_CALLS), "-x")
     assert code == 1
-    assert "the traced function writes in place to" in output
-    assert "num_calls" in output
+    assert "\n      the traced function writes in place to num_calls" in output
+
+
+def test_an_error_in_forward_is_told_in_two_lines(write_family, capsys: pytest.CaptureFixture[str]) -> None:
+    name = write_family("error", "class Model(Model):\n    rope = None")
+    code, output = outcome(capsys, name, "-x")
+    assert code == 1
+    assert "\n      TypeError: 'NoneType' object is not callable\n      in forward, " in output
+    assert "decoder.py" in output
 
 
 SEES_OTHER_DOCUMENTS = """

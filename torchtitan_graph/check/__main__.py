@@ -64,9 +64,15 @@ def _result(check: Check, results: dict[str, str], with_traceback: bool) -> tupl
 
 
 def _gist(raised: str) -> str:
-    """Give a traceback's last lines, the error itself, without the name of our own errors."""
-    error = re.split(r'\n  File "[^\n]*(?:\n    [^\n]*)*\n', raised)[-1]
-    return re.sub(r"^(\w+\.)*(Failed|ValueError): ", "", error)
+    """Give what a traceback ends with, the error itself; of an error that is not ours, also where it came from."""
+    *_, error = re.split(r"^  File .*\n(?:    .*\n)*", raised, flags=re.MULTILINE)
+    message, ours = re.subn(r"^([a-z_]+\.)*(Failed|ValueError): ", "", error)
+    frames = re.findall(r'^  File "(.*)", line (\d+), in (.*)$', raised, re.MULTILINE)
+    outside_torch = [frame for frame in frames if "/torch/" not in frame[0]]
+    if ours or not outside_torch:
+        return message
+    file, line, function = outside_torch[-1]
+    return f"{message.rstrip()}\nin {function}, {file}:{line}; --traceback shows the way there"
 
 
 if __name__ == "__main__":

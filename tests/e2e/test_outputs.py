@@ -73,6 +73,7 @@ def inspected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
 PASSES = [
     *["cleanup", "shard_params", "mixed_precision", "memory_policy", "rematerialize", "bucket_collectives"],
     "overlap_collectives",
+    "compile_regions",
 ]
 
 

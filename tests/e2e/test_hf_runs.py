@@ -149,3 +149,29 @@ def test_the_exported_dtype_and_tokenizer_are_as_asked(small: Path, tmp_path: Pa
     assert {x.dtype for x in load_file(hf / "model.safetensors").values()} == {torch.bfloat16}
     assert (hf / "tokenizer.json").read_bytes() == (TOKENIZER / "tokenizer.json").read_bytes()
     assert json.loads((hf / "config.json").read_text())["rope_theta"] == 1234.0
+
+
+# --- generation -------------------------------------------------------------------------------------------------------
+
+
+def generated(*arguments: str) -> str:
+    code, output = Command(sys.executable, str(REPOSITORY / "scripts" / "generate.py"), *arguments).finish()
+    assert code == 0, output
+    return output
+
+
+def test_a_checkpoint_and_its_hugging_face_folder_continue_a_text_alike(run: Path) -> None:
+    checkpoint = str(run / "checkpoint" / f"step-{STEPS}")
+    options = ["def main", "--max_new_tokens", "12", "--seed", "3"]
+    text = generated(checkpoint, *options)
+    assert "def main" in text
+    assert text.splitlines()[-1] == generated(f"{checkpoint}-hf", *options).splitlines()[-1]
+    assert text.splitlines()[-1] != generated(checkpoint, *options[:-1], "4").splitlines()[-1]
+
+
+def test_generation_refuses_what_is_no_model(tmp_path: Path) -> None:
+    script = str(REPOSITORY / "scripts" / "generate.py")
+    code, output = Command(sys.executable, script, str(tmp_path / "checkpoint" / "step-1")).finish()
+    assert code == 2
+    assert "config.toml" in output
+    assert "Traceback" not in output

@@ -169,8 +169,8 @@ def differences_with(cell: Cell, other: Cell) -> list[str]:
 def test_a_mask_off_by_one_is_seen_in_the_first_loss(model, size, attn):
     tiny = {"window": 7, "chunk": 8}[size]
     cells = [Cell(family=model, attn=attn, changes=((size, n),)) for n in (tiny, tiny - 1)]
-    ((first, *_),) = run_on(1, differences_with, *cells)
-    assert first == "step 1: loss"
+    (different,) = run_on(1, differences_with, *cells)
+    assert "step 1: loss" in different
 
 
 def differences_after(cell: Cell, edit) -> list[str]:

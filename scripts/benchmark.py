@@ -205,7 +205,7 @@ def flops_of_step(args: argparse.Namespace, precision: Precision, batch: Batch) 
     masks = model.masks(batch.documents_BL, batch.positions_BL)
     num_tokens = torch.tensor(batch.labels_BL.numel(), device=batch.labels_BL.device)
     traced = trace_train_step(model, cross_entropy, batch, masks, num_tokens, device=batch.labels_BL.device)
-    return count_flops(traced.gm).of(model.visible_pairs(batch.positions_BL))
+    return count_flops(traced.gm).of(model.visible_pairs(batch.documents_BL, batch.positions_BL))
 
 
 def measure_tracing(args: argparse.Namespace) -> list[dict[str, Any]]:

@@ -394,7 +394,8 @@ class Trainer:
     def _flops(self, microbatches: list[Batch]) -> float | None:
         if self.flops is None or self.device.type == "cpu":
             return None
-        return sum(self.flops.of(self.model.visible_pairs(batch.positions_BL)) for batch in microbatches)
+        visible = (self.model.visible_pairs(batch.documents_BL, batch.positions_BL) for batch in microbatches)
+        return sum(map(self.flops.of, visible))
 
     @torch.no_grad()
     def validate(self) -> float:

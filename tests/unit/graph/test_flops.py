@@ -71,18 +71,22 @@ def test_the_mask_leaves_the_triangle_of_each_document() -> None:
     with torch.device("meta"):
         model = llama3.Model(CONFIG)
     one, halves = torch.arange(L).expand(B, L), torch.arange(half).repeat(2).expand(B, L)
-    assert set(model.visible_pairs(one).values()) == {(L * (L + 1) / 2) / L**2}
-    assert set(model.visible_pairs(halves).values()) == {2 * (half * (half + 1) / 2) / L**2}
+    documents = torch.zeros(B, L, dtype=torch.int64)
+    assert set(model.visible_pairs(documents, one).values()) == {(L * (L + 1) / 2) / L**2}
+    assert set(model.visible_pairs(documents, halves).values()) == {2 * (half * (half + 1) / 2) / L**2}
 
 
+@pytest.mark.parametrize("counted", ["by the family", "pair by pair"])
 @pytest.mark.parametrize("family", family_names())
-def test_the_visible_pairs_are_those_of_the_masks(family: str) -> None:
+def test_the_visible_pairs_are_those_of_the_masks(family: str, counted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device("meta"):
         model = load_family(family).Model(tiny_config(load_family(family).FLAVORS["debugmodel"]))
+    if counted == "pair by pair":
+        monkeypatch.setattr(model, "num_visible", lambda positions_BL: {})
     positions = torch.tensor([[*range(11), *range(5)]])
-    masks = model.masks((positions == 0).long().cumsum(1), positions)
-    expected = {rule: mask.double().mean().item() for rule, mask in masks.items()}
-    found = model.visible_pairs(positions)
+    documents = (positions == 0).long().cumsum(1)
+    expected = {rule: mask.double().mean().item() for rule, mask in model.masks(documents, positions).items()}
+    found = model.visible_pairs(documents, positions)
     assert found == {f"layers.{i}": pytest.approx(expected[layer.mask]) for i, layer in enumerate(model.layers)}
 
 

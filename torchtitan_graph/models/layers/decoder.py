@@ -114,13 +114,18 @@ class Decoder(nn.Module):
         return {"causal": all_of(causal, same_document(documents_BL))}
 
     def num_visible(self, positions_BL: Tensor) -> dict[str, Tensor]:
-        """Give, by rule, how many positions each position sees: what counts as attention's arithmetic."""
+        """Give, by rule, how many positions each position sees: what counts as attention's arithmetic. A rule that is
+        not among them is counted pair by pair."""
         return {"causal": positions_BL + 1}
 
-    def visible_pairs(self, positions_BL: Tensor) -> dict[str, float]:
+    def visible_pairs(self, documents_BL: Tensor, positions_BL: Tensor) -> dict[str, float]:
         """Give, by block, the fraction of all pairs of positions that its attention looks at."""
-        num_pairs = positions_BL.numel() * positions_BL.shape[1]
-        fractions = {rule: float(n.sum()) / num_pairs for rule, n in self.num_visible(positions_BL).items()}
+        B, L = positions_BL.shape
+        numbers = self.num_visible(positions_BL)
+        for name, rule in self.mask_rules(documents_BL, positions_BL).items():
+            if name not in numbers:
+                numbers[name] = build_mask("sdpa", rule, B, L, positions_BL.device)  # type: ignore[assignment]
+        fractions = {name: float(n.sum()) / (B * L * L) for name, n in numbers.items()}
         return {f"layers.{i}": fractions[getattr(layer, "mask", "causal")] for i, layer in enumerate(self.layers)}
 
     def masks(self, documents_BL: Tensor, positions_BL: Tensor) -> dict[str, Mask]:

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
 from torchtitan_graph.check import matrix
 from torchtitan_graph.check.matrix import BF16, FP32, Cell
-
 from torchtitan_graph.models.spec import family_names, load_family
 
 # Heads that the GPU's kernels take: a power of two, at least 16 wide.

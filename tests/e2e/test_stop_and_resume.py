@@ -52,6 +52,21 @@ def test_eager_and_graph_log_the_same_numbers(killed: dict[str, Path], reference
     assert eager == {step: values for step, values in numbers(reference[0]).items() if step <= 3}
 
 
+def test_experts_and_their_correction_biases_go_on_where_they_were(tmp_path: Path) -> None:
+    options = ["--model.name", "my_models.experts", "--lr_scheduler.total_steps", "5", "--moe.load_balance_loss", "0.1"]
+    runs = {"whole": [[]], "stopped": [["--training.steps", "2"], []], "eager": [["--compile.mode", "eager"]]}
+    for name, parts in runs.items():
+        for part in parts:
+            code, output = train("--job.dump_folder", str(tmp_path / name), *options, *part)
+            assert code == 0, output
+            assert ("resuming after step 2" in output) == (name == "stopped" and not part)
+    for name in ("stopped", "eager"):
+        assert numbers(tmp_path / name) == numbers(tmp_path / "whole")
+        assert saved(tmp_path / name, 5) == saved(tmp_path / "whole", 5)
+    biases = saved(tmp_path / "whole", 5)["model.layers.1.moe.router.bias_E"]
+    assert biases != saved(tmp_path / "whole", 2)["model.layers.1.moe.router.bias_E"]
+
+
 def test_comparison_sees_another_seed(reference: tuple[Path, Result], tmp_path: Path) -> None:
     """Negative control: the numbers above tell one run from another."""
     code, output = train("--job.dump_folder", str(tmp_path), "--debug.seed", "1")

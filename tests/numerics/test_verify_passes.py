@@ -77,7 +77,7 @@ def compiled_outcome(factor: float) -> str:
         return gm
 
     (batch, *_), num_tokens = microbatches(Cell(ONE, FP32), 0, 1)
-    inputs = pytree.tree_leaves((batch, model.mask(batch.documents_BL), num_tokens))
+    inputs = pytree.tree_leaves((batch, model.masks(batch.documents_BL, batch.positions_BL), num_tokens))
     try:
         run_passes(traced.gm, [*ordered[:-1], compile_regions], (), CPU, Inspection(verify_on=inputs))
     except RuntimeError as error:

@@ -1,7 +1,7 @@
 """Operators of our own: products and sums over groups of rows whose sizes only the data know.
 
 Rows come sorted by group; `offsets_E[e]` is where group e ends. Shapes do not depend on the sizes, so a graph holds
-each as one node, and its backward is made of the same two operators.
+each as one node, and their backwards are made of them.
 """
 
 from __future__ import annotations

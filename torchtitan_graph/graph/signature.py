@@ -100,7 +100,7 @@ def layout_of(value: torch.Tensor) -> Plain | Wrapped:
 class Slot:
     """One logical input or output of a graph; it spans `layout.num_tensors` placeholders or output values.
 
-    `kind` is "param", "buffer", "optim" or "input" for inputs, and "output", "loss" or "grad" for outputs.
+    `kind` is "param", "buffer", "optim" or "input" for inputs, and "output", "loss", "grad" or "state" for outputs.
     """
 
     name: str

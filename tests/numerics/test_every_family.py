@@ -81,7 +81,7 @@ def test_every_family_in_every_layout(model, attn, precision, layout):
 
 
 @pytest.mark.parametrize("recompute", [Recompute(every=1), Recompute(by_op=True)], ids=["full", "op"])
-@pytest.mark.parametrize("model", [pytest.param(m, marks=[] if "gpt" in m else [pytest.mark.slow]) for m in MODELS])
+@pytest.mark.parametrize("model", slow_but("gpt_oss-debugmodel", MODELS))
 def test_with_recomputation_and_accumulation(model, recompute):
     check(Cell(FSDP2, precision=BF16, num_microbatches=2, recompute=recompute, **MODELS[model]))
 

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from torchtitan_graph.graph.torch_private import DTensorSpec, StridedShard, dtensor_spec, make_dtensor
+from torchtitan_graph.parallel.chunk import chunk_of
 from torchtitan_graph.parallel.mesh import axis_degree, data_parallel_mesh
 
 
@@ -174,16 +175,11 @@ def shard_eager(
 
 @torch.no_grad()
 def set_local(parameter: DTensor, full: Tensor) -> None:
-    """Copy this rank's part of a full tensor into a parameter at rest: tensor parallel's part, then data parallel's."""
-    mesh, part = parameter.device_mesh, full
-    names = mesh.mesh_dim_names or ()
-    for axis in ("tp", "dp_shard"):
-        placement = parameter.placements[names.index(axis)] if axis in names else Replicate()
-        if isinstance(placement, (Shard, StridedShard)):
-            size = -(-part.shape[placement.dim] // axis_degree(mesh, axis))
-            start = min(size * mesh.get_local_rank(axis), part.shape[placement.dim])
-            part = part.narrow(placement.dim, start, min(size, part.shape[placement.dim] - start))
-    parameter.to_local().copy_(part)
+    """Copy this rank's part of a full tensor into a parameter at rest."""
+    local, offsets, _ = chunk_of(parameter)
+    for dim, (begin, size) in enumerate(zip(offsets, local.shape, strict=True)):
+        full = full.narrow(dim, begin, size)
+    local.copy_(full)
 
 
 def buckets(model: nn.Module) -> list[list[str]]:

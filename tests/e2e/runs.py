@@ -1,5 +1,6 @@
 """Start training as users do, in processes of its own, and read what a run wrote."""
 
+import hashlib
 import json
 import multiprocessing
 import os
@@ -128,14 +129,18 @@ def numbers(folder: Path) -> dict[int, tuple[float, ...]]:
     return {record["step"]: tuple(record[key] for key in keys) for record in records(folder) if "loss" in record}
 
 
+def digest(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], str]:
+    """Say what a tensor holds, to the bit, in few characters: pytest takes minutes to print how megabytes differ."""
+    return tensor.dtype, tuple(tensor.shape), hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
+
+
 def saved(folder: Path, step: int) -> dict[str, Any]:
-    """Read the checkpoint of a step, every tensor as its bytes, so that equal means bitwise equal."""
+    """Read the checkpoint of a step, every tensor as its digest, so that equal means bitwise equal."""
     path = folder / "checkpoint" / f"step-{step}"
     with tempfile.NamedTemporaryFile(suffix=".pt") as file:
         dcp_to_torch_save(path, file.name)
         tensors = torch.load(file.name, weights_only=True)
-    content = {name: (tensor.dtype, tensor.shape, tensor.numpy().tobytes()) for name, tensor in tensors.items()}
-    return content | json.loads((path / "train_state.json").read_text())
+    return {name: digest(tensor) for name, tensor in tensors.items()} | json.loads((path / "train_state.json").read_text())
 
 
 def saved_steps(folder: Path) -> list[int]:

@@ -9,9 +9,12 @@ import torch
 from runs import REPOSITORY, Command, digest, saved, torchrun, train
 from safetensors.torch import load_file
 
+from torchtitan_graph.checkpoint import load_model
 from torchtitan_graph.models import llama3
 from torchtitan_graph.models.hf import from_hf, to_hf
 from torchtitan_graph.models.hf.places import stored_as
+from torchtitan_graph.models.layers.init import initialize
+from torchtitan_graph.models.spec import family_names, load_family, tiny_config
 
 TOKENIZER = REPOSITORY / "tests" / "assets" / "tokenizer"
 STEPS = 2
@@ -148,6 +151,39 @@ def test_the_exported_dtype_and_tokenizer_are_as_asked(small: Path, tmp_path: Pa
     assert {x.dtype for x in load_file(hf / "model.safetensors").values()} == {torch.bfloat16}
     assert (hf / "tokenizer.json").read_bytes() == (TOKENIZER / "tokenizer.json").read_bytes()
     assert json.loads((hf / "config.json").read_text())["rope_theta"] == 1234.0
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n == "deepseek_v3" else pytest.mark.slow) for n in family_names()]
+)
+def test_every_family_goes_from_a_folder_through_a_layout_to_a_folder(name: str, tmp_path: Path) -> None:
+    """Published weights -> two steps at FSDP 2 x TP 2 -> what was trained, as our checkpoint and as transformers'."""
+    transformers = pytest.importorskip("transformers")
+    family = load_family(name)
+    flavor = "debugmodel_moe" if "debugmodel_moe" in family.FLAVORS else "debugmodel"
+    torch.manual_seed(0)
+    model = family.Model(tiny_config(family.FLAVORS[flavor], vocab_size=2048))
+    initialize(model, 0)
+    published, run = tmp_path / "published", tmp_path / "run"
+    to_hf(model, published, assets=TOKENIZER)
+    options = ["--model.name", name, "--model.hf_assets_path", str(published), "--checkpoint.initial_load_in_hf"]
+    options += ["--parallelism.tensor_parallel_degree", "2", "--checkpoint.last_save_in_hf"]
+    code, output = torchrun(4, "--job.dump_folder", str(run), "--training.steps", str(STEPS), *options).finish()
+    assert code == 0, output
+    hf = run / "checkpoint" / f"step-{STEPS}-hf"
+    exported = from_hf(hf).state_dict()
+    load_model(run / "checkpoint" / f"step-{STEPS}", model)
+    start = from_hf(published).state_dict()
+    for key, value in model.state_dict().items():
+        assert digest(exported[key]) == digest(value), key
+        assert not torch.equal(value, start[key]), f"{key} was not trained"
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        hf, attn_implementation="eager", experts_implementation="eager"
+    )
+    tokens = torch.randint(2048, (2, 24), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        found, expected = from_hf(hf)(tokens), theirs(input_ids=tokens).logits
+    assert ((found - expected).abs().max() / expected.abs().max()).item() < 1e-5
 
 
 # --- generation -------------------------------------------------------------------------------------------------------

@@ -236,15 +236,16 @@ class Trainer:
         return traced, evaluated, storages, flops
 
     def _example(self, batch_size: int, seq_len: int) -> tuple[Batch, Any, Tensor]:
-        """Make inputs of the shapes to trace: random tokens, so that passes can be verified on them."""
+        """Make inputs of the shapes to trace: random tokens if passes are to be verified on them, else on meta."""
+        device = self.device if self.config.debug.verify_passes else torch.device("meta")
         generator = torch.Generator().manual_seed(self.seed + self.dp_rank)
         tokens, labels = torch.randint(self.tokenizer.vocab_size, (2, batch_size, seq_len), generator=generator)
         documents = (torch.rand(batch_size, seq_len, generator=generator) < 0.01).long().cumsum(1)
         positions = torch.arange(seq_len).expand(batch_size, seq_len).contiguous()
         if self.dp_rank > 0:
             labels.fill_(IGNORE_INDEX)  # `verify_pass` wants the targets of one rank
-        batch = Batch(*(x.to(self.device) for x in (tokens, labels, positions, documents)))
-        num_tokens = torch.tensor(batch_size * seq_len * self.dims.dp, device=self.device)
+        batch = Batch(*(x.to(device) for x in (tokens, labels, positions, documents)))
+        num_tokens = torch.tensor(batch_size * seq_len * self.dims.dp, device=device)
         return batch, self.model.masks(batch.documents_BL, batch.positions_BL), num_tokens
 
     def _build_eager_steps(self) -> tuple[Step, Step | None, Flops | None]:

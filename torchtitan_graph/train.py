@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_graph import device as devices
+from torchtitan_graph.checkpoint import SaveError
 from torchtitan_graph.compiler import check_disabled
 from torchtitan_graph.config import JobConfig, check, dump_toml, load
 from torchtitan_graph.graph.torch_private import init_fake_process_group
@@ -21,7 +22,10 @@ from torchtitan_graph.trainer import NonFiniteError, Trainer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train as the arguments say. Returns the exit code: 0 done, 2 something to change, 3 non-finite numbers."""
+    """Train as the arguments say. Return the exit code.
+
+    0 done, 1 a checkpoint could not be saved, 2 something to change, 3 non-finite numbers.
+    """
     begin = time.perf_counter()
     init_logging()
     try:
@@ -39,6 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 _dry_run(trainer, begin)
                 return 0
             trainer.setup()
+            if config.checkpoint.create_seed_checkpoint:
+                trainer.save_seed()
+                dist.destroy_process_group()
+                return 0
         except ValueError:
             dist.destroy_process_group()
             raise
@@ -50,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         dist.barrier()  # gloo aborts a rank whose peer tears down while it still listens
     except NonFiniteError as error:
         return _report(error, 3)
+    except SaveError as error:
+        return _report(error, 1)
     finally:
         dist.destroy_process_group()
     return 0

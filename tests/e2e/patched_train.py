@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torchtitan_graph import device, train, trainer
-from torchtitan_graph.checkpoint import checkpointer
+from torchtitan_graph.checkpoint import save
 from torchtitan_graph.data.batch import Batch
 from torchtitan_graph.data.loader import DataLoader
 
@@ -36,14 +36,14 @@ def forbid_process_group() -> None:
 def kill_in_save() -> None:
     """Kill this process before or after a named function of a save: KILL = "before commit"."""
     when, point = os.environ["KILL"].split()
-    function = getattr(checkpointer, point)
+    function = getattr(save, point)
 
     def run_and_die(*args: Any) -> None:
         if when == "after":
             function(*args)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    setattr(checkpointer, point, run_and_die)
+    setattr(save, point, run_and_die)
 
 
 def pause_in_step_4() -> None:

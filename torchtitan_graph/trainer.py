@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor
 
 from torchtitan_graph import device as devices
-from torchtitan_graph.checkpoint import Checkpointer
+from torchtitan_graph.checkpoint import Checkpointer, SaveError
 from torchtitan_graph.compiler import Inspection, passes, plan_regions, run_passes
 from torchtitan_graph.config import JobConfig, dump_toml, job, shard_degree
 from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
@@ -431,12 +432,10 @@ class Trainer:
     def _resume(self) -> None:
         state = self.checkpointer.load(self.config.training.steps)
         if state is not None:
-            # What checkpoint.exclude_from_loading names is not in it.
-            self.step, self.tokens_seen = state.get("step", 0), state.get("tokens_seen", 0)
-            if "data" in state:
-                self.train_data.load_state_dict(state["data"])
-            if "rng" in state:
-                torch.set_rng_state(torch.tensor(list(bytes.fromhex(state["rng"])), dtype=torch.uint8))
+            try:
+                self._load_train_state(state)
+            except (AttributeError, IndexError, KeyError, TypeError, RuntimeError) as error:
+                raise ValueError(f"the checkpoint's train_state.json can't be used: {error!r}") from error
             logger.info(f"resuming after step {self.step}")
         elif self.config.checkpoint.enable and self.config.checkpoint.initial_load_in_hf:
             path = Path(self.config.checkpoint.initial_load_path or self.assets or "")
@@ -447,6 +446,14 @@ class Trainer:
                 raise ValueError(f"checkpoint.initial_load_in_hf = true: {error}") from error
             logger.info(f"loaded the weights of {path}")
 
+    def _load_train_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `_train_state` returned; what checkpoint.exclude_from_loading names is not in it."""
+        self.step, self.tokens_seen = state.get("step", 0), state.get("tokens_seen", 0)
+        if "data" in state:
+            self.train_data.load_state_dict(state["data"])
+        if "rng" in state:
+            torch.set_rng_state(torch.tensor(list(bytes.fromhex(state["rng"])), dtype=torch.uint8))
+
     def _save_in_hugging_face_format(self) -> None:
         """Write `step-N-hf` before the last checkpoint: a run killed in between does this step, and this, again."""
         config = self.config.checkpoint
@@ -454,7 +461,10 @@ class Trainer:
             self.checkpointer.wait()  # it deletes what killed saves left, step-N-hf.tmp included
             path = self.checkpointer.folder / f"step-{self.step}-hf"
             dtype = getattr(torch, config.export_dtype)
-            save_weights(self.model, self.family, path, dtype=dtype, assets=self.assets, replace=True)
+            try:
+                save_weights(self.model, self.family, path, dtype=dtype, assets=self.assets, replace=True)
+            except (OSError, SafetensorError) as error:
+                raise SaveError(f"{path} could not be saved: {error}") from error
             logger.info(f"saved {path}")
 
     def _train_state(self) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def _choose(folder: Path, config: job.Checkpoint, num_steps: int | None, problem
         clean_up(folder)
     steps = {}
     for step, path in list_steps(folder).items():
-        if path not in problems and (problem := find_problem(path)):
+        if path not in problems and (problem := find_problem(path) or _find_wrong_name(path, step)):
             problems[path] = problem
             logger.warning(f"skipping checkpoint {path}: {problem}")
         if path not in problems:
@@ -75,6 +75,11 @@ def _choose(folder: Path, config: job.Checkpoint, num_steps: int | None, problem
             "to begin anew, name another job.dump_folder"
         )
     return _choose_initial(config, problems)
+
+
+def _find_wrong_name(path: Path, step: int) -> str | None:
+    saved = read_train_state(path)["step"]
+    return None if saved == step else f"it is of step {saved}, and was renamed"
 
 
 def _choose_newest(folder: Path, steps: dict[int, Path], num_steps: int | None) -> Path:

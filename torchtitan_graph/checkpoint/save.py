@@ -1,7 +1,8 @@
 """Write one checkpoint: while training waits, or in a thread while it goes on."""
 
+import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,10 +47,7 @@ class Saver:
         self.group = group
         self._thread = None
         if config.async_mode != "disabled":
-            # A new thread would use the first GPU, whatever this process' own is.
-            on_gpu = torch.cuda.is_available()
-            device = (torch.cuda.current_device(),) if on_gpu else ()
-            self._thread = ThreadPoolExecutor(1, "save", torch.cuda.set_device if on_gpu else None, device)
+            self._thread = ThreadPoolExecutor(1, "save", _use_gpu_of_this_process())
         self._buffers: dict[str, torch.Tensor] = {}
         self._running: Future[None] | None = None
 
@@ -116,6 +114,13 @@ class Saver:
             on_rank_0(lambda: commit(tmp), group)
             on_rank_0(lambda: prune(path, self.config.keep_latest_k, self.config.keep_every), group)
         logger.info(f"saved checkpoint {path} in {time.perf_counter() - begin:.1f} s")
+
+
+def _use_gpu_of_this_process() -> Callable[[], None] | None:
+    """Return what a new thread must call first: it would use the first GPU, whatever this process' own is."""
+    if not torch.cuda.is_available():
+        return None
+    return functools.partial(torch.cuda.set_device, torch.cuda.current_device())
 
 
 def _sums_of_this_rank(tmp: Path) -> dict[str, str]:

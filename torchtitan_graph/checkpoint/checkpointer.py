@@ -85,6 +85,8 @@ class Checkpointer:
     def maybe_save(self, step: int, get_train_state: Callable[[], dict[str, Any]], last: bool = False) -> None:
         """Save if `step` is due by steps or by time, a milestone, the last, or the first and that was asked for."""
         config = self.config
+        if not config.enable or config.load_only:
+            return  # before all ranks gather their state
         first = step == 1 and config.enable_first_step_checkpoint
         milestone = config.keep_every and step % config.keep_every == 0
         if first or last or milestone or step % config.interval == 0 or self._time_is_up:

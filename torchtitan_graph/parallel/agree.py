@@ -14,7 +14,7 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 # How long one rank may read or write files while the others wait for it: storage is slower than any collective.
-FILES_TIMEOUT = datetime.timedelta(hours=1)
+FILES_TIMEOUT = datetime.timedelta(minutes=30)
 
 
 class RanksFailed(RuntimeError):

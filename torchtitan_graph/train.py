@@ -24,7 +24,7 @@ from torchtitan_graph.trainer import NonFiniteError, Trainer
 def main(argv: Sequence[str] | None = None) -> int:
     """Train as the arguments say. Return the exit code.
 
-    0 done, 1 a checkpoint could not be saved, 2 something to change, 3 non-finite numbers.
+    0 done, 2 something to change, 3 non-finite numbers, 4 a checkpoint could not be saved.
     """
     begin = time.perf_counter()
     init_logging()
@@ -43,10 +43,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 _dry_run(trainer, begin)
                 return 0
             trainer.setup()
-            if config.checkpoint.create_seed_checkpoint:
-                trainer.save_seed()
-                dist.destroy_process_group()
-                return 0
         except ValueError:
             dist.destroy_process_group()
             raise
@@ -54,12 +50,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report(error, 2)
     # From here on a ValueError is no setting to change but a fault, which is best told with its traceback.
     try:
-        trainer.train()
+        trainer.save_seed() if config.checkpoint.create_seed_checkpoint else trainer.train()
         dist.barrier()  # gloo aborts a rank whose peer tears down while it still listens
     except NonFiniteError as error:
         return _report(error, 3)
     except SaveError as error:
-        return _report(error, 1)
+        return _report(error, 4)
     finally:
         dist.destroy_process_group()
     return 0

@@ -264,8 +264,9 @@ class Trainer:
 
     def save_seed(self) -> None:
         """Save the state before the first step, for runs in any layout to begin with."""
-        path = self.checkpointer.save_seed(self._train_state())
-        logger.info(f"saved the seed {path}: a run with the same job.dump_folder begins with it")
+        with self.checkpointer:
+            self.checkpointer.save(0, self._train_state())
+        logger.info(f"a run with job.dump_folder = {self.config.job.dump_folder!r} begins with this seed")
 
     def train(self) -> None:
         """Train from where the newest checkpoint ends to `training.steps`, or to the end of the data."""

@@ -114,21 +114,6 @@ class Checkpointer:
         """Wait for the save that is running; raise `SaveError` if it fails."""
         self.saver.wait()
 
-    def save_seed(self, train_state: dict[str, Any]) -> Path:
-        """Save the state before the first step as `step-0`, for a run in any layout to begin with; return its path.
-
-        Raises:
-            ValueError: the folder holds checkpoints.
-        """
-        if any(self.folder.glob("step-*")):
-            raise ValueError(
-                f"checkpoint.create_seed_checkpoint = true: {self.folder} holds checkpoints already; name another "
-                "job.dump_folder"
-            )
-        self.save(0, train_state)
-        self.saver.wait()
-        return step_folder(self.folder, 0)
-
     def load(self, num_steps: int | None = None) -> dict[str, Any] | None:
         """Load the newest whole checkpoint, or the one of `checkpoint.load_step`; return its `train_state`.
 
@@ -144,6 +129,11 @@ class Checkpointer:
         """
         if not self.config.enable:
             return None
+        if self.config.create_seed_checkpoint and any(self.folder.glob("step-*")):
+            raise ValueError(
+                f"checkpoint.create_seed_checkpoint = true: {self.folder} holds checkpoints already; name another "
+                "job.dump_folder"
+            )
         path = choose_undamaged(self.folder, self.config, num_steps, self.group)
         if path is None:
             return None

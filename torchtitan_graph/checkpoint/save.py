@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,16 +26,8 @@ class SaveError(RuntimeError):
     """A checkpoint could not be saved; those that were there before are as they were."""
 
 
-class Snapshot(NamedTuple):
-    """What is to be saved where. The chunks are on this rank, `train_state` is rank 0's."""
-
-    path: Path
-    chunks: dict[str, Chunk]
-    train_state: dict[str, Any]
-
-
 class Saver:
-    """Write snapshots, one after the other. All ranks call each method together, but for `has_failed`.
+    """Write checkpoints, one after the other. All ranks call each method together, but for `has_failed`.
 
     With `checkpoint.async_mode` other than "disabled", a thread writes a copy in the host's memory, through the
     process group `group`, which nothing else uses meanwhile. Its error is raised by the next `save` or `wait`; as a
@@ -52,7 +44,7 @@ class Saver:
         self._running: Future[None] | None = None
 
     def save(self, path: Path, tensors: dict[str, torch.Tensor], train_state: dict[str, Any]) -> None:
-        """Write `tensors` as they are now, and `train_state`; return when that is done, or safe to go on from.
+        """Write `tensors` as they are now, and rank 0's `train_state`; return when that is done, or safe to go on from.
 
         Raises:
             SaveError: this save, or the one before it, failed.
@@ -61,12 +53,12 @@ class Saver:
         begin = time.perf_counter()
         chunks = {name: chunk_of(tensor) for name, tensor in tensors.items()}
         if self._thread is None:
-            self._write(Snapshot(path, chunks, train_state), begin)
+            self._write(path, chunks, train_state, begin)
             return
         with _as_save_error(path):
             copies = on_all_ranks(lambda: self._copy(chunks), self.group)
         logger.info(f"saving {path}: training waited {time.perf_counter() - begin:.2f} s for the copy")
-        self._running = self._thread.submit(self._write, Snapshot(path, copies, train_state), begin)
+        self._running = self._thread.submit(self._write, path, copies, train_state, begin)
 
     def wait(self) -> None:
         """Wait for the save that is running.
@@ -101,15 +93,14 @@ class Saver:
             torch.cuda.synchronize()  # copies into pinned memory are still under way
         return copies
 
-    def _write(self, snapshot: Snapshot, begin: float) -> None:
+    def _write(self, path: Path, chunks: dict[str, Chunk], train_state: dict[str, Any], begin: float) -> None:
         """Write a checkpoint. See Note [Atomic save]."""
-        path, group = snapshot.path, self.group
-        tmp = path.with_suffix(".tmp")
+        tmp, group = path.with_suffix(".tmp"), self.group
         with _as_save_error(path):
             on_rank_0(lambda: prepare(tmp), group)
-            save_tensors(tmp, snapshot.chunks, group)
+            save_tensors(tmp, chunks, group)
             sums = gather_from_ranks(lambda: _sums_of_this_rank(tmp), group)
-            on_rank_0(lambda: write_train_state(tmp, snapshot.train_state), group)
+            on_rank_0(lambda: write_train_state(tmp, train_state), group)
             on_rank_0(lambda: write_manifest(tmp, {name: crc for part in sums for name, crc in part.items()}), group)
             on_rank_0(lambda: commit(tmp), group)
             on_rank_0(lambda: prune(path, self.config.keep_latest_k, self.config.keep_every), group)
@@ -134,7 +125,7 @@ def _as_save_error(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        what = str(error) if isinstance(error, RanksFailed) else f"rank 0: {describe(error)}"
+        what = str(error) if isinstance(error, RanksFailed) else describe(error)
         raise SaveError(
             f"{path} could not be saved ({what}); the checkpoints that were there are as they were. Make room on that "
             "disk or name another job.dump_folder, and start the run again: it goes on from the newest of them"

@@ -150,7 +150,7 @@ def leave(run: Checkpointer) -> None:
 def test_an_error_is_raised_by_whatever_comes_next(come_next: Callable[[Checkpointer], None], tmp_path: Path) -> None:
     run = failed(tmp_path)
     assert run.news() == FAILED
-    with pytest.raises(SaveError, match=r"step-2 could not be saved \(rank 0: .*step-2\.tmp"):
+    with pytest.raises(SaveError, match=r"step-2 could not be saved \(.*step-2\.tmp"):
         come_next(run)
     (tmp_path / "step-2.tmp").unlink()
     assert saved_values(tmp_path, 1) == {1.0}

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_graph import device as devices
+from torchtitan_graph.checkpoint import SaveError
 from torchtitan_graph.compiler import check_disabled
 from torchtitan_graph.config import JobConfig, check, dump_toml, load
 from torchtitan_graph.graph.torch_private import init_fake_process_group
@@ -21,7 +22,10 @@ from torchtitan_graph.trainer import NonFiniteError, Trainer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train as the arguments say. Returns the exit code: 0 done, 2 something to change, 3 non-finite numbers."""
+    """Train as the arguments say. Return the exit code.
+
+    0 done, 2 something to change, 3 non-finite numbers, 4 a checkpoint could not be saved.
+    """
     begin = time.perf_counter()
     init_logging()
     try:
@@ -46,10 +50,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report(error, 2)
     # From here on a ValueError is no setting to change but a fault, which is best told with its traceback.
     try:
-        trainer.train()
+        trainer.save_seed() if config.checkpoint.create_seed_checkpoint else trainer.train()
         dist.barrier()  # gloo aborts a rank whose peer tears down while it still listens
     except NonFiniteError as error:
         return _report(error, 3)
+    except SaveError as error:
+        return _report(error, 4)
     finally:
         dist.destroy_process_group()
     return 0

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor
 
 from torchtitan_graph import device as devices
-from torchtitan_graph.checkpoint import Checkpointer
+from torchtitan_graph.checkpoint import Checkpointer, SaveError
 from torchtitan_graph.compiler import Inspection, passes, plan_regions, run_passes
 from torchtitan_graph.config import JobConfig, dump_toml, job, shard_degree
 from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
@@ -262,6 +263,12 @@ class Trainer:
         )
         return make_eager_step(self.model, cross_entropy), make_eval_step(self.model, cross_entropy), None
 
+    def save_seed(self) -> None:
+        """Save the state before the first step, for runs in any layout to begin with."""
+        with self.checkpointer:
+            self.checkpointer.save(0, self._train_state())
+        logger.info(f"a run with job.dump_folder = {self.config.job.dump_folder!r} begins with this seed")
+
     def train(self) -> None:
         """Train from where the newest checkpoint ends to `training.steps`, or to the end of the data."""
         config = self.config
@@ -280,6 +287,7 @@ class Trainer:
                 config_text=dump_toml(config),
             ) as metrics,
             maybe_profile(config.profiling, self.dump_folder, self.rank, self.step) as profiler,
+            self.checkpointer,
         ):
             first = self.step + 1
             while self.step < config.training.steps:
@@ -375,9 +383,11 @@ class Trainer:
 
     def _sum_if_finite(self, loss: Tensor, grad_norm: Tensor) -> float:
         """Give the loss of all ranks; stop before the optimizer touches a parameter if it or the norm is not finite."""
-        losses = torch.empty(dist.get_world_size(), device=self.device)
-        dist.all_gather(list(losses.split(1)), loss.reshape(1))
-        by_rank = losses.tolist()
+        mine = torch.stack([loss, loss.new_tensor(self.checkpointer.news())])
+        gathered = mine.new_empty(dist.get_world_size(), 2)
+        dist.all_gather(list(gathered.unbind()), mine)
+        by_rank, news = gathered.T.tolist()
+        self.checkpointer.hear([int(x) for x in news])
         if all(map(math.isfinite, by_rank)) and math.isfinite(float(grad_norm)):
             return math.fsum(by_rank) / self.dims.tp
         local = torch.tensor([not all(p.grad.to_local().isfinite().all() for p in self.model.parameters())])  # type: ignore[union-attr]
@@ -424,9 +434,10 @@ class Trainer:
     def _resume(self) -> None:
         state = self.checkpointer.load(self.config.training.steps)
         if state is not None:
-            self.step, self.tokens_seen = state["step"], state["tokens_seen"]
-            self.train_data.load_state_dict(state["data"])
-            torch.set_rng_state(torch.tensor(list(bytes.fromhex(state["rng"])), dtype=torch.uint8))
+            try:
+                self._load_train_state(state)
+            except (AttributeError, IndexError, KeyError, TypeError, RuntimeError) as error:
+                raise ValueError(f"the checkpoint's train_state.json can't be used: {error!r}") from error
             logger.info(f"resuming after step {self.step}")
         elif self.config.checkpoint.enable and self.config.checkpoint.initial_load_in_hf:
             path = Path(self.config.checkpoint.initial_load_path or self.assets or "")
@@ -437,13 +448,25 @@ class Trainer:
                 raise ValueError(f"checkpoint.initial_load_in_hf = true: {error}") from error
             logger.info(f"loaded the weights of {path}")
 
+    def _load_train_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `_train_state` returned; what checkpoint.exclude_from_loading names is not in it."""
+        self.step, self.tokens_seen = state.get("step", 0), state.get("tokens_seen", 0)
+        if "data" in state:
+            self.train_data.load_state_dict(state["data"])
+        if "rng" in state:
+            torch.set_rng_state(torch.tensor(list(bytes.fromhex(state["rng"])), dtype=torch.uint8))
+
     def _save_in_hugging_face_format(self) -> None:
         """Write `step-N-hf` before the last checkpoint: a run killed in between does this step, and this, again."""
         config = self.config.checkpoint
         if config.enable and not config.load_only:
+            self.checkpointer.wait()  # it deletes what killed saves left, step-N-hf.tmp included
             path = self.checkpointer.folder / f"step-{self.step}-hf"
             dtype = getattr(torch, config.export_dtype)
-            save_weights(self.model, self.family, path, dtype=dtype, assets=self.assets, replace=True)
+            try:
+                save_weights(self.model, self.family, path, dtype=dtype, assets=self.assets, replace=True)
+            except (OSError, SafetensorError) as error:
+                raise SaveError(f"{path} could not be saved: {error}") from error
             logger.info(f"saved {path}")
 
     def _train_state(self) -> dict[str, Any]:

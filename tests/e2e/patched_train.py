@@ -5,8 +5,10 @@ Each patch is a function without arguments, to be called before `main`; what it 
 
 import hashlib
 import os
+import resource
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torchtitan_graph import device, train, trainer
-from torchtitan_graph.checkpoint import checkpointer
+from torchtitan_graph.checkpoint import save
 from torchtitan_graph.data.batch import Batch
 from torchtitan_graph.data.loader import DataLoader
 
@@ -36,14 +38,40 @@ def forbid_process_group() -> None:
 def kill_in_save() -> None:
     """Kill this process before or after a named function of a save: KILL = "before commit"."""
     when, point = os.environ["KILL"].split()
-    function = getattr(checkpointer, point)
+    function = getattr(save, point)
 
     def run_and_die(*args: Any) -> None:
         if when == "after":
             function(*args)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    setattr(checkpointer, point, run_and_die)
+    setattr(save, point, run_and_die)
+
+
+def kill_after() -> None:
+    """Kill this process KILL_AFTER seconds after its first step begins, whatever it is doing then."""
+    train_steps = trainer.Trainer.train
+
+    def train_and_die(self: trainer.Trainer) -> None:
+        clock = threading.Timer(float(os.environ["KILL_AFTER"]), os.kill, (os.getpid(), signal.SIGKILL))
+        clock.daemon = True
+        clock.start()
+        train_steps(self)
+
+    trainer.Trainer.train = train_and_die  # type: ignore[method-assign]
+
+
+def no_room_on_rank_1() -> None:
+    """Let rank 1 write no file of more than 30 KB (its log is smaller) from its third step on, as a full disk would."""
+    train_step = trainer.Trainer.train_step
+
+    def step_without_room(self: trainer.Trainer, *args: Any) -> bool:
+        if self.step == 2 and self.rank == 1:
+            self.checkpointer.wait()  # of the second step, which is to be whole
+            resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        return train_step(self, *args)
+
+    trainer.Trainer.train_step = step_without_room  # type: ignore[method-assign]
 
 
 def pause_in_step_4() -> None:

@@ -1,9 +1,9 @@
-"""Checkpoint folders on disk: which are complete, and how one comes and goes without ever being half there.
+"""Checkpoint folders on disk: which are whole, and how one comes and goes without ever being half there.
 
 Note [Atomic save]: a save is written into `step-N.tmp`. Its last file is `manifest.json`, which lists every file with
-its size: a folder whose manifest holds is complete. Then it is renamed to `step-N`, and a folder that is to go is
-renamed to `step-N.deleting` before anything in it is deleted. Every file, and every folder after a rename, is flushed
-to disk (fsync) before the next step. So a kill at any moment leaves all `step-N` whole, and leftovers that are
+its size and checksum: a folder whose manifest holds is whole. Then it is renamed to `step-N`, and a folder that is to
+go is renamed to `step-N.deleting` before anything in it is deleted. Every file, and every folder after a rename, is
+flushed to disk (fsync) before the next step. So a kill at any moment leaves all `step-N` whole, and leftovers that are
 recognised by name.
 """
 
@@ -11,14 +11,23 @@ import json
 import os
 import re
 import shutil
+import zlib
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from torchtitan_graph.checkpoint.tensors import read_metadata
+from torchtitan_graph.checkpoint.tensors import METADATA, read_metadata
 from torchtitan_graph.log import logger
 
 MANIFEST = "manifest.json"
 TRAIN_STATE = "train_state.json"
+
+
+class File(NamedTuple):
+    """What the manifest says of a file: its size in bytes, and its checksum, which manifests of old lack."""
+
+    size: int
+    crc32: str | None
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -26,33 +35,98 @@ def step_folder(folder: Path, step: int) -> Path:
     return folder / f"step-{step}"
 
 
+def list_steps(folder: Path) -> dict[int, Path]:
+    """Return what is called as a checkpoint in `folder`, oldest first."""
+    matches = ((re.fullmatch(r"step-(0|[1-9]\d*)", path.name), path) for path in folder.glob("step-*"))
+    return dict(sorted((int(match[1]), path) for match, path in matches if match))
+
+
 def find_steps(folder: Path) -> dict[int, Path]:
     """Return the complete checkpoints in `folder`, oldest first; warn about each that is not complete."""
     found = {}
-    for path in folder.glob("step-*"):
-        if match := re.fullmatch(r"step-(\d+)", path.name):
-            if problem := find_problem(path):
-                logger.warning(f"skipping checkpoint {path}: {problem}")
-            else:
-                found[int(match[1])] = path
-    return dict(sorted(found.items()))
+    for step, path in list_steps(folder).items():
+        if problem := find_problem(path):
+            logger.warning(f"skipping checkpoint {path}: {problem}")
+        else:
+            found[step] = path
+    return found
 
 
 def find_problem(path: Path) -> str | None:
-    """Say what keeps a folder from being a complete checkpoint, or None if nothing does."""
+    """Say what keeps a folder from being a complete checkpoint, or None if nothing does. Reads only small files."""
     try:
-        sizes = json.loads((path / MANIFEST).read_text())["files"]
-    except FileNotFoundError:
-        return f"it has no {MANIFEST}"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"its {MANIFEST} can't be read ({error!r})"
-    for name, size in sizes.items():
-        file = path / name
-        if not file.is_file():
+        files = read_manifest(path)
+        read_train_state(path)
+    except ValueError as error:
+        return str(error)
+    for name, file in files.items():
+        if not (path / name).is_file():
             return f"its file {name} is missing"
-        if file.stat().st_size != size:
-            return f"its file {name} has {file.stat().st_size} bytes, not {size}"
+        if (size := (path / name).stat().st_size) != file.size:
+            return f"its file {name} has {size} bytes, not {file.size}"
     return None
+
+
+def find_damage(path: Path, names: Iterable[str] | None = None) -> str | None:
+    """Say which of the named files (default: all) differs from what was written, or None if none does. Reads them."""
+    files = read_manifest(path)
+    for name in files if names is None else names:
+        try:
+            if files[name].crc32 not in (None, checksum(path / name)):
+                return f"its file {name} is damaged: it is not what was written"
+        except OSError as error:
+            return f"its file {name} can't be read: {error}"
+    return None
+
+
+def read_manifest(path: Path) -> dict[str, File]:
+    """Return the files of a checkpoint by name.
+
+    Raises:
+        ValueError: `path` has no manifest, or none that can be understood.
+    """
+    content = _read_json(path / MANIFEST)
+    sizes, sums = content.get("files"), content.get("crc32", {})
+    if not isinstance(sizes, dict) or not isinstance(sums, dict) or not {TRAIN_STATE, METADATA} <= sizes.keys():
+        raise ValueError(f"its {MANIFEST} does not list its files")
+    for name, size in sizes.items():
+        if type(size) is not int or Path(name).name != name:
+            raise ValueError(f"its {MANIFEST} says {size!r} of {name!r}, which is no file of this folder")
+    return {name: File(size, sums.get(name)) for name, size in sizes.items()}
+
+
+def read_train_state(path: Path) -> dict[str, Any]:
+    """Return everything of a checkpoint that is not a tensor.
+
+    Raises:
+        ValueError: the file is missing or is not what `write_train_state` writes.
+    """
+    state = _read_json(path / TRAIN_STATE)
+    kinds = {"step": int, "model_only": bool, "train_state": dict, "lr_scheduler": dict}
+    for key, kind in kinds.items():
+        if type(state.get(key)) is not kind:
+            raise ValueError(f"its {TRAIN_STATE} holds {key} = {state.get(key)!r:.40}, which is no {kind.__name__}")
+    return state
+
+
+def checksum(path: Path) -> str:
+    """Return a file's CRC-32: it finds damage, not forgery."""
+    crc = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            crc = zlib.crc32(block, crc)
+    return f"{crc:08x}"
+
+
+def check_writable(folder: Path) -> None:
+    """Make the folder of a run's checkpoints.
+
+    Raises:
+        OSError: nothing can be written there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK):
+        raise PermissionError(f"{folder} can't be written to")
 
 
 def clean_up(folder: Path) -> None:
@@ -80,8 +154,8 @@ def write_train_state(tmp: Path, state: dict[str, Any]) -> None:
     _write_json(tmp / TRAIN_STATE, state)
 
 
-def write_manifest(tmp: Path) -> None:
-    """Mark `tmp` as complete, after a look whether it is."""
+def write_manifest(tmp: Path, sums: dict[str, str]) -> None:
+    """Mark `tmp` as complete, after a look whether it is. `sums` are checksums that other ranks worked out."""
     metadata = read_metadata(tmp)
     for name in sorted({info.relative_path for info in metadata.storage_data.values()}):
         if not (tmp / name).is_file():
@@ -89,8 +163,9 @@ def write_manifest(tmp: Path) -> None:
                 f"{tmp / name} was written by another rank, and rank 0 can't see it: "
                 "checkpoint.folder must be on storage that all nodes share"
             )
-    sizes = {path.name: path.stat().st_size for path in sorted(tmp.iterdir())}
-    _write_json(tmp / MANIFEST, {"files": sizes})
+    files = sorted(tmp.iterdir())
+    sizes = {path.name: path.stat().st_size for path in files}
+    _write_json(tmp / MANIFEST, {"files": sizes, "crc32": {p.name: sums.get(p.name) or checksum(p) for p in files}})
     _sync_folder(tmp)
 
 
@@ -102,15 +177,16 @@ def commit(tmp: Path) -> None:
     _rename(tmp, final)
 
 
-def prune(newest: Path, keep_latest_k: int) -> None:
+def prune(newest: Path, keep_latest_k: int, keep_every: int) -> None:
     """Delete all complete checkpoints but `newest`, just written, and the `keep_latest_k - 1` of the highest steps.
 
-    0 keeps all.
+    0 keeps all. Those of a multiple of `keep_every` steps, where that is not 0, are never deleted.
     """
-    others = [path for path in find_steps(newest.parent).values() if path != newest]
-    excess = others[: max(len(others) - (keep_latest_k - 1), 0)] if keep_latest_k else []
-    for path in excess:
-        _rename(path, path.with_suffix(".deleting"))
+    others = {step: path for step, path in find_steps(newest.parent).items() if path != newest}
+    excess = sorted(others)[: max(len(others) - (keep_latest_k - 1), 0)] if keep_latest_k else []
+    for step in excess:
+        if not keep_every or step % keep_every:
+            _rename(others[step], others[step].with_suffix(".deleting"))
     for path in newest.parent.glob("step-*.deleting"):
         shutil.rmtree(path)
 
@@ -120,8 +196,20 @@ def _rename(old: Path, new: Path) -> None:
     _sync_folder(new.parent)
 
 
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"it has no {path.name}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"its {path.name} can't be read ({error!r})") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"its {path.name} holds no JSON object")
+    return content
+
+
 def _write_json(path: Path, content: dict[str, Any]) -> None:
-    with path.open("w") as file:
+    with path.open("w", encoding="utf-8") as file:
         json.dump(content, file, indent=1)
         file.flush()
         os.fsync(file.fileno())

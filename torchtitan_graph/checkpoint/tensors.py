@@ -5,10 +5,12 @@ can be read in any other. Reading runs no code from the folder: its `.metadata` 
 unpickler that knows a fixed list of records, and tensors are read with `weights_only=True`.
 """
 
+import contextlib
 import io
 import math
 import pickle
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,22 +28,35 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from torchtitan_graph.graph.torch_private import METADATA_GLOBALS, StorageInfo
+from torchtitan_graph.parallel.agree import RanksFailed, describe, describe_ranks
 from torchtitan_graph.parallel.chunk import Chunk, chunk_of
 
+METADATA = ".metadata"
 
-def save_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write tensors, DTensors or plain, to `folder`; all ranks together, with the same names. Returns once on disk."""
+
+def save_tensors(folder: Path, chunks: dict[str, Chunk], group: dist.ProcessGroup | None = None) -> None:
+    """Write each rank's boxes of tensors to `folder`; all ranks together, with the same names. Returns once on disk.
+
+    Raises:
+        RanksFailed: on every rank, where one of them failed.
+    """
+    writer, no_dist = _Writer(folder), not dist.is_initialized()
+    with _failures_of_ranks(), _quiet_about_a_single_process(no_dist):
+        dcp.save(chunks, storage_writer=writer, planner=_SavePlanner(), process_group=group, no_dist=no_dist)
+
+
+def load_tensors(
+    folder: Path, metadata: Metadata, tensors: dict[str, torch.Tensor], group: dist.ProcessGroup | None = None
+) -> None:
+    """Fill tensors in place from `folder`, whatever the layout they were saved in; all ranks together.
+
+    Raises:
+        RanksFailed: on every rank, where one of them failed.
+    """
     chunks = {name: chunk_of(tensor) for name, tensor in tensors.items()}
-    with _quiet_about_a_single_process():
-        dcp.save(chunks, storage_writer=_Writer(folder), planner=_SavePlanner(), no_dist=not dist.is_initialized())
-
-
-def load_tensors(folder: Path, metadata: Metadata, tensors: dict[str, torch.Tensor]) -> None:
-    """Fill tensors in place from `folder`, whatever the layout they were saved in; all ranks together."""
-    chunks = {name: chunk_of(tensor) for name, tensor in tensors.items()}
-    reader = _Reader(folder, metadata)
-    with _quiet_about_a_single_process():
-        dcp.load(chunks, storage_reader=reader, planner=_LoadPlanner(), no_dist=not dist.is_initialized())
+    reader, no_dist = _Reader(folder, metadata), not dist.is_initialized()
+    with _failures_of_ranks(), _quiet_about_a_single_process(no_dist):
+        dcp.load(chunks, storage_reader=reader, planner=_LoadPlanner(), process_group=group, no_dist=no_dist)
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -50,21 +65,27 @@ def read_metadata(folder: Path) -> Metadata:
     Raises:
         ValueError: the file names anything but records of tensors; nothing of it has been run.
     """
-    path = folder / ".metadata"
+    path = folder / METADATA
     try:
         with path.open("rb") as file:
             metadata = _MetadataUnpickler(file).load()
+        _check_metadata(metadata)
     except Exception as error:  # garbage makes an unpickler raise nearly anything
         raise ValueError(f"{path} can't be read: {error}") from error
+    return metadata
+
+
+def _check_metadata(metadata: Any) -> None:
     if not isinstance(metadata, Metadata):
-        raise ValueError(f"{path} holds no index of tensors")
+        raise ValueError("it holds no index of tensors")
     for name, saved in metadata.state_dict_metadata.items():
         if not isinstance(saved, TensorStorageMetadata):
-            raise ValueError(f"{path}: {name} is not a tensor; pickled objects are not loaded")
+            raise ValueError(f"{name} is not a tensor; pickled objects are not loaded")
+        if not isinstance(saved.size, torch.Size) or not isinstance(saved.properties.dtype, torch.dtype):
+            raise ValueError(f"{name} has no shape and dtype")
     for info in metadata.storage_data.values():
         if not isinstance(info, StorageInfo) or Path(info.relative_path).name != info.relative_path:
-            raise ValueError(f"{path}: a tensor's file {info!r} is not in the checkpoint's folder")
-    return metadata
+            raise ValueError(f"a tensor's file {info!r} is not in the checkpoint's folder")
 
 
 def saved_tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
@@ -167,9 +188,22 @@ def _read_items(name: str, chunk: Chunk, saved: TensorStorageMetadata) -> list[d
     return items
 
 
-class _quiet_about_a_single_process(warnings.catch_warnings):
-    """Drop DCP's warning that there is no process group: a run of one process has none."""
+@contextlib.contextmanager
+def _failures_of_ranks() -> Iterator[None]:
+    """Turn what DCP raises on all ranks into an `Exception`, which it is not."""
+    try:
+        yield
+    except dcp.CheckpointException as error:
+        failures = {rank: describe(wrapped[0]) for rank, wrapped in error.failures.items()}
+        raise RanksFailed(describe_ranks(failures)) from error
 
-    def __enter__(self) -> None:
-        super().__enter__()
+
+@contextlib.contextmanager
+def _quiet_about_a_single_process(alone: bool) -> Iterator[None]:
+    """Drop DCP's warning that there is no process group. Filters are of all threads: let them be where there is one."""
+    if not alone:
+        yield
+        return
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield

@@ -1,9 +1,12 @@
 """Checks that need several options, or the number of processes."""
 
+from pathlib import Path
+
 from torchtitan_graph.config.job import JobConfig, get
 from torchtitan_graph.config.resolve import problem_list
 
 COMPONENTS = ("model", "loss", "flex")
+EXCLUDABLE = ("optimizer", "lr_scheduler", "dataloader", "train_state")
 
 
 def check(config: JobConfig, world_size: int) -> list[str]:
@@ -13,6 +16,7 @@ def check(config: JobConfig, world_size: int) -> list[str]:
         ValueError: options contradict each other or the number of processes; the message lists all of it.
     """
     problems = [*_check_degrees(config, world_size), *_check_tables(config), *_check_compile(config)]
+    problems += _check_checkpoint(config, world_size)
     if problems:
         raise ValueError(problem_list(problems))
     return [*config.notices, *_notices(config)]
@@ -103,6 +107,36 @@ def _check_hugging_face(config: JobConfig) -> list[str]:
         problems.append(
             f"{_name(config, 'checkpoint.export_dtype')}: is the dtype of what last_save_in_hf = true writes; other"
             " checkpoints are written as trained"
+        )
+    return problems
+
+
+def _check_checkpoint(config: JobConfig, world_size: int) -> list[str]:
+    checkpoint, problems = config.checkpoint, []
+    for key in ("checkpoint.folder", "checkpoint.initial_load_path"):
+        if "://" in (get(config, key) or ""):
+            problems.append(
+                f"{_name(config, key)}: only folders of the file system are read and written; mount the storage, or"
+                " copy finished step-N folders there and back"
+            )
+    if Path(checkpoint.folder).is_absolute() or ".." in Path(checkpoint.folder).parts:
+        problems.append(
+            f"{_name(config, 'checkpoint.folder')}: must be a folder in job.dump_folder, such as checkpoint; to write"
+            " elsewhere, name another job.dump_folder"
+        )
+    excluded = _name(config, "checkpoint.exclude_from_loading")
+    if unknown := [part for part in checkpoint.exclude_from_loading if part not in EXCLUDABLE]:
+        problems.append(f"{excluded}: {', '.join(unknown)} can't be left out; legal are {', '.join(EXCLUDABLE)}")
+    whole_initial = checkpoint.initial_load_path and not checkpoint.initial_load_model_only
+    if checkpoint.exclude_from_loading and checkpoint.load_step < 0 and not whole_initial:
+        problems.append(
+            f"{excluded}: is about checkpoint.load_step, or checkpoint.initial_load_path with initial_load_model_only ="
+            " false: set one; a run that goes on from its own newest checkpoint takes all of it"
+        )
+    if checkpoint.create_seed_checkpoint and (world_size > 1 or not checkpoint.enable or checkpoint.load_only):
+        problems.append(
+            f"{_name(config, 'checkpoint.create_seed_checkpoint')}: needs one process (here {world_size}),"
+            " checkpoint.enable = true and load_only = false; the seed then loads on any number of processes"
         )
     return problems
 

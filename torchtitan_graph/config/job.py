@@ -219,6 +219,12 @@ class Checkpoint:
     enable_ft_dataloader_checkpoints: bool = option(True, "Save the data position of each fault-tolerant replica.")
     folder: str = option("checkpoint", "Folder in dump_folder for the checkpoints.")
     interval: int = option(500, "Steps from one checkpoint to the next.", minimum=1)
+    interval_minutes: float = option(
+        0.0, "Save also when this long has passed since the last save, by the clock of rank 0; 0: never.", minimum=0
+    )
+    keep_every: int = option(
+        0, "Save also every so many steps, and never delete those checkpoints; 0: none.", minimum=0
+    )
     initial_load_path: str | None = option(None, "Checkpoint to start from while folder holds none of this run.")
     initial_load_model_only: bool = option(True, "Take only parameters from initial_load_path.")
     initial_load_in_hf: bool = option(
@@ -237,15 +243,24 @@ class Checkpoint:
         "float32", "dtype of the parameters in step-N-hf.", choices=("float16", "bfloat16", "float32")
     )
     async_mode: str = option(
-        "disabled", "Save while training goes on.", choices=("disabled", "async", "async_with_pinned_mem")
+        "disabled",
+        "Save while training goes on: a thread writes a copy in the host's memory, made anew for each checkpoint"
+        " (async) or kept, on a GPU pinned (async_with_pinned_mem).",
+        choices=("disabled", "async", "async_with_pinned_mem"),
     )
     keep_latest_k: int = option(
         10, "Checkpoints to keep, the newest; 0: all. 1 is illegal: the newest may be incomplete.", minimum=2, also=(0,)
     )
     load_step: int = option(-1, "Step to resume from; -1: the newest.", minimum=0, also=(-1,))
-    exclude_from_loading: list[str] = option([], "Parts of a checkpoint not to load.")
+    exclude_from_loading: list[str] = option(
+        [],
+        "Parts not to load from initial_load_path or of load_step: optimizer, lr_scheduler, dataloader (the position in"
+        " the data), train_state (steps and tokens counted, random states).",
+    )
     enable_first_step_checkpoint: bool = option(False, "Save after the first step too.")
-    create_seed_checkpoint: bool = option(False, "Save the initial parameters and stop.")
+    create_seed_checkpoint: bool = option(
+        False, "In one process: save the state before the first step, step-0, and stop."
+    )
     load_only: bool = option(False, "Load, never save.")
 
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from torchtitan_graph.checkpoint import SAVE_POINTS, Checkpointer, checkpointer
+from torchtitan_graph.checkpoint import SAVE_POINTS, Checkpointer
+from torchtitan_graph.checkpoint import save as saving
 from torchtitan_graph.config import job
 from torchtitan_graph.optim import build_lr_scheduler, build_optimizer
 
@@ -73,13 +74,13 @@ def kill_myself(*_: Any, **__: Any) -> None:
 
 def with_kill_at(point: str, after: bool) -> None:
     """Make the named function of a save kill this process, before or after it does its work."""
-    function = getattr(checkpointer, point)
+    function = getattr(saving, point)
 
     def run_and_die(*args: Any) -> None:
         function(*args)
         kill_myself()
 
-    setattr(checkpointer, point, run_and_die if after else kill_myself)
+    setattr(saving, point, run_and_die if after else kill_myself)
 
 
 def with_kill_at_disk_operation(number: int) -> None:
@@ -150,14 +151,14 @@ def test_a_folder_renamed_before_all_its_files_are_written_is_not_taken_for_comp
     two_checkpoints(tmp_path)
 
     def work() -> None:
-        write_train_state = checkpointer.write_train_state
+        write_train_state = saving.write_train_state
 
         def too_early(tmp: Path, state: dict[str, Any]) -> None:
             os.rename(tmp, tmp.with_suffix(""))
             kill_myself()
             write_train_state(tmp, state)
 
-        checkpointer.write_train_state = too_early
+        saving.write_train_state = too_early
         save(tmp_path, 3, 30.0)
 
     assert run_in_a_child(work) == signal.SIGKILL

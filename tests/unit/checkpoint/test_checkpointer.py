@@ -260,6 +260,32 @@ def test_everything_of_a_model_only_checkpoint_is_refused(tmp_path: Path) -> Non
         Run(tmp_path / "b", **options).load()
 
 
+@pytest.mark.parametrize("part", ["optimizer", "lr_scheduler", "dataloader", "train_state"])
+def test_excluded_parts_stay_as_they_are(part: str, tmp_path: Path) -> None:
+    source = Run(tmp_path / "a")
+    source.train(2)
+    train_state = {"step": 2, "tokens_seen": 8, "rng": "00", "data": {"row": 4}}
+    source.checkpointer.save(2, train_state)
+    path = str(tmp_path / "a" / "step-2")
+    run = Run(
+        tmp_path / "b", seed=1, initial_load_path=path, initial_load_model_only=False, exclude_from_loading=[part]
+    )
+    fresh = run.bits()[4:]
+    state = run.checkpointer.load()
+    assert run.bits()[:4] == source.bits()[:4]
+    assert run.bits()[4:] == (fresh if part == "optimizer" else source.bits()[4:])
+    assert run.lr_scheduler.state_dict() == {"num_steps_done": 0 if part == "lr_scheduler" else 2}
+    left_out = {"dataloader": {"data"}, "train_state": {"step", "tokens_seen", "rng"}}.get(part, set())
+    assert state == {key: value for key, value in train_state.items() if key not in left_out}
+
+
+def test_a_run_that_goes_on_excludes_nothing(tmp_path: Path) -> None:
+    source = Run(tmp_path, **full()).train(2)
+    run = Run(tmp_path, seed=1, exclude_from_loading=["optimizer", "train_state"])
+    assert run.load() == {"step": 2}
+    assert run.bits() == source.bits()
+
+
 # Another model
 
 

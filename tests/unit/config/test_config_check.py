@@ -90,3 +90,32 @@ def test_only_known_components_and_whole_options_are_compiled() -> None:
 def test_what_has_no_effect_is_said(arguments: str, notice: str) -> None:
     notices = check(load(arguments.split()), 1)
     assert len(notices) == 1 and notice in notices[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--checkpoint.folder s3://bucket/run", "only folders of the file system"),
+        ("--checkpoint.initial_load_path gs://bucket/run/step-5", "only folders of the file system"),
+        ("--checkpoint.folder ../elsewhere", "must be a folder in job.dump_folder"),
+        ("--checkpoint.folder /elsewhere", "must be a folder in job.dump_folder"),
+        ("--checkpoint.exclude_from_loading model --checkpoint.load_step 3", "model can't be left out; legal are opt"),
+        ("--checkpoint.exclude_from_loading optimizer", "is about checkpoint.load_step, or checkpoint.initial_load"),
+        ("--checkpoint.exclude_from_loading optimizer --checkpoint.initial_load_path a", "initial_load_model_only ="),
+        ("--checkpoint.create_seed_checkpoint", "needs one process (here 2), checkpoint.enable = true"),
+        ("--checkpoint.create_seed_checkpoint --checkpoint.enable", "needs one process (here 2)"),
+    ],
+)
+def test_checkpoints(arguments: str, message: str) -> None:
+    (problem,) = problems(arguments, 2)
+    assert message in problem
+
+
+def test_legal_checkpoints() -> None:
+    for arguments in (
+        "--checkpoint.exclude_from_loading optimizer,dataloader --checkpoint.load_step 3 --checkpoint.enable",
+        "--checkpoint.enable --checkpoint.exclude_from_loading train_state --checkpoint.initial_load_path /data/step-1"
+        " --checkpoint.no-initial_load_model_only",
+        "--checkpoint.enable --checkpoint.create_seed_checkpoint --checkpoint.folder a/b",
+    ):
+        assert check(load(arguments.split()), 1) == []

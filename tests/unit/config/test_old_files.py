@@ -38,13 +38,13 @@ def test_every_default_of_the_old_schema_is_ours_and_harmless() -> None:
         (
             "debug_flex.toml",
             8,
-            "training.dataset validation.dataset model.flavor checkpoint.async_mode"
+            "training.dataset validation.dataset model.flavor"
             " parallelism.enable_async_tensor_parallel activation_checkpoint.early_stop",
         ),
         (
             "8b.toml",
             8,
-            "metrics.enable_wandb checkpoint.async_mode comm.trace_buf_size quantize.linear.float8.filter_fqns",
+            "metrics.enable_wandb comm.trace_buf_size quantize.linear.float8.filter_fqns",
         ),
         ("70b_hsdp.toml", 128, "model.flavor"),
         (
@@ -91,11 +91,10 @@ def test_what_is_not_built_is_refused_by_name_all_at_once() -> None:
     with pytest.raises(ValueError) as caught:
         load_old("refused.toml")
     first, *lines = str(caught.value).splitlines()
-    assert first == "8 problems in the configuration:"
+    assert first == "7 problems in the configuration:"
     assert all(line.startswith(f"  {OLD_FILES / 'refused.toml'}: ") for line in lines)
     assert sorted(line.split(": ")[1].split(" = ")[0] for line in lines) == [
         "activation_checkpoint.mode",
-        "checkpoint.create_seed_checkpoint",
         "comm.mode",
         "fault_tolerance.enable",
         "model.converters",

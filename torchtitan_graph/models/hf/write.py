@@ -5,7 +5,7 @@ All ranks take part; rank 0 gathers one tensor after the other and writes. It ho
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from torchtitan_graph.models.hf.files import INDEX, SINGLE, NewFolder, num_bytes, read_json
 from torchtitan_graph.models.hf.places import Place, places
+from torchtitan_graph.parallel.agree import on_rank_0
 from torchtitan_graph.parallel.chunk import gather_whole
 
 FILE_BYTES = 5 * 10**9
@@ -48,27 +49,58 @@ def save_weights(
 
     Raises:
         ValueError: `path` holds something and `replace` is false.
+        OSError or SafetensorError: it can't be written. As the others, on all ranks.
     """
     units = _units(places(family, model), dtype)
     files = _pack(units, file_bytes)
     names = [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))] if files[1:] else [SINGLE]
+    writer = _Writer(path, replace)
     is_writer = not dist.is_initialized() or dist.get_rank() == 0
-    folder = NewFolder(path, replace) if is_writer else None
-    index: dict[str, str] = {}
+    on_rank_0(writer.begin)
     for name, content in zip(names, files, strict=True):
-        tensors = {key: tensor for unit in content for key, tensor in unit.gather()}
-        index |= dict.fromkeys(tensors, name)
-        if folder is not None:
-            folder.write_tensors(name, tensors)
-    if folder is not None:
+        for unit in content:
+            found = unit.gather()
+            if is_writer:
+                writer.take(unit, found)
+        on_rank_0(functools.partial(writer.write, name))
+
+    def finish() -> None:
         if len(files) > 1:
-            total = sum(unit.num_bytes for unit in units)
-            folder.write_json(INDEX, {"metadata": {"total_size": total}, "weight_map": index})
-        folder.write_json("config.json", _config(family, model, units, assets))
-        folder.copy(assets / name for name in ASSETS if assets is not None and (assets / name).is_file())
-        folder.commit()
-    if dist.is_initialized():
-        dist.barrier()
+            writer.write_index(sum(unit.num_bytes for unit in units))
+        writer.folder.write_json("config.json", _config(family, model, units, assets))
+        writer.folder.copy(assets / name for name in ASSETS if assets is not None and (assets / name).is_file())
+        writer.folder.commit()
+
+    on_rank_0(finish)
+
+
+class _Writer:
+    """What rank 0 does between the collectives. An error is kept until it can be told to all ranks."""
+
+    def __init__(self, path: Path, replace: bool):
+        self.path, self.replace = path, replace
+        self.tensors: dict[str, Tensor] = {}
+        self.index: dict[str, str] = {}
+        self.error: Exception | None = None
+
+    def begin(self) -> None:
+        self.folder = NewFolder(self.path, self.replace)
+
+    def take(self, unit: _Unit, found: list[Any]) -> None:
+        try:
+            self.tensors |= unit.file_tensors(found)
+        except Exception as error:
+            self.error = self.error or error
+
+    def write(self, name: str) -> None:
+        if self.error is not None:
+            raise self.error
+        self.folder.write_tensors(name, self.tensors)
+        self.index |= dict.fromkeys(self.tensors, name)
+        self.tensors = {}
+
+    def write_index(self, total_size: int) -> None:
+        self.folder.write_json(INDEX, {"metadata": {"total_size": total_size}, "weight_map": self.index})
 
 
 class _Unit:
@@ -86,16 +118,16 @@ class _Unit:
     def num_bytes(self) -> int:
         return sum(num_bytes(tuple(place.tensor.shape), self.dtype_of(place)) for place in self.parts)
 
-    def gather(self) -> Iterator[tuple[str, Tensor]]:
-        """Gather ours, all ranks together, and give rank 0 the file tensors."""
-        found = [gather_whole(place.tensor, self.dtype_of(place)) for place in self.parts]
+    def gather(self) -> list[Tensor | None]:
+        """Gather ours, all ranks together: rank 0 gets all of them, whole."""
+        return [gather_whole(place.tensor, self.dtype_of(place)) for place in self.parts]
+
+    def file_tensors(self, found: list[Tensor]) -> dict[str, Tensor]:
+        """Return the file tensors that the whole ones of ours make."""
         columns = [
             x.cpu().transpose(-1, -2) if place.stored.transpose else x.cpu()
             for place, x in zip(self.parts, found, strict=True)
-            if x is not None
         ]
-        if not columns:  # not rank 0
-            return
         stored = self.parts[0].stored
         if len(columns) == 1:
             whole = columns[0]
@@ -105,12 +137,9 @@ class _Unit:
             whole = torch.cat(columns, dim=-1)
         names = self.parts[0].file_names()
         if "#" in stored.name:
-            yield from (
-                (name, expert.clone(memory_format=torch.contiguous_format))
-                for name, expert in zip(names, whole, strict=True)
-            )
-        else:
-            yield names[0], whole.contiguous()
+            copies = (expert.clone(memory_format=torch.contiguous_format) for expert in whole)
+            return dict(zip(names, copies, strict=True))
+        return {names[0]: whole.contiguous()}
 
 
 def _units(wanted: list[Place], dtype: torch.dtype | None) -> list[_Unit]:

@@ -1,0 +1,370 @@
+"""Whatever happens to the files of a checkpoint: an older one is taken, or one clear error says why none can be."""
+
+import hashlib
+import json
+import os
+import pickle
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from pool import run_on
+from torchtitan_graph.checkpoint import Checkpointer, SaveError, load_model
+from torchtitan_graph.checkpoint.folder import MANIFEST, TRAIN_STATE, find_damage, find_problem, read_manifest
+from torchtitan_graph.config import job
+from torchtitan_graph.log import logger
+from torchtitan_graph.optim import build_lr_scheduler, build_optimizer
+
+DATA = "__0_0.distcp"
+FILES = (DATA, ".metadata", MANIFEST, TRAIN_STATE)
+
+
+def checkpointer_of(folder: Path, size: int = 2, **options: Any) -> Checkpointer:
+    model = nn.Linear(size, size)
+    optimizer = build_optimizer(model, job.Optimizer())
+    config = job.Checkpoint(enable=True, last_save_model_only=False, **options)
+    scheduler = build_lr_scheduler(optimizer, job.LRScheduler(warmup_steps=0), 10)
+    return Checkpointer(folder, config, model, optimizer, scheduler)
+
+
+def fill(of: Checkpointer, value: float) -> Checkpointer:
+    with torch.no_grad():
+        for tensor in of._tensors(model_only=False).values():
+            tensor.fill_(value)
+    return of
+
+
+def load(folder: Path, **options: Any) -> int | None:
+    """Load, check that all that was loaded is of one step, and return the step; None where nothing was loaded."""
+    run = fill(checkpointer_of(folder, **options), -1.0)
+    state = run.load()
+    step = -1 if state is None else state["step"]
+    for tensor in run._tensors(model_only=False).values():
+        assert torch.equal(tensor, torch.full_like(tensor, step))
+    return None if state is None else step
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the checkpoints of steps 1, 2 and 3, whose every number is the step."""
+    folder = tmp_path_factory.mktemp("three")
+    for step in (1, 2, 3):
+        fill(checkpointer_of(folder), step).save(step, {"step": step})
+    return folder
+
+
+@pytest.fixture
+def run(three: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(three, tmp_path / "run"))
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def delete(file: Path, where: float) -> None:
+    file.unlink()
+
+
+def truncate(file: Path, where: float) -> None:
+    content = file.read_bytes()
+    file.write_bytes(content[: int(where * len(content))])
+
+
+def flip(file: Path, where: float) -> None:
+    """Change one bit."""
+    content = bytearray(file.read_bytes())
+    bit = int(where * len(content) * 8)
+    content[bit // 8] ^= 1 << bit % 8
+    file.write_bytes(content)
+
+
+def rename(file: Path, where: float) -> None:
+    file.rename(file.with_name(f"{file.name}.bak"))
+
+
+def append(file: Path, where: float) -> None:
+    with file.open("ab") as stream:
+        stream.write(b"x")
+
+
+def replace_by_folder(file: Path, where: float) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+ATTACKS = (delete, truncate, flip, rename, append, replace_by_folder)
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
+def test_an_older_checkpoint_is_taken_in_the_place_of_a_damaged_one(
+    attack: Callable[[Path, float], None], name: str, run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    logger.propagate = True
+    attack(run / "step-3" / name, 0.5)
+    good = digests(run / "step-1") | digests(run / "step-2")
+    try:
+        assert load(run) == 2
+    finally:
+        logger.propagate = False
+    assert "skipping checkpoint" in caplog.text and "step-3" in caplog.text
+    assert digests(run / "step-1") | digests(run / "step-2") == good
+
+
+def test_without_the_checksums_a_flipped_bit_would_be_loaded(run: Path) -> None:
+    """Negative control: the format itself does not notice."""
+    manifest = run / "step-3" / MANIFEST
+    content = json.loads(manifest.read_text())
+    del content["crc32"]
+    manifest.write_text(json.dumps(content))
+    data = bytearray((run / "step-3" / DATA).read_bytes())
+    data[data.find(torch.tensor([3.0, 3.0]).numpy().tobytes())] ^= 1
+    (run / "step-3" / DATA).write_bytes(data)
+    with pytest.raises(AssertionError):
+        load(run)
+
+
+def test_when_all_are_damaged_nothing_begins_anew_in_their_place(run: Path) -> None:
+    flip(run / "step-1" / DATA, 0.5)
+    delete(run / "step-2" / DATA, 0)
+    truncate(run / "step-3" / DATA, 0.5)
+    before = digests(run)
+    with pytest.raises(ValueError) as caught:
+        load(run)
+    message = str(caught.value)
+    assert "checkpoint.folder = 'checkpoint'" in message and "another job.dump_folder" in message
+    for line in (f"step-1: its file {DATA} is damaged", f"step-2: its file {DATA} is missing", "step-3: its file"):
+        assert line in message
+    assert digests(run) == before
+
+
+def test_a_damaged_checkpoint_that_was_asked_for_is_refused(run: Path, tmp_path: Path) -> None:
+    flip(run / "step-2" / DATA, 0.5)
+    with pytest.raises(ValueError, match=r"checkpoint.load_step = 2: that checkpoint is not whole: .* is damaged"):
+        load(run, load_step=2)
+    path = run / "step-2"
+    with pytest.raises(ValueError, match=r"checkpoint.initial_load_path = .* is no checkpoint: .* is damaged"):
+        load(tmp_path / "new", initial_load_path=str(path))
+    with pytest.raises(ValueError, match=r"is no checkpoint: .* is damaged"):
+        load_model(path, nn.Linear(2, 2))
+
+
+def test_a_checkpoint_under_another_steps_name_is_not_taken_for_the_newest(run: Path) -> None:
+    (run / "step-1").rename(run / "step-9")
+    assert load(run) == 3
+
+
+def test_a_manifest_of_an_older_release_without_checksums_is_enough(run: Path) -> None:
+    manifest = run / "step-3" / MANIFEST
+    content = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({"files": content["files"]}))
+    assert load(run) == 3
+
+
+def test_another_models_checkpoints_are_left_alone(run: Path) -> None:
+    before = digests(run)
+    with pytest.raises(ValueError, match="of another model"):
+        checkpointer_of(run, size=3).load()
+    assert digests(run) == before
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+@given(
+    attacks=st.lists(
+        st.tuples(
+            st.sampled_from(["step-1", "step-2", "step-3"]),
+            st.sampled_from(FILES),
+            st.sampled_from(ATTACKS),
+            st.floats(0, 1, exclude_max=True),
+        ),
+        max_size=5,
+    ),
+    leftovers=st.lists(st.sampled_from(["step-3.tmp", "step-4.tmp", "step-2.deleting", "step-7", "other"]), max_size=3),
+)
+def test_fuzz(three: Path, tmp_path_factory: pytest.TempPathFactory, attacks: list[Any], leftovers: list[str]) -> None:
+    folder = Path(shutil.copytree(three, tmp_path_factory.mktemp("fuzz") / "run"))
+    for leftover in leftovers:
+        shutil.copytree(three / "step-2", folder / leftover, dirs_exist_ok=True)
+        (folder / leftover / MANIFEST).unlink()
+    for step, name, attack, where in attacks:
+        if (folder / step / name).is_file() and (folder / step / name).stat().st_size:
+            attack(folder / step / name, where)
+    steps = {step: folder / f"step-{step}" for step in (1, 2, 3)}
+    good = [step for step, path in steps.items() if not find_problem(path) and not find_damage(path)]
+    untouched = [s for s in (1, 2, 3) if digests(steps[s]) == digests(three / f"step-{s}")]
+    assert set(untouched) <= set(good)
+    try:
+        assert load(folder) == max(good)
+    except ValueError as error:
+        assert not good and "holds no checkpoint that is whole" in str(error)
+    for step in untouched:
+        assert digests(steps[step]) == digests(three / f"step-{step}")
+    shutil.rmtree(folder)
+
+
+# Disks
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("needs the right to mount")
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_full_disk_leaves_what_was_there_and_room_lets_it_go_on(mode: str, small_disk: Path) -> None:
+    folder = small_disk / "checkpoint"
+    run = fill(checkpointer_of(folder, size=60, async_mode=mode), 1.0)  # 43 KiB each
+    with pytest.raises(SaveError, match=r"could not be saved .*No space left on device.*Make room") as caught:
+        for step in range(1, 9):
+            run.save(step, {"step": 1})
+            run.wait()
+    failed = int(str(caught.value).split("step-")[1].split()[0])
+    assert failed > 2
+    shutil.rmtree(folder / "step-1")
+    again = checkpointer_of(folder, size=60, keep_latest_k=2)
+    assert again.load() == {"step": 1}
+    again.save(failed, {"step": 1})
+    assert {path.name for path in folder.iterdir()} == {f"step-{failed - 1}", f"step-{failed}"}
+
+
+def test_a_folder_that_can_not_be_written_to_is_refused_at_the_start(small_disk: Path) -> None:
+    fill(checkpointer_of(small_disk / "run"), 1.0).save(1, {"step": 1})
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    with pytest.raises(ValueError, match=r"checkpoint.folder = 'checkpoint': .*run can't be written to"):
+        load(small_disk / "run")
+    assert load(small_disk / "run", load_only=True) == 1
+    with pytest.raises(ValueError, match=r"checkpoint.folder = 'checkpoint': .*Read-only file system"):
+        load(small_disk / "new")
+
+
+# Several ranks
+
+
+def load_on_ranks(folder: Path) -> str:
+    """Go on to step 2, and return what was loaded before, or why nothing could be."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Linear(8, 8, bias=False)
+    fully_shard(model)
+    optimizer = build_optimizer(model, job.Optimizer())
+    scheduler = build_lr_scheduler(optimizer, job.LRScheduler(warmup_steps=0), 10)
+    run = Checkpointer(folder, job.Checkpoint(enable=True), model, optimizer, scheduler)
+    try:
+        state = run.load()
+    except ValueError as error:
+        return str(error)
+    step = state["step"] if state else 0
+    loaded = set(model.weight.to_local().flatten().tolist()) if step else None
+    for next_step in range(step + 1, 3):
+        fill(run, next_step)
+        run.save(next_step, {"step": next_step})
+    return f"step {step}, {loaded}"
+
+
+def test_ranks_look_for_damage_together_and_agree(tmp_path: Path) -> None:
+    assert run_on(2, load_on_ranks, tmp_path) == ["step 0, None"] * 2
+    assert run_on(2, load_on_ranks, tmp_path) == ["step 2, {2.0}"] * 2
+    flip(tmp_path / "step-2" / "__1_0.distcp", 0.5)
+    shutil.copytree(tmp_path, tmp_path.with_name("both"))
+    assert run_on(2, load_on_ranks, tmp_path) == ["step 1, {1.0}"] * 2
+    delete(tmp_path.with_name("both") / "step-1" / "__0_0.distcp", 0)
+    first, second = run_on(2, load_on_ranks, tmp_path.with_name("both"))
+    assert first == second and "holds no checkpoint that is whole" in first
+
+
+# Files made to harm
+
+
+def write_manifest_for(path: Path) -> None:
+    """Let the manifest hold again, as one who means harm would."""
+    from torchtitan_graph.checkpoint.folder import write_manifest
+
+    (path / MANIFEST).unlink()
+    write_manifest(path, {})
+
+
+class Payload:
+    """An object whose unpickling makes a folder."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.mark),)
+
+
+def test_a_payload_in_a_checkpoint_of_the_run_is_refused_and_not_run(run: Path, tmp_path: Path) -> None:
+    (run / "step-3" / ".metadata").write_bytes(pickle.dumps(Payload(tmp_path / "mark")))
+    sizes = {name: file.size for name, file in read_manifest(run / "step-3").items()}
+    sizes[".metadata"] = (run / "step-3" / ".metadata").stat().st_size
+    (run / "step-3" / MANIFEST).write_text(json.dumps({"files": sizes}))
+    with pytest.raises(ValueError, match=r"step-3 can't be read .*nothing was run"):
+        load(run)
+    assert not (tmp_path / "mark").exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": "3"},
+        {"step": True},
+        {"model_only": 1},
+        {"train_state": []},
+        {"train_state": "__import__('os').mkdir('mark')"},
+        {"lr_scheduler": None},
+    ],
+    ids=str,
+)
+def test_odd_values_in_the_train_state_are_refused(change: dict[str, Any], run: Path) -> None:
+    file = run / "step-3" / TRAIN_STATE
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    write_manifest_for(run / "step-3")
+    assert load(run) == 2
+    with pytest.raises(ValueError, match=f"its {TRAIN_STATE} holds {next(iter(change))} = "):
+        load(run, load_step=3)
+
+
+@pytest.mark.parametrize("content", ["[]", "3", "null", "[" * 100_000, '{"step": ', "\x00", '{"step": 1e999}'])
+def test_a_train_state_that_is_no_such_thing_is_refused(content: str, run: Path) -> None:
+    (run / "step-3" / TRAIN_STATE).write_text(content)
+    write_manifest_for(run / "step-3")
+    assert load(run) == 2
+
+
+@pytest.mark.parametrize("name", ["../step-2/__0_0.distcp", "/etc/hostname", "a/b"])
+def test_a_manifest_that_names_files_elsewhere_is_refused(name: str, run: Path) -> None:
+    file = run / "step-3" / MANIFEST
+    content = json.loads(file.read_text())
+    content["files"][name] = 1
+    file.write_text(json.dumps(content))
+    assert find_problem(run / "step-3") == f"its {MANIFEST} says 1 of {name!r}, which is no file of this folder"
+    assert load(run) == 2
+
+
+@pytest.mark.parametrize("suffix", [".tmp", ".deleting"])
+def test_what_a_link_in_the_folder_leads_to_is_not_deleted(suffix: str, run: Path, tmp_path: Path) -> None:
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "file").touch()
+    (run / f"step-9{suffix}").symlink_to(tmp_path / "precious")
+    with pytest.raises(ValueError, match="checkpoint.folder = 'checkpoint': .*symbolic link"):
+        load(run)
+    assert (tmp_path / "precious" / "file").exists()

@@ -1,0 +1,132 @@
+"""Write one checkpoint: while training waits, or in a thread while it goes on."""
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchtitan_graph.checkpoint.folder import checksum, commit, prepare, prune, write_manifest, write_train_state
+from torchtitan_graph.checkpoint.tensors import save_tensors
+from torchtitan_graph.config import job
+from torchtitan_graph.log import logger
+from torchtitan_graph.parallel.agree import RanksFailed, describe, gather_from_ranks, on_all_ranks, on_rank_0
+from torchtitan_graph.parallel.chunk import Chunk, chunk_of
+
+# The functions that a save calls, in this order. A kill before, in or after any of them loses no complete checkpoint.
+SAVE_POINTS = ("prepare", "save_tensors", "write_train_state", "write_manifest", "commit", "prune")
+
+
+class SaveError(RuntimeError):
+    """A checkpoint could not be saved; those that were there before are as they were."""
+
+
+class Saver:
+    """Write checkpoints, one after the other. All ranks call each method together, but for `has_failed`.
+
+    With `checkpoint.async_mode` other than "disabled", a thread writes a copy in the host's memory, through the
+    process group `group`, which nothing else uses meanwhile. Its error is raised by the next `save` or `wait`; as a
+    save fails on all ranks or on none, so does that.
+    """
+
+    def __init__(self, config: job.Checkpoint, group: dist.ProcessGroup | None) -> None:
+        self.config = config
+        self.group = group
+        self._thread = None
+        if config.async_mode != "disabled":
+            self._thread = ThreadPoolExecutor(1, "save", _use_gpu_of_this_process())
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._running: Future[None] | None = None
+
+    def save(self, path: Path, tensors: dict[str, torch.Tensor], train_state: dict[str, Any]) -> None:
+        """Write `tensors` as they are now, and rank 0's `train_state`; return when that is done, or safe to go on from.
+
+        Raises:
+            SaveError: this save, or the one before it, failed.
+        """
+        self.wait()
+        begin = time.perf_counter()
+        chunks = {name: chunk_of(tensor) for name, tensor in tensors.items()}
+        if self._thread is None:
+            self._write(path, chunks, train_state, begin)
+            return
+        with _as_save_error(path):
+            copies = on_all_ranks(lambda: self._copy(chunks), self.group)
+        logger.info(f"saving {path}: training waited {time.perf_counter() - begin:.2f} s for the copy")
+        self._running = self._thread.submit(self._write, path, copies, train_state, begin)
+
+    def wait(self) -> None:
+        """Wait for the save that is running.
+
+        Raises:
+            SaveError: it failed.
+        """
+        if self._running is not None:
+            if not self._running.done():
+                logger.info("waiting for the last checkpoint to be written")
+            running, self._running = self._running, None
+            running.result()
+
+    def has_failed(self) -> bool:
+        """Return whether `wait` would raise at once."""
+        return self._running is not None and self._running.done() and self._running.exception() is not None
+
+    def _copy(self, chunks: dict[str, Chunk]) -> dict[str, Chunk]:
+        """Copy what the next step will overwrite; "async_with_pinned_mem" does so into the same memory each time."""
+        keep = self.config.async_mode == "async_with_pinned_mem"
+        copies = {}
+        for name, chunk in chunks.items():
+            buffer = self._buffers.get(name)
+            if buffer is None:
+                pin = keep and chunk.local.is_cuda
+                buffer = torch.empty(chunk.local.shape, dtype=chunk.local.dtype, pin_memory=pin)
+            if keep:
+                self._buffers[name] = buffer
+            buffer.copy_(chunk.local, non_blocking=True)
+            copies[name] = chunk._replace(local=buffer)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # copies into pinned memory are still under way
+        return copies
+
+    def _write(self, path: Path, chunks: dict[str, Chunk], train_state: dict[str, Any], begin: float) -> None:
+        """Write a checkpoint. See Note [Atomic save]."""
+        tmp, group = path.with_suffix(".tmp"), self.group
+        with _as_save_error(path):
+            on_rank_0(lambda: prepare(tmp), group)
+            save_tensors(tmp, chunks, group)
+            sums = gather_from_ranks(lambda: _sums_of_this_rank(tmp), group)
+            on_rank_0(lambda: write_train_state(tmp, train_state), group)
+            on_rank_0(lambda: write_manifest(tmp, {name: crc for part in sums for name, crc in part.items()}), group)
+            on_rank_0(lambda: commit(tmp), group)
+            on_rank_0(lambda: prune(path, self.config.keep_latest_k, self.config.keep_every), group)
+        logger.info(f"saved checkpoint {path} in {time.perf_counter() - begin:.1f} s")
+
+
+def _use_gpu_of_this_process() -> Callable[[], None] | None:
+    """Return what a new thread must call first: it would use the first GPU, whatever this process' own is."""
+    if not torch.cuda.is_available():
+        return None
+    return functools.partial(torch.cuda.set_device, torch.cuda.current_device())
+
+
+def _sums_of_this_rank(tmp: Path) -> dict[str, str]:
+    """Return the checksums of the files that this rank wrote, while the system still has them in memory."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return {path.name: checksum(path) for path in tmp.glob(f"__{rank}_*.distcp")}
+
+
+@contextmanager
+def _as_save_error(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        what = str(error) if isinstance(error, RanksFailed) else describe(error)
+        raise SaveError(
+            f"{path} could not be saved ({what}); the checkpoints that were there are as they were. Make room on that "
+            "disk or name another job.dump_folder, and start the run again: it goes on from the newest of them"
+        ) from error

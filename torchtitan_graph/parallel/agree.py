@@ -1,0 +1,100 @@
+"""Ranks that agree on how it went: what fails on one of them is raised on all, so that none waits for another.
+
+Each function is called by all ranks of a group together. A group serves one thread at a time.
+"""
+
+import datetime
+import functools
+import pickle
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+# How long one rank may read or write files while the others wait for it: storage is slower than any collective.
+FILES_TIMEOUT = datetime.timedelta(minutes=30)
+
+
+class RanksFailed(RuntimeError):
+    """Say which ranks failed, and with what."""
+
+
+def files_group() -> dist.ProcessGroup | None:
+    """Return a gloo group of all ranks besides those of training, for work on files; None without a process group.
+
+    The first call makes it, all ranks together; later ones return the same.
+    """
+    return _files_group(dist.group.WORLD) if dist.is_initialized() else None
+
+
+@functools.cache
+def _files_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
+    return dist.new_group(backend="gloo", timeout=FILES_TIMEOUT)
+
+
+def on_rank_0(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Run `function` on rank 0 and return its result, or raise its error, on every rank of `group` (default: all)."""
+    if not dist.is_initialized():
+        return function()
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = function()
+        except Exception as error:
+            outcome[1] = _picklable(error)
+    dist.broadcast_object_list(outcome, src=0, group=group)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
+
+
+def on_all_ranks(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Run `function` on every rank, and return this rank's result.
+
+    Raises:
+        RanksFailed: on every rank, if it raised on any.
+    """
+    error: Exception | None = None
+    try:
+        result = function()
+    except Exception as caught:
+        error = caught
+    failures = _gather(describe(error) if error else None, group)
+    if by_rank := {rank: failure for rank, failure in enumerate(failures) if failure}:
+        raise RanksFailed(describe_ranks(by_rank)) from error
+    return result
+
+
+def gather_from_ranks(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
+    """As `on_all_ranks`, but return the results of all ranks, in their order, to all."""
+    return _gather(on_all_ranks(function, group), group)
+
+
+def describe(error: BaseException) -> str:
+    """Return an error's kind and text in one line."""
+    return f"{type(error).__name__}: {error}"
+
+
+def describe_ranks(failures: dict[int, str]) -> str:
+    """Return what failed on which rank, at most four of them."""
+    shown = [f"rank {rank}: {failure}" for rank, failure in list(failures.items())[:4]]
+    more = [f"and {len(failures) - 4} ranks more"] if len(failures) > 4 else []
+    return "; ".join(shown + more)
+
+
+def _gather(mine: T, group: dist.ProcessGroup | None) -> list[T]:
+    if not dist.is_initialized():
+        return [mine]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine, group=group)
+    return gathered
+
+
+def _picklable(error: Exception) -> Exception:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(describe(error))
+    return error

@@ -65,6 +65,23 @@ def pause_in_step_4() -> None:
     trainer.Trainer._next_step = maybe_pause  # type: ignore[method-assign]
 
 
+def signal_in_step_3() -> None:
+    """Send SIGNAL to the last rank alone, in the midst of its third step; twice, SIGNAL_AGAIN_AFTER seconds apart."""
+    next_step = trainer.Trainer._next_step
+    number = signal.Signals[os.environ["SIGNAL"]]
+
+    def send_and_go_on(self: trainer.Trainer) -> Any:
+        taken = next_step(self)
+        if self.step == 2 and self.rank == dist.get_world_size() - 1:
+            os.kill(os.getpid(), number)
+            if again := os.environ.get("SIGNAL_AGAIN_AFTER"):
+                time.sleep(float(again))
+                os.kill(os.getpid(), number)
+        return taken
+
+    trainer.Trainer._next_step = send_and_go_on  # type: ignore[method-assign]
+
+
 def record_rows() -> None:
     """Append the hash of every row that this rank takes to the file ROWS.RANK."""
     take = DataLoader.__next__

@@ -21,6 +21,11 @@ class Job:
     save_config_file: str = option(
         "config.toml", "Where in dump_folder the resolved configuration is written, as TOML."
     )
+    allow_changed: list[str] = option(
+        [],
+        "Options of model, tokenizer or data that may differ from what this run was started with; any other such"
+        " difference is refused when the run resumes.",
+    )
     custom_config_module: str = option("", "Module that extended the configuration class.")
 
 

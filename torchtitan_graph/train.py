@@ -22,7 +22,7 @@ from torchtitan_graph.compiler import check_disabled
 from torchtitan_graph.config import JobConfig, check, dump_toml, load
 from torchtitan_graph.graph.torch_private import init_fake_process_group
 from torchtitan_graph.log import init_logging, logger
-from torchtitan_graph.run.failure import CONFIGURATION, NON_FINITE, write_failure
+from torchtitan_graph.run.failure import CONFIGURATION, FAULT, NON_FINITE, write_failure
 from torchtitan_graph.run.folder import RunFolder
 from torchtitan_graph.run.status import FAILED, FINISHED, STOPPED
 from torchtitan_graph.trainer import NonFiniteError, Trainer
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _record(folder, run, error, CONFIGURATION)
         return _report(error, CONFIGURATION)
     except BaseException as error:
-        _record(folder, run, error, 1)
+        _record(folder, run, error, FAULT)
         raise
     # From here on a ValueError is no setting to change but a fault, which is best told with its traceback.
     try:
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _record(folder, run, error, NON_FINITE)
         return _report(error, NON_FINITE)
     except BaseException as error:
-        _record(folder, run, error, 1)
+        _record(folder, run, error, FAULT)
         raise
     finally:
         dist.destroy_process_group()

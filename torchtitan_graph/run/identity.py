@@ -14,7 +14,7 @@ def identity() -> dict[str, Any]:
     run_id = os.environ.get("TORCHELASTIC_RUN_ID")
     elastic = None if run_id in (None, "none") else f"torchrun {run_id}"  # "none" is every unnamed torchrun's id
     return {
-        "host": socket.gethostname(),
+        "host": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
         "pid": os.getpid(),
         "job_id": os.environ.get("SLURM_JOB_ID") or elastic,
         "attempt": [

@@ -43,6 +43,8 @@ def main() -> int:
     folder = Path(sys.argv[1])
     rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
     world_size = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", "1")))
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        os.environ.setdefault(name, value)  # plain python: one process
     os.environ["LOCAL_RANK"] = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
     store = _join(rank)
     if store is None:
@@ -121,7 +123,7 @@ def slow_nodes(nodes: list[str], seconds: dict[tuple[int, int], float]) -> Probl
 
     A slow node makes its neighbour's link slow as well, but not its neighbour's other one.
     """
-    usual = statistics.median(seconds.values())
+    usual = statistics.median_low(seconds.values())
     links: dict[str, list[float]] = {}
     for pair, taken in seconds.items():
         for rank in pair:

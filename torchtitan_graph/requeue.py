@@ -44,11 +44,11 @@ def begin_attempt(folder: Path, job_id: str, restart: int, nodes: list[str], dow
     if attempts and attempts[-1]["end"] is None:
         attempts[-1]["end"] = "SLURM lost a node"
         attempts[-1]["bad_nodes"] = [node for node in attempts[-1]["nodes"] if node in down]
-    step = read_status(folder).get("step", 0)
-    attempts.append({"restart": restart, "step": step, "nodes": nodes, "end": None, "bad_nodes": []})
+    begins_at = read_status(folder).get("step", 0)
+    attempts.append({"restart": restart, "begins_at": begins_at, "nodes": nodes, "end": None, "bad_nodes": []})
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / NAME, history)
-    return _limit(attempts, step, f"attempt {restart + 1} on {', '.join(nodes)}")
+    return _limit(attempts, [], f"attempt {restart + 1} on {', '.join(nodes)}")
 
 
 def end_attempt(folder: Path, job_id: str, restart: int, down: list[str]) -> Decision:
@@ -74,15 +74,19 @@ def end_attempt(folder: Path, job_id: str, restart: int, down: list[str]) -> Dec
         attempt["bad_nodes"] += [failure["host"] for failure in failures if failure["code"] == BAD_NODE]
     attempt["end"] = why
     write_json(folder / NAME, history)
-    return _limit(history["attempts"], status.get("step", 0), why) if again else Decision(False, why, [])
+    return _limit(history["attempts"], [status.get("step", 0)], why) if again else Decision(False, why, [])
 
 
-def _limit(attempts: list[dict[str, Any]], step: int, why: str) -> Decision:
-    """Go on, unless the last attempts got no further; leave out nodes that failed repeatedly."""
-    furthest, fruitless = -1, 0
-    for reached in [*(attempt["step"] for attempt in attempts), step][1:]:
-        fruitless = 0 if reached > furthest else fruitless + 1
-        furthest = max(furthest, reached)
+def _limit(attempts: list[dict[str, Any]], ends_at: list[int], why: str) -> Decision:
+    """Go on, unless the last attempts got no further; leave out nodes that failed repeatedly.
+
+    An attempt ended where the next one begins; the last, if it has ended, at `ends_at`.
+    """
+    furthest, *reached = [attempt["begins_at"] for attempt in attempts] + ends_at
+    fruitless = 0
+    for step in reached:
+        fruitless = 0 if step > furthest else fruitless + 1
+        furthest = max(furthest, step)
     bad = [node for attempt in attempts for node in set(attempt["bad_nodes"])]
     exclude = sorted({node for node in bad if bad.count(node) >= MAX_NODE_FAILURES})
     if fruitless >= MAX_FRUITLESS:

@@ -24,6 +24,13 @@ def install() -> None:
             signal.signal(number, _note)
 
 
+def restore() -> None:
+    """Let the signals end the process again: it fails, and there is no step left to finish."""
+    if threading.current_thread() is threading.main_thread():
+        for number in _signals:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
 def received() -> int:
     """Return the signal that asked this process to stop, or 0."""
     return _received

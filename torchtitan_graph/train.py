@@ -22,8 +22,9 @@ from torchtitan_graph.compiler import check_disabled
 from torchtitan_graph.config import JobConfig, check, dump_toml, load
 from torchtitan_graph.graph.torch_private import init_fake_process_group
 from torchtitan_graph.log import init_logging, logger
-from torchtitan_graph.run.failure import CONFIGURATION, FAULT, NON_FINITE, write_failure
+from torchtitan_graph.run.failure import CONFIGURATION, FAULT, NON_FINITE, refuse_to_repeat, write_failure
 from torchtitan_graph.run.folder import RunFolder
+from torchtitan_graph.run.hang import set_up_flight_recorder
 from torchtitan_graph.run.status import FAILED, FINISHED, STOPPED
 from torchtitan_graph.trainer import NonFiniteError, Trainer
 
@@ -39,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load(sys.argv[1:] if argv is None else argv)
         fake = config.comm.mode == "fake_backend"
         folder = None if fake else Path(config.job.dump_folder)
+        if folder is not None:
+            refuse_to_repeat(folder)
         world_size = int(os.environ.get("NGPU" if fake else "WORLD_SIZE", "1"))
         init_logging(color=not config.metrics.disable_color_printing)
         for notice in check(config, world_size):
@@ -82,6 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _record(folder: Path | None, run: RunFolder | None, error: BaseException, code: int) -> None:
     """Write why this rank ends to the run's folder, and that the run does."""
+    stop.restore()
     if folder is not None:
         write_failure(folder, error, code)
     if run is not None:
@@ -91,7 +95,7 @@ def _record(folder: Path | None, run: RunFolder | None, error: BaseException, co
 def _report(error: Exception, code: int) -> int:
     """Log what the user has to change: the message says it all, a traceback would bury it."""
     logger.error(str(error))
-    if not _is_rank_0():
+    if not _is_rank_0() and not stop.received():
         # torchrun ends all ranks as soon as one exits, and mostly rank 0's output is shown: it reports first.
         time.sleep(30)
     return code
@@ -109,6 +113,7 @@ def _start(config: JobConfig, world_size: int, fake: bool) -> None:
         os.environ.setdefault(name, value)  # plain python: one process
     if devices.device_type() == "cuda":
         torch.cuda.set_device(devices.device())
+        set_up_flight_recorder(config.comm, Path(config.job.dump_folder))
     dist.init_process_group(
         "nccl" if devices.device_type() == "cuda" else "gloo",
         timeout=datetime.timedelta(seconds=config.comm.init_timeout_seconds),

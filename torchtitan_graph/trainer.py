@@ -52,6 +52,7 @@ from torchtitan_graph.parallel.storage import (
     shard_eager,
 )
 from torchtitan_graph.run.folder import RunFolder
+from torchtitan_graph.run.hang import HangWatch
 
 Step = Callable[..., Any]  # (batch, masks, num_tokens) -> StepOutput; of the evaluation step, this rank's loss
 
@@ -285,12 +286,14 @@ class Trainer:
                 config_text=dump_toml(config),
             ) as metrics,
             maybe_profile(config.profiling, self.dump_folder, self.rank, self.step) as profiler,
+            HangWatch(config.comm, self.dump_folder, self.rank) as hang,
         ):
             first = self.step + 1
             run.resume(self.step)
             while self.step < config.training.steps:
                 metrics.start_step()
-                trained = self.train_step(metrics)
+                with hang.watch(first=self.step < first):
+                    trained = self.train_step(metrics)
                 if not trained:
                     logger.info(f"the data is used up after step {self.step}")
                     metrics.log_pending()

@@ -82,6 +82,23 @@ def signal_in_step_3() -> None:
     trainer.Trainer._next_step = send_and_go_on  # type: ignore[method-assign]
 
 
+def lose_rank_1_in_step_4() -> None:
+    """In torchrun's first attempt, kill rank 1 in its fourth step, or with LOSE=hang let it sleep there."""
+    if os.environ["RANK"] != "1" or os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
+        return
+    next_step = trainer.Trainer._next_step
+
+    def lose(self: trainer.Trainer) -> Any:
+        taken = next_step(self)
+        if self.step == 3:
+            if os.environ["LOSE"] == "hang":
+                time.sleep(1000)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return taken
+
+    trainer.Trainer._next_step = lose  # type: ignore[method-assign]
+
+
 def record_rows() -> None:
     """Append the hash of every row that this rank takes to the file ROWS.RANK."""
     take = DataLoader.__next__

@@ -27,7 +27,7 @@ class HangWatch:
 
     A rank that waits in a collective ends with the timeout's error; one that hangs elsewhere would be killed without
     a word. Python's fault handler writes from a thread of its own, which needs no lock of the interpreter. A context
-    manager; at its end the file is named, or removed where nothing is in it.
+    manager; at its end the file is named, or removed where nothing was ever written to it.
     """
 
     def __init__(self, config: job.Comm, dump_folder: Path, rank: int) -> None:
@@ -46,16 +46,17 @@ class HangWatch:
 
     def __enter__(self) -> "HangWatch":
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._path.open("w")
+        self._file = self._path.open("a")  # an earlier attempt's stacks stay
+        self._size = self._path.stat().st_size
         return self
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
-        if self._path.stat().st_size:
-            logger.error(
-                f"a step took longer than its collectives may; where the ranks stood is in {self._path.parent}"
-            )
-            return
-        self._path.unlink()
-        with suppress(OSError):  # not empty: others are at it, or NCCL's traces are there
-            self._path.parent.rmdir()
+        size = self._path.stat().st_size
+        if size > self._size:
+            folder = self._path.parent
+            logger.error(f"a step took longer than its collectives may; where the ranks stood is in {folder}")
+        if size == 0:
+            self._path.unlink()
+            with suppress(OSError):  # not empty: others are at it, or NCCL's traces are there
+                self._path.parent.rmdir()

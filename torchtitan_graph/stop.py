@@ -16,9 +16,7 @@ _received, _received_at = 0, 0.0
 
 
 def install() -> None:
-    """Handle the signals from now on, and forget one that came before. Only a main thread can; others do nothing."""
-    global _received
-    _received = 0
+    """Handle the signals from now on. Only a main thread can; others do nothing."""
     if threading.current_thread() is threading.main_thread():
         for number in _signals:
             signal.signal(number, _note)

@@ -306,7 +306,8 @@ class Trainer:
                 if config.validation.enable and (last or self.step % config.validation.freq == 0):
                     with run.during("validation"):
                         metrics.log_validation(self.step, self.validate())
-                self.stop_signal *= not last  # a run that is over has nothing left to stop
+                if last:
+                    self.stop_signal = 0  # there is nothing left to stop
                 with run.during("checkpoint"):
                     if last and config.checkpoint.last_save_in_hf:
                         self._save_in_hugging_face_format()

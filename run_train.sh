@@ -28,6 +28,9 @@ fi
 # A worker that torchrun restarts would find its predecessor's addresses in a store shared with torchrun.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}
 
+# A name of its own, by which a restarted worker knows the lock of the attempt before it.
+export PET_RDZV_ID=${PET_RDZV_ID:-$(uname -n).$$}
+
 # Port 0: a free one. Loopback: the machine's own name need not resolve, and nothing listens to the network.
 exec torchrun --nproc_per_node "$NGPU" --rdzv_backend c10d --rdzv_endpoint 127.0.0.1:0 --local_addr 127.0.0.1 \
     --role rank --tee 3 --local_ranks_filter "$LOG_RANK" "${train[@]}"

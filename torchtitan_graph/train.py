@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from torchtitan_graph import stop
+
+if __name__ == "__main__":
+    stop.install()  # before torch is imported, which takes seconds
+
 import datetime
 import os
 import sys
@@ -18,19 +23,29 @@ from torchtitan_graph.compiler import check_disabled
 from torchtitan_graph.config import JobConfig, check, dump_toml, load
 from torchtitan_graph.graph.torch_private import init_fake_process_group
 from torchtitan_graph.log import init_logging, logger
+from torchtitan_graph.run.failure import CONFIGURATION, FAULT, NON_FINITE, SAVE_FAILED, refuse_to_repeat, write_failure
+from torchtitan_graph.run.folder import RunFolder
+from torchtitan_graph.run.hang import set_up_flight_recorder
+from torchtitan_graph.run.status import FAILED, FINISHED, STOPPED
 from torchtitan_graph.trainer import NonFiniteError, Trainer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train as the arguments say. Return the exit code.
 
-    0 done, 2 something to change, 3 non-finite numbers, 4 a checkpoint could not be saved.
+    0 done, 2 something to change, 3 non-finite numbers, 5 a checkpoint could not be saved.
     """
     begin = time.perf_counter()
+    stop.install()
     init_logging()
+    folder: Path | None = None  # known once the configuration is
+    run: RunFolder | None = None
     try:
         config = load(sys.argv[1:] if argv is None else argv)
         fake = config.comm.mode == "fake_backend"
+        folder = None if fake else Path(config.job.dump_folder)
+        if folder is not None:
+            refuse_to_repeat(folder)
         world_size = int(os.environ.get("NGPU" if fake else "WORLD_SIZE", "1"))
         init_logging(color=not config.metrics.disable_color_printing)
         for notice in check(config, world_size):
@@ -42,29 +57,52 @@ def main(argv: Sequence[str] | None = None) -> int:
             if fake:
                 _dry_run(trainer, begin)
                 return 0
+            run = RunFolder(config)
             trainer.setup()
         except ValueError:
             dist.destroy_process_group()
             raise
     except ValueError as error:
-        return _report(error, 2)
+        _record(folder, run, error, CONFIGURATION)
+        return _report(error, CONFIGURATION)
+    except BaseException as error:
+        _record(folder, run, error, FAULT)
+        raise
     # From here on a ValueError is no setting to change but a fault, which is best told with its traceback.
     try:
-        trainer.save_seed() if config.checkpoint.create_seed_checkpoint else trainer.train()
+        trainer.save_seed() if config.checkpoint.create_seed_checkpoint else trainer.train(run)
         dist.barrier()  # gloo aborts a rank whose peer tears down while it still listens
+        if trainer.stop_signal:
+            reason = stop.name(trainer.stop_signal)
+            logger.info(f"stopped by {reason} after step {trainer.step}; started again, the run goes on from there")
+        run.close(*(STOPPED, reason) if trainer.stop_signal else (FINISHED, ""))
     except NonFiniteError as error:
-        return _report(error, 3)
+        _record(folder, run, error, NON_FINITE)
+        return _report(error, NON_FINITE)
     except SaveError as error:
-        return _report(error, 4)
+        _record(folder, run, error, SAVE_FAILED)
+        return _report(error, SAVE_FAILED)
+    except BaseException as error:
+        _record(folder, run, error, FAULT)
+        raise
     finally:
         dist.destroy_process_group()
     return 0
 
 
+def _record(folder: Path | None, run: RunFolder | None, error: BaseException, code: int) -> None:
+    """Write why this rank ends to the run's folder, and that the run does."""
+    stop.restore()
+    if folder is not None:
+        write_failure(folder, error, code)
+    if run is not None:
+        run.close(FAILED, str(error))
+
+
 def _report(error: Exception, code: int) -> int:
     """Log what the user has to change: the message says it all, a traceback would bury it."""
     logger.error(str(error))
-    if not _is_rank_0():
+    if not _is_rank_0() and not stop.received():
         # torchrun ends all ranks as soon as one exits, and mostly rank 0's output is shown: it reports first.
         time.sleep(30)
     return code
@@ -82,14 +120,11 @@ def _start(config: JobConfig, world_size: int, fake: bool) -> None:
         os.environ.setdefault(name, value)  # plain python: one process
     if devices.device_type() == "cuda":
         torch.cuda.set_device(devices.device())
+        set_up_flight_recorder(config.comm, Path(config.job.dump_folder))
     dist.init_process_group(
         "nccl" if devices.device_type() == "cuda" else "gloo",
         timeout=datetime.timedelta(seconds=config.comm.init_timeout_seconds),
     )
-    if dist.get_rank() == 0 and config.job.save_config_file:
-        path = Path(config.job.dump_folder) / config.job.save_config_file
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(dump_toml(config))
     if config.job.print_config and dist.get_rank() == 0:
         logger.info(f"configuration:\n{dump_toml(config)}")
     logger.info(f"{config.job.description}: {world_size} processes on {devices.device_type()}")

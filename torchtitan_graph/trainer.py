@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from torchtitan_graph import device as devices
+from torchtitan_graph import stop
 from torchtitan_graph.checkpoint import Checkpointer, SaveError
 from torchtitan_graph.compiler import Inspection, passes, plan_regions, run_passes
 from torchtitan_graph.config import JobConfig, dump_toml, job, shard_degree
@@ -51,6 +52,8 @@ from torchtitan_graph.parallel.storage import (
     plan_storage,
     shard_eager,
 )
+from torchtitan_graph.run.folder import RunFolder
+from torchtitan_graph.run.hang import HangWatch
 
 Step = Callable[..., Any]  # (batch, masks, num_tokens) -> StepOutput; of the evaluation step, this rank's loss
 
@@ -106,6 +109,7 @@ class Trainer:
         self.regions = plan_regions(config.compile, self.model, self.device)
         self.dump_folder = Path(config.job.dump_folder)
         self.step = self.tokens_seen = 0
+        self.stop_signal = 0  # the signal that asked a rank to stop; the same on all ranks
 
     def _check_memory(self) -> None:
         """Refuse uncompiled flex attention on a CPU where its scores can't fit; a dry run allocates none."""
@@ -269,8 +273,11 @@ class Trainer:
             self.checkpointer.save(0, self._train_state())
         logger.info(f"a run with job.dump_folder = {self.config.job.dump_folder!r} begins with this seed")
 
-    def train(self) -> None:
-        """Train from where the newest checkpoint ends to `training.steps`, or to the end of the data."""
+    def train(self, run: RunFolder) -> None:
+        """Train from where the newest checkpoint ends to `training.steps`, to the end of the data, or to a signal.
+
+        `stop_signal` says afterwards whether it was a signal, and then a checkpoint is there to go on from.
+        """
         config = self.config
         peak = devices.peak_flops()
         gc.disable()  # ranks that collect at different moments wait for each other
@@ -288,26 +295,37 @@ class Trainer:
             ) as metrics,
             maybe_profile(config.profiling, self.dump_folder, self.rank, self.step) as profiler,
             self.checkpointer,
+            HangWatch(config.comm, self.dump_folder, self.rank) as hang,
         ):
             first = self.step + 1
+            run.resume(self.step)
             while self.step < config.training.steps:
                 metrics.start_step()
-                trained = self.train_step(metrics)
+                with hang.watch(first=self.step < first):
+                    trained = self.train_step(metrics)
                 if not trained:
                     logger.info(f"the data is used up after step {self.step}")
                     metrics.log_pending()
                 last = not trained or self.step == config.training.steps
+                run.done(self.step)
                 if self.step == first:
                     self._shorten_timeouts()
                 if self.step % config.training.gc_freq == 0:
                     gc.collect(1)
                 if config.validation.enable and (last or self.step % config.validation.freq == 0):
-                    metrics.log_validation(self.step, self.validate())
-                if last and config.checkpoint.last_save_in_hf:
-                    self._save_in_hugging_face_format()
-                self.checkpointer.maybe_save(self.step, self._train_state, last=last)
-                profiler.step()
+                    with run.during("validation"):
+                        metrics.log_validation(self.step, self.validate())
                 if last:
+                    self.stop_signal = 0  # there is nothing left to stop
+                with run.during("checkpoint"):
+                    if last and config.checkpoint.last_save_in_hf:
+                        self._save_in_hugging_face_format()
+                    if self.stop_signal:
+                        self.checkpointer.save(self.step, self._train_state())
+                    else:
+                        self.checkpointer.maybe_save(self.step, self._train_state, last=last)
+                profiler.step()
+                if last or self.stop_signal:
                     break
         gc.enable()
 
@@ -382,12 +400,16 @@ class Trainer:
         return Batch(*(x.to(self.device, non_blocking=True) for x in batch))
 
     def _sum_if_finite(self, loss: Tensor, grad_norm: Tensor) -> float:
-        """Give the loss of all ranks; stop before the optimizer touches a parameter if it or the norm is not finite."""
-        mine = torch.stack([loss, loss.new_tensor(self.checkpointer.news())])
-        gathered = mine.new_empty(dist.get_world_size(), 2)
-        dist.all_gather(list(gathered.unbind()), mine)
-        by_rank, news = gathered.T.tolist()
-        self.checkpointer.hear([int(x) for x in news])
+        """Give the loss of all ranks; stop before the optimizer touches a parameter if it or the norm is not finite.
+
+        What a rank has to tell travels along: a signal, so that all stop after the same step, and news of its saves.
+        """
+        news = loss.new_tensor([self.checkpointer.news(), stop.received()])
+        gathered = loss.new_empty(dist.get_world_size(), 3)
+        dist.all_gather(list(gathered.unbind()), torch.cat([loss[None], news]))
+        by_rank, of_saves, signals = gathered.T.tolist()
+        self.stop_signal = int(max(signals))
+        self.checkpointer.hear([int(x) for x in of_saves])
         if all(map(math.isfinite, by_rank)) and math.isfinite(float(grad_norm)):
             return math.fsum(by_rank) / self.dims.tp
         local = torch.tensor([not all(p.grad.to_local().isfinite().all() for p in self.model.parameters())])  # type: ignore[union-attr]

@@ -93,6 +93,40 @@ def pause_in_step_4() -> None:
     trainer.Trainer._next_step = maybe_pause  # type: ignore[method-assign]
 
 
+def signal_in_step_3() -> None:
+    """Send SIGNAL to the last rank alone, in the midst of its third step; twice, SIGNAL_AGAIN_AFTER seconds apart."""
+    next_step = trainer.Trainer._next_step
+    number = signal.Signals[os.environ["SIGNAL"]]
+
+    def send_and_go_on(self: trainer.Trainer) -> Any:
+        taken = next_step(self)
+        if self.step == 2 and self.rank == dist.get_world_size() - 1:
+            os.kill(os.getpid(), number)
+            if again := os.environ.get("SIGNAL_AGAIN_AFTER"):
+                time.sleep(float(again))
+                os.kill(os.getpid(), number)
+        return taken
+
+    trainer.Trainer._next_step = send_and_go_on  # type: ignore[method-assign]
+
+
+def lose_rank_1_in_step_4() -> None:
+    """In torchrun's first attempt, kill rank 1 in its fourth step, or with LOSE=hang let it sleep there."""
+    if os.environ["RANK"] != "1" or os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
+        return
+    next_step = trainer.Trainer._next_step
+
+    def lose(self: trainer.Trainer) -> Any:
+        taken = next_step(self)
+        if self.step == 3:
+            if os.environ["LOSE"] == "hang":
+                time.sleep(1000)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return taken
+
+    trainer.Trainer._next_step = lose  # type: ignore[method-assign]
+
+
 def record_rows() -> None:
     """Append the hash of every row that this rank takes to the file ROWS.RANK."""
     take = DataLoader.__next__

@@ -7,6 +7,19 @@ from torchtitan_graph.config.resolve import problem_list
 
 COMPONENTS = ("model", "loss", "flex")
 EXCLUDABLE = ("optimizer", "lr_scheduler", "dataloader", "train_state")
+# What makes a run another run, where it changes between a start and a resume; job.allow_changed names exceptions.
+RUN_DEFINING = (
+    "model.name",
+    "model.flavor",
+    "model.hf_assets_path",
+    "model.converters",
+    "model.num_mtp_layers",
+    "training.dataset",
+    "training.dataset_path",
+    "training.seq_len",
+    "training.dtype",
+    "debug.seed",
+)
 
 
 def check(config: JobConfig, world_size: int) -> list[str]:
@@ -78,6 +91,11 @@ def _check_degrees(config: JobConfig, world_size: int) -> list[str]:
 
 def _check_tables(config: JobConfig) -> list[str]:
     problems = []
+    if unknown := [key for key in config.job.allow_changed if key not in RUN_DEFINING]:
+        problems.append(
+            f"{_name(config, 'job.allow_changed')}: {', '.join(unknown)} may change anyway, or is no option; legal are"
+            f" {', '.join(RUN_DEFINING)}"
+        )
     profiling = config.profiling
     if profiling.enable_profiling and profiling.profile_freq < profiling.profiler_active + profiling.profiler_warmup:
         problems.append(

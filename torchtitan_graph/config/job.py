@@ -21,6 +21,11 @@ class Job:
     save_config_file: str = option(
         "config.toml", "Where in dump_folder the resolved configuration is written, as TOML."
     )
+    allow_changed: list[str] = option(
+        [],
+        "Options of model, tokenizer or data that may differ from what this run was started with; any other such"
+        " difference is refused when the run resumes.",
+    )
     custom_config_module: str = option("", "Module that extended the configuration class.")
 
 
@@ -387,9 +392,11 @@ class Comm:
 
     init_timeout_seconds: int = option(300, "Longest wait in a collective until the first step is done.", minimum=1)
     train_timeout_seconds: int = option(100, "Longest wait in a collective after that.", minimum=1)
-    trace_buf_size: int = option(20000, "Entries of NCCL's flight recorder.", minimum=0)
-    save_traces_folder: str = option("comm_traces", "Folder in dump_folder for the flight recorder.")
-    save_traces_file_prefix: str = option("rank_", "How the flight recorder's files begin.")
+    trace_buf_size: int = option(
+        20000, "Collectives that NCCL's flight recorder keeps, written when one of them times out; 0: none.", minimum=0
+    )
+    save_traces_folder: str = option("comm_traces", "Folder in dump_folder for what is written when a step hangs.")
+    save_traces_file_prefix: str = option("rank_", "How the files in it begin.")
     mode: str = option(
         "default",
         "default: real communication; fake_backend: a dry run of one rank of any world size, in one process.",

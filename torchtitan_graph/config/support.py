@@ -57,8 +57,6 @@ SUPPORT = (
     Row("compile.backend", REFUSED, "regions are compiled by Inductor alone; remove it"),
     Row("quantize.*", IGNORED, "nothing is quantized while model.converters is empty"),
     Row("comm.mode", REFUSED, "not built yet; use fake_backend for a dry run", ("default", "fake_backend")),
-    Row("comm.trace_buf_size", IGNORED, "the flight recorder is not set up; TORCH_NCCL_TRACE_BUFFER_SIZE sets it"),
-    Row("comm.save_traces_*", IGNORED, "the flight recorder is not set up"),
     Row("memory_estimation.enable", REFUSED, "not built yet; try comm.mode = fake_backend for a dry run"),
     Row("memory_estimation.*", IGNORED, "there is no memory estimation yet"),
     Row("fault_tolerance.enable", REFUSED, "not built; restart the job, it resumes from the newest checkpoint"),

@@ -1,0 +1,49 @@
+"""A lost or hanging worker: torchrun starts all of them again, and the run ends with the bits it would have had."""
+
+import json
+from pathlib import Path
+
+import pytest
+from runs import Result, numbers, saved, torchrun
+
+# As run_train.sh and multinode_trainer.slurm set it; torchrun reads its own options from PET_*.
+RESTART = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PET_MAX_RESTARTS": "1", "PET_MONITOR_INTERVAL": "0.1"}
+
+
+def assert_recovered(folder: Path, result: Result, reference: Path) -> None:
+    assert result.code == 0, result.output
+    assert "resuming after step 2" in result.output
+    assert numbers(folder) == numbers(reference)
+    assert saved(folder, 5) == saved(reference, 5)
+    status = json.loads((folder / "status.json").read_text())
+    assert (status["state"], status["restarts"]) == ("finished", 1)
+    assert status["seconds"]["lost"] > 0, "the third step was done twice"
+
+
+def test_killed_worker(reference: tuple[Path, Result], tmp_path: Path) -> None:
+    options = ["--job.dump_folder", str(tmp_path)]
+    result = torchrun(2, *options, patch="lose_rank_1_in_step_4", LOSE="kill", **RESTART).finish()
+    assert_recovered(tmp_path, result, reference[0])
+    assert not (tmp_path / "comm_traces").exists() or not list((tmp_path / "comm_traces").iterdir())
+
+
+@pytest.mark.slow
+def test_hanging_worker(reference: tuple[Path, Result], tmp_path: Path) -> None:
+    options = ["--job.dump_folder", str(tmp_path), "--comm.train_timeout_seconds", "8"]
+    result = torchrun(
+        *[2, *options], patch="lose_rank_1_in_step_4", LOSE="hang", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="2", **RESTART
+    ).finish()
+    assert_recovered(tmp_path, result, reference[0])
+    stacks = {rank: (tmp_path / "comm_traces" / f"rank_{rank}_stacks.txt") for rank in (0, 1)}
+    assert f"where the ranks stood is in {tmp_path / 'comm_traces'}" in result.output
+    assert "in lose\n" in stacks[1].read_text(), "rank 1 hangs in its own code"
+    assert "in lose\n" not in stacks[0].read_text() and "in train_step\n" in stacks[0].read_text()
+
+
+@pytest.mark.slow
+def test_numbers_that_are_not_finite_are_not_tried_again(tmp_path: Path) -> None:
+    options = ["--job.dump_folder", str(tmp_path)]
+    named = {**RESTART, "PET_RDZV_ID": "mine"}
+    code, output = torchrun(2, *options, patch="infinite_loss_on_rank_1", **named).finish()
+    assert code != 0
+    assert output.count("not tried again: NonFiniteError: step 1: the loss is not finite on ranks [1]") >= 1, output

@@ -1,0 +1,72 @@
+"""A signal to one rank stops all after the step, with a checkpoint; the run goes on to the bits it would have had."""
+
+import json
+import sys
+from pathlib import Path
+
+import patched_train
+from runs import TINY, Command, Result, numbers, saved, saved_steps, torchrun, train
+
+
+def status(folder: Path) -> dict:
+    return json.loads((folder / "status.json").read_text())
+
+
+def test_run_that_a_signal_stopped_goes_on_bitwise(reference: tuple[Path, Result], tmp_path: Path) -> None:
+    options = ["--job.dump_folder", str(tmp_path)]
+    model_only = ["--checkpoint.last_save_model_only"]
+    code, output = torchrun(2, *options, *model_only, patch="signal_in_step_3", SIGNAL="SIGUSR1").finish()
+    assert code == 0, output
+    assert list(numbers(tmp_path)) == [1, 2, 3]
+    assert saved_steps(tmp_path) == [2, 3]
+    assert not json.loads((tmp_path / "checkpoint" / "step-3" / "train_state.json").read_text())["model_only"]
+    stopped = status(tmp_path)
+    assert (stopped["state"], stopped["reason"], stopped["step"]) == ("stopped", "SIGUSR1", 3)
+
+    code, output = torchrun(2, *options).finish()
+    assert code == 0, output
+    assert "resuming after step 3" in output
+    assert numbers(tmp_path) == numbers(reference[0])
+    assert saved(tmp_path, 5) == saved(reference[0], 5)
+    finished = status(tmp_path)
+    assert (finished["state"], finished["step"], finished["restarts"]) == ("finished", 5, 1)
+    assert all(finished["seconds"][name] > 0 for name in ("useful", "startup", "checkpoint", "down"))
+    assert "goodput" in output
+    assert not (tmp_path / "run.lock").exists()
+
+
+def test_second_ctrl_c_ends_at_once_and_a_signal_in_the_last_step_changes_nothing(tmp_path: Path) -> None:
+    options = {"patch": patched_train.signal_in_step_3, "SIGNAL": "SIGINT", "SIGNAL_AGAIN_AFTER": "1.5"}
+    code, output = train("--job.dump_folder", str(tmp_path), **options)
+    assert code != 0 and "KeyboardInterrupt" in output, output
+    assert saved_steps(tmp_path) == [2]
+    assert status(tmp_path)["state"] == "failed"
+    code, output = train(
+        "--job.dump_folder",
+        str(tmp_path),
+        "--training.steps",
+        "3",
+        patch=patched_train.signal_in_step_3,
+        SIGNAL="SIGTERM",
+    )
+    assert code == 0, output
+    assert "resuming after step 2" in output
+    assert status(tmp_path)["state"] == "finished", "a signal in the last step stops nothing"
+
+
+def test_signal_while_torch_is_imported_is_not_lost(tmp_path: Path) -> None:
+    """A fresh interpreter signals itself as soon as torch begins to be imported, and goes on."""
+    script = """
+import os, runpy, signal, sys
+class Signal:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), signal.SIGUSR1)
+sys.meta_path.insert(0, Signal())
+runpy.run_module("torchtitan_graph.train", run_name="__main__")
+"""
+    options = ["--job.config_file", TINY, "--job.dump_folder", str(tmp_path)]
+    code, output = Command(sys.executable, "-c", script, *options).finish()
+    assert code == 0, output
+    assert (status(tmp_path)["state"], saved_steps(tmp_path)) == ("stopped", [1])

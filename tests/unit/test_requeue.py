@@ -1,0 +1,124 @@
+"""Which ends of an attempt lead to another one, and where."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchtitan_graph.requeue import MAX_FRUITLESS, Decision, begin_attempt, end_attempt
+
+NODES = ["n1", "n2"]
+
+
+class FakeJob:
+    """Writes what the trainer and the preflight of one job would write; SLURM's part is told by arguments."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.monkeypatch, self.restart = folder, monkeypatch, -1
+        (folder / "failures").mkdir()
+
+    def begin(self, down: tuple[str, ...] = ()) -> Decision:
+        self.restart += 1
+        self.monkeypatch.setenv("SLURM_JOB_ID", "7")
+        self.monkeypatch.setenv("SLURM_RESTART_COUNT", str(self.restart))
+        return begin_attempt(self.folder, "7", self.restart, NODES, list(down))
+
+    def status(self, state: str, step: int) -> None:
+        content = {"state": state, "reason": "SIGUSR1", "step": step, "job_id": "7", "attempt": [self.restart, 0]}
+        (self.folder / "status.json").write_text(json.dumps(content))
+
+    def failure(self, host: str, code: int, lost_peer: bool = False, elastic: int = 0) -> None:
+        record: dict[str, Any] = {"job_id": "7", "attempt": [self.restart, elastic], "time": time.time(), "host": host}
+        record |= {"code": code, "lost_peer": lost_peer, "message": "no", "traceback": ""}
+        name = f"7.{self.restart}.{elastic}-{host}-{lost_peer}.json"
+        (self.folder / "failures" / name).write_text(json.dumps(record))
+
+    def end(self, down: tuple[str, ...] = ()) -> Decision:
+        return end_attempt(self.folder, "7", self.restart, list(down))
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeJob:
+    return FakeJob(tmp_path, monkeypatch)
+
+
+def test_stopped_run_goes_on_and_finished_one_does_not(job: FakeJob) -> None:
+    assert job.begin().again
+    job.status("stopped", 10)
+    assert job.end() == Decision(True, "stopped by SIGUSR1", [])
+    assert job.begin().again
+    job.status("finished", 20)
+    assert job.end() == Decision(False, "the run is finished", [])
+
+
+@pytest.mark.parametrize("code", [2, 3])
+def test_configuration_and_numbers_are_never_tried_again(job: FakeJob, code: int) -> None:
+    job.begin()
+    job.status("failed", 10)
+    job.failure("n1", 1, lost_peer=True)
+    job.failure("n2", code)
+    assert job.end() == Decision(False, "it would fail in the same way again", [])
+
+
+def test_fault_of_the_program_is_not_tried_again(job: FakeJob) -> None:
+    job.begin()
+    job.status("failed", 10)
+    job.failure("n1", 1, lost_peer=True)
+    job.failure("n2", 1)
+    assert not job.end().again
+
+
+def test_lost_process_is(job: FakeJob) -> None:
+    job.begin()
+    job.status("failed", 10)
+    job.failure("n1", 1, lost_peer=True)
+    assert job.end().again
+
+
+def test_what_torchrun_recovered_from_does_not_count(job: FakeJob) -> None:
+    job.begin()
+    job.status("failed", 10)
+    job.failure("n2", 1, elastic=0)
+    job.failure("n1", 1, lost_peer=True, elastic=1)
+    assert job.end().again
+
+
+def test_status_of_another_job_says_nothing_of_this_one(job: FakeJob) -> None:
+    job.status("finished", 10)  # of attempt -1
+    job.begin()
+    assert job.end() == Decision(True, "a process or a node was lost", [])
+
+
+def test_attempts_without_progress_are_capped_and_progress_forgives(job: FakeJob) -> None:
+    for step in (5, 5, 4, 6, 6, 6):
+        assert job.begin().again, step
+        job.status("stopped", step)
+        assert job.end().again, step
+    job.begin()
+    job.status("stopped", 6)
+    assert MAX_FRUITLESS == 3
+    assert job.end() == Decision(False, "stopped by SIGUSR1, but 3 attempts got no further than step 6", [])
+
+
+def test_attempts_that_slurm_ends_are_capped_too(job: FakeJob) -> None:
+    """When a node dies SLURM requeues by itself, and no end is noted."""
+    decisions = [job.begin().again for _ in range(MAX_FRUITLESS + 2)]
+    assert decisions == [True] * MAX_FRUITLESS + [False, False]
+
+
+def test_node_that_fails_twice_is_excluded(job: FakeJob) -> None:
+    job.begin()
+    job.failure("n2", 4)
+    assert job.end() == Decision(True, "a node failed the preflight", [])
+    assert job.begin().exclude == []
+    assert job.begin(down=("n2", "n9")).exclude == ["n2"]  # SLURM lost it in the second attempt
+    job.status("stopped", 3)
+    assert job.end().exclude == ["n2"]
+
+
+def test_another_job_in_the_folder_begins_anew(job: FakeJob) -> None:
+    for _ in range(4):
+        job.begin(down=("n2",))
+    assert begin_attempt(job.folder, "8", 0, NODES, ["n2"]) == Decision(True, "attempt 1 on n1, n2", [])

@@ -1,0 +1,284 @@
+"""Name the bad nodes of an allocation, in less than a minute, before a run meets them:
+
+    srun --ntasks-per-node=8 python -m torchtitan_graph.preflight DUMP_FOLDER
+    torchrun --nproc-per-node=8 -m torchtitan_graph.preflight DUMP_FOLDER
+
+One process per GPU, or per CPU node; under srun with MASTER_ADDR and MASTER_PORT set. Every process looks at its own
+device, at the shared folder and at its clock and its code, and reports to rank 0 through a store; whoever does not
+report is bad too. Then they all communicate. Exit code 4 if a node is bad.
+"""
+
+import datetime
+import hashlib
+import json
+import os
+import statistics
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import torchtitan_graph
+from torchtitan_graph import device as devices
+from torchtitan_graph.log import init_logging, logger
+from torchtitan_graph.run.failure import BAD_NODE, write_bad_node
+from torchtitan_graph.run.identity import identity
+
+REPORT_WITHIN_S = 30.0  # after rank 0 is there: Python and torch may come from a slow file system
+COMMUNICATE_WITHIN_S = 15.0
+CLOCK_DIFFERENCE_S = 10.0
+SLOW_FACTOR = 4  # a link that is slower than the median by this is bad
+MEBIBYTES = 64 if devices.device_type() == "cuda" else 16
+
+Problems = dict[str, list[str]]  # by node
+
+
+def main() -> int:
+    """Return 0 if all nodes are well, else 4."""
+    init_logging()
+    folder = Path(sys.argv[1])
+    rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+    world_size = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", "1")))
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        os.environ.setdefault(name, value)  # plain python: one process
+    os.environ["LOCAL_RANK"] = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
+    store = _join(rank)
+    if store is None:
+        return BAD_NODE
+    mine = report(folder, rank)
+    store.set(f"report/{rank}", json.dumps(mine))
+    if rank:
+        _answer_for_clock(store, rank)
+        return _follow(store, rank, world_size)
+    reports, problems = _collect(store, world_size)
+    problems = merge(problems, judge(folder, reports), _compare_clocks(store, reports))
+    store.set("verdict", json.dumps(problems))
+    if not problems:
+        problems = _communicate(store, rank, world_size, [reports[r]["node"] for r in range(world_size)])
+    for node, found in sorted(problems.items()):
+        logger.error(f"node {node}: {'; '.join(sorted(set(found)))}")
+        write_bad_node(folder, node, "; ".join(sorted(set(found))))
+    if not problems:
+        logger.info(f"preflight: all {len({r['node'] for r in reports.values()})} nodes are well")
+    return BAD_NODE if problems else 0
+
+
+def report(folder: Path, rank: int) -> dict[str, Any]:
+    """Return what this process finds out alone."""
+    found: dict[str, Any] = {"node": identity()["host"], "rank": rank, "problems": []}
+    try:
+        _check_device()
+    except Exception as error:  # whatever a broken driver may raise
+        found["problems"].append(f"its device {devices.device()} does not compute: {error}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f".preflight-{rank}").write_text(found["node"])
+    except OSError as error:
+        found["problems"].append(f"it can't write to {folder}: {error}")
+    return found | {"code": code_digest(), "torch": torch.__version__, "python": sys.version.split()[0]}
+
+
+def code_digest() -> str:
+    """Return a digest of this package's sources."""
+    package = Path(torchtitan_graph.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def judge(folder: Path, reports: dict[int, dict[str, Any]]) -> Problems:
+    """Return what is wrong with the nodes by their reports: their own findings, and where they differ from most."""
+    problems: Problems = {}
+    for name in ("code", "torch", "python"):
+        usual = Counter(report[name] for report in reports.values()).most_common(1)[0][0]
+        for each in reports.values():
+            if each[name] != usual:
+                problems.setdefault(each["node"], []).append(f"its {name} is {each[name]}, elsewhere {usual}")
+    for rank, each in reports.items():
+        problems.setdefault(each["node"], []).extend(each["problems"])
+        mark = folder / f".preflight-{rank}"
+        if mark.exists() and mark.read_text() == each["node"]:
+            mark.unlink()
+        elif not each["problems"]:
+            problems[each["node"]].append(f"what it wrote to {folder} can't be seen: the folder is not shared")
+    return {node: found for node, found in problems.items() if found}
+
+
+def merge(*parts: Problems) -> Problems:
+    """Return all problems of several findings."""
+    merged: Problems = {}
+    for part in parts:
+        for node, found in part.items():
+            merged.setdefault(node, []).extend(found)
+    return merged
+
+
+def slow_nodes(nodes: list[str], seconds: dict[tuple[int, int], float]) -> Problems:
+    """Return the nodes all of whose links are slow, by the seconds that each pair of ranks took.
+
+    A slow node makes its neighbour's link slow as well, but not its neighbour's other one.
+    """
+    usual = statistics.median_low(seconds.values())
+    links: dict[str, list[float]] = {}
+    for pair, taken in seconds.items():
+        for rank in pair:
+            links.setdefault(nodes[rank], []).append(taken)
+    gib = MEBIBYTES / 1024
+    return {
+        node: [f"it sends {gib / min(taken):.2f} GiB/s, usual is {gib / usual:.2f}"]
+        for node, taken in links.items()
+        if min(taken) > SLOW_FACTOR * usual
+    }
+
+
+def _join(rank: int) -> dist.TCPStore | None:
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    # Under torchrun its own store is there, and listens on the port.
+    is_master = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        timeout = datetime.timedelta(seconds=REPORT_WITHIN_S)
+        return dist.TCPStore(host, port, is_master=is_master, timeout=timeout, wait_for_workers=False)
+    except RuntimeError as error:
+        logger.error(f"rank {rank} on {identity()['host']}: no connection to {host}:{port}: {error}")
+        return None
+
+
+def _check_device() -> None:
+    """Multiply matrices of small whole numbers, whose product is exact."""
+    device = devices.device()
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randint(-8, 8, (2, 512, 512), generator=generator).float().to(device)
+    expected = a.double().cpu() @ b.double().cpu()
+    for _ in range(10):
+        if not torch.equal((a @ b).double().cpu(), expected):
+            raise RuntimeError("a product of matrices is wrong")
+
+
+def _collect(store: dist.TCPStore, world_size: int) -> tuple[dict[int, dict[str, Any]], Problems]:
+    """Wait for all reports. Of a rank that sends none only SLURM's list of nodes tells where it is."""
+    deadline, reports = time.monotonic() + REPORT_WITHIN_S, {}
+    for rank in range(world_size):
+        left = max(deadline - time.monotonic(), 0.1)
+        try:
+            store.wait([f"report/{rank}"], datetime.timedelta(seconds=left))
+        except RuntimeError:
+            continue
+        reports[rank] = json.loads(store.get(f"report/{rank}"))
+    missing = [rank for rank in range(world_size) if rank not in reports]
+    return reports, {_node_of(rank, world_size): [f"it did not report in {REPORT_WITHIN_S:.0f} s"] for rank in missing}
+
+
+def _node_of(rank: int, world_size: int) -> str:
+    """Return the node of a rank by its number: ranks fill nodes in order."""
+    names = os.environ.get("PREFLIGHT_NODES", "").split()
+    return names[rank * len(names) // world_size] if names else f"of rank {rank}"
+
+
+def _answer_for_clock(store: dist.TCPStore, rank: int) -> None:
+    try:
+        store.wait(
+            [
+                f"clock?/{rank}",
+            ],
+            datetime.timedelta(seconds=2 * REPORT_WITHIN_S),
+        )
+        store.set(f"clock/{rank}", repr(time.time()))
+    except RuntimeError:  # rank 0 is gone, and the next wait says so
+        pass
+
+
+def _compare_clocks(store: dist.TCPStore, reports: dict[int, dict[str, Any]]) -> Problems:
+    problems: Problems = {}
+    for rank in reports:
+        if rank == 0:
+            continue
+        before = time.time()
+        store.set(f"clock?/{rank}", "")
+        there = float(store.get(f"clock/{rank}"))
+        difference = there - (before + time.time()) / 2
+        if abs(difference) > CLOCK_DIFFERENCE_S:
+            problems[reports[rank]["node"]] = [f"its clock is {difference:+.0f} s off that of {reports[0]['node']}"]
+    return problems
+
+
+def _follow(store: dist.TCPStore, rank: int, world_size: int) -> int:
+    """Do what rank 0 decides."""
+    try:
+        store.wait(["verdict"], datetime.timedelta(seconds=2 * REPORT_WITHIN_S))
+    except RuntimeError:
+        logger.error(f"rank {rank} on {identity()['host']}: rank 0 is gone")
+        return BAD_NODE
+    if json.loads(store.get("verdict")):
+        return BAD_NODE
+    return BAD_NODE if _communicate(store, rank, world_size, [""] * world_size) else 0
+
+
+def _communicate(store: dist.TCPStore, rank: int, world_size: int, nodes: list[str]) -> Problems:
+    """All-reduce over all, and send to the neighbour's GPU of the same number, in two turns; return who is slow."""
+    if devices.device_type() == "cuda":
+        torch.cuda.set_device(devices.device())
+    try:
+        dist.init_process_group(
+            "nccl" if devices.device_type() == "cuda" else "gloo",
+            store=dist.PrefixStore("preflight", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=datetime.timedelta(seconds=COMMUNICATE_WITHIN_S),
+        )
+        seconds = _measure(rank, world_size)
+        store.set(f"done/{rank}", "")
+    except RuntimeError as error:
+        if rank:
+            return {"": [str(error)]}
+        done = [r for r in range(world_size) if store.check([f"done/{r}"])]
+        logger.error(f"the all-reduce failed; ranks that finished it: {done or 'none'}: {error}")
+        return {nodes[r]: ["it did not finish an all-reduce"] for r in range(1, world_size) if r not in done}
+    dist.destroy_process_group()
+    return slow_nodes(nodes, seconds) if rank == 0 and seconds else {}
+
+
+def _measure(rank: int, world_size: int) -> dict[tuple[int, int], float]:
+    """Return the seconds of each pair of neighbours."""
+    data = torch.ones(MEBIBYTES * 2**18, device=devices.device())
+    for measured in (False, True):  # the first time connects
+        begin = time.perf_counter()
+        dist.all_reduce(data)
+        total = data[0].item()
+        taken = time.perf_counter() - begin
+        if not (data == total).all():
+            raise RuntimeError("an all-reduce gave different sums")
+        if measured and rank == 0:
+            rate = 2 * (world_size - 1) / world_size * MEBIBYTES / 1024 / taken
+            logger.info(f"all-reduce of {MEBIBYTES} MiB over {world_size} ranks: {rate:.2f} GiB/s per rank")
+        data.fill_(1)
+    stride = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("SLURM_NTASKS_PER_NODE", "1")))
+    own: dict[tuple[int, int], float] = {}
+    for turn in (0, 1):
+        position = rank // stride
+        low = position - (position + turn) % 2  # pairs (0, 1), (2, 3), ...; then (1, 2), (3, 4), ...
+        other = rank + stride if low == position else rank - stride
+        dist.barrier()
+        if low < 0 or not 0 <= other < world_size:
+            continue
+        for _ in range(2):
+            begin = time.perf_counter()
+            if rank < other:
+                dist.send(data, other)
+                dist.recv(data, other)
+            else:
+                dist.recv(data, other)
+                dist.send(data, other)
+            data[0].item()
+            own[min(rank, other), max(rank, other)] = (time.perf_counter() - begin) / 2
+    everyone: list[Any] = [None] * world_size
+    dist.all_gather_object(everyone, own)
+    return {pair: taken for part in everyone for pair, taken in part.items()}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""Whether a SLURM job starts again: what multinode_trainer.slurm asks before and after it trains.
+
+    python -m torchtitan_graph.requeue begin|end [--table.key value ...]
+
+The run's status and failures decide, never an exit code: torchrun's is not zero after every signal. What happened in
+each attempt of the job is kept in `requeue.json` in the run's folder.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torchtitan_graph.config import load
+from torchtitan_graph.run.failure import BAD_NODE, CONFIGURATION, FAULT, NON_FINITE, SAVE_FAILED, read_failures
+from torchtitan_graph.run.files import read_json, write_json
+from torchtitan_graph.run.status import FINISHED, STOPPED, read_status
+
+MAX_FRUITLESS = 3  # attempts in a row that end no further than an earlier one: then something has to be looked at
+MAX_NODE_FAILURES = 2  # of one node in one job: then the job goes on without the node
+NAME = "requeue.json"
+
+
+class Decision(NamedTuple):
+    """Whether to go on, why, and without which nodes."""
+
+    again: bool
+    why: str
+    exclude: list[str]
+
+
+def begin_attempt(folder: Path, job_id: str, restart: int, nodes: list[str], down: list[str]) -> Decision:
+    """Note that an attempt begins on `nodes`, and decide whether it should.
+
+    An attempt before it that has no end was ended by SLURM, which had lost a node: one of those that are `down`.
+    """
+    history = read_json(folder / NAME)
+    if history.get("job_id") != job_id:
+        history = {"job_id": job_id, "attempts": []}
+    attempts = history["attempts"]
+    if attempts and attempts[-1]["end"] is None:
+        attempts[-1]["end"] = "SLURM lost a node"
+        attempts[-1]["bad_nodes"] = [node for node in attempts[-1]["nodes"] if node in down]
+    begins_at = read_status(folder).get("step", 0)
+    attempts.append({"restart": restart, "begins_at": begins_at, "nodes": nodes, "end": None, "bad_nodes": []})
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / NAME, history)
+    return _limit(attempts, [], f"attempt {restart + 1} on {', '.join(nodes)}")
+
+
+def end_attempt(folder: Path, job_id: str, restart: int, down: list[str]) -> Decision:
+    """Note how an attempt ended, and decide whether there is to be another."""
+    history = read_json(folder / NAME)
+    attempt = history["attempts"][-1]
+    status, failures = read_status(folder), read_failures(folder)
+    mine = status.get("job_id") == job_id and status["attempt"][0] == restart
+    state = status["state"] if mine else None
+    codes = {failure["code"] for failure in failures}
+    attempt["bad_nodes"] = [node for node in attempt["nodes"] if node in down]
+    again = False
+    if state == FINISHED:
+        why = "the run is finished"
+    elif state == STOPPED:
+        again, why = True, f"stopped by {status['reason']}"
+    elif codes & {CONFIGURATION, NON_FINITE}:
+        why = "it would fail in the same way again"
+    elif SAVE_FAILED in codes:
+        why = "a checkpoint could not be saved: the disk has to be looked at"
+    elif FAULT in codes and not failures[0]["lost_peer"]:
+        why = "an error that is no node's"
+    else:
+        again, why = True, "a node failed the preflight" if failures and not mine else "a process or a node was lost"
+        attempt["bad_nodes"] += [failure["host"] for failure in failures if failure["code"] == BAD_NODE]
+    attempt["end"] = why
+    write_json(folder / NAME, history)
+    return _limit(history["attempts"], [status.get("step", 0)], why) if again else Decision(False, why, [])
+
+
+def _limit(attempts: list[dict[str, Any]], ends_at: list[int], why: str) -> Decision:
+    """Go on, unless the last attempts got no further; leave out nodes that failed repeatedly.
+
+    An attempt ended where the next one begins; the last, if it has ended, at `ends_at`.
+    """
+    furthest, *reached = [attempt["begins_at"] for attempt in attempts] + ends_at
+    fruitless = 0
+    for step in reached:
+        fruitless = 0 if step > furthest else fruitless + 1
+        furthest = max(furthest, step)
+    bad = [node for attempt in attempts for node in set(attempt["bad_nodes"])]
+    exclude = sorted({node for node in bad if bad.count(node) >= MAX_NODE_FAILURES})
+    if fruitless >= MAX_FRUITLESS:
+        return Decision(False, f"{why}, but {fruitless} attempts got no further than step {furthest}", exclude)
+    return Decision(True, why, exclude)
+
+
+def main() -> int:
+    """Return 0 if the attempt should begin, or the job's work is done or goes on in another attempt; else 1."""
+    when, *options = sys.argv[1:]
+    job_id, restart = os.environ["SLURM_JOB_ID"], int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # SLURM's, to a job that is ending: there is something left to do
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        folder = Path(load(options).job.dump_folder)
+    except ValueError as error:
+        print(f"requeue: no attempt: {error}", file=sys.stderr)
+        return 1
+    nodes = _slurm("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split()
+    down = _slurm("sinfo", "--noheader", "--Node", "--states=down,drain,fail,unk,no_respond", "--format=%N").split()
+    if when == "begin":
+        decision = begin_attempt(folder, job_id, restart, nodes, down)
+        print(folder)
+    else:
+        decision = end_attempt(folder, job_id, restart, down)
+        _report(folder)
+    held = [node for node in decision.exclude if node in nodes]
+    print(f"requeue: {'go on' if decision.again else 'stop'}: {decision.why}", file=sys.stderr)
+    if not decision.again:
+        return 0 if decision.why == "the run is finished" else 1
+    if when == "begin" and not held:
+        return 0
+    requeued = _requeue(job_id, decision.exclude)
+    return 0 if requeued and when == "end" else 1
+
+
+def _report(folder: Path) -> None:
+    """Print what failed, the cause first."""
+    failures = read_failures(folder)
+    for number, failure in enumerate(failures):
+        print(f"requeue: {failure['host']}: {failure['message'].splitlines()[0]}", file=sys.stderr)
+        if number == 0 and failure["code"] == FAULT:
+            print(failure["traceback"], file=sys.stderr)
+
+
+def _requeue(job_id: str, exclude: list[str]) -> bool:
+    """Put the job back into the queue, to run elsewhere than on `exclude`; not one that somebody has cancelled."""
+    job = _slurm("scontrol", "--oneliner", "show", "job", job_id)
+    if re.search(r"JobState=(CANCELLED|PREEMPTED)", job):
+        print("requeue: the job is cancelled or preempted: SLURM has the word", file=sys.stderr)
+        return False
+    _slurm("scontrol", "requeue", job_id)
+    if exclude:
+        print(f"requeue: without {', '.join(exclude)}, which failed repeatedly", file=sys.stderr)
+        before = re.search(r"ExcNodeList=(?!\(null\))(\S+)", job)  # the user's own, and ours of earlier attempts
+        names = ",".join([*([before[1]] if before else []), *exclude])
+        _slurm("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={names}")
+    return True
+
+
+def _slurm(*words: str) -> str:
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode:
+        print(f"requeue: {' '.join(words)}: {done.stderr.strip()}", file=sys.stderr)
+    return done.stdout
+
+
+if __name__ == "__main__":
+    sys.exit(main())

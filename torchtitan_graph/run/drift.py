@@ -1,0 +1,40 @@
+"""What differs between the configuration that a run was saved with and the one it is to go on with."""
+
+from pathlib import Path
+from typing import Any
+
+from torchtitan_graph.config import JobConfig, load
+from torchtitan_graph.config.check import RUN_DEFINING
+from torchtitan_graph.config.job import OPTIONS, get
+from torchtitan_graph.log import logger
+
+_NOT_COMPARED = ("job.config_file", "job.allow_changed")  # not in the file; about one start only
+
+
+def check_drift(saved: Path, config: JobConfig) -> None:
+    """Log in what `config` differs from the one in the file `saved`, and refuse what makes it another run.
+
+    Raises:
+        ValueError: an option of RUN_DEFINING differs and `job.allow_changed` does not name it.
+    """
+    changes = _changes(saved, config)
+    for key, (old, new) in changes.items():
+        logger.info(f"changed since the run was started: {key} = {new!r}, was {old!r}")
+    refused = [key for key in changes if key in RUN_DEFINING and key not in config.job.allow_changed]
+    if refused:
+        lines = [f"{key} = {changes[key][1]!r}, was {changes[key][0]!r}" for key in refused]
+        raise ValueError(
+            "\n  ".join([f"this would go on with another model, tokenizer or data than {saved} says:", *lines])
+            + "\n  set them back, use another job.dump_folder, or, if you know that the checkpoint fits, add "
+            f"--job.allow_changed {','.join(refused)}"
+        )
+
+
+def _changes(saved: Path, config: JobConfig) -> dict[str, tuple[Any, Any]]:
+    try:
+        before = load(["--job.config_file", str(saved)])
+    except ValueError as error:  # of another version, or edited
+        logger.warning(f"{saved} can't be compared with this run's configuration: {error}")
+        return {}
+    pairs = {key: (get(before, key), get(config, key)) for key in OPTIONS if key not in _NOT_COMPARED}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}

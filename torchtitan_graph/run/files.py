@@ -1,0 +1,26 @@
+"""JSON files that others read while they change."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Replace a file; a reader, and a kill at any moment, finds the old content or the new."""
+    tmp = path.with_name(f"{path.name}.tmp")
+    with tmp.open("w", encoding="utf-8") as file:
+        json.dump(content, file, indent=1)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(tmp, path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return what a file holds; {} where there is none, or one that is no JSON object."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

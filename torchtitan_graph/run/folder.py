@@ -1,0 +1,95 @@
+"""A run's folder, held by one run at a time: lock, saved configuration, status and failures."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import torch.distributed as dist
+
+from torchtitan_graph.config import JobConfig, dump_toml
+from torchtitan_graph.log import logger
+from torchtitan_graph.run.drift import check_drift
+from torchtitan_graph.run.lock import Lock
+from torchtitan_graph.run.status import FAILED, Status
+
+HEARTBEAT_S = 10
+
+
+class RunFolder:
+    """Hold `job.dump_folder` for this run; every rank makes one, rank 0's does the work.
+
+    Raises:
+        ValueError: another run holds the folder, or the run in it has another model, tokenizer or data.
+    """
+
+    def __init__(self, config: JobConfig) -> None:
+        self.path = Path(config.job.dump_folder)
+        self.status: Status | None = None
+        message = ""
+        if dist.get_rank() == 0:
+            try:
+                self._open(config)
+            except OSError as error:
+                message = f"job.dump_folder = {config.job.dump_folder!r} can't be written: {error}"
+            except ValueError as error:
+                message = str(error)
+        told = [message]
+        dist.broadcast_object_list(told, src=0)
+        if told[0]:
+            raise ValueError(told[0])
+
+    def _open(self, config: JobConfig) -> None:
+        self._lock = Lock(self.path)
+        try:
+            if config.job.save_config_file:
+                saved = self.path / config.job.save_config_file
+                checkpoints = (self.path / config.checkpoint.folder).glob("step-*")
+                if config.checkpoint.enable and saved.exists() and any(checkpoints):
+                    check_drift(saved, config)
+                saved.parent.mkdir(parents=True, exist_ok=True)
+                saved.write_text(dump_toml(config))
+        except ValueError:
+            self._lock.release()
+            raise
+        self.status = Status(self.path, config.training.steps)
+        self._ended = threading.Event()
+        self._heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._heart.start()
+
+    def _beat(self) -> None:
+        assert self.status is not None
+        while not self._ended.wait(HEARTBEAT_S):
+            try:
+                self.status.write()
+                if not self._lock.beat():
+                    logger.error(f"{self._lock.path} was deleted or taken over: another run may write to {self.path}")
+            except OSError as error:  # a full disk, a file server that is away: training may well go on
+                logger.warning(f"no heartbeat in {self.path}: {error}")
+
+    @contextmanager
+    def during(self, activity: str) -> Iterator[None]:
+        """Count the time inside as `activity`, one of `status.TIMES`."""
+        with self.status.during(activity) if self.status else nullcontext():
+            yield
+
+    def resume(self, step: int) -> None:
+        """Say after which step training goes on."""
+        if self.status:
+            self.status.resume(step)
+
+    def done(self, step: int) -> None:
+        """Say that a step is done."""
+        if self.status:
+            self.status.done(step)
+
+    def close(self, state: str, reason: str = "") -> None:
+        """Write the last status, and let others have the folder."""
+        if self.status is None:
+            return
+        self._ended.set()
+        self._heart.join()
+        self.status.write(state, reason)
+        (logger.warning if state == FAILED else logger.info)(self.status.goodput())
+        self.status = None
+        self._lock.release()

@@ -1,0 +1,62 @@
+"""What is left to look at when a step hangs: where every rank stood, and what NCCL had to do."""
+
+import faulthandler
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from torchtitan_graph.config import job
+from torchtitan_graph.log import logger
+
+
+def set_up_flight_recorder(config: job.Comm, dump_folder: Path) -> None:
+    """Let NCCL write its last `trace_buf_size` collectives when one of them times out; before the process group."""
+    folder = (dump_folder / config.save_traces_folder).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, value in {
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": str(config.trace_buf_size),
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(folder / config.save_traces_file_prefix),  # and the rank
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    }.items():
+        os.environ.setdefault(name, value)
+
+
+class HangWatch:
+    """Write the stacks of this process to a file when a step takes longer than a collective may.
+
+    A rank that waits in a collective ends with the timeout's error; one that hangs elsewhere would be killed without
+    a word. Python's fault handler writes from a thread of its own, which needs no lock of the interpreter. A context
+    manager; at its end the file is named, or removed where nothing was ever written to it.
+    """
+
+    def __init__(self, config: job.Comm, dump_folder: Path, rank: int) -> None:
+        self._config = config
+        self._path = dump_folder / config.save_traces_folder / f"{config.save_traces_file_prefix}{rank}_stacks.txt"
+
+    @contextmanager
+    def watch(self, first: bool) -> Iterator[None]:
+        """Watch one step; before the end of the `first` collectives may take longer."""
+        seconds = self._config.init_timeout_seconds if first else self._config.train_timeout_seconds
+        faulthandler.dump_traceback_later(seconds, file=self._file)
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    def __enter__(self) -> "HangWatch":
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self._path.open("a")  # an earlier attempt's stacks stay
+        self._size = self._path.stat().st_size
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+        size = self._path.stat().st_size
+        if size > self._size:
+            folder = self._path.parent
+            logger.error(f"a step took longer than its collectives may; where the ranks stood is in {folder}")
+        if size == 0:
+            self._path.unlink()
+            with suppress(OSError):  # not empty: others are at it, or NCCL's traces are there
+                self._path.parent.rmdir()

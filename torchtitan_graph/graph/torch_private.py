@@ -54,6 +54,7 @@ __all__ = [
     "free_gradient_dtype",
     "inductor_options",
     "init_fake_process_group",
+    "is_profiling",
     "is_traceable_wrapper_subclass",
     "make_dtensor",
     "mask_parts",
@@ -226,12 +227,22 @@ def inductor_options(settings: Iterable[str]) -> dict[str, Any]:
     return options
 
 
-def boxed(gm: torch.fx.GraphModule) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
-    """Give the graph as a function of one list, which it empties: an input that nobody else holds is then freed after
-    its last use. Call arguments live until the call returns; FX knows no public form without them."""
+def boxed(
+    gm: torch.fx.GraphModule, edit: Callable[[torch.fx.Graph], None] | None = None
+) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
+    """Give the graph, or an edited copy, as a function of one list, which it empties: an input that nobody else holds
+    is then freed after its last use. Call arguments live until the call returns; FX knows no public form without them.
+    """
     graph = copy.deepcopy(gm.graph)
+    if edit is not None:
+        edit(graph)
     graph.set_codegen(_BoxedCodeGen())
     return torch.fx.GraphModule(gm, graph)
+
+
+def is_profiling() -> bool:
+    """Tell whether a torch profiler records now, whoever started it: public API knows only its own profiler's state."""
+    return torch.autograd._profiler_enabled()
 
 
 def free_gradient_dtype(parameters: Iterable[torch.Tensor]) -> None:

@@ -76,6 +76,7 @@ def _start(config: JobConfig, world_size: int, fake: bool) -> None:
         os.environ.setdefault(name, value)  # plain python: one process
     if devices.device_type() == "cuda":
         torch.cuda.set_device(devices.device())
+        devices.bind_to_numa_node()
     dist.init_process_group(
         "nccl" if devices.device_type() == "cuda" else "gloo",
         timeout=datetime.timedelta(seconds=config.comm.init_timeout_seconds),

@@ -32,7 +32,14 @@ from torchtitan_graph.graph.torch_private import set_timeout
 from torchtitan_graph.graph.trace import TracedResult, run_traced
 from torchtitan_graph.log import logger
 from torchtitan_graph.loss import cross_entropy, loss_context
-from torchtitan_graph.metrics import Metrics, check_wandb, maybe_profile, model_table
+from torchtitan_graph.metrics import (
+    Metrics,
+    check_profiling,
+    check_wandb,
+    maybe_profile,
+    model_table,
+    out_of_memory,
+)
 from torchtitan_graph.models.hf import choose_model, load_weights, save_weights
 from torchtitan_graph.models.layers.attention import flex_cpu_bytes
 from torchtitan_graph.models.layers.init import initialize
@@ -63,6 +70,7 @@ class Trainer:
     def __init__(self, config: JobConfig, world_size: int):
         self.config = config
         check_wandb(config.metrics.enable_wandb)
+        check_profiling(config.profiling)
         self.device = devices.device()
         self.seed = config.debug.seed or 0
         parallelism = config.parallelism
@@ -264,6 +272,16 @@ class Trainer:
         return make_eager_step(self.model, cross_entropy), make_eval_step(self.model, cross_entropy), None
 
     def train(self) -> None:
+        """Train, and say what held the memory if there is not enough."""
+        try:
+            self._train()
+        except Exception as error:
+            if out_of_memory.is_out_of_memory(error):
+                doing = f"rank {self.rank}, after {self.step} steps"
+                logger.error(out_of_memory.report(error, doing, self.model, self.optimizer, self.config))
+            raise
+
+    def _train(self) -> None:
         """Train from where the newest checkpoint ends to `training.steps`, or to the end of the data."""
         config = self.config
         peak = devices.peak_flops()

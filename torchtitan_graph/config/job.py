@@ -26,14 +26,16 @@ class Job:
 
 @dataclass
 class Profiling:
-    """Kineto traces of some steps."""
+    """Kineto traces of some steps, and snapshots of a GPU's memory."""
 
     enable_profiling: bool = option(False, "Write a trace every profile_freq steps.")
     save_traces_folder: str = option("profile_traces", "Folder in dump_folder for the traces.")
-    profile_freq: int = option(10, "Steps from one trace to the next.", minimum=1)
+    profile_freq: int = option(10, "Steps from one trace, or snapshot, to the next.", minimum=1)
     profiler_active: int = option(1, "Steps that a trace covers.", minimum=1)
     profiler_warmup: int = option(3, "Steps the profiler runs before a trace, unrecorded.", minimum=0)
-    enable_memory_snapshot: bool = option(False, "Write snapshots of the CUDA allocator.")
+    enable_memory_snapshot: bool = option(
+        False, "Write snapshots of a GPU's memory every profile_freq steps, and when memory runs out; GPUs only."
+    )
     save_memory_snapshot_folder: str = option("memory_snapshot", "Folder in dump_folder for memory snapshots.")
 
 

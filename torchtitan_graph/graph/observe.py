@@ -24,28 +24,24 @@ from torchtitan_graph.graph.torch_private import boxed, is_profiling
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
+Edit = Callable[[Graph], None]
+
+
 class Watchable:
     """A graph as a function of one list, which it empties; watched where a profiler or a stopwatch runs."""
 
     def __init__(self, gm: GraphModule) -> None:
         self._gm = gm
-        self._plain = boxed(gm)
-        self._watched: dict[Callable[[Graph], None], Callable[[list[Tensor]], list[Tensor]]] = {}
+        self._copies = {(): boxed(gm)}
 
     def __call__(self, inputs: list[Tensor]) -> list[Tensor]:
-        if is_profiling():
-            return self._copy(add_spans)(inputs)
-        if _stopwatch is None:
-            return self._plain(inputs)
+        edits: tuple[Edit, ...] = (add_spans,) * is_profiling() + (add_marks,) * (_stopwatch is not None)
+        if edits not in self._copies:
+            self._copies[edits] = boxed(self._gm, edits)
         _mark()
-        outputs = self._copy(add_marks)(inputs)
+        outputs = self._copies[edits](inputs)
         _mark()
         return outputs
-
-    def _copy(self, edit: Callable[[Graph], None]) -> Callable[[list[Tensor]], list[Tensor]]:
-        if edit not in self._watched:
-            self._watched[edit] = boxed(self._gm, edit)
-        return self._watched[edit]
 
 
 def add_spans(graph: Graph) -> None:
@@ -67,7 +63,7 @@ def add_spans(graph: Graph) -> None:
 
 def _span_names(node: Node) -> list[str]:
     """Give the spans around a node, the outermost first; a number in a module's name belongs to the word before."""
-    phase, parts = meta.phase(node), re.findall(r"[^.]+(?:\.\d+)*", meta.module(node))
+    phase, parts = meta.phase(node), re.findall(r"[^.]+(?:\.\d+)?", meta.module(node))
     return [phase] + [f"{phase} {'.'.join(parts[: i + 1])}" for i in range(len(parts))]
 
 

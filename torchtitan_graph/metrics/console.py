@@ -34,7 +34,7 @@ def progress_bar(step: int, total_steps: int, step_time_s: float) -> str:
     """Draw how far a run is."""
     filled = BAR_WIDTH * step // total_steps
     bar = "━" * filled + "─" * (BAR_WIDTH - filled)
-    return f"{bar} {progress(step, total_steps)}  {step_time_s:.2f} s/step  {_left(step, total_steps, step_time_s)}"
+    return f"{bar}  {progress(step, total_steps)}  {step_time_s:.2f} s/step  {_left(step, total_steps, step_time_s)}"
 
 
 def _left(step: int, total_steps: int, step_time_s: float) -> str:

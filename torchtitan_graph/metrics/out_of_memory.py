@@ -84,8 +84,9 @@ def _described(name: str, nodes: dict[str, Any]) -> str:
     return name if node is None else " ".join(filter(None, [meta.phase(node), meta.module(node), name]))
 
 
+@torch.no_grad()
 def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _advice(sizes: dict[str, int], config: JobConfig) -> Iterator[str]:

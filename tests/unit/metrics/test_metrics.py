@@ -15,7 +15,7 @@ from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
 from torchtitan_graph.config import JobConfig, job
 from torchtitan_graph.log import logger
-from torchtitan_graph.metrics import Metrics, metrics, tensorboard
+from torchtitan_graph.metrics import Metrics, console, metrics, tensorboard
 
 KEYS = [
     "step", "loss", "grad_norm", "lr", "tokens_seen", "tokens_per_second", "step_time_s", "data_loading_s", "mfu",
@@ -275,3 +275,20 @@ def test_tensorboard_shows_the_load_of_every_expert(tmp_path: Path) -> None:
     picture = PIL.Image.open(io.BytesIO(image.encoded_image_string)).convert("L")
     corners = [picture.getpixel((x * tensorboard.PIXELS, y * tensorboard.PIXELS)) for y in (0, 1) for x in (0, 1)]
     assert corners == [191, 63, 127, 127]
+
+
+# On a terminal
+
+
+def test_a_bar_shows_every_step_that_is_not_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr(metrics, "show_status", shown.append)
+    with build(tmp_path) as logs:
+        run(logs, 1, 6)
+    with build(tmp_path / "other", rank=1) as logs:
+        run(logs, 1, 6)
+    assert [text.partition("step")[2].split("/")[0].strip() for text in shown] == ["2", "3", "5", "6", "", ""]
+
+
+def test_the_bar() -> None:
+    assert console.progress_bar(10, 40, 1.5) == "━━━━━───────────────  step 10/40  25%  1.50 s/step  0:00:45 left"

@@ -103,3 +103,33 @@ def memory_total_gib() -> float:
         if path.exists() and path.read_text().strip().isdigit():  # "max": no limit
             total = min(total, int(path.read_text()))
     return total / GIB
+
+
+def bind_to_numa_node(sysfs: Path = Path("/sys")) -> None:
+    """Let this process run on the CPUs that are nearest to its GPU, on a machine with several NUMA nodes.
+
+    Nothing changes where somebody has chosen CPUs already (SLURM, numactl, torchrun), or where nothing is known.
+    """
+    if device_type() != "cuda" or not hasattr(os, "sched_setaffinity"):
+        return
+    gpu = torch.cuda.get_device_properties(device())
+    address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+    cpus = nearest_cpus(address, sysfs)
+    if cpus and os.sched_getaffinity(0) == set(range(os.cpu_count() or 0)):
+        os.sched_setaffinity(0, cpus)
+
+
+def nearest_cpus(pci_address: str, sysfs: Path) -> set[int]:
+    """Return the CPUs of the NUMA node that a PCI device is attached to; none where there is one node, or unknown."""
+    nodes = {path.name: path / "cpulist" for path in (sysfs / "devices/system/node").glob("node[0-9]*")}
+    node = sysfs / "bus/pci/devices" / pci_address / "numa_node"
+    if len(nodes) < 2 or not node.exists():
+        return set()
+    cpulist = nodes.get(f"node{node.read_text().strip()}")  # -1: the firmware does not say
+    return _parse_cpulist(cpulist.read_text()) if cpulist is not None else set()
+
+
+def _parse_cpulist(text: str) -> set[int]:
+    """Read the kernel's form of a set: `0-3,8`."""
+    ranges = [part.split("-") for part in text.strip().split(",") if part]
+    return {cpu for first, *last in ranges for cpu in range(int(first), int(last[0] if last else first) + 1)}

@@ -2,11 +2,13 @@
 
 import logging
 import os
+import shutil
 import sys
 
 logger = logging.getLogger("torchtitan_graph")
 
 _YELLOW, _RED, _RESET = "\033[33m", "\033[31m", "\033[0m"
+_CLEAR_LINE = "\r\033[K"
 
 
 class _LineFormatter(logging.Formatter):
@@ -21,6 +23,32 @@ class _LineFormatter(logging.Formatter):
         return (_RED if record.levelno >= logging.ERROR else _YELLOW) + line + _RESET
 
 
+class _Console(logging.StreamHandler):
+    """Lines, and on a terminal a status below them, which whatever comes next replaces."""
+
+    status = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        status = self.status
+        self.show("")
+        super().emit(record)
+        self.show(status)
+
+    def show(self, status: str) -> None:
+        if self.status or (status and self.stream.isatty()):
+            columns = shutil.get_terminal_size().columns
+            self.stream.write(_CLEAR_LINE + status[: columns - 1])
+            self.stream.flush()
+            self.status = status
+
+
+def show_status(text: str) -> None:
+    """Show a text below the lines where stderr is a terminal, in the place of the last one; "" removes it."""
+    for handler in logger.handlers:
+        if isinstance(handler, _Console):
+            handler.show(text)
+
+
 def init_logging(color: bool = True) -> None:
     """Send the logger's lines to stderr, with time, level and, where nothing else names it, the rank.
 
@@ -29,7 +57,7 @@ def init_logging(color: bool = True) -> None:
     """
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     prefix = f"[rank{os.environ.get('RANK', '0')}] " if several and not _torchrun_names_the_rank() else ""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _Console(sys.stderr)
     handler.setFormatter(_LineFormatter(prefix, color and sys.stderr.isatty()))
     logger.handlers = [handler]
     logger.setLevel(logging.INFO)

@@ -121,6 +121,7 @@ def _start(config: JobConfig, world_size: int, fake: bool) -> None:
     if devices.device_type() == "cuda":
         torch.cuda.set_device(devices.device())
         set_up_flight_recorder(config.comm, Path(config.job.dump_folder))
+        devices.bind_to_numa_node()
     dist.init_process_group(
         "nccl" if devices.device_type() == "cuda" else "gloo",
         timeout=datetime.timedelta(seconds=config.comm.init_timeout_seconds),

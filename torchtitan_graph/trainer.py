@@ -18,7 +18,7 @@ from torchtitan_graph import device as devices
 from torchtitan_graph import stop
 from torchtitan_graph.checkpoint import Checkpointer, SaveError
 from torchtitan_graph.compiler import Inspection, passes, plan_regions, run_passes
-from torchtitan_graph.config import JobConfig, dump_toml, job, shard_degree
+from torchtitan_graph.config import JobConfig, job, shard_degree
 from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
 from torchtitan_graph.data.loader import DataLoader, build_dataloader, merge_states
 from torchtitan_graph.data.tokenizer import Tokenizer, find_assets, load_tokenizer
@@ -34,7 +34,14 @@ from torchtitan_graph.graph.torch_private import set_timeout
 from torchtitan_graph.graph.trace import TracedResult, run_traced
 from torchtitan_graph.log import logger
 from torchtitan_graph.loss import cross_entropy, loss_context
-from torchtitan_graph.metrics import Metrics, maybe_profile
+from torchtitan_graph.metrics import (
+    Metrics,
+    check_profiling,
+    check_wandb,
+    maybe_profile,
+    model_table,
+    out_of_memory,
+)
 from torchtitan_graph.models.hf import choose_model, load_weights, save_weights
 from torchtitan_graph.models.layers.attention import flex_cpu_bytes
 from torchtitan_graph.models.layers.init import initialize
@@ -66,6 +73,8 @@ class Trainer:
 
     def __init__(self, config: JobConfig, world_size: int):
         self.config = config
+        check_wandb(config.metrics.enable_wandb)
+        check_profiling(config.profiling)
         self.device = devices.device()
         self.seed = config.debug.seed or 0
         parallelism = config.parallelism
@@ -140,6 +149,7 @@ class Trainer:
             f"{self.num_microbatches} x {config.training.local_batch_size} rows of {config.training.seq_len} tokens "
             f"per rank and step"
         )
+        self.model_table = model_table(self.model, self.family.PLAN, self.precision.storage)
         build = self._build_graph_steps if config.compile.mode == "graph" else self._build_eager_steps
         self.train_step_fn, self.eval_step_fn, self.flops = build()
         initialize(self.model, self.seed)
@@ -276,14 +286,24 @@ class Trainer:
     def train(self, run: RunFolder) -> None:
         """Train from where the newest checkpoint ends to `training.steps`, to the end of the data, or to a signal.
 
-        `stop_signal` says afterwards whether it was a signal, and then a checkpoint is there to go on from.
+        `stop_signal` says afterwards whether it was a signal, and then a checkpoint is there to go on from. Where
+        memory runs out, the log says what held it.
         """
+        try:
+            self._train(run)
+        except Exception as error:
+            if out_of_memory.is_out_of_memory(error):
+                doing = f"rank {self.rank}, after {self.step} steps"
+                logger.error(out_of_memory.report(error, doing, self.model, self.optimizer, self.config))
+            raise
+
+    def _train(self, run: RunFolder) -> None:
         config = self.config
         peak = devices.peak_flops()
         gc.disable()  # ranks that collect at different moments wait for each other
         with (
             Metrics(
-                config.metrics,
+                config,
                 self.dump_folder,
                 rank=self.rank,
                 total_steps=config.training.steps,
@@ -291,7 +311,7 @@ class Trainer:
                 tokens_seen=self.tokens_seen,
                 flops_per_step=None,
                 peak_flops=peak,
-                config_text=dump_toml(config),
+                model_table=self.model_table,
             ) as metrics,
             maybe_profile(config.profiling, self.dump_folder, self.rank, self.step) as profiler,
             self.checkpointer,
@@ -332,53 +352,59 @@ class Trainer:
     def train_step(self, metrics: Metrics) -> bool:
         """Do one optimizer step: batches -> loss, gradients -> clip -> optimizer. False if the data is used up."""
         begin = time.perf_counter()
+        self.own_data_s = 0.0
         microbatches, num_tokens = self._next_step()
         data_loading_s = time.perf_counter() - begin
         if not microbatches:
             return False
         local_loss = torch.zeros((), device=self.device)
         loads: dict[str, Tensor] = {}
-        for batch in microbatches:
-            masks = self.model.masks(batch.documents_BL, batch.positions_BL)
-            with self.loss_context():
-                output = self.train_step_fn(batch, masks, num_tokens)
-            local_loss += output.loss
-            loads = {name: loads.get(name, 0) + load_E for name, load_E in output.loads.items()}
+        with metrics.watch_work(self.step + 1):
+            for batch in microbatches:
+                masks = self.model.masks(batch.documents_BL, batch.positions_BL)
+                with self.loss_context():
+                    output = self.train_step_fn(batch, masks, num_tokens)
+                local_loss += output.loss
+                loads = {name: loads.get(name, 0) + load_E for name, load_E in output.loads.items()}
         grad_norm = clip_grad_norm(self.model.parameters(), self.config.training.max_norm)
         loss = self._sum_if_finite(local_loss, grad_norm)
         lr = self.lr_scheduler.get_last_lr()[0]
+        metrics.maybe_log_histograms(self.step + 1, self.model)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.lr_scheduler.step()
-        imbalance = self._balance_experts(loads)
+        loads = self._balance_experts(loads)
         self.step += 1
         self.tokens_seen += int(num_tokens)
         metrics.flops_per_step = self._flops(microbatches)
         metrics.end_step(
             self.step,
             loss=loss,
-            grad_norm=grad_norm,
-            lr=lr,
+            grad_norm=float(grad_norm),
+            lr=float(lr),
             tokens_seen=self.tokens_seen,
             data_loading_s=data_loading_s,
-            expert_imbalance=imbalance,
+            expert_loads=loads,
+            own_data_s=self.own_data_s,
         )
         return True
 
-    def _balance_experts(self, loads: dict[str, Tensor]) -> Tensor | None:
-        """Move the experts' correction biases by the loads that all data-parallel ranks saw in this step. Return the
-        largest load of an expert over the mean, averaged over the layers: 1 is perfect balance."""
-        if not loads:
-            return None
-        summed = self._sum_over_data_parallel(torch.stack(list(loads.values())))
-        move_correction_biases(self.model, dict(zip(loads, summed, strict=True)), self.config.moe.bias_update_speed)
-        return (summed.amax(1) / summed.double().mean(1)).mean()
+    def _balance_experts(self, loads: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Move the experts' correction biases by the loads that all data-parallel ranks saw in this step. Return these,
+        by layer."""
+        if loads:
+            summed = self._sum_over_data_parallel(torch.stack(list(loads.values())))
+            loads = dict(zip(loads, summed, strict=True))
+            move_correction_biases(self.model, loads, self.config.moe.bias_update_speed)
+        return loads
 
     def _next_step(self) -> tuple[list[Batch], Tensor]:
         """Take the microbatches of the next step that has targets, and count those of all ranks; none at the end."""
         empty_rows = 0
         while empty_rows < self.train_data.num_lanes:
+            begin = time.perf_counter()
             microbatches = [next(self.train_data) for _ in range(self.num_microbatches)]
+            self.own_data_s += time.perf_counter() - begin
             num_tokens = self._count_targets(microbatches)
             if num_tokens > 0:
                 return [self._to_device(batch) for batch in microbatches], num_tokens

@@ -14,12 +14,15 @@ STEP_KEYS = [
     *["step", "loss", "grad_norm", "lr", "tokens_seen", "tokens_per_second", "step_time_s", "data_loading_s", "mfu"],
     "memory_gib",
 ]
+RANK_KEYS = ["slowest_rank", "slowest_busy_s", "slowest_data_s", "median_busy_s"]  # not of a process' first step
 
 
 def test_metrics_have_the_promised_keys(reference: tuple[Path, Result]) -> None:
     folder, _ = reference
     found = records(folder)
-    assert [list(record) for record in found if "loss" in record] == [STEP_KEYS] * 5
+    steps = [record for record in found if "loss" in record]
+    assert [list(record) for record in steps] == [STEP_KEYS, *[STEP_KEYS + RANK_KEYS] * 4]
+    assert all(record["median_busy_s"] <= record["slowest_busy_s"] <= record["step_time_s"] for record in steps[1:])
     assert [list(record) for record in found if "loss" not in record] == [["step", "validation_loss"]] * 2
     assert [record["step"] for record in found if "validation_loss" in record] == [3, 5]
     assert all(record["memory_gib"] > 0 and record["tokens_per_second"] > 0 for record in found if "loss" in record)
@@ -48,6 +51,7 @@ def test_profiles_hold_the_steps_operators(reference: tuple[Path, Result], step:
     path = reference[0] / "profile_traces" / f"step-{step}" / f"rank{rank}.json.gz"
     names = {event["name"] for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]}
     assert {"aten::mm", "gloo:all_gather"} & names, names
+    assert {"forward layers.1.attention", "backward layers.0.feed_forward.w1"} <= names
 
 
 def test_resolved_configuration_gives_the_same_run_again(tmp_path: Path) -> None:

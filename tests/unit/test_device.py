@@ -1,5 +1,8 @@
 """The device's peak and memory figures."""
 
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -59,3 +62,32 @@ def test_on_a_gpu_memory_and_peak_are_the_gpus() -> None:
     assert before + 0.9 < device.peak_memory_gib() < device.memory_total_gib()
     del x
     assert device.device() == torch.device("cuda", 0)
+
+
+@pytest.fixture
+def sysfs(tmp_path: Path) -> Path:
+    """Two nodes of two and three CPUs; a GPU on the second, and one whose node the firmware does not say."""
+    for name, text in {
+        "devices/system/node/node0/cpulist": "0-1\n",
+        "devices/system/node/node1/cpulist": "2,4-5\n",
+        "bus/pci/devices/0000:81:00.0/numa_node": "1\n",
+        "bus/pci/devices/0000:82:00.0/numa_node": "-1\n",
+    }.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    return tmp_path
+
+
+def test_the_nearest_cpus_are_those_of_the_gpu_s_node(sysfs: Path) -> None:
+    assert device.nearest_cpus("0000:81:00.0", sysfs) == {2, 4, 5}
+
+
+@pytest.mark.parametrize("address", ["0000:82:00.0", "0000:ff:00.0"])
+def test_no_cpus_are_nearest_where_nobody_says(address: str, sysfs: Path) -> None:
+    assert device.nearest_cpus(address, sysfs) == set()
+
+
+def test_no_cpus_are_nearest_on_one_node(sysfs: Path) -> None:
+    shutil.rmtree(sysfs / "devices/system/node/node0")
+    assert device.nearest_cpus("0000:81:00.0", sysfs) == set()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_graph.log import init_logging, logger
+from torchtitan_graph.log import init_logging, logger, show_status
 
 
 class Terminal(io.StringIO):
@@ -81,3 +81,24 @@ def test_under_torchrun_every_line_names_its_rank_once(tmp_path: Path, tee: list
     for line, mark in zip(lines, marks, strict=True):
         assert line.startswith(mark)
         assert line.count("rank") == 1
+
+
+def test_a_status_stays_below_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    init_logging()
+    show_status("10%")
+    show_status("20%")
+    logger.info("a line")
+    show_status("")
+    shown = re.sub(r"\d{4}-\S+ \S+ INFO    ", "", stream.getvalue())
+    clear = "\r\033[K"
+    assert shown == f"{clear}10%{clear}20%{clear}a line\n{clear}20%{clear}"
+
+
+def test_a_status_is_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    init_logging()
+    show_status("10%")
+    show_status("")
+    assert sys.stderr.getvalue() == ""  # type: ignore[attr-defined]

@@ -190,6 +190,9 @@ def _notices(config: JobConfig) -> list[str]:
         if config.checkpoint.last_save_in_hf:
             name = _name(config, "checkpoint.last_save_in_hf")
             notices.append(f"{name}: nothing is saved while checkpoint.enable is false")
+    if config.metrics.histogram_freq and not config.metrics.enable_tensorboard:
+        name = _name(config, "metrics.histogram_freq")
+        notices.append(f"{name}: there are no histograms while metrics.enable_tensorboard is false")
     if config.compile.enable and config.compile.mode == "eager":
         notices.append(
             f"{_name(config, 'compile.enable')}: compile.mode = eager compiles flex attention alone, on a GPU;"

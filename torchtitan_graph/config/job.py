@@ -31,14 +31,16 @@ class Job:
 
 @dataclass
 class Profiling:
-    """Kineto traces of some steps."""
+    """Kineto traces of some steps, and snapshots of a GPU's memory."""
 
     enable_profiling: bool = option(False, "Write a trace every profile_freq steps.")
     save_traces_folder: str = option("profile_traces", "Folder in dump_folder for the traces.")
-    profile_freq: int = option(10, "Steps from one trace to the next.", minimum=1)
+    profile_freq: int = option(10, "Steps from one trace, or snapshot, to the next.", minimum=1)
     profiler_active: int = option(1, "Steps that a trace covers.", minimum=1)
     profiler_warmup: int = option(3, "Steps the profiler runs before a trace, unrecorded.", minimum=0)
-    enable_memory_snapshot: bool = option(False, "Write snapshots of the CUDA allocator.")
+    enable_memory_snapshot: bool = option(
+        False, "Write snapshots of a GPU's memory every profile_freq steps, and when memory runs out; GPUs only."
+    )
     save_memory_snapshot_folder: str = option("memory_snapshot", "Folder in dump_folder for memory snapshots.")
 
 
@@ -53,7 +55,26 @@ class Metrics:
     disable_color_printing: bool = option(False, "Never colour the console.")
     save_tb_folder: str = option("tb", "Folder in dump_folder for TensorBoard event files.")
     save_for_all_ranks: bool = option(False, "Write the metrics of every rank, not only of rank 0.")
-    enable_wandb: bool = option(False, "Log to Weights & Biases.")
+    enable_wandb: bool = option(
+        False, "Log to Weights & Biases; without WANDB_API_KEY in the environment, to a folder in dump_folder only."
+    )
+    histogram_freq: int = option(
+        0,
+        "Steps from one set of TensorBoard histograms, of all parameters and gradients, to the next; 0: none.",
+        minimum=0,
+    )
+    loss_alarm: float = option(
+        10.0,
+        "Warn where the loss is above the median of the last 100 steps by more than so many deviations; 0: never.",
+        minimum=0,
+    )
+    grad_norm_alarm: float = option(10.0, "As loss_alarm, for the gradient norm.", minimum=0)
+    straggler_share: float = option(
+        0.2,
+        "Compare the ranks at logged steps, and warn where one is busy longer than the median rank by more than this"
+        " share of the step; 0: don't compare.",
+        minimum=0,
+    )
 
 
 @dataclass

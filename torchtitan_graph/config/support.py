@@ -23,9 +23,6 @@ class Row(NamedTuple):
 
 SUPPORT = (
     Row("job.custom_config_module", REFUSED, "the schema can't be extended; remove it"),
-    Row("profiling.enable_memory_snapshot", REFUSED, "not built yet; memory_gib is in every log line"),
-    Row("profiling.save_memory_snapshot_folder", IGNORED, "memory snapshots are not built yet"),
-    Row("metrics.enable_wandb", IGNORED, "nothing is sent to Weights & Biases yet; see metrics.jsonl and TensorBoard"),
     Row("model.converters", REFUSED, "low-precision products are not built yet; remove it to train in bfloat16"),
     Row("model.print_after_conversion", IGNORED, "there are no converters yet"),
     Row("model.num_mtp_layers", REFUSED, "multi-token prediction is not built; the model trains without it"),

@@ -10,6 +10,7 @@ import json
 import math
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,12 +55,15 @@ __all__ = [
     "free_gradient_dtype",
     "inductor_options",
     "init_fake_process_group",
+    "is_profiling",
     "is_traceable_wrapper_subclass",
     "make_dtensor",
     "mask_parts",
     "mask_whole",
     "open_rule",
+    "record_memory_history",
     "reparametrize",
+    "save_memory_snapshot",
     "set_timeout",
     "trace_to_graph",
 ]
@@ -226,12 +230,32 @@ def inductor_options(settings: Iterable[str]) -> dict[str, Any]:
     return options
 
 
-def boxed(gm: torch.fx.GraphModule) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
-    """Give the graph as a function of one list, which it empties: an input that nobody else holds is then freed after
-    its last use. Call arguments live until the call returns; FX knows no public form without them."""
+def boxed(
+    gm: torch.fx.GraphModule, edits: Iterable[Callable[[torch.fx.Graph], None]] = ()
+) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
+    """Give the graph, or an edited copy, as a function of one list, which it empties: an input that nobody else holds
+    is then freed after its last use. Call arguments live until the call returns; FX knows no public form without them.
+    """
     graph = copy.deepcopy(gm.graph)
+    for edit in edits:
+        edit(graph)
     graph.set_codegen(_BoxedCodeGen())
     return torch.fx.GraphModule(gm, graph)
+
+
+def is_profiling() -> bool:
+    """Tell whether a torch profiler records now, whoever started it: public API knows only its own profiler's state."""
+    return torch.autograd._profiler_enabled()
+
+
+def record_memory_history(on: bool) -> None:
+    """Record what CUDA's allocator does from now on, or stop; there is no public form yet."""
+    torch.cuda.memory._record_memory_history("all" if on else None, max_entries=100_000)
+
+
+def save_memory_snapshot(path: Path) -> None:
+    """Write what was recorded, and what is allocated now. A pickle of plain lists and numbers."""
+    torch.cuda.memory._dump_snapshot(str(path))
 
 
 def free_gradient_dtype(parameters: Iterable[torch.Tensor]) -> None:

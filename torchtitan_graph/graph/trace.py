@@ -19,6 +19,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import aliased
+from torchtitan_graph.graph.observe import Watchable
 from torchtitan_graph.graph.signature import Signature, Slot, layout_of, signature_of
 from torchtitan_graph.graph.state import (
     BoundState,
@@ -31,7 +32,6 @@ from torchtitan_graph.graph.state import (
 from torchtitan_graph.graph.torch_private import (
     DataDependentOutputException,
     FakeTensorMode,
-    boxed,
     mask_parts,
     mask_whole,
     trace_to_graph,
@@ -159,7 +159,7 @@ def run_traced(
     """
     if optimizer is not None and module is None:
         raise ValueError("run_traced got an optimizer without its module: pass module=, the one it optimizes")
-    signature, graph = signature_of(traced.gm), boxed(traced.gm)
+    signature, graph = signature_of(traced.gm), Watchable(traced.gm)
     state_slots = tuple(s for s in signature.inputs if s.kind != "input")
     input_slots = tuple(s for s in signature.inputs if s.kind == "input")
     bound = BoundState(state_slots, traced.options, module, optimizer)

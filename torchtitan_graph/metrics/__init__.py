@@ -1,6 +1,9 @@
-"""What a run tells while it trains: console, metrics.jsonl, TensorBoard, and traces of single steps."""
+"""What a run tells while it trains: console, metrics.jsonl, dashboards, traces of single steps, and why it ended."""
 
+from torchtitan_graph.metrics import out_of_memory
 from torchtitan_graph.metrics.metrics import Metrics
-from torchtitan_graph.metrics.profiler import maybe_profile
+from torchtitan_graph.metrics.model_table import model_table
+from torchtitan_graph.metrics.profiler import check_profiling, maybe_profile
+from torchtitan_graph.metrics.weights_and_biases import check_wandb
 
-__all__ = ["Metrics", "maybe_profile"]
+__all__ = ["Metrics", "check_profiling", "check_wandb", "maybe_profile", "model_table", "out_of_memory"]

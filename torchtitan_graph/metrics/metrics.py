@@ -1,22 +1,29 @@
-"""Time the steps, and log some of them to the console, metrics.jsonl and TensorBoard."""
+"""Time the steps, and log some of them to the console, metrics.jsonl, TensorBoard and Weights & Biases."""
 
 import time
-from datetime import timedelta
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
-from torchtitan_graph.config import job
-from torchtitan_graph.device import peak_memory_gib
-from torchtitan_graph.log import logger
+from torchtitan_graph.config import JobConfig, dump_toml
+from torchtitan_graph.config.job import OPTIONS, get
+from torchtitan_graph.device import device, peak_memory_gib
+from torchtitan_graph.graph.observe import Stopwatch, stopwatch
+from torchtitan_graph.log import logger, show_status
+from torchtitan_graph.metrics.console import progress, progress_bar, step_line
+from torchtitan_graph.metrics.health import Alarm, compare_ranks
+from torchtitan_graph.metrics.histograms import histograms
 from torchtitan_graph.metrics.jsonl import append, drop_after
+from torchtitan_graph.metrics.tensorboard import TensorBoard, verbatim
+from torchtitan_graph.metrics.weights_and_biases import WeightsAndBiases
 
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
-
-TENSORBOARD_TAGS = {
+# Key of a record -> name of its curve.
+TAGS = {
     "loss": "train/loss",
     "grad_norm": "train/grad_norm",
     "lr": "train/lr",
@@ -24,18 +31,31 @@ TENSORBOARD_TAGS = {
     "tokens_per_second": "performance/tokens_per_second",
     "step_time_s": "performance/step_time_s",
     "data_loading_s": "performance/data_loading_s",
+    "data_share": "performance/data_share",
     "mfu": "performance/mfu",
     "memory_gib": "performance/memory_gib",
     "expert_imbalance": "experts/imbalance",
     "validation_loss": "validation/loss",
+    "slowest_rank": "ranks/slowest",
+    "slowest_busy_s": "ranks/slowest_busy_s",
+    "slowest_data_s": "ranks/slowest_data_s",
+    "median_busy_s": "ranks/median_busy_s",
 }
+
+
+class Dashboard(Protocol):
+    """Where curves are drawn."""
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class Metrics:
     """Log step 1, every `metrics.log_freq`-th step, the last one, and each validation.
 
     Rank 0 logs; with `metrics.save_for_all_ranks` the others write files too, `metrics_rankR.jsonl` and a `rank_R`
-    folder for TensorBoard. Use as a context manager, or call `close()`.
+    folder for TensorBoard; Weights & Biases gets rank 0's. Use as a context manager, or call `close()`.
 
     Args:
         start_step: steps done before this process began. What a killed run logged for later steps is dropped.
@@ -43,12 +63,12 @@ class Metrics:
         flops_per_step: what this device is to compute in a step, recomputation not counted; None: not known. Set the
             attribute of that name before `end_step` where steps differ.
         peak_flops: FLOP/s this device can do; None: not known, and then there is no MFU.
-        config_text: the resolved configuration, shown in TensorBoard.
+        model_table: Markdown, shown in TensorBoard beside the configuration.
     """
 
     def __init__(
         self,
-        config: job.Metrics,
+        config: JobConfig,
         dump_folder: Path,
         *,
         rank: int,
@@ -57,25 +77,36 @@ class Metrics:
         tokens_seen: int = 0,
         flops_per_step: float | None = None,
         peak_flops: float | None = None,
-        config_text: str = "",
+        model_table: str = "",
     ) -> None:
-        self.log_freq = config.log_freq
+        options = config.metrics
+        self.log_freq = options.log_freq
+        self._histogram_freq = options.histogram_freq if options.enable_tensorboard else 0
+        self._straggler_share = options.straggler_share
+        self._loss_alarm = Alarm("loss", "metrics.loss_alarm", options.loss_alarm)
+        self._grad_norm_alarm = Alarm("gradient norm", "metrics.grad_norm_alarm", options.grad_norm_alarm)
         self.rank = rank
-        self.total_steps = total_steps
+        self.first_step, self.total_steps = start_step + 1, total_steps
         self.flops_per_step = flops_per_step
         self.peak_flops = peak_flops
         self._json: Path | None = None
-        self._tensorboard: SummaryWriter | None = None
-        if rank == 0 or config.save_for_all_ranks:
+        self._tensorboard: TensorBoard | None = None
+        self._dashboards: list[Dashboard] = []
+        if rank == 0 or options.save_for_all_ranks:
             name = "metrics.jsonl" if rank == 0 else f"metrics_rank{rank}.jsonl"
             dump_folder.mkdir(parents=True, exist_ok=True)
             self._json = dump_folder / name
             drop_after(self._json, start_step)
-            if config.enable_tensorboard:
-                folder = dump_folder / config.save_tb_folder
-                self._tensorboard = _open_tensorboard(
-                    folder if rank == 0 else folder / f"rank_{rank}", start_step, config_text
+            if options.enable_tensorboard:
+                folder = dump_folder / options.save_tb_folder
+                texts = {"config": verbatim(dump_toml(config)), "model": model_table}
+                self._tensorboard = TensorBoard(
+                    folder if rank == 0 else folder / f"rank_{rank}", start_step, texts, layout=rank == 0
                 )
+                self._dashboards.append(self._tensorboard)
+            if options.enable_wandb and rank == 0:
+                settings = {key: get(config, key) for key in OPTIONS}
+                self._dashboards.append(WeightsAndBiases(dump_folder, start_step, settings))
         self._num_steps = 0  # this and the next four: since the last log
         self._flops = 0.0
         self._step_time_s = 0.0
@@ -83,77 +114,115 @@ class Metrics:
         self._tokens_seen = tokens_seen
         self._began = 0.0
         self._pending: dict[str, Any] = {}  # the last step's values
+        self._pending_loads: Mapping[str, torch.Tensor] = {}
+        self._pending_ranks: dict[str, float] = {}
+        self._work: Stopwatch | None = None
 
     def start_step(self) -> None:
         """Start the clock. What happens between two steps (a save, a validation) is not counted."""
         self._began = time.perf_counter()
 
+    @contextmanager
+    def watch_work(self, step: int) -> Iterator[None]:
+        """Time this rank's graphs, if the step is one that compares the ranks; not the first, which warms up."""
+        self._work = None
+        several = dist.is_initialized() and dist.get_world_size() > 1
+        if several and self._straggler_share and self.is_due(step) and step != self.first_step:
+            with stopwatch(device()) as self._work:
+                yield
+        else:
+            yield
+
+    def is_due(self, step: int) -> bool:
+        """Tell whether a step is to be logged."""
+        return step == 1 or step % self.log_freq == 0 or step == self.total_steps
+
     def end_step(
         self,
         step: int,
         *,
-        loss: float | torch.Tensor,
-        grad_norm: float | torch.Tensor,
-        lr: float | torch.Tensor,
+        loss: float,
+        grad_norm: float,
+        lr: float,
         tokens_seen: int,
         data_loading_s: float,
-        expert_imbalance: float | torch.Tensor | None = None,
+        expert_loads: Mapping[str, torch.Tensor] | None = None,
+        own_data_s: float = 0.0,
     ) -> None:
-        """Stop the clock, and log if it is this step's turn.
+        """Stop the clock, look for alarming values, and log if it is this step's turn.
 
-        `loss`, `grad_norm`, `lr` and `expert_imbalance` may be tensors on the device: they are read only where the step
-        is logged, and before the clock is stopped, so that the time covers all the device was given to do.
-        `tokens_seen` counts all ranks' tokens from the run's beginning. `data_loading_s` is the part of the step spent
-        waiting for data.
+        Loss and gradient norm are numbers, so the device is through with them when the clock stops. `tokens_seen`
+        counts all ranks' tokens from the run's beginning. `data_loading_s` is the part of the step spent waiting for
+        data, `own_data_s` that for this rank's own. `expert_loads` are the slots that went to each expert, by layer.
         """
-        due = step == 1 or step % self.log_freq == 0 or step == self.total_steps
-        values = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "expert_imbalance": expert_imbalance}
-        if due:
-            values = {key: None if x is None else float(x) for key, x in values.items()}
         self._num_steps += 1
         self._flops += self.flops_per_step or 0.0
-        self._step_time_s += time.perf_counter() - self._began
+        step_s = time.perf_counter() - self._began
+        self._step_time_s += step_s
         self._data_loading_s += data_loading_s
-        self._pending = {"step": step, "tokens_seen": tokens_seen, **values}
-        if due:
+        self._pending = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens_seen": tokens_seen}
+        self._pending_loads, self._pending_ranks = expert_loads or {}, {}
+        if self._work is not None:
+            work_s = self._work.seconds()
+            self._pending_ranks = compare_ranks(step, step_s, work_s, own_data_s, self._straggler_share)
+        if self.rank == 0:
+            self._loss_alarm.watch(step, loss)
+            self._grad_norm_alarm.watch(step, grad_norm)
+        if self.is_due(step):
             self.log_pending()
+        elif self.rank == 0:
+            show_status(progress_bar(step, self.total_steps, self._step_time_s / self._num_steps))
 
     def log_pending(self) -> None:
         """Log the last step, unless it is logged: a run may end where nobody knew it would."""
         if self._num_steps == 0:
             return
         step, tokens_seen = self._pending["step"], self._pending["tokens_seen"]
-        values = {key: None if x is None else float(x) for key, x in self._pending.items()}
         record: dict[str, Any] = {
-            "step": step,
-            "loss": values["loss"],
-            "grad_norm": values["grad_norm"],
-            "lr": values["lr"],
-            "tokens_seen": tokens_seen,
+            **self._pending,
             "tokens_per_second": (tokens_seen - self._tokens_seen) / self._step_time_s,
             "step_time_s": self._step_time_s / self._num_steps,
             "data_loading_s": self._data_loading_s / self._num_steps,
             "mfu": self._mfu(),
             "memory_gib": peak_memory_gib(),
         }
-        if values["expert_imbalance"] is not None:
-            record["expert_imbalance"] = values["expert_imbalance"]
+        by_layer = {name: busiest_over_mean(load_E) for name, load_E in self._pending_loads.items()}
+        if by_layer:
+            record["expert_imbalance"] = sum(by_layer.values()) / len(by_layer)
+        record |= self._pending_ranks
         self._num_steps, self._flops, self._step_time_s, self._data_loading_s = 0, 0.0, 0.0, 0.0
         self._tokens_seen = tokens_seen
-        self._write(record)
+        self._write(record, {f"experts/imbalance/{name}": value for name, value in by_layer.items()})
+        if self._tensorboard is not None and self._pending_loads:
+            self._tensorboard.expert_loads(step, self._pending_loads)
         if self.rank == 0:
-            logger.info(self._console_line(record))
+            logger.info(step_line(record, self.total_steps))
 
     def log_validation(self, step: int, loss: float) -> None:
         """Log the validation loss after `step`."""
-        self._write({"step": step, "validation_loss": loss})
+        self._write({"step": step, "validation_loss": loss}, {})
         if self.rank == 0:
-            logger.info(f"{self._progress(step)}  validation loss {loss:.4f}")
+            logger.info(f"{progress(step, self.total_steps)}  validation loss {loss:.4f}")
+
+    def maybe_log_histograms(self, step: int, model: torch.nn.Module) -> None:
+        """Log the parameters, and the gradients that are there, if `metrics.histogram_freq` says so: all ranks
+        together."""
+        if not self._histogram_freq or step % self._histogram_freq:
+            return
+        tensors: dict[str, torch.Tensor] = {}
+        for name, parameter in model.named_parameters():
+            tensors[f"parameters/{name}"] = parameter
+            if parameter.grad is not None:
+                tensors[f"gradients/{name}"] = parameter.grad
+        counted = histograms(tensors, device())
+        if self._tensorboard is not None:
+            self._tensorboard.histograms(step, counted)
 
     def close(self) -> None:
-        """Close TensorBoard's file."""
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        """Close the dashboards."""
+        show_status("")
+        for dashboard in self._dashboards:
+            dashboard.close()
 
     def __enter__(self) -> "Metrics":
         return self
@@ -168,40 +237,18 @@ class Metrics:
             return None
         return self._flops / self._step_time_s / self.peak_flops
 
-    def _write(self, record: dict[str, Any]) -> None:
+    def _write(self, record: dict[str, Any], curves: dict[str, float]) -> None:
+        """Write a record, and beside its own numbers `curves` to the dashboards."""
         if self._json is not None:
             append(self._json, record)
-        if self._tensorboard is not None:
-            for key, tag in TENSORBOARD_TAGS.items():
-                if record.get(key) is not None:
-                    self._tensorboard.add_scalar(tag, record[key], record["step"])
-            self._tensorboard.flush()  # a killed run keeps what it logged
-
-    def _progress(self, step: int) -> str:
-        width = len(str(self.total_steps))
-        return f"step {step:>{width}}/{self.total_steps} {100 * step // self.total_steps:>3}%"
-
-    def _console_line(self, record: dict[str, Any]) -> str:
-        parts = [
-            self._progress(record["step"]),
-            f"loss {record['loss']:.4f}",
-            f"grad norm {record['grad_norm']:.4f}",
-            f"lr {record['lr']:.2e}",
-            f"{record['tokens_per_second']:,.0f} tokens/s",
-            f"{record['memory_gib']:.2f} GiB",
-        ]
-        if record["mfu"] is not None:
-            parts.append(f"MFU {record['mfu']:.1%}")
-        left = timedelta(seconds=round((self.total_steps - record["step"]) * record["step_time_s"]))
-        return "  ".join([*parts, f"{left} left"])
+        shown = dict(record)
+        if "data_loading_s" in record:
+            shown["data_share"] = record["data_loading_s"] / record["step_time_s"]
+        curves |= {tag: shown[key] for key, tag in TAGS.items() if shown.get(key) is not None}
+        for dashboard in self._dashboards:
+            dashboard.scalars(record["step"], curves)
 
 
-def _open_tensorboard(folder: Path, start_step: int, config_text: str) -> "SummaryWriter":
-    from torch.utils.tensorboard import SummaryWriter  # takes a second to import, so only if asked for
-
-    # purge_step hides the points that a killed run wrote for steps that are now done again.
-    writer = SummaryWriter(str(folder), purge_step=start_step + 1)
-    if config_text:
-        indented = "\n".join("    " + line for line in config_text.splitlines())  # Markdown: shown as it is
-        writer.add_text("config", indented, start_step)
-    return writer
+def busiest_over_mean(load_E: torch.Tensor) -> float:
+    """Give the largest load of an expert over the mean load: 1 is perfect balance."""
+    return float(load_E.max() / load_E.double().mean())

@@ -1,4 +1,4 @@
-"""Traces of single steps, for chrome://tracing or Perfetto."""
+"""Traces of single steps, for chrome://tracing or Perfetto, and snapshots of a GPU's memory."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -9,7 +9,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from torchtitan_graph.config import job
+from torchtitan_graph.device import device_type
+from torchtitan_graph.graph.torch_private import record_memory_history, save_memory_snapshot
 from torchtitan_graph.log import logger
+from torchtitan_graph.metrics.out_of_memory import is_out_of_memory
 
 
 class Profiler:
@@ -19,13 +22,72 @@ class Profiler:
         self.step = step
 
 
+def check_profiling(config: job.Profiling) -> None:
+    """Check `profiling.enable_memory_snapshot` before any work is done.
+
+    Raises:
+        ValueError: it is on, and there is no GPU.
+    """
+    if config.enable_memory_snapshot and device_type() != "cuda":
+        raise ValueError(
+            "profiling.enable_memory_snapshot = true: snapshots are of a GPU's memory, and this process runs on a CPU; "
+            "remove it: memory_gib is in every log line, and when memory runs out the largest tensors are listed"
+        )
+
+
 @contextmanager
 def maybe_profile(config: job.Profiling, dump_folder: Path, rank: int, start_step: int = 0) -> Iterator[Profiler]:
+    """Trace steps and save memory snapshots, as far as [profiling] says so."""
+    with (
+        _maybe_trace(config, dump_folder / config.save_traces_folder, rank, start_step) as trace,
+        _maybe_snapshot(config, dump_folder / config.save_memory_snapshot_folder, rank, start_step) as snapshot,
+    ):
+
+        def step() -> None:
+            trace.step()
+            snapshot.step()
+
+        yield Profiler(step)
+
+
+@contextmanager
+def _maybe_snapshot(config: job.Profiling, folder: Path, rank: int, start_step: int) -> Iterator[Profiler]:
+    """Record what the GPU's allocator does, and save it every `profile_freq` steps, and when memory runs out, to
+    `FOLDER/step-N/rankR.pickle`, which https://pytorch.org/memory_viz shows."""
+    if not config.enable_memory_snapshot:
+        yield Profiler(lambda: None)
+        return
+    done = start_step
+
+    def save(name: str) -> None:
+        path = folder / name / f"rank{rank}.pickle"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_memory_snapshot(path)
+        logger.info(f"wrote memory snapshot {path}")
+
+    def step() -> None:
+        nonlocal done
+        done += 1
+        if (done - start_step) % config.profile_freq == 0:
+            save(f"step-{done}")
+
+    record_memory_history(True)
+    try:
+        yield Profiler(step)
+    except BaseException as error:
+        if is_out_of_memory(error):
+            save(f"step-{done + 1}-out-of-memory")
+        raise
+    finally:
+        record_memory_history(False)
+
+
+@contextmanager
+def _maybe_trace(config: job.Profiling, traces: Path, rank: int, start_step: int) -> Iterator[Profiler]:
     """Trace the last `profiler_active` of every `profile_freq` steps, if `profiling.enable_profiling` says so.
 
-    The trace of a cycle that ends with step N, counted from the run's beginning, is
-    `SAVE_TRACES_FOLDER/step-N/rankR.json.gz` in `dump_folder`; its last `profiler_active` steps are recorded, after
-    `profiler_warmup` steps that are traced and thrown away.
+    The trace of a cycle that ends with step N, counted from the run's beginning, is `TRACES/step-N/rankR.json.gz`; its
+    last `profiler_active` steps are recorded, after `profiler_warmup` steps that are traced and thrown away.
     """
     if not config.enable_profiling:
         yield Profiler(lambda: None)
@@ -33,7 +95,7 @@ def maybe_profile(config: job.Profiling, dump_folder: Path, rank: int, start_ste
     idle = config.profile_freq - config.profiler_warmup - config.profiler_active
 
     def write(profiler: profile) -> None:
-        folder = dump_folder / config.save_traces_folder / f"step-{start_step + profiler.step_num}"
+        folder = traces / f"step-{start_step + profiler.step_num}"
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"rank{rank}.json.gz"
         profiler.export_chrome_trace(str(path))

@@ -98,6 +98,13 @@ def _matches(pattern: str, name: str) -> bool:
     return len(parts) == len(wanted) and all(w in ("*", p) for p, w in zip(parts, wanted, strict=True))
 
 
+def parameter_roles(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """Give the role of each parameter that the plan names, itself or (embedding, vocabulary) by its module."""
+    names = [name for name, _ in model.named_parameters()]
+    patterns = {f"{p}.weight" if role in MODULE_ROLES else p: role for p, role in plan.items() if role != "partial"}
+    return {name: role for pattern, role in patterns.items() for name in names if _matches(pattern, name)}
+
+
 def check_plan(model: nn.Module, plan: Mapping[str, str], degree: int) -> None:
     """Check, before any mesh exists, that the plan fits the model and that the degree divides what it splits.
 

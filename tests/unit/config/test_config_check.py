@@ -85,6 +85,7 @@ def test_only_known_components_and_whole_options_are_compiled() -> None:
         ("--checkpoint.initial_load_path ckpt", "nothing is loaded while checkpoint.enable is false"),
         ("--debug.verify_passes --compile.mode eager", "compile.mode = eager runs no passes"),
         ("--compile.enable --compile.mode eager", "regions are parts of a graph"),
+        ("--metrics.histogram_freq 5", "no histograms while metrics.enable_tensorboard is false"),
     ],
 )
 def test_what_has_no_effect_is_said(arguments: str, notice: str) -> None:

@@ -44,7 +44,7 @@ def test_every_default_of_the_old_schema_is_ours_and_harmless() -> None:
         (
             "8b.toml",
             8,
-            "metrics.enable_wandb quantize.linear.float8.filter_fqns",
+            "quantize.linear.float8.filter_fqns",
         ),
         ("70b_hsdp.toml", 128, "model.flavor"),
         (

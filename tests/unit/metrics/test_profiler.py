@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from torchtitan_graph.config import job
-from torchtitan_graph.metrics import maybe_profile
+from torchtitan_graph.metrics import check_profiling, maybe_profile
 
 
 def train(config: job.Profiling, folder: Path, num_steps: int, fail_at: int | None = None, start_step: int = 0) -> None:
@@ -48,3 +48,22 @@ def test_an_error_in_the_loop_comes_through(fail_at: int, tmp_path: Path) -> Non
     config = job.Profiling(enable_profiling=True, profile_freq=4, profiler_warmup=1, profiler_active=2)
     with pytest.raises(ValueError, match="non-finite loss"):
         train(config, tmp_path, num_steps=9, fail_at=fail_at)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, whose memory can be looked at")
+def test_memory_snapshots_are_refused_by_name_on_a_cpu() -> None:
+    with pytest.raises(ValueError, match=r"profiling.enable_memory_snapshot = true: .* runs on a CPU; remove it"):
+        check_profiling(job.Profiling(enable_memory_snapshot=True))
+    check_profiling(job.Profiling())
+
+
+@pytest.mark.gpu
+def test_memory_snapshots_of_a_gpu(tmp_path: Path) -> None:
+    config = job.Profiling(enable_memory_snapshot=True, profile_freq=2)
+    with pytest.raises(torch.OutOfMemoryError), maybe_profile(config, tmp_path, rank=1, start_step=10) as profiler:
+        for _ in range(3):
+            torch.ones(1000, device="cuda")
+            profiler.step()
+        torch.ones(2**50, device="cuda")
+    written = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.pickle"))
+    assert written == [f"memory_snapshot/step-{name}/rank1.pickle" for name in ("12", "14-out-of-memory")]

@@ -1,0 +1,20 @@
+"""A run that memory runs out for says what held it."""
+
+import sys
+from pathlib import Path
+
+import patched_train
+import pytest
+from runs import train
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits a process' memory")
+def test_memory_that_runs_out_is_reported(tmp_path: Path) -> None:
+    # The logits are larger than what is left: 64 x 512 x 259 floats.
+    options = ["--training.local_batch_size", "64", "--training.global_batch_size", "64", "--training.seq_len", "512"]
+    code, output = train("--job.dump_folder", str(tmp_path), *options, patch=patched_train.have_little_memory_left)
+    assert code == 1, output
+    report = output[output.index("rank 0, after 1 steps: out of memory: ") :]
+    largest = report[report.index("the largest tensors:") : report.index("what takes less memory:")].splitlines()
+    assert "values of the step: " in largest[1] and "float" in largest[1]
+    assert "  training.local_batch_size below 64; " in report

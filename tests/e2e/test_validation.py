@@ -1,0 +1,47 @@
+"""Validation says the loss of its whole split, however many ranks share it, and leaves the training alone."""
+
+from pathlib import Path
+
+import pytest
+from runs import numbers, records, saved, torchrun, train
+
+
+@pytest.mark.parametrize("mode", ["graph", "eager"])
+def test_a_run_is_bitwise_the_same_with_and_without_it(mode: str, tmp_path: Path) -> None:
+    for name, options in {"with": ["--validation.enable", "--validation.freq", "1"], "without": []}.items():
+        options += ["--compile.mode", mode, "--training.steps", "3"]
+        code, output = train("--job.dump_folder", str(tmp_path / name), *options)
+        assert code == 0, output
+    assert numbers(tmp_path / "with") == numbers(tmp_path / "without")
+    assert saved(tmp_path / "with", 3) == saved(tmp_path / "without", 3)
+    assert len(records(tmp_path / "with")) == 6  # a validation after every step
+
+
+def split_loss(folder: Path, num_ranks: int, corpus: Path, *options: str) -> float:
+    """Validate the untrained model, to the end of a split unless options say otherwise."""
+    what = ["--training.steps", "1", "--optimizer.lr", "0", "--checkpoint.no-enable", "--validation.enable"]
+    what += ["--validation.steps", "-1", "--training.mixed_precision_param", "float32"]
+    what += ["--validation.dataset_path", str(corpus), "--validation.local_batch_size", "2", *options]
+    run = train if num_ranks == 1 else lambda *rest: torchrun(num_ranks, *rest).finish()
+    code, output = run("--job.dump_folder", str(folder), *what)
+    assert code == 0, output
+    return records(folder)[-1]["validation_loss"]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """Few documents of very different lengths: the last rows are one rank's alone."""
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for number, text in enumerate(["a short one", "import os\n" * 90, "x = {}\n" * 31, "", "def f(): return 1\n" * 7]):
+        (folder / f"{number}.py").write_text(text)
+    return folder
+
+
+def test_the_loss_is_that_of_the_split_on_any_number_of_ranks(corpus: Path, tmp_path: Path) -> None:
+    alone = split_loss(tmp_path / "alone", 1, corpus)
+    assert split_loss(tmp_path / "other rows", 1, corpus, "--validation.local_batch_size", "1") == pytest.approx(
+        alone, rel=1e-6
+    )
+    assert split_loss(tmp_path / "shared", 2, corpus) == pytest.approx(alone, rel=1e-6)
+    assert split_loss(tmp_path / "part", 1, corpus, "--validation.steps", "1") != pytest.approx(alone, rel=1e-6)

@@ -1,0 +1,91 @@
+"""Alarms ring when they should, and only then; the slowest rank is found."""
+
+import logging
+import random
+
+import pytest
+
+from pool import run_on
+from torchtitan_graph.log import logger
+from torchtitan_graph.metrics.health import FEWEST, Alarm, compare_ranks
+
+
+@pytest.fixture(autouse=True)
+def log_to_caplog(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logger, "propagate", True)
+
+
+def watch(values: list[float], threshold: float = 10.0) -> None:
+    alarm = Alarm("loss", "metrics.loss_alarm", threshold)
+    for step, value in enumerate(values, start=1):
+        alarm.watch(step, value)
+
+
+def noise(num_values: int) -> list[float]:
+    generator = random.Random(0)
+    return [3.0 + generator.gauss(0, 0.1) for _ in range(num_values)]
+
+
+def test_a_leap_is_one_warning_with_its_step(caplog: pytest.LogCaptureFixture) -> None:
+    watch([*noise(50), 6.0, 6.5, 6.2, *noise(50)])
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith("step 51: the loss leaps to 6, ")
+    assert caplog.messages[0].endswith("of the last 50 steps (metrics.loss_alarm = 10)")
+
+
+def test_the_next_leap_is_another_warning(caplog: pytest.LogCaptureFixture) -> None:
+    watch([*noise(50), 6.0, *noise(10), 7.0])
+    assert [message.partition(":")[0] for message in caplog.messages] == ["step 51", "step 62"]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        noise(1000),
+        [10.0 - 0.01 * step for step in range(500)],  # it falls
+        [*noise(50), 0.1],  # downwards
+        [*noise(FEWEST - 1), 100.0],  # too few to compare with
+        [*[3.0] * 50, 3.01],  # no deviation at all, hardly a leap
+    ],
+)
+def test_no_alarm(values: list[float], caplog: pytest.LogCaptureFixture) -> None:
+    watch(values)
+    assert caplog.messages == []
+
+
+def test_0_is_never(caplog: pytest.LogCaptureFixture) -> None:
+    watch([*noise(50), 1e9], threshold=0)
+    assert caplog.messages == []
+
+
+def compare(rank_times: list[tuple[float, float]], share: float) -> tuple[dict[str, float], list[str]]:
+    import torch.distributed as dist
+
+    said: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    handler = Keep()
+    logger.addHandler(handler)
+    work_s, data_s = rank_times[dist.get_rank()]
+    found = compare_ranks(7, 4.0, work_s, data_s, share)
+    logger.removeHandler(handler)
+    return found, said
+
+
+def test_the_slowest_rank_is_found_by_all_and_told_by_one() -> None:
+    (first, told), (second, silent) = run_on(2, compare, [(1.0, 0.5), (2.0, 0.25)], share=0.1)
+    assert first == second
+    assert first == {"slowest_rank": 1, "slowest_busy_s": 2.25, "slowest_data_s": 0.25, "median_busy_s": 1.5}
+    assert silent == []
+    assert told == [
+        "step 7: the others wait for rank 1: it worked 2.000 s and waited 0.250 s for its data, the median rank took "
+        "1.500 s for both, of a step of 4.000 s (metrics.straggler_share = 0.1)"
+    ]
+
+
+def test_a_small_difference_is_no_warning() -> None:
+    (_, told), _ = run_on(2, compare, [(1.0, 0.5), (2.0, 0.25)], share=0.2)
+    assert told == []

@@ -1,0 +1,70 @@
+"""Is the run well? Alarms on values that leap, and which rank the others wait for."""
+
+import collections
+import statistics
+
+import torch
+import torch.distributed as dist
+
+from torchtitan_graph.device import device
+from torchtitan_graph.log import logger
+
+WINDOW, FEWEST = 100, 20  # steps that a value is compared with; so many are needed first
+# Where a value hardly varies, its deviation counts as this part of it.
+LEAST_DEVIATION = 0.01
+
+
+class Alarm:
+    """Warn where a value leaps: above the median of its last 100 by more than `threshold` deviations.
+
+    The deviation is the median distance to that median, scaled to a normal distribution's standard deviation. One leap
+    is one warning, however many steps it lasts. After a resume the values are collected anew.
+    """
+
+    def __init__(self, name: str, option: str, threshold: float) -> None:
+        self.name, self.option, self.threshold = name, option, threshold
+        self._recent: collections.deque[float] = collections.deque(maxlen=WINDOW)
+        self._is_raised = False
+
+    def watch(self, step: int, value: float) -> None:
+        """Look at the value of a step."""
+        if len(self._recent) >= FEWEST and self.threshold > 0:
+            median = statistics.median(self._recent)
+            deviation = 1.4826 * statistics.median(abs(x - median) for x in self._recent)
+            distance = (value - median) / max(deviation, LEAST_DEVIATION * abs(median), 1e-12)
+            if distance > self.threshold and not self._is_raised:
+                logger.warning(
+                    f"step {step}: the {self.name} leaps to {value:.4g}, {distance:.0f} deviations above the median "
+                    f"{median:.4g} of the last {len(self._recent)} steps ({self.option} = {self.threshold:g})"
+                )
+            self._is_raised = distance > self.threshold
+        self._recent.append(value)
+
+
+def compare_ranks(step: int, step_s: float, work_s: float, data_s: float, share: float) -> dict[str, float]:
+    """Gather how long each rank was busy in a step, and return whom the others waited for; rank 0 warns of a rank that
+    was busy longer than the median rank by more than `share` of the step.
+
+    Args:
+        step_s: seconds that the step took, much the same on all ranks.
+        work_s: seconds in which this rank's graphs worked, waits for other ranks left out.
+        data_s: seconds in which this rank waited for its own data.
+    """
+    times = torch.empty(dist.get_world_size(), 2, device=device())
+    dist.all_gather(list(times.split(1)), torch.tensor([[work_s, data_s]], device=device()))
+    busy = times.sum(1).tolist()
+    slowest = max(range(len(busy)), key=busy.__getitem__)
+    work, data = times[slowest].tolist()
+    median = statistics.median_low(busy)
+    if busy[slowest] - median > share * step_s and dist.get_rank() == 0:
+        logger.warning(
+            f"step {step}: the others wait for rank {slowest}: it worked {work:.3f} s and waited {data:.3f} s for its "
+            f"data, the median rank took {median:.3f} s for both, of a step of {step_s:.3f} s "
+            f"(metrics.straggler_share = {share:g})"
+        )
+    return {
+        "slowest_rank": slowest,
+        "slowest_busy_s": busy[slowest],
+        "slowest_data_s": data,
+        "median_busy_s": median,
+    }

@@ -1,0 +1,70 @@
+"""Histograms of tensors that ranks hold parts of: exact, and the same on every rank."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan_graph.parallel.chunk import chunk_of
+
+NUM_BINS = 64
+
+
+class Histogram(NamedTuple):
+    """The finite values of one tensor: `counts[i]` of them are at most `limits[i]`, and above the limit before."""
+
+    low: float
+    high: float
+    num: int
+    sum: float
+    sum_of_squares: float
+    limits: list[float]
+    counts: list[int]
+
+
+@torch.no_grad()
+def histograms(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Histogram]:
+    """Count the finite values of each tensor in equal bins: two reductions over all ranks, on `device`.
+
+    What several ranks hold, they all count: every element of a tensor equally often, so the counts are divided by that.
+    A tensor without a finite value is left out.
+    """
+    extremes = torch.tensor([_extremes(_finite(x)) for x in tensors.values()], dtype=torch.float64, device=device)
+    dist.all_reduce(extremes, dist.ReduceOp.MAX)
+    spans = [(-negative_low, high) for negative_low, high in extremes.tolist()]
+    rows = torch.stack([_counts_and_sums(_finite(x), *span) for x, span in zip(tensors.values(), spans, strict=True)])
+    rows = rows.to(device)
+    dist.all_reduce(rows)
+    found = {}
+    for name, x, (low, high), row in zip(tensors, tensors.values(), spans, rows.tolist(), strict=True):
+        if low <= high:
+            num_holders = max(1, round(sum(row[:NUM_BINS]) / x.numel()))
+            *counts, total, sum_of_squares = (value / num_holders for value in row)
+            first, last = _widened(low, high)
+            limits = [first + (last - first) * (i + 1) / NUM_BINS for i in range(NUM_BINS)]
+            found[name] = Histogram(
+                low, high, round(sum(counts)), total, sum_of_squares, limits, list(map(int, counts))
+            )
+    return found
+
+
+def _finite(x: Tensor) -> Tensor:
+    """Give the finite values that this rank holds, fp64, on the CPU: there counting is deterministic."""
+    local = chunk_of(x).local.flatten().cpu().double()
+    return local[local.isfinite()]
+
+
+def _extremes(x: Tensor) -> tuple[float, float]:
+    """Give the largest -x and the largest x."""
+    return (-x.min().item(), x.max().item()) if len(x) else (-torch.inf, -torch.inf)
+
+
+def _counts_and_sums(x: Tensor, low: float, high: float) -> Tensor:
+    counts = torch.histc(x, NUM_BINS, *_widened(low, high)) if len(x) else x.new_zeros(NUM_BINS)
+    return torch.cat([counts, torch.stack([x.sum(), x.square().sum()])])
+
+
+def _widened(low: float, high: float) -> tuple[float, float]:
+    return (low, high) if low < high else (low - 0.5, high + 0.5)

@@ -1,0 +1,28 @@
+"""The model as a table: every parameter with its shape, size, role in the plan and dtype."""
+
+import math
+import re
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from torchtitan_graph.parallel.parallelize import parameter_roles
+
+
+def model_table(model: nn.Module, plan: Mapping[str, str], dtype: torch.dtype) -> str:
+    """Give a Markdown table of a model's parameters before they are laid out; rows alike but for their numbers in the
+    name, as those of layers are, make one row."""
+    roles = parameter_roles(model, plan)
+    rows: dict[tuple[str, tuple[int, ...], str], list[str]] = {}
+    for name, parameter in model.named_parameters():
+        alike = re.sub(r"\.\d+\.", ".*.", name), tuple(parameter.shape), roles.get(name, "")
+        rows.setdefault(alike, []).append(name)
+    lines = ["| module | parameter | shape | number | elements | role | dtype |", "|---|---|---|---|---|---|---|"]
+    for (pattern, shape, role), names in rows.items():
+        module, _, leaf = (pattern if len(names) > 1 else names[0]).rpartition(".")
+        num_elements = len(names) * math.prod(shape)
+        cells = [module, leaf, " x ".join(map(str, shape)), str(len(names)), f"{num_elements:,}", role, str(dtype)[6:]]
+        lines.append(f"| {' | '.join(cells)} |")
+    total = sum(parameter.numel() for parameter in model.parameters())
+    return "\n".join([f"{total:,} parameters", "", *lines]).replace("*", r"\*")

@@ -1,0 +1,112 @@
+"""When memory runs out: which step, which tensors, and which options would help."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.fx import GraphModule
+
+from torchtitan_graph.config import JobConfig
+from torchtitan_graph.device import GIB
+from torchtitan_graph.graph import meta
+
+NUM_SHOWN = 10
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether an error says that memory ran out; torch raises a plain RuntimeError for a CPU's."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )
+
+
+def report(
+    error: BaseException, doing: str, model: nn.Module, optimizer: torch.optim.Optimizer, config: JobConfig
+) -> str:
+    """Describe what this process held when memory ran out, and what would take less.
+
+    Args:
+        doing: what it was at, as in "step 12".
+    """
+    sizes: dict[str, int] = {}  # kind -> bytes
+    found: list[tuple[int, str]] = []
+    seen: set[int] = set()
+    for kind, name, tensor in [*_state(model, optimizer), *_values(error)]:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            sizes[kind] = sizes.get(kind, 0) + storage.nbytes()
+            shape = f"{str(tensor.dtype)[6:]}{list(tensor.shape)}"
+            found.append((storage.nbytes(), f"{storage.nbytes() / GIB:9.3f} GiB  {kind}: {name}  {shape}"))
+    found.sort(key=lambda each: -each[0])
+    held = ", ".join(f"{kind} {size / GIB:.3f} GiB" for kind, size in sizes.items())
+    return "\n".join(
+        [
+            f"{doing}: out of memory: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
+            f"held: {held}",
+            "the largest tensors:",
+            *(line for _, line in found[:NUM_SHOWN]),
+            "what takes less memory:",
+            *(f"  {line}" for line in _advice(sizes, config)),
+        ]
+    )
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, str, Tensor]]:
+    """Give what lives from step to step: kind, name and this rank's part."""
+    for name, parameter in model.named_parameters():
+        yield "parameters", name, _local(parameter)
+        if parameter.grad is not None:
+            yield "gradients", name, _local(parameter.grad)
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                yield "optimizer", f"{name} {key}", _local(value)
+
+
+def _values(error: BaseException) -> Iterator[tuple[str, str, Tensor]]:
+    """Give what the functions held that the error came through: of a graph, every value that was still needed."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        code = frame.f_locals.get("self")
+        nodes = {node.name: node for node in code.graph.nodes} if isinstance(code, GraphModule) else {}
+        for name, value in frame.f_locals.items():
+            for tensor in value if isinstance(value, (list, tuple)) else [value]:
+                if isinstance(tensor, Tensor):
+                    yield "values of the step", _described(name, nodes), _local(tensor)
+
+
+def _described(name: str, nodes: dict[str, Any]) -> str:
+    node = nodes.get(name)
+    return name if node is None else " ".join(filter(None, [meta.phase(node), meta.module(node), name]))
+
+
+@torch.no_grad()
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _advice(sizes: dict[str, int], config: JobConfig) -> Iterator[str]:
+    """Name the options that are not used yet; first what the larger part of the memory is held by."""
+    training, parallelism = config.training, config.parallelism
+    of_values, of_state = [], []
+    if config.activation_checkpoint.mode != "full":
+        of_values.append(f'activation_checkpoint.mode = "full" (now "{config.activation_checkpoint.mode}")')
+    if training.local_batch_size > 1:
+        of_values.append(
+            f"training.local_batch_size below {training.local_batch_size}; with training.global_batch_size set, the "
+            "same training in more microbatches"
+        )
+    if training.mixed_precision_param == "float32":
+        of_values.append('training.mixed_precision_param = "bfloat16"')
+    of_values.append(f"training.seq_len below {training.seq_len}: another training")
+    if parallelism.data_parallel_replicate_degree > 1:
+        of_state.append("parallelism.data_parallel_replicate_degree = 1: shards instead of replicas")
+    if parallelism.fsdp_reshard_after_forward != "always":
+        of_state.append('parallelism.fsdp_reshard_after_forward = "always"')
+    of_state.append("more processes, or a higher parallelism.tensor_parallel_degree: each then holds less of the model")
+    values = sizes.get("values of the step", 0)
+    yield from of_values + of_state if values > sum(sizes.values()) / 2 else of_state + of_values

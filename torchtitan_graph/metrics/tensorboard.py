@@ -1,0 +1,93 @@
+"""TensorBoard: the numbers, laid out as people look at them, with the configuration and the model beside them."""
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from torchtitan_graph.metrics.histograms import Histogram
+
+# The page "custom scalars": category -> chart -> patterns of the tags that share the chart.
+LAYOUT = {
+    "overview": {
+        "loss": ["train/loss$", "validation/loss$"],
+        "gradient norm": ["train/grad_norm$"],
+        "learning rate": ["train/lr$"],
+        "tokens per second": ["performance/tokens_per_second$"],
+        "MFU": ["performance/mfu$"],
+        "memory, GiB": ["performance/memory_gib$"],
+        "waiting for data, share of a step": ["performance/data_share$"],
+    },
+    "ranks": {
+        "seconds at work in a step: the slowest rank, the median": ["ranks/.*_busy_s$"],
+        "the slowest rank": ["ranks/slowest$"],
+    },
+    "experts": {
+        "load of the busiest expert over the mean, by layer": ["experts/imbalance.*"],
+    },
+}
+PIXELS = 12  # the side of an expert's square in the picture of loads
+
+
+class TensorBoard:
+    """A folder of event files. What a killed run wrote for steps after `start_step` is hidden.
+
+    Args:
+        texts: Markdown by name, shown on the page "text".
+        layout: whether to write a layout of the first step's curves; once is enough for folders shown together.
+    """
+
+    def __init__(self, folder: Path, start_step: int, texts: Mapping[str, str], layout: bool = True) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # takes a second to import, so only if asked for
+
+        self._writer = SummaryWriter(str(folder), purge_step=start_step + 1)
+        self._lay_out = layout
+        for name, text in texts.items():
+            self._writer.add_text(name, text, start_step)
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Add a point to the curve of each tag."""
+        if self._lay_out and "train/loss" in values:
+            self._writer.add_custom_scalars(_layout_of(values))
+            self._lay_out = False
+        for tag, value in values.items():
+            self._writer.add_scalar(tag, value, step)
+        self._writer.flush()  # a killed run keeps what it logged
+
+    def expert_loads(self, step: int, loads: Mapping[str, Tensor]) -> None:
+        """Draw the loads: a row per layer, a square per expert, black for none, white for twice the mean or more."""
+        shares = torch.stack([load_E.double() / load_E.double().mean().clamp(min=1e-9) for load_E in loads.values()])
+        picture = (shares / 2).clamp(max=1).repeat_interleave(PIXELS, 0).repeat_interleave(PIXELS, 1)
+        self._writer.add_image("experts/load", picture.cpu(), step, dataformats="HW")
+
+    def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Add a histogram to the series of each tag."""
+        for tag, h in histograms.items():
+            self._writer.add_histogram_raw(
+                tag, h.low, h.high, h.num, h.sum, h.sum_of_squares, h.limits, h.counts, global_step=step
+            )
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _layout_of(tags: Iterable[str]) -> dict[str, dict[str, list]]:
+    """Give the charts that have something to show, as `add_custom_scalars` takes them."""
+    text = "\n".join(tags)
+    shown = {
+        category: {
+            chart: ["Multiline", patterns]
+            for chart, patterns in charts.items()
+            if any(re.search(pattern, text, re.MULTILINE) for pattern in patterns)
+        }
+        for category, charts in LAYOUT.items()
+    }
+    return {category: charts for category, charts in shown.items() if charts}
+
+
+def verbatim(text: str) -> str:
+    """Give Markdown that shows a text as it is."""
+    return "\n".join("    " + line for line in text.splitlines())

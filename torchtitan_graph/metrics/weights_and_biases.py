@@ -1,0 +1,63 @@
+"""Weights & Biases: the numbers of TensorBoard, sent there, or kept in a folder that `wandb sync` sends later."""
+
+import importlib.util
+import os
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torchtitan_graph.log import logger
+
+
+def check_wandb(enabled: bool) -> None:
+    """Check `metrics.enable_wandb` before any work is done.
+
+    Raises:
+        ValueError: it is on, and wandb is not installed.
+    """
+    if enabled and importlib.util.find_spec("wandb") is None:
+        raise ValueError(
+            "metrics.enable_wandb = true: the package wandb is not installed; pip install wandb, or use "
+            "metrics.enable_tensorboard = true, which shows the same"
+        )
+
+
+class WeightsAndBiases:
+    """A run at Weights & Biases, which goes on when training is resumed.
+
+    WANDB_PROJECT and WANDB_NAME name it. Without WANDB_API_KEY (or another WANDB_MODE) nothing leaves the machine.
+
+    Args:
+        folder: where wandb keeps its files, and the run's id is kept.
+        settings: every option of the run, to search and compare runs by.
+    """
+
+    def __init__(self, folder: Path, start_step: int, settings: Mapping[str, Any]) -> None:
+        import wandb
+
+        folder.mkdir(parents=True, exist_ok=True)
+        kept = folder / "wandb_run_id"
+        if start_step == 0 or not kept.exists():
+            kept.write_text(uuid.uuid4().hex)
+        online = "WANDB_API_KEY" in os.environ
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "torchtitan_graph"),
+            name=os.environ.get("WANDB_NAME"),
+            id=kept.read_text(),
+            resume="allow",
+            dir=str(folder),
+            mode=os.environ.get("WANDB_MODE", "online" if online else "offline"),
+            config=dict(settings),
+        )
+        if not online:
+            logger.info(f"Weights & Biases: kept in {folder}, as WANDB_API_KEY is not set; `wandb sync` sends it")
+        # An axis of our own: wandb's drops what a resumed run does again.
+        self._run.define_metric("*", step_metric="step")
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Add a point to the curve of each tag."""
+        self._run.log({"step": step, **values})
+
+    def close(self) -> None:
+        self._run.finish()

@@ -20,6 +20,7 @@ def assert_recovered(folder: Path, result: Result, reference: Path) -> None:
     assert status["seconds"]["lost"] > 0, "the third step was done twice"
 
 
+@pytest.mark.slow
 def test_killed_worker(reference: tuple[Path, Result], tmp_path: Path) -> None:
     options = ["--job.dump_folder", str(tmp_path)]
     result = torchrun(2, *options, patch="lose_rank_1_in_step_4", LOSE="kill", **RESTART).finish()

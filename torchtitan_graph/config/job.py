@@ -68,7 +68,7 @@ class Metrics:
         "Warn where the loss is above the median of the last 100 steps by more than so many deviations; 0: never.",
         minimum=0,
     )
-    grad_norm_alarm: float = option(10.0, "As loss_alarm, for the gradient norm.", minimum=0)
+    grad_norm_alarm: float = option(20.0, "As loss_alarm, for the gradient norm.", minimum=0)
     straggler_share: float = option(
         0.2,
         "Compare the ranks at logged steps, and warn where one is busy longer than the median rank by more than this"

@@ -21,7 +21,7 @@ LAYOUT = {
         "waiting for data, share of a step": ["performance/data_share$"],
     },
     "ranks": {
-        "seconds at work in a step: the slowest rank, the median": ["ranks/.*_busy_s$"],
+        "busy seconds: the slowest rank, the median": ["ranks/.*_busy_s$"],
         "the slowest rank": ["ranks/slowest$"],
     },
     "experts": {
@@ -36,22 +36,25 @@ class TensorBoard:
 
     Args:
         texts: Markdown by name, shown on the page "text".
-        layout: whether to write a layout of the first step's curves; once is enough for folders shown together.
+        layout: whether to write a layout of the steps' curves; once is enough for folders shown together.
     """
 
     def __init__(self, folder: Path, start_step: int, texts: Mapping[str, str], layout: bool = True) -> None:
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import, so only if asked for
 
         self._writer = SummaryWriter(str(folder), purge_step=start_step + 1)
-        self._lay_out = layout
+        self._tags: set[str] = set()
+        self._layout: dict[str, dict[str, list]] | None = {} if layout else None
         for name, text in texts.items():
             self._writer.add_text(name, text, start_step)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Add a point to the curve of each tag."""
-        if self._lay_out and "train/loss" in values:
-            self._writer.add_custom_scalars(_layout_of(values))
-            self._lay_out = False
+        if self._layout is not None and "train/loss" in values:
+            self._tags |= values.keys()
+            if (layout := _layout_of(self._tags)) != self._layout:
+                self._writer.add_custom_scalars(layout)  # TensorBoard takes the last one
+                self._layout = layout
         for tag, value in values.items():
             self._writer.add_scalar(tag, value, step)
         self._writer.flush()  # a killed run keeps what it logged

@@ -210,7 +210,7 @@ def test_tensorboard_shows_the_configuration_and_the_model(tmp_path: Path) -> No
 
 
 def charts(folder: Path) -> dict[str, list[str]]:
-    (layout,) = tensors(folder, "custom_scalars__config__")
+    *_, layout = tensors(folder, "custom_scalars__config__")  # TensorBoard takes the last one
     parsed = Layout.FromString(layout)
     return {chart.title: list(chart.multiline.tag) for category in parsed.category for chart in category.chart}
 
@@ -225,6 +225,14 @@ def test_tensorboard_lays_out_the_charts_that_have_curves(tmp_path: Path) -> Non
         *["loss", "gradient norm", "learning rate", "tokens per second", "memory, GiB"],
         "waiting for data, share of a step",
     }
+    assert len(tensors(tmp_path / "tb", "custom_scalars__config__")) == 1
+
+
+def test_a_chart_is_added_when_its_first_curve_comes(tmp_path: Path) -> None:
+    with build(tmp_path, options={"enable_tensorboard": True}) as logs:
+        run(logs, 1, 1)
+        run(logs, 4, 4, expert_loads={"layers.0": torch.tensor([6, 2])})
+    assert charts(tmp_path / "tb").keys() > {"loss", "load of the busiest expert over the mean, by layer"}
 
 
 def test_every_chart_shows_a_curve_that_there_is(tmp_path: Path) -> None:

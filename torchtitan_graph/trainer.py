@@ -37,7 +37,13 @@ from torchtitan_graph.models.hf import choose_model, load_weights, save_weights
 from torchtitan_graph.models.layers.attention import flex_cpu_bytes
 from torchtitan_graph.models.layers.init import initialize
 from torchtitan_graph.models.layers.moe import AuxiliaryLoss, MoE, move_correction_biases
-from torchtitan_graph.optim import build_lr_scheduler, build_optimizer, clip_grad_norm
+from torchtitan_graph.optim import (
+    build_lr_scheduler,
+    build_optimizer,
+    check_optimizer,
+    clip_grad_norm,
+    forget_rehearsal,
+)
 from torchtitan_graph.parallel.mesh import ParallelDims, axis_degree, data_parallel_rank
 from torchtitan_graph.parallel.parallelize import check_plan, parallelize
 from torchtitan_graph.parallel.recompute import Recompute, recompute_eager
@@ -93,6 +99,7 @@ class Trainer:
         self.assets = find_assets(config.model.hf_assets_path) if config.model.hf_assets_path else None
         self.family, self.model = choose_model(config, self.assets, self.tokenizer.vocab_size)
         check_plan(self.model, self.family.PLAN, self.dims.tp)
+        check_optimizer(self.model, config.optimizer)
         self.experts = [module for module in self.model.modules() if isinstance(module, MoE)]
         for module in self.experts:
             module.router.forced_balance = config.debug.moe_force_load_balance
@@ -427,7 +434,9 @@ class Trainer:
             self.train_data.load_state_dict(state["data"])
             torch.set_rng_state(torch.tensor(list(bytes.fromhex(state["rng"])), dtype=torch.uint8))
             logger.info(f"resuming after step {self.step}")
-        elif self.config.checkpoint.enable and self.config.checkpoint.initial_load_in_hf:
+            return
+        forget_rehearsal(self.optimizer)
+        if self.config.checkpoint.enable and self.config.checkpoint.initial_load_in_hf:
             path = Path(self.config.checkpoint.initial_load_path or self.assets or "")
             quantized = self.config.checkpoint.initial_load_in_hf_quantized
             try:

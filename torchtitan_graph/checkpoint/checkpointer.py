@@ -119,10 +119,11 @@ class Checkpointer:
         tensors = _model_tensors(self.model)
         if model_only:
             return tensors
+        mine = {param for group in self.optimizer.param_groups for param in group["params"]}
         for name, param in self.model.named_parameters():
             if param.requires_grad:
-                state = self.optimizer.state.get(param)
-                assert state, f"the optimizer has no state for {name}: build it with build_optimizer"
+                assert param in mine, f"the optimizer lacks {name}: build it with build_optimizer"
+                state = self.optimizer.state.get(param, {})  # an optimizer may do without
                 tensors |= {f"optim.{name}.{key}": value for key, value in state.items()}
         return tensors
 
@@ -133,7 +134,9 @@ class Checkpointer:
             "model_only": model_only,
             "train_state": train_state,
             "lr_scheduler": self.lr_scheduler.state_dict(),
-            "optimizer": {key: value for key, value in self.optimizer.param_groups[0].items() if key != "params"},
+            "optimizer": [
+                {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups
+            ],
             "torch": torch.__version__,
         }
 

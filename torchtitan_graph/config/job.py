@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchtitan_graph.config.option import option, options
+from torchtitan_graph.config.option import INSIDE, INSIDE_OR_ABSOLUTE, option, options
 
 
 @dataclass
@@ -19,7 +19,7 @@ class Job:
     description: str = option("default job", "Free text, logged at the start.")
     print_config: bool = option(False, "Log the resolved configuration at the start.")
     save_config_file: str = option(
-        "config.toml", "Where in dump_folder the resolved configuration is written, as TOML."
+        "config.toml", "Where in dump_folder the resolved configuration is written, as TOML.", place=INSIDE
     )
     custom_config_module: str = option("", "Module that extended the configuration class.")
 
@@ -29,12 +29,14 @@ class Profiling:
     """Kineto traces of some steps."""
 
     enable_profiling: bool = option(False, "Write a trace every profile_freq steps.")
-    save_traces_folder: str = option("profile_traces", "Folder in dump_folder for the traces.")
+    save_traces_folder: str = option("profile_traces", "Folder in dump_folder for the traces.", place=INSIDE)
     profile_freq: int = option(10, "Steps from one trace to the next.", minimum=1)
     profiler_active: int = option(1, "Steps that a trace covers.", minimum=1)
     profiler_warmup: int = option(3, "Steps the profiler runs before a trace, unrecorded.", minimum=0)
     enable_memory_snapshot: bool = option(False, "Write snapshots of the CUDA allocator.")
-    save_memory_snapshot_folder: str = option("memory_snapshot", "Folder in dump_folder for memory snapshots.")
+    save_memory_snapshot_folder: str = option(
+        "memory_snapshot", "Folder in dump_folder for memory snapshots.", place=INSIDE
+    )
 
 
 @dataclass
@@ -46,7 +48,7 @@ class Metrics:
     )
     enable_tensorboard: bool = option(False, "Write TensorBoard event files.")
     disable_color_printing: bool = option(False, "Never colour the console.")
-    save_tb_folder: str = option("tb", "Folder in dump_folder for TensorBoard event files.")
+    save_tb_folder: str = option("tb", "Folder in dump_folder for TensorBoard event files.", place=INSIDE)
     save_for_all_ranks: bool = option(False, "Write the metrics of every rank, not only of rank 0.")
     enable_wandb: bool = option(False, "Log to Weights & Biases.")
 
@@ -91,10 +93,32 @@ class MoE:
 
 
 @dataclass
+class ParamGroup:
+    """Parameters with settings of their own. A parameter belongs to the first entry that matches its name."""
+
+    pattern: str = option("", "Which parameters, such as *.norm.weight or layers.[01].*", pattern=r".+")
+    lr: float | None = option(None, "Peak learning rate; not set: optimizer.lr.", minimum=0)
+    weight_decay: float | None = option(None, "Weight decay; not set: optimizer.weight_decay.", minimum=0)
+    beta1: float | None = option(None, "As optimizer.beta1; not set: that.", minimum=0, below=1)
+    beta2: float | None = option(None, "As optimizer.beta2; not set: that.", minimum=0, below=1)
+
+
+@dataclass
 class Optimizer:
     """The optimizer; see [lr_scheduler] for its learning rate over time."""
 
-    name: str = option("AdamW", "Optimizer.", choices=("Adam", "AdamW"))
+    name: str = option(
+        "AdamW",
+        "Optimizer; a dotted name is a class of your own, a torch.optim.Optimizer.",
+        choices=("Adam", "AdamW"),
+        pattern=r"\w+(\.\w+)+",
+    )
+    options: dict[str, Any] = option(
+        {}, "Further arguments of an optimizer with a dotted name, such as {momentum = 0.9}."
+    )
+    param_groups: list[ParamGroup] = option(
+        [], "Parameters, by patterns of their names, that are trained with other settings than the rest."
+    )
     lr: float = option(8e-4, "Peak learning rate.", minimum=0)
     beta1: float = option(0.9, "Decay of the mean of the gradients.", minimum=0, below=1)
     beta2: float = option(0.95, "Decay of the mean of their squares.", minimum=0, below=1)
@@ -217,7 +241,9 @@ class Checkpoint:
 
     enable: bool = option(False, "Save checkpoints, and resume from the newest complete one.")
     enable_ft_dataloader_checkpoints: bool = option(True, "Save the data position of each fault-tolerant replica.")
-    folder: str = option("checkpoint", "Folder in dump_folder for the checkpoints.")
+    folder: str = option(
+        "checkpoint", "Folder in dump_folder for the checkpoints, or an absolute path.", place=INSIDE_OR_ABSOLUTE
+    )
     interval: int = option(500, "Steps from one checkpoint to the next.", minimum=1)
     initial_load_path: str | None = option(None, "Checkpoint to start from while folder holds none of this run.")
     initial_load_model_only: bool = option(True, "Take only parameters from initial_load_path.")
@@ -373,8 +399,8 @@ class Comm:
     init_timeout_seconds: int = option(300, "Longest wait in a collective until the first step is done.", minimum=1)
     train_timeout_seconds: int = option(100, "Longest wait in a collective after that.", minimum=1)
     trace_buf_size: int = option(20000, "Entries of NCCL's flight recorder.", minimum=0)
-    save_traces_folder: str = option("comm_traces", "Folder in dump_folder for the flight recorder.")
-    save_traces_file_prefix: str = option("rank_", "How the flight recorder's files begin.")
+    save_traces_folder: str = option("comm_traces", "Folder in dump_folder for the flight recorder.", place=INSIDE)
+    save_traces_file_prefix: str = option("rank_", "How the flight recorder's files begin.", place=INSIDE)
     mode: str = option(
         "default",
         "default: real communication; fake_backend: a dry run of one rank of any world size, in one process.",

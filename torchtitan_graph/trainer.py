@@ -112,6 +112,7 @@ class Trainer:
         self.regions = plan_regions(config.compile, self.model, self.device)
         self.dump_folder = Path(config.job.dump_folder)
         self.step = self.tokens_seen = 0
+        self.tokens_by_source: dict[str, int] = {}
 
     def _check_memory(self) -> None:
         """Refuse uncompiled flex attention on a CPU where its scores can't fit; a dry run allocates none."""
@@ -183,6 +184,7 @@ class Trainer:
         return build_dataloader(
             dataset=table.dataset,
             dataset_path=table.dataset_path,
+            sources=self.config.training.sources if split == "train" else (),
             split=split,
             tokenizer=self.tokenizer,
             seq_len=table.seq_len,
@@ -200,7 +202,8 @@ class Trainer:
     def _open_validation(self) -> DataLoader:
         """Open the validation split; a path other than training's is held out as a whole."""
         training, validation = self.config.training, self.config.validation
-        of_its_own = validation.dataset_path not in (None, training.dataset_path)
+        trained_on = [training.dataset_path, *(source.dataset_path for source in training.sources)]
+        of_its_own = validation.dataset_path not in (None, *trained_on)
         return self._open_data(validation, "all" if of_its_own else "validation", repeat=False)
 
     def _build_graph_steps(self) -> tuple[Step, Step | None, Flops | None]:
@@ -333,6 +336,7 @@ class Trainer:
         imbalance = self._balance_experts(loads)
         self.step += 1
         self.tokens_seen += int(num_tokens)
+        self._count_sources()
         metrics.flops_per_step = self._flops(microbatches)
         metrics.end_step(
             self.step,
@@ -342,8 +346,17 @@ class Trainer:
             tokens_seen=self.tokens_seen,
             data_loading_s=data_loading_s,
             expert_imbalance=imbalance,
+            tokens_by_source=self.tokens_by_source,
         )
         return True
+
+    def _count_sources(self) -> None:
+        """Add the step's targets of all ranks to each source's, where the data is a mixture."""
+        names = self.train_data.source_names
+        if len(names) > 1:
+            counts = self._sum_over_data_parallel(self.train_data.take_targets().to(self.device)).tolist()
+            before = self.tokens_by_source
+            self.tokens_by_source = {name: before.get(name, 0) + n for name, n in zip(names, counts, strict=True)}
 
     def _balance_experts(self, loads: dict[str, Tensor]) -> Tensor | None:
         """Move the experts' correction biases by the loads that all data-parallel ranks saw in this step. Return the
@@ -431,6 +444,7 @@ class Trainer:
         state = self.checkpointer.load(self.config.training.steps)
         if state is not None:
             self.step, self.tokens_seen = state["step"], state["tokens_seen"]
+            self.tokens_by_source = state.get("tokens_by_source", {})
             self.train_data.load_state_dict(state["data"])
             torch.set_rng_state(torch.tensor(list(bytes.fromhex(state["rng"])), dtype=torch.uint8))
             logger.info(f"resuming after step {self.step}")
@@ -460,6 +474,7 @@ class Trainer:
         return {
             "step": self.step,
             "tokens_seen": self.tokens_seen,
+            "tokens_by_source": self.tokens_by_source,
             "data": merge_states(parts),
             "rng": bytes(torch.get_rng_state().tolist()).hex(),
         }

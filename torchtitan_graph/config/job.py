@@ -1,6 +1,7 @@
 """Every option there is: a dataclass per TOML table, a field per key, with default, legal values and help."""
 
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Any
 
 from torchtitan_graph.config.option import INSIDE, INSIDE_OR_ABSOLUTE, option, options
@@ -155,6 +156,21 @@ class DataLoader:
 
 
 @dataclass
+class DataSource:
+    """A corpus of a mixture. Each has its own order and repeats by itself."""
+
+    dataset: str | None = option(None, "As training.dataset.")
+    dataset_path: str | None = option(None, "As training.dataset_path.")
+    weight: float = option(1.0, "Its share of the rows, relative to the weights of the others.", minimum=0)
+    name: str | None = option(None, "What the metrics call it; not set: the last part of its path, or dataset.")
+
+
+def source_name(source: DataSource) -> str:
+    """Return what a corpus of a mixture is called."""
+    return source.name or PurePath(source.dataset_path or source.dataset or "").name
+
+
+@dataclass
 class Training:
     """Data, batch and precision of the run."""
 
@@ -165,6 +181,9 @@ class Training:
     )
     dataset_path: str | None = option(
         None, "Folder of text or source files, a .jsonl, .jsonl.gz or .parquet file, or a saved Hugging Face dataset."
+    )
+    sources: list[DataSource] = option(
+        [], "Corpora to mix by weight, in the place of dataset and dataset_path; the weights may change on a resume."
     )
     repeat: bool = option(True, "Begin the corpus again, in another order, when it is through; else stop there.")
     local_batch_size: int = option(8, "Rows per rank and microbatch.", minimum=1)

@@ -4,6 +4,8 @@ import hashlib
 from collections.abc import Iterator
 from typing import Protocol
 
+import numpy as np
+
 from torchtitan_graph.data.sources import Source
 
 # Note [Lanes]
@@ -19,17 +21,20 @@ VALIDATION_FRACTION = 0.05
 _FEW_DOCUMENTS = 4096
 
 
+Document = str | np.ndarray  # its text, or its token ids without those that begin and end it
+
+
 class Corpus(Protocol):
     """Documents of one split in the order of training.
 
-    `documents` yields what a lane reads in an epoch as (index, text), from `start` on; indices ascend, with gaps,
+    `documents` yields what a lane reads in an epoch as (index, document), from `start` on; indices ascend, with gaps,
     and mean the same whenever lane and epoch are the same. An instance can be pickled.
     """
 
     num_lanes: int
     digest: str
 
-    def documents(self, lane: int, epoch: int, start: int) -> Iterator[tuple[int, str]]: ...
+    def documents(self, lane: int, epoch: int, start: int) -> Iterator[tuple[int, Document]]: ...
 
 
 class ShuffledCorpus:
@@ -54,7 +59,7 @@ class ShuffledCorpus:
         self.num_lanes = num_lanes(len(source) * split_fraction(split) / _DOCUMENTS_PER_LANE)
         self.digest = f"{split} of {source.digest}"
 
-    def documents(self, lane: int, epoch: int, start: int) -> Iterator[tuple[int, str]]:
+    def documents(self, lane: int, epoch: int, start: int) -> Iterator[tuple[int, Document]]:
         total = len(self._source)
         for index in range(start, (total - lane - 1) // self.num_lanes + 1):
             document = shuffled(index * self.num_lanes + lane, total, (self._seed, epoch))

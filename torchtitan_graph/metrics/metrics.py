@@ -83,6 +83,7 @@ class Metrics:
         self._tokens_seen = tokens_seen
         self._began = 0.0
         self._pending: dict[str, Any] = {}  # the last step's values
+        self._tokens_by_source: dict[str, int] | None = None
 
     def start_step(self) -> None:
         """Start the clock. What happens between two steps (a save, a validation) is not counted."""
@@ -98,12 +99,14 @@ class Metrics:
         tokens_seen: int,
         data_loading_s: float,
         expert_imbalance: float | torch.Tensor | None = None,
+        tokens_by_source: dict[str, int] | None = None,
     ) -> None:
         """Stop the clock, and log if it is this step's turn.
 
         `loss`, `grad_norm`, `lr` and `expert_imbalance` may be tensors on the device: they are read only where the step
         is logged, and before the clock is stopped, so that the time covers all the device was given to do.
-        `tokens_seen` counts all ranks' tokens from the run's beginning. `data_loading_s` is the part of the step spent
+        `tokens_seen` counts all ranks' tokens from the run's beginning, `tokens_by_source` those of each corpus of a
+        mixture. `data_loading_s` is the part of the step spent
         waiting for data.
         """
         due = step == 1 or step % self.log_freq == 0 or step == self.total_steps
@@ -115,6 +118,7 @@ class Metrics:
         self._step_time_s += time.perf_counter() - self._began
         self._data_loading_s += data_loading_s
         self._pending = {"step": step, "tokens_seen": tokens_seen, **values}
+        self._tokens_by_source = tokens_by_source
         if due:
             self.log_pending()
 
@@ -138,6 +142,8 @@ class Metrics:
         }
         if values["expert_imbalance"] is not None:
             record["expert_imbalance"] = values["expert_imbalance"]
+        if self._tokens_by_source:
+            record["tokens_by_source"] = self._tokens_by_source
         self._num_steps, self._flops, self._step_time_s, self._data_loading_s = 0, 0.0, 0.0, 0.0
         self._tokens_seen = tokens_seen
         self._write(record)
@@ -175,6 +181,8 @@ class Metrics:
             for key, tag in TENSORBOARD_TAGS.items():
                 if record.get(key) is not None:
                     self._tensorboard.add_scalar(tag, record[key], record["step"])
+            for name, tokens in record.get("tokens_by_source", {}).items():
+                self._tensorboard.add_scalar(f"data/tokens_{name}", tokens, record["step"])
             self._tensorboard.flush()  # a killed run keeps what it logged
 
     def _progress(self, step: int) -> str:

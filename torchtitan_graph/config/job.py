@@ -180,7 +180,9 @@ class Training:
         " of the hub, or any name together with dataset_path. c4_test is an old name of stdlib.",
     )
     dataset_path: str | None = option(
-        None, "Folder of text or source files, a .jsonl, .jsonl.gz or .parquet file, or a saved Hugging Face dataset."
+        None,
+        "Folder of text or source files, a .jsonl, .jsonl.gz or .parquet file, a saved Hugging Face dataset, or token"
+        " shards of scripts/pretokenize.py.",
     )
     sources: list[DataSource] = option(
         [], "Corpora to mix by weight, in the place of dataset and dataset_path; the weights may change on a resume."

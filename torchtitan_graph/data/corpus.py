@@ -4,9 +4,7 @@ import hashlib
 from collections.abc import Iterator
 from typing import Protocol
 
-import numpy as np
-
-from torchtitan_graph.data.sources import Source
+from torchtitan_graph.data.sources import Document, Source
 
 # Note [Lanes]
 # Which document a row of the global sequence begins with depends on how many tokens every document before it has.
@@ -19,9 +17,6 @@ MAX_LANES = 256
 _DOCUMENTS_PER_LANE = 32  # below that, lanes differ much in length, and the longest ends long after the others
 VALIDATION_FRACTION = 0.05
 _FEW_DOCUMENTS = 4096
-
-
-Document = str | np.ndarray  # its text, or its token ids without those that begin and end it
 
 
 class Corpus(Protocol):
@@ -45,7 +40,7 @@ class ShuffledCorpus:
     """
 
     def __init__(self, source: Source, split: str, seed: int) -> None:
-        self._source, self._split, self._seed = source, split, seed
+        self.source, self.split, self._seed = source, split, seed
         if not len(source):
             raise ValueError(
                 f"{'training' if split == 'train' else 'validation'}.dataset: the corpus has no documents."
@@ -60,11 +55,11 @@ class ShuffledCorpus:
         self.digest = f"{split} of {source.digest}"
 
     def documents(self, lane: int, epoch: int, start: int) -> Iterator[tuple[int, Document]]:
-        total = len(self._source)
+        total = len(self.source)
         for index in range(start, (total - lane - 1) // self.num_lanes + 1):
             document = shuffled(index * self.num_lanes + lane, total, (self._seed, epoch))
-            if in_split(self._split, self._source.identity(document), self._threshold):
-                yield index, self._source[document]
+            if in_split(self.split, self.source.identity(document), self._threshold):
+                yield index, self.source[document]
 
 
 def num_lanes(wanted: float) -> int:
@@ -79,9 +74,9 @@ def split_fraction(split: str) -> float:
     return {"train": 1 - VALIDATION_FRACTION, "validation": VALIDATION_FRACTION, "all": 1.0}[split]
 
 
-def in_split(split: str, identity: str, threshold: int = int(VALIDATION_FRACTION * 2**64)) -> bool:
+def in_split(split: str, identity: str | int, threshold: int = int(VALIDATION_FRACTION * 2**64)) -> bool:
     """Tell whether a document belongs to a split: those whose hash is below the threshold are for validation."""
-    return split == "all" or (_hash(identity) < threshold) == (split == "validation")
+    return split == "all" or (document_key(identity) < threshold) == (split == "validation")
 
 
 def _validation_threshold(source: Source) -> int:
@@ -89,12 +84,15 @@ def _validation_threshold(source: Source) -> int:
     if total > _FEW_DOCUMENTS:
         return int(VALIDATION_FRACTION * 2**64)
     # A fraction by chance could leave a split of a small corpus empty: take the fraction exactly, and one at least.
-    hashes = sorted(_hash(source.identity(index)) for index in range(total))
+    hashes = sorted(document_key(source.identity(index)) for index in range(total))
     return hashes[max(1, round(VALIDATION_FRACTION * total))] if total > 1 else 0
 
 
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=8).digest(), "little")
+def document_key(identity: str | int) -> int:
+    """Return the 64 bits that decide on a document's split: a hash of its identity, unless that is the hash."""
+    if isinstance(identity, int):
+        return identity
+    return int.from_bytes(hashlib.blake2b(identity.encode(errors="surrogateescape"), digest_size=8).digest(), "little")
 
 
 def shuffled(index: int, total: int, key: tuple[int, int]) -> int:

@@ -5,7 +5,8 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from torchtitan_graph.data.corpus import Corpus, Document
+from torchtitan_graph.data.corpus import Corpus
+from torchtitan_graph.data.sources import Document
 
 # Note [Mixture]
 # Which corpus a row is of depends on the weights and the row's number alone, so that every rank and worker knows it

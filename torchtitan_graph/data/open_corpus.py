@@ -11,6 +11,7 @@ from torchtitan_graph.config.job import source_name
 from torchtitan_graph.data.corpus import Corpus, ShuffledCorpus
 from torchtitan_graph.data.hugging_face import is_saved_dataset, open_hub, open_parquet, open_saved
 from torchtitan_graph.data.mixture import Mixture
+from torchtitan_graph.data.shards import Shards, is_shards
 from torchtitan_graph.data.sources import Chain, JsonLines, Source, TextFiles, TextPieces
 from torchtitan_graph.data.tokenizer import Tokenizer
 from torchtitan_graph.log import logger
@@ -55,6 +56,7 @@ def open_corpus(
     """Open a split of the corpus at `dataset_path`, or else of the one that `dataset` names.
 
     split: "train" and "validation" have no document in common; "all" is the whole corpus.
+    tokenizer: what the documents will be read with; shards of token ids are refused if they are of another, or none.
     Raises ValueError if there is no such corpus, it can't be read, or the split has no documents.
     """
     assert split in ("train", "validation", "all"), split
@@ -65,6 +67,8 @@ def open_corpus(
             raise ValueError(f"{option}_path = {dataset_path!r}: there is no such file or folder.")
         if is_saved_dataset(path):
             return open_saved(path, text_column, split, seed)
+        if is_shards(path):
+            return _open_shards(path, split, seed, tokenizer)
         return ShuffledCorpus(_open_path(path, text_column), split, seed)
     if dataset in ("stdlib", "c4_test"):
         if dataset == "c4_test":
@@ -81,6 +85,16 @@ def open_corpus(
         f"{option} = {dataset!r} is no corpus{f'; did you mean {nearest[0]!r}?' if nearest else '.'} Legal are"
         f" {', '.join(_NAMES)}, a dataset of the Hugging Face hub as 'owner/name' or 'owner/name:config', and any name"
         f" together with {option}_path."
+    )
+
+
+def _open_shards(path: Path, split: str, seed: int, tokenizer: Tokenizer | None) -> Corpus:
+    shards = Shards(path, tokenizer)
+    if split == "all" or split in shards.splits:
+        return ShuffledCorpus(shards, split if len(shards.splits) > 1 else "all", seed)
+    raise ValueError(
+        f"{path}: holds only documents for {shards.splits[0]}, as they have splits of their own. Run"
+        f" scripts/pretokenize.py --split {split} as well, and name that folder for {split}"
     )
 
 

@@ -6,7 +6,8 @@ from typing import NamedTuple
 import numpy as np
 
 from torchtitan_graph.data.batch import IGNORE_INDEX
-from torchtitan_graph.data.corpus import Corpus, Document
+from torchtitan_graph.data.corpus import Corpus
+from torchtitan_graph.data.sources import Document
 from torchtitan_graph.data.tokenizer import Tokenizer
 
 # By chance a lane of a small split may get nothing in an epoch; not so often in a row.

@@ -82,8 +82,11 @@ def _start(config: JobConfig, world_size: int, fake: bool) -> None:
     )
     if dist.get_rank() == 0 and config.job.save_config_file:
         path = Path(config.job.dump_folder) / config.job.save_config_file
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(dump_toml(config))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(dump_toml(config))
+        except OSError as error:
+            raise ValueError(f"job.dump_folder = {config.job.dump_folder!r}: can't be written to: {error}") from error
     if config.job.print_config and dist.get_rank() == 0:
         logger.info(f"configuration:\n{dump_toml(config)}")
     logger.info(f"{config.job.description}: {world_size} processes on {devices.device_type()}")

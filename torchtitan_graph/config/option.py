@@ -119,8 +119,10 @@ class Option:
         if self.kind is float and type(value) is int and abs(value) < 2**1000:
             value = float(value)
         if not _has_kind(value, self.kind):
-            quotes = " in quotes" if self.kind is str and not isinstance(value, (list, dict)) else ""
-            raise ValueError(f"must be {self.legal()}{quotes}")
+            hint = ""
+            if self.kind is str and not isinstance(value, (list, dict)):
+                hint = ", in UTF-8 and without NUL" if isinstance(value, str) else " in quotes"
+            raise ValueError(f"must be {self.legal()}{hint}")
         if not self._is_legal(value):
             hint = nearest(value, self.choices) if self.choices else None
             raise ValueError(f"must be {self.legal()}" + (f"; did you mean {hint}?" if hint else ""))
@@ -239,7 +241,8 @@ def _has_kind(value: Any, kind: Any) -> bool:
         return isinstance(value, dict) and all(_has_kind(name, str) and _is_plain(item) for name, item in value.items())
     if type(value) is not kind:  # not isinstance: a bool is not a number here
         return False
-    return kind is not str or not any("\ud800" <= char <= "\udfff" for char in value)  # undecodable bytes of an argv
+    # Undecodable bytes of an argv; and no file's name can hold a NUL.
+    return kind is not str or not any("\ud800" <= char <= "\udfff" or char == "\0" for char in value)
 
 
 def _is_plain(value: Any) -> bool:
@@ -250,8 +253,6 @@ def _is_plain(value: Any) -> bool:
 
 
 def _is_in_place(name: str, place: str) -> bool:
-    if "\0" in name:
-        return False
     path = PurePath(name)
     return ".." not in path.parts and (place == INSIDE_OR_ABSOLUTE or not path.is_absolute())
 

@@ -1,5 +1,6 @@
 """Build the optimizer over a model's parameters: AdamW, Adam, or a class of the user's, with settings by name."""
 
+import difflib
 import fnmatch
 import inspect
 from typing import Any
@@ -8,7 +9,6 @@ import torch
 from torch import nn
 
 from torchtitan_graph.config import job
-from torchtitan_graph.config.option import nearest
 from torchtitan_graph.optim.own_class import find_class, rehearse
 
 BUILT_IN: dict[str, type[torch.optim.Optimizer]] = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
@@ -74,7 +74,7 @@ def _groups(model: nn.Module, config: job.Optimizer, taken: set[str]) -> list[di
         matched = fnmatch.filter(names, entry.pattern)
         mine = [rest.pop(name) for name in matched if name in rest]
         if not mine:
-            near = nearest(entry.pattern, names) or names[0]
+            near = difflib.get_close_matches(entry.pattern, names, n=1, cutoff=0.0)[0]
             why = f"matches no parameter; did you mean {near}? A name is matched in full, and * stands for any part"
             why = "the entries before it have all that it matches; put it before them" if matched else why
             raise ValueError(f"optimizer.param_groups, entry {number}: pattern = {entry.pattern!r}: {why}")

@@ -13,7 +13,7 @@ from torchtitan_graph.config.job import OPTIONS, put
 from torchtitan_graph.config.option import Option, options
 from torchtitan_graph.config.support import FLAVOR_SUFFIXES, find_row
 
-TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
+TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1)
 PATHS = st.text('ab .é\n"\\', min_size=1).filter(lambda name: name != "..")
 
 

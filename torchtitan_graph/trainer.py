@@ -46,7 +46,13 @@ from torchtitan_graph.models.hf import choose_model, load_weights, save_weights
 from torchtitan_graph.models.layers.attention import flex_cpu_bytes
 from torchtitan_graph.models.layers.init import initialize
 from torchtitan_graph.models.layers.moe import AuxiliaryLoss, MoE, move_correction_biases
-from torchtitan_graph.optim import build_lr_scheduler, build_optimizer, clip_grad_norm
+from torchtitan_graph.optim import (
+    build_lr_scheduler,
+    build_optimizer,
+    check_optimizer,
+    clip_grad_norm,
+    forget_rehearsal,
+)
 from torchtitan_graph.parallel.mesh import ParallelDims, axis_degree, data_parallel_rank
 from torchtitan_graph.parallel.parallelize import check_plan, parallelize
 from torchtitan_graph.parallel.recompute import Recompute, recompute_eager
@@ -106,6 +112,7 @@ class Trainer:
         self.assets = find_assets(config.model.hf_assets_path) if config.model.hf_assets_path else None
         self.family, self.model = choose_model(config, self.assets, self.tokenizer.vocab_size)
         check_plan(self.model, self.family.PLAN, self.dims.tp)
+        check_optimizer(self.model, config.optimizer)
         self.experts = [module for module in self.model.modules() if isinstance(module, MoE)]
         for module in self.experts:
             module.router.forced_balance = config.debug.moe_force_load_balance
@@ -119,6 +126,7 @@ class Trainer:
         self.dump_folder = Path(config.job.dump_folder)
         self.step = self.tokens_seen = 0
         self.stop_signal = 0  # the signal that asked a rank to stop; the same on all ranks
+        self.tokens_by_source: dict[str, int] = {}
 
     def _check_memory(self) -> None:
         """Refuse uncompiled flex attention on a CPU where its scores can't fit; a dry run allocates none."""
@@ -191,6 +199,7 @@ class Trainer:
         return build_dataloader(
             dataset=table.dataset,
             dataset_path=table.dataset_path,
+            sources=self.config.training.sources if split == "train" else (),
             split=split,
             tokenizer=self.tokenizer,
             seq_len=table.seq_len,
@@ -208,7 +217,8 @@ class Trainer:
     def _open_validation(self) -> DataLoader:
         """Open the validation split; a path other than training's is held out as a whole."""
         training, validation = self.config.training, self.config.validation
-        of_its_own = validation.dataset_path not in (None, training.dataset_path)
+        trained_on = [training.dataset_path, *(source.dataset_path for source in training.sources)]
+        of_its_own = validation.dataset_path not in (None, *trained_on)
         return self._open_data(validation, "all" if of_its_own else "validation", repeat=False)
 
     def _build_graph_steps(self) -> tuple[Step, Step | None, Flops | None]:
@@ -376,6 +386,7 @@ class Trainer:
         loads = self._balance_experts(loads)
         self.step += 1
         self.tokens_seen += int(num_tokens)
+        self._count_sources()
         metrics.flops_per_step = self._flops(microbatches)
         metrics.end_step(
             self.step,
@@ -386,6 +397,7 @@ class Trainer:
             data_loading_s=data_loading_s,
             expert_loads=loads,
             own_data_s=self.own_data_s,
+            tokens_by_source=self.tokens_by_source,
         )
         return True
 
@@ -397,6 +409,14 @@ class Trainer:
             loads = dict(zip(loads, summed, strict=True))
             move_correction_biases(self.model, loads, self.config.moe.bias_update_speed)
         return loads
+
+    def _count_sources(self) -> None:
+        """Add the step's targets of all ranks to each source's, where the data is a mixture."""
+        names = self.train_data.source_names
+        if len(names) > 1:
+            counts = self._sum_over_data_parallel(self.train_data.take_targets().to(self.device)).tolist()
+            before = self.tokens_by_source
+            self.tokens_by_source = {name: before.get(name, 0) + n for name, n in zip(names, counts, strict=True)}
 
     def _next_step(self) -> tuple[list[Batch], Tensor]:
         """Take the microbatches of the next step that has targets, and count those of all ranks; none at the end."""
@@ -481,6 +501,8 @@ class Trainer:
 
     def _resume(self) -> None:
         state = self.checkpointer.load(self.config.training.steps)
+        if not self.checkpointer.loaded_optimizer:
+            forget_rehearsal(self.optimizer)
         if state is not None:
             try:
                 self._load_train_state(state)
@@ -499,6 +521,7 @@ class Trainer:
     def _load_train_state(self, state: dict[str, Any]) -> None:
         """Go on from what `_train_state` returned; what checkpoint.exclude_from_loading names is not in it."""
         self.step, self.tokens_seen = state.get("step", 0), state.get("tokens_seen", 0)
+        self.tokens_by_source = state.get("tokens_by_source", {})
         if "data" in state:
             self.train_data.load_state_dict(state["data"])
         if "rng" in state:
@@ -523,6 +546,7 @@ class Trainer:
         return {
             "step": self.step,
             "tokens_seen": self.tokens_seen,
+            "tokens_by_source": self.tokens_by_source,
             "data": merge_states(parts),
             "rng": bytes(torch.get_rng_state().tolist()).hex(),
         }

@@ -23,7 +23,7 @@ from torchtitan_graph.parallel.agree import RanksFailed, files_group, on_all_ran
 DUE, FAILED = 1, 2
 
 # What checkpoint.exclude_from_loading calls parts of the trainer's state.
-TRAINER_PARTS = {"dataloader": ("data",), "train_state": ("step", "tokens_seen", "rng")}
+TRAINER_PARTS = {"dataloader": ("data",), "train_state": ("step", "tokens_seen", "tokens_by_source", "rng")}
 
 
 class Checkpointer:
@@ -51,6 +51,7 @@ class Checkpointer:
         self.saver = Saver(config, self.group)
         self._begin = time.monotonic()  # of the time that checkpoint.interval_minutes counts
         self._time_is_up = False
+        self.loaded_optimizer = False  # whether `load` has filled the optimizer's state
 
     def __enter__(self) -> "Checkpointer":
         return self
@@ -145,7 +146,8 @@ class Checkpointer:
             raise ValueError(f"checkpoint {path} can't be read ({error})") from error
         excluded = self.config.exclude_from_loading if not resumed or self.config.load_step >= 0 else []
         model_only = saved["model_only"] or (not resumed and self.config.initial_load_model_only)
-        tensors = self._tensors(model_only or "optimizer" in excluded)
+        self.loaded_optimizer = not model_only and "optimizer" not in excluded
+        tensors = self._tensors(model_only=not self.loaded_optimizer)
         _check_same_model(path, metadata, tensors, convert=model_only)
         try:
             load_tensors(path, metadata, tensors, self.group)
@@ -165,10 +167,11 @@ class Checkpointer:
         tensors = _model_tensors(self.model)
         if model_only:
             return tensors
+        mine = {param for group in self.optimizer.param_groups for param in group["params"]}
         for name, param in self.model.named_parameters():
             if param.requires_grad:
-                state = self.optimizer.state.get(param)
-                assert state, f"the optimizer has no state for {name}: build it with build_optimizer"
+                assert param in mine, f"the optimizer lacks {name}: build it with build_optimizer"
+                state = self.optimizer.state.get(param, {})  # an optimizer may do without
                 tensors |= {f"optim.{name}.{key}": value for key, value in state.items()}
         return tensors
 
@@ -179,7 +182,9 @@ class Checkpointer:
             "model_only": model_only,
             "train_state": train_state,
             "lr_scheduler": self.lr_scheduler.state_dict(),
-            "optimizer": {key: value for key, value in self.optimizer.param_groups[0].items() if key != "params"},
+            "optimizer": [
+                {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups
+            ],
             "torch": torch.__version__,
         }
 

@@ -1,10 +1,12 @@
 """Checks that need several options, or the number of processes."""
 
+import math
 from pathlib import Path
 
-from torchtitan_graph.config.job import JobConfig, get
+from torchtitan_graph.config.job import OPTIONS, JobConfig, get, source_name
 from torchtitan_graph.config.resolve import problem_list
 
+SMALLEST_WEIGHT = 10000  # parts of the sum: a mixture rounds weights to parts of somewhat more rows
 COMPONENTS = ("model", "loss", "flex")
 EXCLUDABLE = ("optimizer", "lr_scheduler", "dataloader", "train_state")
 # What makes a run another run, where it changes between a start and a resume; job.allow_changed names exceptions.
@@ -108,7 +110,29 @@ def _check_tables(config: JobConfig) -> list[str]:
             if getattr(loader, name) and not loader.num_workers:
                 key = f"{table}.dataloader.{name}"
                 problems.append(f"{_name(config, key)}: needs {table}.dataloader.num_workers of at least 1")
-    return problems + _check_hugging_face(config)
+    return problems + _check_sources(config) + _check_hugging_face(config)
+
+
+def _check_sources(config: JobConfig) -> list[str]:
+    training, sources, problems = config.training, config.training.sources, []
+    if not sources:
+        return []
+    for key in ("training.dataset", "training.dataset_path"):
+        if get(config, key) != OPTIONS[key].default:
+            problems.append(f"{_name(config, key)}: is not used beside training.sources; make it an entry")
+    if not training.repeat:
+        problems.append(f"{_name(config, 'training.repeat')}: each of training.sources repeats by itself; remove it")
+    where = f"{config.sources.get('training.sources', 'default')}: training.sources"
+    for number, source in enumerate(sources, 1):
+        if not source.dataset and not source.dataset_path:
+            problems.append(f"{where}, entry {number}: needs dataset or dataset_path")
+    total = sum(source.weight for source in sources)
+    if not 0 < total < math.inf or any(0 < source.weight < total / SMALLEST_WEIGHT for source in sources):
+        problems.append(f"{where}: each weight must be 0 or at least 1/{SMALLEST_WEIGHT} of their sum")
+    names = [source_name(source) for source in sources]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        problems.append(f"{where}: several entries are called {', '.join(repeated)}; give each a name of its own")
+    return problems
 
 
 def _check_hugging_face(config: JobConfig) -> list[str]:

@@ -1,7 +1,9 @@
 """A configuration as TOML that can be loaded again."""
 
 import json
+import re
 from collections.abc import Collection
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torchtitan_graph.config.job import OPTIONS, JobConfig, get
@@ -41,8 +43,17 @@ def _write(config: JobConfig, keys: list[str], lines: list[str], comments: bool)
 def _literal(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(map(_literal, value)) + "]"
+    if is_dataclass(value):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
+        value = {name: item for name, item in value.items() if item is not None}
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_key(name)} = {_literal(item)}" for name, item in value.items()) + "}"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):  # a JSON string is a TOML string, but for one character
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return repr(value)
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _literal(name)

@@ -1,9 +1,10 @@
 """Every option there is: a dataclass per TOML table, a field per key, with default, legal values and help."""
 
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Any
 
-from torchtitan_graph.config.option import option, options
+from torchtitan_graph.config.option import INSIDE, INSIDE_OR_ABSOLUTE, option, options
 
 
 @dataclass
@@ -19,7 +20,7 @@ class Job:
     description: str = option("default job", "Free text, logged at the start.")
     print_config: bool = option(False, "Log the resolved configuration at the start.")
     save_config_file: str = option(
-        "config.toml", "Where in dump_folder the resolved configuration is written, as TOML."
+        "config.toml", "Where in dump_folder the resolved configuration is written, as TOML.", place=INSIDE
     )
     allow_changed: list[str] = option(
         [],
@@ -34,14 +35,16 @@ class Profiling:
     """Kineto traces of some steps, and snapshots of a GPU's memory."""
 
     enable_profiling: bool = option(False, "Write a trace every profile_freq steps.")
-    save_traces_folder: str = option("profile_traces", "Folder in dump_folder for the traces.")
+    save_traces_folder: str = option("profile_traces", "Folder in dump_folder for the traces.", place=INSIDE)
     profile_freq: int = option(10, "Steps from one trace, or snapshot, to the next.", minimum=1)
     profiler_active: int = option(1, "Steps that a trace covers.", minimum=1)
     profiler_warmup: int = option(3, "Steps the profiler runs before a trace, unrecorded.", minimum=0)
     enable_memory_snapshot: bool = option(
         False, "Write snapshots of a GPU's memory every profile_freq steps, and when memory runs out; GPUs only."
     )
-    save_memory_snapshot_folder: str = option("memory_snapshot", "Folder in dump_folder for memory snapshots.")
+    save_memory_snapshot_folder: str = option(
+        "memory_snapshot", "Folder in dump_folder for memory snapshots.", place=INSIDE
+    )
 
 
 @dataclass
@@ -53,7 +56,7 @@ class Metrics:
     )
     enable_tensorboard: bool = option(False, "Write TensorBoard event files.")
     disable_color_printing: bool = option(False, "Never colour the console.")
-    save_tb_folder: str = option("tb", "Folder in dump_folder for TensorBoard event files.")
+    save_tb_folder: str = option("tb", "Folder in dump_folder for TensorBoard event files.", place=INSIDE)
     save_for_all_ranks: bool = option(False, "Write the metrics of every rank, not only of rank 0.")
     enable_wandb: bool = option(
         False, "Log to Weights & Biases; without WANDB_API_KEY in the environment, to a folder in dump_folder only."
@@ -117,10 +120,32 @@ class MoE:
 
 
 @dataclass
+class ParamGroup:
+    """Parameters with settings of their own. A parameter belongs to the first entry that matches its name."""
+
+    pattern: str = option("", "Which parameters, such as *.norm.weight or layers.[01].*", pattern=r".+")
+    lr: float | None = option(None, "Peak learning rate; not set: optimizer.lr.", minimum=0)
+    weight_decay: float | None = option(None, "Weight decay; not set: optimizer.weight_decay.", minimum=0)
+    beta1: float | None = option(None, "As optimizer.beta1; not set: that.", minimum=0, below=1)
+    beta2: float | None = option(None, "As optimizer.beta2; not set: that.", minimum=0, below=1)
+
+
+@dataclass
 class Optimizer:
     """The optimizer; see [lr_scheduler] for its learning rate over time."""
 
-    name: str = option("AdamW", "Optimizer.", choices=("Adam", "AdamW"))
+    name: str = option(
+        "AdamW",
+        "Optimizer; a dotted name is a class of your own, a torch.optim.Optimizer.",
+        choices=("Adam", "AdamW"),
+        pattern=r"\w+(\.\w+)+",
+    )
+    options: dict[str, Any] = option(
+        {}, "Further arguments of an optimizer with a dotted name, such as {momentum = 0.9}."
+    )
+    param_groups: list[ParamGroup] = option(
+        [], "Parameters, by patterns of their names, that are trained with other settings than the rest."
+    )
     lr: float = option(8e-4, "Peak learning rate.", minimum=0)
     beta1: float = option(0.9, "Decay of the mean of the gradients.", minimum=0, below=1)
     beta2: float = option(0.95, "Decay of the mean of their squares.", minimum=0, below=1)
@@ -157,6 +182,21 @@ class DataLoader:
 
 
 @dataclass
+class DataSource:
+    """A corpus of a mixture. Each has its own order and repeats by itself."""
+
+    dataset: str | None = option(None, "As training.dataset.")
+    dataset_path: str | None = option(None, "As training.dataset_path.")
+    weight: float = option(1.0, "Its share of the rows, relative to the weights of the others.", minimum=0)
+    name: str | None = option(None, "What the metrics call it; not set: the last part of its path, or dataset.")
+
+
+def source_name(source: DataSource) -> str:
+    """Return what a corpus of a mixture is called."""
+    return source.name or PurePath(source.dataset_path or source.dataset or "").name
+
+
+@dataclass
 class Training:
     """Data, batch and precision of the run."""
 
@@ -166,7 +206,12 @@ class Training:
         " of the hub, or any name together with dataset_path. c4_test is an old name of stdlib.",
     )
     dataset_path: str | None = option(
-        None, "Folder of text or source files, a .jsonl, .jsonl.gz or .parquet file, or a saved Hugging Face dataset."
+        None,
+        "Folder of text or source files, a .jsonl, .jsonl.gz or .parquet file, a saved Hugging Face dataset, or token"
+        " shards of scripts/pretokenize.py.",
+    )
+    sources: list[DataSource] = option(
+        [], "Corpora to mix by weight, in the place of dataset and dataset_path; the weights may change on a resume."
     )
     repeat: bool = option(True, "Begin the corpus again, in another order, when it is through; else stop there.")
     local_batch_size: int = option(8, "Rows per rank and microbatch.", minimum=1)
@@ -243,7 +288,9 @@ class Checkpoint:
 
     enable: bool = option(False, "Save checkpoints, and resume from the newest complete one.")
     enable_ft_dataloader_checkpoints: bool = option(True, "Save the data position of each fault-tolerant replica.")
-    folder: str = option("checkpoint", "Folder in dump_folder for the checkpoints.")
+    folder: str = option(
+        "checkpoint", "Folder in dump_folder for the checkpoints, or an absolute path.", place=INSIDE_OR_ABSOLUTE
+    )
     interval: int = option(500, "Steps from one checkpoint to the next.", minimum=1)
     interval_minutes: float = option(
         0.0, "Save also when this long has passed since the last save, by the clock of rank 0; 0: never.", minimum=0
@@ -416,8 +463,10 @@ class Comm:
     trace_buf_size: int = option(
         20000, "Collectives that NCCL's flight recorder keeps, written when one of them times out; 0: none.", minimum=0
     )
-    save_traces_folder: str = option("comm_traces", "Folder in dump_folder for what is written when a step hangs.")
-    save_traces_file_prefix: str = option("rank_", "How the files in it begin.")
+    save_traces_folder: str = option(
+        "comm_traces", "Folder in dump_folder for what is written when a step hangs.", place=INSIDE
+    )
+    save_traces_file_prefix: str = option("rank_", "How the files in it begin.", place=INSIDE)
     mode: str = option(
         "default",
         "default: real communication; fake_backend: a dry run of one rank of any world size, in one process.",

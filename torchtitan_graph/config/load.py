@@ -1,6 +1,5 @@
 """Command line and TOML in, one checked JobConfig out, or one error that lists everything wrong with them."""
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,14 +7,9 @@ from typing import Any
 import torchtitan_graph
 from torchtitan_graph.config.job import OPTIONS, JobConfig
 from torchtitan_graph.config.manual import option_help
-from torchtitan_graph.config.option import nearest
+from torchtitan_graph.config.option import nearest, tomllib
 from torchtitan_graph.config.resolve import COMMAND_LINE, NAMES, Resolution, Setting, problem_list, resolve
 from torchtitan_graph.config.support import REFUSED, RENAMED
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 
 def load(argv: Sequence[str]) -> JobConfig:

@@ -2,11 +2,12 @@
 
 import fnmatch
 import textwrap
+from collections.abc import Iterable
 from dataclasses import is_dataclass
 from typing import Any, get_type_hints
 
 from torchtitan_graph.config.job import OPTIONS, JobConfig
-from torchtitan_graph.config.option import Option, nearest, show
+from torchtitan_graph.config.option import Option, nearest, options, show
 from torchtitan_graph.config.support import FLAVOR_SUFFIXES, GONE, RENAMED, SUPPORT
 
 SYNTAX = """\
@@ -16,6 +17,7 @@ Options are set in a TOML file and on the command line, which wins over the file
     --table.key value            or --table.key=value
     --table.flag                 turns a true-or-false option on, --table.no-flag turns it off
     --table.list first,second    a list
+    --table.tables TABLES        a table, or an array of tables, as in TOML: '[{key = value}, {key = value}]'
     --help [TABLE]               explains all options, or those of one table
 
 An empty value unsets an option that need not be set."""
@@ -34,8 +36,13 @@ def describe_table(name: str) -> str:
     kind: Any = JobConfig
     for part in name.split("."):
         kind = get_type_hints(kind)[part]
-    assert is_dataclass(kind) and kind.__doc__, name
-    return kind.__doc__.strip()
+    return describe(kind)
+
+
+def describe(table: type) -> str:
+    """Return the one line that says what the dataclass of a table is about."""
+    assert is_dataclass(table) and table.__doc__, table
+    return table.__doc__.strip()
 
 
 def limits(option: Option) -> str:
@@ -60,13 +67,23 @@ def option_help(table: str | None) -> str:
         raise ValueError(f"--help {table}: there is no such table" + (f"; did you mean {near}?" if near else ""))
     blocks = [SYNTAX] if table is None else []
     for name in chosen:
-        lines = [f"[{name}]  {describe_table(name)}"]
-        for option in every[name]:
-            lines.append(f"  --{option.key}  ({option.legal()}; default: {show(option.default)})")
-            text = f"{option.help} {limits(option)}".strip()
-            lines += textwrap.wrap(text, 110, initial_indent=" " * 6, subsequent_indent=" " * 6)
-        blocks.append("\n".join(lines))
+        blocks.append(_help_block(f"[{name}]  {describe_table(name)}", every[name], "--" + name))
+        blocks += [
+            _help_block(f"[[{option.key}]]  {describe(option.row)}", options(option.row).values(), option.key)
+            for option in every[name]
+            if option.row is not None
+        ]
     return "\n\n".join(blocks)
+
+
+def _help_block(title: str, members: Iterable[Option], prefix: str) -> str:
+    lines = [title]
+    for option in members:
+        name = option.key.rpartition(".")[2]
+        lines.append(f"  {prefix}.{name}  ({option.legal()}; default: {show(option.default)})")
+        text = f"{option.help} {limits(option)}".strip()
+        lines += textwrap.wrap(text, 110, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return "\n".join(lines)
 
 
 def options_page() -> str:
@@ -86,23 +103,10 @@ def options_page() -> str:
         "can be loaded as it is, and says where each value came from.",
     ]
     for name, members in tables().items():
-        lines += [
-            "",
-            f"## [{name}]",
-            "",
-            describe_table(name),
-            "",
-            "| key | default | legal | meaning |",
-            "|---|---|---|---|",
-        ]
+        lines += _page_section(f"[{name}]", describe_table(name), members)
         for option in members:
-            cells = (
-                option.key.rpartition(".")[2],
-                show(option.default),
-                option.legal(),
-                f"{option.help} {limits(option)}",
-            )
-            lines.append("| " + " | ".join(cell.strip().replace("|", "\\|") for cell in cells) + " |")
+            if option.row is not None:
+                lines += _page_section(f"[[{option.key}]]", describe(option.row), options(option.row).values())
     lines += [
         "",
         "## Old names",
@@ -121,3 +125,12 @@ def options_page() -> str:
     lines += ["", "These have no successor and change no numbers; they are ignored, with a notice.", ""]
     lines += [f"- `{key}`: {why}." for key, why in GONE.items()]
     return "\n".join(lines) + "\n"
+
+
+def _page_section(title: str, about: str, members: Iterable[Option]) -> list[str]:
+    lines = ["", f"## {title}", "", about, "", "| key | default | legal | meaning |", "|---|---|---|---|"]
+    for option in members:
+        name, meaning = option.key.rpartition(".")[2], f"{option.help} {limits(option)}"
+        cells = (name, show(option.default), option.legal(), meaning)
+        lines.append("| " + " | ".join(cell.strip().replace("|", "\\|") for cell in cells) + " |")
+    return lines

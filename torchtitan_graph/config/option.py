@@ -4,11 +4,20 @@ import dataclasses
 import difflib
 import math
 import re
+import sys
 import types
 import typing
 from collections.abc import Iterable, Sequence
+from pathlib import PurePath
 from typing import Any, Union
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+INSIDE = "a path below dump_folder, without .."
+INSIDE_OR_ABSOLUTE = f"{INSIDE}, or an absolute one"
 KINDS = {
     bool: "true or false",
     int: "a whole number",
@@ -16,6 +25,7 @@ KINDS = {
     str: "a string",
     list[str]: "a list of strings",
     list[list[str]]: "a list of lists of strings",
+    dict[str, Any]: "a table of numbers, strings, true or false, and lists of these",
 }
 
 
@@ -29,11 +39,16 @@ def option(
     below: float | None = None,
     also: Sequence[float] = (),
     pattern: str | None = None,
+    place: str = "",
 ) -> Any:
     """Declare a dataclass field that users can set.
 
-    `choices` and `pattern` restrict strings (`pattern` is matched in full), `minimum`, `maximum` and `below` numbers;
-    `also` lists numbers outside that range which are legal all the same.
+    `choices` and `pattern` restrict strings (`pattern` is matched in full; where both are given, one is enough),
+    `minimum`, `maximum` and `below` numbers; `also` lists numbers outside that range which are legal all the same.
+    `place` restricts strings that name files: INSIDE to those below dump_folder, INSIDE_OR_ABSOLUTE to these and
+    absolute ones.
+
+    A field of the type `list[Row]`, where Row is a dataclass of such fields, is an array of tables in TOML.
     """
     rules = {
         "help": help,
@@ -43,9 +58,10 @@ def option(
         "below": below,
         "also": tuple(also),
         "pattern": pattern,
+        "place": place,
     }
-    if isinstance(default, list):
-        return dataclasses.field(default_factory=lambda: list(default), metadata=rules)
+    if isinstance(default, (list, dict)):
+        return dataclasses.field(default_factory=default.copy, metadata=rules)
     return dataclasses.field(default=default, metadata=rules)
 
 
@@ -64,12 +80,22 @@ class Option:
     below: float | None
     also: tuple[float, ...]
     pattern: str | None
+    place: str
+
+    @property
+    def row(self) -> type | None:
+        """The dataclass of one entry of an array of tables, or None if this is none."""
+        inner = typing.get_args(self.kind)[:1]
+        return inner[0] if inner and dataclasses.is_dataclass(inner[0]) else None  # type: ignore[return-value]
 
     def legal(self) -> str:
         """Describe the legal values in words."""
         if self.choices:
-            return "one of " + ", ".join(self.choices)
-        words = KINDS[self.kind]
+            matching = f", or matching {self.pattern}" if self.pattern else ""
+            return "one of " + ", ".join(self.choices) + matching
+        if self.row is not None:
+            return f"tables, each [[{self.key}]], with the keys {', '.join(options(self.row))}"
+        words = self.place or KINDS[self.kind]
         if self.minimum is not None:
             words += f" of at least {self.minimum}"
         if self.maximum is not None:
@@ -88,18 +114,24 @@ class Option:
         """
         if self.optional and value in (None, ""):
             return None
+        if self.row is not None:
+            return self._accept_rows(self.row, value)
         if self.kind is float and type(value) is int and abs(value) < 2**1000:
             value = float(value)
         if not _has_kind(value, self.kind):
-            quotes = " in quotes" if self.kind is str and not isinstance(value, (list, dict)) else ""
-            raise ValueError(f"must be {self.legal()}{quotes}")
+            hint = ""
+            if self.kind is str and not isinstance(value, (list, dict)):
+                hint = ", in UTF-8 and without NUL" if isinstance(value, str) else " in quotes"
+            raise ValueError(f"must be {self.legal()}{hint}")
         if not self._is_legal(value):
             hint = nearest(value, self.choices) if self.choices else None
             raise ValueError(f"must be {self.legal()}" + (f"; did you mean {hint}?" if hint else ""))
         return value
 
     def parse(self, text: str) -> Any:
-        """Check a value given as text on the command line. Lists are separated by commas, inner lists by semicolons.
+        """Check a value given as text on the command line.
+
+        Lists are separated by commas, inner lists by semicolons; tables, and arrays of tables, are written as in TOML.
 
         Raises:
             ValueError: the text is not a legal value; the message says what is.
@@ -118,7 +150,34 @@ class Option:
             value = _split(text, ",")
         elif self.kind == list[list[str]]:
             value = [_split(part, ",") for part in _split(text, ";")]
+        elif self.row is not None or self.kind == dict[str, Any]:
+            try:
+                value = tomllib.loads(f"value = {text}")["value"] if text else type(self.default)()
+            except (ValueError, RecursionError):
+                example = "[{key = value, ...}, ...]" if self.row is not None else "{key = value, ...}"
+                raise ValueError(f"must be {self.legal()}; on the command line '{example}'") from None
         return self.accept(value)
+
+    def _accept_rows(self, row: type, value: Any) -> list[Any]:
+        if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
+            raise ValueError(f"must be {self.legal()}")
+        keys = options(row)
+        accepted = []
+        for number, entry in enumerate(value, 1):
+            where = f"entry {number}"
+            if unknown := next((name for name in entry if name not in keys), None):
+                near = nearest(unknown, keys)
+                hint = f"did you mean {near}?" if near else f"its keys are {', '.join(keys)}"
+                raise ValueError(f"{where}: {unknown} is not a key; {hint}")
+            settings = {}
+            for name, option in keys.items():
+                try:
+                    settings[name] = option.accept(entry.get(name, option.default))
+                except ValueError as error:
+                    said = f"{name} = {entry[name]!r}" if name in entry else f"{name} is missing; it"
+                    raise ValueError(f"{where}: {said} {error}") from None
+            accepted.append(row(**settings))
+        return accepted
 
     def _is_legal(self, value: Any) -> bool:
         if self.kind in (int, float):
@@ -127,8 +186,10 @@ class Option:
             low_enough = (self.maximum is None or value <= self.maximum) and (self.below is None or value < self.below)
             return abs(value) < math.inf and low_enough and (self.minimum is None or value >= self.minimum)
         if self.kind is str:
-            chosen = not self.choices or value in self.choices
-            return chosen and (self.pattern is None or re.fullmatch(self.pattern, value) is not None)
+            if self.choices and value in self.choices:
+                return True
+            matches = not self.choices if self.pattern is None else re.fullmatch(self.pattern, value) is not None
+            return matches and (not self.place or _is_in_place(value, self.place))
         return True
 
 
@@ -166,6 +227,8 @@ def show(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, list):
         return ",".join(map(str, value)) or "empty"
+    if value == {}:
+        return "empty"
     return str(value) if value != "" else "empty"
 
 
@@ -174,9 +237,24 @@ def _has_kind(value: Any, kind: Any) -> bool:
         return isinstance(value, list) and all(_has_kind(item, str) for item in value)
     if kind == list[list[str]]:
         return isinstance(value, list) and all(_has_kind(item, list[str]) for item in value)
+    if kind == dict[str, Any]:
+        return isinstance(value, dict) and all(_has_kind(name, str) and _is_plain(item) for name, item in value.items())
     if type(value) is not kind:  # not isinstance: a bool is not a number here
         return False
-    return kind is not str or not any("\ud800" <= char <= "\udfff" for char in value)  # undecodable bytes of an argv
+    # Undecodable bytes of an argv; and no file's name can hold a NUL.
+    return kind is not str or not any("\ud800" <= char <= "\udfff" or char == "\0" for char in value)
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value is one that a TOML file can hold, other than tables, dates and infinite numbers."""
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return any(_has_kind(value, kind) for kind in (bool, int, str)) or (type(value) is float and math.isfinite(value))
+
+
+def _is_in_place(name: str, place: str) -> bool:
+    path = PurePath(name)
+    return ".." not in path.parts and (place == INSIDE_OR_ABSOLUTE or not path.is_absolute())
 
 
 def _split(text: str, separator: str) -> list[str]:

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Iterator
 from typing import Protocol
 
-from torchtitan_graph.data.sources import Source
+from torchtitan_graph.data.sources import Document, Source
 
 # Note [Lanes]
 # Which document a row of the global sequence begins with depends on how many tokens every document before it has.
@@ -22,14 +22,14 @@ _FEW_DOCUMENTS = 4096
 class Corpus(Protocol):
     """Documents of one split in the order of training.
 
-    `documents` yields what a lane reads in an epoch as (index, text), from `start` on; indices ascend, with gaps,
+    `documents` yields what a lane reads in an epoch as (index, document), from `start` on; indices ascend, with gaps,
     and mean the same whenever lane and epoch are the same. An instance can be pickled.
     """
 
     num_lanes: int
     digest: str
 
-    def documents(self, lane: int, epoch: int, start: int) -> Iterator[tuple[int, str]]: ...
+    def documents(self, lane: int, epoch: int, start: int) -> Iterator[tuple[int, Document]]: ...
 
 
 class ShuffledCorpus:
@@ -40,7 +40,7 @@ class ShuffledCorpus:
     """
 
     def __init__(self, source: Source, split: str, seed: int) -> None:
-        self._source, self._split, self._seed = source, split, seed
+        self.source, self.split, self._seed = source, split, seed
         if not len(source):
             raise ValueError(
                 f"{'training' if split == 'train' else 'validation'}.dataset: the corpus has no documents."
@@ -54,12 +54,12 @@ class ShuffledCorpus:
         self.num_lanes = num_lanes(len(source) * split_fraction(split) / _DOCUMENTS_PER_LANE)
         self.digest = f"{split} of {source.digest}"
 
-    def documents(self, lane: int, epoch: int, start: int) -> Iterator[tuple[int, str]]:
-        total = len(self._source)
+    def documents(self, lane: int, epoch: int, start: int) -> Iterator[tuple[int, Document]]:
+        total = len(self.source)
         for index in range(start, (total - lane - 1) // self.num_lanes + 1):
             document = shuffled(index * self.num_lanes + lane, total, (self._seed, epoch))
-            if in_split(self._split, self._source.identity(document), self._threshold):
-                yield index, self._source[document]
+            if in_split(self.split, self.source.identity(document), self._threshold):
+                yield index, self.source[document]
 
 
 def num_lanes(wanted: float) -> int:
@@ -74,9 +74,9 @@ def split_fraction(split: str) -> float:
     return {"train": 1 - VALIDATION_FRACTION, "validation": VALIDATION_FRACTION, "all": 1.0}[split]
 
 
-def in_split(split: str, identity: str, threshold: int = int(VALIDATION_FRACTION * 2**64)) -> bool:
+def in_split(split: str, identity: str | int, threshold: int = int(VALIDATION_FRACTION * 2**64)) -> bool:
     """Tell whether a document belongs to a split: those whose hash is below the threshold are for validation."""
-    return split == "all" or (_hash(identity) < threshold) == (split == "validation")
+    return split == "all" or (document_key(identity) < threshold) == (split == "validation")
 
 
 def _validation_threshold(source: Source) -> int:
@@ -84,12 +84,15 @@ def _validation_threshold(source: Source) -> int:
     if total > _FEW_DOCUMENTS:
         return int(VALIDATION_FRACTION * 2**64)
     # A fraction by chance could leave a split of a small corpus empty: take the fraction exactly, and one at least.
-    hashes = sorted(_hash(source.identity(index)) for index in range(total))
+    hashes = sorted(document_key(source.identity(index)) for index in range(total))
     return hashes[max(1, round(VALIDATION_FRACTION * total))] if total > 1 else 0
 
 
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=8).digest(), "little")
+def document_key(identity: str | int) -> int:
+    """Return the 64 bits that decide on a document's split: a hash of its identity, unless that is the hash."""
+    if isinstance(identity, int):
+        return identity
+    return int.from_bytes(hashlib.blake2b(identity.encode(errors="surrogateescape"), digest_size=8).digest(), "little")
 
 
 def shuffled(index: int, total: int, key: tuple[int, int]) -> int:

@@ -1,24 +1,28 @@
 """This rank's microbatches out of one global sequence of rows, and the position in it."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from torchtitan_graph.data.batch import Batch
+from torchtitan_graph.config import job
+from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
 from torchtitan_graph.data.corpus import Corpus
-from torchtitan_graph.data.open_corpus import open_corpus
+from torchtitan_graph.data.mixture import Mixture, Origin
+from torchtitan_graph.data.open_corpus import open_corpus, open_mixture
 from torchtitan_graph.data.packing import Cursor, Lane
 from torchtitan_graph.data.tokenizer import Tokenizer
+from torchtitan_graph.log import logger
 
 # Note [Position]
 # The position in the data is global: how many rows all ranks together have taken, and the cursor behind the last row
 # taken from each lane. It fits any number of ranks and workers. Workers read ahead, so their own positions are of no
 # use: each batch carries the cursors behind its rows, and only `DataLoader.__next__` makes them the position. A rank
 # knows the cursors of the lanes it took rows from; `merge_states` keeps, of every lane, the one furthest on.
+# Of a mixture it also holds where the weights began to hold, see Note [Mixture].
 
 
 class DataLoader:
@@ -44,8 +48,11 @@ class DataLoader:
         pin_memory: bool = False,
         prefetch_factor: int | None = None,
     ) -> None:
-        rows = _Rows(corpus, tokenizer, seq_len, repeat, local_batch_size, dp_rank, dp_degree)
+        self._mixture = corpus if isinstance(corpus, Mixture) else Mixture({"": corpus}, [1.0])
+        rows = _Rows(self._mixture, tokenizer, seq_len, repeat, local_batch_size, dp_rank, dp_degree)
         self._rows = rows
+        self.source_names = self._mixture.names
+        self._targets = torch.zeros(len(self.source_names), dtype=torch.int64)
         self._identity = {"corpus": corpus.digest, "tokenizer": tokenizer.digest, "seed": seed, "seq_len": seq_len}
         self.num_lanes = corpus.num_lanes
         with warnings.catch_warnings():  # torchdata 0.11 calls what newer torch deprecates
@@ -61,7 +68,7 @@ class DataLoader:
             )
         self._iterator: Iterator[tuple[Batch, list[Cursor]]] | None = None
         self._batches = 0  # taken since the start, or since load_state_dict
-        self._first_row, self._cursors = rows.start()
+        self._first_row, self._origin, self._cursors = rows.start()
 
     def __iter__(self) -> "DataLoader":
         return self
@@ -70,19 +77,40 @@ class DataLoader:
         if self._iterator is None:
             self._iterator = iter(self._loader)
         batch, cursors = next(self._iterator)
-        for row, cursor in zip(self._rows.row_numbers(self._first_row, self._batches), cursors, strict=True):
-            self._cursors[row % self.num_lanes] = cursor
+        rows = self._rows.row_numbers(self._first_row, self._batches)
+        places = [self._mixture.place(row, self._origin) for row in rows]
+        for place, cursor in zip(places, cursors, strict=True):
+            self._cursors[place.lane] = cursor
+        if len(self.source_names) > 1:
+            targets_B = (batch.labels_BL != IGNORE_INDEX).sum(1)
+            self._targets.index_add_(0, torch.tensor([place.source for place in places]), targets_B)
         self._batches += 1
         return batch
+
+    def take_targets(self) -> torch.Tensor:
+        """Return how many targets of each source were in this rank's batches since the last call; of mixtures only."""
+        taken = self._targets.clone()
+        self._targets.zero_()
+        return taken
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the position behind the batches taken; `merge_states` makes it whole."""
         taken = self._first_row + self._batches * self._rows.global_batch_size
-        return {**self._identity, "rows": taken, "lanes": [list(cursor) for cursor in self._cursors]}
+        state = {**self._identity, "rows": taken, "lanes": [list(cursor) for cursor in self._cursors]}
+        if len(self.source_names) > 1:
+            since, given = self._origin
+            state["mixture"] = {
+                "weights": list(self._mixture.weights),
+                "since": since,
+                "given_before": list(given),
+                "given": list(self._mixture.given(taken, self._origin)),
+            }
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a merged position, of any number of ranks and workers; the next batch is the first behind it.
 
+        Weights of a mixture that are not those of the saved run hold from there on.
         Raises ValueError if it was saved with another corpus, tokenizer, seed or row length.
         """
         for key, here in self._identity.items():
@@ -91,10 +119,17 @@ class DataLoader:
                     f"checkpoint: its data position was saved with {key} = {state.get(key)!r}, this run has {here!r}."
                     " Rows can't be continued from there: use what the saved run used, or begin a new run."
                 )
+        origin = self._mixture.origin()
+        if saved := state.get("mixture"):
+            origin = Origin(saved["since"], tuple(saved["given_before"]))
+            if saved["weights"] != list(self._mixture.weights):
+                origin = Origin(state["rows"], tuple(saved["given"]))
+                logger.info("training.sources: the weights change from row %d on", state["rows"])
         self._iterator = None
         self._batches = 0
-        self._rows.set_start(state["rows"], state["lanes"])
-        self._first_row, self._cursors = self._rows.start()
+        self._targets.zero_()
+        self._rows.set_start(state["rows"], origin, state["lanes"])
+        self._first_row, self._origin, self._cursors = self._rows.start()
 
 
 def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
@@ -113,14 +148,19 @@ def build_dataloader(
     tokenizer: Tokenizer,
     seed: int,
     text_column: str = "text",
+    sources: Sequence[job.DataSource] = (),
     **loading: Any,
 ) -> DataLoader:
     """Open a split of a corpus and load this rank's rows of it; `loading` is what `DataLoader` takes.
 
     split: "train", "validation", or "all", of a corpus that is for validation as a whole.
+    sources: the parts of a mixture; where there are any, they take the place of `dataset` and `dataset_path`.
     Raises ValueError where the corpus can't be found or read.
     """
-    corpus = open_corpus(dataset, dataset_path, split, seed, text_column)
+    if sources:
+        corpus: Corpus = open_mixture(sources, split, seed, tokenizer)
+    else:
+        corpus = open_corpus(dataset, dataset_path, split, seed, text_column, tokenizer)
     return DataLoader(corpus, tokenizer, seed=seed, **loading)
 
 
@@ -129,7 +169,7 @@ class _Rows(IterableDataset):
 
     def __init__(
         self,
-        corpus: Corpus,
+        mixture: Mixture,
         tokenizer: Tokenizer,
         seq_len: int,
         repeat: bool,
@@ -137,19 +177,22 @@ class _Rows(IterableDataset):
         dp_rank: int,
         dp_degree: int,
     ) -> None:
-        self.corpus, self._tokenizer, self._seq_len, self._repeat = corpus, tokenizer, seq_len, repeat
+        self._mixture, self._tokenizer, self._seq_len, self._repeat = mixture, tokenizer, seq_len, repeat
         self._local_batch_size, self._dp_rank = local_batch_size, dp_rank
         self.global_batch_size = local_batch_size * dp_degree
         # In shared memory, for workers that persist: they see where a new iteration starts.
-        self._start = torch.zeros(1 + corpus.num_lanes, len(Cursor._fields), dtype=torch.int64).share_memory_()
+        self._start = torch.zeros(1 + mixture.num_lanes, len(Cursor._fields), dtype=torch.int64).share_memory_()
+        self._origin = torch.zeros(1 + len(mixture.names), dtype=torch.int64).share_memory_()
 
-    def start(self) -> tuple[int, list[Cursor]]:
-        """Return the number of rows that all ranks took before the first batch, and every lane's cursor there."""
+    def start(self) -> tuple[int, Origin, list[Cursor]]:
+        """Return how many rows all ranks took before the first batch, the mixture's origin, and the cursors."""
         rows, *cursors = self._start.tolist()
-        return rows[0], [Cursor(*cursor) for cursor in cursors]
+        since, *given = self._origin.tolist()
+        return rows[0], Origin(since, tuple(given)), [Cursor(*cursor) for cursor in cursors]
 
-    def set_start(self, rows: int, cursors: list[list[int]]) -> None:
+    def set_start(self, rows: int, origin: Origin, cursors: list[list[int]]) -> None:
         self._start.copy_(torch.tensor([[rows, 0, 0, 0], *cursors]))
+        self._origin.copy_(torch.tensor([origin.row, *origin.given]))
 
     def row_numbers(self, first_row: int, batch: int) -> range:
         """Return which rows of the global sequence this rank's batch holds; `first_row` is all ranks' first."""
@@ -159,20 +202,20 @@ class _Rows(IterableDataset):
     def __iter__(self) -> Iterator[tuple[Batch, list[Cursor]]]:
         worker = get_worker_info()
         batch, stride = (worker.id, worker.num_workers) if worker else (0, 1)
-        first_row, cursors = self.start()  # once: it may be set anew while workers still read ahead
+        first_row, origin, cursors = self.start()  # once: it may be set anew while workers still read ahead
         lanes: dict[int, Lane] = {}
         while True:
             rows, behind = [], []
             for row in self.row_numbers(first_row, batch):
-                number = row % self.corpus.num_lanes
+                _, number, row_in_lane = self._mixture.place(row, origin)
                 if number not in lanes:
                     lanes[number] = Lane(
-                        self.corpus, self._tokenizer, self._seq_len, self._repeat, number, cursors[number]
+                        self._mixture, self._tokenizer, self._seq_len, self._repeat, number, cursors[number]
                     )
                 lane = lanes[number]
-                while lane.cursor.row < row // self.corpus.num_lanes:
+                while lane.cursor.row < row_in_lane:
                     lane.skip_row()
-                assert lane.cursor.row == row // self.corpus.num_lanes
+                assert lane.cursor.row == row_in_lane
                 rows.append(torch.from_numpy(lane.next_row()))
                 behind.append(lane.cursor)
             yield Batch(*torch.stack(rows, dim=1)), behind

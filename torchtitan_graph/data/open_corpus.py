@@ -3,11 +3,17 @@
 import difflib
 import os
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 
+from torchtitan_graph.config import job
+from torchtitan_graph.config.job import source_name
 from torchtitan_graph.data.corpus import Corpus, ShuffledCorpus
 from torchtitan_graph.data.hugging_face import is_saved_dataset, open_hub, open_parquet, open_saved
+from torchtitan_graph.data.mixture import Mixture
+from torchtitan_graph.data.shards import Shards, is_shards
 from torchtitan_graph.data.sources import Chain, JsonLines, Source, TextFiles, TextPieces
+from torchtitan_graph.data.tokenizer import Tokenizer
 from torchtitan_graph.log import logger
 
 _NAMES = ("stdlib", "c4", "c4_validation", "c4_test")
@@ -21,10 +27,36 @@ TEXT_SUFFIXES = {
 JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".json.gz")
 
 
-def open_corpus(dataset: str, dataset_path: str | None, split: str, seed: int, text_column: str = "text") -> Corpus:
+def open_mixture(sources: Sequence[job.DataSource], split: str, seed: int, tokenizer: Tokenizer | None) -> Mixture:
+    """Open a split of every entry of `training.sources`.
+
+    Raises ValueError, naming the entry, where `open_corpus` would.
+    """
+    corpora: dict[str, Corpus] = {}
+    for number, source in enumerate(sources, 1):
+        try:
+            corpus = open_corpus(source.dataset or "", source.dataset_path, split, seed, tokenizer=tokenizer)
+        except ValueError as error:
+            raise ValueError(f"training.sources, entry {number}: {error}") from error
+        corpora[source_name(source)] = corpus
+    mixture = Mixture(corpora, [source.weight for source in sources])
+    for name, weight, corpus in zip(mixture.names, mixture.weights, corpora.values(), strict=True):
+        logger.info("source %s: %.2f %% of the rows, %s", name, 100 * weight, corpus.digest)
+    return mixture
+
+
+def open_corpus(
+    dataset: str,
+    dataset_path: str | None,
+    split: str,
+    seed: int,
+    text_column: str = "text",
+    tokenizer: Tokenizer | None = None,
+) -> Corpus:
     """Open a split of the corpus at `dataset_path`, or else of the one that `dataset` names.
 
     split: "train" and "validation" have no document in common; "all" is the whole corpus.
+    tokenizer: what the documents will be read with; shards of token ids are refused if they are of another, or none.
     Raises ValueError if there is no such corpus, it can't be read, or the split has no documents.
     """
     assert split in ("train", "validation", "all"), split
@@ -35,6 +67,8 @@ def open_corpus(dataset: str, dataset_path: str | None, split: str, seed: int, t
             raise ValueError(f"{option}_path = {dataset_path!r}: there is no such file or folder.")
         if is_saved_dataset(path):
             return open_saved(path, text_column, split, seed)
+        if is_shards(path):
+            return _open_shards(path, split, seed, tokenizer)
         return ShuffledCorpus(_open_path(path, text_column), split, seed)
     if dataset in ("stdlib", "c4_test"):
         if dataset == "c4_test":
@@ -51,6 +85,16 @@ def open_corpus(dataset: str, dataset_path: str | None, split: str, seed: int, t
         f"{option} = {dataset!r} is no corpus{f'; did you mean {nearest[0]!r}?' if nearest else '.'} Legal are"
         f" {', '.join(_NAMES)}, a dataset of the Hugging Face hub as 'owner/name' or 'owner/name:config', and any name"
         f" together with {option}_path."
+    )
+
+
+def _open_shards(path: Path, split: str, seed: int, tokenizer: Tokenizer | None) -> Corpus:
+    shards = Shards(path, tokenizer)
+    if split == "all" or split in shards.splits:
+        return ShuffledCorpus(shards, split if len(shards.splits) > 1 else "all", seed)
+    raise ValueError(
+        f"{path}: holds only documents for {shards.splits[0]}, as they have splits of their own. Run"
+        f" scripts/pretokenize.py --split {split} as well, and name that folder for {split}"
     )
 
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from torchtitan_graph.data.batch import IGNORE_INDEX
 from torchtitan_graph.data.corpus import Corpus
+from torchtitan_graph.data.sources import Document
 from torchtitan_graph.data.tokenizer import Tokenizer
 
 # By chance a lane of a small split may get nothing in an epoch; not so often in a row.
@@ -37,7 +38,7 @@ class Lane:
         self._number = number
         self.cursor = cursor
         self._tokens = np.empty(0, np.int64)  # of the document under way
-        self._documents: Iterator[tuple[int, str]] | None = None
+        self._documents: Iterator[tuple[int, Document]] | None = None
 
     def next_row(self) -> np.ndarray:
         """Return the next row: tokens, labels, positions and documents, as (4, L)."""
@@ -103,8 +104,9 @@ class Lane:
                     f" {_EMPTY_EPOCHS} epochs. The corpus has too few documents to repeat it."
                 )
             return False
-        index, text = item
+        index, document = item
         bos = [] if self._tokenizer.bos_id is None else [self._tokenizer.bos_id]
-        self._tokens = np.array([*bos, *self._tokenizer.encode(text), self._tokenizer.eos_id], np.int64)
+        ids = self._tokenizer.encode(document) if isinstance(document, str) else document
+        self._tokens = np.concatenate([bos, ids, [self._tokenizer.eos_id]]).astype(np.int64)
         self.cursor = self.cursor._replace(document=index, offset=offset)
         return True

@@ -22,20 +22,24 @@ SMALL_CORPUS_BYTES = 64 * 2**20
 _END_BYTES = 4096
 
 
+Document = str | np.ndarray  # its text, or its token ids without those that begin and end it
+
+
 class Source(Protocol):
     """Documents that can be read in any order.
 
     `digest` tells whether two sources hold the same documents under the same numbers. `identity` names a document
-    by where it is; the split into train and validation goes by it. An instance can be pickled.
+    by where it is, or is the hash of that (see `corpus.document_key`); the split into train and validation goes by it.
+    An instance can be pickled.
     """
 
     digest: str
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> str: ...
+    def __getitem__(self, index: int) -> Document: ...
 
-    def identity(self, index: int) -> str: ...
+    def identity(self, index: int) -> str | int: ...
 
 
 class TextFiles:
@@ -151,11 +155,11 @@ class Chain:
     def __len__(self) -> int:
         return self._ends[-1]
 
-    def __getitem__(self, index: int) -> str:
+    def __getitem__(self, index: int) -> Document:
         source, index = self._find(index)
         return source[index]
 
-    def identity(self, index: int) -> str:
+    def identity(self, index: int) -> str | int:
         source, index = self._find(index)
         return source.identity(index)
 

@@ -117,6 +117,7 @@ class Metrics:
         self._pending_loads: Mapping[str, torch.Tensor] = {}
         self._pending_ranks: dict[str, float] = {}
         self._work: Stopwatch | None = None
+        self._tokens_by_source: dict[str, int] | None = None
 
     def start_step(self) -> None:
         """Start the clock. What happens between two steps (a save, a validation) is not counted."""
@@ -148,12 +149,14 @@ class Metrics:
         data_loading_s: float,
         expert_loads: Mapping[str, torch.Tensor] | None = None,
         own_data_s: float = 0.0,
+        tokens_by_source: dict[str, int] | None = None,
     ) -> None:
         """Stop the clock, look for alarming values, and log if it is this step's turn.
 
         Loss and gradient norm are numbers, so the device is through with them when the clock stops. `tokens_seen`
         counts all ranks' tokens from the run's beginning. `data_loading_s` is the part of the step spent waiting for
-        data, `own_data_s` that for this rank's own. `expert_loads` are the slots that went to each expert, by layer.
+        data, `own_data_s` that for this rank's own. `expert_loads` are the slots that went to each expert, by layer;
+        `tokens_by_source` counts all ranks' tokens of each corpus of a mixture.
         """
         self._num_steps += 1
         self._flops += self.flops_per_step or 0.0
@@ -162,6 +165,7 @@ class Metrics:
         self._data_loading_s += data_loading_s
         self._pending = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens_seen": tokens_seen}
         self._pending_loads, self._pending_ranks = expert_loads or {}, {}
+        self._tokens_by_source = tokens_by_source
         if self._work is not None:
             work_s = self._work.seconds()
             self._pending_ranks = compare_ranks(step, step_s, work_s, own_data_s, self._straggler_share)
@@ -190,6 +194,8 @@ class Metrics:
         if by_layer:
             record["expert_imbalance"] = sum(by_layer.values()) / len(by_layer)
         record |= self._pending_ranks
+        if self._tokens_by_source:
+            record["tokens_by_source"] = self._tokens_by_source
         self._num_steps, self._flops, self._step_time_s, self._data_loading_s = 0, 0.0, 0.0, 0.0
         self._tokens_seen = tokens_seen
         self._write(record, {f"experts/imbalance/{name}": value for name, value in by_layer.items()})
@@ -245,6 +251,7 @@ class Metrics:
         if "data_loading_s" in record:
             shown["data_share"] = record["data_loading_s"] / record["step_time_s"]
         curves |= {tag: shown[key] for key, tag in TAGS.items() if shown.get(key) is not None}
+        curves |= {f"data/tokens_{name}": tokens for name, tokens in record.get("tokens_by_source", {}).items()}
         for dashboard in self._dashboards:
             dashboard.scalars(record["step"], curves)
 

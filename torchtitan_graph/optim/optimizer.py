@@ -1,34 +1,117 @@
-"""Build AdamW or Adam over a model's parameters."""
+"""Build the optimizer over a model's parameters: AdamW, Adam, or a class of the user's, with settings by name."""
+
+import difflib
+import fnmatch
+import inspect
+from typing import Any
 
 import torch
 from torch import nn
 
 from torchtitan_graph.config import job
+from torchtitan_graph.optim.own_class import find_class, rehearse
 
-OPTIMIZERS: dict[str, type[torch.optim.Adam]] = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
+BUILT_IN: dict[str, type[torch.optim.Optimizer]] = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
+# Arguments of an optimizer, and the options that they are made of.
+_ARGUMENTS = {"lr": ("lr",), "betas": ("beta1", "beta2"), "eps": ("eps",), "weight_decay": ("weight_decay",)}
 
 
 def build_optimizer(model: nn.Module, config: job.Optimizer) -> torch.optim.Optimizer:
     """Build the `[optimizer]` table's optimizer over every parameter of `model` that takes gradients.
 
     The optimizer holds the parameter objects themselves, so the model must be materialised: parameters on the meta
-    device are refused. Its state (two moments of the parameter's layout, and a step count) is allocated here and not
-    in the first step, so that running out of memory is found out now and a checkpoint can be read straight into it.
+    device are refused. Its first group holds the parameters that no entry of `param_groups` matches; then comes one
+    for each entry.
+
+    The state (two moments of the parameter's layout, and a step count) is allocated here and not in the first step, so
+    that running out of memory is found out now and a checkpoint can be read straight into it. What a class of the
+    user's has is a place to load into, see `rehearse`.
+
+    Raises:
+        ValueError: as `check_optimizer`, or the user's class can't take a step, or its state can't be saved.
     """
-    params = [param for param in model.parameters() if param.requires_grad]
-    assert not any(param.is_meta for param in params), "materialise the model before building its optimizer"
-    optimizer = OPTIMIZERS[config.name](
-        params,
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        fused=config.implementation == "fused",
-        foreach=config.implementation == "foreach",
-    )
-    for param in params:
-        optimizer.state[param] = _initial_state(param, fused=config.implementation == "fused")
+    optimizer = check_optimizer(model, config)
+    names: dict[torch.Tensor, str] = {param: name for name, param in model.named_parameters() if param.requires_grad}
+    assert not any(param.is_meta for param in names), "materialise the model before building its optimizer"
+    if config.name in BUILT_IN:
+        for param in names:
+            optimizer.state[param] = _initial_state(param, fused=config.implementation == "fused")
+    else:
+        rehearse(optimizer, names)
     return optimizer
+
+
+def check_optimizer(model: nn.Module, config: job.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer without its state; the model may be on the meta device.
+
+    Raises:
+        ValueError: an entry of `param_groups` gets no parameter, or the user's class does not exist, does not take
+            what is set, or can't be built.
+    """
+    cls = BUILT_IN.get(config.name) or find_class(config.name)
+    taken = inspect.signature(cls).parameters.keys() - config.options.keys()
+    further = config.options
+    if config.name not in BUILT_IN:
+        _check_taken(config, taken)
+    elif config.options:
+        raise ValueError(f"optimizer.options = {config.options}: is for an optimizer with a dotted name; remove it")
+    else:
+        further = {"fused": config.implementation == "fused", "foreach": config.implementation == "foreach"}
+    groups, settings = _groups(model, config, taken), _settings(job.ParamGroup(), config, taken)
+    try:
+        return cls(groups, **settings, **further)  # type: ignore[arg-type]
+    except Exception as error:
+        raise ValueError(
+            f"optimizer.name = {config.name!r}: can't be built with {settings | further}: {error}"
+        ) from error
+
+
+def _groups(model: nn.Module, config: job.Optimizer, taken: set[str]) -> list[dict[str, Any]]:
+    """Return the groups for torch: what no entry of `optimizer.param_groups` matches, then each entry's parameters."""
+    rest = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    names, groups = list(rest), []
+    for number, entry in enumerate(config.param_groups, 1):
+        matched = fnmatch.filter(names, entry.pattern)
+        mine = [rest.pop(name) for name in matched if name in rest]
+        if not mine:
+            near = difflib.get_close_matches(entry.pattern, names, n=1, cutoff=0.0)[0]
+            why = f"matches no parameter; did you mean {near}? A name is matched in full, and * stands for any part"
+            why = "the entries before it have all that it matches; put it before them" if matched else why
+            raise ValueError(f"optimizer.param_groups, entry {number}: pattern = {entry.pattern!r}: {why}")
+        groups.append({"params": mine, "pattern": entry.pattern, **_settings(entry, config, taken)})
+    return [{"params": list(rest.values()), "pattern": ""}, *groups]
+
+
+def _settings(entry: job.ParamGroup, config: job.Optimizer, taken: set[str]) -> dict[str, Any]:
+    """Return what an entry sets, else the table, as torch names it and as far as the optimizer takes it."""
+
+    def either(own: float | None, of_table: float) -> float:
+        return of_table if own is None else own
+
+    every = {
+        "lr": either(entry.lr, config.lr),
+        "betas": (either(entry.beta1, config.beta1), either(entry.beta2, config.beta2)),
+        "eps": config.eps,
+        "weight_decay": either(entry.weight_decay, config.weight_decay),
+    }
+    return {name: setting for name, setting in every.items() if name in taken}
+
+
+def _check_taken(config: job.Optimizer, taken: set[str]) -> None:
+    """Refuse options that an optimizer of the user's would not take: they would do nothing."""
+    default = job.Optimizer()
+    if "lr" not in taken:
+        raise ValueError(f"optimizer.name = {config.name!r}: must take lr, which the schedule sets in every step")
+    if config.implementation != default.implementation:
+        raise ValueError(f"optimizer.implementation = {config.implementation!r}: is for Adam and AdamW; remove it")
+    for key in (key for name, keys in _ARGUMENTS.items() if name not in taken for key in keys):
+        if getattr(config, key) != getattr(default, key):
+            where = f"optimizer.{key} = {getattr(config, key)}"
+        elif any(getattr(entry, key, None) is not None for entry in config.param_groups):
+            where = f"optimizer.param_groups: {key}"
+        else:
+            continue
+        raise ValueError(f"{where}: {config.name} does not take it, or has it from optimizer.options; remove it")
 
 
 def _initial_state(param: torch.Tensor, fused: bool) -> dict[str, torch.Tensor]:

@@ -1,6 +1,7 @@
 """A configuration survives being written and loaded, whatever it holds."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -9,10 +10,17 @@ from hypothesis import strategies as st
 from torchtitan_graph.config import JobConfig, dump_toml, load
 from torchtitan_graph.config.dump import dump_changes
 from torchtitan_graph.config.job import OPTIONS, put
-from torchtitan_graph.config.option import Option
+from torchtitan_graph.config.option import Option, options
 from torchtitan_graph.config.support import FLAVOR_SUFFIXES, find_row
 
-TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
+TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1)
+PATHS = st.text('ab .é\n"\\', min_size=1).filter(lambda name: name != "..")
+
+
+def text(option: Option) -> st.SearchStrategy:
+    if option.choices or option.pattern:
+        return st.sampled_from(option.choices or ("2", "op"))
+    return PATHS if option.place else TEXT
 
 
 def values(option: Option) -> st.SearchStrategy:
@@ -21,10 +29,18 @@ def values(option: Option) -> st.SearchStrategy:
         bool: st.booleans(),
         int: st.integers(int(low), int(high)),
         float: st.floats(low, option.maximum or option.below or 1e300, exclude_max=option.below is not None),
-        str: st.sampled_from(option.choices or ("2", "op")) if option.choices or option.pattern else TEXT,
+        str: st.sampled_from(option.choices or ("2", "op"))
+        if option.choices or option.pattern
+        else PATHS
+        if option.place
+        else TEXT,
         list[str]: st.lists(TEXT),
         list[list[str]]: st.lists(st.lists(TEXT)),
+        dict[str, Any]: st.dictionaries(TEXT, TEXT | st.booleans() | st.integers() | st.lists(st.floats(0, 1))),
     }
+    if option.row is not None:
+        rows = st.builds(option.row, **{key: values(part) for key, part in options(option.row).items()})
+        return st.lists(rows, max_size=2)
     return st.none() | kinds[option.kind] if option.optional else kinds[option.kind]
 
 

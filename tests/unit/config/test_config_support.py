@@ -1,12 +1,13 @@
 """The table of what is refused and ignored is complete, right, and about keys that exist."""
 
 import fnmatch
+from typing import Any
 
 import pytest
 
 from torchtitan_graph.config import load
 from torchtitan_graph.config.job import OPTIONS
-from torchtitan_graph.config.option import Option
+from torchtitan_graph.config.option import Option, options
 from torchtitan_graph.config.support import GONE, IGNORED, REFUSED, RENAMED, SUPPORT, find_row
 
 
@@ -20,7 +21,16 @@ def other_values(option: Option) -> list[str]:
         return [str(max(option.default or 1, 1) + 1)]
     if option.kind is float:
         return [str((option.default or 0) / 2 + 0.25)]
+    if option.row is not None:
+        return [f"[{{{', '.join(f'{name} = {toml_value(part)}' for name, part in options(option.row).items())}}}]"]
+    if option.kind == dict[str, Any]:
+        return ["{other = 1}"]
     return [option.pattern.split("|")[0] if option.pattern else "my.other"]
+
+
+def toml_value(option: Option) -> str:
+    """Return a legal value as written in a file."""
+    return '"other"' if option.kind is str else "0.5"
 
 
 ROWS = [(key, value) for key, option in OPTIONS.items() for value in other_values(option) if key != "job.config_file"]

@@ -14,11 +14,16 @@ import pytest
 
 import torchtitan_graph
 from torchtitan_graph.config.job import OPTIONS, JobConfig
+from torchtitan_graph.config.option import options
 from torchtitan_graph.config.support import SUPPORT
 
 PACKAGE = Path(torchtitan_graph.__file__).parent
 # In config/: by load(), which finds the other options in it, and by shard_degree(), which infers it.
 READ_HERE = {"job.config_file", "parallelism.data_parallel_shard_degree"}
+
+
+# The keys of an entry of an array of tables count as well, as optimizer.param_groups.lr.
+KEYS = [*OPTIONS, *(f"{key}.{name}" for key, option in OPTIONS.items() if option.row for name in options(option.row))]
 
 
 def table_classes() -> dict[str, list[str]]:
@@ -31,7 +36,7 @@ def table_classes() -> dict[str, list[str]]:
             kind, path = get_type_hints(kind)[part], f"{path}.{part}".lstrip(".")
             if path not in classes.setdefault(kind.__name__, []):
                 classes[kind.__name__].append(path)
-    return classes
+    return classes | {option.row.__name__: [key] for key, option in OPTIONS.items() if option.row}
 
 
 CLASSES = table_classes()
@@ -39,7 +44,7 @@ TABLES = sorted({table for tables in CLASSES.values() for table in tables})
 
 
 def keys_read(source: str) -> set[str]:
-    """Return the keys of OPTIONS that a module's source reads."""
+    """Return the keys that a module's source reads."""
     tree = ast.parse(source)
     bound: dict[str, set[str]] = {}
     while True:  # until no more names turn out to hold tables
@@ -52,7 +57,7 @@ def keys_read(source: str) -> set[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             read |= {f"{table}.{node.attr}" for table in tables_of(node.value, bound)}
-    return read & OPTIONS.keys()
+    return read & set(KEYS)
 
 
 def bindings(tree: ast.AST, bound: dict[str, set[str]]) -> Iterator[tuple[str, Iterable[str]]]:
@@ -94,7 +99,7 @@ def tail(node: ast.AST) -> str:
 
 def readers() -> dict[str, list[str]]:
     """Return the modules that read each key, outside config/."""
-    found: dict[str, list[str]] = {key: [] for key in OPTIONS}
+    found: dict[str, list[str]] = {key: [] for key in KEYS}
     for path in sorted(PACKAGE.rglob("*.py")):
         if path.relative_to(PACKAGE).parts[0] not in ("config", "translate.py"):
             for key in keys_read(path.read_text(encoding="utf-8")):
@@ -111,7 +116,7 @@ def is_unsupported(key: str) -> bool:
     return row is not None and not row.harmless
 
 
-@pytest.mark.parametrize("key", [key for key in OPTIONS if not is_unsupported(key)])
+@pytest.mark.parametrize("key", [key for key in KEYS if not is_unsupported(key)])
 def test_every_supported_key_is_read(key: str) -> None:
     assert READERS[key] or key in READ_HERE, f"nothing reads {key}, and no row of support.py says so"
 

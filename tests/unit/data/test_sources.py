@@ -139,7 +139,7 @@ def test_one_text_file_is_shared_out_to_train_and_validation(tmp_path):
 
 def test_stdlib_is_python_source_without_tests():
     corpus = open_corpus("stdlib", None, "train", seed=0)
-    source = corpus._source
+    source = corpus.source
     names = [source.identity(index) for index in range(len(source))]
     assert "argparse.py" in names and "json/decoder.py" in names
     assert not [name for name in names if "/test/" in f"/{name}" or "site-packages" in name]
@@ -245,7 +245,7 @@ def test_a_corpus_that_is_not_there(tmp_path, dataset, path, split, message):
 def test_empty_files_are_no_documents(tmp_path):
     (tmp_path / "__init__.py").write_text("")
     (tmp_path / "a.py").write_text("x")
-    assert len(open_corpus("", str(tmp_path), "all", seed=0)._source) == 1
+    assert len(open_corpus("", str(tmp_path), "all", seed=0).source) == 1
 
 
 def test_a_file_that_cannot_be_read_is_no_stdlib_module(tmp_path, monkeypatch):

@@ -1,0 +1,126 @@
+"""Tokenise a corpus once, into shards that runs map into memory:
+
+python scripts/pretokenize.py --dataset_path web.jsonl --hf_assets_path DIR --out web_tokens
+"""
+
+import argparse
+import itertools
+import multiprocessing
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from torchtitan_graph.data.corpus import ShuffledCorpus, document_key
+from torchtitan_graph.data.open_corpus import open_corpus
+from torchtitan_graph.data.shards import write_shards
+from torchtitan_graph.data.sources import Source
+from torchtitan_graph.data.tokenizer import Tokenizer, load_tokenizer
+from torchtitan_graph.log import init_logging, logger
+
+Encoded = tuple[int, np.ndarray]  # a document's key and its token ids
+_SECONDS_BETWEEN_LINES = 10
+
+
+class Encode:
+    """A document of a source by its number, with its key; it can be sent to another process."""
+
+    def __init__(self, source: Source, tokenizer: Tokenizer) -> None:
+        self.source, self.tokenizer = source, tokenizer
+
+    def __call__(self, index: int) -> Encoded:
+        text = self.source[index]
+        assert isinstance(text, str), "shards are refused when they are opened"
+        return document_key(self.source.identity(index)), np.array(self.tokenizer.encode(text), np.uint32)
+
+
+_encode: Encode  # of a worker process
+
+
+def _set_encode(encode: Encode) -> None:
+    global _encode
+    _encode = encode
+
+
+def _encode_there(index: int) -> Encoded:
+    return _encode(index)
+
+
+def encode_all(encode: Encode, numbers: range, num_workers: int) -> Iterator[Encoded]:
+    """Yield the documents in their order, tokenised here or by worker processes."""
+    if num_workers == 0:
+        yield from map(encode, numbers)
+        return
+    # Not forked: the tokenizer has threads.
+    with multiprocessing.get_context("spawn").Pool(num_workers, _set_encode, [encode]) as pool:
+        yield from pool.imap(_encode_there, numbers, chunksize=64)
+
+
+def pretokenize(options: argparse.Namespace) -> None:
+    """Write the shards, and say how far it is.
+
+    Raises ValueError where the corpus, the tokenizer or the folder is not what it should be.
+    """
+    tokenizer = load_tokenizer(options.hf_assets_path)
+    corpus = open_corpus(options.dataset, options.dataset_path, options.split, 0, options.text_column)
+    limit = options.num_documents
+    documents: Callable[[int], Iterable[Encoded]]
+    if isinstance(corpus, ShuffledCorpus):
+        source, total = corpus.source, min(len(corpus.source), limit or len(corpus.source))
+        encode = Encode(source, tokenizer)
+        documents = lambda start: encode_all(encode, range(start, total), options.num_workers)  # noqa: E731
+        digest = source.digest if total == len(source) else f"{source.digest}, the first {total}"
+        # All its documents are written, and each is for training or validation by its key; but a dataset with splits
+        # of its own was opened as one of them.
+        splits = ["train", "validation"] if corpus.split != "all" else [options.split]
+    else:  # a stream, of which only the split's documents come
+        stream, total, splits = corpus, limit, [options.split]
+        texts = (text for lane in range(stream.num_lanes) for _, text in stream.documents(lane, 0, 0))
+        encoded = ((document_key(str(text)), np.array(tokenizer.encode(str(text)), np.uint32)) for text in texts)
+        documents = lambda start: itertools.islice(encoded, start, limit)  # noqa: E731
+        digest = corpus.digest + (f", the first {limit}" if limit else "")
+    began = said = time.monotonic()
+    before = num_documents = num_tokens = 0
+    writing = write_shards(
+        options.out,
+        documents,
+        source_digest=digest,
+        splits=splits,
+        tokenizer=tokenizer,
+        tokens_per_shard=options.tokens_per_shard,
+    )
+    for number, (num_documents, num_tokens) in enumerate(writing):
+        if number == 0:
+            before = num_tokens
+            if num_documents:
+                logger.info("going on behind the %d documents of whole shards", num_documents)
+        elif time.monotonic() - said > _SECONDS_BETWEEN_LINES:
+            said = time.monotonic()
+            speed = (num_tokens - before) / (said - began)
+            of = f" of {total:,}" if total else ""
+            logger.info(f"{num_documents:,}{of} documents, {num_tokens:,} tokens, {speed:,.0f} tokens/s")
+    logger.info(f"{options.out}: {num_documents:,} documents, {num_tokens:,} tokens")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dataset", default="stdlib", help="corpus, as training.dataset")
+    parser.add_argument("--dataset_path", help="as training.dataset_path")
+    parser.add_argument("--split", default="train", choices=("train", "validation"), help="where it has its own splits")
+    parser.add_argument("--text_column", default="text", help="column or key of the text")
+    parser.add_argument("--hf_assets_path", help="tokenizer, as model.hf_assets_path; not set: bytes are the tokens")
+    parser.add_argument("--num_documents", type=int, help="stop after so many documents")
+    parser.add_argument("--num_workers", type=int, default=0, help="processes that tokenise; streams use none")
+    parser.add_argument("--tokens_per_shard", type=int, default=2**27, help="a shard ends behind so many tokens")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write; OUT.part while it is in the making")
+    options = parser.parse_args()
+    init_logging()
+    try:
+        pretokenize(options)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()

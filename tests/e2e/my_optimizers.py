@@ -1,0 +1,27 @@
+"""An optimizer of a user's own, found on PYTHONPATH by `optimizer.name = "my_optimizers.Lion"`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class Lion(torch.optim.Optimizer):
+    """Go by the sign of an average of gradient and momentum (Chen et al., 2023)."""
+
+    def __init__(
+        self, params: Any, lr: float, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                if not state:
+                    state["momentum"] = torch.zeros_like(param)
+                param.mul_(1 - group["lr"] * group["weight_decay"])
+                update = state["momentum"].lerp(param.grad, 1 - group["betas"][0])
+                param.sub_(update.sign(), alpha=group["lr"])
+                state["momentum"].lerp_(param.grad, 1 - group["betas"][1])

@@ -1,0 +1,157 @@
+"""An optimizer of the user's takes its own steps, and its state goes through a checkpoint; what can't is refused."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from pool import run_on
+from torchtitan_graph.checkpoint import Checkpointer
+from torchtitan_graph.config import job
+from torchtitan_graph.optim import build_lr_scheduler, build_optimizer, check_optimizer, forget_rehearsal
+
+CLASSES = {
+    "torch.optim.SGD": {"momentum": 0.9, "dampening": 0.5},  # its first momentum is the gradient, undamped
+    "torch.optim.NAdam": {},  # has a product that begins with 1
+    "torch.optim.Adagrad": {"initial_accumulator_value": 0.5},  # has its state from when it is built
+    "torch.optim.Adamax": {},
+    "own.Sign": {"momentum": 0.8},
+}
+
+
+@pytest.fixture(autouse=True)
+def on_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+
+
+def train(optimizer: torch.optim.Optimizer, model: nn.Module, steps: range) -> list[torch.Tensor]:
+    for step in steps:
+        torch.manual_seed(step)
+        for param in model.parameters():
+            param.grad = torch.randn_like(param)
+        optimizer.step()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def config_of(name: str) -> job.Optimizer:
+    return job.Optimizer(name=name, lr=0.1, weight_decay=0.1, options=CLASSES.get(name, {}))
+
+
+def own(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    module, _, leaf = name.rpartition(".")
+    cls = getattr(__import__(module, fromlist=[leaf]), leaf)
+    settings = {"weight_decay": 0.1} if leaf != "Sign" else {}
+    settings |= {"betas": (0.9, 0.95)} if leaf in ("NAdam", "Adamax") else {}
+    settings |= {"eps": 1e-8} if leaf in ("NAdam", "Adamax", "Adagrad") else {}
+    return cls(model.parameters(), lr=0.1, **settings, **CLASSES[name])
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_steps_are_bitwise_those_of_the_class(name: str) -> None:
+    ours, theirs = make_model(), make_model()
+    torch.manual_seed(5)
+    optimizer = build_optimizer(ours, config_of(name))
+    forget_rehearsal(optimizer)
+    torch.manual_seed(5)
+    assert all(map(torch.equal, train(optimizer, ours, range(3)), train(own(name, theirs), theirs, range(3))))
+
+
+def test_without_forgetting_the_rehearsal_the_steps_would_differ() -> None:
+    ours, theirs = make_model(), make_model()
+    optimizer = build_optimizer(ours, config_of("torch.optim.SGD"))
+    ran = zip(train(optimizer, ours, range(3)), train(own("torch.optim.SGD", theirs), theirs, range(3)), strict=True)
+    assert not all(torch.equal(a, b) for a, b in ran)
+
+
+def test_a_rehearsal_changes_neither_parameters_nor_random_state() -> None:
+    model = make_model()
+    before, random = [p.detach().clone() for p in model.parameters()], torch.get_rng_state()
+    build_optimizer(model, config_of("own.Sign"))
+    assert all(map(torch.equal, before, model.parameters()))
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(param.grad is None for param in model.parameters())
+
+
+@pytest.mark.parametrize("name", [*CLASSES, "torch.optim.SGD without state"])
+def test_a_resumed_run_ends_on_the_same_bits(name: str, tmp_path: Path) -> None:
+    config = config_of(name) if name in CLASSES else job.Optimizer(name="torch.optim.SGD", lr=0.1)
+
+    def run() -> tuple[nn.Module, torch.optim.Optimizer, Checkpointer]:
+        model = make_model()
+        optimizer = build_optimizer(model, config)
+        scheduler = build_lr_scheduler(optimizer, job.LRScheduler(warmup_steps=0), 10)
+        saving = job.Checkpoint(enable=True)
+        return model, optimizer, Checkpointer(tmp_path, saving, model, optimizer, scheduler)
+
+    model, optimizer, checkpointer = run()
+    forget_rehearsal(optimizer)
+    train(optimizer, model, range(2))
+    checkpointer.save(2, {"step": 2})
+    resumed, resumed_optimizer, checkpointer = run()
+    assert checkpointer.load() == {"step": 2}
+    straight = train(optimizer, model, range(2, 4))
+    assert all(map(torch.equal, straight, train(resumed_optimizer, resumed, range(2, 4))))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("CountsInPython", "its state 'count' of 0.weight is no tensor, but 1; make it one"),
+        ("CountsInGroup", "a step changes 'count' of its param_groups"),
+        ("HasGlobal", "'everything' that belongs to no parameter"),
+        ("NeedsClosure", "can't take a step"),
+    ],
+)
+def test_a_class_that_could_not_be_resumed_is_refused(name: str, message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        build_optimizer(make_model(), job.Optimizer(name=f"own.{name}"))
+    assert message in str(caught.value) and name in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"name": "nowhere.Sign"}, "nowhere can't be imported"),
+        ({"name": "own.Sing"}, "own has no Sing"),
+        ({"name": "own.Any"}, "must be a class derived from torch.optim.Optimizer"),
+        ({"name": "own.WithoutRate"}, "must take lr"),
+        ({"name": "own.Sign", "options": {"mometum": 1.0}}, "unexpected keyword argument 'mometum'"),
+        ({"name": "own.Sign", "weight_decay": 0.5}, "optimizer.weight_decay = 0.5: own.Sign does not take it"),
+        ({"name": "own.Sign", "implementation": "foreach"}, "is for Adam and AdamW"),
+        (
+            {"name": "own.Sign", "param_groups": [job.ParamGroup("*", beta1=0.5)]},
+            "optimizer.param_groups: beta1: own.Sign does not take it",
+        ),
+        ({"options": {"momentum": 0.5}}, "is for an optimizer with a dotted name"),
+    ],
+)
+def test_what_the_class_does_not_take_is_refused(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        check_optimizer(make_model().to("meta"), job.Optimizer(**changes))
+    assert message in str(caught.value)
+
+
+def build_on_shards(name: str, folder: str) -> str:
+    import sys
+
+    sys.path.insert(0, folder)
+    model = fully_shard(make_model())
+    try:
+        optimizer = build_optimizer(model, job.Optimizer(name=name))
+    except ValueError as error:
+        return str(error)
+    return type(optimizer.state[model[0].weight]["momentum"]).__name__
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("own.Sign", "DTensor"), ("own.KeepsLocal", "its state 'own' of 0.weight is this rank's alone")]
+)
+def test_state_of_shards_is_sharded_too(name: str, said: str) -> None:
+    assert all(said in answer for answer in run_on(2, build_on_shards, name, str(Path(__file__).parent)))

@@ -1,0 +1,96 @@
+"""Several corpora as one: each row of the global sequence is of one of them, as often as its weight says."""
+
+import bisect
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from torchtitan_graph.data.corpus import Corpus
+from torchtitan_graph.data.sources import Document
+
+# Note [Mixture]
+# Which corpus a row is of depends on the weights and the row's number alone, so that every rank and worker knows it
+# without asking. The weights are rounded to parts of PERIOD rows, whose order is worked out once and repeats: as even
+# as can be, so that every step has its share of each corpus to within a row or two. Within a corpus the rows that it
+# gives are numbered for themselves, and come from its own lanes in turn (see Note [Lanes]); each repeats by itself.
+# Other weights may be used from some row on: `Origin` says from which, and how many rows each corpus gave before.
+PERIOD = 2**14
+
+
+class Origin(NamedTuple):
+    """The row from which the weights hold, and how many rows each corpus gave before it."""
+
+    row: int
+    given: tuple[int, ...]
+
+
+class Place(NamedTuple):
+    """Where a row comes from: the number of the corpus, the lane among all corpora's, and the row's number in it."""
+
+    source: int
+    lane: int
+    row: int
+
+
+class Mixture:
+    """Corpora by name, with a weight each; it has all their lanes, one corpus' after the other's."""
+
+    def __init__(self, corpora: Mapping[str, Corpus], weights: Sequence[float]) -> None:
+        self.names = tuple(corpora)
+        self.weights = tuple(weight / sum(weights) for weight in weights)
+        self._corpora = list(corpora.values())
+        self._first_lanes = list(itertools.accumulate((corpus.num_lanes for corpus in self._corpora), initial=0))
+        self.num_lanes = self._first_lanes.pop()
+        digests = [f"{name}: {corpus.digest}" for name, corpus in corpora.items()]
+        self.digest = self._corpora[0].digest if len(corpora) == 1 else "; ".join(digests)
+        self._sources = _deal(self.weights)
+        # How many of a period's rows before each are of the same corpus, and how many of the whole period.
+        self._before, counts = [], [0] * len(corpora)
+        for source in self._sources:
+            self._before.append(counts[source])
+            counts[source] += 1
+        self._per_period = counts
+
+    def documents(self, lane: int, epoch: int, start: int) -> Iterator[tuple[int, Document]]:
+        """Yield what the corpus of a lane has there, as any `Corpus` does."""
+        source = bisect.bisect_right(self._first_lanes, lane) - 1
+        return self._corpora[source].documents(lane - self._first_lanes[source], epoch, start)
+
+    def origin(self) -> Origin:
+        """Return where a run begins."""
+        return Origin(0, (0,) * len(self.names))
+
+    def place(self, row: int, origin: Origin) -> Place:
+        """Return where a row of the global sequence comes from; it is not before `origin`."""
+        periods, slot = divmod(row - origin.row, len(self._sources))
+        source = self._sources[slot]
+        number = origin.given[source] + periods * self._per_period[source] + self._before[slot]
+        num_lanes = self._corpora[source].num_lanes
+        return Place(source, self._first_lanes[source] + number % num_lanes, number // num_lanes)
+
+    def given(self, row: int, origin: Origin) -> tuple[int, ...]:
+        """Return how many rows before `row` each corpus gave."""
+        periods, slot = divmod(row - origin.row, len(self._sources))
+        begun = self._sources[:slot]
+        return tuple(
+            before + periods * self._per_period[source] + begun.count(source)
+            for source, before in enumerate(origin.given)
+        )
+
+
+def _deal(weights: Sequence[float]) -> list[int]:
+    """Return which corpus each row of a period is of: always the one that is furthest behind its share."""
+    if len(weights) == 1:
+        return [0]
+    exact = [weight * PERIOD for weight in weights]
+    shares = [int(share) for share in exact]
+    largest_remainders = sorted(range(len(weights)), key=lambda source: shares[source] - exact[source])
+    for source in largest_remainders[: PERIOD - sum(shares)]:
+        shares[source] += 1
+    order, owed = [], [0] * len(weights)
+    for _ in range(PERIOD):
+        owed = [debt + share for debt, share in zip(owed, shares, strict=True)]
+        source = owed.index(max(owed))
+        owed[source] -= PERIOD
+        order.append(source)
+    return order

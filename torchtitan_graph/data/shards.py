@@ -1,0 +1,207 @@
+"""Documents as token ids in files that are mapped into memory: written once, by `scripts/pretokenize.py`.
+
+A folder holds `shards.json` and, for each shard of consecutive documents, three arrays of NumPy's format (nothing is
+pickled): `tokens-N.npy`, all token ids; `ends-N.npy`, where each document ends in it; `keys-N.npy`, a hash of each
+document's identity, by which it belongs to training or validation. With them the rows of a run are bitwise those that
+the text itself gives, so a run may go over from the text to its shards, or back, when it is resumed.
+
+Note [Shards in the making]: they are written into `FOLDER.part`, each array under another name first, its keys last: a
+shard with keys is whole, and a run of the script that was killed goes on behind the last such. `shards.json` comes
+last of all, and then the folder gets its name.
+"""
+
+import bisect
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from torchtitan_graph.data.sources import digest_files
+from torchtitan_graph.data.tokenizer import Tokenizer
+
+INDEX = "shards.json"
+FORMAT = "token shards 1"
+_ARRAYS = ("tokens", "ends", "keys")
+
+
+def is_shards(path: Path) -> bool:
+    """Tell whether a folder was written by `write_shards`."""
+    return (path / INDEX).is_file()
+
+
+class Shards:
+    """Documents as token ids, by number; a `Source`.
+
+    Raises ValueError if the folder is not whole, or its ids are of another tokenizer.
+    """
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer | None) -> None:
+        self._folder = folder
+        try:
+            index = json.loads((folder / INDEX).read_bytes())
+            known = index.pop("format") == FORMAT
+            self.digest, self.splits, num_shards = str(index["source"]), list(index["splits"]), int(index["shards"])
+            tokenizer_digest, files_digest = index["tokenizer"], index["files"]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{folder / INDEX} can't be read: {error!r}") from error
+        if not known:
+            raise ValueError(f"{folder / INDEX}: is not of the format {FORMAT!r}; run scripts/pretokenize.py again")
+        if tokenizer is None:
+            raise ValueError(f"{folder}: holds token ids, and no text; name what it was made from")
+        if tokenizer_digest != tokenizer.digest:
+            raise ValueError(
+                f"{folder}: its token ids are of another tokenizer than model.hf_assets_path names (theirs"
+                f" {tokenizer_digest!r}, here {tokenizer.digest!r}). Name theirs, or run scripts/pretokenize.py again"
+            )
+        if _files_digest(folder, num_shards) != files_digest:
+            raise ValueError(f"{folder}: its files are not those that {INDEX} was written for; make it again")
+        self._vocab_size = tokenizer.vocab_size
+        self._open(num_shards)
+        for number, (tokens, ends, keys) in enumerate(self._arrays):
+            whole = [(array.ndim, array.dtype.kind) for array in (tokens, ends, keys)] == [(1, "u"), (1, "i"), (1, "u")]
+            if not whole or len(ends) != len(keys) or np.any(np.diff(ends, prepend=0) < 0) or ends[-1] != len(tokens):
+                raise ValueError(f"{_path(folder, 'ends', number)}: does not say where the documents of its shard end")
+
+    def _open(self, num_shards: int) -> None:
+        self._num_shards = num_shards
+        self._arrays = [[_map(self._folder, name, number) for name in _ARRAYS] for number in range(num_shards)]
+        self._first_documents = list(itertools.accumulate((len(ends) for _, ends, _ in self._arrays), initial=0))
+
+    def __getstate__(self) -> dict[str, Any]:  # mapped files are opened anew, not copied
+        return {name: value for name, value in self.__dict__.items() if name != "_arrays"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open(self._num_shards)
+
+    def __len__(self) -> int:
+        return self._first_documents[-1]
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        shard, number = self._find(index)
+        tokens, ends, _ = self._arrays[shard]
+        ids = tokens[ends[number - 1] if number else 0 : ends[number]]
+        if len(ids) and ids.max() >= self._vocab_size:
+            raise ValueError(f"{self._folder}, document {index + 1}: its token ids are not of this tokenizer")
+        return ids
+
+    def identity(self, index: int) -> int:
+        shard, number = self._find(index)
+        return int(self._arrays[shard][2][number])
+
+    def _find(self, index: int) -> tuple[int, int]:
+        shard = bisect.bisect_right(self._first_documents, index) - 1
+        return shard, index - self._first_documents[shard]
+
+
+def write_shards(
+    folder: Path,
+    documents: Callable[[int], Iterable[tuple[int, np.ndarray]]],
+    *,
+    source_digest: str,
+    splits: list[str],
+    tokenizer: Tokenizer,
+    tokens_per_shard: int = 2**27,
+) -> Iterator[tuple[int, int]]:
+    """Write token ids to a new folder, and yield the numbers of documents and tokens so far, after each document.
+
+    `documents(start)` gives the key and the ids of each document from number `start` on, which is not 0 where a
+    killed writer left shards of the same source: see Note [Shards in the making].
+    `splits` are those that the documents are for: "train" and "validation" if each document is for one of them by
+    its key, else the one that all are for.
+    Raises ValueError if the folder is there, or what was left behind is of another source or tokenizer.
+    """
+    if folder.exists():
+        raise ValueError(f"{folder} is there already; name another folder, or delete it")
+    part = folder.with_name(folder.name + ".part")
+    job = {"source": source_digest, "tokenizer": tokenizer.digest, "splits": splits, "format": FORMAT}
+    _begin(part, job)
+    shard, num_documents, num_tokens = _whole_shards(part)
+    yield num_documents, num_tokens
+    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
+    ids_of: list[np.ndarray] = []
+    keys: list[int] = []
+    tokens_in_shard = 0
+    for key, ids in documents(num_documents):
+        ids_of.append(np.asarray(ids, dtype))
+        keys.append(key)
+        tokens_in_shard += len(ids)
+        num_documents, num_tokens = num_documents + 1, num_tokens + len(ids)
+        yield num_documents, num_tokens
+        if tokens_in_shard >= tokens_per_shard:
+            _write_shard(part, shard, ids_of, keys, dtype)
+            shard, ids_of, keys, tokens_in_shard = shard + 1, [], [], 0
+    if keys:
+        _write_shard(part, shard, ids_of, keys, dtype)
+        shard += 1
+    if not num_documents:
+        raise ValueError("the corpus has no documents")
+    index = {**job, "shards": shard, "documents": num_documents, "tokens": num_tokens, "dtype": dtype.str}
+    _write(part / INDEX, json.dumps({**index, "files": _files_digest(part, shard)}, indent=1).encode())
+    os.rename(part, folder)
+
+
+def _begin(part: Path, job: dict[str, Any]) -> None:
+    file = part / "job.json"
+    if file.is_file() and json.loads(file.read_bytes()) != job:
+        raise ValueError(f"{part} was begun with another corpus or tokenizer: delete it, or name another folder")
+    if not file.is_file():
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        _write(file, json.dumps(job, indent=1).encode())
+
+
+def _whole_shards(part: Path) -> tuple[int, int, int]:
+    """Return how many shards, documents and tokens are whole."""
+    number = num_documents = num_tokens = 0
+    while _path(part, "keys", number).is_file():
+        num_documents += len(_map(part, "ends", number))
+        num_tokens += len(_map(part, "tokens", number))
+        number += 1
+    return number, num_documents, num_tokens
+
+
+def _write_shard(folder: Path, number: int, ids_of: list[np.ndarray], keys: list[int], dtype: np.dtype) -> None:
+    ends = np.cumsum([len(ids) for ids in ids_of], dtype=np.int64)
+    arrays = (np.concatenate(ids_of).astype(dtype), ends, np.array(keys, np.uint64))
+    for name, array in zip(_ARRAYS, arrays, strict=True):
+        _write(_path(folder, name, number), array)
+
+
+def _write(path: Path, content: np.ndarray | bytes) -> None:
+    """Write a file that is there whole or not at all."""
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("wb") as file:
+        if isinstance(content, bytes):
+            file.write(content)
+        else:
+            np.save(file, content, allow_pickle=False)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _map(folder: Path, name: str, number: int) -> np.ndarray:
+    path = _path(folder, name, number)
+    try:
+        # An empty array can't be mapped.
+        array = np.load(path, mmap_mode="r" if path.stat().st_size > 4096 else None, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise ValueError(f"{path} can't be read: {error}") from error
+    return array
+
+
+def _path(folder: Path, name: str, number: int) -> Path:
+    return folder / f"{name}-{number:05}.npy"
+
+
+def _files_digest(folder: Path, num_shards: int) -> str:
+    files = [_path(folder, name, number) for number in range(num_shards) for name in _ARRAYS]
+    if missing := next((file for file in files if not file.is_file()), None):
+        raise ValueError(f"{missing} is missing")
+    return digest_files(folder, files)

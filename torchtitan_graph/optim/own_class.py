@@ -1,0 +1,93 @@
+"""An optimizer class of the user's: find it, and see before training that its state can be saved."""
+
+import importlib
+
+import torch
+from torch.distributed.tensor import DTensor, Partial
+
+
+def find_class(dotted_name: str) -> type[torch.optim.Optimizer]:
+    """Import the class that `optimizer.name` names.
+
+    Raises:
+        ValueError: there is no such class, or it is no optimizer.
+    """
+    module, _, name = dotted_name.rpartition(".")
+    option = f"optimizer.name = {dotted_name!r}"
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except ImportError as error:
+        raise ValueError(f"{option}: {module} can't be imported: {error}; is it on PYTHONPATH?") from error
+    except AttributeError as error:
+        raise ValueError(f"{option}: {module} has no {name}") from error
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        raise ValueError(f"{option}: must be a class derived from torch.optim.Optimizer")
+    return found
+
+
+def rehearse(optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> None:
+    """Take a step on gradients of zero and undo it, but for the state: a checkpoint is then read straight into it.
+
+    Nobody but the class knows what state it makes, nor what it is at the start: the first step has to make it, so a
+    run that begins anew must drop this one by `forget_rehearsal`. A class that has its state from when it is built
+    takes no step. `names` are the parameters' names in the model.
+
+    Raises:
+        ValueError: the step fails, or the state is not what a checkpoint can hold.
+    """
+    if not optimizer.state:
+        _step_and_undo(optimizer, list(names))
+        optimizer.is_rehearsed = True  # type: ignore[attr-defined]
+    if problem := _find_problem(optimizer, names):
+        raise ValueError(
+            f"optimizer.name: {type(optimizer).__qualname__} can't be resumed from a checkpoint: {problem}"
+        )
+
+
+def forget_rehearsal(optimizer: torch.optim.Optimizer) -> None:
+    """Drop the state that `rehearse` made; any other is kept."""
+    if getattr(optimizer, "is_rehearsed", False):
+        optimizer.state.clear()
+
+
+def _step_and_undo(optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> None:
+    before = [param.detach().clone() for param in params]
+    settings = _group_settings(optimizer)
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    with torch.random.fork_rng([torch.cuda.current_device()] if params[0].is_cuda else []):
+        try:
+            optimizer.step()
+        except Exception as error:
+            raise ValueError(f"optimizer.name: {type(optimizer).__qualname__} can't take a step: {error}") from error
+    optimizer.zero_grad()
+    with torch.no_grad():
+        for param, value in zip(params, before, strict=True):
+            param.copy_(value)
+    if changed := [key for key, value in _group_settings(optimizer).items() if settings.get(key) != value]:
+        raise ValueError(
+            f"optimizer.name: {type(optimizer).__qualname__} can't be resumed from a checkpoint: a step changes "
+            f"{changed[0][1]!r} of its param_groups, which are settings; keep it in the state of each parameter"
+        )
+
+
+def _group_settings(optimizer: torch.optim.Optimizer) -> dict[tuple[int, str], str]:
+    groups = enumerate(optimizer.param_groups)
+    return {(i, key): repr(value) for i, group in groups for key, value in group.items() if key != "params"}
+
+
+def _find_problem(optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> str | None:
+    """Say what of the state a checkpoint can't hold, or None: it holds tensors whose box each rank knows."""
+    for param, state in optimizer.state.items():
+        if param not in names:
+            return f"it has state {param!r} that belongs to no parameter"
+        for key, value in state.items():
+            where = f"its state {key!r} of {names[param]}"
+            if not isinstance(value, torch.Tensor):
+                return f"{where} is no tensor, but {value!r}; make it one, such as torch.tensor(0.0)"
+            if isinstance(value, DTensor):
+                if any(isinstance(placement, Partial) for placement in value.placements):
+                    return f"{where} is a sum that is not reduced yet: {value.placements}"
+            elif isinstance(param, DTensor) and value.numel() > 1:
+                return f"{where} is this rank's alone; make it like the parameter, by torch.zeros_like(param)"
+    return None

@@ -23,11 +23,12 @@ def lint_imports(folder: Path) -> subprocess.CompletedProcess:
 def write_package(folder: Path, **imports: str) -> None:
     """Write an empty package with the layers' modules; `imports` gives some of them a line of code."""
     package = folder / "torchtitan_graph"
-    folders = ("check", "passes", "models", "data", "optim", "checkpoint", "metrics", "parallel", "graph", "config")
-    for module in folders:
+    siblings = ("passes", "models", "data", "optim", "checkpoint", "metrics", "run")
+    for module in ("check", *siblings, "parallel", "graph", "config"):
         (package / module).mkdir(parents=True)
         (package / module / "__init__.py").touch()
-    for module in ("__init__", "train", "translate", "trainer", "compiler", "loss", "log", "device", "ops"):
+    top, bottom = ("train", "translate", "requeue", "preflight"), ("log", "device", "ops", "stop")
+    for module in ("__init__", *top, "trainer", "compiler", "loss", *bottom):
         (package / f"{module}.py").touch()
     for module in ("cleanup", "shard_params"):
         (package / "passes" / f"{module}.py").touch()

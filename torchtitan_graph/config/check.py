@@ -1,7 +1,6 @@
 """Checks that need several options, or the number of processes."""
 
 import math
-from pathlib import Path
 
 from torchtitan_graph.config.job import OPTIONS, JobConfig, get, source_name
 from torchtitan_graph.config.resolve import problem_list
@@ -161,11 +160,6 @@ def _check_checkpoint(config: JobConfig, world_size: int) -> list[str]:
                 f"{_name(config, key)}: only folders of the file system are read and written; mount the storage, or"
                 " copy finished step-N folders there and back"
             )
-    if Path(checkpoint.folder).is_absolute() or ".." in Path(checkpoint.folder).parts:
-        problems.append(
-            f"{_name(config, 'checkpoint.folder')}: must be a folder in job.dump_folder, such as checkpoint; to write"
-            " elsewhere, name another job.dump_folder"
-        )
     excluded = _name(config, "checkpoint.exclude_from_loading")
     if unknown := [part for part in checkpoint.exclude_from_loading if part not in EXCLUDABLE]:
         problems.append(f"{excluded}: {', '.join(unknown)} can't be left out; legal are {', '.join(EXCLUDABLE)}")

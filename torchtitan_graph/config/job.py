@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
 
-from torchtitan_graph.config.option import INSIDE, INSIDE_OR_ABSOLUTE, option, options
+from torchtitan_graph.config.option import INSIDE, option, options
 
 
 @dataclass
@@ -288,9 +288,7 @@ class Checkpoint:
 
     enable: bool = option(False, "Save checkpoints, and resume from the newest complete one.")
     enable_ft_dataloader_checkpoints: bool = option(True, "Save the data position of each fault-tolerant replica.")
-    folder: str = option(
-        "checkpoint", "Folder in dump_folder for the checkpoints, or an absolute path.", place=INSIDE_OR_ABSOLUTE
-    )
+    folder: str = option("checkpoint", "Folder in dump_folder for the checkpoints.", place=INSIDE)
     interval: int = option(500, "Steps from one checkpoint to the next.", minimum=1)
     interval_minutes: float = option(
         0.0, "Save also when this long has passed since the last save, by the clock of rank 0; 0: never.", minimum=0

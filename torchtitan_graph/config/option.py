@@ -17,7 +17,6 @@ else:
     import tomli as tomllib
 
 INSIDE = "a path below dump_folder, without .."
-INSIDE_OR_ABSOLUTE = f"{INSIDE}, or an absolute one"
 KINDS = {
     bool: "true or false",
     int: "a whole number",
@@ -45,8 +44,7 @@ def option(
 
     `choices` and `pattern` restrict strings (`pattern` is matched in full; where both are given, one is enough),
     `minimum`, `maximum` and `below` numbers; `also` lists numbers outside that range which are legal all the same.
-    `place` restricts strings that name files: INSIDE to those below dump_folder, INSIDE_OR_ABSOLUTE to these and
-    absolute ones.
+    `place`, if INSIDE, restricts strings that name files to those below dump_folder.
 
     A field of the type `list[Row]`, where Row is a dataclass of such fields, is an array of tables in TOML.
     """
@@ -189,7 +187,7 @@ class Option:
             if self.choices and value in self.choices:
                 return True
             matches = not self.choices if self.pattern is None else re.fullmatch(self.pattern, value) is not None
-            return matches and (not self.place or _is_in_place(value, self.place))
+            return matches and (not self.place or _is_inside(value))
         return True
 
 
@@ -252,9 +250,9 @@ def _is_plain(value: Any) -> bool:
     return any(_has_kind(value, kind) for kind in (bool, int, str)) or (type(value) is float and math.isfinite(value))
 
 
-def _is_in_place(name: str, place: str) -> bool:
+def _is_inside(name: str) -> bool:
     path = PurePath(name)
-    return ".." not in path.parts and (place == INSIDE_OR_ABSOLUTE or not path.is_absolute())
+    return ".." not in path.parts and not path.is_absolute()
 
 
 def _split(text: str, separator: str) -> list[str]:

@@ -126,9 +126,6 @@ PLACES = [key for key, option in OPTIONS.items() if option.place]
 @pytest.mark.parametrize("key", PLACES)
 @pytest.mark.parametrize("place", ["..", "../x", "a/../../x", "a/..", "/x", "/"])
 def test_no_option_leads_out_of_the_dump_folder(key: str, place: str) -> None:
-    if key == "checkpoint.folder" and place.startswith("/"):
-        assert load([f"--{key}", place]).checkpoint.folder == place
-        return
     with pytest.raises(ValueError, match="must be a path below dump_folder"):
         load([f"--{key}", place])
 
@@ -139,5 +136,9 @@ def test_a_place_in_the_dump_folder_is_legal(place: str) -> None:
 
 
 def test_every_option_that_names_a_place_in_the_dump_folder_is_bound_to_it() -> None:
-    named = {key for key, option in OPTIONS.items() if "in dump_folder" in option.help or key.endswith("_prefix")}
+    named = {
+        key
+        for key, option in OPTIONS.items()
+        if option.help.startswith(("Folder in dump_folder", "Where in dump_folder")) or key.endswith("_prefix")
+    }
     assert named == set(PLACES)

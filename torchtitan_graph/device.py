@@ -4,6 +4,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -112,7 +113,7 @@ def bind_to_numa_node(sysfs: Path = Path("/sys")) -> None:
     """
     if device_type() != "cuda" or not hasattr(os, "sched_setaffinity"):
         return
-    gpu = torch.cuda.get_device_properties(device())
+    gpu: Any = torch.cuda.get_device_properties(device())  # torch's stubs leave out the address
     address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
     cpus = nearest_cpus(address, sysfs)
     if cpus and os.sched_getaffinity(0) == set(range(os.cpu_count() or 0)):

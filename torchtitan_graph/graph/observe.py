@@ -23,7 +23,6 @@ from torchtitan_graph.graph.torch_private import boxed, is_profiling
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 
-
 Edit = Callable[[Graph], None]
 
 
@@ -32,7 +31,7 @@ class Watchable:
 
     def __init__(self, gm: GraphModule) -> None:
         self._gm = gm
-        self._copies = {(): boxed(gm)}
+        self._copies: dict[tuple[Edit, ...], Callable[[list[Tensor]], list[Tensor]]] = {(): boxed(gm)}
 
     def __call__(self, inputs: list[Tensor]) -> list[Tensor]:
         edits: tuple[Edit, ...] = (add_spans,) * is_profiling() + (add_marks,) * (_stopwatch is not None)

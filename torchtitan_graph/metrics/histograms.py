@@ -34,19 +34,16 @@ def histograms(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str,
     extremes = torch.tensor([_extremes(_finite(x)) for x in tensors.values()], dtype=torch.float64, device=device)
     dist.all_reduce(extremes, dist.ReduceOp.MAX)
     spans = [(-negative_low, high) for negative_low, high in extremes.tolist()]
-    rows = torch.stack([_counts_and_sums(_finite(x), *span) for x, span in zip(tensors.values(), spans, strict=True)])
-    rows = rows.to(device)
+    rows = torch.stack([_counts_and_sums(x, *span) for x, span in zip(tensors.values(), spans, strict=True)]).to(device)
     dist.all_reduce(rows)
     found = {}
-    for name, x, (low, high), row in zip(tensors, tensors.values(), spans, rows.tolist(), strict=True):
+    for name, x, (low, high), (*row, num_held) in zip(tensors, tensors.values(), spans, rows.tolist(), strict=True):
         if low <= high:
-            num_holders = max(1, round(sum(row[:NUM_BINS]) / x.numel()))
-            *counts, total, sum_of_squares = (value / num_holders for value in row)
+            *counts, total, sum_of_squares = (value * x.numel() / num_held for value in row)
             first, last = _widened(low, high)
             limits = [first + (last - first) * (i + 1) / NUM_BINS for i in range(NUM_BINS)]
-            found[name] = Histogram(
-                low, high, round(sum(counts)), total, sum_of_squares, limits, list(map(int, counts))
-            )
+            num = round(sum(counts))
+            found[name] = Histogram(low, high, num, total, sum_of_squares, limits, [round(count) for count in counts])
     return found
 
 
@@ -61,9 +58,12 @@ def _extremes(x: Tensor) -> tuple[float, float]:
     return (-x.min().item(), x.max().item()) if len(x) else (-torch.inf, -torch.inf)
 
 
-def _counts_and_sums(x: Tensor, low: float, high: float) -> Tensor:
+def _counts_and_sums(tensor: Tensor, low: float, high: float) -> Tensor:
+    """Give the counts of this rank's finite values, their sum and sum of squares, and how many values it holds."""
+    x = _finite(tensor)
     counts = torch.histc(x, NUM_BINS, *_widened(low, high)) if len(x) else x.new_zeros(NUM_BINS)
-    return torch.cat([counts, torch.stack([x.sum(), x.square().sum()])])
+    num_held = x.new_tensor(chunk_of(tensor).local.numel())
+    return torch.cat([counts, torch.stack([x.sum(), x.square().sum(), num_held])])
 
 
 def _widened(low: float, high: float) -> tuple[float, float]:

@@ -40,18 +40,20 @@ class WeightsAndBiases:
         kept = folder / "wandb_run_id"
         if start_step == 0 or not kept.exists():
             kept.write_text(uuid.uuid4().hex)
-        online = "WANDB_API_KEY" in os.environ
+        mode = os.environ.get("WANDB_MODE", "online" if "WANDB_API_KEY" in os.environ else "offline")
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "torchtitan_graph"),
             name=os.environ.get("WANDB_NAME"),
             id=kept.read_text(),
             resume="allow",
             dir=str(folder),
-            mode=os.environ.get("WANDB_MODE", "online" if online else "offline"),
+            mode=mode,
             config=dict(settings),
         )
-        if not online:
-            logger.info(f"Weights & Biases: kept in {folder}, as WANDB_API_KEY is not set; `wandb sync` sends it")
+        if mode == "offline":
+            logger.info(
+                f"Weights & Biases: kept in {folder / 'wandb'}, as WANDB_API_KEY is not set; `wandb sync` sends it"
+            )
         # An axis of our own: wandb's drops what a resumed run does again.
         self._run.define_metric("*", step_metric="step")
 

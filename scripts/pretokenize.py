@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument("--hf_assets_path", help="tokenizer, as model.hf_assets_path; not set: bytes are the tokens")
     parser.add_argument("--num_documents", type=int, help="stop after so many documents")
     parser.add_argument("--num_workers", type=int, default=0, help="processes that tokenise; streams use none")
-    parser.add_argument("--tokens_per_shard", type=int, default=2**27, help="a shard ends behind so many tokens")
+    parser.add_argument("--tokens_per_shard", type=int, default=2**26, help="a shard ends behind so many tokens")
     parser.add_argument("--out", type=Path, required=True, help="folder to write; OUT.part while it is in the making")
     options = parser.parse_args()
     init_logging()

@@ -106,7 +106,7 @@ def write_shards(
     source_digest: str,
     splits: list[str],
     tokenizer: Tokenizer,
-    tokens_per_shard: int = 2**27,
+    tokens_per_shard: int = 2**26,
 ) -> Iterator[tuple[int, int]]:
     """Write token ids to a new folder, and yield the numbers of documents and tokens so far, after each document.
 

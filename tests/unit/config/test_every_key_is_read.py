@@ -18,8 +18,8 @@ from torchtitan_graph.config.option import options
 from torchtitan_graph.config.support import SUPPORT
 
 PACKAGE = Path(torchtitan_graph.__file__).parent
-# In config/: by load(), which finds the other options in it, and by shard_degree(), which infers it.
-READ_HERE = {"job.config_file", "parallelism.data_parallel_shard_degree"}
+# In config/: by load(), which finds the other options in it, by shard_degree(), which infers it, by source_name().
+READ_HERE = {"job.config_file", "parallelism.data_parallel_shard_degree", "training.sources.name"}
 
 
 # The keys of an entry of an array of tables count as well, as optimizer.param_groups.lr.
@@ -67,6 +67,10 @@ def bindings(tree: ast.AST, bound: dict[str, set[str]]) -> Iterator[tuple[str, I
             yield node.arg, annotated(node.annotation)
         elif isinstance(node, ast.AnnAssign):
             yield tail(node.target), annotated(node.annotation)
+        elif isinstance(node, (ast.For, ast.comprehension)):  # over the entries of an array of tables
+            entries = {table for part in ast.walk(node.iter) for table in tables_of(part, bound)}
+            for part in ast.walk(node.target):
+                yield tail(part), entries & OPTIONS.keys()
         elif isinstance(node, ast.Assign):
             for target in node.targets:
                 targets = target.elts if isinstance(target, ast.Tuple) else [target]
@@ -140,6 +144,14 @@ def test_no_unsupported_key_is_read(key: str) -> None:
 )
 def test_the_search_finds_a_read(source: str) -> None:
     assert keys_read(source) == {"training.steps"}
+
+
+def test_the_search_finds_reads_of_entries() -> None:
+    source = (
+        "def f(all: Sequence[job.DataSource]):\n for i, one in enumerate(all): one.weight\n [x.dataset for x in all]"
+    )
+    assert keys_read(source) == {"training.sources.weight", "training.sources.dataset"}
+    assert keys_read("for one in all: one.weight") == set()
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,10 @@ def take(data: DataLoader, steps: int) -> list[str]:
 def test_rows_are_those_of_the_text(text, shards, split):
     expected = take(loader(text, split), 40)
     assert take(loader(shards, split), 40) == expected
-    assert take(loader(shards, split, num_workers=1), 4) == expected[:4]
+
+
+def test_worker_processes_map_the_files_too(text, shards):
+    assert take(loader(shards, num_workers=1), 4) == take(loader(text), 4)
 
 
 def test_rows_are_those_of_the_text_with_a_trained_tokenizer(text, tmp_path):

@@ -43,7 +43,7 @@ def measure(rank: int, args: argparse.Namespace, folder: Path) -> None:
     mesh = ParallelDims(dp_shard=args.ranks).mesh(device.type)
     batch = make_batch(1, args.seq_len, config_of(args).vocab_size, device)
     num_tokens = torch.tensor(batch.labels_BL.numel() * args.ranks, device=device)
-    step, model = build("graph", Precision(compute=torch.float32), args, mesh, batch)
+    step, model = build(args.mode, Precision(compute=torch.float32), args, mesh, batch)
     optimizer = build_optimizer(model, job.Optimizer())
     scheduler = build_lr_scheduler(optimizer, job.LRScheduler(), 1000)
     checkpointers = {}
@@ -96,6 +96,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2, help="number of processes (default 2)")
     parser.add_argument("--family", default="llama3", help="model family (default llama3)")
     parser.add_argument("--flavor", default="mid", help="a flavour, or mid (default): debug at dim 512, 8 layers")
+    parser.add_argument("--mode", default="graph", help="the step, as in benchmark.py (default graph)")
     parser.add_argument("--seq_len", type=int, default=256, help="tokens per row, one row per rank (default 256)")
     parser.add_argument("--steps", type=int, default=8, help="steps per round (default 8)")
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds per mode (default 5)")

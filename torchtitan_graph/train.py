@@ -86,10 +86,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _record(folder: Path | None, run: RunFolder | None, error: BaseException, code: int) -> None:
     """Write why this rank ends to the run's folder, and that the run does."""
     stop.restore()
-    if folder is not None:
-        write_failure(folder, error, code)
-    if run is not None:
-        run.close(FAILED, str(error))
+    try:
+        if folder is not None:
+            write_failure(folder, error, code)
+        if run is not None:
+            run.close(FAILED, str(error))
+    except OSError as disk:  # it may be what the error itself is about
+        logger.warning(f"the end of this run is not written to {folder}: {disk}")
 
 
 def _report(error: Exception, code: int) -> int:

@@ -11,7 +11,7 @@ from torchtitan_graph.run.identity import identity
 
 FOLDER = "failures"
 # Exit codes of the trainer and of the preflight.
-FAULT, CONFIGURATION, NON_FINITE, BAD_NODE = 1, 2, 3, 4
+FAULT, CONFIGURATION, NON_FINITE, BAD_NODE = 1, 2, 3, 5
 FINAL = (CONFIGURATION, NON_FINITE)  # another attempt would fail in the same way
 
 

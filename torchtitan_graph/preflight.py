@@ -5,7 +5,7 @@
 
 One process per GPU, or per CPU node; under srun with MASTER_ADDR and MASTER_PORT set. Every process looks at its own
 device, at the shared folder and at its clock and its code, and reports to rank 0 through a store; whoever does not
-report is bad too. Then they all communicate. Exit code 4 if a node is bad.
+report is bad too. Then they all communicate. Exit code 5 if a node is bad.
 """
 
 import datetime
@@ -38,7 +38,7 @@ Problems = dict[str, list[str]]  # by node
 
 
 def main() -> int:
-    """Return 0 if all nodes are well, else 4."""
+    """Return 0 if all nodes are well, else 5."""
     init_logging()
     folder = Path(sys.argv[1])
     rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))

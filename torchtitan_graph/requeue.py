@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchtitan_graph.config import load
-from torchtitan_graph.run.failure import BAD_NODE, CONFIGURATION, FAULT, NON_FINITE, SAVE_FAILED, read_failures
+from torchtitan_graph.run.failure import BAD_NODE, FAULT, FINAL, read_failures
 from torchtitan_graph.run.files import read_json, write_json
 from torchtitan_graph.run.status import FINISHED, STOPPED, read_status
 
@@ -65,10 +65,8 @@ def end_attempt(folder: Path, job_id: str, restart: int, down: list[str]) -> Dec
         why = "the run is finished"
     elif state == STOPPED:
         again, why = True, f"stopped by {status['reason']}"
-    elif codes & {CONFIGURATION, NON_FINITE}:
+    elif codes.intersection(FINAL):
         why = "it would fail in the same way again"
-    elif SAVE_FAILED in codes:
-        why = "a checkpoint could not be saved: the disk has to be looked at"
     elif FAULT in codes and not failures[0]["lost_peer"]:
         why = "an error that is no node's"
     else:

@@ -33,7 +33,7 @@ from torchtitan_graph.trainer import NonFiniteError, Trainer
 def main(argv: Sequence[str] | None = None) -> int:
     """Train as the arguments say. Return the exit code.
 
-    0 done, 2 something to change, 3 non-finite numbers, 5 a checkpoint could not be saved.
+    0 done, 2 something to change, 3 non-finite numbers, 4 a checkpoint could not be saved.
     """
     begin = time.perf_counter()
     stop.install()
@@ -93,10 +93,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _record(folder: Path | None, run: RunFolder | None, error: BaseException, code: int) -> None:
     """Write why this rank ends to the run's folder, and that the run does."""
     stop.restore()
-    if folder is not None:
-        write_failure(folder, error, code)
-    if run is not None:
-        run.close(FAILED, str(error))
+    try:
+        if folder is not None:
+            write_failure(folder, error, code)
+        if run is not None:
+            run.close(FAILED, str(error))
+    except OSError as disk:  # it may be what the error itself is about
+        logger.warning(f"the end of this run is not written to {folder}: {disk}")
 
 
 def _report(error: Exception, code: int) -> int:

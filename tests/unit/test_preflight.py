@@ -89,10 +89,10 @@ def test_wrong_clock_and_absent_node_are_named_at_once(tmp_path: Path) -> None:
     patch = "import os, time\np.REPORT_WITHIN_S = 15.0\n"
     patch += "if os.environ['SLURM_PROCID'] == '1': now = time.time; time.time = lambda: now() + 3600"
     codes, output = launch(tmp_path, [0, 1], 3, ["a", "b", "c"], {"PATCH": patch, "PREFLIGHT_NODES": "a b c"})
-    assert codes == [4, 4], output
+    assert codes == [5, 5], output
     assert "node b: its clock is +3600 s off that of a" in output
     assert "node c: it did not report" in output
     assert "node a" not in output
     failures = [json.loads(path.read_text()) for path in (tmp_path / "failures").iterdir()]
     assert sorted(failure["host"] for failure in failures) == ["b", "c"]
-    assert all(failure["code"] == 4 and failure["time"] <= time.time() for failure in failures)
+    assert all(failure["code"] == 5 and failure["time"] <= time.time() for failure in failures)

@@ -110,7 +110,7 @@ def test_attempts_that_slurm_ends_are_capped_too(job: FakeJob) -> None:
 
 def test_node_that_fails_twice_is_excluded(job: FakeJob) -> None:
     job.begin()
-    job.failure("n2", 4)
+    job.failure("n2", 5)
     assert job.end() == Decision(True, "a node failed the preflight", [])
     assert job.begin().exclude == []
     assert job.begin(down=("n2", "n9")).exclude == ["n2"]  # SLURM lost it in the second attempt

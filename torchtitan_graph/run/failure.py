@@ -11,8 +11,8 @@ from torchtitan_graph.run.identity import identity
 
 FOLDER = "failures"
 # Exit codes of the trainer and of the preflight.
-FAULT, CONFIGURATION, NON_FINITE, BAD_NODE, SAVE_FAILED = 1, 2, 3, 4, 5
-FINAL = (CONFIGURATION, NON_FINITE)  # another attempt would fail in the same way
+FAULT, CONFIGURATION, NON_FINITE, SAVE_FAILED, BAD_NODE = 1, 2, 3, 4, 5
+FINAL = (CONFIGURATION, NON_FINITE, SAVE_FAILED)  # another attempt would fail in the same way
 
 
 def write_failure(dump_folder: Path, error: BaseException, code: int) -> None:

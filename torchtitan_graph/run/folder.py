@@ -49,10 +49,10 @@ class RunFolder:
                     check_drift(saved, config)
                 saved.parent.mkdir(parents=True, exist_ok=True)
                 saved.write_text(dump_toml(config))
-        except ValueError:
+            self.status = Status(self.path, config.training.steps)
+        except (OSError, ValueError):
             self._lock.release()
             raise
-        self.status = Status(self.path, config.training.steps)
         self._ended = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._heart.start()

@@ -140,7 +140,9 @@ def saved(folder: Path, step: int) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile(suffix=".pt") as file:
         dcp_to_torch_save(path, file.name)
         tensors = torch.load(file.name, weights_only=True)
-    return {name: digest(tensor) for name, tensor in tensors.items()} | json.loads((path / "train_state.json").read_text())
+    return {name: digest(tensor) for name, tensor in tensors.items()} | json.loads(
+        (path / "train_state.json").read_text()
+    )
 
 
 def saved_steps(folder: Path) -> list[int]:

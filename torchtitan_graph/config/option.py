@@ -124,8 +124,8 @@ class Option:
                 hint = ", in UTF-8 and without NUL" if isinstance(value, str) else " in quotes"
             raise ValueError(f"must be {self.legal()}{hint}")
         if not self._is_legal(value):
-            hint = nearest(value, self.choices) if self.choices else None
-            raise ValueError(f"must be {self.legal()}" + (f"; did you mean {hint}?" if hint else ""))
+            near = nearest(value, self.choices) if self.choices else None
+            raise ValueError(f"must be {self.legal()}" + (f"; did you mean {near}?" if near else ""))
         return value
 
     def parse(self, text: str) -> Any:

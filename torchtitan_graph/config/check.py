@@ -169,6 +169,11 @@ def _check_checkpoint(config: JobConfig, world_size: int) -> list[str]:
             f"{excluded}: is about checkpoint.load_step, or checkpoint.initial_load_path with initial_load_model_only ="
             " false: set one; a run that goes on from its own newest checkpoint takes all of it"
         )
+    if checkpoint.create_seed_checkpoint and "." in config.optimizer.name:
+        problems.append(
+            f"{_name(config, 'checkpoint.create_seed_checkpoint')}: an optimizer of your own has its state from the"
+            " first step on; use enable_first_step_checkpoint"
+        )
     if checkpoint.create_seed_checkpoint and (world_size > 1 or not checkpoint.enable or checkpoint.load_only):
         problems.append(
             f"{_name(config, 'checkpoint.create_seed_checkpoint')}: needs one process (here {world_size}),"

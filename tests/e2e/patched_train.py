@@ -66,11 +66,11 @@ def kill_after() -> None:
     """Kill this process KILL_AFTER seconds after its first step begins, whatever it is doing then."""
     train_steps = trainer.Trainer.train
 
-    def train_and_die(self: trainer.Trainer) -> None:
+    def train_and_die(self: trainer.Trainer, *args: Any) -> None:
         clock = threading.Timer(float(os.environ["KILL_AFTER"]), os.kill, (os.getpid(), signal.SIGKILL))
         clock.daemon = True
         clock.start()
-        train_steps(self)
+        train_steps(self, *args)
 
     trainer.Trainer.train = train_and_die  # type: ignore[method-assign]
 

@@ -11,6 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from pool import run_on
 from torchtitan_graph.config import load
+from torchtitan_graph.run.folder import RunFolder
+from torchtitan_graph.run.status import FINISHED
 from torchtitan_graph.trainer import Trainer
 
 LAYOUTS = {"one rank": (1, 1), "FSDP 2": (2, 1), "FSDP 2 x TP 2": (2, 2), "FSDP 4": (4, 1)}
@@ -50,7 +52,9 @@ def row_digest(batch: Any, row: int) -> str:
 
 def train_two_steps(layout: str, folder: Path) -> dict[str, Any]:
     trainer = trainer_of(layout, folder, "--training.steps", "2", "--lr_scheduler.total_steps", "5")
-    trainer.train()
+    run = RunFolder(trainer.config)
+    trainer.train(run)
+    run.close(FINISHED)
     return state_of(trainer)
 
 

@@ -127,6 +127,7 @@ class Trainer:
         self.step = self.tokens_seen = 0
         self.stop_signal = 0  # the signal that asked a rank to stop; the same on all ranks
         self.tokens_by_source: dict[str, int] = {}
+        self.own_data_s = 0.0  # of this step, how long this rank waited for its own data
 
     def _check_memory(self) -> None:
         """Refuse uncompiled flex attention on a CPU where its scores can't fit; a dry run allocates none."""

@@ -153,9 +153,8 @@ def test_the_exported_dtype_and_tokenizer_are_as_asked(small: Path, tmp_path: Pa
     assert json.loads((hf / "config.json").read_text())["rope_theta"] == 1234.0
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n == "deepseek_v3" else pytest.mark.slow) for n in family_names()]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", family_names())
 def test_every_family_goes_from_a_folder_through_a_layout_to_a_folder(name: str, tmp_path: Path) -> None:
     """Published weights -> two steps at FSDP 2 x TP 2 -> what was trained, as our checkpoint and as transformers'."""
     transformers = pytest.importorskip("transformers")

@@ -42,11 +42,11 @@ def test_old_file_trains(tmp_path: Path) -> None:
     assert list(numbers(tmp_path)) == [1]
 
 
-def test_dry_run_of_an_8b_model_on_16_ranks_in_one_process(tmp_path: Path) -> None:
+def test_dry_run_of_a_released_model_on_16_ranks_in_one_process(tmp_path: Path) -> None:
     """Of rows whose mask alone would take 4 GiB: nothing of that size is allocated."""
     code, output = Command(
         str(REPOSITORY / "run_train.sh"),
-        *["--model.flavor", "8B", "--parallelism.tensor_parallel_degree", "8", "--model.hf_assets_path="],
+        *["--model.flavor", "1B", "--parallelism.tensor_parallel_degree", "8", "--model.hf_assets_path="],
         *["--training.seq_len", "65536", "--training.local_batch_size", "1"],
         cwd=tmp_path,
         NGPU="16",

@@ -76,12 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             reason = stop.name(trainer.stop_signal)
             logger.info(f"stopped by {reason} after step {trainer.step}; started again, the run goes on from there")
         run.close(*(STOPPED, reason) if trainer.stop_signal else (FINISHED, ""))
-    except NonFiniteError as error:
-        _record(folder, run, error, NON_FINITE)
-        return _report(error, NON_FINITE)
-    except SaveError as error:
-        _record(folder, run, error, SAVE_FAILED)
-        return _report(error, SAVE_FAILED)
+    except (NonFiniteError, SaveError) as error:
+        code = NON_FINITE if isinstance(error, NonFiniteError) else SAVE_FAILED
+        _record(folder, run, error, code)
+        return _report(error, code)
     except BaseException as error:
         _record(folder, run, error, FAULT)
         raise

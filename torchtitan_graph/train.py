@@ -21,7 +21,7 @@ from torchtitan_graph import device as devices
 from torchtitan_graph.checkpoint import SaveError
 from torchtitan_graph.compiler import check_disabled
 from torchtitan_graph.config import JobConfig, check, dump_toml, load
-from torchtitan_graph.graph.torch_private import init_fake_process_group
+from torchtitan_graph.graph.torch_private import init_fake_process_group, one_thread_per_gloo_group
 from torchtitan_graph.log import init_logging, logger
 from torchtitan_graph.run.failure import CONFIGURATION, FAULT, NON_FINITE, SAVE_FAILED, refuse_to_repeat, write_failure
 from torchtitan_graph.run.folder import RunFolder
@@ -123,6 +123,7 @@ def _start(config: JobConfig, world_size: int, fake: bool) -> None:
         torch.cuda.set_device(devices.device())
         set_up_flight_recorder(config.comm, Path(config.job.dump_folder))
         devices.bind_to_numa_node()
+    one_thread_per_gloo_group()
     dist.init_process_group(
         "nccl" if devices.device_type() == "cuda" else "gloo",
         timeout=datetime.timedelta(seconds=config.comm.init_timeout_seconds),

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from pool import RanksFailed, mesh, run_on
+from torchtitan_graph.parallel.agree import files_group
 
 
 def total_of_ranks(start: float, *, scale: float = 1.0) -> float:
@@ -25,6 +26,11 @@ def surroundings() -> tuple:
     mesh_is_kept = mesh((2, 1), ("dp_shard", "tp")) is mesh((2, 1), ("dp_shard", "tp"))
     env = (os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"])
     return env, torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), mesh_is_kept
+
+
+def gloo_threads() -> list[int]:
+    groups = [dist.group.WORLD, mesh((2,), ("dp_shard",)).get_group(), files_group()]
+    return [group._get_backend(torch.device("cpu")).options._threads for group in groups]
 
 
 def random_numbers() -> torch.Tensor:
@@ -60,6 +66,11 @@ def warns() -> None:
 def test_every_rank_runs_the_call_and_results_come_in_rank_order(world_size: int) -> None:
     expected = sum(2.0 * (1.0 + rank) for rank in range(world_size))
     assert run_on(world_size, total_of_ranks, 1.0, scale=2.0) == [expected] * world_size
+
+
+def test_every_group_runs_its_collectives_in_one_thread():
+    """Two would corrupt the heap, see `one_thread_per_gloo_group`; rarely, so this asks for their number."""
+    assert run_on(2, gloo_threads) == [[1, 1, 1]] * 2
 
 
 def test_processes_are_kept_between_calls() -> None:

@@ -34,6 +34,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from torchtitan_graph.graph.torch_private import one_thread_per_gloo_group
+
 START_TIMEOUT_S = 180.0
 AFTER_FAILURE_S = 2.0  # how long the other ranks may take to report, once one has failed
 
@@ -193,6 +195,7 @@ def _serve(rank: int, world_size: int, port: int, connection: Connection, stack_
 
 def _join(rank: int, world_size: int, port: int) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    one_thread_per_gloo_group()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
 
 

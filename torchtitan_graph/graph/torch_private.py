@@ -8,6 +8,7 @@ import difflib
 import functools
 import json
 import math
+import os
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -60,6 +61,7 @@ __all__ = [
     "make_dtensor",
     "mask_parts",
     "mask_whole",
+    "one_thread_per_gloo_group",
     "open_rule",
     "record_memory_history",
     "reparametrize",
@@ -400,6 +402,35 @@ def init_fake_process_group(world_size: int) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+
+
+@functools.cache
+def one_thread_per_gloo_group() -> None:
+    """Let each gloo group that is made from now on run its collectives in one thread, one after the other.
+
+    torch starts two for each network interface, and both write the name of what they finished into one string of the
+    group, without a lock (`ProcessGroupGloo::runLoop`; 2.11 to 2.15): if two collectives of a group end at the same
+    moment, the heap is corrupt. No argument of `init_process_group` or `new_group` sets the number. A lock in torch
+    would replace this.
+    """
+    if not torch.distributed.is_gloo_available():
+        return
+    gloo: Any = torch.distributed.ProcessGroupGloo
+    start = gloo.__init__
+
+    def start_one_thread(self: Any, store: Any, rank: int, size: int, *options_given: Any, **settings: Any) -> None:
+        if options_given:
+            start(self, store, rank, size, *options_given, **settings)
+            return
+        options = gloo._Options()
+        interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+        options._devices = [gloo.create_device(interface=name) for name in interfaces] or [gloo.create_default_device()]
+        options._threads = 1
+        for name, value in settings.items():
+            setattr(options, "_timeout" if name == "timeout" else name, value)
+        start(self, store, rank, size, options)
+
+    gloo.__init__ = start_one_thread
 
 
 def set_timeout(group: torch.distributed.ProcessGroup, seconds: int) -> None:

@@ -299,11 +299,31 @@ def test_a_missing_file_there_is_found(tmp_path: Path, memory: MemoryFileSystem)
     assert load(tmp_path / "b") == 1
 
 
-def test_when_all_there_are_damaged_nothing_begins_anew(tmp_path: Path, memory: MemoryFileSystem) -> None:
+@pytest.mark.parametrize(("size", "problem"), [(None, "is damaged"), (10, "has 10 bytes")])
+def test_when_all_there_are_damaged_nothing_begins_anew(
+    size: int | None, problem: str, tmp_path: Path, memory: MemoryFileSystem
+) -> None:
     save(tmp_path / "a", 1)
-    damage(memory, "step-1", DATA)
-    with pytest.raises(ValueError, match=r"no checkpoint that is whole:\n.*step-1: its file .* is damaged"):
+    damage(memory, "step-1", DATA, size)
+    with pytest.raises(ValueError, match=rf"no checkpoint that is whole:\n.*step-1: its file .* {problem}"):
         load(tmp_path / "b")
+
+
+def test_a_first_save_that_was_killed_is_none(tmp_path: Path, memory: MemoryFileSystem) -> None:
+    save(tmp_path / "a", 1)
+    memory.rm_file(f"/bucket/run/step-1/{MANIFEST}")
+    assert load(tmp_path / "b") is None
+
+
+def test_a_store_that_loses_bytes_is_found_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def lose(of: MemoryFileSystem, here: str, there: str) -> None:
+        of.pipe_file(there, Path(here).read_bytes()[: 10 if here.endswith(DATA) else None])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MemoryFileSystem, "put_file", lose)
+        save(tmp_path / "a", 1)
+    assert "is not what was written: its file __0_0.distcp has 10 bytes" in caplog.text
+    assert not Remote(f"{ADDRESS}/step-1").sizes().keys() & {MANIFEST}
 
 
 def test_a_damaged_one_here_is_fetched(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim.lr_scheduler import LRScheduler
 
-from torchtitan_graph.checkpoint.choose import choose_undamaged
+from torchtitan_graph.checkpoint.choose import choose_undamaged, find_held
 from torchtitan_graph.checkpoint.folder import find_damage, find_problem, read_train_state, step_folder
 from torchtitan_graph.checkpoint.save import SaveError, Saver
 from torchtitan_graph.checkpoint.tensors import load_tensors, read_metadata, saved_tensors
@@ -107,7 +107,8 @@ class Checkpointer:
         self._begin, self._time_is_up = time.monotonic(), False
         model_only = last and self.config.last_save_model_only
         state = self._train_state(step, model_only, train_state)
-        self.saver.save(step_folder(self.folder, step), self._tensors(model_only), state)
+        nothing_follows = last or self.config.create_seed_checkpoint
+        self.saver.save(step_folder(self.folder, step), self._tensors(model_only), state, last=nothing_follows)
         if last:
             self.saver.wait()
 
@@ -118,23 +119,22 @@ class Checkpointer:
     def load(self, num_steps: int | None = None) -> dict[str, Any] | None:
         """Load the newest whole checkpoint, or the one of `checkpoint.load_step`; return its `train_state`.
 
-        Where the folder holds none, `checkpoint.initial_load_path` is loaded. Returns None if training begins at
-        step 0: with nothing loaded, or with only the parameters of `initial_load_path`. What
-        `checkpoint.exclude_from_loading` names is left as it is, and left out of what is returned.
+        It is looked for in the folder and in `checkpoint.remote_folder`. Where they hold none,
+        `checkpoint.initial_load_path` is loaded. Returns None if training begins at step 0: with nothing loaded, or
+        with only the parameters of `initial_load_path`. What `checkpoint.exclude_from_loading` names is left as it
+        is, and left out of what is returned.
 
         A checkpoint of only the model can't be trained on exactly, so an older full one is loaded instead, unless
         the run is over with it: unless it is of step `num_steps`, the number of steps the run is to have, or later.
 
         Raises:
-            ValueError: there is no such checkpoint, none that can be resumed, it is damaged, or it is of another model.
+            ValueError: there is no such checkpoint, none that can be resumed, it is damaged, or it is of another model;
+                or an address can't be read.
         """
         if not self.config.enable:
             return None
-        if self.config.create_seed_checkpoint and any(self.folder.glob("step-*")):
-            raise ValueError(
-                f"checkpoint.create_seed_checkpoint = true: {self.folder} holds checkpoints already; name another "
-                "job.dump_folder"
-            )
+        if self.config.create_seed_checkpoint and (held := find_held(self.folder, self.config)):
+            raise ValueError(f"checkpoint.create_seed_checkpoint = true: {held}")
         path = choose_undamaged(self.folder, self.config, num_steps, self.group)
         if path is None:
             return None

@@ -1,22 +1,43 @@
-"""Which checkpoint a run goes on from: rank 0 chooses by the folders, all ranks together look for damage."""
+"""Which checkpoint a run goes on from: rank 0 chooses by the folders, all ranks together fetch and look for damage."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from torchtitan_graph.checkpoint.folder import (
     check_writable,
     clean_up,
-    find_damage,
+    find_damage_together,
     find_problem,
     find_steps,
     list_steps,
     read_manifest,
     read_train_state,
+    step_folder,
+    step_of,
 )
+from torchtitan_graph.checkpoint.remote import Remote, fetch
 from torchtitan_graph.config import job
 from torchtitan_graph.log import logger
-from torchtitan_graph.parallel.agree import RanksFailed, gather_from_ranks, on_rank_0
+from torchtitan_graph.parallel.agree import RanksFailed, describe, on_rank_0
+
+INITIAL = "initial"  # the folder, beside the run's checkpoints, for one that is fetched to begin with
+
+
+class Candidate(NamedTuple):
+    """A checkpoint that may be loaded."""
+
+    path: Path
+    address: str | None = None  # from where it is to be fetched to `path` first
+    model_only: bool = False
+
+    @property
+    def place(self) -> str:
+        """Where it is now."""
+        return self.address or str(self.path)
 
 
 def choose_undamaged(
@@ -29,105 +50,199 @@ def choose_undamaged(
     Raises:
         ValueError: there is none that may be loaded; the message says why not.
     """
-    problems: dict[Path, str] = {}
+    problems: dict[str, str] = {}
     while True:
         try:
-            path = on_rank_0(lambda: _choose(folder, config, num_steps, problems), group)
+            choice = on_rank_0(lambda: _choose(folder, config, num_steps, problems), group)
         except OSError as error:
             raise ValueError(f"checkpoint.folder = {config.folder!r}: {error}") from error
-        if path is None or not (problem := _find_damage_together(path, group)):
-            return path
-        problems[path] = problem
-        if path.parent == folder and config.load_step < 0:
-            logger.warning(f"skipping checkpoint {path}: {problem}")
+        if choice is None:
+            return None
+        if choice.address is None:
+            problem = find_damage_together(choice.path, group)
+        else:
+            option = "remote_folder" if choice.path.parent == folder else "initial_load_path"
+            with _reading(option, choice.address):
+                problem = fetch(choice.address, choice.path, group)
+        if not problem:
+            return choice.path
+        problems[choice.place] = problem
+        if choice.path.parent == folder and config.load_step < 0:
+            logger.warning(f"skipping checkpoint {choice.place}: {problem}")
 
 
-def _find_damage_together(path: Path, group: dist.ProcessGroup | None) -> str | None:
-    """Do as `find_damage`, each rank with a part of the files."""
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+def find_held(folder: Path, config: job.Checkpoint) -> str | None:
+    """Say what holds checkpoints of this run already, and what to do to have a place that does not."""
+    if any(folder.glob("step-*")):
+        return f"{folder} holds checkpoints already; name another job.dump_folder"
+    if config.remote_folder is not None:
+        with _reading("remote_folder", config.remote_folder):
+            if Remote(config.remote_folder).list_steps():
+                return f"{config.remote_folder} holds checkpoints already; name another checkpoint.remote_folder"
+    return None
+
+
+@contextmanager
+def _reading(option: str, address: str) -> Iterator[None]:
+    """Turn what an address that can't be read raises into one error that says so."""
     try:
-        found = gather_from_ranks(lambda: find_damage(path, sorted(read_manifest(path))[rank::world_size]), group)
-    except RanksFailed as error:
-        return str(error)
-    return next(filter(None, found), None)
+        yield
+    except Exception as error:
+        what = str(error) if isinstance(error, RanksFailed) else describe(error)
+        raise ValueError(
+            f"checkpoint.{option}: {address} can't be fetched from ({what}); a run does not go on without it, from an "
+            "older checkpoint or from none: check the address, the credentials and the connection"
+        ) from error
 
 
-def _choose(folder: Path, config: job.Checkpoint, num_steps: int | None, problems: dict[Path, str]) -> Path | None:
-    """Choose by names and small files. `problems` are of checkpoints that are not to be taken; more are added."""
+def _choose(folder: Path, config: job.Checkpoint, num_steps: int | None, problems: dict[str, str]) -> Candidate | None:
+    """Choose by names and small files. `problems` are of places that are not to be taken; more are added."""
     if not config.load_only:
         check_writable(folder)
         clean_up(folder)
     steps = {}
     for step, path in list_steps(folder).items():
-        if path not in problems and (problem := find_problem(path) or _find_wrong_name(path, step)):
-            problems[path] = problem
+        if str(path) in problems:
+            continue
+        if problem := find_problem(path) or _find_wrong_name(read_train_state(path), step):
+            problems[str(path)] = problem
             logger.warning(f"skipping checkpoint {path}: {problem}")
-        if path not in problems:
-            steps[step] = path
+        else:
+            steps[step] = Candidate(path, model_only=read_train_state(path)["model_only"])
+    if config.remote_folder is not None:
+        with _reading("remote_folder", config.remote_folder):
+            steps = dict(sorted((_find_remote(folder, config, steps, problems) | steps).items()))
     if config.load_step >= 0:
         return _choose_load_step(folder, config.load_step, steps, problems, num_steps)
     if steps:
         return _choose_newest(folder, steps, num_steps)
-    if problems and all(path.parent == folder for path in problems):
-        listed = "\n  ".join(f"{path.name}: {problem}" for path, problem in problems.items())
+    initial = _initial_places(folder, config)
+    if own := [f"{place}: {problem}" for place, problem in problems.items() if place not in initial]:
+        where, other = f"{folder} holds", "another job.dump_folder"
+        if config.remote_folder is not None:
+            where = f"{folder} and {config.remote_folder} hold"
+            other += " and another checkpoint.remote_folder"
+        listed = "\n  ".join(own)
         raise ValueError(
-            f"checkpoint.folder = {config.folder!r}: {folder} holds no checkpoint that is whole:\n  {listed}\n"
-            "to begin anew, name another job.dump_folder"
+            f"checkpoint.folder = {config.folder!r}: {where} no checkpoint that is whole:\n  {listed}\n"
+            f"to begin anew, name {other}"
         )
-    return _choose_initial(config, problems)
+    return _choose_initial(folder, config, problems)
 
 
-def _find_wrong_name(path: Path, step: int) -> str | None:
-    saved = read_train_state(path)["step"]
-    return None if saved == step else f"it is of step {saved}, and was renamed"
+def _find_remote(
+    folder: Path, config: job.Checkpoint, steps: dict[int, Candidate], problems: dict[str, str]
+) -> dict[int, Candidate]:
+    """Return what checkpoint.remote_folder holds and `folder` lacks: with load_step all of it, else what is newer."""
+    assert config.remote_folder is not None
+    full = [step for step, candidate in steps.items() if not candidate.model_only]
+    oldest = max(full, default=-1) + 1 if config.load_step < 0 else 0
+    found = {}
+    for step, remote in Remote(config.remote_folder).list_steps().items():
+        if step < oldest or step in steps or remote.address in problems:
+            continue
+        candidate = _look_at(remote, step_folder(folder, step), step)
+        if isinstance(candidate, Candidate):
+            found[step] = candidate
+            continue
+        logger.warning(f"skipping checkpoint {remote.address}: {candidate}")
+        if not remote.is_leftover():  # of a save that was killed, and so of nothing that can be lost
+            problems[remote.address] = candidate
+    return found
 
 
-def _choose_newest(folder: Path, steps: dict[int, Path], num_steps: int | None) -> Path:
+def _look_at(remote: Remote, path: Path, step: int) -> Candidate | str:
+    """Return the checkpoint at an address as one to be fetched to `path`, or say what is wrong with it."""
+    if problem := remote.find_problem():
+        return problem
+    try:
+        state = remote.read_train_state()
+    except ValueError as error:
+        return str(error)
+    return _find_wrong_name(state, step) or Candidate(path, remote.address, state["model_only"])
+
+
+def _find_wrong_name(state: dict[str, Any], step: int) -> str | None:
+    return None if state["step"] == step else f"it is of step {state['step']}, and was renamed"
+
+
+def _choose_newest(folder: Path, steps: dict[int, Candidate], num_steps: int | None) -> Candidate:
     newest = max(steps)
-    full = [step for step, path in steps.items() if not read_train_state(path)["model_only"]]
+    full = [step for step, candidate in steps.items() if not candidate.model_only]
     if newest in full or (num_steps is not None and newest >= num_steps):
         return steps[newest]
     if not full:
         raise ValueError(
-            f"checkpoint.folder = {str(folder)!r}: {steps[newest].name} holds only the model "
+            f"checkpoint.folder = {str(folder)!r}: {steps[newest].path.name} holds only the model "
             "(checkpoint.last_save_model_only = true), so training can't go on from it exactly; to begin a new run "
             "with its parameters, set checkpoint.initial_load_path to it and use another job.dump_folder"
         )
     logger.warning(
-        f"{steps[newest]} holds only the model (checkpoint.last_save_model_only = true): "
-        f"going on from {steps[full[-1]].name}"
+        f"{steps[newest].place} holds only the model (checkpoint.last_save_model_only = true): "
+        f"going on from {steps[full[-1]].path.name}"
     )
     return steps[full[-1]]
 
 
 def _choose_load_step(
-    folder: Path, step: int, steps: dict[int, Path], problems: dict[Path, str], num_steps: int | None
-) -> Path:
+    folder: Path, step: int, steps: dict[int, Candidate], problems: dict[str, str], num_steps: int | None
+) -> Candidate:
     option = f"checkpoint.load_step = {step}"
     if step not in steps:
         there = ", ".join(map(str, steps)) or "none"
-        bad = {path.name: problem for path, problem in problems.items()}.get(f"step-{step}")
-        why = f"that checkpoint is not whole: {bad}" if bad else f"no such complete checkpoint in {folder}"
+        bad = [problem for place, problem in problems.items() if place.endswith(f"/step-{step}")]
+        why = f"that checkpoint is not whole: {bad[0]}" if bad else f"no such complete checkpoint in {folder}"
         raise ValueError(f"{option}: {why}; there are: {there}")
-    if read_train_state(steps[step])["model_only"] and (num_steps is None or step < num_steps):
+    if steps[step].model_only and (num_steps is None or step < num_steps):
         raise ValueError(f"{option}: that checkpoint holds only the model, so training can't go on from it exactly")
     if newer := [other for other in steps if other > step]:
         logger.warning(
-            f"{option}: checkpoints of later steps ({', '.join(map(str, newer))}) stay in {folder}; without "
+            f"{option}: checkpoints of later steps ({', '.join(map(str, newer))}) stay where they are; without "
             "load_step a later run would resume from the newest of them"
         )
     return steps[step]
 
 
-def _choose_initial(config: job.Checkpoint, problems: dict[Path, str]) -> Path | None:
+def _initial_places(folder: Path, config: job.Checkpoint) -> list[str]:
+    """Return where the checkpoint of checkpoint.initial_load_path is, and where it is fetched to."""
+    given = config.initial_load_path or ""
+    if "://" not in given:
+        return [str(Path(given))]
+    address = given.removesuffix("/")
+    return [address, str(folder / INITIAL / address.rpartition("/")[2])]
+
+
+def _choose_initial(folder: Path, config: job.Checkpoint, problems: dict[str, str]) -> Candidate | None:
     if config.initial_load_path is None or config.initial_load_in_hf:
         return None  # in Hugging Face's format it is the trainer that loads it
-    path = Path(config.initial_load_path)
+    place, *fetched = _initial_places(folder, config)
     option = f"checkpoint.initial_load_path = {config.initial_load_path!r}"
-    if problem := "there is no such folder" if not path.is_dir() else problems.get(path) or find_problem(path):
-        inside = [str(found) for found in find_steps(path).values()]
+    if fetched:
+        with _reading("initial_load_path", place):
+            initial = _find_initial(Remote(place), Path(fetched[0]), problems)
+            inside = [remote.address for remote in Remote(place).list_steps().values()]
+    else:
+        path = Path(place)
+        problem = "there is no such folder" if not path.is_dir() else problems.get(place) or find_problem(path)
+        initial = problem or Candidate(path, model_only=read_train_state(path)["model_only"])
+        inside = [str(found) for found in find_steps(path).values()] if problem else []
+    if not isinstance(initial, Candidate):
         hint = f"; did you mean one of {', '.join(inside)}?" if inside else ""
-        raise ValueError(f"{option} is no checkpoint: {problem}{hint}")
-    if not config.initial_load_model_only and read_train_state(path)["model_only"]:
+        raise ValueError(f"{option} is no checkpoint: {initial}{hint}")
+    if not config.initial_load_model_only and initial.model_only:
         raise ValueError(f"{option} holds only the model: set checkpoint.initial_load_model_only = true")
-    return path
+    return initial
+
+
+def _find_initial(remote: Remote, path: Path, problems: dict[str, str]) -> Candidate | str:
+    """Return the checkpoint at an address, as it was fetched to `path` where that is the same, or what is wrong."""
+    if remote.address in problems:
+        return problems[remote.address]
+    step = step_of(path.name)
+    if step is None:
+        return "there is no such folder, step-N"
+    found = _look_at(remote, path, step)
+    if isinstance(found, Candidate) and str(path) not in problems and find_problem(path) is None:
+        same = read_manifest(path) == remote.read_manifest()
+        return found._replace(address=None) if same else found
+    return found

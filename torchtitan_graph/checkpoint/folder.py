@@ -16,8 +16,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
+
 from torchtitan_graph.checkpoint.tensors import METADATA, read_metadata
 from torchtitan_graph.log import logger
+from torchtitan_graph.parallel.agree import RanksFailed, gather_from_ranks
 
 MANIFEST = "manifest.json"
 TRAIN_STATE = "train_state.json"
@@ -35,10 +38,16 @@ def step_folder(folder: Path, step: int) -> Path:
     return folder / f"step-{step}"
 
 
+def step_of(name: str) -> int | None:
+    """Return the step that a checkpoint's folder is called after, None for any other name."""
+    match = re.fullmatch(r"step-(0|[1-9]\d*)", name, re.ASCII)
+    return int(match[1]) if match else None
+
+
 def list_steps(folder: Path) -> dict[int, Path]:
     """Return what is called as a checkpoint in `folder`, oldest first."""
-    matches = ((re.fullmatch(r"step-(0|[1-9]\d*)", path.name), path) for path in folder.glob("step-*"))
-    return dict(sorted((int(match[1]), path) for match, path in matches if match))
+    steps = ((step_of(path.name), path) for path in folder.glob("step-*"))
+    return dict(sorted((step, path) for step, path in steps if step is not None))
 
 
 def find_steps(folder: Path) -> dict[int, Path]:
@@ -59,11 +68,16 @@ def find_problem(path: Path) -> str | None:
         read_train_state(path)
     except ValueError as error:
         return str(error)
+    return find_wrong_size(files, {name: (path / name).stat().st_size for name in files if (path / name).is_file()})
+
+
+def find_wrong_size(files: dict[str, File], sizes: dict[str, int]) -> str | None:
+    """Say which file of a manifest is not among those of `sizes`, or has another size there."""
     for name, file in files.items():
-        if not (path / name).is_file():
+        if name not in sizes:
             return f"its file {name} is missing"
-        if (size := (path / name).stat().st_size) != file.size:
-            return f"its file {name} has {size} bytes, not {file.size}"
+        if sizes[name] != file.size:
+            return f"its file {name} has {sizes[name]} bytes, not {file.size}"
     return None
 
 
@@ -79,6 +93,21 @@ def find_damage(path: Path, names: Iterable[str] | None = None) -> str | None:
     return None
 
 
+def find_damage_together(path: Path, group: dist.ProcessGroup | None) -> str | None:
+    """Do as `find_damage`, each rank with a part of the files."""
+    try:
+        found = gather_from_ranks(lambda: find_damage(path, part_of_rank(read_manifest(path))), group)
+    except RanksFailed as error:
+        return str(error)
+    return next(filter(None, found), None)
+
+
+def part_of_rank(names: Iterable[str]) -> list[str]:
+    """Return this rank's part of a work on files that all ranks share."""
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    return sorted(names)[rank::world_size]
+
+
 def read_manifest(path: Path) -> dict[str, File]:
     """Return the files of a checkpoint by name.
 
@@ -90,7 +119,7 @@ def read_manifest(path: Path) -> dict[str, File]:
     if not isinstance(sizes, dict) or not isinstance(sums, dict) or not {TRAIN_STATE, METADATA} <= sizes.keys():
         raise ValueError(f"its {MANIFEST} does not list its files")
     for name, size in sizes.items():
-        if type(size) is not int or Path(name).name != name:
+        if type(size) is not int or Path(name).name != name or name in ("", ".."):
             raise ValueError(f"its {MANIFEST} says {size!r} of {name!r}, which is no file of this folder")
     return {name: File(size, sums.get(name)) for name, size in sizes.items()}
 
@@ -166,7 +195,7 @@ def write_manifest(tmp: Path, sums: dict[str, str]) -> None:
     files = sorted(tmp.iterdir())
     sizes = {path.name: path.stat().st_size for path in files}
     _write_json(tmp / MANIFEST, {"files": sizes, "crc32": {p.name: sums.get(p.name) or checksum(p) for p in files}})
-    _sync_folder(tmp)
+    sync(tmp)
 
 
 def commit(tmp: Path) -> None:
@@ -182,18 +211,23 @@ def prune(newest: Path, keep_latest_k: int, keep_every: int) -> None:
 
     0 keeps all. Those of a multiple of `keep_every` steps, where that is not 0, are never deleted.
     """
-    others = {step: path for step, path in find_steps(newest.parent).items() if path != newest}
-    excess = sorted(others)[: max(len(others) - (keep_latest_k - 1), 0)] if keep_latest_k else []
-    for step in excess:
-        if not keep_every or step % keep_every:
-            _rename(others[step], others[step].with_suffix(".deleting"))
+    steps = find_steps(newest.parent)
+    for step in excess_steps(steps, step_of(newest.name), keep_latest_k, keep_every):
+        _rename(steps[step], steps[step].with_suffix(".deleting"))
     for path in newest.parent.glob("step-*.deleting"):
         shutil.rmtree(path)
 
 
+def excess_steps(steps: Iterable[int], newest: int | None, keep_latest_k: int, keep_every: int) -> list[int]:
+    """Return which of the steps' checkpoints `prune` deletes, here and at an address."""
+    others = sorted(step for step in steps if step != newest)
+    excess = others[: max(len(others) - (keep_latest_k - 1), 0)] if keep_latest_k else []
+    return [step for step in excess if not keep_every or step % keep_every]
+
+
 def _rename(old: Path, new: Path) -> None:
     os.rename(old, new)
-    _sync_folder(new.parent)
+    sync(new.parent)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -215,7 +249,8 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def _sync_folder(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Flush a file, or which names a folder has, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

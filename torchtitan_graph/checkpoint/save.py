@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_graph.checkpoint.folder import checksum, commit, prepare, prune, write_manifest, write_train_state
+from torchtitan_graph.checkpoint.remote import upload
 from torchtitan_graph.checkpoint.tensors import save_tensors
 from torchtitan_graph.config import job
 from torchtitan_graph.log import logger
@@ -37,14 +38,19 @@ class Saver:
     def __init__(self, config: job.Checkpoint, group: dist.ProcessGroup | None) -> None:
         self.config = config
         self.group = group
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
         self._thread = None
         if config.async_mode != "disabled":
             self._thread = ThreadPoolExecutor(1, "save", _use_gpu_of_this_process())
         self._buffers: dict[str, torch.Tensor] = {}
         self._running: Future[None] | None = None
 
-    def save(self, path: Path, tensors: dict[str, torch.Tensor], train_state: dict[str, Any]) -> None:
+    def save(
+        self, path: Path, tensors: dict[str, torch.Tensor], train_state: dict[str, Any], last: bool = False
+    ) -> None:
         """Write `tensors` as they are now, and rank 0's `train_state`; return when that is done, or safe to go on from.
+
+        Where checkpoint.remote_folder is set, it is copied there; that may fail, unless it is the `last` one.
 
         Raises:
             SaveError: this save, or the one before it, failed.
@@ -53,12 +59,12 @@ class Saver:
         begin = time.perf_counter()
         chunks = {name: chunk_of(tensor) for name, tensor in tensors.items()}
         if self._thread is None:
-            self._write(path, chunks, train_state, begin)
+            self._write(path, chunks, train_state, begin, last)
             return
         with _as_save_error(path):
             copies = on_all_ranks(lambda: self._copy(chunks), self.group)
         logger.info(f"saving {path}: training waited {time.perf_counter() - begin:.2f} s for the copy")
-        self._running = self._thread.submit(self._write, path, copies, train_state, begin)
+        self._running = self._thread.submit(self._write, path, copies, train_state, begin, last)
 
     def wait(self) -> None:
         """Wait for the save that is running.
@@ -93,7 +99,9 @@ class Saver:
             torch.cuda.synchronize()  # copies into pinned memory are still under way
         return copies
 
-    def _write(self, path: Path, chunks: dict[str, Chunk], train_state: dict[str, Any], begin: float) -> None:
+    def _write(
+        self, path: Path, chunks: dict[str, Chunk], train_state: dict[str, Any], begin: float, last: bool
+    ) -> None:
         """Write a checkpoint. See Note [Atomic save]."""
         tmp, group = path.with_suffix(".tmp"), self.group
         with _as_save_error(path):
@@ -105,6 +113,20 @@ class Saver:
             on_rank_0(lambda: commit(tmp), group)
             on_rank_0(lambda: prune(path, self.config.keep_latest_k, self.config.keep_every), group)
         logger.info(f"saved checkpoint {path} in {time.perf_counter() - begin:.1f} s")
+        if self.config.remote_folder is not None:
+            self._upload(path, last)
+
+    def _upload(self, path: Path, last: bool) -> None:
+        """Copy what is saved to checkpoint.remote_folder. A run can go on without, unless nothing comes after."""
+        try:
+            upload(path, self.config, self.group)
+        except Exception as error:
+            what = str(error) if isinstance(error, RanksFailed) else describe(error)
+            failed = f"{path} is whole, but could not be copied to {self.config.remote_folder} ({what})"
+            if last:
+                raise SaveError(f"{failed}; copy that folder there, its manifest.json last") from error
+            if self.rank == 0:
+                logger.error(f"{failed}; the next save tries again")
 
 
 def _use_gpu_of_this_process() -> Callable[[], None] | None:

@@ -1,6 +1,9 @@
 """Checks that need several options, or the number of processes."""
 
 import math
+import re
+
+from fsspec import available_protocols, get_filesystem_class
 
 from torchtitan_graph.config.job import OPTIONS, JobConfig, get, source_name
 from torchtitan_graph.config.resolve import problem_list
@@ -154,12 +157,16 @@ def _check_hugging_face(config: JobConfig) -> list[str]:
 
 def _check_checkpoint(config: JobConfig, world_size: int) -> list[str]:
     checkpoint, problems = config.checkpoint, []
-    for key in ("checkpoint.folder", "checkpoint.initial_load_path"):
-        if "://" in (get(config, key) or ""):
-            problems.append(
-                f"{_name(config, key)}: only folders of the file system are read and written; mount the storage, or"
-                " copy finished step-N folders there and back"
-            )
+    if "://" in checkpoint.folder:
+        problems.append(
+            f"{_name(config, 'checkpoint.folder')}: is a folder in job.dump_folder; name the address in"
+            " checkpoint.remote_folder, which each checkpoint is copied to"
+        )
+    if checkpoint.remote_folder is not None and (problem := _find_bad_address(checkpoint.remote_folder)):
+        problems.append(f"{_name(config, 'checkpoint.remote_folder')}: {problem}")
+    initial = checkpoint.initial_load_path or ""
+    if "://" in initial and (problem := _find_bad_initial_address(initial, checkpoint.initial_load_in_hf)):
+        problems.append(f"{_name(config, 'checkpoint.initial_load_path')}: {problem}")
     excluded = _name(config, "checkpoint.exclude_from_loading")
     if unknown := [part for part in checkpoint.exclude_from_loading if part not in EXCLUDABLE]:
         problems.append(f"{excluded}: {', '.join(unknown)} can't be left out; legal are {', '.join(EXCLUDABLE)}")
@@ -180,6 +187,30 @@ def _check_checkpoint(config: JobConfig, world_size: int) -> list[str]:
             " checkpoint.enable = true and load_only = false; the seed then loads on any number of processes"
         )
     return problems
+
+
+def _find_bad_initial_address(address: str, in_hf: bool) -> str | None:
+    if in_hf:
+        return "with initial_load_in_hf it is a folder of the file system; copy it to one"
+    if not re.search(r"/step-\d+/?$", address):
+        return "an address must be that of one checkpoint, and end in step-N"
+    return _find_bad_address(address)
+
+
+def _find_bad_address(address: str) -> str | None:
+    """Say why fsspec can't open an address, as far as that can be said without opening it."""
+    protocol, separator, path = address.partition("://")
+    if not separator or not path.strip("/"):
+        return "must be an address such as s3://bucket/run; a plain folder is file:///path/of/the/folder"
+    if set(path) & set("*?[]"):
+        return "must not hold any of * ? [ ], which file systems take for patterns"
+    try:
+        get_filesystem_class(protocol)
+    except ImportError as error:
+        return f"the package that opens {protocol}:// is not installed; pip install it ({error})"
+    except ValueError:
+        return f"unknown protocol {protocol!r}; known are {', '.join(sorted(available_protocols()))}"
+    return None
 
 
 def _check_compile(config: JobConfig) -> list[str]:
@@ -210,6 +241,9 @@ def _notices(config: JobConfig) -> list[str]:
         for key in ("checkpoint.initial_load_path", "checkpoint.load_step", "checkpoint.initial_load_in_hf"):
             if key in config.sources and get(config, key) not in (None, -1, False):
                 notices.append(f"{_name(config, key)}: nothing is loaded while checkpoint.enable is false")
+        if config.checkpoint.remote_folder is not None:
+            name = _name(config, "checkpoint.remote_folder")
+            notices.append(f"{name}: nothing is copied while checkpoint.enable is false")
         if config.checkpoint.last_save_in_hf:
             name = _name(config, "checkpoint.last_save_in_hf")
             notices.append(f"{name}: nothing is saved while checkpoint.enable is false")

@@ -296,7 +296,16 @@ class Checkpoint:
     keep_every: int = option(
         0, "Save also every so many steps, and never delete those checkpoints; 0: none.", minimum=0
     )
-    initial_load_path: str | None = option(None, "Checkpoint to start from while folder holds none of this run.")
+    remote_folder: str | None = option(
+        None,
+        "Address of a copy of the checkpoints, such as s3://bucket/run: each but step-N-hf is copied there once it is"
+        " whole, and a run whose folder lacks the newest fetches it.",
+    )
+    initial_load_path: str | None = option(
+        None,
+        "Checkpoint to start from while folder holds none of this run: a step-N folder, or the address of one, such as"
+        " s3://bucket/run/step-100.",
+    )
     initial_load_model_only: bool = option(True, "Take only parameters from initial_load_path.")
     initial_load_in_hf: bool = option(
         False,
@@ -308,7 +317,9 @@ class Checkpoint:
     )
     last_save_model_only: bool = option(True, "Save only parameters after the last step.")
     last_save_in_hf: bool = option(
-        False, "After the last step, also write step-N-hf in folder, in Hugging Face's format."
+        False,
+        "After the last step, also write step-N-hf in folder, in Hugging Face's format; it is not copied to"
+        " remote_folder.",
     )
     export_dtype: str = option(
         "float32", "dtype of the parameters in step-N-hf.", choices=("float16", "bfloat16", "float32")

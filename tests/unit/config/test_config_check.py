@@ -1,6 +1,7 @@
 """Checks of several options against each other and against the number of processes."""
 
 import pytest
+from fsspec.registry import known_implementations
 
 from torchtitan_graph.config import check, load, shard_degree
 
@@ -83,6 +84,7 @@ def test_only_known_components_and_whole_options_are_compiled() -> None:
     [
         ("--lr_scheduler.total_steps 10", "the schedule ends before training.steps 10000"),
         ("--checkpoint.initial_load_path ckpt", "nothing is loaded while checkpoint.enable is false"),
+        ("--checkpoint.remote_folder memory://run", "nothing is copied while checkpoint.enable is false"),
         ("--debug.verify_passes --compile.mode eager", "compile.mode = eager runs no passes"),
         ("--compile.enable --compile.mode eager", "regions are parts of a graph"),
         ("--metrics.histogram_freq 5", "no histograms while metrics.enable_tensorboard is false"),
@@ -96,8 +98,18 @@ def test_what_has_no_effect_is_said(arguments: str, notice: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--checkpoint.folder s3://bucket/run", "only folders of the file system"),
-        ("--checkpoint.initial_load_path gs://bucket/run/step-5", "only folders of the file system"),
+        ("--checkpoint.folder s3://bucket/run", "name the address in checkpoint.remote_folder"),
+        ("--checkpoint.remote_folder s4://bucket/run", "remote_folder = 's4://bucket/run': unknown protocol 's4'; kno"),
+        ("--checkpoint.remote_folder absent://bucket/run", "is not installed; pip install it (Install nothing_there)"),
+        ("--checkpoint.remote_folder /data/run", "a plain folder is file:///path/of/the/folder"),
+        ("--checkpoint.remote_folder file:///", "must be an address such as s3://bucket/run"),
+        ("--checkpoint.remote_folder memory://a/run[1]", "must not hold any of * ? [ ]"),
+        ("--checkpoint.initial_load_path s4://bucket/run/step-5", "unknown protocol 's4'"),
+        ("--checkpoint.initial_load_path memory://run", "must be that of one checkpoint, and end in step-N"),
+        (
+            "--checkpoint.initial_load_path memory://run/step-5 --checkpoint.initial_load_in_hf",
+            "with initial_load_in_hf it is a folder of the file system",
+        ),
         ("--checkpoint.exclude_from_loading model --checkpoint.load_step 3", "model can't be left out; legal are opt"),
         ("--checkpoint.exclude_from_loading optimizer", "is about checkpoint.load_step, or checkpoint.initial_load"),
         ("--checkpoint.exclude_from_loading optimizer --checkpoint.initial_load_path a", "initial_load_model_only ="),
@@ -105,7 +117,9 @@ def test_what_has_no_effect_is_said(arguments: str, notice: str) -> None:
         ("--checkpoint.create_seed_checkpoint --checkpoint.enable", "needs one process (here 2)"),
     ],
 )
-def test_checkpoints(arguments: str, message: str) -> None:
+def test_checkpoints(arguments: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    absent = {"class": "nothing_there.FileSystem", "err": "Install nothing_there"}
+    monkeypatch.setitem(known_implementations, "absent", absent)
     (problem,) = problems(arguments, 2)
     assert message in problem
 
@@ -116,5 +130,6 @@ def test_legal_checkpoints() -> None:
         "--checkpoint.enable --checkpoint.exclude_from_loading train_state --checkpoint.initial_load_path /data/step-1"
         " --checkpoint.no-initial_load_model_only",
         "--checkpoint.enable --checkpoint.create_seed_checkpoint --checkpoint.folder a/b",
+        "--checkpoint.enable --checkpoint.remote_folder memory://a --checkpoint.initial_load_path file:///a/step-1/",
     ):
         assert check(load(arguments.split()), 1) == []

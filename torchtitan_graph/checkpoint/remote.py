@@ -1,0 +1,214 @@
+"""Checkpoints at an address that fsspec opens, such as s3://bucket/run: how they get there, and back.
+
+Note [Whole at an address]: object stores have no rename. A checkpoint there is whole when it has a `manifest.json`,
+which is written last and deleted first, and all files have the sizes that it says. Its `train_state.json` is written
+first and deleted last: a folder with it and without a manifest is what a killed upload or deletion left, and no one
+else's.
+"""
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from fsspec.core import url_to_fs
+
+from torchtitan_graph.checkpoint.folder import (
+    MANIFEST,
+    TRAIN_STATE,
+    File,
+    commit,
+    excess_steps,
+    find_damage_together,
+    find_problem,
+    find_wrong_size,
+    list_steps,
+    part_of_rank,
+    read_manifest,
+    read_train_state,
+    step_of,
+    sync,
+)
+from torchtitan_graph.config import job
+from torchtitan_graph.log import logger
+from torchtitan_graph.parallel.agree import on_all_ranks, on_rank_0
+
+T = TypeVar("T")
+
+
+class Remote:
+    """A folder at an address: of a run's checkpoints, or of one of them.
+
+    Every method may raise whatever a file system raises that is away or says no.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address = address.removesuffix("/")
+        self.fs, path = url_to_fs(self.address)  # cached: opening one anew costs nothing
+        self.path = path.rstrip("/")
+
+    def list_steps(self) -> dict[int, "Remote"]:
+        """Return what is called as a checkpoint in this folder, oldest first."""
+        steps = sorted(step for name in self._list() if (step := step_of(name)) is not None)
+        return {step: Remote(f"{self.address}/step-{step}") for step in steps}
+
+    def sizes(self) -> dict[str, int]:
+        """Return the sizes of the files in this folder by name; none where there is no folder."""
+        return {name: entry["size"] for name, entry in self._list().items() if entry["type"] == "file"}
+
+    def find_problem(self) -> str | None:
+        """Say what keeps this folder from being a complete checkpoint, or None. See Note [Whole at an address]."""
+        try:
+            return find_wrong_size(self.read_manifest(), self.sizes())
+        except ValueError as error:
+            return str(error)
+
+    def is_leftover(self) -> bool:
+        """Return whether a killed upload or deletion left this. See Note [Whole at an address]."""
+        sizes = self.sizes()
+        return TRAIN_STATE in sizes and MANIFEST not in sizes
+
+    def read_manifest(self) -> dict[str, File]:
+        """Do as the function of this name, with its errors."""
+        return self._read(MANIFEST, read_manifest)
+
+    def read_train_state(self) -> dict[str, Any]:
+        """Do as the function of this name, with its errors."""
+        return self._read(TRAIN_STATE, read_train_state)
+
+    def put(self, folder: Path, names: Iterable[str]) -> None:
+        """Copy files of `folder` here."""
+        with contextlib.suppress(PermissionError):  # to make a folder where there are none
+            self.fs.makedirs(self.path, exist_ok=True)
+        for name in names:
+            self.fs.put_file(str(folder / name), f"{self.path}/{name}")
+
+    def get(self, names: Iterable[str], folder: Path) -> None:
+        """Copy files of this folder to `folder`; they are plain names, as `read_manifest` sees to."""
+        for name in names:
+            self.fs.get_file(f"{self.path}/{name}", str(folder / name))
+            sync(folder / name)
+
+    def delete(self) -> None:
+        """Delete this folder, if it is there. See Note [Whole at an address]."""
+        for name in sorted(self.sizes(), key=lambda name: (name != MANIFEST, name == TRAIN_STATE)):
+            self.fs.rm_file(f"{self.path}/{name}")
+        with contextlib.suppress(OSError):  # without its files a folder may be none
+            self.fs.rmdir(self.path)
+
+    def _list(self) -> dict[str, dict[str, Any]]:
+        # Not `find` or `glob`, which take storage that is away for an empty folder.
+        self.fs.invalidate_cache()  # other processes write here too
+        try:
+            entries = self.fs.ls(self.path, detail=True)
+        except FileNotFoundError:
+            return {}
+        return {entry["name"].rstrip("/").rpartition("/")[2]: entry for entry in entries}
+
+    def _read(self, name: str, reader: Callable[[Path], T]) -> T:
+        with tempfile.TemporaryDirectory() as folder:
+            with contextlib.suppress(FileNotFoundError):  # the reader has words for that
+                self.get([name], Path(folder))
+            return reader(Path(folder))
+
+
+def upload(newest: Path, config: job.Checkpoint, group: dist.ProcessGroup | None) -> None:
+    """Copy every checkpoint that checkpoint.remote_folder lacks, then prune there; all ranks together.
+
+    `newest` was just saved. What is there is compared by manifest, and so by checksum: a step that was saved again is
+    copied again.
+
+    Raises:
+        Exception: on all ranks, whatever failed on one of them. What was whole there still is, but perhaps for a step
+            that was saved again.
+    """
+    assert config.remote_folder is not None
+    address = config.remote_folder.removesuffix("/")
+    missing, excess = on_rank_0(lambda: _compare(newest, address, config), group)
+    for step in missing:
+        _upload_one(newest.with_name(f"step-{step}"), f"{address}/step-{step}", group)
+    on_rank_0(lambda: _delete([f"{address}/step-{step}" for step in excess]), group)
+
+
+def _compare(newest: Path, address: str, config: job.Checkpoint) -> tuple[list[int], list[int]]:
+    """Return the steps to be copied to `address`, and those to be deleted there."""
+    here = {step: path for step, path in list_steps(newest.parent).items() if find_problem(path) is None}
+    there = Remote(address).list_steps()
+    whole = {step for step, remote in there.items() if remote.find_problem() is None}
+    excess = set(excess_steps({*here, *whole}, step_of(newest.name), config.keep_latest_k, config.keep_every))
+    missing = [
+        step
+        for step, path in here.items()
+        if step not in excess and (step not in whole or there[step].read_manifest() != read_manifest(path))
+    ]
+    leftovers = {step for step, remote in there.items() if step not in missing and remote.is_leftover()}
+    return missing, sorted(excess & whole | leftovers)
+
+
+def _upload_one(path: Path, address: str, group: dist.ProcessGroup | None) -> None:
+    names = on_rank_0(lambda: _begin_upload(path, address), group)
+    on_all_ranks(lambda: Remote(address).put(path, part_of_rank(names)), group)
+    on_rank_0(lambda: _finish_upload(path, address), group)
+    logger.info(f"copied checkpoint {path} to {address}")
+
+
+def _begin_upload(path: Path, address: str) -> list[str]:
+    remote = Remote(address)
+    remote.delete()
+    remote.put(path, [TRAIN_STATE])
+    return [name for name in read_manifest(path) if name != TRAIN_STATE]
+
+
+def _finish_upload(path: Path, address: str) -> None:
+    remote = Remote(address)
+    if problem := find_wrong_size(read_manifest(path), remote.sizes()):
+        raise OSError(f"{address} is not what was written: {problem}")
+    remote.put(path, [MANIFEST])
+
+
+def _delete(addresses: list[str]) -> None:
+    for address in addresses:
+        Remote(address).delete()
+
+
+def fetch(address: str, path: Path, group: dist.ProcessGroup | None) -> str | None:
+    """Copy the checkpoint at `address` to `path`, if every byte is what was written; else say what is wrong with it.
+
+    All ranks together. What is at `path` makes place. See Note [Atomic save].
+
+    Raises:
+        Exception: on all ranks, whatever failed on one of them.
+    """
+    tmp = path.with_suffix(".tmp")
+    names = on_rank_0(lambda: _begin_fetch(address, tmp), group)
+    on_all_ranks(lambda: Remote(address).get(part_of_rank(names), tmp), group)
+    problem = on_rank_0(lambda: _finish_fetch(address, tmp, names), group) or find_damage_together(tmp, group)
+    on_rank_0(lambda: shutil.rmtree(tmp) if problem else commit(tmp), group)
+    if not problem:
+        logger.info(f"fetched checkpoint {path} from {address}")
+    return problem
+
+
+def _begin_fetch(address: str, tmp: Path) -> list[str]:
+    names = list(Remote(address).read_manifest())
+    tmp.parent.mkdir(parents=True, exist_ok=True)
+    for leftover in (tmp, tmp.with_suffix(".deleting")):
+        if leftover.exists():
+            shutil.rmtree(leftover)
+    tmp.mkdir()
+    return names
+
+
+def _finish_fetch(address: str, tmp: Path, names: list[str]) -> str | None:
+    for name in names:
+        if not (tmp / name).is_file():
+            raise FileNotFoundError(
+                f"{tmp / name} was fetched by another rank, and rank 0 can't see it: checkpoint.folder must be on "
+                "storage that all nodes share"
+            )
+    Remote(address).get([MANIFEST], tmp)  # last, so that no half of a checkpoint can be taken for a whole one
+    sync(tmp)
+    return find_problem(tmp)

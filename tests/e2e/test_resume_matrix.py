@@ -16,7 +16,8 @@ from torchtitan_graph.run.status import FINISHED
 from torchtitan_graph.trainer import Trainer
 
 LAYOUTS = {"one rank": (1, 1), "FSDP 2": (2, 1), "FSDP 2 x TP 2": (2, 2), "FSDP 4": (4, 1)}
-FAST = {("FSDP 2 x TP 2", "one rank"), ("one rank", "FSDP 2 x TP 2")}
+FAST = [("FSDP 2 x TP 2", ["one rank"]), ("one rank", ["FSDP 2 x TP 2"])]
+SLOW = [pytest.param(saved, list(LAYOUTS), marks=pytest.mark.slow) for saved in LAYOUTS]
 
 
 def trainer_of(layout: str, folder: Path, *options: str) -> Trainer:
@@ -62,16 +63,12 @@ def resume(layout: str, folder: Path) -> dict[str, Any]:
     return state_of(trainer_of(layout, folder, "--training.steps", "5", "--checkpoint.load_only"))
 
 
-@pytest.mark.parametrize("saved", LAYOUTS)
-def test_goes_on_in_every_layout(saved: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    slow = request.config.getoption("--slow")
-    cells = [layout for layout in LAYOUTS if slow or (saved, layout) in FAST]
-    if not cells:
-        pytest.skip("slow tier: run it with --slow")
+@pytest.mark.parametrize(("saved", "layouts"), FAST + SLOW)
+def test_goes_on_in_other_layouts(saved: str, layouts: list[str], tmp_path: Path) -> None:
     expected, *others = run_on(world_size(saved), train_two_steps, saved, tmp_path, timeout=250)
     assert all(other == expected for other in others)
     assert expected["step"] == 2 and len(set(expected["rows"])) == 8
-    for layout in cells:
+    for layout in layouts:
         for rank, found in enumerate(run_on(world_size(layout), resume, layout, tmp_path, timeout=250)):
             wrong = [name for name in expected if found.get(name) != expected[name]]
             assert not wrong, f"{saved} to {layout}, rank {rank}"

@@ -434,8 +434,9 @@ def one_thread_per_gloo_group() -> None:
 
 
 def set_timeout(group: torch.distributed.ProcessGroup, seconds: int) -> None:
-    """Change how long a collective of a live group may take: public API sets it only at the start."""
-    _set_pg_timeout(datetime.timedelta(seconds=seconds), group)
+    """Change how long a collective of a live group may take: before 2.15 public API sets it only at the start."""
+    public = getattr(torch.distributed, "set_timeout", None)
+    (public or _set_pg_timeout)(datetime.timedelta(seconds=seconds), group)
 
 
 # Where in which file a tensor is, as the pickled `.metadata` has it. An index in JSON would replace it.

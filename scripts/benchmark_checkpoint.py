@@ -13,6 +13,7 @@ import argparse
 import os
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -75,6 +76,8 @@ def measure(rank: int, args: argparse.Namespace, folder: Path) -> None:
     calls: dict[str, list[float]] = {mode: [] for mode in MODES}
     without = []
     for number in range(args.rounds + 1):
+        if rank == 0:
+            print(f"round {number} of {args.rounds}", file=sys.stderr)
         for mode in MODES:
             base, _ = a_round(number, None)
             whole, call = a_round(number, checkpointers[mode])

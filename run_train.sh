@@ -31,6 +31,6 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-
 # A name of its own, by which a restarted worker knows the lock of the attempt before it.
 export PET_RDZV_ID=${PET_RDZV_ID:-$(uname -n).$$}
 
-# Port 0: a free one. Loopback: the machine's own name need not resolve, and nothing listens to the network.
+# Port 0: a free one. Loopback: the machine's own name need not resolve. (torch's stores listen on all addresses.)
 exec torchrun --nproc_per_node "$NGPU" --rdzv_backend c10d --rdzv_endpoint 127.0.0.1:0 --local_addr 127.0.0.1 \
     --role rank --tee 3 --local_ranks_filter "$LOG_RANK" "${train[@]}"

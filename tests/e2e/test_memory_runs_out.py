@@ -15,7 +15,8 @@ def test_memory_that_runs_out_is_reported(tmp_path: Path) -> None:
     options = ["--training.local_batch_size", "64", "--training.global_batch_size", "64", "--training.seq_len", "512"]
     code, output = train("--job.dump_folder", str(tmp_path), *options, patch=patched_train.have_little_memory_left)
     assert code == 1, output
-    report = output[output.index("rank 0, after 1 steps: out of memory: ") :]
+    _, found, report = output.partition("rank 0, after 1 steps: out of memory: ")
+    assert found, output
     largest = report[report.index("the largest tensors:") : report.index("what takes less memory:")].splitlines()
     assert "values of the step: " in largest[1] and "float" in largest[1]
     assert "  training.local_batch_size below 64; " in report

@@ -22,7 +22,7 @@ from torchtitan_graph.checkpoint.folder import (
 from torchtitan_graph.checkpoint.remote import Remote, fetch
 from torchtitan_graph.config import job
 from torchtitan_graph.log import logger
-from torchtitan_graph.parallel.agree import RanksFailed, describe, on_rank_0
+from torchtitan_graph.parallel.agree import describe, on_rank_0
 
 INITIAL = "initial"  # the folder, beside the run's checkpoints, for one that is fetched to begin with
 
@@ -88,10 +88,9 @@ def _reading(option: str, address: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        what = str(error) if isinstance(error, RanksFailed) else describe(error)
         raise ValueError(
-            f"checkpoint.{option}: {address} can't be fetched from ({what}); a run does not go on without it, from an "
-            "older checkpoint or from none: check the address, the credentials and the connection"
+            f"checkpoint.{option}: {address} can't be fetched from ({describe(error)}); a run does not go on without "
+            "it, from an older checkpoint or from none: check the address, the credentials and the connection"
         ) from error
 
 

@@ -16,7 +16,7 @@ from torchtitan_graph.checkpoint.remote import upload
 from torchtitan_graph.checkpoint.tensors import save_tensors
 from torchtitan_graph.config import job
 from torchtitan_graph.log import logger
-from torchtitan_graph.parallel.agree import RanksFailed, describe, gather_from_ranks, on_all_ranks, on_rank_0
+from torchtitan_graph.parallel.agree import describe, gather_from_ranks, on_all_ranks, on_rank_0
 from torchtitan_graph.parallel.chunk import Chunk, chunk_of
 
 # The functions that a save calls, in this order. A kill before, in or after any of them loses no complete checkpoint.
@@ -121,8 +121,7 @@ class Saver:
         try:
             upload(path, self.config, self.group)
         except Exception as error:
-            what = str(error) if isinstance(error, RanksFailed) else describe(error)
-            failed = f"{path} is whole, but could not be copied to {self.config.remote_folder} ({what})"
+            failed = f"{path} is whole, but could not be copied to {self.config.remote_folder} ({describe(error)})"
             if last:
                 raise SaveError(f"{failed}; copy that folder there, its manifest.json last") from error
             if self.rank == 0:
@@ -147,8 +146,8 @@ def _as_save_error(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        what = str(error) if isinstance(error, RanksFailed) else describe(error)
         raise SaveError(
-            f"{path} could not be saved ({what}); the checkpoints that were there are as they were. Make room on that "
-            "disk or name another job.dump_folder, and start the run again: it goes on from the newest of them"
+            f"{path} could not be saved ({describe(error)}); the checkpoints that were there are as they were. Make "
+            "room on that disk or name another job.dump_folder, and start the run again: it goes on from the newest of "
+            "them"
         ) from error

@@ -73,8 +73,8 @@ def gather_from_ranks(function: Callable[[], T], group: dist.ProcessGroup | None
 
 
 def describe(error: BaseException) -> str:
-    """Return an error's kind and text in one line."""
-    return f"{type(error).__name__}: {error}"
+    """Return an error's kind and text in one line; of `RanksFailed` the text, which names each rank's kind."""
+    return str(error) if isinstance(error, RanksFailed) else f"{type(error).__name__}: {error}"
 
 
 def describe_ranks(failures: dict[int, str]) -> str:

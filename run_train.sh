@@ -31,6 +31,8 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-
 # A name of its own, by which a restarted worker knows the lock of the attempt before it.
 export PET_RDZV_ID=${PET_RDZV_ID:-$(uname -n).$$}
 
-# Port 0: a free one. Loopback: the machine's own name need not resolve. (torch's stores listen on all addresses.)
-exec torchrun --nproc_per_node "$NGPU" --rdzv_backend c10d --rdzv_endpoint 127.0.0.1:0 --local_addr 127.0.0.1 \
+# torchrun's rendezvous is a file of this user's in $TMPDIR: its usual store would listen on every address of the
+# machine. It notes there that it is alive, once a minute (every 5 s would fill some 20 MB a day).
+exec torchrun --nproc_per_node "$NGPU" --rdzv_backend c10d --rdzv_endpoint "$(mktemp -t torchrun.XXXXXX)" \
+    --rdzv_conf store_type=file,keep_alive_interval=60 --local_addr 127.0.0.1 \
     --role rank --tee 3 --local_ranks_filter "$LOG_RANK" "${train[@]}"

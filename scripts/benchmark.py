@@ -33,11 +33,12 @@ from torchtitan_graph.data.batch import Batch
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.flops import count_flops
 from torchtitan_graph.graph.step import bind_train_step, make_eager_step, trace_train_step
-from torchtitan_graph.graph.torch_private import init_fake_process_group, one_thread_per_gloo_group
+from torchtitan_graph.graph.torch_private import init_fake_process_group
 from torchtitan_graph.loss import cross_entropy
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.init import initialize
 from torchtitan_graph.models.spec import load_family
+from torchtitan_graph.parallel.join import join
 from torchtitan_graph.parallel.mesh import ParallelDims
 from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.parallel.storage import (
@@ -147,8 +148,7 @@ def measure(rank: int, world_size: int, args: argparse.Namespace, dtype: str, re
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
     torch.manual_seed(rank)
     device = devices.device()
-    one_thread_per_gloo_group()
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    join("nccl" if device.type == "cuda" else "gloo")
     mesh = ParallelDims(dp_shard=world_size).mesh(device.type)
     precision = Precision(compute=getattr(torch, dtype))
     batch = make_batch(args.rows, args.seq_len, config_of(args).vocab_size, device)

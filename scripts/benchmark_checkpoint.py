@@ -27,8 +27,8 @@ from benchmark import build, config_of, make_batch
 from torchtitan_graph import device as devices
 from torchtitan_graph.checkpoint import Checkpointer
 from torchtitan_graph.config import job
-from torchtitan_graph.graph.torch_private import one_thread_per_gloo_group
 from torchtitan_graph.optim import build_lr_scheduler, build_optimizer
+from torchtitan_graph.parallel.join import join
 from torchtitan_graph.parallel.mesh import ParallelDims
 from torchtitan_graph.parallel.storage import Precision
 
@@ -41,8 +41,7 @@ def measure(rank: int, args: argparse.Namespace, folder: Path) -> None:
     device = devices.device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    one_thread_per_gloo_group()
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    join("nccl" if device.type == "cuda" else "gloo")
     mesh = ParallelDims(dp_shard=args.ranks).mesh(device.type)
     batch = make_batch(1, args.seq_len, config_of(args).vocab_size, device)
     num_tokens = torch.tensor(batch.labels_BL.numel() * args.ranks, device=device)

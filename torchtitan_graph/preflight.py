@@ -25,6 +25,7 @@ import torch.distributed as dist
 import torchtitan_graph
 from torchtitan_graph import device as devices
 from torchtitan_graph.log import init_logging, logger
+from torchtitan_graph.parallel.join import connect
 from torchtitan_graph.run.failure import BAD_NODE, write_bad_node
 from torchtitan_graph.run.identity import identity
 
@@ -137,14 +138,11 @@ def slow_nodes(nodes: list[str], seconds: dict[tuple[int, int], float]) -> Probl
 
 
 def _join(rank: int) -> dist.TCPStore | None:
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    # Under torchrun its own store is there, and listens on the port.
-    is_master = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
-        timeout = datetime.timedelta(seconds=REPORT_WITHIN_S)
-        return dist.TCPStore(host, port, is_master=is_master, timeout=timeout, wait_for_workers=False)
+        return connect(rank, datetime.timedelta(seconds=REPORT_WITHIN_S))
     except RuntimeError as error:
-        logger.error(f"rank {rank} on {identity()['host']}: no connection to {host}:{port}: {error}")
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        logger.error(f"rank {rank} on {identity()['host']}: no connection to {address}: {error}")
         return None
 
 

@@ -21,8 +21,9 @@ from torchtitan_graph import device as devices
 from torchtitan_graph.checkpoint import SaveError
 from torchtitan_graph.compiler import check_disabled
 from torchtitan_graph.config import JobConfig, check, dump_toml, load
-from torchtitan_graph.graph.torch_private import init_fake_process_group, one_thread_per_gloo_group
+from torchtitan_graph.graph.torch_private import init_fake_process_group
 from torchtitan_graph.log import init_logging, logger
+from torchtitan_graph.parallel.join import join
 from torchtitan_graph.run.failure import CONFIGURATION, FAULT, NON_FINITE, SAVE_FAILED, refuse_to_repeat, write_failure
 from torchtitan_graph.run.folder import RunFolder
 from torchtitan_graph.run.hang import set_up_flight_recorder
@@ -117,14 +118,11 @@ def _start(config: JobConfig, world_size: int, fake: bool) -> None:
     if fake:
         init_fake_process_group(world_size)
         return
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
-        os.environ.setdefault(name, value)  # plain python: one process
     if devices.device_type() == "cuda":
         torch.cuda.set_device(devices.device())
         set_up_flight_recorder(config.comm, Path(config.job.dump_folder))
         devices.bind_to_numa_node()
-    one_thread_per_gloo_group()
-    dist.init_process_group(
+    join(
         "nccl" if devices.device_type() == "cuda" else "gloo",
         timeout=datetime.timedelta(seconds=config.comm.init_timeout_seconds),
     )

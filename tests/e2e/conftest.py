@@ -5,11 +5,14 @@ from runs import REPOSITORY, TINY, Command, Result
 
 
 @pytest.fixture(scope="session")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
-    """The run that others are compared with: two ranks, graph mode, never stopped, all outputs on.
+def reference(watched_reference: tuple[Path, Result, set[str]]) -> tuple[Path, Result]:
+    """The run that others are compared with: two ranks, graph mode, never stopped, all outputs on."""
+    return watched_reference[:2]
 
-    Started by run_train.sh from a folder that is not the repository's.
-    """
+
+@pytest.fixture(scope="session")
+def watched_reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result, set[str]]:
+    """The reference and the addresses it listened on; started by run_train.sh from a folder not the repository's."""
     folder = tmp_path_factory.mktemp("reference")
     command = Command(
         str(REPOSITORY / "run_train.sh"),
@@ -22,4 +25,4 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
         CONFIG_FILE=TINY,
         LOG_RANK="0,1",
     )
-    return folder / "run", command.finish()
+    return folder / "run", *command.finish_watched()

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from sockets import listening
+
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
 TINY = str(HERE / "tiny.toml")
@@ -82,6 +84,14 @@ class Command:
             raise TimeoutError(f"{self.words} is not done after {timeout_s} s:\n{self.output()}") from None
         return Result(code, self.output())
 
+    def finish_watched(self) -> tuple[Result, set[str]]:
+        """Wait for the end. Return also the addresses on which it, or a process that it started, took connections."""
+        addresses: set[str] = set()
+        while self.process.poll() is None:
+            addresses |= listening(self.process.pid)
+            time.sleep(0.2)
+        return self.finish(), addresses
+
     def wait_for(self, path: Path) -> None:
         """Wait until there is a file at `path`."""
         deadline = time.monotonic() + TIMEOUT_S
@@ -98,7 +108,7 @@ def torchrun(num_ranks: int, *options: str, patch: str | None = None, **env: str
     """Start `tiny.toml` with these options under torchrun."""
     what = ["-m", "torchtitan_graph.train"] if patch is None else [PATCHED_TRAIN, patch]
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(num_ranks), "--rdzv_backend"]
-    launch += ["c10d", "--rdzv_endpoint", "127.0.0.1:0", "--local_addr", "127.0.0.1"]
+    launch += ["c10d", "--rdzv_conf", "store_type=file", "--local_addr", "127.0.0.1"]
     return Command(*launch, *what, "--job.config_file", TINY, *options, **env)
 
 

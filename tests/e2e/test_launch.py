@@ -24,6 +24,11 @@ def test_log_rank_chooses_whose_output_is_shown(reference: tuple[Path, Result]) 
     assert "[rank0]:" in output and "[rank1]:" in output  # the fixture sets LOG_RANK=0,1
 
 
+def test_nothing_listens_beyond_loopback(watched_reference: tuple[Path, Result, set[str]]) -> None:
+    _, _, addresses = watched_reference
+    assert addresses == {"127.0.0.1"}
+
+
 def test_console_command_with_one_process(tmp_path: Path) -> None:
     options = ["--job.config_file", TINY, "--training.steps", "1", "--checkpoint.no-enable"]
     code, output = Command("torchtitan_graph", *options, cwd=tmp_path).finish()

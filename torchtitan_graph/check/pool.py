@@ -14,6 +14,7 @@ starts new ones.
 
 import atexit
 import contextlib
+import datetime
 import faulthandler
 import functools
 import multiprocessing
@@ -34,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from torchtitan_graph.graph.torch_private import one_thread_per_gloo_group
+from torchtitan_graph.parallel.join import LOOPBACK, host_store, join
 
 START_TIMEOUT_S = 180.0
 AFTER_FAILURE_S = 2.0  # how long the other ranks may take to report, once one has failed
@@ -76,7 +77,7 @@ class _Workers:
     def __init__(self, world_size: int) -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="pool-")
         # This process hosts the store, as torchrun's agent does: a free port without a race.
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store = host_store(datetime.timedelta(seconds=START_TIMEOUT_S))
         self.connections: list[Connection] = []
         self.processes: list[multiprocessing.process.BaseProcess] = []
         context = multiprocessing.get_context("spawn")
@@ -180,10 +181,9 @@ def _serve(rank: int, world_size: int, port: int, connection: Connection, stack_
     faulthandler.register(signal.SIGUSR1, stacks)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # at a terminal Ctrl-C reaches the workers too: the parent ends them
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name need not resolve
+    os.environ |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     torch.set_num_threads(1)
-    connection.send_bytes(_outcome(functools.partial(_join, rank, world_size, port)))
+    connection.send_bytes(_outcome(functools.partial(join, "gloo")))
     with contextlib.suppress(EOFError, BrokenPipeError):
         while task := connection.recv_bytes():
             connection.send_bytes(_outcome(functools.partial(_perform, task)))
@@ -191,12 +191,6 @@ def _serve(rank: int, world_size: int, port: int, connection: Connection, stack_
         dist.destroy_process_group()
         return
     os._exit(1)  # the parent is gone
-
-
-def _join(rank: int, world_size: int, port: int) -> None:
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    one_thread_per_gloo_group()
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
 
 
 def _outcome(work: Callable[[], Any]) -> bytes:

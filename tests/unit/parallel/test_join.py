@@ -1,0 +1,58 @@
+import datetime
+import os
+import subprocess
+import sys
+
+import pytest
+import torch.distributed as dist
+
+from pool import run_on
+from sockets import listening
+from torchtitan_graph.parallel.join import LOOPBACK, _is_loopback, host_store
+
+TIMEOUT = datetime.timedelta(seconds=60)
+ALONE = """
+import os
+import torch.distributed as dist
+from sockets import listening
+from torchtitan_graph.parallel.join import join
+join("gloo")
+print(dist.get_rank(), dist.get_world_size(), *listening(os.getpid()))
+"""
+
+
+def listening_here() -> set[str]:
+    return listening(os.getpid())
+
+
+def test_a_process_without_torchrun_is_a_group_that_listens_on_loopback_only() -> None:
+    alone = {name: value for name, value in os.environ.items() if not name.startswith("GLOO_")}
+    alone["PYTHONPATH"] = os.pathsep.join(sys.path)
+    done = subprocess.run([sys.executable, "-c", ALONE], env=alone, capture_output=True, text=True)
+    assert done.stdout.splitlines() == [f"0 1 {LOOPBACK}"], done.stderr
+
+
+def test_ranks_listen_on_loopback_only() -> None:
+    assert run_on(2, listening_here) == [{LOOPBACK}] * 2
+
+
+def test_a_store_is_hosted_on_loopback_only_and_is_found_there() -> None:
+    before = listening_here()
+    store = host_store(TIMEOUT)
+    assert listening_here() == before | {LOOPBACK}
+    dist.TCPStore(LOOPBACK, store.port, timeout=TIMEOUT).set("key", "value")
+    assert store.get("key") == b"value"
+
+
+def test_what_listens_on_every_address_is_seen() -> None:
+    """A control of the tests above: a store as torch opens it."""
+    store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+    assert listening_here() & {"::", "0.0.0.0"}
+    del store
+
+
+@pytest.mark.parametrize(
+    ("host", "local"), [("127.0.0.1", 1), ("127.0.1.1", 1), ("localhost", 1), ("vm", 0), ("10.0.0.1", 0)]
+)
+def test_loopback_is_known_by_its_address_never_by_what_a_machine_calls_itself(host: str, local: int) -> None:
+    assert _is_loopback(host) is bool(local)

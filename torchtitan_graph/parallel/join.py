@@ -1,0 +1,65 @@
+"""How a process finds the others of its job. On one machine nothing listens beyond loopback."""
+
+import datetime
+import ipaddress
+import os
+import socket
+import sys
+
+import torch.distributed as dist
+
+from torchtitan_graph.graph.torch_private import one_thread_per_gloo_group
+
+LOOPBACK = "127.0.0.1"
+_LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
+
+
+def join(backend: str, timeout: datetime.timedelta = datetime.timedelta(minutes=30)) -> None:
+    """Start the process group as torchrun's environment says; without one, this process alone is the group.
+
+    Raises:
+        torch.distributed.DistNetworkError, torch.distributed.DistStoreError: not all are there within `timeout`.
+    """
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": "0"}.items():
+        os.environ.setdefault(name, value)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = connect(rank, timeout, world_size)
+    one_thread_per_gloo_group()
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def connect(rank: int, timeout: datetime.timedelta, wait_for: int | None = None) -> dist.TCPStore:
+    """Return the job's store at MASTER_ADDR:MASTER_PORT, which rank 0 hosts unless torchrun does.
+
+    If that is a loopback address, gloo and NCCL are told to stay there too, as far as the environment does not name
+    an interface for them. `wait_for` is the number of processes that the host waits for.
+
+    Raises:
+        torch.distributed.DistNetworkError, torch.distributed.DistStoreError: nothing answers there within `timeout`.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    is_host = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if not _is_loopback(host):
+        return dist.TCPStore(host, port, wait_for, is_host, timeout)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK_INTERFACE)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", _LOOPBACK_INTERFACE)
+    if is_host:
+        return host_store(timeout, host, port, wait_for)
+    return dist.TCPStore(host, port, wait_for, False, timeout)
+
+
+def host_store(
+    timeout: datetime.timedelta, host: str = LOOPBACK, port: int = 0, wait_for: int | None = None
+) -> dist.TCPStore:
+    """Host a store that listens on `host` only; port 0 is a free one. torch itself would listen on every address."""
+    listener = socket.create_server((host, port))
+    port = listener.getsockname()[1]
+    return dist.TCPStore(host, port, wait_for, True, timeout, master_listen_fd=listener.detach())
+
+
+def _is_loopback(host: str) -> bool:
+    # Not what a name stands for: many a machine calls itself by a loopback address, by which no other one reaches it.
+    try:
+        return ipaddress.IPv4Address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

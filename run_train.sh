@@ -5,7 +5,7 @@
 #
 # NGPU         processes, one per GPU (default: the GPUs there are, else 2 on the CPU)
 # CONFIG_FILE  a TOML file (default: train_configs/llama3_debug.toml beside this script)
-# LOG_RANK     the ranks whose output is shown, comma-separated (default: 0)
+# LOG_RANK     the ranks whose output is shown, comma-separated (default: 0, with a progress bar on a terminal)
 # COMM_MODE    fake_backend: a dry run as rank 0 of NGPU, in one process
 set -euo pipefail
 
@@ -31,8 +31,16 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-
 # A name of its own, by which a restarted worker knows the lock of the attempt before it.
 export PET_RDZV_ID=${PET_RDZV_ID:-$(uname -n).$$}
 
+if [[ -t 2 && $LOG_RANK == 0 ]]; then # through torchrun's pipe there would be no progress bar
+    output=0:0
+    for ((rank = 1; rank < NGPU; rank++)); do output+=,$rank:3; done
+    output=(--redirects "$output")
+else
+    output=(--tee 3 --local_ranks_filter "$LOG_RANK")
+fi
+
 # torchrun's rendezvous is a file of this user's in $TMPDIR: its usual store would listen on every address of the
 # machine. It notes there that it is alive, once a minute (every 5 s would fill some 20 MB a day).
 exec torchrun --nproc_per_node "$NGPU" --rdzv_backend c10d --rdzv_endpoint "$(mktemp -t torchrun.XXXXXX)" \
     --rdzv_conf store_type=file,keep_alive_interval=60 --local_addr 127.0.0.1 \
-    --role rank --tee 3 --local_ranks_filter "$LOG_RANK" "${train[@]}"
+    --role rank "${output[@]}" "${train[@]}"

@@ -65,14 +65,14 @@ def _train(argv: list[str], output: str, env: dict[str, str], patch: Callable[[]
 
 
 class Command:
-    """A command that runs, with its output in a file."""
+    """A command that runs, with its output in a file, or where the descriptor `output` leads."""
 
-    def __init__(self, *words: str, cwd: Path | None = None, **env: str) -> None:
+    def __init__(self, *words: str, cwd: Path | None = None, output: int | None = None, **env: str) -> None:
         self.words = words
         self._output = tempfile.NamedTemporaryFile("r", errors="replace")  # noqa: SIM115  (as long as this object)
         with open(self._output.name, "w") as file:
             self.process = subprocess.Popen(
-                words, cwd=cwd, env={**_environment(), **env}, stdout=file, stderr=subprocess.STDOUT
+                words, cwd=cwd, env={**_environment(), **env}, stdout=output or file, stderr=subprocess.STDOUT
             )
 
     def finish(self, timeout_s: float = TIMEOUT_S) -> Result:

@@ -1,7 +1,9 @@
 """Every way to start training works."""
 
+import contextlib
 import functools
 import os
+import pty
 import re
 from pathlib import Path
 
@@ -22,6 +24,23 @@ def test_run_train_sh_from_another_folder(reference: tuple[Path, Result]) -> Non
 def test_log_rank_chooses_whose_output_is_shown(reference: tuple[Path, Result]) -> None:
     _, (_, output) = reference
     assert "[rank0]:" in output and "[rank1]:" in output  # the fixture sets LOG_RANK=0,1
+
+
+def test_a_progress_bar_on_a_terminal_and_none_but_rank_0_there(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    options = ["--training.steps", "3", "--metrics.log_freq", "3", "--job.dump_folder", "./run"]
+    command = Command(
+        str(REPOSITORY / "run_train.sh"), *options, cwd=tmp_path, output=theirs, NGPU="2", CONFIG_FILE=TINY
+    )
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # that is how a terminal ends on Linux
+        while part := os.read(ours, 4096):
+            shown += part
+    os.close(ours)
+    assert command.process.wait() == 0, shown
+    assert "\r\033[K━" in shown.decode()
+    assert b"[rank0] " in shown and b"[rank1]" not in shown
 
 
 def test_nothing_listens_beyond_loopback(watched_reference: tuple[Path, Result, set[str]]) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,10 @@ class Trainer:
 
     def setup(self) -> None:
         """Build the mesh, the step and the state; the process group is there."""
+        with self._report_when_out_of_memory():
+            self._setup()
+
+    def _setup(self) -> None:
         config = self.config
         self._join_mesh()
         self.train_data = self._open_data(config.training, "train", config.training.repeat)
@@ -297,15 +302,21 @@ class Trainer:
     def train(self, run: RunFolder) -> None:
         """Train from where the newest checkpoint ends to `training.steps`, to the end of the data, or to a signal.
 
-        `stop_signal` says afterwards whether it was a signal, and then a checkpoint is there to go on from. Where
-        memory runs out, the log says what held it.
+        `stop_signal` says afterwards whether it was a signal, and then a checkpoint is there to go on from.
         """
-        try:
+        with self._report_when_out_of_memory():
             self._train(run)
+
+    @contextmanager
+    def _report_when_out_of_memory(self) -> Iterator[None]:
+        """Log what held the memory, should it run out inside."""
+        try:
+            yield
         except Exception as error:
             if out_of_memory.is_out_of_memory(error):
-                doing = f"rank {self.rank}, after {self.step} steps"
-                logger.error(out_of_memory.report(error, doing, self.model, self.optimizer, self.config))
+                doing = f"rank {dist.get_rank()}, after {self.step} steps"
+                optimizer = getattr(self, "optimizer", None)  # set-up makes it last
+                logger.error(out_of_memory.report(error, doing, self.model, optimizer, self.config))
             raise
 
     def _train(self, run: RunFolder) -> None:

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from torchtitan_graph import device, train, trainer
@@ -38,6 +39,11 @@ def have_little_memory_left() -> None:
         return train_step(self, metrics)
 
     trainer.Trainer.train_step = step
+
+
+def ask_for_a_pebibyte_in_setup() -> None:
+    """Ask for more memory than there is when the parameters are there and are to be initialised."""
+    trainer.initialize = lambda *_: torch.empty(2**50)  # type: ignore[assignment]
 
 
 def forbid_process_group() -> None:

@@ -23,3 +23,10 @@ def test_memory_that_runs_out_is_reported(tmp_path: Path) -> None:
     largest = report[report.index("the largest tensors:") : report.index("what takes less memory:")].splitlines()
     assert "values of the step: " in largest[1] and "float" in largest[1]
     assert "  training.local_batch_size below 64; " in report
+
+
+def test_memory_that_runs_out_in_setup_is_reported(tmp_path: Path) -> None:
+    code, output = train("--job.dump_folder", str(tmp_path), patch=patched_train.ask_for_a_pebibyte_in_setup)
+    assert code == 1, output
+    assert re.search(r"rank 0, after 0 steps: out of memory: .*\nheld: parameters \d", output), output
+    assert "what takes less memory:" in output

@@ -1,7 +1,5 @@
 """Which checkpoint a run goes on from: rank 0 chooses by the folders, all ranks together fetch and look for damage."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,10 +17,10 @@ from torchtitan_graph.checkpoint.folder import (
     step_folder,
     step_of,
 )
-from torchtitan_graph.checkpoint.remote import Remote, fetch
+from torchtitan_graph.checkpoint.remote import Remote, fetch, using
 from torchtitan_graph.config import job
 from torchtitan_graph.log import logger
-from torchtitan_graph.parallel.agree import describe, on_rank_0
+from torchtitan_graph.parallel.agree import on_rank_0
 
 INITIAL = "initial"  # the folder, beside the run's checkpoints, for one that is fetched to begin with
 
@@ -62,7 +60,7 @@ def choose_undamaged(
             problem = find_damage_together(choice.path, group)
         else:
             option = "remote_folder" if choice.path.parent == folder else "initial_load_path"
-            with _reading(option, choice.address):
+            with using(option, choice.address):
                 problem = fetch(choice.address, choice.path, group)
         if not problem:
             return choice.path
@@ -76,22 +74,10 @@ def find_held(folder: Path, config: job.Checkpoint) -> str | None:
     if any(folder.glob("step-*")):
         return f"{folder} holds checkpoints already; name another job.dump_folder"
     if config.remote_folder is not None:
-        with _reading("remote_folder", config.remote_folder):
+        with using("remote_folder", config.remote_folder):
             if Remote(config.remote_folder).list_steps():
                 return f"{config.remote_folder} holds checkpoints already; name another checkpoint.remote_folder"
     return None
-
-
-@contextmanager
-def _reading(option: str, address: str) -> Iterator[None]:
-    """Turn what an address that can't be read raises into one error that says so."""
-    try:
-        yield
-    except Exception as error:
-        raise ValueError(
-            f"checkpoint.{option}: {address} can't be fetched from ({describe(error)}); a run does not go on without "
-            "it, from an older checkpoint or from none: check the address, the credentials and the connection"
-        ) from error
 
 
 def _choose(folder: Path, config: job.Checkpoint, num_steps: int | None, problems: dict[str, str]) -> Candidate | None:
@@ -109,7 +95,7 @@ def _choose(folder: Path, config: job.Checkpoint, num_steps: int | None, problem
         else:
             steps[step] = Candidate(path, model_only=read_train_state(path)["model_only"])
     if config.remote_folder is not None:
-        with _reading("remote_folder", config.remote_folder):
+        with using("remote_folder", config.remote_folder):
             steps = dict(sorted((_find_remote(folder, config, steps, problems) | steps).items()))
     if config.load_step >= 0:
         return _choose_load_step(folder, config.load_step, steps, problems, num_steps)
@@ -217,7 +203,7 @@ def _choose_initial(folder: Path, config: job.Checkpoint, problems: dict[str, st
     place, *fetched = _initial_places(folder, config)
     option = f"checkpoint.initial_load_path = {config.initial_load_path!r}"
     if fetched:
-        with _reading("initial_load_path", place):
+        with using("initial_load_path", place):
             initial = _find_initial(Remote(place), Path(fetched[0]), problems)
             inside = [remote.address for remote in Remote(place).list_steps().values()]
     else:

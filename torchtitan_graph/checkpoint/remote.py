@@ -9,7 +9,7 @@ else's.
 import contextlib
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,7 +34,7 @@ from torchtitan_graph.checkpoint.folder import (
 )
 from torchtitan_graph.config import job
 from torchtitan_graph.log import logger
-from torchtitan_graph.parallel.agree import on_all_ranks, on_rank_0
+from torchtitan_graph.parallel.agree import describe, on_all_ranks, on_rank_0
 
 T = TypeVar("T")
 
@@ -113,6 +113,18 @@ class Remote:
             with contextlib.suppress(FileNotFoundError):  # the reader has words for that
                 self.get([name], Path(folder))
             return reader(Path(folder))
+
+
+@contextlib.contextmanager
+def using(option: str, address: str) -> Iterator[None]:
+    """Turn what is raised at a run's start by an address that can't be reached into one error that says so."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(
+            f"checkpoint.{option}: {address} can't be used ({describe(error)}); a run does not go on without it, from "
+            "an older checkpoint or from none: check the address, the credentials and the connection"
+        ) from error
 
 
 def upload(newest: Path, config: job.Checkpoint, group: dist.ProcessGroup | None) -> None:

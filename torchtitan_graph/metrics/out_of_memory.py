@@ -26,7 +26,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def report(
-    error: BaseException, doing: str, model: nn.Module, optimizer: torch.optim.Optimizer, config: JobConfig
+    error: BaseException, doing: str, model: nn.Module, optimizer: torch.optim.Optimizer | None, config: JobConfig
 ) -> str:
     """Describe what this process held when memory ran out, and what would take less.
 
@@ -38,7 +38,7 @@ def report(
     seen: set[int] = set()
     for kind, name, tensor in [*_state(model, optimizer), *_values(error)]:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in seen:
+        if storage.device.type != "meta" and storage.data_ptr() not in seen:
             seen.add(storage.data_ptr())
             sizes[kind] = sizes.get(kind, 0) + storage.nbytes()
             shape = f"{str(tensor.dtype)[6:]}{list(tensor.shape)}"
@@ -57,13 +57,13 @@ def report(
     )
 
 
-def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, str, Tensor]]:
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, str, Tensor]]:
     """Give what lives from step to step: kind, name and this rank's part."""
     for name, parameter in model.named_parameters():
         yield "parameters", name, _local(parameter)
         if parameter.grad is not None:
             yield "gradients", name, _local(parameter.grad)
-        for key, value in optimizer.state.get(parameter, {}).items():
+        for key, value in (optimizer.state.get(parameter, {}) if optimizer else {}).items():
             if isinstance(value, Tensor):
                 yield "optimizer", f"{name} {key}", _local(value)
 

@@ -11,8 +11,10 @@ from torchtitan_graph.log import logger
 _NOT_COMPARED = ("job.config_file", "job.allow_changed")  # not in the file; about one start only
 
 
-def check_drift(saved: Path, config: JobConfig) -> None:
+def check_drift(saved: Path, config: JobConfig, place: str | None = None) -> None:
     """Log in what `config` differs from the one in the file `saved`, and refuse what makes it another run.
+
+    `place` is where the file is known to be, if that is not its path.
 
     Raises:
         ValueError: an option of RUN_DEFINING differs and `job.allow_changed` does not name it.
@@ -24,7 +26,7 @@ def check_drift(saved: Path, config: JobConfig) -> None:
     if refused:
         lines = [f"{key} = {changes[key][1]!r}, was {changes[key][0]!r}" for key in refused]
         raise ValueError(
-            "\n  ".join([f"this would go on with another model, tokenizer or data than {saved} says:", *lines])
+            "\n  ".join([f"this would go on with another model, tokenizer or data than {place or saved} says:", *lines])
             + "\n  set them back, use another job.dump_folder, or, if you know that the checkpoint fits, add "
             f"--job.allow_changed {','.join(refused)}"
         )

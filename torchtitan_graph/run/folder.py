@@ -1,5 +1,6 @@
 """A run's folder, held by one run at a time: lock, saved configuration, status and failures."""
 
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from torchtitan_graph.checkpoint.remote import Remote, using
 from torchtitan_graph.config import JobConfig, dump_toml
 from torchtitan_graph.log import logger
 from torchtitan_graph.run.drift import check_drift
@@ -43,12 +45,7 @@ class RunFolder:
         self._lock = Lock(self.path)
         try:
             if config.job.save_config_file:
-                saved = self.path / config.job.save_config_file
-                checkpoints = (self.path / config.checkpoint.folder).glob("step-*")
-                if config.checkpoint.enable and saved.exists() and any(checkpoints):
-                    check_drift(saved, config)
-                saved.parent.mkdir(parents=True, exist_ok=True)
-                saved.write_text(dump_toml(config))
+                self._save(config, self.path / config.job.save_config_file)
             self.status = Status(self.path, config.training.steps)
         except (OSError, ValueError):
             self._lock.release()
@@ -56,6 +53,20 @@ class RunFolder:
         self._ended = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._heart.start()
+
+    def _save(self, config: JobConfig, file: Path) -> None:
+        """Compare the configuration with that of the run which is to go on, and save it, here and at an address."""
+        table = config.checkpoint
+        remote = Remote(table.remote_folder) if table.enable and table.remote_folder else None
+        if table.enable and file.exists() and any((self.path / table.folder).glob("step-*")):
+            check_drift(file, config)
+        elif remote is not None:
+            _check_drift_from(remote, config, file.name)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(dump_toml(config))
+        if remote is not None and not table.load_only:
+            with using("remote_folder", remote.address):
+                remote.put(file.parent, [file.name])
 
     def _beat(self) -> None:
         assert self.status is not None
@@ -93,3 +104,13 @@ class RunFolder:
         (logger.warning if state == FAILED else logger.info)(self.status.goodput())
         self.status = None
         self._lock.release()
+
+
+def _check_drift_from(remote: Remote, config: JobConfig, name: str) -> None:
+    """Do as `check_drift` with the file `name` that lies beside the checkpoints at an address, if there are any."""
+    with tempfile.TemporaryDirectory() as folder:
+        with using("remote_folder", remote.address):
+            if not remote.list_steps() or name not in remote.sizes():
+                return
+            remote.get([name], Path(folder))
+        check_drift(Path(folder, name), config, place=f"{remote.address}/{name}")

@@ -1,4 +1,4 @@
-"""What goes to Weights & Biases, seen by a stand-in for its package, which is not installed for tests."""
+"""What goes to Weights & Biases, seen by a stand-in for its package. tests/e2e has the real one, without a network."""
 
 import json
 import sys

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,23 +18,12 @@ from torch import Tensor
 from torchtitan_graph import device as devices
 from torchtitan_graph import stop
 from torchtitan_graph.checkpoint import Checkpointer, SaveError
-from torchtitan_graph.compiler import Inspection, passes, plan_regions, run_passes
 from torchtitan_graph.config import JobConfig, job, shard_degree
 from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
 from torchtitan_graph.data.loader import DataLoader, build_dataloader, merge_states
 from torchtitan_graph.data.tokenizer import Tokenizer, find_assets, load_tokenizer
-from torchtitan_graph.graph.flops import Flops, count_flops
-from torchtitan_graph.graph.step import (
-    bind_train_step,
-    make_eager_step,
-    make_eval_step,
-    trace_eval_step,
-    trace_train_step,
-)
 from torchtitan_graph.graph.torch_private import set_timeout
-from torchtitan_graph.graph.trace import TracedResult, run_traced
 from torchtitan_graph.log import logger
-from torchtitan_graph.loss import cross_entropy, loss_context
 from torchtitan_graph.metrics import (
     Metrics,
     check_profiling,
@@ -44,7 +33,6 @@ from torchtitan_graph.metrics import (
     out_of_memory,
 )
 from torchtitan_graph.models.hf import choose_model, load_weights, save_weights
-from torchtitan_graph.models.layers.attention import flex_cpu_bytes
 from torchtitan_graph.models.layers.init import initialize
 from torchtitan_graph.models.layers.moe import AuxiliaryLoss, MoE, move_correction_biases
 from torchtitan_graph.optim import (
@@ -55,21 +43,9 @@ from torchtitan_graph.optim import (
     forget_rehearsal,
 )
 from torchtitan_graph.parallel.mesh import ParallelDims, axis_degree, data_parallel_rank
-from torchtitan_graph.parallel.parallelize import check_plan, parallelize
-from torchtitan_graph.parallel.recompute import Recompute, recompute_eager
-from torchtitan_graph.parallel.storage import (
-    Precision,
-    Storage,
-    buckets,
-    cast_parameters,
-    materialize,
-    plan_storage,
-    shard_eager,
-)
 from torchtitan_graph.run.folder import RunFolder
 from torchtitan_graph.run.hang import HangWatch
-
-Step = Callable[..., Any]  # (batch, masks, num_tokens) -> StepOutput; of the evaluation step, this rank's loss
+from torchtitan_graph.steps import StepBuilder
 
 
 class Trainer:
@@ -91,28 +67,14 @@ class Trainer:
             tp=parallelism.tensor_parallel_degree,
         )
         training = config.training
-        storage = getattr(torch, training.dtype)
-        self.precision = Precision(
-            storage=storage,
-            compute=getattr(torch, training.mixed_precision_param),
-            reduce=getattr(torch, training.mixed_precision_reduce),
-        )
-        self.recompute = Recompute.from_option(
-            config.activation_checkpoint.mode, config.activation_checkpoint.selective_ac_option
-        )
-        # "default" leaves the root's weights (embedding, output) gathered, as FSDP2 does: backward begins with them.
-        self.reshard = parallelism.fsdp_reshard_after_forward != "never"
-        self.reshard_root = parallelism.fsdp_reshard_after_forward == "always"
         self.rows_per_step = training.global_batch_size
         if self.rows_per_step == -1:
             self.rows_per_step = training.local_batch_size * self.dims.dp
         self.num_microbatches = self.rows_per_step // (training.local_batch_size * self.dims.dp)
-        self.loss_parallel = self.dims.tp > 1 and not parallelism.disable_loss_parallel
-        self.loss_context = loss_context(self.loss_parallel)
         self.tokenizer: Tokenizer = load_tokenizer(config.model.hf_assets_path)
         self.assets = find_assets(config.model.hf_assets_path) if config.model.hf_assets_path else None
         self.family, self.model = choose_model(config, self.assets, self.tokenizer.vocab_size)
-        check_plan(self.model, self.family.PLAN, self.dims.tp)
+        self.builder = StepBuilder(config, self.model, self.family.PLAN, self.dims, self.device)
         check_optimizer(self.model, config.optimizer)
         self.experts = [module for module in self.model.modules() if isinstance(module, MoE)]
         for module in self.experts:
@@ -122,29 +84,11 @@ class Trainer:
                 f"moe.load_balance_loss = {config.moe.load_balance_loss}, moe.router_z_loss = "
                 f"{config.moe.router_z_loss}: {config.model.name} {config.model.flavor} has no experts; leave them at 0"
             )
-        self._check_memory()
-        self.regions = plan_regions(config.compile, self.model, self.device)
         self.dump_folder = Path(config.job.dump_folder)
         self.step = self.tokens_seen = 0
         self.stop_signal = 0  # the signal that asked a rank to stop; the same on all ranks
         self.tokens_by_source: dict[str, int] = {}
         self.own_data_s = 0.0  # of this step, how long this rank waited for its own data
-
-    def _check_memory(self) -> None:
-        """Refuse uncompiled flex attention on a CPU where its scores can't fit; a dry run allocates none."""
-        config = self.config
-        if config.model.attn != "flex" or self.device.type != "cpu" or config.comm.mode == "fake_backend":
-            return
-        heads = self.model.config.num_heads // self.dims.tp
-        needed = flex_cpu_bytes(config.training.local_batch_size, heads, config.training.seq_len) / devices.GIB
-        if needed > devices.memory_total_gib():
-            raise ValueError(
-                f"model.attn = 'flex': on a CPU one layer's scores would take about {needed:.0f} GiB at "
-                f"training.local_batch_size {config.training.local_batch_size}, training.seq_len "
-                f"{config.training.seq_len} and {heads} heads, and this machine has "
-                f'{devices.memory_total_gib():.0f}: use attn = "sdpa", which computes the same with little memory, '
-                "or a smaller batch"
-            )
 
     def setup(self) -> None:
         """Build the mesh, the step and the state; the process group is there."""
@@ -163,9 +107,8 @@ class Trainer:
             f"{self.num_microbatches} x {config.training.local_batch_size} rows of {config.training.seq_len} tokens "
             f"per rank and step"
         )
-        self.model_table = model_table(self.model, self.family.PLAN, self.precision.storage)
-        build = self._build_graph_steps if config.compile.mode == "graph" else self._build_eager_steps
-        self.train_step_fn, self.eval_step_fn, self.flops = build()
+        self.model_table = model_table(self.model, self.family.PLAN, self.builder.precision.storage)
+        self.steps = self.builder.build(self.mesh)
         initialize(self.model, self.seed)
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.lr_scheduler = build_lr_scheduler(self.optimizer, config.lr_scheduler, config.training.steps)
@@ -199,7 +142,7 @@ class Trainer:
     def setup_dry(self) -> None:
         """Build the mesh and the graphs, on a fake process group."""
         self._join_mesh()
-        self._build_graphs()
+        self.builder.build_graphs(self.mesh)
 
     def _open_data(self, table: job.Training | job.Validation, split: str, repeat: bool) -> DataLoader:
         return build_dataloader(
@@ -226,72 +169,6 @@ class Trainer:
         trained_on = [training.dataset_path, *(source.dataset_path for source in training.sources)]
         of_its_own = validation.dataset_path not in (None, *trained_on)
         return self._open_data(validation, "all" if of_its_own else "validation", repeat=False)
-
-    def _build_graph_steps(self) -> tuple[Step, Step | None, Flops | None]:
-        """Trace in the compute layout on meta, run the passes, and only then allocate."""
-        traced, evaluated, storages, flops = self._build_graphs()
-        materialize(self.model, storages, self.device)
-        eval_step = run_traced(evaluated, module=self.model) if evaluated is not None else None
-        return bind_train_step(traced, self.model), eval_step, flops
-
-    def _build_graphs(self) -> tuple[TracedResult, TracedResult | None, dict[str, Storage], Flops]:
-        """Trace the training step, and the evaluation step if there is validation, and run the passes on both.
-
-        Nothing is allocated: this is also all of a dry run.
-        """
-        config, begin = self.config, time.perf_counter()
-        parallelize(self.model, self.family.PLAN, self.mesh, loss_parallel=self.loss_parallel)
-        cast_parameters(self.model, self.precision.compute)
-        storages = plan_storage(self.model, self.mesh, self.precision)
-        example = self._example(config.training.local_batch_size, config.training.seq_len)
-        evaluated = None
-        with self.loss_context():
-            traced = trace_train_step(
-                self.model, cross_entropy, *example, device=self.device, stack_traces=config.debug.stack_traces
-            )
-            if config.validation.enable:
-                other = self._example(config.validation.local_batch_size, config.validation.seq_len)
-                evaluated = trace_eval_step(self.model, cross_entropy, *other, device=self.device)
-        logger.info(f"traced in {time.perf_counter() - begin:.1f} s, {len(traced.gm.graph.nodes)} nodes")
-        flops = count_flops(traced.gm)
-        watch = Inspection(
-            dump_to=self.dump_folder / "graphs" if config.debug.dump_graphs and self.rank == 0 else None,
-            verify_on=torch.utils._pytree.tree_leaves(example) if config.debug.verify_passes else None,
-        )
-        ordered = passes(storages, buckets(self.model), self.recompute, self.reshard, self.reshard_root, self.regions)
-        disabled = config.compile.disable_passes
-        run_passes(traced.gm, ordered, disabled, self.device, watch)
-        if evaluated is not None:
-            run_passes(evaluated.gm, ordered, disabled, self.device, Inspection("evaluation step"))
-        cast_parameters(self.model, self.precision.storage)
-        return traced, evaluated, storages, flops
-
-    def _example(self, batch_size: int, seq_len: int) -> tuple[Batch, Any, Tensor]:
-        """Make inputs of the shapes to trace: random tokens if passes are to be verified on them, else on meta."""
-        device = self.device if self.config.debug.verify_passes else torch.device("meta")
-        generator = torch.Generator().manual_seed(self.seed + self.dp_rank)
-        tokens, labels = torch.randint(self.tokenizer.vocab_size, (2, batch_size, seq_len), generator=generator)
-        documents = (torch.rand(batch_size, seq_len, generator=generator) < 0.01).long().cumsum(1)
-        positions = torch.arange(seq_len).expand(batch_size, seq_len).contiguous()
-        if self.dp_rank > 0:
-            labels.fill_(IGNORE_INDEX)  # `verify_pass` wants the targets of one rank
-        batch = Batch(*(x.to(device) for x in (tokens, labels, positions, documents)))
-        num_tokens = torch.tensor(batch_size * seq_len * self.dims.dp, device=device)
-        return batch, self.model.masks(batch.documents_BL, batch.positions_BL), num_tokens
-
-    def _build_eager_steps(self) -> tuple[Step, Step | None, Flops | None]:
-        """Apply FSDP2 and autograd: the reference. Its arithmetic is not counted, for there is no graph to count."""
-        parallelize(self.model, self.family.PLAN, self.mesh, loss_parallel=self.loss_parallel)
-        recompute_eager(self.model, self.recompute)
-        shard_eager(
-            self.model,
-            self.mesh,
-            self.precision,
-            reshard_after_forward=self.reshard,
-            device=self.device,
-            reshard_root=self.reshard_root,
-        )
-        return make_eager_step(self.model, cross_entropy), make_eval_step(self.model, cross_entropy), None
 
     def save_seed(self) -> None:
         """Save the state before the first step, for runs in any layout to begin with."""
@@ -384,8 +261,8 @@ class Trainer:
         with metrics.watch_work(self.step + 1):
             for batch in microbatches:
                 masks = self.model.masks(batch.documents_BL, batch.positions_BL)
-                with self.loss_context():
-                    output = self.train_step_fn(batch, masks, num_tokens)
+                with self.builder.loss_context():
+                    output = self.steps.train(batch, masks, num_tokens)
                 local_loss += output.loss
                 loads = {name: loads.get(name, 0) + load_E for name, load_E in output.loads.items()}
         grad_norm = clip_grad_norm(self.model.parameters(), self.config.training.max_norm)
@@ -483,10 +360,10 @@ class Trainer:
         )
 
     def _flops(self, microbatches: list[Batch]) -> float | None:
-        if self.flops is None or self.device.type == "cpu":
+        if self.steps.flops is None or self.device.type == "cpu":
             return None
         visible = (self.model.visible_pairs(batch.documents_BL, batch.positions_BL) for batch in microbatches)
-        return sum(map(self.flops.of, visible))
+        return sum(map(self.steps.flops.of, visible))
 
     @torch.no_grad()
     def validate(self) -> float:
@@ -501,10 +378,10 @@ class Trainer:
             if count:
                 batch = self._to_device(batch)
                 one = torch.ones((), dtype=torch.int64, device=self.device)
-                assert self.eval_step_fn is not None, "built when validation is enabled"
+                assert self.steps.evaluate is not None, "built when validation is enabled"
                 masks = self.model.masks(batch.documents_BL, batch.positions_BL)
-                with self.loss_context():
-                    loss = self.eval_step_fn(batch, masks, one)
+                with self.builder.loss_context():
+                    loss = self.steps.evaluate(batch, masks, one)
                 loss_sum += float(self._sum_over_data_parallel(loss.double()))
                 num_targets += count
         if num_targets == 0:

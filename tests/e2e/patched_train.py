@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchtitan_graph import device, train, trainer
+from torchtitan_graph import device, steps, train, trainer
 from torchtitan_graph.checkpoint import save
 from torchtitan_graph.data.batch import Batch
 from torchtitan_graph.data.loader import DataLoader
@@ -164,9 +164,9 @@ def record_rows() -> None:
 
 def infinite_loss_on_rank_1() -> None:
     """Multiply the loss by infinity on rank 1."""
-    loss = trainer.cross_entropy
+    loss = steps.cross_entropy
     if os.environ["RANK"] == "1":
-        trainer.cross_entropy = lambda *args: loss(*args) * float("inf")  # type: ignore[assignment]
+        steps.cross_entropy = lambda *args: loss(*args) * float("inf")  # type: ignore[assignment]
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ class WeightsAndBiases:
         kept = folder / "wandb_run_id"
         if start_step == 0 or not kept.exists():
             kept.write_text(uuid.uuid4().hex)
-        mode = os.environ.get("WANDB_MODE", "online" if "WANDB_API_KEY" in os.environ else "offline")
+        mode: Any = os.environ.get("WANDB_MODE", "online" if "WANDB_API_KEY" in os.environ else "offline")
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "torchtitan_graph"),
             name=os.environ.get("WANDB_NAME"),

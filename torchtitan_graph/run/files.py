@@ -1,4 +1,4 @@
-"""JSON files that others read while they change."""
+"""Files that others read while they change."""
 
 import json
 import os
@@ -7,11 +7,15 @@ from typing import Any
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Do as `write_text` with an object as JSON."""
+    write_text(path, json.dumps(content, indent=1) + "\n")
+
+
+def write_text(path: Path, content: str) -> None:
     """Replace a file; a reader, and a kill at any moment, finds the old content or the new."""
     tmp = path.with_name(f"{path.name}.tmp")
     with tmp.open("w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1)
-        file.write("\n")
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     os.replace(tmp, path)

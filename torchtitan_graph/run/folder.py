@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-import torch.distributed as dist
-
 from torchtitan_graph.checkpoint.remote import Remote, using
 from torchtitan_graph.config import JobConfig, dump_toml
 from torchtitan_graph.log import logger
+from torchtitan_graph.parallel.agree import on_rank_0
 from torchtitan_graph.run.drift import check_drift
+from torchtitan_graph.run.files import write_text
 from torchtitan_graph.run.lock import Lock
 from torchtitan_graph.run.status import FAILED, Status
 
@@ -28,28 +28,20 @@ class RunFolder:
     def __init__(self, config: JobConfig) -> None:
         self.path = Path(config.job.dump_folder)
         self.status: Status | None = None
-        message = ""
-        if dist.get_rank() == 0:
-            try:
-                self._open(config)
-            except OSError as error:
-                message = f"job.dump_folder = {config.job.dump_folder!r} can't be written: {error}"
-            except ValueError as error:
-                message = str(error)
-        told = [message]
-        dist.broadcast_object_list(told, src=0)
-        if told[0]:
-            raise ValueError(told[0])
+        on_rank_0(lambda: self._open(config))
 
     def _open(self, config: JobConfig) -> None:
-        self._lock = Lock(self.path)
         try:
-            if config.job.save_config_file:
-                self._save(config, self.path / config.job.save_config_file)
-            self.status = Status(self.path, config.training.steps)
-        except (OSError, ValueError):
-            self._lock.release()
-            raise
+            self._lock = Lock(self.path)
+            try:
+                if config.job.save_config_file:
+                    self._save(config, self.path / config.job.save_config_file)
+                self.status = Status(self.path, config.training.steps)
+            except (OSError, ValueError):
+                self._lock.release()
+                raise
+        except OSError as error:
+            raise ValueError(f"job.dump_folder = {config.job.dump_folder!r} can't be written: {error}") from error
         self._ended = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._heart.start()
@@ -63,7 +55,7 @@ class RunFolder:
         elif remote is not None:
             _check_drift_from(remote, config, file.name)
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(dump_toml(config))
+        write_text(file, dump_toml(config))
         if remote is not None and not table.load_only:
             with using("remote_folder", remote.address):
                 remote.put(file.parent, [file.name])

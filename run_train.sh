@@ -31,7 +31,8 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-
 # A name of its own, by which a restarted worker knows the lock of the attempt before it.
 export PET_RDZV_ID=${PET_RDZV_ID:-$(uname -n).$$}
 
-if [[ -t 2 && $LOG_RANK == 0 ]]; then # through torchrun's pipe there would be no progress bar
+# On a terminal rank 0 has it to itself, for its progress bar. (--redirects takes ranks of one digit.)
+if [[ -t 2 && $LOG_RANK == 0 && $NGPU =~ ^([1-9]|10)$ ]]; then
     output=0:0
     for ((rank = 1; rank < NGPU; rank++)); do output+=,$rank:3; done
     output=(--redirects "$output")
@@ -39,8 +40,7 @@ else
     output=(--tee 3 --local_ranks_filter "$LOG_RANK")
 fi
 
-# torchrun's rendezvous is a file of this user's in $TMPDIR: its usual store would listen on every address of the
-# machine. It notes there that it is alive, once a minute (every 5 s would fill some 20 MB a day).
-exec torchrun --nproc_per_node "$NGPU" --rdzv_backend c10d --rdzv_endpoint "$(mktemp -t torchrun.XXXXXX)" \
-    --rdzv_conf store_type=file,keep_alive_interval=60 --local_addr 127.0.0.1 \
-    --role rank "${output[@]}" "${train[@]}"
+# torchrun's rendezvous is a temporary file (which it leaves behind): its usual store would listen on every address of
+# the machine. It notes there that it is alive, once a minute (every 5 s would fill some 20 MB a day).
+exec torchrun --nproc_per_node "$NGPU" --rdzv_backend c10d --rdzv_conf store_type=file,keep_alive_interval=60 \
+    --local_addr 127.0.0.1 --role rank "${output[@]}" "${train[@]}"

@@ -1,5 +1,6 @@
 """The one logger, and how its lines look."""
 
+import contextlib
 import logging
 import os
 import shutil
@@ -37,8 +38,9 @@ class _Console(logging.StreamHandler):
     def show(self, status: str) -> None:
         if self.status or (status and self.stream.isatty()):
             columns = shutil.get_terminal_size().columns
-            self.stream.write(_CLEAR_LINE + status[: columns - 1])
-            self.stream.flush()
+            with contextlib.suppress(OSError):  # a terminal that was closed; the run goes on
+                self.stream.write(_CLEAR_LINE + status[: columns - 1])
+                self.stream.flush()
             self.status = status
 
 

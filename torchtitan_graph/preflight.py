@@ -140,7 +140,7 @@ def slow_nodes(nodes: list[str], seconds: dict[tuple[int, int], float]) -> Probl
 def _join(rank: int) -> dist.TCPStore | None:
     try:
         return connect(rank, datetime.timedelta(seconds=REPORT_WITHIN_S))
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         logger.error(f"rank {rank} on {identity()['host']}: no connection to {address}: {error}")
         return None

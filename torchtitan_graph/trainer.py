@@ -192,7 +192,7 @@ class Trainer:
         except Exception as error:
             if out_of_memory.is_out_of_memory(error):
                 doing = f"rank {dist.get_rank()}, after {self.step} steps"
-                optimizer = getattr(self, "optimizer", None)  # set-up makes it last
+                optimizer = getattr(self, "optimizer", None)  # not there early in set-up
                 logger.error(out_of_memory.report(error, doing, self.model, optimizer, self.config))
             raise
 

@@ -4,6 +4,7 @@ Each patch is a function without arguments, to be called before `main`; what it 
 """
 
 import hashlib
+import itertools
 import os
 import resource
 import signal
@@ -20,6 +21,7 @@ from torchtitan_graph import device, steps, train, trainer
 from torchtitan_graph.checkpoint import save
 from torchtitan_graph.data.batch import Batch
 from torchtitan_graph.data.loader import DataLoader
+from torchtitan_graph.parallel.storage import Storage
 
 
 def have_a_kibibyte_of_memory() -> None:
@@ -42,8 +44,13 @@ def have_little_memory_left() -> None:
 
 
 def ask_for_a_pebibyte_in_setup() -> None:
-    """Ask for more memory than there is when the parameters are there and are to be initialised."""
-    trainer.initialize = lambda *_: torch.empty(2**50)  # type: ignore[assignment]
+    """Ask for more memory than there is when two parameters are there."""
+    empty, calls = Storage.empty, itertools.count()
+
+    def empty_or_too_much(self: Storage, device: torch.device) -> torch.Tensor:
+        return empty(self, device) if next(calls) < 2 else torch.empty(2**50)
+
+    Storage.empty = empty_or_too_much  # type: ignore[method-assign]
 
 
 def forbid_process_group() -> None:

@@ -87,10 +87,11 @@ class Command:
     def finish_watched(self) -> tuple[Result, set[str]]:
         """Wait for the end. Return also the addresses on which it, or a process that it started, took connections."""
         addresses: set[str] = set()
-        while self.process.poll() is None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while self.process.poll() is None and time.monotonic() < deadline:
             addresses |= listening(self.process.pid)
             time.sleep(0.2)
-        return self.finish(), addresses
+        return self.finish(timeout_s=1), addresses
 
     def wait_for(self, path: Path) -> None:
         """Wait until there is a file at `path`."""

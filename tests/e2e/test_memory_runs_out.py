@@ -28,5 +28,8 @@ def test_memory_that_runs_out_is_reported(tmp_path: Path) -> None:
 def test_memory_that_runs_out_in_setup_is_reported(tmp_path: Path) -> None:
     code, output = train("--job.dump_folder", str(tmp_path), patch=patched_train.ask_for_a_pebibyte_in_setup)
     assert code == 1, output
-    assert re.search(r"rank 0, after 0 steps: out of memory: .*\nheld: parameters \d", output), output
-    assert "what takes less memory:" in output
+    report = output[output.index("rank 0, after 0 steps: out of memory: ") :]
+    held, largest, rest = report.split("\n", 3)[1:]
+    assert held.startswith("held: parameters 0.") and largest == "the largest tensors:"
+    assert len(re.findall(r"^ +[\d.]+ GiB  parameters: ", rest, re.MULTILINE)) == 2, report
+    assert "what takes less memory:" in rest

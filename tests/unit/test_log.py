@@ -102,3 +102,16 @@ def test_a_status_is_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
     show_status("10%")
     show_status("")
     assert sys.stderr.getvalue() == ""  # type: ignore[attr-defined]
+
+
+def test_a_terminal_that_was_closed_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Closed(Terminal):
+        def write(self, text: str) -> int:
+            raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(sys, "stderr", Closed())
+    monkeypatch.setattr(logging, "raiseExceptions", False)
+    init_logging()
+    show_status("10%")
+    logger.info("a line")
+    show_status("20%")

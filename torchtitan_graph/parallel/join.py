@@ -1,4 +1,4 @@
-"""How a process finds the others of its job. On one machine nothing listens beyond loopback."""
+"""How a process finds the others of its job; on one machine over loopback alone, and nothing listens beyond it."""
 
 import datetime
 import ipaddress
@@ -11,14 +11,15 @@ import torch.distributed as dist
 from torchtitan_graph.graph.torch_private import one_thread_per_gloo_group
 
 LOOPBACK = "127.0.0.1"
-_LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
+_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 
 
 def join(backend: str, timeout: datetime.timedelta = datetime.timedelta(minutes=30)) -> None:
     """Start the process group as torchrun's environment says; without one, this process alone is the group.
 
     Raises:
-        torch.distributed.DistNetworkError, torch.distributed.DistStoreError: not all are there within `timeout`.
+        RuntimeError: not all are there within `timeout`.
+        OSError: the port is in use.
     """
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": "0"}.items():
         os.environ.setdefault(name, value)
@@ -31,18 +32,20 @@ def join(backend: str, timeout: datetime.timedelta = datetime.timedelta(minutes=
 def connect(rank: int, timeout: datetime.timedelta, wait_for: int | None = None) -> dist.TCPStore:
     """Return the job's store at MASTER_ADDR:MASTER_PORT, which rank 0 hosts unless torchrun does.
 
-    If that is a loopback address, gloo and NCCL are told to stay there too, as far as the environment does not name
-    an interface for them. `wait_for` is the number of processes that the host waits for.
+    If that is a loopback address, and this machine's processes are all there are, gloo and NCCL are told to stay there
+    too, unless the environment names an interface for them. `wait_for` is how many processes the host waits for.
 
     Raises:
-        torch.distributed.DistNetworkError, torch.distributed.DistStoreError: nothing answers there within `timeout`.
+        RuntimeError: nothing answers there within `timeout`.
+        OSError: the port is in use.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     is_host = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    if not _is_loopback(host):
+    world_size = os.environ.get("WORLD_SIZE")
+    if not _is_loopback(host) or os.environ.get("LOCAL_WORLD_SIZE", world_size) != world_size:
         return dist.TCPStore(host, port, wait_for, is_host, timeout)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK_INTERFACE)
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", _LOOPBACK_INTERFACE)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", _INTERFACE)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={_INTERFACE}")  # = is for no other interface that begins so
     if is_host:
         return host_store(timeout, host, port, wait_for)
     return dist.TCPStore(host, port, wait_for, False, timeout)

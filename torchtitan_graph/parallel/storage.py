@@ -117,14 +117,13 @@ def _storage(name: str, parameter: Tensor, mesh: DeviceMesh, precision: Precisio
 def materialize(model: nn.Module, storages: Mapping[str, Storage], device: torch.device) -> None:
     """Replace the model's meta parameters by allocated ones at rest, in place; tied ones by one. Buffers are whole on
     every rank, and zero."""
-    new: dict[nn.Parameter, nn.Parameter] = {
-        p: nn.Parameter(storages[name].empty(device), requires_grad=p.requires_grad)
-        for name, p in model.named_parameters()
-    }
+    new: dict[nn.Parameter, nn.Parameter] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if p not in new:
+            new[p] = nn.Parameter(storages[name].empty(device), requires_grad=p.requires_grad)
+        owner, _, leaf = name.rpartition(".")
+        model.get_submodule(owner)._parameters[leaf] = new[p]
     for module in model.modules():
-        for leaf, parameter in module._parameters.items():
-            if parameter is not None:
-                module._parameters[leaf] = new[parameter]
         for leaf, buffer in module.named_buffers(recurse=False):
             setattr(module, leaf, torch.zeros_like(buffer, device=device))
 

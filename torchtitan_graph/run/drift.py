@@ -19,24 +19,26 @@ def check_drift(saved: Path, config: JobConfig, place: str | None = None) -> Non
     Raises:
         ValueError: an option of RUN_DEFINING differs and `job.allow_changed` does not name it.
     """
-    changes = _changes(saved, config)
+    place = place or str(saved)
+    changes = _changes(saved, config, place)
     for key, (old, new) in changes.items():
         logger.info(f"changed since the run was started: {key} = {new!r}, was {old!r}")
     refused = [key for key in changes if key in RUN_DEFINING and key not in config.job.allow_changed]
     if refused:
+        other = "job.dump_folder" + (" and checkpoint.remote_folder" if config.checkpoint.remote_folder else "")
         lines = [f"{key} = {changes[key][1]!r}, was {changes[key][0]!r}" for key in refused]
         raise ValueError(
-            "\n  ".join([f"this would go on with another model, tokenizer or data than {place or saved} says:", *lines])
-            + "\n  set them back, use another job.dump_folder, or, if you know that the checkpoint fits, add "
+            "\n  ".join([f"this would go on with another model, tokenizer or data than {place} says:", *lines])
+            + f"\n  set them back, use another {other}, or, if you know that the checkpoint fits, add "
             f"--job.allow_changed {','.join(refused)}"
         )
 
 
-def _changes(saved: Path, config: JobConfig) -> dict[str, tuple[Any, Any]]:
+def _changes(saved: Path, config: JobConfig, place: str) -> dict[str, tuple[Any, Any]]:
     try:
         before = load(["--job.config_file", str(saved)])
     except ValueError as error:  # of another version, or edited
-        logger.warning(f"{saved} can't be compared with this run's configuration: {error}")
+        logger.warning(f"{place} can't be compared with this run's configuration: {error}")
         return {}
     pairs = {key: (get(before, key), get(config, key)) for key in OPTIONS if key not in _NOT_COMPARED}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}

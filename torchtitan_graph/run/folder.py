@@ -9,7 +9,7 @@ from pathlib import Path
 from torchtitan_graph.checkpoint.remote import Remote, using
 from torchtitan_graph.config import JobConfig, dump_toml
 from torchtitan_graph.log import logger
-from torchtitan_graph.parallel.agree import on_rank_0
+from torchtitan_graph.parallel.agree import files_group, on_rank_0
 from torchtitan_graph.run.drift import check_drift
 from torchtitan_graph.run.files import write_text
 from torchtitan_graph.run.lock import Lock
@@ -28,32 +28,38 @@ class RunFolder:
     def __init__(self, config: JobConfig) -> None:
         self.path = Path(config.job.dump_folder)
         self.status: Status | None = None
-        on_rank_0(lambda: self._open(config))
+        on_rank_0(lambda: self._open(config), files_group())
 
     def _open(self, config: JobConfig) -> None:
         try:
             self._lock = Lock(self.path)
+            self._ended = threading.Event()
+            self._heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+            self._heart.start()
             try:
                 if config.job.save_config_file:
                     self._save(config, self.path / config.job.save_config_file)
                 self.status = Status(self.path, config.training.steps)
-            except (OSError, ValueError):
+            except BaseException:
+                self._stop_heart()
                 self._lock.release()
                 raise
         except OSError as error:
             raise ValueError(f"job.dump_folder = {config.job.dump_folder!r} can't be written: {error}") from error
-        self._ended = threading.Event()
-        self._heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
-        self._heart.start()
+
+    def _stop_heart(self) -> None:
+        self._ended.set()
+        self._heart.join()
 
     def _save(self, config: JobConfig, file: Path) -> None:
         """Compare the configuration with that of the run which is to go on, and save it, here and at an address."""
-        table = config.checkpoint
-        remote = Remote(table.remote_folder) if table.enable and table.remote_folder else None
+        table, remote = config.checkpoint, None
         if table.enable and file.exists() and any((self.path / table.folder).glob("step-*")):
             check_drift(file, config)
-        elif remote is not None:
-            _check_drift_from(remote, config, file.name)
+        if table.enable and table.remote_folder:
+            with using("remote_folder", table.remote_folder):
+                remote = Remote(table.remote_folder)
+            _check_drift_from(remote, config, file)
         file.parent.mkdir(parents=True, exist_ok=True)
         write_text(file, dump_toml(config))
         if remote is not None and not table.load_only:
@@ -61,10 +67,10 @@ class RunFolder:
                 remote.put(file.parent, [file.name])
 
     def _beat(self) -> None:
-        assert self.status is not None
         while not self._ended.wait(HEARTBEAT_S):
             try:
-                self.status.write()
+                if self.status is not None:
+                    self.status.write()
                 if not self._lock.beat():
                     logger.error(f"{self._lock.path} was deleted or taken over: another run may write to {self.path}")
             except OSError as error:  # a full disk, a file server that is away: training may well go on
@@ -90,19 +96,23 @@ class RunFolder:
         """Write the last status, and let others have the folder."""
         if self.status is None:
             return
-        self._ended.set()
-        self._heart.join()
+        self._stop_heart()
         self.status.write(state, reason)
         (logger.warning if state == FAILED else logger.info)(self.status.goodput())
         self.status = None
         self._lock.release()
 
 
-def _check_drift_from(remote: Remote, config: JobConfig, name: str) -> None:
-    """Do as `check_drift` with the file `name` that lies beside the checkpoints at an address, if there are any."""
+def _check_drift_from(remote: Remote, config: JobConfig, file: Path) -> None:
+    """Do as `check_drift` with the configuration beside the checkpoints at an address, if there are any.
+
+    One that is the same as `file` has been compared already.
+    """
     with tempfile.TemporaryDirectory() as folder:
         with using("remote_folder", remote.address):
-            if not remote.list_steps() or name not in remote.sizes():
+            if not remote.list_steps() or file.name not in remote.sizes():
                 return
-            remote.get([name], Path(folder))
-        check_drift(Path(folder, name), config, place=f"{remote.address}/{name}")
+            remote.get([file.name], Path(folder))
+        saved = Path(folder, file.name)
+        if not file.exists() or saved.read_bytes() != file.read_bytes():
+            check_drift(saved, config, place=f"{remote.address}/{file.name}")

@@ -9,11 +9,12 @@ import torch.distributed as dist
 
 from pool import run_on
 from sockets import listening
-from torchtitan_graph.parallel.join import LOOPBACK, _is_loopback, host_store
+from torchtitan_graph.parallel.join import LOOPBACK, _is_loopback, connect, host_store
 
 TIMEOUT = datetime.timedelta(seconds=60)
 ALONE = """
 import os
+import socket
 import torch.distributed as dist
 from sockets import listening
 from torchtitan_graph.parallel.join import join
@@ -57,7 +58,33 @@ def test_loopback(host: str) -> None:
     assert _is_loopback(host)
 
 
-@pytest.mark.parametrize("host", [socket.gethostname(), "10.0.0.1", "0.0.0.0"])
+@pytest.mark.parametrize("host", ["vm", "10.0.0.1", "0.0.0.0"])
 def test_what_a_machine_calls_itself_is_not_loopback(host: str) -> None:
     """It may stand for 127.0.1.1 there, and for another address elsewhere."""
     assert not _is_loopback(host)
+
+
+@pytest.mark.parametrize(("num_here", "interface"), [("2", {"lo", "lo0"}), ("1", {None})])
+def test_the_first_of_several_machines_does_not_keep_to_loopback(
+    num_here: str, interface: set[str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its torchrun may have been given --master_addr localhost."""
+    with socket.socket() as free:
+        free.bind((LOOPBACK, 0))
+        port = str(free.getsockname()[1])
+    given = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": num_here, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": port}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    store = connect(0, TIMEOUT)
+    assert os.environ.get("GLOO_SOCKET_IFNAME") in interface
+    assert bool(listening_here() & {"::", "0.0.0.0"}) == (num_here == "1")
+    del store
+
+
+def test_a_port_in_use_is_an_error() -> None:
+    store = host_store(TIMEOUT)
+    with pytest.raises(OSError, match="in use"):
+        host_store(TIMEOUT, port=store.port)

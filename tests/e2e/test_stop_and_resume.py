@@ -32,7 +32,9 @@ def kill_in_step_4(folder: Path, mode: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("first", "then"), [("graph", "graph"), ("graph", "eager"), ("eager", "graph")], ids=lambda mode: mode
+    ("first", "then"),
+    [("graph", "graph"), ("graph", "eager"), pytest.param("eager", "graph", marks=pytest.mark.slow)],
+    ids=lambda mode: mode,
 )
 def test_killed_in_mid_step(
     first: str, then: str, killed: dict[str, Path], reference: tuple[Path, Result], tmp_path: Path

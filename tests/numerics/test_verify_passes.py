@@ -39,7 +39,7 @@ def outcome(cell: Cell, broken: Pass | None = None) -> str:
         pytest.param(
             Cell(dims, PRECISIONS[p]),
             id=f"{layout}-{p}",
-            marks=[pytest.mark.slow] * (dims.num_ranks > 2 and p == "fp32"),
+            marks=[pytest.mark.slow] * (dims.num_ranks > 2 and (p == "fp32" or dims.tp == 1)),
         )
         for layout, dims in LAYOUTS.items()
         for p in PRECISIONS

@@ -28,7 +28,7 @@ def write_package(folder: Path, **imports: str) -> None:
         (package / module).mkdir(parents=True)
         (package / module / "__init__.py").touch()
     top, bottom = ("train", "translate", "requeue", "preflight"), ("log", "device", "ops", "stop")
-    for module in ("__init__", *top, "trainer", "compiler", "loss", *bottom):
+    for module in ("__init__", *top, "trainer", "steps", "compiler", "loss", *bottom):
         (package / f"{module}.py").touch()
     for module in ("cleanup", "shard_params"):
         (package / "passes" / f"{module}.py").touch()

@@ -15,14 +15,16 @@ def test_a_run_goes_on_from_an_empty_disk_to_the_same_bits(tmp_path: Path) -> No
         *["--job.dump_folder", str(lost), *remote], patch=patched_train.signal_in_step_3, SIGNAL="SIGTERM"
     )
     assert code == 0, output
-    shutil.rmtree(lost)
 
     options = ["--job.dump_folder", str(found), *remote]
-    code, output = train(*options, "--model.name", "my_models.experts")
-    assert code == 2, output
-    assert f"would go on with another model, tokenizer or data than {address}/config.toml says" in output
-    assert "model.name = 'my_models.experts', was 'my_models.tiny'" in output
+    shutil.rmtree(lost / "checkpoint")
+    for folder in (lost, found):  # the one still has its configuration
+        code, output = train("--job.dump_folder", str(folder), *remote, "--model.name", "my_models.experts")
+        assert code == 2, output
+        assert f"would go on with another model, tokenizer or data than {address}/config.toml says" in output
+        assert "model.name = 'my_models.experts', was 'my_models.tiny'" in output
     assert not (found / "config.toml").exists()
+    shutil.rmtree(lost)
 
     code, output = train(*options)
     assert code == 0, output

@@ -53,13 +53,14 @@ class RunFolder:
 
     def _save(self, config: JobConfig, file: Path) -> None:
         """Compare the configuration with that of the run which is to go on, and save it, here and at an address."""
-        table, remote = config.checkpoint, None
+        table, remote, compared = config.checkpoint, None, None
         if table.enable and file.exists() and any((self.path / table.folder).glob("step-*")):
             check_drift(file, config)
+            compared = file.read_bytes()
         if table.enable and table.remote_folder:
             with using("remote_folder", table.remote_folder):
                 remote = Remote(table.remote_folder)
-            _check_drift_from(remote, config, file)
+            _check_drift_from(remote, config, file.name, compared)
         file.parent.mkdir(parents=True, exist_ok=True)
         write_text(file, dump_toml(config))
         if remote is not None and not table.load_only:
@@ -103,16 +104,16 @@ class RunFolder:
         self._lock.release()
 
 
-def _check_drift_from(remote: Remote, config: JobConfig, file: Path) -> None:
-    """Do as `check_drift` with the configuration beside the checkpoints at an address, if there are any.
+def _check_drift_from(remote: Remote, config: JobConfig, name: str, compared: bytes | None) -> None:
+    """Do as `check_drift` with the file `name` beside the checkpoints at an address, if there are any.
 
-    One that is the same as `file` has been compared already.
+    One that holds what has been `compared` already is not compared again.
     """
     with tempfile.TemporaryDirectory() as folder:
         with using("remote_folder", remote.address):
-            if not remote.list_steps() or file.name not in remote.sizes():
+            if not remote.list_steps() or name not in remote.sizes():
                 return
-            remote.get([file.name], Path(folder))
-        saved = Path(folder, file.name)
-        if not file.exists() or saved.read_bytes() != file.read_bytes():
-            check_drift(saved, config, place=f"{remote.address}/{file.name}")
+            remote.get([name], Path(folder))
+        saved = Path(folder, name)
+        if saved.read_bytes() != compared:
+            check_drift(saved, config, place=f"{remote.address}/{name}")

@@ -42,5 +42,7 @@ fi
 
 # torchrun's rendezvous is a temporary file (which it leaves behind): its usual store would listen on every address of
 # the machine. It notes there that it is alive, once a minute (every 5 s would fill some 20 MB a day).
-exec torchrun --nproc_per_node "$NGPU" --rdzv_backend c10d --rdzv_conf store_type=file,keep_alive_interval=60 \
-    --local_addr 127.0.0.1 --role rank "${output[@]}" "${train[@]}"
+rendezvous=$(mktemp -t torchrun.XXXXXX)
+exec torchrun --nproc_per_node "$NGPU" --rdzv_backend c10d --rdzv_endpoint "$rendezvous" \
+    --rdzv_conf store_type=file,keep_alive_interval=60 --local_addr 127.0.0.1 \
+    --role rank "${output[@]}" "${train[@]}"

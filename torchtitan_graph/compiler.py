@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from torchtitan_graph.config import job
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.show import dump
 from torchtitan_graph.graph.torch_private import inductor_options
 from torchtitan_graph.log import logger
@@ -67,34 +68,34 @@ def check_disabled(names: Sequence[str]) -> None:
     """Check `compile.disable_passes`.
 
     Raises:
-        ValueError: a name that is no pass, or a pass that can't be left out.
+        UserError: a name that is no pass, or a pass that can't be left out.
     """
     known = [_name(p) for p in passes({}, [], Recompute(), True)]
     optional = [name for name in known if name not in REQUIRED]
     for name in names:
         if name in REQUIRED:
-            raise ValueError(
+            raise UserError(
                 f"compile.disable_passes = {name!r}: this pass can't be left out, the others and the layout of the "
                 f"parameters rest on it; legal are {', '.join(optional)}"
             )
         if name not in known:
             near = difflib.get_close_matches(name, optional, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"compile.disable_passes = {name!r}: legal are {', '.join(optional)}{hint}")
+            raise UserError(f"compile.disable_passes = {name!r}: legal are {', '.join(optional)}{hint}")
 
 
 def plan_regions(options: job.Compile, model: nn.Module, device: torch.device) -> Regions:
     """Give what `compile_regions` compiles, and Inductor's options there.
 
     Raises:
-        ValueError: a pattern that no module's name matches, options of something that is not compiled, or options that
+        UserError: a pattern that no module's name matches, options of something that is not compiled, or options that
             Inductor does not have.
     """
     chosen = options.components if options.enable else []
     patterns = options.regions if "model" in chosen else []
     for pattern in patterns:
         if not any(region_of(name, [pattern]) for name, _ in model.named_modules()):
-            raise ValueError(
+            raise UserError(
                 f"compile.regions = {pattern!r}: matches no module; legal are names such as "
                 f"{', '.join(name for name, _ in itertools.islice(model.named_modules(), 1, 6))}, * for any one part"
             )
@@ -104,7 +105,7 @@ def plan_regions(options: job.Compile, model: nn.Module, device: torch.device) -
         regions[FLEX] = {}
     for pattern, *settings in options.region_options:
         if pattern not in regions:
-            raise ValueError(
+            raise UserError(
                 f"compile.region_options = {pattern!r}: is not compiled; compiled are "
                 f"{', '.join(regions) or 'none, while compile.enable is false'}"
             )

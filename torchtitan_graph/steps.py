@@ -16,6 +16,7 @@ from torchtitan_graph import device as devices
 from torchtitan_graph.compiler import Inspection, passes, plan_regions, run_passes
 from torchtitan_graph.config import JobConfig
 from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.flops import Flops, count_flops
 from torchtitan_graph.graph.step import (
     bind_train_step,
@@ -61,7 +62,7 @@ class StepBuilder:
     """All that the configuration says of how a step is computed.
 
     Raises:
-        ValueError: the model can't be laid out, compiled or computed in this way.
+        UserError: the model can't be laid out, compiled or computed in this way.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class StepBuilder:
         heads = self.model.config.num_heads // self.dims.tp
         needed = flex_cpu_bytes(config.training.local_batch_size, heads, config.training.seq_len) / devices.GIB
         if needed > devices.memory_total_gib():
-            raise ValueError(
+            raise UserError(
                 f"model.attn = 'flex': on a CPU one layer's scores would take about {needed:.0f} GiB at "
                 f"training.local_batch_size {config.training.local_batch_size}, training.seq_len "
                 f"{config.training.seq_len} and {heads} heads, and this machine has "

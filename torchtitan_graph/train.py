@@ -21,6 +21,7 @@ from torchtitan_graph import device as devices
 from torchtitan_graph.checkpoint import SaveError
 from torchtitan_graph.compiler import check_disabled
 from torchtitan_graph.config import JobConfig, check, dump_toml, load
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.torch_private import init_fake_process_group
 from torchtitan_graph.log import init_logging, logger
 from torchtitan_graph.parallel.join import join
@@ -60,10 +61,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return 0
             run = RunFolder(config)
             trainer.setup()
-        except ValueError:
+        except UserError:
             dist.destroy_process_group()
             raise
-    except ValueError as error:
+    except UserError as error:
         _record(folder, run, error, CONFIGURATION)
         return _report(error, CONFIGURATION)
     except BaseException as error:

@@ -22,6 +22,7 @@ from torchtitan_graph.config import JobConfig, job, shard_degree
 from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
 from torchtitan_graph.data.loader import DataLoader, build_dataloader, merge_states
 from torchtitan_graph.data.tokenizer import Tokenizer, find_assets, load_tokenizer
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.torch_private import set_timeout
 from torchtitan_graph.log import logger
 from torchtitan_graph.metrics import (
@@ -80,7 +81,7 @@ class Trainer:
         for module in self.experts:
             module.router.forced_balance = config.debug.moe_force_load_balance
         if not self.experts and (config.moe.load_balance_loss or config.moe.router_z_loss):
-            raise ValueError(
+            raise UserError(
                 f"moe.load_balance_loss = {config.moe.load_balance_loss}, moe.router_z_loss = "
                 f"{config.moe.router_z_loss}: {config.model.name} {config.model.flavor} has no experts; leave them at 0"
             )
@@ -385,7 +386,7 @@ class Trainer:
                 loss_sum += float(self._sum_over_data_parallel(loss.double()))
                 num_targets += count
         if num_targets == 0:
-            raise ValueError(f"validation.dataset = {config.dataset!r}: its validation split holds no document")
+            raise UserError(f"validation.dataset = {config.dataset!r}: its validation split holds no document")
         return loss_sum / num_targets
 
     def _resume(self) -> None:
@@ -396,7 +397,7 @@ class Trainer:
             try:
                 self._load_train_state(state)
             except (AttributeError, IndexError, KeyError, TypeError, RuntimeError) as error:
-                raise ValueError(f"the checkpoint's train_state.json can't be used: {error!r}") from error
+                raise UserError(f"the checkpoint's train_state.json can't be used: {error!r}") from error
             logger.info(f"resuming after step {self.step}")
         elif self.config.checkpoint.enable and self.config.checkpoint.initial_load_in_hf:
             path = Path(self.config.checkpoint.initial_load_path or self.assets or "")
@@ -404,7 +405,7 @@ class Trainer:
             try:
                 load_weights(self.model, self.family, path, quantized=quantized)
             except ValueError as error:
-                raise ValueError(f"checkpoint.initial_load_in_hf = true: {error}") from error
+                raise UserError(f"checkpoint.initial_load_in_hf = true: {error}") from error
             logger.info(f"loaded the weights of {path}")
 
     def _load_train_state(self, state: dict[str, Any]) -> None:

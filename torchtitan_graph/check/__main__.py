@@ -66,7 +66,7 @@ def _result(check: Check, results: dict[str, str], with_traceback: bool) -> tupl
 def _gist(raised: str) -> str:
     """Give what a traceback ends with, the error itself; of an error that is not ours, also where it came from."""
     *_, error = re.split(r"^  File .*\n(?:    .*\n)*", raised, flags=re.MULTILINE)
-    message, ours = re.subn(r"^([a-z_]+\.)*(Failed|ValueError): ", "", error)
+    message, ours = re.subn(r"^([a-z_]+\.)*(Failed|UserError): ", "", error)
     frames = re.findall(r'^  File "(.*)", line (\d+), in (.*)$', raised, re.MULTILINE)
     outside_torch = [frame for frame in frames if "/torch/" not in frame[0]]
     if ours or not outside_torch:

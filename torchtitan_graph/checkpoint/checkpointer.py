@@ -16,6 +16,7 @@ from torchtitan_graph.checkpoint.folder import find_damage, find_problem, read_t
 from torchtitan_graph.checkpoint.save import SaveError, Saver
 from torchtitan_graph.checkpoint.tensors import load_tensors, read_metadata, saved_tensors
 from torchtitan_graph.config import job
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.agree import RanksFailed, files_group, on_all_ranks
 
@@ -128,13 +129,13 @@ class Checkpointer:
         the run is over with it: unless it is of step `num_steps`, the number of steps the run is to have, or later.
 
         Raises:
-            ValueError: there is no such checkpoint, none that can be resumed, it is damaged, or it is of another model;
+            UserError: there is no such checkpoint, none that can be resumed, it is damaged, or it is of another model;
                 or an address can't be read.
         """
         if not self.config.enable:
             return None
         if self.config.create_seed_checkpoint and (held := find_held(self.folder, self.config)):
-            raise ValueError(f"checkpoint.create_seed_checkpoint = true: {held}")
+            raise UserError(f"checkpoint.create_seed_checkpoint = true: {held}")
         path = choose_undamaged(self.folder, self.config, num_steps, self.group)
         if path is None:
             return None
@@ -143,7 +144,7 @@ class Checkpointer:
         try:
             saved, metadata = on_all_ranks(lambda: (read_train_state(path), read_metadata(path)), self.group)
         except RanksFailed as error:
-            raise ValueError(f"checkpoint {path} can't be read ({error})") from error
+            raise UserError(f"checkpoint {path} can't be read ({error})") from error
         excluded = self.config.exclude_from_loading if not resumed or self.config.load_step >= 0 else []
         model_only = saved["model_only"] or (not resumed and self.config.initial_load_model_only)
         self.loaded_optimizer = not model_only and "optimizer" not in excluded
@@ -152,7 +153,7 @@ class Checkpointer:
         try:
             load_tensors(path, metadata, tensors, self.group)
         except RanksFailed as error:
-            raise ValueError(f"checkpoint {path} can't be read ({error})") from error
+            raise UserError(f"checkpoint {path} can't be read ({error})") from error
         what = "the model of " if model_only else f"all but {', '.join(excluded)} of " if excluded else ""
         logger.info(f"loaded {what}checkpoint {path} in {time.perf_counter() - begin:.1f} s")
         if not resumed and model_only:
@@ -193,7 +194,7 @@ def save_model(folder: Path, model: nn.Module) -> Path:
     """Save a model as the checkpoint `folder/step-0`, for `checkpoint.initial_load_path`; return that path."""
     path = step_folder(folder, 0)
     if path.exists():
-        raise ValueError(f"{path} is there already: name a new folder")
+        raise UserError(f"{path} is there already: name a new folder")
     state = {"step": 0, "model_only": True, "train_state": {}, "lr_scheduler": {}, "torch": torch.__version__}
     Saver(job.Checkpoint(keep_latest_k=0), None).save(path, _model_tensors(model), state)
     return path
@@ -203,11 +204,11 @@ def load_model(path: Path, model: nn.Module) -> None:
     """Fill a model from a checkpoint, complete or of the model only, converting it to the model's dtypes.
 
     Raises:
-        ValueError: `path` is no whole checkpoint, or one of another model.
+        UserError: `path` is no whole checkpoint, or one of another model.
     """
     problem = "there is no such folder" if not path.is_dir() else find_problem(path) or find_damage(path)
     if problem:
-        raise ValueError(f"{path} is no checkpoint: {problem}")
+        raise UserError(f"{path} is no checkpoint: {problem}")
     metadata, tensors = read_metadata(path), _model_tensors(model)
     _check_same_model(path, metadata, tensors, convert=True)
     load_tensors(path, metadata, tensors)
@@ -220,7 +221,7 @@ def _model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _check_same_model(path: Path, metadata: Metadata, tensors: dict[str, torch.Tensor], convert: bool) -> None:
-    """Raise one ValueError with everything in which a checkpoint's tensors and the live ones differ.
+    """Raise one UserError with everything in which a checkpoint's tensors and the live ones differ.
 
     Only the kinds are compared that are to be loaded: "model", and perhaps "optim".
     """
@@ -236,4 +237,4 @@ def _check_same_model(path: Path, metadata: Metadata, tensors: dict[str, torch.T
             problems.append(f"{name}: {saved[name].properties.dtype}, but here {tensor.dtype}")
     if problems:
         more = f"\n  ... and {len(problems) - 20} more" if len(problems) > 20 else ""
-        raise ValueError(f"checkpoint {path} is of another model:\n  " + "\n  ".join(problems[:20]) + more)
+        raise UserError(f"checkpoint {path} is of another model:\n  " + "\n  ".join(problems[:20]) + more)

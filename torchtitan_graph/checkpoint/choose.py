@@ -19,6 +19,7 @@ from torchtitan_graph.checkpoint.folder import (
 )
 from torchtitan_graph.checkpoint.remote import Remote, fetch, using
 from torchtitan_graph.config import job
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.agree import on_rank_0
 
@@ -46,14 +47,14 @@ def choose_undamaged(
     Every byte of it has been read and found to be what was written. An older one is taken where that is not so.
 
     Raises:
-        ValueError: there is none that may be loaded; the message says why not.
+        UserError: there is none that may be loaded; the message says why not.
     """
     problems: dict[str, str] = {}
     while True:
         try:
             choice = on_rank_0(lambda: _choose(folder, config, num_steps, problems), group)
         except OSError as error:
-            raise ValueError(f"checkpoint.folder = {config.folder!r}: {error}") from error
+            raise UserError(f"checkpoint.folder = {config.folder!r}: {error}") from error
         if choice is None:
             return None
         if choice.address is None:
@@ -108,7 +109,7 @@ def _choose(folder: Path, config: job.Checkpoint, num_steps: int | None, problem
             where = f"{folder} and {config.remote_folder} hold"
             other += " and another checkpoint.remote_folder"
         listed = "\n  ".join(own)
-        raise ValueError(
+        raise UserError(
             f"checkpoint.folder = {config.folder!r}: {where} no checkpoint that is whole:\n  {listed}\n"
             f"to begin anew, name {other}"
         )
@@ -157,7 +158,7 @@ def _choose_newest(folder: Path, steps: dict[int, Candidate], num_steps: int | N
     if newest in full or (num_steps is not None and newest >= num_steps):
         return steps[newest]
     if not full:
-        raise ValueError(
+        raise UserError(
             f"checkpoint.folder = {str(folder)!r}: {steps[newest].path.name} holds only the model "
             "(checkpoint.last_save_model_only = true), so training can't go on from it exactly; to begin a new run "
             "with its parameters, set checkpoint.initial_load_path to it and use another job.dump_folder"
@@ -177,9 +178,9 @@ def _choose_load_step(
         there = ", ".join(map(str, steps)) or "none"
         bad = [problem for place, problem in problems.items() if place.endswith(f"/step-{step}")]
         why = f"that checkpoint is not whole: {bad[0]}" if bad else f"no such complete checkpoint in {folder}"
-        raise ValueError(f"{option}: {why}; there are: {there}")
+        raise UserError(f"{option}: {why}; there are: {there}")
     if steps[step].model_only and (num_steps is None or step < num_steps):
-        raise ValueError(f"{option}: that checkpoint holds only the model, so training can't go on from it exactly")
+        raise UserError(f"{option}: that checkpoint holds only the model, so training can't go on from it exactly")
     if newer := [other for other in steps if other > step]:
         logger.warning(
             f"{option}: checkpoints of later steps ({', '.join(map(str, newer))}) stay where they are; without "
@@ -213,9 +214,9 @@ def _choose_initial(folder: Path, config: job.Checkpoint, problems: dict[str, st
         inside = [str(found) for found in find_steps(path).values()] if problem else []
     if not isinstance(initial, Candidate):
         hint = f"; did you mean one of {', '.join(inside)}?" if inside else ""
-        raise ValueError(f"{option} is no checkpoint: {initial}{hint}")
+        raise UserError(f"{option} is no checkpoint: {initial}{hint}")
     if not config.initial_load_model_only and initial.model_only:
-        raise ValueError(f"{option} holds only the model: set checkpoint.initial_load_model_only = true")
+        raise UserError(f"{option} holds only the model: set checkpoint.initial_load_model_only = true")
     return initial
 
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from torchtitan_graph.checkpoint.tensors import METADATA, read_metadata
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.agree import RanksFailed, gather_from_ranks
 
@@ -112,15 +113,15 @@ def read_manifest(path: Path) -> dict[str, File]:
     """Return the files of a checkpoint by name.
 
     Raises:
-        ValueError: `path` has no manifest, or none that can be understood.
+        UserError: `path` has no manifest, or none that can be understood.
     """
     content = _read_json(path / MANIFEST)
     sizes, sums = content.get("files"), content.get("crc32", {})
     if not isinstance(sizes, dict) or not isinstance(sums, dict) or not {TRAIN_STATE, METADATA} <= sizes.keys():
-        raise ValueError(f"its {MANIFEST} does not list its files")
+        raise UserError(f"its {MANIFEST} does not list its files")
     for name, size in sizes.items():
         if type(size) is not int or Path(name).name != name or name in ("", ".."):
-            raise ValueError(f"its {MANIFEST} says {size!r} of {name!r}, which is no file of this folder")
+            raise UserError(f"its {MANIFEST} says {size!r} of {name!r}, which is no file of this folder")
     return {name: File(size, sums.get(name)) for name, size in sizes.items()}
 
 
@@ -128,13 +129,13 @@ def read_train_state(path: Path) -> dict[str, Any]:
     """Return everything of a checkpoint that is not a tensor.
 
     Raises:
-        ValueError: the file is missing or is not what `write_train_state` writes.
+        UserError: the file is missing or is not what `write_train_state` writes.
     """
     state = _read_json(path / TRAIN_STATE)
     kinds = {"step": int, "model_only": bool, "train_state": dict, "lr_scheduler": dict}
     for key, kind in kinds.items():
         if type(state.get(key)) is not kind:
-            raise ValueError(f"its {TRAIN_STATE} holds {key} = {state.get(key)!r:.40}, which is no {kind.__name__}")
+            raise UserError(f"its {TRAIN_STATE} holds {key} = {state.get(key)!r:.40}, which is no {kind.__name__}")
     return state
 
 
@@ -188,7 +189,7 @@ def write_manifest(tmp: Path, sums: dict[str, str]) -> None:
     metadata = read_metadata(tmp)
     for name in sorted({info.relative_path for info in metadata.storage_data.values()}):
         if not (tmp / name).is_file():
-            raise ValueError(
+            raise UserError(
                 f"{tmp / name} was written by another rank, and rank 0 can't see it: "
                 "checkpoint.folder must be on storage that all nodes share"
             )
@@ -234,11 +235,11 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ValueError(f"it has no {path.name}") from None
+        raise UserError(f"it has no {path.name}") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"its {path.name} can't be read ({error!r})") from error
+        raise UserError(f"its {path.name} can't be read ({error!r})") from error
     if not isinstance(content, dict):
-        raise ValueError(f"its {path.name} holds no JSON object")
+        raise UserError(f"its {path.name} holds no JSON object")
     return content
 
 

@@ -33,6 +33,7 @@ from torchtitan_graph.checkpoint.folder import (
     sync,
 )
 from torchtitan_graph.config import job
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.agree import describe, on_all_ranks, on_rank_0
 
@@ -121,7 +122,7 @@ def using(option: str, address: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise ValueError(
+        raise UserError(
             f"checkpoint.{option}: {address} can't be used ({describe(error)}); a run does not go on without it, from "
             "an older checkpoint or from none: check the address, the credentials and the connection"
         ) from error

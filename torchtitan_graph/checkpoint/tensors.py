@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.torch_private import METADATA_GLOBALS, StorageInfo
 from torchtitan_graph.parallel.agree import RanksFailed, describe, describe_ranks
 from torchtitan_graph.parallel.chunk import Chunk, chunk_of
@@ -63,7 +64,7 @@ def read_metadata(folder: Path) -> Metadata:
     """Read which tensors `folder` holds, and where.
 
     Raises:
-        ValueError: the file names anything but records of tensors; nothing of it has been run.
+        UserError: the file names anything but records of tensors; nothing of it has been run.
     """
     path = folder / METADATA
     try:
@@ -71,21 +72,21 @@ def read_metadata(folder: Path) -> Metadata:
             metadata = _MetadataUnpickler(file).load()
         _check_metadata(metadata)
     except Exception as error:  # garbage makes an unpickler raise nearly anything
-        raise ValueError(f"{path} can't be read: {error}") from error
+        raise UserError(f"{path} can't be read: {error}") from error
     return metadata
 
 
 def _check_metadata(metadata: Any) -> None:
     if not isinstance(metadata, Metadata):
-        raise ValueError("it holds no index of tensors")
+        raise UserError("it holds no index of tensors")
     for name, saved in metadata.state_dict_metadata.items():
         if not isinstance(saved, TensorStorageMetadata):
-            raise ValueError(f"{name} is not a tensor; pickled objects are not loaded")
+            raise UserError(f"{name} is not a tensor; pickled objects are not loaded")
         if not isinstance(saved.size, torch.Size) or not isinstance(saved.properties.dtype, torch.dtype):
-            raise ValueError(f"{name} has no shape and dtype")
+            raise UserError(f"{name} has no shape and dtype")
     for info in metadata.storage_data.values():
         if not isinstance(info, StorageInfo) or Path(info.relative_path).name != info.relative_path:
-            raise ValueError(f"a tensor's file {info!r} is not in the checkpoint's folder")
+            raise UserError(f"a tensor's file {info!r} is not in the checkpoint's folder")
 
 
 def saved_tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
@@ -184,7 +185,7 @@ def _read_items(name: str, chunk: Chunk, saved: TensorStorageMetadata) -> list[d
     # DCP leaves what no saved box covers as it was, without a word.
     num_read = sum(math.prod(item.lengths) for item in items)
     if num_read != chunk.local.numel():
-        raise ValueError(f"{name}: the checkpoint holds {num_read} of this rank's {chunk.local.numel()} numbers")
+        raise UserError(f"{name}: the checkpoint holds {num_read} of this rank's {chunk.local.numel()} numbers")
     return items
 
 

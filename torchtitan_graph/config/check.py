@@ -7,6 +7,7 @@ from fsspec import available_protocols, get_filesystem_class
 
 from torchtitan_graph.config.job import OPTIONS, JobConfig, get, source_name
 from torchtitan_graph.config.resolve import problem_list
+from torchtitan_graph.errors import UserError
 
 SMALLEST_WEIGHT = 10000  # parts of the sum: a mixture rounds weights to parts of somewhat more rows
 COMPONENTS = ("model", "loss", "flex")
@@ -30,12 +31,12 @@ def check(config: JobConfig, world_size: int) -> list[str]:
     """Return what the user should be told about a configuration on `world_size` processes, a line each.
 
     Raises:
-        ValueError: options contradict each other or the number of processes; the message lists all of it.
+        UserError: options contradict each other or the number of processes; the message lists all of it.
     """
     problems = [*_check_degrees(config, world_size), *_check_tables(config), *_check_compile(config)]
     problems += _check_checkpoint(config, world_size)
     if problems:
-        raise ValueError(problem_list(problems))
+        raise UserError(problem_list(problems))
     return [*config.notices, *_notices(config)]
 
 

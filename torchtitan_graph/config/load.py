@@ -10,6 +10,7 @@ from torchtitan_graph.config.manual import option_help
 from torchtitan_graph.config.option import nearest, tomllib
 from torchtitan_graph.config.resolve import COMMAND_LINE, NAMES, Resolution, Setting, problem_list, resolve
 from torchtitan_graph.config.support import REFUSED, RENAMED
+from torchtitan_graph.errors import UserError
 
 
 def load(argv: Sequence[str]) -> JobConfig:
@@ -18,7 +19,7 @@ def load(argv: Sequence[str]) -> JobConfig:
     `argv` holds the arguments after the program's name. `--help`, also `--help TABLE`, prints the options and exits.
 
     Raises:
-        ValueError: anything is wrong; the message lists all of it, a line each: where, which option, what is legal.
+        UserError: anything is wrong; the message lists all of it, a line each: where, which option, what is legal.
     """
     for index, word in enumerate(argv):
         if word in ("--help", "-h"):
@@ -32,7 +33,7 @@ def load(argv: Sequence[str]) -> JobConfig:
     resolve(settings, result)
     refused = [str(finding) for finding in result.findings if finding.verdict == REFUSED]
     if refused:
-        raise ValueError(problem_list(refused))
+        raise UserError(problem_list(refused))
     result.config.notices = [str(finding) for finding in result.findings]
     return result.config
 

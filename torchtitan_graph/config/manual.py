@@ -9,6 +9,7 @@ from typing import Any, get_type_hints
 from torchtitan_graph.config.job import OPTIONS, JobConfig
 from torchtitan_graph.config.option import Option, nearest, options, show
 from torchtitan_graph.config.support import FLAVOR_SUFFIXES, GONE, RENAMED, SUPPORT
+from torchtitan_graph.errors import UserError
 
 SYNTAX = """\
 Options are set in a TOML file and on the command line, which wins over the file; the file wins over the defaults.
@@ -58,13 +59,13 @@ def option_help(table: str | None) -> str:
     """Return the text of --help: all options, or those of one table and the tables in it.
 
     Raises:
-        ValueError: there is no such table.
+        UserError: there is no such table.
     """
     every = tables()
     chosen = [name for name in every if table is None or name == table or name.startswith(f"{table}.")]
     if not chosen:
         near = nearest(table or "", every)
-        raise ValueError(f"--help {table}: there is no such table" + (f"; did you mean {near}?" if near else ""))
+        raise UserError(f"--help {table}: there is no such table" + (f"; did you mean {near}?" if near else ""))
     blocks = [SYNTAX] if table is None else []
     for name in chosen:
         blocks.append(_help_block(f"[{name}]  {describe_table(name)}", every[name], "--" + name))

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import PurePath
 from typing import Any, Union
 
+from torchtitan_graph.errors import UserError
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -108,7 +110,7 @@ class Option:
         """Check a value that has a type, as TOML gives it, and return it as the dataclass holds it.
 
         Raises:
-            ValueError: the value is not legal; the message says what is.
+            UserError: the value is not legal; the message says what is.
         """
         if self.optional and value in (None, ""):
             return None
@@ -120,10 +122,10 @@ class Option:
             hint = ""
             if self.kind is str and not isinstance(value, (list, dict)):
                 hint = ", in UTF-8 and without NUL" if isinstance(value, str) else " in quotes"
-            raise ValueError(f"must be {self.legal()}{hint}")
+            raise UserError(f"must be {self.legal()}{hint}")
         if not self._is_legal(value):
             near = nearest(value, self.choices) if self.choices else None
-            raise ValueError(f"must be {self.legal()}" + (f"; did you mean {near}?" if near else ""))
+            raise UserError(f"must be {self.legal()}" + (f"; did you mean {near}?" if near else ""))
         return value
 
     def parse(self, text: str) -> Any:
@@ -132,7 +134,7 @@ class Option:
         Lists are separated by commas, inner lists by semicolons; tables, and arrays of tables, are written as in TOML.
 
         Raises:
-            ValueError: the text is not a legal value; the message says what is.
+            UserError: the text is not a legal value; the message says what is.
         """
         if self.optional and text == "":
             return None
@@ -143,7 +145,7 @@ class Option:
             try:
                 value = self.kind(text)
             except ValueError:
-                raise ValueError(f"must be {self.legal()}") from None
+                raise UserError(f"must be {self.legal()}") from None
         elif self.kind == list[str]:
             value = _split(text, ",")
         elif self.kind == list[list[str]]:
@@ -153,12 +155,12 @@ class Option:
                 value = tomllib.loads(f"value = {text}")["value"] if text else type(self.default)()
             except (ValueError, RecursionError):
                 example = "[{key = value, ...}, ...]" if self.row is not None else "{key = value, ...}"
-                raise ValueError(f"must be {self.legal()}; on the command line '{example}'") from None
+                raise UserError(f"must be {self.legal()}; on the command line '{example}'") from None
         return self.accept(value)
 
     def _accept_rows(self, row: type, value: Any) -> list[Any]:
         if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
-            raise ValueError(f"must be {self.legal()}")
+            raise UserError(f"must be {self.legal()}")
         keys = options(row)
         accepted = []
         for number, entry in enumerate(value, 1):
@@ -166,14 +168,14 @@ class Option:
             if unknown := next((name for name in entry if name not in keys), None):
                 near = nearest(unknown, keys)
                 hint = f"did you mean {near}?" if near else f"its keys are {', '.join(keys)}"
-                raise ValueError(f"{where}: {unknown} is not a key; {hint}")
+                raise UserError(f"{where}: {unknown} is not a key; {hint}")
             settings = {}
             for name, option in keys.items():
                 try:
                     settings[name] = option.accept(entry.get(name, option.default))
                 except ValueError as error:
                     said = f"{name} = {entry[name]!r}" if name in entry else f"{name} is missing; it"
-                    raise ValueError(f"{where}: {said} {error}") from None
+                    raise UserError(f"{where}: {said} {error}") from None
             accepted.append(row(**settings))
         return accepted
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from torchtitan_graph.data.sources import Document, Source
+from torchtitan_graph.errors import UserError
 
 # Note [Lanes]
 # Which document a row of the global sequence begins with depends on how many tokens every document before it has.
@@ -36,18 +37,16 @@ class ShuffledCorpus:
     """A split of a source that is read in any order: every epoch shuffles all documents anew and deals them out.
 
     split: "train", "validation" (5 % of the documents, by hash of their identity), or "all".
-    Raises ValueError if the split has no documents.
+    Raises UserError if the split has no documents.
     """
 
     def __init__(self, source: Source, split: str, seed: int) -> None:
         self.source, self.split, self._seed = source, split, seed
         if not len(source):
-            raise ValueError(
-                f"{'training' if split == 'train' else 'validation'}.dataset: the corpus has no documents."
-            )
+            raise UserError(f"{'training' if split == 'train' else 'validation'}.dataset: the corpus has no documents.")
         self._threshold = _validation_threshold(source)
         if split == "validation" and self._threshold == 0:
-            raise ValueError(
+            raise UserError(
                 "validation.dataset: one document can't be split into training and validation. Add documents, or name"
                 " another corpus for validation."
             )

@@ -7,6 +7,7 @@ from typing import Any
 
 from torchtitan_graph.data.corpus import Corpus, ShuffledCorpus, in_split, num_lanes, shuffled
 from torchtitan_graph.data.sources import Chain, Source, digest_files
+from torchtitan_graph.errors import UserError
 
 _SHUFFLED_TOGETHER = 256  # documents of a stream; every lane that a process reads holds so many
 
@@ -16,7 +17,7 @@ class Rows:
 
     def __init__(self, rows: Any, column: str, name: str, digest: str) -> None:
         if column not in rows.column_names:
-            raise ValueError(f"{name}: no column {column!r}; there is {sorted(rows.column_names)}.")
+            raise UserError(f"{name}: no column {column!r}; there is {sorted(rows.column_names)}.")
         self._rows, self._column, self._name = rows.select_columns([column]), column, name
         self.digest = digest + column
 
@@ -26,7 +27,7 @@ class Rows:
     def __getitem__(self, index: int) -> str:
         text = self._rows[index][self._column]
         if not isinstance(text, str):
-            raise ValueError(f"{self._name}, row {index + 1}: no text in the column {self._column!r}, but {text!r}.")
+            raise UserError(f"{self._name}, row {index + 1}: no text in the column {self._column!r}, but {text!r}.")
         return text
 
     def identity(self, index: int) -> str:
@@ -51,7 +52,7 @@ class StreamedCorpus:
         # Not `for row in stream`: in a worker process that would give each worker other shards.
         for block in stream.iter(batch_size=_SHUFFLED_TOGETHER):
             if self._column not in block:
-                raise ValueError(f"{self._name}: no column {self._column!r}; there is {sorted(block)}.")
+                raise UserError(f"{self._name}: no column {self._column!r}; there is {sorted(block)}.")
             texts = block[self._column]
             for place in range(max(0, start - first), len(texts)):
                 text = texts[shuffled(place, len(texts), (self._seed, epoch))]
@@ -67,7 +68,7 @@ def open_parquet(file: Path, column: str) -> Source:
     try:
         rows = datasets.load_dataset("parquet", data_files=str(file), split="train")
     except (datasets.exceptions.DatasetGenerationError, ValueError) as error:  # pyarrow's are ValueErrors
-        raise ValueError(f"{file}: not a Parquet file that can be read: {error.__cause__ or error}") from error
+        raise UserError(f"{file}: not a Parquet file that can be read: {error.__cause__ or error}") from error
     return Rows(rows, column, str(file), digest_files(file.parent, [file]))
 
 
@@ -90,7 +91,7 @@ def open_saved(path: Path, column: str, split: str, seed: int) -> Corpus:
     if split == "all":
         return ShuffledCorpus(Chain([rows(part) for part in parts]), "all", seed)
     if "train" not in parts:
-        raise ValueError(f"{path}: no split 'train' to train on, or to hold documents out of; there is {list(parts)}.")
+        raise UserError(f"{path}: no split 'train' to train on, or to hold documents out of; there is {list(parts)}.")
     if held_out is None:
         return ShuffledCorpus(rows("train"), split, seed)
     return ShuffledCorpus(rows("train" if split == "train" else held_out), "all", seed)
@@ -106,7 +107,7 @@ def open_hub(name: str, column: str, split: str, seed: int) -> Corpus:
         part = "validation" if own and split == "validation" else "train"
         stream = datasets.load_dataset(repository, config or None, split=part, streaming=True)
     except Exception as error:  # of many kinds: offline, no such name, no such config, access not granted
-        raise ValueError(
+        raise UserError(
             f"{_option(split)} = {name!r}: can't be streamed from the Hugging Face hub: {error}\n"
             f"Without a network, set {_option(split)}_path to a local copy, or use the embedded corpus `stdlib`."
         ) from error
@@ -121,6 +122,6 @@ def _import_datasets(wanted_for: str) -> Any:
     try:
         return importlib.import_module("datasets")
     except ImportError as error:
-        raise ValueError(
+        raise UserError(
             f"{wanted_for} is read by the package `datasets`, which is missing: pip install 'torchtitan_graph[hf]'"
         ) from error

@@ -15,6 +15,7 @@ from torchtitan_graph.data.mixture import Mixture, Origin
 from torchtitan_graph.data.open_corpus import open_corpus, open_mixture
 from torchtitan_graph.data.packing import Cursor, Lane
 from torchtitan_graph.data.tokenizer import Tokenizer
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 
 # Note [Position]
@@ -111,11 +112,11 @@ class DataLoader:
         """Go to a merged position, of any number of ranks and workers; the next batch is the first behind it.
 
         Weights of a mixture that are not those of the saved run hold from there on.
-        Raises ValueError if it was saved with another corpus, tokenizer, seed or row length.
+        Raises UserError if it was saved with another corpus, tokenizer, seed or row length.
         """
         for key, here in self._identity.items():
             if state.get(key) != here:
-                raise ValueError(
+                raise UserError(
                     f"checkpoint: its data position was saved with {key} = {state.get(key)!r}, this run has {here!r}."
                     " Rows can't be continued from there: use what the saved run used, or begin a new run."
                 )
@@ -155,7 +156,7 @@ def build_dataloader(
 
     split: "train", "validation", or "all", of a corpus that is for validation as a whole.
     sources: the parts of a mixture; where there are any, they take the place of `dataset` and `dataset_path`.
-    Raises ValueError where the corpus can't be found or read.
+    Raises UserError where the corpus can't be found or read.
     """
     if sources:
         corpus: Corpus = open_mixture(sources, split, seed, tokenizer)

@@ -14,6 +14,7 @@ from torchtitan_graph.data.mixture import Mixture
 from torchtitan_graph.data.shards import Shards, is_shards
 from torchtitan_graph.data.sources import Chain, JsonLines, Source, TextFiles, TextPieces
 from torchtitan_graph.data.tokenizer import Tokenizer
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 
 _NAMES = ("stdlib", "c4", "c4_validation", "c4_test")
@@ -30,14 +31,14 @@ JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".json.gz")
 def open_mixture(sources: Sequence[job.DataSource], split: str, seed: int, tokenizer: Tokenizer | None) -> Mixture:
     """Open a split of every entry of `training.sources`.
 
-    Raises ValueError, naming the entry, where `open_corpus` would.
+    Raises UserError, naming the entry, where `open_corpus` would.
     """
     corpora: dict[str, Corpus] = {}
     for number, source in enumerate(sources, 1):
         try:
             corpus = open_corpus(source.dataset or "", source.dataset_path, split, seed, tokenizer=tokenizer)
         except ValueError as error:
-            raise ValueError(f"training.sources, entry {number}: {error}") from error
+            raise UserError(f"training.sources, entry {number}: {error}") from error
         corpora[source_name(source)] = corpus
     mixture = Mixture(corpora, [source.weight for source in sources])
     for name, weight, corpus in zip(mixture.names, mixture.weights, corpora.values(), strict=True):
@@ -57,14 +58,14 @@ def open_corpus(
 
     split: "train" and "validation" have no document in common; "all" is the whole corpus.
     tokenizer: what the documents will be read with; shards of token ids are refused if they are of another, or none.
-    Raises ValueError if there is no such corpus, it can't be read, or the split has no documents.
+    Raises UserError if there is no such corpus, it can't be read, or the split has no documents.
     """
     assert split in ("train", "validation", "all"), split
     option = "training.dataset" if split == "train" else "validation.dataset"
     if dataset_path:
         path = Path(dataset_path).expanduser()
         if not path.exists():
-            raise ValueError(f"{option}_path = {dataset_path!r}: there is no such file or folder.")
+            raise UserError(f"{option}_path = {dataset_path!r}: there is no such file or folder.")
         if is_saved_dataset(path):
             return open_saved(path, text_column, split, seed)
         if is_shards(path):
@@ -75,13 +76,13 @@ def open_corpus(
             logger.info("%s = 'c4_test': the embedded corpus `stdlib` takes its place", option)
         return ShuffledCorpus(_open_stdlib(), split, seed)
     if dataset == "c4_validation" and split == "train":
-        raise ValueError(f"{option} = 'c4_validation': these documents are for validation. Train on 'c4'.")
+        raise UserError(f"{option} = 'c4_validation': these documents are for validation. Train on 'c4'.")
     if dataset in ("c4", "c4_validation"):
         return open_hub("allenai/c4:en", text_column, split, seed)
     if "/" in dataset:
         return open_hub(dataset, text_column, split, seed)
     nearest = difflib.get_close_matches(dataset, _NAMES, n=1)
-    raise ValueError(
+    raise UserError(
         f"{option} = {dataset!r} is no corpus{f'; did you mean {nearest[0]!r}?' if nearest else '.'} Legal are"
         f" {', '.join(_NAMES)}, a dataset of the Hugging Face hub as 'owner/name' or 'owner/name:config', and any name"
         f" together with {option}_path."
@@ -92,7 +93,7 @@ def _open_shards(path: Path, split: str, seed: int, tokenizer: Tokenizer | None)
     shards = Shards(path, tokenizer)
     if split == "all" or split in shards.splits:
         return ShuffledCorpus(shards, split if len(shards.splits) > 1 else "all", seed)
-    raise ValueError(
+    raise UserError(
         f"{path}: holds only documents for {shards.splits[0]}, as they have splits of their own. Run"
         f" scripts/pretokenize.py --split {split} as well, and name that folder for {split}"
     )
@@ -109,7 +110,7 @@ def _open_stdlib() -> Source:
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     readable = [file for file in sorted(files) if _is_text(file)]
     if not readable:
-        raise ValueError(
+        raise UserError(
             f"training.dataset = 'stdlib': this Python has no sources in {root}. Set training.dataset_path to text."
         )
     return TextFiles(root, readable)
@@ -137,7 +138,7 @@ def _open_folder(root: Path, column: str) -> Source:
     sources: list[Source] = [TextFiles(root, texts)] if texts else []
     sources += [_open_path(file, column) for file in tables]
     if not sources:
-        raise ValueError(
+        raise UserError(
             f"{root}: none of the {len(files)} files in this folder can be read as documents. Known are"
             f" {', '.join((*JSON_SUFFIXES, '.parquet'))}, and as text {' '.join(sorted(TEXT_SUFFIXES))}."
         )

@@ -9,6 +9,7 @@ from torchtitan_graph.data.batch import IGNORE_INDEX
 from torchtitan_graph.data.corpus import Corpus
 from torchtitan_graph.data.sources import Document
 from torchtitan_graph.data.tokenizer import Tokenizer
+from torchtitan_graph.errors import UserError
 
 # By chance a lane of a small split may get nothing in an epoch; not so often in a row.
 _EMPTY_EPOCHS = 16
@@ -99,7 +100,7 @@ class Lane:
                 break
         if item is None:
             if self._repeat:
-                raise ValueError(
+                raise UserError(
                     f"training.dataset: lane {self._number} of {self._corpus.num_lanes} got no document in"
                     f" {_EMPTY_EPOCHS} epochs. The corpus has too few documents to repeat it."
                 )

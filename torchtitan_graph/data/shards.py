@@ -23,6 +23,7 @@ import numpy as np
 
 from torchtitan_graph.data.sources import digest_files
 from torchtitan_graph.data.tokenizer import Tokenizer
+from torchtitan_graph.errors import UserError
 
 INDEX = "shards.json"
 FORMAT = "token shards 1"
@@ -37,7 +38,7 @@ def is_shards(path: Path) -> bool:
 class Shards:
     """Documents as token ids, by number; a `Source`.
 
-    Raises ValueError if the folder is not whole, or its ids are of another tokenizer.
+    Raises UserError if the folder is not whole, or its ids are of another tokenizer.
     """
 
     def __init__(self, folder: Path, tokenizer: Tokenizer | None) -> None:
@@ -48,24 +49,24 @@ class Shards:
             self.digest, self.splits, num_shards = str(index["source"]), list(index["splits"]), int(index["shards"])
             tokenizer_digest, files_digest = index["tokenizer"], index["files"]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{folder / INDEX} can't be read: {error!r}") from error
+            raise UserError(f"{folder / INDEX} can't be read: {error!r}") from error
         if not known:
-            raise ValueError(f"{folder / INDEX}: is not of the format {FORMAT!r}; run scripts/pretokenize.py again")
+            raise UserError(f"{folder / INDEX}: is not of the format {FORMAT!r}; run scripts/pretokenize.py again")
         if tokenizer is None:
-            raise ValueError(f"{folder}: holds token ids, and no text; name what it was made from")
+            raise UserError(f"{folder}: holds token ids, and no text; name what it was made from")
         if tokenizer_digest != tokenizer.digest:
-            raise ValueError(
+            raise UserError(
                 f"{folder}: its token ids are of another tokenizer than model.hf_assets_path names (theirs"
                 f" {tokenizer_digest!r}, here {tokenizer.digest!r}). Name theirs, or run scripts/pretokenize.py again"
             )
         if _files_digest(folder, num_shards) != files_digest:
-            raise ValueError(f"{folder}: its files are not those that {INDEX} was written for; make it again")
+            raise UserError(f"{folder}: its files are not those that {INDEX} was written for; make it again")
         self._vocab_size = tokenizer.vocab_size
         self._open(num_shards)
         for number, (tokens, ends, keys) in enumerate(self._arrays):
             whole = [(array.ndim, array.dtype.kind) for array in (tokens, ends, keys)] == [(1, "u"), (1, "i"), (1, "u")]
             if not whole or len(ends) != len(keys) or np.any(np.diff(ends, prepend=0) < 0) or ends[-1] != len(tokens):
-                raise ValueError(f"{_path(folder, 'ends', number)}: does not say where the documents of its shard end")
+                raise UserError(f"{_path(folder, 'ends', number)}: does not say where the documents of its shard end")
 
     def _open(self, num_shards: int) -> None:
         self._num_shards = num_shards
@@ -87,7 +88,7 @@ class Shards:
         tokens, ends, _ = self._arrays[shard]
         ids = tokens[ends[number - 1] if number else 0 : ends[number]]
         if len(ids) and ids.max() >= self._vocab_size:
-            raise ValueError(f"{self._folder}, document {index + 1}: its token ids are not of this tokenizer")
+            raise UserError(f"{self._folder}, document {index + 1}: its token ids are not of this tokenizer")
         return ids
 
     def identity(self, index: int) -> int:
@@ -114,10 +115,10 @@ def write_shards(
     killed writer left shards of the same source: see Note [Shards in the making].
     `splits` are those that the documents are for: "train" and "validation" if each document is for one of them by
     its key, else the one that all are for.
-    Raises ValueError if the folder is there, or what was left behind is of another source or tokenizer.
+    Raises UserError if the folder is there, or what was left behind is of another source or tokenizer.
     """
     if folder.exists():
-        raise ValueError(f"{folder} is there already; name another folder, or delete it")
+        raise UserError(f"{folder} is there already; name another folder, or delete it")
     part = folder.with_name(folder.name + ".part")
     job = {"source": source_digest, "tokenizer": tokenizer.digest, "splits": splits, "format": FORMAT}
     _begin(part, job)
@@ -140,7 +141,7 @@ def write_shards(
         _write_shard(part, shard, ids_of, keys, dtype)
         shard += 1
     if not num_documents:
-        raise ValueError("the corpus has no documents")
+        raise UserError("the corpus has no documents")
     index = {**job, "shards": shard, "documents": num_documents, "tokens": num_tokens, "dtype": dtype.str}
     _write(part / INDEX, json.dumps({**index, "files": _files_digest(part, shard)}, indent=1).encode())
     os.rename(part, folder)
@@ -149,7 +150,7 @@ def write_shards(
 def _begin(part: Path, job: dict[str, Any]) -> None:
     file = part / "job.json"
     if file.is_file() and json.loads(file.read_bytes()) != job:
-        raise ValueError(f"{part} was begun with another corpus or tokenizer: delete it, or name another folder")
+        raise UserError(f"{part} was begun with another corpus or tokenizer: delete it, or name another folder")
     if not file.is_file():
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
@@ -192,7 +193,7 @@ def _map(folder: Path, name: str, number: int) -> np.ndarray:
         # An empty array can't be mapped.
         array = np.load(path, mmap_mode="r" if path.stat().st_size > 4096 else None, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        raise ValueError(f"{path} can't be read: {error}") from error
+        raise UserError(f"{path} can't be read: {error}") from error
     return array
 
 
@@ -203,5 +204,5 @@ def _path(folder: Path, name: str, number: int) -> Path:
 def _files_digest(folder: Path, num_shards: int) -> str:
     files = [_path(folder, name, number) for number in range(num_shards) for name in _ARRAYS]
     if missing := next((file for file in files if not file.is_file()), None):
-        raise ValueError(f"{missing} is missing")
+        raise UserError(f"{missing} is missing")
     return digest_files(folder, files)

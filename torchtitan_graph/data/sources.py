@@ -15,6 +15,8 @@ from typing import BinaryIO, Protocol
 
 import numpy as np
 
+from torchtitan_graph.errors import UserError
+
 # Corpora up to this size are read once when they are opened: their digest covers every byte, and corrupt input is
 # found before training. Of larger ones the digest covers names, sizes and both ends of each file, and a corrupt
 # document is found when its turn comes.
@@ -132,11 +134,11 @@ class JsonLines:
         try:
             row = json.loads(_decode(content, where))
         except json.JSONDecodeError as error:
-            raise ValueError(f"{where}: not JSON: {error}") from error
+            raise UserError(f"{where}: not JSON: {error}") from error
         if not isinstance(row, dict):
-            raise ValueError(f"{where}: not a JSON object with the key {self._column!r}.")
+            raise UserError(f"{where}: not a JSON object with the key {self._column!r}.")
         if not isinstance(row.get(self._column), str):
-            raise ValueError(f"{where}: no text under the key {self._column!r}; there is {sorted(row)}.")
+            raise UserError(f"{where}: no text under the key {self._column!r}; there is {sorted(row)}.")
         # JSON can spell half a surrogate pair, which no encoding of text can.
         return row[self._column].encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
@@ -189,7 +191,7 @@ def _unpack(file: Path) -> Path:
             shutil.copyfileobj(packed, unpacked, 2**20)
     except (OSError, EOFError) as error:  # a file cut short is an EOFError, a full disk an OSError
         os.unlink(name)
-        raise ValueError(f"{file}: could not be unpacked into {tempfile.gettempdir()}: {error}") from error
+        raise UserError(f"{file}: could not be unpacked into {tempfile.gettempdir()}: {error}") from error
     return Path(name)
 
 
@@ -203,7 +205,7 @@ def _decode(content: bytes, where: str) -> str:
         return content.decode()
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"{where}: not UTF-8 at byte {error.start}, in line {line}: {error.reason}.") from error
+        raise UserError(f"{where}: not UTF-8 at byte {error.start}, in line {line}: {error.reason}.") from error
 
 
 def digest_files(root: Path, files: list[Path]) -> str:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import tokenizers
 
 import torchtitan_graph
+from torchtitan_graph.errors import UserError
 
 
 class Tokenizer(Protocol):
@@ -30,7 +31,7 @@ class Tokenizer(Protocol):
 def load_tokenizer(path: str | None) -> Tokenizer:
     """Load the tokenizer of a folder with a tokenizer.json, or of that file; without a path, bytes are the tokens.
 
-    Raises ValueError if there is no readable tokenizer, or none of its special tokens ends a document.
+    Raises UserError if there is no readable tokenizer, or none of its special tokens ends a document.
     """
     if not path:
         return ByteTokenizer()
@@ -38,7 +39,7 @@ def load_tokenizer(path: str | None) -> Tokenizer:
     if file.is_dir():
         file = file / "tokenizer.json"
     if not file.is_file():
-        raise ValueError(
+        raise UserError(
             f"model.hf_assets_path = {path!r}: there is no tokenizer.json. Name a folder that holds one, or the file"
             " itself; leave the option out to train on bytes."
         )
@@ -79,7 +80,7 @@ class FileTokenizer:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
         except Exception as error:  # the library raises bare Exception
-            raise ValueError(f"{file}: not a tokenizer.json that `tokenizers` can read: {error}") from error
+            raise UserError(f"{file}: not a tokenizer.json that `tokenizers` can read: {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         # A corpus may contain the text of a special token; there it is text.
@@ -87,7 +88,7 @@ class FileTokenizer:
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.bos_id, eos_id = _special_ids(self._tokenizer, file)
         if eos_id is None:
-            raise ValueError(
+            raise UserError(
                 f"{file}: no token ends a document. Name it in {file.parent / 'tokenizer_config.json'}:"
                 ' {"eos_token": "..."}, one of the special tokens of tokenizer.json.'
             )
@@ -117,14 +118,14 @@ def _special_ids(tokenizer: tokenizers.Tokenizer, file: Path) -> tuple[int | Non
         try:
             config = json.loads(config_file.read_bytes())
         except ValueError as error:
-            raise ValueError(f"{config_file}: not JSON: {error}") from error
+            raise UserError(f"{config_file}: not JSON: {error}") from error
     ids = []
     for key, usual_names in (("bos_token", _BOS), ("eos_token", _EOS)):
         token = config.get(key)
         if isinstance(token, dict):  # older files spell out how the token is matched
             token = token["content"]
         if token is not None and tokenizer.token_to_id(token) is None:
-            raise ValueError(f"{config_file}: {key} is {token!r}, which is no token of {file}.")
+            raise UserError(f"{config_file}: {key} is {token!r}, which is no token of {file}.")
         # A key that is there and null says that there is no such token.
         names = usual_names if key not in config else (token,) if token is not None else ()
         known = (tokenizer.token_to_id(name) for name in names)

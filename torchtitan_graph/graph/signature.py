@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.torch_private import is_traceable_wrapper_subclass
 
 
@@ -18,7 +19,7 @@ class Layout(Protocol):
     def num_tensors(self) -> int: ...
 
     def flatten(self, value: Any) -> list[torch.Tensor]:
-        """Give the plain tensors of `value`; raise ValueError if it has another layout."""
+        """Give the plain tensors of `value`; raise UserError if it has another layout."""
         ...
 
     def unflatten(self, tensors: list[torch.Tensor]) -> Any:
@@ -36,11 +37,11 @@ class Plain:
 
     def flatten(self, value: Any) -> list[torch.Tensor]:
         if is_traceable_wrapper_subclass(value):
-            raise ValueError(f"is a {type(value).__name__}, traced as a plain tensor")
+            raise UserError(f"is a {type(value).__name__}, traced as a plain tensor")
         found = (tuple(value.shape), value.dtype)
         if found != (self.shape, self.dtype):
             shapes = f"{list(found[0])} and {found[1]}, traced with {list(self.shape)} and {self.dtype}"
-            raise ValueError(f"has shape {shapes}")
+            raise UserError(f"has shape {shapes}")
         return [value]
 
     def unflatten(self, tensors: list[torch.Tensor]) -> Any:
@@ -65,7 +66,7 @@ class Wrapped:
     def flatten(self, value: Any) -> list[torch.Tensor]:
         found = layout_of(value)
         if found != self:
-            raise ValueError(f"is laid out as {found}, traced as {self}")
+            raise UserError(f"is laid out as {found}, traced as {self}")
         return [t for attr, layout in self.inner for t in layout.flatten(getattr(value, attr))]
 
     def unflatten(self, tensors: list[torch.Tensor]) -> Any:

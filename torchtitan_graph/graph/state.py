@@ -12,6 +12,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch.distributed.tensor import DTensor
 
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.signature import Slot, layout_of
 from torchtitan_graph.graph.torch_private import FakeTensor, reparametrize
 
@@ -34,7 +35,7 @@ def live_state(
                 if isinstance(x, torch.Tensor):
                     state["optim", f"{names[p]}.{key}"] = x
                 elif x is not None:
-                    raise ValueError(f"the optimizer's {names[p]}.{key} = {x!r} is no tensor: a graph can't update it")
+                    raise UserError(f"the optimizer's {names[p]}.{key} = {x!r} is no tensor: a graph can't update it")
     return state
 
 
@@ -42,7 +43,7 @@ def _parameter_names(module: torch.nn.Module | None, optimizer: torch.optim.Opti
     names: dict[torch.Tensor, str] = {p: name for name, p in module.named_parameters()} if module is not None else {}
     for p in (p for group in optimizer.param_groups for p in group["params"]):
         if p not in names:
-            raise ValueError(f"the optimizer holds a parameter of shape {list(p.shape)} that its module does not")
+            raise UserError(f"the optimizer holds a parameter of shape {list(p.shape)} that its module does not")
     return names
 
 
@@ -86,7 +87,7 @@ def swapped_state(
         held = dict(module.named_parameters()) | dict(module.named_buffers())
         rebound = sorted(name for name, t in by_name.items() if held.get(name) is not t)
         if rebound:
-            raise ValueError(
+            raise UserError(
                 f"the traced function assigns new tensors to {', '.join(rebound)}: a graph would lose the update "
                 "silently; return the new value from the function and write it back outside"
             )
@@ -120,7 +121,7 @@ def _swapped_optimizer(
         for p, values in new_state.items():
             new = [key for key, x in values.items() if x is not before.get(p, {}).get(key)]
             if new:
-                raise ValueError(
+                raise UserError(
                     f"the traced function makes the optimizer's state ({', '.join(new)}): a graph can't keep it; take "
                     "one step before tracing, so that it exists, and let the optimizer update it in place"
                 )
@@ -151,7 +152,7 @@ def unchanged_attributes(module: torch.nn.Module | None) -> Iterator[None]:
                     child.__dict__.pop(key)
                     child.__dict__.update({key: old[key]} if key in old else {})
     if leaks:
-        raise ValueError(
+        raise UserError(
             f"the traced function keeps a tensor in {', '.join(leaks)}: after the trace it would hold a value without "
             "numbers; return it from the function instead"
         )
@@ -165,7 +166,7 @@ class BoundState:
     """The plain tensors of the live state, held between steps.
 
     Raises:
-        ValueError: names, layouts or the optimizer's options differ from those traced; names the difference.
+        UserError: names, layouts or the optimizer's options differ from those traced; names the difference.
     """
 
     def __init__(
@@ -194,7 +195,7 @@ class BoundState:
         for name in sorted(options.keys() | self._traced_options.keys()):
             found, traced = options.get(name, "missing"), self._traced_options.get(name, "missing")
             if found != traced:
-                raise ValueError(
+                raise UserError(
                     f"the optimizer's {name} is {found!r}, traced with {traced!r}: what is no tensor is a constant of "
                     "the trace; make it a tensor (lr=torch.tensor(...)), or trace again"
                 )
@@ -221,11 +222,11 @@ def _places(module: torch.nn.Module | None, optimizer: torch.optim.Optimizer | N
 def flatten(slot: Slot, tensor: Any) -> list[torch.Tensor]:
     """Give the plain tensors of a slot's live value, checked against the slot."""
     if not isinstance(tensor, torch.Tensor):
-        raise ValueError(f"{slot.name} is a {type(tensor).__name__}, traced as a tensor")
+        raise UserError(f"{slot.name} is a {type(tensor).__name__}, traced as a tensor")
     try:
         return slot.layout.flatten(tensor)
     except ValueError as error:
-        raise ValueError(f"{slot.name} {error}") from None
+        raise UserError(f"{slot.name} {error}") from None
 
 
 def _check_names(slots: tuple[Slot, ...], state: dict[tuple[str, str], torch.Tensor]) -> None:
@@ -233,7 +234,7 @@ def _check_names(slots: tuple[Slot, ...], state: dict[tuple[str, str], torch.Ten
     missing = [f"{kind} {name}" for kind, name in sorted(traced - set(state))]
     unknown = [f"{kind} {name}" for kind, name in sorted(set(state) - traced)]
     if missing or unknown:
-        raise ValueError(
+        raise UserError(
             "the live state is not the traced one: "
             + "; ".join(
                 f"{what} {', '.join(names[:8])}{f' and {len(names) - 8} more' if len(names) > 8 else ''}"

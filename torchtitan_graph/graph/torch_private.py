@@ -38,6 +38,8 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, _apply_kern
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from torchtitan_graph.errors import UserError
+
 __all__ = [
     "METADATA_GLOBALS",
     "DTensorSpec",
@@ -213,7 +215,7 @@ def inductor_options(settings: Iterable[str]) -> dict[str, Any]:
     """Read settings `name=value` of `torch._inductor.config`.
 
     Raises:
-        ValueError: a name that is no option of Inductor, or a value of another type than the option's.
+        UserError: a name that is no option of Inductor, or a value of another type than the option's.
     """
     known, options = inductor_config.get_config_copy(), {}
     for setting in settings:
@@ -221,14 +223,14 @@ def inductor_options(settings: Iterable[str]) -> dict[str, Any]:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else "; they are in torch._inductor.config"
-            raise ValueError(f"compile.region_options = {setting!r}: is no option of Inductor{hint}")
+            raise UserError(f"compile.region_options = {setting!r}: is no option of Inductor{hint}")
         try:
             options[name] = json.loads(text)
         except json.JSONDecodeError:
             options[name] = text
         if known[name] is not None and type(options[name]) is not type(known[name]):
             kind = type(known[name]).__name__
-            raise ValueError(f"compile.region_options = {setting!r}: must be a {kind}, such as {known[name]!r}")
+            raise UserError(f"compile.region_options = {setting!r}: must be a {kind}, such as {known[name]!r}")
     return options
 
 

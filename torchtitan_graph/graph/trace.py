@@ -17,6 +17,7 @@ import torch.utils._pytree as pytree
 from torch.fx import GraphModule, Node
 from torch.nn.attention.flex_attention import BlockMask
 
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import aliased
 from torchtitan_graph.graph.observe import Watchable
@@ -94,10 +95,10 @@ def minimal_fx_tracer(
         stack_traces: record the Python stack on each node; tracing then takes about 1.6 times as long.
 
     Raises:
-        ValueError: an argument or a use of state that a graph can't hold, naming it and what to do instead.
+        UserError: an argument or a use of state that a graph can't hold, naming it and what to do instead.
     """
     if optimizer is not None and module is None:
-        raise ValueError("minimal_fx_tracer got an optimizer without its module: pass module=, the one it optimizes")
+        raise UserError("minimal_fx_tracer got an optimizer without its module: pass module=, the one it optimizes")
 
     def trace(*args: Any, **kwargs: Any) -> TracedResult:
         state = live_state(module, optimizer)
@@ -130,7 +131,7 @@ def minimal_fx_tracer(
         try:
             gm = trace_to_graph(run, _fake(plain, fake_mode, device), fake_mode, module, stack_traces)
         except DataDependentOutputException as error:
-            raise ValueError(
+            raise UserError(
                 f"the traced function reads a tensor's value ({error.func}), which no trace has: keep it a tensor, or "
                 "read it outside; AdamW reads its step counter, unless it is AdamW(fused=True, lr=torch.tensor(...))"
             ) from error
@@ -155,10 +156,10 @@ def run_traced(
     binds again if they don't. Runs under `no_grad`.
 
     Raises:
-        ValueError: the state's names or layouts, or a call's arguments, differ from those traced; names the difference.
+        UserError: the state's names or layouts, or a call's arguments, differ from those traced; names the difference.
     """
     if optimizer is not None and module is None:
-        raise ValueError("run_traced got an optimizer without its module: pass module=, the one it optimizes")
+        raise UserError("run_traced got an optimizer without its module: pass module=, the one it optimizes")
     signature, graph = signature_of(traced.gm), Watchable(traced.gm)
     state_slots = tuple(s for s in signature.inputs if s.kind != "input")
     input_slots = tuple(s for s in signature.inputs if s.kind == "input")
@@ -167,10 +168,10 @@ def run_traced(
     def flat_inputs(args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
         leaves, in_spec = pytree.tree_flatten(_call(args, kwargs))
         if in_spec != traced.in_spec:
-            raise ValueError(f"the call's arguments have the structure {in_spec}, traced with {traced.in_spec}")
+            raise UserError(f"the call's arguments have the structure {in_spec}, traced with {traced.in_spec}")
         for i, constant in traced.constants.items():
             if type(leaves[i]) is not type(constant) or leaves[i] != constant:
-                raise ValueError(
+                raise UserError(
                     f"argument leaf {i} is {leaves[i]!r}, traced with {constant!r}: a value that is no tensor is a "
                     "constant of the trace; pass it as a tensor, or trace again"
                 )
@@ -245,9 +246,9 @@ def _name_placeholders(gm: GraphModule) -> None:
 
 def _check_constant(name: str, leaf: Any) -> None:
     if isinstance(leaf, torch.nn.Module):
-        raise ValueError(f"{name} is an nn.Module: pass it as module=, then its parameters become inputs of the graph")
+        raise UserError(f"{name} is an nn.Module: pass it as module=, then its parameters become inputs of the graph")
     if not isinstance(leaf, _CONSTANT_TYPES):
-        raise ValueError(
+        raise UserError(
             f"{name} is a {type(leaf).__name__}; a traced function takes tensors and int, float, bool, str or None: "
             "capture it in the function's closure, or register its type with torch.utils._pytree "
             "(register_pytree_node if it holds tensors, register_constant if it does not)"
@@ -259,7 +260,7 @@ def _refuse_unsupported(gm: GraphModule, may_write: tuple[str, ...]) -> None:
     for nested in gm.modules():
         for node in nested.graph.nodes if isinstance(nested, GraphModule) else ():
             if _draws(node):
-                raise ValueError(
+                raise UserError(
                     f"the traced function draws random numbers ({node.target}, in "
                     f"{meta.module(node) or 'the function itself'}): a graph that recomputes or reorders would draw "
                     "others; draw outside and pass the numbers in"
@@ -274,7 +275,7 @@ def _refuse_unsupported(gm: GraphModule, may_write: tuple[str, ...]) -> None:
             if source in root:
                 kind, name = root[source]
                 if is_write and kind not in may_write:
-                    raise ValueError(
+                    raise UserError(
                         f"the traced function writes in place to {name} ({node.target}): a graph's inputs are not "
                         "its own; return the new value from the function and write it back outside"
                     )

@@ -10,6 +10,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from torchtitan_graph.config import job
 from torchtitan_graph.device import device_type
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.torch_private import record_memory_history, save_memory_snapshot
 from torchtitan_graph.log import logger
 from torchtitan_graph.metrics.out_of_memory import is_out_of_memory
@@ -26,10 +27,10 @@ def check_profiling(config: job.Profiling) -> None:
     """Check `profiling.enable_memory_snapshot` before any work is done.
 
     Raises:
-        ValueError: it is on, and there is no GPU.
+        UserError: it is on, and there is no GPU.
     """
     if config.enable_memory_snapshot and device_type() != "cuda":
-        raise ValueError(
+        raise UserError(
             "profiling.enable_memory_snapshot = true: snapshots are of a GPU's memory, and this process runs on a CPU; "
             "remove it: memory_gib is in every log line, and when memory runs out the largest tensors are listed"
         )

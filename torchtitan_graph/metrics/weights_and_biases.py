@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 
 
@@ -14,10 +15,10 @@ def check_wandb(enabled: bool) -> None:
     """Check `metrics.enable_wandb` before any work is done.
 
     Raises:
-        ValueError: it is on, and wandb is not installed.
+        UserError: it is on, and wandb is not installed.
     """
     if enabled and importlib.util.find_spec("wandb") is None:
-        raise ValueError(
+        raise UserError(
             "metrics.enable_wandb = true: the package wandb is not installed; pip install wandb, or use "
             "metrics.enable_tensorboard = true, which shows the same"
         )

@@ -105,7 +105,7 @@ HF_SKIPPED = ("model.layers.61.*",)  # the layer of V3 that predicts one more to
 
 
 def from_hf_config(raw: dict[str, Any]) -> Config:
-    """Read a config.json; raise a ValueError if it says what DeepSeek-V2 and V3 can't express."""
+    """Read a config.json; raise a UserError if it says what DeepSeek-V2 and V3 can't express."""
     reader, rope = ConfigReader(raw), rope_parameters(raw)
     is_v3 = "DeepseekV3ForCausalLM" in raw["architectures"]
     num_groups = reader.get("n_group", 1)

@@ -77,7 +77,7 @@ HF_KEYS: dict[str, str | Stored] = {
 
 
 def from_hf_config(raw: dict[str, Any]) -> Config:
-    """Read a config.json; raise a ValueError if it says what gpt-oss can't express."""
+    """Read a config.json; raise a UserError if it says what gpt-oss can't express."""
     reader, rope = ConfigReader(raw), rope_parameters(raw, 150000.0)
     num_layers = reader.get("num_hidden_layers")
     scaling = yarn_scaling(rope, magnitude=yarn_magnitude(rope.get("factor", 1.0)))

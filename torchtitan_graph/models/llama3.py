@@ -75,7 +75,7 @@ def from_hf_config(raw: dict[str, Any]) -> Config:
     """Read a config.json.
 
     Raises:
-        ValueError: it says what llama3 can't express.
+        UserError: it says what llama3 can't express.
     """
     reader, rope = ConfigReader(raw), rope_parameters(raw)
     dim, num_heads = reader.get("hidden_size"), reader.get("num_attention_heads")

@@ -94,7 +94,7 @@ HF_KEYS: dict[str, str | Stored] = {
 
 
 def from_hf_config(raw: dict[str, Any]) -> Config:
-    """Read a config.json, of the language model or of all; raise a ValueError if it says what Llama 4 can't express."""
+    """Read a config.json, of the language model or of all; raise a UserError if it says what Llama 4 can't express."""
     text = raw.get("text_config", raw)
     reader, rope = ConfigReader(text), rope_parameters(text, 500000.0)
     num_layers, full_every = reader.get("num_hidden_layers"), reader.get("no_rope_layer_interval", 4)

@@ -78,7 +78,7 @@ HF_KEYS: dict[str, str | Stored] = {
 
 
 def from_hf_config(raw: dict[str, Any]) -> Config:
-    """Read a config.json; raise a ValueError if it says what Qwen3 can't express."""
+    """Read a config.json; raise a UserError if it says what Qwen3 can't express."""
     reader, rope, defaults = ConfigReader(raw), rope_parameters(raw), Config(0, 0, 0, 0, 0)
     has_experts = "Qwen3MoeForCausalLM" in raw["architectures"]
     reader.expect("hidden_act", ["silu"])

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import torchtitan_graph.models
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.layers.decoder import Decoder
 
 # A family is a module with these: the flavours' table, the model class, the tensor-parallel plan, and the map from our
@@ -34,13 +35,13 @@ def load_family(name: str) -> ModuleType:
     """Import the family's module: `llama3` is `models/llama3.py`, `my_pkg.my_model` the user's own.
 
     Raises:
-        ValueError: no such family, or a module without what a family must define.
+        UserError: no such family, or a module without what a family must define.
     """
     path = name if "." in name else f"torchtitan_graph.models.{name}"
     if "." not in name and name not in family_names():
         near = difflib.get_close_matches(name, family_names(), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(
+        raise UserError(
             f"model.name = {name!r}: legal are {', '.join(family_names())}, or the dotted name of your own module{hint}"
         )
     try:
@@ -49,10 +50,10 @@ def load_family(name: str) -> ModuleType:
         if error.name is None or not path.startswith(error.name):
             raise  # the module is there; something that it imports is not
         missing = f"there is no module {error.name!r} to import; is it on PYTHONPATH?"
-        raise ValueError(f"model.name = {name!r}: {missing}") from None
+        raise UserError(f"model.name = {name!r}: {missing}") from None
     lacking = [attribute for attribute in CONTRACT if not hasattr(family, attribute)]
     if lacking:
-        raise ValueError(f"model.name = {name!r}: the module defines no {', '.join(lacking)}; see models/llama3.py")
+        raise UserError(f"model.name = {name!r}: the module defines no {', '.join(lacking)}; see models/llama3.py")
     return family
 
 
@@ -92,7 +93,7 @@ def build_model(name: str, flavor: str, attn: str, tokenizer_vocab_size: int) ->
     """Build a flavour on the meta device; `debugmodel` takes the tokenizer's vocabulary.
 
     Raises:
-        ValueError: unknown family or flavour, or a tokenizer with more tokens than the flavour's vocabulary.
+        UserError: unknown family or flavour, or a tokenizer with more tokens than the flavour's vocabulary.
     """
     family = load_family(name)
     with torch.device("meta"):
@@ -103,12 +104,12 @@ def flavor_config(family: ModuleType, name: str, flavor: str, tokenizer_vocab_si
     """Look a flavour up in the family's table; `debugmodel` takes the tokenizer's vocabulary.
 
     Raises:
-        ValueError: as `build_model`.
+        UserError: as `build_model`.
     """
     if flavor not in family.FLAVORS:
         near = difflib.get_close_matches(flavor, family.FLAVORS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"model.flavor = {flavor!r}: legal for {name} are {', '.join(family.FLAVORS)}{hint}")
+        raise UserError(f"model.flavor = {flavor!r}: legal for {name} are {', '.join(family.FLAVORS)}{hint}")
     config = family.FLAVORS[flavor]
     if flavor.startswith("debugmodel"):
         return dataclasses.replace(config, vocab_size=tokenizer_vocab_size)
@@ -117,9 +118,9 @@ def flavor_config(family: ModuleType, name: str, flavor: str, tokenizer_vocab_si
 
 
 def check_vocabulary(what: str, vocab_size: int, tokenizer_vocab_size: int) -> None:
-    """Raise a ValueError if the tokenizer has more tokens than `what`, the model, has rows in its vocabulary."""
+    """Raise a UserError if the tokenizer has more tokens than `what`, the model, has rows in its vocabulary."""
     if tokenizer_vocab_size > vocab_size:
-        raise ValueError(
+        raise UserError(
             f"{what} has {vocab_size} rows in its vocabulary, the tokenizer of model.hf_assets_path "
             f"{tokenizer_vocab_size} tokens: take the model's own tokenizer, or a larger model"
         )

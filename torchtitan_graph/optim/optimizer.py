@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from torchtitan_graph.config import job
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.optim.own_class import find_class, rehearse
 
 BUILT_IN: dict[str, type[torch.optim.Optimizer]] = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
@@ -28,7 +29,7 @@ def build_optimizer(model: nn.Module, config: job.Optimizer) -> torch.optim.Opti
     user's has is a place to load into, see `rehearse`.
 
     Raises:
-        ValueError: as `check_optimizer`, or the user's class can't take a step, or its state can't be saved.
+        UserError: as `check_optimizer`, or the user's class can't take a step, or its state can't be saved.
     """
     optimizer = check_optimizer(model, config)
     names: dict[torch.Tensor, str] = {param: name for name, param in model.named_parameters() if param.requires_grad}
@@ -45,7 +46,7 @@ def check_optimizer(model: nn.Module, config: job.Optimizer) -> torch.optim.Opti
     """Return the optimizer without its state; the model may be on the meta device.
 
     Raises:
-        ValueError: an entry of `param_groups` gets no parameter, or the user's class does not exist, does not take
+        UserError: an entry of `param_groups` gets no parameter, or the user's class does not exist, does not take
             what is set, or can't be built.
     """
     cls = BUILT_IN.get(config.name) or find_class(config.name)
@@ -54,14 +55,14 @@ def check_optimizer(model: nn.Module, config: job.Optimizer) -> torch.optim.Opti
     if config.name not in BUILT_IN:
         _check_taken(config, taken)
     elif config.options:
-        raise ValueError(f"optimizer.options = {config.options}: is for an optimizer with a dotted name; remove it")
+        raise UserError(f"optimizer.options = {config.options}: is for an optimizer with a dotted name; remove it")
     else:
         further = {"fused": config.implementation == "fused", "foreach": config.implementation == "foreach"}
     groups, settings = _groups(model, config, taken), _settings(job.ParamGroup(), config, taken)
     try:
         return cls(groups, **settings, **further)  # type: ignore[arg-type]
     except Exception as error:
-        raise ValueError(
+        raise UserError(
             f"optimizer.name = {config.name!r}: can't be built with {settings | further}: {error}"
         ) from error
 
@@ -77,7 +78,7 @@ def _groups(model: nn.Module, config: job.Optimizer, taken: set[str]) -> list[di
             near = difflib.get_close_matches(entry.pattern, names, n=1, cutoff=0.0)[0]
             why = f"matches no parameter; did you mean {near}? A name is matched in full, and * stands for any part"
             why = "the entries before it have all that it matches; put it before them" if matched else why
-            raise ValueError(f"optimizer.param_groups, entry {number}: pattern = {entry.pattern!r}: {why}")
+            raise UserError(f"optimizer.param_groups, entry {number}: pattern = {entry.pattern!r}: {why}")
         groups.append({"params": mine, "pattern": entry.pattern, **_settings(entry, config, taken)})
     return [{"params": list(rest.values()), "pattern": ""}, *groups]
 
@@ -101,9 +102,9 @@ def _check_taken(config: job.Optimizer, taken: set[str]) -> None:
     """Refuse options that an optimizer of the user's would not take: they would do nothing."""
     default = job.Optimizer()
     if "lr" not in taken:
-        raise ValueError(f"optimizer.name = {config.name!r}: must take lr, which the schedule sets in every step")
+        raise UserError(f"optimizer.name = {config.name!r}: must take lr, which the schedule sets in every step")
     if config.implementation != default.implementation:
-        raise ValueError(f"optimizer.implementation = {config.implementation!r}: is for Adam and AdamW; remove it")
+        raise UserError(f"optimizer.implementation = {config.implementation!r}: is for Adam and AdamW; remove it")
     for key in (key for name, keys in _ARGUMENTS.items() if name not in taken for key in keys):
         if getattr(config, key) != getattr(default, key):
             where = f"optimizer.{key} = {getattr(config, key)}"
@@ -111,7 +112,7 @@ def _check_taken(config: job.Optimizer, taken: set[str]) -> None:
             where = f"optimizer.param_groups: {key}"
         else:
             continue
-        raise ValueError(f"{where}: {config.name} does not take it, or has it from optimizer.options; remove it")
+        raise UserError(f"{where}: {config.name} does not take it, or has it from optimizer.options; remove it")
 
 
 def _initial_state(param: torch.Tensor, fused: bool) -> dict[str, torch.Tensor]:

@@ -5,23 +5,25 @@ import importlib
 import torch
 from torch.distributed.tensor import DTensor, Partial
 
+from torchtitan_graph.errors import UserError
+
 
 def find_class(dotted_name: str) -> type[torch.optim.Optimizer]:
     """Import the class that `optimizer.name` names.
 
     Raises:
-        ValueError: there is no such class, or it is no optimizer.
+        UserError: there is no such class, or it is no optimizer.
     """
     module, _, name = dotted_name.rpartition(".")
     option = f"optimizer.name = {dotted_name!r}"
     try:
         found = getattr(importlib.import_module(module), name)
     except ImportError as error:
-        raise ValueError(f"{option}: {module} can't be imported: {error}; is it on PYTHONPATH?") from error
+        raise UserError(f"{option}: {module} can't be imported: {error}; is it on PYTHONPATH?") from error
     except AttributeError as error:
-        raise ValueError(f"{option}: {module} has no {name}") from error
+        raise UserError(f"{option}: {module} has no {name}") from error
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
-        raise ValueError(f"{option}: must be a class derived from torch.optim.Optimizer")
+        raise UserError(f"{option}: must be a class derived from torch.optim.Optimizer")
     return found
 
 
@@ -33,15 +35,13 @@ def rehearse(optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -
     takes no step. `names` are the parameters' names in the model.
 
     Raises:
-        ValueError: the step fails, or the state is not what a checkpoint can hold.
+        UserError: the step fails, or the state is not what a checkpoint can hold.
     """
     if not optimizer.state:
         _step_and_undo(optimizer, list(names))
         optimizer.is_rehearsed = True  # type: ignore[attr-defined]
     if problem := _find_problem(optimizer, names):
-        raise ValueError(
-            f"optimizer.name: {type(optimizer).__qualname__} can't be resumed from a checkpoint: {problem}"
-        )
+        raise UserError(f"optimizer.name: {type(optimizer).__qualname__} can't be resumed from a checkpoint: {problem}")
 
 
 def forget_rehearsal(optimizer: torch.optim.Optimizer) -> None:
@@ -59,13 +59,13 @@ def _step_and_undo(optimizer: torch.optim.Optimizer, params: list[torch.Tensor])
         try:
             optimizer.step()
         except Exception as error:
-            raise ValueError(f"optimizer.name: {type(optimizer).__qualname__} can't take a step: {error}") from error
+            raise UserError(f"optimizer.name: {type(optimizer).__qualname__} can't take a step: {error}") from error
     optimizer.zero_grad()
     with torch.no_grad():
         for param, value in zip(params, before, strict=True):
             param.copy_(value)
     if changed := [key for key, value in _group_settings(optimizer).items() if settings.get(key) != value]:
-        raise ValueError(
+        raise UserError(
             f"optimizer.name: {type(optimizer).__qualname__} can't be resumed from a checkpoint: a step changes "
             f"{changed[0][1]!r} of its param_groups, which are settings; keep it in the state of each parameter"
         )

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.parallel.mesh import axis_degree
 from torchtitan_graph.parallel.plan import MODULE_ROLES, PARAMETER_ROLES, SEQUENCE_DIM, SPLIT_DIM, table_style
 
@@ -111,7 +112,7 @@ def check_plan(model: nn.Module, plan: Mapping[str, str], degree: int) -> None:
     A pattern may match nothing: a plan covers every flavour of a family.
 
     Raises:
-        ValueError: a role that there is not, a parameter without a role, or a size that does not divide.
+        UserError: a role that there is not, a parameter without a role, or a size that does not divide.
     """
     modules = dict(model.named_modules())
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -120,7 +121,7 @@ def check_plan(model: nn.Module, plan: Mapping[str, str], degree: int) -> None:
         named = filter(partial(_matches, pattern), modules if role in MODULE_ROLES else parameters)
         if role not in MODULE_ROLES + PARAMETER_ROLES:
             legal = ", ".join(MODULE_ROLES + PARAMETER_ROLES)
-            raise ValueError(f"the plan gives {pattern!r} the role {role!r}: legal are {legal}")
+            raise UserError(f"the plan gives {pattern!r} the role {role!r}: legal are {legal}")
         for name in named:
             weights = [name] if role not in MODULE_ROLES else [f"{name}.weight"] * (role in SPLIT_DIM)
             covered.update(weights)
@@ -131,10 +132,10 @@ def check_plan(model: nn.Module, plan: Mapping[str, str], degree: int) -> None:
                 if getattr(modules[name], count, degree) % degree:  # heads are not cut
                     _refuse(degree, f"{getattr(modules[name], count)} {count[4:].replace('_', ' ')}", name)
             if degree > 1 and role in ("shard 0", "shard 1", "shard 2", "share") and not _summed_over(plan, name):
-                raise ValueError(f"the plan splits {name} ({role!r}), but gives no module around it the role 'partial'")
+                raise UserError(f"the plan splits {name} ({role!r}), but gives no module around it the role 'partial'")
     uncovered = [name for name in parameters if name not in covered]
     if uncovered and degree > 1:
-        raise ValueError(
+        raise UserError(
             f"the plan gives no role to {', '.join(uncovered[:5])}: tensor parallelism needs one for every parameter"
         )
 
@@ -146,7 +147,7 @@ def _summed_over(plan: Mapping[str, str], name: str) -> bool:
 
 
 def _refuse(degree: int, what: str, name: str) -> None:
-    raise ValueError(
+    raise UserError(
         f"parallelism.tensor_parallel_degree = {degree}: does not divide the {what} of {name}; choose a degree "
         "that does (the size of embedding and output is the vocabulary's)"
     )

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.torch_private import DTensorSpec, StridedShard, dtensor_spec, make_dtensor
 from torchtitan_graph.parallel.chunk import chunk_of
 from torchtitan_graph.parallel.mesh import axis_degree, data_parallel_mesh
@@ -77,12 +78,12 @@ class Storage:
         found = (type(value), tuple(value.shape), value.dtype, getattr(value, "placements", None))
         wanted = (DTensor, tuple(self.shape), self.precision.storage, self.placements)
         if found != wanted:
-            raise ValueError(f"has (type, shape, dtype, placements) {found}, the graph was made for {wanted}")
+            raise UserError(f"has (type, shape, dtype, placements) {found}, the graph was made for {wanted}")
         local = value.to_local().detach() if value.requires_grad else value.to_local()  # type: ignore[attr-defined]
         padded = self.padded_shape
         needed = (local.storage_offset() + padded.numel()) * local.element_size()
         if not local.is_contiguous() or local.untyped_storage().nbytes() < needed:
-            raise ValueError("lies in a tensor without room for its padding; allocate it with `materialize`")
+            raise UserError("lies in a tensor without room for its padding; allocate it with `materialize`")
         return [local.as_strided(padded, torch.empty(padded, device="meta").stride())]
 
     def unflatten(self, tensors: list[Tensor]) -> DTensor:

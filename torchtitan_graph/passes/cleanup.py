@@ -6,6 +6,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import aliased, call, infer, value
 
@@ -21,7 +22,7 @@ def cleanup(gm: GraphModule) -> GraphModule:
     After this pass a node's value never changes, so that other passes may recompute and move nodes.
 
     Raises:
-        ValueError: a write that another view of the same memory would see, one to an input, or one without a functional
+        UserError: a write that another view of the same memory would see, one to an input, or one without a functional
             form; names the operator and the module.
     """
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
@@ -45,7 +46,7 @@ def cleanup(gm: GraphModule) -> GraphModule:
             seen = [n for n in others if any(order[user] > order[node] for user in n.users)]
             if seen or written.op in ("placeholder", "get_attr"):
                 what = f"memory that {seen[0].name} shows as well" if seen else "an input"
-                raise ValueError(f"{_where(node)} writes in place to {what}: compute a new tensor instead")
+                raise UserError(f"{_where(node)} writes in place to {what}: compute a new tensor instead")
             node.target = _functional(node)
             infer(node)
             current[written] = _as_stored(gm, node, written)
@@ -73,7 +74,7 @@ def _written(node: Node) -> Node:
     """Give the one tensor that an in-place operator writes to: its first argument."""
     written = [source for source, is_write in aliased(node) if is_write]
     if written != [node.args[0]]:
-        raise ValueError(f"{_where(node)} writes to {written}, not to its first argument: compute a new tensor instead")
+        raise UserError(f"{_where(node)} writes to {written}, not to its first argument: compute a new tensor instead")
     return written[0]
 
 
@@ -83,7 +84,7 @@ def _functional(node: Node) -> torch._ops.OpOverload:
     packet, name = op._schema.name.split("::")
     functional = getattr(getattr(torch.ops, packet), name.removesuffix("_"), None)
     if not name.endswith("_") or not hasattr(functional, op._overloadname):
-        raise ValueError(f"{_where(node)} has no form that writes nothing: compute a new tensor instead")
+        raise UserError(f"{_where(node)} has no form that writes nothing: compute a new tensor instead")
     return getattr(functional, op._overloadname)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from torchtitan_graph.config import JobConfig, load
 from torchtitan_graph.config.check import RUN_DEFINING
 from torchtitan_graph.config.job import OPTIONS, get
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 
 _NOT_COMPARED = ("job.config_file", "job.allow_changed")  # not in the file; about one start only
@@ -17,7 +18,7 @@ def check_drift(saved: Path, config: JobConfig, place: str | None = None) -> Non
     `place` is where the file is known to be, if that is not its path.
 
     Raises:
-        ValueError: an option of RUN_DEFINING differs and `job.allow_changed` does not name it.
+        UserError: an option of RUN_DEFINING differs and `job.allow_changed` does not name it.
     """
     place = place or str(saved)
     changes = _changes(saved, config, place)
@@ -27,7 +28,7 @@ def check_drift(saved: Path, config: JobConfig, place: str | None = None) -> Non
     if refused:
         other = "job.dump_folder" + (" and checkpoint.remote_folder" if config.checkpoint.remote_folder else "")
         lines = [f"{key} = {changes[key][1]!r}, was {changes[key][0]!r}" for key in refused]
-        raise ValueError(
+        raise UserError(
             "\n  ".join([f"this would go on with another model, tokenizer or data than {place} says:", *lines])
             + f"\n  set them back, use another {other}, or, if you know that the checkpoint fits, add "
             f"--job.allow_changed {','.join(refused)}"

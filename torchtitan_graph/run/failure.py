@@ -6,6 +6,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.run.files import read_json, write_json
 from torchtitan_graph.run.identity import identity
 
@@ -51,13 +52,13 @@ def read_failures(dump_folder: Path) -> list[dict[str, Any]]:
 
 
 def refuse_to_repeat(dump_folder: Path) -> None:
-    """Raise the ValueError that torchrun's attempt before this one ended with, if this one would end so too."""
+    """Raise the UserError that torchrun's attempt before this one ended with, if this one would end so too."""
     me = identity()
     if me["job_id"] is None or me["attempt"][1] == 0:
         return
     for failure in read_failures(dump_folder):
         if failure["code"] in FINAL:
-            raise ValueError(f"not tried again: {failure['message']}")
+            raise UserError(f"not tried again: {failure['message']}")
 
 
 def _write(dump_folder: Path, name: str, **record: Any) -> None:

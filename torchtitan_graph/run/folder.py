@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torchtitan_graph.checkpoint.remote import Remote, using
 from torchtitan_graph.config import JobConfig, dump_toml
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.agree import files_group, on_rank_0
 from torchtitan_graph.run.drift import check_drift
@@ -22,7 +23,7 @@ class RunFolder:
     """Hold `job.dump_folder` for this run; every rank makes one, rank 0's does the work.
 
     Raises:
-        ValueError: another run holds the folder, or the run in it has another model, tokenizer or data.
+        UserError: another run holds the folder, or the run in it has another model, tokenizer or data.
     """
 
     def __init__(self, config: JobConfig) -> None:
@@ -45,7 +46,7 @@ class RunFolder:
                 self._lock.release()
                 raise
         except OSError as error:
-            raise ValueError(f"job.dump_folder = {config.job.dump_folder!r} can't be written: {error}") from error
+            raise UserError(f"job.dump_folder = {config.job.dump_folder!r} can't be written: {error}") from error
 
     def _stop_heart(self) -> None:
         self._ended.set()

@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.run.files import read_json
 from torchtitan_graph.run.identity import describe, identity
@@ -24,7 +25,7 @@ class Lock:
     this process belongs to a later attempt of the holder's job: SLURM and torchrun end one attempt before the next.
 
     Raises:
-        ValueError: another run holds it.
+        UserError: another run holds it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -40,7 +41,7 @@ class Lock:
             if self._create():
                 return
             holder = read_json(self.path)
-        raise ValueError(
+        raise UserError(
             f"job.dump_folder = {str(folder)!r}: a run is going on in it, {describe(holder)}; stop that run, or give "
             f"this one a folder of its own. If nothing runs, this one can start {STALE_AFTER_S} s after the other's "
             f"last heartbeat, or at once if you delete {self.path}"

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torchtitan_graph.config import JobConfig, check, dump_toml, load
 from torchtitan_graph.config.job import OPTIONS
 from torchtitan_graph.config.support import GONE, RENAMED
+from torchtitan_graph.errors import UserError
 
 REAL_KEYS = [*OPTIONS, *RENAMED, *GONE]
 PARTS = sorted({part for key in REAL_KEYS for part in key.split(".")})
@@ -37,17 +38,17 @@ def quoted(text: str) -> str:
 def run(argv: list[str], given_names: str) -> None:
     try:
         config = load(argv)
-    except ValueError as error:
+    except UserError as error:
         message = str(error)
-        assert type(error) is ValueError and "problem" in message.splitlines()[0]
+        assert type(error) is UserError and "problem" in message.splitlines()[0]
         assert any(f": {key}" in message for key in given_names.split("\0")), message
         return
     assert isinstance(config, JobConfig)
     dump_toml(config)
     try:
         check(config, 4)
-    except ValueError as error:
-        assert type(error) is ValueError and any(key in str(error) for key in OPTIONS)
+    except UserError as error:
+        assert type(error) is UserError and any(key in str(error) for key in OPTIONS)
 
 
 @given(

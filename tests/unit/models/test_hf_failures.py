@@ -39,6 +39,6 @@ def test_no_room_is_told_to_all_ranks(largest_file: int, tmp_path: Path) -> None
 def test_what_is_there_already_is_told_to_all_ranks(tmp_path: Path) -> None:
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "mine").touch()
-    message = f"ValueError: {tmp_path / 'hf'} is there already: name a new folder"
+    message = f"UserError: {tmp_path / 'hf'} is there already: name a new folder"
     assert run_on(2, save, tmp_path / "hf", 2**30, timeout=60) == [message] * 2
     assert run_on(2, save, tmp_path / "other", 2**30, timeout=60) == ["saved"] * 2

@@ -9,6 +9,7 @@ from types import ModuleType
 import torch
 from torch import nn
 
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.hf.architecture import choose_model, new_model
 from torchtitan_graph.models.hf.read import load_weights
 from torchtitan_graph.models.hf.write import save_weights
@@ -27,7 +28,7 @@ def from_hf(
         quantized: turn DeepSeek's fp8 and gpt_oss's MXFP4 weights back into numbers, which takes 2 to 8 times the room.
 
     Raises:
-        ValueError: an unknown architecture, something in config.json that the family can't express, no safetensors
+        UserError: an unknown architecture, something in config.json that the family can't express, no safetensors
             files, missing, unknown or differently shaped tensors, or quantized ones although `quantized` is false.
     """
     family, model = new_model(Path(path), attn)
@@ -42,7 +43,7 @@ def to_hf(
     """Write a model as a new folder that transformers loads; `dtype` and `assets` as for `save_weights`.
 
     Raises:
-        ValueError: `path` holds something already, or the model is of no family that has `HF_KEYS`.
+        UserError: `path` holds something already, or the model is of no family that has `HF_KEYS`.
     """
     save_weights(model, _module_of(model), Path(path), dtype=dtype, assets=Path(assets) if assets else None)
 
@@ -52,7 +53,7 @@ def _module_of(model: nn.Module) -> ModuleType:
     modules = [sys.modules[kind.__module__] for kind in type(model).__mro__]
     found = next((module for module in modules if hasattr(module, "HF_KEYS")), None)
     if found is None:
-        raise ValueError(f"{type(model).__name__} is of no family: the module that defines it has no HF_KEYS")
+        raise UserError(f"{type(model).__name__} is of no family: the module that defines it has no HF_KEYS")
     return found
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from torchtitan_graph.config import JobConfig
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.hf.files import read_json
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.spec import HF_CONTRACT, check_vocabulary, family_names, flavor_config, load_family
@@ -24,7 +25,7 @@ def choose_model(job: JobConfig, assets: Path | None, tokenizer_vocab_size: int)
     not set, and must agree with the flavour if it is. Weights are not looked at.
 
     Raises:
-        ValueError: as `load_family` and `build_model`; a family that can't be saved as asked; or config.json
+        UserError: as `load_family` and `build_model`; a family that can't be saved as asked; or config.json
             contradicts `model.name` or `model.flavor`, or is not of a family or a form that is known.
     """
     options, flavor = job.model, job.model.flavor
@@ -35,7 +36,7 @@ def choose_model(job: JobConfig, assets: Path | None, tokenizer_vocab_size: int)
     family = load_family(options.name)
     lacking = [attribute for attribute in HF_CONTRACT if not hasattr(family, attribute)]
     if job.checkpoint.last_save_in_hf and lacking:
-        raise ValueError(
+        raise UserError(
             f"checkpoint.last_save_in_hf = true: {family.__name__} defines no {', '.join(lacking)}: see llama3.py"
         )
     if raw is None or not hasattr(family, "from_hf_config"):
@@ -56,7 +57,7 @@ def new_model(path: Path, attn: str = "sdpa") -> tuple[ModuleType, Decoder]:
     """Build the model that the config.json in `path` describes, on meta; return its family, too.
 
     Raises:
-        ValueError: as `family_of` and `config_of`, or there is no config.json.
+        UserError: as `family_of` and `config_of`, or there is no config.json.
     """
     file = path / "config.json"
     raw = read_json(file)
@@ -69,14 +70,14 @@ def family_of(raw: dict[str, Any], file: Path) -> tuple[str, ModuleType]:
     """Find the family of this package that a config.json is of, by its `architectures`.
 
     Raises:
-        ValueError: there is none.
+        UserError: there is none.
     """
     known = {name: load_family(name) for name in family_names()}
     for name, family in known.items():
         if is_of(family, raw):
             return name, family
     architectures = sorted(name for family in known.values() for name in family.HF_ARCHITECTURES)
-    raise ValueError(
+    raise UserError(
         f"{file}: architectures = {raw.get('architectures')!r} is unknown; known are {', '.join(architectures)}"
     )
 
@@ -85,12 +86,12 @@ def config_of(family: ModuleType, raw: dict[str, Any], file: Path) -> Any:
     """Read a config.json as the family's configuration.
 
     Raises:
-        ValueError: it says something that the family can't express.
+        UserError: it says something that the family can't express.
     """
     try:
         return family.from_hf_config(raw)
     except ValueError as error:
-        raise ValueError(f"{file}: {error}") from error
+        raise UserError(f"{file}: {error}") from error
 
 
 def is_of(family: ModuleType, raw: dict[str, Any]) -> bool:
@@ -101,7 +102,7 @@ def is_of(family: ModuleType, raw: dict[str, Any]) -> bool:
 
 def _check_family(family: ModuleType, name: str, raw: dict[str, Any], file: Path) -> None:
     if not is_of(family, raw):
-        raise ValueError(
+        raise UserError(
             f"model.name = {name!r}: {file} in model.hf_assets_path is of "
             f"{raw.get('architectures')!r}, not of {', '.join(family.HF_ARCHITECTURES)}: set the model.name of that "
             f"family, or leave out model.name and model.flavor; {TOKENIZER_ONLY}"
@@ -110,7 +111,7 @@ def _check_family(family: ModuleType, name: str, raw: dict[str, Any], file: Path
 
 def _check_flavor(name: str, flavor: str, wanted: Any, config: Any, file: Path) -> None:
     if found := differences(wanted, config):
-        raise ValueError(
+        raise UserError(
             f"model.flavor = {flavor!r} of {name} contradicts {file} in model.hf_assets_path: {'; '.join(found)}. "
             f"Leave model.flavor out to train what config.json says; {TOKENIZER_ONLY}"
         )

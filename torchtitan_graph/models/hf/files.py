@@ -14,6 +14,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from torchtitan_graph.errors import UserError
+
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 Ranges = Sequence[tuple[int, int]]  # (begin, end) in each dim
@@ -26,7 +28,7 @@ class Folder:
         """Open the folder.
 
         Raises:
-            ValueError: it has no safetensors files, lacks some that its index names, or they can't be read.
+            UserError: it has no safetensors files, lacks some that its index names, or they can't be read.
         """
         self.path = path
         self._file_of: dict[str, Any] = {}
@@ -55,16 +57,16 @@ def read_json(file: Path) -> dict[str, Any]:
     """Read a file of one JSON object.
 
     Raises:
-        ValueError: it is not there, or something else.
+        UserError: it is not there, or something else.
     """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ValueError(f"{file.parent} holds no {file.name}: it is no folder of a Hugging Face model") from None
+        raise UserError(f"{file.parent} holds no {file.name}: it is no folder of a Hugging Face model") from None
     except (OSError, ValueError) as error:
-        raise ValueError(f"{file} can't be read: {error}") from error
+        raise UserError(f"{file} can't be read: {error}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{file} holds no JSON object")
+        raise UserError(f"{file} holds no JSON object")
     return content
 
 
@@ -74,15 +76,15 @@ def _file_names(path: Path) -> list[str]:
     if not (path / INDEX).is_file():
         pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern))
         why = f"; {', '.join(pickles[:3])} are pickles, which can run code: convert them first" if pickles else ""
-        raise ValueError(f"{path} holds neither {SINGLE} nor {INDEX}{why}")
+        raise UserError(f"{path} holds neither {SINGLE} nor {INDEX}{why}")
     names = read_json(path / INDEX).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-        raise ValueError(f"{path / INDEX} has no weight_map from tensors to files")
+        raise UserError(f"{path / INDEX} has no weight_map from tensors to files")
     files = sorted(set(names.values()))
     if elsewhere := [name for name in files if Path(name).name != name]:
-        raise ValueError(f"{path / INDEX} names files outside its folder: {', '.join(elsewhere[:5])}")
+        raise UserError(f"{path / INDEX} names files outside its folder: {', '.join(elsewhere[:5])}")
     if missing := [name for name in files if not (path / name).is_file()]:
-        raise ValueError(f"{path / INDEX} names files that are not there: {', '.join(missing)}")
+        raise UserError(f"{path / INDEX} names files that are not there: {', '.join(missing)}")
     return files
 
 
@@ -90,7 +92,7 @@ def _open(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt")
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{file} can't be read: {error}") from error
+        raise UserError(f"{file} can't be read: {error}") from error
 
 
 class NewFolder:
@@ -100,10 +102,10 @@ class NewFolder:
         """Make the empty `NAME.tmp`; what killed saves left beside it is deleted.
 
         Raises:
-            ValueError: `path` is a file, or holds something and `replace` is false.
+            UserError: `path` is a file, or holds something and `replace` is false.
         """
         if path.is_file() or (path.is_dir() and any(path.iterdir()) and not replace):
-            raise ValueError(f"{path} is there already: name a new folder")
+            raise UserError(f"{path} is there already: name a new folder")
         self.path = path
         self.tmp, self.old = (path.with_name(path.name + suffix) for suffix in (".tmp", ".deleting"))
         for leftover in (self.tmp, self.old):

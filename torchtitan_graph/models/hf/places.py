@@ -9,6 +9,7 @@ from types import ModuleType
 
 from torch import Tensor, nn
 
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.layers.stored import Stored
 
 
@@ -37,7 +38,7 @@ def places(family: ModuleType, model: nn.Module) -> list[Place]:
     """Find the place of every parameter, in the model's order, and of the buffers that `HF_KEYS` names.
 
     Raises:
-        ValueError: the family's `HF_KEYS` lacks parameters.
+        UserError: the family's `HF_KEYS` lacks parameters.
     """
     found, lacking = [], []
     parameters = dict(model.named_parameters())
@@ -48,7 +49,7 @@ def places(family: ModuleType, model: nn.Module) -> list[Place]:
         elif name in parameters:
             lacking.append(name)
     if lacking:
-        raise ValueError(f"HF_KEYS of {family.__name__} has no entry for {', '.join(lacking[:5])}")
+        raise UserError(f"HF_KEYS of {family.__name__} has no entry for {', '.join(lacking[:5])}")
     return found
 
 

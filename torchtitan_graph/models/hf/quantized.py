@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.hf.files import Folder, Ranges
 
 FP8_BLOCK, MXFP4_GROUP = 128, 32
@@ -25,7 +26,7 @@ class DequantizedFolder:
         """See which tensors of a folder are quantized.
 
         Raises:
-            ValueError: there are not as many scales as blocks of 128 x 128, so the blocks have another size.
+            UserError: there are not as many scales as blocks of 128 x 128, so the blocks have another size.
         """
         self.path = folder.path
         self._folder = folder
@@ -39,7 +40,7 @@ class DequantizedFolder:
         for name in sorted(self._fp8):
             shape, scales = folder.shape(name), folder.shape(f"{name}_scale_inv")
             if scales != tuple(-(-size // FP8_BLOCK) for size in shape):
-                raise ValueError(f"{folder.path}: {name} of shape {list(shape)} has scales of shape {list(scales)}")
+                raise UserError(f"{folder.path}: {name} of shape {list(shape)} has scales of shape {list(scales)}")
 
     def quantized(self) -> set[str]:
         """Name the tensors that are not as they are in the files."""

@@ -14,6 +14,7 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.models.hf.architecture import config_of, differences, is_of
 from torchtitan_graph.models.hf.files import Folder, Ranges, read_json
@@ -30,12 +31,12 @@ def load_weights(model: nn.Module, family: ModuleType, path: Path, *, quantized:
     """Copy the weights in the folder `path` into a materialized model, converting them to its dtypes.
 
     Raises:
-        ValueError: the files can't be read, are quantized although `quantized` is false, or are of another model: then
+        UserError: the files can't be read, are quantized although `quantized` is false, or are of another model: then
             the message lists every missing, unknown and differently shaped tensor. Nothing has been copied.
     """
     folder = DequantizedFolder(Folder(path))
     if folder.quantized() and not quantized:
-        raise ValueError(
+        raise UserError(
             f"{path} is quantized ({len(folder.quantized())} tensors, such as {min(folder.quantized())}): set "
             "checkpoint.initial_load_in_hf_quantized = true to turn it back into numbers (in Python: quantized=True)"
         )
@@ -77,7 +78,7 @@ def _check(family: ModuleType, prefix: str, wanted: list[Place], folder: Dequant
             problems.append(f"{name}: {folder.dtype(name)}, quantized in a way that is unknown here")
     if problems:
         more = f"\n  ... and {len(problems) - 20} more" if len(problems) > 20 else ""
-        raise ValueError(f"{folder.path} is of another model:\n  " + "\n  ".join(problems[:20]) + more)
+        raise UserError(f"{folder.path} is of another model:\n  " + "\n  ".join(problems[:20]) + more)
     if skipped:
         logger.info(f"{folder.path}: {len(skipped)} tensors are no part of this model, such as {min(skipped)}")
 
@@ -90,7 +91,7 @@ def _check_config(model: nn.Module, family: ModuleType, path: Path) -> None:
     raw = read_json(file)
     if not is_of(family, raw):
         known = ", ".join(family.HF_ARCHITECTURES)
-        raise ValueError(f"{file}: architectures = {raw.get('architectures')!r}, but the model here is of {known}")
+        raise UserError(f"{file}: architectures = {raw.get('architectures')!r}, but the model here is of {known}")
     if found := differences(model.config, config_of(family, raw, file)):
         logger.warning(f"the weights of {path} were trained as another model: {'; '.join(found)}")
 
@@ -104,7 +105,7 @@ def _check_tied(place: Place, prefix: str, folder: DequantizedFolder) -> None:
     """Make sure that a tied parameter's second tensor, where a file has one, says the same."""
     for target, whole, stored, ranges in _pieces(place):
         if not torch.equal(target.cpu(), _read(folder, prefix, stored, whole, ranges).to(target.dtype)):
-            raise ValueError(f"{folder.path}: {prefix}{stored.name} is not what {place.ours} is tied to in config.json")
+            raise UserError(f"{folder.path}: {prefix}{stored.name} is not what {place.ours} is tied to in config.json")
 
 
 def _pieces(place: Place) -> Iterable[tuple[Tensor, tuple[int, ...], Stored, Ranges]]:

@@ -48,7 +48,7 @@ def save_weights(
         file_bytes: where a model is larger, it is cut into files of about this size.
 
     Raises:
-        ValueError: `path` holds something and `replace` is false.
+        UserError: `path` holds something and `replace` is false.
         OSError or SafetensorError: it can't be written. As the others, on all ranks.
     """
     units = _units(places(family, model), dtype)

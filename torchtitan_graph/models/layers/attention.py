@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.torch_private import ScoreFunction, flex_attention_op
 from torchtitan_graph.models.layers.masks import Mask
 from torchtitan_graph.models.layers.rope import apply_rope
@@ -30,7 +31,7 @@ def attend(
         score: changes a scaled score, `(score, b, h, q, kv) -> score`, as a soft cap or a bias does; flex only.
 
     Raises:
-        ValueError: a score function without flex attention, which alone has one.
+        UserError: a score function without flex attention, which alone has one.
     """
     scale = q_BLNH.shape[-1] ** -0.5 if scale is None else scale
     groups = q_BLNH.shape[2] // k_BLKH.shape[2]
@@ -45,7 +46,7 @@ def attend(
             share_BNL = torch.sigmoid(lse_BNL - sinks_N.view(1, -1, 1))
             out_BNLH = (out_BNLH * share_BNL.unsqueeze(-1)).type_as(out_BNLH)
     elif score is not None:
-        raise ValueError("model.attn = 'sdpa': this model changes attention's scores, which only 'flex' can")
+        raise UserError("model.attn = 'sdpa': this model changes attention's scores, which only 'flex' can")
     else:
         out_BNLH = _sdpa(q_BNLH, k_BNLH, v_BNLH, mask, scale, sinks_N)
     return out_BNLH.transpose(1, 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.layers.rope import Llama3Scaling, YarnScaling
 
 Config = TypeVar("Config")
@@ -104,8 +105,8 @@ class ConfigReader:
         """Return `make(**values)`.
 
         Raises:
-            ValueError: there were problems; it lists them.
+            UserError: there were problems; it lists them.
         """
         if self.problems:
-            raise ValueError("; ".join(self.problems))
+            raise UserError("; ".join(self.problems))
         return make(**values)

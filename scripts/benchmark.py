@@ -28,28 +28,19 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from torchtitan_graph import device as devices
-from torchtitan_graph.compiler import Inspection, passes, run_passes
+from torchtitan_graph.compiler import Inspection, needed_regions, passes, run_passes
 from torchtitan_graph.data.batch import Batch
 from torchtitan_graph.graph import meta
-from torchtitan_graph.graph.flops import count_flops
-from torchtitan_graph.graph.step import bind_train_step, make_eager_step, trace_train_step
 from torchtitan_graph.graph.torch_private import init_fake_process_group
 from torchtitan_graph.loss import cross_entropy
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.init import initialize
 from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.join import join
-from torchtitan_graph.parallel.mesh import ParallelDims
-from torchtitan_graph.parallel.recompute import Recompute
-from torchtitan_graph.parallel.storage import (
-    Precision,
-    buckets,
-    cast_parameters,
-    materialize,
-    plan_storage,
-    shard_eager,
-)
+from torchtitan_graph.parallel.layout import Layout, ParallelDims
+from torchtitan_graph.parallel.storage import Precision
 from torchtitan_graph.passes.compile_regions import compile_regions
+from torchtitan_graph.steps import StepOptions, Steps, bind_graphs, build_graphs, build_steps, trace_steps
 
 # What makes a debug flavour mid-size; llama3's debug flavour has very narrow heads.
 MID_SIZE: dict[str, Any] = {"dim": 512, "num_layers": 8, "vocab_size": 8192}
@@ -57,8 +48,6 @@ MID_SIZE_OF = {"llama3": {"num_heads": 8, "num_kv_heads": 8, "ffn_dim": 1536}}
 MODES = ("eager", "compile", "graph", "regional", "whole")
 # What is compiled of the graph; "whole": all.
 REGIONS = {"regional": ("layers.*.feed_forward", "layers.*.moe"), "blocks": ("layers.*",)}
-
-Step = Callable[..., Any]  # (batch, masks, num_tokens)
 
 
 def config_of(args: argparse.Namespace) -> Any:
@@ -81,44 +70,36 @@ def make_batch(rows: int, seq_len: int, vocab_size: int, device: torch.device) -
     return Batch(tokens, labels, (positions % -(-seq_len // 4)).contiguous(), documents.contiguous())
 
 
-def build_graph(
-    config: Any, precision: Precision, args: argparse.Namespace, mesh: Any, batch: Batch, mode: str = "graph"
-) -> Any:
-    """Trace and run the passes; give the traced step, its model on meta, storage, and the seconds of both parts."""
-    device, model = batch.tokens_BL.device, make_model(config, args)
-    cast_parameters(model, precision.compute)
-    begin = time.perf_counter()
-    num_tokens = torch.tensor(batch.labels_BL.numel() * dist.get_world_size(), device=device)
-    masks = model.masks(batch.documents_BL, batch.positions_BL)
-    traced = trace_train_step(model, cross_entropy, batch, masks, num_tokens, device=device)
-    middle = time.perf_counter()
-    storages = plan_storage(model, mesh, precision)
-    run_passes(traced.gm, passes(storages, buckets(model), Recompute(), True), args.disable, device, Inspection())
-    if mode in REGIONS:
-        compile_regions(traced.gm, {pattern: {} for pattern in REGIONS[mode]})
-    elif mode == "whole":
-        for node in traced.gm.graph.nodes:
+def options_of(mode: str, precision: Precision, args: argparse.Namespace, device: torch.device) -> StepOptions:
+    """Give what `build_steps` is told of a mode."""
+    regions = {**needed_regions(device), **{pattern: {} for pattern in REGIONS.get(mode, ())}}
+    return StepOptions(
+        device=device,
+        rows=(args.rows, args.seq_len),
+        mode="eager" if mode in ("eager", "compile") else "graph",
+        precision=precision,
+        loss=torch.compile(cross_entropy) if mode == "compile" else cross_entropy,
+        regions=regions,
+        disabled=args.disable,
+    )
+
+
+def build(mode: str, precision: Precision, args: argparse.Namespace, layout: Layout, device: torch.device) -> Steps:
+    family, model = load_family(args.family), make_model(config_of(args), args)
+    options = options_of(mode, precision, args, device)
+    if mode == "whole":
+        graphs = build_graphs(model, family, layout, options)
+        for node in graphs.train.gm.graph.nodes:
             meta.write(node, region=mode)
-        compile_regions(traced.gm, {mode: {}})
-    cast_parameters(model, precision.storage)
-    return traced, model, storages, middle - begin, time.perf_counter() - middle
-
-
-def build(mode: str, precision: Precision, args: argparse.Namespace, mesh: Any, batch: Batch) -> tuple[Step, Any]:
-    device = batch.tokens_BL.device
-    if mode not in ("eager", "compile"):
-        traced, model, storages, *_ = build_graph(config_of(args), precision, args, mesh, batch, mode)
-        materialize(model, storages, device)
-        initialize(model, 0)
-        return bind_train_step(traced, model), model
-    model = make_model(config_of(args), args)
-    shard_eager(model, mesh, precision, reshard_after_forward=True, device=device)
-    initialize(model, 0)
+        compile_regions(graphs.train.gm, {mode: {}})
+        steps = bind_graphs(graphs, model, layout, options)
+    else:
+        steps = build_steps(model, family, layout, options)
     if mode == "compile":
-        for block in model.layers:
+        for block in model.blocks.values():
             block.compile()
-        return make_eager_step(model, torch.compile(cross_entropy)), model
-    return make_eager_step(model, cross_entropy), model
+    initialize(model, 0)
+    return steps
 
 
 def peak_bytes(run: Callable[[], None]) -> int:
@@ -155,18 +136,20 @@ def measure(rank: int, world_size: int, args: argparse.Namespace, dtype: str, re
     torch.manual_seed(rank)
     device = devices.device()
     join("nccl" if device.type == "cuda" else "gloo")
-    mesh = ParallelDims(dp_shard=world_size).mesh(device.type)
+    layout = ParallelDims(dp_shard=world_size).layout(device.type)
     precision = Precision(compute=getattr(torch, dtype))
     batch = make_batch(args.rows, args.seq_len, config_of(args).vocab_size, device)
     num_tokens = torch.tensor(batch.labels_BL.numel() * world_size, device=device)
     steps, memory = {}, {}
+    graph: Steps | None = None  # a mode that counts operations
     times: dict[str, list[float]] = {mode: [] for mode in args.modes}
     for mode in args.modes:
-        step, model = build(mode, precision, args, mesh, batch)
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        built = build(mode, precision, args, layout, device)
+        optimizer = torch.optim.AdamW(built.model.parameters(), fused=True)
+        graph = built if built.flops else graph
 
-        def whole_step(step: Step = step, optimizer: torch.optim.Optimizer = optimizer, model: Any = model) -> None:
-            step(batch, model.masks(batch.documents_BL, batch.positions_BL), num_tokens)
+        def whole_step(built: Steps = built, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            built.train([batch], num_tokens)
             optimizer.step()
             optimizer.zero_grad()
 
@@ -184,7 +167,7 @@ def measure(rank: int, world_size: int, args: argparse.Namespace, dtype: str, re
             times[mode].append(time.perf_counter() - begin)
     if rank == 0:
         tokens = batch.labels_BL.numel() * world_size
-        flops = flops_of_step(args, precision, batch) if devices.peak_flops() else None
+        flops = graph.count_flops([batch]) if graph is not None and devices.peak_flops() else None
         for mode in args.modes:
             ratio = statistics.median(a / b for a, b in zip(times[mode], times[args.modes[0]], strict=True))
             results.append(
@@ -205,31 +188,27 @@ def measure(rank: int, world_size: int, args: argparse.Namespace, dtype: str, re
     dist.destroy_process_group()
 
 
-def flops_of_step(args: argparse.Namespace, precision: Precision, batch: Batch) -> float:
-    """Count one rank's operations, before any pass; see graph/flops.py."""
-    model = make_model(config_of(args), args)
-    cast_parameters(model, precision.compute)
-    masks = model.masks(batch.documents_BL, batch.positions_BL)
-    num_tokens = torch.tensor(batch.labels_BL.numel(), device=batch.labels_BL.device)
-    traced = trace_train_step(model, cross_entropy, batch, masks, num_tokens, device=batch.labels_BL.device)
-    return count_flops(traced.gm).of(model.visible_pairs(batch.documents_BL, batch.positions_BL))
-
-
 def measure_tracing(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Time tracing and the passes as the model grows, for a rank of a fake group of 8."""
     init_fake_process_group(8)
-    mesh = ParallelDims(dp_shard=8).mesh("cpu")
-    rows = []
+    layout, device = ParallelDims(dp_shard=8).layout("cpu"), torch.device("cpu")
+    options = dataclasses.replace(options_of("graph", Precision(compute=torch.bfloat16), args, device), rows=(1, 128))
+    family, rows = load_family(args.family), []
     for num_layers in args.trace_layers:
-        config = dataclasses.replace(config_of(args), num_layers=num_layers)
-        batch = make_batch(1, 128, config.vocab_size, torch.device("cpu"))
-        trials = [build_graph(config, Precision(compute=torch.bfloat16), args, mesh, batch) for _ in range(3)]
+        trials = []
+        for _ in range(3):
+            model = make_model(dataclasses.replace(config_of(args), num_layers=num_layers), args)
+            begin = time.perf_counter()
+            traced = trace_steps(model, family, layout, options)
+            middle = time.perf_counter()
+            gm = run_passes(traced.train.gm, passes(traced.plan), args.disable, device, Inspection())
+            trials.append((middle - begin, time.perf_counter() - middle))
         rows.append(
             {
                 "layers": num_layers,
-                "nodes": len(trials[0][0].gm.graph.nodes),
-                "trace_s": round(statistics.median(t[3] for t in trials), 2),
-                "passes_s": round(statistics.median(t[4] for t in trials), 2),
+                "nodes": len(gm.graph.nodes),
+                "trace_s": round(statistics.median(t[0] for t in trials), 2),
+                "passes_s": round(statistics.median(t[1] for t in trials), 2),
             }
         )
     return rows

@@ -29,7 +29,7 @@ from torchtitan_graph.checkpoint import Checkpointer
 from torchtitan_graph.config import job
 from torchtitan_graph.optim import build_lr_scheduler, build_optimizer
 from torchtitan_graph.parallel.join import join
-from torchtitan_graph.parallel.mesh import ParallelDims
+from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.storage import Precision
 
 MODES = ("disabled", "async", "async_with_pinned_mem")
@@ -42,10 +42,11 @@ def measure(rank: int, args: argparse.Namespace, folder: Path) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     join("nccl" if device.type == "cuda" else "gloo")
-    mesh = ParallelDims(dp_shard=args.ranks).mesh(device.type)
+    layout = ParallelDims(dp_shard=args.ranks).layout(device.type)
     batch = make_batch(1, args.seq_len, config_of(args).vocab_size, device)
     num_tokens = torch.tensor(batch.labels_BL.numel() * args.ranks, device=device)
-    step, model = build(args.mode, Precision(compute=torch.float32), args, mesh, batch)
+    steps = build(args.mode, Precision(compute=torch.float32), args, layout, device)
+    model = steps.model
     optimizer = build_optimizer(model, job.Optimizer())
     scheduler = build_lr_scheduler(optimizer, job.LRScheduler(), 1000)
     checkpointers = {}
@@ -58,7 +59,7 @@ def measure(rank: int, args: argparse.Namespace, folder: Path) -> None:
         dist.barrier()
         begin, saving = time.perf_counter(), 0.0
         for i in range(args.steps):
-            step(batch, model.masks(batch.documents_BL, batch.positions_BL), num_tokens)
+            steps.train([batch], num_tokens)
             optimizer.step()
             optimizer.zero_grad()
             if device.type == "cuda":

@@ -7,10 +7,10 @@ import dataclasses
 import difflib
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,46 +22,63 @@ from torchtitan_graph.graph.show import dump
 from torchtitan_graph.graph.torch_private import inductor_options
 from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.recompute import Recompute
-from torchtitan_graph.parallel.storage import Storage
+from torchtitan_graph.parallel.storage import Reshard, Storage
 from torchtitan_graph.parallel.verify import verify_pass
 from torchtitan_graph.passes.bucket_collectives import bucket_collectives
 from torchtitan_graph.passes.cleanup import cleanup
 from torchtitan_graph.passes.compile_regions import FLEX, LOSS, Regions, compile_regions, region_of
-from torchtitan_graph.passes.memory_policy import memory_policy
 from torchtitan_graph.passes.mixed_precision import mixed_precision
 from torchtitan_graph.passes.overlap_collectives import overlap_collectives
 from torchtitan_graph.passes.rematerialize import rematerialize
 from torchtitan_graph.passes.shard_params import shard_params
+from torchtitan_graph.passes.tag_recomputation import tag_recomputation
+from torchtitan_graph.passes.tag_resharding import tag_resharding
 
-Pass = Callable[[GraphModule], GraphModule]
+
+@dataclasses.dataclass(frozen=True)
+class PassPlan:
+    """All that passes are told: what was decided before the graph was there.
+
+    blocks   the model's blocks, by their names
+    buckets  which parameters are gathered, and whose gradients are reduced, together
+    """
+
+    storages: Mapping[str, Storage]
+    blocks: Container[str]
+    buckets: Sequence[Sequence[str]]
+    recompute: Recompute = Recompute()
+    reshard: Reshard = Reshard()
+    regions: Regions = dataclasses.field(default_factory=dict)
 
 
-def passes(
-    storages: Mapping[str, Storage],
-    buckets: Sequence[Sequence[str]],
-    recompute: Recompute,
-    reshard: bool,
-    reshard_root: bool = False,
-    regions: Regions | None = None,
-) -> list[Pass]:
-    """What runs, top to bottom. A pass with nothing to do returns the graph as it is; all but the last keep numbers
-    bitwise."""
+class Pass(NamedTuple):
+    """A pass, as the list holds it.
+
+    run       takes a graph and gives one, the same edited or another; what it gives is what runs
+    exact     keeps numbers bitwise; else up to rounding
+    required  can't be left out: the others, or the layout that live parameters are bound in, rest on it
+    """
+
+    name: str
+    run: Callable[[GraphModule], GraphModule]
+    exact: bool = True
+    required: bool = False
+
+
+def passes(plan: PassPlan) -> list[Pass]:
+    """What runs, top to bottom. A pass with nothing to do returns the graph as it is."""
     return [
-        cleanup,
-        partial(shard_params, storages=storages),
-        partial(mixed_precision, storages=storages),
-        partial(memory_policy, recompute=recompute, reshard_after_forward=reshard, reshard_root=reshard_root),
-        rematerialize,
-        partial(bucket_collectives, buckets=buckets),
-        overlap_collectives,
-        partial(compile_regions, regions=regions or {}),
+        Pass("cleanup", cleanup, required=True),
+        Pass("shard_params", partial(shard_params, storages=plan.storages), required=True),
+        Pass("mixed_precision", partial(mixed_precision, storages=plan.storages), required=True),
+        Pass("tag_resharding", partial(tag_resharding, blocks=plan.blocks, reshard=plan.reshard)),
+        Pass("tag_recomputation", partial(tag_recomputation, blocks=plan.blocks, recompute=plan.recompute)),
+        Pass("rematerialize", rematerialize),
+        Pass("bucket_collectives", partial(bucket_collectives, buckets=plan.buckets)),
+        Pass("overlap_collectives", overlap_collectives),
+        # Does nothing unless asked to, but on a GPU with flex attention.
+        Pass("compile_regions", partial(compile_regions, regions=plan.regions), exact=False),
     ]
-
-
-# What the others rest on: values that never change, and the layout that the live parameters are bound in.
-REQUIRED = ("cleanup", "shard_params", "mixed_precision")
-# What keeps numbers up to rounding only: it does nothing unless asked to, but on a GPU with flex attention.
-INEXACT = ("compile_regions",)
 
 
 def check_disabled(names: Sequence[str]) -> None:
@@ -70,10 +87,10 @@ def check_disabled(names: Sequence[str]) -> None:
     Raises:
         UserError: a name that is no pass, or a pass that can't be left out.
     """
-    known = [_name(p) for p in passes({}, [], Recompute(), True)]
-    optional = [name for name in known if name not in REQUIRED]
+    known = {each.name: each for each in passes(PassPlan({}, (), ()))}
+    optional = [name for name, each in known.items() if not each.required]
     for name in names:
-        if name in REQUIRED:
+        if name in known and known[name].required:
             raise UserError(
                 f"compile.disable_passes = {name!r}: this pass can't be left out, the others and the layout of the "
                 f"parameters rest on it; legal are {', '.join(optional)}"
@@ -82,6 +99,11 @@ def check_disabled(names: Sequence[str]) -> None:
             near = difflib.get_close_matches(name, optional, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise UserError(f"compile.disable_passes = {name!r}: legal are {', '.join(optional)}{hint}")
+
+
+def needed_regions(device: torch.device) -> dict[str, dict[str, Any]]:
+    """Give what is compiled unasked: flex attention on CUDA, which holds every score where it is not."""
+    return {FLEX: {}} if device.type == "cuda" else {}
 
 
 def plan_regions(options: job.Compile, model: nn.Module, device: torch.device) -> Regions:
@@ -101,8 +123,7 @@ def plan_regions(options: job.Compile, model: nn.Module, device: torch.device) -
             )
     regions: dict[str, dict[str, Any]] = {pattern: {} for pattern in patterns}
     regions |= {name: {} for name in (FLEX, LOSS) if name in chosen}
-    if device.type == "cuda":
-        regions[FLEX] = {}
+    regions |= needed_regions(device)
     for pattern, *settings in options.region_options:
         if pattern not in regions:
             raise UserError(
@@ -130,23 +151,25 @@ class Inspection:
 def run_passes(
     gm: GraphModule, ordered: Sequence[Pass], disabled: Sequence[str], device: torch.device, watch: Inspection
 ) -> GraphModule:
-    """Run the passes in order; log each one's time and what it changed."""
+    """Run the passes in order, each on what the one before gave; log each one's time and what it changed.
+
+    Raises:
+        RuntimeError: a pass gives no graph, or one without the signature that says what its inputs and outputs are.
+    """
     if watch.dump_to is not None:
         dump(gm, watch.dump_to, 0, "traced")
-    for number, each in enumerate((p for p in ordered if _name(p) not in disabled), start=1):
-        name, before = _name(each), copy.deepcopy(gm) if watch.verify_on is not None else gm
+    for number, each in enumerate((p for p in ordered if p.name not in disabled), start=1):
+        before = copy.deepcopy(gm) if watch.verify_on is not None else gm
         num_nodes, begin = len(gm.graph.nodes), time.perf_counter()
-        gm = each(gm)
+        gm = each.run(gm)
+        if not isinstance(gm, GraphModule) or "signature" not in gm.meta:
+            raise RuntimeError(f"pass {each.name} gives {type(gm).__name__}, not a graph with its meta['signature']")
         gm.graph.lint()
         seconds, nodes = time.perf_counter() - begin, f"{num_nodes} -> {len(gm.graph.nodes)} nodes"
-        logger.info(f"{watch.graph}: pass {name}: {nodes}, {seconds:.2f} s")
+        logger.info(f"{watch.graph}: pass {each.name}: {nodes}, {seconds:.2f} s")
         if watch.dump_to is not None:
-            dump(gm, watch.dump_to, number, name)
+            dump(gm, watch.dump_to, number, each.name)
         if watch.verify_on is not None:
-            verify_pass(name, before, gm, watch.verify_on, device, exact=name not in INEXACT)
-            logger.info(f"{watch.graph}: pass {name}: verified")
+            verify_pass(each.name, before, gm, watch.verify_on, device, exact=each.exact)
+            logger.info(f"{watch.graph}: pass {each.name}: verified")
     return gm
-
-
-def _name(p: Pass) -> str:
-    return (p.func if isinstance(p, partial) else p).__name__

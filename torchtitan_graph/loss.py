@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +25,6 @@ def cross_entropy(logits_BLV: Tensor, labels_BL: Tensor, num_tokens: Tensor) -> 
     return (loss.to_local() if isinstance(loss, DTensor) else loss) / num_tokens
 
 
-def loss_context(vocabulary_sharded: bool) -> Callable[[], contextlib.AbstractContextManager]:
-    """Give the context that the loss and its backward must run in."""
-    return loss_parallel if vocabulary_sharded else contextlib.nullcontext
+def loss_context(vocabulary_sharded: bool) -> contextlib.AbstractContextManager:
+    """Give a context that the loss and its backward must run in."""
+    return loss_parallel() if vocabulary_sharded else contextlib.nullcontext()

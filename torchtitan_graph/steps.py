@@ -1,40 +1,51 @@
-"""How a run computes its training and evaluation steps: as graphs that passes edit, or eagerly."""
+"""The one place where a training step is put together: a model, a layout and options in, steps to call out.
+
+    steps = build_steps(model, family, layout, options)
+    loss, state = steps.train(microbatches, num_tokens)      gradients are in `.grad`
+
+The trainer, the checks, the benchmarks and the tests all train through it: as graphs that passes edit, or eagerly.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.utils._pytree as pytree
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_graph import device as devices
-from torchtitan_graph.compiler import Inspection, passes, plan_regions, run_passes
+from torchtitan_graph.compiler import Inspection, PassPlan, passes, plan_regions, run_passes
 from torchtitan_graph.config import JobConfig
 from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.flops import Flops, count_flops
 from torchtitan_graph.graph.step import (
+    StepOutput,
     bind_train_step,
     make_eager_step,
     make_eval_step,
     trace_eval_step,
     trace_train_step,
 )
-from torchtitan_graph.graph.trace import TracedResult, run_traced
+from torchtitan_graph.graph.trace import Capture, TracedResult, make_fx_capture, run_traced
 from torchtitan_graph.log import logger
 from torchtitan_graph.loss import cross_entropy, loss_context
 from torchtitan_graph.models.layers.attention import flex_cpu_bytes
 from torchtitan_graph.models.layers.decoder import Decoder
-from torchtitan_graph.parallel.mesh import ParallelDims, data_parallel_rank
+from torchtitan_graph.models.layers.moe import AuxiliaryLoss, ExpertTraining, MoE, set_up_experts
+from torchtitan_graph.parallel.layout import TP, Layout, ParallelDims
 from torchtitan_graph.parallel.parallelize import check_plan, parallelize
 from torchtitan_graph.parallel.recompute import Recompute, recompute_eager
 from torchtitan_graph.parallel.storage import (
     Precision,
+    Reshard,
     Storage,
     buckets,
     cast_parameters,
@@ -42,139 +53,274 @@ from torchtitan_graph.parallel.storage import (
     plan_storage,
     shard_eager,
 )
+from torchtitan_graph.passes.compile_regions import Regions
 
-Step = Callable[..., Any]  # (batch, masks, num_tokens) -> StepOutput; of the evaluation step, this rank's loss
 
+@dataclasses.dataclass(frozen=True)
+class StepOptions:
+    """How a model's steps are computed, beside its layout.
 
-class Steps(NamedTuple):
-    """What a run computes with. They are called in `StepBuilder.loss_context`.
-
-    evaluate  None without validation
-    flops     the arithmetic of the training step; None in eager mode, where there is no graph to count it on
+    rows, eval_rows  of a microbatch of training, and of evaluation if there is one: (number of rows, tokens per row)
+    mode             "graph", or "eager": FSDP2 and autograd, the reference
+    loss             (logits, labels, num_tokens) -> scalar
+    loss_parallel    under tensor parallelism logits stay sharded over the vocabulary for the loss
+    disabled         passes to leave out, by name
+    verify           check every pass on real numbers
+    dump_to          folder for the readable graph after each pass
+    seed             of the numbers that passes are verified on
     """
 
-    train: Step
-    evaluate: Step | None
-    flops: Flops | None
+    device: torch.device
+    rows: tuple[int, int]
+    eval_rows: tuple[int, int] | None = None
+    mode: str = "graph"
+    num_microbatches: int = 1
+    precision: Precision = Precision()
+    recompute: Recompute = Recompute()
+    reshard: Reshard = Reshard()
+    experts: ExpertTraining = ExpertTraining()
+    regions: Regions = dataclasses.field(default_factory=dict)
+    loss: Callable[..., Tensor] = cross_entropy
+    loss_parallel: bool = True
+    disabled: Sequence[str] = ()
+    verify: bool = False
+    dump_to: Path | None = None
+    seed: int = 0
 
 
-class StepBuilder:
-    """All that the configuration says of how a step is computed.
+def step_options(config: JobConfig, model: Decoder, num_microbatches: int, device: torch.device) -> StepOptions:
+    """Read what the configuration says of steps.
 
     Raises:
-        UserError: the model can't be laid out, compiled or computed in this way.
+        UserError: a loss of experts for a model without them, or regions to compile that it does not have.
     """
-
-    def __init__(
-        self, config: JobConfig, model: Decoder, plan: Mapping[str, str], dims: ParallelDims, device: torch.device
-    ):
-        self.config = config
-        self.model = model
-        self.plan = plan
-        self.dims = dims
-        self.device = device
-        training, parallelism = config.training, config.parallelism
-        self.precision = Precision(
+    training, validation, moe = config.training, config.validation, config.moe
+    if not any(isinstance(m, MoE) for m in model.modules()) and (moe.load_balance_loss or moe.router_z_loss):
+        raise UserError(
+            f"moe.load_balance_loss = {moe.load_balance_loss}, moe.router_z_loss = {moe.router_z_loss}: "
+            f"{config.model.name} {config.model.flavor} has no experts; leave them at 0"
+        )
+    auxiliary = AuxiliaryLoss(moe.load_balance_loss, moe.load_balance_over == "sequence", moe.router_z_loss)
+    return StepOptions(
+        device=device,
+        rows=(training.local_batch_size, training.seq_len),
+        eval_rows=(validation.local_batch_size, validation.seq_len) if validation.enable else None,
+        mode=config.compile.mode,
+        num_microbatches=num_microbatches,
+        precision=Precision(
             storage=getattr(torch, training.dtype),
             compute=getattr(torch, training.mixed_precision_param),
             reduce=getattr(torch, training.mixed_precision_reduce),
-        )
-        self.recompute = Recompute.from_option(
+        ),
+        recompute=Recompute.from_option(
             config.activation_checkpoint.mode, config.activation_checkpoint.selective_ac_option
+        ),
+        reshard=Reshard.from_option(config.parallelism.fsdp_reshard_after_forward),
+        experts=ExpertTraining(
+            auxiliary if moe.load_balance_loss or moe.router_z_loss else None,
+            moe.bias_update_speed,
+            config.debug.moe_force_load_balance,
+        ),
+        regions=plan_regions(config.compile, model, device),
+        loss_parallel=not config.parallelism.disable_loss_parallel,
+        disabled=config.compile.disable_passes,
+        verify=config.debug.verify_passes,
+        dump_to=Path(config.job.dump_folder, "graphs") if config.debug.dump_graphs else None,
+        seed=config.debug.seed or 0,
+    )
+
+
+def check_steps(
+    config: JobConfig, model: Decoder, family: ModuleType, dims: ParallelDims, options: StepOptions
+) -> None:
+    """Check, before any process group exists, that the model can be laid out and its attention fits this machine.
+
+    Raises:
+        UserError: as `check_plan`, or flex attention's scores can't fit.
+    """
+    check_plan(model, family.PLAN, dims)
+    if config.model.attn != "flex" or options.device.type != "cpu" or config.comm.mode == "fake_backend":
+        return
+    heads = model.config.num_heads // dims.tp
+    needed = flex_cpu_bytes(options.rows[0], heads, options.rows[1]) / devices.GIB
+    if needed > devices.memory_total_gib():
+        raise UserError(
+            f"model.attn = 'flex': on a CPU one layer's scores would take about {needed:.0f} GiB at "
+            f"training.local_batch_size {options.rows[0]}, training.seq_len {options.rows[1]} and {heads} heads, and "
+            f'this machine has {devices.memory_total_gib():.0f}: use attn = "sdpa", which computes the same with '
+            "little memory, or a smaller batch"
         )
-        # "default" leaves the root's weights (embedding, output) gathered, as FSDP2 does: backward begins with them.
-        self.reshard = parallelism.fsdp_reshard_after_forward != "never"
-        self.reshard_root = parallelism.fsdp_reshard_after_forward == "always"
-        self.loss_parallel = dims.tp > 1 and not parallelism.disable_loss_parallel
-        self.loss_context = loss_context(self.loss_parallel)
-        check_plan(model, plan, dims.tp)
-        self._check_memory()
-        self.regions = plan_regions(config.compile, model, device)
 
-    def _check_memory(self) -> None:
-        """Refuse uncompiled flex attention on a CPU where its scores can't fit; a dry run allocates none."""
-        config = self.config
-        if config.model.attn != "flex" or self.device.type != "cpu" or config.comm.mode == "fake_backend":
-            return
-        heads = self.model.config.num_heads // self.dims.tp
-        needed = flex_cpu_bytes(config.training.local_batch_size, heads, config.training.seq_len) / devices.GIB
-        if needed > devices.memory_total_gib():
-            raise UserError(
-                f"model.attn = 'flex': on a CPU one layer's scores would take about {needed:.0f} GiB at "
-                f"training.local_batch_size {config.training.local_batch_size}, training.seq_len "
-                f"{config.training.seq_len} and {heads} heads, and this machine has "
-                f'{devices.memory_total_gib():.0f}: use attn = "sdpa", which computes the same with little memory, '
-                "or a smaller batch"
-            )
 
-    def build(self, mesh: DeviceMesh) -> Steps:
-        """Lay the model out on `mesh`, allocate its parameters, and build its steps."""
-        return self._build_as_graphs(mesh) if self.config.compile.mode == "graph" else self._build_eagerly(mesh)
+Step = Callable[[Any, Any, Tensor], StepOutput]  # (batch, masks, num_tokens); gradients go to `.grad`
+Evaluation = Callable[[Any, Any, Tensor], Tensor]  # the same -> loss
 
-    def _build_as_graphs(self, mesh: DeviceMesh) -> Steps:
-        """Trace in the compute layout on meta, run the passes, and only then allocate."""
-        traced, evaluated, storages, flops = self.build_graphs(mesh)
-        materialize(self.model, storages, self.device)
-        evaluate = run_traced(evaluated, module=self.model) if evaluated is not None else None
-        return Steps(bind_train_step(traced, self.model), evaluate, flops)
 
-    def build_graphs(self, mesh: DeviceMesh) -> tuple[TracedResult, TracedResult | None, dict[str, Storage], Flops]:
-        """Trace the training step, and the evaluation step if there is validation, and run the passes on both.
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """What a run computes with: built by `build_steps`, called by all ranks together."""
 
-        Nothing is allocated: this is also all of a dry run.
+    model: Decoder
+    layout: Layout
+    loss_parallel: bool
+    step: Step
+    evaluation: Evaluation | None
+    flops: Flops | None = None
+
+    def train(self, microbatches: Sequence[Batch], num_tokens: Tensor) -> StepOutput:
+        """Add the gradients of an optimizer step to the live parameters' `.grad`.
+
+        Args:
+            microbatches: of this rank, on the device.
+            num_tokens: scalar, the targets of all ranks and microbatches.
+
+        Returns:
+            the loss of this rank's microbatches, and the state that the step changes, of all ranks' (`SideOutputs`).
         """
-        config, begin = self.config, time.perf_counter()
-        parallelize(self.model, self.plan, mesh, loss_parallel=self.loss_parallel)
-        cast_parameters(self.model, self.precision.compute)
-        storages = plan_storage(self.model, mesh, self.precision)
-        dp_rank = data_parallel_rank(mesh)
-        example = self._example(config.training.local_batch_size, config.training.seq_len, dp_rank)
-        evaluated = None
-        with self.loss_context():
-            traced = trace_train_step(
-                self.model, cross_entropy, *example, device=self.device, stack_traces=config.debug.stack_traces
-            )
-            if config.validation.enable:
-                other = self._example(config.validation.local_batch_size, config.validation.seq_len, dp_rank)
-                evaluated = trace_eval_step(self.model, cross_entropy, *other, device=self.device)
-        logger.info(f"traced in {time.perf_counter() - begin:.1f} s, {len(traced.gm.graph.nodes)} nodes")
-        flops = count_flops(traced.gm)
-        dumped = Path(config.job.dump_folder, "graphs") if config.debug.dump_graphs and dist.get_rank() == 0 else None
-        watch = Inspection(
-            dump_to=dumped,
-            verify_on=torch.utils._pytree.tree_leaves(example) if config.debug.verify_passes else None,
-        )
-        ordered = passes(storages, buckets(self.model), self.recompute, self.reshard, self.reshard_root, self.regions)
-        disabled = config.compile.disable_passes
-        run_passes(traced.gm, ordered, disabled, self.device, watch)
-        if evaluated is not None:
-            run_passes(evaluated.gm, ordered, disabled, self.device, Inspection("evaluation step"))
-        cast_parameters(self.model, self.precision.storage)
-        return traced, evaluated, storages, flops
+        loss: Tensor | None = None
+        state: dict[str, Tensor] = {}
+        for batch in microbatches:
+            output = self._run(self.step, batch, num_tokens)
+            loss = output.loss if loss is None else loss + output.loss
+            state = {name: state.get(name, 0) + x for name, x in output.state.items()}
+        assert loss is not None, "a step has microbatches"
+        return StepOutput(loss, self._sum_state(state))
 
-    def _example(self, batch_size: int, seq_len: int, dp_rank: int) -> tuple[Batch, Any, Tensor]:
-        """Make inputs of the shapes to trace: random tokens if passes are to be verified on them, else on meta."""
-        device = self.device if self.config.debug.verify_passes else torch.device("meta")
-        generator = torch.Generator().manual_seed((self.config.debug.seed or 0) + dp_rank)
-        tokens, labels = torch.randint(self.model.config.vocab_size, (2, batch_size, seq_len), generator=generator)
-        documents = (torch.rand(batch_size, seq_len, generator=generator) < 0.01).long().cumsum(1)
-        positions = torch.arange(seq_len).expand(batch_size, seq_len).contiguous()
-        if dp_rank > 0:
-            labels.fill_(IGNORE_INDEX)  # `verify_pass` wants the targets of one rank
-        batch = Batch(*(x.to(device) for x in (tokens, labels, positions, documents)))
-        num_tokens = torch.tensor(batch_size * seq_len * self.dims.dp, device=device)
-        return batch, self.model.masks(batch.documents_BL, batch.positions_BL), num_tokens
+    def evaluate(self, batch: Batch) -> Tensor:
+        """Give the sum of the loss over this rank's targets of a batch."""
+        assert self.evaluation is not None, "built when the options have eval_rows"
+        return self._run(self.evaluation, batch, torch.ones((), dtype=torch.int64, device=batch.tokens_BL.device))
 
-    def _build_eagerly(self, mesh: DeviceMesh) -> Steps:
-        """Apply FSDP2 and autograd: the reference."""
-        parallelize(self.model, self.plan, mesh, loss_parallel=self.loss_parallel)
-        recompute_eager(self.model, self.recompute)
-        shard_eager(
-            self.model,
-            mesh,
-            self.precision,
-            reshard_after_forward=self.reshard,
-            device=self.device,
-            reshard_root=self.reshard_root,
-        )
-        return Steps(make_eager_step(self.model, cross_entropy), make_eval_step(self.model, cross_entropy), None)
+    def count_flops(self, microbatches: Sequence[Batch]) -> float | None:
+        """Give the operations of a step on this rank; None in eager mode, where there is no graph to count them on."""
+        if self.flops is None:
+            return None
+        visible = (self.model.visible_pairs(batch.documents_BL, batch.positions_BL) for batch in microbatches)
+        return sum(map(self.flops.of, visible))
+
+    def _run(self, step: Callable[..., Any], batch: Batch, num_tokens: Tensor) -> Any:
+        masks = self.model.masks(batch.documents_BL, batch.positions_BL)
+        with loss_context(self.loss_parallel):
+            return step(batch, masks, num_tokens)
+
+    def _sum_state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Add up the ranks' counts, all in one message."""
+        if not state:
+            return state
+        summed = self.layout.sum_over_data(torch.cat([x.flatten() for x in state.values()]))
+        parts = summed.split([x.numel() for x in state.values()])
+        return {name: part.view_as(x) for (name, x), part in zip(state.items(), parts, strict=True)}
+
+
+class Traced(NamedTuple):
+    """A model's steps in the compute layout, before any pass.
+
+    plan    what the passes are told
+    inputs  the tensors that the training step was traced with, but for parameters and buffers
+    """
+
+    train: TracedResult
+    evaluate: TracedResult | None
+    plan: PassPlan
+    flops: Flops
+    inputs: list[Tensor]
+
+
+class Graphs(NamedTuple):
+    """The final graphs of a model's steps, and how its parameters lie at rest; nothing is allocated yet."""
+
+    train: TracedResult
+    evaluate: TracedResult | None
+    storages: Mapping[str, Storage]
+    flops: Flops
+
+
+def build_steps(
+    model: Decoder, family: ModuleType, layout: Layout, options: StepOptions, capture: Capture = make_fx_capture
+) -> Steps:
+    """Lay a model out, build its steps, and allocate its parameters; their values are yet to be given.
+
+    Args:
+        model: on meta, as its family makes it; `check_steps` has passed.
+        family: the module that defines `PLAN`.
+        capture: how the step becomes a graph.
+    """
+    if options.mode == "graph":
+        return bind_graphs(build_graphs(model, family, layout, options, capture), model, layout, options)
+    _prepare(model, family, layout, options)
+    recompute_eager(model.blocks, options.recompute)
+    shard_eager(model, model.blocks, layout, options.precision, options.reshard, options.device)
+    evaluate = make_eval_step(model, options.loss) if options.eval_rows else None
+    return Steps(model, layout, _loss_parallel(layout, options), make_eager_step(model, options.loss), evaluate)
+
+
+def bind_graphs(graphs: Graphs, model: Decoder, layout: Layout, options: StepOptions) -> Steps:
+    """Allocate the parameters of a model, and let the graphs step on them."""
+    cast_parameters(model, options.precision.storage)
+    materialize(model, graphs.storages, options.device)
+    evaluate = run_traced(graphs.evaluate, module=model) if graphs.evaluate is not None else None
+    step = bind_train_step(graphs.train, model)
+    return Steps(model, layout, _loss_parallel(layout, options), step, evaluate, graphs.flops)
+
+
+def build_graphs(
+    model: Decoder, family: ModuleType, layout: Layout, options: StepOptions, capture: Capture = make_fx_capture
+) -> Graphs:
+    """Trace a model's steps, and run the passes on them; this is also all of a dry run."""
+    traced = trace_steps(model, family, layout, options, capture)
+    watch = Inspection(
+        dump_to=options.dump_to if dist.get_rank() == 0 else None, verify_on=traced.inputs if options.verify else None
+    )
+
+    def rewritten(step: TracedResult, watch: Inspection) -> TracedResult:
+        gm = run_passes(step.gm, passes(traced.plan), options.disabled, options.device, watch)
+        return dataclasses.replace(step, gm=gm)
+
+    evaluate = traced.evaluate and rewritten(traced.evaluate, Inspection("evaluation step"))
+    return Graphs(rewritten(traced.train, watch), evaluate, traced.plan.storages, traced.flops)
+
+
+def trace_steps(
+    model: Decoder, family: ModuleType, layout: Layout, options: StepOptions, capture: Capture = make_fx_capture
+) -> Traced:
+    """Lay a model out, and trace its steps."""
+    begin = time.perf_counter()
+    _prepare(model, family, layout, options)
+    cast_parameters(model, options.precision.compute)
+    storages = plan_storage(model, layout, options.precision)
+    device, evaluate = options.device, None
+    example = _example(model, options.rows, layout, options)
+    with loss_context(_loss_parallel(layout, options)):
+        train = trace_train_step(model, options.loss, *example, device=device, capture=capture)
+        if options.eval_rows is not None:
+            other = _example(model, options.eval_rows, layout, options)
+            evaluate = trace_eval_step(model, options.loss, *other, device=device, capture=capture)
+    logger.info(f"traced in {time.perf_counter() - begin:.1f} s, {len(train.gm.graph.nodes)} nodes")
+    groups = buckets(model, model.blocks)
+    plan = PassPlan(storages, model.blocks, groups, options.recompute, options.reshard, options.regions)
+    return Traced(train, evaluate, plan, count_flops(train.gm, model.blocks), pytree.tree_leaves(example))
+
+
+def _prepare(model: Decoder, family: ModuleType, layout: Layout, options: StepOptions) -> None:
+    """Tell the model what is no part of it, and bring it into the compute layout."""
+    groups = [group.group_name for group in layout.data_groups]
+    set_up_experts(model, options.experts, options.num_microbatches * layout.dims.data, groups)
+    parallelize(model, family.PLAN, layout, loss_parallel=options.loss_parallel)
+
+
+def _loss_parallel(layout: Layout, options: StepOptions) -> bool:
+    return options.loss_parallel and layout.degree(TP) > 1
+
+
+def _example(model: Decoder, rows: tuple[int, int], layout: Layout, options: StepOptions) -> tuple[Batch, Any, Tensor]:
+    """Make inputs of the shapes to trace: random tokens if passes are to be verified on them, else on meta."""
+    device = options.device if options.verify else torch.device("meta")
+    generator = torch.Generator().manual_seed(options.seed + layout.data_rank)
+    tokens, labels = torch.randint(model.config.vocab_size, (2, *rows), generator=generator)
+    documents = (torch.rand(rows, generator=generator) < 0.01).long().cumsum(1)
+    positions = torch.arange(rows[1]).expand(rows).contiguous()
+    if layout.data_rank > 0:
+        labels.fill_(IGNORE_INDEX)  # `verify_pass` wants the targets of one rank
+    batch = Batch(*(x.to(device) for x in (tokens, labels, positions, documents)))
+    num_tokens = torch.tensor(rows[0] * rows[1] * layout.dims.data, device=device)
+    return batch, model.masks(batch.documents_BL, batch.positions_BL), num_tokens

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from torchtitan_graph.data.loader import DataLoader, build_dataloader, merge_sta
 from torchtitan_graph.data.tokenizer import Tokenizer, find_assets, load_tokenizer
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.torch_private import set_timeout
+from torchtitan_graph.graph.trace import make_fx_capture
 from torchtitan_graph.log import logger
 from torchtitan_graph.metrics import (
     Metrics,
@@ -35,7 +37,6 @@ from torchtitan_graph.metrics import (
 )
 from torchtitan_graph.models.hf import choose_model, load_weights, save_weights
 from torchtitan_graph.models.layers.init import initialize
-from torchtitan_graph.models.layers.moe import AuxiliaryLoss, MoE, move_correction_biases
 from torchtitan_graph.optim import (
     build_lr_scheduler,
     build_optimizer,
@@ -43,10 +44,10 @@ from torchtitan_graph.optim import (
     clip_grad_norm,
     forget_rehearsal,
 )
-from torchtitan_graph.parallel.mesh import ParallelDims, axis_degree, data_parallel_rank
+from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.run.folder import RunFolder
 from torchtitan_graph.run.hang import HangWatch
-from torchtitan_graph.steps import StepBuilder
+from torchtitan_graph.steps import build_graphs, build_steps, check_steps, step_options
 
 
 class Trainer:
@@ -70,21 +71,15 @@ class Trainer:
         training = config.training
         self.rows_per_step = training.global_batch_size
         if self.rows_per_step == -1:
-            self.rows_per_step = training.local_batch_size * self.dims.dp
-        self.num_microbatches = self.rows_per_step // (training.local_batch_size * self.dims.dp)
+            self.rows_per_step = training.local_batch_size * self.dims.data
+        self.num_microbatches = self.rows_per_step // (training.local_batch_size * self.dims.data)
         self.tokenizer: Tokenizer = load_tokenizer(config.model.hf_assets_path)
         self.assets = find_assets(config.model.hf_assets_path) if config.model.hf_assets_path else None
         self.family, self.model = choose_model(config, self.assets, self.tokenizer.vocab_size)
-        self.builder = StepBuilder(config, self.model, self.family.PLAN, self.dims, self.device)
+        self.options = step_options(config, self.model, self.num_microbatches, self.device)
+        self.capture = partial(make_fx_capture, stack_traces=config.debug.stack_traces)
+        check_steps(config, self.model, self.family, self.dims, self.options)
         check_optimizer(self.model, config.optimizer)
-        self.experts = [module for module in self.model.modules() if isinstance(module, MoE)]
-        for module in self.experts:
-            module.router.forced_balance = config.debug.moe_force_load_balance
-        if not self.experts and (config.moe.load_balance_loss or config.moe.router_z_loss):
-            raise UserError(
-                f"moe.load_balance_loss = {config.moe.load_balance_loss}, moe.router_z_loss = "
-                f"{config.moe.router_z_loss}: {config.model.name} {config.model.flavor} has no experts; leave them at 0"
-            )
         self.dump_folder = Path(config.job.dump_folder)
         self.step = self.tokens_seen = 0
         self.stop_signal = 0  # the signal that asked a rank to stop; the same on all ranks
@@ -98,18 +93,18 @@ class Trainer:
 
     def _setup(self) -> None:
         config = self.config
-        self._join_mesh()
+        self._join()
         self.train_data = self._open_data(config.training, "train", config.training.repeat)
         num_parameters = sum(p.numel() for p in self.model.parameters())
         flavor = config.model.flavor or "as in config.json"
         logger.info(
             f"{config.model.name} {flavor}: {num_parameters:,} parameters, {config.compile.mode} mode, "
-            f"mesh {dict(zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=True))}, "
+            f"mesh {self.layout}, "
             f"{self.num_microbatches} x {config.training.local_batch_size} rows of {config.training.seq_len} tokens "
             f"per rank and step"
         )
-        self.model_table = model_table(self.model, self.family.PLAN, self.builder.precision.storage)
-        self.steps = self.builder.build(self.mesh)
+        self.model_table = model_table(self.model, self.family.PLAN, self.options.precision.storage)
+        self.steps = build_steps(self.model, self.family, self.layout, self.options, self.capture)
         initialize(self.model, self.seed)
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.lr_scheduler = build_lr_scheduler(self.optimizer, config.lr_scheduler, config.training.steps)
@@ -122,28 +117,14 @@ class Trainer:
         )
         self._resume()
 
-    def _join_mesh(self) -> None:
-        """Build the mesh, and tell what needs its groups."""
+    def _join(self) -> None:
         self.rank = dist.get_rank()
-        self.mesh = self.dims.mesh(self.device.type)
-        self.dp_rank = data_parallel_rank(self.mesh)
-        moe = self.config.moe
-        if moe.load_balance_loss or moe.router_z_loss:
-            axes = [axis for axis in ("dp_shard", "dp_replicate") if axis_degree(self.mesh, axis) > 1]
-            loss = AuxiliaryLoss(
-                moe.load_balance_loss,
-                moe.load_balance_over == "sequence",
-                moe.router_z_loss,
-                self.num_microbatches * self.dims.dp,
-                tuple(self.mesh.get_group(axis).group_name for axis in axes),
-            )
-            for module in self.experts:
-                module.auxiliary_loss = loss
+        self.layout = self.dims.layout(self.device.type)
 
     def setup_dry(self) -> None:
-        """Build the mesh and the graphs, on a fake process group."""
-        self._join_mesh()
-        self.builder.build_graphs(self.mesh)
+        """Build the graphs, on a fake process group."""
+        self._join()
+        build_graphs(self.model, self.family, self.layout, self.options, self.capture)
 
     def _open_data(self, table: job.Training | job.Validation, split: str, repeat: bool) -> DataLoader:
         return build_dataloader(
@@ -154,8 +135,8 @@ class Trainer:
             tokenizer=self.tokenizer,
             seq_len=table.seq_len,
             local_batch_size=table.local_batch_size,
-            dp_rank=self.dp_rank,
-            dp_degree=self.dims.dp,
+            dp_rank=self.layout.data_rank,
+            dp_degree=self.dims.data,
             seed=self.seed,
             repeat=repeat,
             num_workers=table.dataloader.num_workers,
@@ -257,27 +238,21 @@ class Trainer:
         data_loading_s = time.perf_counter() - begin
         if not microbatches:
             return False
-        local_loss = torch.zeros((), device=self.device)
-        loads: dict[str, Tensor] = {}
         with metrics.watch_work(self.step + 1):
-            for batch in microbatches:
-                masks = self.model.masks(batch.documents_BL, batch.positions_BL)
-                with self.builder.loss_context():
-                    output = self.steps.train(batch, masks, num_tokens)
-                local_loss += output.loss
-                loads = {name: loads.get(name, 0) + load_E for name, load_E in output.loads.items()}
+            output = self.steps.train(microbatches, num_tokens)
         grad_norm = clip_grad_norm(self.model.parameters(), self.config.training.max_norm)
-        loss = self._sum_if_finite(local_loss, grad_norm)
+        loss = self._sum_if_finite(output.loss, grad_norm)
         lr = self.lr_scheduler.get_last_lr()[0]
         metrics.maybe_log_histograms(self.step + 1, self.model)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.lr_scheduler.step()
-        loads = self._balance_experts(loads)
+        self.model.after_step(output.state)
         self.step += 1
         self.tokens_seen += int(num_tokens)
         self._count_sources()
-        metrics.flops_per_step = self._flops(microbatches)
+        if self.device.type != "cpu":
+            metrics.flops_per_step = self.steps.count_flops(microbatches)
         metrics.end_step(
             self.step,
             loss=loss,
@@ -285,26 +260,17 @@ class Trainer:
             lr=float(lr),
             tokens_seen=self.tokens_seen,
             data_loading_s=data_loading_s,
-            expert_loads=loads,
+            state=output.state,
             own_data_s=self.own_data_s,
             tokens_by_source=self.tokens_by_source,
         )
         return True
 
-    def _balance_experts(self, loads: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Move the experts' correction biases by the loads that all data-parallel ranks saw in this step. Return these,
-        by layer."""
-        if loads:
-            summed = self._sum_over_data_parallel(torch.stack(list(loads.values())))
-            loads = dict(zip(loads, summed, strict=True))
-            move_correction_biases(self.model, loads, self.config.moe.bias_update_speed)
-        return loads
-
     def _count_sources(self) -> None:
         """Add the step's targets of all ranks to each source's, where the data is a mixture."""
         names = self.train_data.source_names
         if len(names) > 1:
-            counts = self._sum_over_data_parallel(self.train_data.take_targets().to(self.device)).tolist()
+            counts = self.layout.sum_over_data(self.train_data.take_targets().to(self.device)).tolist()
             before = self.tokens_by_source
             self.tokens_by_source = {name: before.get(name, 0) + n for name, n in zip(names, counts, strict=True)}
 
@@ -324,13 +290,7 @@ class Trainer:
     def _count_targets(self, microbatches: list[Batch]) -> Tensor:
         """Count the targets of all ranks: the one denominator, known before the first microbatch."""
         count = sum((batch.labels_BL != IGNORE_INDEX).sum() for batch in microbatches)
-        return self._sum_over_data_parallel(count.to(self.device))  # type: ignore[union-attr]
-
-    def _sum_over_data_parallel(self, x: Tensor) -> Tensor:
-        for axis in ("dp_shard", "dp_replicate"):
-            if axis in (self.mesh.mesh_dim_names or ()):
-                dist.all_reduce(x, group=self.mesh.get_group(axis))
-        return x
+        return self.layout.sum_over_data(count.to(self.device))  # type: ignore[union-attr]
 
     def _to_device(self, batch: Batch) -> Batch:
         return Batch(*(x.to(self.device, non_blocking=True) for x in batch))
@@ -347,7 +307,7 @@ class Trainer:
         self.stop_signal = int(max(signals))
         self.checkpointer.hear([int(x) for x in of_saves])
         if all(map(math.isfinite, by_rank)) and math.isfinite(float(grad_norm)):
-            return math.fsum(by_rank) / self.dims.tp
+            return self.layout.total_loss(by_rank)
         local = torch.tensor([not all(p.grad.to_local().isfinite().all() for p in self.model.parameters())])  # type: ignore[union-attr]
         found = [torch.zeros_like(local) for _ in by_rank]
         dist.all_gather(found, local)
@@ -360,12 +320,6 @@ class Trainer:
             "and look at the step's data"
         )
 
-    def _flops(self, microbatches: list[Batch]) -> float | None:
-        if self.steps.flops is None or self.device.type == "cpu":
-            return None
-        visible = (self.model.visible_pairs(batch.documents_BL, batch.positions_BL) for batch in microbatches)
-        return sum(map(self.steps.flops.of, visible))
-
     @torch.no_grad()
     def validate(self) -> float:
         """Give the mean loss per target of the validation split, or of its first `validation.steps` microbatches."""
@@ -375,15 +329,11 @@ class Trainer:
             batch = next(data)
             count = int(self._count_targets([batch]))
             taken += 1
-            empty_rows = 0 if count else empty_rows + config.local_batch_size * self.dims.dp
+            empty_rows = 0 if count else empty_rows + config.local_batch_size * self.dims.data
             if count:
                 batch = self._to_device(batch)
-                one = torch.ones((), dtype=torch.int64, device=self.device)
-                assert self.steps.evaluate is not None, "built when validation is enabled"
-                masks = self.model.masks(batch.documents_BL, batch.positions_BL)
-                with self.builder.loss_context():
-                    loss = self.steps.evaluate(batch, masks, one)
-                loss_sum += float(self._sum_over_data_parallel(loss.double()))
+                loss = self.steps.evaluate(batch)
+                loss_sum += float(self.layout.sum_over_data(loss.double()))
                 num_targets += count
         if num_targets == 0:
             raise UserError(f"validation.dataset = {config.dataset!r}: its validation split holds no document")
@@ -443,7 +393,7 @@ class Trainer:
 
     def _shorten_timeouts(self) -> None:
         """Wait less for a collective once everything is warm: a hang is then noticed soon."""
-        groups = [dist.group.WORLD, *self.mesh.get_all_groups()]
+        groups = [dist.group.WORLD, *self.layout.mesh.get_all_groups()]
         for group in groups:
             set_timeout(group, self.config.comm.train_timeout_seconds)  # type: ignore[arg-type]
 

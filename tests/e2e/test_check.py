@@ -10,7 +10,7 @@ from runs import HERE, REPOSITORY, numbers, train
 from torchtitan_graph.check.__main__ import main
 from torchtitan_graph.check.family import Failed, check_layout, check_visibility
 from torchtitan_graph.check.matrix import FP64, Cell, build_plain, global_rows
-from torchtitan_graph.parallel.mesh import ParallelDims
+from torchtitan_graph.parallel.layout import ParallelDims
 
 SOFT_CAP = "my_models.soft_cap"
 PAGE = REPOSITORY / "docs" / "10_models.md"
@@ -60,7 +60,7 @@ def test_a_parameter_without_a_role(write_family, capsys: pytest.CaptureFixture[
 
 def test_a_layer_that_every_rank_adds_in_full(write_family) -> None:
     """Graph and eager agree on it; one rank and two do not."""
-    name = write_family("sum", "PLAN = PLAN | {k: 'replicate' for k in PLAN if 'feed_forward.w' in k}")
+    name = write_family("sum", "PLAN = PLAN | {k: {'tp': 'replicate'} for k in PLAN if 'feed_forward.w' in k}")
     with pytest.raises(Failed, match="look at PLAN's roles.* First to differ: step 1: loss"):
         check_layout(Cell(ParallelDims(tp=2), FP64, family=name))
 

@@ -1,7 +1,7 @@
 """The layouts that tests run; the rest of the matrix is what users of `python -m torchtitan_graph.check` run too."""
 
 from torchtitan_graph.check.matrix import *  # noqa: F403
-from torchtitan_graph.parallel.mesh import ParallelDims
+from torchtitan_graph.parallel.layout import ParallelDims
 
 ONE, FSDP2, FSDP4 = ParallelDims(), ParallelDims(dp_shard=2), ParallelDims(dp_shard=4)
 DDP2, HSDP = ParallelDims(dp_replicate=2), ParallelDims(dp_replicate=2, dp_shard=2)

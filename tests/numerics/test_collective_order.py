@@ -1,25 +1,24 @@
 """Every rank runs one and the same program: collectives meet in the same order, else a job hangs or mixes tensors."""
 
 import re
+from collections.abc import Callable
 
 import pytest
 import torch.distributed as dist
-from matrix import BF16, CPU, FSDP2, LAYOUTS, TP2, Cell, mesh_of, trace
+from matrix import BF16, FSDP2, LAYOUTS, TP2, Cell, final_graphs, layout_of
 from torch.fx import GraphModule
 
 from pool import run_on
-from torchtitan_graph.compiler import Inspection, Pass, run_passes
 from torchtitan_graph.graph.show import readable
 from torchtitan_graph.parallel.recompute import Recompute
 
 
-def program(cell: Cell, then: Pass | None = None) -> list[str]:
+def program(cell: Cell, then: Callable[[GraphModule], object] | None = None) -> list[str]:
     """Give the final graph's lines, each group called by its axis: ranks know it by names of their own."""
-    _, traced, ordered = trace(cell)
-    run_passes(traced.gm, ordered, (), CPU, Inspection())
+    gm = final_graphs(cell)[1].train.gm
     if then is not None:
-        then(traced.gm)
-    text, mesh = readable(traced.gm), mesh_of(cell.dims)
+        then(gm)
+    text, mesh = readable(gm), layout_of(cell.dims).mesh
     for axis in mesh.mesh_dim_names or ():
         text = text.replace(repr(mesh.get_group(axis).group_name), axis)
     return text.splitlines()

@@ -22,16 +22,17 @@ from matrix import (
 )
 
 from pool import run_on
-from torchtitan_graph.parallel.mesh import ParallelDims
+from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.recompute import Recompute
+from torchtitan_graph.parallel.storage import Reshard
 
 PRECISIONS = {"fp32": FP32, "bf16": BF16}
 
 VARIANTS = {
     "accumulate-2": {"num_microbatches": 2},
     "tied": {"tied": True},
-    "stay-gathered": {"reshard": False},
-    "reshard-the-root-too": {"reshard_root": True},
+    "stay-gathered": {"reshard": Reshard(blocks=False)},
+    "reshard-the-root-too": {"reshard": Reshard(root=True)},
     "recompute-full": {"recompute": Recompute.from_option("full", "")},
     "recompute-op": {"recompute": Recompute.from_option("selective", "op")},
     "recompute-every-2": {"recompute": Recompute.from_option("selective", "2")},
@@ -39,7 +40,7 @@ VARIANTS = {
 
 
 def differences(cell: Cell) -> list[str]:
-    return bits_that_differ(train(cell, *build_eager(cell)), train(cell, *build_graph(cell)))
+    return bits_that_differ(train(cell, build_eager(cell)), train(cell, build_graph(cell)))
 
 
 def check(cell: Cell) -> None:
@@ -81,7 +82,9 @@ def test_every_variant_of_a_layout(cell):
     check(cell)
 
 
-@pytest.mark.parametrize("name", ["memory_policy", "rematerialize", "bucket_collectives", "overlap_collectives"])
+@pytest.mark.parametrize(
+    "name", ["tag_resharding", "tag_recomputation", "rematerialize", "bucket_collectives", "overlap_collectives"]
+)
 def test_without_a_pass(name):
     """Which passes run changes no bit on two ranks."""
     check(Cell(FSDP2, BF16, recompute=Recompute.from_option("full", ""), disabled=(name,)))
@@ -121,7 +124,7 @@ def test_a_rank_without_a_row():
 
 
 def alive(cell: Cell) -> tuple[list[float], list[float], list[str]]:
-    seen = train(cell, *build_eager(cell))
+    seen = train(cell, build_eager(cell))
     losses, norms = ([seen[f"step {k}: {what}"].item() for k in range(1, NUM_STEPS + 1)] for what in ("loss", "norm"))
     return losses, norms, [name for name, x in seen.items() if "gradient" in name and not x.any()]
 
@@ -135,7 +138,7 @@ def test_what_is_compared_moves():
 
 
 def differences_after(cell: Cell, edit) -> list[str]:
-    return bits_that_differ(train(cell, *build_eager(cell)), train(cell, *build_graph(cell, edit)))
+    return bits_that_differ(train(cell, build_eager(cell)), train(cell, build_graph(cell, edit)))
 
 
 @pytest.mark.parametrize(
@@ -163,7 +166,7 @@ def test_a_wrong_gather_is_seen_in_the_first_loss():
 
 
 def differences_with_data(cell: Cell, data) -> list[str]:
-    return bits_that_differ(train(cell, *build_eager(cell)), train(cell, *build_graph(cell), data))
+    return bits_that_differ(train(cell, build_eager(cell)), train(cell, build_graph(cell), data))
 
 
 @pytest.mark.parametrize("fault", [faults.shift_the_mask, faults.drop_a_microbatch, faults.count_own_targets_only])
@@ -174,8 +177,8 @@ def test_wrong_data_is_seen_in_the_first_loss(fault):
 
 def differences_with_a_bit_flipped(cell: Cell, name: str) -> list[str]:
     eager, graph = build_eager(cell), build_graph(cell)
-    faults.flip_lowest_bit(graph[0].get_parameter(name))
-    return bits_that_differ(train(cell, *eager), train(cell, *graph))
+    faults.flip_lowest_bit(graph.model.get_parameter(name))
+    return bits_that_differ(train(cell, eager), train(cell, graph))
 
 
 def test_one_bit_flipped_in_one_parameter_is_seen():
@@ -184,7 +187,7 @@ def test_one_bit_flipped_in_one_parameter_is_seen():
 
 
 def names_after_one_flip(cell: Cell, name: str) -> list[str]:
-    seen = train(cell, *build_graph(cell))
+    seen = train(cell, build_graph(cell))
     changed = seen | {name: seen[name].clone()}
     faults.flip_lowest_bit(changed[name])
     return bits_that_differ(seen, changed)

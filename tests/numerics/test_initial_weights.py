@@ -6,7 +6,7 @@ from matrix import CPU, FSDP2, FSDP2_TP2, FSDP4, ONE, SEED, TP2, Cell, build_eag
 
 from pool import run_on
 from torchtitan_graph.models.layers.init import initial_weight, initialize
-from torchtitan_graph.parallel.mesh import ParallelDims
+from torchtitan_graph.parallel.layout import ParallelDims
 
 FSDP3 = ParallelDims(dp_shard=3)
 VOCAB = 510  # divides by TP 2, and leaves 255 rows to cut
@@ -14,7 +14,7 @@ VOCAB = 510  # divides by TP 2, and leaves 255 rows to cut
 
 def weights(dims: ParallelDims, seed: int = SEED, build=build_graph) -> dict[str, torch.Tensor]:
     cell = Cell(dims, vocab_size=VOCAB)
-    model, _ = build(cell)
+    model = build(cell).model
     initialize(model, seed)
     return gathered(cell, {name: p.detach() for name, p in model.named_parameters()})
 
@@ -47,7 +47,7 @@ def test_the_eager_model_starts_from_the_same_weights(dims, one_rank):
 
 def drawn_shards(dims: ParallelDims, one_generator: bool = False) -> dict[str, torch.Tensor]:
     """Give this rank's part of every random parameter, or what it would be if every rank drew its part for itself."""
-    model, _ = build_graph(Cell(dims, vocab_size=VOCAB))
+    model = build_graph(Cell(dims, vocab_size=VOCAB)).model
     parts = {name: p.to_local().detach() for name, p in model.named_parameters() if "norm" not in name}
     if one_generator:
         for part in parts.values():

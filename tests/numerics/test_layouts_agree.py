@@ -29,7 +29,7 @@ from matrix import (
 )
 
 from pool import run_on
-from torchtitan_graph.parallel.mesh import ParallelDims
+from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.recompute import Recompute
 
 TOLERANCE = 1e-12
@@ -39,9 +39,9 @@ TOLERANCE = 1e-12
 
 
 def differences_from_plain(cell: Cell, data: Data = microbatches) -> list[str]:
-    plain = train(cell, *build_plain(cell))
+    plain = train(cell, build_plain(cell))
     graph = {
-        name: x.to_local() if hasattr(x, "to_local") else x for name, x in train(cell, *build_graph(cell), data).items()
+        name: x.to_local() if hasattr(x, "to_local") else x for name, x in train(cell, build_graph(cell), data).items()
     }
     return bits_that_differ(plain, graph)
 
@@ -66,15 +66,15 @@ def test_a_mask_off_by_one_is_seen():
 @functools.cache
 def plain(vocab_size: int, tied: bool = False) -> Seen:
     cell = Cell(precision=FP64, vocab_size=vocab_size, tied=tied)
-    return train(cell, *build_plain(cell))
+    return train(cell, build_plain(cell))
 
 
 def whole_graph(cell: Cell, edit=None, data: Data = microbatches) -> Seen:
-    return gathered(cell, train(cell, *build_graph(cell, edit), data))
+    return gathered(cell, train(cell, build_graph(cell, edit), data))
 
 
 def whole_eager(cell: Cell) -> Seen:
-    return gathered(cell, train(cell, *build_eager(cell)))
+    return gathered(cell, train(cell, build_eager(cell)))
 
 
 def check(whole, cell: Cell) -> None:

@@ -1,33 +1,29 @@
 """`verify_passes` accepts every pass in every layout, and names the pass that changes a number."""
 
+from collections.abc import Callable
+
 import faults
 import pytest
 import torch
-from matrix import BF16, CPU, DDP2, FP32, FSDP2, LAYOUTS, ONE, TP2, Cell, mesh_of, microbatches, trace
+from matrix import BF16, CPU, DDP2, FP32, FSDP2, LAYOUTS, ONE, TP2, Cell, trace
 from torch.fx import GraphModule
-from torch.utils import _pytree as pytree
 
 from pool import run_on
-from torchtitan_graph.compiler import Inspection, Pass, run_passes
-from torchtitan_graph.data.batch import IGNORE_INDEX
-from torchtitan_graph.parallel.mesh import data_parallel_rank
+from torchtitan_graph.compiler import Inspection, Pass, passes, run_passes
 from torchtitan_graph.parallel.recompute import Recompute
+from torchtitan_graph.parallel.storage import Reshard
 
 PRECISIONS = {"fp32": FP32, "bf16": BF16}
 
 
-def outcome(cell: Cell, broken: Pass | None = None) -> str:
+def outcome(cell: Cell, broken: Callable[[GraphModule], GraphModule] | None = None) -> str:
     """Verify the passes, or the layout passes and a broken one after them; give what the error says, or nothing."""
-    model, traced, ordered = trace(cell)
+    traced = trace(cell)
+    ordered = passes(traced.plan)
     if broken is not None:
-        ordered = [*ordered[:3], broken]
-    dp_rank = data_parallel_rank(mesh_of(cell.dims))
-    (batch, *_), num_tokens = microbatches(cell, dp_rank, 1)
-    if dp_rank > 0:
-        batch = batch._replace(labels_BL=torch.full_like(batch.labels_BL, IGNORE_INDEX))
-    inputs = pytree.tree_leaves((batch, model.masks(batch.documents_BL, batch.positions_BL), num_tokens))
+        ordered = [*ordered[:3], Pass(broken.__name__, broken)]
     try:
-        run_passes(traced.gm, ordered, (), CPU, Inspection(verify_on=inputs))
+        run_passes(traced.train.gm, ordered, (), CPU, Inspection(verify_on=traced.inputs))
     except RuntimeError as error:
         return str(error)
     return ""
@@ -54,7 +50,7 @@ def test_every_pass_keeps_its_promise(cell):
     [
         Cell(FSDP2, BF16, tied=True),
         Cell(FSDP2, FP32, recompute=Recompute(every=1)),
-        Cell(FSDP2, FP32, recompute=Recompute(by_op=True), reshard=False),
+        Cell(FSDP2, FP32, recompute=Recompute(by_op=True), reshard=Reshard(blocks=False)),
         Cell(TP2, BF16, tied=True),
         Cell(ONE, FP32, attn="flex"),
     ],
@@ -66,9 +62,9 @@ def test_every_pass_keeps_its_promise_in_variants(cell):
 
 def compiled_outcome(factor: float) -> str:
     """Verify a region that gives all its results times a factor."""
-    model, traced, ordered = trace(Cell(ONE, FP32))
+    traced = trace(Cell(ONE, FP32))
 
-    def compile_regions(gm: GraphModule) -> GraphModule:
+    def scale(gm: GraphModule) -> GraphModule:
         for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.silu.default):
             with gm.graph.inserting_after(node):
                 scaled = gm.graph.call_function(torch.ops.aten.mul.Tensor, (node, factor))
@@ -76,10 +72,9 @@ def compiled_outcome(factor: float) -> str:
         gm.recompile()
         return gm
 
-    (batch, *_), num_tokens = microbatches(Cell(ONE, FP32), 0, 1)
-    inputs = pytree.tree_leaves((batch, model.masks(batch.documents_BL, batch.positions_BL), num_tokens))
+    ordered = [*passes(traced.plan), Pass("scale", scale, exact=False)]
     try:
-        run_passes(traced.gm, [*ordered[:-1], compile_regions], (), CPU, Inspection(verify_on=inputs))
+        run_passes(traced.train.gm, ordered, (), CPU, Inspection(verify_on=traced.inputs))
     except RuntimeError as error:
         return str(error)
     return ""
@@ -88,7 +83,7 @@ def compiled_outcome(factor: float) -> str:
 def test_a_pass_that_promises_less_may_round_but_not_err():
     assert run_on(1, compiled_outcome, 1 + 1e-6) == [""]
     (error,) = run_on(1, compiled_outcome, 1.01)
-    assert error.startswith("pass compile_regions promises the same numbers up to rounding")
+    assert error.startswith("pass scale promises the same numbers up to rounding")
 
 
 BROKEN = [

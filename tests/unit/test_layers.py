@@ -27,7 +27,7 @@ def write_package(folder: Path, **imports: str) -> None:
     for module in ("check", *siblings, "parallel", "graph", "config"):
         (package / module).mkdir(parents=True)
         (package / module / "__init__.py").touch()
-    top, bottom = ("train", "translate", "requeue", "preflight"), ("log", "device", "ops", "stop")
+    top, bottom = ("train", "translate", "requeue", "preflight"), ("errors", "log", "device", "ops", "stop")
     for module in ("__init__", *top, "trainer", "steps", "compiler", "loss", *bottom):
         (package / f"{module}.py").touch()
     for module in ("cleanup", "shard_params"):
@@ -100,3 +100,26 @@ def test_private_torch_names_stay_with_their_owners() -> None:
 )
 def test_a_private_torch_name_is_found(code: str, found: set[str]) -> None:
     assert private_torch_names(code) == found
+
+
+AXES = {"pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"}
+
+
+def axes_named_in(source: str) -> list[str]:
+    return [n.value for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Constant) and n.value in AXES]
+
+
+def test_axes_of_the_mesh_are_named_in_one_file_and_in_the_plans_of_models() -> None:
+    package = ROOT / "torchtitan_graph"
+    files = [
+        p for p in package.rglob("*.py") if p != package / "parallel/layout.py" and package / "models" not in p.parents
+    ]
+    assert {
+        str(path.relative_to(package)): axes_named_in(path.read_text())
+        for path in files
+        if axes_named_in(path.read_text())
+    } == {}
+
+
+def test_an_axis_named_elsewhere_is_seen() -> None:
+    assert axes_named_in("group = mesh.get_group('dp_shard')  # tp") == ["dp_shard"]

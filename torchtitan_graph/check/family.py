@@ -43,7 +43,7 @@ from torchtitan_graph.models.hf.places import live_tensors, places
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.init import generator_for
 from torchtitan_graph.models.spec import HF_CONTRACT, load_family
-from torchtitan_graph.parallel.mesh import ParallelDims
+from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.parallelize import check_plan
 from torchtitan_graph.parallel.recompute import Recompute
 
@@ -125,7 +125,7 @@ def check_module(name: str, flavor: str, attns: list[str]) -> None:
 
 
 def check_plan_of(cell: Cell) -> None:
-    check_plan(build_model(cell), load_family(cell.family).PLAN, cell.dims.tp)
+    check_plan(build_model(cell), load_family(cell.family).PLAN, cell.dims)
 
 
 def check_keys(cell: Cell) -> None:
@@ -135,7 +135,7 @@ def check_keys(cell: Cell) -> None:
 @torch.no_grad()
 def check_visibility(cell: Cell) -> None:
     """Change one token of every row, and see where the logits change."""
-    model, _ = build_plain(dataclasses.replace(cell, precision=FP64))
+    model = build_plain(dataclasses.replace(cell, precision=FP64)).model
     batch = global_rows(cell.vocab_size, step=1)
     rows_B, places_B = torch.arange(NUM_ROWS), torch.arange(NUM_ROWS) * SEQ_LEN // NUM_ROWS + 2
     changed_BL = batch.tokens_BL.clone()
@@ -174,8 +174,8 @@ def check_plain(cell: Cell) -> None:
 
 
 def _differ_from_plain(cell: Cell) -> list[str]:
-    graph = {name: x.to_local() if hasattr(x, "to_local") else x for name, x in train(cell, *build_graph(cell)).items()}
-    return bits_that_differ(train(cell, *build_plain(cell)), graph)
+    graph = {name: x.to_local() if hasattr(x, "to_local") else x for name, x in train(cell, build_graph(cell)).items()}
+    return bits_that_differ(train(cell, build_plain(cell)), graph)
 
 
 def check_eager(cell: Cell) -> None:
@@ -184,7 +184,7 @@ def check_eager(cell: Cell) -> None:
 
 
 def _differ_from_eager(cell: Cell) -> list[str]:
-    return bits_that_differ(train(cell, *build_eager(cell)), train(cell, *build_graph(cell)))
+    return bits_that_differ(train(cell, build_eager(cell)), train(cell, build_graph(cell)))
 
 
 def check_layout(cell: Cell) -> None:
@@ -195,11 +195,11 @@ def check_layout(cell: Cell) -> None:
 
 
 def _plain(cell: Cell) -> Seen:
-    return train(cell, *build_plain(cell))
+    return train(cell, build_plain(cell))
 
 
 def _whole(cell: Cell) -> Seen:
-    return gathered(cell, train(cell, *build_graph(cell)))
+    return gathered(cell, train(cell, build_graph(cell)))
 
 
 def check_recompute(cell: Cell) -> None:
@@ -209,7 +209,7 @@ def check_recompute(cell: Cell) -> None:
 
 def _differ_if_recomputed(cell: Cell) -> list[str]:
     kept = dataclasses.replace(cell, recompute=Recompute())
-    return bits_that_differ(train(kept, *build_graph(kept)), train(cell, *build_graph(cell)))
+    return bits_that_differ(train(kept, build_graph(kept)), train(cell, build_graph(cell)))
 
 
 # --- files ----------------------------------------------------------------------------------------------------------
@@ -223,15 +223,16 @@ def check_checkpoint(cell: Cell) -> None:
 
 
 def _saved_state(cell: Cell, folder: Path) -> Seen:
-    model, step = build_graph(cell)
+    steps = build_graph(cell)
+    model = steps.model
     optimizer, schedule = optimizing(model)
-    train(cell, model, step, using=(optimizer, schedule))
+    train(cell, steps, using=(optimizer, schedule))
     Checkpointer(folder, job.Checkpoint(enable=True), model, optimizer, schedule).save(NUM_STEPS, {})
     return _state(cell, model, optimizer)
 
 
 def _loaded_state(cell: Cell, folder: Path) -> Seen:
-    model, _ = build_graph(cell)
+    model = build_graph(cell).model
     optimizer, schedule = optimizing(model)
     Checkpointer(folder, job.Checkpoint(enable=True), model, optimizer, schedule).load()
     return _state(cell, model, optimizer)

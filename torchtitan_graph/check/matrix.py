@@ -13,36 +13,38 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.fx import GraphModule
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from torchtitan_graph.compiler import Inspection, Pass, passes, run_passes
+from torchtitan_graph.compiler import needed_regions
 from torchtitan_graph.config import job
 from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
-from torchtitan_graph.graph.step import StepOutput, bind_train_step, make_eager_step, trace_train_step
-from torchtitan_graph.graph.trace import TracedResult
-from torchtitan_graph.loss import cross_entropy, loss_context
+from torchtitan_graph.graph.step import StepOutput
+from torchtitan_graph.loss import cross_entropy
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.init import initial_weight, initialize
-from torchtitan_graph.models.layers.moe import AuxiliaryLoss, MoE, move_correction_biases
+from torchtitan_graph.models.layers.moe import AuxiliaryLoss, ExpertTraining, set_up_experts
 from torchtitan_graph.models.spec import load_family, tiny_config
 from torchtitan_graph.optim import build_lr_scheduler, build_optimizer, clip_grad_norm
-from torchtitan_graph.parallel.mesh import ParallelDims, axis_degree, data_parallel_rank
-from torchtitan_graph.parallel.parallelize import parallelize
-from torchtitan_graph.parallel.recompute import Recompute, recompute_eager
-from torchtitan_graph.parallel.storage import (
-    Precision,
-    buckets,
-    cast_parameters,
-    materialize,
-    plan_storage,
-    shard_eager,
+from torchtitan_graph.parallel.layout import DATA_AXES, TP, Layout, ParallelDims
+from torchtitan_graph.parallel.recompute import Recompute
+from torchtitan_graph.parallel.storage import Precision, Reshard, cast_parameters
+from torchtitan_graph.steps import (
+    Graphs,
+    StepOptions,
+    Steps,
+    Traced,
+    bind_graphs,
+    build_graphs,
+    build_steps,
+    trace_steps,
 )
 
 DEVICE = torch.device("cpu")  # where all of it runs; a script for GPUs sets another
@@ -56,8 +58,7 @@ BF16 = Precision(compute=torch.bfloat16)
 FP64 = Precision(torch.float64, torch.float64, torch.float64)
 
 Seen = dict[str, Tensor]
-Step = Callable[..., StepOutput]  # (batch, masks, num_tokens) -> loss and loads; gradients go to `.grad`
-Data = Callable[["Cell", int, int], tuple[list[Batch], Tensor]]  # (cell, dp_rank, step) -> microbatches, num_tokens
+Data = Callable[["Cell", int, int], tuple[list[Batch], Tensor]]  # (cell, data_rank, step) -> microbatches, num_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,8 +77,7 @@ class Cell:
     changes: tuple[tuple[str, object], ...] = ()  # of the family's tiny configuration
     auxiliary: AuxiliaryLoss | None = None
     recompute: Recompute = Recompute()
-    reshard: bool = True
-    reshard_root: bool = False
+    reshard: Reshard = Reshard()
     loss_parallel: bool = True
     disabled: tuple[str, ...] = ()
     vocab_size: int = 0
@@ -88,17 +88,29 @@ class Cell:
 
     @property
     def num_parts(self) -> int:
-        return self.num_microbatches * self.dims.dp
+        return self.num_microbatches * self.dims.data
 
-    @property
-    def sharded_loss(self) -> bool:
-        return self.loss_parallel and self.dims.tp > 1
+    def options(self, mode: str) -> StepOptions:
+        """Give what `build_steps` is told of this cell."""
+        return StepOptions(
+            device=DEVICE,
+            rows=(NUM_ROWS // self.num_parts, SEQ_LEN),
+            mode=mode,
+            num_microbatches=self.num_microbatches,
+            precision=self.precision,
+            recompute=self.recompute,
+            reshard=self.reshard,
+            experts=ExpertTraining(self.auxiliary),
+            loss_parallel=self.loss_parallel,
+            regions=needed_regions(DEVICE),
+            disabled=self.disabled,
+        )
 
 
 @functools.cache
-def mesh_of(dims: ParallelDims) -> DeviceMesh:
+def layout_of(dims: ParallelDims) -> Layout:
     """Make a layout's mesh once per worker."""
-    return dims.mesh(DEVICE.type)
+    return dims.layout(DEVICE.type)
 
 
 # --- data -----------------------------------------------------------------------------------------------------------
@@ -119,13 +131,12 @@ def global_rows(vocab_size: int, step: int) -> Batch:
     return Batch(tokens_BL[:, :-1], labels_BL, places_L - starts_BL.cummax(1).values, documents_BL)
 
 
-def microbatches(cell: Cell, dp_rank: int, step: int) -> tuple[list[Batch], Tensor]:
+def microbatches(cell: Cell, data_rank: int, step: int) -> tuple[list[Batch], Tensor]:
     """Give this rank's part of the step's rows, and the number of targets of all ranks and microbatches."""
     rows = global_rows(cell.vocab_size, step)
-    num_parts = cell.num_microbatches * cell.dims.dp
     rows = Batch(*(x.to(DEVICE) for x in rows))
-    parts = [Batch(*each) for each in zip(*(x.chunk(num_parts) for x in rows), strict=True)]
-    return parts[dp_rank :: cell.dims.dp], (rows.labels_BL != IGNORE_INDEX).sum()
+    parts = [Batch(*each) for each in zip(*(x.chunk(cell.num_parts) for x in rows), strict=True)]
+    return parts[data_rank :: cell.dims.data], (rows.labels_BL != IGNORE_INDEX).sum()
 
 
 # --- the three ways -------------------------------------------------------------------------------------------------
@@ -139,81 +150,61 @@ def build_model(cell: Cell, device: str = "meta") -> Decoder:
         return family.Model(config, cell.attn)
 
 
-def add_auxiliary_loss(model: Decoder, loss: AuxiliaryLoss) -> None:
-    for module in model.modules():
-        if isinstance(module, MoE):
-            module.auxiliary_loss = loss
+def build_eager(cell: Cell) -> Steps:
+    steps = build_steps(build_model(cell), load_family(cell.family), layout_of(cell.dims), cell.options("eager"))
+    initialize(steps.model, SEED)
+    return steps
 
 
-def _laid_out(cell: Cell) -> tuple[Decoder, DeviceMesh]:
-    model, mesh = build_model(cell), mesh_of(cell.dims)
-    if cell.auxiliary is not None:
-        axes = [axis for axis in ("dp_shard", "dp_replicate") if axis_degree(mesh, axis) > 1]
-        groups = tuple(mesh.get_group(axis).group_name for axis in axes)
-        add_auxiliary_loss(model, dataclasses.replace(cell.auxiliary, num_parts=cell.num_parts, groups=groups))
-    parallelize(model, load_family(cell.family).PLAN, mesh, loss_parallel=cell.sharded_loss)
-    return model, mesh
-
-
-def build_eager(cell: Cell) -> tuple[Decoder, Step]:
-    model, mesh = _laid_out(cell)
-    recompute_eager(model, cell.recompute)
-    shard_eager(
-        model,
-        mesh,
-        cell.precision,
-        reshard_after_forward=cell.reshard,
-        reshard_root=cell.reshard_root,
-        device=DEVICE,
-    )
-    initialize(model, SEED)
-    return model, make_eager_step(model, cross_entropy)
-
-
-def build_graph(cell: Cell, edit: Pass | None = None) -> tuple[Decoder, Step]:
+def build_graph(cell: Cell, edit: Callable[[GraphModule], object] | None = None) -> Steps:
     """Build the graph's side; `edit` puts a fault into the finished graph."""
-    model, traced, ordered = trace(cell)
-    storages = plan_storage(model, mesh_of(cell.dims), cell.precision)
-    run_passes(traced.gm, ordered, cell.disabled, DEVICE, Inspection())
+    model, graphs = final_graphs(cell)
     if edit is not None:
-        edit(traced.gm)
-    cast_parameters(model, cell.precision.storage)
-    materialize(model, storages, DEVICE)
+        edit(graphs.train.gm)
+    steps = bind_graphs(graphs, model, layout_of(cell.dims), cell.options("graph"))
     initialize(model, SEED)
-    return model, bind_train_step(traced, model)
+    return steps
 
 
-def trace(cell: Cell) -> tuple[Decoder, TracedResult, list[Pass]]:
-    """Give the model on meta, its traced step and the passes that this cell's layout takes."""
-    model, mesh = _laid_out(cell)
-    cast_parameters(model, cell.precision.compute)
-    storages = plan_storage(model, mesh, cell.precision)
-    (batch, *_), num_tokens = microbatches(cell, data_parallel_rank(mesh), 1)
-    with loss_context(cell.sharded_loss)():
-        masks = model.masks(batch.documents_BL, batch.positions_BL)
-        traced = trace_train_step(model, cross_entropy, batch, masks, num_tokens, device=DEVICE)
-    return model, traced, passes(storages, buckets(model), cell.recompute, cell.reshard, cell.reshard_root)
+def final_graphs(cell: Cell) -> tuple[Decoder, Graphs]:
+    """Give the model on meta, and its final graphs."""
+    model = build_model(cell)
+    return model, build_graphs(model, load_family(cell.family), layout_of(cell.dims), cell.options("graph"))
 
 
-def build_plain(cell: Cell) -> tuple[Decoder, Step]:
+def trace(cell: Cell) -> Traced:
+    """Give the steps before any pass, traced with real numbers, on which passes can be verified."""
+    options = dataclasses.replace(cell.options("graph"), verify=True)
+    return trace_steps(build_model(cell), load_family(cell.family), layout_of(cell.dims), options)
+
+
+class Plain(NamedTuple):
+    """The step of a module as it is called, under autograd. It shares no code with the other two."""
+
+    model: Decoder
+
+    def train(self, batches: list[Batch], num_tokens: Tensor) -> StepOutput:
+        total = torch.zeros((), dtype=next(self.model.parameters()).dtype)
+        counts: dict[str, Tensor] = {}
+        for batch in batches:
+            masks = self.model.masks(batch.documents_BL, batch.positions_BL)
+            logits_BLV, beside = self.model(batch.tokens_BL, batch.positions_BL, masks, side_outputs=True)
+            loss = sum(beside.losses, cross_entropy(logits_BLV, batch.labels_BL, num_tokens))
+            loss.backward()  # type: ignore[union-attr]
+            total += loss.detach()  # type: ignore[union-attr]
+            counts = {name: counts.get(name, 0) + x for name, x in beside.state.items()}
+        return StepOutput(total, counts)
+
+
+def build_plain(cell: Cell) -> Plain:
     model = build_model(cell, DEVICE.type)
     cast_parameters(model, cell.precision.storage)
-    if cell.auxiliary is not None:
-        add_auxiliary_loss(model, dataclasses.replace(cell.auxiliary, num_parts=cell.num_parts))
+    set_up_experts(model, ExpertTraining(cell.auxiliary), cell.num_parts, groups=())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             std = model.initial_std(name)
             parameter.copy_(initial_weight(name, parameter.shape, std, SEED, DEVICE, torch.float32))
-
-    def step(batch: Batch, masks: object, num_tokens: Tensor) -> StepOutput:
-        logits_BLV, routings = model(batch.tokens_BL, batch.positions_BL, masks, with_routing=True)
-        loss = cross_entropy(logits_BLV, batch.labels_BL, num_tokens)
-        for routing in routings.values():
-            loss = loss if routing.loss is None else loss + routing.loss
-        loss.backward()
-        return StepOutput(loss.detach(), {name: routing.load_E for name, routing in routings.items()})
-
-    return model, step
+    return Plain(model)
 
 
 # --- training and comparing -----------------------------------------------------------------------------------------
@@ -228,37 +219,25 @@ def optimizing(model: Decoder) -> tuple[Optimizer, LRScheduler]:
 
 def train(
     cell: Cell,
-    model: Decoder,
-    step: Step,
+    steps: Steps | Plain,
     data: Data = microbatches,
     using: tuple[Optimizer, LRScheduler] | None = None,
 ) -> Seen:
     """Take five optimizer steps as the trainer does, and give what was seen on this rank."""
+    model = steps.model
     optimizer, schedule = using or optimizing(model)
-    dp_rank = data_parallel_rank(mesh_of(cell.dims)) if dist.is_initialized() else 0
+    data_rank = layout_of(cell.dims).data_rank if dist.is_initialized() else 0
     seen: Seen = {}
     for k in range(1, NUM_STEPS + 1):
-        batches, num_tokens = data(cell, dp_rank, k)
-        loss = torch.zeros((), dtype=cell.precision.storage, device=DEVICE)
-        loads: dict[str, Tensor] = {}
-        for batch in batches:
-            with loss_context(cell.sharded_loss)():
-                output = step(batch, model.masks(batch.documents_BL, batch.positions_BL), num_tokens)
-            loss += output.loss
-            loads = {name: loads.get(name, 0) + load_E for name, load_E in output.loads.items()}
-        for name, load_E in loads.items():
-            if dist.is_initialized():
-                for axis in ("dp_shard", "dp_replicate"):
-                    if axis_degree(mesh_of(cell.dims), axis) > 1:
-                        dist.all_reduce(load_E, group=mesh_of(cell.dims).get_group(axis))
-            seen[f"step {k}: load of {name}"] = load_E
+        loss, state = steps.train(*data(cell, data_rank, k))
+        seen |= {f"step {k}: {name}": x for name, x in state.items()}
         seen[f"step {k}: loss"] = loss
         seen |= {f"step {k}: gradient of {n}": _copied(p.grad) for n, p in model.named_parameters()}
         seen[f"step {k}: norm"] = clip_grad_norm(model.parameters(), MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        move_correction_biases(model, loads, 1e-3)
+        model.after_step(state)
     seen |= {f"buffer {n}": b.clone() for n, b in model.named_buffers()}
     return seen | {f"parameter {n}": _copied(p) for n, p in model.named_parameters()}
 
@@ -299,14 +278,16 @@ def gathered(cell: Cell, seen: Seen) -> Seen:
 def _gathered(cell: Cell, name: str, x: Tensor) -> Tensor:
     if not isinstance(x, DTensor):
         if name.endswith("loss"):
-            dist.all_reduce(x := x / cell.dims.tp)
+            losses = [torch.zeros_like(x) for _ in range(cell.dims.num_ranks)]
+            dist.all_gather(losses, x)
+            x = x.new_tensor(layout_of(cell.dims).total_loss([each.item() for each in losses]))
         return x
     mesh, part = x.device_mesh, x.to_local()
     axes = mesh.mesh_dim_names or ()
     # Tensor parallelism cut first, storage what that left: put together in the opposite order. The parts need not be
     # equal, and torch's own bookkeeping is not relied on.
-    for axis in sorted(axes, key=["dp_shard", "dp_replicate", "tp"].index):
-        parts: list[Tensor] = [part] * axis_degree(mesh, axis)
+    for axis in sorted(axes, key=[*DATA_AXES, TP].index):
+        parts: list[Tensor] = [part] * mesh.size(axes.index(axis))
         dist.all_gather_object(parts, part, group=mesh.get_group(axis))
         placement = x.placements[axes.index(axis)]
         if placement.is_replicate():

@@ -9,14 +9,13 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 import torch
 from torch.fx import GraphModule, Node
 
 import torchtitan_graph.ops  # noqa: F401 (registers the grouped operators)
-from torchtitan_graph.graph import meta
+from torchtitan_graph.graph.blocks import block_of
 from torchtitan_graph.graph.edit import value
 
 aten = torch.ops.aten
@@ -41,9 +40,6 @@ _BACKWARD = (
 GROUPED_MM = torch.ops.torchtitan_graph.grouped_mm.default
 
 
-_BLOCK = re.compile(r"layers\.\d+")
-
-
 @dataclasses.dataclass(frozen=True)
 class Flops:
     """Operations of one microbatch on one device: `matmul`, and `attention`, by block, as if every position saw every
@@ -57,7 +53,7 @@ class Flops:
         return self.matmul + sum(count * visible[block] for block, count in self.attention.items())
 
 
-def count_flops(gm: GraphModule) -> Flops:
+def count_flops(gm: GraphModule, blocks: Container[str]) -> Flops:
     """Count the operations of a graph that no pass has changed; attention outside any block is counted under "".
 
     What attention pads (a sink's column, values as wide as keys) counts as it is computed.
@@ -73,17 +69,12 @@ def count_flops(gm: GraphModule) -> Flops:
         elif node.target is torch.ops.torchtitan_graph.grouped_outer.default:
             matmul += 2 * _shape(node, 0).numel() * _shape(node, 1)[-1]
         elif node.target in ATTENTION:
-            attention[_block(node)] += 2 * _product(_shape(node, 0), _shape(node, 1))
+            attention[block_of(node, blocks) or ""] += 2 * _product(_shape(node, 0), _shape(node, 1))
         elif node.target in _BACKWARD:
             # The gradient of the output comes first, then query, key and value; flex has query, key, value first.
             q, k = (0, 1) if node.target is _BACKWARD[-1] else (1, 2)
-            attention[_block(node)] += 4 * _product(_shape(node, q), _shape(node, k))
+            attention[block_of(node, blocks) or ""] += 4 * _product(_shape(node, q), _shape(node, k))
     return Flops(matmul, attention)
-
-
-def _block(node: Node) -> str:
-    found = _BLOCK.match(meta.module(node))
-    return found[0] if found else ""
 
 
 def _product(q_BNLH: torch.Size, k_BNLH: torch.Size) -> int:

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan_graph.graph.signature import signature_of
 from torchtitan_graph.graph.torch_private import annotated, free_gradient_dtype
-from torchtitan_graph.graph.trace import TracedResult, minimal_fx_tracer, run_traced
+from torchtitan_graph.graph.trace import Capture, TracedResult, make_fx_capture, run_traced
 
 
 class Inputs(Protocol):
@@ -26,30 +27,37 @@ class Inputs(Protocol):
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # (logits_BLV, labels_BL, num_tokens) -> scalar
 
 
-class StepOutput(NamedTuple):
-    """What a training step gives beside the gradients.
+class SideOutputs(NamedTuple):
+    """What a model's forward pass gives beside the logits when it is called with `side_outputs=True`.
 
-    loss   of this rank's microbatch
-    loads  by block, how many slots went to each of its experts: state that a step changes leaves it as a value
+    losses  scalars that are added to the training loss
+    state   what a step changes, by name: it leaves the step as a value, and `model.after_step` takes it back. Each is
+            a count that adds up over microbatches and over ranks that see different data
     """
 
+    losses: list[Tensor]
+    state: dict[str, Tensor]
+
+
+class StepOutput(NamedTuple):
+    """What a training step gives beside the gradients: this rank's loss, and `SideOutputs.state`."""
+
     loss: Tensor
-    loads: dict[str, Tensor]
+    state: dict[str, Tensor]
 
 
 def _forward(model: nn.Module, loss: Loss, batch: Inputs, masks: Any, num_tokens: Tensor) -> StepOutput:
-    logits_BLV, routings = model(batch.tokens_BL, batch.positions_BL, masks, with_routing=True)
+    logits_BLV, beside = model(batch.tokens_BL, batch.positions_BL, masks, side_outputs=True)
     value = loss(logits_BLV, batch.labels_BL, num_tokens)
-    for routing in routings.values():
-        if routing.loss is not None:
-            value = value + routing.loss
-    return StepOutput(value, {name: routing.load_E for name, routing in routings.items()})
+    for each in beside.losses:
+        value = value + each
+    return StepOutput(value, beside.state)
 
 
 def make_train_step(
     model: nn.Module, loss: Loss
 ) -> Callable[[Inputs, Any, Tensor], tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]]:
-    """Give `step(batch, masks, num_tokens) -> (loss, gradients by name in parameter order, loads)`, to be traced.
+    """Give `step(batch, masks, num_tokens) -> (loss, gradients by name in parameter order, state)`, to be traced.
 
     The loss function is in the step's closure: a constant of the trace. Another loss is another trace.
     """
@@ -57,11 +65,11 @@ def make_train_step(
     def train_step(batch: Inputs, masks: Any, num_tokens: Tensor) -> Any:
         parameters = dict(model.named_parameters())
         free_gradient_dtype(parameters.values())
-        value, loads = _forward(model, loss, batch, masks, num_tokens)
+        value, state = _forward(model, loss, batch, masks, num_tokens)
         gradients = torch.autograd.grad(value, list(parameters.values()))
         with annotated(phase="backward"):
             laid_out = [_as_parameter(g, p) for g, p in zip(gradients, parameters.values(), strict=True)]
-        return value, dict(zip(parameters, laid_out, strict=True)), loads
+        return value, dict(zip(parameters, laid_out, strict=True)), state
 
     return train_step
 
@@ -81,15 +89,15 @@ def trace_train_step(
     num_tokens: Tensor,
     *,
     device: Any,
-    stack_traces: bool = False,
+    capture: Capture = make_fx_capture,
 ) -> TracedResult:
-    """Trace the step of a model on meta as if it lay on `device`; its outputs are named: the loss, gradients and loads
+    """Trace the step of a model on meta as if it lay on `device`; its outputs are named: the loss, gradients and state
     by name."""
-    tracer = minimal_fx_tracer(make_train_step(model, loss), module=model, device=device, stack_traces=stack_traces)
-    traced = tracer(batch, masks, num_tokens)
+    traced = capture(make_train_step(model, loss), model, (batch, masks, num_tokens), device=device)
     signature = signature_of(traced.gm)
     kinds = [("loss", "loss")] + [("grad", name) for name, _ in model.named_parameters()]
-    kinds += [("state", f"{slot.name} load") for slot in signature.outputs[len(kinds) :]]
+    _, _, state = pytree.tree_unflatten(range(len(signature.outputs)), traced.out_spec)
+    kinds += [("state", name) for name in state]
     outputs = tuple(
         dataclasses.replace(slot, kind=kind, name=name)
         for slot, (kind, name) in zip(signature.outputs, kinds, strict=True)
@@ -99,10 +107,17 @@ def trace_train_step(
 
 
 def trace_eval_step(
-    model: nn.Module, loss: Loss, batch: Any, masks: Any, num_tokens: Tensor, *, device: Any
+    model: nn.Module,
+    loss: Loss,
+    batch: Any,
+    masks: Any,
+    num_tokens: Tensor,
+    *,
+    device: Any,
+    capture: Capture = make_fx_capture,
 ) -> TracedResult:
     """Trace the loss alone: no backward."""
-    traced = minimal_fx_tracer(make_eval_step(model, loss), module=model, device=device)(batch, masks, num_tokens)
+    traced = capture(make_eval_step(model, loss), model, (batch, masks, num_tokens), device=device)
     signature = signature_of(traced.gm)
     (slot,) = signature.outputs
     outputs = (dataclasses.replace(slot, kind="loss", name="loss"),)
@@ -127,14 +142,14 @@ def bind_train_step(traced: TracedResult, model: nn.Module) -> Callable[[Inputs,
 
     @torch.no_grad()
     def step(batch: Inputs, masks: Any, num_tokens: Tensor) -> StepOutput:
-        value, gradients, loads = run(batch, masks, num_tokens)
+        value, gradients, state = run(batch, masks, num_tokens)
         for name, gradient in gradients.items():
             parameter = parameters[name]
             if parameter.grad is None:
                 parameter.grad = gradient
             else:
                 parameter.grad += gradient
-        return StepOutput(value, loads)
+        return StepOutput(value, state)
 
     return step
 
@@ -143,8 +158,8 @@ def make_eager_step(model: nn.Module, loss: Loss) -> Callable[[Inputs, Any, Tens
     """Give the same step without a graph: forward, loss and `backward` on a model under FSDP2. The reference."""
 
     def step(batch: Inputs, masks: Any, num_tokens: Tensor) -> StepOutput:
-        value, loads = _forward(model, loss, batch, masks, num_tokens)
+        value, state = _forward(model, loss, batch, masks, num_tokens)
         value.backward()
-        return StepOutput(value.detach(), loads)
+        return StepOutput(value.detach(), state)
 
     return step

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.utils._pytree as pytree
@@ -74,6 +74,26 @@ class TracedResult:
     out_spec: pytree.TreeSpec
     out_constants: dict[int, Any]
     options: dict[str, Any]
+
+
+class Capture(Protocol):
+    """A way to turn a function into a graph: of `fn(*arguments)`, which closes over `module`."""
+
+    def __call__(
+        self, fn: Callable[..., Any], module: torch.nn.Module, arguments: tuple[Any, ...], *, device: Any
+    ) -> TracedResult: ...
+
+
+def make_fx_capture(
+    fn: Callable[..., Any],
+    module: torch.nn.Module,
+    arguments: tuple[Any, ...],
+    *,
+    device: Any,
+    stack_traces: bool = False,
+) -> TracedResult:
+    """Run the function on fake tensors and record every operator: `minimal_fx_tracer` in the form of a `Capture`."""
+    return minimal_fx_tracer(fn, module, device=device, stack_traces=stack_traces)(*arguments)
 
 
 def minimal_fx_tracer(

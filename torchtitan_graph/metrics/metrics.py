@@ -51,6 +51,9 @@ class Dashboard(Protocol):
     def close(self) -> None: ...
 
 
+_LOAD = ".moe.load"  # ends the names of experts' loads in a step's state
+
+
 class Metrics:
     """Log step 1, every `metrics.log_freq`-th step, the last one, and each validation.
 
@@ -147,7 +150,7 @@ class Metrics:
         lr: float,
         tokens_seen: int,
         data_loading_s: float,
-        expert_loads: Mapping[str, torch.Tensor] | None = None,
+        state: Mapping[str, torch.Tensor] | None = None,
         own_data_s: float = 0.0,
         tokens_by_source: dict[str, int] | None = None,
     ) -> None:
@@ -155,8 +158,9 @@ class Metrics:
 
         Loss and gradient norm are numbers, so the device is through with them when the clock stops. `tokens_seen`
         counts all ranks' tokens from the run's beginning. `data_loading_s` is the part of the step spent waiting for
-        data, `own_data_s` that for this rank's own. `expert_loads` are the slots that went to each expert, by layer;
-        `tokens_by_source` counts all ranks' tokens of each corpus of a mixture.
+        data, `own_data_s` that for this rank's own. `state` is what the step changed, by name: of a mixture of experts
+        `layers.1.moe.load`, the slots that went to each. `tokens_by_source` counts all ranks' tokens of each corpus of
+        a mixture.
         """
         self._num_steps += 1
         self._flops += self.flops_per_step or 0.0
@@ -164,7 +168,8 @@ class Metrics:
         self._step_time_s += step_s
         self._data_loading_s += data_loading_s
         self._pending = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens_seen": tokens_seen}
-        self._pending_loads, self._pending_ranks = expert_loads or {}, {}
+        self._pending_loads = {name.removesuffix(_LOAD): x for name, x in (state or {}).items() if name.endswith(_LOAD)}
+        self._pending_ranks = {}
         self._tokens_by_source = tokens_by_source
         if self._work is not None:
             work_s = self._work.seconds()

@@ -2,21 +2,22 @@
 
 import math
 import re
-from collections.abc import Mapping
 
 import torch
 from torch import nn
 
 from torchtitan_graph.parallel.parallelize import parameter_roles
+from torchtitan_graph.parallel.plan import Plan
 
 
-def model_table(model: nn.Module, plan: Mapping[str, str], dtype: torch.dtype) -> str:
+def model_table(model: nn.Module, plan: Plan, dtype: torch.dtype) -> str:
     """Give a Markdown table of a model's parameters before they are laid out; rows alike but for their numbers in the
     name, as those of layers are, make one row."""
     roles = parameter_roles(model, plan)
     rows: dict[tuple[str, tuple[int, ...], str], list[str]] = {}
     for name, parameter in model.named_parameters():
-        alike = re.sub(r"\.\d+\.", ".*.", name), tuple(parameter.shape), roles.get(name, "")
+        role = ", ".join(f"{axis}: {role}" for axis, role in roles.get(name, {}).items())
+        alike = re.sub(r"\.\d+\.", ".*.", name), tuple(parameter.shape), role
         rows.setdefault(alike, []).append(name)
     lines = ["| module | parameter | shape | number | elements | role | dtype |", "|---|---|---|---|---|---|---|"]
     for (pattern, shape, role), names in rows.items():

@@ -13,18 +13,25 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import parallelize_module
 
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.parallel.mesh import axis_degree
-from torchtitan_graph.parallel.plan import MODULE_ROLES, PARAMETER_ROLES, SEQUENCE_DIM, SPLIT_DIM, table_style
+from torchtitan_graph.parallel.layout import TP, Layout, ParallelDims
+from torchtitan_graph.parallel.plan import MODULE_ROLES, PARAMETER_ROLES, SEQUENCE_DIM, SPLIT_DIM, Plan, table_style
 
 
-def parallelize(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh, *, loss_parallel: bool) -> None:
-    """Apply the plan to the model in place; without a `tp` axis there is nothing to do.
+def parallelize(model: nn.Module, plan: Plan, layout: Layout, *, loss_parallel: bool) -> None:
+    """Apply the plan to the model in place; on one rank of every axis that it names there is nothing to do.
 
     The model is on the meta device: nothing is allocated or sent. Tied parameters stay tied. `check_plan` has passed.
     """
-    if axis_degree(mesh, "tp") == 1:
-        return
-    tied, tp = _tied_names(model), mesh["tp"]
+    if layout.degree(TP) > 1:
+        _apply_tensor_parallel(model, _roles_on(TP, plan), layout.submesh(TP), loss_parallel)
+
+
+def _roles_on(axis: str, plan: Plan) -> dict[str, str]:
+    return {pattern: roles[axis] for pattern, roles in plan.items() if axis in roles}
+
+
+def _apply_tensor_parallel(model: nn.Module, plan: Mapping[str, str], tp: DeviceMesh, loss_parallel: bool) -> None:
+    tied = _tied_names(model)
     modules = dict(model.named_modules())
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     shared: dict[nn.Module, set[str]] = {}  # a module -> its parameters of role `share`; every owner has an entry
@@ -99,21 +106,37 @@ def _matches(pattern: str, name: str) -> bool:
     return len(parts) == len(wanted) and all(w in ("*", p) for p, w in zip(parts, wanted, strict=True))
 
 
-def parameter_roles(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """Give the role of each parameter that the plan names, itself or (embedding, vocabulary) by its module."""
-    names = [name for name, _ in model.named_parameters()]
-    patterns = {f"{p}.weight" if role in MODULE_ROLES else p: role for p, role in plan.items() if role != "partial"}
-    return {name: role for pattern, role in patterns.items() for name in names if _matches(pattern, name)}
+def parameter_roles(model: nn.Module, plan: Plan) -> dict[str, dict[str, str]]:
+    """Give, by parameter, the role on each axis that the plan names, of it or (embedding, vocabulary) of its module."""
+    found: dict[str, dict[str, str]] = {}
+    for pattern, roles in plan.items():
+        for axis, role in roles.items():
+            if role != "partial":
+                wanted = f"{pattern}.weight" if role in MODULE_ROLES else pattern
+                for name in (name for name, _ in model.named_parameters() if _matches(wanted, name)):
+                    found.setdefault(name, {})[axis] = role
+    return found
 
 
-def check_plan(model: nn.Module, plan: Mapping[str, str], degree: int) -> None:
-    """Check, before any mesh exists, that the plan fits the model and that the degree divides what it splits.
+def check_plan(model: nn.Module, plan: Plan, dims: ParallelDims) -> None:
+    """Check, before any mesh exists, that the plan fits the model and that the degrees divide what they split.
 
     A pattern may match nothing: a plan covers every flavour of a family.
 
     Raises:
-        UserError: a role that there is not, a parameter without a role, or a size that does not divide.
+        UserError: an axis or a role that there is not, a parameter without a role, or a size that does not divide.
     """
+    for pattern, roles in plan.items():
+        axes = list(roles) if isinstance(roles, Mapping) else []
+        if axes != [TP]:
+            raise UserError(
+                f"the plan gives {pattern!r} {roles!r}: what is legal is a role by axis, {{{TP!r}: 'shard 0'}}, on the "
+                f"axes {TP}"
+            )
+    _check_tensor_parallel(model, _roles_on(TP, plan), dims.tp)
+
+
+def _check_tensor_parallel(model: nn.Module, plan: Mapping[str, str], degree: int) -> None:
     modules = dict(model.named_modules())
     parameters = dict(model.named_parameters(remove_duplicate=False))
     covered = set()

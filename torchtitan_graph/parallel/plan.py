@@ -1,4 +1,8 @@
-"""The compute layout: a family declares it as data, a pattern of module or parameter names -> role.
+"""The compute layout: a family declares it as data, a pattern of module or parameter names -> its role on each axis.
+
+    "layers.*.attention.wq.weight": {"tp": "shard 0"}
+
+An axis that is not named changes nothing of what a rank computes there.
 
 | role of a module | under tensor parallelism |
 |---|---|
@@ -19,8 +23,12 @@ the sequence again. So a layer's code says nothing about parallelism: its weight
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+
+Plan = Mapping[str, Mapping[str, str]]  # pattern -> axis -> role
 
 SEQUENCE_DIM = 1
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from torchtitan_graph.graph.blocks import number_of
 from torchtitan_graph.graph.flops import ATTENTION, GROUPED_MM
 
 aten = torch.ops.aten
@@ -54,10 +56,10 @@ class KeptOps:
         return op in SAVED_OPS
 
 
-def recompute_eager(model: nn.Module, recompute: Recompute) -> None:
+def recompute_eager(blocks: Mapping[str, nn.Module], recompute: Recompute) -> None:
     """Checkpoint the blocks of an eager model in place, their names unchanged."""
-    for index, block in enumerate(model.layers):  # type: ignore[arg-type]
-        if recompute.whole_block(index):
+    for name, block in blocks.items():
+        if recompute.whole_block(number_of(name)):
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
         elif recompute.by_op:
             block.forward = functools.partial(

@@ -1,27 +1,29 @@
 """The storage layout: what each rank keeps of a parameter at rest, exactly as FSDP2 keeps it.
 
-A parameter is a DTensor over the data-parallel axes (and tensor parallel's, where it is on). `dp_shard` splits dim 0
-of what tensor parallelism left to the rank into parts of equal size, the last ones shorter or empty. The local tensor
-lies in a buffer padded to that size: collectives and graphs take the padded one, so that every rank runs the same
-graph; everything else sees the unpadded one.
+A parameter is a DTensor over the axes that shard and replicate it (and tensor parallel's, where it is on). The first
+splits one dim of what tensor parallelism left to the rank into parts of equal size, the last ones shorter or empty. The
+local tensor lies in a buffer padded to that size: collectives and graphs take the padded one, so that every rank runs
+the same graph; everything else sees the unpadded one.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.graph.blocks import block_of
 from torchtitan_graph.graph.torch_private import DTensorSpec, StridedShard, dtensor_spec, make_dtensor
 from torchtitan_graph.parallel.chunk import chunk_of
-from torchtitan_graph.parallel.mesh import axis_degree, data_parallel_mesh
+from torchtitan_graph.parallel.layout import DATA_AXES, DP_REPLICATE, DP_SHARD, TP, Layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,36 +39,52 @@ class Precision:
 class Storage:
     """How one parameter lies at rest; also the layout of its slot, and its gradient's, in a graph's signature.
 
+    mesh           with all of the axes that the parameter lies on
+    shard_axis     the ranks along it hold a part each
+    replicate_axis the ranks along it hold the same; the mesh may lack it
     compute_shape  what a rank multiplies: the whole parameter, or tensor parallelism's part of it
+    dim            what `shard_axis` cuts; another than 0 is cut evenly, as FSDP2 asks
     """
 
     mesh: DeviceMesh
+    shard_axis: str
+    replicate_axis: str
     placements: tuple[Placement, ...]
     shape: torch.Size
     compute_shape: torch.Size
     precision: Precision
+    dim: int = 0
     num_tensors = 1
 
     @property
     def shard_degree(self) -> int:
-        return axis_degree(self.mesh, "dp_shard")
+        return _degree(self.mesh, self.shard_axis)
 
     @property
     def replicate_degree(self) -> int:
-        return axis_degree(self.mesh, "dp_replicate")
+        return _degree(self.mesh, self.replicate_axis)
 
-    def group_name(self, axis: str) -> str:
-        return self.mesh.get_group(axis).group_name
+    @property
+    def shard_group(self) -> dist.ProcessGroup:
+        return self.mesh.get_group(self.shard_axis)
+
+    @property
+    def replicate_group(self) -> dist.ProcessGroup:
+        return self.mesh.get_group(self.replicate_axis)
 
     @functools.cached_property
     def padded_shape(self) -> torch.Size:
-        rows, *rest = self.compute_shape
-        return torch.Size((-(-rows // self.shard_degree), *rest))
+        """This rank's part with its padding; the same on all ranks."""
+        sizes = list(self.compute_shape)
+        sizes[self.dim] = -(-sizes[self.dim] // self.shard_degree)
+        return torch.Size(sizes)
 
     @functools.cached_property
-    def num_local_rows(self) -> int:
-        rows, per_rank = self.compute_shape[0], self.padded_shape[0]
-        return max(0, min(per_rank, rows - per_rank * self.mesh.get_local_rank("dp_shard")))
+    def local_range(self) -> tuple[int, int]:
+        """Where this rank's part begins on `dim` of the compute shape, and how long it is without padding."""
+        size, per_rank = self.compute_shape[self.dim], self.padded_shape[self.dim]
+        begin = per_rank * self.mesh.get_local_rank(self.shard_axis)
+        return begin, max(0, min(per_rank, size - begin))
 
     def empty(self, device: torch.device) -> DTensor:
         """Allocate the parameter's part on this rank, its padding zero."""
@@ -88,7 +106,7 @@ class Storage:
 
     def unflatten(self, tensors: list[Tensor]) -> DTensor:
         """Wrap a padded local tensor (a new parameter, or a gradient) as the DTensor it stands for."""
-        local = tensors[0].narrow(0, 0, self.num_local_rows)
+        local = tensors[0].narrow(self.dim, 0, self.local_range[1])
         return make_dtensor(local, self._spec)
 
     @functools.cached_property
@@ -96,12 +114,12 @@ class Storage:
         return dtensor_spec(self.mesh, self.placements, self.shape, self.precision.storage)
 
 
-def plan_storage(model: nn.Module, mesh: DeviceMesh, precision: Precision) -> dict[str, Storage]:
+def plan_storage(model: nn.Module, layout: Layout, precision: Precision) -> dict[str, Storage]:
     """Lay out every parameter of a model (on meta, after `parallelize`) over the data-parallel axes, by name."""
-    return {name: _storage(name, parameter, mesh, precision) for name, parameter in model.named_parameters()}
+    return {name: _storage(name, parameter, layout, precision) for name, parameter in model.named_parameters()}
 
 
-def _storage(name: str, parameter: Tensor, mesh: DeviceMesh, precision: Precision) -> Storage:
+def _storage(name: str, parameter: Tensor, layout: Layout, precision: Precision) -> Storage:
     assert parameter.dim() >= 1, f"{name} is a scalar: give it one dimension, so that it can be sharded"
     shard: Placement = Shard(0)
     tensor_parallel: tuple[Placement, ...] = ()
@@ -110,9 +128,15 @@ def _storage(name: str, parameter: Tensor, mesh: DeviceMesh, precision: Precisio
         tensor_parallel = tuple(parameter.placements)
         compute_shape = parameter.to_local().shape
         if tensor_parallel[0] == Shard(0):
-            shard = StridedShard(0, split_factor=axis_degree(mesh, "tp"))
-    replicate = (Replicate(),) if axis_degree(mesh, "dp_replicate") > 1 else ()
-    return Storage(mesh, (*replicate, shard, *tensor_parallel), parameter.shape, compute_shape, precision)
+            shard = StridedShard(0, split_factor=layout.degree(TP))
+    replicate = (Replicate(),) if layout.degree(DP_REPLICATE) > 1 else ()
+    placements = (*replicate, shard, *tensor_parallel)
+    return Storage(layout.mesh, DP_SHARD, DP_REPLICATE, placements, parameter.shape, compute_shape, precision)
+
+
+def _degree(mesh: DeviceMesh, axis: str) -> int:
+    names = mesh.mesh_dim_names or ()
+    return mesh.size(names.index(axis)) if axis in names else 1
 
 
 def materialize(model: nn.Module, storages: Mapping[str, Storage], device: torch.device) -> None:
@@ -139,33 +163,44 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
         setattr(model.get_submodule(owner), leaf, buffer)
 
 
+@dataclasses.dataclass(frozen=True)
+class Reshard:
+    """Which weights are given up after forward and gathered again for backward: those of blocks, and those outside
+    (embedding, final norm, output), with which backward begins."""
+
+    blocks: bool = True
+    root: bool = False
+
+    @classmethod
+    def from_option(cls, policy: str) -> Reshard:
+        """Read `parallelism.fsdp_reshard_after_forward`; the default leaves the root's gathered, as FSDP2 does."""
+        return cls(blocks=policy != "never", root=policy == "always")
+
+
 def shard_eager(
     model: nn.Module,
-    mesh: DeviceMesh,
+    blocks: Mapping[str, nn.Module],
+    layout: Layout,
     precision: Precision,
-    *,
-    reshard_after_forward: bool,
+    reshard: Reshard,
     device: torch.device,
-    reshard_root: bool = False,
 ) -> None:
     """Apply FSDP2 to each block, then to the root, and allocate: the eager reference in every layout.
 
     Gradients are summed, not averaged: the loss is already divided by the global number of tokens. Inputs keep their
-    dtype, as in a graph, where nothing casts them. The root's weights (embedding, output) stay gathered from forward
-    to backward unless `reshard_root`.
+    dtype, as in a graph, where nothing casts them.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=precision.compute if precision.compute != precision.storage else None,
         reduce_dtype=precision.reduce if precision.reduce != precision.compute else None,
         cast_forward_inputs=False,
     )
-    blocks = list(model.layers)  # type: ignore[arg-type]
-    for module in (*blocks, model):
+    for module in (*blocks.values(), model):
         sharded = fully_shard(
             module,
-            mesh=data_parallel_mesh(mesh),
+            mesh=layout.submesh(*DATA_AXES),
             mp_policy=policy,
-            reshard_after_forward=reshard_root if module is model else reshard_after_forward,
+            reshard_after_forward=reshard.root if module is model else reshard.blocks,
         )
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
@@ -182,16 +217,13 @@ def set_local(parameter: DTensor, full: Tensor) -> None:
     local.copy_(full)
 
 
-def buckets(model: nn.Module) -> list[list[str]]:
+def buckets(model: nn.Module, blocks: Iterable[str]) -> list[list[str]]:
     """Group the parameters as FSDP2 does when each block is sharded, then the root; each group in FSDP2's order.
 
     The order decides a gradient's place in its bucket, and with it, on more than two ranks, the order of summation.
     """
-    taken: set[nn.Parameter] = set()
-    groups = []
-    prefixes = [f"layers.{i}." for i in range(len(model.layers))] + [""]  # type: ignore[arg-type]
-    for prefix in prefixes:
-        group = [n for n, p in model.named_parameters() if n.startswith(prefix) and p not in taken]
-        taken.update(model.get_parameter(n) for n in group)
-        groups.append(group)
-    return groups
+    groups: dict[str, list[str]] = {block: [] for block in blocks}
+    root: list[str] = []
+    for name, _ in model.named_parameters():
+        groups.get(block_of(name, groups) or "", root).append(name)
+    return [*groups.values(), root]

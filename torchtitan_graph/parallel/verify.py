@@ -84,9 +84,8 @@ def _parameter(slot: Slot, val: Any, storages: dict[str, Storage], device: torch
     if not isinstance(slot.layout, Storage):
         return full
     padded = torch.zeros(slot.layout.padded_shape, dtype=dtype, device=device)
-    rows = slot.layout.num_local_rows
-    start = padded.shape[0] * slot.layout.mesh.get_local_rank("dp_shard")
-    padded[:rows] = full[start : start + rows]
+    begin, size = slot.layout.local_range
+    padded.narrow(slot.layout.dim, 0, size).copy_(full.narrow(slot.layout.dim, begin, size))
     return padded.to(val.dtype)  # at rest the dtype is wider: no bit is lost
 
 
@@ -96,10 +95,11 @@ def _full(slot: Slot, value: Tensor, storages: dict[str, Storage]) -> Tensor:
         return value
     if isinstance(slot.layout, Storage):
         parts = [torch.empty_like(value) for _ in range(storage.shard_degree)]
-        dist.all_gather(parts, value.contiguous(), group=storage.mesh.get_group("dp_shard"))
-        return torch.cat(parts)[: storage.compute_shape[0]]
+        dist.all_gather(parts, value.contiguous(), group=storage.shard_group)
+        return torch.cat(parts, storage.dim).narrow(storage.dim, 0, storage.compute_shape[storage.dim])
     full = value.to(storage.precision.reduce)
-    for axis, degree in (("dp_shard", storage.shard_degree), ("dp_replicate", storage.replicate_degree)):
-        if degree > 1:
-            dist.all_reduce(full, group=storage.mesh.get_group(axis))
+    if storage.shard_degree > 1:
+        dist.all_reduce(full, group=storage.shard_group)
+    if storage.replicate_degree > 1:
+        dist.all_reduce(full, group=storage.replicate_group)
     return full.to(storage.precision.storage)

@@ -9,8 +9,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from torchtitan_graph.graph import meta
+from torchtitan_graph.graph.collectives import Reduction, reductions
 from torchtitan_graph.graph.edit import call, erase_dead, value
-from torchtitan_graph.graph.signature import output_nodes, set_outputs
+from torchtitan_graph.graph.signature import set_outputs
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 _REDUCTIONS = (c10d.reduce_scatter_tensor.default, c10d.all_reduce.default)
@@ -30,36 +31,33 @@ def bucket_collectives(gm: GraphModule, buckets: Sequence[Sequence[str]]) -> Gra
     place = {name: i for names in buckets for i, name in enumerate(names)}
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
     gathers: dict[tuple, list[Node]] = {}
-    reductions: dict[tuple, dict[str, list[Node]]] = {}
+    merged: dict[tuple, dict[str, Reduction]] = {}
     for node in gm.graph.nodes:
         if node.target is c10d.all_gather_into_tensor.default and meta.role(node) == meta.GATHER:
             name = meta.param(node) or ""
             gathers.setdefault((bucket_of[name], meta.phase(node), value(node).dtype, node.args[1:]), []).append(node)
-    for name, output in output_nodes(gm, "grad").items():
-        chain = [output]
-        while meta.role(chain[0]) == meta.REDUCE:
-            chain.insert(0, chain[0].args[0])  # type: ignore[arg-type]
-        if any(node.target is c10d.wait_tensor.default for node in chain[1:]):  # chain[0] may wait for another axis
-            sends = [n for n in chain if n.target in _REDUCTIONS]
+    for name, reduction in reductions(gm).items():
+        sends = [node for node in reduction.nodes if node.target in _REDUCTIONS]
+        if sends:
             kinds = tuple((n.target, value(n).dtype, n.args[1:]) for n in sends)
-            key = (bucket_of[name], value(output).dtype, str(kinds))
-            reductions.setdefault(key, {})[name] = chain
+            key = (bucket_of[name], value(reduction.result).dtype, str(kinds))
+            merged.setdefault(key, {})[name] = reduction
     for starts in gathers.values():
         if len(starts) > 1:
             _merge_gathers(
                 gm, sorted(starts, key=lambda n: place[meta.param(n) or ""]), min(starts, key=order.__getitem__)
             )
     outputs: dict[str, Node] = {}
-    for chains in reductions.values():
-        if len(chains) > 1:
-            names = sorted(chains, key=place.__getitem__)
-            last = max((chains[name][0] for name in names), key=order.__getitem__)
-            outputs |= _merge_reductions(gm, {name: chains[name] for name in names}, last)
+    for members in merged.values():
+        if len(members) > 1:
+            names = sorted(members, key=place.__getitem__)
+            last = max((members[name].gradient for name in names), key=order.__getitem__)
+            outputs |= _merge_reductions(gm, {name: members[name] for name in names}, last)
     set_outputs(gm, "grad", outputs)
-    for chains in reductions.values():
-        for name, chain in chains.items():
+    for members in merged.values():
+        for name, reduction in members.items():
             if name in outputs:
-                erase_dead(gm.graph, reversed(chain[1:]))
+                erase_dead(gm.graph, reversed(reduction.nodes))
     gm.recompile()
     return gm
 
@@ -91,10 +89,10 @@ def _merge_gathers(gm: GraphModule, starts: list[Node], first: Node) -> None:
         meta.write(node, role=meta.GATHER, param=meta.param(first), phase=meta.phase(first))
 
 
-def _merge_reductions(gm: GraphModule, chains: dict[str, list[Node]], last: Node) -> dict[str, Node]:
-    """Merge chains gradient -> [cast] -> [pad] -> collectives -> [cast]; give each one's new last node by name."""
-    some = next(iter(chains.values()))
-    collectives = [node for node in some if node.target in _REDUCTIONS]
+def _merge_reductions(gm: GraphModule, members: dict[str, Reduction], last: Node) -> dict[str, Node]:
+    """Merge reductions gradient -> [cast] -> [pad] -> collectives -> [cast]; give each one's new last node by name."""
+    some = next(iter(members.values()))
+    collectives = [node for node in some.nodes if node.target in _REDUCTIONS]
     degree = next((n.args[2] for n in collectives if n.target is c10d.reduce_scatter_tensor.default), 1)
     made: list[Node] = []
 
@@ -102,7 +100,7 @@ def _merge_reductions(gm: GraphModule, chains: dict[str, list[Node]], last: Node
         made.append(call(gm.graph, last, target, made[-1], *args, **kwargs))
 
     ends: dict[str, Node] = {}
-    gradients, dtype = [chain[0] for chain in chains.values()], value(collectives[0]).dtype
+    gradients, dtype = [member.gradient for member in members.values()], value(collectives[0]).dtype
     with gm.graph.inserting_before(last.next):
         if len({value(gradient).dtype for gradient in gradients}) > 1:
             for i, gradient in enumerate(gradients):
@@ -116,9 +114,9 @@ def _merge_reductions(gm: GraphModule, chains: dict[str, list[Node]], last: Node
         for node in collectives:
             then(node.target, *node.args[1:])
             then(c10d.wait_tensor.default)
-        if value(some[-1]).dtype != value(made[-1]).dtype:
-            then(aten._to_copy.default, dtype=value(some[-1]).dtype)
-        shapes = {name: value(chain[-1]).shape for name, chain in chains.items()}
+        if value(some.result).dtype != value(made[-1]).dtype:
+            then(aten._to_copy.default, dtype=value(some.result).dtype)
+        shapes = {name: value(member.result).shape for name, member in members.items()}
         then(aten.split_with_sizes.default, [shape.numel() for shape in shapes.values()])
         parts = made[-1]
         for i, (name, shape) in enumerate(shapes.items()):
@@ -126,5 +124,5 @@ def _merge_reductions(gm: GraphModule, chains: dict[str, list[Node]], last: Node
             ends[name] = call(gm.graph, last, aten.view.default, part, list(shape))
             made += [part, ends[name]]
     for node in made:
-        meta.write(node, role=meta.REDUCE, param=next(iter(chains)), phase="backward")
+        meta.write(node, role=meta.REDUCE, param=next(iter(members)), phase="backward")
     return ends

@@ -8,8 +8,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from torchtitan_graph.graph import meta
+from torchtitan_graph.graph.collectives import reductions
 from torchtitan_graph.graph.edit import call, value
-from torchtitan_graph.graph.signature import input_nodes, output_nodes, set_outputs
+from torchtitan_graph.graph.signature import input_nodes, set_outputs
 from torchtitan_graph.parallel.storage import Storage
 
 aten = torch.ops.aten
@@ -39,20 +40,15 @@ def mixed_precision(gm: GraphModule, storages: Mapping[str, Storage]) -> GraphMo
             for user in users:
                 user.replace_input_with(placeholder, cast)
     outputs = {}
-    for name, reduced in output_nodes(gm, "grad").items():
-        precision = storages[name].precision
-        reduction = []  # from the last collective back to the first
-        gradient = reduced
-        while meta.role(gradient) == meta.REDUCE:
-            reduction.append(gradient)
-            gradient = gradient.all_input_nodes[0]
+    for name, reduction in reductions(gm).items():
+        precision, gradient = storages[name].precision, reduction.gradient
         with gm.graph.inserting_before(gradient.next):
             wide = _cast(gm, gradient, precision.reduce, name)
-        if reduction:
-            reduction[-1].replace_input_with(gradient, wide)
-            for node in reduction:
+        if reduction.nodes:
+            reduction.nodes[0].replace_input_with(gradient, wide)
+            for node in reduction.nodes:
                 node.meta["val"] = value(node).to(precision.reduce)
-        last = reduced if reduction else wide
+        last = reduction.result if reduction.nodes else wide
         with gm.graph.inserting_before(last.next):
             outputs[name] = _cast(gm, last, precision.storage, name)
     set_outputs(gm, "grad", outputs)

@@ -19,26 +19,43 @@ def overlap_collectives(gm: GraphModule) -> GraphModule:
         sa = start(a); sb = start(b); a' = wait(sa); use(a'); b' = wait(sb); use(b')
 
     At most one bucket is gathered ahead: memory stays at two blocks' weights. The first gather of backward is not
-    started in forward, where it would lie through the loss, the step's peak.
+    started in forward, where it would lie through the loss, the step's peak. What is reduced in two stages (over
+    shards, then over their copies) starts its second stage when the next bucket starts its first. Other waits stand
+    right before their first use.
     """
     gathers: list[Node] = []
-    reductions: list[Node] = []
+    reductions: list[list[Node]] = []  # the waits of each reduction, stage by stage
+    others: list[Node] = []
     for node in gm.graph.nodes:
-        if node.target is c10d.wait_tensor.default:
-            {meta.GATHER: gathers, meta.REDUCE: reductions}.get(meta.role(node) or "", []).append(node)
-    for before, wait in itertools.pairwise(gathers):
-        if meta.phase(before) != meta.phase(wait):
+        if node.target is not c10d.wait_tensor.default:
             continue
-        for node in _made_from_placeholders(wait.args[0]):  # type: ignore[arg-type]
-            before.prepend(node)
+        if meta.role(node) == meta.GATHER:
+            gathers.append(node)
+        elif meta.role(node) != meta.REDUCE:
+            others.append(node)
+        elif reductions and _start(node).args[0] is reductions[-1][-1]:
+            reductions[-1].append(node)
+        else:
+            reductions.append([node])
+    for before, wait in itertools.pairwise(gathers):
+        if meta.phase(before) == meta.phase(wait):
+            for node in _made_from_placeholders(_start(wait)):
+                before.prepend(node)
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
-    for wait, after in itertools.pairwise(reductions):
-        start = after.args[0]
-        if wait is not start.args[0]:  # type: ignore[union-attr]
-            for node in _results(wait, order, limit=order[start]):  # type: ignore[index]
-                start.prepend(node)  # type: ignore[union-attr]
+    for wait in others:
+        min(wait.users, key=order.__getitem__).prepend(wait)
+    starts = [_start(stages[0]) for stages in reductions]
+    for number, stages in enumerate(reductions):
+        for later, wait in enumerate(stages, start=number + 1):
+            place = starts[later] if later < len(starts) else gm.graph.output_node()
+            for node in _results(wait, order, limit=order[place]):
+                place.prepend(node)
     gm.recompile()
     return gm
+
+
+def _start(wait: Node) -> Node:
+    return wait.args[0]  # type: ignore[return-value]
 
 
 def _made_from_placeholders(node: Node) -> list[Node]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 
 import torch
@@ -15,14 +16,17 @@ from torchtitan_graph.parallel.storage import Storage
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
 
+_SUM = (c10d.all_reduce.default, c10d.reduce_scatter_tensor.default, c10d.wait_tensor.default)
+
+
 def shard_params(gm: GraphModule, storages: Mapping[str, Storage]) -> GraphModule:
     """Gather each parameter from its shards, reduce each gradient to its shard. A layout pass.
 
         w (4096, 512) -> use            ... -> dw (4096, 512)
         w (512, 512) -> all_gather -> use   ... -> dw (4096, 512) -> reduce_scatter (512, 512) [-> all_reduce]
 
-    Rows that do not divide are padded outside the graph (parameters) and inside (gradients). With one rank on
-    `dp_shard` nothing is gathered; `dp_replicate` adds the sum over copies.
+    Rows that do not divide are padded outside the graph (parameters) and inside (gradients). With one rank on the axis
+    that shards nothing is gathered; the axis that replicates adds the sum over copies.
     """
     parameters, gradients = input_nodes(gm, "param"), output_nodes(gm, "grad")
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
@@ -30,7 +34,10 @@ def shard_params(gm: GraphModule, storages: Mapping[str, Storage]) -> GraphModul
         if storages[name].shard_degree > 1 and placeholder.users:
             first = min(placeholder.users, key=order.__getitem__)
             _gather(gm, name, placeholder, first, storages[name])
-    reduced = {name: _reduce(gm, name, gradient, storages[name]) for name, gradient in gradients.items()}
+    reduced = {}
+    for name, gradient in gradients.items():
+        _move_up(gradient)
+        reduced[name] = _reduce(gm, name, gradient, storages[name])
     set_outputs(gm, "grad", reduced)
     set_layouts(gm, ("param", "grad"), storages)
     gm.recompile()
@@ -40,41 +47,69 @@ def shard_params(gm: GraphModule, storages: Mapping[str, Storage]) -> GraphModul
 def _gather(gm: GraphModule, name: str, placeholder: Node, first: Node, storage: Storage) -> None:
     users = list(placeholder.users)
     placeholder.meta["val"] = value(placeholder).new_empty(storage.padded_shape)
-    degree, rows = storage.shard_degree, storage.compute_shape[0]
+    nodes = [placeholder]
+
+    def then(target: torch._ops.OpOverload, *args: object, **kwargs: object) -> None:
+        nodes.append(call(gm.graph, first, target, *args, **kwargs))
+
+    degree, dim = storage.shard_degree, storage.dim
     with gm.graph.inserting_before(first):
-        start = call(
-            gm.graph, first, c10d.all_gather_into_tensor.default, placeholder, degree, storage.group_name("dp_shard")
-        )
-        nodes = [start, call(gm.graph, first, c10d.wait_tensor.default, start)]
-        if value(start).shape[0] != rows:
-            nodes.append(call(gm.graph, first, aten.slice.Tensor, nodes[-1], 0, 0, rows))
-    for node in nodes:
+        then(c10d.all_gather_into_tensor.default, placeholder, degree, storage.shard_group.group_name)
+        then(c10d.wait_tensor.default, nodes[-1])
+        if dim:  # the parts came one under the other
+            axes = list(range(len(storage.compute_shape) + 1))
+            axes.insert(dim, axes.pop(0))
+            then(aten.view.default, nodes[-1], [degree, *storage.padded_shape])
+            then(aten.permute.default, nodes[-1], axes)
+            then(aten.clone.default, nodes[-1], memory_format=torch.contiguous_format)
+            then(aten.view.default, nodes[-1], list(storage.compute_shape))
+        elif value(nodes[-1]).shape[0] != storage.compute_shape[0]:
+            then(aten.slice.Tensor, nodes[-1], 0, 0, storage.compute_shape[0])
+    for node in nodes[1:]:
         meta.write(node, role=meta.GATHER, param=name, phase="forward")
     for user in users:
         user.replace_input_with(placeholder, nodes[-1])
 
 
+def _move_up(gradient: Node) -> None:
+    """Let the sum that finishes a gradient over tensor parallel's ranks stand where its terms are made. It is traced
+    last of all, and the reduction of a whole block would wait for it there."""
+    chain = [gradient]
+    while chain[0].target in _SUM:
+        chain.insert(0, chain[0].args[0])  # type: ignore[arg-type]
+    for before, node in itertools.pairwise(chain):
+        before.append(node)
+
+
 def _reduce(gm: GraphModule, name: str, gradient: Node, storage: Storage) -> Node:
     node = gradient
 
-    def then(target: torch._ops.OpOverload, *args: object) -> None:
+    def then(target: torch._ops.OpOverload, *args: object, role: str | None = meta.REDUCE, **kwargs: object) -> None:
         nonlocal node
-        node = call(gm.graph, gradient, target, node, *args)
-        meta.write(node, role=meta.REDUCE, param=name)
+        node = call(gm.graph, gradient, target, node, *args, **kwargs)
+        if role:
+            meta.write(node, role=role, param=name)
 
-    padding = storage.padded_shape[0] * storage.shard_degree - storage.compute_shape[0]
+    degree, dim = storage.shard_degree, storage.dim
+    padding = storage.padded_shape[dim] * degree - storage.compute_shape[dim]
     with gm.graph.inserting_before(gradient.next):
         if not value(gradient).is_contiguous():
             # Collectives refuse it, and fused optimizers would read its memory in the parameter's order.
-            node = gradient = call(
-                gm.graph, gradient, aten.clone.default, gradient, memory_format=torch.contiguous_format
-            )
+            then(aten.clone.default, memory_format=torch.contiguous_format, role=None)
+        if dim and degree > 1:  # the ranks' parts, one under the other; no part of the reduction, as FSDP2 has it
+            sizes, axes = list(storage.compute_shape), list(range(len(storage.compute_shape) + 1))
+            sizes[dim : dim + 1] = [degree, storage.padded_shape[dim]]
+            axes.insert(0, axes.pop(dim))
+            then(aten.view.default, sizes, role=None)
+            then(aten.permute.default, axes, role=None)
+            then(aten.clone.default, memory_format=torch.contiguous_format, role=None)
+            then(aten.view.default, [-1, *storage.padded_shape[1:]], role=None)
         if padding:
             then(aten.constant_pad_nd.default, [0, 0] * (len(storage.compute_shape) - 1) + [0, padding], 0.0)
-        if storage.shard_degree > 1:
-            then(c10d.reduce_scatter_tensor.default, "sum", storage.shard_degree, storage.group_name("dp_shard"))
+        if degree > 1:
+            then(c10d.reduce_scatter_tensor.default, "sum", degree, storage.shard_group.group_name)
             then(c10d.wait_tensor.default)
         if storage.replicate_degree > 1:
-            then(c10d.all_reduce.default, "sum", storage.group_name("dp_replicate"))
+            then(c10d.all_reduce.default, "sum", storage.replicate_group.group_name)
             then(c10d.wait_tensor.default)
     return node

@@ -16,6 +16,8 @@ from torchtitan_graph.models.spec import family_names, load_family, tiny_config
 CONFIG = llama3.Config(32, 2, 4, 2, 48, vocab_size=64, rope_scaling=None)
 B, L = 2, 16
 
+BLOCKS = ("layers.0", "layers.1")
+
 
 def make_batch(documents_BL: torch.Tensor) -> Batch:
     tokens_BL = torch.zeros(B, L, dtype=torch.int64)
@@ -41,7 +43,7 @@ def by_hand() -> tuple[int, int]:
 
 @pytest.mark.parametrize("attn", ["sdpa", "flex"])
 def test_counts_six_operations_per_weight_and_token_and_twelve_per_attended_pair(attn: str) -> None:
-    flops = count_flops(traced(attn))
+    flops = count_flops(traced(attn), BLOCKS)
     assert (flops.matmul, sum(flops.attention.values())) == by_hand()
     assert set(flops.attention) == {"layers.0", "layers.1"}
 
@@ -54,16 +56,16 @@ def test_matrix_products_agree_with_torchs_own_counter() -> None:
     matmuls = sum(
         n for op, n in counter.get_flop_counts()["Global"].items() if str(op) in ("aten.mm", "aten.addmm", "aten.bmm")
     )
-    assert count_flops(traced()).matmul == matmuls
+    assert count_flops(traced(), BLOCKS).matmul == matmuls
 
 
 def test_recomputed_operators_would_count_twice_so_the_count_is_taken_before() -> None:
     gm = traced()
-    before = count_flops(gm)
+    before = count_flops(gm, BLOCKS)
     product = next(n for n in gm.graph.nodes if n.target is torch.ops.aten.mm.default)
     with gm.graph.inserting_after(product):
         gm.graph.node_copy(product)
-    assert count_flops(gm).matmul > before.matmul
+    assert count_flops(gm, BLOCKS).matmul > before.matmul
 
 
 def test_the_mask_leaves_the_triangle_of_each_document() -> None:
@@ -91,5 +93,5 @@ def test_the_visible_pairs_are_those_of_the_masks(family: str, counted: str, mon
 
 
 def test_operations_scale_attention_alone_by_what_the_mask_leaves() -> None:
-    flops = dataclasses.replace(count_flops(traced()), matmul=100, attention={"layers.0": 10, "layers.1": 20})
+    flops = dataclasses.replace(count_flops(traced(), BLOCKS), matmul=100, attention={"layers.0": 10, "layers.1": 20})
     assert flops.of({"layers.0": 0.5, "layers.1": 0.25}) == 110.0

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.show import dump, op_counts, readable
-from torchtitan_graph.graph.step import trace_train_step
+from torchtitan_graph.graph.step import SideOutputs, trace_train_step
 from torchtitan_graph.loss import cross_entropy
 
 
@@ -27,8 +27,8 @@ class Tiny(nn.Module):
         self.table = nn.Embedding(5, 3)
         self.output = nn.Linear(3, 5)
 
-    def forward(self, tokens_BL: Tensor, positions_BL: Tensor, masks: None, *, with_routing: bool) -> Any:
-        return self.output(self.table(tokens_BL).tanh()), {}
+    def forward(self, tokens_BL: Tensor, positions_BL: Tensor, masks: None, *, side_outputs: bool) -> Any:
+        return self.output(self.table(tokens_BL).tanh()), SideOutputs([], {})
 
 
 @pytest.fixture

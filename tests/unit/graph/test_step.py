@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from torchtitan_graph.graph.signature import signature_of
 from torchtitan_graph.graph.step import (
+    SideOutputs,
     bind_train_step,
     make_eager_step,
     make_eval_step,
@@ -32,9 +33,9 @@ class Tiny(nn.Module):
         self.table = nn.Embedding(7, 3)
         self.output = nn.Linear(3, 7, bias=False)
 
-    def forward(self, tokens_BL: Tensor, positions_BL: Tensor, masks: Tensor, *, with_routing: bool = False) -> Any:
+    def forward(self, tokens_BL: Tensor, positions_BL: Tensor, masks: Tensor, *, side_outputs: bool = False) -> Any:
         logits = self.output((self.table(tokens_BL) + positions_BL.unsqueeze(-1)) * masks)
-        return (logits, {}) if with_routing else logits
+        return (logits, SideOutputs([], {})) if side_outputs else logits
 
 
 def inputs(seed: int) -> tuple[Batch, Tensor, Tensor]:

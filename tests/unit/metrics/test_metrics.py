@@ -231,7 +231,7 @@ def test_tensorboard_lays_out_the_charts_that_have_curves(tmp_path: Path) -> Non
 def test_a_chart_is_added_when_its_first_curve_comes(tmp_path: Path) -> None:
     with build(tmp_path, options={"enable_tensorboard": True}) as logs:
         run(logs, 1, 1)
-        run(logs, 4, 4, expert_loads={"layers.0": torch.tensor([6, 2])})
+        run(logs, 4, 4, state={"layers.0.moe.load": torch.tensor([6, 2])})
     assert charts(tmp_path / "tb").keys() > {"loss", "load of the busiest expert over the mean, by layer"}
 
 
@@ -264,18 +264,18 @@ def test_a_last_step_that_nobody_expected_is_logged_once(tmp_path: Path) -> None
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 4, 6]
 
 
-LOADS = {"layers.0": torch.tensor([6, 2]), "layers.1": torch.tensor([4, 4])}
+LOADS = {"layers.0.moe.load": torch.tensor([6, 2]), "layers.1.moe.load": torch.tensor([4, 4])}
 
 
 def test_the_balance_of_experts_is_a_key_where_there_are_experts(tmp_path: Path) -> None:
-    run(build(tmp_path), 1, 1, expert_loads=LOADS)
+    run(build(tmp_path), 1, 1, state=LOADS)
     assert lines(tmp_path / "metrics.jsonl")[0]["expert_imbalance"] == 1.25
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # TensorBoard's use of PIL
 def test_tensorboard_shows_the_load_of_every_expert(tmp_path: Path) -> None:
     with build(tmp_path, options={"enable_tensorboard": True}) as logs:
-        run(logs, 1, 1, expert_loads=LOADS)
+        run(logs, 1, 1, state=LOADS)
     found = scalars(tmp_path / "tb")
     assert found["experts/imbalance/layers.0"] == [(1, 1.5)]
     assert found["experts/imbalance/layers.1"] == [(1, 1.0)]

@@ -9,10 +9,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from pool import mesh, run_on
+from pool import run_on
 from torchtitan_graph.models.hf import from_hf, load_weights, save_weights, to_hf
 from torchtitan_graph.models.hf.places import live_tensors
 from torchtitan_graph.models.spec import HF_CONTRACT, family_names, load_family, tiny_config
+from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.parallelize import parallelize
 from torchtitan_graph.parallel.storage import Precision, materialize, plan_storage
 
@@ -111,10 +112,10 @@ def test_what_transformers_writes_is_read(name: str, flavor: str, tmp_path: Path
 
 def pass_through(name: str, flavor: str, folder: Path, out: Path) -> None:
     """Read into the graph trainer's layout at FSDP 2 x TP 2, and write again."""
-    family, axes = load_family(name), mesh((2, 2), ("dp_shard", "tp"))
+    family, layout = load_family(name), ParallelDims(dp_shard=2, tp=2).layout("cpu")
     model = built(name, flavor, "meta")
-    parallelize(model, family.PLAN, axes, loss_parallel=True)
-    materialize(model, plan_storage(model, axes, Precision()), torch.device("cpu"))
+    parallelize(model, family.PLAN, layout, loss_parallel=True)
+    materialize(model, plan_storage(model, layout, Precision()), torch.device("cpu"))
     load_weights(model, family, folder)
     save_weights(model, family, out)
 

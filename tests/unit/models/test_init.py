@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torchtitan_graph.models import llama3
 from torchtitan_graph.models.layers.init import initial_weight, initialize
-from torchtitan_graph.parallel.mesh import ParallelDims
+from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.storage import Precision, materialize, plan_storage
 
 CPU = torch.device("cpu")
@@ -73,7 +73,7 @@ def test_the_first_loss_is_near_that_of_a_uniform_guess() -> None:
 def test_initialize_draws_every_parameter_of_a_sharded_model(one_rank: None) -> None:
     with torch.device("meta"):
         model = llama3.Model(CONFIG)
-    materialize(model, plan_storage(model, ParallelDims().mesh("cpu"), Precision()), CPU)
+    materialize(model, plan_storage(model, ParallelDims().layout("cpu"), Precision()), CPU)
     initialize(model, seed=5)
     for name, p in model.named_parameters():
         expected = initial_weight(name, p.shape, model.initial_std(name), 5, CPU, torch.float32)

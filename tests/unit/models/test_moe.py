@@ -10,7 +10,14 @@ from reference import Results, largest_gap, loss_of
 from torch import Tensor, nn
 
 from pool import run_on
-from torchtitan_graph.models.layers.moe import AuxiliaryLoss, MoE, MoEConfig, move_correction_biases
+from torchtitan_graph.models.layers.moe import (
+    AuxiliaryLoss,
+    ExpertTraining,
+    MoE,
+    MoEConfig,
+    move_correction_bias,
+    set_up_experts,
+)
 
 B, L, D, E = 2, 9, 12, 8
 CONFIGS = {
@@ -206,19 +213,18 @@ def test_ranks_that_share_a_batch_have_the_balance_loss_of_all_of_it() -> None:
 
 
 def test_correction_biases_move_against_the_load() -> None:
-    model = nn.Module()
-    model.layers = nn.ModuleList([nn.Module(), nn.Module()])
-    model.layers[0].moe = MoE(D, CONFIGS["sigmoid, correction bias, shared"])
-    model.layers[1].moe = MoE(D, CONFIGS["softmax"])  # has none
+    moe, without = MoE(D, CONFIGS["sigmoid, correction bias, shared"]), MoE(D, CONFIGS["softmax"])
+    set_up_experts(nn.ModuleList([moe, without]), ExpertTraining(bias_update_speed=0.5), num_parts=1, groups=())
     load_E = torch.tensor([4, 0, 2, 2, 3, 1, 2, 2])  # the mean is 2
     for _ in range(2):
-        move_correction_biases(model, {"layers.0": load_E, "layers.1": load_E}, speed=0.5)
-    assert model.layers[0].moe.router.bias_E.tolist() == [-1.0, 1.0, 0.0, 0.0, -1.0, 1.0, 0.0, 0.0]
+        move_correction_bias(moe, load_E)
+        move_correction_bias(without, load_E)
+    assert moe.router.bias_E.tolist() == [-1.0, 1.0, 0.0, 0.0, -1.0, 1.0, 0.0, 0.0]
 
 
 def test_correction_biases_bring_the_load_into_balance() -> None:
     moe = build(CONFIGS["sigmoid, correction bias, shared"])
-    model = nn.ModuleDict({"block": nn.ModuleDict({"moe": moe})})
+    moe.bias_update_speed = 0.01
     x_BLD = torch.randn(4, 64, D, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 
     def spread() -> float:
@@ -227,5 +233,5 @@ def test_correction_biases_bring_the_load_into_balance() -> None:
 
     before = spread()
     for _ in range(200):
-        move_correction_biases(model, {"block": moe(x_BLD)[1].load_E}, speed=0.01)
+        move_correction_bias(moe, moe(x_BLD)[1].load_E)
     assert before > 1.5 and spread() < 1.1

@@ -5,35 +5,34 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from torch.fx import GraphModule, Node
-from toy import ALL_REDUCE, GATHER, REDUCE_SCATTER, aten, calls, phase_of, text, toy, trace_toy
+from toy import ALL_REDUCE, GATHER, REDUCE_SCATTER, aten, blocks, calls, phase_of, text, toy, trace_toy
 
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.signature import input_nodes, output_nodes
-from torchtitan_graph.parallel.recompute import Recompute
-from torchtitan_graph.parallel.storage import Precision, buckets, plan_storage
+from torchtitan_graph.parallel.storage import Precision, Reshard, buckets, plan_storage
 from torchtitan_graph.passes.bucket_collectives import bucket_collectives
 from torchtitan_graph.passes.cleanup import cleanup
-from torchtitan_graph.passes.memory_policy import memory_policy
 from torchtitan_graph.passes.mixed_precision import mixed_precision
 from torchtitan_graph.passes.rematerialize import rematerialize
 from torchtitan_graph.passes.shard_params import shard_params
+from torchtitan_graph.passes.tag_resharding import tag_resharding
 
 MIXED = Precision(torch.float32, torch.bfloat16, torch.float32)
 
 
 def before_buckets(
-    mesh_of: Callable, precision: Precision = MIXED, reshard: bool = True, **degrees: int
+    layout_of: Callable, precision: Precision = MIXED, reshard: bool = True, **degrees: int
 ) -> tuple[GraphModule, list[list[str]]]:
     model = toy()
     gm = cleanup(trace_toy(model, precision.compute))
-    storages = plan_storage(model, mesh_of(**degrees), precision)
+    storages = plan_storage(model, layout_of(**degrees), precision)
     gm = mixed_precision(shard_params(gm, storages), storages)
-    gm = rematerialize(memory_policy(gm, Recompute(), reshard))
-    return gm, buckets(model)
+    gm = rematerialize(tag_resharding(gm, blocks(), Reshard(blocks=reshard)))
+    return gm, buckets(model, blocks())
 
 
-def bucketed(mesh_of: Callable, **options: object) -> tuple[GraphModule, list[list[str]]]:
-    gm, groups = before_buckets(mesh_of, **options)  # type: ignore[arg-type]
+def bucketed(layout_of: Callable, **options: object) -> tuple[GraphModule, list[list[str]]]:
+    gm, groups = before_buckets(layout_of, **options)  # type: ignore[arg-type]
     gm = bucket_collectives(gm, groups)
     gm.graph.lint()
     return gm, groups
@@ -55,33 +54,33 @@ def packed(gm: GraphModule, start: Node) -> list[str]:
 
 def test_the_groups_are_those_of_fsdp2() -> None:
     layers = [[f"layers.{i}.{name}.weight" for name in ("norm", "up", "down")] for i in range(2)]
-    assert buckets(toy()) == [*layers, ["tok_embeddings.weight", "output.weight"]]
+    assert buckets(toy(), blocks()) == [*layers, ["tok_embeddings.weight", "output.weight"]]
 
 
-def test_each_group_is_gathered_once_and_once_more_for_backward_where_it_was_resharded(mesh_of: Callable) -> None:
-    gm, (first, second, root) = bucketed(mesh_of, dp_shard=4)
+def test_each_group_is_gathered_once_and_once_more_for_backward_where_it_was_resharded(layout_of: Callable) -> None:
+    gm, (first, second, root) = bucketed(layout_of, dp_shard=4)
     gathers = calls(gm, GATHER)
     assert [packed(gm, n) for n in filter(phase_of("forward"), gathers)] == [root, first, second]
     again = [packed(gm, n) for n in filter(phase_of("backward"), gathers)]
     assert again == [second, first], "backward reads every weight of a block"
 
 
-def test_without_resharding_nothing_is_gathered_again(mesh_of: Callable) -> None:
-    gm, _ = bucketed(mesh_of, dp_shard=4, reshard=False)
+def test_without_resharding_nothing_is_gathered_again(layout_of: Callable) -> None:
+    gm, _ = bucketed(layout_of, dp_shard=4, reshard=False)
     assert {meta.phase(n) for n in calls(gm, GATHER)} == {"forward"}
 
 
-def test_a_gathered_parameter_is_taken_out_of_the_buffer_as_it_was(mesh_of: Callable) -> None:
-    gm, _ = before_buckets(mesh_of, dp_shard=4)
+def test_a_gathered_parameter_is_taken_out_of_the_buffer_as_it_was(layout_of: Callable) -> None:
+    gm, _ = before_buckets(layout_of, dp_shard=4)
     shapes = {str(n.meta["val"].shape) for n in calls(gm, aten.mm.default)}
     arguments = [[a.meta["val"].shape for a in n.all_input_nodes] for n in calls(gm, aten.mm.default)]
-    gm = bucket_collectives(gm, buckets(toy()))
+    gm = bucket_collectives(gm, buckets(toy(), blocks()))
     assert {str(n.meta["val"].shape) for n in calls(gm, aten.mm.default)} == shapes
     assert [[a.meta["val"].shape for a in n.all_input_nodes] for n in calls(gm, aten.mm.default)] == arguments
 
 
-def test_each_groups_gradients_are_reduced_once_in_the_groups_order(mesh_of: Callable) -> None:
-    gm, (first, second, root) = bucketed(mesh_of, dp_shard=4)
+def test_each_groups_gradients_are_reduced_once_in_the_groups_order(layout_of: Callable) -> None:
+    gm, (first, second, root) = bucketed(layout_of, dp_shard=4)
     starts = calls(gm, REDUCE_SCATTER)
     assert len(starts) == 3
     assert [meta.param(n) for n in starts] == [second[0], first[0], root[0]]
@@ -92,15 +91,15 @@ def test_each_groups_gradients_are_reduced_once_in_the_groups_order(mesh_of: Cal
         assert [p.args[1] for p in parts] == list(range(len(group)))  # type: ignore[union-attr]
 
 
-def test_the_shapes_of_gradients_stay(mesh_of: Callable) -> None:
-    gm, groups = before_buckets(mesh_of, dp_shard=4)
+def test_the_shapes_of_gradients_stay(layout_of: Callable) -> None:
+    gm, groups = before_buckets(layout_of, dp_shard=4)
     before = {name: (n.meta["val"].shape, n.meta["val"].dtype) for name, n in output_nodes(gm, "grad").items()}
     gm = bucket_collectives(gm, groups)
     assert {name: (n.meta["val"].shape, n.meta["val"].dtype) for name, n in output_nodes(gm, "grad").items()} == before
 
 
-def test_a_reduction_starts_as_soon_as_its_last_gradient_is_there(mesh_of: Callable) -> None:
-    gm, _ = bucketed(mesh_of, dp_shard=4)
+def test_a_reduction_starts_as_soon_as_its_last_gradient_is_there(layout_of: Callable) -> None:
+    gm, _ = bucketed(layout_of, dp_shard=4)
     nodes = list(gm.graph.nodes)
     for start in calls(gm, REDUCE_SCATTER):
         pack = next(n for n in reversed(nodes[: nodes.index(start)]) if n.target is aten._chunk_cat.default)
@@ -112,27 +111,27 @@ def test_a_reduction_starts_as_soon_as_its_last_gradient_is_there(mesh_of: Calla
         assert last in pack.args[0] or any(last is n.args[0] for n in pack.args[0])  # type: ignore[operator, union-attr]
 
 
-def test_copies_are_summed_in_groups_too(mesh_of: Callable) -> None:
-    gm, groups = bucketed(mesh_of, dp_replicate=2, dp_shard=2)
+def test_copies_are_summed_in_groups_too(layout_of: Callable) -> None:
+    gm, groups = bucketed(layout_of, dp_replicate=2, dp_shard=2)
     assert len(calls(gm, REDUCE_SCATTER)) == len(calls(gm, ALL_REDUCE)) == len(groups)
 
 
-def test_without_a_collective_nothing_changes(mesh_of: Callable) -> None:
-    gm, groups = before_buckets(mesh_of, dp_shard=1)
+def test_without_a_collective_nothing_changes(layout_of: Callable) -> None:
+    gm, groups = before_buckets(layout_of, dp_shard=1)
     before = text(gm)
     assert text(bucket_collectives(gm, groups)) == before
 
 
-def test_a_group_of_one_is_left_as_it_is(mesh_of: Callable) -> None:
-    gm, groups = before_buckets(mesh_of, dp_shard=4)
+def test_a_group_of_one_is_left_as_it_is(layout_of: Callable) -> None:
+    gm, groups = before_buckets(layout_of, dp_shard=4)
     before = text(gm)
     assert text(bucket_collectives(gm, [[name] for group in groups for name in group])) == before
 
 
 @pytest.mark.parametrize("widened", [[], ["layers.0.norm.weight"]])
-def test_gradients_of_two_dtypes_share_a_reduction(mesh_of: Callable, widened: Sequence[str]) -> None:
+def test_gradients_of_two_dtypes_share_a_reduction(layout_of: Callable, widened: Sequence[str]) -> None:
     """FSDP2 from torch 2.15 on leaves a norm's gradient in fp32 beside bf16 ones; they are reduced together."""
-    gm, groups = before_buckets(mesh_of, dp_shard=4)
+    gm, groups = before_buckets(layout_of, dp_shard=4)
     for name in widened:
         chain = [output_nodes(gm, "grad")[name]]
         while meta.role(chain[-1]) == meta.REDUCE:

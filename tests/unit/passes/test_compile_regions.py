@@ -7,18 +7,18 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
-from toy import GATHER, Toy, batch, bitwise, calls, run_toy, text, toy, trace_toy
+from toy import GATHER, Toy, batch, bitwise, blocks, calls, run_toy, text, toy, trace_toy
 
-from torchtitan_graph.compiler import passes, plan_regions
+from torchtitan_graph.compiler import PassPlan, passes, plan_regions
 from torchtitan_graph.config import job
 from torchtitan_graph.data.batch import Batch
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.step import trace_eval_step, trace_train_step
 from torchtitan_graph.loss import cross_entropy
 from torchtitan_graph.models import llama3
+from torchtitan_graph.parallel.layout import Layout
 from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.parallel.storage import Precision, buckets, plan_storage
 from torchtitan_graph.passes.cleanup import cleanup
@@ -185,13 +185,14 @@ def test_flex_attention_brings_its_subgraphs_along(uncompiled: Compiled) -> None
 
 @pytest.mark.parametrize("recompute", [Recompute(), Recompute(every=1)])
 def test_it_follows_all_other_passes(
-    recompute: Recompute, uncompiled: Compiled, mesh_of: Callable[..., DeviceMesh]
+    recompute: Recompute, uncompiled: Compiled, layout_of: Callable[..., Layout]
 ) -> None:
     model = toy()
     gm = trace_toy(model, torch.bfloat16)
-    storages = plan_storage(model, mesh_of(dp_shard=4), Precision(compute=torch.bfloat16))
-    for each in passes(storages, buckets(model), recompute, reshard=True, regions={"layers.*": {}, LOSS: {}}):
-        gm = each(gm)
+    storages = plan_storage(model, layout_of(dp_shard=4), Precision(compute=torch.bfloat16))
+    plan = PassPlan(storages, blocks(), buckets(model, blocks()), recompute, regions={"layers.*": {}, LOSS: {}})
+    for each in passes(plan):
+        gm = each.run(gm)
         gm.graph.lint()
     assert calls(gm, GATHER) and not any(calls(part, GATHER) for part in uncompiled)
     assert not calls(gm, torch.ops.aten.silu.default) and any(calls(p, torch.ops.aten.silu.default) for p in uncompiled)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch.fx import GraphModule
-from toy import toy, trace_toy
+from toy import blocks, toy, trace_toy
 
 from torchtitan_graph import compiler
 from torchtitan_graph.parallel.recompute import Recompute
@@ -28,22 +28,24 @@ def count_calls(fn: Callable[[GraphModule], GraphModule], gm: GraphModule) -> tu
         sys.setprofile(None)
 
 
-def work(mesh: Any, num_layers: int) -> dict[str, int]:
+def work(layout: Any, num_layers: int) -> dict[str, int]:
     model = toy(num_layers)
     gm = trace_toy(model)
-    storages = plan_storage(model, mesh, Precision())
+    storages = plan_storage(model, layout, Precision())
     counts = {}
-    for each in compiler.passes(storages, buckets(model), Recompute(every=1), reshard=True):
+    names = blocks(num_layers)
+    plan = compiler.PassPlan(storages, set(names), buckets(model, names), Recompute(every=1))
+    for each in compiler.passes(plan):
         begin = time.perf_counter()
-        gm, counts[compiler._name(each)] = count_calls(each, gm)
+        gm, counts[each.name] = count_calls(each.run, gm)
         seconds = time.perf_counter() - begin
-        print(f"{num_layers:3} layers: {compiler._name(each):20} {seconds:.3f} s, {len(gm.graph.nodes)} nodes")
+        print(f"{num_layers:3} layers: {each.name:20} {seconds:.3f} s, {len(gm.graph.nodes)} nodes")
     return counts
 
 
-def test_twice_the_layers_are_twice_the_work(mesh_of: Callable) -> None:
-    mesh = mesh_of(dp_shard=2)
-    small, large = work(mesh, 16), work(mesh, 32)
+def test_twice_the_layers_are_twice_the_work(layout_of: Callable) -> None:
+    layout = layout_of(dp_shard=2)
+    small, large = work(layout, 16), work(layout, 32)
     assert {name: round(large[name] / small[name], 2) for name in small if large[name] > 2.2 * small[name]} == {}
 
 

@@ -2,19 +2,19 @@
 
 import pytest
 from torch.fx import GraphModule
-from toy import aten, bitwise, calls, place, run_toy, text, toy, trace_toy
+from toy import aten, bitwise, blocks, calls, place, run_toy, text, toy, trace_toy
 
 from torchtitan_graph.graph import meta
 from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.passes.cleanup import cleanup
-from torchtitan_graph.passes.memory_policy import memory_policy
 from torchtitan_graph.passes.rematerialize import rematerialize
+from torchtitan_graph.passes.tag_recomputation import tag_recomputation
 
 FULL, BY_OP = Recompute(every=1), Recompute(by_op=True)
 
 
 def tagged(recompute: Recompute, num_layers: int = 2) -> GraphModule:
-    return memory_policy(cleanup(trace_toy(toy(num_layers))), recompute, reshard_after_forward=True)
+    return tag_recomputation(cleanup(trace_toy(toy(num_layers))), blocks(num_layers), recompute)
 
 
 @pytest.mark.parametrize("recompute", [FULL, BY_OP, Recompute(every=2)])

@@ -9,7 +9,7 @@ from torch.fx import GraphModule, Node
 
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.signature import signature_of
-from torchtitan_graph.graph.step import trace_train_step
+from torchtitan_graph.graph.step import SideOutputs, trace_train_step
 from torchtitan_graph.loss import cross_entropy
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -51,17 +51,22 @@ class Toy(nn.Module):
         if tied:
             self.output.weight = self.tok_embeddings.weight
 
-    def forward(self, tokens_BL: Tensor, positions_BL: Tensor, masks: None, *, with_routing: bool = False) -> Any:
+    def forward(self, tokens_BL: Tensor, positions_BL: Tensor, masks: None, *, side_outputs: bool = False) -> Any:
         x = self.tok_embeddings(tokens_BL)
         for layer in self.layers:
             x = layer(x)
-        return (self.output(x), {}) if with_routing else self.output(x)
+        return (self.output(x), SideOutputs([], {})) if side_outputs else self.output(x)
 
 
 def batch(seed: int = 0) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     tokens, labels = (torch.randint(V, (2, 3), generator=generator) for _ in range(2))
     return Batch(tokens, labels, torch.arange(3).expand(2, 3))
+
+
+def blocks(num_layers: int = 2) -> list[str]:
+    """Name the blocks of a toy."""
+    return [f"layers.{i}" for i in range(num_layers)]
 
 
 def toy(num_layers: int = 2, tied: bool = False) -> nn.Module:

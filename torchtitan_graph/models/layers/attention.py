@@ -83,18 +83,18 @@ class Attention(nn.Module):
     """
 
     PLAN = {
-        "": "partial",
-        "wq.weight": "shard 0",
-        "wq.bias": "shard 0",
-        "wk.weight": "shard 0",
-        "wk.bias": "shard 0",
-        "wv.weight": "shard 0",
-        "wv.bias": "shard 0",
-        "wo.weight": "shard 1",
-        "wo.bias": "share",
-        "q_norm.weight": "replicate",
-        "k_norm.weight": "replicate",
-        "sinks": "shard 0",
+        "": {"tp": "partial"},
+        "wq.weight": {"tp": "shard 0"},
+        "wq.bias": {"tp": "shard 0"},
+        "wk.weight": {"tp": "shard 0"},
+        "wk.bias": {"tp": "shard 0"},
+        "wv.weight": {"tp": "shard 0"},
+        "wv.bias": {"tp": "shard 0"},
+        "wo.weight": {"tp": "shard 1"},
+        "wo.bias": {"tp": "share"},
+        "q_norm.weight": {"tp": "replicate"},
+        "k_norm.weight": {"tp": "replicate"},
+        "sinks": {"tp": "shard 0"},
     }
 
     def __init__(

@@ -8,8 +8,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from torchtitan_graph.graph.step import SideOutputs
 from torchtitan_graph.models.layers.masks import Mask, Rule, all_of, build_mask, causal, same_document
-from torchtitan_graph.models.layers.moe import MoE, Routing
+from torchtitan_graph.models.layers.moe import MoE, Routing, move_correction_bias
+from torchtitan_graph.parallel.plan import Plan
+
+LOAD = ".load"  # ends the name of the state in which a mixture of experts counts the slots of each
 
 
 class DecoderConfig(Protocol):
@@ -29,18 +33,18 @@ class DecoderConfig(Protocol):
     def norm_eps(self) -> float: ...
 
 
-def decoder_plan(**layers: Mapping[str, str]) -> dict[str, str]:
-    """Give a family's plan from those of the layers in its blocks, by their names there: what is split under tensor
-    parallelism. The words are explained in parallel/plan.py."""
-    plan = {
-        "tok_embeddings": "embedding",
-        "layers.*.attention_norm.weight": "replicate",
-        "layers.*.ffn_norm.weight": "replicate",
-        "norm.weight": "replicate",
-        "output": "vocabulary",
+def decoder_plan(**layers: Plan) -> dict[str, Mapping[str, str]]:
+    """Give a family's plan from those of the layers in its blocks, by their names there: what is split on which axis.
+    The words are explained in parallel/plan.py."""
+    plan: dict[str, Mapping[str, str]] = {
+        "tok_embeddings": {"tp": "embedding"},
+        "layers.*.attention_norm.weight": {"tp": "replicate"},
+        "layers.*.ffn_norm.weight": {"tp": "replicate"},
+        "norm.weight": {"tp": "replicate"},
+        "output": {"tp": "vocabulary"},
     }
     for layer, roles in layers.items():
-        plan |= {f"layers.*.{layer}.{name}".rstrip("."): role for name, role in roles.items()}
+        plan |= {f"layers.*.{layer}.{name}".rstrip("."): by_axis for name, by_axis in roles.items()}
     return plan
 
 
@@ -89,6 +93,18 @@ class Decoder(nn.Module):
         if config.tied:
             self.output.weight = self.tok_embeddings.weight
 
+    @property
+    def blocks(self) -> dict[str, nn.Module]:
+        """The blocks by their names in the whole model, in order."""
+        return {f"layers.{number}": block for number, block in self.layers.named_children()}
+
+    def after_step(self, state: Mapping[str, Tensor]) -> None:
+        """Take back what an optimizer step changed: the `state` of its outputs, of all microbatches and ranks."""
+        for name, load_E in state.items():
+            moe = self.get_submodule(name.removesuffix(LOAD))
+            assert isinstance(moe, MoE), name
+            move_correction_bias(moe, load_E)
+
     def rope(self, positions_BL: Tensor) -> Any:
         """Give what every block's attention takes as `rope`, from the positions."""
         raise NotImplementedError
@@ -126,7 +142,7 @@ class Decoder(nn.Module):
             if name not in numbers:
                 numbers[name] = build_mask("sdpa", rule, B, L, positions_BL.device)  # type: ignore[assignment]
         fractions = {name: float(n.sum()) / (B * L * L) for name, n in numbers.items()}
-        return {f"layers.{i}": fractions[getattr(layer, "mask", "causal")] for i, layer in enumerate(self.layers)}
+        return {name: fractions[getattr(block, "mask", "causal")] for name, block in self.blocks.items()}
 
     def masks(self, documents_BL: Tensor, positions_BL: Tensor) -> dict[str, Mask]:
         """Build the attention masks of one batch; made once, outside the graph, and shared by all layers.
@@ -145,10 +161,10 @@ class Decoder(nn.Module):
         positions_BL: Tensor | None = None,
         masks: Mapping[str, Mask] | None = None,
         *,
-        with_routing: bool = False,
+        side_outputs: bool = False,
     ) -> Any:
-        """Give the logits (B, L, V); with_routing: the logits, and by its block's name what each mixture of experts
-        gives beside its output. Without positions and masks every row is one document.
+        """Give the logits (B, L, V); with `side_outputs` also what a training step takes beside them: `SideOutputs`.
+        Without positions and masks every row is one document.
         """
         if positions_BL is None:
             positions_BL = torch.arange(tokens_BL.shape[1], device=tokens_BL.device).expand_as(tokens_BL)
@@ -156,10 +172,13 @@ class Decoder(nn.Module):
             masks = self.masks(torch.zeros_like(tokens_BL), positions_BL)
         rope = self.rope(positions_BL)
         x_BLD = self.tok_embeddings(tokens_BL)
-        routings: dict[str, Routing] = {}
-        for number, layer in enumerate(self.layers):
-            x_BLD = layer(x_BLD, rope=rope, mask=masks[getattr(layer, "mask", "causal")])
+        beside = SideOutputs([], {})
+        for name, block in self.blocks.items():
+            x_BLD = block(x_BLD, rope=rope, mask=masks[getattr(block, "mask", "causal")])
             if isinstance(x_BLD, tuple):
-                x_BLD, routings[f"layers.{number}"] = x_BLD
+                x_BLD, routing = x_BLD
+                beside.state[f"{name}.moe{LOAD}"] = routing.load_E
+                if routing.loss is not None:
+                    beside.losses.append(routing.loss)
         logits_BLV = self.output(self.norm(x_BLD))
-        return (logits_BLV, routings) if with_routing else logits_BLV
+        return (logits_BLV, beside) if side_outputs else logits_BLV

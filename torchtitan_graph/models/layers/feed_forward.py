@@ -5,7 +5,12 @@ from torch import Tensor, nn
 
 
 class FeedForward(nn.Module):
-    PLAN = {"": "partial", "w1.weight": "shard 0", "w2.weight": "shard 1", "w3.weight": "shard 0"}
+    PLAN = {
+        "": {"tp": "partial"},
+        "w1.weight": {"tp": "shard 0"},
+        "w2.weight": {"tp": "shard 1"},
+        "w3.weight": {"tp": "shard 0"},
+    }
 
     def __init__(self, dim: int, ffn_dim: int):
         super().__init__()

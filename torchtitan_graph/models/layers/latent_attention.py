@@ -23,15 +23,15 @@ class LatentAttention(nn.Module):
     """
 
     PLAN = {
-        "": "partial",
-        "wq.weight": "shard 0",
-        "wq_a.weight": "replicate",
-        "q_norm.weight": "replicate",
-        "wq_b.weight": "shard 0",
-        "wkv_a.weight": "replicate",
-        "kv_norm.weight": "replicate",
-        "wkv_b.weight": "shard 0",
-        "wo.weight": "shard 1",
+        "": {"tp": "partial"},
+        "wq.weight": {"tp": "shard 0"},
+        "wq_a.weight": {"tp": "replicate"},
+        "q_norm.weight": {"tp": "replicate"},
+        "wq_b.weight": {"tp": "shard 0"},
+        "wkv_a.weight": {"tp": "replicate"},
+        "kv_norm.weight": {"tp": "replicate"},
+        "wkv_b.weight": {"tp": "shard 0"},
+        "wo.weight": {"tp": "shard 1"},
     }
 
     def __init__(

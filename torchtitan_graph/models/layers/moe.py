@@ -7,14 +7,14 @@ permutations of rows.
 
 Note [Load balance without a loss]
 DeepSeek-V3's correction bias takes part in the choice of experts only. After each optimizer step it moves against the
-load that the step saw (`move_correction_biases`). The load leaves the forward pass as a value, next to the activations:
+load that the step saw (`move_correction_bias`). The load leaves the forward pass as a value, next to the activations:
 recomputation can't count it twice, and a graph has it as an output.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -203,18 +203,18 @@ class MoE(nn.Module):
     """
 
     PLAN = {
-        "": "partial",
-        "router.gate.weight": "replicate",
-        "router.gate.bias": "replicate",
-        "experts.w1": "shard 1",
-        "experts.w2": "shard 2",
-        "experts.w3": "shard 1",
-        "experts.b1": "shard 1",
-        "experts.b2": "share",
-        "experts.b3": "shard 1",
-        "shared_experts.w1.weight": "shard 0",
-        "shared_experts.w2.weight": "shard 1",
-        "shared_experts.w3.weight": "shard 0",
+        "": {"tp": "partial"},
+        "router.gate.weight": {"tp": "replicate"},
+        "router.gate.bias": {"tp": "replicate"},
+        "experts.w1": {"tp": "shard 1"},
+        "experts.w2": {"tp": "shard 2"},
+        "experts.w3": {"tp": "shard 1"},
+        "experts.b1": {"tp": "shard 1"},
+        "experts.b2": {"tp": "share"},
+        "experts.b3": {"tp": "shard 1"},
+        "shared_experts.w1.weight": {"tp": "shard 0"},
+        "shared_experts.w2.weight": {"tp": "shard 1"},
+        "shared_experts.w3.weight": {"tp": "shard 0"},
     }
 
     def __init__(self, dim: int, config: MoEConfig):
@@ -224,6 +224,7 @@ class MoE(nn.Module):
         self.experts = Experts(dim, config)
         self.shared_experts = FeedForward(dim, config.shared_dim) if config.shared_dim else None
         self.auxiliary_loss: AuxiliaryLoss | None = None
+        self.bias_update_speed = ExpertTraining.bias_update_speed
 
     def forward(self, x_BLD: Tensor) -> tuple[Tensor, Routing]:
         x_TD, A = x_BLD.flatten(0, 1), self.config.top_k
@@ -249,16 +250,44 @@ class MoE(nn.Module):
         return y_TD.view_as(x_BLD), Routing(load_E, loss)
 
 
+@dataclasses.dataclass(frozen=True)
+class ExpertTraining:
+    """How mixtures of experts are trained: what is no part of the model itself.
+
+    auxiliary          what is added to the loss
+    bias_update_speed  how far a correction bias moves in a step, up or down
+    forced_balance     every expert gets as many slots, whatever the router says: for measuring speed
+    """
+
+    auxiliary: AuxiliaryLoss | None = None
+    bias_update_speed: float = 1e-3
+    forced_balance: bool = False
+
+
+def set_up_experts(model: nn.Module, training: ExpertTraining, num_parts: int, groups: Sequence[str]) -> None:
+    """Tell a model's mixtures of experts how they are trained.
+
+    Args:
+        num_parts, groups: as of `AuxiliaryLoss`.
+    """
+    loss = training.auxiliary
+    if loss is not None:
+        loss = dataclasses.replace(loss, num_parts=num_parts, groups=tuple(groups))
+    for module in model.modules():
+        if isinstance(module, MoE):
+            module.auxiliary_loss = loss
+            module.bias_update_speed = training.bias_update_speed
+            module.router.forced_balance = training.forced_balance
+
+
 @torch.no_grad()
-def move_correction_biases(model: nn.Module, loads: Mapping[str, Tensor], speed: float) -> None:
+def move_correction_bias(moe: MoE, load_E: Tensor) -> None:
     """Make the experts of a step that had more than the mean load less likely to be chosen, and the others more.
 
     Args:
-        loads: by block, the slots of all microbatches and data-parallel ranks that went to each expert.
-        speed: how far a bias moves, up or down.
+        load_E: the slots of all microbatches and data-parallel ranks that went to each expert.
     """
-    for name, load_E in loads.items():
-        bias_E: Tensor | None = model.get_submodule(f"{name}.moe.router").bias_E  # type: ignore[assignment]
-        if bias_E is not None:
-            load = load_E.to(bias_E.dtype)
-            bias_E += speed * torch.sign(load.mean() - load)
+    bias_E = moe.router.bias_E
+    if bias_E is not None:
+        load = load_E.to(bias_E.dtype)
+        bias_E += moe.bias_update_speed * torch.sign(load.mean() - load)

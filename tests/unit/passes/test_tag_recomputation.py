@@ -1,25 +1,23 @@
-"""memory_policy: it writes tags and nothing else."""
+"""tag_recomputation: it writes tags and nothing else."""
 
 from collections.abc import Callable
 
 import pytest
-import torch
 from torch.fx import GraphModule
-from toy import GATHER, WAIT, aten, calls, text, toy, trace_toy
+from toy import GATHER, WAIT, aten, blocks, calls, text, toy, trace_toy
 
 from torchtitan_graph.graph import meta
-from torchtitan_graph.graph.edit import is_view
 from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.parallel.storage import Precision, plan_storage
 from torchtitan_graph.passes.cleanup import cleanup
-from torchtitan_graph.passes.memory_policy import memory_policy
 from torchtitan_graph.passes.shard_params import shard_params
+from torchtitan_graph.passes.tag_recomputation import tag_recomputation
 
 FULL, EVERY_SECOND, BY_OP, NONE = Recompute(every=1), Recompute(every=2), Recompute(by_op=True), Recompute()
 
 
 def tagged(recompute: Recompute, num_layers: int = 2) -> GraphModule:
-    return memory_policy(cleanup(trace_toy(toy(num_layers))), recompute, reshard_after_forward=True)
+    return tag_recomputation(cleanup(trace_toy(toy(num_layers))), blocks(num_layers), recompute)
 
 
 def tags(gm: GraphModule, block: int) -> set[str | None]:
@@ -31,7 +29,7 @@ def tags(gm: GraphModule, block: int) -> set[str | None]:
 def test_the_graph_itself_stays_as_it_is() -> None:
     gm = cleanup(trace_toy(toy()))
     before = text(gm)
-    assert text(memory_policy(gm, FULL, True)) == before
+    assert text(tag_recomputation(gm, blocks(), FULL)) == before
 
 
 def test_none_recomputes_nothing() -> None:
@@ -66,24 +64,11 @@ def test_nothing_outside_the_blocks_and_nothing_of_backward_is_tagged(recompute:
             assert meta.tag(node) is None
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-def test_gathers_of_blocks_weights_are_tagged_with_their_views(mesh_of: Callable, reshard: bool) -> None:
+def test_gathered_weights_are_no_activations(layout_of: Callable) -> None:
     model = toy()
-    gm = shard_params(cleanup(trace_toy(model)), plan_storage(model, mesh_of(dp_shard=2), Precision()))
-    memory_policy(gm, NONE, reshard_after_forward=reshard)
+    gm = shard_params(cleanup(trace_toy(model)), plan_storage(model, layout_of(dp_shard=2), Precision()))
+    tag_recomputation(gm, blocks(), FULL)
     gathers = [n for n in calls(gm, GATHER, WAIT) if meta.role(n) == meta.GATHER]
     views = [n for n in calls(gm, aten.t.default) if meta.phase(n) == "forward"]
-    assert gathers and views and all(is_view(n) for n in views)
-    for node in (*gathers, *views):
-        of_a_block = (meta.param(node) or meta.module(node)).startswith("layers.")
-        assert meta.tag(node) == (meta.RECOMPUTE if reshard and of_a_block else None)
-
-
-def test_weights_outside_the_blocks_stay_gathered(mesh_of: Callable) -> None:
-    model = toy()
-    gm = shard_params(cleanup(trace_toy(model)), plan_storage(model, mesh_of(dp_shard=2), Precision()))
-    memory_policy(gm, FULL, reshard_after_forward=True)
-    outside = [n for n in calls(gm, GATHER) if not str(meta.param(n)).startswith("layers.")]
-    assert [meta.param(n) for n in outside] == ["tok_embeddings.weight", "output.weight"]
-    assert all(meta.tag(n) is None for n in outside)
-    assert isinstance(outside[0].meta["val"], torch.Tensor)
+    assert gathers and views
+    assert {meta.tag(n) for n in (*gathers, *views)} == {None}

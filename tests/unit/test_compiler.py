@@ -1,0 +1,54 @@
+"""The list of passes: what a pass returns is what runs."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.fx import GraphModule
+
+from torchtitan_graph.compiler import Inspection, Pass, run_passes
+from torchtitan_graph.graph.trace import minimal_fx_tracer
+
+CPU = torch.device("cpu")
+
+
+def run(*passes: Callable) -> GraphModule:
+    gm = minimal_fx_tracer(lambda x: x.sin())(torch.ones(2)).gm
+    return run_passes(gm, [Pass(each.__name__, each) for each in passes], (), CPU, Inspection())
+
+
+def cosine(gm: GraphModule) -> GraphModule:
+    """Return another graph than the one given."""
+    new = minimal_fx_tracer(lambda x: x.cos())(torch.ones(2)).gm
+    assert new is not gm
+    return new
+
+
+def nothing(gm: GraphModule) -> GraphModule:
+    return gm
+
+
+def test_the_graph_that_a_pass_returns_is_what_runs_and_what_the_next_one_is_given() -> None:
+    given = []
+
+    def look(gm: GraphModule) -> GraphModule:
+        given.append(gm)
+        return gm
+
+    gm = run(nothing, cosine, look)
+    assert given == [gm]
+    assert torch.equal(gm(torch.ones(2))[0], torch.ones(2).cos())
+
+
+def forgets(gm: GraphModule) -> GraphModule:
+    return GraphModule(gm, gm.graph)
+
+
+def returns_nothing(gm: GraphModule) -> None:
+    pass
+
+
+@pytest.mark.parametrize("broken", [forgets, returns_nothing])
+def test_a_pass_that_gives_no_graph_that_can_be_bound_is_named(broken: Callable) -> None:
+    with pytest.raises(RuntimeError, match=f"pass {broken.__name__} gives "):
+        run(broken)

@@ -1,0 +1,30 @@
+"""A model's blocks: to which of them a name or a node belongs.
+
+A block goes by its module's name in the whole model, such as `layers.3`, also where a rank holds only some of them.
+Weights are gathered, gradients reduced and activations recomputed block by block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+from torch.fx import Node
+
+from torchtitan_graph.graph import meta
+
+
+def block_of(what: str | Node, blocks: Container[str]) -> str | None:
+    """Give the block that a module, a parameter or a node of a graph belongs to; None if it is in none."""
+    name = meta.module(what) if isinstance(what, Node) else what
+    end = 0
+    while end >= 0:
+        end = name.find(".", end + 1)
+        prefix = name if end < 0 else name[:end]
+        if prefix and prefix in blocks:
+            return prefix
+    return None
+
+
+def number_of(block: str) -> int:
+    """Give the place of a block in the whole model: the 3 of `layers.3`."""
+    return int(block.rpartition(".")[2])

@@ -1,0 +1,24 @@
+"""Policy: which weights the backward pass gathers again. It only writes tags; `rematerialize` acts on them."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+from torch.fx import GraphModule
+
+from torchtitan_graph.graph import meta
+from torchtitan_graph.graph.blocks import block_of
+from torchtitan_graph.graph.collectives import gathered_weights
+from torchtitan_graph.parallel.storage import Reshard
+
+
+def tag_resharding(gm: GraphModule, blocks: Container[str], reshard: Reshard) -> GraphModule:
+    """Tag gathers RECOMPUTE, with the views of what they gather: of blocks' weights, and of the others. Bitwise.
+
+    full = wait(all_gather(shard)); w = t(full); y = mm(x, w)     all before mm are tagged: backward gathers
+                                                                  again, and nothing holds `full` till then
+    """
+    for node, name in gathered_weights(gm).items():
+        if reshard.root if block_of(name, blocks) is None else reshard.blocks:
+            meta.write(node, tag=meta.RECOMPUTE)
+    return gm

@@ -1,5 +1,8 @@
 """The layouts that tests run; the rest of the matrix is what users of `python -m torchtitan_graph.check` run too."""
 
+import dataclasses
+import functools
+
 from torchtitan_graph.check.matrix import *  # noqa: F403
 from torchtitan_graph.parallel.layout import ParallelDims
 
@@ -16,3 +19,13 @@ LAYOUTS = {
     "HSDP-2x2": HSDP,
     "FSDP-2-x-TP-2": FSDP2_TP2,
 }
+
+
+def eager(cell: Cell) -> Seen:  # noqa: F405
+    """Train the eager reference; what a process has seen of a cell it does not train again."""
+    return _eager(dataclasses.replace(cell, disabled=()))
+
+
+@functools.lru_cache(maxsize=64)
+def _eager(cell: Cell) -> Seen:  # noqa: F405
+    return train(cell, build_eager(cell))  # noqa: F405

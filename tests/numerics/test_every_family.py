@@ -21,9 +21,9 @@ from matrix import (
     Cell,
     Seen,
     bits_that_differ,
-    build_eager,
     build_graph,
     build_plain,
+    eager,
     far_apart,
     gathered,
     train,
@@ -63,7 +63,7 @@ def slow_but(fast: str, models: Iterable[str]) -> list[object]:
 
 
 def differences(cell: Cell) -> list[str]:
-    return bits_that_differ(train(cell, build_eager(cell)), train(cell, build_graph(cell)))
+    return bits_that_differ(eager(cell), train(cell, build_graph(cell)))
 
 
 def check(cell: Cell) -> None:
@@ -164,7 +164,7 @@ def test_loads_count_every_slot_once(dims):
 
 
 def differences_with(cell: Cell, other: Cell) -> list[str]:
-    return bits_that_differ(train(cell, build_eager(cell)), train(other, build_graph(other)))
+    return bits_that_differ(eager(cell), train(other, build_graph(other)))
 
 
 @pytest.mark.parametrize(("model", "size"), [("gpt_oss", "window"), ("llama4", "chunk")])
@@ -177,7 +177,7 @@ def test_a_mask_off_by_one_is_seen_in_the_first_loss(model, size, attn):
 
 
 def differences_after(cell: Cell, edit) -> list[str]:
-    return bits_that_differ(train(cell, build_eager(cell)), train(cell, build_graph(cell, edit)))
+    return bits_that_differ(eager(cell), train(cell, build_graph(cell, edit)))
 
 
 @pytest.mark.parametrize("attn", ["sdpa", "flex"])
@@ -187,7 +187,7 @@ def test_a_dropped_gradient_of_the_sinks_is_seen(attn):
 
 
 def differences_with_a_leaking_bias(cell: Cell) -> list[str]:
-    expected, right = train(cell, build_eager(cell)), moe.Router.scores
+    expected, right = eager(cell), moe.Router.scores
     try:
         moe.Router.scores = lambda self, logits: right(self, logits) + self.bias_E  # type: ignore[method-assign]
         return bits_that_differ(expected, train(cell, build_graph(cell)))

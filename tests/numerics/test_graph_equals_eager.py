@@ -18,6 +18,7 @@ from matrix import (
     bits_that_differ,
     build_eager,
     build_graph,
+    eager,
     train,
 )
 
@@ -40,7 +41,7 @@ VARIANTS = {
 
 
 def differences(cell: Cell) -> list[str]:
-    return bits_that_differ(train(cell, build_eager(cell)), train(cell, build_graph(cell)))
+    return bits_that_differ(eager(cell), train(cell, build_graph(cell)))
 
 
 def check(cell: Cell) -> None:
@@ -124,7 +125,7 @@ def test_a_rank_without_a_row():
 
 
 def alive(cell: Cell) -> tuple[list[float], list[float], list[str]]:
-    seen = train(cell, build_eager(cell))
+    seen = eager(cell)
     losses, norms = ([seen[f"step {k}: {what}"].item() for k in range(1, NUM_STEPS + 1)] for what in ("loss", "norm"))
     return losses, norms, [name for name, x in seen.items() if "gradient" in name and not x.any()]
 
@@ -138,7 +139,7 @@ def test_what_is_compared_moves():
 
 
 def differences_after(cell: Cell, edit) -> list[str]:
-    return bits_that_differ(train(cell, build_eager(cell)), train(cell, build_graph(cell, edit)))
+    return bits_that_differ(eager(cell), train(cell, build_graph(cell, edit)))
 
 
 @pytest.mark.parametrize(
@@ -166,7 +167,7 @@ def test_a_wrong_gather_is_seen_in_the_first_loss():
 
 
 def differences_with_data(cell: Cell, data) -> list[str]:
-    return bits_that_differ(train(cell, build_eager(cell)), train(cell, build_graph(cell), data))
+    return bits_that_differ(eager(cell), train(cell, build_graph(cell), data))
 
 
 @pytest.mark.parametrize("fault", [faults.shift_the_mask, faults.drop_a_microbatch, faults.count_own_targets_only])
@@ -176,9 +177,9 @@ def test_wrong_data_is_seen_in_the_first_loss(fault):
 
 
 def differences_with_a_bit_flipped(cell: Cell, name: str) -> list[str]:
-    eager, graph = build_eager(cell), build_graph(cell)
+    reference, graph = build_eager(cell), build_graph(cell)
     faults.flip_lowest_bit(graph.model.get_parameter(name))
-    return bits_that_differ(train(cell, eager), train(cell, graph))
+    return bits_that_differ(train(cell, reference), train(cell, graph))
 
 
 def test_one_bit_flipped_in_one_parameter_is_seen():

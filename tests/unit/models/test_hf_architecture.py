@@ -132,7 +132,7 @@ def test_all_that_can_not_be_expressed_is_listed(tmp_path: Path) -> None:
     folder = assets(tmp_path, hidden_act="gelu", attention_bias=True, head_dim=64, hidden_size=None)
     with pytest.raises(ValueError) as caught:
         choose_model(job(), folder, 100)
-    for part in ("config.json: ", "hidden_size is missing", "hidden_act = 'gelu'", "attention_bias = True", "head_dim"):
+    for part in ("config.json: ", "hidden_size is null", "hidden_act = 'gelu'", "attention_bias = True", "head_dim"):
         assert part in str(caught.value)
 
 

@@ -22,7 +22,7 @@ class Llama3Scaling:
     def __call__(self, frequencies_H: Tensor, theta: float) -> Tensor:
         # How often a wave turns within the original context.
         turns_H = self.original_context * frequencies_H / (2 * math.pi)
-        if self.low_freq_factor == self.high_freq_factor:
+        if self.low_freq_factor >= self.high_freq_factor:
             keep_H = (turns_H >= self.low_freq_factor).to(frequencies_H)
         else:
             keep_H = (turns_H - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)

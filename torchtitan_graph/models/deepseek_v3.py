@@ -11,15 +11,10 @@ from torch import Tensor
 from torchtitan_graph.models.layers.decoder import Block, Decoder, decoder_plan
 from torchtitan_graph.models.layers.feed_forward import FeedForward
 from torchtitan_graph.models.layers.hf_config import ConfigReader
-from torchtitan_graph.models.layers.hf_rope import (
-    number_unless_zero,
-    rope_parameters,
-    yarn_scaling,
-    yarn_scaling_to_hf,
-)
+from torchtitan_graph.models.layers.hf_rope import read_rope, scaling_to_hf
 from torchtitan_graph.models.layers.latent_attention import LatentAttention
 from torchtitan_graph.models.layers.moe import MoE, MoEConfig
-from torchtitan_graph.models.layers.rope import YarnScaling, rope_cos_sin, yarn_magnitude
+from torchtitan_graph.models.layers.rope import Scaling, YarnScaling, rope_cos_sin, yarn_magnitude
 from torchtitan_graph.models.layers.stored import Stored
 
 
@@ -54,7 +49,7 @@ class Config:
     vocab_size: int = 102400
     tied: bool = False
     rope_theta: float = 10000.0
-    rope_scaling: YarnScaling | None = YarnScaling(factor=40.0)
+    rope_scaling: Scaling | None = YarnScaling(factor=40.0)
     mscale: float = 0.707
     norm_eps: float = 1e-6
 
@@ -113,8 +108,7 @@ HF_SKIPPED = ("model.layers.61.*",)  # the layer of V3 that predicts one more to
 def from_hf_config(raw: dict[str, Any]) -> Config:
     """Read a config.json; raise a UserError if it says what DeepSeek-V2 and V3 can't express."""
     reader = ConfigReader(raw)
-    rope = rope_parameters(reader, "yarn")
-    rope_scaling = yarn_scaling(rope)
+    rope_theta, rope_scaling, mscale = read_rope(reader)
     is_v3 = "DeepseekV3ForCausalLM" in raw["architectures"]
     num_heads, rope_dim = reader.integer("num_attention_heads"), reader.integer("qk_rope_head_dim")
     num_experts = reader.integer("n_routed_experts", alias="num_local_experts" if is_v3 else "num_experts")
@@ -149,9 +143,9 @@ def from_hf_config(raw: dict[str, Any]) -> Config:
         route_scale=reader.number("routed_scaling_factor", 2.5 if is_v3 else 1.0),
         vocab_size=reader.integer("vocab_size"),
         tied=reader.flag("tie_word_embeddings", False),
-        rope_theta=rope.number("rope_theta", above=1.0),
+        rope_theta=rope_theta,
         rope_scaling=rope_scaling,
-        mscale=number_unless_zero(rope, "mscale_all_dim") if rope_scaling else Config.mscale,
+        mscale=mscale if rope_scaling else Config.mscale,
         norm_eps=reader.number("rms_norm_eps", 1e-6),
     )
 
@@ -204,7 +198,7 @@ def to_hf_config(config: Config) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "tie_word_embeddings": config.tied,
         "rope_theta": config.rope_theta,
-        "rope_scaling": yarn_scaling_to_hf(config.rope_scaling, config.mscale),
+        "rope_scaling": scaling_to_hf(config.rope_scaling, config.mscale),
         "rms_norm_eps": config.norm_eps,
         "max_position_embeddings": 163840,  # ours have no limit
         "hidden_act": "silu",

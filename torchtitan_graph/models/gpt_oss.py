@@ -10,10 +10,10 @@ from torch import Tensor
 from torchtitan_graph.models.layers.attention import Attention
 from torchtitan_graph.models.layers.decoder import Block, Decoder, decoder_plan
 from torchtitan_graph.models.layers.hf_config import ConfigReader
-from torchtitan_graph.models.layers.hf_rope import rope_parameters, yarn_scaling, yarn_scaling_to_hf
+from torchtitan_graph.models.layers.hf_rope import read_rope, scaling_to_hf
 from torchtitan_graph.models.layers.masks import Rule, all_of, sliding
 from torchtitan_graph.models.layers.moe import MoE, MoEConfig
-from torchtitan_graph.models.layers.rope import YarnScaling, rope_cos_sin, yarn_magnitude
+from torchtitan_graph.models.layers.rope import Scaling, YarnScaling, rope_cos_sin, yarn_magnitude
 from torchtitan_graph.models.layers.stored import Stored
 
 
@@ -33,7 +33,7 @@ class Config:
     vocab_size: int = 201088
     tied: bool = False
     rope_theta: float = 150000.0
-    rope_scaling: YarnScaling | None = YarnScaling(factor=32.0, truncate=False, magnitude=yarn_magnitude(32.0))
+    rope_scaling: Scaling | None = YarnScaling(factor=32.0, truncate=False, magnitude=yarn_magnitude(32.0))
     norm_eps: float = 1e-5
 
 
@@ -81,7 +81,7 @@ def from_hf_config(raw: dict[str, Any]) -> Config:
     """Read a config.json; raise a UserError if it says what gpt-oss can't express."""
     reader = ConfigReader(raw)
     # Where nothing is said, transformers too takes the releases' scaling.
-    rope = rope_parameters(reader, "yarn", theta=150000.0, implied=yarn_scaling_to_hf(Config.rope_scaling))
+    rope_theta, rope_scaling, _ = read_rope(reader, theta=150000.0, implied=scaling_to_hf(Config.rope_scaling))
     num_layers, head_dim = reader.integer("num_hidden_layers"), reader.integer("head_dim")
     num_heads, num_kv_heads = reader.integer("num_attention_heads"), reader.integer("num_key_value_heads")
     num_experts = reader.integer("num_local_experts", alias="num_experts")
@@ -106,8 +106,8 @@ def from_hf_config(raw: dict[str, Any]) -> Config:
         window=reader.integer("sliding_window"),
         vocab_size=reader.integer("vocab_size"),
         tied=reader.flag("tie_word_embeddings", False),
-        rope_theta=rope.number("rope_theta", above=1.0),
-        rope_scaling=yarn_scaling(rope),
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
         norm_eps=reader.number("rms_norm_eps", 1e-5),
     )
 
@@ -130,7 +130,7 @@ def to_hf_config(config: Config) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "tie_word_embeddings": config.tied,
         "rope_theta": config.rope_theta,
-        "rope_scaling": yarn_scaling_to_hf(config.rope_scaling) or {"rope_type": "default"},
+        "rope_scaling": scaling_to_hf(config.rope_scaling) or {"rope_type": "default"},
         "rms_norm_eps": config.norm_eps,
         "max_position_embeddings": 131072,  # ours have no limit
         "hidden_act": "silu",

@@ -18,10 +18,10 @@ from torchtitan_graph.models.layers.attention import Attention
 from torchtitan_graph.models.layers.decoder import Block, Decoder, decoder_plan
 from torchtitan_graph.models.layers.feed_forward import FeedForward
 from torchtitan_graph.models.layers.hf_config import ConfigReader
-from torchtitan_graph.models.layers.hf_rope import llama3_scaling, llama3_scaling_to_hf, rope_parameters
+from torchtitan_graph.models.layers.hf_rope import read_rope, scaling_to_hf
 from torchtitan_graph.models.layers.masks import Rule, all_of, chunked
 from torchtitan_graph.models.layers.moe import MoE, MoEConfig
-from torchtitan_graph.models.layers.rope import Llama3Scaling, apply_rope, rope_cos_sin
+from torchtitan_graph.models.layers.rope import Llama3Scaling, Scaling, apply_rope, rope_cos_sin
 from torchtitan_graph.models.layers.stored import Stored
 
 
@@ -52,7 +52,7 @@ class Config:
     vocab_size: int = 202048
     tied: bool = False
     rope_theta: float = 500000.0
-    rope_scaling: Llama3Scaling | None = None
+    rope_scaling: Scaling | None = None
     norm_eps: float = 1e-5
 
 
@@ -101,7 +101,7 @@ def from_hf_config(raw: dict[str, Any]) -> Config:
     if not isinstance(text, dict):
         raise UserError(f"text_config = {text!r}: an object is wanted")
     reader = ConfigReader(text)
-    rope = rope_parameters(reader, "llama3", theta=500000.0)
+    rope_theta, rope_scaling, _ = read_rope(reader, theta=500000.0)
     num_layers, full_every = reader.integer("num_hidden_layers"), reader.integer("no_rope_layer_interval", 4)
     moe_every, tied = reader.integer("interleave_moe_layer_step", 1), reader.flag("tie_word_embeddings", False)
     num_heads, num_kv_heads = reader.integer("num_attention_heads"), reader.integer("num_key_value_heads")
@@ -135,8 +135,8 @@ def from_hf_config(raw: dict[str, Any]) -> Config:
         temperature_span=reader.integer("floor_scale", 8192),
         vocab_size=reader.integer("vocab_size"),
         tied=tied,
-        rope_theta=rope.number("rope_theta", above=1.0),
-        rope_scaling=llama3_scaling(rope),
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
         norm_eps=reader.number("rms_norm_eps", 1e-5),
     )
 
@@ -166,7 +166,7 @@ def to_hf_config(config: Config) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "tie_word_embeddings": config.tied,
         "rope_theta": config.rope_theta,
-        "rope_scaling": llama3_scaling_to_hf(config.rope_scaling),
+        "rope_scaling": scaling_to_hf(config.rope_scaling),
         "rms_norm_eps": config.norm_eps,
         # Ours have no limit; these are what the releases say: Maverick, and Scout.
         "max_position_embeddings": 1048576 if config.rope_scaling is None else 10485760,

@@ -12,9 +12,9 @@ from torchtitan_graph.models.layers.attention import Attention
 from torchtitan_graph.models.layers.decoder import Block, Decoder, decoder_plan
 from torchtitan_graph.models.layers.feed_forward import FeedForward
 from torchtitan_graph.models.layers.hf_config import ConfigReader
-from torchtitan_graph.models.layers.hf_rope import rope_parameters
+from torchtitan_graph.models.layers.hf_rope import read_rope, scaling_to_hf
 from torchtitan_graph.models.layers.moe import MoE, MoEConfig
-from torchtitan_graph.models.layers.rope import rope_cos_sin
+from torchtitan_graph.models.layers.rope import Scaling, rope_cos_sin
 from torchtitan_graph.models.layers.stored import Stored
 
 
@@ -33,6 +33,7 @@ class Config:
     tied: bool = False
     head_dim: int = 128
     rope_theta: float = 1e6
+    rope_scaling: Scaling | None = None
     norm_eps: float = 1e-6
     renormalize: bool = True
 
@@ -81,7 +82,7 @@ HF_KEYS: dict[str, str | Stored] = {
 def from_hf_config(raw: dict[str, Any]) -> Config:
     """Read a config.json; raise a UserError if it says what Qwen3 can't express."""
     reader, defaults = ConfigReader(raw), Config(0, 0, 0, 0, 0)
-    rope = rope_parameters(reader)
+    rope_theta, rope_scaling, _ = read_rope(reader)
     has_experts = "Qwen3MoeForCausalLM" in raw["architectures"]
     dim, num_layers = reader.integer("hidden_size"), reader.integer("num_hidden_layers")
     num_heads = reader.integer("num_attention_heads")
@@ -111,7 +112,8 @@ def from_hf_config(raw: dict[str, Any]) -> Config:
         vocab_size=reader.integer("vocab_size"),
         tied=reader.flag("tie_word_embeddings", False),
         head_dim=head_dim,
-        rope_theta=rope.number("rope_theta", above=1.0),
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
         norm_eps=reader.number("rms_norm_eps", 1e-6),
         renormalize=reader.flag("norm_topk_prob", False) if has_experts else defaults.renormalize,
     )
@@ -129,7 +131,7 @@ def to_hf_config(config: Config) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "tie_word_embeddings": config.tied,
         "rope_theta": config.rope_theta,
-        "rope_scaling": None,
+        "rope_scaling": scaling_to_hf(config.rope_scaling),
         "rms_norm_eps": config.norm_eps,
         "max_position_embeddings": 40960,  # ours have no limit
         "hidden_act": "silu",
@@ -164,4 +166,4 @@ class Model(Decoder):
         return Block(c.dim, c.norm_eps, attention, MoE(c.dim, experts))
 
     def rope(self, positions_BL: Tensor) -> tuple[Tensor, Tensor]:
-        return rope_cos_sin(positions_BL, self.config.head_dim, self.config.rope_theta)
+        return rope_cos_sin(positions_BL, self.config.head_dim, self.config.rope_theta, self.config.rope_scaling)

@@ -6,16 +6,14 @@ Where transformers can't load it, we may load or refuse it, but not crash otherw
 
 import json
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
 from reference import gap, in_double, rope_width, tokens
+
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.models import llama3
 from torchtitan_graph.models.hf import from_hf
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.rope import rope_frequencies
@@ -152,12 +150,11 @@ ROPE: dict[str, Raw] = {
 }
 # What makes a scaling's parameters whole, and is dropped more seldom.
 NEEDED = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
-EXPRESSED = {"llama": "llama3", "llama4_text": "llama3", "deepseek_v2": "yarn", "deepseek_v3": "yarn", "gpt_oss": "yarn"}
 
 
-def rope(rng: random.Random, model_type: str) -> Raw:
+def rope(rng: random.Random) -> Raw:
     """Draw keys that say how positions are rotated, in the old form, the new, or both."""
-    kind = rng.choice([*ROPE, *[EXPRESSED.get(model_type, "default")] * 6])
+    kind = rng.choice([*ROPE, "default", "yarn", "yarn", "llama3"])
     parameters = {key: rng.choice(values) for key, values in ROPE[kind].items()}
     parameters = {key: x for key, x in parameters.items() if rng.random() < (0.95 if key in NEEDED else 0.5)}
     if parameters and rng.random() < 0.1:
@@ -174,9 +171,8 @@ def rope(rng: random.Random, model_type: str) -> Raw:
 
 def changed(raw: Raw, rng: random.Random) -> Raw:
     """Change how positions are rotated, and up to three keys."""
-    model_type = raw["model_type"]
     raw = {key: value for key, value in raw.items() if key != "rope_parameters"}
-    raw |= rope(rng, model_type) if rng.random() < 0.9 else {}
+    raw |= rope(rng) if rng.random() < 0.9 else {}
     # What belongs to the family is changed more often than what doesn't.
     likely = [*CHANGES, *[key for key in CHANGES if key in raw] * 3]
     for _ in range(rng.choice([0, 0, 1, 1, 2, 3])):

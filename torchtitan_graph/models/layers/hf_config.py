@@ -96,8 +96,8 @@ class ConfigReader:
         self.need(head_dim % 2 == 0, f"head_dim = {head_dim} must be even")
 
     def check_experts(self, num_experts: int, top_k: int) -> None:
-        """Check that there are as many experts as serve a token."""
-        self.need(top_k <= num_experts, f"num_experts_per_tok = {top_k}: there are only {num_experts} experts")
+        """Check that a token can choose as many experts as serve it."""
+        self.need(top_k <= num_experts, f"num_experts_per_tok = {top_k}: a token chooses from {num_experts} experts")
 
     def build(self, make: Callable[..., Config], **values: Any) -> Config:
         """Return `make(**values)`.

@@ -6,24 +6,70 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchtitan_graph.models.layers.hf_config import ConfigReader
-from torchtitan_graph.models.layers.rope import Llama3Scaling, YarnScaling, yarn_magnitude
+from torchtitan_graph.models.layers.rope import LinearScaling, Llama3Scaling, Scaling, YarnScaling, yarn_magnitude
 
 _CONTEXT = "original_max_position_embeddings"
 
 
-def rope_parameters(
-    reader: ConfigReader, *scalings: str, theta: float = 10000.0, implied: Mapping[str, Any] | None = None
-) -> ConfigReader:
-    """Give a reader of `rope_type`, `rope_theta` and what belongs to that type.
+def read_rope(
+    reader: ConfigReader, theta: float = 10000.0, implied: Mapping[str, Any] | None = None
+) -> tuple[float, Scaling | None, float]:
+    """Read the base of the frequencies, how they are scaled, and `mscale_all_dim`, which is DeepSeek's (0: none).
 
     Released files have `rope_theta` and `rope_scaling` (null, or with `rope_type`, in older files `type`); since
-    version 5 transformers writes it all into `rope_parameters`.
+    version 5 transformers writes it all into `rope_parameters`. What depends on the length of a sequence ("dynamic",
+    "longrope") is refused.
 
     Args:
-        scalings: the types, beside "default", that the family can express.
         theta: where the file says none.
         implied: the parameters where the file says nothing of them.
     """
+    rope = _parameters(reader, theta, implied)
+    rope.expect("rope_type", "default", "linear", "llama3", "yarn")
+    rope.expect("partial_rotary_factor", 1.0, None)
+    kind = rope.raw["rope_type"]
+    scaling: Scaling | None = None
+    if kind == "linear":
+        scaling = LinearScaling(rope.number("factor"))
+    elif kind == "llama3":
+        low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+        scaling = Llama3Scaling(rope.number("factor"), low, high, rope.integer(_CONTEXT))
+    elif kind == "yarn":
+        scaling = _yarn(rope)
+    return rope.number("rope_theta", above=1.0), scaling, _unless_zero(rope, "mscale_all_dim") if scaling else 0.0
+
+
+def scaling_to_hf(scaling: Scaling | None, mscale: float = 0.0) -> dict[str, Any] | None:
+    """Write a scaling as a config.json's `rope_scaling`; `mscale` is DeepSeek's, and 0 is left out."""
+    if isinstance(scaling, LinearScaling):
+        written: dict[str, Any] = {"rope_type": "linear", "factor": scaling.factor}
+    elif isinstance(scaling, Llama3Scaling):
+        written = {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            _CONTEXT: scaling.original_context,
+        }
+    elif isinstance(scaling, YarnScaling):
+        written = {
+            "rope_type": "yarn",
+            "type": "yarn",  # for old readers, too
+            "factor": scaling.factor,
+            "beta_fast": scaling.beta_fast,
+            "beta_slow": scaling.beta_slow,
+            _CONTEXT: scaling.original_context,
+            "truncate": scaling.truncate,
+        }
+        if scaling.magnitude != _implied_magnitude(scaling.factor, mscale, mscale):
+            written["attention_factor"] = scaling.magnitude
+    else:
+        return None
+    return {**written, "mscale": mscale, "mscale_all_dim": mscale} if mscale else written
+
+
+def _parameters(reader: ConfigReader, theta: float, implied: Mapping[str, Any] | None) -> ConfigReader:
+    """Bring both forms, and what stands beside them, into the newer one."""
     raw = reader.raw
     found = raw.get("rope_scaling") or raw.get("rope_parameters")
     found = (implied or {}) if found is None else found
@@ -35,79 +81,28 @@ def rope_parameters(
         parameters[_CONTEXT] = raw[_CONTEXT]
     elif _CONTEXT not in found and "max_position_embeddings" in raw:
         parameters[_CONTEXT] = raw["max_position_embeddings"]
-    rope = ConfigReader(parameters, "rope_scaling: ", reader.problems)
-    rope.expect("rope_type", "default", *scalings)
-    rope.expect("partial_rotary_factor", 1.0, None)
-    for key, value in found.items():
-        if isinstance(value, Mapping):
+    for key in ("full_attention", "sliding_attention", "chunked_attention"):
+        if key in parameters:
             reader.problems.append(f"rope_scaling: {key} has parameters of its own; legal are those of all layers")
-    return rope
+    return ConfigReader(parameters, "rope_scaling: ", reader.problems)
 
 
-def llama3_scaling(rope: ConfigReader) -> Llama3Scaling | None:
-    """Read the scaling of Llama 3.1; None where it is of another type."""
-    if rope.raw["rope_type"] != "llama3":
-        return None
-    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
-    return Llama3Scaling(rope.number("factor"), low, high, rope.integer(_CONTEXT))
-
-
-def llama3_scaling_to_hf(scaling: Llama3Scaling | None) -> dict[str, Any] | None:
-    """Write it as a config.json's `rope_scaling`."""
-    if scaling is None:
-        return None
-    return {
-        "rope_type": "llama3",
-        "factor": scaling.factor,
-        "low_freq_factor": scaling.low_freq_factor,
-        "high_freq_factor": scaling.high_freq_factor,
-        _CONTEXT: scaling.original_context,
-    }
-
-
-def yarn_scaling(rope: ConfigReader) -> YarnScaling | None:
-    """Read YaRN's scaling; None where it is of another type."""
-    if rope.raw["rope_type"] != "yarn":
-        return None
+def _yarn(rope: ConfigReader) -> YarnScaling:
     factor = rope.number("factor")
-    implied = _implied_magnitude(factor, number_unless_zero(rope, "mscale"), number_unless_zero(rope, "mscale_all_dim"))
+    implied = _implied_magnitude(factor, _unless_zero(rope, "mscale"), _unless_zero(rope, "mscale_all_dim"))
     return YarnScaling(
         factor,
-        number_unless_zero(rope, "beta_fast", 32.0),
-        number_unless_zero(rope, "beta_slow", 1.0),
+        _unless_zero(rope, "beta_fast", 32.0),
+        _unless_zero(rope, "beta_slow", 1.0),
         rope.integer(_CONTEXT),
         truncate=bool(rope.raw.get("truncate", True)),
         magnitude=rope.number("attention_factor", implied, null=implied),
     )
 
 
-def number_unless_zero(rope: ConfigReader, key: str, otherwise: float = 0.0) -> float:
+def _unless_zero(rope: ConfigReader, key: str, otherwise: float = 0.0) -> float:
     """Take a number of YaRN's, where 0 and null mean what a missing key means."""
     return rope.number(key) if rope.raw.get(key) else otherwise
-
-
-def yarn_scaling_to_hf(scaling: YarnScaling | None, mscale: float = 0.0) -> dict[str, Any] | None:
-    """Write it as a config.json's `rope_scaling`; both names of the type, for old readers too.
-
-    Args:
-        mscale: DeepSeek's, written under both of its names; 0 is left out.
-    """
-    if scaling is None:
-        return None
-    written = {
-        "rope_type": "yarn",
-        "type": "yarn",
-        "factor": scaling.factor,
-        "beta_fast": scaling.beta_fast,
-        "beta_slow": scaling.beta_slow,
-        _CONTEXT: scaling.original_context,
-        "truncate": scaling.truncate,
-    }
-    if mscale:
-        written |= {"mscale": mscale, "mscale_all_dim": mscale}
-    if scaling.magnitude != _implied_magnitude(scaling.factor, mscale, mscale):
-        written["attention_factor"] = scaling.magnitude
-    return written
 
 
 def _implied_magnitude(factor: float, mscale: float, mscale_all_dim: float) -> float:

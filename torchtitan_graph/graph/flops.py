@@ -20,8 +20,9 @@ from torchtitan_graph.graph.edit import value
 
 aten = torch.ops.aten
 
-# Matrix products of size (L, H) x (H, L) per head: forward has scores and values; backward has the gradients of
-# queries, keys, values and scores. The scores that fused kernels compute again in backward are recomputation.
+# Matrix products per head: forward has scores, (L, H) x (H, L), and outputs, (L, L) x (L, width of values); backward
+# the gradients of queries and keys, as large as the first, and those of values and scores, as large as the second. The
+# scores that fused kernels compute again in backward are recomputation.
 ATTENTION = (
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention.default,
@@ -56,7 +57,8 @@ class Flops:
 def count_flops(gm: GraphModule, blocks: Container[str]) -> Flops:
     """Count the operations of a graph that no pass has changed; attention outside any block is counted under "".
 
-    What attention pads (a sink's column, values as wide as keys) counts as it is computed.
+    A sink's column counts as it is computed. Values count as wide as they are, also where a kernel wants them padded to
+    the keys' width.
     """
     matmul, attention = 0, collections.Counter[str]()
     for node in gm.graph.nodes:
@@ -69,17 +71,20 @@ def count_flops(gm: GraphModule, blocks: Container[str]) -> Flops:
         elif node.target is torch.ops.torchtitan_graph.grouped_outer.default:
             matmul += 2 * _shape(node, 0).numel() * _shape(node, 1)[-1]
         elif node.target in ATTENTION:
-            attention[block_of(node, blocks) or ""] += 2 * _product(_shape(node, 0), _shape(node, 1))
+            attention[block_of(node, blocks) or ""] += _products(node, 0)
         elif node.target in _BACKWARD:
             # The gradient of the output comes first, then query, key and value; flex has query, key, value first.
-            q, k = (0, 1) if node.target is _BACKWARD[-1] else (1, 2)
-            attention[block_of(node, blocks) or ""] += 4 * _product(_shape(node, q), _shape(node, k))
+            attention[block_of(node, blocks) or ""] += 2 * _products(node, 0 if node.target is _BACKWARD[-1] else 1)
     return Flops(matmul, attention)
 
 
-def _product(q_BNLH: torch.Size, k_BNLH: torch.Size) -> int:
-    B, N, Lq, H = q_BNLH
-    return 2 * B * N * Lq * k_BNLH[2] * H
+def _products(node: Node, query: int) -> int:
+    """Count the forward's two products of an attention whose query, key and value begin at the argument `query`."""
+    B, N, Lq, H = _shape(node, query)
+    values: Node = node.args[query + 2]  # type: ignore[assignment]
+    while values.target is aten.constant_pad_nd.default:
+        values = values.args[0]  # type: ignore[assignment]
+    return 2 * B * N * Lq * _shape(node, query + 1)[2] * (H + value(values).shape[-1])
 
 
 def _shape(node: Node, argument: int) -> torch.Size:

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from torchtitan_graph.models.layers.decoder import Block, Decoder, decoder_plan
 from torchtitan_graph.models.layers.feed_forward import FeedForward
-from torchtitan_graph.models.layers.hf_config import ConfigReader, rope_parameters, yarn_scaling, yarn_scaling_to_hf
+from torchtitan_graph.models.layers.hf_config import ConfigReader
+from torchtitan_graph.models.layers.hf_rope import read_rope, scaling_to_hf
 from torchtitan_graph.models.layers.latent_attention import LatentAttention
 from torchtitan_graph.models.layers.moe import MoE, MoEConfig
-from torchtitan_graph.models.layers.rope import YarnScaling, rope_cos_sin, yarn_magnitude
+from torchtitan_graph.models.layers.rope import Scaling, YarnScaling, rope_cos_sin, yarn_magnitude
 from torchtitan_graph.models.layers.stored import Stored
 
 
@@ -24,7 +25,7 @@ class Config:
     version         3 scores experts by sigmoid, chooses them with a correction bias, and renormalises; 2 by softmax
     num_groups, num_chosen_groups   of experts; see MoEConfig
     route_scale     multiplies the experts' scores
-    mscale          YaRN's `mscale_all_dim`, and `mscale`, which is the same in every release
+    mscale          YaRN's `mscale_all_dim`; 0: attention's scale is not corrected
     """
 
     dim: int
@@ -48,7 +49,7 @@ class Config:
     vocab_size: int = 102400
     tied: bool = False
     rope_theta: float = 10000.0
-    rope_scaling: YarnScaling | None = YarnScaling(factor=40.0)
+    rope_scaling: Scaling | None = YarnScaling(factor=40.0)
     mscale: float = 0.707
     norm_eps: float = 1e-6
 
@@ -106,46 +107,64 @@ HF_SKIPPED = ("model.layers.61.*",)  # the layer of V3 that predicts one more to
 
 def from_hf_config(raw: dict[str, Any]) -> Config:
     """Read a config.json; raise a UserError if it says what DeepSeek-V2 and V3 can't express."""
-    reader, rope = ConfigReader(raw), rope_parameters(raw)
+    reader = ConfigReader(raw)
+    rope_theta, rope_scaling, mscale = read_rope(reader)
     is_v3 = "DeepseekV3ForCausalLM" in raw["architectures"]
-    num_groups = reader.get("n_group", 1)
-    reader.expect("hidden_act", ["silu"])
-    reader.expect("attention_bias", [False])
-    reader.expect("moe_layer_freq", [1])
-    reader.expect("scoring_func", ["sigmoid" if is_v3 else "softmax"])
-    reader.expect("norm_topk_prob", [is_v3])
-    reader.expect("topk_method", ["noaux_tc"] if is_v3 else ["group_limited_greedy" if num_groups > 1 else "greedy"])
-    reader.expect("rope_interleave", [True])
-    reader.expect("rope_type", ["default", "yarn"], rope["rope_type"])
-    mscale = rope.get("mscale_all_dim", Config.mscale)
-    reader.expect("mscale", [mscale], rope.get("mscale"))
+    num_heads, rope_dim = reader.integer("num_attention_heads"), reader.integer("qk_rope_head_dim")
+    num_experts = reader.integer("n_routed_experts", alias="num_local_experts" if is_v3 else "num_experts")
+    top_k, (num_groups, num_chosen_groups) = reader.integer("num_experts_per_tok"), _groups(reader, is_v3)
+    _expect_constants(reader, is_v3)
+    reader.expect("num_key_value_heads", num_heads, None)
+    reader.expect("head_dim", rope_dim)
+    reader.check_heads(num_heads, num_heads, rope_dim)
+    reader.check_experts(num_experts // num_groups * num_chosen_groups, top_k)
+    reader.need(num_experts % num_groups == 0, f"n_group = {num_groups} must divide n_routed_experts = {num_experts}")
+    reader.need(num_chosen_groups <= num_groups, f"topk_group = {num_chosen_groups}: there are {num_groups} groups")
+    reader.need(not is_v3 or num_experts >= 2 * num_groups, f"n_group = {num_groups}: groups have two experts or more")
     return reader.build(
         Config,
-        dim=reader.get("hidden_size"),
-        num_layers=reader.get("num_hidden_layers"),
-        num_heads=reader.get("num_attention_heads"),
-        ffn_dim=reader.get("intermediate_size"),
-        moe_ffn_dim=reader.get("moe_intermediate_size"),
-        num_experts=reader.get("n_routed_experts"),
-        top_k=reader.get("num_experts_per_tok"),
-        num_shared_experts=reader.get("n_shared_experts"),
-        num_dense_layers=reader.get("first_k_dense_replace"),
-        q_lora_rank=reader.get("q_lora_rank", 0),
-        kv_lora_rank=reader.get("kv_lora_rank"),
-        nope_dim=reader.get("qk_nope_head_dim"),
-        rope_dim=reader.get("qk_rope_head_dim"),
-        v_dim=reader.get("v_head_dim"),
+        dim=reader.integer("hidden_size"),
+        num_layers=reader.integer("num_hidden_layers"),
+        num_heads=num_heads,
+        ffn_dim=reader.integer("intermediate_size"),
+        moe_ffn_dim=reader.integer("moe_intermediate_size"),
+        num_experts=num_experts,
+        top_k=top_k,
+        num_shared_experts=reader.integer("n_shared_experts"),
+        num_dense_layers=reader.integer("first_k_dense_replace", least=0),
+        q_lora_rank=reader.integer("q_lora_rank", null=0),
+        kv_lora_rank=reader.integer("kv_lora_rank"),
+        nope_dim=reader.integer("qk_nope_head_dim"),
+        rope_dim=rope_dim,
+        v_dim=reader.integer("v_head_dim"),
         version=3 if is_v3 else 2,
         num_groups=num_groups,
-        num_chosen_groups=reader.get("topk_group", 1),
-        route_scale=reader.get("routed_scaling_factor", 1.0),
-        vocab_size=reader.get("vocab_size"),
-        tied=reader.get("tie_word_embeddings", False),
-        rope_theta=float(rope["rope_theta"]),
-        rope_scaling=yarn_scaling(rope),
-        mscale=mscale,
-        norm_eps=reader.get("rms_norm_eps", 1e-6),
+        num_chosen_groups=num_chosen_groups,
+        route_scale=reader.number("routed_scaling_factor", 2.5 if is_v3 else 1.0),
+        vocab_size=reader.integer("vocab_size"),
+        tied=reader.flag("tie_word_embeddings", False),
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
+        mscale=mscale if rope_scaling else Config.mscale,
+        norm_eps=reader.number("rms_norm_eps", 1e-6),
     )
+
+
+def _groups(reader: ConfigReader, is_v3: bool) -> tuple[int, int]:
+    """Read how many groups of experts there are, and from how many a token's experts come."""
+    method = reader.raw.get("topk_method", "noaux_tc" if is_v3 else "greedy")
+    reader.expect("topk_method", *(["noaux_tc"] if is_v3 else ["greedy", "group_limited_greedy"]))
+    return (1, 1) if method == "greedy" else (reader.integer("n_group"), reader.integer("topk_group"))
+
+
+def _expect_constants(reader: ConfigReader, is_v3: bool) -> None:
+    reader.expect_of_all(*(["deepseek_v3", "kimi_k2"] if is_v3 else ["deepseek_v2"]))
+    reader.expect("attention_bias", False)
+    reader.expect("mlp_bias", False)
+    reader.expect("moe_layer_freq", 1)
+    reader.expect("scoring_func", "sigmoid" if is_v3 else "softmax")
+    reader.expect("norm_topk_prob", is_v3)
+    reader.expect("rope_interleave", True)
 
 
 def to_hf_config(config: Config) -> dict[str, Any]:
@@ -179,7 +198,7 @@ def to_hf_config(config: Config) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "tie_word_embeddings": config.tied,
         "rope_theta": config.rope_theta,
-        "rope_scaling": yarn_scaling_to_hf(config.rope_scaling, mscale=config.mscale, mscale_all_dim=config.mscale),
+        "rope_scaling": scaling_to_hf(config.rope_scaling, config.mscale),
         "rms_norm_eps": config.norm_eps,
         "max_position_embeddings": 163840,  # ours have no limit
         "hidden_act": "silu",
@@ -204,7 +223,6 @@ class Model(Decoder):
             nope_dim=c.nope_dim,
             rope_dim=c.rope_dim,
             v_dim=c.v_dim,
-            norm_eps=c.norm_eps,
             scale=scale,
         )
         if index < c.num_dense_layers:

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from torchtitan_graph.models.layers.attention import Attention
 from torchtitan_graph.models.layers.decoder import Block, Decoder, decoder_plan
-from torchtitan_graph.models.layers.hf_config import ConfigReader, rope_parameters, yarn_scaling, yarn_scaling_to_hf
+from torchtitan_graph.models.layers.hf_config import ConfigReader
+from torchtitan_graph.models.layers.hf_rope import read_rope, scaling_to_hf
 from torchtitan_graph.models.layers.masks import Rule, all_of, sliding
 from torchtitan_graph.models.layers.moe import MoE, MoEConfig
-from torchtitan_graph.models.layers.rope import YarnScaling, rope_cos_sin, yarn_magnitude
+from torchtitan_graph.models.layers.rope import Scaling, YarnScaling, rope_cos_sin, yarn_magnitude
 from torchtitan_graph.models.layers.stored import Stored
 
 
@@ -32,7 +33,7 @@ class Config:
     vocab_size: int = 201088
     tied: bool = False
     rope_theta: float = 150000.0
-    rope_scaling: YarnScaling | None = YarnScaling(factor=32.0, truncate=False, magnitude=yarn_magnitude(32.0))
+    rope_scaling: Scaling | None = YarnScaling(factor=32.0, truncate=False, magnitude=yarn_magnitude(32.0))
     norm_eps: float = 1e-5
 
 
@@ -78,33 +79,36 @@ HF_KEYS: dict[str, str | Stored] = {
 
 def from_hf_config(raw: dict[str, Any]) -> Config:
     """Read a config.json; raise a UserError if it says what gpt-oss can't express."""
-    reader, rope = ConfigReader(raw), rope_parameters(raw, 150000.0)
-    num_layers = reader.get("num_hidden_layers")
-    scaling = yarn_scaling(rope, magnitude=yarn_magnitude(rope.get("factor", 1.0)))
-    if not (raw.get("rope_parameters") or raw.get("rope_scaling")):
-        scaling = Config.rope_scaling  # transformers too takes the releases' where nothing is said
-    reader.expect("attention_bias", [True])
-    reader.expect("swiglu_limit", [7.0])
-    reader.expect("swiglu_alpha", [1.702])
-    reader.expect("layer_types", [_layer_types(num_layers)])
-    reader.expect("rope_type", ["default", "yarn"], rope["rope_type"])
-    reader.expect("attention_factor", [], rope.get("attention_factor"))
+    reader = ConfigReader(raw)
+    # Where nothing is said, transformers too takes the releases' scaling.
+    rope_theta, rope_scaling, _ = read_rope(reader, theta=150000.0, implied=scaling_to_hf(Config.rope_scaling))
+    num_layers, head_dim = reader.integer("num_hidden_layers"), reader.integer("head_dim")
+    num_heads, num_kv_heads = reader.integer("num_attention_heads"), reader.integer("num_key_value_heads")
+    num_experts = reader.integer("num_local_experts", alias="num_experts")
+    top_k = reader.integer("num_experts_per_tok", alias="experts_per_token")
+    reader.expect_of_all("gpt_oss")
+    reader.expect("attention_bias", True)
+    reader.expect("swiglu_limit", 7.0)
+    reader.expect("swiglu_alpha", 1.702)
+    reader.expect("layer_types", _layer_types(num_layers), None)
+    reader.check_heads(num_heads, num_kv_heads, head_dim)
+    reader.check_experts(num_experts, top_k)
     return reader.build(
         Config,
-        dim=reader.get("hidden_size"),
+        dim=reader.integer("hidden_size"),
         num_layers=num_layers,
-        num_experts=reader.get("num_local_experts"),
-        num_heads=reader.get("num_attention_heads"),
-        num_kv_heads=reader.get("num_key_value_heads"),
-        head_dim=reader.get("head_dim"),
-        ffn_dim=reader.get("intermediate_size"),
-        top_k=reader.get("num_experts_per_tok"),
-        window=reader.get("sliding_window"),
-        vocab_size=reader.get("vocab_size"),
-        tied=reader.get("tie_word_embeddings", False),
-        rope_theta=float(rope["rope_theta"]),
-        rope_scaling=scaling,
-        norm_eps=reader.get("rms_norm_eps", 1e-5),
+        num_experts=num_experts,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        ffn_dim=reader.integer("intermediate_size"),
+        top_k=top_k,
+        window=reader.integer("sliding_window"),
+        vocab_size=reader.integer("vocab_size"),
+        tied=reader.flag("tie_word_embeddings", False),
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
+        norm_eps=reader.number("rms_norm_eps", 1e-5),
     )
 
 
@@ -126,7 +130,7 @@ def to_hf_config(config: Config) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "tie_word_embeddings": config.tied,
         "rope_theta": config.rope_theta,
-        "rope_scaling": yarn_scaling_to_hf(config.rope_scaling) or {"rope_type": "default"},
+        "rope_scaling": scaling_to_hf(config.rope_scaling) or {"rope_type": "default"},
         "rms_norm_eps": config.norm_eps,
         "max_position_embeddings": 131072,  # ours have no limit
         "hidden_act": "silu",

@@ -10,13 +10,9 @@ from torch import Tensor
 from torchtitan_graph.models.layers.attention import Attention
 from torchtitan_graph.models.layers.decoder import Block, Decoder, decoder_plan
 from torchtitan_graph.models.layers.feed_forward import FeedForward
-from torchtitan_graph.models.layers.hf_config import (
-    ConfigReader,
-    llama3_scaling,
-    llama3_scaling_to_hf,
-    rope_parameters,
-)
-from torchtitan_graph.models.layers.rope import Llama3Scaling, rope_cos_sin
+from torchtitan_graph.models.layers.hf_config import ConfigReader
+from torchtitan_graph.models.layers.hf_rope import read_rope, scaling_to_hf
+from torchtitan_graph.models.layers.rope import Llama3Scaling, Scaling, rope_cos_sin
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +25,7 @@ class Config:
     vocab_size: int = 128256
     tied: bool = False
     rope_theta: float = 500000.0
-    rope_scaling: Llama3Scaling | None = Llama3Scaling(factor=8.0)
+    rope_scaling: Scaling | None = Llama3Scaling(factor=8.0)
     norm_eps: float = 1e-5
 
     @property
@@ -77,25 +73,28 @@ def from_hf_config(raw: dict[str, Any]) -> Config:
     Raises:
         UserError: it says what llama3 can't express.
     """
-    reader, rope = ConfigReader(raw), rope_parameters(raw)
-    dim, num_heads = reader.get("hidden_size"), reader.get("num_attention_heads")
-    reader.expect("hidden_act", ["silu"])
-    reader.expect("attention_bias", [False])
-    reader.expect("mlp_bias", [False])
-    reader.expect("head_dim", [dim // max(num_heads, 1)])
-    reader.expect("rope_type", ["default", "llama3"], rope["rope_type"])
+    reader = ConfigReader(raw)
+    rope_theta, rope_scaling, _ = read_rope(reader)
+    dim, num_heads = reader.integer("hidden_size"), reader.integer("num_attention_heads")
+    num_kv_heads = reader.integer("num_key_value_heads", num_heads, null=num_heads)
+    reader.expect_of_all("llama")
+    reader.expect("attention_bias", False)
+    reader.expect("mlp_bias", False)
+    reader.expect("head_dim", dim // num_heads, None)
+    reader.need(dim % num_heads == 0, f"num_attention_heads = {num_heads} must divide hidden_size = {dim}")
+    reader.check_heads(num_heads, num_kv_heads, dim // num_heads)
     return reader.build(
         Config,
         dim=dim,
-        num_layers=reader.get("num_hidden_layers"),
+        num_layers=reader.integer("num_hidden_layers"),
         num_heads=num_heads,
-        num_kv_heads=reader.get("num_key_value_heads", num_heads),
-        ffn_dim=reader.get("intermediate_size"),
-        vocab_size=reader.get("vocab_size"),
-        tied=reader.get("tie_word_embeddings", False),
-        rope_theta=float(rope["rope_theta"]),
-        rope_scaling=llama3_scaling(rope),
-        norm_eps=reader.get("rms_norm_eps", 1e-6),
+        num_kv_heads=num_kv_heads,
+        ffn_dim=reader.integer("intermediate_size"),
+        vocab_size=reader.integer("vocab_size"),
+        tied=reader.flag("tie_word_embeddings", False),
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
+        norm_eps=reader.number("rms_norm_eps", 1e-6),
     )
 
 
@@ -113,7 +112,7 @@ def to_hf_config(config: Config) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "tie_word_embeddings": config.tied,
         "rope_theta": config.rope_theta,
-        "rope_scaling": llama3_scaling_to_hf(config.rope_scaling),
+        "rope_scaling": scaling_to_hf(config.rope_scaling),
         "rms_norm_eps": config.norm_eps,
         # Our rotary positions have no limit; these are what the releases say: 3, and 3.1 and later.
         "max_position_embeddings": 8192 if config.rope_scaling is None else 131072,

@@ -13,13 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.layers.attention import Attention
 from torchtitan_graph.models.layers.decoder import Block, Decoder, decoder_plan
 from torchtitan_graph.models.layers.feed_forward import FeedForward
-from torchtitan_graph.models.layers.hf_config import ConfigReader, llama3_scaling, llama3_scaling_to_hf, rope_parameters
+from torchtitan_graph.models.layers.hf_config import ConfigReader
+from torchtitan_graph.models.layers.hf_rope import read_rope, scaling_to_hf
 from torchtitan_graph.models.layers.masks import Rule, all_of, chunked
 from torchtitan_graph.models.layers.moe import MoE, MoEConfig
-from torchtitan_graph.models.layers.rope import Llama3Scaling, apply_rope, rope_cos_sin
+from torchtitan_graph.models.layers.rope import Llama3Scaling, Scaling, apply_rope, rope_cos_sin
 from torchtitan_graph.models.layers.stored import Stored
 
 
@@ -50,7 +52,7 @@ class Config:
     vocab_size: int = 202048
     tied: bool = False
     rope_theta: float = 500000.0
-    rope_scaling: Llama3Scaling | None = None
+    rope_scaling: Scaling | None = None
     norm_eps: float = 1e-5
 
 
@@ -96,37 +98,46 @@ HF_KEYS: dict[str, str | Stored] = {
 def from_hf_config(raw: dict[str, Any]) -> Config:
     """Read a config.json, of the language model or of all; raise a UserError if it says what Llama 4 can't express."""
     text = raw.get("text_config", raw)
-    reader, rope = ConfigReader(text), rope_parameters(text, 500000.0)
-    num_layers, full_every = reader.get("num_hidden_layers"), reader.get("no_rope_layer_interval", 4)
-    moe_every = reader.get("interleave_moe_layer_step", 1)
-    reader.expect("hidden_act", ["silu"])
-    reader.expect("attention_bias", [False])
-    reader.expect("attn_scale", [0.1])
-    reader.expect("attn_temperature_tuning", [True], bool(text.get("attn_temperature_tuning", True)))
-    reader.expect("no_rope_layers", [[], _rotated_layers(num_layers, full_every)])
-    reader.expect("moe_layers", [list(range(moe_every - 1, num_layers, moe_every))])
-    reader.expect("rope_type", ["default", "llama3"], rope["rope_type"])
+    if not isinstance(text, dict):
+        raise UserError(f"text_config = {text!r}: an object is wanted")
+    reader = ConfigReader(text)
+    rope_theta, rope_scaling, _ = read_rope(reader, theta=500000.0)
+    num_layers, full_every = reader.integer("num_hidden_layers"), reader.integer("no_rope_layer_interval", 4)
+    moe_every, tied = reader.integer("interleave_moe_layer_step", 1), reader.flag("tie_word_embeddings", False)
+    num_heads, num_kv_heads = reader.integer("num_attention_heads"), reader.integer("num_key_value_heads")
+    num_experts, top_k = reader.integer("num_local_experts"), reader.integer("num_experts_per_tok")
+    head_dim, rotated = reader.integer("head_dim"), _rotated_layers(num_layers, full_every)
+    reader.expect_of_all("llama4_text", "llama4")
+    ConfigReader(raw, problems=reader.problems).expect("tie_word_embeddings", tied)
+    reader.expect("attention_bias", False)
+    reader.expect("attn_scale", 0.1)
+    reader.expect("attn_temperature_tuning", True, 4)  # 4 is what the first releases say, and mean by it what true does
+    reader.expect("no_rope_layers", rotated, [], None)
+    reader.expect("layer_types", [("full_attention", "chunked_attention")[rotates] for rotates in rotated], None)
+    reader.expect("moe_layers", list(range(moe_every - 1, num_layers, moe_every)), None)
+    reader.check_heads(num_heads, num_kv_heads, head_dim)
+    reader.check_experts(num_experts, top_k)
     return reader.build(
         Config,
-        dim=reader.get("hidden_size"),
+        dim=reader.integer("hidden_size"),
         num_layers=num_layers,
-        num_heads=reader.get("num_attention_heads"),
-        num_kv_heads=reader.get("num_key_value_heads"),
-        num_experts=reader.get("num_local_experts"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        num_experts=num_experts,
         moe_every=moe_every,
-        ffn_dim=reader.get("intermediate_size"),
-        dense_ffn_dim=reader.get("intermediate_size_mlp"),
-        head_dim=reader.get("head_dim"),
-        top_k=reader.get("num_experts_per_tok"),
-        chunk=reader.get("attention_chunk_size", 8192),
+        ffn_dim=reader.integer("intermediate_size"),
+        dense_ffn_dim=reader.integer("intermediate_size_mlp"),
+        head_dim=head_dim,
+        top_k=top_k,
+        chunk=reader.integer("attention_chunk_size", 8192),
         full_every=full_every,
-        qk_norm=reader.get("use_qk_norm", True),
-        temperature_span=reader.get("floor_scale", 8192),
-        vocab_size=reader.get("vocab_size"),
-        tied=reader.get("tie_word_embeddings", False),
-        rope_theta=float(rope["rope_theta"]),
-        rope_scaling=llama3_scaling(rope),
-        norm_eps=reader.get("rms_norm_eps", 1e-5),
+        qk_norm=reader.flag("use_qk_norm", True),
+        temperature_span=reader.integer("floor_scale", 8192),
+        vocab_size=reader.integer("vocab_size"),
+        tied=tied,
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
+        norm_eps=reader.number("rms_norm_eps", 1e-5),
     )
 
 
@@ -155,7 +166,7 @@ def to_hf_config(config: Config) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "tie_word_embeddings": config.tied,
         "rope_theta": config.rope_theta,
-        "rope_scaling": llama3_scaling_to_hf(config.rope_scaling),
+        "rope_scaling": scaling_to_hf(config.rope_scaling),
         "rms_norm_eps": config.norm_eps,
         # Ours have no limit; these are what the releases say: Maverick, and Scout.
         "max_position_embeddings": 1048576 if config.rope_scaling is None else 10485760,

@@ -11,9 +11,10 @@ from torch import Tensor
 from torchtitan_graph.models.layers.attention import Attention
 from torchtitan_graph.models.layers.decoder import Block, Decoder, decoder_plan
 from torchtitan_graph.models.layers.feed_forward import FeedForward
-from torchtitan_graph.models.layers.hf_config import ConfigReader, rope_parameters
+from torchtitan_graph.models.layers.hf_config import ConfigReader
+from torchtitan_graph.models.layers.hf_rope import read_rope, scaling_to_hf
 from torchtitan_graph.models.layers.moe import MoE, MoEConfig
-from torchtitan_graph.models.layers.rope import rope_cos_sin
+from torchtitan_graph.models.layers.rope import Scaling, rope_cos_sin
 from torchtitan_graph.models.layers.stored import Stored
 
 
@@ -32,6 +33,7 @@ class Config:
     tied: bool = False
     head_dim: int = 128
     rope_theta: float = 1e6
+    rope_scaling: Scaling | None = None
     norm_eps: float = 1e-6
     renormalize: bool = True
 
@@ -79,30 +81,41 @@ HF_KEYS: dict[str, str | Stored] = {
 
 def from_hf_config(raw: dict[str, Any]) -> Config:
     """Read a config.json; raise a UserError if it says what Qwen3 can't express."""
-    reader, rope, defaults = ConfigReader(raw), rope_parameters(raw), Config(0, 0, 0, 0, 0)
+    reader, defaults = ConfigReader(raw), Config(0, 0, 0, 0, 0)
+    rope_theta, rope_scaling, _ = read_rope(reader)
     has_experts = "Qwen3MoeForCausalLM" in raw["architectures"]
-    reader.expect("hidden_act", ["silu"])
-    reader.expect("attention_bias", [False])
-    reader.expect("use_sliding_window", [False])
-    reader.expect("decoder_sparse_step", [1])
-    reader.expect("mlp_only_layers", [[]])
-    reader.expect("rope_type", ["default"], rope["rope_type"])
-    num_experts = reader.get("num_experts", raw.get("num_local_experts", 128)) if has_experts else 0
+    dim, num_layers = reader.integer("hidden_size"), reader.integer("num_hidden_layers")
+    num_heads = reader.integer("num_attention_heads")
+    num_kv_heads = reader.integer("num_key_value_heads", null=num_heads)
+    head_dim = reader.integer("head_dim", dim // num_heads if has_experts else defaults.head_dim)
+    num_experts, top_k = 0, defaults.top_k
+    if has_experts:
+        num_experts = reader.integer("num_experts", 128, alias="num_local_experts")
+        top_k = reader.integer("num_experts_per_tok", 8)
+        reader.check_experts(num_experts, top_k)
+    reader.expect_of_all("qwen3_moe" if has_experts else "qwen3")
+    reader.expect("attention_bias", False)
+    reader.expect("use_sliding_window", False)
+    reader.expect("layer_types", ["full_attention"] * num_layers, None)
+    reader.expect("decoder_sparse_step", 1)
+    reader.expect("mlp_only_layers", [], None)
+    reader.check_heads(num_heads, num_kv_heads, head_dim)
     return reader.build(
         Config,
-        dim=reader.get("hidden_size"),
-        num_layers=reader.get("num_hidden_layers"),
-        num_heads=reader.get("num_attention_heads"),
-        num_kv_heads=reader.get("num_key_value_heads"),
-        ffn_dim=reader.get("moe_intermediate_size" if has_experts else "intermediate_size"),
+        dim=dim,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        ffn_dim=reader.integer("moe_intermediate_size" if has_experts else "intermediate_size"),
         num_experts=num_experts,
-        top_k=reader.get("num_experts_per_tok", 8) if has_experts else defaults.top_k,
-        vocab_size=reader.get("vocab_size"),
-        tied=reader.get("tie_word_embeddings", False),
-        head_dim=reader.get("head_dim", 128),
-        rope_theta=float(rope["rope_theta"]),
-        norm_eps=reader.get("rms_norm_eps", 1e-6),
-        renormalize=reader.get("norm_topk_prob", False) if has_experts else defaults.renormalize,
+        top_k=top_k,
+        vocab_size=reader.integer("vocab_size"),
+        tied=reader.flag("tie_word_embeddings", False),
+        head_dim=head_dim,
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
+        norm_eps=reader.number("rms_norm_eps", 1e-6),
+        renormalize=reader.flag("norm_topk_prob", False) if has_experts else defaults.renormalize,
     )
 
 
@@ -118,7 +131,7 @@ def to_hf_config(config: Config) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "tie_word_embeddings": config.tied,
         "rope_theta": config.rope_theta,
-        "rope_scaling": None,
+        "rope_scaling": scaling_to_hf(config.rope_scaling),
         "rms_norm_eps": config.norm_eps,
         "max_position_embeddings": 40960,  # ours have no limit
         "hidden_act": "silu",
@@ -153,4 +166,4 @@ class Model(Decoder):
         return Block(c.dim, c.norm_eps, attention, MoE(c.dim, experts))
 
     def rope(self, positions_BL: Tensor) -> tuple[Tensor, Tensor]:
-        return rope_cos_sin(positions_BL, self.config.head_dim, self.config.rope_theta)
+        return rope_cos_sin(positions_BL, self.config.head_dim, self.config.rope_theta, self.config.rope_scaling)

@@ -10,7 +10,8 @@ from torchtitan_graph.data.batch import Batch
 from torchtitan_graph.graph.flops import count_flops
 from torchtitan_graph.graph.step import trace_train_step
 from torchtitan_graph.loss import cross_entropy
-from torchtitan_graph.models import llama3
+from torchtitan_graph.models import deepseek_v3, llama3
+from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.spec import family_names, load_family, tiny_config
 
 CONFIG = llama3.Config(32, 2, 4, 2, 48, vocab_size=64, rope_scaling=None)
@@ -26,7 +27,10 @@ def make_batch(documents_BL: torch.Tensor) -> Batch:
 
 def traced(attn: str = "sdpa") -> torch.fx.GraphModule:
     with torch.device("meta"):
-        model = llama3.Model(CONFIG, attn)
+        return trace(llama3.Model(CONFIG, attn))
+
+
+def trace(model: Decoder) -> torch.fx.GraphModule:
     batch = make_batch(torch.zeros(B, L, dtype=torch.int64))
     num_tokens = torch.tensor(B * L)
     masks = model.masks(batch.documents_BL, batch.positions_BL)
@@ -46,6 +50,15 @@ def test_counts_six_operations_per_weight_and_token_and_twelve_per_attended_pair
     flops = count_flops(traced(attn), BLOCKS)
     assert (flops.matmul, sum(flops.attention.values())) == by_hand()
     assert set(flops.attention) == {"layers.0", "layers.1"}
+
+
+@pytest.mark.parametrize("attn", ["sdpa", "flex"])
+def test_values_count_as_wide_as_they_are_not_as_the_keys(attn: str) -> None:
+    config = tiny_config(deepseek_v3.FLAVORS["debugmodel"], vocab_size=64)
+    with torch.device("meta"):
+        flops = count_flops(trace(deepseek_v3.Model(config, attn)))
+    forward = 2 * B * config.num_heads * L * L * (config.nope_dim + config.rope_dim + config.v_dim)
+    assert flops.attention == {f"layers.{i}": 3 * forward for i in range(config.num_layers)}
 
 
 def test_matrix_products_agree_with_torchs_own_counter() -> None:

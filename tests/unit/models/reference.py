@@ -92,7 +92,7 @@ def rope_width(config: Any) -> int:
     return config.rope_dim if hasattr(config, "rope_dim") else config.head_dim
 
 
-def _in_double(theirs: nn.Module, config: Any) -> Callable[..., Any]:
+def in_double(theirs: nn.Module, config: Any) -> Callable[..., Any]:
     """Let transformers compute in double precision but for rotary angles, which are fp32's, rounded as ours are."""
     scaling = getattr(config, "rope_scaling", None)
     frequencies_H = rope_frequencies(rope_width(config), config.rope_theta, scaling, torch.device("cpu"))
@@ -122,7 +122,7 @@ def results_of_transformers(ours: Decoder, **inputs: Any) -> Results:
             output_loading_info=True,
         )
         assert not any(loaded[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-        call = _in_double(theirs, ours.config) if dtype == torch.float64 else theirs
+        call = in_double(theirs, ours.config) if dtype == torch.float64 else theirs
         logits = call(**(inputs or {"input_ids": tokens()})).logits
         loss_of(logits).backward()
         for parameter in theirs.parameters():

@@ -1,105 +1,103 @@
-"""Read what config.json says in either of transformers' two forms, and refuse what a family can't express."""
+"""Read config.json as transformers does, and refuse by name what a family can't express."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.models.layers.rope import Llama3Scaling, YarnScaling
 
 Config = TypeVar("Config")
 
-_MISSING = object()
+_MISSING: Any = object()
 
-
-def rope_parameters(raw: Mapping[str, Any], default_theta: float = 10000.0) -> dict[str, Any]:
-    """Give `rope_theta`, `rope_type` and what belongs to that type.
-
-    Released files have `rope_theta` and `rope_scaling` (null, or with `rope_type`, in older files `type`); since
-    version 5 transformers writes it all into `rope_parameters`.
-    """
-    found = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    kind = found.pop("type", "default")
-    return {"rope_theta": raw.get("rope_theta", default_theta), "rope_type": kind, **found}
-
-
-def llama3_scaling(rope: Mapping[str, Any]) -> Llama3Scaling | None:
-    """Read the scaling of Llama 3.1 from what `rope_parameters` gave; None where it is of another type."""
-    if rope["rope_type"] != "llama3":
-        return None
-    low, high, context = (
-        rope[key] for key in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    )
-    return Llama3Scaling(float(rope["factor"]), float(low), float(high), int(context))
-
-
-def llama3_scaling_to_hf(scaling: Llama3Scaling | None) -> dict[str, Any] | None:
-    """Write it as a config.json's `rope_scaling`."""
-    if scaling is None:
-        return None
-    return {
-        "rope_type": "llama3",
-        "factor": scaling.factor,
-        "low_freq_factor": scaling.low_freq_factor,
-        "high_freq_factor": scaling.high_freq_factor,
-        "original_max_position_embeddings": scaling.original_context,
-    }
-
-
-def yarn_scaling(rope: Mapping[str, Any], magnitude: float = 1.0) -> YarnScaling | None:
-    """Read YaRN's scaling from what `rope_parameters` gave; None where it is of another type."""
-    if rope["rope_type"] != "yarn":
-        return None
-    return YarnScaling(
-        float(rope["factor"]),
-        float(rope.get("beta_fast", 32.0)),
-        float(rope.get("beta_slow", 1.0)),
-        int(rope["original_max_position_embeddings"]),
-        truncate=rope.get("truncate", True),
-        magnitude=magnitude,
-    )
-
-
-def yarn_scaling_to_hf(scaling: YarnScaling | None, **more: Any) -> dict[str, Any] | None:
-    """Write it as a config.json's `rope_scaling`, with `more` in it; both names of the type, for old readers too."""
-    if scaling is None:
-        return None
-    return {
-        "rope_type": "yarn",
-        "type": "yarn",
-        "factor": scaling.factor,
-        "beta_fast": scaling.beta_fast,
-        "beta_slow": scaling.beta_slow,
-        "original_max_position_embeddings": scaling.original_context,
-        "truncate": scaling.truncate,
-        **more,
-    }
+# What changes every family's forward, and is one thing in all of them. silu has two names.
+_EVERYWHERE: dict[str, tuple[Any, ...]] = {
+    "attention_dropout": (0.0,),
+    "hidden_act": ("silu", "swish"),
+    "is_causal": (True,),
+    "partial_rotary_factor": (1.0, None),
+    "per_layer_config": (None,),
+}
 
 
 class ConfigReader:
-    """Take values out of a config.json, collecting everything that is wrong with it for one error."""
+    """Take values out of a config.json, collecting everything that is wrong with it for one error.
 
-    def __init__(self, raw: Mapping[str, Any]):
-        self.raw = raw
-        self.problems: list[str] = []
+    Null is a value of its own: where transformers refuses it, or means something else by it than by a missing key, so
+    does this. In the place of what is wrong the methods return something legal, so that reading goes on.
 
-    def get(self, key: str, default: Any = _MISSING) -> Any:
-        """Take a value; null counts as missing. A missing one without default is a problem, and comes back as 0."""
+    Args:
+        where: is put before the keys' names in messages.
+        problems: the list that the reader adds to.
+    """
+
+    def __init__(self, raw: Mapping[str, Any], where: str = "", problems: list[str] | None = None):
+        self.raw, self.where = raw, where
+        self.problems: list[str] = [] if problems is None else problems
+
+    def integer(
+        self, key: str, default: int = _MISSING, *, null: int = _MISSING, least: int = 1, alias: str = ""
+    ) -> int:
+        """Take an integer.
+
+        Args:
+            default: where the key is missing; `null`: where it is null. Without them that is a problem.
+            alias: a second name, which must say the same where both are there.
+        """
+        if alias in self.raw:
+            self.expect(alias, self.raw.get(key, self.raw[alias]))
+            key = key if key in self.raw else alias
         value = self.raw.get(key)
-        if value is not None:
+        if value is None:
+            return self._instead(key, default, null, least)
+        if isinstance(value, int) and not isinstance(value, bool) and value >= least:
             return value
-        if default is _MISSING:
-            self.problems.append(f"{key} is missing")
-            return 0
-        return default
+        return self._wrong(key, value, f"an integer from {least}", least)
 
-    def expect(self, key: str, legal: Iterable[Any], value: Any = _MISSING) -> None:
-        """Note a problem if a value that is there, or the given one, is none of the legal ones."""
-        found = self.raw.get(key) if value is _MISSING else value
-        legal = list(legal)
-        if found is not None and found not in legal:
-            self.problems.append(f"{key} = {found!r} can't be expressed; legal is {' or '.join(map(repr, legal))}")
+    def number(self, key: str, default: float = _MISSING, *, null: float = _MISSING, above: float = 0.0) -> float:
+        """Take a finite number that is larger than `above`, as a float; `default` and `null` as for `integer`."""
+        value = self.raw.get(key)
+        if value is None:
+            return self._instead(key, default, null, 1.0)
+        if isinstance(value, int | float) and not isinstance(value, bool) and above < value < math.inf:
+            return float(value)
+        return self._wrong(key, value, f"a number above {above:g}", 1.0)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """Take true or false."""
+        value = self.raw.get(key, default)
+        return value if isinstance(value, bool) else self._wrong(key, value, "true or false", default)
+
+    def expect(self, key: str, *legal: Any) -> None:
+        """Note a problem if the key is there and its value is none of the legal ones."""
+        if key in self.raw and self.raw[key] not in legal:
+            listed = " or ".join(repr(value) for value in legal if value is not None) or "null"
+            self.problems.append(f"{self.where}{key} = {self.raw[key]!r} can't be expressed; legal is {listed}")
+
+    def need(self, condition: bool, problem: str) -> None:
+        """Note how values contradict each other, if they are sound one by one."""
+        if not condition and not self.problems:
+            self.problems.append(problem)
+
+    def expect_of_all(self, *model_types: str) -> None:
+        """Check what is one thing in every family, and that the file is of the family's `model_type`."""
+        self.expect("model_type", *model_types)
+        for key, legal in _EVERYWHERE.items():
+            self.expect(key, *legal)
+
+    def check_heads(self, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+        """Check that heads can be grouped, and rotated by pairs."""
+        self.need(
+            num_heads % num_kv_heads == 0,
+            f"num_key_value_heads = {num_kv_heads} must divide num_attention_heads = {num_heads}",
+        )
+        self.need(head_dim % 2 == 0, f"head_dim = {head_dim} must be even")
+
+    def check_experts(self, num_experts: int, top_k: int) -> None:
+        """Check that a token can choose as many experts as serve it."""
+        self.need(top_k <= num_experts, f"num_experts_per_tok = {top_k}: a token chooses from {num_experts} experts")
 
     def build(self, make: Callable[..., Config], **values: Any) -> Config:
         """Return `make(**values)`.
@@ -110,3 +108,14 @@ class ConfigReader:
         if self.problems:
             raise UserError("; ".join(self.problems))
         return make(**values)
+
+    def _instead(self, key: str, default: Any, null: Any, legal: Any) -> Any:
+        instead = null if key in self.raw else default
+        if instead is _MISSING:
+            self.problems.append(f"{self.where}{key} is {'null' if key in self.raw else 'missing'}")
+            return legal
+        return instead
+
+    def _wrong(self, key: str, value: Any, wanted: str, instead: Any) -> Any:
+        self.problems.append(f"{self.where}{key} = {value!r}: {wanted} is wanted")
+        return instead

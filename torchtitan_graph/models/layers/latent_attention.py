@@ -9,6 +9,8 @@ from torchtitan_graph.models.layers.attention import attend
 from torchtitan_graph.models.layers.masks import Mask
 from torchtitan_graph.models.layers.rope import apply_rope
 
+LATENT_EPS = 1e-6  # of the latents' norms, whatever a model's other norms have
+
 
 class LatentAttention(nn.Module):
     """Attention whose keys and values come from one narrow latent vector per token.
@@ -44,7 +46,6 @@ class LatentAttention(nn.Module):
         nope_dim: int,
         rope_dim: int,
         v_dim: int,
-        norm_eps: float,
         scale: float,
     ):
         super().__init__()
@@ -53,13 +54,13 @@ class LatentAttention(nn.Module):
         q_width = num_heads * (nope_dim + rope_dim)
         if q_lora_rank:
             self.wq_a = nn.Linear(dim, q_lora_rank, bias=False)
-            self.q_norm = nn.RMSNorm(q_lora_rank, eps=norm_eps)
+            self.q_norm = nn.RMSNorm(q_lora_rank, eps=LATENT_EPS)
             self.wq_b = nn.Linear(q_lora_rank, q_width, bias=False)
         else:
             self.wq = nn.Linear(dim, q_width, bias=False)
         self.q_lora_rank = q_lora_rank
         self.wkv_a = nn.Linear(dim, kv_lora_rank + rope_dim, bias=False)
-        self.kv_norm = nn.RMSNorm(kv_lora_rank, eps=norm_eps)
+        self.kv_norm = nn.RMSNorm(kv_lora_rank, eps=LATENT_EPS)
         self.wkv_b = nn.Linear(kv_lora_rank, num_heads * (nope_dim + v_dim), bias=False)
         self.wo = nn.Linear(num_heads * v_dim, dim, bias=False)
 

@@ -10,6 +10,17 @@ from torch import Tensor
 
 
 @dataclasses.dataclass(frozen=True)
+class LinearScaling:
+    """Position interpolation (https://arxiv.org/abs/2306.15595): every wave is stretched by `factor`."""
+
+    factor: float
+    magnitude = 1.0
+
+    def __call__(self, frequencies_H: Tensor, theta: float) -> Tensor:
+        return frequencies_H / self.factor
+
+
+@dataclasses.dataclass(frozen=True)
 class Llama3Scaling:
     """Llama 3.1's frequency scaling: slow waves are stretched by `factor`, fast ones kept, those between blended."""
 
@@ -22,7 +33,7 @@ class Llama3Scaling:
     def __call__(self, frequencies_H: Tensor, theta: float) -> Tensor:
         # How often a wave turns within the original context.
         turns_H = self.original_context * frequencies_H / (2 * math.pi)
-        if self.low_freq_factor == self.high_freq_factor:
+        if self.low_freq_factor >= self.high_freq_factor:
             keep_H = (turns_H >= self.low_freq_factor).to(frequencies_H)
         else:
             keep_H = (turns_H - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
@@ -66,7 +77,7 @@ def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-Scaling = Llama3Scaling | YarnScaling
+Scaling = LinearScaling | Llama3Scaling | YarnScaling
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: Scaling | None, device: torch.device) -> Tensor:

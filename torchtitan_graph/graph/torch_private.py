@@ -21,6 +21,7 @@ import torch.fx.traceback as fx_traceback
 from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
 from torch._guards import TracingContext, tracing
 from torch._higher_order_ops.flex_attention import flex_attention as _flex_attention
+from torch._higher_order_ops.utils import registered_hop_fake_fns
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -339,6 +340,20 @@ def mask_whole(tensors: Iterable[torch.Tensor], remainder: tuple) -> BlockMask:
     parts = dict.fromkeys(BlockMask._TENSOR_ATTRS) | {name: next(given) for name in names} | dict(constants)
     return BlockMask(**parts, mask_mod=close_rule(given, rule))
 
+
+_flex_attention_fake = registered_hop_fake_fns[_flex_attention]  # type: ignore[index]
+
+
+def _truthful_flex_attention_fake(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+    """Give what the uncompiled operator gives. torch's own rule says fp32 for the log-sum-exp even where it is fp64: a
+    trace would then round its gradient to fp32. Replaced by torch's, once that follows the queries' dtype."""
+    out, *statistics = _flex_attention_fake(*args, **kwargs)
+    if out.dtype == torch.float64:
+        statistics = [x.double() for x in statistics]
+    return out, *statistics
+
+
+registered_hop_fake_fns[_flex_attention] = _truthful_flex_attention_fake  # type: ignore[index]
 
 ScoreFunction = Callable[..., torch.Tensor]  # (score, b, h, q, kv) -> score
 

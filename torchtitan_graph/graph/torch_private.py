@@ -64,6 +64,7 @@ __all__ = [
     "make_dtensor",
     "mask_parts",
     "mask_whole",
+    "num_writes",
     "one_thread_per_gloo_group",
     "open_rule",
     "record_memory_history",
@@ -261,6 +262,11 @@ def record_memory_history(on: bool) -> None:
 def save_memory_snapshot(path: Path) -> None:
     """Write what was recorded, and what is allocated now. A pickle of plain lists and numbers."""
     torch.cuda.memory._dump_snapshot(str(path))
+
+
+def num_writes(tensor: torch.Tensor) -> int:
+    """Count how often a tensor was written to in place. Autograd's own counter; there is no public one."""
+    return tensor._version
 
 
 def free_gradient_dtype(parameters: Iterable[torch.Tensor]) -> None:

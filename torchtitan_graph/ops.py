@@ -12,8 +12,24 @@ from torch import Tensor
 _LIBRARY = "torchtitan_graph"
 
 
+def _takes_grouped_kernel(x: Tensor, w: Tensor, width: int) -> bool:
+    """Tell whether torch's grouped kernel can multiply these, to a result of rows of `width`."""
+    return _has_grouped_kernel(x) and _is_aligned(x) and _is_aligned(w) and width * x.element_size() % 16 == 0
+
+
 def _has_grouped_kernel(x: Tensor) -> bool:
     return x.is_cuda and x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (9, 0)
+
+
+def _is_aligned(x: Tensor) -> bool:
+    """Tell whether each row of a matrix, or each column, lies in one piece that begins at a multiple of 16 bytes."""
+    rows, columns = x.shape[-2:]
+    down, right = x.stride()[-2:]
+    step, size = (down, columns) if right == 1 else (right, rows)
+    steps = (step, *x.stride()[:-2])
+    return (
+        1 in (down, right) and step >= size and not any(n * x.element_size() % 16 for n in (*steps, x.storage_offset()))
+    )
 
 
 def _groups(offsets_E: Tensor) -> list[tuple[int, int]]:
@@ -25,11 +41,12 @@ def _groups(offsets_E: Tensor) -> list[tuple[int, int]]:
 def grouped_mm(x_SD: Tensor, w: Tensor, offsets_E: Tensor, transposed: bool) -> Tensor:
     """Multiply each group's rows by its own matrix: (S, D) x (E, D, F), or transposed (E, F, D), -> (S, F).
 
-    bf16 on a recent GPU takes torch's grouped kernel. Elsewhere the groups are multiplied one after another, without
-    padding, at the price of reading the offsets on the host, which on a GPU waits for it.
+    bf16 on a recent GPU takes torch's grouped kernel, if the widths are multiples of eight. Elsewhere the groups are
+    multiplied one after another, without padding, at the price of reading the offsets on the host, which on a GPU waits
+    for it.
     """
     w_EDF = w.transpose(1, 2) if transposed else w
-    if _has_grouped_kernel(x_SD):
+    if _takes_grouped_kernel(x_SD, w_EDF, w_EDF.shape[2]):
         return torch.nn.functional.grouped_mm(x_SD, w_EDF, offs=offsets_E)
     out_SF = x_SD.new_empty(x_SD.shape[0], w_EDF.shape[2])
     for (begin, end), w_DF in zip(_groups(offsets_E), w_EDF, strict=True):
@@ -40,7 +57,7 @@ def grouped_mm(x_SD: Tensor, w: Tensor, offsets_E: Tensor, transposed: bool) -> 
 @torch.library.custom_op(f"{_LIBRARY}::grouped_outer", mutates_args=())
 def grouped_outer(x_SD: Tensor, y_SF: Tensor, offsets_E: Tensor) -> Tensor:
     """Sum the outer products of each group's rows: (S, D), (S, F) -> (E, D, F); zeros for an empty group."""
-    if _has_grouped_kernel(x_SD):
+    if _takes_grouped_kernel(x_SD.t(), y_SF, y_SF.shape[1]):
         return torch.nn.functional.grouped_mm(x_SD.t(), y_SF, offs=offsets_E)
     out_EDF = x_SD.new_empty(offsets_E.shape[0], x_SD.shape[1], y_SF.shape[1])
     for (begin, end), out_DF in zip(_groups(offsets_E), out_EDF, strict=True):
@@ -51,10 +68,21 @@ def grouped_outer(x_SD: Tensor, y_SF: Tensor, offsets_E: Tensor) -> Tensor:
 @torch.library.custom_op(f"{_LIBRARY}::grouped_sum", mutates_args=())
 def grouped_sum(x_SF: Tensor, offsets_E: Tensor) -> Tensor:
     """Sum each group's rows: (S, F) -> (E, F)."""
+    if x_SF.is_cuda:
+        return _sum_by_product(x_SF, offsets_E)
     out_EF = x_SF.new_empty(offsets_E.shape[0], x_SF.shape[1])
     for (begin, end), out_F in zip(_groups(offsets_E), out_EF, strict=True):
         torch.sum(x_SF[begin:end], dim=0, out=out_F)
     return out_EF
+
+
+def _sum_by_product(x_SF: Tensor, offsets_E: Tensor) -> Tensor:
+    """Do the same by a product with zeros and ones, which never waits for the host and sums in a fixed order. What is
+    not finite spreads to every group: such a step is never taken."""
+    row_S = torch.arange(x_SF.shape[0], device=x_SF.device, dtype=offsets_E.dtype)
+    group_S = torch.searchsorted(offsets_E, row_S, right=True)
+    number_E1 = torch.arange(offsets_E.shape[0], device=x_SF.device).unsqueeze(1)
+    return (group_S == number_E1).to(x_SF.dtype) @ x_SF
 
 
 @grouped_mm.register_fake

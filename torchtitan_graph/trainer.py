@@ -43,6 +43,7 @@ from torchtitan_graph.optim import (
     check_optimizer,
     clip_grad_norm,
     forget_rehearsal,
+    ranks_with_non_finite_gradients,
 )
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.run.folder import RunFolder
@@ -308,11 +309,8 @@ class Trainer:
         self.checkpointer.hear([int(x) for x in of_saves])
         if all(map(math.isfinite, by_rank)) and math.isfinite(float(grad_norm)):
             return self.layout.total_loss(by_rank)
-        local = torch.tensor([not all(p.grad.to_local().isfinite().all() for p in self.model.parameters())])  # type: ignore[union-attr]
-        found = [torch.zeros_like(local) for _ in by_rank]
-        dist.all_gather(found, local)
         ranks = [r for r, x in enumerate(by_rank) if not math.isfinite(x)]
-        gradients = [r for r, x in enumerate(found) if x.item()]
+        gradients = ranks_with_non_finite_gradients(self.model.parameters())
         raise NonFiniteError(
             f"step {self.step + 1}: the loss is not finite on ranks {ranks or 'none'}, the gradient norm is "
             f"{float(grad_norm)}, with non-finite gradients at rest on ranks {gradients or 'none'}; no parameter was "

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from torchtitan_graph import ops
 from torchtitan_graph.ops import grouped_mm, grouped_outer, grouped_sum, permuted, row_of_group
 
 D, F = 6, 5
@@ -54,6 +55,47 @@ def test_grouped_sums_and_outer_products_are_those_of_each_groups_rows(
         total[e] += y[i].double()
     torch.testing.assert_close(grouped_outer(x, y, ends(sizes)), outer.to(dtype))
     torch.testing.assert_close(grouped_sum(y, ends(sizes)), total.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_sums_on_a_gpu_are_those_of_a_cpu(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+    """The form that never reads the offsets on the host, run on a CPU."""
+    x = randn(sum(sizes), F, dtype=dtype)
+    torch.testing.assert_close(ops._sum_by_product(x, ends(sizes)), grouped_sum(x, ends(sizes)))
+
+
+@pytest.fixture
+def like_a_recent_gpu(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """Take torch's grouped kernel for bf16, with the demands of its CUDA form, which its meta form has too. Gives the
+    shapes of what it multiplied."""
+    taken, kernel = [], torch.nn.functional.grouped_mm
+
+    def demanding(x: Tensor, w: Tensor, *, offs: Tensor) -> Tensor:
+        kernel(*(t.to("meta") for t in (x, w)), offs=offs.to("meta"))
+        taken.append(w.shape)
+        return kernel(x, w, offs=offs)
+
+    monkeypatch.setattr(ops, "_has_grouped_kernel", lambda x: x.dtype == torch.bfloat16)
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", demanding)
+    return taken
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize(("width", "to"), [(16, 24), (16, 34), (34, 16)])
+def test_widths_that_the_grouped_kernel_refuses_are_multiplied_all_the_same(
+    width: int, to: int, transposed: bool, like_a_recent_gpu: list[torch.Size]
+) -> None:
+    sizes = SIZES[0]
+    x = randn(sum(sizes), width, dtype=torch.bfloat16).requires_grad_()
+    w = randn(len(sizes), *((to, width) if transposed else (width, to)), dtype=torch.bfloat16).requires_grad_()
+    found = grouped_mm(x, w, ends(sizes), transposed)
+    gradients = torch.autograd.grad(found.square().sum(), (x, w))
+    assert len(like_a_recent_gpu) == (3 if to % 8 == width % 8 == 0 else 0)
+    plain = torch.stack([x[i] @ (w[e].T if transposed else w[e]) for i, e in enumerate(numbers(sizes))])
+    expected = torch.autograd.grad(plain.square().sum(), (x, w))
+    for one, other in zip((found, *gradients), (plain, *expected), strict=True):
+        torch.testing.assert_close(one, other, rtol=0.02, atol=0.02 * float(other.detach().abs().max()))
 
 
 @pytest.mark.parametrize("transposed", [True, False])

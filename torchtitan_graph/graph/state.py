@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -242,3 +242,23 @@ def _check_names(slots: tuple[Slot, ...], state: dict[tuple[str, str], torch.Ten
                 if names
             )
         )
+
+
+def sharing_memory(results: Mapping[str, torch.Tensor], others: Iterable[torch.Tensor]) -> set[str]:
+    """Name the results that can't be written to in place: their memory is another's too, or an element's many times.
+
+    Of two results that share, the second is named. Parts of one buffer that don't meet share nothing.
+    """
+    held = [("", t) for x in others for t in layout_of(x).flatten(x)]
+    spans = []
+    for name, t in held + [(name, t) for name, x in results.items() for t in layout_of(x).flatten(x)]:
+        reach = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+        if t.numel():
+            spans.append((t.data_ptr(), bool(name), t.data_ptr() + (reach + 1) * t.element_size(), name, t))
+    shared, end = set(), 0
+    for begin, is_result, own_end, name, t in sorted(spans, key=lambda span: span[:2]):
+        is_repeated = any(size > 1 and stride == 0 for size, stride in zip(t.shape, t.stride(), strict=True))
+        if is_result and (begin < end or is_repeated):
+            shared.add(name)
+        end = max(end, own_end)
+    return shared

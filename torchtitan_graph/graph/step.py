@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan_graph.graph.signature import signature_of
+from torchtitan_graph.graph.state import sharing_memory
 from torchtitan_graph.graph.torch_private import annotated, free_gradient_dtype
 from torchtitan_graph.graph.trace import Capture, TracedResult, make_fx_capture, run_traced
 
@@ -139,14 +140,19 @@ def bind_train_step(traced: TracedResult, model: nn.Module) -> Callable[[Inputs,
     """Give `step(batch, masks, num_tokens) -> StepOutput` that adds the gradients to the live parameters' `.grad`."""
     run = run_traced(traced, module=model)
     parameters = dict(model.named_parameters())
+    shared: set[str] | None = None  # a graph shares the same memory in every step
 
     @torch.no_grad()
     def step(batch: Inputs, masks: Any, num_tokens: Tensor) -> StepOutput:
+        nonlocal shared
         value, gradients, state = run(batch, masks, num_tokens)
+        if shared is None:
+            held = [x for x in pytree.tree_leaves((batch, masks, num_tokens)) if isinstance(x, Tensor)]
+            shared = sharing_memory(gradients, [*held, *parameters.values(), *model.buffers()])
         for name, gradient in gradients.items():
             parameter = parameters[name]
             if parameter.grad is None:
-                parameter.grad = gradient
+                parameter.grad = gradient.clone() if name in shared else gradient
             else:
                 parameter.grad += gradient
         return StepOutput(value, state)

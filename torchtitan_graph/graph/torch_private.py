@@ -21,6 +21,7 @@ import torch.fx.traceback as fx_traceback
 from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
 from torch._guards import TracingContext, tracing
 from torch._higher_order_ops.flex_attention import flex_attention as _flex_attention
+from torch._higher_order_ops.utils import registered_hop_fake_fns
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -63,6 +64,7 @@ __all__ = [
     "make_dtensor",
     "mask_parts",
     "mask_whole",
+    "num_writes",
     "one_thread_per_gloo_group",
     "open_rule",
     "record_memory_history",
@@ -262,6 +264,11 @@ def save_memory_snapshot(path: Path) -> None:
     torch.cuda.memory._dump_snapshot(str(path))
 
 
+def num_writes(tensor: torch.Tensor) -> int:
+    """Count how often a tensor was written to in place. Autograd's own counter; there is no public one."""
+    return tensor._version
+
+
 def free_gradient_dtype(parameters: Iterable[torch.Tensor]) -> None:
     """Let the leaves' gradients keep the dtype that autograd gives them, where the installed FSDP2 does so (2.15 on):
     with bf16 parameters a norm's weight then has an fp32 gradient, which is reduced unrounded."""
@@ -339,6 +346,20 @@ def mask_whole(tensors: Iterable[torch.Tensor], remainder: tuple) -> BlockMask:
     parts = dict.fromkeys(BlockMask._TENSOR_ATTRS) | {name: next(given) for name in names} | dict(constants)
     return BlockMask(**parts, mask_mod=close_rule(given, rule))
 
+
+_flex_attention_fake = registered_hop_fake_fns[_flex_attention]  # type: ignore[index]
+
+
+def _truthful_flex_attention_fake(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+    """Give what the uncompiled operator gives. torch's own rule says fp32 for the log-sum-exp even where it is fp64: a
+    trace would then round its gradient to fp32. Replaced by torch's, once that follows the queries' dtype."""
+    out, *statistics = _flex_attention_fake(*args, **kwargs)
+    if out.dtype == torch.float64:
+        statistics = [x.double() for x in statistics]
+    return out, *statistics
+
+
+registered_hop_fake_fns[_flex_attention] = _truthful_flex_attention_fake  # type: ignore[index]
 
 ScoreFunction = Callable[..., torch.Tensor]  # (score, b, h, q, kv) -> score
 

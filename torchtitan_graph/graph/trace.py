@@ -8,8 +8,9 @@ loss, grads = step(batch, num_tokens)
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -62,6 +63,9 @@ class TracedResult:
 
     gm          plain tensors in, a list of plain tensors out; `signature_of(gm)` describes both
     in_spec     pytree of (args, kwargs)
+    arguments   the pytree of each argument by its name, in the order of in_spec
+    parameters  the function's positional parameters
+    names       the leaves of (args, kwargs), named as the function's author does
     constants   the leaves of (args, kwargs) that are no tensors, by position; a call with other values is refused
     out_spec    pytree of the result
     out_constants  the leaves of the result that are no tensors, by position
@@ -70,6 +74,9 @@ class TracedResult:
 
     gm: GraphModule
     in_spec: pytree.TreeSpec
+    arguments: dict[str, pytree.TreeSpec]
+    parameters: tuple[str, ...]
+    names: tuple[str, ...]
     constants: dict[int, Any]
     out_spec: pytree.TreeSpec
     out_constants: dict[int, Any]
@@ -124,7 +131,9 @@ def minimal_fx_tracer(
         state = live_state(module, optimizer)
         paths, in_spec = pytree.tree_flatten_with_path(_call(args, kwargs))
         leaves = [leaf for _, leaf in paths]
-        names = [_argument_name(path, fn) for path, _ in paths]
+        parameters = _positional_parameters(fn)
+        names = tuple(_leaf_name(path, parameters) for path, _ in paths)
+        arguments = {name: pytree.tree_structure(x) for name, x in _by_name(args, kwargs, parameters).items()}
         constants = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
         for i, leaf in constants.items():
             _check_constant(names[i], leaf)
@@ -160,7 +169,9 @@ def minimal_fx_tracer(
         meta.settle(gm)
         _refuse_unsupported(gm, may_write=("param", "optim") if optimizer is not None else ())
         options = optimizer_options(module, optimizer)
-        return TracedResult(gm, in_spec, constants, out["spec"], out["constants"], options)
+        return TracedResult(
+            gm, in_spec, arguments, parameters, names, constants, out["spec"], out["constants"], options
+        )
 
     return trace
 
@@ -188,11 +199,11 @@ def run_traced(
     def flat_inputs(args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
         leaves, in_spec = pytree.tree_flatten(_call(args, kwargs))
         if in_spec != traced.in_spec:
-            raise UserError(f"the call's arguments have the structure {in_spec}, traced with {traced.in_spec}")
+            leaves = _leaves_by_name(args, kwargs, traced)
         for i, constant in traced.constants.items():
             if type(leaves[i]) is not type(constant) or leaves[i] != constant:
                 raise UserError(
-                    f"argument leaf {i} is {leaves[i]!r}, traced with {constant!r}: a value that is no tensor is a "
+                    f"{traced.names[i]} is {leaves[i]!r}, traced with {constant!r}: a value that is no tensor is a "
                     "constant of the trace; pass it as a tensor, or trace again"
                 )
         tensors = [leaf for i, leaf in enumerate(leaves) if i not in traced.constants]
@@ -243,14 +254,60 @@ def _fake(
         ]
 
 
-def _argument_name(path: tuple, fn: Callable[..., Any]) -> str:
-    """Name a leaf of (args, kwargs) as the function's author does: `batch.tokens_BL`, not `args[0].tokens_BL`."""
+def _positional_parameters(fn: Callable[..., Any]) -> tuple[str, ...]:
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):  # a builtin, such as torch.sin, has no signature
+        return ()
+    return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
+
+
+def _by_name(args: tuple, kwargs: dict[str, Any], parameters: tuple[str, ...]) -> dict[str, Any]:
+    """Name a call's arguments as the function's author does, in the order in which they are flattened."""
+    names = (*parameters[: len(args)], *(f"args[{i}]" for i in range(len(parameters), len(args))))
+    return dict(zip(names, args, strict=True)) | dict(sorted(kwargs.items()))
+
+
+def _leaf_name(path: tuple, parameters: tuple[str, ...]) -> str:
+    """Name a leaf of (args, kwargs): `batch.tokens_BL`, not `args[0].tokens_BL`."""
     kind, first, *rest = path
     if kind.idx == 1:
         return f"{first.key}{pytree.keystr(tuple(rest))}"
-    parameters = list(inspect.signature(fn).parameters.values())
-    named = first.idx < len(parameters) and parameters[first.idx].kind is not inspect.Parameter.VAR_POSITIONAL
-    return (parameters[first.idx].name if named else f"args[{first.idx}]") + pytree.keystr(tuple(rest))
+    name = parameters[first.idx] if first.idx < len(parameters) else f"args[{first.idx}]"
+    return name + pytree.keystr(tuple(rest))
+
+
+def _leaves_by_name(args: tuple, kwargs: dict[str, Any], traced: TracedResult) -> list[Any]:
+    """Give the leaves of a call in the traced order, where its arguments come in another form: by keyword, not by
+    position, or the reverse.
+
+    Raises:
+        UserError: other arguments, or others inside them; names the difference.
+    """
+    given, traced_leaves = _by_name(args, kwargs, traced.parameters), set(traced.names)
+    found: dict[str, Any] = {}
+    words = []
+    for name, value in given.items():
+        if name not in traced.arguments:
+            words.append(f"{name} was not traced{_nearest(name, traced.arguments)}")
+            continue
+        leaves = {name + pytree.keystr(path): leaf for path, leaf in pytree.tree_flatten_with_path(value)[0]}
+        own = {leaf for leaf in traced_leaves if leaf == name or leaf.startswith((f"{name}[", f"{name}."))}
+        words += [f"{leaf} is missing" for leaf in traced.names if leaf in own and leaf not in leaves]
+        words += [f"{leaf} was not traced{_nearest(leaf, own)}" for leaf in leaves if leaf not in own]
+        if own == leaves.keys() and pytree.tree_structure(value) != traced.arguments[name]:
+            words.append(f"{name} has another structure: its containers are of other types, or hold other constants")
+        found |= leaves
+    words = [f"{name} is missing" for name in traced.arguments if name not in given] + words
+    if words:
+        shown = "; ".join(words[:8]) + (f"; and {len(words) - 8} more" if len(words) > 8 else "")
+        raise UserError(f"the call's arguments are not those traced: {shown}. Trace again for others")
+    return [found[name] for name in traced.names]
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, names, n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def _name_placeholders(gm: GraphModule) -> None:

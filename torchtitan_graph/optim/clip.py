@@ -1,36 +1,88 @@
 """Clip gradients by their norm over every rank and mesh axis."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+_RUN = 256  # elements that a CPU sums in fp32
+
 
 @torch.no_grad()
-def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     """Scale the gradients in place so that their global 2-norm is at most `max_norm`; return the norm before that.
 
     The norm runs over all shards of all gradients, each counted once whatever it is sharded over or replicated on.
     It is a plain scalar tensor, equal on every rank, on the gradients' device: nothing here waits for the device, so
-    a caller that must stop on a non-finite norm reads it before the optimizer's step. `max_norm <= 0` only measures.
+    a caller that must stop on a non-finite norm reads it before the optimizer's step. `max_norm <= 0` only measures,
+    and a norm that is not finite scales nothing: what is not finite stays on the ranks that had it.
     """
-    # Gradients of one layout are stacked and reduced together: mixed layouts would be brought to a common one tensor
-    # by tensor, and tensors of different meshes can't meet in one operation at all.
-    by_layout: dict[object, list[torch.Tensor]] = {}
+    # Gradients of one layout are taken together: tensors of different meshes can't meet in one operation.
+    by_layout: dict[Any, list[Tensor]] = {}
     for param in parameters:
         if param.grad is not None:
             grad = param.grad
             layout = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None
             by_layout.setdefault(layout, []).append(param)
-    total_norm = torch.linalg.vector_norm(torch.stack([_norm(params) for params in by_layout.values()]))
+    total_norm = _global_squares(by_layout).sqrt().to(_dtype_of([p for params in by_layout.values() for p in params]))
     if max_norm > 0:
+        finite_norm = torch.where(total_norm.isfinite(), total_norm, 0)
         for params in by_layout.values():
-            clip_grads_with_norm_(params, max_norm, total_norm, foreach=True)
+            clip_grads_with_norm_(params, max_norm, finite_norm, foreach=True)
     return total_norm
 
 
-def _norm(params: list[torch.Tensor]) -> torch.Tensor:
-    """Return the global norm of gradients of one layout, on every rank."""
-    norm = get_total_norm([param.grad for param in params if param.grad is not None], foreach=True)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+def ranks_with_non_finite_gradients(parameters: Iterable[Tensor]) -> list[int]:
+    """Name the ranks whose part of any gradient is not finite; every rank takes part."""
+    grads = [_local(param.grad) for param in parameters if param.grad is not None]
+    mine = torch.stack([~grad.isfinite().all() for grad in grads]).any().to(torch.int32)  # NCCL sends no booleans
+    found = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, mine)
+    return [rank for rank, is_bad in enumerate(found) if is_bad]
+
+
+def _global_squares(by_layout: dict[Any, list[Tensor]]) -> Tensor:
+    """Sum the squares of all gradients on all ranks, in fp64."""
+    sums: dict[tuple[dist.ProcessGroup, ...], Tensor] = {}  # by the groups whose ranks hold different parts
+    for layout, params in by_layout.items():
+        groups: tuple[dist.ProcessGroup, ...] = ()
+        if layout is not None:
+            mesh, placements = layout
+            assert not any(placement.is_partial() for placement in placements), "a gradient is reduced by now"
+            groups = tuple(mesh.get_group(i) for i, p in enumerate(placements) if not p.is_replicate())
+        squares = _squares([_local(param.grad) for param in params if param.grad is not None])
+        sums[groups] = sums[groups] + squares if groups in sums else squares
+    for groups, total in sums.items():
+        for group in groups:
+            dist.all_reduce(total, group=group)
+    return torch.stack(list(sums.values())).sum()
+
+
+def _squares(grads: list[Tensor]) -> Tensor:
+    """Sum the squares of one rank's tensors, in fp64.
+
+    A CPU's norm adds up millions of numbers in a few fp32 sums, which ends off by 2e-2 where all are equal. There they
+    are summed in short runs, and the runs in fp64, in the same time.
+    """
+    if grads[0].is_cuda:
+        return get_total_norm(grads, foreach=True).double().square()
+    norms, dtype = [], _dtype_of(grads)
+    for grad in grads:
+        numbers = grad.flatten()
+        runs, rest = numbers.split((len(numbers) // _RUN * _RUN, len(numbers) % _RUN))
+        norms.append(torch.linalg.vector_norm(runs.view(len(runs) // _RUN, _RUN), dim=1, dtype=dtype))
+        norms.append(torch.linalg.vector_norm(rest, dtype=dtype)[None])
+    return torch.cat(norms).double().square().sum()
+
+
+def _dtype_of(tensors: list[Tensor]) -> torch.dtype:
+    """Give the dtype of their norm: fp32, or fp64 where any is."""
+    return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
+
+
+def _local(grad: Tensor) -> Tensor:
+    return grad.to_local() if isinstance(grad, DTensor) else grad

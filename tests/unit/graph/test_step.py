@@ -1,5 +1,6 @@
 """The training step in both its forms: traced and bound, and eager."""
 
+import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -74,6 +75,50 @@ def test_the_bound_step_is_the_eager_step_bit_for_bit_and_adds_gradients_up() ->
         assert torch.equal(step(*inputs(microbatch)).loss, eager_step(*inputs(microbatch)).loss)
     for p, q in zip(tiny.parameters(), eager.parameters(), strict=True):
         assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
+
+
+class Returned(torch.autograd.Function):
+    """Scales by a weight, and gives what it was given as the weight's gradient: no new memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, ctx.saved_tensors[0]
+
+
+class Sharing(Tiny):
+    """Gradients that are one tensor (two biases), one number repeated (a sum's), and an input of the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.summed = (nn.Parameter(torch.ones(2, 4, 1)) for _ in range(3))
+        self.returned = nn.Parameter(torch.ones(2, 4, 1))
+
+    def forward(self, tokens_BL: Tensor, positions_BL: Tensor, masks: Tensor, *, with_routing: bool = False) -> Any:
+        logits, routings = super().forward(tokens_BL, positions_BL, masks, with_routing=True)
+        logits = logits * (self.one + self.two) + self.summed.sum() + Returned.apply(masks, self.returned)
+        return (logits, routings) if with_routing else logits
+
+
+def test_parameters_whose_gradients_share_memory_keep_gradients_of_their_own() -> None:
+    torch.manual_seed(0)
+    eager = Sharing()
+    tiny = copy.deepcopy(eager)
+    eager_step = make_eager_step(eager, cross_entropy)
+    step = bind_train_step(trace_train_step(tiny, cross_entropy, *inputs(0), device="cpu"), tiny)
+    for microbatch in (1, 2, 3):
+        given = inputs(microbatch)
+        mask = given[1].clone()
+        step(*given)
+        eager_step(*inputs(microbatch))
+        assert torch.equal(given[1], mask)
+    assert tiny.one.grad is not tiny.two.grad
+    for (name, p), q in zip(tiny.named_parameters(), eager.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad), name  # type: ignore[arg-type]
 
 
 def test_gradients_of_one_step_are_no_part_of_the_next() -> None:

@@ -18,6 +18,9 @@ def traced(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., A
     return run_traced(minimal_fx_tracer(fn)(*args, **kwargs))
 
 
+ONE = torch.ones(1)
+
+
 class Pair(NamedTuple):
     left: Tensor
     right: Tensor
@@ -74,14 +77,41 @@ def test_a_constant_takes_part_in_the_trace() -> None:
 @pytest.mark.parametrize(("factor", "negate"), [(4, True), (3, False), (3.0, True), (None, True), (3, 1)])
 def test_another_constant_is_refused(factor: Any, negate: Any) -> None:
     run = traced(lambda x, factor, negate: x * factor, torch.zeros(1), 3, True)
-    with pytest.raises(ValueError, match="constant of the trace; pass it as a tensor, or trace again"):
+    with pytest.raises(ValueError, match="(factor|negate) is .* constant of the trace; pass it as a tensor, or trace"):
         run(torch.ones(1), factor, negate)
 
 
-def test_another_structure_is_refused() -> None:
-    run = traced(lambda x, y: x, torch.zeros(1), [torch.zeros(1)])
-    with pytest.raises(ValueError, match="structure"):
-        run(torch.zeros(1), [torch.zeros(1), torch.zeros(1)])
+def two(x: Any, y: Any = None) -> Any:
+    leaves = [leaf for leaf in torch.utils._pytree.tree_leaves((x, y)) if isinstance(leaf, Tensor)]
+    return sum((i + 1) * leaf for i, leaf in enumerate(leaves))
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "message"),
+    [
+        ((ONE,), {}, "y is missing"),
+        ((ONE, [ONE]), {"extra": ONE}, "extra was not traced"),
+        ((ONE,), {"yy": [ONE]}, r"y is missing; yy was not traced \(did you mean y\?\)"),
+        ((ONE, [ONE, ONE]), {}, r"y\[1\] was not traced"),
+        ((ONE, []), {}, r"y\[0\] is missing"),
+        ((ONE, (ONE,)), {}, "y has another structure"),
+        ((ONE, {"a": ONE}), {}, r"y\[0\] is missing; y\['a'\] was not traced"),
+        ((ONE, [ONE], ONE), {}, r"args\[2\] was not traced"),
+    ],
+)
+def test_another_structure_is_refused_by_name(args: tuple, kwargs: dict, message: str) -> None:
+    run = traced(two, ONE, [ONE])
+    with pytest.raises(ValueError, match=f"arguments are not those traced: {message}") as caught:
+        run(*args, **kwargs)
+    assert "TreeSpec" not in str(caught.value) and len(str(caught.value)) < 200
+
+
+def test_an_argument_may_come_by_keyword_or_by_position() -> None:
+    x, y = torch.randn(1), [torch.randn(1)]
+    by_position, by_keyword = traced(two, ONE, [ONE]), traced(two, y=[ONE], x=ONE)
+    for run in (by_position, by_keyword):
+        for found in (run(x, y), run(x, y=y), run(y=y, x=x)):
+            assert torch.equal(found, two(x, y))
 
 
 @pytest.mark.parametrize("batch", [torch.zeros(3, 2), torch.zeros(2, 3, dtype=torch.float64), 1.0])

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from pytest import MonkeyPatch
 from reference import Results, largest_gap, loss_of
 from torch import Tensor
 
+from torchtitan_graph.graph.trace import minimal_fx_tracer, run_traced
 from torchtitan_graph.models.layers import attention
 from torchtitan_graph.models.layers.attention import attend
 from torchtitan_graph.models.layers.masks import Rule, all_of, build_mask, causal, chunked, same_document, sliding
@@ -145,6 +147,22 @@ def test_a_gradient_that_does_not_go_through_the_log_sum_exp_is_seen(monkeypatch
     attention_op = attention.flex_attention_op
     monkeypatch.setattr(attention, "flex_attention_op", faulty)
     assert gap_from_dense("flex", "sinks") > 1e-3
+
+
+@pytest.mark.parametrize("attn", ["sdpa", "flex"])
+def test_a_trace_of_attention_with_sinks_keeps_its_numbers_in_fp64(attn: str) -> None:
+    given, cpu = inputs(sinks=True), torch.device("cpu")
+    mask = build_mask(attn, WINDOW, B, L, cpu)
+
+    def step(function: Callable[..., Tensor], mask: Any, given: Results) -> Results:
+        q, k, v, sinks = given.values()
+        out = function(q, k, v, mask, scale=0.25, sinks_N=sinks)
+        gradients = torch.autograd.grad(out.square().sum(), list(given.values()))
+        return {"out": out.detach(), **dict(zip(given, gradients, strict=True))}
+
+    found = run_traced(minimal_fx_tracer(partial(step, attend))(mask, given))(mask, given)
+    expected = step(written_out, build_mask("sdpa", WINDOW, B, L, cpu), given)
+    assert largest_gap(found, expected) < 1e-12
 
 
 @pytest.mark.parametrize("attn", ["sdpa", "flex"])

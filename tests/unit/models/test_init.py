@@ -3,13 +3,16 @@
 import dataclasses
 import math
 
+import pytest
 import torch
 from torch import Tensor
 
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.models import llama3
+from torchtitan_graph.models.hf import allocate
 from torchtitan_graph.models.layers.init import initial_weight, initialize
 from torchtitan_graph.parallel.layout import ParallelDims
-from torchtitan_graph.parallel.storage import Precision, materialize, plan_storage
+from torchtitan_graph.parallel.storage import Precision, Reshard, materialize, plan_storage, shard_eager
 
 CPU = torch.device("cpu")
 CONFIG = llama3.Config(dim=16, num_layers=2, num_heads=2, num_kv_heads=1, ffn_dim=24, vocab_size=40)
@@ -78,3 +81,60 @@ def test_initialize_draws_every_parameter_of_a_sharded_model(one_rank: None) -> 
     for name, p in model.named_parameters():
         expected = initial_weight(name, p.shape, model.initial_std(name), 5, CPU, torch.float32)
         assert torch.equal(p.to_local(), expected), name  # type: ignore[attr-defined]
+
+
+# --- buffers ----------------------------------------------------------------------------------------------------------
+
+
+class Scaled(llama3.Model):
+    """A family of somebody's own, with a constant table that its layers look up."""
+
+    def __init__(self, config: llama3.Config, attn: str = "sdpa"):
+        super().__init__(config, attn)
+        self.layers[1].register_buffer("table", torch.arange(3.0) + 1, persistent=False)
+
+
+class Filled(Scaled):
+    def init_buffers(self) -> None:
+        self.layers[1].table.copy_(torch.arange(3.0) + 1)
+
+
+class HalfFilled(Filled):
+    def __init__(self, config: llama3.Config, attn: str = "sdpa"):
+        super().__init__(config, attn)
+        self.register_buffer("scale", torch.ones(()))
+
+
+def built(kind: type[llama3.Model], mode: str) -> llama3.Model:
+    with torch.device("meta"):
+        model = kind(CONFIG)
+    layout = ParallelDims().layout("cpu")
+    if mode == "file":
+        allocate(model, torch.float32)
+    elif mode == "graph":
+        materialize(model, plan_storage(model, layout, Precision()), CPU)
+    else:
+        shard_eager(model, model.blocks, layout, Precision(), Reshard(), CPU)
+    if mode != "file":
+        initialize(model, seed=5)
+    return model
+
+
+@pytest.mark.parametrize("mode", ["graph", "eager", "file"])
+def test_a_buffer_has_the_values_that_its_module_fills_it_with(one_rank: None, mode: str) -> None:
+    assert built(Filled, mode).layers[1].table.tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("mode", ["graph", "eager", "file"])
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Scaled, r"the buffer layers.1.table has no values.* what __init__ computes is lost"),
+        (HalfFilled, r"the buffer scale has no values: .* give its module a method init_buffers\(self\)"),
+    ],
+)
+def test_a_buffer_that_nobody_fills_is_refused_by_name(
+    one_rank: None, kind: type[llama3.Model], message: str, mode: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        built(kind, mode)

@@ -5,7 +5,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from pool import mesh, run_on
-from torchtitan_graph.optim import clip_grad_norm
+from torchtitan_graph.optim import clip_grad_norm, ranks_with_non_finite_gradients
 
 SHAPES = {"embedding": (5, 4), "up": (6, 4), "down": (4, 6), "norm": (4,), "expert": (4, 3)}
 
@@ -57,6 +57,31 @@ def test_a_shard_taken_for_the_whole_changes_the_norm() -> None:
     assert abs(norm - full_norm()) > 1e-3
 
 
+@pytest.mark.parametrize("kind", ["equal numbers", "normal", "log-normal"])
+def test_forty_million_elements_have_the_norm_that_fp64_gives_however_they_are_cut(kind: str) -> None:
+    grad = torch.full((40_000_000,), 0.1)
+    if kind != "equal numbers":
+        grad = torch.randn(len(grad), generator=torch.Generator().manual_seed(0))
+    if kind == "log-normal":
+        grad.mul_(2).exp_()
+    exact = torch.linalg.vector_norm(grad, dtype=torch.float64)
+    for num_parts in (1, 3):
+        norm = clip_grad_norm([with_gradient(part) for part in grad.chunk(num_parts)], max_norm=0.0)
+        torch.testing.assert_close(norm.double(), exact, rtol=1e-6, atol=0)
+    clip_grad_norm([with_gradient(grad)], max_norm=1.0)
+    assert torch.linalg.vector_norm(grad, dtype=torch.float64).item() == pytest.approx(1.0, rel=2e-6)
+
+
+def test_gradients_in_half_precision_have_a_norm_in_fp32() -> None:
+    grad = torch.randn(1000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    exact = torch.linalg.vector_norm(grad.double())
+    param = with_gradient(grad)
+    norm = clip_grad_norm([param], max_norm=1.0)
+    assert norm.dtype == torch.float32
+    torch.testing.assert_close(norm.double(), exact, rtol=1e-6, atol=0)
+    assert param.grad.dtype == torch.bfloat16
+
+
 def test_plain_gradients_are_clipped_in_place() -> None:
     params = [with_gradient(grad) for grad in full_gradients().values()]
     norm = clip_grad_norm(params, max_norm=2.0)
@@ -80,3 +105,20 @@ def test_parameters_without_a_gradient_are_left_out() -> None:
 
 def test_a_non_finite_norm_is_returned_not_raised() -> None:
     assert clip_grad_norm([with_gradient(torch.tensor([1.0, float("nan")]))], 1.0).isnan()
+
+
+def ranks_named(max_norm: float) -> list[int]:
+    """Clip a gradient whose part on rank 1 is not finite."""
+    world = mesh((2,), ("dp_shard",))
+    local = torch.ones(3)
+    if world.get_local_rank() == 1:
+        local[1] = float("nan")
+    params = [with_gradient(DTensor.from_local(each, world, [Shard(0)])) for each in (torch.ones(3), local)]
+    params.append(torch.nn.Parameter(torch.ones(2)))  # frozen
+    assert clip_grad_norm(params, max_norm).isnan()
+    return ranks_with_non_finite_gradients(params)
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 0.5])
+def test_the_rank_that_is_named_is_the_one_whose_gradient_is_not_finite(max_norm: float) -> None:
+    assert run_on(2, ranks_named, max_norm) == [[1], [1]]

@@ -14,6 +14,7 @@ from torchtitan_graph.models.hf.architecture import choose_model, new_model
 from torchtitan_graph.models.hf.read import load_weights
 from torchtitan_graph.models.hf.write import save_weights
 from torchtitan_graph.models.layers.decoder import Decoder
+from torchtitan_graph.models.layers.init import initialize_buffers
 
 __all__ = ["allocate", "choose_model", "from_hf", "load_weights", "new_model", "save_weights", "to_hf"]
 
@@ -58,7 +59,7 @@ def _module_of(model: nn.Module) -> ModuleType:
 
 
 def allocate(model: nn.Module, dtype: torch.dtype) -> None:
-    """Put memory under a model on meta: what is tied stays so, unlike with `to_empty`, and nothing is initialized."""
+    """Put memory under a model on meta: what is tied stays so, unlike with `to_empty`. Buffers are filled."""
     new = {p: nn.Parameter(torch.empty(p.shape, dtype=dtype)) for p in model.parameters()}
     for module in model.modules():
         for leaf, parameter in module._parameters.items():
@@ -66,4 +67,5 @@ def allocate(model: nn.Module, dtype: torch.dtype) -> None:
                 module._parameters[leaf] = new[parameter]
         for leaf, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[leaf] = torch.zeros_like(buffer, device="cpu")
+                module._buffers[leaf] = torch.empty_like(buffer, device="cpu")
+    initialize_buffers(model)

@@ -5,6 +5,8 @@ import hashlib
 import torch
 from torch import Tensor, nn
 
+from torchtitan_graph.errors import UserError
+from torchtitan_graph.graph.torch_private import num_writes
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.parallel.storage import set_local
 
@@ -29,11 +31,30 @@ def initial_weight(
 
 @torch.no_grad()
 def initialize(model: Decoder, seed: int) -> None:
-    """Draw every parameter of a materialized model in full, one at a time, and keep this rank's part of it; buffers
-    are zero."""
+    """Draw every parameter of a materialized model in full, one at a time, and keep this rank's part of it; fill the
+    buffers."""
     for name, parameter in model.named_parameters():
         std = model.initial_std(name)
         full = initial_weight(name, parameter.shape, std, seed, parameter.device, torch.float32)
         set_local(parameter, full)  # type: ignore[arg-type]
-    for buffer in model.buffers():
-        buffer.zero_()
+    initialize_buffers(model)
+
+
+@torch.no_grad()
+def initialize_buffers(model: nn.Module) -> None:
+    """Let every module that has an `init_buffers` fill its buffers.
+
+    Raises:
+        UserError: a buffer that none has filled: what it was given when the model was built on meta is lost.
+    """
+    before = {name: (buffer, num_writes(buffer)) for name, buffer in model.named_buffers()}
+    for module in model.modules():
+        fill = getattr(module, "init_buffers", None)
+        if fill is not None:
+            fill()
+    for name, buffer in model.named_buffers():
+        if name in before and before[name][0] is buffer and before[name][1] == num_writes(buffer):
+            raise UserError(
+                f"the buffer {name} has no values: a model is built without memory, so what __init__ computes is lost; "
+                "give its module a method init_buffers(self) that fills it in place, or compute it in forward"
+            )

@@ -129,6 +129,11 @@ class Router(nn.Module):
         self.register_buffer("bias_E", bias_E)
         self.forced_balance = False
 
+    def init_buffers(self) -> None:
+        """Prefer no expert."""
+        if self.bias_E is not None:
+            self.bias_E.zero_()
+
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Give the scores, fp32, and the numbers of the chosen experts, both (T, A); and the logits (T, E)."""
         config, logits_TE = self.config, self.gate(x_TD)

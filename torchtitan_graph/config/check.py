@@ -17,8 +17,6 @@ RUN_DEFINING = (
     "model.name",
     "model.flavor",
     "model.hf_assets_path",
-    "model.converters",
-    "model.num_mtp_layers",
     "training.dataset",
     "training.dataset_path",
     "training.seq_len",
@@ -48,12 +46,7 @@ def shard_degree(config: JobConfig, world_size: int) -> int:
 
 def _other_degrees(config: JobConfig) -> int:
     degrees = config.parallelism
-    return (
-        degrees.data_parallel_replicate_degree
-        * degrees.tensor_parallel_degree
-        * degrees.pipeline_parallel_degree
-        * degrees.context_parallel_degree
-    )
+    return degrees.data_parallel_replicate_degree * degrees.tensor_parallel_degree
 
 
 def _name(config: JobConfig, key: str) -> str:
@@ -148,10 +141,11 @@ def _check_hugging_face(config: JobConfig) -> list[str]:
         problems.append(f"{in_hf}: such a folder holds only the model; leave out initial_load_model_only = false")
     if checkpoint.initial_load_in_hf_quantized and not checkpoint.initial_load_in_hf:
         problems.append(f"{_name(config, 'checkpoint.initial_load_in_hf_quantized')}: needs initial_load_in_hf = true")
-    if checkpoint.export_dtype != "float32" and not checkpoint.last_save_in_hf:
+    exported = checkpoint.enable and checkpoint.last_save_model_only and not checkpoint.last_save_in_hf
+    if checkpoint.export_dtype != "float32" and exported:
         problems.append(
             f"{_name(config, 'checkpoint.export_dtype')}: is the dtype of what last_save_in_hf = true writes; other"
-            " checkpoints are written as trained"
+            " checkpoints, with last_save_model_only too, are written as trained"
         )
     return problems
 
@@ -238,6 +232,9 @@ def _notices(config: JobConfig) -> list[str]:
             f"{_name(config, 'lr_scheduler.total_steps')}: the schedule ends before training.steps {steps};"
             " the learning rate then stays where it is"
         )
+    if config.checkpoint.export_dtype != "float32" and not config.checkpoint.last_save_in_hf:
+        name = _name(config, "checkpoint.export_dtype")
+        notices.append(f"{name}: nothing is exported while checkpoint.last_save_in_hf is false")
     if not config.checkpoint.enable:
         for key in ("checkpoint.initial_load_path", "checkpoint.load_step", "checkpoint.initial_load_in_hf"):
             if key in config.sources and get(config, key) not in (None, -1, False):

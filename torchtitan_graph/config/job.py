@@ -27,7 +27,6 @@ class Job:
         "Options of model, tokenizer or data that may differ from what this run was started with; any other such"
         " difference is refused when the run resumes.",
     )
-    custom_config_module: str = option("", "Module that extended the configuration class.")
 
 
 @dataclass
@@ -95,9 +94,6 @@ class Model:
         "Folder with a tokenizer.json, or that file; not set: bytes are the tokens. With a config.json beside it, that"
         " is the architecture, or what flavor is checked against. No weights are loaded by this option.",
     )
-    converters: list[str] = option([], "Model converters to apply.")
-    print_after_conversion: bool = option(False, "Print the model after its converters ran.")
-    num_mtp_layers: int = option(0, "Layers of DeepSeek-V3's multi-token prediction.", minimum=0)
     attn: str = option("sdpa", "Implementation of attention; both mask other documents.", choices=("sdpa", "flex"))
 
 
@@ -152,7 +148,6 @@ class Optimizer:
     eps: float = option(1e-8, "Added to the denominator of an update.", minimum=0)
     weight_decay: float = option(0.1, "Weight decay; decoupled in AdamW.", minimum=0)
     implementation: str = option("fused", "Same update, different speed.", choices=("for-loop", "foreach", "fused"))
-    early_step_in_backward: bool = option(False, "Update each parameter during backward.")
 
 
 @dataclass
@@ -224,7 +219,6 @@ class Training:
     seq_len: int = option(2048, "Tokens per row.", minimum=1)
     max_norm: float = option(1.0, "Largest gradient norm, over all parameters; 0: measure, never clip.", minimum=0)
     steps: int = option(10000, "Optimizer steps.", minimum=1)
-    enable_cpu_offload: bool = option(False, "Keep parameters and optimizer state in host memory.")
     dtype: str = option(
         "float32", "dtype of the parameters at rest and of the optimizer.", choices=("float32", "bfloat16")
     )
@@ -235,7 +229,6 @@ class Training:
     gc_freq: int = option(
         50, "Steps between Python's garbage collections, so that all ranks collect together.", minimum=1
     )
-    gc_debug: bool = option(False, "Look for reference cycles that hold tensors.")
     dataloader: DataLoader = field(default_factory=DataLoader)
 
 
@@ -254,32 +247,6 @@ class Parallelism:
     )
     tensor_parallel_degree: int = option(1, "Shards of the matrix products, with sequence parallel.", minimum=1)
     disable_loss_parallel: bool = option(False, "Gather the logits of all vocabulary shards before the loss.")
-    enable_async_tensor_parallel: bool = option(False, "Overlap tensor-parallel collectives and products.")
-    pipeline_parallel_degree: int = option(1, "Pipeline stages.", minimum=1)
-    module_fqns_per_model_part: list[list[str]] | None = option(None, "Module names of each pipeline stage.")
-    pipeline_parallel_first_stage_less_layers: int = option(
-        1, "Layers' worth of work the first stage has besides.", minimum=0
-    )
-    pipeline_parallel_last_stage_less_layers: int = option(
-        1, "Layers' worth of work the last stage has besides.", minimum=0
-    )
-    pipeline_parallel_layers_per_stage: int | None = option(None, "Layers per pipeline stage.", minimum=1)
-    pipeline_parallel_schedule: str = option("1F1B", "Name of the pipeline schedule.")
-    pipeline_parallel_schedule_csv: str | None = option(None, "File with a pipeline schedule.")
-    pipeline_parallel_microbatch_size: int = option(1, "Rows per pipeline microbatch.", minimum=1)
-    context_parallel_degree: int = option(1, "Shards of each sequence.", minimum=1)
-    context_parallel_load_balancer: str | None = option(
-        "headtail", "How a sequence is dealt to ranks.", choices=("headtail", "ptrr", "none")
-    )
-    context_parallel_rotate_method: str = option(
-        "allgather", "How keys and values travel.", choices=("allgather", "alltoall")
-    )
-    expert_parallel_degree: int = option(1, "Shards of the experts.", minimum=1)
-    expert_tensor_parallel_degree: int = option(1, "Shards of each expert.", minimum=1)
-    expert_parallel_comm_backend: str = option(
-        "standard", "How tokens travel to experts.", choices=("standard", "deepep")
-    )
-    pipeline_parallel_expert_parallel_overlap: bool = option(True, "Overlap pipeline and expert communication.")
 
 
 @dataclass
@@ -287,7 +254,6 @@ class Checkpoint:
     """Saving the run, and going on from a saved one."""
 
     enable: bool = option(False, "Save checkpoints, and resume from the newest complete one.")
-    enable_ft_dataloader_checkpoints: bool = option(True, "Save the data position of each fault-tolerant replica.")
     folder: str = option("checkpoint", "Folder in dump_folder for the checkpoints.", place=INSIDE)
     interval: int = option(500, "Steps from one checkpoint to the next.", minimum=1)
     interval_minutes: float = option(
@@ -353,22 +319,13 @@ class ActivationCheckpoint:
     mode: str = option(
         "selective",
         "none: keep all; full: recompute each layer; selective: as selective_ac_option says.",
-        choices=("none", "selective", "full", "memory_budget"),
+        choices=("none", "selective", "full"),
     )
     selective_ac_option: str = option(
         "2",
         "op: keep costly operations of each layer; an integer n: recompute every n-th layer.",
         pattern=r"op|[1-9][0-9]*",
     )
-    per_op_sac_force_recompute_mm_shapes_by_fqns: list[str] = option(
-        ["moe.router.gate"], "Linear modules recomputed under op."
-    )
-    early_stop: bool = option(False, "Stop a recomputation once its last needed value is there.")
-    memory_budget: float = option(0.5, "Part of the activations to keep under memory_budget.", minimum=0, maximum=1)
-    visualize_memory_budget_pareto: bool = option(False, "Draw time against memory for many budgets.")
-    preserve_rng_state: bool = option(True, "Draw the same random numbers again in a recomputation.")
-    determinism_check: str = option("default", "Compare recomputed values with the first ones.")
-    debug: bool = option(False, "Record the operations of a recomputation.")
 
 
 @dataclass
@@ -385,7 +342,6 @@ class Compile:
         "What enable compiles: model (the modules of regions), loss (what follows the last module), flex (flex "
         "attention also on a CPU, where only the evaluation step's can be compiled).",
     )
-    backend: str = option("inductor", "Compiler that enable uses.")
     regions: list[str] = option(
         ["layers.*"],
         "Patterns of module names, such as layers.*.feed_forward, that component model compiles; * stands for any one "
@@ -405,65 +361,6 @@ class Compile:
 
 
 @dataclass
-class LinearFloat8:
-    """float8 linear layers."""
-
-    enable_fsdp_float8_all_gather: bool = option(False, "Gather parameters in float8.")
-    precompute_float8_dynamic_scale_for_fsdp: bool = option(False, "Compute all scales together.")
-    recipe_name: str | None = option(None, "Scaling.", choices=("tensorwise", "rowwise", "rowwise_with_gw_hp"))
-    filter_fqns: list[str] = option([], "Modules to leave as they are.")
-    emulate: bool = option(False, "Emulate float8.")
-
-
-@dataclass
-class GroupedFloat8:
-    """float8 experts."""
-
-    fqns: list[str] = option([], "Modules to convert.")
-
-
-@dataclass
-class LinearMX:
-    """MX linear layers."""
-
-    recipe_name: str = option("mxfp8_cublas", "Format and kernel.")
-    mxfp8_dim1_cast_kernel_choice: str = option("triton", "Kernel of the cast.", choices=("triton", "cuda", "torch"))
-    filter_fqns: list[str] = option(["output"], "Modules to leave as they are.")
-
-
-@dataclass
-class GroupedMX:
-    """MX experts."""
-
-    recipe_name: str = option("mxfp8", "Format and kernel.")
-    fqns: list[str] = option([], "Modules to convert.")
-
-
-@dataclass
-class QuantizeLinear:
-    """Quantized linear layers."""
-
-    float8: LinearFloat8 = field(default_factory=LinearFloat8)
-    mx: LinearMX = field(default_factory=LinearMX)
-
-
-@dataclass
-class QuantizeGrouped:
-    """Quantized experts."""
-
-    float8: GroupedFloat8 = field(default_factory=GroupedFloat8)
-    mx: GroupedMX = field(default_factory=GroupedMX)
-
-
-@dataclass
-class Quantize:
-    """Low-precision products, switched on by model.converters."""
-
-    linear: QuantizeLinear = field(default_factory=QuantizeLinear)
-    grouped_mm: QuantizeGrouped = field(default_factory=QuantizeGrouped)
-
-
-@dataclass
 class Comm:
     """The processes' communication."""
 
@@ -479,7 +376,7 @@ class Comm:
     mode: str = option(
         "default",
         "default: real communication; fake_backend: a dry run of one rank of any world size, in one process.",
-        choices=("default", "fake_backend", "local_tensor"),
+        choices=("default", "fake_backend"),
     )
 
 
@@ -515,37 +412,6 @@ class Debug:
 
 
 @dataclass
-class MemoryEstimation:
-    """Estimating memory without training."""
-
-    enable: bool = option(False, "Estimate memory and stop.")
-    disable_fake_mode: bool = option(False, "Estimate on real tensors.")
-
-
-@dataclass
-class FaultTolerance:
-    """Replicas that come and go."""
-
-    enable: bool = option(False, "Train under torchft.")
-    process_group: str = option("gloo", "Backend between replicas.")
-    process_group_timeout_ms: int = option(10000, "Longest wait between replicas.", minimum=1)
-    replica_id: int = option(0, "This replica.", minimum=0)
-    group_size: int = option(0, "Number of replicas.", minimum=0)
-    min_replica_size: int = option(1, "Fewest replicas of a step.", minimum=1)
-    semi_sync_method: str | None = option(None, "How replicas drift and meet.")
-    sync_steps: int = option(5, "Steps between two meetings.", minimum=1)
-    num_fragments: int = option(1, "Parts of the model that meet in turn.", minimum=1)
-
-
-@dataclass
-class Experimental:
-    """Extensions by import."""
-
-    custom_import: str = option("", "Module to import at the start.")
-    custom_args_module: str = option("", "Module that extended the configuration class.")
-
-
-@dataclass
 class JobConfig:
     """The configuration of a run: one attribute per TOML table.
 
@@ -565,13 +431,9 @@ class JobConfig:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     compile: Compile = field(default_factory=Compile)
-    quantize: Quantize = field(default_factory=Quantize)
     comm: Comm = field(default_factory=Comm)
     validation: Validation = field(default_factory=Validation)
     debug: Debug = field(default_factory=Debug)
-    memory_estimation: MemoryEstimation = field(default_factory=MemoryEstimation)
-    fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
-    experimental: Experimental = field(default_factory=Experimental)
 
     sources: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
     notices: list[str] = field(default_factory=list, compare=False, repr=False)

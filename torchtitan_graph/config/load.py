@@ -8,7 +8,7 @@ import torchtitan_graph
 from torchtitan_graph.config.job import OPTIONS, JobConfig
 from torchtitan_graph.config.manual import option_help
 from torchtitan_graph.config.option import nearest, tomllib
-from torchtitan_graph.config.resolve import COMMAND_LINE, NAMES, Resolution, Setting, problem_list, resolve
+from torchtitan_graph.config.resolve import COMMAND_LINE, NAMES, Resolution, Setting, is_flag, problem_list, resolve
 from torchtitan_graph.config.support import REFUSED, RENAMED
 from torchtitan_graph.errors import UserError
 
@@ -16,7 +16,8 @@ from torchtitan_graph.errors import UserError
 def load(argv: Sequence[str]) -> JobConfig:
     """Return the configuration of a run: command line over TOML file over defaults.
 
-    `argv` holds the arguments after the program's name. `--help`, also `--help TABLE`, prints the options and exits.
+    `argv` holds the arguments after the program's name. `--help`, also `--help TABLE`, prints the options and exits,
+    `--version` the version.
 
     Raises:
         UserError: anything is wrong; the message lists all of it, a line each: where, which option, what is legal.
@@ -25,6 +26,9 @@ def load(argv: Sequence[str]) -> JobConfig:
         if word in ("--help", "-h"):
             table = next((name for name in argv[index + 1 : index + 2] if not name.startswith("-")), None)
             print(option_help(table))
+            raise SystemExit(0)
+        if word == "--version":
+            print(f"torchtitan_graph {torchtitan_graph.__version__}")
             raise SystemExit(0)
     result = Resolution(JobConfig(), [])
     arguments = read_arguments(argv, result)
@@ -45,7 +49,7 @@ def read_arguments(argv: Sequence[str], result: Resolution) -> list[Setting]:
     while rest:
         word = rest.pop(0)
         if not word.startswith("--") or word == "--":
-            result.refuse(Setting(COMMAND_LINE, word, None), "unexpected; options are given as --table.key value")
+            result.refuse(Setting(COMMAND_LINE, word, None), _unexpected(word))
             continue
         name, equals, text = word[2:].partition("=")
         key = name.replace("-", "_")
@@ -53,12 +57,16 @@ def read_arguments(argv: Sequence[str], result: Resolution) -> list[Setting]:
         positive = f"{table}.{leaf.removeprefix('no_')}"
         value: str | None = text if equals else None
         if key not in NAMES and leaf.startswith("no_") and positive in NAMES:
-            settings.append(_negated(positive, value, result))
+            if value is None and is_flag(positive):
+                settings.append(Setting(COMMAND_LINE, positive, "false"))
+            else:
+                why = "only true-or-false options have a --table.no-flag, without value"
+                result.refuse(Setting(COMMAND_LINE, positive, value), why)
             continue
         option = OPTIONS.get(RENAMED.get(key, key))
         if value is None and rest and not rest[0].startswith("--"):
             value = rest.pop(0)
-        elif value is None and option is not None and option.kind is bool:
+        elif value is None and key in NAMES and is_flag(key):
             value = "true"
         if value is None and option is not None:
             result.refuse(Setting(COMMAND_LINE, key, None), f"needs a value: {option.legal()}")
@@ -67,13 +75,10 @@ def read_arguments(argv: Sequence[str], result: Resolution) -> list[Setting]:
     return settings
 
 
-def _negated(key: str, value: str | None, result: Resolution) -> Setting:
-    option = OPTIONS.get(RENAMED.get(key, key))
-    if value is not None or (option is not None and option.kind is not bool):
-        result.refuse(
-            Setting(COMMAND_LINE, key, value), "only true-or-false options have a --table.no-flag, without value"
-        )
-    return Setting(COMMAND_LINE, key, "false")
+def _unexpected(word: str) -> str:
+    if word.endswith(".toml"):
+        return f"unexpected; a file is given as --job.config_file {word}"
+    return "unexpected; options are given as --table.key value, a list as first,second"
 
 
 def read_toml(name: str, result: Resolution) -> list[Setting]:
@@ -83,11 +88,15 @@ def read_toml(name: str, result: Resolution) -> list[Setting]:
     folders = [package / "train_configs", package.parent / "train_configs"] if path.name == name else []
     path = next((file for file in (path, *(folder / name for folder in folders)) if file.is_file()), path)
     try:
-        tree = tomllib.loads(path.read_bytes().decode())
+        tree = tomllib.loads(path.read_bytes().decode("utf-8-sig"))
     except OSError as error:
         near = nearest(path.name, [file.name for folder in (path.parent, *folders) for file in folder.glob("*.toml")])
         why = f"can't be read: {error.strerror or error}" + (f"; did you mean {near}?" if near else "")
         result.refuse(Setting(COMMAND_LINE, "job.config_file", name), why)
+        return []
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        result.refuse(Setting(COMMAND_LINE, "job.config_file", name), f"is not valid TOML: not UTF-8 (at line {line})")
         return []
     except (ValueError, RecursionError) as error:
         result.refuse(

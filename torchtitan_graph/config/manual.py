@@ -1,6 +1,5 @@
 """The options as text: what --help prints, and the page docs/03_options.md."""
 
-import fnmatch
 import textwrap
 from collections.abc import Iterable
 from dataclasses import is_dataclass
@@ -8,7 +7,7 @@ from typing import Any, get_type_hints
 
 from torchtitan_graph.config.job import OPTIONS, JobConfig
 from torchtitan_graph.config.option import Option, nearest, options, show
-from torchtitan_graph.config.support import FLAVOR_SUFFIXES, GONE, RENAMED, SUPPORT
+from torchtitan_graph.config.support import FLAVOR_SUFFIXES, OLD_FLAVORS, RENAMED, UNSUPPORTED, UNSUPPORTED_VALUES
 from torchtitan_graph.errors import UserError
 
 SYNTAX = """\
@@ -20,6 +19,7 @@ Options are set in a TOML file and on the command line, which wins over the file
     --table.list first,second    a list
     --table.tables TABLES        a table, or an array of tables, as in TOML: '[{key = value}, {key = value}]'
     --help [TABLE]               explains all options, or those of one table
+    --version                    prints the version
 
 An empty value unsets an option that need not be set."""
 
@@ -44,15 +44,6 @@ def describe(table: type) -> str:
     """Return the one line that says what the dataclass of a table is about."""
     assert is_dataclass(table) and table.__doc__, table
     return table.__doc__.strip()
-
-
-def limits(option: Option) -> str:
-    """Return how far an option is supported, as a sentence; empty where it is fully."""
-    row = next((row for row in SUPPORT if fnmatch.fnmatchcase(option.key, row.key)), None)
-    if row is None:
-        return ""
-    legal = " or ".join(map(str, row.harmless)) or show(option.default)
-    return f"Other than {legal}: {row.verdict} ({row.instead})."
 
 
 def option_help(table: str | None) -> str:
@@ -82,8 +73,7 @@ def _help_block(title: str, members: Iterable[Option], prefix: str) -> str:
     for option in members:
         name = option.key.rpartition(".")[2]
         lines.append(f"  {prefix}.{name}  ({option.legal()}; default: {show(option.default)})")
-        text = f"{option.help} {limits(option)}".strip()
-        lines += textwrap.wrap(text, 110, initial_indent=" " * 6, subsequent_indent=" " * 6)
+        lines += textwrap.wrap(option.help, 110, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines)
 
 
@@ -117,21 +107,35 @@ def options_page() -> str:
         "| old | new |",
         "|---|---|",
     ]
-    lines += [f"| {old} | {new} |" for old, new in RENAMED.items()]
+    lines += [f"| {old} | {new} |" for old, new in RENAMED.items() if new in OPTIONS]
+    lines += [
+        f"| model.flavor = {old} ({family}) | model.flavor = {new} |" for (family, old), new in OLD_FLAVORS.items()
+    ]
     lines += [
         f"| model.flavor = NAME{suffix} | model.flavor = NAME, model.attn = {attn} |"
         for suffix, attn in FLAVOR_SUFFIXES
     ]
     lines += ["| dataset = c4_test | dataset = stdlib |"]
-    lines += ["", "These have no successor and change no numbers; they are ignored, with a notice.", ""]
-    lines += [f"- `{key}`: {why}." for key, why in GONE.items()]
+    lines += [
+        "",
+        "## Names of torchtitan that mean nothing here",
+        "",
+        "They are no options. A file that sets one to another value than its default there is refused, or, where that",
+        "changes no numbers, trained with a notice. Whatever a file says is read in this way; nothing is dropped in",
+        "silence.",
+        "",
+        "| name | | why, or what to do instead |",
+        "|---|---|---|",
+    ]
+    names = UNSUPPORTED | {old: UNSUPPORTED[new] for old, new in RENAMED.items() if new in UNSUPPORTED}
+    lines += [f"| {key} | {name.verdict} | {name.instead} |" for key, name in names.items()]
+    lines += [f"| {key} = {value} | refused | {instead} |" for (key, value), instead in UNSUPPORTED_VALUES.items()]
     return "\n".join(lines) + "\n"
 
 
 def _page_section(title: str, about: str, members: Iterable[Option]) -> list[str]:
     lines = ["", f"## {title}", "", about, "", "| key | default | legal | meaning |", "|---|---|---|---|"]
     for option in members:
-        name, meaning = option.key.rpartition(".")[2], f"{option.help} {limits(option)}"
-        cells = (name, show(option.default), option.legal(), meaning)
+        cells = (option.key.rpartition(".")[2], show(option.default), option.legal(), option.help)
         lines.append("| " + " | ".join(cell.strip().replace("|", "\\|") for cell in cells) + " |")
     return lines

@@ -119,7 +119,7 @@ class Option:
         if self.kind is float and type(value) is int and abs(value) < 2**1000:
             value = float(value)
         if not _has_kind(value, self.kind):
-            hint = ""
+            hint = ", in 64 bits" if self.kind is int and type(value) is int else ""
             if self.kind is str and not isinstance(value, (list, dict)):
                 hint = ", in UTF-8 and without NUL" if isinstance(value, str) else " in quotes"
             raise UserError(f"must be {self.legal()}{hint}")
@@ -174,7 +174,7 @@ class Option:
                 try:
                     settings[name] = option.accept(entry.get(name, option.default))
                 except ValueError as error:
-                    said = f"{name} = {entry[name]!r}" if name in entry else f"{name} is missing; it"
+                    said = f"{name} = {brief(entry[name])}" if name in entry else f"{name} is missing; it"
                     raise UserError(f"{where}: {said} {error}") from None
             accepted.append(row(**settings))
         return accepted
@@ -215,8 +215,12 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
     names = list(names)
     leaf = name.rpartition(".")[2]
     same_leaf = [other for other in names if "." in name and other.rpartition(".")[2] == leaf]
-    close = difflib.get_close_matches(name, same_leaf or names, n=1, cutoff=0.0 if same_leaf else 0.6)
-    return close[0] if close else None
+    if same_leaf:
+        return difflib.get_close_matches(name, same_leaf, n=1, cutoff=0.0)[0]
+    close = difflib.get_close_matches(name, names, n=1)
+    # A long table's name makes any two of its keys alike: what is meant must be like the key itself.
+    alike = close and difflib.SequenceMatcher(None, leaf, close[0].rpartition(".")[2]).ratio() >= 0.5
+    return close[0] if alike else None
 
 
 def show(value: Any) -> str:
@@ -232,6 +236,15 @@ def show(value: Any) -> str:
     return str(value) if value != "" else "empty"
 
 
+def brief(value: Any) -> str:
+    """Return a value as an error shows it, cut where it is long."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python prints no integer of thousands of digits
+        return "a number of thousands of digits"
+    return text if len(text) <= 200 else text[:200] + "..."
+
+
 def _has_kind(value: Any, kind: Any) -> bool:
     if kind == list[str]:
         return isinstance(value, list) and all(_has_kind(item, str) for item in value)
@@ -241,6 +254,8 @@ def _has_kind(value: Any, kind: Any) -> bool:
         return isinstance(value, dict) and all(_has_kind(name, str) and _is_plain(item) for name, item in value.items())
     if type(value) is not kind:  # not isinstance: a bool is not a number here
         return False
+    if kind is int:
+        return -(2**63) <= value < 2**63
     # Undecodable bytes of an argv; and no file's name can hold a NUL.
     return kind is not str or not any("\ud800" <= char <= "\udfff" or char == "\0" for char in value)
 

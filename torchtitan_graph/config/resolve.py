@@ -1,18 +1,28 @@
 """Settings in, a configuration and findings out: the one place where what a user sets is checked and translated."""
 
+import pkgutil
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import torchtitan_graph
 from torchtitan_graph.config.job import OPTIONS, JobConfig, get, put
-from torchtitan_graph.config.option import nearest, show
-from torchtitan_graph.config.support import FAMILIES, FLAVOR_SUFFIXES, GONE, IGNORED, REFUSED, RENAMED, find_row
+from torchtitan_graph.config.option import brief, nearest, show
+from torchtitan_graph.config.support import (
+    FLAVOR_SUFFIXES,
+    OLD_FLAVORS,
+    REFUSED,
+    RENAMED,
+    UNSUPPORTED,
+    UNSUPPORTED_VALUES,
+)
 
 CHANGED = "changed"
 COMMAND_LINE = "command line"
 TABLES = {key.rpartition(".")[0] for key in OPTIONS}
-NAMES = {*OPTIONS, *RENAMED, *GONE}
+NAMES = {*OPTIONS, *RENAMED, *UNSUPPORTED}
 
 
 class Setting(NamedTuple):
@@ -32,9 +42,9 @@ class Finding(NamedTuple):
 
     def __str__(self) -> str:
         source, key, value = self.setting
-        value = f" = {value!r}" if value is not None else ""
+        value = f" = {brief(value)}" if value is not None else ""
         verdict = f"{self.verdict}: " if self.verdict != REFUSED else ""
-        return f"{source}: {key}{value}: {verdict}{self.why}"
+        return f"{source}: {one_line(key)}{value}: {verdict}{one_line(self.why)}"
 
 
 @dataclass
@@ -46,6 +56,12 @@ class Resolution:
 
     def refuse(self, setting: Setting, why: str) -> None:
         self.findings.append(Finding(REFUSED, setting, why))
+
+
+def one_line(text: str) -> str:
+    """Return what may hold anything, such as a name in a file, without line breaks, and cut where it is long."""
+    text = text if len(text) <= 1000 else text[:1000] + "..."
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def problem_list(problems: Sequence[str]) -> str:
@@ -62,11 +78,11 @@ def resolve(settings: Sequence[Setting], result: Resolution) -> None:
         new_key = RENAMED.get(setting.key)
         if new_key and (setting.source, new_key) in given:
             result.refuse(setting, f"is the old name of {new_key}, which is set as well; keep one of them")
-        elif new_key:
+        elif new_key in OPTIONS:
             result.findings.append(Finding(CHANGED, setting, f"is now called {new_key}"))
         key = new_key or setting.key
-        if key in GONE:
-            result.findings.append(Finding(IGNORED, setting, GONE[key]))
+        if key in UNSUPPORTED or _is_unsupported_value(key, setting.value):
+            effective[key] = setting
         elif key not in OPTIONS:
             result.refuse(setting, _unknown(key))
         elif key == "job.config_file" and setting.source != COMMAND_LINE:
@@ -74,12 +90,30 @@ def resolve(settings: Sequence[Setting], result: Resolution) -> None:
         elif _store(setting, key, result):
             effective[key] = setting
     for key, setting in effective.items():
-        value = get(result.config, key)
-        row = find_row(key, value, OPTIONS[key].default)
-        if row is not None:
-            result.findings.append(Finding(row.verdict, setting, row.instead))
+        if key in UNSUPPORTED:
+            name = UNSUPPORTED[key]
+            if not name.is_harmless(setting.value):
+                result.findings.append(Finding(name.verdict, setting, name.instead))
+        elif _is_unsupported_value(key, setting.value):
+            result.refuse(setting, UNSUPPORTED_VALUES[key, setting.value])
     _resolve_aliases(effective, result)
     _resolve_references(effective, result)
+
+
+def family_names() -> list[str]:
+    """List the model families of this package: every module in `models/` but the one that builds them."""
+    found = pkgutil.iter_modules([str(Path(torchtitan_graph.__file__).parent / "models")])
+    return sorted(module.name for module in found if not module.ispkg and module.name != "spec")
+
+
+def is_flag(key: str) -> bool:
+    """Return whether the values of a known name are true and false."""
+    key = RENAMED.get(key, key)
+    return OPTIONS[key].kind is bool if key in OPTIONS else UNSUPPORTED[key].is_flag
+
+
+def _is_unsupported_value(key: str, value: Any) -> bool:
+    return isinstance(value, str) and (key, value) in UNSUPPORTED_VALUES
 
 
 def _store(setting: Setting, key: str, result: Resolution) -> bool:
@@ -98,8 +132,14 @@ def _store(setting: Setting, key: str, result: Resolution) -> bool:
 def _unknown(key: str) -> str:
     if key in TABLES:
         return f"is a table; write [{key}] and its keys below"
+    table, _, name = key.removeprefix("no_").rpartition(".")
+    if key.startswith("no_") and (flag := f"{table}.{name}") in OPTIONS and is_flag(flag):
+        return f"is not an option; did you mean --{table}.no-{name}?"
     near = nearest(key, [*NAMES, *TABLES] if "." not in key else NAMES)
-    return "is not an option" + (f"; did you mean {near}?" if near else "; --help lists all options")
+    near = RENAMED.get(near or "", near)
+    if near in OPTIONS or near in TABLES:  # never a name that would be refused, ignored or renamed in turn
+        return f"is not an option; did you mean {near}?"
+    return "is not an option; --help lists all options"
 
 
 def _resolve_aliases(effective: dict[str, Setting], result: Resolution) -> None:
@@ -113,20 +153,23 @@ def _resolve_aliases(effective: dict[str, Setting], result: Resolution) -> None:
     name = config.model.name
     if "." in name:  # a module of the user's: its flavours have their own names
         return
-    if name not in FAMILIES:
-        near = nearest(name, FAMILIES)
-        why = f"must be one of {', '.join(FAMILIES)}, or the dotted name of a module of your own"
+    families = family_names()
+    if name not in families:
+        near = nearest(name, families)
+        why = f"must be one of {', '.join(families)}, or the dotted name of a module of your own"
         result.refuse(effective["model.name"], why + (f"; did you mean {near}?" if near else ""))
         return
-    flavor = config.model.flavor or ""
-    for suffix, attn in FLAVOR_SUFFIXES:
-        if flavor.endswith(suffix):
-            config.model.flavor = flavor.removesuffix(suffix)
-            if "model.attn" not in effective:
-                config.model.attn = attn
-            why = f"is now flavor = {config.model.flavor!r} with model.attn = {config.model.attn!r}"
-            result.findings.append(Finding(CHANGED, effective["model.flavor"], why))
-            return
+    given = config.model.flavor or ""
+    suffix, attn = next((pair for pair in FLAVOR_SUFFIXES if given.endswith(pair[0])), ("", config.model.attn))
+    flavor = given.removesuffix(suffix)
+    flavor = OLD_FLAVORS.get((name, flavor), flavor)
+    if flavor == given:
+        return
+    config.model.flavor = flavor
+    if "model.attn" not in effective:
+        config.model.attn = attn
+    why = f"is now flavor = {flavor!r}" + (f" with model.attn = {config.model.attn!r}" if suffix else "")
+    result.findings.append(Finding(CHANGED, effective["model.flavor"], why))
 
 
 def _resolve_references(effective: dict[str, Setting], result: Resolution) -> None:

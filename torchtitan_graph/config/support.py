@@ -1,75 +1,145 @@
-"""What old files may say that this release does not do: refused by name, or ignored where that changes no numbers.
+"""Names of torchtitan's TOML files that mean nothing here: refused, or ignored where that changes no numbers.
 
-A row applies when its key is set to something other than its default and its harmless values. The first row whose
-pattern matches a key counts. `python -m torchtitan_graph.translate OLD.toml` shows what these tables make of a file.
+Each is a line of UNSUPPORTED, and no option: --help, the dumps and JobConfig do not show it. To build one, take its
+line out and declare it in job.py. `python -m torchtitan_graph.translate OLD.toml` shows what becomes of a file.
 """
 
-import fnmatch
 from typing import Any, NamedTuple
 
 REFUSED, IGNORED = "refused", "ignored"
 
-FAMILIES = ("llama3", "llama4", "qwen3", "deepseek_v3", "gpt_oss")
 
+class Unsupported(NamedTuple):
+    """What becomes of a name that is set, what to do instead, and the value that says nothing: its default once."""
 
-class Row(NamedTuple):
-    """A key (or a pattern of keys), what becomes of it, what to do instead, and values that are harmless besides."""
-
-    key: str
     verdict: str
     instead: str
     harmless: tuple[Any, ...] = ()
 
+    @property
+    def is_flag(self) -> bool:
+        """Whether its values were true and false, so that the command line may leave them out."""
+        return any(isinstance(value, bool) for value in self.harmless)
 
-SUPPORT = (
-    Row("job.custom_config_module", REFUSED, "the schema can't be extended; remove it"),
-    Row("model.converters", REFUSED, "low-precision products are not built yet; remove it to train in bfloat16"),
-    Row("model.print_after_conversion", IGNORED, "there are no converters yet"),
-    Row("model.num_mtp_layers", REFUSED, "multi-token prediction is not built; the model trains without it"),
-    Row("optimizer.early_step_in_backward", REFUSED, "gradients are clipped together before the step; remove it"),
-    Row("training.enable_cpu_offload", REFUSED, "not built yet; use more shards, or activation_checkpoint.mode = full"),
-    Row("training.gc_debug", IGNORED, "collections are not examined"),
-    Row("parallelism.enable_async_tensor_parallel", IGNORED, "not built yet; tensor parallel runs without it"),
-    Row("parallelism.pipeline_parallel_degree", REFUSED, "not built yet; use data_parallel_shard_degree"),
-    Row("parallelism.context_parallel_degree", REFUSED, "not built yet; use tensor_parallel_degree for long sequences"),
-    Row("parallelism.expert_parallel_degree", REFUSED, "not built yet; use data_parallel_shard_degree"),
-    Row(
-        "parallelism.expert_tensor_parallel_degree",
-        REFUSED,
-        "not built yet; tensor_parallel_degree splits every expert",
+    def is_harmless(self, value: Any) -> bool:
+        """Return whether a value, or its text on the command line, says nothing."""
+        return any(_same(value, one) for one in self.harmless)
+
+
+def _same(value: Any, other: Any) -> bool:
+    if type(value) is type(other):
+        return bool(value == other)
+    text = "" if other is None else ",".join(other) if isinstance(other, list) else str(other)
+    return isinstance(value, str) and value.lower() == text.lower()
+
+
+def _refuse(harmless: Any, instead: str) -> Unsupported:
+    return Unsupported(REFUSED, instead, (harmless,))
+
+
+def _ignore(harmless: Any, why: str) -> Unsupported:
+    return Unsupported(IGNORED, why, (harmless,))
+
+
+def _gone(why: str) -> Unsupported:
+    """Ignore a key that even torchtitan's last TOML release did not know: no value of it is silent."""
+    return Unsupported(IGNORED, why)
+
+
+_STAGES = "there are no pipeline stages"
+_SEQUENCE = "sequences are not sharded"
+_BUDGET = "there is no mode = memory_budget"
+_CONVERTERS = "nothing is quantized"
+_ESTIMATE = "memory is not estimated"
+_REPLICAS = "there are no fault-tolerant replicas"
+
+UNSUPPORTED = {
+    "job.custom_config_module": _refuse("", "the schema can't be extended; remove it"),
+    "job.use_for_integration_test": _gone("it marked files for a test suite"),
+    "model.converters": _refuse([], "low-precision products are not built yet; remove it to train in bfloat16"),
+    "model.print_after_conversion": _ignore(False, "there are no converters"),
+    "model.num_mtp_layers": _refuse(0, "multi-token prediction is not built; the model trains without it"),
+    "optimizer.early_step_in_backward": _refuse(False, "gradients are clipped together before the step; remove it"),
+    "training.enable_cpu_offload": _refuse(
+        False, "not built yet; use more shards, or activation_checkpoint.mode = full"
     ),
-    Row("parallelism.pipeline_parallel_*", IGNORED, "there are no pipeline stages yet"),
-    Row("parallelism.module_fqns_per_model_part", IGNORED, "there are no pipeline stages yet"),
-    Row("parallelism.context_parallel_*", IGNORED, "sequences are not sharded yet"),
-    Row("parallelism.expert_parallel_comm_backend", IGNORED, "tokens do not travel to experts yet"),
-    Row("checkpoint.enable_ft_dataloader_checkpoints", IGNORED, "there are no fault-tolerant replicas"),
-    Row("activation_checkpoint.mode", REFUSED, "not built yet; use selective or full", ("none", "selective", "full")),
-    Row("activation_checkpoint.memory_budget", IGNORED, "mode = memory_budget is not built yet"),
-    Row("activation_checkpoint.visualize_memory_budget_pareto", IGNORED, "mode = memory_budget is not built yet"),
-    Row("activation_checkpoint.per_op_sac_*", IGNORED, "op chooses by operation, not by shape; same numbers"),
-    Row("activation_checkpoint.early_stop", IGNORED, "only what backward needs is recomputed anyway"),
-    Row("activation_checkpoint.preserve_rng_state", IGNORED, "no recomputed operation draws random numbers"),
-    Row("activation_checkpoint.determinism_check", IGNORED, "use debug.verify_passes"),
-    Row("activation_checkpoint.debug", IGNORED, "use debug.dump_graphs"),
-    Row("compile.backend", REFUSED, "regions are compiled by Inductor alone; remove it"),
-    Row("quantize.*", IGNORED, "nothing is quantized while model.converters is empty"),
-    Row("comm.mode", REFUSED, "not built yet; use fake_backend for a dry run", ("default", "fake_backend")),
-    Row("memory_estimation.enable", REFUSED, "not built yet; try comm.mode = fake_backend for a dry run"),
-    Row("memory_estimation.*", IGNORED, "there is no memory estimation yet"),
-    Row("fault_tolerance.enable", REFUSED, "not built; restart the job, it resumes from the newest checkpoint"),
-    Row("fault_tolerance.*", IGNORED, "there are no fault-tolerant replicas"),
-    Row("experimental.custom_import", REFUSED, "give model.name as a dotted name to train a model of your own"),
-    Row("experimental.custom_args_module", REFUSED, "the schema can't be extended; remove it"),
-)
+    "training.gc_debug": _ignore(False, "collections are not examined"),
+    "parallelism.enable_async_tensor_parallel": _ignore(False, "not built yet; tensor parallel runs without it"),
+    "parallelism.enable_compiled_autograd": _gone("backward is part of the graph"),
+    "parallelism.pipeline_parallel_degree": _refuse(1, "not built yet; use data_parallel_shard_degree"),
+    "parallelism.pipeline_parallel_split_points": _gone(_STAGES),
+    "parallelism.module_fqns_per_model_part": _ignore(None, _STAGES),
+    "parallelism.pipeline_parallel_first_stage_less_layers": _ignore(1, _STAGES),
+    "parallelism.pipeline_parallel_last_stage_less_layers": _ignore(1, _STAGES),
+    "parallelism.pipeline_parallel_layers_per_stage": _ignore(None, _STAGES),
+    "parallelism.pipeline_parallel_schedule": _ignore("1F1B", _STAGES),
+    "parallelism.pipeline_parallel_schedule_csv": _ignore(None, _STAGES),
+    "parallelism.pipeline_parallel_microbatch_size": _ignore(1, _STAGES),
+    "parallelism.pipeline_parallel_expert_parallel_overlap": _ignore(True, _STAGES),
+    "parallelism.context_parallel_degree": _refuse(1, "not built yet; use tensor_parallel_degree for long sequences"),
+    "parallelism.context_parallel_load_balancer": _ignore("headtail", _SEQUENCE),
+    "parallelism.context_parallel_rotate_method": _ignore("allgather", _SEQUENCE),
+    "parallelism.expert_parallel_degree": _refuse(1, "not built yet; use data_parallel_shard_degree"),
+    "parallelism.expert_tensor_parallel_degree": _refuse(
+        1, "not built yet; tensor_parallel_degree splits every expert"
+    ),
+    "parallelism.expert_parallel_comm_backend": _ignore("standard", "tokens do not travel to experts"),
+    "checkpoint.enable_ft_dataloader_checkpoints": _ignore(True, _REPLICAS),
+    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": _ignore(
+        ["moe.router.gate"], "op chooses by operation, not by shape; same numbers"
+    ),
+    "activation_checkpoint.early_stop": _ignore(False, "only what backward needs is recomputed anyway"),
+    "activation_checkpoint.memory_budget": _ignore(0.5, _BUDGET),
+    "activation_checkpoint.visualize_memory_budget_pareto": _ignore(False, _BUDGET),
+    "activation_checkpoint.preserve_rng_state": _ignore(True, "no recomputed operation draws random numbers"),
+    "activation_checkpoint.determinism_check": _ignore("default", "use debug.verify_passes"),
+    "activation_checkpoint.debug": _ignore(False, "use debug.dump_graphs"),
+    "compile.backend": _refuse("inductor", "regions are compiled by Inductor alone; remove it"),
+    "quantize.linear.float8.enable_fsdp_float8_all_gather": _ignore(False, _CONVERTERS),
+    "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": _ignore(False, _CONVERTERS),
+    "quantize.linear.float8.recipe_name": _ignore(None, _CONVERTERS),
+    "quantize.linear.float8.filter_fqns": _ignore([], _CONVERTERS),
+    "quantize.linear.float8.emulate": _ignore(False, _CONVERTERS),
+    "quantize.linear.mx.recipe_name": _ignore("mxfp8_cublas", _CONVERTERS),
+    "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice": _ignore("triton", _CONVERTERS),
+    "quantize.linear.mx.filter_fqns": _ignore(["output"], _CONVERTERS),
+    "quantize.grouped_mm.float8.fqns": _ignore([], _CONVERTERS),
+    "quantize.grouped_mm.mx.recipe_name": _ignore("mxfp8", _CONVERTERS),
+    "quantize.grouped_mm.mx.fqns": _ignore([], _CONVERTERS),
+    "float8.force_recompute_fp8_weight_in_bwd": _gone(_CONVERTERS),
+    "float8.moe_fqns_prototype": _gone(_CONVERTERS),
+    "memory_estimation.enable": _refuse(False, "not built yet; try comm.mode = fake_backend for a dry run"),
+    "memory_estimation.disable_fake_mode": _ignore(False, _ESTIMATE),
+    "fault_tolerance.enable": _refuse(False, "not built; restart the job, it resumes from the newest checkpoint"),
+    "fault_tolerance.process_group": _ignore("gloo", _REPLICAS),
+    "fault_tolerance.process_group_timeout_ms": _ignore(10000, _REPLICAS),
+    "fault_tolerance.replica_id": _ignore(0, _REPLICAS),
+    "fault_tolerance.group_size": _ignore(0, _REPLICAS),
+    "fault_tolerance.min_replica_size": _ignore(1, _REPLICAS),
+    "fault_tolerance.semi_sync_method": _ignore(None, _REPLICAS),
+    "fault_tolerance.sync_steps": _ignore(5, _REPLICAS),
+    "fault_tolerance.num_fragments": _ignore(1, _REPLICAS),
+    "fault_tolerance.should_quantize": _gone(_REPLICAS),
+    "fault_tolerance.fragment_sync_delay": _gone(_REPLICAS),
+    "fault_tolerance.fragment_update_alpha": _gone(_REPLICAS),
+    "experimental.custom_import": _refuse("", "give model.name as a dotted name to train a model of your own"),
+    "experimental.custom_args_module": _refuse("", "the schema can't be extended; remove it"),
+}
 
-LINEAR_FLOAT8 = (
+# Values of options that torchtitan has and that are not built.
+UNSUPPORTED_VALUES = {
+    ("activation_checkpoint.mode", "memory_budget"): "not built yet; use selective or full",
+    ("comm.mode", "local_tensor"): "not built yet; use fake_backend for a dry run",
+}
+
+_LINEAR_FLOAT8 = (
     "enable_fsdp_float8_all_gather",
     "precompute_float8_dynamic_scale_for_fsdp",
     "recipe_name",
     "filter_fqns",
     "emulate",
 )
-LINEAR_MX = ("recipe_name", "mxfp8_dim1_cast_kernel_choice", "filter_fqns")
+_LINEAR_MX = ("recipe_name", "mxfp8_dim1_cast_kernel_choice", "filter_fqns")
 
 # Names that keys had in earlier releases; the values kept their meaning.
 RENAMED = {
@@ -90,30 +160,18 @@ RENAMED = {
     "checkpoint.model_weights_only": "checkpoint.last_save_model_only",
     "validation.enabled": "validation.enable",
     "memory_estimation.enabled": "memory_estimation.enable",
-    **{f"float8.{name}": f"quantize.linear.float8.{name}" for name in LINEAR_FLOAT8},
-    **{f"mx.{name}": f"quantize.linear.mx.{name}" for name in LINEAR_MX},
-}
-
-# Keys of earlier releases that have no successor and change no numbers.
-GONE = {
-    "job.use_for_integration_test": "it marked files for a test suite",
-    "parallelism.enable_compiled_autograd": "backward is part of the graph",
-    "parallelism.pipeline_parallel_split_points": "there are no pipeline stages yet",
-    "float8.force_recompute_fp8_weight_in_bwd": "nothing is quantized while model.converters is empty",
-    "float8.moe_fqns_prototype": "nothing is quantized while model.converters is empty",
-    "fault_tolerance.should_quantize": "there are no fault-tolerant replicas",
-    "fault_tolerance.fragment_sync_delay": "there are no fault-tolerant replicas",
-    "fault_tolerance.fragment_update_alpha": "there are no fault-tolerant replicas",
+    **{f"float8.{name}": f"quantize.linear.float8.{name}" for name in _LINEAR_FLOAT8},
+    **{f"mx.{name}": f"quantize.linear.mx.{name}" for name in _LINEAR_MX},
 }
 
 # Flavours that were named after an implementation of attention, which model.attn chooses here. The variable-length
 # kernels computed attention inside each document; sdpa under the document mask computes the same up to rounding.
-FLAVOR_SUFFIXES = (("_flex_attn", "flex"), ("_varlen_attn", "sdpa"), ("_flex", "flex"), ("_varlen", "sdpa"))
-
-
-def find_row(key: str, value: Any, default: Any) -> Row | None:
-    """Return the row that refuses or ignores this value of a key, or None where the value is supported or harmless."""
-    if value == default:
-        return None
-    row = next((row for row in SUPPORT if fnmatch.fnmatchcase(key, row.key)), None)
-    return None if row is None or value in row.harmless else row
+FLAVOR_SUFFIXES = (
+    ("_flex_attn", "flex"),
+    ("_varlen_attn", "sdpa"),
+    ("_flex", "flex"),
+    ("_varlen", "sdpa"),
+    ("_irope", "flex"),
+)
+# Flavours of a family that had another name.
+OLD_FLAVORS = {("llama4", "17bx16e"): "17Bx16E", ("llama4", "17bx128e"): "17Bx128E"}

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
-import pkgutil
 from types import ModuleType
 from typing import Any
 
 import torch
 
-import torchtitan_graph.models
+from torchtitan_graph.config.resolve import family_names
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.layers.decoder import Decoder
 
@@ -23,12 +22,6 @@ CONTRACT = ("FLAVORS", "Model", "PLAN", "HF_KEYS")
 # transformers' classes for it, and its configuration from and to the content of a config.json. HF_PREFIXES and
 # HF_SKIPPED are optional.
 HF_CONTRACT = ("HF_ARCHITECTURES", "from_hf_config", "to_hf_config")
-
-
-def family_names() -> list[str]:
-    """List the families in this package: every module in `models/` but this one."""
-    found = pkgutil.iter_modules(torchtitan_graph.models.__path__)
-    return sorted(module.name for module in found if not module.ispkg and module.name != "spec")
 
 
 def load_family(name: str) -> ModuleType:

@@ -9,16 +9,26 @@ from hypothesis import strategies as st
 
 from torchtitan_graph.config import JobConfig, check, dump_toml, load
 from torchtitan_graph.config.job import OPTIONS
-from torchtitan_graph.config.support import GONE, RENAMED
+from torchtitan_graph.config.resolve import one_line
+from torchtitan_graph.config.support import RENAMED, UNSUPPORTED
 from torchtitan_graph.errors import UserError
 
-REAL_KEYS = [*OPTIONS, *RENAMED, *GONE]
+REAL_KEYS = [*OPTIONS, *RENAMED, *UNSUPPORTED]
 PARTS = sorted({part for key in REAL_KEYS for part in key.split(".")})
-WORDS = st.sampled_from(["true", "false", "-1", "0", "1", "2", "1e999", "nan", "", "op", "c4_test", "8B_flex", "a,b;c"])
+WORDS = st.sampled_from(
+    ["true", "false", "-1", "0", "1", "2", "9" * 5000, "1e999", "nan", "", "op", "c4_test", "8B_flex", "a,b;c"]
+)
 NAMES = st.sampled_from(PARTS) | st.text("ab-_.=é \"'\\\n", max_size=4)
 CHARS = st.characters(exclude_categories=["Cs"])
+HUGE = "0x" + "f" * 5000  # an integer of so many digits that Python refuses to print it
 SCALARS = (
-    st.booleans() | st.integers() | st.integers(-(10**400), 10**400) | st.floats() | WORDS | st.text(CHARS, max_size=5)
+    st.booleans()
+    | st.integers()
+    | st.integers(-(10**400), 10**400)
+    | st.just(HUGE)
+    | st.floats()
+    | WORDS
+    | st.text(CHARS, max_size=5)
 )
 VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(NAMES, inner, max_size=2))
 
@@ -28,6 +38,8 @@ def toml(value: Any) -> str:
         return "{" + ", ".join(f"{quoted(name)} = {toml(item)}" for name, item in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(toml, value)) + "]"
+    if value == HUGE:
+        return HUGE
     return quoted(value) if isinstance(value, str) else str(value).lower()
 
 
@@ -40,8 +52,13 @@ def run(argv: list[str], given_names: str) -> None:
         config = load(argv)
     except UserError as error:
         message = str(error)
-        assert type(error) is UserError and "problem" in message.splitlines()[0]
-        assert any(f": {key}" in message for key in given_names.split("\0")), message
+        first, *lines = message.split("\n")
+        assert (
+            type(error) is UserError and first == f"{len(lines)} problem{'s'[: len(lines) > 1]} in the configuration:"
+        )
+        assert all(line.startswith("  ") and line[2:].isprintable() and len(line) < 3000 for line in lines), message
+        names = (one_line(key)[:1000] for key in given_names.split("\0"))
+        assert any(f": {key}" in message or key in message for key in names), message
         return
     assert isinstance(config, JobConfig)
     dump_toml(config)

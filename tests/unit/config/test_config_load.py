@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
+import torchtitan_graph
 from torchtitan_graph.config import JobConfig, dump_toml, load
+from torchtitan_graph.config.resolve import family_names
 
 
 def write(folder: Path, text: str) -> str:
@@ -48,10 +50,10 @@ def test_the_last_of_a_repeated_option_counts() -> None:
         (["--training.max_norm", "2"], "max_norm", 2.0),
         (["--training.dataset_path="], "dataset_path", None),
         (["--training.dataset_path", "a=b"], "dataset_path", "a=b"),
-        (["--training.gc_debug"], "gc_debug", True),
-        (["--training.gc_debug", "true"], "gc_debug", True),
-        (["--training.gc_debug", "--training.no-gc_debug"], "gc_debug", False),
-        (["--training.gc_debug=false"], "gc_debug", False),
+        (["--training.no-repeat"], "repeat", False),
+        (["--training.repeat", "false"], "repeat", False),
+        (["--training.repeat=false", "--training.repeat"], "repeat", True),
+        (["--training.no-repeat", "--training.repeat", "true"], "repeat", True),
     ],
 )
 def test_command_line_syntax(argv: list[str], key: str, value: object) -> None:
@@ -92,7 +94,12 @@ def test_old_and_new_name_together_are_refused(tmp_path: Path) -> None:
         ("steps = 0", "training.steps = 0: must be a whole number of at least 1"),
         ("max_norm = inf", "training.max_norm = inf: must be a number of at least 0"),
         ("max_norm = nan", "training.max_norm = nan: must be a number of at least 0"),
-        ("gc_debug = 1", "training.gc_debug = 1: must be true or false"),
+        ("repeat = 1", "training.repeat = 1: must be true or false"),
+        (
+            "steps = 9223372036854775808",
+            "training.steps = 9223372036854775808: must be a whole number of at least 1, in 64 bits",
+        ),
+        ('"zzz\\nzzz" = 1', "training.zzz\\nzzz = 1: is not an option; --help lists all options"),
         ("dataset = 4", "training.dataset = 4: must be a string in quotes"),
         ("dataset = ['c4']", "training.dataset = ['c4']: must be a string"),
         (
@@ -123,7 +130,17 @@ def test_error_names_file_key_value_legal_and_nearest(tmp_path: Path, line: str,
         (["--trainin.steps", "5"], "trainin.steps = '5': is not an option; did you mean training.steps?"),
         (["--training", "5"], "training = '5': is a table; write [training] and its keys below"),
         (["--compile.enable", "maybe"], "compile.enable = 'maybe': must be true or false"),
-        (["train.toml"], "train.toml: unexpected; options are given as --table.key value"),
+        (["train.toml"], "train.toml: unexpected; a file is given as --job.config_file train.toml"),
+        (
+            ["--training.steps", "10", "20"],
+            "20: unexpected; options are given as --table.key value, a list as first,second",
+        ),
+        (["--training-steps", "10"], "training_steps = '10': is not an option; did you mean training.steps?"),
+        (["--no-checkpoint.enable"], "no_checkpoint.enable: is not an option; did you mean --checkpoint.no-enable?"),
+        (["--no-checkpoint.folder"], "no_checkpoint.folder: is not an option; did you mean checkpoint.folder?"),
+        (["--training.steps", "9" * 5000], f"training.steps = '{'9' * 199}...: must be a whole number of at least 1"),
+        (["--optimizer.options", "{a = 0x" + "f" * 5000 + "}"], "optimizer.options = '{a = 0x"),
+        (["--training.batch_sise", "2"], "training.batch_sise = '2': is not an option; did you mean training.local_"),
         (
             ["--training.no-steps"],
             "training.steps: only true-or-false options have a --table.no-flag, without value",
@@ -139,13 +156,14 @@ def test_error_names_file_key_value_legal_and_nearest(tmp_path: Path, line: str,
         (["--optimizer.beta2", "1"], "optimizer.beta2 = '1': must be a number of at least 0 and below 1"),
         (
             ["--model.name", "llama5"],
-            "model.name = 'llama5': must be one of llama3, llama4, qwen3, deepseek_v3, gpt_oss, or the dotted name of a"
+            f"model.name = 'llama5': must be one of {', '.join(family_names())}, or the dotted name of a"
             " module of your own; did you mean llama4?",
         ),
     ],
 )
 def test_error_on_the_command_line(argv: list[str], message: str) -> None:
-    assert problems(argv)[0] == f"command line: {message}"
+    (problem,) = problems(argv)
+    assert problem.startswith(f"command line: {message}")
 
 
 def test_all_problems_are_reported_together(tmp_path: Path) -> None:
@@ -178,6 +196,28 @@ def test_a_syntax_error_is_located(tmp_path: Path) -> None:
     assert len(found) == 1 and "is not valid TOML" in found[0] and "line 2" in found[0] and file in found[0]
 
 
+@pytest.mark.parametrize("text", ["\ufeff[training]\nsteps = 7\n", "[training]\r\nsteps = 7\r\n"])
+def test_a_mark_of_the_encoding_and_line_ends_of_windows_are_read(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "run.toml"
+    path.write_bytes(text.encode())
+    assert load(["--job.config_file", str(path)]).training.steps == 7
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        load(["--version"])
+    assert not caught.value.code
+    assert capsys.readouterr().out == f"torchtitan_graph {torchtitan_graph.__version__}\n"
+
+
+def test_a_file_in_models_is_a_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "my_family.py").touch()
+    monkeypatch.setattr(torchtitan_graph, "__file__", str(tmp_path / "__init__.py"))
+    assert load(["--model.name", "my_family"]).model.name == "my_family"
+    assert "must be one of my_family, or the dotted name" in problems(["--model.name", "llama3_"])[0]
+
+
 @pytest.mark.parametrize("text", ["[training]\nmax_norm = 1" + "0" * 400, "a = " + "[" * 5000 + "]" * 5000])
 def test_absurd_files_are_refused(tmp_path: Path, text: str) -> None:
     assert len(problems(["--job.config_file", write(tmp_path, text)])) == 1
@@ -186,7 +226,7 @@ def test_absurd_files_are_refused(tmp_path: Path, text: str) -> None:
 def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_bytes(b"[training]\n\xff")
-    assert "is not valid TOML" in problems(["--job.config_file", str(path)])[0]
+    assert "is not valid TOML: not UTF-8 (at line 2)" in problems(["--job.config_file", str(path)])[0]
 
 
 def test_a_file_cannot_name_another_file(tmp_path: Path) -> None:
@@ -195,9 +235,9 @@ def test_a_file_cannot_name_another_file(tmp_path: Path) -> None:
 
 
 def test_a_bare_name_is_looked_up_among_the_packaged_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torchtitan_graph
-
     (tmp_path / "train_configs").mkdir()
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "llama3.py").touch()
     (tmp_path / "train_configs" / "packaged.toml").write_text("[training]\nsteps = 77")
     monkeypatch.setattr(torchtitan_graph, "__file__", str(tmp_path / "__init__.py"))
     assert load(["--job.config_file", "packaged.toml"]).training.steps == 77

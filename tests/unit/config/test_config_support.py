@@ -1,75 +1,121 @@
-"""The table of what is refused and ignored is complete, right, and about keys that exist."""
+"""Names that mean nothing here are refused or noticed exactly as the table says, and shown nowhere else."""
 
-import fnmatch
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from torchtitan_graph.config import load
+from torchtitan_graph.config import JobConfig, dump_toml, load
+from torchtitan_graph.config.dump import dump_changes
 from torchtitan_graph.config.job import OPTIONS
-from torchtitan_graph.config.option import Option, options
-from torchtitan_graph.config.support import GONE, IGNORED, REFUSED, RENAMED, SUPPORT, find_row
+from torchtitan_graph.config.manual import option_help, tables
+from torchtitan_graph.config.support import IGNORED, REFUSED, RENAMED, UNSUPPORTED, UNSUPPORTED_VALUES
 
 
-def other_values(option: Option) -> list[str]:
-    """Return legal values of an option besides its default, as written on the command line."""
-    if option.choices:
-        return [choice for choice in option.choices if choice != option.default]
-    if option.kind is bool:
-        return [str(not option.default).lower()]
-    if option.kind is int:
-        return [str(max(option.default or 1, 1) + 1)]
-    if option.kind is float:
-        return [str((option.default or 0) / 2 + 0.25)]
-    if option.row is not None:
-        return [f"[{{{', '.join(f'{name} = {toml_value(part)}' for name, part in options(option.row).items())}}}]"]
-    if option.kind == dict[str, Any]:
-        return ["{other = 1}"]
-    return [option.pattern.split("|")[0] if option.pattern else "my.other"]
+def toml(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(toml, value))}]"
+    return str(value).lower() if isinstance(value, (bool, int, float)) else repr(value)
 
 
-def toml_value(option: Option) -> str:
-    """Return a legal value as written in a file."""
-    return '"other"' if option.kind is str else "0.5"
+def other(value: Any) -> Any:
+    """Return a value of the same type."""
+    if isinstance(value, bool):
+        return not value
+    return value + 1 if isinstance(value, (int, float)) else ["other"] if isinstance(value, list) else "other"
 
 
-ROWS = [(key, value) for key, option in OPTIONS.items() for value in other_values(option) if key != "job.config_file"]
+def text(value: Any) -> str:
+    """Return a value as written on the command line."""
+    return "" if value is None else ",".join(value) if isinstance(value, list) else str(value)
 
 
-@pytest.mark.parametrize(("key", "text"), ROWS, ids=lambda part: part)
-def test_a_value_is_refused_or_noticed_exactly_as_the_table_says(key: str, text: str) -> None:
-    option = OPTIONS[key]
-    row = find_row(key, option.parse(text), option.default)
-    argv = [f"--{key}={text}"]
-    if row is not None and row.verdict == REFUSED:
-        with pytest.raises(ValueError, match="1 problem") as caught:
-            load(argv)
-        assert f"{key} = {text!r}: {row.instead}" in str(caught.value)
-    else:
-        said = [f"command line: {key} = {text!r}: ignored: {row.instead}"] if row is not None else []
-        assert load(argv).notices == said
+def findings(argv: list[str]) -> list[str]:
+    try:
+        return load(argv).notices
+    except ValueError as error:
+        return [line.strip() for line in str(error).splitlines()[1:]]
+
+
+def write(folder: Path, key: str, value: Any) -> str:
+    table, _, name = key.rpartition(".")
+    path = folder / "run.toml"
+    path.write_text(f"[{table}]\n{name} = {toml(value)}")
+    return str(path)
+
+
+@pytest.mark.parametrize("key", UNSUPPORTED)
+def test_a_name_is_refused_or_noticed_as_the_table_says_unless_its_value_is_harmless(key: str, tmp_path: Path) -> None:
+    name = UNSUPPORTED[key]
+    value = other(name.harmless[0] if name.harmless else "")
+    said = name.instead if name.verdict == REFUSED else f"{IGNORED}: {name.instead}"
+    file = write(tmp_path, key, value)
+    assert findings(["--job.config_file", file]) == [f"{file}: {key} = {value!r}: {said}"]
+    assert findings([f"--{key}={text(value)}"]) == [f"command line: {key} = {text(value)!r}: {said}"]
+    if value is True:
+        assert findings([f"--{key}"]) == [f"command line: {key} = 'true': {said}"]
+    for harmless in name.harmless:
+        assert findings([f"--{key}={text(harmless)}"]) == []
+        assert findings([f"--{key}={text(value)}", f"--{key}={text(harmless)}"]) == []  # the last one counts
+        if harmless is not None:
+            assert findings(["--job.config_file", write(tmp_path, key, harmless)]) == []
+
+
+@pytest.mark.parametrize("value", [True, 2.0, "four", [1], {"a": 1}])
+def test_a_value_of_another_type_is_not_harmless(value: Any, tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    value_text = "{a = 1}" if isinstance(value, dict) else toml(value)
+    file.write_text(f"[parallelism]\npipeline_parallel_degree = {value_text}")
+    (line,) = findings(["--job.config_file", str(file)])
+    assert "not built yet; use data_parallel_shard_degree" in line
+
+
+def test_flags_without_a_value() -> None:
+    assert findings(["--fault_tolerance.no-enable", "--checkpoint.no-enable"]) == []
+    assert (
+        "fault_tolerance.enable = 'true': not built" in findings(["--fault_tolerance.enable", "--debug.seed", "1"])[0]
+    )
+    assert "only true-or-false options" in findings(["--parallelism.no-pipeline_parallel_degree"])[0]
+
+
+@pytest.mark.parametrize(("key", "value"), UNSUPPORTED_VALUES)
+def test_values_that_are_not_built(key: str, value: str, tmp_path: Path) -> None:
+    instead = UNSUPPORTED_VALUES[key, value]
+    assert findings([f"--{key}={value}"]) == [f"command line: {key} = {value!r}: {instead}"]
+    file = write(tmp_path, key, value)
+    assert findings(["--job.config_file", file]) == [f"{file}: {key} = {value!r}: {instead}"]
+    assert findings(["--job.config_file", file, f"--{key}={OPTIONS[key].choices[-1]}"]) == []  # overridden
 
 
 @pytest.mark.parametrize("key", [key for key in OPTIONS if key != "job.config_file"])
 def test_a_default_is_never_refused_nor_noticed(key: str) -> None:
-    default = OPTIONS[key].default
-    text = "" if default is None else ",".join(default) if isinstance(default, list) else str(default)
-    assert load([f"--{key}={text}"]).notices == []
+    assert load([f"--{key}={text(OPTIONS[key].default)}"]).notices == []
 
 
-def test_every_row_is_about_an_option_and_reached() -> None:
-    for row in SUPPORT:
-        reached = [
-            key
-            for key in OPTIONS
-            if next((other for other in SUPPORT if fnmatch.fnmatchcase(key, other.key)), None) is row
-        ]
-        assert reached, row.key
-        assert row.verdict in (REFUSED, IGNORED)
-        for value in row.harmless:
-            assert OPTIONS[row.key].accept(value) == value
+def test_old_names_lead_to_known_ones_and_no_name_is_in_two_tables() -> None:
+    assert set(RENAMED.values()) <= {*OPTIONS, *UNSUPPORTED}
+    assert len({*OPTIONS, *UNSUPPORTED, *RENAMED}) == len(OPTIONS) + len(UNSUPPORTED) + len(RENAMED)
+    assert all(OPTIONS[key].kind is str and value not in OPTIONS[key].choices for key, value in UNSUPPORTED_VALUES)
 
 
-def test_old_names_lead_to_options_and_hide_none() -> None:
-    assert set(RENAMED.values()) <= set(OPTIONS)
-    assert not (set(RENAMED) | set(GONE)) & set(OPTIONS)
+def test_help_and_dumps_show_only_what_does_something() -> None:
+    shown = [option_help(None), *map(option_help, tables()), dump_toml(JobConfig()), dump_changes(JobConfig())]
+    for key in UNSUPPORTED:
+        table, _, name = key.rpartition(".")
+        for page in shown:
+            assert key not in page
+            section = re.search(rf"(?ms)^\[{re.escape(table)}\]$(.*?)(?=^\[|\Z)", page)
+            assert section is None or f"\n{name} = " not in section[1]
+
+
+@pytest.mark.parametrize("key", [*OPTIONS, *RENAMED, *UNSUPPORTED])
+def test_a_hint_names_only_what_works(key: str) -> None:
+    """Whatever is mistyped, and however: a hint leads to an option, never to a name that is refused in turn."""
+    leaf = key.rpartition(".")[2]
+    for typo in (key[:-1], key + "s", key.replace("e", "", 1), f"training.{leaf}x", leaf, f"no_{key}", key.upper()):
+        if typo in {*OPTIONS, *RENAMED, *UNSUPPORTED}:
+            continue
+        (line,) = findings([f"--{typo}=1"])
+        hint = line.partition("did you mean ")[2].rstrip("?").removeprefix("--").replace(".no-", ".")
+        assert not hint or hint in OPTIONS or hint in tables(), line

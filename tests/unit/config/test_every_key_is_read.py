@@ -1,11 +1,10 @@
-"""Every option does something: a module reads it, or the table of support says by name that nothing does.
+"""Every option does something: a module reads it.
 
 Reads are found in the syntax trees of the package outside config/: an attribute chain that ends in `.table.key`, or
 `name.key` where `name` (also `self.name`) was annotated with the table's class or assigned from `.table`.
 """
 
 import ast
-import fnmatch
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import get_type_hints
@@ -15,7 +14,6 @@ import pytest
 import torchtitan_graph
 from torchtitan_graph.config.job import OPTIONS, JobConfig
 from torchtitan_graph.config.option import options
-from torchtitan_graph.config.support import SUPPORT
 
 PACKAGE = Path(torchtitan_graph.__file__).parent
 # In config/: by load(), which finds the other options in it, by shard_degree(), which infers it, by source_name().
@@ -114,20 +112,9 @@ def readers() -> dict[str, list[str]]:
 READERS = readers()
 
 
-def is_unsupported(key: str) -> bool:
-    """Return whether the table of support says that nothing but the key's default does anything."""
-    row = next((row for row in SUPPORT if fnmatch.fnmatchcase(key, row.key)), None)
-    return row is not None and not row.harmless
-
-
-@pytest.mark.parametrize("key", [key for key in KEYS if not is_unsupported(key)])
-def test_every_supported_key_is_read(key: str) -> None:
-    assert READERS[key] or key in READ_HERE, f"nothing reads {key}, and no row of support.py says so"
-
-
-@pytest.mark.parametrize("key", [key for key in OPTIONS if is_unsupported(key)])
-def test_no_unsupported_key_is_read(key: str) -> None:
-    assert not READERS[key], f"{READERS[key]} read {key}: take its row out of support.py"
+@pytest.mark.parametrize("key", KEYS)
+def test_every_key_is_read(key: str) -> None:
+    assert READERS[key] or key in READ_HERE, f"nothing reads {key}: an option that does nothing is no option"
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def test_every_default_of_the_old_schema_is_ours_and_harmless() -> None:
             "job.print_args job.use_for_integration_test model.tokenizer_path lr_scheduler.lr_min training.batch_size"
             " training.compile training.seed training.deterministic training.dataset"
             " parallelism.enable_compiled_autograd checkpoint.enable_checkpoint float8.filter_fqns"
-            " float8.force_recompute_fp8_weight_in_bwd mx.recipe_name validation.enabled memory_estimation.enabled",
+            " float8.force_recompute_fp8_weight_in_bwd mx.recipe_name validation.enabled",
         ),
     ],
 )

@@ -164,8 +164,8 @@ def _choose_newest(folder: Path, steps: dict[int, Candidate], num_steps: int | N
             "with its parameters, set checkpoint.initial_load_path to it and use another job.dump_folder"
         )
     logger.warning(
-        f"{steps[newest].place} holds only the model (checkpoint.last_save_model_only = true): "
-        f"going on from {steps[full[-1]].path.name}"
+        f"{steps[newest].place} holds only the model (checkpoint.last_save_model_only = true): going on from "
+        f"{steps[full[-1]].path.name}; it is kept, as step-{newest}-model where step {newest} is saved again"
     )
     return steps[full[-1]]
 

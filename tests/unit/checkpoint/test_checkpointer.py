@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from torchtitan_graph.checkpoint import Checkpointer
+from torchtitan_graph.checkpoint import Checkpointer, load_model
+from torchtitan_graph.checkpoint.folder import name_for_model
 from torchtitan_graph.config import job
 from torchtitan_graph.log import logger
 from torchtitan_graph.optim import build_lr_scheduler, build_optimizer
@@ -203,6 +204,24 @@ def test_a_longer_run_goes_on_from_the_last_full_checkpoint(tmp_path: Path, capl
     assert longer.load(num_steps=7) == {"step": 4}
     assert "step-5 holds only the model" in caplog.text
     assert longer.train(7).bits() == whole.bits()
+
+
+@pytest.mark.parametrize("interval", [2, 5], ids=["between saves", "saved again"])
+def test_a_longer_run_keeps_the_model_that_the_run_ended_with(interval: int, tmp_path: Path) -> None:
+    ended = Run(tmp_path).train(5)
+    longer = Run(tmp_path, seed=1, interval=interval, keep_latest_k=1, lr=0.2)
+    longer.load(num_steps=10)
+    longer.train(10)
+    kept = "step-5" if interval == 2 else "step-5-model"
+    assert saved(tmp_path) == ["step-10", kept]
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    load_model(tmp_path / kept, model)
+    assert [p.flatten().tolist() for p in model.parameters()] == ended.bits()[:4]
+
+
+def test_each_model_that_makes_place_has_a_name_of_its_own() -> None:
+    assert name_for_model("step-5", {"step-5"}) == "step-5-model"
+    assert name_for_model("step-5", {"step-5", "step-5-model", "step-5-model-2"}) == "step-5-model-3"
 
 
 def test_a_run_that_saved_only_its_model_can_not_be_continued(tmp_path: Path) -> None:

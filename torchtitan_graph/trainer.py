@@ -399,7 +399,7 @@ class Trainer:
             except (AttributeError, IndexError, KeyError, TypeError, RuntimeError) as error:
                 raise UserError(f"the checkpoint's train_state.json can't be used: {error!r}") from error
             logger.info(f"resuming after step {self.step}")
-        elif self.config.checkpoint.enable and self.config.checkpoint.initial_load_in_hf:
+        elif self.config.checkpoint.initial_load_in_hf:
             path = Path(self.config.checkpoint.initial_load_path or self.assets or "")
             quantized = self.config.checkpoint.initial_load_in_hf_quantized
             try:
@@ -407,6 +407,11 @@ class Trainer:
             except ValueError as error:
                 raise UserError(f"checkpoint.initial_load_in_hf = true: {error}") from error
             logger.info(f"loaded the weights of {path}")
+        elif not self.config.checkpoint.initial_load_path and self.assets and any(self.assets.glob("*.safetensors")):
+            logger.info(
+                f"training begins with random weights: those in {self.assets} (model.hf_assets_path) are loaded with "
+                "checkpoint.initial_load_in_hf = true"
+            )
 
     def _load_train_state(self, state: dict[str, Any]) -> None:
         """Go on from what `_train_state` returned; what checkpoint.exclude_from_loading names is not in it."""

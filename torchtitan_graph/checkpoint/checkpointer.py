@@ -51,7 +51,7 @@ class Checkpointer:
         self.model = model
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
-        self.group = files_group() if config.enable else None
+        self.group = files_group() if config.enable or config.initial_load_path else None
         self.saver = Saver(config, self.group)
         self._begin = time.monotonic()  # of the time that checkpoint.interval_minutes counts
         self._time_is_up = False
@@ -123,7 +123,7 @@ class Checkpointer:
     def load(self, num_steps: int | None = None) -> dict[str, Any] | None:
         """Load the newest whole checkpoint, or the one of `checkpoint.load_step`; return its `train_state`.
 
-        It is looked for in the folder and in `checkpoint.remote_folder`. Where they hold none,
+        It is looked for in the folder and in `checkpoint.remote_folder`. Where they hold none, or checkpoints are off,
         `checkpoint.initial_load_path` is loaded. Returns None if training begins at step 0: with nothing loaded, or
         with only the parameters of `initial_load_path`. What `checkpoint.exclude_from_loading` names is left as it
         is, and left out of what is returned.
@@ -135,15 +135,13 @@ class Checkpointer:
             UserError: there is no such checkpoint, none that can be resumed, it is damaged, or it is of another model;
                 or an address can't be read.
         """
-        if not self.config.enable:
-            return None
         if self.config.create_seed_checkpoint and (held := find_held(self.folder, self.config)):
             raise UserError(f"checkpoint.create_seed_checkpoint = true: {held}")
         path = choose_undamaged(self.folder, self.config, num_steps, self.group)
         if path is None:
             return None
         begin = time.perf_counter()
-        resumed = path.parent == self.folder
+        resumed = self.config.enable and path.parent == self.folder
         try:
             saved, metadata = on_all_ranks(lambda: (read_train_state(path), read_metadata(path)), self.group)
         except RanksFailed as error:

@@ -83,6 +83,8 @@ def find_held(folder: Path, config: job.Checkpoint) -> str | None:
 
 def _choose(folder: Path, config: job.Checkpoint, num_steps: int | None, problems: dict[str, str]) -> Candidate | None:
     """Choose by names and small files. `problems` are of places that are not to be taken; more are added."""
+    if not config.enable:
+        return _choose_initial(folder, config, problems)
     if not config.load_only:
         check_writable(folder)
         clean_up(folder)

@@ -177,6 +177,11 @@ def _check_checkpoint(config: JobConfig, world_size: int) -> list[str]:
             f"{excluded}: is about checkpoint.load_step, or checkpoint.initial_load_path with initial_load_model_only ="
             " false: set one; a run that goes on from its own newest checkpoint takes all of it"
         )
+    if checkpoint.load_step >= 0 and not checkpoint.enable:
+        problems.append(
+            f"{_name(config, 'checkpoint.load_step')}: needs checkpoint.enable = true; with checkpoint.load_only = true"
+            " nothing is saved. The checkpoint of another run is named by checkpoint.initial_load_path"
+        )
     if checkpoint.create_seed_checkpoint and "." in config.optimizer.name:
         problems.append(
             f"{_name(config, 'checkpoint.create_seed_checkpoint')}: an optimizer of your own has its state from the"
@@ -239,9 +244,6 @@ def _notices(config: JobConfig) -> list[str]:
             " the learning rate then stays where it is"
         )
     if not config.checkpoint.enable:
-        for key in ("checkpoint.initial_load_path", "checkpoint.load_step", "checkpoint.initial_load_in_hf"):
-            if key in config.sources and get(config, key) not in (None, -1, False):
-                notices.append(f"{_name(config, key)}: nothing is loaded while checkpoint.enable is false")
         if config.checkpoint.remote_folder is not None:
             name = _name(config, "checkpoint.remote_folder")
             notices.append(f"{name}: nothing is copied while checkpoint.enable is false")

@@ -244,6 +244,16 @@ def test_initial_load_takes_only_the_parameters(tmp_path: Path) -> None:
     assert run.lr_scheduler.state_dict() == {"num_steps_done": 0}
 
 
+def test_a_run_that_saves_nothing_starts_from_what_is_named(tmp_path: Path) -> None:
+    source = Run(tmp_path, **full()).train(2)
+    before = saved(tmp_path)
+    run = Run(tmp_path, seed=1, enable=False, initial_load_path=str(tmp_path / "step-2"))
+    assert run.load() is None  # its own folder or not: only the parameters are taken
+    assert run.bits()[:4] == source.bits()[:4]
+    run.train(3)
+    assert saved(tmp_path) == before
+
+
 def test_initial_load_takes_everything_on_request(tmp_path: Path) -> None:
     source = Run(tmp_path / "a", **full()).train(2)
     options = {"initial_load_path": str(tmp_path / "a" / "step-2"), "initial_load_model_only": False}

@@ -21,6 +21,7 @@ from torchtitan_graph.checkpoint import Checkpointer, SaveError
 from torchtitan_graph.config import JobConfig, job, shard_degree
 from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
 from torchtitan_graph.data.loader import DataLoader, build_dataloader, merge_states
+from torchtitan_graph.data.open_corpus import validation_corpus
 from torchtitan_graph.data.tokenizer import Tokenizer, find_assets, load_tokenizer
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.torch_private import set_timeout
@@ -99,7 +100,12 @@ class Trainer:
     def _setup(self) -> None:
         config = self.config
         self._join_mesh()
-        self.train_data = self._open_data(config.training, "train", config.training.repeat)
+        training = config.training
+        corpus = dict(dataset=training.dataset, dataset_path=training.dataset_path, sources=training.sources)
+        self.train_data = self._open_data(training, corpus | {"split": "train"}, training.repeat)
+        if config.validation.enable:  # opened now, so that what is wrong with it is said before any step
+            corpus = validation_corpus(config)
+            self.validation_data = self._open_data(config.validation, corpus, repeat=bool(corpus["sources"]))
         num_parameters = sum(p.numel() for p in self.model.parameters())
         flavor = config.model.flavor or "as in config.json"
         logger.info(
@@ -145,12 +151,9 @@ class Trainer:
         self._join_mesh()
         self.builder.build_graphs(self.mesh)
 
-    def _open_data(self, table: job.Training | job.Validation, split: str, repeat: bool) -> DataLoader:
+    def _open_data(self, table: job.Training | job.Validation, corpus: dict[str, Any], repeat: bool) -> DataLoader:
         return build_dataloader(
-            dataset=table.dataset,
-            dataset_path=table.dataset_path,
-            sources=self.config.training.sources if split == "train" else (),
-            split=split,
+            **corpus,
             tokenizer=self.tokenizer,
             seq_len=table.seq_len,
             local_batch_size=table.local_batch_size,
@@ -163,13 +166,6 @@ class Trainer:
             pin_memory=table.dataloader.pin_memory,
             prefetch_factor=table.dataloader.prefetch_factor,
         )
-
-    def _open_validation(self) -> DataLoader:
-        """Open the validation split; a path other than training's is held out as a whole."""
-        training, validation = self.config.training, self.config.validation
-        trained_on = [training.dataset_path, *(source.dataset_path for source in training.sources)]
-        of_its_own = validation.dataset_path not in (None, *trained_on)
-        return self._open_data(validation, "all" if of_its_own else "validation", repeat=False)
 
     def save_seed(self) -> None:
         """Save the state before the first step, for runs in any layout to begin with."""
@@ -369,7 +365,7 @@ class Trainer:
     @torch.no_grad()
     def validate(self) -> float:
         """Give the mean loss per target of the validation split, or of its first `validation.steps` microbatches."""
-        data, config = self._open_validation(), self.config.validation
+        data, config = self.validation_data.rewind(), self.config.validation
         loss_sum, num_targets, empty_rows, taken = 0.0, 0, 0, 0
         while empty_rows < data.num_lanes and taken != config.steps:
             batch = next(data)
@@ -386,7 +382,7 @@ class Trainer:
                 loss_sum += float(self._sum_over_data_parallel(loss.double()))
                 num_targets += count
         if num_targets == 0:
-            raise UserError(f"validation.dataset = {config.dataset!r}: its validation split holds no document")
+            raise UserError("validation.dataset: its validation split holds no document with a target")
         return loss_sum / num_targets
 
     def _resume(self) -> None:

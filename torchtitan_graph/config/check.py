@@ -125,6 +125,12 @@ def _check_sources(config: JobConfig) -> list[str]:
             problems.append(f"{_name(config, key)}: is not used beside training.sources; make it an entry")
     if not training.repeat:
         problems.append(f"{_name(config, 'training.repeat')}: each of training.sources repeats by itself; remove it")
+    validation = config.validation
+    if validation.enable and validation.steps == -1 and not (validation.dataset or validation.dataset_path):
+        problems.append(
+            f"{_name(config, 'validation.steps')}: the sources of a mixture don't end together; set a number of"
+            " microbatches, or name one corpus in validation.dataset or validation.dataset_path"
+        )
     where = f"{config.sources.get('training.sources', 'default')}: training.sources"
     for number, source in enumerate(sources, 1):
         if not source.dataset and not source.dataset_path:

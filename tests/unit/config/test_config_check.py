@@ -109,6 +109,7 @@ def test_what_has_no_effect_is_said(arguments: str, notice: str) -> None:
             "--checkpoint.initial_load_path memory://run/step-5 --checkpoint.initial_load_in_hf",
             "with initial_load_in_hf it is a folder of the file system",
         ),
+        ("--validation.enable --training.sources [{dataset='stdlib'}]", "the sources of a mixture don't end together"),
         ("--checkpoint.load_step 3", "needs checkpoint.enable = true; with checkpoint.load_only"),
         (
             "--checkpoint.enable --checkpoint.exclude_from_loading model --checkpoint.load_step 3",

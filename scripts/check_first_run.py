@@ -10,6 +10,7 @@ from pathlib import Path
 from torchtitan_graph.config import load
 from torchtitan_graph.data import load_tokenizer
 from torchtitan_graph.data.entropy import unigram_entropy
+from torchtitan_graph.data.open_corpus import validation_corpus
 
 
 def main(folder: Path) -> int:
@@ -20,10 +21,12 @@ def main(folder: Path) -> int:
         return 1
     step, loss = validated[-1]["step"], validated[-1]["validation_loss"]
     config = load(["--job.config_file", str(folder / "config.toml")])
+    corpus = validation_corpus(config)
+    if corpus.pop("sources"):
+        print(f"{folder} is validated on a mixture, which has no entropy of its own", file=sys.stderr)
+        return 1
     entropy = unigram_entropy(
-        dataset=config.validation.dataset,
-        dataset_path=config.validation.dataset_path,
-        split="validation",
+        **corpus,
         tokenizer=load_tokenizer(config.model.hf_assets_path),
         seq_len=config.validation.seq_len,
     )

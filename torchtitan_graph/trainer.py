@@ -22,6 +22,7 @@ from torchtitan_graph.checkpoint import Checkpointer, SaveError
 from torchtitan_graph.config import JobConfig, job, shard_degree
 from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
 from torchtitan_graph.data.loader import DataLoader, build_dataloader, merge_states
+from torchtitan_graph.data.open_corpus import validation_corpus
 from torchtitan_graph.data.tokenizer import Tokenizer, find_assets, load_tokenizer
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.torch_private import set_timeout
@@ -95,7 +96,12 @@ class Trainer:
     def _setup(self) -> None:
         config = self.config
         self._join()
-        self.train_data = self._open_data(config.training, "train", config.training.repeat)
+        training = config.training
+        corpus = dict(dataset=training.dataset, dataset_path=training.dataset_path, sources=training.sources)
+        self.train_data = self._open_data(training, corpus | {"split": "train"}, training.repeat)
+        if config.validation.enable:  # opened now, so that what is wrong with it is said before any step
+            corpus = validation_corpus(config)
+            self.validation_data = self._open_data(config.validation, corpus, repeat=bool(corpus["sources"]))
         num_parameters = sum(p.numel() for p in self.model.parameters())
         flavor = config.model.flavor or "as in config.json"
         logger.info(
@@ -127,12 +133,9 @@ class Trainer:
         self._join()
         build_graphs(self.model, self.family, self.layout, self.options, self.capture)
 
-    def _open_data(self, table: job.Training | job.Validation, split: str, repeat: bool) -> DataLoader:
+    def _open_data(self, table: job.Training | job.Validation, corpus: dict[str, Any], repeat: bool) -> DataLoader:
         return build_dataloader(
-            dataset=table.dataset,
-            dataset_path=table.dataset_path,
-            sources=self.config.training.sources if split == "train" else (),
-            split=split,
+            **corpus,
             tokenizer=self.tokenizer,
             seq_len=table.seq_len,
             local_batch_size=table.local_batch_size,
@@ -145,13 +148,6 @@ class Trainer:
             pin_memory=table.dataloader.pin_memory,
             prefetch_factor=table.dataloader.prefetch_factor,
         )
-
-    def _open_validation(self) -> DataLoader:
-        """Open the validation split; a path other than training's is held out as a whole."""
-        training, validation = self.config.training, self.config.validation
-        trained_on = [training.dataset_path, *(source.dataset_path for source in training.sources)]
-        of_its_own = validation.dataset_path not in (None, *trained_on)
-        return self._open_data(validation, "all" if of_its_own else "validation", repeat=False)
 
     def save_seed(self) -> None:
         """Save the state before the first step, for runs in any layout to begin with."""
@@ -321,7 +317,7 @@ class Trainer:
     @torch.no_grad()
     def validate(self) -> float:
         """Give the mean loss per target of the validation split, or of its first `validation.steps` microbatches."""
-        data, config = self._open_validation(), self.config.validation
+        data, config = self.validation_data.rewind(), self.config.validation
         loss_sum, num_targets, empty_rows, taken = 0.0, 0, 0, 0
         while empty_rows < data.num_lanes and taken != config.steps:
             batch = next(data)
@@ -334,7 +330,7 @@ class Trainer:
                 loss_sum += float(self.layout.sum_over_data(loss.double()))
                 num_targets += count
         if num_targets == 0:
-            raise UserError(f"validation.dataset = {config.dataset!r}: its validation split holds no document")
+            raise UserError("validation.dataset: its validation split holds no document with a target")
         return loss_sum / num_targets
 
     def _resume(self) -> None:
@@ -347,7 +343,7 @@ class Trainer:
             except (AttributeError, IndexError, KeyError, TypeError, RuntimeError) as error:
                 raise UserError(f"the checkpoint's train_state.json can't be used: {error!r}") from error
             logger.info(f"resuming after step {self.step}")
-        elif self.config.checkpoint.enable and self.config.checkpoint.initial_load_in_hf:
+        elif self.config.checkpoint.initial_load_in_hf:
             path = Path(self.config.checkpoint.initial_load_path or self.assets or "")
             quantized = self.config.checkpoint.initial_load_in_hf_quantized
             try:
@@ -355,6 +351,11 @@ class Trainer:
             except ValueError as error:
                 raise UserError(f"checkpoint.initial_load_in_hf = true: {error}") from error
             logger.info(f"loaded the weights of {path}")
+        elif not self.config.checkpoint.initial_load_path and self.assets and any(self.assets.glob("*.safetensors")):
+            logger.info(
+                f"training begins with random weights: those in {self.assets} (model.hf_assets_path) are loaded with "
+                "checkpoint.initial_load_in_hf = true"
+            )
 
     def _load_train_state(self, state: dict[str, Any]) -> None:
         """Go on from what `_train_state` returned; what checkpoint.exclude_from_loading names is not in it."""

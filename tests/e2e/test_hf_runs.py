@@ -97,10 +97,18 @@ def test_a_run_starts_from_the_weights_of_its_assets(mode: str, small: Path, tmp
     assert_hf_is_checkpoint(small, tmp_path, 1)
 
 
+def test_weights_are_loaded_by_a_run_that_saves_nothing(small: Path, tmp_path: Path) -> None:
+    options = [*STILL, "--model.hf_assets_path", str(small), "--checkpoint.initial_load_in_hf"]
+    code, output = train("--job.dump_folder", str(tmp_path), "--checkpoint.no-enable", *options)
+    assert code == 0, output
+    assert f"loaded the weights of {small}" in output and "random" not in output
+
+
 def test_assets_alone_load_no_weights(small: Path, tmp_path: Path) -> None:
     code, output = train("--job.dump_folder", str(tmp_path), *STILL, "--model.hf_assets_path", str(small))
     assert code == 0, output
     assert "loaded the weights" not in output
+    assert f"training begins with random weights: those in {small} (model.hf_assets_path) are loaded with" in output
     with pytest.raises(AssertionError):
         assert_hf_is_checkpoint(small, tmp_path, 1)
 

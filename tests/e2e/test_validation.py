@@ -17,6 +17,16 @@ def test_a_run_is_bitwise_the_same_with_and_without_it(mode: str, tmp_path: Path
     assert len(records(tmp_path / "with")) == 6  # a validation after every step
 
 
+def test_its_corpus_is_opened_before_any_step(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    code, output = train(
+        "--job.dump_folder", str(folder), "--validation.enable", "--validation.dataset_path", "nowhere"
+    )
+    assert code == 2, output
+    assert "validation.dataset_path = 'nowhere': there is no such file or folder" in output
+    assert not (folder / "metrics.jsonl").exists() and not (folder / "checkpoint").exists()
+
+
 def split_loss(folder: Path, num_ranks: int, corpus: Path, *options: str) -> float:
     """Validate the untrained model, to the end of a split unless options say otherwise."""
     what = ["--training.steps", "1", "--optimizer.lr", "0", "--checkpoint.no-enable", "--validation.enable"]

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim.lr_scheduler import LRScheduler
@@ -15,10 +16,12 @@ from torchtitan_graph.checkpoint.choose import choose_undamaged, find_held
 from torchtitan_graph.checkpoint.folder import find_damage, find_problem, read_train_state, step_folder
 from torchtitan_graph.checkpoint.save import SaveError, Saver
 from torchtitan_graph.checkpoint.tensors import load_tensors, read_metadata, saved_tensors
+from torchtitan_graph.checkpoint.whole import Held, find_gaps, held_by_all
 from torchtitan_graph.config import job
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
-from torchtitan_graph.parallel.agree import RanksFailed, files_group, on_all_ranks
+from torchtitan_graph.parallel.agree import RanksFailed, files_group, on_all_ranks, on_rank_0
+from torchtitan_graph.parallel.chunk import chunk_of
 
 # What a rank tells all others in every step: see `Checkpointer.news`.
 DUE, FAILED = 1, 2
@@ -48,7 +51,7 @@ class Checkpointer:
         self.model = model
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
-        self.group = files_group() if config.enable else None
+        self.group = files_group() if config.enable or config.initial_load_path else None
         self.saver = Saver(config, self.group)
         self._begin = time.monotonic()  # of the time that checkpoint.interval_minutes counts
         self._time_is_up = False
@@ -120,7 +123,7 @@ class Checkpointer:
     def load(self, num_steps: int | None = None) -> dict[str, Any] | None:
         """Load the newest whole checkpoint, or the one of `checkpoint.load_step`; return its `train_state`.
 
-        It is looked for in the folder and in `checkpoint.remote_folder`. Where they hold none,
+        It is looked for in the folder and in `checkpoint.remote_folder`. Where they hold none, or checkpoints are off,
         `checkpoint.initial_load_path` is loaded. Returns None if training begins at step 0: with nothing loaded, or
         with only the parameters of `initial_load_path`. What `checkpoint.exclude_from_loading` names is left as it
         is, and left out of what is returned.
@@ -132,15 +135,13 @@ class Checkpointer:
             UserError: there is no such checkpoint, none that can be resumed, it is damaged, or it is of another model;
                 or an address can't be read.
         """
-        if not self.config.enable:
-            return None
         if self.config.create_seed_checkpoint and (held := find_held(self.folder, self.config)):
             raise UserError(f"checkpoint.create_seed_checkpoint = true: {held}")
         path = choose_undamaged(self.folder, self.config, num_steps, self.group)
         if path is None:
             return None
         begin = time.perf_counter()
-        resumed = path.parent == self.folder
+        resumed = self.config.enable and path.parent == self.folder
         try:
             saved, metadata = on_all_ranks(lambda: (read_train_state(path), read_metadata(path)), self.group)
         except RanksFailed as error:
@@ -149,7 +150,7 @@ class Checkpointer:
         model_only = saved["model_only"] or (not resumed and self.config.initial_load_model_only)
         self.loaded_optimizer = not model_only and "optimizer" not in excluded
         tensors = self._tensors(model_only=not self.loaded_optimizer)
-        _check_same_model(path, metadata, tensors, convert=model_only)
+        _check_same_model(path, metadata, tensors, convert=model_only, group=self.group)
         try:
             load_tensors(path, metadata, tensors, self.group)
         except RanksFailed as error:
@@ -210,7 +211,7 @@ def load_model(path: Path, model: nn.Module) -> None:
     if problem:
         raise UserError(f"{path} is no checkpoint: {problem}")
     metadata, tensors = read_metadata(path), _model_tensors(model)
-    _check_same_model(path, metadata, tensors, convert=True)
+    _check_same_model(path, metadata, tensors, convert=True, group=None)
     load_tensors(path, metadata, tensors)
 
 
@@ -220,21 +221,37 @@ def _model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return tensors | {f"model.{name}": buffer for name, buffer in model.named_buffers() if name in kept}
 
 
-def _check_same_model(path: Path, metadata: Metadata, tensors: dict[str, torch.Tensor], convert: bool) -> None:
-    """Raise one UserError with everything in which a checkpoint's tensors and the live ones differ.
+def _check_same_model(
+    path: Path,
+    metadata: Metadata,
+    tensors: dict[str, torch.Tensor],
+    convert: bool,
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Raise on every rank one UserError with everything in which a checkpoint's tensors and all ranks' differ."""
+    here = held_by_all({name: chunk_of(tensor) for name, tensor in tensors.items()}, group)
+    if problems := on_rank_0(lambda: _find_differences(metadata, here, convert), group):
+        more = f"\n  ... and {len(problems) - 20} more" if len(problems) > 20 else ""
+        raise UserError(f"checkpoint {path} is of another model:\n  " + "\n  ".join(problems[:20]) + more)
+
+
+def _find_differences(metadata: Metadata, here: dict[str, Held], convert: bool) -> list[str]:
+    """Compare a checkpoint's tensors with those of all ranks together.
 
     Only the kinds are compared that are to be loaded: "model", and perhaps "optim".
     """
-    kinds = {name.partition(".")[0] for name in tensors}
+    kinds = {name.partition(".")[0] for name in here}
     saved = {name: entry for name, entry in saved_tensors(metadata).items() if name.partition(".")[0] in kinds}
-    problems = [f"missing: {name}" for name in tensors if name not in saved]
-    problems += [f"unexpected: {name}" for name in saved if name not in tensors]
-    for name, tensor in tensors.items():
-        if name in saved and saved[name].size != tensor.shape:
-            problems.append(f"{name}: shape {list(saved[name].size)}, but here {list(tensor.shape)}")
+    problems = [f"missing: {name}" for name in here if name not in saved]
+    problems += [f"unexpected: {name}" for name in saved if name not in here]
+    problems += find_gaps(here)
+    for name, held in here.items():
+        if name not in saved or len(held.shapes) > 1 or len(held.dtypes) > 1:
+            continue
+        (shape,), (dtype,), entry = held.shapes, held.dtypes, saved[name]
+        if tuple(entry.size) != shape:
+            problems.append(f"{name}: shape {list(entry.size)}, but here {list(shape)}")
         # Parameters alone may start a run in another dtype; a run that goes on would silently lose its bits.
-        elif name in saved and not convert and saved[name].properties.dtype != tensor.dtype:
-            problems.append(f"{name}: {saved[name].properties.dtype}, but here {tensor.dtype}")
-    if problems:
-        more = f"\n  ... and {len(problems) - 20} more" if len(problems) > 20 else ""
-        raise UserError(f"checkpoint {path} is of another model:\n  " + "\n  ".join(problems[:20]) + more)
+        elif not convert and entry.properties.dtype != dtype:
+            problems.append(f"{name}: {entry.properties.dtype}, but here {dtype}")
+    return problems

@@ -83,6 +83,8 @@ def find_held(folder: Path, config: job.Checkpoint) -> str | None:
 
 def _choose(folder: Path, config: job.Checkpoint, num_steps: int | None, problems: dict[str, str]) -> Candidate | None:
     """Choose by names and small files. `problems` are of places that are not to be taken; more are added."""
+    if not config.enable:
+        return _choose_initial(folder, config, problems)
     if not config.load_only:
         check_writable(folder)
         clean_up(folder)
@@ -164,8 +166,8 @@ def _choose_newest(folder: Path, steps: dict[int, Candidate], num_steps: int | N
             "with its parameters, set checkpoint.initial_load_path to it and use another job.dump_folder"
         )
     logger.warning(
-        f"{steps[newest].place} holds only the model (checkpoint.last_save_model_only = true): "
-        f"going on from {steps[full[-1]].path.name}"
+        f"{steps[newest].place} holds only the model (checkpoint.last_save_model_only = true): going on from "
+        f"{steps[full[-1]].path.name}; it is kept, as step-{newest}-model where step {newest} is saved again"
     )
     return steps[full[-1]]
 

@@ -7,12 +7,13 @@ flushed to disk (fsync) before the next step. So a kill at any moment leaves all
 recognised by name.
 """
 
+import itertools
 import json
 import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -200,19 +201,37 @@ def write_manifest(tmp: Path, sums: dict[str, str]) -> None:
 
 
 def commit(tmp: Path) -> None:
-    """Give a complete folder its name; one that has the name (an older branch of the run) makes place."""
+    """Give a complete folder its name; one that has the name (an older branch of the run) makes place.
+
+    A model without the rest is what a run ended with. It is kept, under another name, when a longer run comes by.
+    """
     final = tmp.with_suffix("")
     if final.exists():
-        _rename(final, final.with_suffix(".deleting"))
+        kept = name_for_model(final.name, {path.name for path in final.parent.iterdir()})
+        _rename(final, final.with_name(kept) if is_model_only(final) else final.with_suffix(".deleting"))
     _rename(tmp, final)
+
+
+def is_model_only(path: Path) -> bool:
+    """Return whether a folder holds a checkpoint of the model alone."""
+    return find_problem(path) is None and read_train_state(path)["model_only"]
+
+
+def name_for_model(name: str, taken: Container[str]) -> str:
+    """Return what the model in `name` is called once that name is needed: `step-N-model`, or that with a number."""
+    kept = f"{name}-model"
+    return next(
+        free for free in itertools.chain([kept], (f"{kept}-{n}" for n in itertools.count(2))) if free not in taken
+    )
 
 
 def prune(newest: Path, keep_latest_k: int, keep_every: int) -> None:
     """Delete all complete checkpoints but `newest`, just written, and the `keep_latest_k - 1` of the highest steps.
 
-    0 keeps all. Those of a multiple of `keep_every` steps, where that is not 0, are never deleted.
+    0 keeps all. Those of a multiple of `keep_every` steps, where that is not 0, are never deleted; nor are those of
+    the model alone.
     """
-    steps = find_steps(newest.parent)
+    steps = {step: path for step, path in find_steps(newest.parent).items() if not is_model_only(path)}
     for step in excess_steps(steps, step_of(newest.name), keep_latest_k, keep_every):
         _rename(steps[step], steps[step].with_suffix(".deleting"))
     for path in newest.parent.glob("step-*.deleting"):

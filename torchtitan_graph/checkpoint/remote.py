@@ -25,7 +25,9 @@ from torchtitan_graph.checkpoint.folder import (
     find_damage_together,
     find_problem,
     find_wrong_size,
+    is_model_only,
     list_steps,
+    name_for_model,
     part_of_rank,
     read_manifest,
     read_train_state,
@@ -55,6 +57,10 @@ class Remote:
         """Return what is called as a checkpoint in this folder, oldest first."""
         steps = sorted(step for name in self._list() if (step := step_of(name)) is not None)
         return {step: Remote(f"{self.address}/step-{step}") for step in steps}
+
+    def names(self) -> list[str]:
+        """Return what is in this folder."""
+        return list(self._list())
 
     def sizes(self) -> dict[str, int]:
         """Return the sizes of the files in this folder by name; none where there is no folder."""
@@ -92,6 +98,17 @@ class Remote:
         for name in names:
             self.fs.get_file(f"{self.path}/{name}", str(folder / name))
             sync(folder / name)
+
+    def is_model_only(self) -> bool:
+        """Do as the function of this name."""
+        return self.find_problem() is None and self.read_train_state()["model_only"]
+
+    def copy_to(self, other: "Remote") -> None:
+        """Copy the checkpoint in this folder to another of this storage. See Note [Whole at an address]."""
+        with contextlib.suppress(PermissionError):
+            other.fs.makedirs(other.path, exist_ok=True)
+        for name in sorted(self.read_manifest(), key=lambda name: name != TRAIN_STATE) + [MANIFEST]:
+            self.fs.cp_file(f"{self.path}/{name}", f"{other.path}/{name}")
 
     def delete(self) -> None:
         """Delete this folder, if it is there. See Note [Whole at an address]."""
@@ -151,7 +168,9 @@ def _compare(newest: Path, address: str, config: job.Checkpoint) -> tuple[list[i
     here = {step: path for step, path in list_steps(newest.parent).items() if find_problem(path) is None}
     there = Remote(address).list_steps()
     whole = {step for step, remote in there.items() if remote.find_problem() is None}
-    excess = set(excess_steps({*here, *whole}, step_of(newest.name), config.keep_latest_k, config.keep_every))
+    full = {step for step, path in here.items() if not is_model_only(path)}
+    full |= {step for step in whole.difference(here) if not there[step].is_model_only()}
+    excess = set(excess_steps(full, step_of(newest.name), config.keep_latest_k, config.keep_every))
     missing = [
         step
         for step, path in here.items()
@@ -170,6 +189,9 @@ def _upload_one(path: Path, address: str, group: dist.ProcessGroup | None) -> No
 
 def _begin_upload(path: Path, address: str) -> list[str]:
     remote = Remote(address)
+    if remote.is_model_only():
+        folder = Remote(address.rpartition("/")[0])
+        remote.copy_to(Remote(f"{folder.address}/{name_for_model(path.name, folder.names())}"))
     remote.delete()
     remote.put(path, [TRAIN_STATE])
     return [name for name in read_manifest(path) if name != TRAIN_STATE]

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from torchtitan_graph.checkpoint.whole import Box, Part, find_gaps, unite
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.torch_private import METADATA_GLOBALS, StorageInfo
 from torchtitan_graph.parallel.agree import RanksFailed, describe, describe_ranks
@@ -36,10 +37,12 @@ METADATA = ".metadata"
 
 
 def save_tensors(folder: Path, chunks: dict[str, Chunk], group: dist.ProcessGroup | None = None) -> None:
-    """Write each rank's boxes of tensors to `folder`; all ranks together, with the same names. Returns once on disk.
+    """Write each rank's boxes of tensors to `folder`; all ranks together, which may hold different ones.
+
+    Returns once on disk.
 
     Raises:
-        RanksFailed: on every rank, where one of them failed.
+        RanksFailed: on every rank, where one of them failed, or where all boxes don't make up every tensor.
     """
     writer, no_dist = _Writer(folder), not dist.is_initialized()
     with _failures_of_ranks(), _quiet_about_a_single_process(no_dist):
@@ -128,6 +131,12 @@ class _SavePlanner(dcp.DefaultSavePlanner):
         self.plan = dcp.SavePlan([_write_item(name, chunk) for name, chunk in chunks if chunk.local.numel()])
         return self.plan
 
+    def create_global_plan(self, all_plans: list[dcp.SavePlan]) -> tuple[list[dcp.SavePlan], Metadata]:
+        """Refuse, on rank 0, what could not be loaded again; the base class would too, but not by name."""
+        if gaps := find_gaps(unite({item.index.fqn: _part(item) for item in plan.items} for plan in all_plans)):
+            raise RuntimeError("; ".join(gaps))
+        return super().create_global_plan(all_plans)
+
     def resolve_data(self, write_item: dcp.WriteItem) -> torch.Tensor:
         return self.state_dict[write_item.index.fqn].local
 
@@ -176,6 +185,13 @@ def _write_item(name: str, chunk: Chunk) -> dcp.WriteItem:
             chunk=_box(chunk), properties=TensorProperties(dtype=chunk.local.dtype), size=torch.Size(chunk.shape)
         ),
     )
+
+
+def _part(item: dcp.WriteItem) -> Part:
+    data = item.tensor_data
+    assert data is not None, "only tensors are written"
+    box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+    return Part(box, tuple(data.size), data.properties.dtype)
 
 
 def _read_items(name: str, chunk: Chunk, saved: TensorStorageMetadata) -> list[dcp.ReadItem]:

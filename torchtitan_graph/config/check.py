@@ -118,6 +118,12 @@ def _check_sources(config: JobConfig) -> list[str]:
             problems.append(f"{_name(config, key)}: is not used beside training.sources; make it an entry")
     if not training.repeat:
         problems.append(f"{_name(config, 'training.repeat')}: each of training.sources repeats by itself; remove it")
+    validation = config.validation
+    if validation.enable and validation.steps == -1 and not (validation.dataset or validation.dataset_path):
+        problems.append(
+            f"{_name(config, 'validation.steps')}: the sources of a mixture don't end together; set a number of"
+            " microbatches, or name one corpus in validation.dataset or validation.dataset_path"
+        )
     where = f"{config.sources.get('training.sources', 'default')}: training.sources"
     for number, source in enumerate(sources, 1):
         if not source.dataset and not source.dataset_path:
@@ -170,6 +176,11 @@ def _check_checkpoint(config: JobConfig, world_size: int) -> list[str]:
         problems.append(
             f"{excluded}: is about checkpoint.load_step, or checkpoint.initial_load_path with initial_load_model_only ="
             " false: set one; a run that goes on from its own newest checkpoint takes all of it"
+        )
+    if checkpoint.load_step >= 0 and not checkpoint.enable:
+        problems.append(
+            f"{_name(config, 'checkpoint.load_step')}: needs checkpoint.enable = true; with checkpoint.load_only = true"
+            " nothing is saved. The checkpoint of another run is named by checkpoint.initial_load_path"
         )
     if checkpoint.create_seed_checkpoint and "." in config.optimizer.name:
         problems.append(
@@ -236,9 +247,6 @@ def _notices(config: JobConfig) -> list[str]:
         name = _name(config, "checkpoint.export_dtype")
         notices.append(f"{name}: nothing is exported while checkpoint.last_save_in_hf is false")
     if not config.checkpoint.enable:
-        for key in ("checkpoint.initial_load_path", "checkpoint.load_step", "checkpoint.initial_load_in_hf"):
-            if key in config.sources and get(config, key) not in (None, -1, False):
-                notices.append(f"{_name(config, key)}: nothing is loaded while checkpoint.enable is false")
         if config.checkpoint.remote_folder is not None:
             name = _name(config, "checkpoint.remote_folder")
             notices.append(f"{name}: nothing is copied while checkpoint.enable is false")

@@ -385,10 +385,14 @@ class Validation:
     """Loss on data the model is not trained on."""
 
     enable: bool = option(False, "Validate every freq steps, and after the last.")
-    dataset: str = option(
-        "c4_validation", "Corpus, as training.dataset; its validation split. c4_validation is the hub's."
+    dataset: str | None = option(
+        None,
+        "Corpus, as training.dataset, whose validation split is used; not set, nor dataset_path: what is trained on, of"
+        " a mixture each source by its weight. c4_validation is the hub's.",
     )
-    dataset_path: str | None = option(None, "As training.dataset_path.")
+    dataset_path: str | None = option(
+        None, "As training.dataset_path; a path that is not trained on is used as a whole."
+    )
     local_batch_size: int = option(8, "Rows per rank and microbatch.", minimum=1)
     seq_len: int = option(2048, "Tokens per row.", minimum=1)
     freq: int = option(10, "Steps from one validation to the next.", minimum=1)

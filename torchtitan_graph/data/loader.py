@@ -126,11 +126,16 @@ class DataLoader:
             if saved["weights"] != list(self._mixture.weights):
                 origin = Origin(state["rows"], tuple(saved["given"]))
                 logger.info("training.sources: the weights change from row %d on", state["rows"])
+        self._rows.set_start(state["rows"], origin, state["lanes"])
+        self.rewind()
+
+    def rewind(self) -> "DataLoader":
+        """Go back to the position that was loaded last, or to the beginning; the next batch is the first from there."""
         self._iterator = None
         self._batches = 0
         self._targets.zero_()
-        self._rows.set_start(state["rows"], origin, state["lanes"])
         self._first_row, self._origin, self._cursors = self._rows.start()
+        return self
 
 
 def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:

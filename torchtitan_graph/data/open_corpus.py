@@ -5,8 +5,9 @@ import os
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from torchtitan_graph.config import job
+from torchtitan_graph.config import JobConfig, job
 from torchtitan_graph.config.job import source_name
 from torchtitan_graph.data.corpus import Corpus, ShuffledCorpus
 from torchtitan_graph.data.hugging_face import is_saved_dataset, open_hub, open_parquet, open_saved
@@ -26,6 +27,32 @@ TEXT_SUFFIXES = {
 }
 # fmt: on
 JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".json.gz")
+
+
+def validation_corpus(config: JobConfig) -> dict[str, Any]:
+    """Return what a job validates on: dataset, dataset_path, sources and split, as `build_dataloader` takes them.
+
+    Where nothing is named it is what the job trains on, the documents that are held out. A path of its own is held out
+    as a whole.
+    """
+    training, validation = config.training, config.validation
+    if validation.dataset is None and validation.dataset_path is None:
+        sources = training.sources
+        return dict(dataset=training.dataset, dataset_path=training.dataset_path, sources=sources, split="validation")
+    trained_on = [training.dataset_path, *(source.dataset_path for source in training.sources)]
+    of_its_own = validation.dataset_path and _place(validation.dataset_path) not in map(
+        _place, filter(None, trained_on)
+    )
+    return dict(
+        dataset=validation.dataset or "",
+        dataset_path=validation.dataset_path,
+        sources=(),
+        split="all" if of_its_own else "validation",
+    )
+
+
+def _place(path: str) -> Path:
+    return Path(path).expanduser().resolve()
 
 
 def open_mixture(sources: Sequence[job.DataSource], split: str, seed: int, tokenizer: Tokenizer | None) -> Mixture:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from torchtitan_graph.checkpoint import Checkpointer
+from torchtitan_graph.checkpoint import Checkpointer, load_model
+from torchtitan_graph.checkpoint.folder import name_for_model
 from torchtitan_graph.config import job
 from torchtitan_graph.log import logger
 from torchtitan_graph.optim import build_lr_scheduler, build_optimizer
@@ -205,6 +206,24 @@ def test_a_longer_run_goes_on_from_the_last_full_checkpoint(tmp_path: Path, capl
     assert longer.train(7).bits() == whole.bits()
 
 
+@pytest.mark.parametrize("interval", [2, 5], ids=["between saves", "saved again"])
+def test_a_longer_run_keeps_the_model_that_the_run_ended_with(interval: int, tmp_path: Path) -> None:
+    ended = Run(tmp_path).train(5)
+    longer = Run(tmp_path, seed=1, interval=interval, keep_latest_k=1, lr=0.2)
+    longer.load(num_steps=10)
+    longer.train(10)
+    kept = "step-5" if interval == 2 else "step-5-model"
+    assert saved(tmp_path) == ["step-10", kept]
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    load_model(tmp_path / kept, model)
+    assert [p.flatten().tolist() for p in model.parameters()] == ended.bits()[:4]
+
+
+def test_each_model_that_makes_place_has_a_name_of_its_own() -> None:
+    assert name_for_model("step-5", {"step-5"}) == "step-5-model"
+    assert name_for_model("step-5", {"step-5", "step-5-model", "step-5-model-2"}) == "step-5-model-3"
+
+
 def test_a_run_that_saved_only_its_model_can_not_be_continued(tmp_path: Path) -> None:
     Run(tmp_path, interval=100).train(3)
     with pytest.raises(ValueError, match=r"step-3 holds only the model .*initial_load_path"):
@@ -223,6 +242,16 @@ def test_initial_load_takes_only_the_parameters(tmp_path: Path) -> None:
     assert run.bits()[:4] == source.bits()[:4]
     assert all(state["step"] == 0 for state in run.optimizer.state.values())
     assert run.lr_scheduler.state_dict() == {"num_steps_done": 0}
+
+
+def test_a_run_that_saves_nothing_starts_from_what_is_named(tmp_path: Path) -> None:
+    source = Run(tmp_path, **full()).train(2)
+    before = saved(tmp_path)
+    run = Run(tmp_path, seed=1, enable=False, initial_load_path=str(tmp_path / "step-2"))
+    assert run.load() is None  # its own folder or not: only the parameters are taken
+    assert run.bits()[:4] == source.bits()[:4]
+    run.train(3)
+    assert saved(tmp_path) == before
 
 
 def test_initial_load_takes_everything_on_request(tmp_path: Path) -> None:

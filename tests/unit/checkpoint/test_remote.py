@@ -460,3 +460,17 @@ def test_what_others_keep_there_stays(tmp_path: Path, memory: MemoryFileSystem) 
     save(tmp_path / "a", 2, 3, 4, keep_latest_k=2)
     assert others.items() <= stored(memory).items()
     assert steps_there() == [3, 4]
+
+
+@pytest.mark.parametrize("steps", [(2, 4), (3, 4)], ids=["saved again", "pruned"])
+def test_the_model_that_a_run_ended_with_is_kept_there_by_a_longer_run(
+    steps: tuple[int, ...], tmp_path: Path, memory: MemoryFileSystem
+) -> None:
+    save(tmp_path / "a", 1)
+    save(tmp_path / "a", 2, last=True, last_save_model_only=True)
+    before = {path: data for path, data in stored(memory).items() if path.startswith("step-2/")}
+    save(tmp_path / "b", *steps, keep_latest_k=1)  # from an empty disk
+    kept = "step-2-model" if 2 in steps else "step-2"
+    assert {path.partition("/")[0] for path in stored(memory)} == {"step-4", kept}
+    after = {path.replace(kept, "step-2"): data for path, data in stored(memory).items() if path.startswith(f"{kept}/")}
+    assert after == before

@@ -83,7 +83,6 @@ def test_only_known_components_and_whole_options_are_compiled() -> None:
     ("arguments", "notice"),
     [
         ("--lr_scheduler.total_steps 10", "the schedule ends before training.steps 10000"),
-        ("--checkpoint.initial_load_path ckpt", "nothing is loaded while checkpoint.enable is false"),
         ("--checkpoint.remote_folder memory://run", "nothing is copied while checkpoint.enable is false"),
         ("--debug.verify_passes --compile.mode eager", "compile.mode = eager runs no passes"),
         ("--compile.enable --compile.mode eager", "regions are parts of a graph"),
@@ -110,7 +109,12 @@ def test_what_has_no_effect_is_said(arguments: str, notice: str) -> None:
             "--checkpoint.initial_load_path memory://run/step-5 --checkpoint.initial_load_in_hf",
             "with initial_load_in_hf it is a folder of the file system",
         ),
-        ("--checkpoint.exclude_from_loading model --checkpoint.load_step 3", "model can't be left out; legal are opt"),
+        ("--validation.enable --training.sources [{dataset='stdlib'}]", "the sources of a mixture don't end together"),
+        ("--checkpoint.load_step 3", "needs checkpoint.enable = true; with checkpoint.load_only"),
+        (
+            "--checkpoint.enable --checkpoint.exclude_from_loading model --checkpoint.load_step 3",
+            "model can't be left out",
+        ),
         ("--checkpoint.exclude_from_loading optimizer", "is about checkpoint.load_step, or checkpoint.initial_load"),
         ("--checkpoint.exclude_from_loading optimizer --checkpoint.initial_load_path a", "initial_load_model_only ="),
         ("--checkpoint.create_seed_checkpoint", "needs one process (here 2), checkpoint.enable = true"),
@@ -127,6 +131,7 @@ def test_checkpoints(arguments: str, message: str, monkeypatch: pytest.MonkeyPat
 def test_legal_checkpoints() -> None:
     for arguments in (
         "--checkpoint.exclude_from_loading optimizer,dataloader --checkpoint.load_step 3 --checkpoint.enable",
+        "--checkpoint.initial_load_path ckpt",  # nothing has to be saved for that
         "--checkpoint.enable --checkpoint.exclude_from_loading train_state --checkpoint.initial_load_path /data/step-1"
         " --checkpoint.no-initial_load_model_only",
         "--checkpoint.enable --checkpoint.create_seed_checkpoint --checkpoint.folder a/b",

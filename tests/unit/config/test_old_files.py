@@ -23,6 +23,9 @@ def test_every_default_of_the_old_schema_is_ours_and_harmless() -> None:
     # Not set, it is the debug model still, unless there is a config.json beside the tokenizer.
     assert config.model.flavor == "debugmodel" and JobConfig().model.flavor is None
     config.model.flavor = None
+    # Not set, it is what is trained on; it was the hub's, which the file names.
+    assert config.validation.dataset == "c4_validation" and JobConfig().validation.dataset is None
+    config.validation.dataset = None
     assert config == JobConfig()
 
 

@@ -213,3 +213,10 @@ def test_the_embedded_corpus_gives_the_same_rows_to_two_ranks_with_workers():
         )  # fmt: skip
 
     assert take([loader(0, 1, 0)], 4) == take([loader(0, 2, 2), loader(1, 2, 2)], 4)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_rewound_it_begins_again_where_it_began(make_loader, reference, num_workers):
+    one = make_loader(num_workers=num_workers)
+    assert take([one], 3) == reference[:3]
+    assert take([one.rewind()], 2) == reference[:2]

@@ -98,10 +98,10 @@ class Sharing(Tiny):
         self.one, self.two, self.summed = (nn.Parameter(torch.ones(2, 4, 1)) for _ in range(3))
         self.returned = nn.Parameter(torch.ones(2, 4, 1))
 
-    def forward(self, tokens_BL: Tensor, positions_BL: Tensor, masks: Tensor, *, with_routing: bool = False) -> Any:
-        logits, routings = super().forward(tokens_BL, positions_BL, masks, with_routing=True)
+    def forward(self, tokens_BL: Tensor, positions_BL: Tensor, masks: Tensor, *, side_outputs: bool = False) -> Any:
+        logits, routings = super().forward(tokens_BL, positions_BL, masks, side_outputs=True)
         logits = logits * (self.one + self.two) + self.summed.sum() + Returned.apply(masks, self.returned)
-        return (logits, routings) if with_routing else logits
+        return (logits, routings) if side_outputs else logits
 
 
 def test_parameters_whose_gradients_share_memory_keep_gradients_of_their_own() -> None:

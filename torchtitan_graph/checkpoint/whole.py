@@ -1,0 +1,86 @@
+"""A checkpoint is whole when the ranks' boxes together make up each of its tensors, whichever rank holds which."""
+
+import functools
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from torchtitan_graph.parallel.chunk import Chunk
+
+
+class Box(NamedTuple):
+    """A part of a tensor."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+class Part(NamedTuple):
+    """What a rank holds of a tensor: a box, perhaps an empty one, of a tensor of `shape`."""
+
+    box: Box
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Held(NamedTuple):
+    """What all ranks hold of a tensor. More than one shape or dtype is a contradiction."""
+
+    boxes: frozenset[Box]
+    shapes: frozenset[tuple[int, ...]]
+    dtypes: frozenset[torch.dtype]
+
+
+def held_by_all(chunks: Mapping[str, Chunk], group: dist.ProcessGroup | None) -> dict[str, Held]:
+    """Return on rank 0 what all ranks hold, by name; on the others nothing. All ranks together."""
+    mine = {
+        name: Part(Box(chunk.offsets, tuple(chunk.local.shape)), chunk.shape, chunk.local.dtype)
+        for name, chunk in chunks.items()
+    }
+    if not dist.is_initialized():
+        return unite([mine])
+    by_rank: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(mine, by_rank, dst=0, group=group)
+    return unite(by_rank or [])
+
+
+def unite(by_rank: Iterable[Mapping[str, Part]]) -> dict[str, Held]:
+    """Return what ranks hold together."""
+    parts: dict[str, list[Part]] = {}
+    for of_rank in by_rank:
+        for name, part in of_rank.items():
+            parts.setdefault(name, []).append(part)
+    return {name: Held(*map(frozenset, zip(*of_ranks, strict=True))) for name, of_ranks in parts.items()}
+
+
+def find_gaps(held: Mapping[str, Held]) -> list[str]:
+    """Say, a line each, which tensors the ranks' boxes don't make up exactly."""
+    problems = []
+    for name, (boxes, shapes, dtypes) in held.items():
+        if len(shapes) > 1 or len(dtypes) > 1:
+            kinds = sorted(map(str, [*map(list, shapes), *dtypes]))
+            problems.append(f"{name}: the ranks disagree on what it is: {', '.join(kinds)}")
+        elif not _make_up(boxes, *shapes):
+            total, num_held = math.prod(*shapes), sum(math.prod(box.sizes) for box in boxes)
+            problems.append(f"{name}: all ranks' parts together are {num_held} of {total} numbers")
+    return problems
+
+
+@functools.lru_cache(maxsize=256)  # many tensors are cut alike
+def _make_up(boxes: frozenset[Box], shape: tuple[int, ...]) -> bool:
+    """Return whether the boxes hold every number of a tensor once.
+
+    They do if as many boxes as the whole tensor, one, hold each number. How many do so is known by its differences
+    along all dims together, and these are not zero only at corners of boxes, where each box adds 1 or -1.
+    """
+    corners: Counter[tuple[int, ...]] = Counter()
+    for sign, box in [*((1, box) for box in boxes), (-1, Box((0,) * len(shape), shape))]:
+        for ends in itertools.product((0, 1), repeat=len(shape)):
+            corner = tuple(o + end * size for o, end, size in zip(box.offsets, ends, box.sizes, strict=True))
+            corners[corner] += sign * (-1) ** sum(ends)
+    return not any(corners.values())

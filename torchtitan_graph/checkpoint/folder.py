@@ -67,7 +67,7 @@ def find_problem(path: Path) -> str | None:
     try:
         files = read_manifest(path)
         read_train_state(path)
-    except ValueError as error:
+    except UserError as error:
         return str(error)
     return find_wrong_size(files, {name: (path / name).stat().st_size for name in files if (path / name).is_file()})
 

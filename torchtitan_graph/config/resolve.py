@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torchtitan_graph.config.job import OPTIONS, JobConfig, get, put
 from torchtitan_graph.config.option import nearest, show
 from torchtitan_graph.config.support import FAMILIES, FLAVOR_SUFFIXES, GONE, IGNORED, REFUSED, RENAMED, find_row
+from torchtitan_graph.errors import UserError
 
 CHANGED = "changed"
 COMMAND_LINE = "command line"
@@ -87,7 +88,7 @@ def _store(setting: Setting, key: str, result: Resolution) -> bool:
     option = OPTIONS[key]
     try:
         value = option.parse(setting.value) if setting.source == COMMAND_LINE else option.accept(setting.value)
-    except ValueError as error:
+    except UserError as error:
         result.refuse(setting, str(error))
         return False
     put(result.config, key, value)

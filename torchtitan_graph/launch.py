@@ -20,12 +20,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
+from torchtitan_graph import stop
 from torchtitan_graph.config import check, load
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import init_logging, logger
 from torchtitan_graph.run.failure import CONFIGURATION, FAULT
 from torchtitan_graph.run.files import read_json
-from torchtitan_graph.stop import LAUNCHER
 
 # What workers are told when the launcher gets a signal.
 PASSED_ON = {number: number for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
@@ -37,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     at = words.index("--") if "--" in words else 0
     torchrun, options = words[:at], words[at + 1 :] if at else words
+    stop.install()
     init_logging()
     try:
         config = load(options)  # before torch is imported, which takes seconds
@@ -94,11 +95,12 @@ class Launch:
         from torch.distributed import run  # takes seconds
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-        os.environ[LAUNCHER] = str(self.folder)
+        os.environ[stop.LAUNCHER] = str(self.folder)
         quiet = logging.getLogger("torch.distributed.elastic.multiprocessing")  # what it says is told by `_tell`
         quiet.addHandler(logging.NullHandler())
         quiet.propagate = False
         arguments = run.parse_args(words)
+        stop.begin_steps()  # from here on a signal does not end this process, but goes to the workers
         for number in PASSED_ON:
             signal.signal(number, self._note)
         agent = threading.Thread(target=self._run, args=(run.run, arguments), daemon=True)
@@ -143,11 +145,15 @@ class Launch:
         """Log why the first rank failed, and a line for each other one. Return its exit code; 0 if none failed."""
         ends = [_reported(read_json(file)) for file in self.folder.glob(f"{attempt}.*.json")]
         told = {end.rank for end in ends}
-        ends += [_silent(rank, failure) for rank, failure in failures.items() if rank not in told]
+        stopped = {stop.exit_code(number) for number in self._signals}
+        ends += [_silent(rank, failure, stopped) for rank, failure in failures.items() if rank not in told]
         if not ends:
             return 0
         cause, *others = sorted(ends)
         self.has_logs_to_read = cause.kind == SILENT
+        if cause.kind == STOPPED:
+            logger.warning(cause.full)
+            return cause.code
         logger.error(cause.full)
         for end in others:
             if end.line != cause.line:  # all ranks find a wrong configuration
@@ -156,7 +162,7 @@ class Launch:
 
 
 # How likely an end is the cause of the others, in this order.
-OWN_REASON, SILENT, LOST_PEER, ENDED_BY_US = range(4)
+STOPPED, OWN_REASON, SILENT, LOST_PEER, ENDED_BY_US = range(5)
 
 
 class End(NamedTuple):
@@ -171,17 +177,20 @@ class End(NamedTuple):
 
 
 def _reported(record: dict[str, Any]) -> End:
-    kind = LOST_PEER if record["lost_peer"] else OWN_REASON
+    kind = STOPPED if record["code"] > 128 else LOST_PEER if record["lost_peer"] else OWN_REASON
     name, _, text = record["message"].partition(": ")
     line = (text if record["code"] != FAULT else f"{name}: {text}").partition("\n")[0]
     full = text if record["code"] != FAULT else f"rank {record['rank']} failed:\n{record['traceback']}"
     return End(kind, record["time"], record["rank"], record["code"], line, full)
 
 
-def _silent(rank: int, failure: Any) -> End:
-    """Describe the end of a rank that could not say anything: it was killed, or failed before it was set up."""
+def _silent(rank: int, failure: Any, stopped: set[int]) -> End:
+    """Describe the end of a rank that could not say anything: it was killed, or ended before it was set up."""
+    if failure.exitcode in stopped:
+        text = stop.message(failure.exitcode - 128)
+        return End(STOPPED, failure.timestamp, rank, failure.exitcode, text, text)
     if failure.exitcode < 0:
-        line = f"ended by {signal.Signals(-failure.exitcode).name}"
+        line = f"was ended by {signal.Signals(-failure.exitcode).name}"
         code = 128 - failure.exitcode
     else:
         line = f"ended with exit code {failure.exitcode}"

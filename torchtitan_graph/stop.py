@@ -76,15 +76,15 @@ def name(number: int) -> str:
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
 
-def message() -> str:
-    """Say what `Stopped` means to who started the process."""
-    what = "at once" if _stepping else "before the first step"
-    return f"stopped by {name(_received)} {what}; started again, a run goes on from its newest checkpoint"
+def message(number: int = 0) -> str:
+    """Say that `number`, or the signal that came here, has ended a process."""
+    what = "at once" if _stepping and not number else "before the first step"
+    return f"stopped by {name(number or _received)} {what}; started again, a run goes on from its newest checkpoint"
 
 
-def exit_code() -> int:
-    """Return the exit code of a process that `Stopped` ends, as shells have it."""
-    return 128 + _received
+def exit_code(number: int = 0) -> int:
+    """Return the exit code of a process that `number`, or the signal that came here, ends; as shells have it."""
+    return 128 + (number or _received)
 
 
 def _note(number: int, frame: FrameType | None) -> None:
@@ -130,7 +130,9 @@ def _watch(pipe: int) -> None:
             continue
         if not first:
             first = time.monotonic()
-            threading.Timer(GRACE_S, _end_if_not_stepping, [number]).start()
+            timer = threading.Timer(GRACE_S, _end_if_not_stepping, [number])
+            timer.daemon = True
+            timer.start()
         elif time.monotonic() > first + 1:
             _end_if_not_stepping(number)
 
@@ -143,5 +145,6 @@ def _end_if_not_stepping(number: int) -> None:
 
 
 def _end() -> None:
-    print(message(), file=sys.stderr, flush=True)
+    if LAUNCHER not in os.environ:  # which has its own words for that
+        print(message(), file=sys.stderr, flush=True)
     os._exit(exit_code())

@@ -96,7 +96,7 @@ class Launch:
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
         os.environ[stop.LAUNCHER] = str(self.folder)
-        quiet = logging.getLogger("torch.distributed.elastic.multiprocessing")  # what it says is told by `_tell`
+        quiet = logging.getLogger("torch.distributed.elastic.multiprocessing")  # what it says is told by `tell`
         quiet.addHandler(logging.NullHandler())
         quiet.propagate = False
         arguments = run.parse_args(words)
@@ -110,14 +110,14 @@ class Launch:
             agent.join(0.2)
             self._pass_on()
             if self._attempt() > attempt:
-                self._tell(attempt, {})
+                self.tell(attempt, {})
                 attempt = self._attempt()
                 logger.warning(f"all ranks were started again, for the {attempt}. time of {arguments.max_restarts}")
         if isinstance(self._ended, ChildFailedError):
-            return self._tell(attempt, self._ended.failures)
+            return self.tell(attempt, self._ended.failures)
         if self._ended is not None:
             raise self._ended
-        return self._tell(attempt, {})
+        return self.tell(attempt, {})
 
     def _run(self, run: Any, arguments: Any) -> None:
         try:
@@ -141,7 +141,7 @@ class Launch:
     def _attempt(self) -> int:
         return max((int(file.name.split(".")[0]) for file in self.folder.glob("*.pid")), default=0)
 
-    def _tell(self, attempt: int, failures: dict[int, Any]) -> int:
+    def tell(self, attempt: int, failures: dict[int, Any]) -> int:
         """Log why the first rank failed, and a line for each other one. Return its exit code; 0 if none failed."""
         ends = [_reported(read_json(file)) for file in self.folder.glob(f"{attempt}.*.json")]
         told = {end.rank for end in ends}
@@ -198,7 +198,7 @@ def _silent(rank: int, failure: Any, stopped: set[int]) -> End:
     kind = ENDED_BY_US if failure.exitcode == -signal.SIGTERM else SILENT
     log = Path(failure.error_file).with_name("stderr.log")
     where = f"; what it printed is in {log}" if log.exists() else ""
-    return End(kind, failure.timestamp, rank, code, line, f"rank {rank} was {line}{where}")
+    return End(kind, failure.timestamp, rank, code, line, f"rank {rank} {line}{where}")
 
 
 def _num_ranks() -> int:

@@ -29,9 +29,14 @@ class Lion(torch.optim.Optimizer):
 
 
 class BreaksInStep3(Lion):
-    """Raise an error of its own in the third step on the last rank."""
+    """Raise an error of its own in the third step on the last rank, or at once."""
 
     steps = -1  # the first is the rehearsal
+
+    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
+        if weight_decay > 1:
+            raise ValueError("too many values to unpack")
+        super().__init__(params, lr)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from torchtitan_graph.checkpoint import save_model
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import init_logging, logger
 from torchtitan_graph.models.hf import from_hf
 
@@ -21,7 +22,7 @@ def main() -> None:
     try:
         model = from_hf(options.hf_folder, getattr(torch, options.dtype), quantized=options.quantized)
         path = save_model(options.out, model)
-    except ValueError as error:
+    except UserError as error:
         parser.error(str(error))
     logger.info(f"train from it with --checkpoint.enable --checkpoint.initial_load_path {path}")
 

@@ -8,6 +8,7 @@ import torch
 from torchtitan_graph.checkpoint import load_model
 from torchtitan_graph.config import load
 from torchtitan_graph.data.tokenizer import find_assets, load_tokenizer
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import init_logging
 from torchtitan_graph.models.hf import allocate, choose_model, new_model, save_weights
 
@@ -33,7 +34,7 @@ def main() -> None:
         allocate(model, getattr(torch, options.dtype))
         load_model(options.checkpoint, model)
         save_weights(model, family, options.out, assets=assets)
-    except ValueError as error:
+    except UserError as error:
         parser.error(str(error))
 
 

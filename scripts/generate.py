@@ -17,6 +17,7 @@ from torchtitan_graph import device as devices
 from torchtitan_graph.checkpoint import load_model
 from torchtitan_graph.config import load
 from torchtitan_graph.data.tokenizer import Tokenizer, find_assets, load_tokenizer
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import init_logging
 from torchtitan_graph.models.hf import allocate, choose_model, from_hf
 
@@ -25,7 +26,7 @@ def open_model(folder: Path) -> tuple[nn.Module, Tokenizer]:
     """Load a model and its tokenizer.
 
     Raises:
-        ValueError: the folder holds neither a complete checkpoint nor a Hugging Face model; says which and why.
+        UserError: the folder holds neither a complete checkpoint nor a Hugging Face model; says which and why.
     """
     if (folder / "config.json").exists():
         model = from_hf(folder)
@@ -65,7 +66,7 @@ def main() -> None:
     init_logging()
     try:
         model, tokenizer = open_model(options.model)
-    except ValueError as error:
+    except UserError as error:
         parser.error(str(error))
     model.to(devices.device())
     generator = torch.Generator().manual_seed(options.seed)

@@ -17,6 +17,7 @@ from torchtitan_graph.data.open_corpus import open_corpus
 from torchtitan_graph.data.shards import write_shards
 from torchtitan_graph.data.sources import Source
 from torchtitan_graph.data.tokenizer import Tokenizer, load_tokenizer
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import init_logging, logger
 
 Encoded = tuple[int, np.ndarray]  # a document's key and its token ids
@@ -60,7 +61,7 @@ def encode_all(encode: Encode, numbers: range, num_workers: int) -> Iterator[Enc
 def pretokenize(options: argparse.Namespace) -> None:
     """Write the shards, and say how far it is.
 
-    Raises ValueError where the corpus, the tokenizer or the folder is not what it should be.
+    Raises UserError where the corpus, the tokenizer or the folder is not what it should be.
     """
     tokenizer = load_tokenizer(options.hf_assets_path)
     corpus = open_corpus(options.dataset, options.dataset_path, options.split, 0, options.text_column)
@@ -118,7 +119,7 @@ def main() -> None:
     init_logging()
     try:
         pretokenize(options)
-    except ValueError as error:
+    except UserError as error:
         parser.error(str(error))
 
 

@@ -10,6 +10,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 from torchtitan_graph.data.corpus import Corpus
 from torchtitan_graph.data.open_corpus import open_corpus
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import init_logging, logger
 
 BOS, EOS = "<|bos|>", "<|eos|>"
@@ -52,7 +53,7 @@ def main() -> None:
     try:
         corpus = open_corpus(options.dataset, options.dataset_path, "train", seed=0, text_column=options.text_column)
         tokenizer = train_tokenizer(itertools.islice(_texts(corpus), options.num_documents), options.vocab_size)
-    except ValueError as error:
+    except UserError as error:
         parser.error(str(error))
     options.out.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(options.out / "tokenizer.json"), pretty=False)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchtitan_graph.config import load
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.run.failure import BAD_NODE, FAULT, FINAL, read_failures
 from torchtitan_graph.run.files import read_json, write_json
 from torchtitan_graph.run.status import FINISHED, STOPPED, read_status
@@ -102,7 +103,7 @@ def main() -> int:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
         folder = Path(load(options).job.dump_folder)
-    except ValueError as error:
+    except UserError as error:
         print(f"requeue: no attempt: {error}", file=sys.stderr)
         return 1
     nodes = _slurm("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split()

@@ -1,25 +1,50 @@
 """Ask a run to stop: SIGTERM, SIGUSR1 and Ctrl-C set a flag that the trainer reads at the end of each step.
 
+Before the first step there is nothing to finish and nothing to save: there a signal ends the process.
+
 A signal that comes before the handlers are installed is lost or kills the process, and importing torch takes seconds:
 so this module imports nothing but the standard library, and `train.py` calls `install` before anything else.
 """
 
+import contextlib
+import os
 import signal
+import sys
 import threading
 import time
+from pathlib import Path
 from types import FrameType
 
 START = time.time()  # when this process began, as near as a module can tell
 
+# The environment's name for a folder where workers leave their process ids, and why they ended: see launch.py.
+LAUNCHER = "TORCHTITAN_GRAPH_LAUNCHER"
+GRACE_S = 1.5  # to end in order before the first step; then the process is ended in the midst of what it does
+
 _signals = [signal.SIGTERM, signal.SIGINT] + [signal.SIGUSR1] * hasattr(signal, "SIGUSR1")  # not on every system
 _received, _received_at = 0, 0.0
+_pid = 0  # of the process that installed the handlers; its children inherit them
+_can_unwind = False  # whether somebody catches `Stopped`
+_stepping = False
+
+
+class Stopped(BaseException):
+    """A signal ends this process now: before its first step, or by Ctrl-C for the second time."""
 
 
 def install() -> None:
-    """Handle the signals from now on. Only a main thread can; others do nothing."""
-    if threading.current_thread() is threading.main_thread():
-        for number in _signals:
-            signal.signal(number, _note)
+    """Handle the signals from now on, and tell the launcher so. Only a main thread can; others do nothing."""
+    global _pid
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number in _signals:
+        signal.signal(number, _note)
+    if _pid != os.getpid():
+        _pid = os.getpid()
+        threading.Thread(target=_watch, args=(_open_pipe(),), name="signals", daemon=True).start()
+    if folder := os.environ.get(LAUNCHER):
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        Path(folder, f"{attempt}.{_pid}.pid").touch()
 
 
 def restore() -> None:
@@ -27,6 +52,18 @@ def restore() -> None:
     if threading.current_thread() is threading.main_thread():
         for number in _signals:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+def begin_setup() -> None:
+    """From now on, until the first step, a signal raises `Stopped`."""
+    global _can_unwind, _stepping
+    _can_unwind, _stepping = True, False
+
+
+def begin_steps() -> None:
+    """From now on a signal waits for the end of the step."""
+    global _stepping
+    _stepping = True
 
 
 def received() -> int:
@@ -39,10 +76,75 @@ def name(number: int) -> str:
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
 
+def message(number: int = 0) -> str:
+    """Say that `number`, or the signal that came here, has ended a process."""
+    what = "at once" if _stepping and not number else "before the first step"
+    return f"stopped by {name(number or _received)} {what}; started again, a run goes on from its newest checkpoint"
+
+
+def exit_code(number: int = 0) -> int:
+    """Return the exit code of a process that `number`, or the signal that came here, ends; as shells have it."""
+    return 128 + (number or _received)
+
+
 def _note(number: int, frame: FrameType | None) -> None:
     global _received, _received_at
-    now = time.monotonic()
-    # Who presses Ctrl-C again does not want to wait; torchrun passes the first one on, so it comes twice at once.
-    if _received == number == signal.SIGINT and now > _received_at + 1:
-        raise KeyboardInterrupt
-    _received, _received_at = number, now
+    if os.getpid() != _pid:
+        return
+    # A signal to torchrun comes twice at once, to the process and passed on.
+    first, again = not _received, bool(_received) and time.monotonic() > _received_at + 1
+    both_ctrl_c = _received == number == signal.SIGINT
+    _received, _received_at = number, time.monotonic()
+    if _stepping:
+        if again and both_ctrl_c:  # who presses Ctrl-C again does not want to wait
+            raise Stopped
+    elif again or not _can_unwind:
+        _end()
+    elif first:
+        raise Stopped
+
+
+def _open_pipe() -> int:
+    """Return where the number of each signal can be read the moment that it comes.
+
+    Python calls a handler only between two of its instructions: never while torch allocates, copies or waits.
+    """
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=_close_pipe)
+    return read
+
+
+def _close_pipe() -> None:
+    with contextlib.suppress(ValueError):  # forked by another thread than the main one
+        signal.set_wakeup_fd(-1)
+
+
+def _watch(pipe: int) -> None:
+    """End the process where a signal before the first step does not."""
+    first = 0.0
+    while True:
+        number = os.read(pipe, 1)[0]
+        if number not in _signals or _stepping:
+            continue
+        if not first:
+            first = time.monotonic()
+            timer = threading.Timer(GRACE_S, _end_if_not_stepping, [number])
+            timer.daemon = True
+            timer.start()
+        elif time.monotonic() > first + 1:
+            _end_if_not_stepping(number)
+
+
+def _end_if_not_stepping(number: int) -> None:
+    global _received
+    if not _stepping:
+        _received = _received or number
+        _end()
+
+
+def _end() -> None:
+    if LAUNCHER not in os.environ:  # which has its own words for that
+        print(message(), file=sys.stderr, flush=True)
+    os._exit(exit_code())

@@ -25,20 +25,31 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.torch_private import init_fake_process_group
 from torchtitan_graph.log import init_logging, logger
 from torchtitan_graph.parallel.join import join
-from torchtitan_graph.run.failure import CONFIGURATION, FAULT, NON_FINITE, SAVE_FAILED, refuse_to_repeat, write_failure
+from torchtitan_graph.run.failure import (
+    CONFIGURATION,
+    FAULT,
+    NON_FINITE,
+    SAVE_FAILED,
+    refuse_to_repeat,
+    tell_launcher,
+    write_failure,
+)
 from torchtitan_graph.run.folder import RunFolder
 from torchtitan_graph.run.hang import set_up_flight_recorder
 from torchtitan_graph.run.status import FAILED, FINISHED, STOPPED
 from torchtitan_graph.trainer import NonFiniteError, Trainer
 
+EXIT_CODES: dict[type, int] = {UserError: CONFIGURATION, NonFiniteError: NON_FINITE, SaveError: SAVE_FAILED}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train as the arguments say. Return the exit code.
 
-    0 done, 2 something to change, 3 non-finite numbers, 4 a checkpoint could not be saved.
+    0 done, 2 something to change, 3 non-finite numbers, 4 a checkpoint could not be saved, 128 + N ended by signal N.
     """
     begin = time.perf_counter()
     stop.install()
+    stop.begin_setup()
     init_logging()
     folder: Path | None = None  # known once the configuration is
     run: RunFolder | None = None
@@ -55,55 +66,56 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_disabled(config.compile.disable_passes)
         trainer = Trainer(config, world_size)
         _start(config, world_size, fake)
-        try:
-            if fake:
-                _dry_run(trainer, begin)
-                return 0
-            run = RunFolder(config)
-            trainer.setup()
-        except UserError:
-            dist.destroy_process_group()
-            raise
-    except UserError as error:
-        _record(folder, run, error, CONFIGURATION)
-        return _report(error, CONFIGURATION)
-    except BaseException as error:
-        _record(folder, run, error, FAULT)
-        raise
-    # From here on a ValueError is no setting to change but a fault, which is best told with its traceback.
-    try:
+        if fake:
+            _dry_run(trainer, begin)
+            return 0
+        run = RunFolder(config)
+        trainer.setup()
         trainer.save_seed() if config.checkpoint.create_seed_checkpoint else trainer.train(run)
         dist.barrier()  # gloo aborts a rank whose peer tears down while it still listens
         if trainer.stop_signal:
             reason = stop.name(trainer.stop_signal)
             logger.info(f"stopped by {reason} after step {trainer.step}; started again, the run goes on from there")
         run.close(*(STOPPED, reason) if trainer.stop_signal else (FINISHED, ""))
-    except (NonFiniteError, SaveError) as error:
-        code = NON_FINITE if isinstance(error, NonFiniteError) else SAVE_FAILED
-        _record(folder, run, error, code)
-        return _report(error, code)
-    except BaseException as error:
-        _record(folder, run, error, FAULT)
+    except SystemExit:  # of --help
         raise
-    finally:
-        dist.destroy_process_group()
+    except stop.Stopped:
+        return _end(stop.Stopped(stop.message()), stop.exit_code(), folder, run)
+    except BaseException as error:
+        _leave_group()
+        return _end(error, EXIT_CODES.get(type(error), FAULT), folder, run)
+    _leave_group()
     return 0
 
 
-def _record(folder: Path | None, run: RunFolder | None, error: BaseException, code: int) -> None:
-    """Write why this rank ends to the run's folder, and that the run does."""
-    stop.restore()
+def _leave_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _end(error: BaseException, code: int, folder: Path | None, run: RunFolder | None) -> int:
+    """Write why this rank ends to the run's folder, say it, and return the exit code.
+
+    Where there is a launcher it is told, and shows one rank's reason. A fault is raised again for its traceback.
+    """
+    stopped = isinstance(error, stop.Stopped)
     try:
-        if folder is not None:
-            write_failure(folder, error, code)
+        if not stopped:
+            stop.restore()
+            if folder is not None:
+                write_failure(folder, error, code)
         if run is not None:
-            run.close(FAILED, str(error))
+            run.close(*(STOPPED, stop.name(stop.received())) if stopped else (FAILED, str(error)))
     except OSError as disk:  # it may be what the error itself is about
         logger.warning(f"the end of this run is not written to {folder}: {disk}")
-
-
-def _report(error: Exception, code: int) -> int:
-    """Log what the user has to change: the message says it all, a traceback would bury it."""
+    told = tell_launcher(error, code)
+    if stopped:
+        logger.warning(str(error)) if not told else None
+        os._exit(0 if told else code)  # tearing torch down takes seconds; torchrun starts again what does not return 0
+    if told:
+        return code
+    if code == FAULT:
+        raise error
     logger.error(str(error))
     if not _is_rank_0() and not stop.received():
         # torchrun ends all ranks as soon as one exits, and mostly rank 0's output is shown: it reports first.

@@ -280,6 +280,7 @@ class Trainer:
             self.own_data_s += time.perf_counter() - begin
             num_tokens = self._count_targets(microbatches)
             if num_tokens > 0:
+                stop.begin_steps()
                 return [self._to_device(batch) for batch in microbatches], num_tokens
             empty_rows += self.rows_per_step
         return [], torch.zeros(())
@@ -348,7 +349,7 @@ class Trainer:
             quantized = self.config.checkpoint.initial_load_in_hf_quantized
             try:
                 load_weights(self.model, self.family, path, quantized=quantized)
-            except ValueError as error:
+            except UserError as error:
                 raise UserError(f"checkpoint.initial_load_in_hf = true: {error}") from error
             logger.info(f"loaded the weights of {path}")
         elif not self.config.checkpoint.initial_load_path and self.assets and any(self.assets.glob("*.safetensors")):

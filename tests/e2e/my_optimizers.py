@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 
 class Lion(torch.optim.Optimizer):
@@ -25,3 +26,21 @@ class Lion(torch.optim.Optimizer):
                 update = state["momentum"].lerp(param.grad, 1 - group["betas"][0])
                 param.sub_(update.sign(), alpha=group["lr"])
                 state["momentum"].lerp_(param.grad, 1 - group["betas"][1])
+
+
+class BreaksInStep3(Lion):
+    """Raise an error of its own in the third step on the last rank, or at once."""
+
+    steps = -1  # the first is the rehearsal
+
+    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
+        if weight_decay > 1:
+            raise ValueError("too many values to unpack")
+        super().__init__(params, lr)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        self.steps += 1
+        if self.steps == 3 and dist.get_rank() == dist.get_world_size() - 1:
+            raise ValueError("too many values to unpack")
+        super().step()

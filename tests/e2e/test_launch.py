@@ -114,6 +114,19 @@ def test_run_ends_where_the_data_ends(tmp_path: Path) -> None:
     assert saved_steps(tmp_path / "run") == [last["step"]]
 
 
+def test_a_crash_on_one_of_two_ranks_is_told_once_with_its_exit_code(tmp_path: Path) -> None:
+    options = ["--job.dump_folder", "./run", "--optimizer.name", "my_optimizers.BreaksInStep3"]
+    code, output = Command(
+        str(REPOSITORY / "run_train.sh"), *options, cwd=tmp_path, NGPU="2", CONFIG_FILE=TINY
+    ).finish()
+    assert code == 1, output
+    _, _, told = output.partition("step 2/5")
+    assert told.count("Traceback") == 1 and "ERROR   rank 1 failed:\nTraceback" in told, output
+    assert 'my_optimizers.py", line' in told and "\nValueError: too many values to unpack\n" in told
+    assert len(re.findall(r"ERROR   rank 0: .*(Connection closed by peer|ended by SIGTERM)", told)) == 1, output
+    assert "ChildFailedError" not in output and "[rank0]:[rank0]" not in output
+
+
 def test_numbers_that_are_not_finite_stop_the_run_and_name_the_rank(tmp_path: Path) -> None:
     code, output = torchrun(2, "--job.dump_folder", str(tmp_path), patch="infinite_loss_on_rank_1").finish()
     assert code != 0

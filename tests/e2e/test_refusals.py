@@ -1,5 +1,6 @@
 """What can't run is refused at once: exit code 2, one message that says what to change, and nothing else happens."""
 
+import sys
 from pathlib import Path
 
 import patched_train
@@ -86,11 +87,41 @@ def test_check_itself_accepts_what_is_right(tmp_path: Path) -> None:
     assert code == 1 and "a process group was started" in output
 
 
-def test_rank_0_reports_before_torchrun_ends_it(tmp_path: Path) -> None:
-    """Whichever rank finds a mistake first: the one whose output is shown must live to tell it."""
-    code, output = Command(
-        str(REPOSITORY / "run_train.sh"), "--training.stepz", "3", cwd=tmp_path, NGPU="3", LOG_RANK="0"
-    ).finish()
-    assert code != 0
+def test_mistake_in_an_option_is_told_before_torch_is_imported(tmp_path: Path) -> None:
+    script = """
+import sys
+from torchtitan_graph import launch
+code = launch.main(sys.argv[1:])
+assert "torch" not in sys.modules
+sys.exit(code)
+"""
+    code, output = Command(sys.executable, "-c", script, "--training.stepz", "3", cwd=tmp_path).finish()
+    assert code == 2, output
     assert "training.stepz = '3': is not an option; did you mean training.steps?" in output
+    assert output.count("ERROR") == 1 and len(output.splitlines()) == 2, output
     assert not list(tmp_path.iterdir())
+
+
+def test_mistake_that_all_ranks_find_is_told_once(tmp_path: Path) -> None:
+    options = ["--model.hf_assets_path", "./nowhere"]
+    code, output = Command(str(REPOSITORY / "run_train.sh"), *options, cwd=tmp_path, NGPU="3").finish()
+    assert code == 2, output
+    assert "model.hf_assets_path = './nowhere': there is no tokenizer.json" in output
+    assert len(output.splitlines()) == 1, output
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "place"),
+    [
+        ("--model.name my_models.faulty", "my_models/faulty.py"),
+        ("--optimizer.name my_optimizers.BreaksInStep3 --optimizer.weight_decay 2", "my_optimizers.py"),
+    ],
+    ids=["forward", "optimizer"],
+)
+def test_fault_in_code_of_the_users_own_shows_its_place(options: str, place: str, tmp_path: Path) -> None:
+    """A ValueError that is not ours, at set-up, where ours are one line."""
+    code, output = train("--job.dump_folder", str(tmp_path / "run"), *options.split())
+    assert code == 1, output
+    assert "Traceback" in output and "\nValueError: too many values to unpack" in output, output
+    assert f'{place}", line' in output

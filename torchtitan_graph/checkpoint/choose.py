@@ -145,7 +145,7 @@ def _look_at(remote: Remote, path: Path, step: int) -> Candidate | str:
         return problem
     try:
         state = remote.read_train_state()
-    except ValueError as error:
+    except UserError as error:
         return str(error)
     return _find_wrong_name(state, step) or Candidate(path, remote.address, state["model_only"])
 

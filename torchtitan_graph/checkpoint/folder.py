@@ -68,7 +68,7 @@ def find_problem(path: Path) -> str | None:
     try:
         files = read_manifest(path)
         read_train_state(path)
-    except ValueError as error:
+    except UserError as error:
         return str(error)
     return find_wrong_size(files, {name: (path / name).stat().st_size for name in files if (path / name).is_file()})
 
@@ -147,6 +147,19 @@ def checksum(path: Path) -> str:
         while block := file.read(1 << 20):
             crc = zlib.crc32(block, crc)
     return f"{crc:08x}"
+
+
+def find_full_disk(path: Path, error: str) -> str | None:
+    """Say that the disk of `path` is full, if that is what an error's text is about; else None.
+
+    torch's zip writer hides what the system says of a write that fell short: it finds itself at an unexpected position.
+    """
+    if not any(words in error for words in ("[Errno 28]", "[Errno 122]", "unexpected pos")):
+        return None
+    place = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    total, _, free = shutil.disk_usage(place)
+    room = f"{free / 2**20:,.1f} MiB of {total / 2**20:,.1f} are free"
+    return f"the disk at {place} is full, or a quota is used up: {room}"
 
 
 def check_writable(folder: Path) -> None:

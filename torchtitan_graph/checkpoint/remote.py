@@ -70,7 +70,7 @@ class Remote:
         """Say what keeps this folder from being a complete checkpoint, or None. See Note [Whole at an address]."""
         try:
             return find_wrong_size(self.read_manifest(), self.sizes())
-        except ValueError as error:
+        except UserError as error:
             return str(error)
 
     def is_leftover(self) -> bool:

@@ -1,6 +1,7 @@
 """Write one checkpoint: while training waits, or in a thread while it goes on."""
 
 import functools
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,12 +12,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchtitan_graph.checkpoint.folder import checksum, commit, prepare, prune, write_manifest, write_train_state
+from torchtitan_graph.checkpoint.folder import (
+    checksum,
+    commit,
+    find_full_disk,
+    prepare,
+    prune,
+    write_manifest,
+    write_train_state,
+)
 from torchtitan_graph.checkpoint.remote import upload
 from torchtitan_graph.checkpoint.tensors import save_tensors
 from torchtitan_graph.config import job
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
-from torchtitan_graph.parallel.agree import describe, gather_from_ranks, on_all_ranks, on_rank_0
+from torchtitan_graph.parallel.agree import RanksFailed, describe, gather_from_ranks, on_all_ranks, on_rank_0
 from torchtitan_graph.parallel.chunk import Chunk, chunk_of
 
 # The functions that a save calls, in this order. A kill before, in or after any of them loses no complete checkpoint.
@@ -104,7 +114,7 @@ class Saver:
     ) -> None:
         """Write a checkpoint. See Note [Atomic save]."""
         tmp, group = path.with_suffix(".tmp"), self.group
-        with _as_save_error(path):
+        with self._removed_if_unfinished(tmp), _as_save_error(path):
             on_rank_0(lambda: prepare(tmp), group)
             save_tensors(tmp, chunks, group)
             sums = gather_from_ranks(lambda: _sums_of_this_rank(tmp), group)
@@ -115,6 +125,16 @@ class Saver:
         logger.info(f"saved checkpoint {path} in {time.perf_counter() - begin:.1f} s")
         if self.config.remote_folder is not None:
             self._upload(path, last)
+
+    @contextmanager
+    def _removed_if_unfinished(self, tmp: Path) -> Iterator[None]:
+        """Leave no part of a save that failed: where the disk is full, a restart needs the room."""
+        try:
+            yield
+        except BaseException:
+            if self.rank == 0:
+                shutil.rmtree(tmp, ignore_errors=True)
+            raise
 
     def _upload(self, path: Path, last: bool) -> None:
         """Copy what is saved to checkpoint.remote_folder. A run can go on without, unless nothing comes after."""
@@ -145,9 +165,9 @@ def _sums_of_this_rank(tmp: Path) -> dict[str, str]:
 def _as_save_error(path: Path) -> Iterator[None]:
     try:
         yield
-    except Exception as error:
+    except (OSError, RanksFailed, UserError) as error:  # any other is a fault, and keeps its traceback
+        why = find_full_disk(path.parent, describe(error)) or describe(error)
         raise SaveError(
-            f"{path} could not be saved ({describe(error)}); the checkpoints that were there are as they were. Make "
-            "room on that disk or name another job.dump_folder, and start the run again: it goes on from the newest of "
-            "them"
+            f"{path} could not be saved ({why}); the checkpoints that were there are as they were. Make room on that "
+            "disk or name another job.dump_folder, and start the run again: it goes on from the newest of them"
         ) from error

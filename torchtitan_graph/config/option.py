@@ -173,7 +173,7 @@ class Option:
             for name, option in keys.items():
                 try:
                     settings[name] = option.accept(entry.get(name, option.default))
-                except ValueError as error:
+                except UserError as error:
                     said = f"{name} = {brief(entry[name])}" if name in entry else f"{name} is missing; it"
                     raise UserError(f"{where}: {said} {error}") from None
             accepted.append(row(**settings))

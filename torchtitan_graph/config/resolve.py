@@ -18,6 +18,7 @@ from torchtitan_graph.config.support import (
     UNSUPPORTED,
     UNSUPPORTED_VALUES,
 )
+from torchtitan_graph.errors import UserError
 
 CHANGED = "changed"
 COMMAND_LINE = "command line"
@@ -121,7 +122,7 @@ def _store(setting: Setting, key: str, result: Resolution) -> bool:
     option = OPTIONS[key]
     try:
         value = option.parse(setting.value) if setting.source == COMMAND_LINE else option.accept(setting.value)
-    except ValueError as error:
+    except UserError as error:
         result.refuse(setting, str(error))
         return False
     put(result.config, key, value)

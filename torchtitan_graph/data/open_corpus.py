@@ -64,7 +64,7 @@ def open_mixture(sources: Sequence[job.DataSource], split: str, seed: int, token
     for number, source in enumerate(sources, 1):
         try:
             corpus = open_corpus(source.dataset or "", source.dataset_path, split, seed, tokenizer=tokenizer)
-        except ValueError as error:
+        except UserError as error:
             raise UserError(f"training.sources, entry {number}: {error}") from error
         corpora[source_name(source)] = corpus
     mixture = Mixture(corpora, [source.weight for source in sources])

@@ -225,7 +225,7 @@ def flatten(slot: Slot, tensor: Any) -> list[torch.Tensor]:
         raise UserError(f"{slot.name} is a {type(tensor).__name__}, traced as a tensor")
     try:
         return slot.layout.flatten(tensor)
-    except ValueError as error:
+    except UserError as error:
         raise UserError(f"{slot.name} {error}") from None
 
 

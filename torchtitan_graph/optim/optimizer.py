@@ -59,12 +59,18 @@ def check_optimizer(model: nn.Module, config: job.Optimizer) -> torch.optim.Opti
     else:
         further = {"fused": config.implementation == "fused", "foreach": config.implementation == "foreach"}
     groups, settings = _groups(model, config, taken), _settings(job.ParamGroup(), config, taken)
+    arguments = settings | further
+    refused = f"optimizer.name = {config.name!r}: can't be built with {arguments}"
     try:
-        return cls(groups, **settings, **further)  # type: ignore[arg-type]
+        inspect.signature(cls).bind(groups, **arguments)
+    except TypeError as error:
+        raise UserError(f"{refused}: {error}") from error
+    try:
+        return cls(groups, **arguments)  # type: ignore[arg-type]
     except Exception as error:
-        raise UserError(
-            f"optimizer.name = {config.name!r}: can't be built with {settings | further}: {error}"
-        ) from error
+        if config.name not in BUILT_IN:
+            raise  # the user's own code: only the traceback says where
+        raise UserError(f"{refused}: {error}") from error
 
 
 def _groups(model: nn.Module, config: job.Optimizer, taken: set[str]) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """An optimizer class of the user's: find it, and see before training that its state can be saved."""
 
 import importlib
+import inspect
 
 import torch
 from torch.distributed.tensor import DTensor, Partial
@@ -51,15 +52,16 @@ def forget_rehearsal(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _step_and_undo(optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> None:
+    try:
+        inspect.signature(optimizer.step).bind()
+    except TypeError as error:
+        raise UserError(f"optimizer.name: {type(optimizer).__qualname__} can't take a step: {error}") from error
     before = [param.detach().clone() for param in params]
     settings = _group_settings(optimizer)
     for param in params:
         param.grad = torch.zeros_like(param)
     with torch.random.fork_rng([torch.cuda.current_device()] if params[0].is_cuda else []):
-        try:
-            optimizer.step()
-        except Exception as error:
-            raise UserError(f"optimizer.name: {type(optimizer).__qualname__} can't take a step: {error}") from error
+        optimizer.step()
     optimizer.zero_grad()
     with torch.no_grad():
         for param, value in zip(params, before, strict=True):

@@ -38,7 +38,7 @@ def check_drift(saved: Path, config: JobConfig, place: str | None = None) -> Non
 def _changes(saved: Path, config: JobConfig, place: str) -> dict[str, tuple[Any, Any]]:
     try:
         before = load(["--job.config_file", str(saved)])
-    except ValueError as error:  # of another version, or edited
+    except UserError as error:  # of another version, or edited
         logger.warning(f"{place} can't be compared with this run's configuration: {error}")
         return {}
     pairs = {key: (get(before, key), get(config, key)) for key in OPTIONS if key not in _NOT_COMPARED}

@@ -9,6 +9,7 @@ from typing import Any
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.run.files import read_json, write_json
 from torchtitan_graph.run.identity import identity
+from torchtitan_graph.stop import LAUNCHER
 
 FOLDER = "failures"
 # Exit codes of the trainer and of the preflight.
@@ -23,14 +24,18 @@ def write_failure(dump_folder: Path, error: BaseException, code: int) -> None:
     to start again reads it, the folder is made for it.
     """
     if dump_folder.exists() or "SLURM_JOB_ID" in os.environ:
-        _write(
-            dump_folder,
-            f"rank{os.environ.get('RANK', '0')}",
-            code=BAD_NODE if code == FAULT and _blames_device(error) else code,
-            lost_peer=code == FAULT and _blames_peer(error),
-            message=f"{type(error).__name__}: {error}",
-            traceback="".join(traceback.format_exception(error)),
-        )
+        _write(dump_folder, f"rank{os.environ.get('RANK', '0')}", **_describe(error, code))
+
+
+def tell_launcher(error: BaseException, code: int) -> bool:
+    """Say why this rank ends to the launcher that started it, which tells the user; False if there is none."""
+    folder = os.environ.get(LAUNCHER)
+    if not folder:
+        return False
+    me, rank = identity(), os.environ.get("RANK", "0")
+    record = {**me, "time": time.time(), "rank": int(rank), **_describe(error, code)}
+    write_json(Path(folder, f"{me['attempt'][1]}.{rank}.json"), record)
+    return True
 
 
 def write_bad_node(dump_folder: Path, node: str, why: str) -> None:
@@ -59,6 +64,15 @@ def refuse_to_repeat(dump_folder: Path) -> None:
     for failure in read_failures(dump_folder):
         if failure["code"] in FINAL:
             raise UserError(f"not tried again: {failure['message']}")
+
+
+def _describe(error: BaseException, code: int) -> dict[str, Any]:
+    return {
+        "code": BAD_NODE if code == FAULT and _blames_device(error) else code,
+        "lost_peer": code == FAULT and _blames_peer(error),
+        "message": f"{type(error).__name__}: {error}",
+        "traceback": "".join(traceback.format_exception(error)),
+    }
 
 
 def _write(dump_folder: Path, name: str, **record: Any) -> None:

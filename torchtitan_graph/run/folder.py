@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
+from torchtitan_graph.checkpoint.folder import find_full_disk
 from torchtitan_graph.checkpoint.remote import Remote, using
 from torchtitan_graph.config import JobConfig, dump_toml
 from torchtitan_graph.errors import UserError
@@ -46,7 +47,8 @@ class RunFolder:
                 self._lock.release()
                 raise
         except OSError as error:
-            raise UserError(f"job.dump_folder = {config.job.dump_folder!r} can't be written: {error}") from error
+            why = find_full_disk(self.path, str(error)) or error
+            raise UserError(f"job.dump_folder = {config.job.dump_folder!r} can't be written: {why}") from error
 
     def _stop_heart(self) -> None:
         self._ended.set()
@@ -99,10 +101,12 @@ class RunFolder:
         if self.status is None:
             return
         self._stop_heart()
-        self.status.write(state, reason)
-        (logger.warning if state == FAILED else logger.info)(self.status.goodput())
-        self.status = None
-        self._lock.release()
+        try:
+            self.status.write(state, reason)
+            (logger.warning if state == FAILED else logger.info)(self.status.goodput())
+        finally:  # also where the disk is full
+            self.status = None
+            self._lock.release()
 
 
 def _check_drift_from(remote: Remote, config: JobConfig, name: str, compared: bytes | None) -> None:

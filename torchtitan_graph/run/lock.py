@@ -64,8 +64,12 @@ class Lock:
             descriptor = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         except FileExistsError:
             return False
-        with os.fdopen(descriptor, "w") as file:
-            json.dump(self.me, file)
+        try:
+            with os.fdopen(descriptor, "w") as file:
+                json.dump(self.me, file)
+        except OSError:  # a full disk: an empty lock would be nobody's
+            self.path.unlink()
+            raise
         return True
 
     def _stale(self, holder: dict[str, Any]) -> str | None:

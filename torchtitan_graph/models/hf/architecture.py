@@ -90,7 +90,7 @@ def config_of(family: ModuleType, raw: dict[str, Any], file: Path) -> Any:
     """
     try:
         return family.from_hf_config(raw)
-    except ValueError as error:
+    except UserError as error:
         raise UserError(f"{file}: {error}") from error
 
 

@@ -1,0 +1,85 @@
+"""What the launcher makes of how its workers ended."""
+
+import logging
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from torchtitan_graph import stop
+from torchtitan_graph.checkpoint import SaveError
+from torchtitan_graph.errors import UserError
+from torchtitan_graph.launch import Launch
+from torchtitan_graph.log import logger
+from torchtitan_graph.run.failure import CONFIGURATION, FAULT, NON_FINITE, SAVE_FAILED, tell_launcher
+from torchtitan_graph.trainer import NonFiniteError
+
+LOST = RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:1")
+
+
+@pytest.fixture
+def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Launch:
+    monkeypatch.setenv(stop.LAUNCHER, str(tmp_path))
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logger, "propagate", True)
+    return Launch(tmp_path)
+
+
+def ends(monkeypatch: pytest.MonkeyPatch, rank: int, error: BaseException, code: int) -> None:
+    monkeypatch.setenv("RANK", str(rank))
+    try:
+        raise error
+    except BaseException as raised:
+        assert tell_launcher(raised, code)
+
+
+def silent(code: int) -> SimpleNamespace:
+    return SimpleNamespace(exitcode=code, timestamp=0, error_file="/nowhere/error.json")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (UserError("training.steps = 0"), CONFIGURATION),
+        (NonFiniteError("step 4"), NON_FINITE),
+        (SaveError("no room"), SAVE_FAILED),
+        (stop.Stopped("stopped by Ctrl-C"), 130),
+    ],
+    ids=lambda value: value if isinstance(value, int) else "",
+)
+def test_what_is_a_message_is_told_once_and_its_exit_code_is_the_job_s(
+    error: BaseException, code: int, launch: Launch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for rank in (0, 1):
+        ends(monkeypatch, rank, error, code)
+    assert launch.tell(0, {}) == code
+    assert caplog.messages == [str(error)]
+
+
+def test_the_first_fault_is_the_cause_and_lost_peers_are_a_line_each(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ends(monkeypatch, 0, LOST, FAULT)
+    ends(monkeypatch, 2, KeyError("first"), FAULT)
+    ends(monkeypatch, 1, KeyError("second"), FAULT)
+    assert launch.tell(0, {0: silent(1), 3: silent(-signal.SIGTERM)}) == FAULT
+    cause, *others = caplog.messages
+    assert cause.startswith("rank 2 failed:\nTraceback") and cause.count("Traceback") == 1
+    assert others == ["rank 1: KeyError: 'second'", f"rank 0: RuntimeError: {LOST}", "rank 3: was ended by SIGTERM"]
+
+
+def test_a_killed_rank_is_the_cause_of_what_its_peers_say(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ends(monkeypatch, 0, LOST, FAULT)
+    assert launch.tell(0, {0: silent(1), 1: silent(-signal.SIGKILL)}) == 128 + signal.SIGKILL
+    assert caplog.messages == ["rank 1 was ended by SIGKILL", f"rank 0: RuntimeError: {LOST}"]
+    assert all(record.levelno == logging.ERROR for record in caplog.records)
+
+
+def test_of_an_attempt_that_ended_well_there_is_nothing_to_tell(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ends(monkeypatch, 0, LOST, FAULT)
+    assert launch.tell(1, {}) == 0 and not caplog.messages

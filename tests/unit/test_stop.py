@@ -1,0 +1,55 @@
+"""Signals before the first step end a process, whatever it does; later ones wait for the end of the step."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+# A process that is set up for ever, in Python or in a call that never comes back to it.
+SETUP = """
+import os, sys, threading, time
+from torchtitan_graph import stop
+stop.install()
+if sys.argv[1] != "import":
+    stop.begin_setup()
+    if sys.argv[1] == "steps":
+        stop.begin_steps()
+try:
+    print("ready", flush=True)
+    if sys.argv[1] == "blocked":
+        while True:
+            try:
+                time.sleep(100)
+            except stop.Stopped:
+                pass
+    for _ in range(40):
+        time.sleep(0.1)
+        if stop.received() and sys.argv[1] == "steps":
+            print("the step is done")
+            sys.exit(0)
+except stop.Stopped:
+    print(stop.message())
+    sys.exit(stop.exit_code())
+"""
+
+
+@pytest.mark.parametrize(
+    ("phase", "signals", "code", "said"),
+    [
+        ("import", [signal.SIGTERM], 143, "stopped by SIGTERM before the first step"),
+        ("setup", [signal.SIGINT], 130, "stopped by Ctrl-C before the first step"),
+        ("setup", [signal.SIGINT, signal.SIGINT], 130, "stopped by Ctrl-C before the first step"),
+        ("blocked", [signal.SIGTERM], 143, "stopped by SIGTERM before the first step"),
+        ("steps", [signal.SIGTERM], 0, "the step is done"),
+    ],
+)
+def test_a_signal(phase: str, signals: list[signal.Signals], code: int, said: str) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SETUP, phase], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert process.stdout and process.stdout.readline() == "ready\n"
+    for number in signals:
+        process.send_signal(number)
+    output, _ = process.communicate(timeout=8)  # 2 s on a machine that is not busy
+    assert (process.returncode, output.count(said), output.count("\n")) == (code, 1, 1), output

@@ -1,0 +1,217 @@
+"""Start the processes of a run, and end as they do: with the first failing rank's reason, once, and its exit code.
+
+    NGPU=2 python -m torchtitan_graph.launch --table.key value ...                 on this machine; see run_train.sh
+    python -m torchtitan_graph.launch TORCHRUN'S OPTIONS -- --table.key value ...  as torchrun would
+
+torchrun's agent does the work, elastic restarts included. It runs in a thread, so that signals come here: they are
+passed on to the workers, which save a checkpoint and end, however long that takes.
+"""
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+from torchtitan_graph import stop
+from torchtitan_graph.config import check, load
+from torchtitan_graph.errors import UserError
+from torchtitan_graph.log import init_logging, logger
+from torchtitan_graph.run.failure import CONFIGURATION, FAULT
+from torchtitan_graph.run.files import read_json
+
+# What workers are told when the launcher gets a signal.
+PASSED_ON = {number: number for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+PASSED_ON |= {signal.SIGHUP: signal.SIGTERM, signal.SIGQUIT: signal.SIGTERM}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Return the exit code: 0, or that of the first rank that failed."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    at = words.index("--") if "--" in words else 0
+    torchrun, options = words[:at], words[at + 1 :] if at else words
+    stop.install()
+    init_logging()
+    try:
+        config = load(options)  # before torch is imported, which takes seconds
+        if config.comm.mode == "fake_backend":
+            os.environ["NGPU"] = str(_num_ranks())
+            os.execv(sys.executable, [sys.executable, "-m", "torchtitan_graph.train", *options])
+        if not torchrun:
+            check(config, _num_ranks())
+    except UserError as error:
+        logger.error(str(error))
+        return CONFIGURATION
+    folder = Path(tempfile.mkdtemp(prefix="torchtitan_graph."))
+    launch = Launch(folder)
+    try:
+        torchrun = torchrun or on_this_machine(_num_ranks(), folder)
+        return launch.run([*torchrun, "-m", "torchtitan_graph.train", *options])
+    finally:
+        if not launch.has_logs_to_read:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def on_this_machine(num_ranks: int, folder: Path) -> list[str]:
+    """Return torchrun's options for this machine alone; files are made in `folder`."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // num_ranks)))  # torchrun's own default is one
+    # A worker that is started again would find its predecessor's addresses in a store shared with torchrun.
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    # A name of its own, by which a restarted worker knows the lock of the attempt before it.
+    os.environ.setdefault("PET_RDZV_ID", f"{os.uname().nodename}.{os.getpid()}")
+    shown = os.environ.get("LOG_RANK", "0")
+    output = ["--tee", "3", "--local_ranks_filter", shown]
+    if sys.stderr.isatty() and shown == "0" and num_ranks <= 10:
+        # On a terminal rank 0 has it to itself, for its progress bar. (--redirects takes ranks of one digit.)
+        output = ["--redirects", ",".join(["0:0", *(f"{rank}:3" for rank in range(1, num_ranks))])]
+    # torchrun's usual store would listen on every address of the machine; a file does not. It notes there that it is
+    # alive, once a minute (every 5 s would fill some 20 MB a day).
+    rendezvous = ["--rdzv_backend", "c10d", "--rdzv_endpoint", str(folder / "rendezvous")]
+    rendezvous += ["--rdzv_conf", "store_type=file,keep_alive_interval=60", "--local_addr", "127.0.0.1"]
+    (folder / "rendezvous").touch()
+    output += ["--role", "rank", "--log_dir", str(folder / "logs")]
+    return ["--nproc_per_node", str(num_ranks), *rendezvous, *output]
+
+
+class Launch:
+    """One start of torchrun's agent. `folder` is where the workers leave their process ids and why they ended."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.has_logs_to_read = False
+        self._signals: list[signal.Signals] = []
+        self._ended: BaseException | None = None
+
+    def run(self, words: list[str]) -> int:
+        """Start the workers, wait for them, tell why they ended, and return the exit code."""
+        from torch.distributed import run  # takes seconds
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+        os.environ[stop.LAUNCHER] = str(self.folder)
+        quiet = logging.getLogger("torch.distributed.elastic.multiprocessing")  # what it says is told by `tell`
+        quiet.addHandler(logging.NullHandler())
+        quiet.propagate = False
+        arguments = run.parse_args(words)
+        stop.begin_steps()  # from here on a signal does not end this process, but goes to the workers
+        for number in PASSED_ON:
+            signal.signal(number, self._note)
+        agent = threading.Thread(target=self._run, args=(run.run, arguments), daemon=True)
+        agent.start()
+        attempt = 0
+        while agent.is_alive():
+            agent.join(0.2)
+            self._pass_on()
+            if self._attempt() > attempt:
+                self.tell(attempt, {})
+                attempt = self._attempt()
+                logger.warning(f"all ranks were started again, for the {attempt}. time of {arguments.max_restarts}")
+        if isinstance(self._ended, ChildFailedError):
+            return self.tell(attempt, self._ended.failures)
+        if self._ended is not None:
+            raise self._ended
+        return self.tell(attempt, {})
+
+    def _run(self, run: Any, arguments: Any) -> None:
+        try:
+            run(arguments)
+        except BaseException as error:
+            self._ended = error
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._signals.append(PASSED_ON[signal.Signals(number)])
+        self._told: set[Path] = set()
+
+    def _pass_on(self) -> None:
+        """Send the last signal to each worker of the running attempt; it can take signals once its file is there."""
+        if not self._signals:
+            return
+        for file in set(self.folder.glob(f"{self._attempt()}.*.pid")) - self._told:
+            self._told.add(file)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(file.name.split(".")[1]), self._signals[-1])
+
+    def _attempt(self) -> int:
+        return max((int(file.name.split(".")[0]) for file in self.folder.glob("*.pid")), default=0)
+
+    def tell(self, attempt: int, failures: dict[int, Any]) -> int:
+        """Log why the first rank failed, and a line for each other one. Return its exit code; 0 if none failed."""
+        ends = [_reported(read_json(file)) for file in self.folder.glob(f"{attempt}.*.json")]
+        told = {end.rank for end in ends}
+        stopped = {stop.exit_code(number) for number in self._signals}
+        ends += [_silent(rank, failure, stopped) for rank, failure in failures.items() if rank not in told]
+        if not ends:
+            return 0
+        cause, *others = sorted(ends)
+        self.has_logs_to_read = cause.kind == SILENT
+        if cause.kind == STOPPED:
+            logger.warning(cause.full)
+            return cause.code
+        logger.error(cause.full)
+        for end in others:
+            if end.line != cause.line:  # all ranks find a wrong configuration
+                logger.error(f"rank {end.rank}: {end.line}")
+        return cause.code
+
+
+# How likely an end is the cause of the others, in this order.
+STOPPED, OWN_REASON, SILENT, LOST_PEER, ENDED_BY_US = range(5)
+
+
+class End(NamedTuple):
+    """How a rank ended: in short, and as the cause of all."""
+
+    kind: int
+    time: float
+    rank: int
+    code: int
+    line: str
+    full: str
+
+
+def _reported(record: dict[str, Any]) -> End:
+    kind = STOPPED if record["code"] > 128 else LOST_PEER if record["lost_peer"] else OWN_REASON
+    name, _, text = record["message"].partition(": ")
+    line = (text if record["code"] != FAULT else f"{name}: {text}").partition("\n")[0]
+    full = text if record["code"] != FAULT else f"rank {record['rank']} failed:\n{record['traceback']}"
+    return End(kind, record["time"], record["rank"], record["code"], line, full)
+
+
+def _silent(rank: int, failure: Any, stopped: set[int]) -> End:
+    """Describe the end of a rank that could not say anything: it was killed, or ended before it was set up."""
+    if failure.exitcode in stopped:
+        text = stop.message(failure.exitcode - 128)
+        return End(STOPPED, failure.timestamp, rank, failure.exitcode, text, text)
+    if failure.exitcode < 0:
+        line = f"was ended by {signal.Signals(-failure.exitcode).name}"
+        code = 128 - failure.exitcode
+    else:
+        line = f"ended with exit code {failure.exitcode}"
+        code = failure.exitcode
+    kind = ENDED_BY_US if failure.exitcode == -signal.SIGTERM else SILENT
+    log = Path(failure.error_file).with_name("stderr.log")
+    where = f"; what it printed is in {log}" if log.exists() else ""
+    return End(kind, failure.timestamp, rank, code, line, f"rank {rank} {line}{where}")
+
+
+def _num_ranks() -> int:
+    """Return how many processes to start here: NGPU, else the GPUs there are, else 2."""
+    given = os.environ.get("NGPU")
+    if given is None:
+        import torch
+
+        return torch.cuda.device_count() or 2
+    if not given.isdecimal() or int(given) == 0:
+        raise UserError(f"NGPU = {given!r}: must be a whole number of at least 1; not set, it is the number of GPUs")
+    return int(given)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -156,11 +156,11 @@ def build_eager(cell: Cell) -> Steps:
     return steps
 
 
-def build_graph(cell: Cell, edit: Callable[[GraphModule], object] | None = None) -> Steps:
+def build_graph(cell: Cell, edit: Callable[[GraphModule], GraphModule] | None = None) -> Steps:
     """Build the graph's side; `edit` puts a fault into the finished graph."""
     model, graphs = final_graphs(cell)
     if edit is not None:
-        edit(graphs.train.gm)
+        graphs = graphs._replace(train=dataclasses.replace(graphs.train, gm=edit(graphs.train.gm)))
     steps = bind_graphs(graphs, model, layout_of(cell.dims), cell.options("graph"))
     initialize(model, SEED)
     return steps

@@ -286,7 +286,7 @@ def test_an_unchanged_config_is_equal(model_type: str, tmp_path: Path) -> None:
 # --- what was wrong once ----------------------------------------------------------------------------------------------
 
 YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 8}
-CONTEXT_8 = {"original_max_position_embeddings": 8}
+CONTEXT_8, CONTEXT_64 = ({"original_max_position_embeddings": n} for n in (8, 64))
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 # Sizes that a model is saved with, and what its config.json is changed to.
@@ -306,7 +306,7 @@ EQUAL: dict[str, tuple[str, Raw, Raw]] = {
     "groups that greedy ignores": ("deepseek_v2", {"n_group": [4], "topk_group": [1], "topk_method": ["greedy"]}, {}),
     "V2's own topk_method": ("deepseek_v2", {"n_group": [4], "topk_group": [1]}, {"topk_method": ...}),
     "V3's own scale": ("deepseek_v3", {"routed_scaling_factor": [2.5]}, {"routed_scaling_factor": ...}),
-    "context beside the scaling": ("llama", {}, {**CONTEXT_8, "rope_scaling": {**LLAMA3, "original_max_position_embeddings": 64}}),
+    "context beside the scaling": ("llama", {}, {**CONTEXT_8, "rope_scaling": {**LLAMA3, **CONTEXT_64}}),
     "context beside, gpt_oss": ("gpt_oss", {}, {**CONTEXT_8, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
     "context of the positions": ("llama", {}, {"rope_scaling": LLAMA3, "max_position_embeddings": 32}),
     "both forms": ("llama", {}, {"rope_scaling": {**LLAMA3, **CONTEXT_8}, "rope_parameters": {"rope_theta": 7.0}}),

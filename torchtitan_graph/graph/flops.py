@@ -21,7 +21,7 @@ from torchtitan_graph.graph.edit import value
 aten = torch.ops.aten
 
 # Matrix products per head: forward has scores, (L, H) x (H, L), and outputs, (L, L) x (L, width of values); backward
-# the gradients of queries and keys, as large as the first, and those of values and scores, as large as the second. The
+# the gradients of queries and keys, as large as the first, and of values and scores, as large as the second. The
 # scores that fused kernels compute again in backward are recomputation.
 ATTENTION = (
     aten._scaled_dot_product_flash_attention_for_cpu.default,

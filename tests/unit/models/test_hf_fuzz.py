@@ -6,15 +6,18 @@ Where transformers can't load it, we may load or refuse it, but not crash otherw
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pytest import MonkeyPatch
 from reference import gap, in_double, rope_width, tokens
 
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.models.hf import from_hf
+from torchtitan_graph.models import llama3
+from torchtitan_graph.models.hf import from_hf, new_model, to_hf
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.rope import rope_frequencies
 
@@ -78,6 +81,16 @@ DRAWN: dict[str, Raw] = {
     "deepseek_v2": {**SIZES, **LATENT, "topk_method": ["greedy", "group_limited_greedy"]},
     "deepseek_v3": {**SIZES, **LATENT},
     "gpt_oss": {**SIZES, **HEADS, "num_local_experts": [4, 6], "num_experts_per_tok": [1, 3], "sliding_window": [1, 7]},
+}
+
+ARCHITECTURES = {
+    "llama": ["LlamaForCausalLM"],
+    "llama4_text": ["Llama4ForCausalLM"],
+    "qwen3": ["Qwen3ForCausalLM"],
+    "qwen3_moe": ["Qwen3MoeForCausalLM"],
+    "deepseek_v2": ["DeepseekV2ForCausalLM"],
+    "deepseek_v3": ["DeepseekV3ForCausalLM"],
+    "gpt_oss": ["GptOssForCausalLM"],
 }
 
 # What a key is changed to; the keys that a model hasn't are put beside its own. Weights keep their shapes.
@@ -187,9 +200,9 @@ def changed(raw: Raw, rng: random.Random) -> Raw:
     return raw
 
 
-def save(model_type: str, rng: random.Random, folder: Path) -> Raw:
-    """Save a model of transformers', drawn by `rng`; return its config.json."""
-    sizes = {key: rng.choice(values) for key, values in DRAWN[model_type].items()}
+def save(model_type: str, rng: random.Random, folder: Path, **only: Any) -> Raw:
+    """Save a model of transformers', drawn by `rng`, some sizes `only` of those; return its config.json."""
+    sizes = {key: rng.choice(values) for key, values in {**DRAWN[model_type], **only}.items()}
     config = transformers.AutoConfig.for_model(model_type, pad_token_id=None, **sizes)
     model = transformers.AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
@@ -268,3 +281,108 @@ def test_a_random_config_is_transformers_model_or_refused(model_type: str, seeds
 def test_an_unchanged_config_is_equal(model_type: str, tmp_path: Path) -> None:
     save(model_type, random.Random(0), tmp_path)
     assert outcome(tmp_path) == "equal"
+
+
+# --- what was wrong once ----------------------------------------------------------------------------------------------
+
+YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 8}
+CONTEXT_8, CONTEXT_64 = ({"original_max_position_embeddings": n} for n in (8, 64))
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+# Sizes that a model is saved with, and what its config.json is changed to.
+EQUAL: dict[str, tuple[str, Raw, Raw]] = {
+    "V2's latent norms": ("deepseek_v2", {"q_lora_rank": [20]}, {"rms_norm_eps": 1e-3}),
+    "V3's latent norms": ("deepseek_v3", {"q_lora_rank": [20]}, {"rms_norm_eps": 1e-3}),
+    "no mscale": ("deepseek_v3", {}, {"rope_scaling": YARN}),
+    "mscale alone": ("deepseek_v3", {}, {"rope_scaling": {**YARN, "mscale": 0.7}}),
+    "mscale_all_dim alone": ("deepseek_v2", {}, {"rope_scaling": {**YARN, "mscale_all_dim": 0.7}}),
+    "mscales that differ": ("deepseek_v3", {}, {"rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7}}),
+    "mscales of zero": ("deepseek_v2", {}, {"rope_scaling": {**YARN, "mscale": 0, "mscale_all_dim": 0}}),
+    "null mscales": ("deepseek_v3", {}, {"rope_scaling": {**YARN, "mscale": None, "mscale_all_dim": None}}),
+    "attention_factor": ("deepseek_v3", {}, {"rope_scaling": {**YARN, "mscale": 1.0, "attention_factor": 1.3}}),
+    "gpt_oss with mscales": ("gpt_oss", {}, {"rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7}}),
+    "gpt_oss with attention_factor": ("gpt_oss", {}, {"rope_scaling": {**YARN, "attention_factor": 1.3}}),
+    "gpt_oss with empty parameters": ("gpt_oss", {}, {"rope_parameters": {}}),
+    "groups that greedy ignores": ("deepseek_v2", {"n_group": [4], "topk_group": [1], "topk_method": ["greedy"]}, {}),
+    "V2's own topk_method": ("deepseek_v2", {"n_group": [4], "topk_group": [1]}, {"topk_method": ...}),
+    "V3's own scale": ("deepseek_v3", {"routed_scaling_factor": [2.5]}, {"routed_scaling_factor": ...}),
+    "context beside the scaling": ("llama", {}, {**CONTEXT_8, "rope_scaling": {**LLAMA3, **CONTEXT_64}}),
+    "context beside, gpt_oss": ("gpt_oss", {}, {**CONTEXT_8, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
+    "context of the positions": ("llama", {}, {"rope_scaling": LLAMA3, "max_position_embeddings": 32}),
+    "both forms": ("llama", {}, {"rope_scaling": {**LLAMA3, **CONTEXT_8}, "rope_parameters": {"rope_theta": 7.0}}),
+    "low above high": ("llama", {}, {"rope_scaling": {**LLAMA3, **CONTEXT_8, "low_freq_factor": 5.0}}),
+    "linear": ("llama", {}, {"rope_scaling": {"type": "linear", "factor": 4.0}, "rope_theta": 100000}),
+    "qwen3 with YaRN": ("qwen3", {}, {"rope_scaling": {**YARN, "attn_factor": 0.8}}),
+    "Qwen3-MoE's width of heads": ("qwen3_moe", {"head_dim": [8]}, {"head_dim": ...}),
+    "one name of the experts' number": (
+        "qwen3_moe", {"num_experts": [4]}, {"num_experts": ..., "num_local_experts": 4},
+    ),
+}  # fmt: skip
+
+
+def saved(name: str, sizes: Raw, changes: Raw, folder: Path) -> None:
+    raw = save(name, random.Random(0), folder, **sizes)
+    raw = {key: value for key, value in raw.items() if key != "rope_parameters"} | changes
+    (folder / "config.json").write_text(json.dumps({key: x for key, x in raw.items() if x is not ...}))
+
+
+@pytest.mark.parametrize("what", EQUAL)
+def test_a_config_that_was_misread_is_equal(what: str, tmp_path: Path) -> None:
+    saved(*EQUAL[what], tmp_path)
+    assert outcome(tmp_path) == "equal"
+    # What is read survives being written again.
+    model = from_hf(tmp_path, torch.float64)
+    to_hf(model, tmp_path / "again")
+    assert from_hf(tmp_path / "again", torch.float64).config == model.config
+
+
+REFUSED: dict[str, tuple[str, Raw, str]] = {
+    "layers that all rotate": ("llama4_text", {"layer_types": ["chunked_attention"] * 3}, "layer_types = "),
+    "a null base": ("llama", {"rope_theta": None}, "rope_theta is null"),
+    "a null type": ("llama", {"rope_scaling": {"rope_type": None, "type": "yarn"}}, "rope_type = None"),
+    "a null context": ("qwen3", {"original_max_position_embeddings": None, "rope_scaling": YARN}, "embeddings is null"),
+    "no factor": ("llama", {"rope_scaling": {"type": "llama3", **CONTEXT_8}}, "rope_scaling: low_freq_factor is miss"),
+    "a type of its own per layer": ("gpt_oss", {"rope_parameters": {"full_attention": {}}}, "full_attention has"),
+    "no object": ("llama", {"rope_scaling": "yarn"}, "rope_scaling = 'yarn': an object is wanted"),
+    "a part of the features rotated": ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+    "dropout": ("qwen3", {"attention_dropout": 0.1}, "attention_dropout = 0.1"),
+    "another activation": ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+    "another alpha": ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha = 1.0"),
+    "no window": ("gpt_oss", {"sliding_window": None}, "sliding_window is null"),
+    "weights that add up to less": ("deepseek_v3", {"norm_topk_prob": None}, "norm_topk_prob = None"),
+    "V2's biases": ("deepseek_v2", {"mlp_bias": True}, "mlp_bias = True"),
+    "V2 with V3's method": ("deepseek_v2", {"topk_method": "noaux_tc"}, "legal is 'greedy' or 'group_limited_greedy'"),
+    "no causal mask": ("llama", {"is_causal": False}, "is_causal = False"),
+    "another model": ("llama", {"model_type": "qwen3"}, "model_type = 'qwen3' can't be expressed; legal is 'llama'"),
+    "two numbers of experts": ("gpt_oss", {"num_experts": 3}, "num_experts = 3 can't be expressed; legal is"),
+    "dense layers": ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers = "),
+    "a number in words": ("qwen3", {"num_attention_heads": "4"}, "num_attention_heads = '4': an integer from 1"),
+    "heads that can't be grouped": ("llama", {"num_key_value_heads": 3}, "num_key_value_heads = 3 must divide"),
+    "too few experts": ("llama4_text", {"num_experts_per_tok": 9}, "a token chooses from"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_config_that_can_not_be_expressed_is_refused_by_name(what: str, tmp_path: Path) -> None:
+    name, changes, said = REFUSED[what]
+    raw = {"architectures": ARCHITECTURES[name], **{key: values[0] for key, values in DRAWN[name].items()}, **changes}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(UserError, match=re.escape(said)):
+        new_model(tmp_path)
+
+
+@pytest.mark.parametrize(("key", "read_as"), [("rms_norm_eps", 1e-4), ("rope_theta", 101.0)])
+def test_a_key_that_is_misread_is_seen(key: str, read_as: float, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+    saved("llama", {"rms_norm_eps": [1e-5]}, {"rope_theta": 100.0}, tmp_path)
+    assert outcome(tmp_path) == "equal"
+    read = llama3.from_hf_config
+    monkeypatch.setattr(llama3, "from_hf_config", lambda raw: read({**raw, key: read_as}))
+    with pytest.raises(AssertionError):
+        outcome(tmp_path)
+
+
+def test_an_error_that_is_not_for_the_user_is_seen(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+    saved("llama", {}, {}, tmp_path)
+    monkeypatch.setattr(llama3, "from_hf_config", lambda raw: raw["no such key"])
+    with pytest.raises(KeyError):
+        outcome(tmp_path)

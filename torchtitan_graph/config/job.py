@@ -20,7 +20,9 @@ class Job:
     description: str = option("default job", "Free text, logged at the start.")
     print_config: bool = option(False, "Log the resolved configuration at the start.")
     save_config_file: str = option(
-        "config.toml", "Where in dump_folder the resolved configuration is written, as TOML.", place=INSIDE
+        "config.toml",
+        "Where in dump_folder the resolved configuration is written, as TOML; empty: nowhere.",
+        place=INSIDE,
     )
     allow_changed: list[str] = option(
         [],
@@ -349,7 +351,7 @@ class ActivationCheckpoint:
         "2",
         "op: of each layer keep attention, sums over ranks and every second matrix product, recompute the rest; an"
         " integer n: recompute every n-th layer as a whole.",
-        pattern=r"op|[1-9][0-9]*",
+        pattern=r"op|[1-9][0-9]{0,8}",
     )
 
 
@@ -389,8 +391,10 @@ class Compile:
 class Comm:
     """The processes' communication."""
 
-    init_timeout_seconds: int = option(300, "Longest wait in a collective until the first step is done.", minimum=1)
-    train_timeout_seconds: int = option(100, "Longest wait in a collective after that.", minimum=1)
+    init_timeout_seconds: int = option(
+        300, "Longest wait in a collective until the first step is done.", minimum=1, maximum=10**9
+    )
+    train_timeout_seconds: int = option(100, "Longest wait in a collective after that.", minimum=1, maximum=10**9)
     trace_buf_size: int = option(
         20000, "Collectives that NCCL's flight recorder keeps, written when one of them times out; 0: none.", minimum=0
     )

@@ -270,7 +270,7 @@ def _is_plain(value: Any) -> bool:
 
 def _is_inside(name: str) -> bool:
     path = PurePath(name)
-    return ".." not in path.parts and not path.is_absolute()
+    return ".." not in path.parts and not path.is_absolute() and (name == "" or path.parts != ())
 
 
 def _split(text: str, separator: str) -> list[str]:

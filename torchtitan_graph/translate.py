@@ -1,43 +1,144 @@
 """Say what becomes of a TOML file of an earlier release, and write it anew."""
 
 import argparse
+import copy
+import fnmatch
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from torchtitan_graph.compiler import check_disabled
+from torchtitan_graph.config import JobConfig, check, shard_degree
 from torchtitan_graph.config.dump import dump_changes
-from torchtitan_graph.config.job import JobConfig, get
+from torchtitan_graph.config.job import get
 from torchtitan_graph.config.load import read_toml
-from torchtitan_graph.config.resolve import CHANGED, Resolution, resolve
-from torchtitan_graph.config.support import IGNORED, REFUSED, RENAMED
+from torchtitan_graph.config.option import brief
+from torchtitan_graph.config.resolve import CHANGED, Resolution, Setting, resolve
+from torchtitan_graph.config.support import FLAVOR_SUFFIXES, IGNORED, REFUSED
+from torchtitan_graph.data.tokenizer import load_tokenizer
+from torchtitan_graph.errors import UserError
+from torchtitan_graph.trainer import Trainer
 
+OTHER, HARMLESS, SAID = "other", "harmless", "said"
 TITLES = {
     "kept": "kept, with the same meaning",
     CHANGED: "changed",
+    OTHER: "about model.flavor, which is not quite torchtitan's model of that name",
     IGNORED: "ignored, since they change no numbers",
+    HARMLESS: "of no meaning here, at a value that asks for nothing",
+    SAID: "said by train besides",
     REFUSED: "refused",
 }
 
+_BALANCE = (
+    "no bias evens out the experts' loads here; there one did by default. moe.load_balance_loss does it by a loss"
+)
+# Where a flavour of torchtitan's last TOML release is another model: a pattern of family and flavour, and how.
+OTHER_MODELS = (
+    ("llama3 debugmodel", "its positions are not stretched here; there they were, as those of 3.1"),
+    ("llama4 debugmodel", "its layers are of other sizes here: 256 wide in experts, 512 elsewhere"),
+    ("llama4 *", _BALANCE),
+    ("qwen3 debugmodel_moe", _BALANCE),
+    ("qwen3 *-A*", _BALANCE),
+    ("gpt_oss *", _BALANCE),
+    ("gpt_oss *", "positions are stretched (YaRN) here, as in the release; there they were not"),
+    ("deepseek_v3 debugmodel", "experts are chosen as in V3 here, by sigmoid; there as in V2, by softmax"),
+    ("deepseek_v3 16B", _BALANCE),
+    ("deepseek_v3 236B", _BALANCE),
+)
 
-def translate(name: str) -> Resolution:
-    """Return what the TOML file called `name` resolves to, refused settings left at their defaults."""
+
+def translate(name: str) -> tuple[list[Setting], Resolution]:
+    """Return what the TOML file called `name` sets and what it resolves to, refused settings left at their defaults."""
     result = Resolution(JobConfig(), [])
-    resolve(read_toml(name, result), result)
-    return result
+    settings = read_toml(name, result)
+    resolve(settings, result)
+    return settings, result
 
 
-def report(name: str, result: Resolution) -> str:
-    """Return a list of what is kept, changed, ignored and refused of a file."""
-    judged = {RENAMED.get(finding.setting.key, finding.setting.key) for finding in result.findings}
+def rehearse(config: JobConfig) -> tuple[list[str], list[str]]:
+    """Return what train would refuse before it starts anything, and of what it would only tell, a line each.
+
+    It is asked for the smallest number of processes that the degrees allow. What only this machine refuses is told.
+    """
+    refused: list[str] = []
+    notices: list[str] = []
+    config = copy.deepcopy(config)
+    world_size = shard_degree(config, 1) * config.parallelism.data_parallel_replicate_degree
+    world_size *= config.parallelism.tensor_parallel_degree
+    try:
+        notices = check(config, world_size)
+    except UserError as error:
+        refused += [line.strip() for line in str(error).splitlines()[1:]]
+    try:
+        load_tokenizer(config.model.hf_assets_path)
+    except UserError as error:
+        notices.append(f"on this machine, {error}")
+        config.model.hf_assets_path = None
+    if here := _refusal(config, world_size):
+        # The file may be for another machine: its memory, its GPUs and its packages are left out.
+        config.comm.mode = "fake_backend"
+        config.profiling.enable_memory_snapshot = config.metrics.enable_wandb = False
+        if anywhere := _refusal(config, world_size):
+            refused.append(anywhere)
+        else:
+            notices.append(f"on this machine, {here}")
+    return refused, notices
+
+
+def _refusal(config: JobConfig, world_size: int) -> str | None:
+    try:
+        check_disabled(config.compile.disable_passes)
+        Trainer(copy.deepcopy(config), world_size)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def other_meanings(config: JobConfig, flavor: str) -> list[str]:
+    """Say in what the model of a file is not torchtitan's; `flavor` is the name in the file."""
+    family, folder = config.model.name, Path(config.model.hf_assets_path or "")
+    if "." in family:
+        return []
+    if not flavor and (folder / "config.json").is_file():
+        return [f"no model.flavor is set: it is what {folder / 'config.json'} says here; there it was debugmodel"]
+    name = f"{family} {config.model.flavor or 'debugmodel'}"
+    found = [how for pattern, how in OTHER_MODELS if fnmatch.fnmatchcase(name, pattern)]
+    if family == "llama4" and not flavor.endswith("_irope"):
+        found.append("three layers of four see chunks here, the fourth no positions; there only in _irope flavours")
+    if family == "deepseek_v3" and config.training.seq_len <= 4096:
+        found.append("positions are stretched (YaRN) at every length here; there only in rows of more than 4096 tokens")
+    if not flavor.endswith(tuple(suffix for suffix, _ in FLAVOR_SUFFIXES)):
+        found.append("attention stays inside each document of a row here; there only in _flex and _varlen flavours")
+    return [f"{name}: {how}" for how in found]
+
+
+def report(name: str, settings: list[Setting], result: Resolution) -> tuple[str, bool]:
+    """Return a list of what becomes of each line of a file, and whether any is refused."""
+    config = result.config
     lines: dict[str, list[str]] = {verdict: [] for verdict in TITLES}
-    lines["kept"] = [f"{key} = {get(result.config, key)!r}" for key in result.config.sources if key not in judged]
     for finding in result.findings:
-        lines[finding.verdict].append(f"{finding.setting.key} = {finding.setting.value!r}: {finding.why}")
+        lines[finding.verdict].append(f"{finding.setting.key} = {brief(finding.setting.value)}: {finding.why}")
+    judged = {finding.setting.key for finding in result.findings}
+    if not lines[REFUSED] or "model.name" not in judged:
+        refused, said = rehearse(config)
+        lines[REFUSED] += [line.removeprefix(f"{name}: ") for line in refused]
+        lines[SAID] += [line.removeprefix(f"{name}: ") for line in said]
+        given = {setting.key: setting.value for setting in settings}
+        lines[OTHER] = other_meanings(config, str(given.get("model.flavor") or ""))
+    for key, value in ((setting.key, setting.value) for setting in settings if setting.key not in judged):
+        if key not in config.sources:
+            lines[HARMLESS].append(f"{key} = {value!r}")
+        elif key == "model.flavor" and lines[OTHER]:
+            continue
+        elif not any(re.match(rf"{re.escape(key)}(?![\w.])", line) for line in lines[REFUSED]):
+            lines["kept"].append(f"{key} = {get(config, key)!r}")
     sections = [
         "\n  ".join([f"{len(lines[verdict])} {title}{':' if lines[verdict] else ''}", *lines[verdict]])
         for verdict, title in TITLES.items()
     ]
-    return "\n".join([name, *sections])
+    return "\n".join([name, *sections]), bool(lines[REFUSED])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,16 +149,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--out", metavar="NEW.toml", type=Path, help="write what differs from the defaults to this file"
     )
     arguments = parser.parse_args(argv)
-    result = translate(arguments.old)
-    print(report(arguments.old, result))
-    if any(finding.verdict == REFUSED for finding in result.findings):
+    settings, result = translate(arguments.old)
+    text, refused = report(arguments.old, settings, result)
+    print(text)
+    if refused:
         if arguments.out:
             print(f"{arguments.out} is not written, since something is refused", file=sys.stderr)
         return 1
     if arguments.out:
-        ignored = [finding.setting.key for finding in result.findings if finding.verdict == IGNORED]
-        leave_out = {RENAMED.get(key, key) for key in ignored}
-        arguments.out.write_text(dump_changes(result.config, leave_out=leave_out), encoding="utf-8")
+        arguments.out.write_text(dump_changes(result.config), encoding="utf-8")
     return 0
 
 

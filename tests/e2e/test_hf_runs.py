@@ -130,7 +130,10 @@ def test_a_run_that_goes_on_takes_its_own_checkpoint(small: Path, tmp_path: Path
             ["checkpoint.initial_load_in_hf = true", "nowhere holds neither model.safetensors"],
         ),
         (["--checkpoint.initial_load_in_hf_quantized"], ["needs initial_load_in_hf = true"]),
-        (["--checkpoint.export_dtype", "bfloat16"], ["checkpoint.export_dtype = 'bfloat16'", "last_save_in_hf"]),
+        (
+            ["--checkpoint.enable", "--checkpoint.export_dtype", "bfloat16"],
+            ["checkpoint.export_dtype = 'bfloat16'", "last_save_in_hf"],
+        ),
         (
             ["--model.name=llama3", "--model.flavor", "1B", "--model.hf_assets_path", "HF"],
             ["'1B' of llama3 contradicts"],

@@ -46,7 +46,7 @@ def test_mistake_in_a_file(toml: str, parts: list[str], tmp_path: Path) -> None:
         ("--training.stepz 3", ["command line: training.stepz = '3'", "did you mean training.steps?"]),
         ("--training.steps 3 --optimizer.lr -1 --compile.mode x", ["2 problems", "optimizer.lr", "compile.mode"]),
         ("--job.config_file llama3_debg.toml", ["llama3_debg.toml", "did you mean llama3_debug.toml?"]),
-        ("--model.name lama3", ["model.name = 'lama3'", "must be one of llama3", "did you mean llama3?"]),
+        ("--model.name lama3", ["model.name = 'lama3'", "must be one of", "did you mean llama3?"]),
         ("--model.name my_models.nothing", ["model.name = 'my_models.nothing'", "is it on PYTHONPATH?"]),
         ("--model.flavor debugmodl", ["model.flavor = 'debugmodl'", "did you mean 'debugmodel'?"]),
         ("--model.hf_assets_path ./nowhere", ["model.hf_assets_path = './nowhere'", "there is no tokenizer.json"]),

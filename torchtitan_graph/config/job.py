@@ -20,7 +20,9 @@ class Job:
     description: str = option("default job", "Free text, logged at the start.")
     print_config: bool = option(False, "Log the resolved configuration at the start.")
     save_config_file: str = option(
-        "config.toml", "Where in dump_folder the resolved configuration is written, as TOML.", place=INSIDE
+        "config.toml",
+        "Where in dump_folder the resolved configuration is written, as TOML; empty: nowhere.",
+        place=INSIDE,
     )
     allow_changed: list[str] = option(
         [],
@@ -56,13 +58,16 @@ class Metrics:
     enable_tensorboard: bool = option(False, "Write TensorBoard event files.")
     disable_color_printing: bool = option(False, "Never colour the console.")
     save_tb_folder: str = option("tb", "Folder in dump_folder for TensorBoard event files.", place=INSIDE)
-    save_for_all_ranks: bool = option(False, "Write the metrics of every rank, not only of rank 0.")
+    save_for_all_ranks: bool = option(False, "Write the metrics of every rank to files, not only those of rank 0.")
     enable_wandb: bool = option(
-        False, "Log to Weights & Biases; without WANDB_API_KEY in the environment, to a folder in dump_folder only."
+        False,
+        "Log to Weights & Biases; with neither WANDB_API_KEY nor WANDB_MODE in the environment, to a folder in"
+        " dump_folder only.",
     )
     histogram_freq: int = option(
         0,
-        "Steps from one set of TensorBoard histograms, of all parameters and gradients, to the next; 0: none.",
+        "Steps from one set of histograms of all parameters and gradients to the next, with enable_tensorboard; 0:"
+        " none.",
         minimum=0,
     )
     loss_alarm: float = option(
@@ -83,7 +88,11 @@ class Metrics:
 class Model:
     """What is trained."""
 
-    name: str = option("llama3", "Model family; a dotted name is a module of your own.")
+    name: str = option(
+        "llama3",
+        "Model family, a file of the package's models/; a dotted name is a module of your own. With neither this nor"
+        " flavor set, a config.json in hf_assets_path says it.",
+    )
     flavor: str | None = option(
         None,
         "Size of the model, a name of the family's table; not set: what config.json in hf_assets_path says, or, where"
@@ -91,8 +100,8 @@ class Model:
     )
     hf_assets_path: str | None = option(
         None,
-        "Folder with a tokenizer.json, or that file; not set: bytes are the tokens. With a config.json beside it, that"
-        " is the architecture, or what flavor is checked against. No weights are loaded by this option.",
+        "Folder with a tokenizer.json, or that file; not set: bytes are the tokens. A config.json in the folder is the"
+        " architecture, or what flavor is checked against. No weights are loaded by this option alone.",
     )
     attn: str = option("sdpa", "Implementation of attention; both mask other documents.", choices=("sdpa", "flex"))
 
@@ -109,7 +118,7 @@ class MoE:
     load_balance_loss: float = option(0.0, "Weight of a loss that evens out the experts' loads; 0: none.", minimum=0)
     load_balance_over: str = option(
         "batch",
-        "What that loss evens out: the loads of all data-parallel ranks' rows together, or of each row.",
+        "What that loss evens out: the loads of a microbatch's rows on all data-parallel ranks, or of each row.",
         choices=("batch", "sequence"),
     )
     router_z_loss: float = option(0.0, "Weight of a loss that keeps the routers' logits small; 0: none.", minimum=0)
@@ -119,7 +128,9 @@ class MoE:
 class ParamGroup:
     """Parameters with settings of their own. A parameter belongs to the first entry that matches its name."""
 
-    pattern: str = option("", "Which parameters, such as *.norm.weight or layers.[01].*", pattern=r".+")
+    pattern: str = option(
+        "", "Which parameters, by their whole names, such as *_norm.weight or layers.[01].*", pattern=r".+"
+    )
     lr: float | None = option(None, "Peak learning rate; not set: optimizer.lr.", minimum=0)
     weight_decay: float | None = option(None, "Weight decay; not set: optimizer.weight_decay.", minimum=0)
     beta1: float | None = option(None, "As optimizer.beta1; not set: that.", minimum=0, below=1)
@@ -147,7 +158,9 @@ class Optimizer:
     beta2: float = option(0.95, "Decay of the mean of their squares.", minimum=0, below=1)
     eps: float = option(1e-8, "Added to the denominator of an update.", minimum=0)
     weight_decay: float = option(0.1, "Weight decay; decoupled in AdamW.", minimum=0)
-    implementation: str = option("fused", "Same update, different speed.", choices=("for-loop", "foreach", "fused"))
+    implementation: str = option(
+        "fused", "The same update up to rounding, at another speed.", choices=("for-loop", "foreach", "fused")
+    )
 
 
 @dataclass
@@ -163,7 +176,12 @@ class LRScheduler:
         maximum=1,
     )
     decay_type: str = option("linear", "Shape of the decay.", choices=("linear", "sqrt", "cosine"))
-    min_lr_factor: float = option(0.0, "Learning rate at the end, as a part of the peak.", minimum=0, maximum=1)
+    min_lr_factor: float = option(
+        0.0,
+        "Where the decay leads, as a part of the peak; the step after the last would have it.",
+        minimum=0,
+        maximum=1,
+    )
 
 
 @dataclass
@@ -171,8 +189,10 @@ class DataLoader:
     """Processes that prepare batches."""
 
     num_workers: int = option(0, "Worker processes per rank; 0: the trainer prepares its batches itself.", minimum=0)
-    persistent_workers: bool = option(False, "Keep workers from one epoch to the next.")
-    pin_memory: bool = option(False, "Put batches in page-locked memory, for faster copies to a GPU.")
+    persistent_workers: bool = option(
+        False, "Keep worker processes where reading begins anew, instead of starting them again."
+    )
+    pin_memory: bool = option(False, "On a GPU, put batches in page-locked memory, for faster copies to it.")
     prefetch_factor: int | None = option(None, "Batches a worker prepares ahead; not set: 2.", minimum=1)
 
 
@@ -197,13 +217,14 @@ class Training:
 
     dataset: str = option(
         "stdlib",
-        "Corpus: stdlib (the running Python's own sources, no download), c4 (from the Hugging Face hub), another name"
-        " of the hub, or any name together with dataset_path. c4_test is an old name of stdlib.",
+        "Corpus: stdlib (the running Python's own sources, no download), c4 (from the Hugging Face hub), another"
+        " owner/name or owner/name:config of the hub, or any name together with dataset_path. c4_test is an old name of"
+        " stdlib.",
     )
     dataset_path: str | None = option(
         None,
-        "Folder of text or source files, a .jsonl, .jsonl.gz or .parquet file, a saved Hugging Face dataset, or token"
-        " shards of scripts/pretokenize.py.",
+        "A text, .jsonl, .jsonl.gz or .parquet file, a folder of these and of source files at any depth, a saved"
+        " Hugging Face dataset, or token shards of scripts/pretokenize.py.",
     )
     sources: list[DataSource] = option(
         [], "Corpora to mix by weight, in the place of dataset and dataset_path; the weights may change on a resume."
@@ -242,7 +263,8 @@ class Parallelism:
     )
     fsdp_reshard_after_forward: str = option(
         "default",
-        "Free gathered parameters after forward and gather again for backward; default: as always.",
+        "Whether parameters that forward has gathered over the shards are freed after it and gathered again for"
+        " backward. default: those of the layers; embedding, last norm and output stay. always: all. never: none.",
         choices=("default", "always", "never"),
     )
     tensor_parallel_degree: int = option(1, "Shards of the matrix products, with sequence parallel.", minimum=1)
@@ -269,8 +291,8 @@ class Checkpoint:
     )
     initial_load_path: str | None = option(
         None,
-        "Checkpoint to start from while folder holds none of this run: a step-N folder, or the address of one, such as"
-        " s3://bucket/run/step-100.",
+        "Checkpoint to start from while folder and remote_folder hold none of this run: a step-N folder, or the address"
+        " of one, such as s3://bucket/run/step-100.",
     )
     initial_load_model_only: bool = option(True, "Take only parameters from initial_load_path.")
     initial_load_in_hf: bool = option(
@@ -297,7 +319,11 @@ class Checkpoint:
         choices=("disabled", "async", "async_with_pinned_mem"),
     )
     keep_latest_k: int = option(
-        10, "Checkpoints to keep, the newest; 0: all. 1 is illegal: the newest may be incomplete.", minimum=2, also=(0,)
+        10,
+        "Checkpoints to keep, the newest, beside those of keep_every; 0: all. 1 is illegal: the newest may be"
+        " incomplete.",
+        minimum=2,
+        also=(0,),
     )
     load_step: int = option(-1, "Step to resume from; -1: the newest.", minimum=0, also=(-1,))
     exclude_from_loading: list[str] = option(
@@ -323,8 +349,9 @@ class ActivationCheckpoint:
     )
     selective_ac_option: str = option(
         "2",
-        "op: keep costly operations of each layer; an integer n: recompute every n-th layer.",
-        pattern=r"op|[1-9][0-9]*",
+        "op: of each layer keep attention, sums over ranks and every second matrix product, recompute the rest; an"
+        " integer n: recompute every n-th layer as a whole.",
+        pattern=r"op|[1-9][0-9]{0,8}",
     )
 
 
@@ -364,8 +391,10 @@ class Compile:
 class Comm:
     """The processes' communication."""
 
-    init_timeout_seconds: int = option(300, "Longest wait in a collective until the first step is done.", minimum=1)
-    train_timeout_seconds: int = option(100, "Longest wait in a collective after that.", minimum=1)
+    init_timeout_seconds: int = option(
+        300, "Longest wait in a collective until the first step is done.", minimum=1, maximum=10**9
+    )
+    train_timeout_seconds: int = option(100, "Longest wait in a collective after that.", minimum=1, maximum=10**9)
     trace_buf_size: int = option(
         20000, "Collectives that NCCL's flight recorder keeps, written when one of them times out; 0: none.", minimum=0
     )
@@ -396,7 +425,7 @@ class Validation:
     local_batch_size: int = option(8, "Rows per rank and microbatch.", minimum=1)
     seq_len: int = option(2048, "Tokens per row.", minimum=1)
     freq: int = option(10, "Steps from one validation to the next.", minimum=1)
-    steps: int = option(-1, "Microbatches of one validation; -1: the whole split.", minimum=1, also=(-1,))
+    steps: int = option(-1, "Microbatches per rank of one validation; -1: the whole split.", minimum=1, also=(-1,))
     dataloader: DataLoader = field(default_factory=DataLoader)
 
 
@@ -410,8 +439,12 @@ class Debug:
     deterministic: bool = option(False, "Use deterministic kernels only; an operation without one is an error.")
     deterministic_warn_only: bool = option(False, "With deterministic: such an operation is a warning.")
     moe_force_load_balance: bool = option(False, "Send every expert equally many tokens.")
-    verify_passes: bool = option(False, "Run the graph before and after each pass and compare. Slow, and needs memory.")
-    dump_graphs: bool = option(False, "Write the graph after each pass to dump_folder, numbered, as readable Python.")
+    verify_passes: bool = option(
+        False, "Run the training step's graph before and after each pass and compare. Slow, and needs memory."
+    )
+    dump_graphs: bool = option(
+        False, "Write the training step's graph after each pass to graphs in dump_folder, numbered, as readable Python."
+    )
     stack_traces: bool = option(False, "Record the line of source of each graph node. Tracing is slower.")
 
 

@@ -78,6 +78,8 @@ def read_arguments(argv: Sequence[str], result: Resolution) -> list[Setting]:
 def _unexpected(word: str) -> str:
     if word.endswith(".toml"):
         return f"unexpected; a file is given as --job.config_file {word}"
+    if word.partition("=")[0] in OPTIONS:
+        return f"unexpected; did you mean --{word}?"
     return "unexpected; options are given as --table.key value, a list as first,second"
 
 

@@ -18,7 +18,7 @@ Options are set in a TOML file and on the command line, which wins over the file
     --table.flag                 turns a true-or-false option on, --table.no-flag turns it off
     --table.list first,second    a list
     --table.tables TABLES        a table, or an array of tables, as in TOML: '[{key = value}, {key = value}]'
-    --help [TABLE]               explains all options, or those of one table
+    --help [TABLE]               explains all options, or those of one table; --help TABLE.KEY one option
     --version                    prints the version
 
 An empty value unsets an option that need not be set."""
@@ -47,15 +47,17 @@ def describe(table: type) -> str:
 
 
 def option_help(table: str | None) -> str:
-    """Return the text of --help: all options, or those of one table and the tables in it.
+    """Return the text of --help: all options, or those of one table and the tables in it, or one option.
 
     Raises:
         UserError: there is no such table.
     """
+    if table in OPTIONS:
+        return _help_block(f"[{table.rpartition('.')[0]}]", [OPTIONS[table]], "--" + table.rpartition(".")[0])
     every = tables()
     chosen = [name for name in every if table is None or name == table or name.startswith(f"{table}.")]
     if not chosen:
-        near = nearest(table or "", every)
+        near = nearest(table or "", [*every, *OPTIONS])
         raise UserError(f"--help {table}: there is no such table" + (f"; did you mean {near}?" if near else ""))
     blocks = [SYNTAX] if table is None else []
     for name in chosen:
@@ -89,9 +91,9 @@ def options_page() -> str:
         "Everything is checked before a process group starts. An error lists all problems at once: where, which",
         "option, what is legal, and the nearest name.",
         "",
-        "`python -m torchtitan_graph.translate OLD.toml` says what becomes of a file of an earlier release, and",
-        "`--out NEW.toml` writes it anew. Every run writes its resolved configuration to its `dump_folder`; that file",
-        "can be loaded as it is, and says where each value came from.",
+        "`python -m torchtitan_graph.translate OLD.toml` says what becomes of a file of torchtitan or of an earlier",
+        "release, and what train would refuse; `--out NEW.toml` writes it anew. Every run writes its resolved",
+        "configuration to its `dump_folder`; that file can be loaded as it is, and says where each value came from.",
     ]
     for name, members in tables().items():
         lines += _page_section(f"[{name}]", describe_table(name), members)

@@ -211,10 +211,11 @@ def options(table: type, prefix: str = "") -> dict[str, Option]:
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """Return the name most like a mistyped one, or None when none is near. A right key in a wrong table is near."""
+    """Return the name most like a mistyped one, or None when none is near. A key without its table, or in a wrong one,
+    is near."""
     names = list(names)
     leaf = name.rpartition(".")[2]
-    same_leaf = [other for other in names if "." in name and other.rpartition(".")[2] == leaf]
+    same_leaf = [other for other in names if other.rpartition(".")[2] == leaf]
     if same_leaf:
         return difflib.get_close_matches(name, same_leaf, n=1, cutoff=0.0)[0]
     close = difflib.get_close_matches(name, names, n=1)
@@ -269,7 +270,7 @@ def _is_plain(value: Any) -> bool:
 
 def _is_inside(name: str) -> bool:
     path = PurePath(name)
-    return ".." not in path.parts and not path.is_absolute()
+    return ".." not in path.parts and not path.is_absolute() and (name == "" or path.parts != ())
 
 
 def _split(text: str, separator: str) -> list[str]:

@@ -153,6 +153,8 @@ def _resolve_aliases(effective: dict[str, Setting], result: Resolution) -> None:
             result.findings.append(Finding(CHANGED, effective[key], why))
     name = config.model.name
     if "." in name:  # a module of the user's: its flavours have their own names
+        if not all(part.isidentifier() for part in name.split(".")):
+            result.refuse(effective["model.name"], "is not the dotted name of a module, such as my_pkg.my_model")
         return
     families = family_names()
     if name not in families:

@@ -14,7 +14,7 @@ from torchtitan_graph.config.option import Option, options
 from torchtitan_graph.config.support import FLAVOR_SUFFIXES
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1)
-PATHS = st.text('ab .é\n"\\', min_size=1).filter(lambda name: name != "..")
+PATHS = st.text('ab .é\n"\\', min_size=1).filter(lambda name: name not in (".", ".."))
 
 
 def text(option: Option) -> st.SearchStrategy:
@@ -36,7 +36,9 @@ def values(option: Option) -> st.SearchStrategy:
         else TEXT,
         list[str]: st.lists(TEXT),
         list[list[str]]: st.lists(st.lists(TEXT)),
-        dict[str, Any]: st.dictionaries(TEXT, TEXT | st.booleans() | st.integers() | st.lists(st.floats(0, 1))),
+        dict[str, Any]: st.dictionaries(
+            TEXT, TEXT | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.lists(st.floats(0, 1))
+        ),
     }
     if option.row is not None:
         rows = st.builds(option.row, **{key: values(part) for key, part in options(option.row).items()})

@@ -135,6 +135,16 @@ def test_error_names_file_key_value_legal_and_nearest(tmp_path: Path, line: str,
             ["--training.steps", "10", "20"],
             "20: unexpected; options are given as --table.key value, a list as first,second",
         ),
+        (["--model.name", ".llama3"], "model.name = '.llama3': is not the dotted name of a module, such as my_pkg."),
+        (
+            ["--comm.train_timeout_seconds", "1000000000000"],
+            "comm.train_timeout_seconds = '1000000000000': must be a whole number of at least 1 and at most 1000000000",
+        ),
+        (["--activation_checkpoint.selective_ac_option", "9" * 10], "activation_checkpoint.selective_ac_option ="),
+        (["--job.save_config_file", "."], "job.save_config_file = '.': must be a path below dump_folder"),
+        (["--steps", "10"], "steps = '10': is not an option; did you mean training.steps?"),
+        (["--lr=1"], "lr = '1': is not an option; did you mean optimizer.lr?"),
+        (["training.steps=10"], "training.steps=10: unexpected; did you mean --training.steps=10?"),
         (["--training-steps", "10"], "training_steps = '10': is not an option; did you mean training.steps?"),
         (["--no-checkpoint.enable"], "no_checkpoint.enable: is not an option; did you mean --checkpoint.no-enable?"),
         (["--no-checkpoint.folder"], "no_checkpoint.folder: is not an option; did you mean checkpoint.folder?"),
@@ -147,7 +157,7 @@ def test_error_names_file_key_value_legal_and_nearest(tmp_path: Path, line: str,
         ),
         (
             ["--activation_checkpoint.selective_ac_option", "0"],
-            "activation_checkpoint.selective_ac_option = '0': must be a string matching op|[1-9][0-9]*",
+            "activation_checkpoint.selective_ac_option = '0': must be a string matching op|[1-9][0-9]{0,8}",
         ),
         (
             ["--checkpoint.keep_latest_k", "1"],
@@ -267,7 +277,7 @@ def test_a_dump_folder_is_named_by_other_options(tmp_path: Path, folder: str, re
     [
         (
             "{model.nam}/{seed}",
-            "{model.nam} is not an option; did you mean model.name?; {seed} is not an option; --help lists all options",
+            "{model.nam} is not an option; did you mean model.name?; {seed} is not an option; did you mean debug.seed?",
         ),
         ("{model.flavor}", "{model.flavor} has no value; set model.flavor as well"),
         ("{job.dump_folder}", "{job.dump_folder} is '{job.dump_folder}', which has braces itself"),
@@ -305,5 +315,9 @@ def test_help_on_one_table(capsys: pytest.CaptureFixture[str]) -> None:
         load(["--help", "training"])
     text = capsys.readouterr().out
     assert "--training.steps" in text and "--training.dataloader.num_workers" in text and "--model.name" not in text
+    with pytest.raises(SystemExit):
+        load(["-h", "training.steps"])
+    text = capsys.readouterr().out
+    assert "--training.steps" in text and "--training.seq_len" not in text
     with pytest.raises(ValueError, match="did you mean training"):
         load(["--help", "trainin"])

@@ -195,9 +195,12 @@ class BoundState:
         for name in sorted(options.keys() | self._traced_options.keys()):
             found, traced = options.get(name, "missing"), self._traced_options.get(name, "missing")
             if found != traced:
+                what = "keep it"
+                if name.endswith(".lr") and self._optimizer is not None and "fused" in self._optimizer.defaults:
+                    what = f"{type(self._optimizer).__name__}(fused=True, lr=torch.tensor(...)) takes it as a tensor"
                 raise UserError(
                     f"the optimizer's {name} is {found!r}, traced with {traced!r}: what is no tensor is a constant of "
-                    "the trace; make it a tensor (lr=torch.tensor(...)), or trace again"
+                    f"the trace; {what}, or trace again"
                 )
         state = live_state(self._module, self._optimizer)
         _check_names(self._slots, state)

@@ -106,8 +106,9 @@ def test_a_meta_model_is_traced_as_if_it_lay_on_a_device() -> None:
     with torch.device("meta"):
         model = nn.Linear(2, 2)
     traced = minimal_fx_tracer(lambda x: model(x) + torch.ones(2), module=model, device="cpu")(torch.zeros(1, 2))
-    model.to_empty(device="cpu").requires_grad_(False).weight.fill_(1)
-    model.bias.zero_()
+    with torch.no_grad():
+        model.to_empty(device="cpu").weight.fill_(1)
+        model.bias.zero_()
     assert torch.equal(run_traced(traced, module=model)(torch.ones(1, 2)), torch.full((1, 2), 3.0))
 
 

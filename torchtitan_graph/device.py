@@ -69,8 +69,11 @@ def peak_memory_gib() -> float:
 
     On a GPU: bytes that torch's allocator reserved. On a CPU: the process' resident memory.
     """
-    if device_type() == "cuda":
-        return torch.cuda.max_memory_reserved(device()) / GIB
+    return torch.cuda.max_memory_reserved(device()) / GIB if device_type() == "cuda" else host_peak_memory_gib()
+
+
+def host_peak_memory_gib() -> float:
+    """Return the most resident memory of this process since its start, or on a CPU since the last reset, in GiB."""
     status = Path("/proc/self/status")
     if status.exists():
         # Rather than getrusage: that one also counts the parent's memory at the fork, and can't be reset.

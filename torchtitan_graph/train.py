@@ -149,7 +149,7 @@ def _dry_run(trainer: Trainer, begin: float) -> None:
     trainer.setup_dry()
     logger.info(
         f"dry run of {dist.get_world_size()} ranks done in {time.perf_counter() - begin:.1f} s, "
-        f"peak memory of this process {devices.peak_memory_gib():.2f} GiB"
+        f"peak memory of this process {devices.host_peak_memory_gib():.2f} GiB"
     )
 
 

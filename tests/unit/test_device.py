@@ -54,6 +54,11 @@ def test_peak_memory_sees_an_allocation_and_forgets_it_when_reset() -> None:
     assert device.peak_memory_gib() < held - 0.5 * size_gib
 
 
+def test_the_hosts_peak_is_told_on_a_machine_with_a_gpu_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "device_type", lambda: "cuda")
+    assert 0.1 < device.host_peak_memory_gib() < 1024
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_memory_and_peak_are_the_gpus() -> None:
     device.reset_peak_memory()

@@ -8,6 +8,8 @@ region   the part of the graph that is compiled together, by name (read by `comp
 """
 
 import bisect
+import re
+from pathlib import Path
 
 import torch
 from torch.fx import GraphModule, Node
@@ -15,6 +17,7 @@ from torch.fx import GraphModule, Node
 SAVE, RECOMPUTE = "save", "recompute"
 GATHER, REDUCE = "gather", "reduce"
 
+_TORCH = Path(torch.__file__).parent
 _KEYS = ("phase", "module", "tag", "role", "param", "region")
 
 
@@ -40,6 +43,16 @@ def param(node: Node) -> str | None:
 
 def region(node: Node) -> str | None:
     return node.meta.get("region")
+
+
+def source_line(node: Node) -> str | None:
+    """Give the innermost line of source outside torch that made the node, as `layers/rope.py:31`, where the trace
+    recorded it."""
+    frames = re.findall(r'File "(.*)", line (\d+)', node.meta.get("stack_trace") or "")
+    for path, number in reversed(frames):
+        if not Path(path).is_relative_to(_TORCH):
+            return f"{'/'.join(Path(path).parts[-2:])}:{number}"
+    return None
 
 
 def write(node: Node, **values: str | None) -> None:

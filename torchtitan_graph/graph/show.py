@@ -14,12 +14,14 @@ from torchtitan_graph.graph.signature import signature_of
 
 
 def readable(gm: GraphModule) -> str:
-    """Give the graph as Python, with each node's shape, phase and module: two of these can be compared with `diff`."""
+    """Give the graph as Python, with each node's shape, phase and module, and its line of source where the trace
+    recorded it: two of these can be compared with `diff`."""
     lines = [f"# input  {s.kind:6} {s.name}" for s in signature_of(gm).inputs]
     lines += [f"# output {s.kind:6} {s.name}" for s in signature_of(gm).outputs]
     for node in gm.graph.nodes:
         val = node.meta.get("val")
         words = [_shape(val), meta.phase(node), meta.module(node), meta.tag(node), meta.role(node), meta.region(node)]
+        words.append(meta.source_line(node))
         arguments = [repr(a) for a in node.args] + [f"{k}={v!r}" for k, v in node.kwargs.items()]
         target = (
             f"{_target(node)}({', '.join(arguments)})" if node.op.startswith("call") else f"{node.op} {node.target}"

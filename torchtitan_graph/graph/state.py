@@ -71,6 +71,14 @@ def _options_of(group: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
+def modes_of(module: torch.nn.Module | None) -> Iterator[tuple[Any, str, str, bool]]:
+    """Yield (object, name, attribute, value) of what a trace takes from modules and parameters beside tensors."""
+    for name, child in module.named_modules() if module is not None else ():
+        yield child, name, "training", child.training
+    for name, p in module.named_parameters() if module is not None else ():
+        yield p, name, "requires_grad", p.requires_grad
+
+
 @contextlib.contextmanager
 def swapped_state(
     module: torch.nn.Module | None,
@@ -173,10 +181,12 @@ class BoundState:
         self,
         slots: tuple[Slot, ...],
         traced_options: dict[str, Any],
+        traced_modes: dict[str, bool],
         module: torch.nn.Module | None,
         optimizer: torch.optim.Optimizer | None,
     ):
-        self._slots, self._traced_options, self._module, self._optimizer = slots, traced_options, module, optimizer
+        self._slots, self._module, self._optimizer = slots, module, optimizer
+        self._traced_options, self._traced_modes = traced_options, traced_modes
         self._bind()
 
     def tensors(self) -> list[torch.Tensor]:
@@ -186,6 +196,7 @@ class BoundState:
             all(place.get(key) is held for place, key, held in self._places)
             and all(t._local_tensor is held for t, held in self._locals)
             and all(group.get(key) == value for group, key, value in self._options)
+            and all(getattr(owner, attribute) is value for owner, _, attribute, value in self._modes)
         ):
             self._bind()
         return self._tensors
@@ -195,12 +206,20 @@ class BoundState:
         for name in sorted(options.keys() | self._traced_options.keys()):
             found, traced = options.get(name, "missing"), self._traced_options.get(name, "missing")
             if found != traced:
+                what = "keep it"
+                if name.endswith(".lr") and self._optimizer is not None and "fused" in self._optimizer.defaults:
+                    what = f"{type(self._optimizer).__name__}(fused=True, lr=torch.tensor(...)) takes it as a tensor"
                 raise UserError(
                     f"the optimizer's {name} is {found!r}, traced with {traced!r}: what is no tensor is a constant of "
-                    "the trace; make it a tensor (lr=torch.tensor(...)), or trace again"
+                    f"the trace; {what}, or trace again"
                 )
         state = live_state(self._module, self._optimizer)
         _check_names(self._slots, state)
+        self._modes = list(modes_of(self._module))
+        for _, owner, attribute, value in self._modes:
+            name = f"{owner}.{attribute}".lstrip(".")
+            if self._traced_modes.get(name, value) is not value:
+                raise UserError(f"{name} is {value}, traced with {not value}: set it back, or trace again")
         self._tensors = [t for slot in self._slots for t in flatten(slot, state[slot.kind, slot.name])]
         self._places = list(_places(self._module, self._optimizer))
         self._locals = [(t, t._local_tensor) for _, _, t in self._places if isinstance(t, DTensor)]

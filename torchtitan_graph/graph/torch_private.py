@@ -23,7 +23,7 @@ from torch._guards import TracingContext, tracing
 from torch._higher_order_ops.flex_attention import flex_attention as _flex_attention
 from torch._higher_order_ops.utils import registered_hop_fake_fns
 from torch._subclasses import FakeTensor, FakeTensorMode
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
@@ -45,6 +45,7 @@ __all__ = [
     "METADATA_GLOBALS",
     "DTensorSpec",
     "DataDependentOutputException",
+    "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
     "ScoreFunction",
@@ -57,6 +58,7 @@ __all__ = [
     "dtensor_spec",
     "flex_attention_op",
     "free_gradient_dtype",
+    "has_gradient_hooks",
     "inductor_options",
     "init_fake_process_group",
     "is_profiling",
@@ -262,6 +264,11 @@ def record_memory_history(on: bool) -> None:
 def save_memory_snapshot(path: Path) -> None:
     """Write what was recorded, and what is allocated now. A pickle of plain lists and numbers."""
     torch.cuda.memory._dump_snapshot(str(path))
+
+
+def has_gradient_hooks(parameter: torch.Tensor) -> bool:
+    """Tell whether somebody registered a hook on a parameter's gradient; public API only adds and removes them."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def num_writes(tensor: torch.Tensor) -> int:

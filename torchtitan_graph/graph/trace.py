@@ -7,10 +7,11 @@ loss, grads = step(batch, num_tokens)
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -27,13 +28,17 @@ from torchtitan_graph.graph.state import (
     BoundState,
     flatten,
     live_state,
+    modes_of,
     optimizer_options,
     swapped_state,
     unchanged_attributes,
 )
 from torchtitan_graph.graph.torch_private import (
     DataDependentOutputException,
+    DynamicOutputShapeException,
     FakeTensorMode,
+    has_gradient_hooks,
+    is_traceable_wrapper_subclass,
     mask_parts,
     mask_whole,
     trace_to_graph,
@@ -70,6 +75,8 @@ class TracedResult:
     out_spec    pytree of the result
     out_constants  the leaves of the result that are no tensors, by position
     options     what the optimizer's groups hold beside tensors, by name: constants of the trace as well
+    modes       what modules are in training mode, and what parameters take gradients, by name: constants as well
+    autocast    the device types that compute in a lower precision around the call, and in which
     """
 
     gm: GraphModule
@@ -81,6 +88,8 @@ class TracedResult:
     out_spec: pytree.TreeSpec
     out_constants: dict[int, Any]
     options: dict[str, Any]
+    modes: dict[str, bool]
+    autocast: dict[str, torch.dtype]
 
 
 class Capture(Protocol):
@@ -135,8 +144,9 @@ def minimal_fx_tracer(
         names = tuple(_leaf_name(path, parameters) for path, _ in paths)
         arguments = {name: pytree.tree_structure(x) for name, x in _by_name(args, kwargs, parameters).items()}
         constants = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
-        for i, leaf in constants.items():
-            _check_constant(names[i], leaf)
+        for i, leaf in enumerate(leaves):
+            _check_argument(names[i], leaf)
+        _check_hooks(module)
 
         values = [(kind, name, tensor) for (kind, name), tensor in state.items()]
         values += [("input", names[i], leaf) for i, leaf in enumerate(leaves) if i not in constants]
@@ -149,9 +159,11 @@ def minimal_fx_tracer(
             traced = dict(zip([(s.kind, s.name) for s in slots], _unflatten(slots, flat, values), strict=True))
             full = [constants[i] if i in constants else traced["input", names[i]] for i in range(len(leaves))]
             user_args, user_kwargs = pytree.tree_unflatten(full, in_spec)
-            with swapped_state(module, optimizer, traced), unchanged_attributes(module):
+            with swapped_state(module, optimizer, traced), unchanged_attributes(module), _unassigned_data(traced):
                 result = fn(*user_args, **user_kwargs)
             out_paths, out["spec"] = pytree.tree_flatten_with_path(result)
+            for path, x in out_paths:
+                _check_result(f"the result{pytree.keystr(path)}", x)
             out["constants"] = {i: x for i, (_, x) in enumerate(out_paths) if not isinstance(x, torch.Tensor)}
             tensors = [(path, x.detach()) for path, x in out_paths if isinstance(x, torch.Tensor)]
             out["slots"] = tuple(Slot(pytree.keystr(path), "output", layout_of(x)) for path, x in tensors)
@@ -164,13 +176,28 @@ def minimal_fx_tracer(
                 f"the traced function reads a tensor's value ({error.func}), which no trace has: keep it a tensor, or "
                 "read it outside; AdamW reads its step counter, unless it is AdamW(fused=True, lr=torch.tensor(...))"
             ) from error
+        except DynamicOutputShapeException as error:
+            raise UserError(
+                f"the traced function makes a tensor whose shape depends on values ({error.func}), which no trace has: "
+                "take torch.where or a mask of fixed shape, or do it outside"
+            ) from error
         gm.meta["signature"] = Signature(slots, out["slots"])
         _name_placeholders(gm)
         meta.settle(gm)
         _refuse_unsupported(gm, may_write=("param", "optim") if optimizer is not None else ())
         options = optimizer_options(module, optimizer)
         return TracedResult(
-            gm, in_spec, arguments, parameters, names, constants, out["spec"], out["constants"], options
+            gm,
+            in_spec,
+            arguments,
+            parameters,
+            names,
+            constants,
+            out["spec"],
+            out["constants"],
+            options,
+            {f"{name}{'.' if name else ''}{attribute}": x for _, name, attribute, x in modes_of(module)},
+            _autocast(),
         )
 
     return trace
@@ -194,26 +221,45 @@ def run_traced(
     signature, graph = signature_of(traced.gm), Watchable(traced.gm)
     state_slots = tuple(s for s in signature.inputs if s.kind != "input")
     input_slots = tuple(s for s in signature.inputs if s.kind == "input")
-    bound = BoundState(state_slots, traced.options, module, optimizer)
+    examples = _example_inputs(traced.gm)
+    bound = BoundState(state_slots, traced.options, traced.modes, module, optimizer)
 
     def flat_inputs(args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
         leaves, in_spec = pytree.tree_flatten(_call(args, kwargs))
         if in_spec != traced.in_spec:
             leaves = _leaves_by_name(args, kwargs, traced)
         for i, constant in traced.constants.items():
-            if type(leaves[i]) is not type(constant) or leaves[i] != constant:
+            if type(leaves[i]) is not type(constant) or repr(leaves[i]) != repr(constant):  # nan is nan, 0 is not -0
+                found = "a tensor" if isinstance(leaves[i], torch.Tensor) else repr(leaves[i])
                 raise UserError(
-                    f"{traced.names[i]} is {leaves[i]!r}, traced with {constant!r}: a value that is no tensor is a "
+                    f"{traced.names[i]} is {found}, traced with {constant!r}: a value that is no tensor is a "
                     "constant of the trace; pass it as a tensor, or trace again"
                 )
         tensors = [leaf for i, leaf in enumerate(leaves) if i not in traced.constants]
+        for slot, tensor in zip(input_slots, tensors, strict=True):
+            device = examples[slot.name].device.type
+            if isinstance(tensor, torch.Tensor) and tensor.device.type != device != "meta":
+                raise UserError(f"{slot.name} is on {tensor.device}, traced on {device}: move it, or trace again")
         return [t for slot, tensor in zip(input_slots, tensors, strict=True) for t in flatten(slot, tensor)]
 
     def run(*args: Any, **kwargs: Any) -> Any:
         flat = bound.tensors() + flat_inputs(args, kwargs)
+        strides = [x.stride() for x in flat]
         del args, kwargs  # the graph frees an input after its last use, if nobody else holds it
-        with torch.no_grad():
-            values = graph(flat)
+        if _autocast() != traced.autocast:
+            raise UserError(
+                f"torch.autocast is {_autocast() or 'off'}, traced with {traced.autocast or 'off'}: its casts are in "
+                "the graph; call under the same, or trace again"
+            )
+        with torch.no_grad(), contextlib.ExitStack() as stack:
+            for kind in traced.autocast:  # its casts are in the graph, and backward has none
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            try:
+                values = graph(flat)
+            except RuntimeError as error:
+                if "view size is not compatible" in str(error):
+                    _refuse_strides(traced.gm, strides, error)
+                raise
             results: list[Any] = []
             position = 0
             for slot in signature.outputs:
@@ -224,6 +270,22 @@ def run_traced(
         return pytree.tree_unflatten(results, traced.out_spec)
 
     return run
+
+
+def _example_inputs(gm: GraphModule) -> dict[str, torch.Tensor]:
+    """Give what each argument was traced as, by name; of a tensor subclass its last part."""
+    placeholders = iter(gm.graph.find_nodes(op="placeholder"))
+    owners = [(slot, next(placeholders)) for slot in signature_of(gm).inputs for _ in range(slot.layout.num_tensors)]
+    return {slot.name: node.meta["val"] for slot, node in owners if slot.kind == "input"}
+
+
+def _refuse_strides(gm: GraphModule, strides: list[tuple[int, ...]], error: RuntimeError) -> None:
+    """Name the argument whose strides are not those traced, where a view in the graph has failed for them."""
+    owners = [slot.name for slot in signature_of(gm).inputs for _ in range(slot.layout.num_tensors)]
+    for name, found, node in zip(owners, strides, gm.graph.find_nodes(op="placeholder"), strict=True):
+        wanted = node.meta["val"].stride()
+        if found != wanted:
+            raise UserError(f"{name} has strides {found}, traced with {wanted}: make it so, or trace again") from error
 
 
 def _call(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -238,7 +300,8 @@ def _unflatten(slots: tuple[Slot, ...], flat: tuple[torch.Tensor, ...], values: 
         leaf = slot.layout.unflatten(list(flat[position : position + slot.layout.num_tensors])).detach()
         if live.requires_grad:
             leaf.requires_grad_()
-            leaf.grad_dtype = live.grad_dtype
+            if live.is_leaf:
+                leaf.grad_dtype = live.grad_dtype
         leaves.append(leaf)
         position += slot.layout.num_tensors
     return leaves
@@ -296,7 +359,7 @@ def _leaves_by_name(args: tuple, kwargs: dict[str, Any], traced: TracedResult) -
         words += [f"{leaf} is missing" for leaf in traced.names if leaf in own and leaf not in leaves]
         words += [f"{leaf} was not traced{_nearest(leaf, own)}" for leaf in leaves if leaf not in own]
         if own == leaves.keys() and pytree.tree_structure(value) != traced.arguments[name]:
-            words.append(f"{name} has another structure: its containers are of other types, or hold other constants")
+            words.append(f"{name} has another structure: its keys in another order, or other containers or constants")
         found |= leaves
     words = [f"{name} is missing" for name in traced.arguments if name not in given] + words
     if words:
@@ -321,15 +384,59 @@ def _name_placeholders(gm: GraphModule) -> None:
     gm.recompile()
 
 
-def _check_constant(name: str, leaf: Any) -> None:
+@contextlib.contextmanager
+def _unassigned_data(traced: Mapping[tuple[str, str], torch.Tensor]) -> Iterator[None]:
+    """Refuse `x.data = y`: a graph would go on with the old values."""
+    plain = {name: x for (_, name), x in traced.items() if not is_traceable_wrapper_subclass(x)}
+    before = {name: x.untyped_storage() for name, x in plain.items()}
+    yield
+    if assigned := [name for name, x in plain.items() if x.untyped_storage() is not before[name]]:
+        raise UserError(
+            f"the traced function assigns the data of {', '.join(assigned)}: a graph would lose it silently; return "
+            "the new value from the function and write it back outside"
+        )
+
+
+def _autocast() -> dict[str, torch.dtype]:
+    return {kind: torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)}
+
+
+def _check_hooks(module: torch.nn.Module | None) -> None:
+    hooked = [name for name, p in module.named_parameters() if has_gradient_hooks(p)] if module is not None else []
+    if hooked:
+        raise UserError(
+            f"{', '.join(hooked)} has a hook on its gradient, which a graph would not call: remove it, and change the "
+            "gradient in the traced function"
+        )
+
+
+def _check_argument(name: str, leaf: Any) -> None:
     if isinstance(leaf, torch.nn.Module):
         raise UserError(f"{name} is an nn.Module: pass it as module=, then its parameters become inputs of the graph")
-    if not isinstance(leaf, _CONSTANT_TYPES):
+    if isinstance(leaf, torch.Tensor):
+        _check_dense(name, leaf)
+    elif not isinstance(leaf, _CONSTANT_TYPES):
         raise UserError(
             f"{name} is a {type(leaf).__name__}; a traced function takes tensors and int, float, bool, str or None: "
             "capture it in the function's closure, or register its type with torch.utils._pytree "
             "(register_pytree_node if it holds tensors, register_constant if it does not)"
         )
+
+
+def _check_result(name: str, leaf: Any) -> None:
+    if isinstance(leaf, torch.Tensor):
+        _check_dense(name, leaf)
+    elif not isinstance(leaf, _CONSTANT_TYPES):
+        raise UserError(
+            f"{name} is a {type(leaf).__name__}; a traced function gives tensors and int, float, bool, str or None: "
+            "register its type with torch.utils._pytree (register_pytree_node), or return what it holds"
+        )
+
+
+def _check_dense(name: str, tensor: torch.Tensor) -> None:
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        kind = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
+        raise UserError(f"{name} is a {kind} tensor: a traced function takes and gives dense ones")
 
 
 def _refuse_unsupported(gm: GraphModule, may_write: tuple[str, ...]) -> None:

@@ -14,12 +14,13 @@ def set_up_flight_recorder(config: job.Comm, dump_folder: Path) -> None:
     """Let NCCL write its last `trace_buf_size` collectives when one of them times out; before the process group."""
     folder = (dump_folder / config.save_traces_folder).absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    for name, value in {
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": str(config.trace_buf_size),
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(folder / config.save_traces_file_prefix),  # and the rank
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-    }.items():
-        os.environ.setdefault(name, value)
+    for name, old_name, value in (
+        ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE", str(config.trace_buf_size)),
+        ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(folder / config.save_traces_file_prefix)),
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT", "1"),
+    ):
+        if old_name not in os.environ:  # torch still reads it, after the new one
+            os.environ.setdefault(name, value)
 
 
 class HangWatch:

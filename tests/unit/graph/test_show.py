@@ -1,5 +1,6 @@
 """A graph as text: for people, and for `diff`."""
 
+import inspect
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,6 +62,19 @@ def test_a_line_says_shape_phase_and_module_and_the_words_of_passes(gm: torch.fx
     lines = {line.split(" = ")[0]: line for line in readable(gm).splitlines()}
     assert lines[tanh.name] == f"{tanh.name} = aten.tanh.default({embedding})  # float32[1, 4, 3] forward"
     assert lines[embedding.name].endswith("# float32[1, 4, 3] forward table save gather")
+
+
+def test_with_stack_traces_each_line_ends_with_the_line_of_source_outside_torch() -> None:
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+    texts = []
+    for stack_traces in (False, True):
+        step = (Tiny(), cross_entropy, Batch(tokens, tokens, tokens), None, torch.tensor(4.0))
+        texts.append(readable(trace_train_step(*step, device="cpu", stack_traces=stack_traces).gm).splitlines())
+    number = inspect.getsourcelines(Tiny.forward)[1] + 1
+    for short, long in zip(*texts, strict=True):
+        assert long.startswith(short)
+        if any(op in short for op in ("aten.embedding.", "aten.tanh.", "aten.tanh_backward.", "aten.addmm.")):
+            assert long == f"{short} graph/test_show.py:{number}"
 
 
 def test_the_same_step_gives_the_same_text() -> None:

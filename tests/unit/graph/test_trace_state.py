@@ -106,8 +106,9 @@ def test_a_meta_model_is_traced_as_if_it_lay_on_a_device() -> None:
     with torch.device("meta"):
         model = nn.Linear(2, 2)
     traced = minimal_fx_tracer(lambda x: model(x) + torch.ones(2), module=model, device="cpu")(torch.zeros(1, 2))
-    model.to_empty(device="cpu").requires_grad_(False).weight.fill_(1)
-    model.bias.zero_()
+    with torch.no_grad():
+        model.to_empty(device="cpu").weight.fill_(1)
+        model.bias.zero_()
     assert torch.equal(run_traced(traced, module=model)(torch.ones(1, 2)), torch.full((1, 2), 3.0))
 
 
@@ -423,12 +424,20 @@ def test_an_optimizer_without_state_needs_no_first_step() -> None:
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), eager.parameters(), strict=True))
 
 
-def test_another_learning_rate_that_is_no_tensor_is_refused() -> None:
-    model, optimizer = warmed_up(sgd)
+def fused_adamw_with_a_number(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "form"),
+    [(sgd, r"SGD\(fused=True, lr=torch.tensor"), (fused_adamw_with_a_number, r"AdamW\(fused=True, lr=torch.tensor")],
+)
+def test_another_learning_rate_that_is_no_tensor_is_refused(make: Callable, form: str) -> None:
+    model, optimizer = warmed_up(make)
     traced = minimal_fx_tracer(train_step(model, optimizer), module=model, optimizer=optimizer)(*data(0))
     run = run_traced(traced, module=model, optimizer=optimizer)
     optimizer.param_groups[0]["lr"] = 0.5
-    with pytest.raises(ValueError, match=r"group of 0.bias.lr is 0.5, traced with 0.01: .*make it a tensor"):
+    with pytest.raises(ValueError, match=rf"group of 0.bias.lr is 0.5, traced with 0.01: .*{form}"):
         run(*data(0))
 
 

@@ -223,7 +223,7 @@ class Trainer:
                     logger.info(f"the data is used up after step {self.step}")
                     metrics.log_pending()
                 last = not trained or self.step == config.training.steps
-                run.done(self.step)
+                run.done(self.step, metrics.loss)
                 if self.step == first:
                     self._shorten_timeouts()
                 if self.step % config.training.gc_freq == 0:

@@ -11,7 +11,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchtitan_graph.checkpoint.folder import checksum, commit, prepare, prune, write_manifest, write_train_state
+from torchtitan_graph.checkpoint.folder import (
+    checksum,
+    commit,
+    prepare,
+    prune,
+    write_config,
+    write_manifest,
+    write_train_state,
+)
 from torchtitan_graph.checkpoint.remote import upload
 from torchtitan_graph.checkpoint.tensors import save_tensors
 from torchtitan_graph.config import job
@@ -32,11 +40,12 @@ class Saver:
 
     With `checkpoint.async_mode` other than "disabled", a thread writes a copy in the host's memory, through the
     process group `group`, which nothing else uses meanwhile. Its error is raised by the next `save` or `wait`; as a
-    save fails on all ranks or on none, so does that.
+    save fails on all ranks or on none, so does that. `run_config` is written beside the tensors.
     """
 
-    def __init__(self, config: job.Checkpoint, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, config: job.Checkpoint, group: dist.ProcessGroup | None, run_config: str = "") -> None:
         self.config = config
+        self.run_config = run_config
         self.group = group
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self._thread = None
@@ -109,6 +118,8 @@ class Saver:
             save_tensors(tmp, chunks, group)
             sums = gather_from_ranks(lambda: _sums_of_this_rank(tmp), group)
             on_rank_0(lambda: write_train_state(tmp, train_state), group)
+            if self.run_config:
+                on_rank_0(lambda: write_config(tmp, self.run_config), group)
             on_rank_0(lambda: write_manifest(tmp, {name: crc for part in sums for name, crc in part.items()}), group)
             on_rank_0(lambda: commit(tmp), group)
             on_rank_0(lambda: prune(path, self.config.keep_latest_k, self.config.keep_every), group)

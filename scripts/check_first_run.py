@@ -14,7 +14,11 @@ from torchtitan_graph.data.open_corpus import validation_corpus
 
 
 def main(folder: Path) -> int:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    metrics = folder / "metrics.jsonl"
+    if not metrics.is_file():
+        print(f"{metrics}: there is no such file; name the folder of a run", file=sys.stderr)
+        return 2
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     validated = [line for line in lines if "validation_loss" in line]
     if not validated:
         print(f"{folder}/metrics.jsonl has no validation loss", file=sys.stderr)
@@ -37,4 +41,6 @@ def main(folder: Path) -> int:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python scripts/check_first_run.py DUMP_FOLDER")
     sys.exit(main(Path(sys.argv[1])))

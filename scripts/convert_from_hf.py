@@ -1,6 +1,7 @@
 """Turn a Hugging Face folder into a checkpoint to start from: python scripts/convert_from_hf.py HF_FOLDER OUT"""
 
 import argparse
+import shutil
 from pathlib import Path
 
 import torch
@@ -10,6 +11,8 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import init_logging, logger
 from torchtitan_graph.models.hf import from_hf
 
+DESCRIPTION = ("config.json", "tokenizer.json", "tokenizer_config.json")
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
@@ -18,13 +21,19 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the checkpoint")
     parser.add_argument("--quantized", action="store_true", help="turn fp8 or MXFP4 weights back into numbers")
     options = parser.parse_args()
+    # What generate.py and convert_to_hf.py will need.
+    beside = [name for name in DESCRIPTION if (options.hf_folder / name).is_file()]
+    if taken := [name for name in beside if (options.out / name).exists()]:
+        parser.error(f"{options.out} holds {', '.join(taken)} already: name a new folder")
     init_logging()
     try:
         model = from_hf(options.hf_folder, getattr(torch, options.dtype), quantized=options.quantized)
         path = save_model(options.out, model)
+        for name in beside:
+            shutil.copy(options.hf_folder / name, options.out)
     except UserError as error:
         parser.error(str(error))
-    logger.info(f"train from it with --checkpoint.enable --checkpoint.initial_load_path {path}")
+    logger.info(f"train from it with --checkpoint.initial_load_path {path}")
 
 
 if __name__ == "__main__":

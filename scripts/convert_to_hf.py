@@ -4,33 +4,31 @@ import argparse
 from pathlib import Path
 
 import torch
+from generate import describe  # scripts/generate.py
 
 from torchtitan_graph.checkpoint import load_model
-from torchtitan_graph.config import load
-from torchtitan_graph.data.tokenizer import find_assets, load_tokenizer
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import init_logging
-from torchtitan_graph.models.hf import allocate, choose_model, new_model, save_weights
+from torchtitan_graph.models.hf import allocate, new_model, save_weights
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkpoint", type=Path, help="folder `step-N`, or one that convert_from_hf.py made")
     parser.add_argument("out", type=Path, help="folder to make")
-    parser.add_argument("--config", type=Path, help="the run's configuration; not given: RUN/config.toml")
+    parser.add_argument("--config", type=Path, help="the run's configuration, if it is not where a run leaves it")
     parser.add_argument("--like", type=Path, help="instead: take the architecture from this folder's config.json")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     options = parser.parse_args()
     init_logging()
     try:
+        if not options.checkpoint.is_dir():
+            raise UserError(f"{options.checkpoint}: there is no such folder")
         if options.like is not None:
             family, model = new_model(options.like)
             assets = options.like
         else:
-            file = options.config or options.checkpoint.absolute().parents[1] / "config.toml"
-            config = load(["--job.config_file", str(file)])
-            assets = find_assets(config.model.hf_assets_path) if config.model.hf_assets_path else None
-            family, model = choose_model(config, assets, load_tokenizer(config.model.hf_assets_path).vocab_size)
+            family, model, _, assets = describe(options.checkpoint, options.config)
         allocate(model, getattr(torch, options.dtype))
         load_model(options.checkpoint, model)
         save_weights(model, family, options.out, assets=assets)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,28 +21,71 @@ from torchtitan_graph.config import load
 from torchtitan_graph.data.tokenizer import Tokenizer, find_assets, load_tokenizer
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import init_logging
-from torchtitan_graph.models.hf import allocate, choose_model, from_hf
+from torchtitan_graph.models.hf import allocate, choose_model, from_hf, new_model
 
 
-def open_model(folder: Path) -> tuple[nn.Module, Tokenizer]:
-    """Load a model and its tokenizer.
+class Described(NamedTuple):
+    """What a checkpoint is of: a model on meta, and where its tokenizer and config.json are, if anywhere."""
+
+    family: ModuleType
+    model: nn.Module
+    tokenizer: Tokenizer
+    assets: Path | None
+
+
+def open_model(folder: Path, config: Path | None = None) -> tuple[nn.Module, Tokenizer]:
+    """Load a model and its tokenizer; `config` is the run's configuration, if it is not to be looked for.
 
     Raises:
         UserError: the folder holds neither a complete checkpoint nor a Hugging Face model; says which and why.
     """
+    if not folder.is_dir():
+        raise UserError(f"{folder}: there is no such folder")
     if (folder / "config.json").exists():
         model = from_hf(folder)
-        # What was trained on bytes has no tokenizer.json to bring along.
-        of_bytes = load_tokenizer(None)
-        is_of_bytes = model.config.vocab_size == of_bytes.vocab_size and not (folder / "tokenizer.json").exists()
-        return model, of_bytes if is_of_bytes else load_tokenizer(str(folder))
-    config = load(["--job.config_file", str(folder.absolute().parents[1] / "config.toml")])
-    tokenizer = load_tokenizer(config.model.hf_assets_path)
-    assets = find_assets(config.model.hf_assets_path) if config.model.hf_assets_path else None
-    _, model = choose_model(config, assets, tokenizer.vocab_size)
-    allocate(model, torch.float32)
-    load_model(folder, model)
-    return model, tokenizer
+        return model, _tokenizer_of(folder, model)
+    described = describe(folder, config)
+    allocate(described.model, torch.float32)
+    load_model(folder, described.model)
+    return described.model, described.tokenizer
+
+
+def describe(checkpoint: Path, config: Path | None = None) -> Described:
+    """Find out of what model a checkpoint is: by the configuration in it, or in one of the three folders above.
+
+    That is a run's config.toml, or the config.json that convert_from_hf.py puts beside what it writes.
+    """
+    file = config or _find_config(checkpoint)
+    if file.name == "config.json":
+        family, model = new_model(file.parent)
+        return Described(family, model, _tokenizer_of(file.parent, model), file.parent)
+    job = load(["--job.config_file", str(file)])
+    path = job.model.hf_assets_path
+    if path and not find_assets(path).exists():  # it began where the run was started: perhaps at a folder above
+        above = (folder / path for folder in file.resolve().parents)
+        path = job.model.hf_assets_path = str(next(filter(Path.exists, above), path))
+    tokenizer, assets = load_tokenizer(path), find_assets(path) if path else None
+    family, model = choose_model(job, assets, tokenizer.vocab_size)
+    return Described(family, model, tokenizer, assets)
+
+
+def _find_config(checkpoint: Path) -> Path:
+    folder = checkpoint.resolve()
+    for place in [folder, *folder.parents][:4]:
+        for file in (place / "config.toml", place / "config.json"):
+            if file.is_file():
+                return file
+    raise UserError(
+        f"{checkpoint}: neither it nor the three folders above hold a run's config.toml or a config.json; name it with"
+        " --config"
+    )
+
+
+def _tokenizer_of(folder: Path, model: nn.Module) -> Tokenizer:
+    """Load the tokenizer of a Hugging Face folder; what was trained on bytes has no tokenizer.json to bring along."""
+    of_bytes = load_tokenizer(None)
+    is_of_bytes = model.config.vocab_size == of_bytes.vocab_size and not (folder / "tokenizer.json").exists()
+    return of_bytes if is_of_bytes else load_tokenizer(str(folder))
 
 
 def choose(logits_V: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
@@ -56,6 +101,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="folder `step-N` of a run, or a Hugging Face folder")
     parser.add_argument("prompt", nargs="?", default="", help="text to continue (default: none)")
+    parser.add_argument("--config", type=Path, help="the run's configuration, if it is not where a run leaves it")
     parser.add_argument("--max_new_tokens", type=int, default=100, help="stop after so many (default 100)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
     parser.add_argument("--top_k", type=int, default=50, help="draw among the k likeliest; 0: all (default 50)")
@@ -65,7 +111,7 @@ def main() -> None:
         parser.error("--temperature and --top_k are at least 0, --max_new_tokens at least 1")
     init_logging()
     try:
-        model, tokenizer = open_model(options.model)
+        model, tokenizer = open_model(options.model, options.config)
     except UserError as error:
         parser.error(str(error))
     model.to(devices.device())

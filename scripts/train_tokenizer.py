@@ -13,6 +13,7 @@ from torchtitan_graph.data.open_corpus import open_corpus
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import init_logging, logger
 
+FILES = ("tokenizer.json", "tokenizer_config.json")
 BOS, EOS = "<|bos|>", "<|eos|>"
 # Merges stay inside: a word with the space before it, up to 3 digits, signs, line ends, or the spaces of an indent.
 _WORDS = r"\s?\p{L}[\p{L}\p{M}']*|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -49,6 +50,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.vocab_size < 258:
         parser.error(f"--vocab_size {options.vocab_size}: 256 bytes and 2 special tokens need at least 258")
+    for name in FILES:
+        if (options.out / name).exists():
+            parser.error(f"--out {options.out}: its {name} is there already; name a new folder, or delete that file")
     init_logging()
     try:
         corpus = open_corpus(options.dataset, options.dataset_path, "train", seed=0, text_column=options.text_column)
@@ -56,10 +60,10 @@ def main() -> None:
     except UserError as error:
         parser.error(str(error))
     options.out.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(options.out / "tokenizer.json"), pretty=False)
+    tokenizer.save(str(options.out / FILES[0]), pretty=False)
     config = {"bos_token": BOS, "eos_token": EOS, "tokenizer_class": "PreTrainedTokenizerFast"}
-    (options.out / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    logger.info("%s: %d tokens", options.out / "tokenizer.json", tokenizer.get_vocab_size())
+    (options.out / FILES[1]).write_text(json.dumps(config, indent=2) + "\n")
+    logger.info("%s: %d tokens", options.out / FILES[0], tokenizer.get_vocab_size())
 
 
 def _texts(corpus: Corpus) -> Iterator[str]:

@@ -18,6 +18,7 @@ from torchtitan_graph.config import load
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.run.failure import BAD_NODE, FAULT, FINAL, read_failures
 from torchtitan_graph.run.files import read_json, write_json
+from torchtitan_graph.run.lock import is_held_by_another
 from torchtitan_graph.run.status import FINISHED, STOPPED, read_status
 
 MAX_FRUITLESS = 3  # attempts in a row that end no further than an earlier one: then something has to be looked at
@@ -38,6 +39,8 @@ def begin_attempt(folder: Path, job_id: str, restart: int, nodes: list[str], dow
 
     An attempt before it that has no end was ended by SLURM, which had lost a node: one of those that are `down`.
     """
+    if is_held_by_another(folder, job_id):
+        return Decision(False, f"another run has {folder}", [])
     history = read_json(folder / NAME)
     if history.get("job_id") != job_id:
         history = {"job_id": job_id, "attempts": []}

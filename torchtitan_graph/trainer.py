@@ -19,7 +19,7 @@ from torch import Tensor
 from torchtitan_graph import device as devices
 from torchtitan_graph import stop
 from torchtitan_graph.checkpoint import Checkpointer, SaveError
-from torchtitan_graph.config import JobConfig, job, shard_degree
+from torchtitan_graph.config import JobConfig, dump_toml, job, shard_degree
 from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
 from torchtitan_graph.data.loader import DataLoader, build_dataloader, merge_states
 from torchtitan_graph.data.open_corpus import validation_corpus
@@ -121,6 +121,7 @@ class Trainer:
             self.model,
             self.optimizer,
             self.lr_scheduler,
+            dump_toml(config),
         )
         self._resume()
 
@@ -205,7 +206,7 @@ class Trainer:
                     logger.info(f"the data is used up after step {self.step}")
                     metrics.log_pending()
                 last = not trained or self.step == config.training.steps
-                run.done(self.step)
+                run.done(self.step, metrics.loss)
                 if self.step == first:
                     self._shorten_timeouts()
                 if self.step % config.training.gc_freq == 0:

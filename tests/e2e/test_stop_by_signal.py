@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import patched_train
-from runs import TINY, Command, Result, numbers, saved, saved_steps, torchrun, train
+from runs import TINY, Command, Result, numbers, records, saved, saved_steps, torchrun, train
 
 
 def status(folder: Path) -> dict:
@@ -30,7 +30,8 @@ def test_run_that_a_signal_stopped_goes_on_bitwise(reference: tuple[Path, Result
     assert saved(tmp_path, 5) == saved(reference[0], 5)
     finished = status(tmp_path)
     assert (finished["state"], finished["step"], finished["restarts"]) == ("finished", 5, 1)
-    assert all(finished["seconds"][name] > 0 for name in ("useful", "startup", "checkpoint", "down"))
+    assert all(finished["seconds"][name] > 0 for name in ("useful", "startup", "checkpoint", "idle"))
+    assert finished["loss"] == records(tmp_path)[-1]["loss"]
     assert "goodput" in output
     assert not (tmp_path / "run.lock").exists()
 

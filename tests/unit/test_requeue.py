@@ -1,6 +1,7 @@
 """Which ends of an attempt lead to another one, and where."""
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,17 @@ def test_node_that_fails_twice_is_excluded(job: FakeJob) -> None:
     assert job.begin(down=("n2", "n9")).exclude == ["n2"]  # SLURM lost it in the second attempt
     job.status("stopped", 3)
     assert job.end().exclude == ["n2"]
+
+
+def test_job_in_a_folder_that_another_run_has_stops_and_writes_nothing(job: FakeJob) -> None:
+    job.folder.mkdir(exist_ok=True)
+    lock = job.folder / "run.lock"
+    lock.write_text(json.dumps({"host": "elsewhere", "pid": 1, "job_id": "6", "attempt": [0, 0]}))
+    assert begin_attempt(job.folder, "7", 0, NODES, []) == Decision(False, f"another run has {job.folder}", [])
+    assert sorted(path.name for path in job.folder.iterdir()) == ["failures", "run.lock"]
+    assert begin_attempt(job.folder, "6", 0, NODES, []).again  # the lock is this job's
+    os.utime(lock, (0, 0))
+    assert begin_attempt(job.folder, "7", 0, NODES, []).again  # its heartbeat is old
 
 
 def test_another_job_in_the_folder_begins_anew(job: FakeJob) -> None:

@@ -34,8 +34,8 @@ class Checkpointer:
     """Save and load one run: parameters, optimizer, schedule, and whatever the trainer hands over as `train_state`.
 
     A checkpoint is a folder `step-N` with the tensors as `model.NAME` and `optim.NAME.KEY`, NAME being a parameter's
-    name in the model, and all else in `train_state.json`. All ranks call each method together, but for `news`.
-    Used as a context, it waits at the end for the save that is running.
+    name in the model, all else in `train_state.json`, and `run_config` in `config.toml`. All ranks call each method
+    together, but for `news`. Used as a context, it waits at the end for the save that is running.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class Checkpointer:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         lr_scheduler: LRScheduler,
+        run_config: str = "",
     ) -> None:
         self.folder = folder
         self.config = config
@@ -52,7 +53,7 @@ class Checkpointer:
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         self.group = files_group() if config.enable or config.initial_load_path else None
-        self.saver = Saver(config, self.group)
+        self.saver = Saver(config, self.group, run_config)
         self._begin = time.monotonic()  # of the time that checkpoint.interval_minutes counts
         self._time_is_up = False
         self.loaded_optimizer = False  # whether `load` has filled the optimizer's state

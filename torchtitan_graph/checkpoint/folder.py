@@ -26,6 +26,7 @@ from torchtitan_graph.parallel.agree import RanksFailed, gather_from_ranks
 
 MANIFEST = "manifest.json"
 TRAIN_STATE = "train_state.json"
+CONFIG = "config.toml"
 
 
 class File(NamedTuple):
@@ -196,6 +197,14 @@ def prepare(tmp: Path) -> None:
 def write_train_state(tmp: Path, state: dict[str, Any]) -> None:
     """Write everything that is not a tensor."""
     _write_json(tmp / TRAIN_STATE, state)
+
+
+def write_config(tmp: Path, text: str) -> None:
+    """Write the run's configuration, so that a checkpoint says of what model it is wherever it is moved."""
+    with (tmp / CONFIG).open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def write_manifest(tmp: Path, sums: dict[str, str]) -> None:

@@ -18,6 +18,7 @@ from torchtitan_graph.checkpoint.folder import (
     find_full_disk,
     prepare,
     prune,
+    write_config,
     write_manifest,
     write_train_state,
 )
@@ -42,11 +43,12 @@ class Saver:
 
     With `checkpoint.async_mode` other than "disabled", a thread writes a copy in the host's memory, through the
     process group `group`, which nothing else uses meanwhile. Its error is raised by the next `save` or `wait`; as a
-    save fails on all ranks or on none, so does that.
+    save fails on all ranks or on none, so does that. `run_config` is written beside the tensors.
     """
 
-    def __init__(self, config: job.Checkpoint, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, config: job.Checkpoint, group: dist.ProcessGroup | None, run_config: str = "") -> None:
         self.config = config
+        self.run_config = run_config
         self.group = group
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self._thread = None
@@ -119,6 +121,8 @@ class Saver:
             save_tensors(tmp, chunks, group)
             sums = gather_from_ranks(lambda: _sums_of_this_rank(tmp), group)
             on_rank_0(lambda: write_train_state(tmp, train_state), group)
+            if self.run_config:
+                on_rank_0(lambda: write_config(tmp, self.run_config), group)
             on_rank_0(lambda: write_manifest(tmp, {name: crc for part in sums for name, crc in part.items()}), group)
             on_rank_0(lambda: commit(tmp), group)
             on_rank_0(lambda: prune(path, self.config.keep_latest_k, self.config.keep_every), group)

@@ -1,5 +1,6 @@
 """This rank's microbatches out of one global sequence of rows, and the position in it."""
 
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -117,7 +118,8 @@ class DataLoader:
         for key, here in self._identity.items():
             if state.get(key) != here:
                 raise UserError(
-                    f"checkpoint: its data position was saved with {key} = {state.get(key)!r}, this run has {here!r}."
+                    f"checkpoint: its data position was saved with {key} = {_short(state.get(key))}, this run has"
+                    f" {_short(here)}."
                     " Rows can't be continued from there: use what the saved run used, or begin a new run."
                 )
         origin = self._mixture.origin()
@@ -136,6 +138,11 @@ class DataLoader:
         self._targets.zero_()
         self._first_row, self._origin, self._cursors = self._rows.start()
         return self
+
+
+def _short(value: Any) -> str:
+    """Return a value for a message, of whose hashes a few digits are enough."""
+    return re.sub("[0-9a-f]{64}", lambda digits: digits[0][:8], repr(value))
 
 
 def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:

@@ -68,8 +68,9 @@ def open_mixture(sources: Sequence[job.DataSource], split: str, seed: int, token
             raise UserError(f"training.sources, entry {number}: {error}") from error
         corpora[source_name(source)] = corpus
     mixture = Mixture(corpora, [source.weight for source in sources])
-    for name, weight, corpus in zip(mixture.names, mixture.weights, corpora.values(), strict=True):
-        logger.info("source %s: %.2f %% of the rows, %s", name, 100 * weight, corpus.digest)
+    for name, weight, source in zip(mixture.names, mixture.weights, sources, strict=True):
+        place = source.dataset_path or source.dataset
+        logger.info("source %s: %.2f %% of the rows, %s of %s", name, 100 * weight, split, place)
     return mixture
 
 

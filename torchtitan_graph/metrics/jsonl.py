@@ -15,14 +15,23 @@ def append(path: Path, record: dict[str, Any]) -> None:
 
 
 def drop_after(path: Path, start_step: int) -> None:
-    """Drop what a killed run left for steps after `start_step`; a kill here leaves the old file or the new one."""
+    """Move what an earlier run left for steps after `start_step` to `*_dropped.jsonl`.
+
+    A kill here leaves the old file or the new one.
+    """
     if not path.exists():
         return
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     kept = [line for line in lines if _step_of(line) <= start_step]
     if len(kept) == len(lines):
         return
-    logger.info(f"dropping {len(lines) - len(kept)} lines of {path}: they are of steps after {start_step}, or torn")
+    dropped = path.with_name(f"{path.stem}_dropped.jsonl")
+    moved = f"moving {len(lines) - len(kept)} lines of {path} to {dropped.name}"
+    logger.info(f"{moved}: they are of steps after {start_step}, or torn")
+    with dropped.open("a", encoding="utf-8") as file:
+        file.writelines(line.rstrip("\n") + "\n" for line in lines if _step_of(line) > start_step)
+        file.flush()
+        os.fsync(file.fileno())
     tmp = path.with_suffix(".tmp")
     with tmp.open("w", encoding="utf-8") as file:
         file.writelines(kept)

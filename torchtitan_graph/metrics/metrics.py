@@ -62,7 +62,7 @@ class Metrics:
 
     Args:
         start_step: steps done before this process began. What a killed run logged for later steps is dropped.
-        tokens_seen: tokens of those steps.
+        tokens_seen: targets of those steps.
         flops_per_step: what this device is to compute in a step, recomputation not counted; None: not known. Set the
             attribute of that name before `end_step` where steps differ.
         peak_flops: FLOP/s this device can do; None: not known, and then there is no MFU.
@@ -110,6 +110,7 @@ class Metrics:
             if options.enable_wandb and rank == 0:
                 settings = {key: get(config, key) for key in OPTIONS}
                 self._dashboards.append(WeightsAndBiases(dump_folder, start_step, settings))
+        self.loss: float | None = None  # of the last step
         self._num_steps = 0  # this and the next four: since the last log
         self._flops = 0.0
         self._step_time_s = 0.0
@@ -157,11 +158,12 @@ class Metrics:
         """Stop the clock, look for alarming values, and log if it is this step's turn.
 
         Loss and gradient norm are numbers, so the device is through with them when the clock stops. `tokens_seen`
-        counts all ranks' tokens from the run's beginning. `data_loading_s` is the part of the step spent waiting for
+        counts all ranks' targets from the run's beginning. `data_loading_s` is the part of the step spent waiting for
         data, `own_data_s` that for this rank's own. `state` is what the step changed, by name: of a mixture of experts
-        `layers.1.moe.load`, the slots that went to each. `tokens_by_source` counts all ranks' tokens of each corpus of
+        `layers.1.moe.load`, the slots that went to each. `tokens_by_source` counts all ranks' targets of each corpus of
         a mixture.
         """
+        self.loss = loss
         self._num_steps += 1
         self._flops += self.flops_per_step or 0.0
         step_s = time.perf_counter() - self._began

@@ -9,6 +9,7 @@ from typing import Any
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.run.files import read_json, write_json
 from torchtitan_graph.run.identity import identity
+from torchtitan_graph.run.lock import FolderHeld
 from torchtitan_graph.stop import LAUNCHER
 
 FOLDER = "failures"
@@ -21,8 +22,10 @@ def write_failure(dump_folder: Path, error: BaseException, code: int) -> None:
     """Say why this rank ends.
 
     A mistake that is found before anything has started leaves no folder behind; only under SLURM, where the decision
-    to start again reads it, the folder is made for it.
+    to start again reads it, the folder is made for it. In a folder that another run has, nothing is written.
     """
+    if isinstance(error, FolderHeld):
+        return
     if dump_folder.exists() or "SLURM_JOB_ID" in os.environ:
         _write(dump_folder, f"rank{os.environ.get('RANK', '0')}", **_describe(error, code))
 

@@ -15,9 +15,7 @@ from torchtitan_graph.parallel.agree import files_group, on_rank_0
 from torchtitan_graph.run.drift import check_drift
 from torchtitan_graph.run.files import write_text
 from torchtitan_graph.run.lock import Lock
-from torchtitan_graph.run.status import FAILED, Status
-
-HEARTBEAT_S = 10
+from torchtitan_graph.run.status import FAILED, HEARTBEAT_S, Status
 
 
 class RunFolder:
@@ -57,7 +55,7 @@ class RunFolder:
     def _save(self, config: JobConfig, file: Path) -> None:
         """Compare the configuration with that of the run which is to go on, and save it, here and at an address."""
         table, remote, compared = config.checkpoint, None, None
-        if table.enable and file.exists() and any((self.path / table.folder).glob("step-*")):
+        if file.exists() and any((self.path / table.folder).glob("step-*")):
             check_drift(file, config)
             compared = file.read_bytes()
         if table.enable and table.remote_folder:
@@ -91,10 +89,10 @@ class RunFolder:
         if self.status:
             self.status.resume(step)
 
-    def done(self, step: int) -> None:
-        """Say that a step is done."""
+    def done(self, step: int, loss: float | None) -> None:
+        """Say that a step is done, and with which loss."""
         if self.status:
-            self.status.done(step)
+            self.status.done(step, loss)
 
     def close(self, state: str, reason: str = "") -> None:
         """Write the last status, and let others have the folder."""

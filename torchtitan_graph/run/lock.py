@@ -6,6 +6,7 @@ is a heartbeat. Locks of the kernel (flock) would need no heartbeat, but many sh
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,10 @@ NAME = "run.lock"
 STALE_AFTER_S = 120  # a holder touches the file every ten seconds; a file server may be busy for a while
 
 
+class FolderHeld(UserError):
+    """Another run has the folder: nothing is written there."""
+
+
 class Lock:
     """Hold the lock of a folder, until `release`.
 
@@ -25,7 +30,7 @@ class Lock:
     this process belongs to a later attempt of the holder's job: SLURM and torchrun end one attempt before the next.
 
     Raises:
-        UserError: another run holds it.
+        FolderHeld: another run holds it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -41,7 +46,7 @@ class Lock:
             if self._create():
                 return
             holder = read_json(self.path)
-        raise UserError(
+        raise FolderHeld(
             f"job.dump_folder = {str(folder)!r}: a run is going on in it, {describe(holder)}; stop that run, or give "
             f"this one a folder of its own. If nothing runs, this one can start {STALE_AFTER_S} s after the other's "
             f"last heartbeat, or at once if you delete {self.path}"
@@ -101,6 +106,16 @@ class Lock:
         if read_json(aside) != holder:
             os.link(aside, self.path)
         aside.unlink()
+
+
+def is_held_by_another(folder: Path, job_id: str) -> bool:
+    """Return whether a run that is not of this job has the folder, for who does not want it for itself."""
+    holder = read_json(folder / NAME)
+    if not holder or holder.get("job_id") == job_id:
+        return False
+    if holder.get("host") == identity()["host"] and not _alive(holder["pid"]):
+        return False
+    return time.time() - (folder / NAME).stat().st_mtime <= STALE_AFTER_S
 
 
 def _alive(pid: int) -> bool:

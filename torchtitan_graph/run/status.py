@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from torchtitan_graph.run.identity import identity
 
 NAME = "status.json"
 RUNNING, STOPPED, FINISHED, FAILED = "running", "stopped", "finished", "failed"
+HEARTBEAT_S = 10
 # What seconds go into. They add up to the time from the run's first start to its last heartbeat: steps that stayed,
-# steps that were lost with a process and done again, start-up, checkpoints, validation, and no process at all.
-TIMES = ("useful", "lost", "startup", "checkpoint", "validation", "down")
+# what was lost with a process and is done again, start-up, checkpoints, validation, no process while the job that had
+# it was to start it again, and no process since nobody had started one.
+TIMES = ("useful", "lost", "startup", "checkpoint", "validation", "restarting", "idle")
 
 
 def read_status(folder: Path) -> dict[str, Any]:
@@ -35,19 +38,31 @@ class Status:
         before = read_status(folder)
         seconds = before.get("seconds", {})
         self._seconds: dict[str, float] = {name: seconds.get(name, 0.0) for name in TIMES}
+        self._seconds["idle"] += seconds.get("down", 0.0)  # of a release that didn't tell them apart
         if before:
-            self._seconds["down"] += max(0.0, stop.START - before["time"])
+            self._count_gap(before)
         self._before = before
         self._activity, self._since = "startup", stop.START
+        self._first_step, self._first_at = 0, stop.START
         self._content = {
             "state": RUNNING,
             "reason": "",
             "step": before.get("step", 0),
             "total_steps": total_steps,
+            "loss": None,
             "restarts": before["restarts"] + 1 if before else 0,
             **identity(),
         }
         self.write()
+
+    def _count_gap(self, before: dict[str, Any]) -> None:
+        """Count the time since the last heartbeat. A process that was killed then still ran for a part of the next."""
+        gap = max(0.0, stop.START - before["time"])
+        killed = min(gap, HEARTBEAT_S) if before["state"] == RUNNING else 0.0
+        job_id = identity()["job_id"]
+        same_job = job_id is not None and job_id == before.get("job_id")
+        self._seconds["lost"] += killed
+        self._seconds["restarting" if same_job else "idle"] += gap - killed
 
     def resume(self, step: int) -> None:
         """Say after which step training goes on: later ones of earlier processes are lost, at their mean time."""
@@ -59,6 +74,7 @@ class Status:
                 self._seconds["useful"] -= lost
                 self._seconds["lost"] += lost
             self._content["step"] = step
+            self._first_step, self._first_at = step, time.time()
 
     @contextmanager
     def during(self, activity: str) -> Iterator[None]:
@@ -71,16 +87,34 @@ class Status:
             with self._mutex:
                 self._count("useful")
 
-    def done(self, step: int) -> None:
-        """Say that a step is done."""
-        self._content["step"] = step
+    def done(self, step: int, loss: float | None = None) -> None:
+        """Say that a step is done, and with which loss."""
+        with self._mutex:
+            self._content |= {"step": step, "loss": loss}
 
     def write(self, state: str = RUNNING, reason: str = "") -> None:
         """Write the file, with the present time: the heartbeat."""
         with self._mutex:
             self._count(self._activity)
-            self._content |= {"state": state, "reason": reason, "time": time.time(), "seconds": self._seconds}
+            now, left = time.time(), self._seconds_left() if state == RUNNING else None
+            self._content |= {
+                "state": state,
+                "reason": reason,
+                "time": now,
+                "time_utc": datetime.fromtimestamp(now, timezone.utc).isoformat(" ", "seconds"),
+                "seconds_left": left,
+                "time_left": None if left is None else _readable(left),
+                "seconds": self._seconds,
+                "times": {name: _readable(seconds) for name, seconds in self._seconds.items()},
+            }
             write_json(self._path, self._content)
+
+    def _seconds_left(self) -> float | None:
+        """Return how long the steps that are left take, at the mean of this process, saves and validations included."""
+        done = self._content["step"] - self._first_step
+        if done <= 0:
+            return None
+        return (self._content["total_steps"] - self._content["step"]) * (time.time() - self._first_at) / done
 
     def goodput(self) -> str:
         """Return one line on what the run's time went into."""
@@ -92,3 +126,7 @@ class Status:
         now = time.time()
         self._seconds[self._activity] += max(0.0, now - self._since)  # a clock may be set back
         self._activity, self._since = next_activity, now
+
+
+def _readable(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))

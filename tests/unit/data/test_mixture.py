@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from torchtitan_graph.data import IGNORE_INDEX, DataLoader, build_dataloader, me
 from torchtitan_graph.data.corpus import ShuffledCorpus
 from torchtitan_graph.data.mixture import PERIOD, Mixture, Origin
 from torchtitan_graph.data.tokenizer import ByteTokenizer
+from torchtitan_graph.log import logger
 
 GLOBAL_BATCH, STEPS = 8, 24
 SIZES = {"a": 160, "b": 40, "c": 80}  # 4 lanes, 1 and 2
@@ -146,6 +148,28 @@ def test_another_mixture_gives_other_rows(make_loader, reference, change):
 def test_other_corpora_are_refused(make_loader, change):
     with pytest.raises(ValueError, match="was saved with corpus = .a: train of"):
         make_loader(**change).load_state_dict(make_loader().state_dict())
+
+
+def test_the_log_names_the_sources_and_no_message_shows_whole_digests(tmp_path: Path, caplog, monkeypatch):
+    monkeypatch.setattr(logger, "propagate", True)
+    caplog.set_level("INFO", logger.name)
+    positions = []
+    for number in range(2):
+        file = tmp_path / "x.jsonl"
+        file.write_text(f'{{"text": "document {number}"}}\n' * 100)
+        sources = [DataSource(dataset_path=str(file), weight=3.0), DataSource("stdlib")]
+        data = build_dataloader(
+            dataset="", dataset_path=None, sources=sources, split="train", tokenizer=ByteTokenizer(), seed=0, seq_len=8,
+            local_batch_size=4, dp_rank=0, dp_degree=1, repeat=True,
+        )  # fmt: skip
+        positions.append(data.state_dict())
+    assert caplog.messages[:2] == [
+        f"source x.jsonl: 75.00 % of the rows, train of {file}",
+        "source stdlib: 25.00 % of the rows, train of stdlib",
+    ]
+    with pytest.raises(ValueError) as error:
+        data.load_state_dict(positions[0])
+    assert "corpus = 'x.jsonl: train of " in str(error.value) and not re.search("[0-9a-f]{20}", str(error.value))
 
 
 def test_entries_of_a_job_are_mixed(tmp_path: Path):

@@ -136,6 +136,7 @@ def test_a_resumed_run_drops_later_and_torn_lines_and_goes_on(tmp_path: Path) ->
     kept = path.read_text().splitlines(keepends=True)[:3]
     with path.open("a") as file:
         file.write('{"step": 9, "lo')
+    moved = path.read_text().splitlines()[3:]
     run(build(tmp_path, start_step=5), 6, 8, loss=9.0)
     assert path.read_text().splitlines(keepends=True)[:3] == kept
     assert [(line["step"], line.get("loss", line.get("validation_loss"))) for line in lines(path)] == [
@@ -144,6 +145,7 @@ def test_a_resumed_run_drops_later_and_torn_lines_and_goes_on(tmp_path: Path) ->
         (4, 3.0),
         (8, 9.0),
     ]
+    assert (tmp_path / "metrics_dropped.jsonl").read_text().splitlines() == moved
 
 
 def test_nothing_to_drop_leaves_the_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,9 +156,11 @@ def test_nothing_to_drop_leaves_the_file_alone(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_new_run_begins_a_new_file(tmp_path: Path) -> None:
-    run(build(tmp_path), 1, 4)
-    run(build(tmp_path), 1, 1)
-    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1]
+    dropped = tmp_path / "metrics_dropped.jsonl"
+    for _ in range(3):
+        run(build(tmp_path), 1, 4)
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 4]
+    assert [line["step"] for line in lines(dropped)] == [1, 4, 1, 4]  # each earlier run's are kept
 
 
 # Ranks

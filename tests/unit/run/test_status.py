@@ -33,7 +33,7 @@ def test_every_second_is_counted_once(tmp_path: Path, monkeypatch: pytest.Monkey
         **dict.fromkeys(TIMES, 0.0), "startup": 5, "useful": 40, "checkpoint": 3, "validation": 2
     }  # fmt: skip
 
-    wait(30)  # the process was killed, and nothing ran
+    wait(30)  # the process was killed, and nothing ran; for up to ten seconds it may still have
     monkeypatch.setattr(stop, "START", clock)
     second = Status(tmp_path, total_steps=100)
     wait(4)
@@ -43,12 +43,53 @@ def test_every_second_is_counted_once(tmp_path: Path, monkeypatch: pytest.Monkey
     second.write(STOPPED, "SIGUSR1")
     status = read_status(tmp_path)
     assert status["seconds"] == {
-        "useful": 42, "lost": 8, "startup": 9, "checkpoint": 3, "validation": 2, "down": 30
+        "useful": 42, "lost": 18, "startup": 9, "checkpoint": 3, "validation": 2, "restarting": 0, "idle": 20
     }  # fmt: skip
     assert (status["state"], status["reason"], status["step"], status["restarts"]) == ("stopped", "SIGUSR1", 10, 1)
     assert second.goodput() == (
-        "goodput 44.7% of 94 s; lost 8.5%, startup 9.6%, checkpoint 3.2%, validation 2.1%, down 31.9%"
+        "goodput 44.7% of 94 s; lost 19.1%, startup 9.6%, checkpoint 3.2%, validation 2.1%, restarting 0.0%, idle 21.3%"
     )
+
+
+@pytest.mark.parametrize(
+    ("job", "state", "restarting", "idle"),
+    [("7", STOPPED, 100, 0), ("8", STOPPED, 0, 100), ("7", "running", 90, 0), (None, "running", 0, 90)],
+    ids=["its job starts it again", "another job", "its job, killed", "by hand, killed"],
+)
+def test_no_process_is_told_by_who_starts_the_next(
+    job: str | None, state: str, restarting: float, idle: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def as_job(job: str | None) -> None:
+        monkeypatch.setenv("SLURM_JOB_ID", job) if job else monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+
+    monkeypatch.setattr(time, "time", lambda: 1000.0)
+    monkeypatch.setattr(stop, "START", 1000.0)
+    as_job(job and "7")
+    Status(tmp_path, total_steps=1).write(state)
+    as_job(job)
+    monkeypatch.setattr(time, "time", lambda: 1100.0)
+    monkeypatch.setattr(stop, "START", 1100.0)
+    Status(tmp_path, total_steps=1)
+    seconds = read_status(tmp_path)["seconds"]
+    assert (seconds["restarting"], seconds["idle"]) == (restarting, idle)
+    assert sum(seconds.values()) == 100
+
+
+def test_what_a_person_looks_for_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = 1_800_000_000.0
+    monkeypatch.setattr(time, "time", lambda: clock)
+    monkeypatch.setattr(stop, "START", clock)
+    status = Status(tmp_path, total_steps=100)
+    status.resume(20)
+    assert read_status(tmp_path)["time_left"] is None
+    clock += 400
+    status.done(40, loss=2.5)
+    status.write()
+    found = read_status(tmp_path)
+    assert (found["step"], found["loss"], found["seconds_left"], found["time_left"]) == (40, 2.5, 1200, "0:20:00")
+    assert (found["time_utc"], found["times"]["useful"]) == ("2027-01-15 08:06:40+00:00", "0:06:40")
+    status.write(FINISHED)
+    assert read_status(tmp_path)["time_left"] is None
 
 
 def test_torn_or_missing_status_counts_as_none(tmp_path: Path) -> None:

@@ -1,0 +1,118 @@
+"""What the scripts find by themselves, and what they say in one line."""
+
+import runpy
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchtitan_graph.models import llama3
+from torchtitan_graph.models.hf import to_hf
+
+REPOSITORY = Path(__file__).parents[2]
+TOKENIZER = REPOSITORY / "tests" / "assets" / "tokenizer"
+TOML = 'model = {name = "llama3", hf_assets_path = "assets"}\n'
+
+
+def run_script(name: str, *arguments: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+    monkeypatch.syspath_prepend(str(REPOSITORY / "scripts"))
+    runpy.run_path(str(REPOSITORY / "scripts" / name), run_name="__main__")
+
+
+def refusal(name: str, *arguments: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> str:
+    """Return the last line of a script that refuses."""
+    with pytest.raises(SystemExit) as end:
+        run_script(name, *arguments, monkeypatch=monkeypatch)
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    if isinstance(end.value.code, str):
+        return end.value.code
+    assert end.value.code == 2
+    return error.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as it is published: config.json, weights, tokenizer."""
+    folder = tmp_path_factory.mktemp("published") / "hf"
+    torch.manual_seed(0)
+    to_hf(llama3.Model(llama3.Config(32, 1, 2, 2, 64, vocab_size=2048, rope_scaling=None)), folder, assets=TOKENIZER)
+    return folder
+
+
+def test_generate_finds_the_configuration_wherever_the_checkpoint_lies(
+    published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def text(folder: Path, *options: object) -> str:
+        arguments = [folder, "def main(", "--max_new_tokens", 3, "--temperature", 0, *options]
+        run_script("generate.py", *arguments, monkeypatch=monkeypatch)
+        return capsys.readouterr().out
+
+    monkeypatch.chdir("/")
+    expected = text(published)
+    run_script("convert_from_hf.py", published, tmp_path / "converted", monkeypatch=monkeypatch)
+    assert text(tmp_path / "converted" / "step-0") == expected
+    # A run that was started in tmp_path with a relative hf_assets_path; the configuration above its checkpoints.
+    shutil.copytree(published, tmp_path / "assets")
+    run = tmp_path / "outputs" / "run"
+    shutil.copytree(tmp_path / "converted" / "step-0", run / "checkpoint" / "step-5")
+    (run / "config.toml").write_text(TOML)
+    assert text(run / "checkpoint" / "step-5") == expected
+    # Moved away, with the configuration in it; and without any.
+    moved = tmp_path / "far" / "away" / "from" / "all" / "runs"
+    shutil.copytree(run / "checkpoint" / "step-5", moved)
+    assert text(moved, "--config", run / "config.toml") == expected
+    words = refusal("generate.py", moved, monkeypatch=monkeypatch, capsys=capsys)
+    assert "neither it nor the three folders above hold a run's config.toml" in words
+    (moved / "config.toml").write_text(TOML)
+    assert text(moved) == expected  # tmp_path is above it, too
+
+
+def test_a_second_run_of_the_same_command_overwrites_nothing(
+    published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(3):
+        (texts / f"{number}.txt").write_text("the cat sat on the mat\n" * 5)
+    out = tmp_path / "out"
+    commands: list[tuple[str, list[object], str]] = [
+        ("train_tokenizer.py", ["--dataset_path", texts, "--vocab_size", 270, "--out", out], "tokenizer.json is there"),
+        ("pretokenize.py", ["--dataset_path", texts, "--out", out / "tokens"], "is there already"),
+        ("convert_from_hf.py", [published, out / "converted"], "tokenizer_config.json already: name a new folder"),
+        ("convert_to_hf.py", [out / "converted" / "step-0", out / "hf"], "hf is there already: name a new folder"),
+    ]
+    for name, arguments, words in commands:
+        run_script(name, *arguments, monkeypatch=monkeypatch)
+        before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+        assert words in refusal(name, *arguments, monkeypatch=monkeypatch, capsys=capsys), name
+        assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "words"),
+    [
+        ("generate.py", ["nowhere"], "nowhere: there is no such folder"),
+        ("generate.py", [".", "--max_new_tokens", 0], "--max_new_tokens at least 1"),
+        ("convert_to_hf.py", ["nowhere", "out"], "nowhere: there is no such folder"),
+        ("convert_from_hf.py", ["nowhere", "out"], "nowhere"),
+        ("pretokenize.py", ["--dataset_path", "nowhere", "--out", "out"], "'nowhere': there is no such file or folder"),
+        ("pretokenize.py", ["--out", "out", "--tokens_per_shard", 0], "--tokens_per_shard 0: must be at least 1"),
+        ("train_tokenizer.py", ["--dataset_path", "nowhere", "--out", "out"], "there is no such file or folder"),
+        ("check_first_run.py", [], "usage: python scripts/check_first_run.py DUMP_FOLDER"),
+    ],
+)
+def test_mistakes_are_one_line(
+    name: str,
+    arguments: list[object],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert words in refusal(name, *arguments, monkeypatch=monkeypatch, capsys=capsys)
+    assert not list(tmp_path.iterdir())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from torch import Tensor
 from torchtitan_graph import device as devices
 from torchtitan_graph import stop
 from torchtitan_graph.checkpoint import Checkpointer, SaveError
+from torchtitan_graph.checkpoint.folder import find_full_disk
 from torchtitan_graph.config import JobConfig, job, shard_degree
 from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
 from torchtitan_graph.data.loader import DataLoader, build_dataloader, merge_states
@@ -43,6 +45,7 @@ from torchtitan_graph.optim import (
     clip_grad_norm,
     forget_rehearsal,
 )
+from torchtitan_graph.parallel.agree import FILES_TIMEOUT, files_group, on_rank_0
 from torchtitan_graph.parallel.mesh import ParallelDims, axis_degree, data_parallel_rank
 from torchtitan_graph.run.folder import RunFolder
 from torchtitan_graph.run.hang import HangWatch
@@ -218,6 +221,7 @@ class Trainer:
             HangWatch(config.comm, self.dump_folder, self.rank) as hang,
         ):
             first = self.step + 1
+            last = self.step >= config.training.steps
             run.resume(self.step)
             while self.step < config.training.steps:
                 metrics.start_step()
@@ -229,7 +233,7 @@ class Trainer:
                 last = not trained or self.step == config.training.steps
                 run.done(self.step)
                 if self.step == first:
-                    self._shorten_timeouts()
+                    self._set_timeouts(config.comm.train_timeout_seconds)  # all is warm: notice a hang soon
                 if self.step % config.training.gc_freq == 0:
                     gc.collect(1)
                 if config.validation.enable and (last or self.step % config.validation.freq == 0):
@@ -238,8 +242,6 @@ class Trainer:
                 if last:
                     self.stop_signal = 0  # there is nothing left to stop
                 with run.during("checkpoint"):
-                    if last and config.checkpoint.last_save_in_hf:
-                        self._save_in_hugging_face_format()
                     if self.stop_signal:
                         self.checkpointer.save(self.step, self._train_state())
                     else:
@@ -247,6 +249,9 @@ class Trainer:
                 profiler.step()
                 if last or self.stop_signal:
                     break
+            if last and config.checkpoint.last_save_in_hf:
+                with run.during("checkpoint"):
+                    self._save_in_hugging_face_format(anew=self.step >= first)
         gc.enable()
 
     def train_step(self, metrics: Metrics) -> bool:
@@ -418,18 +423,29 @@ class Trainer:
         if "rng" in state:
             torch.set_rng_state(torch.tensor(list(bytes.fromhex(state["rng"])), dtype=torch.uint8))
 
-    def _save_in_hugging_face_format(self) -> None:
-        """Write `step-N-hf` before the last checkpoint: a run killed in between does this step, and this, again."""
+    def _save_in_hugging_face_format(self, anew: bool) -> None:
+        """Write `step-N-hf` after the last checkpoint; where it is there already, only if it is to be made `anew`.
+
+        A run that was killed in between finds its last checkpoint, trains no step, and does this again.
+        """
         config = self.config.checkpoint
-        if config.enable and not config.load_only:
-            self.checkpointer.wait()  # it deletes what killed saves left, step-N-hf.tmp included
-            path = self.checkpointer.folder / f"step-{self.step}-hf"
-            dtype = getattr(torch, config.export_dtype)
-            try:
-                save_weights(self.model, self.family, path, dtype=dtype, assets=self.assets, replace=True)
-            except (OSError, SafetensorError) as error:
-                raise SaveError(f"{path} could not be saved: {error}") from error
-            logger.info(f"saved {path}")
+        path = self.checkpointer.folder / f"step-{self.step}-hf"
+        there = on_rank_0(path.exists, files_group())
+        if not config.enable or config.load_only or (there and not anew):
+            return
+        self._set_timeouts(int(FILES_TIMEOUT.total_seconds()))  # the others wait for rank 0's files
+        dtype = getattr(torch, config.export_dtype)
+        try:
+            save_weights(self.model, self.family, path, dtype=dtype, assets=self.assets, replace=True)
+        except (OSError, SafetensorError) as error:
+            why = find_full_disk(path.parent, str(error)) or error
+            if self.rank == 0:
+                shutil.rmtree(path.with_name(f"{path.name}.tmp"), ignore_errors=True)
+            raise SaveError(
+                f"{path} could not be saved: {why}; the checkpoint of this step is whole. Start the run again: it does "
+                "only this, or use scripts/convert_to_hf.py"
+            ) from error
+        logger.info(f"saved {path}")
 
     def _train_state(self) -> dict[str, Any]:
         parts: list[Any] = [None] * dist.get_world_size()
@@ -442,11 +458,10 @@ class Trainer:
             "rng": bytes(torch.get_rng_state().tolist()).hex(),
         }
 
-    def _shorten_timeouts(self) -> None:
-        """Wait less for a collective once everything is warm: a hang is then noticed soon."""
-        groups = [dist.group.WORLD, *self.mesh.get_all_groups()]
-        for group in groups:
-            set_timeout(group, self.config.comm.train_timeout_seconds)  # type: ignore[arg-type]
+    def _set_timeouts(self, seconds: int) -> None:
+        """Wait so long for a collective of training from now on."""
+        for group in [dist.group.WORLD, *self.mesh.get_all_groups()]:
+            set_timeout(group, seconds)  # type: ignore[arg-type]
 
 
 class NonFiniteError(RuntimeError):

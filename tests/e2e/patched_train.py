@@ -21,6 +21,7 @@ from torchtitan_graph import device, steps, train, trainer
 from torchtitan_graph.checkpoint import save
 from torchtitan_graph.data.batch import Batch
 from torchtitan_graph.data.loader import DataLoader
+from torchtitan_graph.models.hf.files import NewFolder
 from torchtitan_graph.parallel.storage import Storage
 
 
@@ -99,6 +100,16 @@ def no_room_on_rank_1() -> None:
         return train_step(self, *args)
 
     trainer.Trainer.train_step = step_without_room  # type: ignore[method-assign]
+
+
+def export_slowly_and_fail() -> None:
+    """Let rank 0 take longer over the first file than a collective of training may, and find no room for it."""
+
+    def write_tensors(*_: Any) -> None:
+        time.sleep(8)
+        raise OSError(28, "No space left on device")
+
+    NewFolder.write_tensors = write_tensors  # type: ignore[method-assign]
 
 
 def pause_in_step_4() -> None:

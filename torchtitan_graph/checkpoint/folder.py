@@ -153,7 +153,7 @@ def find_full_disk(path: Path, error: str) -> str | None:
 
     torch's zip writer hides what the system says of a write that fell short: it finds itself at an unexpected position.
     """
-    if not any(words in error for words in ("[Errno 28]", "[Errno 122]", "unexpected pos")):
+    if not any(words in error for words in ("[Errno 28]", "[Errno 122]", "unexpected pos", "os error 28")):
         return None
     place = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     total, _, free = shutil.disk_usage(place)

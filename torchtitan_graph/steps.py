@@ -30,6 +30,7 @@ from torchtitan_graph.log import logger
 from torchtitan_graph.loss import cross_entropy, loss_context
 from torchtitan_graph.models.layers.attention import flex_cpu_bytes
 from torchtitan_graph.models.layers.decoder import Decoder
+from torchtitan_graph.models.layers.masks import dense_mask_bytes
 from torchtitan_graph.parallel.mesh import ParallelDims, data_parallel_rank
 from torchtitan_graph.parallel.parallelize import check_plan, parallelize
 from torchtitan_graph.parallel.recompute import Recompute, recompute_eager
@@ -56,6 +57,23 @@ class Steps(NamedTuple):
     train: Step
     evaluate: Step | None
     flops: Flops | None
+
+
+def check_masks_fit(config: JobConfig, model: Decoder, itemsize: int) -> None:
+    """Refuse rows whose dense masks can't fit into this device's memory."""
+    num_masks = len(model.mask_rules(*torch.zeros(2, 1, 1, dtype=torch.int64)))
+    tables = {"training": config.training, "validation": config.validation if config.validation.enable else None}
+    for name, table in tables.items():
+        if table is None:
+            continue
+        needed = dense_mask_bytes(table.local_batch_size, table.seq_len, num_masks, itemsize) / devices.GIB
+        if needed > devices.memory_total_gib():
+            raise UserError(
+                f"{name}.seq_len = {table.seq_len}: with model.attn = 'sdpa' the attention mask of {name}."
+                f"local_batch_size {table.local_batch_size} rows would take about {needed:,.0f} GiB, and this device "
+                f"has {devices.memory_total_gib():.0f}: use shorter rows or fewer of them"
+                + (", or attn = 'flex', which needs no dense mask on a GPU" if devices.device_type() == "cuda" else "")
+            )
 
 
 class StepBuilder:
@@ -92,8 +110,10 @@ class StepBuilder:
         self.regions = plan_regions(config.compile, model, device)
 
     def _check_memory(self) -> None:
-        """Refuse uncompiled flex attention on a CPU where its scores can't fit; a dry run allocates none."""
+        """Refuse masks, and uncompiled flex attention on a CPU, where they can't fit; a dry run allocates none."""
         config = self.config
+        if config.comm.mode != "fake_backend" and config.model.attn == "sdpa":
+            check_masks_fit(config, self.model, self.precision.compute.itemsize)
         if config.model.attn != "flex" or self.device.type != "cpu" or config.comm.mode == "fake_backend":
             return
         heads = self.model.config.num_heads // self.dims.tp

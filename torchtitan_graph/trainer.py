@@ -47,6 +47,7 @@ from torchtitan_graph.optim import (
 )
 from torchtitan_graph.parallel.agree import FILES_TIMEOUT, files_group, on_rank_0
 from torchtitan_graph.parallel.mesh import ParallelDims, axis_degree, data_parallel_rank
+from torchtitan_graph.patience import wait_for_storage
 from torchtitan_graph.run.folder import RunFolder
 from torchtitan_graph.run.hang import HangWatch
 from torchtitan_graph.steps import StepBuilder
@@ -109,7 +110,7 @@ class Trainer:
     def _setup(self) -> None:
         config = self.config
         self._join_mesh()
-        self.train_data = self._open_data(config.training, "train", config.training.repeat)
+        self.train_data = wait_for_storage(lambda: self._open_data(config.training, "train", config.training.repeat))
         num_parameters = sum(p.numel() for p in self.model.parameters())
         flavor = config.model.flavor or "as in config.json"
         logger.info(

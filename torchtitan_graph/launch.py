@@ -24,7 +24,8 @@ from torchtitan_graph import stop
 from torchtitan_graph.config import check, load
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import init_logging, logger
-from torchtitan_graph.run.failure import CONFIGURATION, FAULT
+from torchtitan_graph.patience import is_away
+from torchtitan_graph.run.failure import CONFIGURATION, FAULT, STORAGE_AWAY
 from torchtitan_graph.run.files import read_json
 
 # What workers are told when the launcher gets a signal.
@@ -49,6 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         logger.error(str(error))
         return CONFIGURATION
+    except OSError as error:
+        if not is_away(error):
+            raise
+        logger.error(str(error))
+        return STORAGE_AWAY
     folder = Path(tempfile.mkdtemp(prefix="torchtitan_graph."))
     launch = Launch(folder)
     try:

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 from torchtitan_graph.config import load
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.run.failure import BAD_NODE, FAULT, FINAL, read_failures
+from torchtitan_graph.patience import is_away
+from torchtitan_graph.run.failure import BAD_NODE, FAULT, FINAL, STORAGE_AWAY, read_failures
 from torchtitan_graph.run.files import read_json, write_json
 from torchtitan_graph.run.lock import is_held_by_another
 from torchtitan_graph.run.status import FINISHED, STOPPED, read_status
@@ -69,6 +70,8 @@ def end_attempt(folder: Path, job_id: str, restart: int, down: list[str]) -> Dec
         why = "the run is finished"
     elif state == STOPPED:
         again, why = True, f"stopped by {status['reason']}"
+    elif STORAGE_AWAY in codes:
+        again, why = True, "storage was away"
     elif codes.intersection(FINAL):
         why = "it would fail in the same way again"
     elif FAULT in codes and not failures[0]["lost_peer"]:
@@ -109,6 +112,12 @@ def main() -> int:
     except UserError as error:
         print(f"requeue: no attempt: {error}", file=sys.stderr)
         return 1
+    except OSError as error:
+        if not is_away(error):
+            raise
+        print(f"requeue: go on: storage is away: {error}", file=sys.stderr)
+        requeued = _requeue(job_id, [])
+        return 0 if requeued and when == "end" else 1
     nodes = _slurm("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split()
     down = _slurm("sinfo", "--noheader", "--Node", "--states=down,drain,fail,unk,no_respond", "--format=%N").split()
     if when == "begin":

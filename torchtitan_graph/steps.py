@@ -39,6 +39,7 @@ from torchtitan_graph.log import logger
 from torchtitan_graph.loss import cross_entropy, loss_context
 from torchtitan_graph.models.layers.attention import flex_cpu_bytes
 from torchtitan_graph.models.layers.decoder import Decoder
+from torchtitan_graph.models.layers.masks import dense_mask_bytes
 from torchtitan_graph.models.layers.moe import AuxiliaryLoss, ExpertTraining, MoE, set_up_experts
 from torchtitan_graph.parallel.layout import TP, Layout, ParallelDims
 from torchtitan_graph.parallel.parallelize import check_plan, parallelize
@@ -136,19 +137,44 @@ def check_steps(
     """Check, before any process group exists, that the model can be laid out and its attention fits this machine.
 
     Raises:
-        UserError: as `check_plan`, or flex attention's scores can't fit.
+        UserError: as `check_plan`, or masks or flex attention's scores can't fit; a dry run allocates none.
     """
     check_plan(model, family.PLAN, dims)
-    if config.model.attn != "flex" or options.device.type != "cpu" or config.comm.mode == "fake_backend":
+    if config.comm.mode == "fake_backend":
         return
-    heads = model.config.num_heads // dims.tp
-    needed = flex_cpu_bytes(options.rows[0], heads, options.rows[1]) / devices.GIB
+    if config.model.attn == "sdpa":
+        _check_masks_fit(config, model, options.precision.compute.itemsize)
+    elif options.device.type == "cpu":
+        _check_scores_fit(options, model.config.num_heads // dims.tp)
+
+
+def _check_masks_fit(config: JobConfig, model: Decoder, itemsize: int) -> None:
+    """Refuse rows whose dense masks can't fit into this device's memory."""
+    num_masks = len(model.mask_rules(*torch.zeros(2, 1, 1, dtype=torch.int64)))
+    tables = {"training": config.training, "validation": config.validation if config.validation.enable else None}
+    for name, table in tables.items():
+        if table is None:
+            continue
+        needed = dense_mask_bytes(table.local_batch_size, table.seq_len, num_masks, itemsize) / devices.GIB
+        if needed > devices.memory_total_gib():
+            raise UserError(
+                f"{name}.seq_len = {table.seq_len}: with model.attn = 'sdpa' the attention mask of {name}."
+                f"local_batch_size {table.local_batch_size} rows would take about {needed:,.0f} GiB, and this device "
+                f"has {devices.memory_total_gib():.0f}: use shorter rows or fewer of them"
+                + (", or attn = 'flex', which needs no dense mask on a GPU" if devices.device_type() == "cuda" else "")
+            )
+
+
+def _check_scores_fit(options: StepOptions, num_heads: int) -> None:
+    """Refuse rows whose scores can't fit on a CPU, where flex attention is not compiled and holds all of them."""
+    batch, seq_len = options.rows
+    needed = flex_cpu_bytes(batch, num_heads, seq_len) / devices.GIB
     if needed > devices.memory_total_gib():
         raise UserError(
             f"model.attn = 'flex': on a CPU one layer's scores would take about {needed:.0f} GiB at "
-            f"training.local_batch_size {options.rows[0]}, training.seq_len {options.rows[1]} and {heads} heads, and "
-            f'this machine has {devices.memory_total_gib():.0f}: use attn = "sdpa", which computes the same with '
-            "little memory, or a smaller batch"
+            f"training.local_batch_size {batch}, training.seq_len {seq_len} and {num_heads} heads, and this machine "
+            f'has {devices.memory_total_gib():.0f}: use attn = "sdpa", which computes the same with little memory, or a '
+            "smaller batch"
         )
 
 

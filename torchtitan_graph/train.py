@@ -25,11 +25,13 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.torch_private import init_fake_process_group
 from torchtitan_graph.log import init_logging, logger
 from torchtitan_graph.parallel.join import join
+from torchtitan_graph.patience import is_away, wait_for_storage
 from torchtitan_graph.run.failure import (
     CONFIGURATION,
     FAULT,
     NON_FINITE,
     SAVE_FAILED,
+    STORAGE_AWAY,
     refuse_to_repeat,
     tell_launcher,
     write_failure,
@@ -45,7 +47,8 @@ EXIT_CODES: dict[type, int] = {UserError: CONFIGURATION, NonFiniteError: NON_FIN
 def main(argv: Sequence[str] | None = None) -> int:
     """Train as the arguments say. Return the exit code.
 
-    0 done, 2 something to change, 3 non-finite numbers, 4 a checkpoint could not be saved, 128 + N ended by signal N.
+    0 done, 2 something to change, 3 non-finite numbers, 4 a checkpoint could not be saved, 6 storage was away,
+    128 + N ended by signal N.
     """
     begin = time.perf_counter()
     stop.install()
@@ -64,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for notice in check(config, world_size):
             logger.warning(notice) if _is_rank_0() else None
         check_disabled(config.compile.disable_passes)
-        trainer = Trainer(config, world_size)
+        trainer = wait_for_storage(lambda: Trainer(config, world_size))
         _start(config, world_size, fake)
         if fake:
             _dry_run(trainer, begin)
@@ -83,7 +86,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _end(stop.Stopped(stop.message()), stop.exit_code(), folder, run)
     except BaseException as error:
         _leave_group()
-        return _end(error, EXIT_CODES.get(type(error), FAULT), folder, run)
+        code = EXIT_CODES.get(type(error), FAULT)
+        if is_away(error):
+            code = STORAGE_AWAY
+            logger.error("storage is away; started again once it is back, the run goes on")
+        return _end(error, code, folder, run)
     _leave_group()
     return 0
 

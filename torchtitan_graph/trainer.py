@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from torch import Tensor
 from torchtitan_graph import device as devices
 from torchtitan_graph import stop
 from torchtitan_graph.checkpoint import Checkpointer, SaveError
+from torchtitan_graph.checkpoint.folder import find_full_disk
 from torchtitan_graph.config import JobConfig, dump_toml, job, shard_degree
 from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
 from torchtitan_graph.data.loader import DataLoader, build_dataloader, merge_states
@@ -46,7 +48,9 @@ from torchtitan_graph.optim import (
     forget_rehearsal,
     ranks_with_non_finite_gradients,
 )
+from torchtitan_graph.parallel.agree import FILES_TIMEOUT, files_group, on_rank_0
 from torchtitan_graph.parallel.layout import ParallelDims
+from torchtitan_graph.patience import wait_for_storage
 from torchtitan_graph.run.folder import RunFolder
 from torchtitan_graph.run.hang import HangWatch
 from torchtitan_graph.steps import build_graphs, build_steps, check_steps, step_options
@@ -75,9 +79,16 @@ class Trainer:
         if self.rows_per_step == -1:
             self.rows_per_step = training.local_batch_size * self.dims.data
         self.num_microbatches = self.rows_per_step // (training.local_batch_size * self.dims.data)
-        self.tokenizer: Tokenizer = load_tokenizer(config.model.hf_assets_path)
-        self.assets = find_assets(config.model.hf_assets_path) if config.model.hf_assets_path else None
+        path = config.model.hf_assets_path
+        self.assets = find_assets(path) if path else None
+        dry = config.comm.mode == "fake_backend" and self.assets is not None and not self.assets.exists()
+        self.tokenizer: Tokenizer = load_tokenizer(None if dry else path)
         self.family, self.model = choose_model(config, self.assets, self.tokenizer.vocab_size)
+        if dry:
+            logger.info(
+                f"{path} is not there, and a dry run needs no tokenizer: {config.model.name} {config.model.flavor} has "
+                f"its own vocabulary of {self.model.config.vocab_size}"
+            )
         self.options = step_options(config, self.model, self.num_microbatches, self.device)
         self.capture = partial(make_fx_capture, stack_traces=config.debug.stack_traces)
         check_steps(config, self.model, self.family, self.dims, self.options)
@@ -96,12 +107,7 @@ class Trainer:
     def _setup(self) -> None:
         config = self.config
         self._join()
-        training = config.training
-        corpus = dict(dataset=training.dataset, dataset_path=training.dataset_path, sources=training.sources)
-        self.train_data = self._open_data(training, corpus | {"split": "train"}, training.repeat)
-        if config.validation.enable:  # opened now, so that what is wrong with it is said before any step
-            corpus = validation_corpus(config)
-            self.validation_data = self._open_data(config.validation, corpus, repeat=bool(corpus["sources"]))
+        wait_for_storage(self._open_corpora)
         num_parameters = sum(p.numel() for p in self.model.parameters())
         flavor = config.model.flavor or "as in config.json"
         logger.info(
@@ -128,6 +134,15 @@ class Trainer:
     def _join(self) -> None:
         self.rank = dist.get_rank()
         self.layout = self.dims.layout(self.device.type)
+
+    def _open_corpora(self) -> None:
+        """Open what is trained on, and what is validated on: what is wrong with it is then said before any step."""
+        training = self.config.training
+        corpus = dict(dataset=training.dataset, dataset_path=training.dataset_path, sources=training.sources)
+        self.train_data = self._open_data(training, corpus | {"split": "train"}, training.repeat)
+        if self.config.validation.enable:
+            corpus = validation_corpus(self.config)
+            self.validation_data = self._open_data(self.config.validation, corpus, repeat=bool(corpus["sources"]))
 
     def setup_dry(self) -> None:
         """Build the graphs, on a fake process group."""
@@ -197,6 +212,7 @@ class Trainer:
             HangWatch(config.comm, self.dump_folder, self.rank) as hang,
         ):
             first = self.step + 1
+            last = self.step >= config.training.steps
             run.resume(self.step)
             while self.step < config.training.steps:
                 metrics.start_step()
@@ -208,7 +224,7 @@ class Trainer:
                 last = not trained or self.step == config.training.steps
                 run.done(self.step, metrics.loss)
                 if self.step == first:
-                    self._shorten_timeouts()
+                    self._set_timeouts(config.comm.train_timeout_seconds)  # all is warm: notice a hang soon
                 if self.step % config.training.gc_freq == 0:
                     gc.collect(1)
                 if config.validation.enable and (last or self.step % config.validation.freq == 0):
@@ -217,8 +233,6 @@ class Trainer:
                 if last:
                     self.stop_signal = 0  # there is nothing left to stop
                 with run.during("checkpoint"):
-                    if last and config.checkpoint.last_save_in_hf:
-                        self._save_in_hugging_face_format()
                     if self.stop_signal:
                         self.checkpointer.save(self.step, self._train_state())
                     else:
@@ -226,6 +240,9 @@ class Trainer:
                 profiler.step()
                 if last or self.stop_signal:
                     break
+            if last and config.checkpoint.last_save_in_hf:
+                with run.during("checkpoint"):
+                    self._save_in_hugging_face_format(anew=self.step >= first)
         gc.enable()
 
     def train_step(self, metrics: Metrics) -> bool:
@@ -368,18 +385,29 @@ class Trainer:
         if "rng" in state:
             torch.set_rng_state(torch.tensor(list(bytes.fromhex(state["rng"])), dtype=torch.uint8))
 
-    def _save_in_hugging_face_format(self) -> None:
-        """Write `step-N-hf` before the last checkpoint: a run killed in between does this step, and this, again."""
+    def _save_in_hugging_face_format(self, anew: bool) -> None:
+        """Write `step-N-hf` after the last checkpoint; where it is there already, only if it is to be made `anew`.
+
+        A run that was killed in between finds its last checkpoint, trains no step, and does this again.
+        """
         config = self.config.checkpoint
-        if config.enable and not config.load_only:
-            self.checkpointer.wait()  # it deletes what killed saves left, step-N-hf.tmp included
-            path = self.checkpointer.folder / f"step-{self.step}-hf"
-            dtype = getattr(torch, config.export_dtype)
-            try:
-                save_weights(self.model, self.family, path, dtype=dtype, assets=self.assets, replace=True)
-            except (OSError, SafetensorError) as error:
-                raise SaveError(f"{path} could not be saved: {error}") from error
-            logger.info(f"saved {path}")
+        path = self.checkpointer.folder / f"step-{self.step}-hf"
+        there = on_rank_0(path.exists, files_group())
+        if not config.enable or config.load_only or (there and not anew):
+            return
+        self._set_timeouts(int(FILES_TIMEOUT.total_seconds()))  # the others wait for rank 0's files
+        dtype = getattr(torch, config.export_dtype)
+        try:
+            save_weights(self.model, self.family, path, dtype=dtype, assets=self.assets, replace=True)
+        except (OSError, SafetensorError) as error:
+            why = find_full_disk(path.parent, str(error)) or error
+            if self.rank == 0:
+                shutil.rmtree(path.with_name(f"{path.name}.tmp"), ignore_errors=True)
+            raise SaveError(
+                f"{path} could not be saved: {why}; the checkpoint of this step is whole. Start the run again: it does "
+                "only this, or use scripts/convert_to_hf.py"
+            ) from error
+        logger.info(f"saved {path}")
 
     def _train_state(self) -> dict[str, Any]:
         parts: list[Any] = [None] * dist.get_world_size()
@@ -392,11 +420,10 @@ class Trainer:
             "rng": bytes(torch.get_rng_state().tolist()).hex(),
         }
 
-    def _shorten_timeouts(self) -> None:
-        """Wait less for a collective once everything is warm: a hang is then noticed soon."""
-        groups = [dist.group.WORLD, *self.layout.mesh.get_all_groups()]
-        for group in groups:
-            set_timeout(group, self.config.comm.train_timeout_seconds)  # type: ignore[arg-type]
+    def _set_timeouts(self, seconds: int) -> None:
+        """Wait so long for a collective of training from now on."""
+        for group in [dist.group.WORLD, *self.layout.mesh.get_all_groups()]:
+            set_timeout(group, seconds)  # type: ignore[arg-type]
 
 
 class NonFiniteError(RuntimeError):

@@ -3,6 +3,7 @@
 Each patch is a function without arguments, to be called before `main`; what it needs to know is in the environment.
 """
 
+import errno
 import hashlib
 import itertools
 import os
@@ -17,11 +18,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchtitan_graph import device, steps, train, trainer
+from torchtitan_graph import device, patience, steps, train, trainer
 from torchtitan_graph.checkpoint import save
 from torchtitan_graph.data.batch import Batch
 from torchtitan_graph.data.loader import DataLoader
+from torchtitan_graph.models.hf.files import NewFolder
 from torchtitan_graph.parallel.storage import Storage
+from torchtitan_graph.run import lock
 
 
 def have_a_kibibyte_of_memory() -> None:
@@ -101,6 +104,26 @@ def no_room_on_rank_1() -> None:
     trainer.Trainer.train_step = step_without_room  # type: ignore[method-assign]
 
 
+def lose_storage() -> None:
+    """Let the file server of the dump folder be away for ever, and wait for it no longer."""
+
+    def write(*_: Any) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    patience.WAIT_S = 0.0
+    lock.Lock._create = write  # type: ignore[assignment]
+
+
+def export_slowly_and_fail() -> None:
+    """Let rank 0 take longer over the first file than a collective of training may, and find no room for it."""
+
+    def write_tensors(*_: Any) -> None:
+        time.sleep(8)
+        raise OSError(28, "No space left on device")
+
+    NewFolder.write_tensors = write_tensors  # type: ignore[method-assign]
+
+
 def pause_in_step_4() -> None:
     """Stop rank 1 for ever in the fourth step, with its data taken: rank 0 then waits for it amid forward.
 
@@ -118,6 +141,17 @@ def pause_in_step_4() -> None:
         return taken
 
     trainer.Trainer._next_step = maybe_pause  # type: ignore[method-assign]
+
+
+def signal_in_setup() -> None:
+    """Send SIGNAL when the run has its folder, before it builds its steps."""
+    setup = trainer.Trainer.setup
+
+    def send_and_set_up(self: trainer.Trainer) -> None:
+        os.kill(os.getpid(), signal.Signals[os.environ["SIGNAL"]])
+        setup(self)
+
+    trainer.Trainer.setup = send_and_set_up  # type: ignore[method-assign]
 
 
 def signal_in_step_3() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import REPOSITORY, Command, digest, saved, torchrun, train
+from runs import REPOSITORY, Command, digest, saved, saved_steps, torchrun, train
 from safetensors.torch import load_file
 
 from torchtitan_graph.checkpoint import load_model
@@ -119,6 +119,19 @@ def test_a_run_that_goes_on_takes_its_own_checkpoint(small: Path, tmp_path: Path
         code, output = train("--job.dump_folder", str(tmp_path), *options, "--training.steps", steps)
         assert code == 0, output
     assert "resuming after step 2" in output and "loaded the weights" not in output
+
+
+def test_an_export_that_fails_loses_no_checkpoint_and_is_done_again(tmp_path: Path) -> None:
+    options = ["--job.dump_folder", str(tmp_path), "--training.steps", "2", "--checkpoint.last_save_in_hf"]
+    slow = [*options, "--comm.train_timeout_seconds", "5"]
+    code, output = torchrun(2, *slow, patch="export_slowly_and_fail").finish()
+    assert code != 0 and "exitcode  : 4" in output, output
+    assert "step-2-hf could not be saved: the disk at" in output
+    assert saved_steps(tmp_path) == [2], "neither part of an export"
+    code, output = train(*options)
+    assert code == 0, output
+    assert "resuming after step 2" in output and "step 2/2" not in output
+    assert_hf_is_checkpoint(tmp_path / "checkpoint" / "step-2-hf", tmp_path, 2)
 
 
 @pytest.mark.parametrize(

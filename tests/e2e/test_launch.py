@@ -70,7 +70,8 @@ def test_dry_run_of_a_released_model_on_16_ranks_in_one_process(tmp_path: Path) 
     """Of rows whose mask alone would take 4 GiB: nothing of that size is allocated."""
     code, output = Command(
         str(REPOSITORY / "run_train.sh"),
-        *["--model.flavor", "1B", "--parallelism.tensor_parallel_degree", "8", "--model.hf_assets_path="],
+        *["--model.flavor", "1B", "--parallelism.tensor_parallel_degree", "8"],
+        *["--model.hf_assets_path", "./nowhere"],
         *["--training.seq_len", "65536", "--training.local_batch_size", "1"],
         cwd=tmp_path,
         NGPU="16",
@@ -79,6 +80,7 @@ def test_dry_run_of_a_released_model_on_16_ranks_in_one_process(tmp_path: Path) 
     assert code == 0, output
     told = re.search(r"dry run of 16 ranks done in [\d.]+ s, peak memory of this process ([\d.]+) GiB", output)
     assert told and float(told[1]) < 2, output
+    assert "./nowhere is not there" in output and "llama3 1B has its own vocabulary of 128256" in output
     assert not list(tmp_path.iterdir()), "a dry run writes nothing"
 
 

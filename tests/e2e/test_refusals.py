@@ -56,6 +56,8 @@ def test_mistake_in_a_file(toml: str, parts: list[str], tmp_path: Path) -> None:
             "--parallelism.pipeline_parallel_degree 2",
             ["pipeline_parallel_degree = '2'", "not built yet", "use data_parallel"],
         ),
+        ("--training.seq_len 4194304", ["training.seq_len = 4194304", "'sdpa'", "GiB", "use shorter rows"]),
+        ("--validation.enable --validation.seq_len 4194304", ["validation.seq_len = 4194304", "use shorter rows"]),
         ("--model.attn flex --training.seq_len 65536", ["model.attn = 'flex'", "GiB", 'use attn = "sdpa"']),
         ('--optimizer.param_groups [{pattern="layres.*"}]', ["entry 1: pattern = 'layres.*'", "did you mean layers."]),
         ("--optimizer.name torch.optim.LBFGSS", ["optimizer.name", "torch.optim has no LBFGSS"]),
@@ -85,6 +87,14 @@ def test_check_itself_accepts_what_is_right(tmp_path: Path) -> None:
     """Negative control: without a mistake the run gets as far as the process group, which is forbidden here."""
     code, output = train("--job.dump_folder", str(tmp_path), patch=patched_train.forbid_process_group)
     assert code == 1 and "a process group was started" in output
+
+
+def test_storage_that_is_away_is_no_mistake(tmp_path: Path) -> None:
+    code, output = train("--job.dump_folder", str(tmp_path / "run"), patch=patched_train.lose_storage)
+    assert code == 6, output
+    assert "storage is away; started again" in output and "Stale file handle" in output
+    assert "Traceback" not in output
+    assert not (tmp_path / "run" / "run.lock").exists()
 
 
 def test_mistake_in_an_option_is_told_before_torch_is_imported(tmp_path: Path) -> None:

@@ -1,11 +1,12 @@
 """A signal to one rank stops all after the step, with a checkpoint; the run goes on to the bits it would have had."""
 
 import json
+import signal
 import sys
 from pathlib import Path
 
 import patched_train
-from runs import TINY, Command, Result, numbers, records, saved, saved_steps, torchrun, train
+from runs import REPOSITORY, TINY, Command, Result, numbers, records, saved, saved_steps, torchrun, train
 
 
 def status(folder: Path) -> dict:
@@ -39,9 +40,9 @@ def test_run_that_a_signal_stopped_goes_on_bitwise(reference: tuple[Path, Result
 def test_second_ctrl_c_ends_at_once_and_a_signal_in_the_last_step_changes_nothing(tmp_path: Path) -> None:
     options = {"patch": patched_train.signal_in_step_3, "SIGNAL": "SIGINT", "SIGNAL_AGAIN_AFTER": "1.5"}
     code, output = train("--job.dump_folder", str(tmp_path), **options)
-    assert code != 0 and "KeyboardInterrupt" in output, output
+    assert code == 130 and "stopped by Ctrl-C at once" in output and "Traceback" not in output, output
     assert saved_steps(tmp_path) == [2]
-    assert status(tmp_path)["state"] == "failed"
+    assert status(tmp_path)["state"] == "stopped"
     code, output = train(
         "--job.dump_folder",
         str(tmp_path),
@@ -55,8 +56,8 @@ def test_second_ctrl_c_ends_at_once_and_a_signal_in_the_last_step_changes_nothin
     assert status(tmp_path)["state"] == "finished", "a signal in the last step stops nothing"
 
 
-def test_signal_while_torch_is_imported_is_not_lost(tmp_path: Path) -> None:
-    """A fresh interpreter signals itself as soon as torch begins to be imported, and goes on."""
+def test_signal_while_torch_is_imported_ends_the_process_at_once(tmp_path: Path) -> None:
+    """A fresh interpreter signals itself as soon as torch begins to be imported."""
     script = """
 import os, runpy, signal, sys
 class Signal:
@@ -69,5 +70,31 @@ runpy.run_module("torchtitan_graph.train", run_name="__main__")
 """
     options = ["--job.config_file", TINY, "--job.dump_folder", str(tmp_path)]
     code, output = Command(sys.executable, "-c", script, *options).finish()
+    assert code == 128 + signal.SIGUSR1, output
+    assert output.startswith("stopped by SIGUSR1 before the first step") and output.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_signal_in_set_up_ends_the_run_in_order(tmp_path: Path) -> None:
+    code, output = train("--job.dump_folder", str(tmp_path), patch=patched_train.signal_in_setup, SIGNAL="SIGTERM")
+    assert code == 128 + signal.SIGTERM, output
+    assert output.count("stopped by SIGTERM before the first step") == 1 and "Traceback" not in output
+    assert (status(tmp_path)["state"], status(tmp_path)["reason"]) == ("stopped", "SIGTERM")
+    assert not (tmp_path / "run.lock").exists()
+
+
+def test_launcher_passes_a_signal_on_and_ends_as_its_workers_do(tmp_path: Path) -> None:
+    options = ["--job.dump_folder", "./run", "--model.name", "my_models.slow", "--training.steps", "100"]
+    command = Command(
+        *[str(REPOSITORY / "run_train.sh"), *options, "--checkpoint.interval", "100"],
+        cwd=tmp_path,
+        NGPU="2",
+        CONFIG_FILE=TINY,
+        SLOW_S="0.1",
+    )
+    command.wait_for(tmp_path / "run" / "metrics.jsonl")
+    command.process.send_signal(signal.SIGINT)
+    code, output = command.finish()
     assert code == 0, output
-    assert (status(tmp_path)["state"], saved_steps(tmp_path)) == ("stopped", [1])
+    assert "stopped by Ctrl-C after step" in output and "Traceback" not in output
+    assert len(saved_steps(tmp_path / "run")) == 1 and status(tmp_path / "run")["state"] == "stopped"

@@ -63,6 +63,13 @@ def test_configuration_and_numbers_are_never_tried_again(job: FakeJob, code: int
     assert job.end() == Decision(False, "it would fail in the same way again", [])
 
 
+def test_storage_that_was_away_is_waited_for_in_another_attempt(job: FakeJob) -> None:
+    job.begin()
+    job.failure("n1", 2)
+    job.failure("n2", 6)
+    assert job.end() == Decision(True, "storage was away", [])
+
+
 def test_fault_of_the_program_is_not_tried_again(job: FakeJob) -> None:
     job.begin()
     job.status("failed", 10)

@@ -7,6 +7,7 @@ flushed to disk (fsync) before the next step. So a kill at any moment leaves all
 recognised by name.
 """
 
+import functools
 import itertools
 import json
 import os
@@ -23,6 +24,7 @@ from torchtitan_graph.checkpoint.tensors import METADATA, read_metadata
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.agree import RanksFailed, gather_from_ranks
+from torchtitan_graph.patience import is_away, wait_for_storage
 
 MANIFEST = "manifest.json"
 TRAIN_STATE = "train_state.json"
@@ -89,9 +91,11 @@ def find_damage(path: Path, names: Iterable[str] | None = None) -> str | None:
     files = read_manifest(path)
     for name in files if names is None else names:
         try:
-            if files[name].crc32 not in (None, checksum(path / name)):
+            if files[name].crc32 not in (None, wait_for_storage(functools.partial(checksum, path / name))):
                 return f"its file {name} is damaged: it is not what was written"
         except OSError as error:
+            if is_away(error):
+                raise
             return f"its file {name} can't be read: {error}"
     return None
 
@@ -155,7 +159,7 @@ def find_full_disk(path: Path, error: str) -> str | None:
 
     torch's zip writer hides what the system says of a write that fell short: it finds itself at an unexpected position.
     """
-    if not any(words in error for words in ("[Errno 28]", "[Errno 122]", "unexpected pos")):
+    if not any(words in error for words in ("[Errno 28]", "[Errno 122]", "unexpected pos", "os error 28")):
         return None
     place = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     total, _, free = shutil.disk_usage(place)
@@ -274,10 +278,12 @@ def _rename(old: Path, new: Path) -> None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(wait_for_storage(lambda: path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         raise UserError(f"it has no {path.name}") from None
     except (OSError, ValueError, RecursionError) as error:
+        if is_away(error):
+            raise  # an older checkpoint is no better
         raise UserError(f"its {path.name} can't be read ({error!r})") from error
     if not isinstance(content, dict):
         raise UserError(f"its {path.name} holds no JSON object")

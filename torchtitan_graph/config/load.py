@@ -11,6 +11,7 @@ from torchtitan_graph.config.option import nearest, tomllib
 from torchtitan_graph.config.resolve import COMMAND_LINE, NAMES, Resolution, Setting, is_flag, problem_list, resolve
 from torchtitan_graph.config.support import REFUSED, RENAMED
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.patience import is_away, wait_for_storage
 
 
 def load(argv: Sequence[str]) -> JobConfig:
@@ -90,8 +91,10 @@ def read_toml(name: str, result: Resolution) -> list[Setting]:
     folders = [package / "train_configs", package.parent / "train_configs"] if path.name == name else []
     path = next((file for file in (path, *(folder / name for folder in folders)) if file.is_file()), path)
     try:
-        tree = tomllib.loads(path.read_bytes().decode("utf-8-sig"))
+        tree = tomllib.loads(wait_for_storage(path.read_bytes).decode("utf-8-sig"))
     except OSError as error:
+        if is_away(error):
+            raise
         near = nearest(path.name, [file.name for folder in (path.parent, *folders) for file in folder.glob("*.toml")])
         why = f"can't be read: {error.strerror or error}" + (f"; did you mean {near}?" if near else "")
         result.refuse(Setting(COMMAND_LINE, "job.config_file", name), why)

@@ -14,7 +14,7 @@ from torchtitan_graph.stop import LAUNCHER
 
 FOLDER = "failures"
 # Exit codes of the trainer and of the preflight.
-FAULT, CONFIGURATION, NON_FINITE, SAVE_FAILED, BAD_NODE = 1, 2, 3, 4, 5
+FAULT, CONFIGURATION, NON_FINITE, SAVE_FAILED, BAD_NODE, STORAGE_AWAY = 1, 2, 3, 4, 5, 6
 FINAL = (CONFIGURATION, NON_FINITE, SAVE_FAILED)  # another attempt would fail in the same way
 
 

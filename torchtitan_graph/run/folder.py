@@ -12,6 +12,7 @@ from torchtitan_graph.config import JobConfig, dump_toml
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.agree import files_group, on_rank_0
+from torchtitan_graph.patience import wait_for_storage
 from torchtitan_graph.run.drift import check_drift
 from torchtitan_graph.run.files import write_text
 from torchtitan_graph.run.lock import Lock
@@ -28,7 +29,7 @@ class RunFolder:
     def __init__(self, config: JobConfig) -> None:
         self.path = Path(config.job.dump_folder)
         self.status: Status | None = None
-        on_rank_0(lambda: self._open(config), files_group())
+        on_rank_0(lambda: wait_for_storage(lambda: self._open(config)), files_group())
 
     def _open(self, config: JobConfig) -> None:
         try:

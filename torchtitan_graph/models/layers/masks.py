@@ -62,6 +62,13 @@ def all_of(*rules: Rule) -> Rule:
     return rule
 
 
+def dense_mask_bytes(B: int, L: int, num_masks: int, itemsize: int) -> int:
+    """Return what the masks of one batch take under sdpa: a boolean for each pair of positions, and for the layer at
+    work the same as numbers of `itemsize` bytes, which torch's kernels on a CPU and its fallback want.
+    """
+    return B * L * L * (num_masks + itemsize)
+
+
 def build_mask(attn: str, rule: Rule, B: int, L: int, device: torch.device) -> Mask:
     """Build the mask of one batch.
 

@@ -1,0 +1,69 @@
+"""Storage that is away is waited for; what is not there is told at once."""
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from torchtitan_graph import patience
+from torchtitan_graph.checkpoint.folder import find_problem
+from torchtitan_graph.config import load
+from torchtitan_graph.errors import UserError
+from torchtitan_graph.parallel.agree import RanksFailed
+from torchtitan_graph.patience import is_away, wait_for_storage
+
+STALE = OSError(errno.ESTALE, "Stale file handle", "/shared/file")
+
+
+@pytest.fixture
+def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Let time pass at once."""
+    now: list[float] = []
+    monkeypatch.setattr(patience.time, "sleep", now.append)
+    monkeypatch.setattr(patience.time, "monotonic", lambda: sum(now))
+    return now
+
+
+def fails(times: float, error: Exception) -> object:
+    left = iter(range(int(times)))
+
+    def function(*_: object, **__: object) -> str:
+        if next(left, None) is None:
+            return "read"
+        raise error
+
+    return function
+
+
+def test_it_is_waited_for(slept: list[float]) -> None:
+    assert wait_for_storage(fails(3, STALE)) == "read"
+    assert slept == [patience.EVERY_S] * 3
+
+
+def test_but_not_for_ever(slept: list[float]) -> None:
+    with pytest.raises(OSError, match="Stale"):
+        wait_for_storage(fails(10_000, STALE))
+    assert sum(slept) == patience.WAIT_S
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError(2, "No such file", "x"), UserError("a typing error")])
+def test_what_is_not_there_is_told_at_once(error: Exception, slept: list[float]) -> None:
+    with pytest.raises(type(error)):
+        wait_for_storage(fails(1, error))
+    assert not slept and not is_away(error)
+
+
+def test_it_is_known_in_the_words_of_others() -> None:
+    assert is_away(RanksFailed(f"rank 3: OSError: {STALE}")) and is_away(UserError(f"can't be read: {STALE}"))
+
+
+def test_no_configuration_and_no_checkpoint_is_given_up_for_it(
+    slept: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A configuration that is wrong is never tried again; a checkpoint that is damaged is passed over."""
+    (tmp_path / "mine.toml").touch()
+    monkeypatch.setattr(Path, "read_bytes", fails(10_000, STALE))
+    monkeypatch.setattr(Path, "read_text", fails(10_000, STALE))
+    for read in (lambda: load(["--job.config_file", str(tmp_path / "mine.toml")]), lambda: find_problem(tmp_path)):
+        with pytest.raises(OSError, match="Stale"):
+            read()

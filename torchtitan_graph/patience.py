@@ -1,0 +1,42 @@
+"""Storage that is away for a while, such as a file server that is started again: wait for it.
+
+If it stays away, the run ends with an exit code of its own, after which SLURM's job is requeued: nobody has to change
+anything. A file that is not there is not away.
+"""
+
+import errno
+import re
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from torchtitan_graph.log import logger
+
+T = TypeVar("T")
+
+WAIT_S = 300.0
+EVERY_S = 10.0
+
+_NAMES = "EIO ESTALE ETIMEDOUT ENOTCONN ECONNREFUSED ECONNRESET EHOSTDOWN EHOSTUNREACH ENETDOWN ENETUNREACH EREMOTEIO"
+AWAY = {getattr(errno, name) for name in _NAMES.split() if hasattr(errno, name)}
+
+
+def is_away(error: BaseException) -> bool:
+    """Return whether an error is that storage can't be reached, or says that this was so on another rank."""
+    if isinstance(error, OSError):
+        return error.errno in AWAY
+    return any(int(number) in AWAY for number in re.findall(r"\[Errno (\d+)\]", str(error)))
+
+
+def wait_for_storage(function: Callable[[], T]) -> T:
+    """Call a function, again and again for some minutes where storage is away."""
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        try:
+            return function()
+        except Exception as error:
+            left = deadline - time.monotonic()
+            if not is_away(error) or left <= 0:
+                raise
+            logger.warning(f"storage is away, and is tried again for {left:.0f} s: {error}")
+            time.sleep(min(EVERY_S, left))

@@ -1,15 +1,16 @@
 """Start training as users do, in processes of its own, and read what a run wrote."""
 
+import datetime
 import hashlib
 import json
 import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from sockets import listening
+from torchtitan_graph.parallel.join import LOOPBACK, host_store
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
@@ -24,7 +26,7 @@ TINY = str(HERE / "tiny.toml")
 PATCHED_TRAIN = str(HERE / "patched_train.py")
 TIMEOUT_S = 250  # a run takes seconds; a busy machine takes longer
 
-# Forks a process that has imported everything already, from a clean one: much cheaper than starting Python anew.
+# Forks processes that have imported everything already, from a clean one: much cheaper than starting Python anew.
 _fork = multiprocessing.get_context("forkserver")
 _fork.set_forkserver_preload(["torchtitan_graph.train"])
 
@@ -36,17 +38,61 @@ class Result(NamedTuple):
     output: str
 
 
-def train(*options: str, patch: Callable[[], None] | None = None, **env: str) -> Result:
-    """Train with `tiny.toml` and these options in one process."""
-    with tempfile.NamedTemporaryFile("r", errors="replace") as output:
-        argv = ["--job.config_file", TINY, *options]
-        process = _fork.Process(target=_train, args=(argv, output.name, {**_environment(), **env}, patch))
-        process.start()
-        process.join(TIMEOUT_S)
-        if process.exitcode is None:
+def train(*options: str, ranks: int = 1, patch: Callable[[], None] | None = None, **env: str) -> Result:
+    """Train with `tiny.toml` and these options, each rank a forked process."""
+    return Run(*options, ranks=ranks, patch=patch, **env).finish()
+
+
+class Run:
+    """What `train` has started. Without a launcher: the ranks print to one stream, and are as like as forks are.
+
+    Where ranks must agree although their sets are ordered differently, start them with `torchrun`.
+    """
+
+    def __init__(self, *options: str, ranks: int = 1, patch: Callable[[], None] | None = None, **env: str) -> None:
+        self.argv = ["--job.config_file", TINY, *options]
+        self._output = tempfile.NamedTemporaryFile("r", errors="replace")  # noqa: SIM115  (as long as this object)
+        self.processes = []
+        if ranks > 1:  # this process hosts the store, as a launcher does
+            self._store = host_store(datetime.timedelta(seconds=TIMEOUT_S))
+            env = {"MASTER_PORT": str(self._store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"} | env
+            env = {"MASTER_ADDR": LOOPBACK, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)} | env
+        for rank in range(ranks):
+            of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
+            arguments = (self.argv, self._output.name, {**_environment(), **of_rank, **env}, patch)
+            self.processes.append(_fork.Process(target=_train, args=arguments))
+            self.processes[-1].start()
+
+    def finish(self) -> Result:
+        """Wait for the end. The first rank to fail gives its code and, as under a launcher, ends the others."""
+        waiting, code = {process.sentinel: process for process in self.processes}, 0
+        deadline = time.monotonic() + TIMEOUT_S
+        while waiting and (ended := wait(list(waiting), deadline - time.monotonic())):
+            for process in [waiting.pop(sentinel) for sentinel in ended]:
+                process.join()
+                if process.exitcode and not code:
+                    code = process.exitcode
+                    for other in waiting.values():
+                        other.terminate()
+        if waiting:
+            self.kill()
+            raise TimeoutError(f"{self.argv} is not done after {TIMEOUT_S} s:\n{self.output()}")
+        return Result(code, self.output())
+
+    def wait_for(self, path: Path) -> None:
+        """Wait until there is a file at `path`."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while not path.exists():
+            assert all(process.is_alive() for process in self.processes), f"no {path} was made:\n{self.output()}"
+            assert time.monotonic() < deadline, f"no {path} was made in {TIMEOUT_S} s:\n{self.output()}"
+            time.sleep(0.05)
+
+    def kill(self) -> None:
+        for process in self.processes:
             process.kill()
-            raise TimeoutError(f"{argv} is not done after {TIMEOUT_S} s:\n{output.read()}")
-        return Result(process.exitcode, output.read())
+
+    def output(self) -> str:
+        return Path(self._output.name).read_text(errors="replace")
 
 
 def _train(argv: list[str], output: str, env: dict[str, str], patch: Callable[[], None] | None) -> None:
@@ -57,8 +103,10 @@ def _train(argv: list[str], output: str, env: dict[str, str], patch: Callable[[]
     os.environ.update(env)
     torch.set_num_threads(1)
     sys.path.insert(0, str(HERE))
+    from torchtitan_graph import stop
     from torchtitan_graph.train import main
 
+    stop.START = time.time()  # not when the process that was forked began
     if patch is not None:
         patch()
     sys.exit(main(argv))
@@ -93,14 +141,6 @@ class Command:
             time.sleep(0.2)
         return self.finish(timeout_s=1), addresses
 
-    def wait_for(self, path: Path) -> None:
-        """Wait until there is a file at `path`."""
-        deadline = time.monotonic() + TIMEOUT_S
-        while not path.exists():
-            assert self.process.poll() is None, f"{self.words} ended before {path} was there:\n{self.output()}"
-            assert time.monotonic() < deadline, f"{self.words} made no {path} in {TIMEOUT_S} s:\n{self.output()}"
-            time.sleep(0.05)
-
     def output(self) -> str:
         return Path(self._output.name).read_text(errors="replace")
 
@@ -122,11 +162,6 @@ def _environment() -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",  # on any machine the same numbers; tests/gpu is for the others
     }
-
-
-def kill(*pids: int) -> None:
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
 
 
 def records(folder: Path) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import REPOSITORY, Command, digest, saved, torchrun, train
+from runs import REPOSITORY, Command, digest, saved, train
 from safetensors.torch import load_file
 
 from torchtitan_graph.checkpoint import load_model
@@ -25,8 +25,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two steps at FSDP 2 x TP 2 with everything saved."""
     folder = tmp_path_factory.mktemp("fsdp_tp") / "run"
     options = ["--parallelism.tensor_parallel_degree", "2", "--checkpoint.last_save_in_hf"]
-    command = torchrun(4, "--job.dump_folder", str(folder), "--training.steps", str(STEPS), *options)
-    code, output = command.finish()
+    code, output = train("--job.dump_folder", str(folder), "--training.steps", str(STEPS), *options, ranks=4)
     assert code == 0, output
     return folder
 
@@ -167,7 +166,7 @@ def test_every_family_goes_from_a_folder_through_a_layout_to_a_folder(name: str,
     to_hf(model, published, assets=TOKENIZER)
     options = ["--model.name", name, "--model.hf_assets_path", str(published), "--checkpoint.initial_load_in_hf"]
     options += ["--parallelism.tensor_parallel_degree", "2", "--checkpoint.last_save_in_hf"]
-    code, output = torchrun(4, "--job.dump_folder", str(run), "--training.steps", str(STEPS), *options).finish()
+    code, output = train("--job.dump_folder", str(run), "--training.steps", str(STEPS), *options, ranks=4)
     assert code == 0, output
     hf = run / "checkpoint" / f"step-{STEPS}-hf"
     exported = from_hf(hf).state_dict()

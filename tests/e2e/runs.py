@@ -5,6 +5,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -40,31 +41,49 @@ class Result(NamedTuple):
 
 def train(*options: str, ranks: int = 1, patch: Callable[[], None] | None = None, **env: str) -> Result:
     """Train with `tiny.toml` and these options, each rank a forked process."""
-    return Run(*options, ranks=ranks, patch=patch, **env).finish()
+    return start(*options, ranks=ranks, patch=patch, **env).finish()
 
 
-class Run:
-    """What `train` has started. Without a launcher: the ranks print to one stream, and are as like as forks are.
+def start(*options: str, ranks: int = 1, patch: Callable[[], None] | None = None, **env: str) -> "Forks":
+    """Start what `train` waits for.
 
-    Where ranks must agree although their sets are ordered differently, start them with `torchrun`.
+    No launcher is about: all ranks print to one stream. And forks order their sets alike; ranks of their own, which
+    must agree though they don't, are those of `torchrun`, run_train.sh and the pool.
     """
+    run = Forks("--job.config_file", TINY, *options)
+    if ranks > 1:  # this process hosts the store, as a launcher does
+        run.store = host_store(datetime.timedelta(seconds=TIMEOUT_S))
+        env = {"MASTER_PORT": str(run.store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"} | env
+        env = {"MASTER_ADDR": LOOPBACK, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)} | env
+    for rank in range(ranks):
+        run.fork(_train, patch, {"RANK": str(rank), "LOCAL_RANK": str(rank), **env} if ranks > 1 else env)
+    return run
 
-    def __init__(self, *options: str, ranks: int = 1, patch: Callable[[], None] | None = None, **env: str) -> None:
-        self.argv = ["--job.config_file", TINY, *options]
+
+def run_script(name: str, *arguments: str) -> Result:
+    """Run a file of scripts/ in a forked process."""
+    run = Forks(str(REPOSITORY / "scripts" / name), *arguments)
+    run.fork(_script, None, {})
+    return run.finish()
+
+
+class Forks:
+    """Forked processes that run with these words, and print to one file."""
+
+    store: Any = None  # kept for as long as they run
+
+    def __init__(self, *words: str) -> None:
+        self.words = list(words)
+        self.processes: list[Any] = []
         self._output = tempfile.NamedTemporaryFile("r", errors="replace")  # noqa: SIM115  (as long as this object)
-        self.processes = []
-        if ranks > 1:  # this process hosts the store, as a launcher does
-            self._store = host_store(datetime.timedelta(seconds=TIMEOUT_S))
-            env = {"MASTER_PORT": str(self._store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"} | env
-            env = {"MASTER_ADDR": LOOPBACK, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)} | env
-        for rank in range(ranks):
-            of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
-            arguments = (self.argv, self._output.name, {**_environment(), **of_rank, **env}, patch)
-            self.processes.append(_fork.Process(target=_train, args=arguments))
-            self.processes[-1].start()
+
+    def fork(self, work: Callable[[list[str]], Any], patch: Callable[[], None] | None, env: dict[str, str]) -> None:
+        arguments = (work, self.words, patch, self._output.name, {**_environment(), **env})
+        self.processes.append(_fork.Process(target=_in_fork, args=arguments))
+        self.processes[-1].start()
 
     def finish(self) -> Result:
-        """Wait for the end. The first rank to fail gives its code and, as under a launcher, ends the others."""
+        """Wait for the end. The first to fail gives its code and, as a launcher does, ends the others."""
         waiting, code = {process.sentinel: process for process in self.processes}, 0
         deadline = time.monotonic() + TIMEOUT_S
         while waiting and (ended := wait(list(waiting), deadline - time.monotonic())):
@@ -76,7 +95,7 @@ class Run:
                         other.terminate()
         if waiting:
             self.kill()
-            raise TimeoutError(f"{self.argv} is not done after {TIMEOUT_S} s:\n{self.output()}")
+            raise TimeoutError(f"{self.words} is not done after {TIMEOUT_S} s:\n{self.output()}")
         return Result(code, self.output())
 
     def wait_for(self, path: Path) -> None:
@@ -95,7 +114,9 @@ class Run:
         return Path(self._output.name).read_text(errors="replace")
 
 
-def _train(argv: list[str], output: str, env: dict[str, str], patch: Callable[[], None] | None) -> None:
+def _in_fork(
+    work: Callable[[list[str]], Any], words: list[str], patch: Callable[[], None] | None, output: str, env: dict
+) -> None:
     descriptor = os.open(output, os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -103,13 +124,22 @@ def _train(argv: list[str], output: str, env: dict[str, str], patch: Callable[[]
     os.environ.update(env)
     torch.set_num_threads(1)
     sys.path.insert(0, str(HERE))
+    if patch is not None:
+        patch()
+    sys.exit(work(words))
+
+
+def _train(words: list[str]) -> int:
     from torchtitan_graph import stop
     from torchtitan_graph.train import main
 
     stop.START = time.time()  # not when the process that was forked began
-    if patch is not None:
-        patch()
-    sys.exit(main(argv))
+    return main(words)
+
+
+def _script(words: list[str]) -> None:
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
 
 
 class Command:

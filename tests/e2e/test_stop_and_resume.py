@@ -6,7 +6,7 @@ from pathlib import Path
 
 import patched_train
 import pytest
-from runs import Result, Run, numbers, saved, saved_steps, train
+from runs import Result, numbers, saved, saved_steps, start, train
 
 from torchtitan_graph.checkpoint import SAVE_POINTS
 
@@ -19,7 +19,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def kill_in_step_4(folder: Path, mode: str) -> Path:
     options = ["--job.dump_folder", str(folder), "--compile.mode", mode]
-    run = Run(*options, ranks=2, patch=patched_train.pause_in_step_4, PAUSED=str(folder / "paused"))
+    run = start(*options, ranks=2, patch=patched_train.pause_in_step_4, PAUSED=str(folder / "paused"))
     run.wait_for(folder / "paused")
     run.kill()
     assert run.finish().code == -signal.SIGKILL
@@ -81,6 +81,7 @@ def test_killed_at_every_point_of_a_save(tmp_path: Path) -> None:
     complete = points.index("after write_manifest")
     steps = len(points) - complete + 1
     options = ["--training.steps", str(steps), "--checkpoint.interval", "1", "--checkpoint.keep_latest_k", "2"]
+    options += ["--compile.mode", "eager"]  # starts in no time, and saves the same bits
     folder, done = tmp_path / "killed", 0
     for number, point in enumerate(points):
         code, output = train("--job.dump_folder", str(folder), *options, patch=patched_train.kill_in_save, KILL=point)

@@ -173,8 +173,8 @@ def _check_scores_fit(options: StepOptions, num_heads: int) -> None:
         raise UserError(
             f"model.attn = 'flex': on a CPU one layer's scores would take about {needed:.0f} GiB at "
             f"training.local_batch_size {batch}, training.seq_len {seq_len} and {num_heads} heads, and this machine "
-            f'has {devices.memory_total_gib():.0f}: use attn = "sdpa", which computes the same with little memory, or a '
-            "smaller batch"
+            f'has {devices.memory_total_gib():.0f}: use attn = "sdpa", which computes the same with little memory, or '
+            "a smaller batch"
         )
 
 

@@ -127,16 +127,14 @@ def export_slowly_and_fail() -> None:
 def pause_in_step_4() -> None:
     """Stop rank 1 for ever in the fourth step, with its data taken: rank 0 then waits for it amid forward.
 
-    Each rank writes its process' id to PIDS/RANK, and rank 1 makes PIDS/paused when it stops.
+    It makes the file PAUSED when it stops.
     """
-    folder, rank = Path(os.environ["PIDS"]), os.environ["RANK"]
-    Path(folder, rank).write_text(str(os.getpid()))
     next_step = trainer.Trainer._next_step
 
     def maybe_pause(self: trainer.Trainer) -> Any:
         taken = next_step(self)
-        if self.step == 3 and rank == "1":
-            Path(folder, "paused").touch()
+        if self.step == 3 and self.rank == 1:
+            Path(os.environ["PAUSED"]).touch()
             time.sleep(1000)
         return taken
 

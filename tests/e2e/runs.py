@@ -1,15 +1,17 @@
 """Start training as users do, in processes of its own, and read what a run wrote."""
 
+import datetime
 import hashlib
 import json
 import multiprocessing
 import os
-import signal
+import runpy
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +19,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from sockets import listening
+from torchtitan_graph.parallel.join import LOOPBACK, host_store
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
@@ -24,7 +27,7 @@ TINY = str(HERE / "tiny.toml")
 PATCHED_TRAIN = str(HERE / "patched_train.py")
 TIMEOUT_S = 250  # a run takes seconds; a busy machine takes longer
 
-# Forks a process that has imported everything already, from a clean one: much cheaper than starting Python anew.
+# Forks processes that have imported everything already, from a clean one: much cheaper than starting Python anew.
 _fork = multiprocessing.get_context("forkserver")
 _fork.set_forkserver_preload(["torchtitan_graph.train"])
 
@@ -36,20 +39,84 @@ class Result(NamedTuple):
     output: str
 
 
-def train(*options: str, patch: Callable[[], None] | None = None, **env: str) -> Result:
-    """Train with `tiny.toml` and these options in one process."""
-    with tempfile.NamedTemporaryFile("r", errors="replace") as output:
-        argv = ["--job.config_file", TINY, *options]
-        process = _fork.Process(target=_train, args=(argv, output.name, {**_environment(), **env}, patch))
-        process.start()
-        process.join(TIMEOUT_S)
-        if process.exitcode is None:
+def train(*options: str, ranks: int = 1, patch: Callable[[], None] | None = None, **env: str) -> Result:
+    """Train with `tiny.toml` and these options, each rank a forked process."""
+    return start(*options, ranks=ranks, patch=patch, **env).finish()
+
+
+def start(*options: str, ranks: int = 1, patch: Callable[[], None] | None = None, **env: str) -> "Forks":
+    """Start what `train` waits for.
+
+    No launcher is about: all ranks print to one stream. And forks order their sets alike; ranks of their own, which
+    must agree though they don't, are those of `torchrun`, run_train.sh and the pool.
+    """
+    run = Forks("--job.config_file", TINY, *options)
+    if ranks > 1:  # this process hosts the store, as a launcher does
+        run.store = host_store(datetime.timedelta(seconds=TIMEOUT_S))
+        env = {"MASTER_PORT": str(run.store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"} | env
+        env = {"MASTER_ADDR": LOOPBACK, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)} | env
+    for rank in range(ranks):
+        run.fork(_train, patch, {"RANK": str(rank), "LOCAL_RANK": str(rank), **env} if ranks > 1 else env)
+    return run
+
+
+def run_script(name: str, *arguments: str) -> Result:
+    """Run a file of scripts/ in a forked process."""
+    run = Forks(str(REPOSITORY / "scripts" / name), *arguments)
+    run.fork(_script, None, {})
+    return run.finish()
+
+
+class Forks:
+    """Forked processes that run with these words, and print to one file."""
+
+    store: Any = None  # kept for as long as they run
+
+    def __init__(self, *words: str) -> None:
+        self.words = list(words)
+        self.processes: list[Any] = []
+        self._output = tempfile.NamedTemporaryFile("r", errors="replace")  # noqa: SIM115  (as long as this object)
+
+    def fork(self, work: Callable[[list[str]], Any], patch: Callable[[], None] | None, env: dict[str, str]) -> None:
+        arguments = (work, self.words, patch, self._output.name, {**_environment(), **env})
+        self.processes.append(_fork.Process(target=_in_fork, args=arguments))
+        self.processes[-1].start()
+
+    def finish(self) -> Result:
+        """Wait for the end. The first to fail gives its code and, as a launcher does, ends the others."""
+        waiting, code = {process.sentinel: process for process in self.processes}, 0
+        deadline = time.monotonic() + TIMEOUT_S
+        while waiting and (ended := wait(list(waiting), deadline - time.monotonic())):
+            for process in [waiting.pop(sentinel) for sentinel in ended]:
+                process.join()
+                if process.exitcode and not code:
+                    code = process.exitcode
+                    for other in waiting.values():
+                        other.terminate()
+        if waiting:
+            self.kill()
+            raise TimeoutError(f"{self.words} is not done after {TIMEOUT_S} s:\n{self.output()}")
+        return Result(code, self.output())
+
+    def wait_for(self, path: Path) -> None:
+        """Wait until there is a file at `path`."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while not path.exists():
+            assert all(process.is_alive() for process in self.processes), f"no {path} was made:\n{self.output()}"
+            assert time.monotonic() < deadline, f"no {path} was made in {TIMEOUT_S} s:\n{self.output()}"
+            time.sleep(0.05)
+
+    def kill(self) -> None:
+        for process in self.processes:
             process.kill()
-            raise TimeoutError(f"{argv} is not done after {TIMEOUT_S} s:\n{output.read()}")
-        return Result(process.exitcode, output.read())
+
+    def output(self) -> str:
+        return Path(self._output.name).read_text(errors="replace")
 
 
-def _train(argv: list[str], output: str, env: dict[str, str], patch: Callable[[], None] | None) -> None:
+def _in_fork(
+    work: Callable[[list[str]], Any], words: list[str], patch: Callable[[], None] | None, output: str, env: dict
+) -> None:
     descriptor = os.open(output, os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -57,11 +124,22 @@ def _train(argv: list[str], output: str, env: dict[str, str], patch: Callable[[]
     os.environ.update(env)
     torch.set_num_threads(1)
     sys.path.insert(0, str(HERE))
-    from torchtitan_graph.train import main
-
     if patch is not None:
         patch()
-    sys.exit(main(argv))
+    sys.exit(work(words))
+
+
+def _train(words: list[str]) -> int:
+    from torchtitan_graph import stop
+    from torchtitan_graph.train import main
+
+    stop.START = time.time()  # not when the process that was forked began
+    return main(words)
+
+
+def _script(words: list[str]) -> None:
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
 
 
 class Command:
@@ -93,14 +171,6 @@ class Command:
             time.sleep(0.2)
         return self.finish(timeout_s=1), addresses
 
-    def wait_for(self, path: Path) -> None:
-        """Wait until there is a file at `path`."""
-        deadline = time.monotonic() + TIMEOUT_S
-        while not path.exists():
-            assert self.process.poll() is None, f"{self.words} ended before {path} was there:\n{self.output()}"
-            assert time.monotonic() < deadline, f"{self.words} made no {path} in {TIMEOUT_S} s:\n{self.output()}"
-            time.sleep(0.05)
-
     def output(self) -> str:
         return Path(self._output.name).read_text(errors="replace")
 
@@ -122,11 +192,6 @@ def _environment() -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",  # on any machine the same numbers; tests/gpu is for the others
     }
-
-
-def kill(*pids: int) -> None:
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
 
 
 def records(folder: Path) -> list[dict[str, Any]]:

@@ -34,7 +34,6 @@ def outcome(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
     return main(arguments), capsys.readouterr().out
 
 
-@pytest.mark.slow  # a page's command runs the same checks on another family
 def test_a_right_family_passes(capsys: pytest.CaptureFixture[str]) -> None:
     code, output = outcome(capsys, "my_models.tiny")
     assert code == 0, output

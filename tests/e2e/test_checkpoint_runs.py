@@ -6,7 +6,7 @@ from pathlib import Path
 
 import patched_train
 import pytest
-from runs import Result, numbers, records, saved, saved_steps, torchrun, train
+from runs import Result, numbers, records, saved, saved_steps, train
 
 from torchtitan_graph.checkpoint.folder import find_damage, find_problem
 
@@ -20,7 +20,7 @@ def test_a_seed_and_saving_in_a_thread_change_no_bit(reference: tuple[Path, Resu
     code, output = train(*seed)
     assert code == 2 and "holds checkpoints already" in output, output
 
-    code, output = torchrun(2, *options, "--checkpoint.async_mode", "async_with_pinned_mem").finish()
+    code, output = train(*options, "--checkpoint.async_mode", "async_with_pinned_mem", ranks=2)
     assert code == 0, output
     assert "resuming after step 0" in output and "training waited" in output
     assert numbers(tmp_path) == numbers(reference[0])
@@ -31,10 +31,9 @@ def test_a_seed_and_saving_in_a_thread_change_no_bit(reference: tuple[Path, Resu
 
 def test_no_room_on_one_rank_ends_all_of_them_with_one_error(tmp_path: Path) -> None:
     options = ["--job.dump_folder", str(tmp_path), "--checkpoint.async_mode", "async"]
-    code, output = torchrun(2, *options, patch="no_room_on_rank_1").finish()
-    assert code != 0
+    code, output = train(*options, ranks=2, patch=patched_train.no_room_on_rank_1)
+    assert code == 4, output
     assert "step-4 could not be saved (rank 1: OSError: [Errno 27] File too large)" in output, output
-    assert "exitcode  : 4" in output, output
     last = tmp_path / "checkpoint" / "step-2"
     assert (find_problem(last), find_damage(last)) == (None, None)
     assert not (tmp_path / "checkpoint" / "step-4").exists()
@@ -75,8 +74,5 @@ def test_killed_at_random_moments(num_ranks: int, num_kills: int, tmp_path: Path
 def run(num_ranks: int, folder: Path, options: list[str], kill_after: float | None = None) -> Result:
     """Train, and kill every rank after that many seconds of training."""
     options = ["--job.dump_folder", str(folder), *options]
-    killing = kill_after is not None
-    env = {"KILL_AFTER": str(kill_after)}
-    if num_ranks == 1:
-        return train(*options, patch=patched_train.kill_after if killing else None, **env)
-    return torchrun(num_ranks, *options, patch="kill_after" if killing else None, **env).finish()
+    patch = None if kill_after is None else patched_train.kill_after
+    return train(*options, ranks=num_ranks, patch=patch, KILL_AFTER=str(kill_after))

@@ -1,10 +1,16 @@
 """The documentation is true: its commands run, its links lead somewhere, README's tree is the tree."""
 
+import importlib.util
+import itertools
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 from runs import REPOSITORY, Command
+
+from torchtitan_graph.config import check, dump_toml, load
+from torchtitan_graph.errors import UserError
 
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 # Appended to every command that trains, so that it takes seconds; what the page shows is run, but for its size.
@@ -18,6 +24,7 @@ def commands(page: Path) -> list[str]:
     return [line for block in blocks for line in block.replace("\\\n", "").splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)  # a dozen processes, one after another
 @pytest.mark.parametrize("page", [p for p in PAGES if commands(p)], ids=lambda page: page.name)
 def test_commands_of_a_page_run_in_their_order(page: Path, tmp_path: Path) -> None:
@@ -30,6 +37,78 @@ def test_commands_of_a_page_run_in_their_order(page: Path, tmp_path: Path) -> No
     text = "\n".join(lines).replace("outputs/llama3_debug", "outputs/my_models.tiny_debug")  # named by the model
     code, output = Command("bash", "-euxc", text, cwd=tmp_path, NGPU="1").finish(550)
     assert code == 0, output
+
+
+def outcome_of(line: str) -> list[str]:
+    """Check a command without running it, and return what is wrong with it."""
+    words = shlex.split(line)
+    env = dict(itertools.takewhile(lambda pair: len(pair) == 2, (word.split("=", 1) for word in words)))
+    program, *arguments = words[len(env) :]
+    if program == "torchrun":
+        env["NGPU"], arguments = arguments[1], arguments[2:]
+    if program in ("python", "torchrun"):
+        program, *arguments = arguments if arguments[0] != "-m" else arguments[1:]
+    if program == "torchtitan_graph.train" and arguments[0] == "--help":
+        with pytest.raises(SystemExit) as end:
+            load(arguments)
+        return [str(end.value)] if end.value.code else []
+    if program in ("./run_train.sh", "torchtitan_graph.train"):
+        return check(load(arguments), int(env.get("NGPU", "1")))
+    if program == "cat":  # a file of the run before it
+        return []
+    # A script, or a module with a command line of its own: its options are words of its source.
+    file = REPOSITORY / program
+    if not file.exists():
+        spec = importlib.util.find_spec(program)
+        if spec is None or spec.origin is None:
+            return [f"there is no {program}"]
+        file = Path(spec.origin.replace("__init__", "__main__"))
+    options = [word for word in arguments if word.startswith("-")]
+    return [option for option in options if f'"{option}"' not in file.read_text()]
+
+
+@pytest.fixture
+def where_a_reader_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the repository, with what the commands of a page leave for those after them."""
+    for name in ("train_configs", "docs", "tests"):
+        (tmp_path / name).symlink_to(REPOSITORY / name)
+    (tmp_path / "outputs" / "llama3_debug").mkdir(parents=True)
+    for name in ("tokenizer", "docs_tokens"):
+        (tmp_path / "outputs" / name).symlink_to(REPOSITORY / "tests" / "assets" / "tokenizer")
+    (tmp_path / "outputs" / "llama3_debug" / "config.toml").write_text(dump_toml(load([])))
+    monkeypatch.chdir(tmp_path)
+
+
+LINES = [pytest.param(line, id=f"{page.name}: {line}") for page in PAGES for line in commands(page)]
+
+
+@pytest.mark.parametrize("line", LINES)
+@pytest.mark.usefixtures("where_a_reader_is")
+def test_a_command_names_what_there_is(line: str) -> None:
+    """What it does is run in the slow tier, and by the tests of each program."""
+    assert outcome_of(line) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "./run_train.sh --training.stepz 3",
+        "NGPU=4 ./run_train.sh --parallelism.tensor_parallel_degree 3",
+        "torchrun --nproc_per_node 2 -m torchtitan_graph.train --job.config_file llama3_debg.toml",
+        "python -m torchtitan_graph.train --help trainin",
+        "python -m torchtitan_graph.check llama3 --atn flex",
+        "python -m torchtitan_graph.chek llama3",
+        "python scripts/pretokenize.py --dataset_pat docs",
+    ],
+)
+@pytest.mark.usefixtures("where_a_reader_is")
+def test_a_mistake_in_a_command_is_found(line: str) -> None:
+    """Negative control."""
+    try:
+        found = outcome_of(line)
+    except UserError as error:
+        found = [str(error)]
+    assert found
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import REPOSITORY, Command, digest, saved, saved_steps, torchrun, train
+from runs import REPOSITORY, Command, digest, run_script, saved, saved_steps, torchrun, train
 from safetensors.torch import load_file
 
 from torchtitan_graph.checkpoint import load_model
@@ -25,8 +25,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two steps at FSDP 2 x TP 2 with everything saved."""
     folder = tmp_path_factory.mktemp("fsdp_tp") / "run"
     options = ["--parallelism.tensor_parallel_degree", "2", "--checkpoint.last_save_in_hf"]
-    command = torchrun(4, "--job.dump_folder", str(folder), "--training.steps", str(STEPS), *options)
-    code, output = command.finish()
+    code, output = train("--job.dump_folder", str(folder), "--training.steps", str(STEPS), *options, ranks=4)
     assert code == 0, output
     return folder
 
@@ -53,8 +52,7 @@ def test_what_was_trained_in_a_layout_is_the_checkpoint_and_loads_in_transformer
 
 def test_the_script_converts_a_checkpoint(run: Path, tmp_path: Path) -> None:
     checkpoint = run / "checkpoint" / f"step-{STEPS}"
-    script = str(REPOSITORY / "scripts" / "convert_to_hf.py")
-    code, output = Command(sys.executable, script, str(checkpoint), str(tmp_path / "hf")).finish()
+    code, output = run_script("convert_to_hf.py", str(checkpoint), str(tmp_path / "hf"))
     assert code == 0, output
     assert_hf_is_checkpoint(tmp_path / "hf", run, STEPS)
     config = (tmp_path / "hf" / "config.json").read_text()
@@ -63,12 +61,10 @@ def test_the_script_converts_a_checkpoint(run: Path, tmp_path: Path) -> None:
 
 def test_the_scripts_undo_each_other(run: Path, tmp_path: Path) -> None:
     hf = run / "checkpoint" / f"step-{STEPS}-hf"
-    scripts = REPOSITORY / "scripts"
-    words = [str(scripts / "convert_from_hf.py"), str(hf), str(tmp_path / "ours")]
-    code, output = Command(sys.executable, *words).finish()
+    code, output = run_script("convert_from_hf.py", str(hf), str(tmp_path / "ours"))
     assert code == 0, output
-    words = [str(scripts / "convert_to_hf.py"), str(tmp_path / "ours" / "step-0"), str(tmp_path / "hf")]
-    code, output = Command(sys.executable, *words, "--like", str(hf)).finish()
+    words = [str(tmp_path / "ours" / "step-0"), str(tmp_path / "hf"), "--like", str(hf)]
+    code, output = run_script("convert_to_hf.py", *words)
     assert code == 0, output
     for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "hf" / name).read_bytes() == (hf / name).read_bytes()
@@ -191,7 +187,7 @@ def test_every_family_goes_from_a_folder_through_a_layout_to_a_folder(name: str,
     to_hf(model, published, assets=TOKENIZER)
     options = ["--model.name", name, "--model.hf_assets_path", str(published), "--checkpoint.initial_load_in_hf"]
     options += ["--parallelism.tensor_parallel_degree", "2", "--checkpoint.last_save_in_hf"]
-    code, output = torchrun(4, "--job.dump_folder", str(run), "--training.steps", str(STEPS), *options).finish()
+    code, output = train("--job.dump_folder", str(run), "--training.steps", str(STEPS), *options, ranks=4)
     assert code == 0, output
     hf = run / "checkpoint" / f"step-{STEPS}-hf"
     exported = from_hf(hf).state_dict()
@@ -213,7 +209,7 @@ def test_every_family_goes_from_a_folder_through_a_layout_to_a_folder(name: str,
 
 
 def generated(*arguments: str) -> str:
-    code, output = Command(sys.executable, str(REPOSITORY / "scripts" / "generate.py"), *arguments).finish()
+    code, output = run_script("generate.py", *arguments)
     assert code == 0, output
     return output
 

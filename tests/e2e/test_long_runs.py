@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import REPOSITORY, TINY, numbers, records, saved, torchrun, train
+from runs import REPOSITORY, TINY, numbers, records, saved, train
 
 CONFIG = """
 [optimizer]
@@ -75,7 +75,7 @@ def test_other_groups_and_weights_hold_from_a_resume_on(config: str, tmp_path: P
 def test_two_ranks_use_the_rows_of_one(config: str, tmp_path: Path) -> None:
     options = ["--job.config_file", config, "--metrics.log_freq", "1"]
     assert train(*options, "--job.dump_folder", str(tmp_path / "one")).code == 0
-    code, output = torchrun(2, *options, "--job.dump_folder", str(tmp_path / "two")).finish()
+    code, output = train(*options, "--job.dump_folder", str(tmp_path / "two"), ranks=2)
     assert code == 0, output
     one, two = records(tmp_path / "one"), records(tmp_path / "two")
     assert [r["tokens_by_source"] for r in one] == [r["tokens_by_source"] for r in two]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from runs import HERE, REPOSITORY, TINY, _environment, numbers, saved, torchrun
+from runs import HERE, REPOSITORY, TINY, _environment, numbers, saved, train
 
 LOCAL_SLURM = str(REPOSITORY / "scripts" / "local_slurm.sh")
 STEPS = 8
@@ -87,7 +87,7 @@ class Job:
 def never_stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same run on two ranks of one node, without a cluster."""
     folder = tmp_path_factory.mktemp("never_stopped")
-    code, output = torchrun(2, "--job.dump_folder", str(folder), *SLOW).finish()
+    code, output = train("--job.dump_folder", str(folder), *SLOW, ranks=2)
     assert code == 0, output
     return folder
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import patched_train
 import pytest
-from runs import Result, kill, numbers, saved, saved_steps, torchrun, train
+from runs import Result, numbers, saved, saved_steps, start, train
 
 from torchtitan_graph.checkpoint import SAVE_POINTS
 
@@ -18,13 +18,10 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def kill_in_step_4(folder: Path, mode: str) -> Path:
-    pids = folder / "pids"
-    pids.mkdir()
-    run = torchrun(
-        *[2, "--job.dump_folder", str(folder), "--compile.mode", mode], patch="pause_in_step_4", PIDS=str(pids)
-    )
-    run.wait_for(pids / "paused")
-    kill(run.process.pid, *(int((pids / rank).read_text()) for rank in ("0", "1")))
+    options = ["--job.dump_folder", str(folder), "--compile.mode", mode]
+    run = start(*options, ranks=2, patch=patched_train.pause_in_step_4, PAUSED=str(folder / "paused"))
+    run.wait_for(folder / "paused")
+    run.kill()
     assert run.finish().code == -signal.SIGKILL
     assert list(numbers(folder)) == [1, 2, 3]
     assert saved_steps(folder) == [2]
@@ -41,7 +38,7 @@ def test_killed_in_mid_step(
 ) -> None:
     folder = tmp_path / "run"
     shutil.copytree(killed[first], folder)
-    code, output = torchrun(2, "--job.dump_folder", str(folder), "--compile.mode", then).finish()
+    code, output = train("--job.dump_folder", str(folder), "--compile.mode", then, ranks=2)
     assert code == 0, output
     assert "resuming after step 2" in output
     assert numbers(folder) == numbers(reference[0])
@@ -84,6 +81,7 @@ def test_killed_at_every_point_of_a_save(tmp_path: Path) -> None:
     complete = points.index("after write_manifest")
     steps = len(points) - complete + 1
     options = ["--training.steps", str(steps), "--checkpoint.interval", "1", "--checkpoint.keep_latest_k", "2"]
+    options += ["--compile.mode", "eager"]  # starts in no time, and saves the same bits
     folder, done = tmp_path / "killed", 0
     for number, point in enumerate(points):
         code, output = train("--job.dump_folder", str(folder), *options, patch=patched_train.kill_in_save, KILL=point)
@@ -129,10 +127,7 @@ def test_resumed_on_another_number_of_ranks_and_workers(tmp_path: Path) -> None:
 def run_recorded(num_ranks: int, folder: Path, *options: str) -> None:
     options = ("--job.dump_folder", str(folder), *FLOAT32, *options)
     folder.mkdir(exist_ok=True)
-    if num_ranks == 1:
-        code, output = train(*options, patch=patched_train.record_rows, ROWS=f"{folder}/rows", RANK="0")
-    else:
-        code, output = torchrun(num_ranks, *options, patch="record_rows", ROWS=f"{folder}/rows").finish()
+    code, output = train(*options, ranks=num_ranks, patch=patched_train.record_rows, ROWS=f"{folder}/rows")
     assert code == 0, output
 
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import patched_train
-from runs import REPOSITORY, TINY, Command, Result, numbers, records, saved, saved_steps, torchrun, train
+from runs import REPOSITORY, TINY, Command, Result, numbers, records, saved, saved_steps, train
 
 
 def status(folder: Path) -> dict:
@@ -15,8 +15,9 @@ def status(folder: Path) -> dict:
 
 def test_run_that_a_signal_stopped_goes_on_bitwise(reference: tuple[Path, Result], tmp_path: Path) -> None:
     options = ["--job.dump_folder", str(tmp_path)]
-    model_only = ["--checkpoint.last_save_model_only"]
-    code, output = torchrun(2, *options, *model_only, patch="signal_in_step_3", SIGNAL="SIGUSR1").finish()
+    code, output = train(
+        *options, "--checkpoint.last_save_model_only", ranks=2, patch=patched_train.signal_in_step_3, SIGNAL="SIGUSR1"
+    )
     assert code == 0, output
     assert list(numbers(tmp_path)) == [1, 2, 3]
     assert saved_steps(tmp_path) == [2, 3]
@@ -24,7 +25,7 @@ def test_run_that_a_signal_stopped_goes_on_bitwise(reference: tuple[Path, Result
     stopped = status(tmp_path)
     assert (stopped["state"], stopped["reason"], stopped["step"]) == ("stopped", "SIGUSR1", 3)
 
-    code, output = torchrun(2, *options).finish()
+    code, output = train(*options, ranks=2)
     assert code == 0, output
     assert "resuming after step 3" in output
     assert numbers(tmp_path) == numbers(reference[0])

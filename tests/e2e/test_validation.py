@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from runs import numbers, records, saved, torchrun, train
+from runs import numbers, records, saved, train
 
 
 @pytest.mark.parametrize("mode", ["graph", "eager"])
@@ -32,8 +32,7 @@ def split_loss(folder: Path, num_ranks: int, corpus: Path, *options: str) -> flo
     what = ["--training.steps", "1", "--optimizer.lr", "0", "--checkpoint.no-enable", "--validation.enable"]
     what += ["--validation.steps", "-1", "--training.mixed_precision_param", "float32"]
     what += ["--validation.dataset_path", str(corpus), "--validation.local_batch_size", "2", *options]
-    run = train if num_ranks == 1 else lambda *rest: torchrun(num_ranks, *rest).finish()
-    code, output = run("--job.dump_folder", str(folder), *what)
+    code, output = train("--job.dump_folder", str(folder), *what, ranks=num_ranks)
     assert code == 0, output
     return records(folder)[-1]["validation_loss"]
 

@@ -274,7 +274,7 @@ def test_a_random_config_is_transformers_model_or_refused(model_type: str, seeds
         except Exception as error:
             faults.append(f"{tmp_path / str(seed)}: {type(error).__name__}: {error}")
     assert not faults, "\n".join(faults)
-    print({outcome: outcomes.count(outcome) for outcome in outcomes})
+    assert outcomes.count("equal") >= len(seeds) // 5, outcomes
 
 
 @pytest.mark.parametrize("model_type", DRAWN)

@@ -362,6 +362,8 @@ class Trainer:
             except (AttributeError, IndexError, KeyError, TypeError, RuntimeError) as error:
                 raise UserError(f"the checkpoint's train_state.json can't be used: {error!r}") from error
             logger.info(f"resuming after step {self.step}")
+            if self.step >= self.config.training.steps:
+                logger.info(f"training.steps = {self.config.training.steps}: there is no step left to do")
         elif self.config.checkpoint.initial_load_in_hf:
             path = Path(self.config.checkpoint.initial_load_path or self.assets or "")
             quantized = self.config.checkpoint.initial_load_in_hf_quantized

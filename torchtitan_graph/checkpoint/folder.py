@@ -186,9 +186,9 @@ def clean_up(folder: Path) -> None:
             _rename(path, path.with_suffix(""))
         else:
             logger.warning(f"deleting {path}, which a killed save left unfinished")
-            shutil.rmtree(path)
+            _delete(path)
     for path in folder.glob("step-*.deleting"):
-        shutil.rmtree(path)
+        _delete(path)
 
 
 def prepare(tmp: Path) -> None:
@@ -261,7 +261,7 @@ def prune(newest: Path, keep_latest_k: int, keep_every: int) -> None:
     for step in excess_steps(steps, step_of(newest.name), keep_latest_k, keep_every):
         _rename(steps[step], steps[step].with_suffix(".deleting"))
     for path in newest.parent.glob("step-*.deleting"):
-        shutil.rmtree(path)
+        _delete(path)
 
 
 def excess_steps(steps: Iterable[int], newest: int | None, keep_latest_k: int, keep_every: int) -> list[int]:
@@ -269,6 +269,11 @@ def excess_steps(steps: Iterable[int], newest: int | None, keep_latest_k: int, k
     others = sorted(step for step in steps if step != newest)
     excess = others[: max(len(others) - (keep_latest_k - 1), 0)] if keep_latest_k else []
     return [step for step in excess if not keep_every or step % keep_every]
+
+
+def _delete(path: Path) -> None:
+    """Delete a folder, or a link to one but not what it leads to."""
+    path.unlink() if path.is_symlink() else shutil.rmtree(path)
 
 
 def _rename(old: Path, new: Path) -> None:

@@ -119,8 +119,9 @@ class DataLoader:
             if state.get(key) != here:
                 raise UserError(
                     f"checkpoint: its data position was saved with {key} = {_short(state.get(key))}, this run has"
-                    f" {_short(here)}."
-                    " Rows can't be continued from there: use what the saved run used, or begin a new run."
+                    f" {_short(here)}. Rows can't be continued from there: use what the saved run used, begin anew,"
+                    " or go on with the model but at the beginning of the data: checkpoint.load_step with"
+                    " checkpoint.exclude_from_loading = ['dataloader']."
                 )
         origin = self._mixture.origin()
         if saved := state.get("mixture"):

@@ -357,3 +357,14 @@ def test_a_moved_checkpoint_loads(tmp_path: Path) -> None:
     Run(tmp_path / "a", **full()).train(2)
     shutil.move(tmp_path / "a", tmp_path / "b")
     assert Run(tmp_path / "b").load() == {"step": 2}
+
+
+def test_a_checkpoint_that_is_a_link_goes_without_what_it_leads_to(tmp_path: Path) -> None:
+    Run(tmp_path / "a", **full()).train(2)
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "step-2").symlink_to(tmp_path / "a" / "step-2")
+    run = Run(tmp_path / "b", keep_latest_k=1)
+    assert run.load() == {"step": 2}
+    run.train(4)
+    assert saved(tmp_path / "b") == ["step-4"]
+    assert saved(tmp_path / "a" / "step-2")

@@ -123,7 +123,7 @@ def test_a_run_that_goes_on_takes_its_own_checkpoint(small: Path, tmp_path: Path
         ),
         (["--checkpoint.initial_load_in_hf_quantized"], ["needs initial_load_in_hf = true"]),
         (
-            ["--checkpoint.enable", "--checkpoint.export_dtype", "bfloat16"],
+            ["--checkpoint.last_save_model_only", "--checkpoint.export_dtype", "bfloat16"],
             ["checkpoint.export_dtype = 'bfloat16'", "last_save_in_hf"],
         ),
         (

@@ -140,7 +140,7 @@ def test_an_export_that_fails_loses_no_checkpoint_and_is_done_again(tmp_path: Pa
         ),
         (["--checkpoint.initial_load_in_hf_quantized"], ["needs initial_load_in_hf = true"]),
         (
-            ["--checkpoint.enable", "--checkpoint.export_dtype", "bfloat16"],
+            ["--checkpoint.last_save_model_only", "--checkpoint.export_dtype", "bfloat16"],
             ["checkpoint.export_dtype = 'bfloat16'", "last_save_in_hf"],
         ),
         (

@@ -118,7 +118,7 @@ class Launch:
             if self._attempt() > attempt:
                 self.tell(attempt, {})
                 attempt = self._attempt()
-                logger.warning(f"all ranks were started again, for the {attempt}. time of {arguments.max_restarts}")
+                logger.warning(f"all ranks are started again: {attempt} of {arguments.max_restarts} times")
         if isinstance(self._ended, ChildFailedError):
             return self.tell(attempt, self._ended.failures)
         if self._ended is not None:
@@ -160,7 +160,8 @@ class Launch:
         if cause.kind == STOPPED:
             logger.warning(cause.full)
             return cause.code
-        logger.error(cause.full)
+        # What torchrun recovers from it tells nobody: a rank that was killed is missing here.
+        logger.error(cause.full if failures or cause.kind != LOST_PEER else f"rank {cause.rank}: {cause.line}")
         for end in others:
             if end.line != cause.line:  # all ranks find a wrong configuration
                 logger.error(f"rank {end.rank}: {end.line}")

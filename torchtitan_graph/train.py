@@ -85,6 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except stop.Stopped:
         return _end(stop.Stopped(stop.message()), stop.exit_code(), folder, run)
     except BaseException as error:
+        stop.restore()
         _leave_group()
         code = EXIT_CODES.get(type(error), FAULT)
         if is_away(error):
@@ -107,10 +108,8 @@ def _end(error: BaseException, code: int, folder: Path | None, run: RunFolder | 
     """
     stopped = isinstance(error, stop.Stopped)
     try:
-        if not stopped:
-            stop.restore()
-            if folder is not None:
-                write_failure(folder, error, code)
+        if folder is not None and not stopped:
+            write_failure(folder, error, code)
         if run is not None:
             run.close(*(STOPPED, stop.name(stop.received())) if stopped else (FAILED, str(error)))
     except OSError as disk:  # it may be what the error itself is about

@@ -78,6 +78,14 @@ def test_a_killed_rank_is_the_cause_of_what_its_peers_say(
     assert all(record.levelno == logging.ERROR for record in caplog.records)
 
 
+def test_of_what_torchrun_recovered_from_lost_peers_are_a_line(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ends(monkeypatch, 0, LOST, FAULT)
+    launch.tell(0, {})
+    assert caplog.messages == [f"rank 0: RuntimeError: {LOST}"]
+
+
 def test_of_an_attempt_that_ended_well_there_is_nothing_to_tell(
     launch: Launch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -27,7 +27,8 @@ def write_package(folder: Path, **imports: str) -> None:
     for module in ("check", *siblings, "parallel", "graph", "config"):
         (package / module).mkdir(parents=True)
         (package / module / "__init__.py").touch()
-    top, bottom = ("train", "translate", "requeue", "preflight"), ("errors", "log", "device", "ops", "stop")
+    top = ("train", "translate", "requeue", "preflight", "launch")
+    bottom = ("patience", "errors", "log", "device", "ops", "stop")
     for module in ("__init__", *top, "trainer", "steps", "compiler", "loss", *bottom):
         (package / f"{module}.py").touch()
     for module in ("cleanup", "shard_params"):

@@ -84,14 +84,14 @@ def run(argv: list[str], folder: Path) -> list[str] | None:
 
     messages: list[str] = []
 
-    def report(error: Exception, code: int) -> int:
+    def report(error: Exception, code: int, *_: Any) -> int:
         messages.append(str(error))
         return code
 
     before, files = Path.cwd(), sorted(folder.rglob("*"))
     os.chdir(folder)
     try:
-        with patch.object(train, "Trainer", reached), patch.object(train, "_report", report):
+        with patch.object(train, "Trainer", reached), patch.object(train, "_end", report):
             code = train.main(argv)
     except Reached:
         return None

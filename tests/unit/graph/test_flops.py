@@ -56,7 +56,7 @@ def test_counts_six_operations_per_weight_and_token_and_twelve_per_attended_pair
 def test_values_count_as_wide_as_they_are_not_as_the_keys(attn: str) -> None:
     config = tiny_config(deepseek_v3.FLAVORS["debugmodel"], vocab_size=64)
     with torch.device("meta"):
-        flops = count_flops(trace(deepseek_v3.Model(config, attn)))
+        flops = count_flops(trace(model := deepseek_v3.Model(config, attn)), model.blocks)
     forward = 2 * B * config.num_heads * L * L * (config.nope_dim + config.rope_dim + config.v_dim)
     assert flops.attention == {f"layers.{i}": 3 * forward for i in range(config.num_layers)}
 

@@ -3,6 +3,7 @@
 import inspect
 import subprocess
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.show import dump, op_counts, readable
 from torchtitan_graph.graph.step import SideOutputs, trace_train_step
+from torchtitan_graph.graph.trace import make_fx_capture
 from torchtitan_graph.loss import cross_entropy
 
 
@@ -69,7 +71,11 @@ def test_with_stack_traces_each_line_ends_with_the_line_of_source_outside_torch(
     texts = []
     for stack_traces in (False, True):
         step = (Tiny(), cross_entropy, Batch(tokens, tokens, tokens), None, torch.tensor(4.0))
-        texts.append(readable(trace_train_step(*step, device="cpu", stack_traces=stack_traces).gm).splitlines())
+        texts.append(
+            readable(
+                trace_train_step(*step, device="cpu", capture=partial(make_fx_capture, stack_traces=stack_traces)).gm
+            ).splitlines()
+        )
     number = inspect.getsourcelines(Tiny.forward)[1] + 1
     for short, long in zip(*texts, strict=True):
         assert long.startswith(short)

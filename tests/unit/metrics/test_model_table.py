@@ -15,13 +15,13 @@ class Model(nn.Module):
 
 
 def test_layers_alike_are_one_row() -> None:
-    plan = {"table": "embedding", "layers.*": "partial", "layers.*.w.weight": "shard 0"}
+    plan = {"table": {"tp": "embedding"}, "layers.*": {"tp": "partial"}, "layers.*.w.weight": {"tp": "shard 0"}}
     assert model_table(Model(), plan, torch.bfloat16).splitlines() == [
         "80 parameters",
         "",
         "| module | parameter | shape | number | elements | role | dtype |",
         "|---|---|---|---|---|---|---|",
-        "| table | weight | 7 x 4 | 1 | 28 | embedding | bfloat16 |",
-        r"| layers.\*.w | weight | 4 x 4 | 3 | 48 | shard 0 | bfloat16 |",
+        "| table | weight | 7 x 4 | 1 | 28 | tp: embedding | bfloat16 |",
+        r"| layers.\*.w | weight | 4 x 4 | 3 | 48 | tp: shard 0 | bfloat16 |",
         "| norm | weight | 4 | 1 | 4 |  | bfloat16 |",
     ]

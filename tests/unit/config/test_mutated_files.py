@@ -85,6 +85,8 @@ def run(argv: list[str], folder: Path) -> list[str] | None:
     messages: list[str] = []
 
     def report(error: Exception, code: int, *_: Any) -> int:
+        if isinstance(error, Reached):
+            raise error
         messages.append(str(error))
         return code
 

@@ -163,7 +163,7 @@ def test_the_log_names_the_sources_and_no_message_shows_whole_digests(tmp_path: 
             local_batch_size=4, dp_rank=0, dp_degree=1, repeat=True,
         )  # fmt: skip
         positions.append(data.state_dict())
-    assert caplog.messages[:2] == [
+    assert list(dict.fromkeys(caplog.messages))[:2] == [
         f"source x.jsonl: 75.00 % of the rows, train of {file}",
         "source stdlib: 25.00 % of the rows, train of stdlib",
     ]

@@ -3,6 +3,7 @@
 Each patch is a function without arguments, to be called before `main`; what it needs to know is in the environment.
 """
 
+import dataclasses
 import errno
 import hashlib
 import itertools
@@ -18,13 +19,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchtitan_graph import device, patience, steps, train, trainer
+from torchtitan_graph import device, patience, train, trainer
 from torchtitan_graph.checkpoint import save
 from torchtitan_graph.data.batch import Batch
 from torchtitan_graph.data.loader import DataLoader
 from torchtitan_graph.models.hf.files import NewFolder
 from torchtitan_graph.parallel.storage import Storage
 from torchtitan_graph.run import lock
+from torchtitan_graph.steps import StepOptions
 
 
 def have_a_kibibyte_of_memory() -> None:
@@ -203,9 +205,14 @@ def record_rows() -> None:
 
 def infinite_loss_on_rank_1() -> None:
     """Multiply the loss by infinity on rank 1."""
-    loss = steps.cross_entropy
+    step_options = trainer.step_options
+
+    def with_infinite_loss(*args: Any) -> StepOptions:
+        options = step_options(*args)
+        return dataclasses.replace(options, loss=lambda *inputs: options.loss(*inputs) * float("inf"))
+
     if os.environ["RANK"] == "1":
-        steps.cross_entropy = lambda *args: loss(*args) * float("inf")  # type: ignore[assignment]
+        trainer.step_options = with_infinite_loss
 
 
 if __name__ == "__main__":

@@ -100,11 +100,7 @@ class Forks:
 
     def wait_for(self, path: Path) -> None:
         """Wait until there is a file at `path`."""
-        deadline = time.monotonic() + TIMEOUT_S
-        while not path.exists():
-            assert all(process.is_alive() for process in self.processes), f"no {path} was made:\n{self.output()}"
-            assert time.monotonic() < deadline, f"no {path} was made in {TIMEOUT_S} s:\n{self.output()}"
-            time.sleep(0.05)
+        _wait_for(path, lambda: all(process.is_alive() for process in self.processes), self.output)
 
     def kill(self) -> None:
         for process in self.processes:
@@ -112,6 +108,14 @@ class Forks:
 
     def output(self) -> str:
         return Path(self._output.name).read_text(errors="replace")
+
+
+def _wait_for(path: Path, is_alive: Callable[[], bool], output: Callable[[], str]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not path.exists():
+        assert is_alive(), f"no {path} was made:\n{output()}"
+        assert time.monotonic() < deadline, f"no {path} was made in {TIMEOUT_S} s:\n{output()}"
+        time.sleep(0.05)
 
 
 def _in_fork(
@@ -139,6 +143,7 @@ def _train(words: list[str]) -> int:
 
 def _script(words: list[str]) -> None:
     sys.argv = words
+    sys.path.insert(0, str(Path(words[0]).parent))  # as Python itself does
     runpy.run_path(words[0], run_name="__main__")
 
 
@@ -161,6 +166,10 @@ class Command:
             self.process.terminate()  # torchrun passes it on to its ranks
             raise TimeoutError(f"{self.words} is not done after {timeout_s} s:\n{self.output()}") from None
         return Result(code, self.output())
+
+    def wait_for(self, path: Path) -> None:
+        """Wait until there is a file at `path`."""
+        _wait_for(path, lambda: self.process.poll() is None, self.output)
 
     def finish_watched(self) -> tuple[Result, set[str]]:
         """Wait for the end. Return also the addresses on which it, or a process that it started, took connections."""

@@ -166,7 +166,7 @@ def test_the_variants_cap_and_window_change_its_logits() -> None:
     batch = global_rows(509, step=1)
     logits = []
     for changes in ((), (("cap", 0.1),), (("window", 3),)):
-        model, _ = build_plain(Cell(family=SOFT_CAP, attn="flex", changes=changes))
+        model = build_plain(Cell(family=SOFT_CAP, attn="flex", changes=changes)).model
         with torch.no_grad():
             logits.append(model(batch.tokens_BL))
     assert not torch.allclose(logits[1], logits[0], rtol=1e-3)

@@ -227,5 +227,5 @@ def test_generation_refuses_what_is_no_model(tmp_path: Path) -> None:
     script = str(REPOSITORY / "scripts" / "generate.py")
     code, output = Command(sys.executable, script, str(tmp_path / "checkpoint" / "step-1")).finish()
     assert code == 2
-    assert "config.toml" in output
+    assert "there is no such folder" in output
     assert "Traceback" not in output

@@ -47,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.execv(sys.executable, [sys.executable, "-m", "torchtitan_graph.train", *options])
         if not torchrun:
             check(config, _num_ranks())
+            _shown_ranks(_num_ranks())
     except UserError as error:
         logger.error(str(error))
         return CONFIGURATION
@@ -67,13 +68,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def on_this_machine(num_ranks: int, folder: Path) -> list[str]:
     """Return torchrun's options for this machine alone; files are made in `folder`."""
+    shown = _shown_ranks(num_ranks)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // num_ranks)))  # torchrun's own default is one
     # A worker that is started again would find its predecessor's addresses in a store shared with torchrun.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     # A name of its own, by which a restarted worker knows the lock of the attempt before it.
     os.environ.setdefault("PET_RDZV_ID", f"{os.uname().nodename}.{os.getpid()}")
-    shown = os.environ.get("LOG_RANK", "0")
     output = ["--tee", "3", "--local_ranks_filter", shown]
     if sys.stderr.isatty() and shown == "0" and num_ranks <= 10:
         # On a terminal rank 0 has it to itself, for its progress bar. (--redirects takes ranks of one digit.)
@@ -218,6 +219,15 @@ def _num_ranks() -> int:
     if not given.isdecimal() or int(given) == 0:
         raise UserError(f"NGPU = {given!r}: must be a whole number of at least 1; not set, it is the number of GPUs")
     return int(given)
+
+
+def _shown_ranks(num_ranks: int) -> str:
+    """Return the ranks whose output is shown, as torchrun takes them: LOG_RANK, else 0."""
+    given = os.environ.get("LOG_RANK", "0")
+    ranks = [word.strip() for word in given.split(",")]
+    if not all(word.isdecimal() and int(word) < num_ranks for word in ranks):
+        raise UserError(f"LOG_RANK = {given!r}: must be ranks of 0 to {num_ranks - 1}, separated by commas; not set: 0")
+    return ",".join(ranks)
 
 
 if __name__ == "__main__":

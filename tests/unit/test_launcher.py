@@ -10,7 +10,7 @@ import pytest
 from torchtitan_graph import stop
 from torchtitan_graph.checkpoint import SaveError
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.launch import Launch
+from torchtitan_graph.launch import Launch, on_this_machine
 from torchtitan_graph.log import logger
 from torchtitan_graph.run.failure import CONFIGURATION, FAULT, NON_FINITE, SAVE_FAILED, tell_launcher
 from torchtitan_graph.trainer import NonFiniteError
@@ -91,3 +91,12 @@ def test_of_an_attempt_that_ended_well_there_is_nothing_to_tell(
 ) -> None:
     ends(monkeypatch, 0, LOST, FAULT)
     assert launch.tell(1, {}) == 0 and not caplog.messages
+
+
+@pytest.mark.parametrize("value", ["", "x", "0,x", "-1", "2", "0;1"])
+def test_log_rank_that_shows_no_rank_of_this_run_is_refused(
+    value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOG_RANK", value)
+    with pytest.raises(UserError, match="must be ranks of 0 to 1"):
+        on_this_machine(2, tmp_path)

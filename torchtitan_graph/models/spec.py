@@ -114,6 +114,6 @@ def check_vocabulary(what: str, vocab_size: int, tokenizer_vocab_size: int) -> N
     """Raise a UserError if the tokenizer has more tokens than `what`, the model, has rows in its vocabulary."""
     if tokenizer_vocab_size > vocab_size:
         raise UserError(
-            f"{what} has {vocab_size} rows in its vocabulary, the tokenizer of model.hf_assets_path "
-            f"{tokenizer_vocab_size} tokens: take the model's own tokenizer, or a larger model"
+            f"{what} has {vocab_size} rows in its vocabulary, the tokenizer {tokenizer_vocab_size} tokens: take "
+            "the model's own tokenizer (model.hf_assets_path; not set, bytes are the tokens), or a larger vocabulary"
         )

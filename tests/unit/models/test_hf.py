@@ -2,7 +2,8 @@
 
 import json
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from pool import run_on
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.hf import from_hf, load_weights, save_weights, to_hf
 from torchtitan_graph.models.hf.places import live_tensors
 from torchtitan_graph.models.spec import HF_CONTRACT, family_names, load_family, tiny_config
@@ -180,3 +182,10 @@ def test_the_tokenizer_and_its_numbers_are_taken_over(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert (written["eos_token_id"], written["hidden_size"]) == (7, 64)
     assert (tmp_path / "hf" / "tokenizer.json").read_text() == "{}"
+
+
+def test_a_family_that_can_not_be_written_is_refused_before_a_file_is(tmp_path: Path) -> None:
+    family: Any = SimpleNamespace(__name__="my_pkg.my_model", HF_KEYS=load_family("llama3").HF_KEYS)
+    with pytest.raises(UserError, match="my_pkg.my_model defines no to_hf_config"):
+        save_weights(tiny("llama3", "debugmodel"), family, tmp_path / "hf")
+    assert not list(tmp_path.iterdir())

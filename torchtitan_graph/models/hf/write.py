@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.hf.files import INDEX, SINGLE, NewFolder, num_bytes, read_json
 from torchtitan_graph.models.hf.places import Place, places
 from torchtitan_graph.parallel.agree import on_rank_0
@@ -48,9 +49,11 @@ def save_weights(
         file_bytes: where a model is larger, it is cut into files of about this size.
 
     Raises:
-        UserError: `path` holds something and `replace` is false.
+        UserError: `path` holds something and `replace` is false, or the family has no `to_hf_config`.
         OSError or SafetensorError: it can't be written. As the others, on all ranks.
     """
+    if not hasattr(family, "to_hf_config"):
+        raise UserError(f"{family.__name__} defines no to_hf_config, which a config.json is written by: see llama3.py")
     units = _units(places(family, model), dtype)
     files = _pack(units, file_bytes)
     names = [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))] if files[1:] else [SINGLE]

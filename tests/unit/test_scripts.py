@@ -106,6 +106,10 @@ def test_a_second_run_of_the_same_command_overwrites_nothing(
         ("train_tokenizer.py", ["--out", "out", "--num_documents", 0], "--num_documents 0: must be at least 1"),
         ("train_tokenizer.py", ["--out", "/dev/null", "--num_documents", 1], "--out /dev/null: can't be made"),
         ("train_tokenizer.py", ["--dataset_path", "nowhere", "--out", "out"], "there is no such file or folder"),
+        ("benchmark.py", ["--rows", 0], "--rows 0: must be at least 1"),
+        ("benchmark.py", ["--dtypes", "float3"], "--dtypes float3: legal are float32, bfloat16"),
+        ("benchmark.py", ["--flavor", "nope"], "--flavor nope: legal for llama3 are mid, debugmodel"),
+        ("benchmark.py", ["--disable", "nope"], "'nope': legal are"),
         ("check_first_run.py", [], "usage: python scripts/check_first_run.py DUMP_FOLDER"),
     ],
 )

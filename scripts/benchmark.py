@@ -28,8 +28,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from torchtitan_graph import device as devices
-from torchtitan_graph.compiler import Inspection, needed_regions, passes, run_passes
+from torchtitan_graph.compiler import Inspection, check_disabled, needed_regions, passes, run_passes
 from torchtitan_graph.data.batch import Batch
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.torch_private import init_fake_process_group
 from torchtitan_graph.loss import cross_entropy
@@ -52,8 +53,10 @@ REGIONS = {"regional": ("layers.*.feed_forward", "layers.*.moe"), "blocks": ("la
 
 def config_of(args: argparse.Namespace) -> Any:
     flavors = load_family(args.family).FLAVORS
-    if args.flavor != "mid":
+    if args.flavor in flavors:
         return flavors[args.flavor]
+    if args.flavor != "mid":
+        raise UserError(f"--flavor {args.flavor}: legal for {args.family} are mid, {', '.join(flavors)}")
     return dataclasses.replace(flavors["debugmodel"], **MID_SIZE, **MID_SIZE_OF.get(args.family, {}))
 
 
@@ -218,6 +221,22 @@ def integers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
+def check_arguments(args: argparse.Namespace) -> None:
+    """Raise a UserError for what would only be found in every process, or would measure nothing."""
+    for name in ("ranks", "rows", "seq_len", "steps", "trace_layers"):
+        given = getattr(args, name) or [] if name in ("ranks", "trace_layers") else [getattr(args, name)]
+        if wrong := [number for number in given if number < 1]:
+            raise UserError(f"--{name} {wrong[0]}: must be at least 1")
+    for name, legal in (
+        ("dtypes", ("float32", "bfloat16")),
+        ("modes", ("eager", "compile", "graph", *REGIONS, "whole")),
+    ):
+        if wrong := [word for word in getattr(args, name) if word not in legal]:
+            raise UserError(f"--{name} {wrong[0]}: legal are {', '.join(legal)}")
+    check_disabled(args.disable)
+    config_of(args)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=integers, default=[1, 2], help="numbers of processes (default 1,2)")
@@ -236,6 +255,10 @@ def main() -> None:
     parser.add_argument("--trace_layers", type=integers, help="measure only tracing, at these numbers of layers")
     parser.add_argument("--json", type=Path, help="append a JSON object per row to this file")
     args = parser.parse_args()
+    try:
+        check_arguments(args)
+    except UserError as error:
+        parser.error(str(error))
     if args.trace_layers:
         rows = measure_tracing(args)
     else:

@@ -116,9 +116,9 @@ def main() -> None:
     parser.add_argument("--tokens_per_shard", type=int, default=2**26, help="a shard ends behind so many tokens")
     parser.add_argument("--out", type=Path, required=True, help="folder to write; OUT.part while it is in the making")
     options = parser.parse_args()
-    for name in ("tokens_per_shard", "num_documents"):
-        if getattr(options, name) is not None and getattr(options, name) < 1:
-            parser.error(f"--{name} {getattr(options, name)}: must be at least 1")
+    for name, least in (("tokens_per_shard", 1), ("num_documents", 1), ("num_workers", 0)):
+        if getattr(options, name) is not None and getattr(options, name) < least:
+            parser.error(f"--{name} {getattr(options, name)}: must be at least {least}")
     init_logging()
     try:
         pretokenize(options)

@@ -50,20 +50,29 @@ def main() -> None:
     options = parser.parse_args()
     if options.vocab_size < 258:
         parser.error(f"--vocab_size {options.vocab_size}: 256 bytes and 2 special tokens need at least 258")
+    if options.num_documents is not None and options.num_documents < 1:
+        parser.error(f"--num_documents {options.num_documents}: must be at least 1")
     for name in FILES:
         if (options.out / name).exists():
             parser.error(f"--out {options.out}: its {name} is there already; name a new folder, or delete that file")
     init_logging()
     try:
         corpus = open_corpus(options.dataset, options.dataset_path, "train", seed=0, text_column=options.text_column)
+        _make(options.out)
         tokenizer = train_tokenizer(itertools.islice(_texts(corpus), options.num_documents), options.vocab_size)
     except UserError as error:
         parser.error(str(error))
-    options.out.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(options.out / FILES[0]), pretty=False)
     config = {"bos_token": BOS, "eos_token": EOS, "tokenizer_class": "PreTrainedTokenizerFast"}
     (options.out / FILES[1]).write_text(json.dumps(config, indent=2) + "\n")
     logger.info("%s: %d tokens", options.out / FILES[0], tokenizer.get_vocab_size())
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {folder}: can't be made: {error.strerror}") from error
 
 
 def _texts(corpus: Corpus) -> Iterator[str]:

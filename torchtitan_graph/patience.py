@@ -4,12 +4,14 @@ If it stays away, the run ends with an exit code of its own, after which SLURM's
 anything. A file that is not there is not away.
 """
 
+import contextlib
 import errno
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 
 T = TypeVar("T")
@@ -26,6 +28,17 @@ def is_away(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno in AWAY
     return any(int(number) in AWAY for number in re.findall(r"\[Errno (\d+)\]", str(error)))
+
+
+@contextlib.contextmanager
+def refuse_unreadable(option: str) -> Iterator[None]:
+    """Raise a UserError that begins with `option` where the system lets nobody read; storage that is away stays so."""
+    try:
+        yield
+    except OSError as error:
+        if is_away(error):
+            raise
+        raise UserError(f"{option}: can't be read: {error}") from error
 
 
 def wait_for_storage(function: Callable[[], T]) -> T:

@@ -157,7 +157,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{arguments.out} is not written, since something is refused", file=sys.stderr)
         return 1
     if arguments.out:
-        arguments.out.write_text(dump_changes(result.config), encoding="utf-8")
+        try:
+            with arguments.out.open("x", encoding="utf-8") as file:
+                file.write(dump_changes(result.config))
+        except FileExistsError:
+            parser.error(f"--out {arguments.out}: is there already; name a new file, or delete that one")
+        except OSError as error:
+            parser.error(f"--out {arguments.out}: can't be written: {error.strerror}")
     return 0
 
 

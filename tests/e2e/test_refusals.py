@@ -7,6 +7,8 @@ import patched_train
 import pytest
 from runs import REPOSITORY, Command, train
 
+TOO_LONG = "x" * 300  # the system refuses to look for it, as it does below a folder of somebody else
+
 
 def assert_refused(tmp_path: Path, options: list[str], parts: list[str], num_ranks: int = 1) -> None:
     folder = tmp_path / "run"
@@ -46,6 +48,8 @@ def test_mistake_in_a_file(toml: str, parts: list[str], tmp_path: Path) -> None:
         ("--training.stepz 3", ["command line: training.stepz = '3'", "did you mean training.steps?"]),
         ("--training.steps 3 --optimizer.lr -1 --compile.mode x", ["2 problems", "optimizer.lr", "compile.mode"]),
         ("--job.config_file llama3_debg.toml", ["llama3_debg.toml", "did you mean llama3_debug.toml?"]),
+        (f"--job.config_file {TOO_LONG}", ["job.config_file = ", "can't be read: File name too long"]),
+        (f"--model.hf_assets_path {TOO_LONG}", ["model.hf_assets_path = 'xxx"]),
         ("--model.name lama3", ["model.name = 'lama3'", "must be one of", "did you mean llama3?"]),
         ("--model.name my_models.nothing", ["model.name = 'my_models.nothing'", "is it on PYTHONPATH?"]),
         ("--model.flavor debugmodl", ["model.flavor = 'debugmodl'", "did you mean 'debugmodel'?"]),

@@ -89,13 +89,14 @@ def read_toml(name: str, result: Resolution) -> list[Setting]:
     path = Path(name)
     package = Path(torchtitan_graph.__file__).parent
     folders = [package / "train_configs", package.parent / "train_configs"] if path.name == name else []
-    path = next((file for file in (path, *(folder / name for folder in folders)) if file.is_file()), path)
     try:
+        path = next((file for file in (path, *(folder / name for folder in folders)) if file.is_file()), path)
         tree = tomllib.loads(wait_for_storage(path.read_bytes).decode("utf-8-sig"))
     except OSError as error:
         if is_away(error):
             raise
-        near = nearest(path.name, [file.name for folder in (path.parent, *folders) for file in folder.glob("*.toml")])
+        others = [file.name for folder in (path.parent, *folders) for file in folder.glob("*.toml")]
+        near = nearest(path.name, [other for other in others if other != path.name])
         why = f"can't be read: {error.strerror or error}" + (f"; did you mean {near}?" if near else "")
         result.refuse(Setting(COMMAND_LINE, "job.config_file", name), why)
         return []

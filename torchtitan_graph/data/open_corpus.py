@@ -17,6 +17,7 @@ from torchtitan_graph.data.sources import Chain, JsonLines, Source, TextFiles, T
 from torchtitan_graph.data.tokenizer import Tokenizer
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
+from torchtitan_graph.patience import refuse_unreadable
 
 _NAMES = ("stdlib", "c4", "c4_validation", "c4_test")
 # fmt: off
@@ -92,13 +93,14 @@ def open_corpus(
     option = "training.dataset" if split == "train" else "validation.dataset"
     if dataset_path:
         path = Path(dataset_path).expanduser()
-        if not path.exists():
-            raise UserError(f"{option}_path = {dataset_path!r}: there is no such file or folder.")
-        if is_saved_dataset(path):
-            return open_saved(path, text_column, split, seed)
-        if is_shards(path):
-            return _open_shards(path, split, seed, tokenizer)
-        return ShuffledCorpus(_open_path(path, text_column), split, seed)
+        with refuse_unreadable(f"{option}_path = {dataset_path!r}"):
+            if not path.exists():
+                raise UserError(f"{option}_path = {dataset_path!r}: there is no such file or folder.")
+            if is_saved_dataset(path):
+                return open_saved(path, text_column, split, seed)
+            if is_shards(path):
+                return _open_shards(path, split, seed, tokenizer)
+            return ShuffledCorpus(_open_path(path, text_column), split, seed)
     if dataset in ("stdlib", "c4_test"):
         if dataset == "c4_test":
             logger.info("%s = 'c4_test': the embedded corpus `stdlib` takes its place", option)

@@ -14,7 +14,6 @@ import bisect
 import itertools
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -148,13 +147,18 @@ def write_shards(
 
 
 def _begin(part: Path, job: dict[str, Any]) -> None:
-    file = part / "job.json"
-    if file.is_file() and json.loads(file.read_bytes()) != job:
+    file, content = part / "job.json", json.dumps(job, indent=1).encode()
+    if file.is_file() and file.read_bytes() != content:
         raise UserError(f"{part} was begun with another corpus or tokenizer: delete it, or name another folder")
     if not file.is_file():
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-        _write(file, json.dumps(job, indent=1).encode())
+        try:
+            part.mkdir(parents=True, exist_ok=True)
+            foreign = [path.name for path in part.iterdir() if path.name != "job.tmp"]
+        except OSError as error:
+            raise UserError(f"{part}: can't be made: {error.strerror}; name another folder") from error
+        if foreign:
+            raise UserError(f"{part} holds {foreign[0]}, which is no shard: delete it, or name another folder")
+        _write(file, content)
 
 
 def _whole_shards(part: Path) -> tuple[int, int, int]:

@@ -9,6 +9,7 @@ import tokenizers
 
 import torchtitan_graph
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.patience import refuse_unreadable
 
 
 class Tokenizer(Protocol):
@@ -36,9 +37,11 @@ def load_tokenizer(path: str | None) -> Tokenizer:
     if not path:
         return ByteTokenizer()
     file = find_assets(path)
-    if file.is_dir():
-        file = file / "tokenizer.json"
-    if not file.is_file():
+    with refuse_unreadable(f"model.hf_assets_path = {path!r}"):
+        if file.is_dir():
+            file = file / "tokenizer.json"
+        is_there = file.is_file()
+    if not is_there:
         raise UserError(
             f"model.hf_assets_path = {path!r}: there is no tokenizer.json. Name a folder that holds one, or the file"
             " itself; leave the option out to train on bytes."
@@ -50,10 +53,12 @@ def find_assets(path: str) -> Path:
     """Give the place of `model.hf_assets_path`.
 
     A relative path that is not there is looked for in the package, which ships the tokenizer of its own examples.
+    Raises UserError if it can't be looked for.
     """
     package = Path(torchtitan_graph.__file__).parent
     places = (folder / path for folder in (Path(), package, package.parent))
-    return next((place for place in places if place.exists()), Path(path))
+    with refuse_unreadable(f"model.hf_assets_path = {path!r}"):
+        return next((place for place in places if place.exists()), Path(path))
 
 
 class ByteTokenizer:

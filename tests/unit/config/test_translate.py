@@ -33,6 +33,16 @@ def test_refused_settings_exit_with_1_and_write_nothing(tmp_path: Path, capsys: 
     assert not list(tmp_path.iterdir())
 
 
+def test_no_file_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = tmp_path / "old.toml"
+    old.write_text("# mine\n")
+    for out, message in ((old, "is there already"), (tmp_path / "nowhere" / "new.toml", "can't be written")):
+        with pytest.raises(SystemExit, match="2"):
+            main([str(old), "--out", str(out)])
+        assert f"--out {out}: {message}" in capsys.readouterr().err
+    assert old.read_text() == "# mine\n"
+
+
 @pytest.mark.parametrize("name", RUNNING)
 def test_the_translated_file_trains_the_same_without_notices(name: str, tmp_path: Path) -> None:
     new = tmp_path / "new.toml"

@@ -153,6 +153,14 @@ def test_where_text_is_wanted_shards_are_refused(shards):
         open_corpus("", str(shards), "train", 0)
 
 
+def test_a_folder_of_somebody_else_is_not_deleted(text, tmp_path):
+    (tmp_path / "a.part").mkdir()
+    (tmp_path / "a.part" / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"a.part holds notes.txt, which is no shard"):
+        write(text, tmp_path / "a")
+    assert (tmp_path / "a.part" / "notes.txt").read_text() == "mine"
+
+
 def test_a_folder_that_is_there_and_one_begun_otherwise_are_refused(text, shards, tmp_path):
     with pytest.raises(ValueError, match="is there already"):
         write(text, shards)

@@ -231,6 +231,7 @@ def test_another_text_column(tmp_path):
     ("dataset", "path", "split", "message"),
     [
         ("c4", "nowhere", "train", "training.dataset_path = 'nowhere': there is no such file"),
+        ("c4", "x" * 300, "train", "training.dataset_path = 'x+': "),
         ("c4", "nowhere", "validation", "validation.dataset_path = 'nowhere'"),
         ("stdlb", None, "train", "training.dataset = 'stdlb' is no corpus; did you mean 'stdlib'"),
         ("c4_validation", None, "train", "are for validation. Train on 'c4'"),

@@ -15,6 +15,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
@@ -31,6 +32,7 @@ from torchtitan_graph.run.files import read_json
 # What workers are told when the launcher gets a signal.
 PASSED_ON = {number: number for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
 PASSED_ON |= {signal.SIGHUP: signal.SIGTERM, signal.SIGQUIT: signal.SIGTERM}
+ALONE_S = 5.0  # in which a worker that is being started says that it can take signals
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -94,6 +96,8 @@ class Launch:
         self.folder = folder
         self.has_logs_to_read = False
         self._signals: list[signal.Signals] = []
+        self._told: set[Path] = set()  # the files of workers that have the last signal
+        self._signalled_at = 0.0
         self._ended: BaseException | None = None
 
     def run(self, words: list[str]) -> int:
@@ -115,6 +119,9 @@ class Launch:
         while agent.is_alive():
             agent.join(0.2)
             self._pass_on()
+            if self._is_alone():
+                logger.warning(stop.message(self._signals[-1]))
+                return stop.exit_code(self._signals[-1])
             if self._attempt() > attempt:
                 self.tell(attempt, {})
                 attempt = self._attempt()
@@ -133,16 +140,20 @@ class Launch:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._signals.append(PASSED_ON[signal.Signals(number)])
-        self._told: set[Path] = set()
+        self._told, self._signalled_at = set(), time.monotonic()
 
     def _pass_on(self) -> None:
         """Send the last signal to each worker of the running attempt; it can take signals once its file is there."""
         if not self._signals:
             return
         for file in set(self.folder.glob(f"{self._attempt()}.*.pid")) - self._told:
-            self._told.add(file)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(file.name.split(".")[1]), self._signals[-1])
+                self._told.add(file)
+
+    def _is_alone(self) -> bool:
+        """Return whether a signal came and there is no worker to take it: torchrun waits for other machines."""
+        return bool(self._signals) and not self._told and time.monotonic() > self._signalled_at + ALONE_S
 
     def _attempt(self) -> int:
         return max((int(file.name.split(".")[0]) for file in self.folder.glob("*.pid")), default=0)

@@ -1,12 +1,17 @@
 """What the launcher makes of how its workers ended."""
 
 import logging
+import os
 import signal
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from torch.distributed import run
 
+from torchtitan_graph import launch as launcher
 from torchtitan_graph import stop
 from torchtitan_graph.checkpoint import SaveError
 from torchtitan_graph.errors import UserError
@@ -91,3 +96,24 @@ def test_of_an_attempt_that_ended_well_there_is_nothing_to_tell(
 ) -> None:
     ends(monkeypatch, 0, LOST, FAULT)
     assert launch.tell(1, {}) == 0 and not caplog.messages
+
+
+@pytest.fixture
+def own_signals() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in launcher.PASSED_ON}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_a_signal_that_no_worker_is_there_to_take_ends_the_launcher(
+    launch: Launch, own_signals: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As while torchrun waits for other machines."""
+    come = threading.Event()
+    monkeypatch.setattr(stop, "begin_steps", lambda: None)
+    monkeypatch.setattr(launcher, "ALONE_S", 0.1)
+    monkeypatch.setattr(run, "run", lambda _: os.kill(os.getpid(), signal.SIGTERM) or come.wait(5))
+    assert launch.run(["-m", "nothing"]) == 128 + signal.SIGTERM
+    assert "stopped by SIGTERM before the first step" in caplog.text
+    come.set()

@@ -38,8 +38,8 @@ ALONE_S = 5.0  # in which a worker that is being started says that it can take s
 def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit code: 0, or that of the first rank that failed."""
     words = list(sys.argv[1:] if argv is None else argv)
-    at = words.index("--") if "--" in words else 0
-    torchrun, options = words[:at], words[at + 1 :] if at else words
+    at = words.index("--") if "--" in words else -1
+    torchrun, options = words[: max(at, 0)], words[at + 1 :]
     stop.install()
     init_logging()
     try:
@@ -163,11 +163,12 @@ class Launch:
         ends = [_reported(read_json(file)) for file in self.folder.glob(f"{attempt}.*.json")]
         told = {end.rank for end in ends}
         stopped = {stop.exit_code(number) for number in self._signals}
-        ends += [_silent(rank, failure, stopped) for rank, failure in failures.items() if rank not in told]
+        silent = {rank: failure for rank, failure in failures.items() if rank not in told}
+        ends += [_silent(rank, failure, stopped, self._logs_of(attempt, failure)) for rank, failure in silent.items()]
         if not ends:
             return 0
         cause, *others = sorted(ends)
-        self.has_logs_to_read = cause.kind == SILENT
+        self.has_logs_to_read = cause.kind == SILENT and self._logs_of(attempt, failures[cause.rank]) is not None
         if cause.kind == STOPPED:
             logger.warning(cause.full)
             return cause.code
@@ -177,6 +178,11 @@ class Launch:
             if end.line != cause.line:  # all ranks find a wrong configuration
                 logger.error(f"rank {end.rank}: {end.line}")
         return cause.code
+
+    def _logs_of(self, attempt: int, failure: Any) -> Path | None:
+        """Return the folder with what a rank printed, if that is kept and it printed anything."""
+        logs = self.folder.glob(f"logs/*/attempt_{attempt}/{failure.local_rank}/std*.log")
+        return next((log.parent for log in logs if log.stat().st_size), None)
 
 
 # How likely an end is the cause of the others, in this order.
@@ -202,7 +208,7 @@ def _reported(record: dict[str, Any]) -> End:
     return End(kind, record["time"], record["rank"], record["code"], line, full)
 
 
-def _silent(rank: int, failure: Any, stopped: set[int]) -> End:
+def _silent(rank: int, failure: Any, stopped: set[int], logs: Path | None) -> End:
     """Describe the end of a rank that could not say anything: it was killed, or ended before it was set up."""
     if failure.exitcode in stopped:
         text = stop.message(failure.exitcode - 128)
@@ -214,8 +220,7 @@ def _silent(rank: int, failure: Any, stopped: set[int]) -> End:
         line = f"ended with exit code {failure.exitcode}"
         code = failure.exitcode
     kind = ENDED_BY_US if failure.exitcode == -signal.SIGTERM else SILENT
-    log = Path(failure.error_file).with_name("stderr.log")
-    where = f"; what it printed is in {log}" if log.exists() else ""
+    where = f"; what it printed is in {logs}" if logs else ""
     return End(kind, failure.timestamp, rank, code, line, f"rank {rank} {line}{where}")
 
 

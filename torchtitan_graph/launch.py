@@ -15,6 +15,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
@@ -31,13 +32,14 @@ from torchtitan_graph.run.files import read_json
 # What workers are told when the launcher gets a signal.
 PASSED_ON = {number: number for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
 PASSED_ON |= {signal.SIGHUP: signal.SIGTERM, signal.SIGQUIT: signal.SIGTERM}
+ALONE_S = 5.0  # in which a worker that is being started says that it can take signals
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit code: 0, or that of the first rank that failed."""
     words = list(sys.argv[1:] if argv is None else argv)
-    at = words.index("--") if "--" in words else 0
-    torchrun, options = words[:at], words[at + 1 :] if at else words
+    at = words.index("--") if "--" in words else -1
+    torchrun, options = words[: max(at, 0)], words[at + 1 :]
     stop.install()
     init_logging()
     try:
@@ -95,6 +97,8 @@ class Launch:
         self.folder = folder
         self.has_logs_to_read = False
         self._signals: list[signal.Signals] = []
+        self._told: set[Path] = set()  # the files of workers that have the last signal
+        self._signalled_at = 0.0
         self._ended: BaseException | None = None
 
     def run(self, words: list[str]) -> int:
@@ -116,6 +120,9 @@ class Launch:
         while agent.is_alive():
             agent.join(0.2)
             self._pass_on()
+            if self._is_alone():
+                logger.warning(stop.message(self._signals[-1]))
+                return stop.exit_code(self._signals[-1])
             if self._attempt() > attempt:
                 self.tell(attempt, {})
                 attempt = self._attempt()
@@ -134,16 +141,20 @@ class Launch:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._signals.append(PASSED_ON[signal.Signals(number)])
-        self._told: set[Path] = set()
+        self._told, self._signalled_at = set(), time.monotonic()
 
     def _pass_on(self) -> None:
         """Send the last signal to each worker of the running attempt; it can take signals once its file is there."""
         if not self._signals:
             return
         for file in set(self.folder.glob(f"{self._attempt()}.*.pid")) - self._told:
-            self._told.add(file)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(file.name.split(".")[1]), self._signals[-1])
+                self._told.add(file)
+
+    def _is_alone(self) -> bool:
+        """Return whether a signal came and there is no worker to take it: torchrun waits for other machines."""
+        return bool(self._signals) and not self._told and time.monotonic() > self._signalled_at + ALONE_S
 
     def _attempt(self) -> int:
         return max((int(file.name.split(".")[0]) for file in self.folder.glob("*.pid")), default=0)
@@ -153,11 +164,12 @@ class Launch:
         ends = [_reported(read_json(file)) for file in self.folder.glob(f"{attempt}.*.json")]
         told = {end.rank for end in ends}
         stopped = {stop.exit_code(number) for number in self._signals}
-        ends += [_silent(rank, failure, stopped) for rank, failure in failures.items() if rank not in told]
+        silent = {rank: failure for rank, failure in failures.items() if rank not in told}
+        ends += [_silent(rank, failure, stopped, self._logs_of(attempt, failure)) for rank, failure in silent.items()]
         if not ends:
             return 0
         cause, *others = sorted(ends)
-        self.has_logs_to_read = cause.kind == SILENT
+        self.has_logs_to_read = cause.kind == SILENT and self._logs_of(attempt, failures[cause.rank]) is not None
         if cause.kind == STOPPED:
             logger.warning(cause.full)
             return cause.code
@@ -167,6 +179,11 @@ class Launch:
             if end.line != cause.line:  # all ranks find a wrong configuration
                 logger.error(f"rank {end.rank}: {end.line}")
         return cause.code
+
+    def _logs_of(self, attempt: int, failure: Any) -> Path | None:
+        """Return the folder with what a rank printed, if that is kept and it printed anything."""
+        logs = self.folder.glob(f"logs/*/attempt_{attempt}/{failure.local_rank}/std*.log")
+        return next((log.parent for log in logs if log.stat().st_size), None)
 
 
 # How likely an end is the cause of the others, in this order.
@@ -192,7 +209,7 @@ def _reported(record: dict[str, Any]) -> End:
     return End(kind, record["time"], record["rank"], record["code"], line, full)
 
 
-def _silent(rank: int, failure: Any, stopped: set[int]) -> End:
+def _silent(rank: int, failure: Any, stopped: set[int], logs: Path | None) -> End:
     """Describe the end of a rank that could not say anything: it was killed, or ended before it was set up."""
     if failure.exitcode in stopped:
         text = stop.message(failure.exitcode - 128)
@@ -204,8 +221,7 @@ def _silent(rank: int, failure: Any, stopped: set[int]) -> End:
         line = f"ended with exit code {failure.exitcode}"
         code = failure.exitcode
     kind = ENDED_BY_US if failure.exitcode == -signal.SIGTERM else SILENT
-    log = Path(failure.error_file).with_name("stderr.log")
-    where = f"; what it printed is in {log}" if log.exists() else ""
+    where = f"; what it printed is in {logs}" if logs else ""
     return End(kind, failure.timestamp, rank, code, line, f"rank {rank} {line}{where}")
 
 

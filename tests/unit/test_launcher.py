@@ -1,12 +1,19 @@
 """What the launcher makes of how its workers ended."""
 
 import logging
+import os
 import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from torch.distributed import run
 
+from torchtitan_graph import launch as launcher
 from torchtitan_graph import stop
 from torchtitan_graph.checkpoint import SaveError
 from torchtitan_graph.errors import UserError
@@ -34,8 +41,8 @@ def ends(monkeypatch: pytest.MonkeyPatch, rank: int, error: BaseException, code:
         assert tell_launcher(raised, code)
 
 
-def silent(code: int) -> SimpleNamespace:
-    return SimpleNamespace(exitcode=code, timestamp=0, error_file="/nowhere/error.json")
+def silent(code: int, local_rank: int = 0) -> SimpleNamespace:
+    return SimpleNamespace(exitcode=code, timestamp=0, local_rank=local_rank, error_file="<NA>")
 
 
 @pytest.mark.parametrize(
@@ -76,6 +83,17 @@ def test_a_killed_rank_is_the_cause_of_what_its_peers_say(
     assert launch.tell(0, {0: silent(1), 1: silent(-signal.SIGKILL)}) == 128 + signal.SIGKILL
     assert caplog.messages == ["rank 1 was ended by SIGKILL", f"rank 0: RuntimeError: {LOST}"]
     assert all(record.levelno == logging.ERROR for record in caplog.records)
+    assert not launch.has_logs_to_read
+
+
+def test_what_a_killed_rank_printed_is_kept_and_named(launch: Launch, caplog: pytest.LogCaptureFixture) -> None:
+    logs = launch.folder / "logs" / "vm.1_x" / "attempt_0"
+    for rank, printed in enumerate(("", "out of memory")):
+        (logs / str(rank)).mkdir(parents=True)
+        (logs / str(rank) / "stderr.log").write_text(printed)
+    launch.tell(0, {0: silent(-signal.SIGTERM), 1: silent(-signal.SIGKILL, local_rank=1)})
+    assert caplog.messages[0] == f"rank 1 was ended by SIGKILL; what it printed is in {logs / '1'}"
+    assert launch.has_logs_to_read
 
 
 def test_of_what_torchrun_recovered_from_lost_peers_are_a_line(
@@ -100,3 +118,31 @@ def test_log_rank_that_shows_no_rank_of_this_run_is_refused(
     monkeypatch.setenv("LOG_RANK", value)
     with pytest.raises(UserError, match="must be ranks of 0 to 1"):
         on_this_machine(2, tmp_path)
+
+
+@pytest.fixture
+def own_signals() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in launcher.PASSED_ON}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_a_signal_that_no_worker_is_there_to_take_ends_the_launcher(
+    launch: Launch, own_signals: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As while torchrun waits for other machines."""
+    come = threading.Event()
+    monkeypatch.setattr(stop, "begin_steps", lambda: None)
+    monkeypatch.setattr(launcher, "ALONE_S", 0.1)
+    monkeypatch.setattr(run, "run", lambda _: os.kill(os.getpid(), signal.SIGTERM) or come.wait(5))
+    assert launch.run(["-m", "nothing"]) == 128 + signal.SIGTERM
+    assert "stopped by SIGTERM before the first step" in caplog.text
+    come.set()
+
+
+def test_without_options_of_torchrun_it_starts_what_is_asked_for_on_this_machine() -> None:
+    command = [sys.executable, "-m", "torchtitan_graph.launch", "--", "--training.steps", "few"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == CONFIGURATION and "1 problem" in done.stderr, done.stderr
+    assert "training.steps = 'few'" in done.stderr

@@ -60,17 +60,19 @@ def make_train_step(
 ) -> Callable[[Inputs, Any, Tensor], tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]]:
     """Give `step(batch, masks, num_tokens) -> (loss, gradients by name in parameter order, state)`, to be traced.
 
+    As of autograd, a parameter that is frozen or that the loss does not depend on has no gradient.
+
     The loss function is in the step's closure: a constant of the trace. Another loss is another trace.
     """
 
     def train_step(batch: Inputs, masks: Any, num_tokens: Tensor) -> Any:
-        parameters = dict(model.named_parameters())
+        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         free_gradient_dtype(parameters.values())
         value, state = _forward(model, loss, batch, masks, num_tokens)
-        gradients = torch.autograd.grad(value, list(parameters.values()))
+        gradients = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
+        found = {name: g for name, g in zip(parameters, gradients, strict=True) if g is not None}
         with annotated(phase="backward"):
-            laid_out = [_as_parameter(g, p) for g, p in zip(gradients, parameters.values(), strict=True)]
-        return value, dict(zip(parameters, laid_out, strict=True)), state
+            return value, {name: _as_parameter(g, parameters[name]) for name, g in found.items()}, state
 
     return train_step
 
@@ -96,9 +98,8 @@ def trace_train_step(
     by name."""
     traced = capture(make_train_step(model, loss), model, (batch, masks, num_tokens), device=device)
     signature = signature_of(traced.gm)
-    kinds = [("loss", "loss")] + [("grad", name) for name, _ in model.named_parameters()]
-    _, _, state = pytree.tree_unflatten(range(len(signature.outputs)), traced.out_spec)
-    kinds += [("state", name) for name in state]
+    _, gradients, state = pytree.tree_unflatten(range(len(signature.outputs)), traced.out_spec)
+    kinds = [("loss", "loss"), *(("grad", name) for name in gradients), *(("state", name) for name in state)]
     outputs = tuple(
         dataclasses.replace(slot, kind=kind, name=name)
         for slot, (kind, name) in zip(signature.outputs, kinds, strict=True)

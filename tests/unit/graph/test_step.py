@@ -121,6 +121,17 @@ def test_parameters_whose_gradients_share_memory_keep_gradients_of_their_own() -
         assert torch.equal(p.grad, q.grad), name  # type: ignore[arg-type]
 
 
+def test_a_frozen_parameter_and_an_unused_one_have_no_gradient() -> None:
+    eager = model()
+    eager.table.weight.requires_grad_(False)
+    eager.unused = nn.Linear(2, 2)
+    tiny = copy.deepcopy(eager)
+    make_eager_step(eager, cross_entropy)(*inputs(1))
+    bind_train_step(trace_train_step(tiny, cross_entropy, *inputs(0), device="cpu"), tiny)(*inputs(1))
+    assert [name for name, p in tiny.named_parameters() if p.grad is not None] == ["output.weight"]
+    assert torch.equal(tiny.output.weight.grad, eager.output.weight.grad)  # type: ignore[arg-type]
+
+
 def test_gradients_of_one_step_are_no_part_of_the_next() -> None:
     tiny = model()
     step = bind_train_step(trace_train_step(tiny, cross_entropy, *inputs(0), device="cpu"), tiny)

@@ -1,4 +1,4 @@
-"""The options as text: what --help prints, and the page docs/03_options.md."""
+"""The options as text: what --help prints, and the page docs/02_options.md."""
 
 import textwrap
 from collections.abc import Iterable
@@ -80,11 +80,11 @@ def _help_block(title: str, members: Iterable[Option], prefix: str) -> str:
 
 
 def options_page() -> str:
-    """Return docs/03_options.md."""
+    """Return docs/02_options.md."""
     lines = [
-        "# Options",
+        "# 2. Options",
         "",
-        "Written by `python -m torchtitan_graph.config > docs/03_options.md`; edit `torchtitan_graph/config/` instead.",
+        "Written by `python -m torchtitan_graph.config > docs/02_options.md`; edit `torchtitan_graph/config/` instead.",
         "",
         SYNTAX,
         "",

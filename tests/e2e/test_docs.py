@@ -136,6 +136,12 @@ def test_docs_are_numbered_without_a_gap() -> None:
         assert page.read_text().startswith(f"# {number}. "), page.name
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_lines_fit_120_columns(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert [line for line in text.splitlines() if len(line) > 120 and not line.startswith(("|", "    "))] == []
+
+
 def test_readme_links_every_page() -> None:
     readme = (REPOSITORY / "README.md").read_text()
     order = [readme.find(f"](docs/{page.name})", readme.index("## Documentation")) for page in DOCS]

@@ -13,7 +13,7 @@ from torchtitan_graph.check.matrix import FP64, Cell, build_plain, global_rows
 from torchtitan_graph.parallel.layout import ParallelDims
 
 SOFT_CAP = "my_models.soft_cap"
-PAGE = REPOSITORY / "docs" / "10_models.md"
+PAGE = REPOSITORY / "docs" / "09_models.md"
 
 
 @pytest.fixture

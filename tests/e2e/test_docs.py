@@ -12,7 +12,8 @@ from runs import REPOSITORY, Command
 from torchtitan_graph.config import check, dump_toml, load
 from torchtitan_graph.errors import UserError
 
-PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+DOCS = sorted((REPOSITORY / "docs").glob("*.md"))
+PAGES = [*(REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")), *DOCS]
 # Appended to every command that trains, so that it takes seconds; what the page shows is run, but for its size.
 FEWER = "--training.steps 2 --training.seq_len 64 --validation.seq_len 64 --training.local_batch_size 2"
 FEWER += " --validation.local_batch_size 2 --validation.steps 1 --model.name my_models.tiny"
@@ -128,9 +129,22 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
         assert not anchor or anchor in headings, f"{page.name}: {target}"
 
 
+def test_docs_are_numbered_without_a_gap() -> None:
+    numbered = [page for page in DOCS if page.name[0].isdigit()]
+    assert [page.name[:3] for page in numbered] == [f"{number:02}_" for number in range(1, len(numbered) + 1)]
+    for number, page in enumerate(numbered, start=1):
+        assert page.read_text().startswith(f"# {number}. "), page.name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_lines_fit_120_columns(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert [line for line in text.splitlines() if len(line) > 120 and not line.startswith(("|", "    "))] == []
+
+
 def test_readme_links_every_page() -> None:
     readme = (REPOSITORY / "README.md").read_text()
-    order = [readme.find(f"](docs/{page.name})", readme.index("## Documentation")) for page in PAGES[2:]]
+    order = [readme.find(f"](docs/{page.name})", readme.index("## Documentation")) for page in DOCS]
     assert -1 not in order
     assert order == sorted(order)
 

@@ -1,4 +1,4 @@
-"""Write docs/03_options.md to standard output."""
+"""Write docs/02_options.md to standard output."""
 
 from torchtitan_graph.config.manual import options_page
 

@@ -18,7 +18,7 @@ from torchtitan_graph.models.layers.decoder import Decoder
 # parameter names to Hugging Face's.
 CONTRACT = ("FLAVORS", "Model", "PLAN", "HF_KEYS")
 
-# What it needs besides to be read from Hugging Face's files, and written to them (docs/07_checkpoints.md): the names of
+# What it needs besides to be read from Hugging Face's files, and written to them (docs/06_checkpoints.md): the names of
 # transformers' classes for it, and its configuration from and to the content of a config.json. HF_PREFIXES and
 # HF_SKIPPED are optional.
 HF_CONTRACT = ("HF_ARCHITECTURES", "from_hf_config", "to_hf_config")

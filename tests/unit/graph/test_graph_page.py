@@ -1,4 +1,4 @@
-"""The code in docs/04_graph.md runs, and its table of passes is the compiler's list."""
+"""The code in docs/03_graph.md runs, and its table of passes is the compiler's list."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ import torch
 from torchtitan_graph import compiler
 from torchtitan_graph.graph.trace import minimal_fx_tracer
 
-PAGE = (Path(__file__).parents[3] / "docs" / "04_graph.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "03_graph.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 

@@ -100,6 +100,11 @@ def _check_tables(config: JobConfig) -> list[str]:
             f"{_name(config, 'profiling.profile_freq')}: must be at least profiler_active {profiling.profiler_active}"
             f" + profiler_warmup {profiling.profiler_warmup}"
         )
+    if config.debug.verify_passes and config.comm.mode == "fake_backend":
+        problems.append(
+            f"{_name(config, 'debug.verify_passes')}: a dry run sends nothing, so there are no numbers to compare; "
+            "remove it, or comm.mode = fake_backend"
+        )
     for table in ("training", "validation"):
         loader = get(config, f"{table}.dataloader")
         for name in ("persistent_workers", "prefetch_factor"):

@@ -20,6 +20,7 @@ from pool import run_on
 from torchtitan_graph.checkpoint import Checkpointer, SaveError, load_model
 from torchtitan_graph.checkpoint.folder import MANIFEST, TRAIN_STATE, find_damage, find_problem, read_manifest
 from torchtitan_graph.config import job
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.optim import build_lr_scheduler, build_optimizer
 
@@ -142,7 +143,7 @@ def test_when_all_are_damaged_nothing_begins_anew_in_their_place(run: Path) -> N
     delete(run / "step-2" / DATA, 0)
     truncate(run / "step-3" / DATA, 0.5)
     before = digests(run)
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(UserError) as caught:
         load(run)
     message = str(caught.value)
     assert "checkpoint.folder = 'checkpoint'" in message and "another job.dump_folder" in message
@@ -153,12 +154,12 @@ def test_when_all_are_damaged_nothing_begins_anew_in_their_place(run: Path) -> N
 
 def test_a_damaged_checkpoint_that_was_asked_for_is_refused(run: Path, tmp_path: Path) -> None:
     flip(run / "step-2" / DATA, 0.5)
-    with pytest.raises(ValueError, match=r"checkpoint.load_step = 2: that checkpoint is not whole: .* is damaged"):
+    with pytest.raises(UserError, match=r"checkpoint.load_step = 2: that checkpoint is not whole: .* is damaged"):
         load(run, load_step=2)
     path = run / "step-2"
-    with pytest.raises(ValueError, match=r"checkpoint.initial_load_path = .* is no checkpoint: .* is damaged"):
+    with pytest.raises(UserError, match=r"checkpoint.initial_load_path = .* is no checkpoint: .* is damaged"):
         load(tmp_path / "new", initial_load_path=str(path))
-    with pytest.raises(ValueError, match=r"is no checkpoint: .* is damaged"):
+    with pytest.raises(UserError, match=r"is no checkpoint: .* is damaged"):
         load_model(path, nn.Linear(2, 2))
 
 
@@ -176,7 +177,7 @@ def test_a_manifest_of_an_older_release_without_checksums_is_enough(run: Path) -
 
 def test_another_models_checkpoints_are_left_alone(run: Path) -> None:
     before = digests(run)
-    with pytest.raises(ValueError, match="of another model"):
+    with pytest.raises(UserError, match="of another model"):
         checkpointer_of(run, size=3).load()
     assert digests(run) == before
 
@@ -208,7 +209,7 @@ def test_fuzz(three: Path, tmp_path_factory: pytest.TempPathFactory, attacks: li
     assert set(untouched) <= set(good)
     try:
         assert load(folder) == max(good)
-    except ValueError as error:
+    except UserError as error:
         assert not good and "holds no checkpoint that is whole" in str(error)
     for step in untouched:
         assert digests(steps[step]) == digests(three / f"step-{step}")
@@ -261,10 +262,10 @@ def test_a_full_disk_leaves_what_was_there_and_room_lets_it_go_on(mode: str, sma
 def test_a_folder_that_can_not_be_written_to_is_refused_at_the_start(small_disk: Path) -> None:
     fill(checkpointer_of(small_disk / "run"), 1.0).save(1, {"step": 1})
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-    with pytest.raises(ValueError, match=r"checkpoint.folder = 'checkpoint': .*run can't be written to"):
+    with pytest.raises(UserError, match=r"checkpoint.folder = 'checkpoint': .*run can't be written to"):
         load(small_disk / "run")
     assert load(small_disk / "run", load_only=True) == 1
-    with pytest.raises(ValueError, match=r"checkpoint.folder = 'checkpoint': .*Read-only file system"):
+    with pytest.raises(UserError, match=r"checkpoint.folder = 'checkpoint': .*Read-only file system"):
         load(small_disk / "new")
 
 
@@ -282,7 +283,7 @@ def load_on_ranks(folder: Path) -> str:
     run = Checkpointer(folder, job.Checkpoint(enable=True), model, optimizer, scheduler)
     try:
         state = run.load()
-    except ValueError as error:
+    except UserError as error:
         return str(error)
     step = state["step"] if state else 0
     loaded = set(model.weight.to_local().flatten().tolist()) if step else None
@@ -329,7 +330,7 @@ def test_a_payload_in_a_checkpoint_of_the_run_is_refused_and_not_run(run: Path, 
     sizes = {name: file.size for name, file in read_manifest(run / "step-3").items()}
     sizes[".metadata"] = (run / "step-3" / ".metadata").stat().st_size
     (run / "step-3" / MANIFEST).write_text(json.dumps({"files": sizes}))
-    with pytest.raises(ValueError, match=r"step-3 can't be read .*nothing was run"):
+    with pytest.raises(UserError, match=r"step-3 can't be read .*nothing was run"):
         load(run)
     assert not (tmp_path / "mark").exists()
 
@@ -351,7 +352,7 @@ def test_odd_values_in_the_train_state_are_refused(change: dict[str, Any], run: 
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     write_manifest_for(run / "step-3")
     assert load(run) == 2
-    with pytest.raises(ValueError, match=f"its {TRAIN_STATE} holds {next(iter(change))} = "):
+    with pytest.raises(UserError, match=f"its {TRAIN_STATE} holds {next(iter(change))} = "):
         load(run, load_step=3)
 
 

@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from pool import mesh, run_on
 from torchtitan_graph.checkpoint import Checkpointer
 from torchtitan_graph.config import job
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.optim import build_lr_scheduler, build_optimizer
 
 # 25 rows divide by no degree, 1 row leaves ranks empty. On FSDP 3 x TP 2 torch's own bookkeeping of 25 rows is wrong.
@@ -158,7 +159,7 @@ def error_of_a_missing_step(folder: Path) -> str:
     config = job.Checkpoint(enable=True, load_step=8)
     try:
         Checkpointer(folder, config, model, optimizer, scheduler).load()
-    except ValueError as error:
+    except UserError as error:
         return str(error)
     return "no error"
 

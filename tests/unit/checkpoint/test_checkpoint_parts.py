@@ -11,6 +11,7 @@ from pool import run_on
 from torchtitan_graph.checkpoint import Checkpointer, SaveError
 from torchtitan_graph.checkpoint.whole import Box, Held, find_gaps
 from torchtitan_graph.config import job
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.optim import build_lr_scheduler, build_optimizer
 from torchtitan_graph.parallel.chunk import Chunk
 
@@ -42,7 +43,7 @@ def load_on(folder: Path, names: tuple[tuple[str, ...], ...], widths: tuple[int,
             parameter.zero_()
     try:
         run.load()
-    except ValueError as error:
+    except UserError as error:
         return str(error)
     return [p.detach().mean().item() for p in run.model.parameters()]
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from torchtitan_graph.checkpoint.tensors import load_tensors, read_metadata, save_tensors
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.parallel.agree import RanksFailed
 from torchtitan_graph.parallel.chunk import chunk_of
 
@@ -48,7 +49,7 @@ def test_the_payload_works_on_the_stock_reader(checkpoint: Path, tmp_path: Path)
 
 def test_a_payload_as_index_is_refused_and_not_run(checkpoint: Path, tmp_path: Path) -> None:
     (checkpoint / ".metadata").write_bytes(pickle.dumps(Payload(tmp_path / "mark")))
-    with pytest.raises(ValueError, match=r"\.metadata can't be read: it names (posix|nt)\.mkdir"):
+    with pytest.raises(UserError, match=r"\.metadata can't be read: it names (posix|nt)\.mkdir"):
         read_metadata(checkpoint)
     assert not (tmp_path / "mark").exists()
 
@@ -57,7 +58,7 @@ def test_a_payload_inside_an_honest_index_is_refused_and_not_run(checkpoint: Pat
     metadata = read_metadata(checkpoint)
     metadata.planner_data = Payload(tmp_path / "mark")
     (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(ValueError, match=r"it names (posix|nt)\.mkdir.*nothing was run"):
+    with pytest.raises(UserError, match=r"it names (posix|nt)\.mkdir.*nothing was run"):
         read_metadata(checkpoint)
     assert not (tmp_path / "mark").exists()
 
@@ -69,7 +70,7 @@ def test_torch_lends_its_dtypes_and_nothing_else(checkpoint: Path, name: str) ->
     (checkpoint / ".metadata").write_bytes(
         b"\x80\x04\x8c" + bytes([len(module)]) + module + b"\x8c" + bytes([len(attribute)]) + attribute + b"\x93."
     )
-    with pytest.raises(ValueError, match="nothing was run"):
+    with pytest.raises(UserError, match="nothing was run"):
         read_metadata(checkpoint)
 
 
@@ -85,7 +86,7 @@ def test_a_payload_as_tensor_is_refused_and_not_run(checkpoint: Path, tmp_path: 
 
 def test_pickled_objects_beside_the_tensors_are_refused(tmp_path: Path) -> None:
     dcp.save({"weight": torch.zeros(2), "object": [1, 2, {"a": object}]}, checkpoint_id=tmp_path / "step-1")
-    with pytest.raises(ValueError, match="nothing was run|is not a tensor"):
+    with pytest.raises(UserError, match="nothing was run|is not a tensor"):
         read_metadata(tmp_path / "step-1")
 
 
@@ -94,14 +95,14 @@ def test_files_outside_the_checkpoint_are_refused(checkpoint: Path) -> None:
     for info in metadata.storage_data.values():
         info.relative_path = "../secret.distcp"
     (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(ValueError, match="not in the checkpoint's folder"):
+    with pytest.raises(UserError, match="not in the checkpoint's folder"):
         read_metadata(checkpoint)
 
 
 @pytest.mark.parametrize("content", [b"", b"not a pickle", pickle.dumps({"a": 1}), pickle.dumps([1, 2])[:-3]])
 def test_garbage_is_refused_with_its_path(checkpoint: Path, content: bytes) -> None:
     (checkpoint / ".metadata").write_bytes(content)
-    with pytest.raises(ValueError, match=r"\.metadata"):
+    with pytest.raises(UserError, match=r"\.metadata"):
         read_metadata(checkpoint)
 
 

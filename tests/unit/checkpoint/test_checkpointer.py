@@ -12,6 +12,7 @@ from torch import nn
 from torchtitan_graph.checkpoint import Checkpointer, load_model
 from torchtitan_graph.checkpoint.folder import name_for_model
 from torchtitan_graph.config import job
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.optim import build_lr_scheduler, build_optimizer
 
@@ -186,7 +187,7 @@ def test_load_step_picks_one_and_warns_of_later_ones(tmp_path: Path, caplog: pyt
 
 def test_a_load_step_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path) -> None:
     Run(tmp_path, **full()).train(4)
-    with pytest.raises(ValueError, match=r"checkpoint.load_step = 3: no such .* there are: 2, 4"):
+    with pytest.raises(UserError, match=r"checkpoint.load_step = 3: no such .* there are: 2, 4"):
         Run(tmp_path, load_step=3).load()
 
 
@@ -226,9 +227,9 @@ def test_each_model_that_makes_place_has_a_name_of_its_own() -> None:
 
 def test_a_run_that_saved_only_its_model_can_not_be_continued(tmp_path: Path) -> None:
     Run(tmp_path, interval=100).train(3)
-    with pytest.raises(ValueError, match=r"step-3 holds only the model .*initial_load_path"):
+    with pytest.raises(UserError, match=r"step-3 holds only the model .*initial_load_path"):
         Run(tmp_path).load(num_steps=5)
-    with pytest.raises(ValueError, match="checkpoint.load_step = 3: that checkpoint holds only the model"):
+    with pytest.raises(UserError, match="checkpoint.load_step = 3: that checkpoint holds only the model"):
         Run(tmp_path, load_step=3).load(num_steps=5)
 
 
@@ -276,7 +277,7 @@ def test_an_initial_load_path_that_is_no_checkpoint_is_refused(tmp_path: Path) -
         (tmp_path / "empty", "it has no manifest.json"),
         (tmp_path / "a", f"did you mean one of {tmp_path / 'a' / 'step-2'}?"),
     ):
-        with pytest.raises(ValueError) as error:
+        with pytest.raises(UserError) as error:
             Run(tmp_path / "b", initial_load_path=str(path)).load()
         assert f"checkpoint.initial_load_path = {str(path)!r}" in str(error.value)
         assert message in str(error.value)
@@ -285,7 +286,7 @@ def test_an_initial_load_path_that_is_no_checkpoint_is_refused(tmp_path: Path) -
 def test_everything_of_a_model_only_checkpoint_is_refused(tmp_path: Path) -> None:
     Run(tmp_path / "a", interval=100).train(2)
     options = {"initial_load_path": str(tmp_path / "a" / "step-2"), "initial_load_model_only": False}
-    with pytest.raises(ValueError, match="initial_load_model_only = true"):
+    with pytest.raises(UserError, match="initial_load_model_only = true"):
         Run(tmp_path / "b", **options).load()
 
 
@@ -325,7 +326,7 @@ def test_all_differences_to_another_model_are_told_at_once(tmp_path: Path) -> No
     run.model[1].bias = None
     run.checkpointer.optimizer = build_optimizer(run.model, job.Optimizer())
     before = run.bits()
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(UserError) as error:
         run.load()
     message = str(error.value)
     assert "step-2 is of another model" in message
@@ -344,7 +345,7 @@ def test_another_dtype_is_refused_when_going_on_and_converted_when_starting(tmp_
         run.checkpointer.optimizer = build_optimizer(run.model, job.Optimizer())
         return run
 
-    with pytest.raises(ValueError, match="model.0.weight: torch.float32, but here torch.bfloat16"):
+    with pytest.raises(UserError, match="model.0.weight: torch.float32, but here torch.bfloat16"):
         in_bf16(tmp_path / "a").load()
     started = in_bf16(tmp_path / "b", initial_load_path=str(tmp_path / "a" / "step-2"))
     started.load()

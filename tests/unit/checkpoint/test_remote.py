@@ -18,6 +18,7 @@ from torchtitan_graph.checkpoint import remote as remotes
 from torchtitan_graph.checkpoint.folder import MANIFEST, TRAIN_STATE
 from torchtitan_graph.checkpoint.remote import Remote
 from torchtitan_graph.config import job
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.optim import build_lr_scheduler, build_optimizer
 
@@ -143,7 +144,7 @@ def test_load_step_is_fetched(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     save(tmp_path / "a", 1, 2, 3)
     assert load(tmp_path / "b", load_step=2) == 2
     assert "checkpoints of later steps (3)" in caplog.text
-    with pytest.raises(ValueError, match=r"load_step = 7: no such .* there are: 1, 2, 3"):
+    with pytest.raises(UserError, match=r"load_step = 7: no such .* there are: 1, 2, 3"):
         load(tmp_path / "b", load_step=7)
 
 
@@ -166,7 +167,7 @@ def test_training_goes_on_from_the_last_full_one(tmp_path: Path) -> None:
 
 def test_a_run_whose_only_checkpoint_there_is_of_the_model_does_not_begin_anew(tmp_path: Path) -> None:
     save(tmp_path / "a", 2, last=True, last_save_model_only=True)
-    with pytest.raises(ValueError, match="step-2 holds only the model"):
+    with pytest.raises(UserError, match="step-2 holds only the model"):
         load(tmp_path / "b", num_steps=3)
 
 
@@ -174,7 +175,7 @@ def test_a_seed_is_copied_and_begun_with_once(tmp_path: Path) -> None:
     seeding = {"create_seed_checkpoint": True}
     assert load(tmp_path / "a", **seeding) is None
     save(tmp_path / "a", 0, **seeding)
-    with pytest.raises(ValueError, match=r"create_seed_checkpoint = true: memory://bucket/run holds checkpoints"):
+    with pytest.raises(UserError, match=r"create_seed_checkpoint = true: memory://bucket/run holds checkpoints"):
         load(tmp_path / "b", **seeding)
     assert load(tmp_path / "b") == 0
 
@@ -206,10 +207,10 @@ def test_what_was_fetched_to_begin_with_is_fetched_again_where_it_is_not_the_sam
 
 def test_no_checkpoint_at_an_address_to_begin_with(tmp_path: Path, memory: MemoryFileSystem) -> None:
     save(tmp_path / "a", 2)
-    with pytest.raises(ValueError, match=r"initial_load_path = '.*step-3' is no checkpoint: it has no manifest.json"):
+    with pytest.raises(UserError, match=r"initial_load_path = '.*step-3' is no checkpoint: it has no manifest.json"):
         load(tmp_path / "b", **INITIAL | {"initial_load_path": f"{ADDRESS}/step-3"})
     damage(memory, "step-2", DATA)
-    with pytest.raises(ValueError, match=r"initial_load_path = '.*step-2' is no checkpoint: .*distcp is damaged"):
+    with pytest.raises(UserError, match=r"initial_load_path = '.*step-2' is no checkpoint: .*distcp is damaged"):
         load(tmp_path / "b", **INITIAL)
 
 
@@ -305,7 +306,7 @@ def test_when_all_there_are_damaged_nothing_begins_anew(
 ) -> None:
     save(tmp_path / "a", 1)
     damage(memory, "step-1", DATA, size)
-    with pytest.raises(ValueError, match=rf"no checkpoint that is whole:\n.*step-1: its file .* {problem}"):
+    with pytest.raises(UserError, match=rf"no checkpoint that is whole:\n.*step-1: its file .* {problem}"):
         load(tmp_path / "b")
 
 
@@ -422,7 +423,7 @@ def test_a_run_does_not_begin_without_an_address_that_is_away(
         raise ConnectionError("no route to host")
 
     monkeypatch.setattr(MemoryFileSystem, method, away)
-    with pytest.raises(ValueError, match=rf"checkpoint.{name}: memory://bucket/run.* can't be .*no route to host"):
+    with pytest.raises(UserError, match=rf"checkpoint.{name}: memory://bucket/run.* can't be .*no route to host"):
         load(tmp_path / "b", **options)
 
 

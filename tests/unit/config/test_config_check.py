@@ -4,10 +4,11 @@ import pytest
 from fsspec.registry import known_implementations
 
 from torchtitan_graph.config import check, load, shard_degree
+from torchtitan_graph.errors import UserError
 
 
 def problems(arguments: str, world_size: int) -> list[str]:
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(UserError) as caught:
         check(load(arguments.split()), world_size)
     return [line.strip() for line in str(caught.value).splitlines()[1:]]
 
@@ -64,6 +65,11 @@ def test_a_trace_must_fit_between_two_traces() -> None:
 def test_workers_options_need_workers() -> None:
     assert len(problems("--training.dataloader.persistent_workers --validation.dataloader.prefetch_factor 2", 1)) == 2
     assert check(load(["--training.dataloader.persistent_workers", "--training.dataloader.num_workers", "1"]), 1) == []
+
+
+def test_a_dry_run_has_no_numbers_to_verify_passes_on() -> None:
+    assert "nothing" in problems("--debug.verify_passes --comm.mode fake_backend", 4)[0]
+    assert check(load(["--debug.verify_passes"]), 4) == []
 
 
 def test_all_problems_are_reported_together() -> None:

@@ -7,6 +7,7 @@ import pytest
 import torchtitan_graph
 from torchtitan_graph.config import JobConfig, dump_toml, load
 from torchtitan_graph.config.resolve import family_names
+from torchtitan_graph.errors import UserError
 
 
 def write(folder: Path, text: str) -> str:
@@ -16,7 +17,7 @@ def write(folder: Path, text: str) -> str:
 
 
 def problems(argv: list[str]) -> list[str]:
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(UserError) as caught:
         load(argv)
     return [line.strip() for line in str(caught.value).splitlines()[1:]]
 
@@ -319,5 +320,5 @@ def test_help_on_one_table(capsys: pytest.CaptureFixture[str]) -> None:
         load(["-h", "training.steps"])
     text = capsys.readouterr().out
     assert "--training.steps" in text and "--training.seq_len" not in text
-    with pytest.raises(ValueError, match="did you mean training"):
+    with pytest.raises(UserError, match="did you mean training"):
         load(["--help", "trainin"])

@@ -11,6 +11,7 @@ from torchtitan_graph.config.dump import dump_changes
 from torchtitan_graph.config.job import OPTIONS
 from torchtitan_graph.config.manual import option_help, tables
 from torchtitan_graph.config.support import IGNORED, REFUSED, RENAMED, UNSUPPORTED, UNSUPPORTED_VALUES
+from torchtitan_graph.errors import UserError
 
 
 def toml(value: Any) -> str:
@@ -34,7 +35,7 @@ def text(value: Any) -> str:
 def findings(argv: list[str]) -> list[str]:
     try:
         return load(argv).notices
-    except ValueError as error:
+    except UserError as error:
         return [line.strip() for line in str(error).splitlines()[1:]]
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan_graph.config import JobConfig, check, load
+from torchtitan_graph.errors import UserError
 
 OLD_FILES = Path(__file__).parent / "old_files"
 
@@ -91,7 +92,7 @@ def test_flavours_named_after_attention_choose_it() -> None:
 
 
 def test_what_is_not_built_is_refused_by_name_all_at_once() -> None:
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(UserError) as caught:
         load_old("refused.toml")
     first, *lines = str(caught.value).splitlines()
     assert first == "7 problems in the configuration:"

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtitan_graph.data.corpus import ShuffledCorpus, in_split, num_lanes, shuffled
+from torchtitan_graph.errors import UserError
 
 
 def texts_of(corpus, epoch=0) -> list[str]:
@@ -85,10 +86,10 @@ def test_number_of_lanes_is_a_power_of_two(wanted, lanes):
 
 
 def test_one_document_has_no_validation_split(texts_source):
-    with pytest.raises(ValueError, match="validation.dataset: one document"):
+    with pytest.raises(UserError, match="validation.dataset: one document"):
         ShuffledCorpus(texts_source(["x"]), "validation", 0)
 
 
 def test_a_corpus_without_documents_is_refused(texts_source):
-    with pytest.raises(ValueError, match="no documents"):
+    with pytest.raises(UserError, match="no documents"):
         ShuffledCorpus(texts_source([]), "train", 0)

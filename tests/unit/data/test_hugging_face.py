@@ -8,6 +8,7 @@ from torchtitan_graph.data import DataLoader, merge_states
 from torchtitan_graph.data.hugging_face import StreamedCorpus, open_hub
 from torchtitan_graph.data.open_corpus import open_corpus
 from torchtitan_graph.data.tokenizer import ByteTokenizer
+from torchtitan_graph.errors import UserError
 
 datasets = pytest.importorskip("datasets")
 
@@ -68,7 +69,7 @@ def test_streamed_rows_do_not_depend_on_workers_nor_on_an_interruption(stream):
 
 
 def test_missing_column_of_a_stream_is_named(stream):
-    with pytest.raises(ValueError, match=r"no column 'content'; there is \['text'\]"):
+    with pytest.raises(UserError, match=r"no column 'content'; there is \['text'\]"):
         texts_of(StreamedCorpus(stream, "content", "test", "all", seed=0))
 
 
@@ -94,13 +95,13 @@ def test_a_saved_dataset_without_validation_is_split_by_hash(tmp_path):
 
 
 def test_a_saved_dataset_without_train_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"no split 'train' .* there is \['test'\]"):
+    with pytest.raises(UserError, match=r"no split 'train' .* there is \['test'\]"):
         open_corpus("", save(tmp_path / "saved", test=["a"]), "train", 0)
 
 
 def test_a_row_without_text_is_named(tmp_path):
     path = save(tmp_path / "saved", train=["a", None])
-    with pytest.raises(ValueError, match="row 2: no text in the column 'text', but None"):
+    with pytest.raises(UserError, match="row 2: no text in the column 'text', but None"):
         texts_of(open_corpus("", path, "all", 0))
 
 
@@ -111,7 +112,7 @@ def test_no_network_is_said(monkeypatch, split):
 
     monkeypatch.setattr(datasets, "get_dataset_split_names", offline)
     option = "training.dataset" if split == "train" else "validation.dataset"
-    with pytest.raises(ValueError, match=f"{option} = 'owner/name'.*Couldn't reach the hub\n.*{option}_path"):
+    with pytest.raises(UserError, match=f"{option} = 'owner/name'.*Couldn't reach the hub\n.*{option}_path"):
         open_corpus("owner/name", None, split, seed=0)
 
 

@@ -9,6 +9,7 @@ import torch
 from torchtitan_graph.data import IGNORE_INDEX, Batch, DataLoader, build_dataloader, load_tokenizer, merge_states
 from torchtitan_graph.data.corpus import ShuffledCorpus
 from torchtitan_graph.data.tokenizer import ByteTokenizer
+from torchtitan_graph.errors import UserError
 
 # Three workers are more than a small machine's cores, which torch warns of.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -156,7 +157,7 @@ def test_a_shifted_cursor_gives_other_rows(make_loader, reference, place):
 )  # fmt: skip
 def test_a_position_of_another_run_is_refused(make_loader, change, key):
     state = make_loader().state_dict()
-    with pytest.raises(ValueError, match=f"was saved with {key} = "):
+    with pytest.raises(UserError, match=f"was saved with {key} = "):
         make_loader(**change).load_state_dict(state)
 
 
@@ -199,7 +200,7 @@ def test_an_error_in_a_worker_names_the_document(make_loader, tmp_path):
     )  # fmt: skip
     assert JsonLines(file, "text")[6] == "x"
     file.write_text('{"text": "x"}\n' * 6 + '{"text": 123}\n' + '{"text": "x"}\n' * 13)  # after it was opened
-    with pytest.raises(ValueError, match="good.jsonl, line 7"):
+    with pytest.raises(UserError, match="good.jsonl, line 7"):
         for _ in range(20):
             next(loader)
 

@@ -15,6 +15,7 @@ from torchtitan_graph.data import IGNORE_INDEX, DataLoader, build_dataloader, me
 from torchtitan_graph.data.corpus import ShuffledCorpus
 from torchtitan_graph.data.mixture import PERIOD, Mixture, Origin
 from torchtitan_graph.data.tokenizer import ByteTokenizer
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 
 GLOBAL_BATCH, STEPS = 8, 24
@@ -146,7 +147,7 @@ def test_another_mixture_gives_other_rows(make_loader, reference, change):
 
 @pytest.mark.parametrize("change", [{"names": ("b", "a", "c")}, {"names": ("a", "b"), "weights": (1, 1)}])
 def test_other_corpora_are_refused(make_loader, change):
-    with pytest.raises(ValueError, match="was saved with corpus = .a: train of"):
+    with pytest.raises(UserError, match="was saved with corpus = .a: train of"):
         make_loader(**change).load_state_dict(make_loader().state_dict())
 
 
@@ -167,7 +168,7 @@ def test_the_log_names_the_sources_and_no_message_shows_whole_digests(tmp_path: 
         f"source x.jsonl: 75.00 % of the rows, train of {file}",
         "source stdlib: 25.00 % of the rows, train of stdlib",
     ]
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(UserError) as error:
         data.load_state_dict(positions[0])
     assert "corpus = 'x.jsonl: train of " in str(error.value) and not re.search("[0-9a-f]{20}", str(error.value))
 
@@ -187,7 +188,7 @@ def test_entries_of_a_job_are_mixed(tmp_path: Path):
     next(mixed)
     assert mixed.source_names == ("x.jsonl", "python")
     assert mixed.state_dict()["mixture"]["given"] == [3, 1]
-    with pytest.raises(ValueError, match="training.sources, entry 2: .*no such file"):
+    with pytest.raises(UserError, match="training.sources, entry 2: .*no such file"):
         loader([sources[0], DataSource(dataset_path=str(tmp_path / "z"))])
 
 
@@ -204,6 +205,6 @@ def test_entries_of_a_job_are_mixed(tmp_path: Path):
 )
 def test_a_mixture_that_makes_no_sense_is_refused(sources: str, others: str, message: str):
     config = load(["--training.sources", sources, *others.split()])
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(UserError) as caught:
         check(config, 1)
     assert message in str(caught.value)

@@ -9,6 +9,7 @@ from torchtitan_graph.data import IGNORE_INDEX
 from torchtitan_graph.data.corpus import ShuffledCorpus
 from torchtitan_graph.data.packing import Cursor, Lane
 from torchtitan_graph.data.tokenizer import ByteTokenizer
+from torchtitan_graph.errors import UserError
 
 TOKENIZER = ByteTokenizer()
 TEXTS = st.lists(st.text("abcdefgh", max_size=25), min_size=1, max_size=15)
@@ -107,5 +108,5 @@ def test_a_split_without_documents_is_refused_where_it_repeats(texts_source):
         def documents(self, lane, epoch, start):
             return iter(())
 
-    with pytest.raises(ValueError, match="too few documents"):
+    with pytest.raises(UserError, match="too few documents"):
         Lane(Empty(), TOKENIZER, 4, True, 0, Cursor()).next_row()

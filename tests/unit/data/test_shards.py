@@ -19,6 +19,7 @@ from torchtitan_graph.data.open_corpus import open_corpus
 from torchtitan_graph.data.shards import Shards, write_shards
 from torchtitan_graph.data.sources import digest_files
 from torchtitan_graph.data.tokenizer import ByteTokenizer, Tokenizer
+from torchtitan_graph.errors import UserError
 
 
 @pytest.fixture(scope="module")
@@ -144,12 +145,12 @@ def test_only_the_documents_behind_whole_shards_are_read_again(text, tmp_path):
 
 
 def test_another_tokenizer_is_refused(shards):
-    with pytest.raises(ValueError, match="of another tokenizer than model.hf_assets_path names"):
+    with pytest.raises(UserError, match="of another tokenizer than model.hf_assets_path names"):
         loader(shards, tokenizer=load_tokenizer("tests/assets/tokenizer"))
 
 
 def test_where_text_is_wanted_shards_are_refused(shards):
-    with pytest.raises(ValueError, match="holds token ids, and no text"):
+    with pytest.raises(UserError, match="holds token ids, and no text"):
         open_corpus("", str(shards), "train", 0)
 
 
@@ -162,18 +163,18 @@ def test_a_folder_of_somebody_else_is_not_deleted(text, tmp_path):
 
 
 def test_a_folder_that_is_there_and_one_begun_otherwise_are_refused(text, shards, tmp_path):
-    with pytest.raises(ValueError, match="is there already"):
+    with pytest.raises(UserError, match="is there already"):
         write(text, shards)
     with pytest.raises(InterruptedError):
         write(text, tmp_path / "a", fail_at=5)
-    with pytest.raises(ValueError, match="begun with another corpus or tokenizer"):
+    with pytest.raises(UserError, match="begun with another corpus or tokenizer"):
         write(text, tmp_path / "a", source_digest="other")
 
 
 def test_documents_of_one_split_serve_that_split_alone(text, tmp_path):
     folder = write(text, tmp_path / "train", splits=["train"])
     loader(folder), loader(folder, "all")
-    with pytest.raises(ValueError, match="holds only documents for train.*--split validation"):
+    with pytest.raises(UserError, match="holds only documents for train.*--split validation"):
         loader(folder, "validation")
 
 
@@ -215,7 +216,7 @@ def damaged(shards: Path, folder: Path, name: str, change, keep_digest: bool) ->
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_shards_are_refused(shards, damage, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=str(tmp_path)):
+    with pytest.raises(UserError, match=str(tmp_path)):
         loader(damaged(shards, tmp_path / "damaged", *DAMAGES[damage], keep_digest=True))
 
 
@@ -241,14 +242,14 @@ FORGERIES = {
 @pytest.mark.parametrize("forgery", FORGERIES)
 def test_shards_that_were_changed_with_their_index_run_nothing_and_are_refused(shards, forgery, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="-00000.npy"):
+    with pytest.raises(UserError, match="-00000.npy"):
         Shards(damaged(shards, tmp_path / "forged", *FORGERIES[forgery], keep_digest=False), ByteTokenizer())
     assert not (tmp_path / "pickle-was-run").exists()
 
 
 def test_ids_that_the_tokenizer_does_not_have_are_refused(shards, tmp_path):
     forged = damaged(shards, tmp_path / "f", "tokens-00000.npy", npy(lambda tokens: tokens + 300), keep_digest=False)
-    with pytest.raises(ValueError, match="document 2: its token ids are not of this tokenizer"):
+    with pytest.raises(UserError, match="document 2: its token ids are not of this tokenizer"):
         Shards(forged, ByteTokenizer())[1]
 
 

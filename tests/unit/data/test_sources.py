@@ -12,6 +12,7 @@ import pytest
 from torchtitan_graph.data import sources
 from torchtitan_graph.data.open_corpus import open_corpus
 from torchtitan_graph.data.sources import JsonLines, TextFiles, TextPieces, digest_files
+from torchtitan_graph.errors import UserError
 
 TEXTS = ["def one():\n    pass\n", "zwei 🎉 é\r\n", "three\n\n\nlines", "4", "  five "]
 
@@ -194,7 +195,7 @@ def test_corrupt_input_is_named_when_it_is_opened(tmp_path, name, content, messa
     if name == "a.parquet":
         pytest.importorskip("datasets")
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=message) as error:
+    with pytest.raises(UserError, match=message) as error:
         open_corpus("", str(tmp_path / name), "train", seed=0)
     assert name in str(error.value) or not content
 
@@ -202,7 +203,7 @@ def test_corrupt_input_is_named_when_it_is_opened(tmp_path, name, content, messa
 def test_undecodable_file_of_a_folder_is_named(tmp_path):
     (tmp_path / "good.py").write_text("x = 1\n")
     (tmp_path / "bad.py").write_bytes(b"x = 1\n# \xe9\n")
-    with pytest.raises(ValueError, match=r"bad\.py: not UTF-8 at byte 8, in line 2"):
+    with pytest.raises(UserError, match=r"bad\.py: not UTF-8 at byte 8, in line 2"):
         open_corpus("", str(tmp_path), "train", seed=0)
 
 
@@ -210,14 +211,14 @@ def test_a_corrupt_line_of_a_large_corpus_is_named_when_its_turn_comes(tmp_path,
     monkeypatch.setattr(sources, "SMALL_CORPUS_BYTES", 0)
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"text"\n')
     source = JsonLines(tmp_path / "a.jsonl", "text")
-    with pytest.raises(ValueError, match=r"a\.jsonl, line 2: not JSON"):
+    with pytest.raises(UserError, match=r"a\.jsonl, line 2: not JSON"):
         source[1]
 
 
 def test_missing_column_of_parquet_is_named(tmp_path):
     pytest.importorskip("datasets")
     write_parquet(tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match=r"a\.parquet: no column 'content'; there is \['id', 'text'\]"):
+    with pytest.raises(UserError, match=r"a\.parquet: no column 'content'; there is \['id', 'text'\]"):
         open_corpus("", str(tmp_path / "a.parquet"), "train", seed=0, text_column="content")
 
 
@@ -239,7 +240,7 @@ def test_another_text_column(tmp_path):
     ],
 )
 def test_a_corpus_that_is_not_there(tmp_path, dataset, path, split, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         open_corpus(dataset, str(tmp_path) if path == "EMPTY" else path, split, seed=0)
 
 

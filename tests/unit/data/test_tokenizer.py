@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtitan_graph.data import load_tokenizer
+from torchtitan_graph.errors import UserError
 
 SMALL = Path("tests/assets/tokenizer")
 TEXT = "def f(x):\n        return x**2  # naïve 🎉 'don\\'t' 12345\r\n\tend"
@@ -79,19 +80,19 @@ def test_special_tokens_are_found(tmp_path, config):
 def test_special_tokens_that_are_not_there(tmp_path, config, message):
     shutil.copy(SMALL / "tokenizer.json", tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         load_tokenizer(str(tmp_path))
 
 
 def test_unreadable_files(tmp_path):
-    with pytest.raises(ValueError, match="model.hf_assets_path = .*there is no tokenizer.json"):
+    with pytest.raises(UserError, match="model.hf_assets_path = .*there is no tokenizer.json"):
         load_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match="not a tokenizer.json"):
+    with pytest.raises(UserError, match="not a tokenizer.json"):
         load_tokenizer(str(tmp_path))
     shutil.copy(SMALL / "tokenizer.json", tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(ValueError, match="tokenizer_config.json: not JSON"):
+    with pytest.raises(UserError, match="tokenizer_config.json: not JSON"):
         load_tokenizer(str(tmp_path))
 
 

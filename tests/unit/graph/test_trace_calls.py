@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.trace import minimal_fx_tracer, run_traced
 
 
@@ -77,7 +78,7 @@ def test_a_constant_takes_part_in_the_trace() -> None:
 @pytest.mark.parametrize(("factor", "negate"), [(4, True), (3, False), (3.0, True), (None, True), (3, 1)])
 def test_another_constant_is_refused(factor: Any, negate: Any) -> None:
     run = traced(lambda x, factor, negate: x * factor, torch.zeros(1), 3, True)
-    with pytest.raises(ValueError, match="(factor|negate) is .* constant of the trace; pass it as a tensor, or trace"):
+    with pytest.raises(UserError, match="(factor|negate) is .* constant of the trace; pass it as a tensor, or trace"):
         run(torch.ones(1), factor, negate)
 
 
@@ -101,7 +102,7 @@ def two(x: Any, y: Any = None) -> Any:
 )
 def test_another_structure_is_refused_by_name(args: tuple, kwargs: dict, message: str) -> None:
     run = traced(two, ONE, [ONE])
-    with pytest.raises(ValueError, match=f"arguments are not those traced: {message}") as caught:
+    with pytest.raises(UserError, match=f"arguments are not those traced: {message}") as caught:
         run(*args, **kwargs)
     assert "TreeSpec" not in str(caught.value) and len(str(caught.value)) < 200
 
@@ -117,7 +118,7 @@ def test_an_argument_may_come_by_keyword_or_by_position() -> None:
 @pytest.mark.parametrize("batch", [torch.zeros(3, 2), torch.zeros(2, 3, dtype=torch.float64), 1.0])
 def test_an_argument_of_another_shape_dtype_or_kind_is_refused_by_name(batch: Any) -> None:
     run = traced(lambda batch: batch["tokens"] + 1, {"tokens": torch.zeros(2, 3)})
-    with pytest.raises(ValueError, match=r"batch\['tokens'\]"):
+    with pytest.raises(UserError, match=r"batch\['tokens'\]"):
         run({"tokens": batch})
 
 
@@ -125,7 +126,7 @@ def test_a_leaf_that_a_graph_cannot_hold_is_refused_with_what_to_do() -> None:
     class Setting:
         pass
 
-    with pytest.raises(ValueError, match=r"setting is a Setting; .* closure.*register_pytree_node.*register_constant"):
+    with pytest.raises(UserError, match=r"setting is a Setting; .* closure.*register_pytree_node.*register_constant"):
         minimal_fx_tracer(lambda x, setting: x)(torch.zeros(1), Setting())
     setting = Setting()
     setting.factor = 2  # type: ignore[attr-defined]
@@ -139,12 +140,12 @@ def test_a_registered_constant_is_accepted() -> None:
     torch.utils._pytree.register_constant(Word)
     run = traced(lambda x, word: x * len(word), torch.zeros(1), Word("ab"))
     assert run(torch.ones(1), Word("ab")) == 2
-    with pytest.raises(ValueError, match="structure"):
+    with pytest.raises(UserError, match="structure"):
         run(torch.ones(1), Word("abc"))
 
 
 def test_a_module_among_the_arguments_is_refused() -> None:
-    with pytest.raises(ValueError, match="model is an nn.Module: pass it as module="):
+    with pytest.raises(UserError, match="model is an nn.Module: pass it as module="):
         minimal_fx_tracer(lambda model, x: model(x))(nn.Linear(2, 2), torch.zeros(1, 2))
 
 
@@ -189,13 +190,13 @@ def write_out(x: Tensor) -> Tensor:
     ],
 )
 def test_an_in_place_write_to_an_input_is_refused_by_name(fn: Callable) -> None:
-    with pytest.raises(ValueError, match=r"writes in place to (x|args\[0\]) \("):
+    with pytest.raises(UserError, match=r"writes in place to (x|args\[0\]) \("):
         minimal_fx_tracer(fn)(torch.ones(2, 2))
 
 
 def test_a_write_to_a_tensor_of_the_closure_is_refused() -> None:
     counter = torch.zeros(1)
-    with pytest.raises(ValueError, match="writes in place to a tensor that it closes over"):
+    with pytest.raises(UserError, match="writes in place to a tensor that it closes over"):
         minimal_fx_tracer(lambda x: counter.add_(1) + x)(torch.ones(1))
 
 
@@ -215,7 +216,7 @@ def test_a_write_to_the_functions_own_values_is_fine() -> None:
     ],
 )
 def test_random_numbers_are_refused_by_name(fn: Callable, operator: str) -> None:
-    with pytest.raises(ValueError, match=rf"draws random numbers \(aten\.\w*({operator})"):
+    with pytest.raises(UserError, match=rf"draws random numbers \(aten\.\w*({operator})"):
         minimal_fx_tracer(fn)(torch.full((2,), 0.5))
 
 
@@ -226,7 +227,7 @@ def test_attention_without_dropout_is_no_random_operation() -> None:
 
 
 def test_reading_a_tensors_value_is_refused() -> None:
-    with pytest.raises(ValueError, match="reads a tensor's value"):
+    with pytest.raises(UserError, match="reads a tensor's value"):
         minimal_fx_tracer(lambda x: x * x.sum().item())(torch.ones(2))
 
 

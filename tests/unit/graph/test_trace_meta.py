@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.nn.attention.flex_attention import and_masks, create_block_mask
 
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.signature import signature_of
 from torchtitan_graph.graph.torch_private import flex_attention_op
@@ -267,7 +268,7 @@ def test_a_mask_of_other_documents_runs_through_the_same_graph() -> None:
 
 def test_a_mask_of_another_rule_is_refused() -> None:
     run = run_traced(minimal_fx_tracer(flex_step, module=MODEL)(*qkv(), document_mask(100)), module=MODEL)
-    with pytest.raises(ValueError, match="structure"):
+    with pytest.raises(UserError, match="structure"):
         run(*qkv(), document_mask(100, causal=False))
 
 

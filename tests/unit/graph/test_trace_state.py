@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.signature import signature_of
 from torchtitan_graph.graph.trace import TracedResult, minimal_fx_tracer, run_traced
 
@@ -119,7 +120,7 @@ def test_a_module_with_other_names_is_refused_naming_the_difference() -> None:
     model = net()
     traced = minimal_fx_tracer(lambda x: model(x), module=model)(torch.zeros(1, 3))
     other = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
-    with pytest.raises(ValueError, match=r"missing param 2.bias, param 2.weight; not in the trace: param 1.bias"):
+    with pytest.raises(UserError, match=r"missing param 2.bias, param 2.weight; not in the trace: param 1.bias"):
         run_traced(traced, module=other)
 
 
@@ -127,21 +128,21 @@ def test_a_module_without_its_buffer_is_refused() -> None:
     model = Scaled()
     traced = minimal_fx_tracer(lambda x: model(x), module=model)(torch.zeros(1, 2))
     del model.shift
-    with pytest.raises(ValueError, match="missing buffer shift"):
+    with pytest.raises(UserError, match="missing buffer shift"):
         run_traced(traced, module=model)
 
 
 def test_a_module_of_other_shapes_is_refused_by_name() -> None:
     model = nn.Linear(3, 1)
     traced = minimal_fx_tracer(lambda x: model(x), module=model)(torch.zeros(1, 3))
-    with pytest.raises(ValueError, match=r"weight has shape \[1, 2\]"):
+    with pytest.raises(UserError, match=r"weight has shape \[1, 2\]"):
         run_traced(traced, module=nn.Linear(2, 1))
 
 
 def test_a_trace_with_a_module_does_not_run_without_one() -> None:
     model = nn.Linear(3, 1)
     traced = minimal_fx_tracer(lambda x: model(x), module=model)(torch.zeros(1, 3))
-    with pytest.raises(ValueError, match="missing param bias, param weight"):
+    with pytest.raises(UserError, match="missing param bias, param weight"):
         run_traced(traced)
 
 
@@ -210,7 +211,7 @@ def fail(self: Any, y: Tensor) -> None:
     keep(self, y)
     append(self, y)
     rebind(self, y)
-    raise ValueError("no further")
+    raise UserError("no further")
 
 
 @pytest.mark.parametrize(
@@ -229,7 +230,7 @@ def fail(self: Any, y: Tensor) -> None:
 def test_changed_state_is_refused_by_name_and_the_module_stays_real(deed: Callable, message: str) -> None:
     model = Stateful(deed)
     before = {name: (t, t.clone()) for name, t in model.state_dict(keep_vars=True).items()}
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         minimal_fx_tracer(lambda x: model(x), module=model)(torch.ones(1, 2))
     after = model.state_dict(keep_vars=True)
     assert after.keys() == before.keys()
@@ -281,7 +282,7 @@ def test_state_of_another_layout_is_refused_when_it_is_bound_again() -> None:
     model, x = net(), torch.randn(2, 3)
     run = run_traced(minimal_fx_tracer(lambda x: model(x), module=model)(x), module=model)
     model[0] = nn.Linear(3, 4, dtype=torch.float64)
-    with pytest.raises(ValueError, match="0.weight has shape .* traced with"):
+    with pytest.raises(UserError, match="0.weight has shape .* traced with"):
         run(x)
 
 
@@ -388,30 +389,30 @@ def test_optimizer_state_is_matched_by_name_not_by_order() -> None:
 
 def test_an_optimizer_without_its_module_is_refused() -> None:
     model, optimizer = warmed_up(adamw)
-    with pytest.raises(ValueError, match="optimizer without its module"):
+    with pytest.raises(UserError, match="optimizer without its module"):
         minimal_fx_tracer(lambda: None, optimizer=optimizer)
     traced = minimal_fx_tracer(lambda x: x)(torch.ones(1))
-    with pytest.raises(ValueError, match="optimizer without its module"):
+    with pytest.raises(UserError, match="optimizer without its module"):
         run_traced(traced, optimizer=optimizer)
 
 
 def test_an_optimizer_of_another_module_is_refused() -> None:
     model, optimizer = warmed_up(adamw)
-    with pytest.raises(ValueError, match=r"holds a parameter of shape \[4, 3\] that its module does not"):
+    with pytest.raises(UserError, match=r"holds a parameter of shape \[4, 3\] that its module does not"):
         minimal_fx_tracer(lambda: None, module=net(), optimizer=optimizer)()
 
 
 def test_an_optimizer_that_makes_its_state_in_the_trace_is_refused() -> None:
     model = net()
     for optimizer in (adamw(model), sgd(model)):
-        with pytest.raises(ValueError, match="take one step before tracing"):
+        with pytest.raises(UserError, match="take one step before tracing"):
             minimal_fx_tracer(train_step(model, optimizer), module=model, optimizer=optimizer)(*data(0))
         assert not optimizer.state
 
 
 def test_an_optimizer_that_reads_its_step_counter_is_refused_naming_what_works() -> None:
     model, optimizer = warmed_up(lambda model: torch.optim.AdamW(model.parameters(), foreach=True))
-    with pytest.raises(ValueError, match=r"AdamW\(fused=True"):
+    with pytest.raises(UserError, match=r"AdamW\(fused=True"):
         minimal_fx_tracer(train_step(model, optimizer), module=model, optimizer=optimizer)(*data(0))
 
 
@@ -437,7 +438,7 @@ def test_another_learning_rate_that_is_no_tensor_is_refused(make: Callable, form
     traced = minimal_fx_tracer(train_step(model, optimizer), module=model, optimizer=optimizer)(*data(0))
     run = run_traced(traced, module=model, optimizer=optimizer)
     optimizer.param_groups[0]["lr"] = 0.5
-    with pytest.raises(ValueError, match=rf"group of 0.bias.lr is 0.5, traced with 0.01: .*{form}"):
+    with pytest.raises(UserError, match=rf"group of 0.bias.lr is 0.5, traced with 0.01: .*{form}"):
         run(*data(0))
 
 
@@ -447,7 +448,7 @@ def test_other_parameter_groups_are_refused_naming_the_difference() -> None:
     groups = [{"params": list(model[0].parameters())}, {"params": list(model[2].parameters())}]
     split = torch.optim.SGD(groups, lr=1e-2, momentum=0.9)
     split.state.update(optimizer.state)
-    with pytest.raises(ValueError, match=r"group of 0.bias.params is \['0.bias', '0.weight'\]"):
+    with pytest.raises(UserError, match=r"group of 0.bias.params is \['0.bias', '0.weight'\]"):
         run_traced(traced, module=model, optimizer=split)
 
 
@@ -481,12 +482,12 @@ def test_the_optimizer_is_itself_after_the_trace(fails: bool) -> None:
     def fn(x: Tensor, y: Tensor) -> Tensor:
         loss = step(x, y)
         if fails:
-            raise ValueError("no further")
+            raise UserError("no further")
         return loss
 
     try:
         minimal_fx_tracer(fn, module=model, optimizer=optimizer)(*data(0))
-    except ValueError as error:
+    except UserError as error:
         assert fails and "no further" in str(error)
     after = state(model, optimizer)
     assert after.keys() == before.keys()

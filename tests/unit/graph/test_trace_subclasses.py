@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.signature import layout_of, signature_of
 from torchtitan_graph.graph.trace import minimal_fx_tracer, run_traced
 
@@ -68,13 +69,13 @@ def test_a_subclass_spans_a_placeholder_for_each_tensor_it_holds() -> None:
 @pytest.mark.parametrize("given", [torch.ones(2), two(torch.ones(3)), two(torch.ones(2), "other")])
 def test_another_layout_is_refused_by_name(given: Tensor) -> None:
     run = run_traced(minimal_fx_tracer(lambda batch: batch * 2)(two(torch.zeros(2))))
-    with pytest.raises(ValueError, match=r"batch is laid out as .*, traced as Two\[2\]"):
+    with pytest.raises(UserError, match=r"batch is laid out as .*, traced as Two\[2\]"):
         run(given)
 
 
 def test_a_subclass_where_a_plain_tensor_was_is_refused() -> None:
     run = run_traced(minimal_fx_tracer(lambda x: x * 2)(torch.zeros(2)))
-    with pytest.raises(ValueError, match="x is a Two, traced as a plain tensor"):
+    with pytest.raises(UserError, match="x is a Two, traced as a plain tensor"):
         run(two(torch.ones(2)))
 
 
@@ -121,7 +122,7 @@ def test_a_mesh_is_no_input_of_the_graph() -> None:
 def test_other_placements_are_refused() -> None:
     mesh = init_device_mesh("cpu", (1,))
     run = run_traced(minimal_fx_tracer(lambda x: x * 2)(distribute_tensor(torch.zeros(4), mesh, [Shard(0)])))
-    with pytest.raises(ValueError, match=r"x is laid out as DTensor\[4\].*, traced as DTensor\[4\]"):
+    with pytest.raises(UserError, match=r"x is laid out as DTensor\[4\].*, traced as DTensor\[4\]"):
         run(distribute_tensor(torch.zeros(4), mesh, [Replicate()]))
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from torchtitan_graph.config import job
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.metrics import check_profiling, maybe_profile
 
 
@@ -52,7 +53,7 @@ def test_an_error_in_the_loop_comes_through(fail_at: int, tmp_path: Path) -> Non
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, whose memory can be looked at")
 def test_memory_snapshots_are_refused_by_name_on_a_cpu() -> None:
-    with pytest.raises(ValueError, match=r"profiling.enable_memory_snapshot = true: .* runs on a CPU; remove it"):
+    with pytest.raises(UserError, match=r"profiling.enable_memory_snapshot = true: .* runs on a CPU; remove it"):
         check_profiling(job.Profiling(enable_memory_snapshot=True))
     check_profiling(job.Profiling())
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from torchtitan_graph.config import JobConfig, job
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.metrics import Metrics, check_wandb
 
 STAND_IN = """
@@ -93,6 +94,6 @@ def test_other_ranks_send_nothing(tmp_path: Path) -> None:
 
 def test_a_package_that_is_not_there_is_told_before_work_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ValueError, match=r"metrics.enable_wandb = true: the package wandb is not installed; pip"):
+    with pytest.raises(UserError, match=r"metrics.enable_wandb = true: the package wandb is not installed; pip"):
         check_wandb(True)
     check_wandb(False)

@@ -11,6 +11,7 @@ from pytest import MonkeyPatch
 from reference import Results, largest_gap, loss_of
 from torch import Tensor
 
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.trace import minimal_fx_tracer, run_traced
 from torchtitan_graph.models.layers import attention
 from torchtitan_graph.models.layers.attention import attend
@@ -179,7 +180,7 @@ def test_sinks_in_half_precision_are_as_close_as_rounding_allows(attn: str) -> N
 
 def test_a_score_function_needs_flex_attention() -> None:
     given, mask = inputs(), build_mask("sdpa", causal, B, L, torch.device("cpu"))
-    with pytest.raises(ValueError, match="model.attn = 'sdpa': .* which only 'flex' can"):
+    with pytest.raises(UserError, match="model.attn = 'sdpa': .* which only 'flex' can"):
         attend(given["q"], given["k"], given["v"], mask, score=lambda score, b, h, q, kv: score)
 
 

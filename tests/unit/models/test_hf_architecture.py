@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from torchtitan_graph.config import JobConfig, dump_toml, load
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.models import deepseek_v3, gpt_oss, llama3, llama4, qwen3
 from torchtitan_graph.models.hf import choose_model, from_hf, load_weights, to_hf
 from torchtitan_graph.models.layers.rope import Llama3Scaling
@@ -82,7 +83,7 @@ def test_a_flavour_that_agrees_is_that_flavour(tmp_path: Path) -> None:
     ],
 )
 def test_a_flavour_that_contradicts_is_refused_naming_what_differs(changes: dict, said: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(UserError) as caught:
         choose_model(job("flavor=8B"), assets(tmp_path, **changes), 128256)
     assert str(caught.value).startswith("model.flavor = '8B' of llama3 contradicts ")
     assert said in str(caught.value) and "name the file tokenizer.json itself" in str(caught.value)
@@ -90,16 +91,16 @@ def test_a_flavour_that_contradicts_is_refused_naming_what_differs(changes: dict
 
 @pytest.mark.parametrize("argv", [("name=llama3",), ("flavor=8B",)])
 def test_a_family_that_contradicts_is_refused(argv: tuple[str, ...], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"model.name = 'llama3': .*'GPT2LMHeadModel'\], not of LlamaForCausalLM"):
+    with pytest.raises(UserError, match=r"model.name = 'llama3': .*'GPT2LMHeadModel'\], not of LlamaForCausalLM"):
         choose_model(job(*argv), assets(tmp_path, architectures=["GPT2LMHeadModel"]), 100)
 
 
 @pytest.mark.parametrize("architectures", [["GPT2LMHeadModel"], [], None, "LlamaForCausalLM"])
 def test_an_unknown_architecture_is_refused_naming_the_known_ones(architectures: object, tmp_path: Path) -> None:
     folder = assets(tmp_path, architectures=architectures)
-    with pytest.raises(ValueError, match=r"config.json: architectures = .* is unknown; known are .*LlamaForCausalLM"):
+    with pytest.raises(UserError, match=r"config.json: architectures = .* is unknown; known are .*LlamaForCausalLM"):
         choose_model(job(), folder, 100)
-    with pytest.raises(ValueError, match="is unknown; known are"):
+    with pytest.raises(UserError, match="is unknown; known are"):
         from_hf(folder)
 
 
@@ -119,18 +120,18 @@ def test_a_module_of_the_users_own_needs_nothing_of_this(tmp_path: Path, monkeyp
     _, model = choose_model(job("name=of_mine.plain"), assets(tmp_path), 50)
     assert model.config == dataclasses.replace(llama3.FLAVORS["debugmodel"], vocab_size=50)
     config = load(["--model.name=of_mine.plain", "--checkpoint.last_save_in_hf"])
-    with pytest.raises(ValueError, match="last_save_in_hf = true: of_mine.plain defines no HF_ARCHITECTURES, from_hf"):
+    with pytest.raises(UserError, match="last_save_in_hf = true: of_mine.plain defines no HF_ARCHITECTURES, from_hf"):
         choose_model(config, None, 50)
 
 
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="config.json has 128256 rows in its vocabulary, .* 128257 tokens"):
+    with pytest.raises(UserError, match="config.json has 128256 rows in its vocabulary, .* 128257 tokens"):
         choose_model(job(), assets(tmp_path), 128257)
 
 
 def test_all_that_can_not_be_expressed_is_listed(tmp_path: Path) -> None:
     folder = assets(tmp_path, hidden_act="gelu", attention_bias=True, head_dim=64, hidden_size=None)
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(UserError) as caught:
         choose_model(job(), folder, 100)
     for part in ("config.json: ", "hidden_size is null", "hidden_act = 'gelu'", "attention_bias = True", "head_dim"):
         assert part in str(caught.value)
@@ -138,7 +139,7 @@ def test_all_that_can_not_be_expressed_is_listed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic", "su"])
 def test_a_scaling_of_another_kind_is_refused(kind: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"rope_type = '{kind}' can't be expressed; legal is 'default' or 'linear'"):
+    with pytest.raises(UserError, match=f"rope_type = '{kind}' can't be expressed; legal is 'default' or 'linear'"):
         choose_model(job(), assets(tmp_path, rope_scaling={"type": kind, "factor": 2.0}), 100)
 
 
@@ -167,7 +168,7 @@ def test_weights_of_another_architecture_are_refused(tmp_path: Path) -> None:
     to_hf(small(), tmp_path / "hf")
     file = tmp_path / "hf" / "config.json"
     file.write_text(file.read_text().replace("LlamaForCausalLM", "MistralForCausalLM"))
-    with pytest.raises(ValueError, match=r"'MistralForCausalLM'\], but the model here is of LlamaForCausalLM"):
+    with pytest.raises(UserError, match=r"'MistralForCausalLM'\], but the model here is of LlamaForCausalLM"):
         load_weights(small(), llama3, tmp_path / "hf")
 
 
@@ -201,7 +202,7 @@ def test_gpt_oss_says_that_positions_are_not_scaled_since_silence_means_the_rele
 )
 def test_what_a_family_computes_otherwise_is_refused(family: ModuleType, flavor: str, changes: dict, said: str) -> None:
     raw = family.to_hf_config(family.FLAVORS[flavor])
-    with pytest.raises(ValueError, match=f"^{said}.* can't be expressed; legal is"):
+    with pytest.raises(UserError, match=f"^{said}.* can't be expressed; legal is"):
         family.from_hf_config(raw | changes)
 
 
@@ -209,7 +210,7 @@ def test_a_stored_output_must_be_what_the_embedding_is_tied_to(tmp_path: Path) -
     to_hf(small(), tmp_path / "hf")
     file = tmp_path / "hf" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": True}))
-    with pytest.raises(ValueError, match="lm_head.weight is not what output.weight is tied to"):
+    with pytest.raises(UserError, match="lm_head.weight is not what output.weight is tied to"):
         from_hf(tmp_path / "hf")
     model = small()
     with torch.no_grad():

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from pool import mesh, run_on
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.hf import load_weights, save_weights
 from torchtitan_graph.models.hf.files import Folder
 from torchtitan_graph.models.hf.places import live_tensors
@@ -217,7 +218,7 @@ def rewrite(folder: Path, changes: dict[str, Tensor | None]) -> None:
 
 def error_of(folder: Path, **attributes: object) -> str:
     model = plain()
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(UserError) as caught:
         load_weights(model, family(**attributes), folder)
     assert not any(x.any() for x in live_tensors(model).values()), "something was loaded"
     return str(caught.value)
@@ -284,7 +285,7 @@ def test_a_folder_that_is_none_is_refused(files: dict[str, str | dict], message:
 
 def test_a_folder_that_is_there_is_not_written_over(folder: Path) -> None:
     before = (folder / "model.safetensors").read_bytes()
-    with pytest.raises(ValueError, match="is there already: name a new folder"):
+    with pytest.raises(UserError, match="is there already: name a new folder"):
         save_weights(plain(), family(), folder)
     assert (folder / "model.safetensors").read_bytes() == before
 

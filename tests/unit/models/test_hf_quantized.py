@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.hf import from_hf, load_weights, to_hf
 from torchtitan_graph.models.hf.files import Folder
 from torchtitan_graph.models.hf.quantized import DequantizedFolder, dequantize_mxfp4
@@ -105,7 +106,7 @@ def test_a_part_of_mxfp4_experts_is_that_part_of_the_whole(ranges: tuple, tmp_pa
 @pytest.mark.parametrize(("model", "content"), [(Matrix, fp8_file()[0]), (Experts, mxfp4_file())])
 def test_quantized_files_are_refused_unless_that_was_asked_for(model: type, content: dict, tmp_path: Path) -> None:
     save_file(content, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"is quantized \(1 tensors.*initial_load_in_hf_quantized = true"):
+    with pytest.raises(UserError, match=r"is quantized \(1 tensors.*initial_load_in_hf_quantized = true"):
         load_weights(model(), family(), tmp_path)
 
 
@@ -120,7 +121,7 @@ def test_blocks_of_another_size_are_refused(tmp_path: Path) -> None:
     content, _ = fp8_file()
     content["proj.weight_scale_inv"] = torch.ones(4, 5)
     save_file(content, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"proj.weight of shape \[200, 300\] has scales of shape \[4, 5\]"):
+    with pytest.raises(UserError, match=r"proj.weight of shape \[200, 300\] has scales of shape \[4, 5\]"):
         load_weights(Matrix(), family(), tmp_path, quantized=True)
 
 
@@ -129,7 +130,7 @@ def test_a_lost_scale_is_not_overlooked(name: str, tmp_path: Path) -> None:
     content = fp8_file()[0] if name.startswith("proj") else mxfp4_file()
     del content[name]
     save_file(content, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="proj.weight: F8_E4M3, quantized in a way|missing: gate_up"):
+    with pytest.raises(UserError, match="proj.weight: F8_E4M3, quantized in a way|missing: gate_up"):
         load_weights(Matrix() if name.startswith("proj") else Experts(), family(), tmp_path, quantized=True)
 
 

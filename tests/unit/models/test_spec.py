@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.spec import CONTRACT, build_model, family_names, load_family
 
 
@@ -26,20 +27,20 @@ def test_the_debug_models_vocabulary_is_the_tokenizers() -> None:
     ("name", "hint"), [("lama3", "did you mean 'llama3'?"), ("spec", "legal are"), ("layers", "legal are")]
 )
 def test_an_unknown_family_is_refused_naming_the_nearest(name: str, hint: str) -> None:
-    with pytest.raises(ValueError, match=rf"^model.name = '{name}': legal are .*llama3") as error:
+    with pytest.raises(UserError, match=rf"^model.name = '{name}': legal are .*llama3") as error:
         load_family(name)
     assert hint in str(error.value)
 
 
 @pytest.mark.parametrize(("flavor", "hint"), [("7B", "?"), ("debug", "did you mean 'debugmodel'?"), ("405b", "'405B'")])
 def test_an_unknown_flavour_is_refused_naming_the_nearest(flavor: str, hint: str) -> None:
-    with pytest.raises(ValueError, match=rf"^model.flavor = '{flavor}': legal for llama3 are debugmodel, 1B") as error:
+    with pytest.raises(UserError, match=rf"^model.flavor = '{flavor}': legal for llama3 are debugmodel, 1B") as error:
         build_model("llama3", flavor, "sdpa", 100)
     assert hint in str(error.value)
 
 
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"model.flavor = '8B' has 128256 rows .* 128257 tokens: take"):
+    with pytest.raises(UserError, match=r"model.flavor = '8B' has 128256 rows .* 128257 tokens: take"):
         build_model("llama3", "8B", "sdpa", 128257)
     build_model("llama3", "8B", "sdpa", 128256)
 
@@ -65,12 +66,12 @@ def test_a_dotted_name_is_a_module_of_the_users_own(package: Path) -> None:
 def test_a_module_without_the_contract_is_refused_naming_what_it_lacks(package: Path) -> None:
     (package / "their_package").mkdir()
     (package / "their_package" / "model.py").write_text("FLAVORS = {}\nPLAN = {}\n")
-    with pytest.raises(ValueError, match="'their_package.model': the module defines no Model, HF_KEYS"):
+    with pytest.raises(UserError, match="'their_package.model': the module defines no Model, HF_KEYS"):
         load_family("their_package.model")
 
 
 def test_a_module_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"there is no module 'their_package' to import; is it on PYTHONPATH\?"):
+    with pytest.raises(UserError, match=r"there is no module 'their_package' to import; is it on PYTHONPATH\?"):
         load_family("their_package.model")
 
 

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from pool import run_on
 from torchtitan_graph.checkpoint import Checkpointer
 from torchtitan_graph.config import job
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.optim import build_lr_scheduler, build_optimizer, check_optimizer, forget_rehearsal
 
 CLASSES = {
@@ -110,7 +111,7 @@ def test_a_resumed_run_ends_on_the_same_bits(name: str, tmp_path: Path) -> None:
     ],
 )
 def test_a_class_that_could_not_be_resumed_is_refused(name: str, message: str) -> None:
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(UserError) as caught:
         build_optimizer(make_model(), job.Optimizer(name=f"own.{name}"))
     assert message in str(caught.value) and name in str(caught.value)
 
@@ -133,7 +134,7 @@ def test_a_class_that_could_not_be_resumed_is_refused(name: str, message: str) -
     ],
 )
 def test_what_the_class_does_not_take_is_refused(changes: dict, message: str) -> None:
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(UserError) as caught:
         check_optimizer(make_model().to("meta"), job.Optimizer(**changes))
     assert message in str(caught.value)
 
@@ -145,7 +146,7 @@ def build_on_shards(name: str, folder: str) -> str:
     model = fully_shard(make_model())
     try:
         optimizer = build_optimizer(model, job.Optimizer(name=name))
-    except ValueError as error:
+    except UserError as error:
         return str(error)
     return type(optimizer.state[model[0].weight]["momentum"]).__name__
 

@@ -6,6 +6,7 @@ from torch import nn
 
 from torchtitan_graph.config import job
 from torchtitan_graph.config.job import ParamGroup
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.optim import build_lr_scheduler, build_optimizer, check_optimizer
 
 
@@ -67,6 +68,6 @@ def test_all_parameters_may_be_in_entries() -> None:
     ],
 )
 def test_an_entry_without_parameters_is_refused(pattern: str, message: str) -> None:
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(UserError) as caught:
         check_optimizer(model().to("meta"), config([ParamGroup("*.bias"), ParamGroup(pattern)]))
     assert message in str(caught.value)

@@ -14,6 +14,7 @@ from toy import GATHER, Toy, batch, bitwise, blocks, calls, run_toy, text, toy, 
 from torchtitan_graph.compiler import PassPlan, passes, plan_regions
 from torchtitan_graph.config import job
 from torchtitan_graph.data.batch import Batch
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.step import trace_eval_step, trace_train_step
 from torchtitan_graph.loss import cross_entropy
@@ -268,5 +269,5 @@ def test_options_of_a_region_are_inductors() -> None:
     ],
 )
 def test_what_can_not_be_compiled_is_refused(options: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message.replace("*", r"\*").replace("?", r"\?")):
+    with pytest.raises(UserError, match=message.replace("*", r"\*").replace("?", r"\?")):
         plan(enable=True, **options)

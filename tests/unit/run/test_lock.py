@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.run.lock import STALE_AFTER_S, Lock
 
 HOLD = "import sys; from pathlib import Path; from torchtitan_graph.run.lock import Lock; Lock(Path(sys.argv[1]))"
@@ -23,7 +24,7 @@ def test_released_lock_is_free(tmp_path: Path) -> None:
 def test_held_lock_is_refused_and_kept(tmp_path: Path) -> None:
     lock = Lock(tmp_path)
     content = lock.path.read_text()
-    with pytest.raises(ValueError, match=f"a run is going on in it, process {os.getpid()} on "):
+    with pytest.raises(UserError, match=f"a run is going on in it, process {os.getpid()} on "):
         Lock(tmp_path)
     assert lock.path.read_text() == content
     assert [path.name for path in tmp_path.iterdir()] == ["run.lock"]
@@ -53,7 +54,7 @@ def held_elsewhere(folder: Path, **changes: object) -> Path:
 
 def test_other_host_holds_it_while_its_heart_beats(tmp_path: Path) -> None:
     path = held_elsewhere(tmp_path)
-    with pytest.raises(ValueError, match="on elsewhere"):
+    with pytest.raises(UserError, match="on elsewhere"):
         Lock(tmp_path)
     old = time.time() - STALE_AFTER_S - 5
     os.utime(path, (old, old))
@@ -65,11 +66,11 @@ def test_later_attempt_of_the_same_job_takes_over(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     for attempt in ([1, 0], [2, 0]):
         path = held_elsewhere(tmp_path, attempt=attempt)
-        with pytest.raises(ValueError, match="job 17"):
+        with pytest.raises(UserError, match="job 17"):
             Lock(tmp_path)
         path.unlink()
     path = held_elsewhere(tmp_path, job_id="18", attempt=[0, 0])
-    with pytest.raises(ValueError, match="job 18"):
+    with pytest.raises(UserError, match="job 18"):
         Lock(tmp_path)
     path.unlink()
     held_elsewhere(tmp_path, attempt=[0, 3])

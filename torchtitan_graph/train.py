@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BaseException as error:
         stop.restore()
         _leave_group()
-        code = EXIT_CODES.get(type(error), FAULT)
+        code = next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), FAULT)
         if is_away(error):
             code = STORAGE_AWAY
             logger.error("storage is away; started again once it is back, the run goes on")

@@ -214,6 +214,8 @@ def _choose_initial(folder: Path, config: job.Checkpoint, problems: dict[str, st
         problem = "there is no such folder" if not path.is_dir() else problems.get(place) or find_problem(path)
         initial = problem or Candidate(path, model_only=read_train_state(path)["model_only"])
         inside = [str(found) for found in find_steps(path).values()] if problem else []
+        if problem and (path / "config.json").is_file():
+            initial = f"{problem}; if it is in Hugging Face's format, set checkpoint.initial_load_in_hf = true"
     if not isinstance(initial, Candidate):
         hint = f"; did you mean one of {', '.join(inside)}?" if inside else ""
         raise UserError(f"{option} is no checkpoint: {initial}{hint}")

@@ -272,9 +272,12 @@ def test_the_own_folder_comes_before_initial_load(tmp_path: Path) -> None:
 def test_an_initial_load_path_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     Run(tmp_path / "a", **full()).train(2)
     (tmp_path / "empty").mkdir()
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "config.json").write_text("{}")
     for path, message in (
         (tmp_path / "nowhere", "there is no such folder"),
         (tmp_path / "empty", "it has no manifest.json"),
+        (tmp_path / "theirs", "set checkpoint.initial_load_in_hf = true"),
         (tmp_path / "a", f"did you mean one of {tmp_path / 'a' / 'step-2'}?"),
     ):
         with pytest.raises(UserError) as error:

@@ -124,12 +124,14 @@ def _special_ids(tokenizer: tokenizers.Tokenizer, file: Path) -> tuple[int | Non
             config = json.loads(config_file.read_bytes())
         except ValueError as error:
             raise UserError(f"{config_file}: not JSON: {error}") from error
+        if not isinstance(config, dict):
+            raise UserError(f"{config_file} holds no JSON object")
     ids = []
     for key, usual_names in (("bos_token", _BOS), ("eos_token", _EOS)):
         token = config.get(key)
         if isinstance(token, dict):  # older files spell out how the token is matched
-            token = token["content"]
-        if token is not None and tokenizer.token_to_id(token) is None:
+            token = token.get("content", "")
+        if token is not None and (not isinstance(token, str) or tokenizer.token_to_id(token) is None):
             raise UserError(f"{config_file}: {key} is {token!r}, which is no token of {file}.")
         # A key that is there and null says that there is no such token.
         names = usual_names if key not in config else (token,) if token is not None else ()

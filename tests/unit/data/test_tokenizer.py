@@ -75,6 +75,9 @@ def test_special_tokens_are_found(tmp_path, config):
     [
         ({"eos_token": "<end>"}, "eos_token is '<end>', which is no token"),
         ({"eos_token": None}, "no token ends a document"),
+        ({"eos_token": 3}, "eos_token is 3, which is no token"),
+        ({"eos_token": {"special": True}}, "eos_token is '', which is no token"),
+        (["<|eos|>"], "holds no JSON object"),
     ],
 )
 def test_special_tokens_that_are_not_there(tmp_path, config, message):

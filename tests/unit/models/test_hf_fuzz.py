@@ -356,6 +356,7 @@ REFUSED: dict[str, tuple[str, Raw, str]] = {
     "another model": ("llama", {"model_type": "qwen3"}, "model_type = 'qwen3' can't be expressed; legal is 'llama'"),
     "two numbers of experts": ("gpt_oss", {"num_experts": 3}, "num_experts = 3 can't be expressed; legal is"),
     "dense layers": ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers = "),
+    "a number that no tensor has": ("qwen3", {"hidden_size": 10**30}, "an integer from 1 to 2^31 - 1"),
     "a number in words": ("qwen3", {"num_attention_heads": "4"}, "num_attention_heads = '4': an integer from 1"),
     "heads that can't be grouped": ("llama", {"num_key_value_heads": 3}, "num_key_value_heads = 3 must divide"),
     "too few experts": ("llama4_text", {"num_experts_per_tok": 9}, "a token chooses from"),

@@ -271,6 +271,7 @@ def test_a_parameter_that_the_family_forgot_is_named(folder: Path) -> None:
         ({"model.safetensors": "x"}, "model.safetensors can't be read"),
         ({"model.safetensors.index.json": "{}"}, "has no weight_map"),
         ({"model.safetensors.index.json": "{"}, "can't be read"),
+        ({"model.safetensors.index.json": "[" * 100_000}, "can't be read"),
         ({"model.safetensors.index.json": {"a": "b.safetensors"}}, "files that are not there: b.safetensors"),
         ({"model.safetensors.index.json": {"a": "../b.safetensors"}}, "files outside its folder: ../b.safetensors"),
     ],

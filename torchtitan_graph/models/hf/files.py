@@ -63,7 +63,7 @@ def read_json(file: Path) -> dict[str, Any]:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{file.parent} holds no {file.name}: it is no folder of a Hugging Face model") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{file} can't be read: {error}") from error
     if not isinstance(content, dict):
         raise UserError(f"{file} holds no JSON object")

@@ -52,9 +52,9 @@ class ConfigReader:
         value = self.raw.get(key)
         if value is None:
             return self._instead(key, default, null, least)
-        if isinstance(value, int) and not isinstance(value, bool) and value >= least:
+        if isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**31:
             return value
-        return self._wrong(key, value, f"an integer from {least}", least)
+        return self._wrong(key, value, f"an integer from {least} to 2^31 - 1", least)
 
     def number(self, key: str, default: float = _MISSING, *, null: float = _MISSING, above: float = 0.0) -> float:
         """Take a finite number that is larger than `above`, as a float; `default` and `null` as for `integer`."""

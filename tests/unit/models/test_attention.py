@@ -13,9 +13,20 @@ from torch import Tensor
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.trace import minimal_fx_tracer, run_traced
+from torchtitan_graph.models import llama3
 from torchtitan_graph.models.layers import attention
 from torchtitan_graph.models.layers.attention import attend
-from torchtitan_graph.models.layers.masks import Rule, all_of, build_mask, causal, chunked, same_document, sliding
+from torchtitan_graph.models.layers.masks import (
+    Rule,
+    all_of,
+    as_bias,
+    build_mask,
+    causal,
+    chunked,
+    same_document,
+    sliding,
+)
+from torchtitan_graph.models.spec import tiny_config
 
 # --- masks ------------------------------------------------------------------------------------------------------------
 
@@ -193,3 +204,29 @@ def test_a_soft_cap_is_a_score_function() -> None:
     weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
     expected = weights @ given["v"].transpose(1, 2).repeat_interleave(2, 1)
     assert largest_gap({"out": capped.transpose(1, 2)}, {"out": expected}) < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_a_mask_as_a_bias_gives_the_same_bits(dtype: torch.dtype, sinks: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 24, heads, 16, generator=generator, dtype=torch.float64).to(dtype) for heads in (4, 2, 2))
+    documents = (torch.arange(24) // 7).expand(2, 24)
+    mask = build_mask("sdpa", all_of(causal, same_document(documents)), 2, 24, torch.device("cpu"))
+    sinks_N = torch.ones(4, dtype=dtype) if sinks else None
+    results = []
+    for given in (mask, as_bias(mask, dtype)):
+        inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = attend(*inputs, given, sinks_N=sinks_N)
+        results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_the_mask_is_made_a_bias_once_for_all_layers() -> None:
+    with torch.device("meta"):
+        model = llama3.Model(tiny_config(llama3.FLAVORS["debugmodel"]))
+    given = []
+    for block in model.blocks.values():
+        block.attention.register_forward_pre_hook(lambda *a, **k: given.append(a[2]["mask"]), with_kwargs=True)
+    model(torch.zeros(1, 8, dtype=torch.long, device="meta"))
+    assert len(given) == 3 and len(set(map(id, given))) == 1 and given[0].dtype == torch.float32

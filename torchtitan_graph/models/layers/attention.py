@@ -37,7 +37,8 @@ def attend(
     groups = q_BLNH.shape[2] // k_BLKH.shape[2]
     q_BNLH, k_BNLH, v_BNLH = (x.transpose(1, 2) for x in (q_BLNH, k_BLKH, v_BLKH))
     if groups > 1:
-        # The CPU's fused kernel has no grouped form and would fall back to one that holds every score.
+        # The CPU's fused kernel has no grouped form and would fall back to one that holds every score. On a GPU, with a
+        # mask, so would all but cuDNN's; what flex attention makes of groups there is untried.
         k_BNLH, v_BNLH = (x.repeat_interleave(groups, dim=1) for x in (k_BNLH, v_BNLH))
     if isinstance(mask, BlockMask):
         out_BNLH, lse_BNL = flex_attention_op(q_BNLH, k_BNLH, v_BNLH, mask, scale, score)
@@ -65,7 +66,7 @@ def _sdpa(
         sink_BN1H = torch.cat((k_BNLH.new_zeros(B, N, 1, H), sink_BN11, k_BNLH.new_zeros(B, N, 1, 7)), dim=-1)
         k_BNLH = torch.cat((F.pad(k_BNLH, (0, 8)), sink_BN1H), dim=2)
         v_BNLH = F.pad(v_BNLH, (0, 0, 0, 1))
-        mask_B1LL = F.pad(mask_B1LL, (0, 1), value=True)
+        mask_B1LL = F.pad(mask_B1LL, (0, 1), value=True if mask_B1LL.dtype == torch.bool else 0.0)
     if width < q_BNLH.shape[-1]:
         # The fused kernels want values as wide as keys; the fallback would hold every score.
         v_BNLH = F.pad(v_BNLH, (0, q_BNLH.shape[-1] - width))

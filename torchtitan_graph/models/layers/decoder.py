@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan_graph.graph.step import SideOutputs
-from torchtitan_graph.models.layers.masks import Mask, Rule, all_of, build_mask, causal, same_document
+from torchtitan_graph.models.layers.masks import Mask, Rule, all_of, as_bias, build_mask, causal, same_document
 from torchtitan_graph.models.layers.moe import MoE, Routing, move_correction_bias
 from torchtitan_graph.parallel.plan import Plan
 
@@ -172,6 +172,7 @@ class Decoder(nn.Module):
             masks = self.masks(torch.zeros_like(tokens_BL), positions_BL)
         rope = self.rope(positions_BL)
         x_BLD = self.tok_embeddings(tokens_BL)
+        masks = {name: as_bias(mask, x_BLD.dtype) for name, mask in masks.items()}
         beside = SideOutputs([], {})
         for name, block in self.blocks.items():
             x_BLD = block(x_BLD, rope=rope, mask=masks[getattr(block, "mask", "causal")])

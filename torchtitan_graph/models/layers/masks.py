@@ -63,10 +63,10 @@ def all_of(*rules: Rule) -> Rule:
 
 
 def dense_mask_bytes(B: int, L: int, num_masks: int, itemsize: int) -> int:
-    """Return what the masks of one batch take under sdpa: a boolean for each pair of positions, and for the layer at
-    work the same as numbers of `itemsize` bytes, which torch's kernels on a CPU and its fallback want.
+    """Return what the masks of one batch take under sdpa: for each pair of positions a boolean, and a number of
+    `itemsize` bytes (`as_bias`).
     """
-    return B * L * L * (num_masks + itemsize)
+    return B * L * L * num_masks * (1 + itemsize)
 
 
 def build_mask(attn: str, rule: Rule, B: int, L: int, device: torch.device) -> Mask:
@@ -82,3 +82,13 @@ def build_mask(attn: str, rule: Rule, B: int, L: int, device: torch.device) -> M
     b, h = torch.arange(B, device=device).view(B, 1, 1, 1), torch.zeros(1, dtype=torch.long, device=device)
     q, kv = torch.arange(L, device=device).view(L, 1), torch.arange(L, device=device)
     return rule(b, h, q, kv).expand(B, 1, L, L)
+
+
+def as_bias(mask: Mask, dtype: torch.dtype) -> Mask:
+    """Give a boolean mask as what is added to scores: 0 where a query sees a key, else -inf. A `BlockMask` stays.
+
+    Attention's kernels want it so, and would make, and keep for backward, one in each layer.
+    """
+    if isinstance(mask, BlockMask) or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, float("-inf"))

@@ -70,9 +70,13 @@ class Trainer:
         self.seed = config.debug.seed or 0
         parallelism = config.parallelism
         self.dims = ParallelDims(
+            pp=parallelism.pipeline_parallel_degree,
             dp_replicate=parallelism.data_parallel_replicate_degree,
             dp_shard=shard_degree(config, world_size),
+            cp=parallelism.context_parallel_degree,
             tp=parallelism.tensor_parallel_degree,
+            ep=parallelism.expert_parallel_degree,
+            etp=parallelism.expert_tensor_parallel_degree,
         )
         training = config.training
         self.rows_per_step = training.global_batch_size

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchtitan_graph.compiler import check_disabled
-from torchtitan_graph.config import JobConfig, check, shard_degree
+from torchtitan_graph.config import JobConfig, check, smallest_world
 from torchtitan_graph.config.dump import dump_changes
 from torchtitan_graph.config.job import get
 from torchtitan_graph.config.load import read_toml
@@ -65,8 +65,7 @@ def rehearse(config: JobConfig) -> tuple[list[str], list[str]]:
     refused: list[str] = []
     notices: list[str] = []
     config = copy.deepcopy(config)
-    world_size = shard_degree(config, 1) * config.parallelism.data_parallel_replicate_degree
-    world_size *= config.parallelism.tensor_parallel_degree
+    world_size = smallest_world(config)
     try:
         notices = check(config, world_size)
     except UserError as error:

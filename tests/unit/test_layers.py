@@ -103,7 +103,7 @@ def test_a_private_torch_name_is_found(code: str, found: set[str]) -> None:
     assert private_torch_names(code) == found
 
 
-AXES = {"pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"}
+AXES = {"pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "etp", "fsdp", "efsdp"}
 
 
 def axes_named_in(source: str) -> list[str]:

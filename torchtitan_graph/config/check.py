@@ -10,6 +10,14 @@ from torchtitan_graph.config.resolve import problem_list
 from torchtitan_graph.errors import UserError
 
 SMALLEST_WEIGHT = 10000  # parts of the sum: a mixture rounds weights to parts of somewhat more rows
+_SHARD = "data_parallel_shard_degree"
+_DEGREES = (  # that multiply to the number of processes
+    "pipeline_parallel_degree",
+    "data_parallel_replicate_degree",
+    _SHARD,
+    "context_parallel_degree",
+    "tensor_parallel_degree",
+)
 COMPONENTS = ("model", "loss", "flex")
 EXCLUDABLE = ("optimizer", "lr_scheduler", "dataloader", "train_state")
 # What makes a run another run, where it changes between a start and a resume; job.allow_changed names exceptions.
@@ -44,9 +52,19 @@ def shard_degree(config: JobConfig, world_size: int) -> int:
     return given if given != -1 else max(1, world_size // _other_degrees(config))
 
 
+def smallest_world(config: JobConfig) -> int:
+    """Return the smallest number of processes that the degrees allow."""
+    others, experts = _other_degrees(config), config.parallelism.expert_parallel_degree
+    given = config.parallelism.data_parallel_shard_degree
+    if given != -1 or experts == 1:
+        return max(1, given) * others
+    experts *= config.parallelism.expert_tensor_parallel_degree
+    inside = config.parallelism.context_parallel_degree * config.parallelism.tensor_parallel_degree
+    return others * (math.lcm(experts, inside) // inside)
+
+
 def _other_degrees(config: JobConfig) -> int:
-    degrees = config.parallelism
-    return degrees.data_parallel_replicate_degree * degrees.tensor_parallel_degree
+    return math.prod(getattr(config.parallelism, key) for key in _DEGREES if key != _SHARD)
 
 
 def _name(config: JobConfig, key: str) -> str:
@@ -55,20 +73,24 @@ def _name(config: JobConfig, key: str) -> str:
 
 
 def _check_degrees(config: JobConfig, world_size: int) -> list[str]:
-    degrees, problems = config.parallelism, []
+    degrees, problems = config.parallelism, _check_built(config)
     shards = shard_degree(config, world_size)
     product = shards * _other_degrees(config)
     if product != world_size:
-        keys = ("data_parallel_replicate_degree", "data_parallel_shard_degree", "tensor_parallel_degree")
-        shown = [f"{key} {getattr(degrees, key)}" for key in keys]
-        if degrees.data_parallel_shard_degree == -1:
-            shown[1] = f"{keys[1]} {shards} (inferred)"
-        culprit = next((key for key in keys if getattr(degrees, key) > 1), keys[1])
+        of = {key: getattr(degrees, key) for key in _DEGREES} | {_SHARD: shards}
+        inferred = degrees.data_parallel_shard_degree == -1
+        shown = [
+            f"{key} {degree}" + " (inferred)" * (key == _SHARD and inferred)
+            for key, degree in of.items()
+            if degree > 1 or not key.startswith(("pipeline", "context"))
+        ]
+        culprit = next((key for key in _DEGREES if getattr(degrees, key) > 1), _SHARD)
         problems.append(
             f"{_name(config, f'parallelism.{culprit}')}: the degrees must multiply to the number of processes:"
             f" {' * '.join(shown)} = {product}, not {world_size}; start {product} processes, or let"
             f" data_parallel_shard_degree be -1 and the product of the others divide {world_size}"
         )
+    problems += _check_expert_degrees(config, shards)
     data_degree = degrees.data_parallel_replicate_degree * shards
     microbatch = config.training.local_batch_size * data_degree
     rows = config.training.global_batch_size
@@ -84,6 +106,43 @@ def _check_degrees(config: JobConfig, world_size: int) -> list[str]:
                 f"{_name(config, key)}: sequence parallel needs a multiple of parallelism.tensor_parallel_degree"
                 f" {degrees.tensor_parallel_degree}"
             )
+    return problems
+
+
+def _check_built(config: JobConfig) -> list[str]:
+    """Refuse what is not built yet."""
+    instead = {
+        "pipeline_parallel_degree": "use data_parallel_shard_degree",
+        "context_parallel_degree": "use tensor_parallel_degree for long sequences",
+        "expert_parallel_degree": "use data_parallel_shard_degree",
+    }
+    return [
+        f"{_name(config, f'parallelism.{key}')}: not built yet; {what}"
+        for key, what in instead.items()
+        if getattr(config.parallelism, key) > 1
+    ]
+
+
+def _check_expert_degrees(config: JobConfig, shards: int) -> list[str]:
+    degrees, problems = config.parallelism, []
+    ep, etp, tp = (
+        degrees.expert_parallel_degree,
+        degrees.expert_tensor_parallel_degree,
+        degrees.tensor_parallel_degree,
+    )
+    if etp not in (1, tp):
+        problems.append(
+            f"{_name(config, 'parallelism.expert_tensor_parallel_degree')}: legal are 1, each expert whole, and"
+            f" parallelism.tensor_parallel_degree {tp}"
+        )
+    reused = shards * degrees.context_parallel_degree * tp
+    if ep > 1 and reused % (ep * etp):
+        problems.append(
+            f"{_name(config, 'parallelism.expert_parallel_degree')}: experts reuse the ranks of"
+            f" data_parallel_shard_degree {shards} * context_parallel_degree {degrees.context_parallel_degree}"
+            f" * tensor_parallel_degree {tp} = {reused}; expert_parallel_degree * expert_tensor_parallel_degree {etp}"
+            " must divide that"
+        )
     return problems
 
 

@@ -255,7 +255,7 @@ class Training:
 
 @dataclass
 class Parallelism:
-    """How the work is divided. The degrees multiply to the number of processes."""
+    """How the work is divided. The degrees multiply to the number of processes, but for those of experts."""
 
     data_parallel_replicate_degree: int = option(1, "Replicas of the parameters (DDP; with shards: HSDP).", minimum=1)
     data_parallel_shard_degree: int = option(
@@ -268,6 +268,16 @@ class Parallelism:
         choices=("default", "always", "never"),
     )
     tensor_parallel_degree: int = option(1, "Shards of the matrix products, with sequence parallel.", minimum=1)
+    context_parallel_degree: int = option(1, "Ranks that share a row of tokens.", minimum=1)
+    pipeline_parallel_degree: int = option(1, "Stages that the layers are divided into.", minimum=1)
+    expert_parallel_degree: int = option(
+        1, "Ranks among those of shard, context and tensor parallel that share the experts of a layer.", minimum=1
+    )
+    expert_tensor_parallel_degree: int = option(
+        1,
+        "Ranks that share each expert where expert_parallel_degree is above 1: 1 or tensor_parallel_degree.",
+        minimum=1,
+    )
     disable_loss_parallel: bool = option(False, "Gather the logits of all vocabulary shards before the loss.")
 
 

@@ -66,7 +66,6 @@ UNSUPPORTED = {
     "training.gc_debug": _ignore(False, "collections are not examined"),
     "parallelism.enable_async_tensor_parallel": _ignore(False, "not built yet; tensor parallel runs without it"),
     "parallelism.enable_compiled_autograd": _gone("backward is part of the graph"),
-    "parallelism.pipeline_parallel_degree": _refuse(1, "not built yet; use data_parallel_shard_degree"),
     "parallelism.pipeline_parallel_split_points": _gone(_STAGES),
     "parallelism.module_fqns_per_model_part": _ignore(None, _STAGES),
     "parallelism.pipeline_parallel_first_stage_less_layers": _ignore(1, _STAGES),
@@ -76,13 +75,8 @@ UNSUPPORTED = {
     "parallelism.pipeline_parallel_schedule_csv": _ignore(None, _STAGES),
     "parallelism.pipeline_parallel_microbatch_size": _ignore(1, _STAGES),
     "parallelism.pipeline_parallel_expert_parallel_overlap": _ignore(True, _STAGES),
-    "parallelism.context_parallel_degree": _refuse(1, "not built yet; use tensor_parallel_degree for long sequences"),
     "parallelism.context_parallel_load_balancer": _ignore("headtail", _SEQUENCE),
     "parallelism.context_parallel_rotate_method": _ignore("allgather", _SEQUENCE),
-    "parallelism.expert_parallel_degree": _refuse(1, "not built yet; use data_parallel_shard_degree"),
-    "parallelism.expert_tensor_parallel_degree": _refuse(
-        1, "not built yet; tensor_parallel_degree splits every expert"
-    ),
     "parallelism.expert_parallel_comm_backend": _ignore("standard", "tokens do not travel to experts"),
     "checkpoint.enable_ft_dataloader_checkpoints": _ignore(True, _REPLICAS),
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": _ignore(

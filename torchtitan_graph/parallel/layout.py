@@ -14,18 +14,25 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 PP, DP_REPLICATE, DP_SHARD, CP, TP, EP = "pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"
+EXPERT_TP = "etp"
 
-# Ranks along these see different data: losses, counts of targets and a step's state are summed over them. The inner
+# The ranks that share one copy of the parameters, dp_shard x cp of them; and one copy of the experts.
+FSDP, EXPERT_FSDP = "fsdp", "efsdp"
+
+# Ranks along these see different tokens: losses, counts of targets and a step's state are summed over them. The inner
 # one first: that is the order in which sums are sent.
-DATA_AXES = (DP_SHARD, DP_REPLICATE)
+DATA_AXES = (FSDP, DP_REPLICATE)
+
+_OTHERS = "others"  # the ranks of a mesh that is there for one axis alone
 
 
 @dataclasses.dataclass(frozen=True)
 class ParallelDims:
-    """The degree of every axis, outermost first; their product is the number of ranks.
+    """The degree of every axis; the product of the first five is the number of ranks, pp being the outermost.
 
     pp pipeline stages, dp_replicate copies of the storage, dp_shard ranks that share one copy, cp context (sequence)
-    parallel, tp tensor parallel. ep, expert parallel, reuses ranks of the others and takes no part in the product.
+    parallel, tp tensor parallel. ep, expert parallel, and etp, the ranks that share one expert, reuse ranks of
+    dp_shard, cp and tp; with ep 1 experts lie as all else does, whatever etp.
     """
 
     dp_replicate: int = 1
@@ -34,6 +41,7 @@ class ParallelDims:
     pp: int = 1
     cp: int = 1
     ep: int = 1
+    etp: int = 1
 
     @property
     def num_ranks(self) -> int:
@@ -41,60 +49,106 @@ class ParallelDims:
 
     @property
     def data(self) -> int:
-        """How many ranks (or groups of ranks that work on the same rows) see different data."""
-        return math.prod(getattr(self, axis) for axis in DATA_AXES)
+        """How many ranks (or groups of ranks that work on the same rows) see different rows."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def fsdp(self) -> int:
+        return self.dp_shard * self.cp
+
+    @property
+    def efsdp(self) -> int:
+        return self.fsdp * self.tp // (self.ep * self.etp)
 
     def layout(self, device_type: str) -> Layout:
         """Build the layout; every rank of the job calls this together.
 
-        Its mesh has the axes of degree above 1, and always `dp_shard`: a parameter is then a DTensor in every layout.
+        A mesh has the axes of degree above 1; that of the parameters has always `fsdp`: a parameter is then a DTensor
+        in every layout.
         """
-        assert self.pp == self.cp == self.ep == 1, "refused with the configuration"
-        axes = {DP_REPLICATE: self.dp_replicate, DP_SHARD: self.dp_shard, TP: self.tp}
-        used = {name: degree for name, degree in axes.items() if degree > 1 or name == DP_SHARD}
-        return Layout(self, init_device_mesh(device_type, tuple(used.values()), mesh_dim_names=tuple(used)))
+        stages, copies = {PP: self.pp}, {DP_REPLICATE: self.dp_replicate}
+        mesh = _mesh(device_type, {**stages, **copies, FSDP: self.fsdp, TP: self.tp}, keep=FSDP)
+        context = experts = None
+        if self.cp > 1:
+            context = _mesh(device_type, {_OTHERS: self.num_ranks // (self.cp * self.tp), CP: self.cp, TP: self.tp})
+        if self.ep > 1:
+            degrees = {**stages, **copies, EXPERT_FSDP: self.efsdp, EP: self.ep, EXPERT_TP: self.etp}
+            experts = _without_stages(_mesh(device_type, degrees, keep=EXPERT_FSDP))
+        return Layout(self, _without_stages(mesh), context, experts, mesh if self.pp > 1 else None)
+
+
+def _mesh(device_type: str, degrees: dict[str, int], keep: str = "") -> DeviceMesh:
+    used = {axis: degree for axis, degree in degrees.items() if degree > 1 or axis == keep}
+    return init_device_mesh(device_type, tuple(used.values()), mesh_dim_names=tuple(used))
+
+
+def _without_stages(mesh: DeviceMesh) -> DeviceMesh:
+    """Give the mesh of this rank's pipeline stage."""
+    names = tuple(name for name in mesh.mesh_dim_names or () if name != PP)
+    return mesh if names == mesh.mesh_dim_names else mesh[names]
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A job's ranks on its axes, seen from this rank. An axis of degree 1 has no group, and every rank is its first."""
+    """A job's ranks on its axes, seen from this rank. An axis of degree 1 has no group, and every rank is its first.
+
+    mesh     that the parameters of this rank's pipeline stage lie on: dp_replicate, fsdp, tp
+    context  has cp; None where its degree is 1
+    experts  that experts lie on: dp_replicate, efsdp, ep, etp; None where ep is 1: then they lie on `mesh`
+    stages   has pp; None where its degree is 1
+    """
 
     dims: ParallelDims
     mesh: DeviceMesh
+    context: DeviceMesh | None = None
+    experts: DeviceMesh | None = None
+    stages: DeviceMesh | None = None
 
     def degree(self, axis: str) -> int:
         return getattr(self.dims, axis)
 
     def rank(self, axis: str) -> int:
-        return self.mesh.get_local_rank(axis) if self.degree(axis) > 1 else 0
+        if self.degree(axis) == 1:
+            return 0
+        if axis == DP_SHARD:
+            return self.rank(FSDP) // self.degree(CP)
+        return self._mesh_of(axis).get_local_rank(axis)
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        return self.mesh.get_group(axis)
+        return self._mesh_of(axis).get_group(axis)
+
+    def _mesh_of(self, axis: str) -> DeviceMesh:
+        for mesh in (self.mesh, self.context, self.experts, self.stages):
+            if mesh is not None and axis in (mesh.mesh_dim_names or ()):
+                return mesh
+        raise KeyError(f"no mesh has the axis {axis}")
 
     def submesh(self, *axes: str) -> DeviceMesh:
-        """Give the part of the mesh with those of the axes that it has, in the mesh's order."""
+        """Give the part of the parameters' mesh with those of the axes that it has, in the mesh's order."""
         names = tuple(name for name in self.mesh.mesh_dim_names or () if name in axes)
         return self.mesh[names]
 
     @property
     def data_rank(self) -> int:
-        """This rank's number among those that see different data."""
+        """This rank's number among those that see different rows."""
         return self.rank(DP_REPLICATE) * self.degree(DP_SHARD) + self.rank(DP_SHARD)
 
     @property
     def data_groups(self) -> list[dist.ProcessGroup]:
-        """The groups over which a sum runs over all data, one after the other."""
+        """The groups over which a sum runs over all tokens, one after the other."""
         return [self.group(axis) for axis in DATA_AXES if self.degree(axis) > 1]
 
     def sum_over_data(self, x: Tensor) -> Tensor:
-        """Add up, in place, what the ranks that see different data counted of it."""
+        """Add up, in place, what the ranks that see different tokens counted of it."""
         for group in self.data_groups:
             dist.all_reduce(x, group=group)
         return x
 
     def total_loss(self, by_rank: Sequence[float]) -> float:
-        """Add up the losses that all ranks of the job report; ranks that see the same data report the same."""
-        return math.fsum(by_rank) / (self.dims.num_ranks // self.dims.data)
+        """Add up the losses that all ranks of the job report; those along tp report the same, each stage its own."""
+        return math.fsum(by_rank) / self.dims.tp
 
     def __str__(self) -> str:
-        return str(dict(zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=True)))
+        """Show the axes that the configuration names."""
+        shown = (PP, DP_REPLICATE, DP_SHARD, CP, TP, EP)
+        return str({axis: self.degree(axis) for axis in shown if self.degree(axis) > 1 or axis == DP_SHARD})

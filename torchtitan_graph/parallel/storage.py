@@ -23,7 +23,7 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.blocks import block_of
 from torchtitan_graph.graph.torch_private import DTensorSpec, StridedShard, dtensor_spec, make_dtensor
 from torchtitan_graph.parallel.chunk import chunk_of
-from torchtitan_graph.parallel.layout import DATA_AXES, DP_REPLICATE, DP_SHARD, TP, Layout
+from torchtitan_graph.parallel.layout import DATA_AXES, DP_REPLICATE, FSDP, TP, Layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +131,7 @@ def _storage(name: str, parameter: Tensor, layout: Layout, precision: Precision)
             shard = StridedShard(0, split_factor=layout.degree(TP))
     replicate = (Replicate(),) if layout.degree(DP_REPLICATE) > 1 else ()
     placements = (*replicate, shard, *tensor_parallel)
-    return Storage(layout.mesh, DP_SHARD, DP_REPLICATE, placements, parameter.shape, compute_shape, precision)
+    return Storage(layout.mesh, FSDP, DP_REPLICATE, placements, parameter.shape, compute_shape, precision)
 
 
 def _degree(mesh: DeviceMesh, axis: str) -> int:

@@ -3,7 +3,7 @@
 import pytest
 from fsspec.registry import known_implementations
 
-from torchtitan_graph.config import check, load, shard_degree
+from torchtitan_graph.config import check, load, shard_degree, smallest_world
 from torchtitan_graph.errors import UserError
 
 
@@ -40,6 +40,29 @@ def test_degrees_must_multiply_to_the_world_size() -> None:
     ]
     assert "= 4, not 2" in problems("--parallelism.data_parallel_shard_degree 4", 2)[0]
     assert "= 16, not 8" in problems("--parallelism.tensor_parallel_degree 16", 8)[0]
+
+
+def test_experts_reuse_ranks_of_the_other_axes() -> None:
+    arguments = "--parallelism.expert_parallel_degree 3 --parallelism.tensor_parallel_degree 2"
+    assert any("context_parallel_degree 1 * tensor_parallel_degree 2 = 4; expert_" in x for x in problems(arguments, 4))
+    arguments = "--parallelism.expert_tensor_parallel_degree 4 --parallelism.tensor_parallel_degree 2"
+    assert problems(arguments, 2) == [
+        "command line: parallelism.expert_tensor_parallel_degree = 4: legal are 1, each expert whole, and"
+        " parallelism.tensor_parallel_degree 2"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ranks"),
+    [
+        ("", 1),
+        ("--parallelism.data_parallel_shard_degree 4 --parallelism.pipeline_parallel_degree 2", 8),
+        ("--parallelism.expert_parallel_degree 8 --parallelism.tensor_parallel_degree 2", 8),
+        ("--parallelism.expert_parallel_degree 2 --parallelism.tensor_parallel_degree 4", 4),
+    ],
+)
+def test_the_smallest_number_of_processes(arguments: str, ranks: int) -> None:
+    assert smallest_world(load(arguments.split())) == ranks
 
 
 def test_batch_must_divide() -> None:

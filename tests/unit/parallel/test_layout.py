@@ -1,9 +1,10 @@
 """The one answer to which ranks see different data, and what is summed over which."""
 
 import torch
+import torch.distributed as dist
 
 from pool import run_on
-from torchtitan_graph.parallel.layout import CP, DP_REPLICATE, DP_SHARD, TP, ParallelDims
+from torchtitan_graph.parallel.layout import CP, DP_REPLICATE, DP_SHARD, EP, EXPERT_FSDP, FSDP, PP, TP, ParallelDims
 
 HSDP_TP = ParallelDims(dp_replicate=2, dp_shard=1, tp=2)
 
@@ -15,7 +16,7 @@ def seen(dims: ParallelDims) -> dict:
         "ranks": [layout.rank(axis) for axis in (DP_REPLICATE, DP_SHARD, TP, CP)],
         "data": layout.data_rank,
         "sum": layout.sum_over_data(torch.tensor(10.0**layout.data_rank)).item(),
-        "total": layout.total_loss([0.5, 0.5, 0.25, 0.25]),
+        "total": layout.total_loss([0.5, 0.5, 0.25, 0.25][: dims.num_ranks]),
     }
 
 
@@ -28,4 +29,27 @@ def test_ranks_along_tensor_parallel_see_the_same_data() -> None:
 
 def test_one_rank_is_the_first_of_every_axis() -> None:
     (found,) = run_on(1, seen, ParallelDims())
-    assert found == {"degrees": [1] * 4, "ranks": [0] * 4, "data": 0, "sum": 1.0, "total": 1.5}
+    assert found == {"degrees": [1] * 4, "ranks": [0] * 4, "data": 0, "sum": 1.0, "total": 0.5}
+
+
+def all_axes(dims: ParallelDims) -> dict:
+    layout = dims.layout("cpu")
+    axes = [axis for axis in (PP, DP_REPLICATE, DP_SHARD, CP, TP, EP, FSDP, EXPERT_FSDP) if layout.degree(axis) > 1]
+    groups = [axis for axis in axes if axis != DP_SHARD]
+    return {
+        "ranks": {axis: layout.rank(axis) for axis in axes},
+        "groups": {axis: dist.get_process_group_ranks(layout.group(axis)) for axis in groups},
+    }
+
+
+def test_context_is_inside_the_shards_and_experts_reuse_all_ranks() -> None:
+    found = run_on(4, all_axes, ParallelDims(dp_shard=2, cp=2, ep=2))
+    assert found[2] == {
+        "ranks": {DP_SHARD: 1, CP: 0, EP: 0, FSDP: 2, EXPERT_FSDP: 1},
+        "groups": {CP: [2, 3], EP: [2, 3], FSDP: [0, 1, 2, 3], EXPERT_FSDP: [0, 2]},
+    }
+
+
+def test_stages_are_outermost_and_have_meshes_of_their_own() -> None:
+    found = run_on(4, all_axes, ParallelDims(pp=2, tp=2, ep=2))
+    assert found[3] == {"ranks": {PP: 1, TP: 1, EP: 1}, "groups": {PP: [1, 3], TP: [2, 3], EP: [2, 3]}}

@@ -294,9 +294,8 @@ def build_graphs(
 ) -> Graphs:
     """Trace a model's steps, and run the passes on them; this is also all of a dry run."""
     traced = trace_steps(model, family, layout, options, capture)
-    watch = Inspection(
-        dump_to=options.dump_to if dist.get_rank() == 0 else None, verify_on=traced.inputs if options.verify else None
-    )
+    shown = dist.get_rank() == 0 or dist.get_backend() == "fake"
+    watch = Inspection(dump_to=options.dump_to if shown else None, verify_on=traced.inputs if options.verify else None)
 
     def rewritten(step: TracedResult, watch: Inspection) -> TracedResult:
         gm = run_passes(step.gm, passes(traced.plan), options.disabled, options.device, watch)

@@ -135,7 +135,7 @@ def _start(config: JobConfig, world_size: int, fake: bool) -> None:
         torch.use_deterministic_algorithms(True, warn_only=config.debug.deterministic_warn_only)
     torch.manual_seed(config.debug.seed or 0)
     if fake:
-        init_fake_process_group(world_size)
+        init_fake_process_group(world_size, config.comm.fake_rank)
         return
     if devices.device_type() == "cuda":
         torch.cuda.set_device(devices.device())
@@ -151,8 +151,9 @@ def _start(config: JobConfig, world_size: int, fake: bool) -> None:
 
 
 def _dry_run(trainer: Trainer, begin: float) -> None:
-    """Build rank 0's graphs of a job of any size, and say what they cost; nothing is allocated, sent or trained."""
-    trainer.setup_dry()
+    """Build one rank's graphs of a job of any size, and say what they need; nothing is allocated, sent or trained."""
+    lines = trainer.setup_dry()
+    logger.info("\n".join([f"rank {dist.get_rank()} of {dist.get_world_size()}, {trainer.layout}:", *lines]))
     logger.info(
         f"dry run of {dist.get_world_size()} ranks done in {time.perf_counter() - begin:.1f} s, "
         f"peak memory of this process {devices.host_peak_memory_gib():.2f} GiB"

@@ -27,6 +27,7 @@ from torchtitan_graph.data.loader import DataLoader, build_dataloader, merge_sta
 from torchtitan_graph.data.open_corpus import validation_corpus
 from torchtitan_graph.data.tokenizer import Tokenizer, find_assets, load_tokenizer
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.forecast import forecast
 from torchtitan_graph.graph.torch_private import set_timeout
 from torchtitan_graph.graph.trace import make_fx_capture
 from torchtitan_graph.log import logger
@@ -148,10 +149,11 @@ class Trainer:
             corpus = validation_corpus(self.config)
             self.validation_data = self._open_data(self.config.validation, corpus, repeat=bool(corpus["sources"]))
 
-    def setup_dry(self) -> None:
-        """Build the graphs, on a fake process group."""
+    def setup_dry(self) -> list[str]:
+        """Build the graphs, on a fake process group, and tell what this rank needs."""
         self._join()
-        build_graphs(self.model, self.family, self.layout, self.options, self.capture)
+        graphs = build_graphs(self.model, self.family, self.layout, self.options, self.capture)
+        return forecast(self.model, graphs, self.layout, self.options, self.config.optimizer)
 
     def _open_data(self, table: job.Training | job.Validation, corpus: dict[str, Any], repeat: bool) -> DataLoader:
         return build_dataloader(

@@ -29,7 +29,7 @@ def write_package(folder: Path, **imports: str) -> None:
         (package / module / "__init__.py").touch()
     top = ("train", "translate", "requeue", "preflight", "launch")
     bottom = ("patience", "errors", "log", "device", "ops", "stop")
-    for module in ("__init__", *top, "trainer", "steps", "compiler", "loss", *bottom):
+    for module in ("__init__", *top, "trainer", "steps", "forecast", "compiler", "loss", *bottom):
         (package / f"{module}.py").touch()
     for module in ("cleanup", "shard_params"):
         (package / "passes" / f"{module}.py").touch()

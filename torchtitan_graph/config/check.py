@@ -39,7 +39,7 @@ def check(config: JobConfig, world_size: int) -> list[str]:
     Raises:
         UserError: options contradict each other or the number of processes; the message lists all of it.
     """
-    problems = [*_check_degrees(config, world_size), *_check_tables(config), *_check_compile(config)]
+    problems = [*_check_degrees(config, world_size), *_check_tables(config, world_size), *_check_compile(config)]
     problems += _check_checkpoint(config, world_size)
     if problems:
         raise UserError(problem_list(problems))
@@ -146,7 +146,7 @@ def _check_expert_degrees(config: JobConfig, shards: int) -> list[str]:
     return problems
 
 
-def _check_tables(config: JobConfig) -> list[str]:
+def _check_tables(config: JobConfig, world_size: int) -> list[str]:
     problems = []
     if unknown := [key for key in config.job.allow_changed if key not in RUN_DEFINING]:
         problems.append(
@@ -164,6 +164,9 @@ def _check_tables(config: JobConfig) -> list[str]:
             f"{_name(config, 'debug.verify_passes')}: a dry run sends nothing, so there are no numbers to compare; "
             "remove it, or comm.mode = fake_backend"
         )
+    if config.comm.mode == "fake_backend" and config.comm.fake_rank >= world_size:
+        name = _name(config, "comm.fake_rank")
+        problems.append(f"{name}: NGPU {world_size} processes have the ranks 0 to {world_size - 1}")
     for table in ("training", "validation"):
         loader = get(config, f"{table}.dataloader")
         for name in ("persistent_workers", "prefetch_factor"):
@@ -320,6 +323,10 @@ def _notices(config: JobConfig) -> list[str]:
     if config.metrics.histogram_freq and not config.metrics.enable_tensorboard:
         name = _name(config, "metrics.histogram_freq")
         notices.append(f"{name}: there are no histograms while metrics.enable_tensorboard is false")
+    if config.comm.fake_rank and config.comm.mode != "fake_backend":
+        notices.append(
+            f"{_name(config, 'comm.fake_rank')}: only a dry run, comm.mode = fake_backend, builds another rank"
+        )
     if config.compile.enable and config.compile.mode == "eager":
         notices.append(
             f"{_name(config, 'compile.enable')}: compile.mode = eager compiles flex attention alone, on a GPU;"

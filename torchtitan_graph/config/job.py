@@ -417,6 +417,7 @@ class Comm:
         "default: real communication; fake_backend: a dry run of one rank of any world size, in one process.",
         choices=("default", "fake_backend"),
     )
+    fake_rank: int = option(0, "The rank that a dry run builds.", minimum=0)
 
 
 @dataclass

@@ -427,11 +427,11 @@ def _no_score_change(score: torch.Tensor, b: Any, h: Any, q: Any, kv: Any) -> to
     return score
 
 
-def init_fake_process_group(world_size: int) -> None:
-    """Start a process group of any size in which this process is rank 0 and nothing is sent. Tests' own, so far."""
+def init_fake_process_group(world_size: int, rank: int = 0) -> None:
+    """Start a process group of any size in which this process is one rank and nothing is sent. Tests' own, so far."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
 
 
 @functools.cache

@@ -117,11 +117,21 @@ class Layout:
     def group(self, axis: str) -> dist.ProcessGroup:
         return self._mesh_of(axis).get_group(axis)
 
+    @property
+    def axes_by_group(self) -> dict[str, tuple[str, int]]:
+        """The axis and the degree of every group of this rank, by the group's name."""
+        found: dict[str, tuple[str, int]] = {}
+        for mesh in self._meshes:
+            for axis, degree in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True):
+                found[mesh.get_group(axis).group_name] = (axis, degree)
+        return found
+
+    @property
+    def _meshes(self) -> list[DeviceMesh]:
+        return [mesh for mesh in (self.mesh, self.context, self.experts, self.stages) if mesh is not None]
+
     def _mesh_of(self, axis: str) -> DeviceMesh:
-        for mesh in (self.mesh, self.context, self.experts, self.stages):
-            if mesh is not None and axis in (mesh.mesh_dim_names or ()):
-                return mesh
-        raise KeyError(f"no mesh has the axis {axis}")
+        return next(mesh for mesh in self._meshes if axis in (mesh.mesh_dim_names or ()))
 
     def submesh(self, *axes: str) -> DeviceMesh:
         """Give the part of the parameters' mesh with those of the axes that it has, in the mesh's order."""

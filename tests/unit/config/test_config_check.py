@@ -95,6 +95,11 @@ def test_a_dry_run_has_no_numbers_to_verify_passes_on() -> None:
     assert check(load(["--debug.verify_passes"]), 4) == []
 
 
+def test_a_dry_run_builds_a_rank_of_its_world() -> None:
+    assert "ranks 0 to 3" in problems("--comm.mode fake_backend --comm.fake_rank 4", 4)[0]
+    assert check(load(["--comm.mode", "fake_backend", "--comm.fake_rank", "3"]), 4) == []
+
+
 def test_all_problems_are_reported_together() -> None:
     arguments = "--training.global_batch_size 12 --training.seq_len 9 --parallelism.tensor_parallel_degree 2"
     assert len(problems(arguments, 4)) == 2
@@ -115,6 +120,7 @@ def test_only_known_components_and_whole_options_are_compiled() -> None:
         ("--checkpoint.remote_folder memory://run", "nothing is copied while checkpoint.enable is false"),
         ("--debug.verify_passes --compile.mode eager", "compile.mode = eager runs no passes"),
         ("--compile.enable --compile.mode eager", "regions are parts of a graph"),
+        ("--comm.fake_rank 1", "only a dry run"),
         ("--metrics.histogram_freq 5", "no histograms while metrics.enable_tensorboard is false"),
     ],
 )

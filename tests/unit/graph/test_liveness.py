@@ -1,0 +1,66 @@
+"""How much a graph holds at once, against sums by hand and against torch's own profiler."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.fx import GraphModule
+from torch.profiler import ProfilerActivity, profile
+
+from torchtitan_graph.data.batch import Batch
+from torchtitan_graph.graph.liveness import peak_memory
+from torchtitan_graph.graph.step import trace_train_step
+from torchtitan_graph.graph.torch_private import FakeTensorMode, make_fx
+from torchtitan_graph.graph.trace import run_traced
+from torchtitan_graph.loss import cross_entropy
+from torchtitan_graph.models.spec import load_family, tiny_config
+
+KIB = 1024  # of 256 numbers
+
+
+def graph_of(fn) -> GraphModule:
+    with FakeTensorMode():
+        return make_fx(fn)(torch.empty(256))
+
+
+@pytest.mark.parametrize(
+    ("fn", "kib", "at"),
+    [
+        (lambda x: x + 1, 1, "add"),
+        (lambda x: ((x + 1) * 2).sum(), 2, "mul"),
+        (lambda x: x.expand(4, 256).t(), 0, ""),  # nothing of its own
+        (lambda x: (x + 1).view(16, 16).t() * 2, 2, "mul"),  # a view keeps its source alive
+        (lambda x: torch.stack([x + 1, x + 2]), 4, "stack"),
+        (lambda x: (x + 1).split(64)[3] * torch.cat([x[:32], x[64:96]]), 1.5, "mul"),
+        (lambda x: (x + 1).add_(2).mul_(3), 1, "add"),  # in place
+        (lambda x: ((a := x + 1), a * 2)[1].exp() + a, 3, "exp"),
+    ],
+)
+def test_by_hand(fn, kib: float, at: str) -> None:
+    found = peak_memory(graph_of(fn))
+    assert found.num_bytes == kib * KIB
+    assert at in found.node.name
+
+
+@pytest.mark.parametrize("family", ["llama3", "deepseek_v3"])
+def test_as_the_profiler_measures(family: str, tmp_path: Path) -> None:
+    module = load_family(family)
+    torch.manual_seed(0)
+    model = module.Model(tiny_config(module.FLAVORS["debugmodel"], vocab_size=512), "sdpa")
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    tokens = torch.randint(512, (2, 128))
+    batch = Batch(tokens, tokens, torch.arange(128).expand(2, 128).contiguous(), torch.zeros_like(tokens))
+    inputs = batch, model.masks(batch.documents_BL, batch.positions_BL), torch.tensor(256)
+    traced = trace_train_step(model, cross_entropy, *inputs, device="cpu")
+    run = run_traced(traced, module=model)
+    run(*inputs)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as measured:
+        run(*inputs)
+    measured.export_chrome_trace(str(file := tmp_path / "trace.json"))
+    events = [e for e in json.loads(file.read_text())["traceEvents"] if e.get("name") == "[memory]"]
+    events.sort(key=lambda e: e["ts"])
+    held = [event["args"]["Total Allocated"] for event in events]
+    peak = max(held) - (held[0] - events[0]["args"]["Bytes"])
+    assert peak_memory(traced.gm).num_bytes == pytest.approx(peak, rel=0.02)

@@ -1,0 +1,59 @@
+"""What one rank of a job needs, read from its graphs before anything is allocated: the report of a dry run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from torchtitan_graph.config import job
+from torchtitan_graph.device import GIB
+from torchtitan_graph.graph import meta
+from torchtitan_graph.graph.liveness import peak_memory
+from torchtitan_graph.graph.traffic import Traffic, traffic
+from torchtitan_graph.models.layers.decoder import Decoder
+from torchtitan_graph.parallel.layout import Layout
+from torchtitan_graph.parallel.storage import Storage
+from torchtitan_graph.steps import Graphs, StepOptions
+
+
+def forecast(
+    model: Decoder, graphs: Graphs, layout: Layout, options: StepOptions, optimizer: job.Optimizer
+) -> list[str]:
+    """Tell in lines what this rank holds, sends and computes in a training step."""
+    parameters = sum(_bytes_at_rest(storage) for storage in graphs.storages.values())
+    held = {"parameters": parameters}
+    if options.num_microbatches > 1:
+        held["gradients of earlier microbatches"] = parameters
+    moments = "." not in optimizer.name  # what a class of one's own keeps is known when it has made a step
+    if moments:
+        held["optimizer state"] = 2 * parameters
+    peak = peak_memory(graphs.train.gm)
+    held["step at its peak"] = peak.num_bytes
+    where = " ".join(filter(None, [meta.phase(peak.node), meta.module(peak.node), peak.node.name]))
+    return [
+        *(f"  {name:34}{size / GIB:10.3f} GiB" for name, size in held.items()),
+        f"  {'in all':34}{sum(held.values()) / GIB:10.3f} GiB"
+        + ("" if moments else f", and what {optimizer.name} keeps"),
+        f"  the peak is in {where}; new gradients are part of it, what operators need only while they run is not",
+        *_sent(traffic(graphs.train.gm, layout.axes_by_group)),
+        f"  {_operations(model, graphs, options) / 1e12:.3f} TFLOP a microbatch of rows of one document",
+    ]
+
+
+def _bytes_at_rest(storage: Storage) -> int:
+    return storage.padded_shape.numel() * storage.precision.storage.itemsize
+
+
+def _sent(found: Mapping[tuple[str, str], Traffic]) -> list[str]:
+    """Give a line for each axis: its collectives in a microbatch."""
+    by_axis: dict[str, list[str]] = {}
+    for (axis, kind), (number, num_bytes) in found.items():
+        by_axis.setdefault(axis, []).append(f"{kind} {num_bytes / GIB:.3f} GiB in {number}")
+    return [f"  received over {axis} in a microbatch: {', '.join(kinds)}" for axis, kinds in by_axis.items()]
+
+
+def _operations(model: Decoder, graphs: Graphs, options: StepOptions) -> float:
+    rows, seq_len = options.rows
+    positions = torch.arange(seq_len).expand(1, -1)
+    return graphs.flops.of(model.visible_pairs(torch.zeros_like(positions), positions))

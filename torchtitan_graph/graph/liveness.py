@@ -1,0 +1,62 @@
+"""How much memory a graph's values take: what is alive at once, by the operators' own word on what shares memory."""
+
+from __future__ import annotations
+
+import collections
+import operator
+from typing import NamedTuple
+
+import torch
+from torch.fx import GraphModule, Node
+
+from torchtitan_graph.graph.edit import aliased, is_view
+
+# They give their argument's memory without saying so in their schemas.
+_SILENT_VIEWS = (torch.ops.aten._unsafe_view.default, torch.ops._c10d_functional.wait_tensor.default)
+
+
+class Peak(NamedTuple):
+    """The most bytes that a graph's values hold at once, beside its inputs, and the node that runs then."""
+
+    num_bytes: int
+    node: Node
+
+
+def peak_memory(gm: GraphModule) -> Peak:
+    """Find when a graph holds most, each value being freed after its last use; outputs are held to the end.
+
+    What an operator needs only while it runs is not counted, nor what an allocator rounds up.
+    """
+    owner, nodes = _owners(gm), list(gm.graph.nodes)
+    last_use = {owner[x]: i for i, node in enumerate(nodes) for x in (*node.all_input_nodes, node)}
+    freed_at: dict[int, int] = collections.Counter()
+    for node, i in last_use.items():
+        freed_at[i] += _size(node)
+    held, peak = 0, Peak(0, nodes[0])
+    for i, node in enumerate(nodes):
+        held += _size(node) if owner[node] is node else 0
+        if held > peak.num_bytes:
+            peak = Peak(held, node)
+        held -= freed_at[i]
+    return peak
+
+
+def _owners(gm: GraphModule) -> dict[Node, Node]:
+    """Give for each node the one whose memory its value lies in: its own, unless it is a view or written in place."""
+    owner: dict[Node, Node] = {}
+    for node in gm.graph.nodes:
+        owner[node] = node
+        if node.target is operator.getitem:
+            (source,) = node.all_input_nodes
+            if is_view(source):  # a part of `split`; of other tuples each element has memory of its own
+                owner[node] = owner[source]
+        elif node.target in _SILENT_VIEWS:
+            owner[node] = owner[node.all_input_nodes[0]]
+        elif sources := aliased(node):
+            owner[node] = owner[sources[0][0]]
+    return owner
+
+
+def _size(node: Node) -> int:
+    value = node.meta.get("val") if node.op in ("call_function", "call_module") else None
+    return value.untyped_storage().nbytes() if isinstance(value, torch.Tensor) else 0

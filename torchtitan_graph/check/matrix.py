@@ -134,7 +134,8 @@ def global_rows(vocab_size: int, step: int) -> Batch:
 def microbatches(cell: Cell, data_rank: int, step: int) -> tuple[list[Batch], Tensor]:
     """Give this rank's part of the step's rows, and the number of targets of all ranks and microbatches."""
     rows = global_rows(cell.vocab_size, step)
-    rows = Batch(*(x.to(DEVICE) for x in rows))
+    num_rows = NUM_ROWS // cell.num_parts * cell.num_parts  # all parts have as many
+    rows = Batch(*(x[:num_rows].to(DEVICE) for x in rows))
     parts = [Batch(*each) for each in zip(*(x.chunk(cell.num_parts) for x in rows), strict=True)]
     return parts[data_rank :: cell.dims.data], (rows.labels_BL != IGNORE_INDEX).sum()
 

@@ -69,6 +69,7 @@ class StepOptions:
     verify           check every pass on real numbers
     dump_to          folder for the readable graph after each pass
     seed             of the numbers that passes are verified on
+    mtp_weight       of the loss of the layers that predict more tokens
     """
 
     device: torch.device
@@ -87,6 +88,7 @@ class StepOptions:
     verify: bool = False
     dump_to: Path | None = None
     seed: int = 0
+    mtp_weight: float = 0.3
 
 
 def step_options(config: JobConfig, model: Decoder, num_microbatches: int, device: torch.device) -> StepOptions:
@@ -128,6 +130,7 @@ def step_options(config: JobConfig, model: Decoder, num_microbatches: int, devic
         verify=config.debug.verify_passes,
         dump_to=Path(config.job.dump_folder, "graphs") if config.debug.dump_graphs else None,
         seed=config.debug.seed or 0,
+        mtp_weight=training.mtp_loss_weight,
     )
 
 
@@ -330,6 +333,7 @@ def _prepare(model: Decoder, family: ModuleType, layout: Layout, options: StepOp
     """Tell the model what is no part of it, and bring it into the compute layout."""
     groups = [group.group_name for group in layout.data_groups]
     set_up_experts(model, options.experts, options.num_microbatches * layout.dims.data, groups)
+    model.ahead_weight = options.mtp_weight
     parallelize(model, family.PLAN, layout, loss_parallel=options.loss_parallel)
 
 

@@ -36,7 +36,8 @@ from torchtitan_graph.models.layers.moe import AuxiliaryLoss
 from torchtitan_graph.models.spec import family_names, load_family
 from torchtitan_graph.parallel.recompute import Recompute
 
-# Every debug flavour of every family in the folder, and DeepSeek-V2 and V3 with what their debug flavour leaves out.
+# Every debug flavour of every family in the folder, and DeepSeek-V2 and V3 with what their debug flavour leaves out:
+# groups of experts, and layers that predict more tokens.
 GROUPS = (("q_lora_rank", 20), ("num_groups", 3), ("num_chosen_groups", 2), ("route_scale", 2.5))
 MODELS = {
     f"{family}-{flavor}": {"family": family, "flavor": flavor}
@@ -44,7 +45,10 @@ MODELS = {
     for flavor in load_family(family).FLAVORS
     if flavor.startswith("debugmodel")
 } | {
-    f"deepseek_v3-groups-version-{version}": {"family": "deepseek_v3", "changes": (*GROUPS, ("version", version))}
+    f"deepseek_v3-groups-version-{version}": {
+        "family": "deepseek_v3",
+        "changes": (*GROUPS, ("version", version), ("num_mtp_layers", version - 1)),
+    }
     for version in (2, 3)
 }
 LIKE_ANOTHER = "deepseek_v3-groups-version-2"  # version 3 with softmax scores and no bias: slow tier

@@ -51,6 +51,7 @@ DEVICE = torch.device("cpu")  # where all of it runs; a script for GPUs sets ano
 SEED = 3
 NUM_STEPS = 5
 NUM_ROWS, SEQ_LEN = 8, 32  # of one optimizer step, over all ranks and microbatches
+MTP_WEIGHT = 0.3
 MAX_NORM = 0.5  # below the norm of every step: each one is clipped
 
 FP32 = Precision()
@@ -104,6 +105,7 @@ class Cell:
             loss_parallel=self.loss_parallel,
             regions=needed_regions(DEVICE),
             disabled=self.disabled,
+            mtp_weight=MTP_WEIGHT,
         )
 
 
@@ -191,6 +193,13 @@ class Plain(NamedTuple):
             masks = self.model.masks(batch.documents_BL, batch.positions_BL)
             logits_BLV, beside = self.model(batch.tokens_BL, batch.positions_BL, masks, side_outputs=True)
             loss = sum(beside.losses, cross_entropy(logits_BLV, batch.labels_BL, num_tokens))
+            for k, ahead_BLV in enumerate(beside.ahead, 1):  # targets of the same document
+                labels_BL = batch.labels_BL.roll(-k, dims=1)
+                labels_BL = labels_BL.masked_fill(
+                    batch.documents_BL.roll(-k, dims=1) != batch.documents_BL, IGNORE_INDEX
+                )
+                labels_BL[:, -k:] = IGNORE_INDEX
+                loss = loss + MTP_WEIGHT / len(beside.ahead) * cross_entropy(ahead_BLV, labels_BL, num_tokens)
             loss.backward()  # type: ignore[union-attr]
             total += loss.detach()  # type: ignore[union-attr]
             counts = {name: counts.get(name, 0) + x for name, x in beside.state.items()}

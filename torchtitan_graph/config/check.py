@@ -25,6 +25,7 @@ RUN_DEFINING = (
     "model.name",
     "model.flavor",
     "model.hf_assets_path",
+    "model.num_mtp_layers",
     "training.dataset",
     "training.dataset_path",
     "training.seq_len",
@@ -91,6 +92,11 @@ def _check_degrees(config: JobConfig, world_size: int) -> list[str]:
             f" data_parallel_shard_degree be -1 and the product of the others divide {world_size}"
         )
     problems += _check_expert_degrees(config, shards)
+    if config.model.num_mtp_layers and max(degrees.pipeline_parallel_degree, degrees.context_parallel_degree) > 1:
+        problems.append(
+            f"{_name(config, 'model.num_mtp_layers')}: not with pipeline or context parallel, whose ranks lack the next"
+            " tokens; use data_parallel_shard_degree, tensor_parallel_degree or expert_parallel_degree"
+        )
     data_degree = degrees.data_parallel_replicate_degree * shards
     microbatch = config.training.local_batch_size * data_degree
     rows = config.training.global_batch_size
@@ -323,6 +329,12 @@ def _notices(config: JobConfig) -> list[str]:
     if config.metrics.histogram_freq and not config.metrics.enable_tensorboard:
         name = _name(config, "metrics.histogram_freq")
         notices.append(f"{name}: there are no histograms while metrics.enable_tensorboard is false")
+    if (
+        config.training.mtp_loss_weight != OPTIONS["training.mtp_loss_weight"].default
+        and not config.model.num_mtp_layers
+    ):
+        name = _name(config, "training.mtp_loss_weight")
+        notices.append(f"{name}: there is no such loss while model.num_mtp_layers is 0")
     if config.comm.fake_rank and config.comm.mode != "fake_backend":
         notices.append(
             f"{_name(config, 'comm.fake_rank')}: only a dry run, comm.mode = fake_backend, builds another rank"

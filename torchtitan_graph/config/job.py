@@ -103,6 +103,9 @@ class Model:
         "Folder with a tokenizer.json, or that file; not set: bytes are the tokens. A config.json in the folder is the"
         " architecture, or what flavor is checked against. No weights are loaded by this option alone.",
     )
+    num_mtp_layers: int = option(
+        0, "Layers that each predict one more token while training (deepseek_v3; its release has 1).", minimum=0
+    )
     attn: str = option("sdpa", "Implementation of attention; both mask other documents.", choices=("sdpa", "flex"))
 
 
@@ -238,6 +241,9 @@ class Training:
         also=(-1,),
     )
     seq_len: int = option(2048, "Tokens per row.", minimum=1)
+    mtp_loss_weight: float = option(
+        0.3, "Weight of the mean loss of the model.num_mtp_layers tokens further ahead.", minimum=0
+    )
     max_norm: float = option(1.0, "Largest gradient norm, over all parameters; 0: measure, never clip.", minimum=0)
     steps: int = option(10000, "Optimizer steps.", minimum=1)
     dtype: str = option(

@@ -58,7 +58,6 @@ UNSUPPORTED = {
     "job.use_for_integration_test": _gone("it marked files for a test suite"),
     "model.converters": _refuse([], "low-precision products are not built yet; remove it to train in bfloat16"),
     "model.print_after_conversion": _ignore(False, "there are no converters"),
-    "model.num_mtp_layers": _refuse(0, "multi-token prediction is not built; the model trains without it"),
     "optimizer.early_step_in_backward": _refuse(False, "gradients are clipped together before the step; remove it"),
     "training.enable_cpu_offload": _refuse(
         False, "not built yet; use more shards, or activation_checkpoint.mode = full"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -34,10 +34,14 @@ class SideOutputs(NamedTuple):
     losses  scalars that are added to the training loss
     state   what a step changes, by name: it leaves the step as a value, and `model.after_step` takes it back. Each is
             a count that adds up over microbatches and over ranks that see different data
+    ahead   logits of the tokens further ahead: the first's targets are the labels' next ones, and so on
+    ahead_weight  of the mean of their losses, which is added to the training loss
     """
 
     losses: list[Tensor]
     state: dict[str, Tensor]
+    ahead: Sequence[Tensor] = ()
+    ahead_weight: float = 0.0
 
 
 class StepOutput(NamedTuple):
@@ -49,10 +53,19 @@ class StepOutput(NamedTuple):
 
 def _forward(model: nn.Module, loss: Loss, batch: Inputs, masks: Any, num_tokens: Tensor) -> StepOutput:
     logits_BLV, beside = model(batch.tokens_BL, batch.positions_BL, masks, side_outputs=True)
-    value = loss(logits_BLV, batch.labels_BL, num_tokens)
+    value, labels_BL = loss(logits_BLV, batch.labels_BL, num_tokens), batch.labels_BL
     for each in beside.losses:
         value = value + each
+    for ahead_BLV in beside.ahead:
+        labels_BL = next_labels(labels_BL)
+        value = value + beside.ahead_weight / len(beside.ahead) * loss(ahead_BLV, labels_BL, num_tokens)
     return StepOutput(value, beside.state)
+
+
+def next_labels(labels_BL: Tensor, ignored: int = -100) -> Tensor:
+    """Give each position the target of the one after it in its document, `ignored` where there is none."""
+    following_BL = torch.cat((labels_BL[:, 1:], torch.full_like(labels_BL[:, :1], ignored)), dim=1)
+    return torch.where(labels_BL == ignored, ignored, following_BL)
 
 
 def make_train_step(

@@ -1,5 +1,5 @@
 """DeepSeek-V2 and V3: https://arxiv.org/abs/2405.04434, https://arxiv.org/abs/2412.19437. Weights are laid out as
-Hugging Face's `DeepseekV2ForCausalLM` and `DeepseekV3ForCausalLM`. Multi-token prediction is not built."""
+Hugging Face's `DeepseekV2ForCausalLM` and `DeepseekV3ForCausalLM`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchtitan_graph.models.layers.decoder import Block, Decoder, decoder_plan
+from torchtitan_graph.models.layers.decoder import AheadBlock, Block, Decoder, decoder_plan
 from torchtitan_graph.models.layers.feed_forward import FeedForward
 from torchtitan_graph.models.layers.hf_config import ConfigReader
 from torchtitan_graph.models.layers.hf_rope import read_rope, scaling_to_hf
@@ -26,6 +26,7 @@ class Config:
     num_groups, num_chosen_groups   of experts; see MoEConfig
     route_scale     multiplies the experts' scores
     mscale          YaRN's `mscale_all_dim`; 0: attention's scale is not corrected
+    num_mtp_layers  layers that each predict one more token in training; they follow the others
     """
 
     dim: int
@@ -52,6 +53,7 @@ class Config:
     rope_scaling: Scaling | None = YarnScaling(factor=40.0)
     mscale: float = 0.707
     norm_eps: float = 1e-6
+    num_mtp_layers: int = 0
 
 
 FLAVORS = {
@@ -97,12 +99,21 @@ HF_KEYS: dict[str, str | Stored] = {
     "layers.*.moe.shared_experts.w1.weight": "model.layers.*.mlp.shared_experts.gate_proj.weight",
     "layers.*.moe.shared_experts.w2.weight": "model.layers.*.mlp.shared_experts.down_proj.weight",
     "layers.*.moe.shared_experts.w3.weight": "model.layers.*.mlp.shared_experts.up_proj.weight",
+    "layers.*.enorm.weight": "model.layers.*.enorm.weight",
+    "layers.*.hnorm.weight": "model.layers.*.hnorm.weight",
+    "layers.*.eh_proj.weight": "model.layers.*.eh_proj.weight",
+    "layers.*.norm.weight": "model.layers.*.shared_head.norm.weight",
     "norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
 
 
-HF_SKIPPED = ("model.layers.61.*",)  # the layer of V3 that predicts one more token
+# The layers that predict more tokens, where `model.num_mtp_layers` leaves them out; and their copies of what is shared.
+HF_SKIPPED = (
+    "model.layers.{num_layers}.*",
+    "model.layers.*.embed_tokens.weight",
+    "model.layers.*.shared_head.head.weight",
+)
 
 
 def from_hf_config(raw: dict[str, Any]) -> Config:
@@ -175,6 +186,7 @@ def to_hf_config(config: Config) -> dict[str, Any]:
         "model_type": f"deepseek_v{config.version}",
         "hidden_size": config.dim,
         "num_hidden_layers": config.num_layers,
+        "num_nextn_predict_layers": config.num_mtp_layers,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_heads,
         "intermediate_size": config.ffn_dim,
@@ -208,7 +220,9 @@ def to_hf_config(config: Config) -> dict[str, Any]:
 
 class Model(Decoder):
     def __init__(self, config: Config, attn: str = "sdpa"):
-        super().__init__(config, attn, [self.block(config, i) for i in range(config.num_layers)])
+        super().__init__(
+            config, attn, [self.block(config, i) for i in range(config.num_layers + config.num_mtp_layers)]
+        )
 
     @staticmethod
     def block(c: Config, index: int) -> Block:
@@ -225,8 +239,9 @@ class Model(Decoder):
             v_dim=c.v_dim,
             scale=scale,
         )
+        kind = AheadBlock if index >= c.num_layers else Block
         if index < c.num_dense_layers:
-            return Block(c.dim, c.norm_eps, attention, FeedForward(c.dim, c.ffn_dim))
+            return kind(c.dim, c.norm_eps, attention, FeedForward(c.dim, c.ffn_dim))
         experts = MoEConfig(
             c.num_experts,
             c.top_k,
@@ -240,7 +255,7 @@ class Model(Decoder):
             correction_bias=c.version == 3,
             shared_dim=c.num_shared_experts * c.moe_ffn_dim,
         )
-        return Block(c.dim, c.norm_eps, attention, MoE(c.dim, experts))
+        return kind(c.dim, c.norm_eps, attention, MoE(c.dim, experts))
 
     def rope(self, positions_BL: Tensor) -> tuple[Tensor, Tensor]:
         return rope_cos_sin(positions_BL, self.config.rope_dim, self.config.rope_theta, self.config.rope_scaling)

@@ -50,7 +50,20 @@ def choose_model(job: JobConfig, assets: Path | None, tokenizer_vocab_size: int)
             wanted = flavor_config(family, options.name, flavor, tokenizer_vocab_size)
             _check_flavor(options.name, flavor, wanted, config, file)
     with torch.device("meta"):
-        return family, family.Model(config, options.attn)
+        return family, family.Model(with_mtp_layers(config, job.model.num_mtp_layers, options.name), options.attn)
+
+
+def with_mtp_layers(config: Any, number: int, name: str = "") -> Any:
+    """Give the configuration with that many layers that each predict one more token.
+
+    Raises:
+        UserError: the family `name` has none.
+    """
+    if not hasattr(config, "num_mtp_layers"):
+        if number:
+            raise UserError(f"model.num_mtp_layers = {number}: {name} predicts one token; only deepseek_v3 can do more")
+        return config
+    return dataclasses.replace(config, num_mtp_layers=number)
 
 
 def new_model(path: Path, attn: str = "sdpa") -> tuple[ModuleType, Decoder]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
-from torchtitan_graph.models.hf.architecture import config_of, differences, is_of
+from torchtitan_graph.models.hf.architecture import config_of, differences, is_of, with_mtp_layers
 from torchtitan_graph.models.hf.files import Folder, Ranges, read_json
 from torchtitan_graph.models.hf.places import Place, places, tied_places
 from torchtitan_graph.models.hf.quantized import DequantizedFolder
@@ -43,7 +43,7 @@ def load_weights(model: nn.Module, family: ModuleType, path: Path, *, quantized:
     wanted, tied = places(family, model), tied_places(family, model)
     prefix = _prefix(family, wanted, folder)
     tied = [place for place in tied if prefix + place.stored.name in folder.names()]
-    _check(family, prefix, [*wanted, *tied], folder)
+    _check(family, prefix, [*wanted, *tied], folder, str(getattr(model.config, "num_layers", "")))
     _check_config(model, family, path)
     for place in wanted:
         _copy(place, prefix, folder)
@@ -59,7 +59,7 @@ def _prefix(family: ModuleType, wanted: Iterable[Place], folder: DequantizedFold
     return next((prefix for prefix in prefixes if any(prefix + name in there for name in names)), prefixes[0])
 
 
-def _check(family: ModuleType, prefix: str, wanted: list[Place], folder: DequantizedFolder) -> None:
+def _check(family: ModuleType, prefix: str, wanted: list[Place], folder: DequantizedFolder, num_layers: str) -> None:
     expected = {
         prefix + name: place.stored.file_shape(tuple(place.tensor.shape))
         for place in wanted
@@ -68,7 +68,7 @@ def _check(family: ModuleType, prefix: str, wanted: list[Place], folder: Dequant
     there = folder.names()
     problems = [f"missing: {name}" for name in expected if name not in there]
     unknown = sorted(there - expected.keys())
-    patterns: tuple[str, ...] = getattr(family, "HF_SKIPPED", ())
+    patterns = [each.replace("{num_layers}", num_layers) for each in getattr(family, "HF_SKIPPED", ())]
     skipped = {name for name in unknown if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)}
     problems += [f"unknown: {name}" for name in unknown if name not in skipped]
     for name, shape in expected.items():
@@ -92,7 +92,8 @@ def _check_config(model: nn.Module, family: ModuleType, path: Path) -> None:
     if not is_of(family, raw):
         known = ", ".join(family.HF_ARCHITECTURES)
         raise UserError(f"{file}: architectures = {raw.get('architectures')!r}, but the model here is of {known}")
-    if found := differences(model.config, config_of(family, raw, file)):
+    theirs = with_mtp_layers(config_of(family, raw, file), getattr(model.config, "num_mtp_layers", 0))
+    if found := differences(model.config, theirs):
         logger.warning(f"the weights of {path} were trained as another model: {'; '.join(found)}")
 
 

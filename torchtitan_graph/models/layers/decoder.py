@@ -40,6 +40,7 @@ def decoder_plan(**layers: Plan) -> dict[str, Mapping[str, str]]:
         "tok_embeddings": {"tp": "embedding"},
         "layers.*.attention_norm.weight": {"tp": "replicate"},
         "layers.*.ffn_norm.weight": {"tp": "replicate"},
+        **{f"layers.*.{name}.weight": {"tp": "replicate"} for name in ("enorm", "hnorm", "eh_proj", "norm")},
         "norm.weight": {"tp": "replicate"},
         "output": {"tp": "vocabulary"},
     }
@@ -75,6 +76,28 @@ class Block(nn.Module):
         return x_BLD + y_BLD, routing
 
 
+class AheadBlock(Block):
+    """A block that predicts one token further ahead than what it is given (DeepSeek-V3, section 2.2): it mixes that
+    with the embedding of the token that lies between. Its result, normalised, goes to the model's own output; as it is,
+    to the next such block."""
+
+    def __init__(self, dim: int, norm_eps: float, attention: nn.Module, feed_forward: nn.Module, mask: str = "causal"):
+        super().__init__(dim, norm_eps, attention, feed_forward, mask)
+        self.enorm = nn.RMSNorm(dim, eps=norm_eps)
+        self.hnorm = nn.RMSNorm(dim, eps=norm_eps)
+        self.eh_proj = nn.Linear(2 * dim, dim, bias=False)
+        self.norm = nn.RMSNorm(dim, eps=norm_eps)
+
+    def forward(  # type: ignore[override]
+        self, x_BLD: Tensor, embedding_BLD: Tensor, *, rope: Any, mask: Mask
+    ) -> tuple[Tensor, Tensor, Routing | None]:
+        """Take what the trunk, or the block before, gives, and the embedding of each position's next token."""
+        mixed_BLD = self.eh_proj(torch.cat((self.enorm(embedding_BLD), self.hnorm(x_BLD)), dim=-1))
+        result = super().forward(mixed_BLD, rope=rope, mask=mask)
+        y_BLD, routing = result if isinstance(result, tuple) else (result, None)
+        return y_BLD, self.norm(y_BLD), routing
+
+
 class Decoder(nn.Module):
     """A decoder-only transformer over packed documents.
 
@@ -86,6 +109,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config: Any = config
         self.attn = attn
+        self.ahead_weight = 0.0  # of the losses of `AheadBlock`s
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(blocks)
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
@@ -174,12 +198,29 @@ class Decoder(nn.Module):
         x_BLD = self.tok_embeddings(tokens_BL)
         masks = {name: as_bias(mask, x_BLD.dtype) for name, mask in masks.items()}
         beside = SideOutputs([], {})
-        for name, block in self.blocks.items():
-            x_BLD = block(x_BLD, rope=rope, mask=masks[getattr(block, "mask", "causal")])
-            if isinstance(x_BLD, tuple):
-                x_BLD, routing = x_BLD
+
+        def note(name: str, routing: Routing | None) -> None:
+            if routing is not None:
                 beside.state[f"{name}.moe{LOAD}"] = routing.load_E
                 if routing.loss is not None:
                     beside.losses.append(routing.loss)
-        logits_BLV = self.output(self.norm(x_BLD))
-        return (logits_BLV, beside) if side_outputs else logits_BLV
+
+        ahead_blocks = {name: block for name, block in self.blocks.items() if isinstance(block, AheadBlock)}
+        for name, block in self.blocks.items():
+            if name not in ahead_blocks:
+                result = block(x_BLD, rope=rope, mask=masks[getattr(block, "mask", "causal")])
+                x_BLD, routing = result if isinstance(result, tuple) else (result, None)
+                note(name, routing)
+        x_BLD = self.norm(x_BLD)
+        logits_BLV = self.output(x_BLD)
+        if not side_outputs:
+            return logits_BLV
+        ahead = []
+        for name, block in ahead_blocks.items():
+            # What a row's last position takes from its first is in no loss, and no other position sees it.
+            tokens_BL = tokens_BL.roll(-1, dims=1)
+            embedding_BLD = self.tok_embeddings(tokens_BL)
+            x_BLD, normed_BLD, routing = block(x_BLD, embedding_BLD, rope=rope, mask=masks[block.mask])
+            note(name, routing)
+            ahead.append(self.output(normed_BLD))
+        return logits_BLV, beside._replace(ahead=ahead, ahead_weight=self.ahead_weight)

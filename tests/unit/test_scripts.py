@@ -61,6 +61,12 @@ def test_generate_finds_the_configuration_wherever_the_checkpoint_lies(
     shutil.copytree(tmp_path / "converted" / "step-0", run / "checkpoint" / "step-5")
     (run / "config.toml").write_text(TOML)
     assert text(run / "checkpoint" / "step-5") == expected
+    # Of a folder of checkpoints, and of a run, the newest; of several runs none.
+    assert text(run / "checkpoint") == text(run) == text(tmp_path / "converted") == expected
+    shutil.copytree(run, run.with_name("other"))
+    words = refusal("generate.py", run.parent, monkeypatch=monkeypatch, capsys=capsys)
+    assert f"{run.parent} is no checkpoint; did you mean one of" in words and f"{run}/checkpoint/step-5" in words
+    shutil.rmtree(run.with_name("other"))
     # Moved away, with the configuration in it; and without any.
     moved = tmp_path / "far" / "away" / "from" / "all" / "runs"
     shutil.copytree(run / "checkpoint" / "step-5", moved)

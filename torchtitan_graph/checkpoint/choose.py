@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torchtitan_graph.checkpoint.folder import (
     check_writable,
     clean_up,
+    find_below,
     find_damage_together,
     find_problem,
-    find_steps,
     list_steps,
     read_manifest,
     read_train_state,
@@ -213,7 +213,7 @@ def _choose_initial(folder: Path, config: job.Checkpoint, problems: dict[str, st
         path = Path(place)
         problem = "there is no such folder" if not path.is_dir() else problems.get(place) or find_problem(path)
         initial = problem or Candidate(path, model_only=read_train_state(path)["model_only"])
-        inside = [str(found) for found in find_steps(path).values()] if problem else []
+        inside = list(map(str, find_below(path))) if problem else []
         if problem and (path / "config.json").is_file():
             initial = f"{problem}; if it is in Hugging Face's format, set checkpoint.initial_load_in_hf = true"
     if not isinstance(initial, Candidate):

@@ -1,7 +1,7 @@
 """Continue a text with a trained model: python scripts/generate.py RUN "def main("
 
-The model is a checkpoint of a run (RUN/checkpoint/step-N; the newest, where the run is named), or a Hugging Face folder. Every new token runs the model on the whole text so far:
-enough to see what a model has learned, not a server.
+The model is a run's newest checkpoint, the one that is named (RUN/checkpoint/step-N), or a Hugging Face folder. Every
+new token runs the model on the whole text so far: enough to see what a model has learned, not a server.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ class Described(NamedTuple):
 
 
 def open_model(folder: Path, config: Path | None = None) -> tuple[nn.Module, Tokenizer]:
-    """Load a model and its tokenizer; of a run its newest checkpoint. `config` is the run's configuration, if it is not to be looked for.
+    """Load a model and its tokenizer, of a run those of its newest checkpoint.
+
+    `config` is the run's configuration, if it is not to be looked for.
 
     Raises:
         UserError: the folder holds neither a complete checkpoint nor a Hugging Face model; says which and why.

@@ -38,7 +38,7 @@ from torchtitan_graph.metrics import (
     model_table,
     out_of_memory,
 )
-from torchtitan_graph.models.hf import choose_model, find_files, load_weights, save_weights
+from torchtitan_graph.models.hf import check_weights, choose_model, load_weights, save_weights
 from torchtitan_graph.models.layers.init import initialize
 from torchtitan_graph.optim import (
     build_lr_scheduler,
@@ -107,7 +107,7 @@ class Trainer:
         check_choice(folder, config, self.config.training.steps)
         if config.initial_load_in_hf and begins_anew(folder, config):
             with self._of_initial_load_in_hf() as path:
-                find_files(path)
+                check_weights(self.model, self.family, path, quantized=config.initial_load_in_hf_quantized)
 
     def setup(self) -> None:
         """Build the mesh, the step and the state; the process group is there."""

@@ -49,8 +49,7 @@ def choose_model(job: JobConfig, assets: Path | None, tokenizer_vocab_size: int)
         if flavor is not None:
             wanted = flavor_config(family, options.name, flavor, tokenizer_vocab_size)
             _check_flavor(options.name, flavor, wanted, config, file)
-    with torch.device("meta"):
-        return family, family.Model(config, options.attn)
+    return family, _on_meta(family, config, options.attn, f"model.flavor = {flavor!r}" if raw is None else str(file))
 
 
 def new_model(path: Path, attn: str = "sdpa") -> tuple[ModuleType, Decoder]:
@@ -62,8 +61,17 @@ def new_model(path: Path, attn: str = "sdpa") -> tuple[ModuleType, Decoder]:
     file = path / "config.json"
     raw = read_json(file)
     _, family = family_of(raw, file)
-    with torch.device("meta"):
-        return family, family.Model(config_of(family, raw, file), attn)
+    return family, _on_meta(family, config_of(family, raw, file), attn, str(file))
+
+
+def _on_meta(family: ModuleType, config: Any, attn: str, source: str) -> Decoder:
+    try:
+        with torch.device("meta"):
+            return family.Model(config, attn)
+    except RuntimeError as error:
+        if "overflow" not in str(error):  # of the bytes of a tensor
+            raise
+        raise UserError(f"{source}: a tensor would have more numbers than memory can hold: {error}") from error
 
 
 def family_of(raw: dict[str, Any], file: Path) -> tuple[str, ModuleType]:

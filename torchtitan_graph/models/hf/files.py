@@ -32,7 +32,7 @@ class Folder:
         """
         self.path = path
         self._file_of: dict[str, Any] = {}
-        files = {name: _open(path / name) for name in find_files(path)}
+        files = {name: _open(path / name) for name in _file_names(path)}
         for file in files.values():
             self._file_of |= dict.fromkeys(file.keys(), file)
 
@@ -70,12 +70,7 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def find_files(path: Path) -> list[str]:
-    """Return the names of a folder's safetensors files, which nobody has looked into.
-
-    Raises:
-        UserError: it has none, or lacks some that its index names.
-    """
+def _file_names(path: Path) -> list[str]:
     if (path / SINGLE).is_file():
         return [SINGLE]
     if not (path / INDEX).is_file():

@@ -26,6 +26,15 @@ from torchtitan_graph.parallel.chunk import chunk_of
 NUMBERS = ("F64", "F32", "F16", "BF16")  # dtypes of files that need no scales
 
 
+def check_weights(model: nn.Module, family: ModuleType, path: Path, *, quantized: bool = False) -> None:
+    """Check that the weights in the folder `path` fit a model, which may be on meta: before any memory is asked for.
+
+    Raises:
+        UserError: as `load_weights`.
+    """
+    _match(model, family, path, quantized)
+
+
 @torch.no_grad()
 def load_weights(model: nn.Module, family: ModuleType, path: Path, *, quantized: bool = False) -> None:
     """Copy the weights in the folder `path` into a materialized model, converting them to its dtypes.
@@ -34,6 +43,19 @@ def load_weights(model: nn.Module, family: ModuleType, path: Path, *, quantized:
         UserError: the files can't be read, are quantized although `quantized` is false, or are of another model: then
             the message lists every missing, unknown and differently shaped tensor. Nothing has been copied.
     """
+    folder, prefix, wanted, tied = _match(model, family, path, quantized)
+    _tell_skipped(family, prefix, [*wanted, *tied], folder)
+    _check_config(model, family, path)
+    for place in wanted:
+        _copy(place, prefix, folder)
+    for place in tied:
+        _check_tied(place, prefix, folder)
+
+
+def _match(
+    model: nn.Module, family: ModuleType, path: Path, quantized: bool
+) -> tuple[DequantizedFolder, str, list[Place], list[Place]]:
+    """Open a folder; give it with the prefix of its names, the model's places in it, and those of tied parameters."""
     folder = DequantizedFolder(Folder(path))
     if folder.quantized() and not quantized:
         raise UserError(
@@ -44,11 +66,7 @@ def load_weights(model: nn.Module, family: ModuleType, path: Path, *, quantized:
     prefix = _prefix(family, wanted, folder)
     tied = [place for place in tied if prefix + place.stored.name in folder.names()]
     _check(family, prefix, [*wanted, *tied], folder)
-    _check_config(model, family, path)
-    for place in wanted:
-        _copy(place, prefix, folder)
-    for place in tied:
-        _check_tied(place, prefix, folder)
+    return folder, prefix, wanted, tied
 
 
 def _prefix(family: ModuleType, wanted: Iterable[Place], folder: DequantizedFolder) -> str:
@@ -67,10 +85,8 @@ def _check(family: ModuleType, prefix: str, wanted: list[Place], folder: Dequant
     }
     there = folder.names()
     problems = [f"missing: {name}" for name in expected if name not in there]
-    unknown = sorted(there - expected.keys())
-    patterns: tuple[str, ...] = getattr(family, "HF_SKIPPED", ())
-    skipped = {name for name in unknown if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)}
-    problems += [f"unknown: {name}" for name in unknown if name not in skipped]
+    skipped = _skipped(family, there - expected.keys())
+    problems += [f"unknown: {name}" for name in sorted(there - expected.keys() - skipped)]
     for name, shape in expected.items():
         if name in there and folder.shape(name) != shape:
             problems.append(f"{name}: shape {list(folder.shape(name))}, but here {list(shape)}")
@@ -79,7 +95,17 @@ def _check(family: ModuleType, prefix: str, wanted: list[Place], folder: Dequant
     if problems:
         more = f"\n  ... and {len(problems) - 20} more" if len(problems) > 20 else ""
         raise UserError(f"{folder.path} is of another model:\n  " + "\n  ".join(problems[:20]) + more)
-    if skipped:
+
+
+def _skipped(family: ModuleType, unknown: set[str]) -> set[str]:
+    """Give the names that are known to be no part of the model, such as those of a vision tower."""
+    patterns: tuple[str, ...] = getattr(family, "HF_SKIPPED", ())
+    return {name for name in unknown if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)}
+
+
+def _tell_skipped(family: ModuleType, prefix: str, wanted: list[Place], folder: DequantizedFolder) -> None:
+    names = {prefix + name for place in wanted for name in place.file_names()}
+    if skipped := _skipped(family, folder.names() - names):
         logger.info(f"{folder.path}: {len(skipped)} tensors are no part of this model, such as {min(skipped)}")
 
 

@@ -87,12 +87,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _end(stop.Stopped(stop.message()), stop.exit_code(), folder, run)
     except BaseException as error:
         stop.restore()
+        stop.begin_teardown()
         _leave_group()
         code = next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), FAULT)
         if is_away(error):
             code = STORAGE_AWAY
             logger.error("storage is away; started again once it is back, the run goes on")
         return _end(error, code, folder, run)
+    stop.begin_teardown()
     _leave_group()
     return 0
 

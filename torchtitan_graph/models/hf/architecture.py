@@ -49,7 +49,8 @@ def choose_model(job: JobConfig, assets: Path | None, tokenizer_vocab_size: int)
         if flavor is not None:
             wanted = flavor_config(family, options.name, flavor, tokenizer_vocab_size)
             _check_flavor(options.name, flavor, wanted, config, file)
-    return family, _on_meta(family, config, options.attn, f"model.flavor = {flavor!r}" if raw is None else str(file))
+    source = f"model.flavor = {options.flavor!r}" if raw is None else str(file)
+    return family, _on_meta(family, config, options.attn, source)
 
 
 def new_model(path: Path, attn: str = "sdpa") -> tuple[ModuleType, Decoder]:

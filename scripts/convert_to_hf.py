@@ -35,6 +35,8 @@ def main() -> None:
         save_weights(model, family, options.out, assets=assets)
     except UserError as error:
         parser.error(str(error))
+    except OSError as error:
+        parser.error(f"{options.out}: can't be written: {error}")
 
 
 if __name__ == "__main__":

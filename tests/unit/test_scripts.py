@@ -116,6 +116,11 @@ def test_a_second_run_of_the_same_command_overwrites_nothing(
         ("benchmark.py", ["--dtypes", "float3"], "--dtypes float3: legal are float32, bfloat16"),
         ("benchmark.py", ["--flavor", "nope"], "--flavor nope: legal for llama3 are mid, debugmodel"),
         ("benchmark.py", ["--disable", "nope"], "'nope': legal are"),
+        ("benchmark.py", ["--json", "nowhere/x.jsonl"], "--json nowhere/x.jsonl: there is no folder for it"),
+        ("benchmark_checkpoint.py", ["--ranks", 0], "--ranks 0: must be at least 1"),
+        ("benchmark_checkpoint.py", ["--flavor", "nope"], "--flavor nope: legal for llama3 are mid, debugmodel"),
+        ("benchmark_checkpoint.py", ["--mode", "nope"], "invalid choice: 'nope'"),
+        ("benchmark_checkpoint.py", ["--folder", "nowhere"], "--folder nowhere: there is no such folder"),
         ("check_first_run.py", [], "usage: python scripts/check_first_run.py DUMP_FOLDER"),
     ],
 )
@@ -130,3 +135,21 @@ def test_mistakes_are_one_line(
     monkeypatch.chdir(tmp_path)
     assert words in refusal(name, *arguments, monkeypatch=monkeypatch, capsys=capsys)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("metrics", "words"),
+    [('{"step": 1, "validation_loss": 3.0}\n', "config.toml': can't be read"), ("torn", "lines that are no JSON")],
+)
+def test_a_folder_that_is_no_run_s_can_not_be_checked(
+    metrics: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text(metrics)
+    assert words in refusal("check_first_run.py", tmp_path, monkeypatch=monkeypatch, capsys=capsys)
+
+
+def test_a_place_that_can_not_be_written_to_is_one_line(
+    published: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    words = refusal("convert_from_hf.py", published, "/dev/null/out", monkeypatch=monkeypatch, capsys=capsys)
+    assert "/dev/null/out: can't be written" in words

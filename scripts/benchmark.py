@@ -221,12 +221,20 @@ def integers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
+def check_numbers(args: argparse.Namespace, *names: str) -> None:
+    """Raise a UserError for a number, or one of a list, that is below 1."""
+    for name in names:
+        given = getattr(args, name)
+        numbers = given if isinstance(given, list) else [] if given is None else [given]
+        if wrong := [number for number in numbers if number < 1]:
+            raise UserError(f"--{name} {wrong[0]}: must be at least 1")
+
+
 def check_arguments(args: argparse.Namespace) -> None:
     """Raise a UserError for what would only be found in every process, or would measure nothing."""
-    for name in ("ranks", "rows", "seq_len", "steps", "trace_layers"):
-        given = getattr(args, name) or [] if name in ("ranks", "trace_layers") else [getattr(args, name)]
-        if wrong := [number for number in given if number < 1]:
-            raise UserError(f"--{name} {wrong[0]}: must be at least 1")
+    check_numbers(args, "ranks", "rows", "seq_len", "steps", "trace_layers")
+    if args.json and not args.json.absolute().parent.is_dir():
+        raise UserError(f"--json {args.json}: there is no folder for it")
     for name, legal in (
         ("dtypes", ("float32", "bfloat16")),
         ("modes", ("eager", "compile", "graph", *REGIONS, "whole")),

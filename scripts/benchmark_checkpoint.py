@@ -22,11 +22,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from benchmark import build, config_of, make_batch
+from benchmark import REGIONS, build, check_numbers, config_of, make_batch
 
 from torchtitan_graph import device as devices
 from torchtitan_graph.checkpoint import Checkpointer
 from torchtitan_graph.config import job
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.optim import build_lr_scheduler, build_optimizer
 from torchtitan_graph.parallel.join import join
 from torchtitan_graph.parallel.layout import ParallelDims
@@ -101,13 +102,21 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2, help="number of processes (default 2)")
     parser.add_argument("--family", default="llama3", help="model family (default llama3)")
     parser.add_argument("--flavor", default="mid", help="a flavour, or mid (default): debug at dim 512, 8 layers")
-    parser.add_argument("--mode", default="graph", help="the step, as in benchmark.py (default graph)")
+    modes = ("eager", "graph", *REGIONS)
+    parser.add_argument("--mode", default="graph", choices=modes, help="the step, as in benchmark.py (default graph)")
     parser.add_argument("--seq_len", type=int, default=256, help="tokens per row, one row per rank (default 256)")
     parser.add_argument("--steps", type=int, default=8, help="steps per round (default 8)")
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds per mode (default 5)")
     parser.add_argument("--folder", type=Path, help="where to save (default: the system's folder for temporary files)")
     args = parser.parse_args()
-    args.attn, args.disable = "sdpa", []
+    try:
+        check_numbers(args, "ranks", "seq_len", "steps", "rounds")
+        config_of(args)
+        if args.folder and not args.folder.is_dir():
+            raise UserError(f"--folder {args.folder}: there is no such folder")
+    except UserError as error:
+        parser.error(str(error))
+    args.attn, args.rows, args.disable = "sdpa", 1, []
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ.get("MASTER_PORT", "29542"))
     folder = Path(tempfile.mkdtemp(dir=args.folder))
     try:

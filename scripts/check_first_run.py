@@ -11,6 +11,7 @@ from torchtitan_graph.config import load
 from torchtitan_graph.data import load_tokenizer
 from torchtitan_graph.data.entropy import unigram_entropy
 from torchtitan_graph.data.open_corpus import validation_corpus
+from torchtitan_graph.errors import UserError
 
 
 def main(folder: Path) -> int:
@@ -18,7 +19,11 @@ def main(folder: Path) -> int:
     if not metrics.is_file():
         print(f"{metrics}: there is no such file; name the folder of a run", file=sys.stderr)
         return 2
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    try:
+        lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    except ValueError as error:
+        print(f"{metrics} holds lines that are no JSON: {error}", file=sys.stderr)
+        return 2
     validated = [line for line in lines if "validation_loss" in line]
     if not validated:
         print(f"{folder}/metrics.jsonl has no validation loss", file=sys.stderr)
@@ -43,4 +48,8 @@ def main(folder: Path) -> int:
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python scripts/check_first_run.py DUMP_FOLDER")
-    sys.exit(main(Path(sys.argv[1])))
+    try:
+        sys.exit(main(Path(sys.argv[1])))
+    except UserError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)

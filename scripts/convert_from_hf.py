@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from torchtitan_graph.checkpoint import save_model
+from torchtitan_graph.checkpoint import SaveError, save_model
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import init_logging, logger
 from torchtitan_graph.models.hf import from_hf
@@ -33,6 +33,8 @@ def main() -> None:
             shutil.copy(options.hf_folder / name, options.out)
     except UserError as error:
         parser.error(str(error))
+    except (OSError, SaveError) as error:
+        parser.error(f"{options.out}: can't be written: {error.__cause__ or error}")
     logger.info(f"train from it with --checkpoint.initial_load_path {path}")
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from generate import describe  # scripts/generate.py
 
-from torchtitan_graph.checkpoint import load_model
+from torchtitan_graph.checkpoint import load_model, newest_below
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import init_logging
 from torchtitan_graph.models.hf import allocate, new_model, save_weights
@@ -14,7 +14,7 @@ from torchtitan_graph.models.hf import allocate, new_model, save_weights
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("checkpoint", type=Path, help="folder `step-N`, or one that convert_from_hf.py made")
+    parser.add_argument("checkpoint", type=Path, help="folder `step-N`, or one of a run: its newest")
     parser.add_argument("out", type=Path, help="folder to make")
     parser.add_argument("--config", type=Path, help="the run's configuration, if it is not where a run leaves it")
     parser.add_argument("--like", type=Path, help="instead: take the architecture from this folder's config.json")
@@ -24,16 +24,19 @@ def main() -> None:
     try:
         if not options.checkpoint.is_dir():
             raise UserError(f"{options.checkpoint}: there is no such folder")
+        checkpoint = newest_below(options.checkpoint)
         if options.like is not None:
             family, model = new_model(options.like)
             assets = options.like
         else:
-            family, model, _, assets = describe(options.checkpoint, options.config)
+            family, model, _, assets = describe(checkpoint, options.config)
         allocate(model, getattr(torch, options.dtype))
-        load_model(options.checkpoint, model)
+        load_model(checkpoint, model)
         save_weights(model, family, options.out, assets=assets)
     except UserError as error:
         parser.error(str(error))
+    except OSError as error:
+        parser.error(f"{options.out}: can't be written: {error}")
 
 
 if __name__ == "__main__":

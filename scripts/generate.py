@@ -1,7 +1,7 @@
-"""Continue a text with a trained model: python scripts/generate.py RUN/checkpoint/step-N "def main("
+"""Continue a text with a trained model: python scripts/generate.py RUN "def main("
 
-The model is a run's checkpoint, or a Hugging Face folder. Every new token runs the model on the whole text so far:
-enough to see what a model has learned, not a server.
+The model is a run's newest checkpoint, the one that is named (RUN/checkpoint/step-N), or a Hugging Face folder. Every
+new token runs the model on the whole text so far: enough to see what a model has learned, not a server.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan_graph import device as devices
-from torchtitan_graph.checkpoint import load_model
+from torchtitan_graph.checkpoint import load_model, newest_below
 from torchtitan_graph.config import load
 from torchtitan_graph.data.tokenizer import Tokenizer, find_assets, load_tokenizer
 from torchtitan_graph.errors import UserError
@@ -34,19 +34,22 @@ class Described(NamedTuple):
 
 
 def open_model(folder: Path, config: Path | None = None) -> tuple[nn.Module, Tokenizer]:
-    """Load a model and its tokenizer; `config` is the run's configuration, if it is not to be looked for.
+    """Load a model and its tokenizer, of a run those of its newest checkpoint.
+
+    `config` is the run's configuration, if it is not to be looked for.
 
     Raises:
         UserError: the folder holds neither a complete checkpoint nor a Hugging Face model; says which and why.
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: there is no such folder")
-    if (folder / "config.json").exists():
+    checkpoint = newest_below(folder)
+    if checkpoint == folder and (folder / "config.json").exists():
         model = from_hf(folder)
         return model, _tokenizer_of(folder, model)
-    described = describe(folder, config)
+    described = describe(checkpoint, config)
     allocate(described.model, torch.float32)
-    load_model(folder, described.model)
+    load_model(checkpoint, described.model)
     return described.model, described.tokenizer
 
 
@@ -99,7 +102,7 @@ def choose(logits_V: Tensor, temperature: float, top_k: int, generator: torch.Ge
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path, help="folder `step-N` of a run, or a Hugging Face folder")
+    parser.add_argument("model", type=Path, help="a run's folder, one `step-N` of it, or a Hugging Face folder")
     parser.add_argument("prompt", nargs="?", default="", help="text to continue (default: none)")
     parser.add_argument("--config", type=Path, help="the run's configuration, if it is not where a run leaves it")
     parser.add_argument("--max_new_tokens", type=int, default=100, help="stop after so many (default 100)")

@@ -65,7 +65,7 @@ def _peak_flops_of(gpu_name: str) -> float | None:
 
 
 def peak_memory_gib() -> float:
-    """Return the most memory held since the start or the last reset, in GiB.
+    """Return the most memory held since the start, in GiB.
 
     On a GPU: bytes that torch's allocator reserved. On a CPU: the process' resident memory.
     """
@@ -73,10 +73,10 @@ def peak_memory_gib() -> float:
 
 
 def host_peak_memory_gib() -> float:
-    """Return the most resident memory of this process since its start, or on a CPU since the last reset, in GiB."""
+    """Return the most resident memory of this process since its start, in GiB."""
     status = Path("/proc/self/status")
     if status.exists():
-        # Rather than getrusage: that one also counts the parent's memory at the fork, and can't be reset.
+        # Rather than getrusage: that one also counts the parent's memory at the fork.
         high_water = re.search(r"^VmHWM:\s+(\d+) kB", status.read_text(), re.MULTILINE)
         if high_water:
             return int(high_water[1]) * 1024 / GIB
@@ -84,17 +84,6 @@ def host_peak_memory_gib() -> float:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak * (1 if sys.platform == "darwin" else 1024) / GIB
-
-
-def reset_peak_memory() -> None:
-    """Start a new measurement of `peak_memory_gib` (on a CPU only where the kernel allows it: Linux)."""
-    if device_type() == "cuda":
-        torch.cuda.reset_peak_memory_stats(device())
-        return
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return  # the peak then counts from the start of the process: too high, never too low
 
 
 def memory_total_gib() -> float:

@@ -33,6 +33,7 @@ from torchtitan_graph.run.files import read_json
 PASSED_ON = {number: number for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
 PASSED_ON |= {signal.SIGHUP: signal.SIGTERM, signal.SIGQUIT: signal.SIGTERM}
 ALONE_S = 5.0  # in which a worker that is being started says that it can take signals
+TEARDOWN_S = 60.0  # in which a worker that has nothing left to do ends
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -107,6 +108,7 @@ class Launch:
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
         os.environ[stop.LAUNCHER] = str(self.folder)
+        (self.folder / f"{os.getpid()}.launcher").touch()
         quiet = logging.getLogger("torch.distributed.elastic.multiprocessing")  # what it says is told by `tell`
         quiet.addHandler(logging.NullHandler())
         quiet.propagate = False
@@ -120,6 +122,7 @@ class Launch:
         while agent.is_alive():
             agent.join(0.2)
             self._pass_on()
+            self._kill_hanging()
             if self._is_alone():
                 logger.warning(stop.message(self._signals[-1]))
                 return stop.exit_code(self._signals[-1])
@@ -151,6 +154,15 @@ class Launch:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(file.name.split(".")[1]), self._signals[-1])
                 self._told.add(file)
+
+    def _kill_hanging(self) -> None:
+        """Kill a worker that hangs after its work is done: it takes no signal any more, and torchrun waits for it."""
+        for file in self.folder.glob(f"{self._attempt()}.*.teardown"):
+            pid = int(file.name.split(".")[1])
+            if time.time() - file.stat().st_mtime > TEARDOWN_S and _is_child(pid):
+                logger.error(f"process {pid} does not end {TEARDOWN_S:.0f} s after its work is done, and is killed")
+                os.kill(pid, signal.SIGKILL)
+                file.unlink()
 
     def _is_alone(self) -> bool:
         """Return whether a signal came and there is no worker to take it: torchrun waits for other machines."""
@@ -223,6 +235,14 @@ def _silent(rank: int, failure: Any, stopped: set[int], logs: Path | None) -> En
     kind = ENDED_BY_US if failure.exitcode == -signal.SIGTERM else SILENT
     where = f"; what it printed is in {logs}" if logs else ""
     return End(kind, failure.timestamp, rank, code, line, f"rank {rank} {line}{where}")
+
+
+def _is_child(pid: int) -> bool:
+    """Return whether a number is still that of a process which this one started; only Linux tells."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) == os.getpid()
+    except OSError:
+        return False
 
 
 def _num_ranks() -> int:

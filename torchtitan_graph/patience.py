@@ -22,6 +22,8 @@ EVERY_S = 10.0
 _NAMES = "EIO ESTALE ETIMEDOUT ENOTCONN ECONNREFUSED ECONNRESET EHOSTDOWN EHOSTUNREACH ENETDOWN ENETUNREACH EREMOTEIO"
 AWAY = {getattr(errno, name) for name in _NAMES.split() if hasattr(errno, name)}
 
+FULL = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}  # no room: nobody waits for that
+
 
 def is_away(error: BaseException) -> bool:
     """Return whether an error is that storage can't be reached, or says that this was so on another rank."""

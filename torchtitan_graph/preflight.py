@@ -26,7 +26,7 @@ import torchtitan_graph
 from torchtitan_graph import device as devices
 from torchtitan_graph.log import init_logging, logger
 from torchtitan_graph.parallel.join import connect
-from torchtitan_graph.run.failure import BAD_NODE, write_bad_node
+from torchtitan_graph.run.failure import BAD_NODE, CONFIGURATION, write_bad_node
 from torchtitan_graph.run.identity import identity
 
 REPORT_WITHIN_S = 30.0  # after rank 0 is there: Python and torch may come from a slow file system
@@ -41,6 +41,9 @@ Problems = dict[str, list[str]]  # by node
 def main() -> int:
     """Return 0 if all nodes are well, else 5."""
     init_logging()
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        logger.error("usage, in each process of an allocation: python -m torchtitan_graph.preflight DUMP_FOLDER")
+        return CONFIGURATION
     folder = Path(sys.argv[1])
     rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
     world_size = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", "1")))

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from torchtitan_graph.config import load
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.patience import is_away
-from torchtitan_graph.run.failure import BAD_NODE, FAULT, FINAL, STORAGE_AWAY, read_failures
+from torchtitan_graph.run.failure import BAD_NODE, CONFIGURATION, FAULT, FINAL, STORAGE_AWAY, read_failures
 from torchtitan_graph.run.files import read_json, write_json
 from torchtitan_graph.run.lock import is_held_by_another
 from torchtitan_graph.run.status import FINISHED, STOPPED, read_status
@@ -102,8 +102,12 @@ def _limit(attempts: list[dict[str, Any]], ends_at: list[int], why: str) -> Deci
 
 
 def main() -> int:
-    """Return 0 if the attempt should begin, or the job's work is done or goes on in another attempt; else 1."""
-    when, *options = sys.argv[1:]
+    """Return 0 if the attempt should begin, or the job's work is done or goes on in another attempt; else 1, or 2."""
+    when, *options = sys.argv[1:] or [""]
+    if when not in ("begin", "end") or not {"SLURM_JOB_ID", "SLURM_JOB_NODELIST"} <= os.environ.keys():
+        usage = "python -m torchtitan_graph.requeue begin|end [--table.key value ...]"
+        print(f"usage, in a SLURM job: {usage}", file=sys.stderr)
+        return CONFIGURATION
     job_id, restart = os.environ["SLURM_JOB_ID"], int(os.environ.get("SLURM_RESTART_COUNT") or 0)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # SLURM's, to a job that is ending: there is something left to do
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)

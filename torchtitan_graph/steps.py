@@ -23,7 +23,7 @@ from torch import Tensor
 from torchtitan_graph import device as devices
 from torchtitan_graph.compiler import Inspection, PassPlan, passes, plan_regions, run_passes
 from torchtitan_graph.config import JobConfig
-from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
+from torchtitan_graph.data.batch import BYTES_PER_TOKEN, IGNORE_INDEX, Batch
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.flops import Flops, count_flops
 from torchtitan_graph.graph.step import (
@@ -140,31 +140,40 @@ def check_steps(
     """Check, before any process group exists, that the model can be laid out and its attention fits this machine.
 
     Raises:
-        UserError: as `check_plan`, or masks or flex attention's scores can't fit; a dry run allocates none.
+        UserError: as `check_plan`, no parameter takes gradients, or rows, masks or flex attention's scores can't fit; a
+            dry run allocates none.
     """
     check_plan(model, family.PLAN, dims)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise UserError(
+            f"model.name = {config.model.name!r}: none of its parameters takes gradients (requires_grad), so there is "
+            "nothing to train; leave at least one that does"
+        )
     if config.comm.mode == "fake_backend":
         return
-    if config.model.attn == "sdpa":
-        _check_masks_fit(config, model, options.precision.compute.itemsize)
-    elif options.device.type == "cpu":
+    _check_rows_fit(config, model, options.precision.compute.itemsize)
+    if config.model.attn == "flex" and options.device.type == "cpu":
         _check_scores_fit(options, model.config.num_heads // dims.tp)
 
 
-def _check_masks_fit(config: JobConfig, model: Decoder, itemsize: int) -> None:
-    """Refuse rows whose dense masks can't fit into this device's memory."""
-    num_masks = len(model.mask_rules(*torch.zeros(2, 1, 1, dtype=torch.int64)))
+def _check_rows_fit(config: JobConfig, model: Decoder, itemsize: int) -> None:
+    """Refuse rows whose tokens, or dense masks, can't fit into this device's memory."""
+    num_masks, what, hint = 0, "the tokens", ""
+    if config.model.attn == "sdpa":
+        num_masks = len(model.mask_rules(*torch.zeros(2, 1, 1, dtype=torch.int64)))
+        what = "with model.attn = 'sdpa' the attention mask and the tokens"
+        if devices.device_type() == "cuda":
+            hint = ", or attn = 'flex', which needs no dense mask on a GPU"
     tables = {"training": config.training, "validation": config.validation if config.validation.enable else None}
     for name, table in tables.items():
         if table is None:
             continue
-        needed = dense_mask_bytes(table.local_batch_size, table.seq_len, num_masks, itemsize) / devices.GIB
-        if needed > devices.memory_total_gib():
+        rows, seq_len, total = table.local_batch_size, table.seq_len, devices.memory_total_gib()
+        num_bytes = rows * seq_len * BYTES_PER_TOKEN + dense_mask_bytes(rows, seq_len, num_masks, itemsize)
+        if (needed := num_bytes / devices.GIB) > total:
             raise UserError(
-                f"{name}.seq_len = {table.seq_len}: with model.attn = 'sdpa' the attention mask of {name}."
-                f"local_batch_size {table.local_batch_size} rows would take about {needed:,.0f} GiB, and this device "
-                f"has {devices.memory_total_gib():.0f}: use shorter rows or fewer of them"
-                + (", or attn = 'flex', which needs no dense mask on a GPU" if devices.device_type() == "cuda" else "")
+                f"{name}.seq_len = {seq_len}: {what} of {name}.local_batch_size {rows} rows would take about "
+                f"{needed:,.0f} GiB, and this device has {total:.0f}: use shorter rows or fewer of them{hint}"
             )
 
 
@@ -233,12 +242,14 @@ class Steps:
             return step(batch, masks, num_tokens)
 
     def _sum_state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Add up the ranks' counts, all in one message."""
-        if not state:
-            return state
-        summed = self.layout.sum_over_data(torch.cat([x.flatten() for x in state.values()]))
-        parts = summed.split([x.numel() for x in state.values()])
-        return {name: part.view_as(x) for (name, x), part in zip(state.items(), parts, strict=True)}
+        """Add up the ranks' counts, all of a dtype in one message."""
+        summed: dict[str, Tensor] = {}
+        for dtype in dict.fromkeys(x.dtype for x in state.values()):
+            alike = {name: x for name, x in state.items() if x.dtype == dtype}
+            total = self.layout.sum_over_data(torch.cat([x.flatten() for x in alike.values()]))
+            parts = total.split([x.numel() for x in alike.values()])
+            summed |= {name: part.view_as(x) for (name, x), part in zip(alike.items(), parts, strict=True)}
+        return {name: summed[name] for name in state}
 
 
 class Traced(NamedTuple):

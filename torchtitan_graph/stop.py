@@ -7,6 +7,7 @@ so this module imports nothing but the standard library, and `train.py` calls `i
 """
 
 import contextlib
+import ctypes
 import os
 import signal
 import sys
@@ -42,9 +43,9 @@ def install() -> None:
     if _pid != os.getpid():
         _pid = os.getpid()
         threading.Thread(target=_watch, args=(_open_pipe(),), name="signals", daemon=True).start()
-    if folder := os.environ.get(LAUNCHER):
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        Path(folder, f"{attempt}.{_pid}.pid").touch()
+    if LAUNCHER in os.environ:
+        _die_with_launcher()
+        _touch("pid")
 
 
 def restore() -> None:
@@ -66,6 +67,12 @@ def begin_steps() -> None:
     _stepping = True
 
 
+def begin_teardown() -> None:
+    """Tell the launcher that all is saved: from now on it ends this process, should it hang."""
+    if LAUNCHER in os.environ:
+        _touch("teardown")
+
+
 def received() -> int:
     """Return the signal that asked this process to stop, or 0."""
     return _received
@@ -85,6 +92,22 @@ def message(number: int = 0) -> str:
 def exit_code(number: int = 0) -> int:
     """Return the exit code of a process that `number`, or the signal that came here, ends; as shells have it."""
     return 128 + (number or _received)
+
+
+def _touch(what: str) -> None:
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    Path(os.environ[LAUNCHER], f"{attempt}.{os.getpid()}.{what}").touch()
+
+
+def _die_with_launcher() -> None:
+    """Let the kernel kill this worker when the launcher is gone, however that ended; only Linux can.
+
+    Otherwise a launcher that is killed outright leaves workers that hold their GPUs for ever.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if not Path(os.environ[LAUNCHER], f"{os.getppid()}.launcher").exists():  # it was gone before that
+            os._exit(128 + signal.SIGKILL)
 
 
 def _note(number: int, frame: FrameType | None) -> None:

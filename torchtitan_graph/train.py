@@ -36,7 +36,7 @@ from torchtitan_graph.run.failure import (
     tell_launcher,
     write_failure,
 )
-from torchtitan_graph.run.folder import RunFolder
+from torchtitan_graph.run.folder import RunFolder, check_place
 from torchtitan_graph.run.hang import set_up_flight_recorder
 from torchtitan_graph.run.status import FAILED, FINISHED, STOPPED
 from torchtitan_graph.trainer import NonFiniteError, Trainer
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = load(sys.argv[1:] if argv is None else argv)
         fake = config.comm.mode == "fake_backend"
-        folder = None if fake else Path(config.job.dump_folder)
+        folder = None if fake else wait_for_storage(lambda: check_place(config.job.dump_folder))
         if folder is not None:
             refuse_to_repeat(folder)
         world_size = int(os.environ.get("NGPU" if fake else "WORLD_SIZE", "1"))
@@ -74,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         run = RunFolder(config)
         trainer.setup()
+        run.save_config(config)
         trainer.save_seed() if config.checkpoint.create_seed_checkpoint else trainer.train(run)
         dist.barrier()  # gloo aborts a rank whose peer tears down while it still listens
         if trainer.stop_signal:
@@ -86,12 +87,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _end(stop.Stopped(stop.message()), stop.exit_code(), folder, run)
     except BaseException as error:
         stop.restore()
+        stop.begin_teardown()
         _leave_group()
         code = next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), FAULT)
         if is_away(error):
             code = STORAGE_AWAY
             logger.error("storage is away; started again once it is back, the run goes on")
         return _end(error, code, folder, run)
+    stop.begin_teardown()
     _leave_group()
     return 0
 

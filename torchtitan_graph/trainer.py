@@ -19,7 +19,7 @@ from torch import Tensor
 
 from torchtitan_graph import device as devices
 from torchtitan_graph import stop
-from torchtitan_graph.checkpoint import Checkpointer, SaveError
+from torchtitan_graph.checkpoint import Checkpointer, SaveError, begins_anew, check_choice
 from torchtitan_graph.checkpoint.folder import find_full_disk
 from torchtitan_graph.config import JobConfig, dump_toml, job, shard_degree
 from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
@@ -39,7 +39,7 @@ from torchtitan_graph.metrics import (
     model_table,
     out_of_memory,
 )
-from torchtitan_graph.models.hf import choose_model, load_weights, save_weights
+from torchtitan_graph.models.hf import check_weights, choose_model, load_weights, save_weights
 from torchtitan_graph.models.layers.init import initialize
 from torchtitan_graph.optim import (
     build_lr_scheduler,
@@ -99,10 +99,20 @@ class Trainer:
         check_steps(config, self.model, self.family, self.dims, self.options)
         check_optimizer(self.model, config.optimizer)
         self.dump_folder = Path(config.job.dump_folder)
+        if config.comm.mode != "fake_backend":  # a dry run loads nothing
+            self._check_what_is_loaded()
         self.step = self.tokens_seen = 0
         self.stop_signal = 0  # the signal that asked a rank to stop; the same on all ranks
         self.tokens_by_source: dict[str, int] = {}
         self.own_data_s = 0.0  # of this step, how long this rank waited for its own data
+
+    def _check_what_is_loaded(self) -> None:
+        config = self.config.checkpoint
+        folder = self.dump_folder / config.folder
+        check_choice(folder, config, self.config.training.steps)
+        if config.initial_load_in_hf and begins_anew(folder, config):
+            with self._of_initial_load_in_hf() as path:
+                check_weights(self.model, self.family, path, quantized=config.initial_load_in_hf_quantized)
 
     def setup(self) -> None:
         """Build the mesh, the step and the state; the process group is there."""
@@ -371,18 +381,23 @@ class Trainer:
             if self.step >= self.config.training.steps:
                 logger.info(f"training.steps = {self.config.training.steps}: there is no step left to do")
         elif self.config.checkpoint.initial_load_in_hf:
-            path = Path(self.config.checkpoint.initial_load_path or self.assets or "")
             quantized = self.config.checkpoint.initial_load_in_hf_quantized
-            try:
+            with self._of_initial_load_in_hf() as path:
                 load_weights(self.model, self.family, path, quantized=quantized)
-            except UserError as error:
-                raise UserError(f"checkpoint.initial_load_in_hf = true: {error}") from error
             logger.info(f"loaded the weights of {path}")
         elif not self.config.checkpoint.initial_load_path and self.assets and any(self.assets.glob("*.safetensors")):
             logger.info(
                 f"training begins with random weights: those in {self.assets} (model.hf_assets_path) are loaded with "
                 "checkpoint.initial_load_in_hf = true"
             )
+
+    @contextmanager
+    def _of_initial_load_in_hf(self) -> Iterator[Path]:
+        """Give the folder of checkpoint.initial_load_in_hf; errors inside say that it is about that option."""
+        try:
+            yield Path(self.config.checkpoint.initial_load_path or self.assets or "")
+        except UserError as error:
+            raise UserError(f"checkpoint.initial_load_in_hf = true: {error}") from error
 
     def _load_train_state(self, state: dict[str, Any]) -> None:
         """Go on from what `_train_state` returned; what checkpoint.exclude_from_loading names is not in it."""

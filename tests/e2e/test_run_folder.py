@@ -46,12 +46,3 @@ def test_resuming_refuses_another_model_and_names_what_changed(tmp_path: Path) -
     assert saved.read_text() == before
     assert json.loads(next((tmp_path / "failures").iterdir()).read_text())["code"] == 2
     assert not (tmp_path / "run.lock").exists()
-
-
-def test_dump_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "run"
-    file.touch()
-    code, output = train("--job.dump_folder", str(file))
-    assert code == 2, output
-    assert f"job.dump_folder = '{file}' can't be written" in output
-    assert "Traceback" not in output

@@ -42,16 +42,14 @@ def test_without_a_gpu_the_device_is_the_cpu() -> None:
 
 
 @on_cpu
-def test_peak_memory_sees_an_allocation_and_forgets_it_when_reset() -> None:
+def test_peak_memory_sees_an_allocation() -> None:
     size_gib = 0.25
-    device.reset_peak_memory()
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peaks of other tests
     before = device.peak_memory_gib()
     x = torch.ones(int(size_gib * device.GIB), dtype=torch.uint8)
     del x
     held = device.peak_memory_gib()
     assert before + 0.9 * size_gib < held < device.memory_total_gib()
-    device.reset_peak_memory()
-    assert device.peak_memory_gib() < held - 0.5 * size_gib
 
 
 def test_the_hosts_peak_is_told_on_a_machine_with_a_gpu_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +59,7 @@ def test_the_hosts_peak_is_told_on_a_machine_with_a_gpu_as_well(monkeypatch: pyt
 
 @pytest.mark.gpu
 def test_on_a_gpu_memory_and_peak_are_the_gpus() -> None:
-    device.reset_peak_memory()
+    torch.cuda.reset_peak_memory_stats()
     before = device.peak_memory_gib()
     x = torch.ones(device.GIB, dtype=torch.uint8, device=device.device())
     assert before + 0.9 < device.peak_memory_gib() < device.memory_total_gib()

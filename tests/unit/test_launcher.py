@@ -141,6 +141,23 @@ def test_a_signal_that_no_worker_is_there_to_take_ends_the_launcher(
     come.set()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells whose child a process is")
+def test_a_worker_that_hangs_after_its_work_is_killed(launch: Launch, caplog: pytest.LogCaptureFixture) -> None:
+    worker = subprocess.Popen(["sh", "-c", "trap '' TERM; sleep 60"])
+    (launch.folder / f"0.{worker.pid}.pid").touch()
+    file = launch.folder / f"0.{worker.pid}.teardown"
+    file.touch()
+    launch._kill_hanging()
+    assert worker.poll() is None and not caplog.messages
+    os.utime(file, (0, 0))
+    (launch.folder / f"0.{os.getpid()}.teardown").touch()
+    os.utime(launch.folder / f"0.{os.getpid()}.teardown", (0, 0))  # a number that is another's by now: no child
+    launch._kill_hanging()
+    assert worker.wait(5) == -signal.SIGKILL
+    assert len(caplog.messages) == 1 and f"process {worker.pid} does not end" in caplog.text
+    launch._kill_hanging()
+
+
 def test_without_options_of_torchrun_it_starts_what_is_asked_for_on_this_machine() -> None:
     command = [sys.executable, "-m", "torchtitan_graph.launch", "--", "--training.steps", "few"]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan_graph import preflight
 from torchtitan_graph.preflight import judge, merge, slow_nodes
 
 WELL = {"code": "abc", "torch": "2.13.0", "python": "3.11.2", "problems": []}
@@ -20,6 +21,13 @@ def reports(folder: Path, *nodes: str) -> dict[int, dict]:
     for rank, node in enumerate(nodes):
         (folder / f".preflight-{rank}").write_text(node)
     return {rank: {**WELL, "node": node, "rank": rank, "problems": []} for rank, node in enumerate(nodes)}
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["a", "b"]])
+def test_a_wrong_call_is_refused(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["preflight", *words])
+    monkeypatch.setattr(preflight, "_join", None)  # it gets no further
+    assert preflight.main() == 2
 
 
 def test_nothing_is_wrong_with_equal_nodes(tmp_path: Path) -> None:

@@ -2,15 +2,27 @@
 
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from torchtitan_graph import requeue
 from torchtitan_graph.requeue import MAX_FRUITLESS, Decision, begin_attempt, end_attempt
 
 NODES = ["n1", "n2"]
+
+
+@pytest.mark.parametrize("words", [[], ["start"], ["--help"], ["begin"]])
+def test_a_wrong_call_is_told_how_it_is_done(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setattr(sys, "argv", ["requeue", *words])
+    assert requeue.main() == 2
+    assert "requeue begin|end [--table.key value ...]" in capsys.readouterr().err
 
 
 class FakeJob:

@@ -61,6 +61,12 @@ def test_generate_finds_the_configuration_wherever_the_checkpoint_lies(
     shutil.copytree(tmp_path / "converted" / "step-0", run / "checkpoint" / "step-5")
     (run / "config.toml").write_text(TOML)
     assert text(run / "checkpoint" / "step-5") == expected
+    # Of a folder of checkpoints, and of a run, the newest; of several runs none.
+    assert text(run / "checkpoint") == text(run) == text(tmp_path / "converted") == expected
+    shutil.copytree(run, run.with_name("other"))
+    words = refusal("generate.py", run.parent, monkeypatch=monkeypatch, capsys=capsys)
+    assert f"{run.parent} is no checkpoint; did you mean one of" in words and f"{run}/checkpoint/step-5" in words
+    shutil.rmtree(run.with_name("other"))
     # Moved away, with the configuration in it; and without any.
     moved = tmp_path / "far" / "away" / "from" / "all" / "runs"
     shutil.copytree(run / "checkpoint" / "step-5", moved)
@@ -110,6 +116,11 @@ def test_a_second_run_of_the_same_command_overwrites_nothing(
         ("benchmark.py", ["--dtypes", "float3"], "--dtypes float3: legal are float32, bfloat16"),
         ("benchmark.py", ["--flavor", "nope"], "--flavor nope: legal for llama3 are mid, debugmodel"),
         ("benchmark.py", ["--disable", "nope"], "'nope': legal are"),
+        ("benchmark.py", ["--json", "nowhere/x.jsonl"], "--json nowhere/x.jsonl: there is no folder for it"),
+        ("benchmark_checkpoint.py", ["--ranks", 0], "--ranks 0: must be at least 1"),
+        ("benchmark_checkpoint.py", ["--flavor", "nope"], "--flavor nope: legal for llama3 are mid, debugmodel"),
+        ("benchmark_checkpoint.py", ["--mode", "nope"], "invalid choice: 'nope'"),
+        ("benchmark_checkpoint.py", ["--folder", "nowhere"], "--folder nowhere: there is no such folder"),
         ("check_first_run.py", [], "usage: python scripts/check_first_run.py DUMP_FOLDER"),
     ],
 )
@@ -124,3 +135,21 @@ def test_mistakes_are_one_line(
     monkeypatch.chdir(tmp_path)
     assert words in refusal(name, *arguments, monkeypatch=monkeypatch, capsys=capsys)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("metrics", "words"),
+    [('{"step": 1, "validation_loss": 3.0}\n', "config.toml': can't be read"), ("torn", "lines that are no JSON")],
+)
+def test_a_folder_that_is_no_run_s_can_not_be_checked(
+    metrics: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text(metrics)
+    assert words in refusal("check_first_run.py", tmp_path, monkeypatch=monkeypatch, capsys=capsys)
+
+
+def test_a_place_that_can_not_be_written_to_is_one_line(
+    published: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    words = refusal("convert_from_hf.py", published, "/dev/null/out", monkeypatch=monkeypatch, capsys=capsys)
+    assert "/dev/null/out: can't be written" in words

@@ -1,10 +1,14 @@
 """Signals before the first step end a process, whatever it does; later ones wait for the end of the step."""
 
+import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from torchtitan_graph import stop
 
 # A process that is set up for ever, in Python or in a call that never comes back to it.
 SETUP = """
@@ -32,6 +36,26 @@ except stop.Stopped:
     print(stop.message())
     sys.exit(stop.exit_code())
 """
+
+LAUNCHER = """
+import os, pathlib, subprocess, sys
+from torchtitan_graph import stop
+folder = pathlib.Path(os.environ[stop.LAUNCHER])
+(folder / f"{os.getpid()}.launcher").touch()
+worker = "from torchtitan_graph import stop; stop.install(); stop.begin_teardown(); print('ready', flush=True)"
+subprocess.run([sys.executable, "-c", worker + "; import time; time.sleep(60)"])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can")
+def test_workers_die_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    environment = {**os.environ, stop.LAUNCHER: str(tmp_path)}
+    command = [sys.executable, "-c", LAUNCHER]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as launcher:
+        assert launcher.stdout and launcher.stdout.readline() == b"ready\n"
+        assert sorted(path.suffix for path in tmp_path.glob("0.*")) == [".pid", ".teardown"]
+        launcher.kill()
+        assert launcher.communicate(timeout=10)[0] == b""  # the worker, too, has let go of it
 
 
 @pytest.mark.parametrize(

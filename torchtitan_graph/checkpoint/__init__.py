@@ -1,6 +1,17 @@
 """Save a run and go on from it: on another number of ranks, in another layout, after a kill at any moment."""
 
 from torchtitan_graph.checkpoint.checkpointer import Checkpointer, load_model, save_model
+from torchtitan_graph.checkpoint.choose import begins_anew, check_choice
+from torchtitan_graph.checkpoint.folder import newest_below
 from torchtitan_graph.checkpoint.save import SAVE_POINTS, SaveError
 
-__all__ = ["SAVE_POINTS", "Checkpointer", "SaveError", "load_model", "save_model"]
+__all__ = [
+    "SAVE_POINTS",
+    "Checkpointer",
+    "SaveError",
+    "begins_anew",
+    "check_choice",
+    "load_model",
+    "newest_below",
+    "save_model",
+]

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torchtitan_graph.checkpoint.folder import (
     check_writable,
     clean_up,
+    find_below,
     find_damage_together,
     find_problem,
-    find_steps,
     list_steps,
     read_manifest,
     read_train_state,
@@ -70,6 +70,27 @@ def choose_undamaged(
             logger.warning(f"skipping checkpoint {choice.place}: {problem}")
 
 
+def begins_anew(folder: Path, config: job.Checkpoint) -> bool:
+    """Return whether it is certain, by names alone, that a run has no checkpoint of its own to go on from."""
+    return not config.enable or (config.remote_folder is None and not any(folder.glob("step-*")))
+
+
+def check_choice(folder: Path, config: job.Checkpoint, num_steps: int) -> None:
+    """Refuse a load_step or an initial_load_path that can't be loaded, by names and small files, before all else.
+
+    Every rank may call it by itself: nothing is changed. What is at an address is looked at later.
+
+    Raises:
+        UserError: as `choose_undamaged`.
+    """
+    unfinished = step_folder(folder, config.load_step).with_suffix(".tmp")
+    if config.load_step >= 0 and config.remote_folder is None and not unfinished.exists():
+        problems: dict[str, str] = {}
+        _check_load_step(folder, config.load_step, _own_steps(folder, problems), problems, num_steps)
+    elif begins_anew(folder, config) and "://" not in (config.initial_load_path or ""):
+        _choose_initial(folder, config, {})
+
+
 def find_held(folder: Path, config: job.Checkpoint) -> str | None:
     """Say what holds checkpoints of this run already, and what to do to have a place that does not."""
     if any(folder.glob("step-*")):
@@ -88,20 +109,16 @@ def _choose(folder: Path, config: job.Checkpoint, num_steps: int | None, problem
     if not config.load_only:
         check_writable(folder)
         clean_up(folder)
-    steps = {}
-    for step, path in list_steps(folder).items():
-        if str(path) in problems:
-            continue
-        if problem := find_problem(path) or _find_wrong_name(read_train_state(path), step):
-            problems[str(path)] = problem
-            logger.warning(f"skipping checkpoint {path}: {problem}")
-        else:
-            steps[step] = Candidate(path, model_only=read_train_state(path)["model_only"])
+    known = set(problems)
+    steps = _own_steps(folder, problems)
+    for place in [place for place in problems if place not in known]:
+        logger.warning(f"skipping checkpoint {place}: {problems[place]}")
     if config.remote_folder is not None:
         with using("remote_folder", config.remote_folder):
             steps = dict(sorted((_find_remote(folder, config, steps, problems) | steps).items()))
     if config.load_step >= 0:
-        return _choose_load_step(folder, config.load_step, steps, problems, num_steps)
+        _check_load_step(folder, config.load_step, steps, problems, num_steps)
+        return _choose_load_step(config.load_step, steps)
     if steps:
         return _choose_newest(folder, steps, num_steps)
     initial = _initial_places(folder, config)
@@ -116,6 +133,19 @@ def _choose(folder: Path, config: job.Checkpoint, num_steps: int | None, problem
             f"to begin anew, name {other}"
         )
     return _choose_initial(folder, config, problems)
+
+
+def _own_steps(folder: Path, problems: dict[str, str]) -> dict[int, Candidate]:
+    """Return what may be loaded of `folder`, oldest first; what is not whole is added to `problems`."""
+    steps = {}
+    for step, path in list_steps(folder).items():
+        if str(path) in problems:
+            continue
+        if problem := find_problem(path) or _find_wrong_name(read_train_state(path), step):
+            problems[str(path)] = problem
+        else:
+            steps[step] = Candidate(path, model_only=read_train_state(path)["model_only"])
+    return steps
 
 
 def _find_remote(
@@ -172,9 +202,9 @@ def _choose_newest(folder: Path, steps: dict[int, Candidate], num_steps: int | N
     return steps[full[-1]]
 
 
-def _choose_load_step(
+def _check_load_step(
     folder: Path, step: int, steps: dict[int, Candidate], problems: dict[str, str], num_steps: int | None
-) -> Candidate:
+) -> None:
     option = f"checkpoint.load_step = {step}"
     if step not in steps:
         there = ", ".join(map(str, steps)) or "none"
@@ -183,10 +213,13 @@ def _choose_load_step(
         raise UserError(f"{option}: {why}; there are: {there}")
     if steps[step].model_only and (num_steps is None or step < num_steps):
         raise UserError(f"{option}: that checkpoint holds only the model, so training can't go on from it exactly")
+
+
+def _choose_load_step(step: int, steps: dict[int, Candidate]) -> Candidate:
     if newer := [other for other in steps if other > step]:
         logger.warning(
-            f"{option}: checkpoints of later steps ({', '.join(map(str, newer))}) stay where they are; without "
-            "load_step a later run would resume from the newest of them"
+            f"checkpoint.load_step = {step}: checkpoints of later steps ({', '.join(map(str, newer))}) stay where they "
+            "are; without load_step a later run would resume from the newest of them"
         )
     return steps[step]
 
@@ -213,7 +246,7 @@ def _choose_initial(folder: Path, config: job.Checkpoint, problems: dict[str, st
         path = Path(place)
         problem = "there is no such folder" if not path.is_dir() else problems.get(place) or find_problem(path)
         initial = problem or Candidate(path, model_only=read_train_state(path)["model_only"])
-        inside = [str(found) for found in find_steps(path).values()] if problem else []
+        inside = list(map(str, find_below(path))) if problem else []
         if problem and (path / "config.json").is_file():
             initial = f"{problem}; if it is in Hugging Face's format, set checkpoint.initial_load_in_hf = true"
     if not isinstance(initial, Candidate):

@@ -66,6 +66,29 @@ def find_steps(folder: Path) -> dict[int, Path]:
     return found
 
 
+def find_below(path: Path) -> list[Path]:
+    """Return the complete checkpoints in `path`; where it holds none, those of the run, or of the runs, in it."""
+    for folders in ([path], path.glob("*"), path.glob("*/*")):
+        found = [step for folder in sorted(folders) if folder.is_dir() for step in find_steps(folder).values()]
+        if found:
+            return found
+    return []
+
+
+def newest_below(path: Path) -> Path:
+    """Return `path`, or the newest checkpoint of the run in it, for who only reads.
+
+    Raises:
+        UserError: there are several runs in it.
+    """
+    found = [] if (path / MANIFEST).exists() else find_below(path)
+    if len({step.parent for step in found}) > 1:
+        raise UserError(f"{path} is no checkpoint; did you mean one of {', '.join(map(str, found))}?")
+    if found:
+        logger.info(f"reading {found[-1]}, the newest checkpoint there")
+    return found[-1] if found else path
+
+
 def find_problem(path: Path) -> str | None:
     """Say what keeps a folder from being a complete checkpoint, or None if nothing does. Reads only small files."""
     try:

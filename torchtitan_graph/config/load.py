@@ -13,6 +13,8 @@ from torchtitan_graph.config.support import REFUSED, RENAMED
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.patience import is_away, wait_for_storage
 
+MAX_DEPTH = 100  # of tables and lists in a file
+
 
 def load(argv: Sequence[str]) -> JobConfig:
     """Return the configuration of a run: command line over TOML file over defaults.
@@ -92,6 +94,7 @@ def read_toml(name: str, result: Resolution) -> list[Setting]:
     try:
         path = next((file for file in (path, *(folder / name for folder in folders)) if file.is_file()), path)
         tree = tomllib.loads(wait_for_storage(path.read_bytes).decode("utf-8-sig"))
+        _check_depth(tree)
     except OSError as error:
         if is_away(error):
             raise
@@ -110,6 +113,16 @@ def read_toml(name: str, result: Resolution) -> list[Setting]:
         )
         return []
     return _flatten(tree, "", str(path))
+
+
+def _check_depth(tree: dict[str, Any]) -> None:
+    """Refuse tables in tables that nothing after this could print: tomllib reads dotted names of any length."""
+    level: list[Any] = [tree]
+    for _ in range(MAX_DEPTH):
+        inside = [child for node in level for child in (node.values() if isinstance(node, dict) else node)]
+        level = [child for child in inside if isinstance(child, dict | list)]
+    if level:
+        raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
 
 
 def _flatten(tree: dict[str, Any], prefix: str, source: str) -> list[Setting]:

@@ -18,7 +18,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-INSIDE = "a path below dump_folder, without .."
+INSIDE = "a path below dump_folder, without .. and names of more than 200 bytes"  # the system takes 255
 KINDS = {
     bool: "true or false",
     int: "a whole number",
@@ -270,7 +270,9 @@ def _is_plain(value: Any) -> bool:
 
 def _is_inside(name: str) -> bool:
     path = PurePath(name)
-    return ".." not in path.parts and not path.is_absolute() and (name == "" or path.parts != ())
+    if ".." in path.parts or path.is_absolute() or any(len(part.encode()) > 200 for part in path.parts):
+        return False
+    return name == "" or path.parts != ()
 
 
 def _split(text: str, separator: str) -> list[str]:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 
 IGNORE_INDEX = -100  # the default ignore_index of torch's cross_entropy
+BYTES_PER_TOKEN = 4 * 8  # of a batch
 
 
 class Batch(NamedTuple):

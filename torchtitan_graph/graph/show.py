@@ -1,8 +1,7 @@
-"""Show a graph: as readable Python, and as counts."""
+"""Show a graph as readable Python."""
 
 from __future__ import annotations
 
-import collections
 import types
 from pathlib import Path
 
@@ -29,11 +28,6 @@ def readable(gm: GraphModule) -> str:
         text = f"return {node.args[0]}" if node.op == "output" else f"{node.name} = {target}"
         lines.append(f"{text}  # {' '.join(word for word in words if word)}")
     return "\n".join(lines) + "\n"
-
-
-def op_counts(gm: GraphModule) -> collections.Counter[str]:
-    """Count the graph's calls by operator."""
-    return collections.Counter(_target(n) for n in gm.graph.nodes if n.op == "call_function")
 
 
 def dump(gm: GraphModule, folder: Path, number: int, name: str) -> None:

@@ -12,7 +12,7 @@ import dataclasses
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.utils._pytree as pytree
@@ -137,70 +137,120 @@ def minimal_fx_tracer(
         raise UserError("minimal_fx_tracer got an optimizer without its module: pass module=, the one it optimizes")
 
     def trace(*args: Any, **kwargs: Any) -> TracedResult:
-        state = live_state(module, optimizer)
-        paths, in_spec = pytree.tree_flatten_with_path(_call(args, kwargs))
-        leaves = [leaf for _, leaf in paths]
-        parameters = _positional_parameters(fn)
-        names = tuple(_leaf_name(path, parameters) for path, _ in paths)
-        arguments = {name: pytree.tree_structure(x) for name, x in _by_name(args, kwargs, parameters).items()}
-        constants = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
-        for i, leaf in enumerate(leaves):
-            _check_argument(names[i], leaf)
+        given = _take_call(fn, args, kwargs)
         _check_hooks(module)
-
-        values = [(kind, name, tensor) for (kind, name), tensor in state.items()]
-        values += [("input", names[i], leaf) for i, leaf in enumerate(leaves) if i not in constants]
+        values = [(kind, name, tensor) for (kind, name), tensor in live_state(module, optimizer).items()]
+        values += [("input", given.names[i], x) for i, x in enumerate(given.leaves) if i not in given.constants]
         slots = tuple(Slot(name, kind, layout_of(tensor)) for kind, name, tensor in values)
         plain = [t for slot, (_, _, tensor) in zip(slots, values, strict=True) for t in slot.layout.flatten(tensor)]
-        fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-        out: dict[str, Any] = {}
-
-        def run(*flat: torch.Tensor) -> list[torch.Tensor]:
-            traced = dict(zip([(s.kind, s.name) for s in slots], _unflatten(slots, flat, values), strict=True))
-            full = [constants[i] if i in constants else traced["input", names[i]] for i in range(len(leaves))]
-            user_args, user_kwargs = pytree.tree_unflatten(full, in_spec)
-            with swapped_state(module, optimizer, traced), unchanged_attributes(module), _unassigned_data(traced):
-                result = fn(*user_args, **user_kwargs)
-            out_paths, out["spec"] = pytree.tree_flatten_with_path(result)
-            for path, x in out_paths:
-                _check_result(f"the result{pytree.keystr(path)}", x)
-            out["constants"] = {i: x for i, (_, x) in enumerate(out_paths) if not isinstance(x, torch.Tensor)}
-            tensors = [(path, x.detach()) for path, x in out_paths if isinstance(x, torch.Tensor)]
-            out["slots"] = tuple(Slot(pytree.keystr(path), "output", layout_of(x)) for path, x in tensors)
-            return [t for slot, (_, x) in zip(out["slots"], tensors, strict=True) for t in slot.layout.flatten(x)]
-
-        try:
+        fake_mode, out = FakeTensorMode(allow_non_fake_inputs=True), _Result()
+        run = _on_flat_tensors(fn, module, optimizer, given, slots, values, out)
+        with _refusing_reads(optimizer):
             gm = trace_to_graph(run, _fake(plain, fake_mode, device), fake_mode, module, stack_traces)
-        except DataDependentOutputException as error:
-            raise UserError(
-                f"the traced function reads a tensor's value ({error.func}), which no trace has: keep it a tensor, or "
-                "read it outside; AdamW reads its step counter, unless it is AdamW(fused=True, lr=torch.tensor(...))"
-            ) from error
-        except DynamicOutputShapeException as error:
-            raise UserError(
-                f"the traced function makes a tensor whose shape depends on values ({error.func}), which no trace has: "
-                "take torch.where or a mask of fixed shape, or do it outside"
-            ) from error
-        gm.meta["signature"] = Signature(slots, out["slots"])
+        gm.meta["signature"] = Signature(slots, out.slots)
         _name_placeholders(gm)
         meta.settle(gm)
         _refuse_unsupported(gm, may_write=("param", "optim") if optimizer is not None else ())
-        options = optimizer_options(module, optimizer)
         return TracedResult(
             gm,
-            in_spec,
-            arguments,
-            parameters,
-            names,
-            constants,
-            out["spec"],
-            out["constants"],
-            options,
+            given.in_spec,
+            given.arguments,
+            given.parameters,
+            given.names,
+            given.constants,
+            out.spec,
+            out.constants,
+            optimizer_options(module, optimizer),
             {f"{name}{'.' if name else ''}{attribute}": x for _, name, attribute, x in modes_of(module)},
             _autocast(),
         )
 
     return trace
+
+
+class _Given(NamedTuple):
+    """The arguments that a function is traced for; all but `leaves` as in `TracedResult`."""
+
+    leaves: list[Any]
+    in_spec: pytree.TreeSpec
+    arguments: dict[str, pytree.TreeSpec]
+    parameters: tuple[str, ...]
+    names: tuple[str, ...]
+    constants: dict[int, Any]
+
+
+@dataclasses.dataclass
+class _Result:
+    """What a function gave when it was traced: its pytree, its leaves that are no tensors, and its tensors' slots."""
+
+    spec: Any = None
+    constants: dict[int, Any] = dataclasses.field(default_factory=dict)
+    slots: tuple[Slot, ...] = ()
+
+
+def _take_call(fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> _Given:
+    """Flatten a call's arguments, and refuse those that a graph can't take."""
+    paths, in_spec = pytree.tree_flatten_with_path(_call(args, kwargs))
+    leaves = [leaf for _, leaf in paths]
+    parameters = _positional_parameters(fn)
+    names = tuple(_leaf_name(path, parameters) for path, _ in paths)
+    arguments = {name: pytree.tree_structure(x) for name, x in _by_name(args, kwargs, parameters).items()}
+    constants = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
+    for name, leaf in zip(names, leaves, strict=True):
+        _check_argument(name, leaf)
+    return _Given(leaves, in_spec, arguments, parameters, names, constants)
+
+
+def _on_flat_tensors(
+    fn: Callable[..., Any],
+    module: torch.nn.Module | None,
+    optimizer: torch.optim.Optimizer | None,
+    given: _Given,
+    slots: tuple[Slot, ...],
+    values: list[tuple[str, str, Any]],
+    out: _Result,
+) -> Callable[..., list[torch.Tensor]]:
+    """Give the function that is traced: plain tensors in, plain tensors out, on state that is swapped for them.
+
+    A call fills `out`.
+    """
+
+    def run(*flat: torch.Tensor) -> list[torch.Tensor]:
+        traced = dict(zip([(s.kind, s.name) for s in slots], _unflatten(slots, flat, values), strict=True))
+        full = [given.constants[i] if i in given.constants else traced["input", n] for i, n in enumerate(given.names)]
+        args, kwargs = pytree.tree_unflatten(full, given.in_spec)
+        with swapped_state(module, optimizer, traced), unchanged_attributes(module), _unassigned_data(traced):
+            result = fn(*args, **kwargs)
+        paths, out.spec = pytree.tree_flatten_with_path(result)
+        for path, x in paths:
+            _check_result(f"the result{pytree.keystr(path)}", x)
+        out.constants = {i: x for i, (_, x) in enumerate(paths) if not isinstance(x, torch.Tensor)}
+        tensors = [(path, x.detach()) for path, x in paths if isinstance(x, torch.Tensor)]
+        out.slots = tuple(Slot(pytree.keystr(path), "output", layout_of(x)) for path, x in tensors)
+        return [t for slot, (_, x) in zip(out.slots, tensors, strict=True) for t in slot.layout.flatten(x)]
+
+    return run
+
+
+@contextlib.contextmanager
+def _refusing_reads(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+    """Refuse, in words of the function's author, what depends on numbers that no trace has."""
+    try:
+        yield
+    except DataDependentOutputException as error:
+        own = ""
+        if optimizer is not None:
+            name = type(optimizer).__name__ if "fused" in optimizer.defaults else "such as AdamW"
+            own = f"; an optimizer's step reads none where it is fused: {name}(fused=True, lr=torch.tensor(...))"
+        raise UserError(
+            f"the traced function reads a tensor's value ({error.func}), which no trace has: keep it a tensor, or "
+            f"read it outside{own}"
+        ) from error
+    except DynamicOutputShapeException as error:
+        raise UserError(
+            f"the traced function makes a tensor whose shape depends on values ({error.func}), which no trace has: "
+            "take torch.where or a mask of fixed shape, or do it outside"
+        ) from error
 
 
 def run_traced(
@@ -224,26 +274,8 @@ def run_traced(
     examples = _example_inputs(traced.gm)
     bound = BoundState(state_slots, traced.options, traced.modes, module, optimizer)
 
-    def flat_inputs(args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        leaves, in_spec = pytree.tree_flatten(_call(args, kwargs))
-        if in_spec != traced.in_spec:
-            leaves = _leaves_by_name(args, kwargs, traced)
-        for i, constant in traced.constants.items():
-            if type(leaves[i]) is not type(constant) or repr(leaves[i]) != repr(constant):  # nan is nan, 0 is not -0
-                found = "a tensor" if isinstance(leaves[i], torch.Tensor) else repr(leaves[i])
-                raise UserError(
-                    f"{traced.names[i]} is {found}, traced with {constant!r}: a value that is no tensor is a "
-                    "constant of the trace; pass it as a tensor, or trace again"
-                )
-        tensors = [leaf for i, leaf in enumerate(leaves) if i not in traced.constants]
-        for slot, tensor in zip(input_slots, tensors, strict=True):
-            device = examples[slot.name].device.type
-            if isinstance(tensor, torch.Tensor) and tensor.device.type != device != "meta":
-                raise UserError(f"{slot.name} is on {tensor.device}, traced on {device}: move it, or trace again")
-        return [t for slot, tensor in zip(input_slots, tensors, strict=True) for t in flatten(slot, tensor)]
-
     def run(*args: Any, **kwargs: Any) -> Any:
-        flat = bound.tensors() + flat_inputs(args, kwargs)
+        flat = bound.tensors() + _flat_inputs(traced, input_slots, examples, args, kwargs)
         strides = [x.stride() for x in flat]
         del args, kwargs  # the graph frees an input after its last use, if nobody else holds it
         if _autocast() != traced.autocast:
@@ -260,16 +292,47 @@ def run_traced(
                 if "view size is not compatible" in str(error):
                     _refuse_strides(traced.gm, strides, error)
                 raise
-            results: list[Any] = []
-            position = 0
-            for slot in signature.outputs:
-                results.append(slot.layout.unflatten(values[position : position + slot.layout.num_tensors]))
-                position += slot.layout.num_tensors
-        for i, constant in traced.out_constants.items():  # ascending, so that each lands at its own place
-            results.insert(i, constant)
-        return pytree.tree_unflatten(results, traced.out_spec)
+            return _unflatten_result(traced, signature.outputs, values)
 
     return run
+
+
+def _flat_inputs(
+    traced: TracedResult,
+    slots: tuple[Slot, ...],
+    examples: dict[str, torch.Tensor],
+    args: tuple,
+    kwargs: dict[str, Any],
+) -> list[torch.Tensor]:
+    """Give the plain tensors of a call's arguments, checked against those traced."""
+    leaves, in_spec = pytree.tree_flatten(_call(args, kwargs))
+    if in_spec != traced.in_spec:
+        leaves = _leaves_by_name(args, kwargs, traced)
+    for i, constant in traced.constants.items():
+        if type(leaves[i]) is not type(constant) or repr(leaves[i]) != repr(constant):  # nan is nan, 0 is not -0
+            found = "a tensor" if isinstance(leaves[i], torch.Tensor) else repr(leaves[i])
+            raise UserError(
+                f"{traced.names[i]} is {found}, traced with {constant!r}: a value that is no tensor is a "
+                "constant of the trace; pass it as a tensor, or trace again"
+            )
+    tensors = [leaf for i, leaf in enumerate(leaves) if i not in traced.constants]
+    for slot, tensor in zip(slots, tensors, strict=True):
+        device = examples[slot.name].device.type
+        if isinstance(tensor, torch.Tensor) and tensor.device.type != device != "meta":
+            raise UserError(f"{slot.name} is on {tensor.device}, traced on {device}: move it, or trace again")
+    return [t for slot, tensor in zip(slots, tensors, strict=True) for t in flatten(slot, tensor)]
+
+
+def _unflatten_result(traced: TracedResult, slots: tuple[Slot, ...], values: list[torch.Tensor]) -> Any:
+    """Build the traced function's result of a graph's outputs."""
+    results: list[Any] = []
+    position = 0
+    for slot in slots:
+        results.append(slot.layout.unflatten(values[position : position + slot.layout.num_tensors]))
+        position += slot.layout.num_tensors
+    for i, constant in traced.out_constants.items():  # ascending, so that each lands at its own place
+        results.insert(i, constant)
+    return pytree.tree_unflatten(results, traced.out_spec)
 
 
 def _example_inputs(gm: GraphModule) -> dict[str, torch.Tensor]:

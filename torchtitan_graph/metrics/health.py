@@ -12,6 +12,9 @@ from torchtitan_graph.log import logger
 WINDOW, FEWEST = 100, 20  # steps that a value is compared with; so many are needed first
 # Where a value hardly varies, its deviation counts as this part of it.
 LEAST_DEVIATION = 0.01
+# Seconds. A rank that others wait for no longer is no straggler: the operating system alone takes that much now and
+# then, which is a large share of a short step.
+LEAST_WAIT_S = 0.1
 
 
 class Alarm:
@@ -43,7 +46,7 @@ class Alarm:
 
 def compare_ranks(step: int, step_s: float, work_s: float, data_s: float, share: float) -> dict[str, float]:
     """Gather how long each rank was busy in a step, and return whom the others waited for; rank 0 warns of a rank that
-    was busy longer than the median rank by more than `share` of the step.
+    was busy longer than the median rank by more than `share` of the step, and by a tenth of a second.
 
     Args:
         step_s: seconds that the step took, much the same on all ranks.
@@ -56,7 +59,7 @@ def compare_ranks(step: int, step_s: float, work_s: float, data_s: float, share:
     slowest = max(range(len(busy)), key=busy.__getitem__)
     work, data = times[slowest].tolist()
     median = statistics.median_low(busy)
-    if busy[slowest] - median > share * step_s and dist.get_rank() == 0:
+    if busy[slowest] - median > max(share * step_s, LEAST_WAIT_S) and dist.get_rank() == 0:
         logger.warning(
             f"step {step}: the others wait for rank {slowest}: it worked {work:.3f} s and waited {data:.3f} s for its "
             f"data, the median rank took {median:.3f} s for both, of a step of {step_s:.3f} s "

@@ -9,9 +9,16 @@ from torchtitan_graph.log import logger
 
 
 def append(path: Path, record: dict[str, Any]) -> None:
-    """Add one line, floats with all their digits."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
+    """Add one line, floats with all their digits; where it can't be written whole, nothing is added."""
+    line = (json.dumps(record) + "\n").encode()
+    with path.open("ab", buffering=0) as file:
+        size = file.tell()
+        try:
+            while line:
+                line = line[file.write(line) :]
+        except OSError:
+            file.truncate(size)
+            raise
 
 
 def drop_after(path: Path, start_step: int) -> None:

@@ -21,6 +21,7 @@ from torchtitan_graph.metrics.histograms import histograms
 from torchtitan_graph.metrics.jsonl import append, drop_after
 from torchtitan_graph.metrics.tensorboard import TensorBoard, verbatim
 from torchtitan_graph.metrics.weights_and_biases import WeightsAndBiases
+from torchtitan_graph.patience import FULL
 
 # Key of a record -> name of its curve.
 TAGS = {
@@ -95,6 +96,7 @@ class Metrics:
         self._json: Path | None = None
         self._tensorboard: TensorBoard | None = None
         self._dashboards: list[Dashboard] = []
+        self._disk_was_full = False
         if rank == 0 or options.save_for_all_ranks:
             name = "metrics.jsonl" if rank == 0 else f"metrics_rank{rank}.jsonl"
             dump_folder.mkdir(parents=True, exist_ok=True)
@@ -207,7 +209,8 @@ class Metrics:
         self._tokens_seen = tokens_seen
         self._write(record, {f"experts/imbalance/{name}": value for name, value in by_layer.items()})
         if self._tensorboard is not None and self._pending_loads:
-            self._tensorboard.expert_loads(step, self._pending_loads)
+            with self._going_on_where_full():
+                self._tensorboard.expert_loads(step, self._pending_loads)
         if self.rank == 0:
             logger.info(step_line(record, self.total_steps))
 
@@ -229,13 +232,15 @@ class Metrics:
                 tensors[f"gradients/{name}"] = parameter.grad
         counted = histograms(tensors, device())
         if self._tensorboard is not None:
-            self._tensorboard.histograms(step, counted)
+            with self._going_on_where_full():
+                self._tensorboard.histograms(step, counted)
 
     def close(self) -> None:
         """Close the dashboards."""
         show_status("")
         for dashboard in self._dashboards:
-            dashboard.close()
+            with self._going_on_where_full():
+                dashboard.close()
 
     def __enter__(self) -> "Metrics":
         return self
@@ -253,14 +258,28 @@ class Metrics:
     def _write(self, record: dict[str, Any], curves: dict[str, float]) -> None:
         """Write a record, and beside its own numbers `curves` to the dashboards."""
         if self._json is not None:
-            append(self._json, record)
+            with self._going_on_where_full():
+                append(self._json, record)
         shown = dict(record)
         if "data_loading_s" in record:
             shown["data_share"] = record["data_loading_s"] / record["step_time_s"]
         curves |= {tag: shown[key] for key, tag in TAGS.items() if shown.get(key) is not None}
         curves |= {f"data/tokens_{name}": tokens for name, tokens in record.get("tokens_by_source", {}).items()}
         for dashboard in self._dashboards:
-            dashboard.scalars(record["step"], curves)
+            with self._going_on_where_full():
+                dashboard.scalars(record["step"], curves)
+
+    @contextmanager
+    def _going_on_where_full(self) -> Iterator[None]:
+        """Lose what a disk has no room for, and say so once: training is worth more, and the console shows it."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            if not self._disk_was_full:
+                logger.error(f"numbers of steps are lost for metrics.jsonl or a dashboard, training goes on: {error}")
+            self._disk_was_full = True
 
 
 def busiest_over_mean(load_E: torch.Tensor) -> float:

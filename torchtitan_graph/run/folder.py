@@ -12,7 +12,7 @@ from torchtitan_graph.config import JobConfig, dump_toml
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.agree import files_group, on_rank_0
-from torchtitan_graph.patience import wait_for_storage
+from torchtitan_graph.patience import refuse_unreadable, wait_for_storage
 from torchtitan_graph.run.drift import check_drift
 from torchtitan_graph.run.files import write_text
 from torchtitan_graph.run.lock import Lock
@@ -32,30 +32,27 @@ class RunFolder:
         on_rank_0(lambda: wait_for_storage(lambda: self._open(config)), files_group())
 
     def _open(self, config: JobConfig) -> None:
-        try:
+        with _refuse_unwritable(config.job.dump_folder):
             self._lock = Lock(self.path)
             self._ended = threading.Event()
             self._heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
             self._heart.start()
             try:
                 if config.job.save_config_file:
-                    self._save(config, self.path / config.job.save_config_file)
+                    self._compare(config, self.path / config.job.save_config_file)
                 self.status = Status(self.path, config.training.steps)
             except BaseException:
                 self._stop_heart()
                 self._lock.release()
                 raise
-        except OSError as error:
-            why = find_full_disk(self.path, str(error)) or error
-            raise UserError(f"job.dump_folder = {config.job.dump_folder!r} can't be written: {why}") from error
 
     def _stop_heart(self) -> None:
         self._ended.set()
         self._heart.join()
 
-    def _save(self, config: JobConfig, file: Path) -> None:
-        """Compare the configuration with that of the run which is to go on, and save it, here and at an address."""
-        table, remote, compared = config.checkpoint, None, None
+    def _compare(self, config: JobConfig, file: Path) -> None:
+        """Compare the configuration with that of the run which is to go on, here and at an address."""
+        table, compared = config.checkpoint, None
         if file.exists() and any((self.path / table.folder).glob("step-*")):
             check_drift(file, config)
             compared = file.read_bytes()
@@ -63,11 +60,24 @@ class RunFolder:
             with using("remote_folder", table.remote_folder):
                 remote = Remote(table.remote_folder)
             _check_drift_from(remote, config, file.name, compared)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_text(file, dump_toml(config))
-        if remote is not None and not table.load_only:
-            with using("remote_folder", remote.address):
-                remote.put(file.parent, [file.name])
+
+    def save_config(self, config: JobConfig) -> None:
+        """Save the configuration, here and at an address, once the run is set up with it; all ranks together.
+
+        A start that fails leaves the file of the run before it, which says of what its checkpoints are.
+        """
+        if config.job.save_config_file:
+            file = self.path / config.job.save_config_file
+            on_rank_0(lambda: wait_for_storage(lambda: self._write_config(config, file)), files_group())
+
+    def _write_config(self, config: JobConfig, file: Path) -> None:
+        with _refuse_unwritable(config.job.dump_folder):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_text(file, dump_toml(config))
+        table = config.checkpoint
+        if table.enable and table.remote_folder and not table.load_only:
+            with using("remote_folder", table.remote_folder):
+                Remote(table.remote_folder).put(file.parent, [file.name])
 
     def _beat(self) -> None:
         while not self._ended.wait(HEARTBEAT_S):
@@ -106,6 +116,29 @@ class RunFolder:
         finally:  # also where the disk is full
             self.status = None
             self._lock.release()
+
+
+@contextmanager
+def _refuse_unwritable(dump_folder: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        why = find_full_disk(Path(dump_folder), str(error)) or error
+        raise UserError(f"job.dump_folder = {dump_folder!r} can't be written: {why}") from error
+
+
+def check_place(dump_folder: str) -> Path:
+    """Return the path of a run's folder, which need not be there yet.
+
+    Raises:
+        UserError: there is something else, or the system takes no such name.
+    """
+    path, option = Path(dump_folder), f"job.dump_folder = {dump_folder!r}"
+    with refuse_unreadable(option):
+        nearest = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if not nearest.is_dir():
+        raise UserError(f"{option}: {nearest} is a file; name a folder, which is made if it is not there")
+    return path
 
 
 def _check_drift_from(remote: Remote, config: JobConfig, name: str, compared: bytes | None) -> None:

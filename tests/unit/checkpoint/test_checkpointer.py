@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchtitan_graph.checkpoint import Checkpointer, load_model
+from torchtitan_graph.checkpoint import Checkpointer, check_choice, load_model
 from torchtitan_graph.checkpoint.folder import name_for_model
 from torchtitan_graph.config import job
 from torchtitan_graph.errors import UserError
@@ -279,11 +279,28 @@ def test_an_initial_load_path_that_is_no_checkpoint_is_refused(tmp_path: Path) -
         (tmp_path / "empty", "it has no manifest.json"),
         (tmp_path / "theirs", "set checkpoint.initial_load_in_hf = true"),
         (tmp_path / "a", f"did you mean one of {tmp_path / 'a' / 'step-2'}?"),
+        (tmp_path, f"did you mean one of {tmp_path / 'a' / 'step-2'}?"),
     ):
         with pytest.raises(UserError) as error:
             Run(tmp_path / "b", initial_load_path=str(path)).load()
         assert f"checkpoint.initial_load_path = {str(path)!r}" in str(error.value)
         assert message in str(error.value)
+        with pytest.raises(UserError) as before:
+            check_choice(tmp_path / "b", job.Checkpoint(enable=True, initial_load_path=str(path)), num_steps=5)
+        assert str(before.value) == str(error.value)
+
+
+def test_what_can_be_loaded_is_not_refused_before_it_is(tmp_path: Path) -> None:
+    """A save that was killed when it was all but done is finished later; what is not looked at may be wrong."""
+    Run(tmp_path, **full()).train(2)
+    nowhere = job.Checkpoint(enable=True, initial_load_path="nowhere")
+    step_2 = job.Checkpoint(enable=True, load_step=2)
+    for config in (nowhere, step_2):
+        check_choice(tmp_path, config, num_steps=5)
+    (tmp_path / "step-2").rename(tmp_path / "step-2.tmp")
+    for config in (nowhere, step_2):
+        check_choice(tmp_path, config, num_steps=5)
+    assert saved(tmp_path) == ["step-2.tmp"]
 
 
 def test_everything_of_a_model_only_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -207,6 +207,12 @@ def test_a_syntax_error_is_located(tmp_path: Path) -> None:
     assert len(found) == 1 and "is not valid TOML" in found[0] and "line 2" in found[0] and file in found[0]
 
 
+@pytest.mark.parametrize("text", ["[a{}]\nx = 1", "[training]\na{} = 1", "[compile.region_options]\na{} = 1"])
+def test_a_name_of_thousands_of_parts_is_refused(text: str, tmp_path: Path) -> None:
+    (found,) = problems(["--job.config_file", write(tmp_path, text.format(".a" * 3000))])
+    assert "is not valid TOML: nested more than 100 levels deep" in found
+
+
 @pytest.mark.parametrize("text", ["\ufeff[training]\nsteps = 7\n", "[training]\r\nsteps = 7\r\n"])
 def test_a_mark_of_the_encoding_and_line_ends_of_windows_are_read(tmp_path: Path, text: str) -> None:
     path = tmp_path / "run.toml"

@@ -86,6 +86,7 @@ def test_the_slowest_rank_is_found_by_all_and_told_by_one() -> None:
     ]
 
 
-def test_a_small_difference_is_no_warning() -> None:
-    (_, told), _ = run_on(2, compare, [(1.0, 0.5), (2.0, 0.25)], share=0.2)
+@pytest.mark.parametrize(("slowest_s", "share"), [(2.25, 0.2), (1.59, 0.001)], ids=["share", "seconds"])
+def test_a_small_difference_is_no_warning(slowest_s: float, share: float) -> None:
+    (_, told), _ = run_on(2, compare, [(1.0, 0.5), (slowest_s, 0.0)], share=share)
     assert told == []

@@ -1,9 +1,11 @@
 """What is logged, when and where."""
 
+import errno
 import io
 import json
 import math
 import re
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
 from torchtitan_graph.config import JobConfig, job
 from torchtitan_graph.log import logger
-from torchtitan_graph.metrics import Metrics, console, metrics, tensorboard
+from torchtitan_graph.metrics import Metrics, console, jsonl, metrics, tensorboard
 
 KEYS = [
     "step", "loss", "grad_norm", "lr", "tokens_seen", "tokens_per_second", "step_time_s", "data_loading_s", "mfu",
@@ -164,6 +166,37 @@ def test_a_new_run_begins_a_new_file(tmp_path: Path) -> None:
 
 
 # Ranks
+
+
+def test_training_goes_on_where_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_room(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with build(tmp_path, options={"enable_tensorboard": True, "log_freq": 1}) as logs:
+        run(logs, 1, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(metrics, "append", no_room)
+            patch.setattr(tensorboard.TensorBoard, "scalars", no_room)
+            run(logs, 2, 3)
+        run(logs, 4, 4)
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 4]
+    assert caplog.text.count("No space left on device") == 1 and "training goes on" in caplog.text
+
+
+def test_a_line_that_does_not_fit_leaves_no_part_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    jsonl.append(path, {"step": 1})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 4, limits[1]))
+    try:
+        with pytest.raises(OSError):
+            jsonl.append(path, {"step": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    jsonl.append(path, {"step": 3})
+    assert path.read_text() == '{"step": 1}\n{"step": 3}\n'
 
 
 def test_other_ranks_write_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

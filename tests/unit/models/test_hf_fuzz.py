@@ -372,6 +372,16 @@ def test_a_config_that_can_not_be_expressed_is_refused_by_name(what: str, tmp_pa
         new_model(tmp_path)
 
 
+@pytest.mark.parametrize("hidden_size", [10**9, 2**31 - 8])
+def test_shapes_are_compared_before_memory_is_asked_for(hidden_size: int, tmp_path: Path) -> None:
+    saved("llama", {}, {}, tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    raw = {key: value for key, value in raw.items() if key != "head_dim"} | {"hidden_size": hidden_size}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(UserError, match="is of another model:|more numbers than memory can hold"):
+        from_hf(tmp_path)
+
+
 @pytest.mark.parametrize(("key", "read_as"), [("rms_norm_eps", 1e-4), ("rope_theta", 101.0)])
 def test_a_key_that_is_misread_is_seen(key: str, read_as: float, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     saved("llama", {"rms_norm_eps": [1e-5]}, {"rope_theta": 100.0}, tmp_path)

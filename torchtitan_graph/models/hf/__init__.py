@@ -11,12 +11,12 @@ from torch import nn
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.hf.architecture import choose_model, new_model
-from torchtitan_graph.models.hf.read import load_weights
+from torchtitan_graph.models.hf.read import check_weights, load_weights
 from torchtitan_graph.models.hf.write import save_weights
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.init import initialize_buffers
 
-__all__ = ["allocate", "choose_model", "from_hf", "load_weights", "new_model", "save_weights", "to_hf"]
+__all__ = ["allocate", "check_weights", "choose_model", "from_hf", "load_weights", "new_model", "save_weights", "to_hf"]
 
 
 def from_hf(
@@ -33,6 +33,7 @@ def from_hf(
             files, missing, unknown or differently shaped tensors, or quantized ones although `quantized` is false.
     """
     family, model = new_model(Path(path), attn)
+    check_weights(model, family, Path(path), quantized=quantized)  # before memory is asked for, however much it is
     allocate(model, dtype)
     load_weights(model, family, Path(path), quantized=quantized)
     return model

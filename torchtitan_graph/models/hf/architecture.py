@@ -18,8 +18,8 @@ from torchtitan_graph.models.spec import HF_CONTRACT, check_vocabulary, family_n
 TOKENIZER_ONLY = "to take only the tokenizer from there, name the file tokenizer.json itself"
 
 
-def choose_model(job: JobConfig, assets: Path | None, tokenizer_vocab_size: int) -> tuple[ModuleType, Decoder]:
-    """Find the family and build its model on meta; `job.model` takes up the name and the flavour that are found.
+def choose_model(job_config: JobConfig, assets: Path | None, tokenizer_vocab_size: int) -> tuple[ModuleType, Decoder]:
+    """Find the family and build its model on meta; `job_config.model` takes up the name and the flavour that are found.
 
     With a config.json in the folder `assets` (`model.hf_assets_path`), that is the architecture if `model.flavor` is
     not set, and must agree with the flavour if it is. Weights are not looked at.
@@ -28,14 +28,14 @@ def choose_model(job: JobConfig, assets: Path | None, tokenizer_vocab_size: int)
         UserError: as `load_family` and `build_model`; a family that can't be saved as asked; or config.json
             contradicts `model.name` or `model.flavor`, or is not of a family or a form that is known.
     """
-    options, flavor = job.model, job.model.flavor
+    options, flavor = job_config.model, job_config.model.flavor
     file = (assets or Path()) / "config.json"
     raw = read_json(file) if assets is not None and file.is_file() else None
-    if raw is not None and flavor is None and "model.name" not in job.sources:
+    if raw is not None and flavor is None and "model.name" not in job_config.sources:
         options.name = family_of(raw, file)[0]
     family = load_family(options.name)
     lacking = [attribute for attribute in HF_CONTRACT if not hasattr(family, attribute)]
-    if job.checkpoint.last_save_in_hf and lacking:
+    if job_config.checkpoint.last_save_in_hf and lacking:
         raise UserError(
             f"checkpoint.last_save_in_hf = true: {family.__name__} defines no {', '.join(lacking)}: see llama3.py"
         )
@@ -49,8 +49,9 @@ def choose_model(job: JobConfig, assets: Path | None, tokenizer_vocab_size: int)
         if flavor is not None:
             wanted = flavor_config(family, options.name, flavor, tokenizer_vocab_size)
             _check_flavor(options.name, flavor, wanted, config, file)
-    with torch.device("meta"):
-        return family, family.Model(with_mtp_layers(config, job.model.num_mtp_layers, options.name), options.attn)
+    source = f"model.flavor = {options.flavor!r}" if raw is None else str(file)
+    config = with_mtp_layers(config, options.num_mtp_layers, options.name)
+    return family, _on_meta(family, config, options.attn, source)
 
 
 def with_mtp_layers(config: Any, number: int, name: str = "") -> Any:
@@ -75,8 +76,17 @@ def new_model(path: Path, attn: str = "sdpa") -> tuple[ModuleType, Decoder]:
     file = path / "config.json"
     raw = read_json(file)
     _, family = family_of(raw, file)
-    with torch.device("meta"):
-        return family, family.Model(config_of(family, raw, file), attn)
+    return family, _on_meta(family, config_of(family, raw, file), attn, str(file))
+
+
+def _on_meta(family: ModuleType, config: Any, attn: str, source: str) -> Decoder:
+    try:
+        with torch.device("meta"):
+            return family.Model(config, attn)
+    except RuntimeError as error:
+        if "overflow" not in str(error):  # of the bytes of a tensor
+            raise
+        raise UserError(f"{source}: a tensor would have more numbers than memory can hold: {error}") from error
 
 
 def family_of(raw: dict[str, Any], file: Path) -> tuple[str, ModuleType]:

@@ -26,6 +26,15 @@ from torchtitan_graph.parallel.chunk import chunk_of
 NUMBERS = ("F64", "F32", "F16", "BF16")  # dtypes of files that need no scales
 
 
+def check_weights(model: nn.Module, family: ModuleType, path: Path, *, quantized: bool = False) -> None:
+    """Check that the weights in the folder `path` fit a model, which may be on meta: before any memory is asked for.
+
+    Raises:
+        UserError: as `load_weights`.
+    """
+    _match(model, family, path, quantized)
+
+
 @torch.no_grad()
 def load_weights(model: nn.Module, family: ModuleType, path: Path, *, quantized: bool = False) -> None:
     """Copy the weights in the folder `path` into a materialized model, converting them to its dtypes.
@@ -34,6 +43,19 @@ def load_weights(model: nn.Module, family: ModuleType, path: Path, *, quantized:
         UserError: the files can't be read, are quantized although `quantized` is false, or are of another model: then
             the message lists every missing, unknown and differently shaped tensor. Nothing has been copied.
     """
+    folder, prefix, wanted, tied = _match(model, family, path, quantized)
+    _tell_skipped(prefix, [*wanted, *tied], folder, _skippable(family, model))
+    _check_config(model, family, path)
+    for place in wanted:
+        _copy(place, prefix, folder)
+    for place in tied:
+        _check_tied(place, prefix, folder)
+
+
+def _match(
+    model: nn.Module, family: ModuleType, path: Path, quantized: bool
+) -> tuple[DequantizedFolder, str, list[Place], list[Place]]:
+    """Open a folder; give it with the prefix of its names, the model's places in it, and those of tied parameters."""
     folder = DequantizedFolder(Folder(path))
     if folder.quantized() and not quantized:
         raise UserError(
@@ -43,12 +65,8 @@ def load_weights(model: nn.Module, family: ModuleType, path: Path, *, quantized:
     wanted, tied = places(family, model), tied_places(family, model)
     prefix = _prefix(family, wanted, folder)
     tied = [place for place in tied if prefix + place.stored.name in folder.names()]
-    _check(family, prefix, [*wanted, *tied], folder, str(getattr(model.config, "num_layers", "")))
-    _check_config(model, family, path)
-    for place in wanted:
-        _copy(place, prefix, folder)
-    for place in tied:
-        _check_tied(place, prefix, folder)
+    _check(prefix, [*wanted, *tied], folder, _skippable(family, model))
+    return folder, prefix, wanted, tied
 
 
 def _prefix(family: ModuleType, wanted: Iterable[Place], folder: DequantizedFolder) -> str:
@@ -59,7 +77,7 @@ def _prefix(family: ModuleType, wanted: Iterable[Place], folder: DequantizedFold
     return next((prefix for prefix in prefixes if any(prefix + name in there for name in names)), prefixes[0])
 
 
-def _check(family: ModuleType, prefix: str, wanted: list[Place], folder: DequantizedFolder, num_layers: str) -> None:
+def _check(prefix: str, wanted: list[Place], folder: DequantizedFolder, skippable: list[str]) -> None:
     expected = {
         prefix + name: place.stored.file_shape(tuple(place.tensor.shape))
         for place in wanted
@@ -67,10 +85,8 @@ def _check(family: ModuleType, prefix: str, wanted: list[Place], folder: Dequant
     }
     there = folder.names()
     problems = [f"missing: {name}" for name in expected if name not in there]
-    unknown = sorted(there - expected.keys())
-    patterns = [each.replace("{num_layers}", num_layers) for each in getattr(family, "HF_SKIPPED", ())]
-    skipped = {name for name in unknown if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)}
-    problems += [f"unknown: {name}" for name in unknown if name not in skipped]
+    unknown = there - expected.keys()
+    problems += [f"unknown: {name}" for name in sorted(unknown - _skipped(unknown, skippable))]
     for name, shape in expected.items():
         if name in there and folder.shape(name) != shape:
             problems.append(f"{name}: shape {list(folder.shape(name))}, but here {list(shape)}")
@@ -79,7 +95,21 @@ def _check(family: ModuleType, prefix: str, wanted: list[Place], folder: Dequant
     if problems:
         more = f"\n  ... and {len(problems) - 20} more" if len(problems) > 20 else ""
         raise UserError(f"{folder.path} is of another model:\n  " + "\n  ".join(problems[:20]) + more)
-    if skipped:
+
+
+def _skippable(family: ModuleType, model: nn.Module) -> list[str]:
+    """Give the patterns of names that are known to be no part of a model, such as those of a vision tower."""
+    num_layers = str(getattr(model.config, "num_layers", ""))
+    return [pattern.replace("{num_layers}", num_layers) for pattern in getattr(family, "HF_SKIPPED", ())]
+
+
+def _skipped(unknown: set[str], skippable: list[str]) -> set[str]:
+    return {name for name in unknown if any(fnmatch.fnmatchcase(name, pattern) for pattern in skippable)}
+
+
+def _tell_skipped(prefix: str, wanted: list[Place], folder: DequantizedFolder, skippable: list[str]) -> None:
+    names = {prefix + name for place in wanted for name in place.file_names()}
+    if skipped := _skipped(folder.names() - names, skippable):
         logger.info(f"{folder.path}: {len(skipped)} tensors are no part of this model, such as {min(skipped)}")
 
 

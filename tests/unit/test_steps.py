@@ -1,0 +1,56 @@
+"""What is refused before a step is built, and how ranks' counts are added."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from torchtitan_graph import device as devices
+from torchtitan_graph.config import JobConfig, load
+from torchtitan_graph.errors import UserError
+from torchtitan_graph.models import llama3
+from torchtitan_graph.models.layers.decoder import Decoder
+from torchtitan_graph.parallel.layout import ParallelDims
+from torchtitan_graph.steps import Steps, check_steps, step_options
+
+
+def built(*options: str) -> tuple[JobConfig, Decoder]:
+    config = load(options)
+    with torch.device("meta"):
+        return config, llama3.Model(llama3.FLAVORS["debugmodel"], config.model.attn)
+
+
+def check(config: JobConfig, model: Decoder, device: str = "cpu") -> None:
+    options = step_options(config, model, 1, torch.device(device))
+    check_steps(config, model, llama3, ParallelDims(), options)
+
+
+@pytest.mark.parametrize("mode", ["graph", "eager"])
+def test_a_model_without_a_parameter_to_train_is_refused(mode: str) -> None:
+    config, model = built("--compile.mode", mode)
+    check(config, model)
+    model.requires_grad_(False)
+    with pytest.raises(UserError, match="model.name = 'llama3': none of its parameters takes gradients"):
+        check(config, model)
+
+
+@pytest.mark.parametrize("table", ["training", "validation"])
+def test_rows_whose_tokens_do_not_fit_are_refused(table: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """32 bytes a token, also where there is no dense mask: flex attention on a GPU."""
+    monkeypatch.setattr(devices, "memory_total_gib", lambda: 1.0)
+    rows = [f"--{table}.local_batch_size", "2", "--model.attn", "flex", "--validation.enable", f"--{table}.seq_len"]
+    check(*built(*rows, str(2**24)), device="cuda")
+    config, model = built(*rows, str(2**24 + 1))
+    words = rf"{table}.seq_len = 16777217: the tokens of {table}.local_batch_size 2 rows would take about 1 GiB"
+    with pytest.raises(UserError, match=words):
+        check(config, model, device="cuda")
+
+
+def test_counts_of_several_dtypes_keep_them() -> None:
+    """Beyond 2**24 a count in float32 would no longer be exact."""
+    layout = SimpleNamespace(sum_over_data=lambda x: x)
+    steps = Steps(None, layout, False, None, None)  # type: ignore[arg-type]
+    state = {"a": torch.tensor([2**24 + 1]), "b": torch.tensor([[0.5]]), "c": torch.tensor(3)}
+    summed = steps._sum_state(state)
+    assert list(summed) == ["a", "b", "c"]
+    assert all(torch.equal(summed[name], x) and summed[name].dtype == x.dtype for name, x in state.items())

@@ -114,11 +114,9 @@ def _end(error: BaseException, code: int, folder: Path | None, run: RunFolder | 
             run.close(*(STOPPED, stop.name(stop.received())) if stopped else (FAILED, str(error)))
     except OSError as disk:  # it may be what the error itself is about
         logger.warning(f"the end of this run is not written to {folder}: {disk}")
-    told = tell_launcher(error, code)
     if stopped:
-        logger.warning(str(error)) if not told else None
-        os._exit(0 if told else code)  # tearing torch down takes seconds; torchrun starts again what does not return 0
-    if told:
+        stop.end()
+    if tell_launcher(error, code):
         return code
     if code == FAULT:
         raise error

@@ -32,6 +32,7 @@ from torchtitan_graph.run.failure import (
     NON_FINITE,
     SAVE_FAILED,
     STORAGE_AWAY,
+    NotTriedAgain,
     refuse_to_repeat,
     tell_launcher,
     write_failure,
@@ -88,6 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         stop.restore()
         _leave_group()
         code = next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), FAULT)
+        if isinstance(error, NotTriedAgain):
+            code = error.code
         if is_away(error):
             code = STORAGE_AWAY
             logger.error("storage is away; started again once it is back, the run goes on")

@@ -32,6 +32,10 @@ from torchtitan_graph.run.files import read_json
 # What workers are told when the launcher gets a signal.
 PASSED_ON = {number: number for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
 PASSED_ON |= {signal.SIGHUP: signal.SIGTERM, signal.SIGQUIT: signal.SIGTERM}
+# Of torchrun's agent: how workers ended, which `tell` tells; and that the store is gone, with a stack of C++, as after
+# many a run of several nodes, when the first one's agent ends before the others'. Where it matters it is raised, too.
+QUIET = ("multiprocessing", "rendezvous")
+LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"  # torch reads it when it is imported
 ALONE_S = 5.0  # in which a worker that is being started says that it can take signals
 TEARDOWN_S = 60.0  # in which a worker that has nothing left to do ends
 
@@ -104,14 +108,19 @@ class Launch:
 
     def run(self, words: list[str]) -> int:
         """Start the workers, wait for them, tell why they ended, and return the exit code."""
+        is_asked_for = LOG_LEVEL in os.environ
+        os.environ.setdefault(LOG_LEVEL, "ERROR")
         from torch.distributed import run  # takes seconds
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+        if not is_asked_for:
+            del os.environ[LOG_LEVEL]  # the workers print as ever
         os.environ[stop.LAUNCHER] = str(self.folder)
         (self.folder / f"{os.getpid()}.launcher").touch()
-        quiet = logging.getLogger("torch.distributed.elastic.multiprocessing")  # what it says is told by `tell`
-        quiet.addHandler(logging.NullHandler())
-        quiet.propagate = False
+        for name in QUIET:
+            quiet = logging.getLogger(f"torch.distributed.elastic.{name}")
+            quiet.addHandler(logging.NullHandler())
+            quiet.propagate = False
         arguments = run.parse_args(words)
         stop.begin_steps()  # from here on a signal does not end this process, but goes to the workers
         for number in PASSED_ON:

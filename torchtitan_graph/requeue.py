@@ -1,9 +1,9 @@
 """Whether a SLURM job starts again: what multinode_trainer.slurm asks before and after it trains.
 
-    python -m torchtitan_graph.requeue begin|end [--table.key value ...]
+    python -m torchtitan_graph.requeue begin|end|stopped [--table.key value ...]
 
-The run's status and failures decide, never an exit code: torchrun's is not zero after every signal. What happened in
-each attempt of the job is kept in `requeue.json` in the run's folder.
+`stopped` is the end of an attempt that a signal was to stop. The run's status and failures decide, never an exit code.
+What happened in each attempt of the job is kept in `requeue.json` in the run's folder.
 """
 
 import os
@@ -56,7 +56,7 @@ def begin_attempt(folder: Path, job_id: str, restart: int, nodes: list[str], dow
     return _limit(attempts, [], f"attempt {restart + 1} on {', '.join(nodes)}")
 
 
-def end_attempt(folder: Path, job_id: str, restart: int, down: list[str]) -> Decision:
+def end_attempt(folder: Path, job_id: str, restart: int, down: list[str], told_to_stop: bool = False) -> Decision:
     """Note how an attempt ended, and decide whether there is to be another."""
     history = read_json(folder / NAME)
     attempt = history["attempts"][-1]
@@ -76,6 +76,8 @@ def end_attempt(folder: Path, job_id: str, restart: int, down: list[str]) -> Dec
         why = "it would fail in the same way again"
     elif FAULT in codes and not failures[0]["lost_peer"]:
         why = "an error that is no node's"
+    elif told_to_stop and not failures:
+        again, why = True, f"told to stop, and ended before it {'had saved' if mine else 'trained'}"
     else:
         again, why = True, "a node failed the preflight" if failures and not mine else "a process or a node was lost"
         attempt["bad_nodes"] += [failure["host"] for failure in failures if failure["code"] == BAD_NODE]
@@ -121,14 +123,14 @@ def main() -> int:
             raise
         print(f"requeue: go on: storage is away: {error}", file=sys.stderr)
         requeued = _requeue(job_id, [])
-        return 0 if requeued and when == "end" else 1
+        return 0 if requeued and when != "begin" else 1
     nodes = _slurm("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split()
     down = _slurm("sinfo", "--noheader", "--Node", "--states=down,drain,fail,unk,no_respond", "--format=%N").split()
     if when == "begin":
         decision = begin_attempt(folder, job_id, restart, nodes, down)
         print(folder)
     else:
-        decision = end_attempt(folder, job_id, restart, down)
+        decision = end_attempt(folder, job_id, restart, down, told_to_stop=when == "stopped")
         _report(folder)
     held = [node for node in decision.exclude if node in nodes]
     print(f"requeue: {'go on' if decision.again else 'stop'}: {decision.why}", file=sys.stderr)
@@ -137,7 +139,7 @@ def main() -> int:
     if when == "begin" and not held:
         return 0
     requeued = _requeue(job_id, decision.exclude)
-    return 0 if requeued and when == "end" else 1
+    return 0 if requeued and when != "begin" else 1
 
 
 def _report(folder: Path) -> None:

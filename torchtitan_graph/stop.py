@@ -8,6 +8,7 @@ so this module imports nothing but the standard library, and `train.py` calls `i
 
 import contextlib
 import ctypes
+import json
 import os
 import signal
 import sys
@@ -15,6 +16,7 @@ import threading
 import time
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 START = time.time()  # when this process began, as near as a module can tell
 
@@ -122,7 +124,7 @@ def _note(number: int, frame: FrameType | None) -> None:
         if again and both_ctrl_c:  # who presses Ctrl-C again does not want to wait
             raise Stopped
     elif again or not _can_unwind:
-        _end()
+        end()
     elif first:
         raise Stopped
 
@@ -164,10 +166,26 @@ def _end_if_not_stepping(number: int) -> None:
     global _received
     if not _stepping:
         _received = _received or number
-        _end()
+        end()
 
 
-def _end() -> None:
-    if LAUNCHER not in os.environ:  # which has its own words for that
+def end() -> NoReturn:
+    """End the process at once, and say why: to its launcher, if it has one, else to the user.
+
+    A launcher's worker then returns 0. torchrun starts again what does not, though the run is to stop.
+    """
+    folder = os.environ.get(LAUNCHER)
+    if folder:
+        _tell(Path(folder))
+    else:
         print(message(), file=sys.stderr, flush=True)
-    os._exit(exit_code())
+    os._exit(0 if folder else exit_code())  # tearing torch down takes seconds
+
+
+def _tell(folder: Path) -> None:
+    """Write what `launch.py` reads of a worker that ended."""
+    attempt, rank = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), os.environ.get("RANK", "0")
+    record = {"code": exit_code(), "rank": int(rank), "time": time.time(), "lost_peer": False}
+    tmp = folder / f"{rank}.{threading.get_ident()}.tmp"  # two threads may end the process
+    tmp.write_text(json.dumps({**record, "message": f"Stopped: {message()}", "traceback": ""}))
+    os.replace(tmp, folder / f"{attempt}.{rank}.json")

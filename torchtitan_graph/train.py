@@ -32,6 +32,7 @@ from torchtitan_graph.run.failure import (
     NON_FINITE,
     SAVE_FAILED,
     STORAGE_AWAY,
+    NotTriedAgain,
     refuse_to_repeat,
     tell_launcher,
     write_failure,
@@ -90,6 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         stop.begin_teardown()
         _leave_group()
         code = next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), FAULT)
+        if isinstance(error, NotTriedAgain):
+            code = error.code
         if is_away(error):
             code = STORAGE_AWAY
             logger.error("storage is away; started again once it is back, the run goes on")
@@ -117,11 +120,9 @@ def _end(error: BaseException, code: int, folder: Path | None, run: RunFolder | 
             run.close(*(STOPPED, stop.name(stop.received())) if stopped else (FAILED, str(error)))
     except OSError as disk:  # it may be what the error itself is about
         logger.warning(f"the end of this run is not written to {folder}: {disk}")
-    told = tell_launcher(error, code)
     if stopped:
-        logger.warning(str(error)) if not told else None
-        os._exit(0 if told else code)  # tearing torch down takes seconds; torchrun starts again what does not return 0
-    if told:
+        stop.end()
+    if tell_launcher(error, code):
         return code
     if code == FAULT:
         raise error

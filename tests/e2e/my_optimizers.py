@@ -1,5 +1,7 @@
 """An optimizer of a user's own, found on PYTHONPATH by `optimizer.name = "my_optimizers.Lion"`."""
 
+import errno
+import resource
 from collections.abc import Callable
 from typing import Any
 
@@ -44,3 +46,20 @@ class BreaksInStep3(Lion):
         if self.steps == 3 and dist.get_rank() == dist.get_world_size() - 1:
             raise ValueError("too many values to unpack")
         super().step()
+
+
+class FillsTheDisk(Lion):
+    """Leave no room for a file of more than 30 KB, as a full disk would."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        super().step()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+class LosesItsStorage(Lion):
+    """Raise what a file server that is away does."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        raise OSError(errno.ESTALE, "Stale file handle")

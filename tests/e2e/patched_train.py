@@ -3,7 +3,6 @@
 Each patch is a function without arguments, to be called before `main`; what it needs to know is in the environment.
 """
 
-import dataclasses
 import errno
 import hashlib
 import itertools
@@ -26,7 +25,6 @@ from torchtitan_graph.data.loader import DataLoader
 from torchtitan_graph.models.hf.files import NewFolder
 from torchtitan_graph.parallel.storage import Storage
 from torchtitan_graph.run import lock
-from torchtitan_graph.steps import StepOptions
 
 
 def have_a_kibibyte_of_memory() -> None:
@@ -201,18 +199,6 @@ def record_rows() -> None:
         return batch
 
     DataLoader.__next__ = take_and_record  # type: ignore[method-assign]
-
-
-def infinite_loss_on_rank_1() -> None:
-    """Multiply the loss by infinity on rank 1."""
-    step_options = trainer.step_options
-
-    def with_infinite_loss(*args: Any) -> StepOptions:
-        options = step_options(*args)
-        return dataclasses.replace(options, loss=lambda *inputs: options.loss(*inputs) * float("inf"))
-
-    if os.environ["RANK"] == "1":
-        trainer.step_options = with_infinite_loss
 
 
 if __name__ == "__main__":

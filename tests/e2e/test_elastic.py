@@ -1,10 +1,11 @@
 """A lost or hanging worker: torchrun starts all of them again, and the run ends with the bits it would have had."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
-from runs import Result, numbers, saved, torchrun
+from runs import TINY, Command, Result, numbers, saved, torchrun
 
 # As run_train.sh and multinode_trainer.slurm set it; torchrun reads its own options from PET_*.
 RESTART = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PET_MAX_RESTARTS": "1", "PET_MONITOR_INTERVAL": "0.1"}
@@ -42,9 +43,11 @@ def test_hanging_worker(reference: tuple[Path, Result], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_numbers_that_are_not_finite_are_not_tried_again(tmp_path: Path) -> None:
-    options = ["--job.dump_folder", str(tmp_path)]
-    named = {**RESTART, "PET_RDZV_ID": "mine"}
-    code, output = torchrun(2, *options, patch="infinite_loss_on_rank_1", **named).finish()
-    assert code != 0
-    assert output.count("not tried again: NonFiniteError: step 1: the loss is not finite on ranks [1]") >= 1, output
+def test_numbers_that_are_not_finite_are_not_tried_again_and_the_exit_code_stays(tmp_path: Path) -> None:
+    agent = ["--nproc-per-node", "2", "--rdzv-id", "mine", "--rdzv-backend", "c10d", "--local-addr", "127.0.0.1"]
+    agent += ["--rdzv-conf", "store_type=file", "--redirects", "3", "--log-dir", str(tmp_path / "logs")]
+    options = ["--job.config_file", TINY, "--job.dump_folder", str(tmp_path), "--model.name", "my_models.infinite"]
+    words = [sys.executable, "-m", "torchtitan_graph.launch", *agent, "--", *options]
+    code, output = Command(*words, **RESTART).finish()
+    assert code == 3, output
+    assert output.count("not tried again: NonFiniteError: step 1: the loss is not finite on ranks [1]") == 1, output

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import json
 import os
 import pty
 import re
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import patched_train
 import pytest
-from runs import REPOSITORY, TINY, Command, Result, numbers, records, saved_steps, torchrun, train
+from runs import REPOSITORY, TINY, Command, Result, numbers, records, saved_steps, train
 
 OLD_FILE = REPOSITORY / "tests" / "unit" / "config" / "old_files" / "debug.toml"
 
@@ -117,10 +118,8 @@ def test_run_ends_where_the_data_ends(tmp_path: Path) -> None:
 
 
 def test_a_crash_on_one_of_two_ranks_is_told_once_with_its_exit_code(tmp_path: Path) -> None:
-    options = ["--job.dump_folder", "./run", "--optimizer.name", "my_optimizers.BreaksInStep3"]
-    code, output = Command(
-        str(REPOSITORY / "run_train.sh"), *options, cwd=tmp_path, NGPU="2", CONFIG_FILE=TINY
-    ).finish()
+    options = ["--optimizer.name", "my_optimizers.BreaksInStep3"]
+    code, output = launch(*options, folder=tmp_path, ranks=2)
     assert code == 1, output
     _, _, told = output.partition("step 2/5")
     assert told.count("Traceback") == 1 and "ERROR   rank 1 failed:\nTraceback" in told, output
@@ -130,11 +129,34 @@ def test_a_crash_on_one_of_two_ranks_is_told_once_with_its_exit_code(tmp_path: P
 
 
 def test_numbers_that_are_not_finite_stop_the_run_and_name_the_rank(tmp_path: Path) -> None:
-    code, output = torchrun(2, "--job.dump_folder", str(tmp_path), patch="infinite_loss_on_rank_1").finish()
-    assert code != 0
-    assert re.search(r"exitcode *: 3", output), "torchrun's report names the trainer's exit code"
-    assert "step 1: the loss is not finite on ranks [1]" in output
-    assert not list((tmp_path / "checkpoint").glob("*"))
+    code, output = launch("--model.name", "my_models.infinite", folder=tmp_path, ranks=2)
+    assert code == 3, output
+    assert output.count("step 1: the loss is not finite on ranks [1]") == 1, "told once"
+    assert "Traceback" not in output
+    assert not list((tmp_path / "run" / "checkpoint").glob("*"))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "code", "told"),
+    [
+        ("FillsTheDisk", 4, "step-2 could not be saved (rank 0: OSError: [Errno 27] File too large)"),
+        ("LosesItsStorage", 6, "Stale file handle"),
+    ],
+)
+def test_what_became_of_storage_is_the_launcher_s_exit_code(
+    optimizer: str, code: int, told: str, tmp_path: Path
+) -> None:
+    result = launch("--optimizer.name", f"my_optimizers.{optimizer}", folder=tmp_path, ranks=1)
+    assert result.code == code, result.output
+    assert result.output.count(told) == 1 and "Traceback" not in result.output, result.output
+    failure = json.loads(next((tmp_path / "run" / "failures").iterdir()).read_text())
+    assert failure["code"] == code
+
+
+def launch(*options: str, folder: Path, ranks: int) -> Result:
+    """Train with `tiny.toml` through run_train.sh, in `folder`/run."""
+    command = [str(REPOSITORY / "run_train.sh"), "--job.dump_folder", "./run", *options]
+    return Command(*command, cwd=folder, NGPU=str(ranks), CONFIG_FILE=TINY).finish()
 
 
 def test_numbers_that_are_not_finite_leave_the_last_checkpoint(tmp_path: Path) -> None:

@@ -102,12 +102,13 @@ def assert_same_run(run: Path, other: Path) -> None:
 def test_job_that_hits_its_time_limit_requeues_and_ends_bitwise_the_same(
     cluster: Callable[..., str], never_stopped: Path, tmp_path: Path
 ) -> None:
-    # Two microbatches of 6 s: the limit comes long before the eighth step.
-    job = Job(cluster, tmp_path, 6, "--time=2", "--signal=B:USR1@45")
+    # Two microbatches of 10 s: the limit comes before the eighth step, and after the start on a busy machine.
+    job = Job(cluster, tmp_path, 10, "--time=3", "--signal=B:USR1@45")
     job.wait_for_the_end()
     assert "stopped by SIGUSR1 after step" in job.log()
     assert "requeue: go on: stopped by SIGUSR1" in job.log()
     assert re.search(r"Restarts=[1-9]", job.show())
+    assert "Exception raised from" not in job.log()
     assert_same_run(job.run, never_stopped)
     ranks = {path.parent.name for path in (job.run / "logs").rglob("stderr.log")}
     assert ranks == {"0"}, "one process per node, each with a log of its own"

@@ -158,6 +158,25 @@ def test_a_worker_that_hangs_after_its_work_is_killed(launch: Launch, caplog: py
     launch._kill_hanging()
 
 
+def test_that_the_store_ends_before_other_nodes_agents_is_not_told(
+    launch: Launch, own_signals: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[str | None] = []
+
+    def agent(_: object) -> None:
+        shown.append(os.environ.get(launcher.LOG_LEVEL))
+        logging.getLogger("torch.distributed.elastic.rendezvous.dynamic_rendezvous").warning("failed to shutdown")
+
+    monkeypatch.setattr(stop, "_stepping", False)
+    monkeypatch.setattr(run, "run", agent)
+    # caplog's handler is no proof: pytest adds it to loggers that propagate nothing, too.
+    handler = logging.Handler()
+    handler.emit = lambda record: shown.append(record.getMessage())  # type: ignore[method-assign]
+    monkeypatch.setattr(logging.getLogger("torch.distributed"), "handlers", [handler])
+    assert launch.run(["-m", "nothing"]) == 0
+    assert shown == [None], "of the agent nothing is shown, and its workers' environment asks for all"
+
+
 def test_without_options_of_torchrun_it_starts_what_is_asked_for_on_this_machine() -> None:
     command = [sys.executable, "-m", "torchtitan_graph.launch", "--", "--training.steps", "few"]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -48,8 +48,8 @@ class FakeJob:
         name = f"7.{self.restart}.{elastic}-{host}-{lost_peer}.json"
         (self.folder / "failures" / name).write_text(json.dumps(record))
 
-    def end(self, down: tuple[str, ...] = ()) -> Decision:
-        return end_attempt(self.folder, "7", self.restart, list(down))
+    def end(self, down: tuple[str, ...] = (), told_to_stop: bool = False) -> Decision:
+        return end_attempt(self.folder, "7", self.restart, list(down), told_to_stop)
 
 
 @pytest.fixture
@@ -64,6 +64,17 @@ def test_stopped_run_goes_on_and_finished_one_does_not(job: FakeJob) -> None:
     assert job.begin().again
     job.status("finished", 20)
     assert job.end() == Decision(False, "the run is finished", [])
+
+
+def test_attempt_that_is_stopped_before_its_first_step_or_its_save_says_so(job: FakeJob) -> None:
+    job.begin()
+    assert job.end(told_to_stop=True) == Decision(True, "told to stop, and ended before it trained", [])
+    job.begin()
+    job.status("running", 10)
+    assert job.end(told_to_stop=True) == Decision(True, "told to stop, and ended before it had saved", [])
+    job.begin()
+    job.failure("n2", 2)
+    assert job.end(told_to_stop=True) == Decision(False, "it would fail in the same way again", [])
 
 
 @pytest.mark.parametrize("code", [2, 3])

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from torchtitan_graph import stop
+from torchtitan_graph.launch import Launch
+from torchtitan_graph.log import logger
 
 # A process that is set up for ever, in Python or in a call that never comes back to it.
 SETUP = """
@@ -69,11 +71,34 @@ def test_workers_die_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     ],
 )
 def test_a_signal(phase: str, signals: list[signal.Signals], code: int, said: str) -> None:
+    got, output = send(phase, *signals)
+    assert (got, output.count(said), output.count("\n")) == (code, 1, 1), output
+
+
+@pytest.mark.parametrize("phase", ["import", "blocked"])
+def test_a_worker_that_a_signal_ends_has_not_failed_and_tells_its_launcher(
+    phase: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With another exit code torchrun would start it again, though the job is to stop."""
+    env = {stop.LAUNCHER: str(tmp_path), "RANK": "1", "TORCHELASTIC_RESTART_COUNT": "2"}
+    assert send(phase, signal.SIGUSR1, **env) == (0, "")
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logger, "propagate", True)
+    assert Launch(tmp_path).tell(2, {}) == 128 + signal.SIGUSR1
+    assert [message.partition(";")[0] for message in caplog.messages] == ["stopped by SIGUSR1 before the first step"]
+
+
+def send(phase: str, *signals: signal.Signals, **env: str) -> tuple[int, str]:
+    """Return the exit code of a process that gets these signals in a phase, and what it prints then."""
     process = subprocess.Popen(
-        [sys.executable, "-c", SETUP, phase], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [sys.executable, "-c", SETUP, phase],
+        env={**os.environ, **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     assert process.stdout and process.stdout.readline() == "ready\n"
     for number in signals:
         process.send_signal(number)
     output, _ = process.communicate(timeout=8)  # 2 s on a machine that is not busy
-    assert (process.returncode, output.count(said), output.count("\n")) == (code, 1, 1), output
+    return process.returncode, output

@@ -59,14 +59,23 @@ def read_failures(dump_folder: Path) -> list[dict[str, Any]]:
     return sorted(records, key=lambda record: (record["lost_peer"], record["time"]))
 
 
+class NotTriedAgain(UserError):
+    """An attempt would end as the one before it did, with this exit code."""
+
+    def __init__(self, failure: dict[str, Any]) -> None:
+        said = failure["message"].removeprefix("NotTriedAgain: not tried again: ")  # by a peer, or an attempt between
+        super().__init__(f"not tried again: {said}")
+        self.code: int = failure["code"]
+
+
 def refuse_to_repeat(dump_folder: Path) -> None:
-    """Raise the UserError that torchrun's attempt before this one ended with, if this one would end so too."""
+    """Raise the error that torchrun's attempt before this one ended with, if this one would end so too."""
     me = identity()
     if me["job_id"] is None or me["attempt"][1] == 0:
         return
     for failure in read_failures(dump_folder):
         if failure["code"] in FINAL:
-            raise UserError(f"not tried again: {failure['message']}")
+            raise NotTriedAgain(failure)
 
 
 def _describe(error: BaseException, code: int) -> dict[str, Any]:

@@ -80,6 +80,7 @@ def test_a_worker_that_a_signal_ends_has_not_failed_and_tells_its_launcher(
     phase: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With another exit code torchrun would start it again, though the job is to stop."""
+    (tmp_path / f"{os.getpid()}.launcher").touch()
     env = {stop.LAUNCHER: str(tmp_path), "RANK": "1", "TORCHELASTIC_RESTART_COUNT": "2"}
     assert send(phase, signal.SIGUSR1, **env) == (0, "")
     monkeypatch.setattr(logger, "handlers", [])

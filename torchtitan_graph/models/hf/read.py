@@ -99,7 +99,7 @@ def _check(prefix: str, wanted: list[Place], folder: DequantizedFolder, skippabl
 
 def _skippable(family: ModuleType, model: nn.Module) -> list[str]:
     """Give the patterns of names that are known to be no part of a model, such as those of a vision tower."""
-    num_layers = str(getattr(model.config, "num_layers", ""))
+    num_layers = str(getattr(getattr(model, "config", None), "num_layers", ""))
     return [pattern.replace("{num_layers}", num_layers) for pattern in getattr(family, "HF_SKIPPED", ())]
 
 

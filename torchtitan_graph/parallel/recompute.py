@@ -17,8 +17,16 @@ aten = torch.ops.aten
 
 MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default, GROUPED_MM)
 
+# What tells the host how many rows go to which rank: kept under any policy, so that it waits for a GPU once a layer.
+HOST_READS = (torch.ops._c10d_functional.all_to_all_single.default, torch.ops.torchtitan_graph.row_splits.default)
+
 # Costly to compute again for the memory they free: what `selective` with "op" keeps, beside every second matmul.
-SAVED_OPS = (*ATTENTION, torch.ops._c10d_functional.reduce_scatter_tensor.default)
+SAVED_OPS = (
+    *ATTENTION,
+    *HOST_READS,
+    torch.ops.torchtitan_graph.exchange.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from torchtitan_graph.graph.blocks import number_of
 from torchtitan_graph.graph.flops import ATTENTION, GROUPED_MM
+from torchtitan_graph.graph.torch_private import ignore_profiler_in_recomputation
 
 aten = torch.ops.aten
 
@@ -66,6 +67,8 @@ class KeptOps:
 
 def recompute_eager(blocks: Mapping[str, nn.Module], recompute: Recompute) -> None:
     """Checkpoint the blocks of an eager model in place, their names unchanged."""
+    if recompute.by_op:
+        ignore_profiler_in_recomputation()
     for name, block in blocks.items():
         if recompute.whole_block(number_of(name)):
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)

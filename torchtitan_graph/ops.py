@@ -1,4 +1,4 @@
-"""Operators of our own: products and sums over groups of rows whose sizes only the data know.
+"""Operators of our own: products and sums over groups of rows whose sizes only the data know, and exchanges of rows.
 
 Rows come sorted by group; `offsets_E[e]` is where group e ends. Shapes do not depend on the sizes, so a graph holds
 each as one node, and their backwards are made of them.
@@ -14,7 +14,8 @@ _LIBRARY = "torchtitan_graph"
 
 def _takes_grouped_kernel(x: Tensor, w: Tensor, width: int) -> bool:
     """Tell whether torch's grouped kernel can multiply these, to a result of rows of `width`."""
-    return _has_grouped_kernel(x) and _is_aligned(x) and _is_aligned(w) and width * x.element_size() % 16 == 0
+    is_aligned = _is_aligned(x) and _is_aligned(w) and width * x.element_size() % 16 == 0
+    return x.numel() > 0 and _has_grouped_kernel(x) and is_aligned
 
 
 def _has_grouped_kernel(x: Tensor) -> bool:
@@ -118,22 +119,32 @@ def _grouped_mm_backward(ctx, grad_SF: Tensor):  # type: ignore[no-untyped-def]
 grouped_mm.register_autograd(_grouped_mm_backward, setup_context=_save)
 
 
-class _RowOfGroup(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, bias_EF: Tensor, group_S: Tensor, offsets_E: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(offsets_E)
-        return bias_EF.index_select(0, group_S)
+@torch.library.custom_op(f"{_LIBRARY}::grouped_add", mutates_args=())
+def grouped_add(x_SF: Tensor, bias_EF: Tensor, offsets_E: Tensor) -> Tensor:
+    """Add its group's bias to each row: (S, F), (E, F) -> (S, F).
 
-    @staticmethod
-    def backward(ctx, grad_SF: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def, override]
-        (offsets_E,) = ctx.saved_tensors
-        return grouped_sum(grad_SF.contiguous(), offsets_E), None, None
+    The bias' gradient is summed group by group, in a fixed order; that of plain indexing is added up by whichever
+    thread comes first on a GPU.
+    """
+    row_S = torch.arange(x_SF.shape[0], device=x_SF.device, dtype=offsets_E.dtype)
+    return x_SF + bias_EF.index_select(0, torch.searchsorted(offsets_E, row_S, right=True))
 
 
-def row_of_group(bias_EF: Tensor, group_S: Tensor, offsets_E: Tensor) -> Tensor:
-    """Give each row its group's bias: (E, F) -> (S, F). The gradient is summed group by group, in a fixed order; that
-    of plain indexing is added up by whichever thread comes first on a GPU."""
-    return _RowOfGroup.apply(bias_EF, group_S, offsets_E)
+@grouped_add.register_fake
+def _(x_SF: Tensor, bias_EF: Tensor, offsets_E: Tensor) -> Tensor:
+    return torch.empty_like(x_SF)
+
+
+def _save_offsets(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    ctx.save_for_backward(inputs[-1])
+
+
+def _grouped_add_backward(ctx, grad_SF: Tensor):  # type: ignore[no-untyped-def]
+    (offsets_E,) = ctx.saved_tensors
+    return grad_SF, grouped_sum(grad_SF.contiguous(), offsets_E) if ctx.needs_input_grad[1] else None, None
+
+
+grouped_add.register_autograd(_grouped_add_backward, setup_context=_save_offsets)
 
 
 class _Permuted(torch.autograd.Function):
@@ -157,3 +168,91 @@ def permuted(x_TD: Tensor, order_S: Tensor, inverse_S: Tensor, copies: int = 1) 
     a GPU's threads decide.
     """
     return _Permuted.apply(x_TD, order_S, inverse_S, copies)
+
+
+# --- rows on their way to the ranks that hold their experts, and back -------------------------------------------------
+
+
+@torch.library.custom_op(f"{_LIBRARY}::row_splits", mutates_args=())
+def row_splits(sent_RE: Tensor, received_RE: Tensor) -> Tensor:
+    """Give, in host memory, how many rows go to each rank and come from it: (ranks, experts) twice -> (2, ranks).
+
+    What the host reads here is all that it has to know of a dispatch; on a GPU it waits for it.
+    """
+    return torch.stack([sent_RE.sum(1), received_RE.sum(1)]).cpu()
+
+
+@torch.library.custom_op(f"{_LIBRARY}::exchange", mutates_args=())
+def exchange(x_SD: Tensor, splits_2R: Tensor, back: bool, nominal: int, group: str) -> Tensor:
+    """Start sending rows to the ranks of a group; a `wait_tensor` must follow.
+
+    The first `splits_2R[0, 0]` rows go to rank 0 and so on, `splits_2R[1, r]` come from rank r; `back` returns them.
+    The number of rows is in no shape that a graph knows: a trace shows `nominal`, and all that takes such rows must
+    take any number. Where `nominal` is what each rank has at home it is the mean over the ranks.
+    """
+    send, receive = reversed(splits_2R.tolist()) if back else splits_2R.tolist()
+    return torch.ops._c10d_functional.all_to_all_single(x_SD, receive, send, group)
+
+
+@torch.library.custom_op(f"{_LIBRARY}::regroup", mutates_args=())
+def regroup(x_SD: Tensor, counts_RE: Tensor, back: bool) -> Tensor:
+    """Bring rows that lie by rank, then expert, into the order by expert, then rank; `back` undoes it.
+
+    The host reads nothing.
+    """
+    counts, turned = counts_RE.flatten(), counts_RE.t().flatten()
+    begins = (counts.cumsum(0) - counts).view_as(counts_RE).t().flatten()
+    shifts, S = begins - (turned.cumsum(0) - turned), x_SD.shape[0]
+    order_S = torch.repeat_interleave(shifts, turned, output_size=S) + torch.arange(S, device=x_SD.device)
+    return torch.empty_like(x_SD).index_copy_(0, order_S, x_SD) if back else x_SD.index_select(0, order_S)
+
+
+@row_splits.register_fake
+def _(sent_RE: Tensor, received_RE: Tensor) -> Tensor:
+    return torch.empty(2, sent_RE.shape[0], dtype=sent_RE.dtype, device="cpu")
+
+
+@exchange.register_fake
+def _(x_SD: Tensor, splits_2R: Tensor, back: bool, nominal: int, group: str) -> Tensor:
+    return x_SD.new_empty(nominal, x_SD.shape[1])
+
+
+@regroup.register_fake
+def _(x_SD: Tensor, counts_RE: Tensor, back: bool) -> Tensor:
+    return torch.empty_like(x_SD)
+
+
+def _save_counts(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    _, counts_RE, ctx.back = inputs
+    ctx.save_for_backward(counts_RE)
+
+
+def _regroup_backward(ctx, grad_SD: Tensor):  # type: ignore[no-untyped-def]
+    (counts_RE,) = ctx.saved_tensors
+    return regroup(grad_SD.contiguous(), counts_RE, not ctx.back), None, None
+
+
+regroup.register_autograd(_regroup_backward, setup_context=_save_counts)
+
+
+class _Exchanged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_SD: Tensor, splits_2R: Tensor, back: bool, group: str) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(splits_2R)
+        ctx.back, ctx.group = back, group
+        return _wait(exchange(x_SD.contiguous(), splits_2R, back, x_SD.shape[0], group))
+
+    @staticmethod
+    def backward(ctx, grad_SD: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[no-untyped-def, override]
+        (splits_2R,) = ctx.saved_tensors
+        sent = exchange(grad_SD.contiguous(), splits_2R, not ctx.back, grad_SD.shape[0], ctx.group)
+        return _wait(sent), None, None, None
+
+
+def exchanged(x_SD: Tensor, splits_2R: Tensor, back: bool, group: str) -> Tensor:
+    """Send rows as `exchange` does, and wait for those that come. Gradients go the other way."""
+    return _Exchanged.apply(x_SD, splits_2R, back, group)
+
+
+def _wait(x: Tensor) -> Tensor:
+    return torch.ops._c10d_functional.wait_tensor(x)

@@ -41,7 +41,7 @@ from torchtitan_graph.models.layers.attention import flex_cpu_bytes
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.masks import dense_mask_bytes
 from torchtitan_graph.models.layers.moe import AuxiliaryLoss, ExpertTraining, MoE, set_up_experts
-from torchtitan_graph.parallel.layout import TP, Layout, ParallelDims
+from torchtitan_graph.parallel.layout import TP, Layout, ParallelDims, sum_over
 from torchtitan_graph.parallel.parallelize import check_plan, parallelize
 from torchtitan_graph.parallel.recompute import Recompute, recompute_eager
 from torchtitan_graph.parallel.storage import (
@@ -242,11 +242,11 @@ class Steps:
             return step(batch, masks, num_tokens)
 
     def _sum_state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Add up the ranks' counts, all of a dtype in one message."""
+        """Add up the ranks' counts, all of a dtype in one message. They are of what routers see."""
         summed: dict[str, Tensor] = {}
         for dtype in dict.fromkeys(x.dtype for x in state.values()):
             alike = {name: x for name, x in state.items() if x.dtype == dtype}
-            total = self.layout.sum_over_data(torch.cat([x.flatten() for x in alike.values()]))
+            total = sum_over(self.layout.routing_groups, torch.cat([x.flatten() for x in alike.values()]))
             parts = total.split([x.numel() for x in alike.values()])
             summed |= {name: part.view_as(x) for (name, x), part in zip(alike.items(), parts, strict=True)}
         return {name: summed[name] for name in state}
@@ -342,8 +342,9 @@ def trace_steps(
 
 def _prepare(model: Decoder, family: ModuleType, layout: Layout, options: StepOptions) -> None:
     """Tell the model what is no part of it, and bring it into the compute layout."""
-    groups = [group.group_name for group in layout.data_groups]
-    set_up_experts(model, options.experts, options.num_microbatches * layout.dims.data, groups)
+    groups, row_groups = ([g.group_name for g in each] for each in (layout.routing_groups, layout.row_groups))
+    num_parts = options.num_microbatches * layout.num_routing_parts
+    set_up_experts(model, options.experts, num_parts, groups, row_groups)
     model.ahead_weight = options.mtp_weight
     parallelize(model, family.PLAN, layout, loss_parallel=options.loss_parallel)
 

@@ -445,7 +445,7 @@ class Trainer:
 
     def _set_timeouts(self, seconds: int) -> None:
         """Wait so long for a collective of training from now on."""
-        for group in [dist.group.WORLD, *self.layout.mesh.get_all_groups()]:
+        for group in [dist.group.WORLD, *self.layout.all_groups]:
             set_timeout(group, seconds)  # type: ignore[arg-type]
 
 

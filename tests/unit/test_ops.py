@@ -1,11 +1,12 @@
-"""Products and sums over groups of rows, against plain loops: empty groups, every dtype, and their gradients."""
+"""Products and sums over groups of rows, against plain loops: empty groups, every dtype, and their gradients; and rows
+that are regrouped."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from torchtitan_graph import ops
-from torchtitan_graph.ops import grouped_mm, grouped_outer, grouped_sum, permuted, row_of_group
+from torchtitan_graph.ops import grouped_add, grouped_mm, grouped_outer, grouped_sum, permuted, regroup, row_splits
 
 D, F = 6, 5
 SIZES = [(3, 4, 1), (0, 5, 0, 0, 2, 0), (8,), (0, 0)]  # of the groups
@@ -117,9 +118,27 @@ def test_a_grouped_product_takes_rows_and_gradients_that_are_not_contiguous(tran
 
 @pytest.mark.parametrize("sizes", SIZES[:3])
 def test_every_row_gets_its_groups_bias_and_the_bias_the_sum_of_its_rows(sizes: tuple[int, ...]) -> None:
-    bias, which = randn(len(sizes), F).requires_grad_(), numbers(sizes)
-    assert torch.equal(row_of_group(bias, which, ends(sizes)), bias[which])
-    assert torch.autograd.gradcheck(lambda bias: row_of_group(bias, which, ends(sizes)), (bias,))
+    x, bias, which = randn(sum(sizes), F).requires_grad_(), randn(len(sizes), F).requires_grad_(), numbers(sizes)
+    assert torch.equal(grouped_add(x, bias, ends(sizes)), x + bias[which])
+    assert torch.autograd.gradcheck(lambda x, bias: grouped_add(x, bias, ends(sizes)), (x, bias))
+
+
+COUNTS_RE = torch.tensor([[2, 0, 1], [0, 3, 2], [1, 0, 0]])  # rows of each rank for each expert
+
+
+@pytest.mark.parametrize("counts_RE", [COUNTS_RE, torch.zeros(2, 3, dtype=torch.int64)])
+def test_rows_are_regrouped_by_expert_and_back(counts_RE: Tensor) -> None:
+    ranks, experts = counts_RE.shape
+    came = [(e, r) for r in range(ranks) for e in range(experts) for _ in range(counts_RE[r, e])]
+    x = torch.tensor(came, dtype=torch.float64).view(-1, 2).requires_grad_()
+    found = regroup(x, counts_RE, False)
+    assert found.tolist() == [list(row) for row in sorted(came)]
+    assert torch.equal(regroup(found, counts_RE, True), x)
+    assert torch.autograd.gradcheck(lambda x: regroup(x, counts_RE, False), (x,))
+
+
+def test_the_host_reads_how_many_rows_go_to_each_rank_and_come_from_it() -> None:
+    assert row_splits(COUNTS_RE, COUNTS_RE.T.contiguous()).tolist() == [[3, 5, 1], [3, 3, 3]]
 
 
 @pytest.mark.parametrize("copies", [1, 3])
@@ -142,3 +161,6 @@ def test_the_operators_keep_torchs_rules_for_operators(transposed: bool) -> None
     torch.library.opcheck(grouped_mm, (x, w, ends(sizes), transposed))
     torch.library.opcheck(grouped_outer, (x.detach(), randn(sum(sizes), F), ends(sizes)))
     torch.library.opcheck(grouped_sum, (x.detach(), ends(sizes)))
+    torch.library.opcheck(grouped_add, (randn(sum(sizes), F).requires_grad_(), randn(len(sizes), F), ends(sizes)))
+    torch.library.opcheck(regroup, (randn(int(COUNTS_RE.sum()), D).requires_grad_(), COUNTS_RE, transposed))
+    torch.library.opcheck(row_splits, (COUNTS_RE, COUNTS_RE))

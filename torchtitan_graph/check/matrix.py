@@ -33,7 +33,7 @@ from torchtitan_graph.models.layers.init import initial_weight, initialize
 from torchtitan_graph.models.layers.moe import AuxiliaryLoss, ExpertTraining, set_up_experts
 from torchtitan_graph.models.spec import load_family, tiny_config
 from torchtitan_graph.optim import build_lr_scheduler, build_optimizer, clip_grad_norm
-from torchtitan_graph.parallel.layout import DATA_AXES, TP, Layout, ParallelDims
+from torchtitan_graph.parallel.layout import DATA_AXES, EP, EXPERT_FSDP, EXPERT_TP, TP, Layout, ParallelDims
 from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.parallel.storage import Precision, Reshard, cast_parameters
 from torchtitan_graph.steps import (
@@ -294,9 +294,9 @@ def _gathered(cell: Cell, name: str, x: Tensor) -> Tensor:
         return x
     mesh, part = x.device_mesh, x.to_local()
     axes = mesh.mesh_dim_names or ()
-    # Tensor parallelism cut first, storage what that left: put together in the opposite order. The parts need not be
-    # equal, and torch's own bookkeeping is not relied on.
-    for axis in sorted(axes, key=[*DATA_AXES, TP].index):
+    # Tensor and expert parallelism cut first, storage what they left: put together in the opposite order. The parts
+    # need not be equal, and torch's own bookkeeping is not relied on.
+    for axis in sorted(axes, key=[EXPERT_FSDP, *DATA_AXES, TP, EXPERT_TP, EP].index):
         parts: list[Tensor] = [part] * mesh.size(axes.index(axis))
         dist.all_gather_object(parts, part, group=mesh.get_group(axis))
         placement = x.placements[axes.index(axis)]

@@ -120,7 +120,6 @@ def _check_built(config: JobConfig) -> list[str]:
     instead = {
         "pipeline_parallel_degree": "use data_parallel_shard_degree",
         "context_parallel_degree": "use tensor_parallel_degree for long sequences",
-        "expert_parallel_degree": "use data_parallel_shard_degree",
     }
     return [
         f"{_name(config, f'parallelism.{key}')}: not built yet; {what}"

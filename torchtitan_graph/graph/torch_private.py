@@ -38,6 +38,7 @@ from torch.fx.graph import _BoxedCodeGen
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, _apply_kernel_options, flex_attention
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from torchtitan_graph.errors import UserError
 
@@ -59,6 +60,7 @@ __all__ = [
     "flex_attention_op",
     "free_gradient_dtype",
     "has_gradient_hooks",
+    "ignore_profiler_in_recomputation",
     "inductor_options",
     "init_fake_process_group",
     "is_profiling",
@@ -98,6 +100,14 @@ def reparametrize(module: torch.nn.Module, state: dict[str, torch.Tensor]) -> co
     """Swap `state` (by name) into the live module; tied names follow. `torch.func.functional_call` would replace it
     if it could run a function that closes over the module instead of the module's own forward."""
     return _reparametrize_module(module, state, tie_weights=True)
+
+
+def ignore_profiler_in_recomputation() -> None:
+    """Let selective checkpointing pass the profiler's marks by: FSDP2 makes some in a block's forward where experts in
+    it are sharded apart, and others when the block is recomputed. torch takes its list for complete; it has no other
+    way in."""
+    marks = torch.ops.profiler
+    SAC_IGNORED_OPS.update({marks._record_function_enter_new.default, marks._record_function_exit._RecordFunction})
 
 
 @contextlib.contextmanager

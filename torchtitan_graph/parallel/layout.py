@@ -60,6 +60,11 @@ class ParallelDims:
     def efsdp(self) -> int:
         return self.fsdp * self.tp // (self.ep * self.etp)
 
+    @property
+    def ep_spans_tp(self) -> bool:
+        """Whether the ranks along tp hold different experts, whole ones: each then routes its own part of a row."""
+        return self.ep > 1 and self.tp > 1 and self.etp == 1
+
     def layout(self, device_type: str) -> Layout:
         """Build the layout; every rank of the job calls this together.
 
@@ -75,6 +80,13 @@ class ParallelDims:
             degrees = {**stages, **copies, EXPERT_FSDP: self.efsdp, EP: self.ep, EXPERT_TP: self.etp}
             experts = _without_stages(_mesh(device_type, degrees, keep=EXPERT_FSDP))
         return Layout(self, _without_stages(mesh), context, experts, mesh if self.pp > 1 else None)
+
+
+def sum_over(groups: Sequence[dist.ProcessGroup], x: Tensor) -> Tensor:
+    """Add up, in place, what the ranks of the groups have of it, one group after the other."""
+    for group in groups:
+        dist.all_reduce(x, group=group)
+    return x
 
 
 def _mesh(device_type: str, degrees: dict[str, int], keep: str = "") -> DeviceMesh:
@@ -138,6 +150,11 @@ class Layout:
         names = tuple(name for name in self.mesh.mesh_dim_names or () if name in axes)
         return self.mesh[names]
 
+    def expert_submesh(self, *axes: str) -> DeviceMesh:
+        """Give the same of the experts' mesh."""
+        assert self.experts is not None, "ep is above 1"
+        return self.experts[tuple(name for name in self.experts.mesh_dim_names or () if name in axes)]
+
     @property
     def data_rank(self) -> int:
         """This rank's number among those that see different rows."""
@@ -148,14 +165,34 @@ class Layout:
         """The groups over which a sum runs over all tokens, one after the other."""
         return [self.group(axis) for axis in DATA_AXES if self.degree(axis) > 1]
 
+    @property
+    def all_groups(self) -> list[dist.ProcessGroup]:
+        """Every group that this rank is in."""
+        meshes = [mesh for mesh in (self.mesh, self.context, self.experts, self.stages) if mesh is not None]
+        return [group for mesh in meshes for group in mesh.get_all_groups()]
+
+    @property
+    def row_groups(self) -> list[dist.ProcessGroup]:
+        """The groups over which a sum runs over all tokens of a row that routers see."""
+        return [self.group(TP)] if self.dims.ep_spans_tp else []
+
+    @property
+    def routing_groups(self) -> list[dist.ProcessGroup]:
+        """The groups over which a sum runs over all tokens that routers see."""
+        return [*self.data_groups, *self.row_groups]
+
+    @property
+    def num_routing_parts(self) -> int:
+        """How many equal parts the tokens that routers see come in."""
+        return self.dims.data * (self.dims.tp if self.dims.ep_spans_tp else 1)
+
     def sum_over_data(self, x: Tensor) -> Tensor:
         """Add up, in place, what the ranks that see different tokens counted of it."""
-        for group in self.data_groups:
-            dist.all_reduce(x, group=group)
-        return x
+        return sum_over(self.data_groups, x)
 
     def total_loss(self, by_rank: Sequence[float]) -> float:
-        """Add up the losses that all ranks of the job report; those along tp report the same, each stage its own."""
+        """Add up the losses that all ranks of the job report; those along tp report the same, or what has the same
+        sum, each stage its own."""
         return math.fsum(by_rank) / self.dims.tp
 
     def __str__(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -13,8 +13,18 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import parallelize_module
 
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.parallel.layout import TP, Layout, ParallelDims
-from torchtitan_graph.parallel.plan import MODULE_ROLES, PARAMETER_ROLES, SEQUENCE_DIM, SPLIT_DIM, Plan, table_style
+from torchtitan_graph.parallel.dispatch import dispatched
+from torchtitan_graph.parallel.layout import EP, EXPERT_TP, TP, Layout, ParallelDims
+from torchtitan_graph.parallel.plan import (
+    MODULE_ROLES,
+    ROLES,
+    SEQUENCE_DIM,
+    SPLIT_DIM,
+    Plan,
+    expert_roles,
+    table_style,
+    tensor_roles,
+)
 
 
 def parallelize(model: nn.Module, plan: Plan, layout: Layout, *, loss_parallel: bool) -> None:
@@ -22,52 +32,65 @@ def parallelize(model: nn.Module, plan: Plan, layout: Layout, *, loss_parallel: 
 
     The model is on the meta device: nothing is allocated or sent. Tied parameters stay tied. `check_plan` has passed.
     """
-    if layout.degree(TP) > 1:
-        _apply_tensor_parallel(model, _roles_on(TP, plan), layout.submesh(TP), loss_parallel)
-
-
-def _roles_on(axis: str, plan: Plan) -> dict[str, str]:
-    return {pattern: roles[axis] for pattern, roles in plan.items() if axis in roles}
-
-
-def _apply_tensor_parallel(model: nn.Module, plan: Mapping[str, str], tp: DeviceMesh, loss_parallel: bool) -> None:
     tied = _tied_names(model)
+    on_tp = tensor_roles(plan, layout.dims) if layout.degree(TP) > 1 else {}
+    on_ep = expert_roles(plan) if layout.degree(EP) > 1 else {}
+    _cut_parameters(model, on_tp, on_ep, layout)
     modules = dict(model.named_modules())
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    shared: dict[nn.Module, set[str]] = {}  # a module -> its parameters of role `share`; every owner has an entry
-    for pattern, role in plan.items():
-        for name in filter(partial(_matches, pattern), names):
-            owner, leaf = modules[name.rpartition(".")[0]], name.rpartition(".")[2]
-            of_owner = shared.setdefault(owner, set())
-            if role == "share":
-                of_owner.add(leaf)
-            placement: Placement = Shard(SPLIT_DIM[role]) if role in SPLIT_DIM else Replicate()
-            whole = owner.get_parameter(leaf)
-            local = distribute_tensor(whole.detach(), tp, [placement], src_data_rank=None)
-            setattr(owner, leaf, nn.Parameter(local, whole.requires_grad))
-    for owner, of_owner in shared.items():
-        owner.forward = partial(_on_locals, owner, owner.forward, of_owner)
-    for pattern, role in plan.items():
-        for name in filter(partial(_matches, pattern), modules):
-            if role == "partial":
-                modules[name].forward = partial(_summed, tp, modules[name].forward)
-            else:
-                parallelize_module(modules[name], tp, table_style(role, loss_parallel))
+    for name, role in _by_name(modules, on_tp).items():
+        if role == "partial":
+            modules[name].forward = partial(_summed, layout.submesh(TP), modules[name].forward)
+        elif role == "apart":
+            modules[name].forward = partial(_apart, layout.degree(TP), modules[name].forward)
+        else:
+            parallelize_module(modules[name], layout.submesh(TP), table_style(role, loss_parallel))
+    for name in _by_name(modules, on_ep):
+        modules[name].forward = partial(dispatched, layout.expert_submesh(EP), modules[name].forward)
     for first, *others in tied:
         parameter = model.get_parameter(first)
         for name in others:
             setattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], parameter)
 
 
-def _on_locals(module: nn.Module, forward: Callable[..., Any], shared: set[str], *args: Any, **kwargs: Any) -> Any:
-    """Run a module's forward with this rank's plain tensors in the places of its own parameters."""
+def _by_name(names: Iterable[str], roles: Mapping[str, str]) -> dict[str, str]:
+    """Give the role of each name that a pattern matches."""
+    names = list(names)
+    return {name: role for pattern, role in roles.items() for name in names if _matches(pattern, name)}
+
+
+def _cut_parameters(model: nn.Module, on_tp: Mapping[str, str], on_ep: Mapping[str, str], layout: Layout) -> None:
+    """Make a DTensor of each parameter that has a role; its owner computes with this rank's part, a plain tensor."""
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    tp_roles, experts = _by_name(names, on_tp), _by_name(names, on_ep)
+    shared: dict[nn.Module, set[str]] = {}  # a module -> its parameters of role `share`; every owner has an entry
+    for name in tp_roles | experts:
+        owner, leaf, role = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], tp_roles.get(name)
+        of_owner = shared.setdefault(owner, set())
+        if role == "share":
+            of_owner.add(leaf)
+        placements: list[Placement] = [Shard(0)] if name in experts else []
+        if role is not None:
+            placements.append(Shard(SPLIT_DIM[role]) if role in SPLIT_DIM else Replicate())
+        mesh = layout.expert_submesh(EP, EXPERT_TP) if name in experts else layout.submesh(TP)
+        whole = owner.get_parameter(leaf)
+        local = distribute_tensor(whole.detach(), mesh, placements, src_data_rank=None)
+        setattr(owner, leaf, nn.Parameter(local, whole.requires_grad))
+    for owner, of_owner in shared.items():
+        owner.forward = partial(_on_locals, owner, owner.forward, of_owner, layout.degree(TP))
+
+
+def _on_locals(
+    module: nn.Module, forward: Callable[..., Any], shared: set[str], degree: int, *args: Any, **kwargs: Any
+) -> Any:
+    """Run a module's forward with this rank's plain tensors in the places of its own parameters; of those that are
+    shared, with their `degree`-th part."""
     held = dict(module._parameters)
     for leaf, parameter in held.items():
         if isinstance(parameter, DTensor):
             # Every rank adds something to the gradient of what all of them hold.
             gradient = [Partial() if p.is_replicate() else p for p in parameter.placements]
             local = parameter.to_local(grad_placements=gradient)
-            module._parameters[leaf] = local / parameter.device_mesh.size() if leaf in shared else local  # type: ignore[assignment]
+            module._parameters[leaf] = local / degree if leaf in shared else local  # type: ignore[assignment]
     try:
         return forward(*args, **kwargs)
     finally:
@@ -94,6 +117,17 @@ def _with_shared_gradient(degree: int, x: Tensor) -> Tensor:
     return x / degree + (x - x / degree).detach() if x.requires_grad else x
 
 
+def _apart(degree: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run on this rank's part of the sequence. A loss beside the result is that part's alone: it is reported
+    `degree`-fold, as losses are averaged over tensor parallel's ranks; its gradient is its own."""
+
+    def reported(x: Tensor) -> Tensor:
+        return x + (degree - 1) * x.detach() if x.requires_grad else x
+
+    y, others = forward(*args, **kwargs)
+    return y, pytree.tree_map_only(Tensor, reported, others)
+
+
 def _tied_names(model: nn.Module) -> list[list[str]]:
     by_parameter: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -111,10 +145,9 @@ def parameter_roles(model: nn.Module, plan: Plan) -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     for pattern, roles in plan.items():
         for axis, role in roles.items():
-            if role != "partial":
-                wanted = f"{pattern}.weight" if role in MODULE_ROLES else pattern
-                for name in (name for name, _ in model.named_parameters() if _matches(wanted, name)):
-                    found.setdefault(name, {})[axis] = role
+            wanted = f"{pattern}.weight" if role in ("embedding", "vocabulary") else pattern
+            for name in (name for name, _ in model.named_parameters() if _matches(wanted, name)):
+                found.setdefault(name, {})[axis] = role
     return found
 
 
@@ -128,23 +161,37 @@ def check_plan(model: nn.Module, plan: Plan, dims: ParallelDims) -> None:
     """
     for pattern, roles in plan.items():
         axes = list(roles) if isinstance(roles, Mapping) else []
-        if axes != [TP]:
+        if not axes or not set(axes) <= ROLES.keys():
             raise UserError(
                 f"the plan gives {pattern!r} {roles!r}: what is legal is a role by axis, {{{TP!r}: 'shard 0'}}, on the "
-                f"axes {TP}"
+                f"axes {', '.join(ROLES)}"
             )
-    _check_tensor_parallel(model, _roles_on(TP, plan), dims.tp)
+        for axis, role in roles.items():
+            if role not in ROLES[axis]:
+                raise UserError(f"the plan gives {pattern!r} the role {role!r}: legal are {', '.join(ROLES[axis])}")
+    experts = _check_expert_parallel(model, expert_roles(plan), dims.ep)
+    _check_tensor_parallel(model, tensor_roles(plan, dims), dims.tp, experts)
 
 
-def _check_tensor_parallel(model: nn.Module, plan: Mapping[str, str], degree: int) -> None:
+def _check_expert_parallel(model: nn.Module, plan: Mapping[str, str], degree: int) -> set[str]:
+    """Give the names of the experts' parameters."""
+    parameters = dict(model.named_parameters())
+    experts = {name for name, role in _by_name(parameters, plan).items() if role == "expert"}
+    option = f"parallelism.expert_parallel_degree = {degree}"
+    if degree > 1 and not experts:
+        raise UserError(f"{option}: this model has no experts; leave it at 1, and use data_parallel_shard_degree")
+    for name in sorted(experts):
+        if parameters[name].shape[0] % degree:
+            raise UserError(f"{option}: does not divide the {parameters[name].shape[0]} experts of {name}")
+    return experts
+
+
+def _check_tensor_parallel(model: nn.Module, plan: Mapping[str, str], degree: int, experts: set[str]) -> None:
     modules = dict(model.named_modules())
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    covered = set()
+    covered = set(experts)
     for pattern, role in plan.items():
         named = filter(partial(_matches, pattern), modules if role in MODULE_ROLES else parameters)
-        if role not in MODULE_ROLES + PARAMETER_ROLES:
-            legal = ", ".join(MODULE_ROLES + PARAMETER_ROLES)
-            raise UserError(f"the plan gives {pattern!r} the role {role!r}: legal are {legal}")
         for name in named:
             weights = [name] if role not in MODULE_ROLES else [f"{name}.weight"] * (role in SPLIT_DIM)
             covered.update(weights)

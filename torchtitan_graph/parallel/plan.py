@@ -16,6 +16,19 @@ An axis that is not named changes nothing of what a rank computes there.
 | replicate  | each rank holds all of it, and its gradient is the sum of the ranks' |
 | share      | as replicate, but each rank works with its share of the value, 1 / degree: what is added once to a sum |
 
+| role of a module | under expert parallelism |
+|---|---|
+| dispatch | sends each row of its first argument to the rank that holds the row's expert, and the results back |
+| apart    | see below |
+| partial  | see below |
+
+| role of a parameter | under expert parallelism |
+|---|---|
+| expert | each rank holds the weights of some experts, along dim 0 |
+
+Where `ep` spans `tp` (each expert whole on one rank) a role on `ep` takes the place of the pattern's role on `tp`. A
+module that is `apart` then works on this rank's part of the sequence, and a `partial` one inside it as under `tp`.
+
 Between modules a rank has plain tensors, sharded over the sequence; inside a `partial` module, plain tensors of the
 whole sequence: its first argument is gathered, once for all that is inside, and its result is reduced and sharded over
 the sequence again. So a layer's code says nothing about parallelism: its weights are smaller, that is all.
@@ -28,6 +41,8 @@ from collections.abc import Mapping
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
+from torchtitan_graph.parallel.layout import EP, TP, ParallelDims
+
 Plan = Mapping[str, Mapping[str, str]]  # pattern -> axis -> role
 
 SEQUENCE_DIM = 1
@@ -36,6 +51,20 @@ SEQUENCE_DIM = 1
 SPLIT_DIM = {"embedding": 0, "vocabulary": 0, "shard 0": 0, "shard 1": 1, "shard 2": 2}
 MODULE_ROLES = ("embedding", "partial", "vocabulary")
 PARAMETER_ROLES = ("shard 0", "shard 1", "shard 2", "replicate", "share")
+ROLES = {TP: MODULE_ROLES + PARAMETER_ROLES, EP: ("dispatch", "expert", "apart", "partial")}
+
+
+def tensor_roles(plan: Plan, dims: ParallelDims) -> dict[str, str]:
+    """Give the roles on tp by pattern, as they are beside the degrees of the other axes."""
+    if not dims.ep_spans_tp:
+        return {pattern: roles[TP] for pattern, roles in plan.items() if TP in roles}
+    both = {pattern: roles.get(EP, roles.get(TP)) for pattern, roles in plan.items()}
+    return {pattern: role for pattern, role in both.items() if role and role not in ("dispatch", "expert")}
+
+
+def expert_roles(plan: Plan) -> dict[str, str]:
+    """Give the roles on ep by pattern, but for those that only take the place of another on tp."""
+    return {pattern: roles[EP] for pattern, roles in plan.items() if roles.get(EP) in ("dispatch", "expert")}
 
 
 def table_style(role: str, loss_parallel: bool) -> ParallelStyle:

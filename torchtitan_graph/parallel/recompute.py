@@ -12,13 +12,22 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from torchtitan_graph.graph.blocks import number_of
 from torchtitan_graph.graph.flops import ATTENTION, GROUPED_MM
+from torchtitan_graph.graph.torch_private import ignore_profiler_in_recomputation
 
 aten = torch.ops.aten
 
 MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default, GROUPED_MM)
 
+# What tells the host how many rows go to which rank: kept under any policy, so that it waits for a GPU once a layer.
+HOST_READS = (torch.ops._c10d_functional.all_to_all_single.default, torch.ops.torchtitan_graph.row_splits.default)
+
 # Costly to compute again for the memory they free: what `selective` with "op" keeps, beside every second matmul.
-SAVED_OPS = (*ATTENTION, torch.ops._c10d_functional.reduce_scatter_tensor.default)
+SAVED_OPS = (
+    *ATTENTION,
+    *HOST_READS,
+    torch.ops.torchtitan_graph.exchange.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +67,8 @@ class KeptOps:
 
 def recompute_eager(blocks: Mapping[str, nn.Module], recompute: Recompute) -> None:
     """Checkpoint the blocks of an eager model in place, their names unchanged."""
+    if recompute.by_op:
+        ignore_profiler_in_recomputation()
     for name, block in blocks.items():
         if recompute.whole_block(number_of(name)):
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)

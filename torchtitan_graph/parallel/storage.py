@@ -1,15 +1,17 @@
 """The storage layout: what each rank keeps of a parameter at rest, exactly as FSDP2 keeps it.
 
-A parameter is a DTensor over the axes that shard and replicate it (and tensor parallel's, where it is on). The first
-splits one dim of what tensor parallelism left to the rank into parts of equal size, the last ones shorter or empty. The
-local tensor lies in a buffer padded to that size: collectives and graphs take the padded one, so that every rank runs
-the same graph; everything else sees the unpadded one.
+A parameter is a DTensor over the axes that shard and replicate it (and tensor parallel's, where it is on); experts that
+expert parallelism has cut lie on a mesh of their own, with its axis. The axis that shards splits one dim of what these
+left to the rank into parts of equal size, the last ones shorter or empty. The local tensor lies in a buffer padded to
+that size: collectives and graphs take the padded one, so that every rank runs the same graph; everything else sees the
+unpadded one.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -23,7 +25,7 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.blocks import block_of
 from torchtitan_graph.graph.torch_private import DTensorSpec, StridedShard, dtensor_spec, make_dtensor
 from torchtitan_graph.parallel.chunk import chunk_of
-from torchtitan_graph.parallel.layout import DATA_AXES, DP_REPLICATE, FSDP, TP, Layout
+from torchtitan_graph.parallel.layout import DATA_AXES, DP_REPLICATE, EP, EXPERT_FSDP, FSDP, Layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,17 +123,31 @@ def plan_storage(model: nn.Module, layout: Layout, precision: Precision) -> dict
 
 def _storage(name: str, parameter: Tensor, layout: Layout, precision: Precision) -> Storage:
     assert parameter.dim() >= 1, f"{name} is a scalar: give it one dimension, so that it can be sharded"
-    shard: Placement = Shard(0)
-    tensor_parallel: tuple[Placement, ...] = ()
-    compute_shape = parameter.shape
+    mesh, axis = (layout.experts, EXPERT_FSDP) if is_expert(parameter) else (layout.mesh, FSDP)
+    assert mesh is not None, "experts have a mesh of their own"
+    compute: tuple[Placement, ...] = ()
+    compute_shape, dim = parameter.shape, stored_dim(parameter, layout)
     if isinstance(parameter, DTensor):
-        tensor_parallel = tuple(parameter.placements)
-        compute_shape = parameter.to_local().shape
-        if tensor_parallel[0] == Shard(0):
-            shard = StridedShard(0, split_factor=layout.degree(TP))
+        compute, compute_shape = tuple(parameter.placements), parameter.to_local().shape
+    num_pieces = math.prod(parameter.device_mesh.size(i) for i, p in enumerate(compute) if p == Shard(dim))  # type: ignore[attr-defined]
+    shard = StridedShard(dim, split_factor=num_pieces) if num_pieces > 1 else Shard(dim)
     replicate = (Replicate(),) if layout.degree(DP_REPLICATE) > 1 else ()
-    placements = (*replicate, shard, *tensor_parallel)
-    return Storage(layout.mesh, FSDP, DP_REPLICATE, placements, parameter.shape, compute_shape, precision)
+    placements = (*replicate, shard, *compute)
+    return Storage(mesh, axis, DP_REPLICATE, placements, parameter.shape, compute_shape, precision, dim)
+
+
+def is_expert(parameter: Tensor) -> bool:
+    """Tell whether expert parallelism has cut a parameter."""
+    return isinstance(parameter, DTensor) and EP in (parameter.device_mesh.mesh_dim_names or ())
+
+
+def stored_dim(parameter: Tensor, layout: Layout) -> int:
+    """Give the dim that storage cuts: 1 where a rank has fewer experts than there are ranks to share them, and the
+    size divides; else 0."""
+    if not is_expert(parameter) or parameter.dim() == 1:
+        return 0
+    shape, degree = parameter.to_local().shape, layout.dims.efsdp  # type: ignore[attr-defined]
+    return int(shape[0] < degree and shape[1] % degree == 0)
 
 
 def _degree(mesh: DeviceMesh, axis: str) -> int:
@@ -195,12 +211,14 @@ def shard_eager(
         reduce_dtype=precision.reduce if precision.reduce != precision.compute else None,
         cast_forward_inputs=False,
     )
-    for module in (*blocks.values(), model):
+    experts = [m for m in model.modules() if any(is_expert(p) for p in m.parameters(recurse=False))]
+    for module in (*experts, *blocks.values(), model):
         sharded = fully_shard(
             module,
-            mesh=layout.submesh(*DATA_AXES),
+            mesh=layout.expert_submesh(EXPERT_FSDP, DP_REPLICATE) if module in experts else layout.submesh(*DATA_AXES),
             mp_policy=policy,
             reshard_after_forward=reshard.root if module is model else reshard.blocks,
+            shard_placement_fn=lambda p: Shard(stored_dim(p, layout)),
         )
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
@@ -218,12 +236,15 @@ def set_local(parameter: DTensor, full: Tensor) -> None:
 
 
 def buckets(model: nn.Module, blocks: Iterable[str]) -> list[list[str]]:
-    """Group the parameters as FSDP2 does when each block is sharded, then the root; each group in FSDP2's order.
+    """Group the parameters as FSDP2 does when each block is sharded, then the root; each group in FSDP2's order. A
+    block's experts, where they lie on a mesh of their own, are a group of their own.
 
     The order decides a gradient's place in its bucket, and with it, on more than two ranks, the order of summation.
     """
     groups: dict[str, list[str]] = {block: [] for block in blocks}
+    experts: dict[str, list[str]] = {block: [] for block in blocks}
     root: list[str] = []
-    for name, _ in model.named_parameters():
-        groups.get(block_of(name, groups) or "", root).append(name)
-    return [*groups.values(), root]
+    for name, parameter in model.named_parameters():
+        of_kind = experts if is_expert(parameter) else groups
+        of_kind.get(block_of(name, groups) or "", root).append(name)
+    return [*(names for block in groups for names in (experts[block], groups[block]) if names), root]

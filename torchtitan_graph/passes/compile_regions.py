@@ -11,6 +11,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+import torchtitan_graph.ops  # noqa: F401 (registers the exchange)
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import erase_dead, is_view, value
 from torchtitan_graph.graph.torch_private import compile_by_inductor
@@ -19,6 +20,7 @@ from torchtitan_graph.log import logger
 FLEX, LOSS = "flex", "loss"  # regions that are no modules: a flex attention operator; what follows the last module
 
 _FORWARD, _BACKWARD = torch.ops.higher_order.flex_attention, torch.ops.higher_order.flex_attention_backward
+_EXCHANGE, _ROW_SPLITS = torch.ops.torchtitan_graph.exchange.default, torch.ops.torchtitan_graph.row_splits.default
 _KERNEL_OPTIONS = 6  # their place among the forward operator's arguments
 
 Regions = Mapping[str, Mapping[str, Any]]  # FLEX, LOSS or a pattern of module names -> Inductor's options there
@@ -53,11 +55,12 @@ def tag_regions(gm: GraphModule, patterns: Sequence[str]) -> None:
     """Write on each node of a region its name: what it is ("flex", "loss", a module), then which.
 
     A flex attention operator takes its score and mask subgraphs along and nothing else, and is in no other region. A
-    module's forward and backward are two regions. Collectives, what layout passes put around them, and views of what a
-    region is given are in none.
+    module's forward and backward are two regions. Collectives, what layout passes put around them, views of what a
+    region is given, and rows on the ranks that hold their experts, of which there is any number, are in none.
     """
     modules = [pattern for pattern in patterns if pattern not in (FLEX, LOSS)]
     loss = _after_modules(gm) if LOSS in patterns else set()
+    away = _away(gm)
     num_left = 0
     for node in gm.graph.nodes:
         name = region_of(meta.module(node), modules)
@@ -67,7 +70,7 @@ def tag_regions(gm: GraphModule, patterns: Sequence[str]) -> None:
                     meta.write(part, region=f"{FLEX} {node.name}")
             else:
                 num_left += FLEX in patterns
-        elif node.op != "call_function" or _is_layout(node):
+        elif node.op != "call_function" or _is_layout(node) or node in away:
             continue
         elif node.target is operator.getitem:
             meta.write(node, region=meta.region(node.args[0]))  # type: ignore[arg-type]
@@ -102,6 +105,19 @@ def _after_modules(gm: GraphModule) -> set[Node]:
     nodes = [n for n in gm.graph.nodes if n.op == "call_function" and meta.role(n) is None]
     last = max((i for i, n in enumerate(nodes) if meta.phase(n) == "forward" and meta.module(n)), default=-1)
     return set(itertools.takewhile(lambda n: not meta.module(n), nodes[last + 1 :]))
+
+
+def _away(gm: GraphModule) -> set[Node]:
+    """Give what handles rows on the ranks that hold their experts: Inductor would take the number of rows that the
+    trace shows for theirs."""
+    found: set[Node] = set()
+    ends: set[Node] = set()  # what brings rows home, or tells the host their number
+    for node in gm.graph.nodes:
+        if node.target is _EXCHANGE and node.args[2] or node.target is _ROW_SPLITS:
+            ends.add(node)
+        elif node.target is _EXCHANGE or not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found | ends
 
 
 def _compiles(node: Node) -> bool:

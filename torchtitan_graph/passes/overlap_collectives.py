@@ -7,9 +7,11 @@ import itertools
 import torch
 from torch.fx import GraphModule, Node
 
+import torchtitan_graph.ops  # noqa: F401 (registers the exchange)
 from torchtitan_graph.graph import meta
 
 c10d = torch.ops._c10d_functional
+_DISPATCH = (torch.ops.torchtitan_graph.exchange.default, c10d.all_to_all_single.default)
 
 
 def overlap_collectives(gm: GraphModule) -> GraphModule:
@@ -20,8 +22,9 @@ def overlap_collectives(gm: GraphModule) -> GraphModule:
 
     At most one bucket is gathered ahead: memory stays at two blocks' weights. The first gather of backward is not
     started in forward, where it would lie through the loss, the step's peak. What is reduced in two stages (over
-    shards, then over their copies) starts its second stage when the next bucket starts its first. Other waits stand
-    right before their first use.
+    shards, then over their copies) starts its second stage when the next bucket starts its first. Rows on their
+    way to experts or back, and their counts, are sent as soon as they are there. Other waits stand right before their
+    first use.
     """
     gathers: list[Node] = []
     reductions: list[list[Node]] = []  # the waits of each reduction, stage by stage
@@ -41,6 +44,9 @@ def overlap_collectives(gm: GraphModule) -> GraphModule:
         if meta.phase(before) == meta.phase(wait):
             for node in _made_from_placeholders(_start(wait)):
                 before.prepend(node)
+    order = {node: i for i, node in enumerate(gm.graph.nodes)}
+    for start in (_start(wait) for wait in others if _start(wait).target in _DISPATCH):
+        max(start.all_input_nodes, key=order.__getitem__).append(start)
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
     for wait in others:
         min(wait.users, key=order.__getitem__).prepend(wait)

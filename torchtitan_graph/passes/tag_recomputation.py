@@ -5,12 +5,15 @@ from __future__ import annotations
 import operator
 from collections.abc import Container
 
+import torch
 from torch.fx import GraphModule, Node
 
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.blocks import block_of, number_of
 from torchtitan_graph.graph.collectives import gathered_weights
-from torchtitan_graph.parallel.recompute import KeptOps, Recompute
+from torchtitan_graph.parallel.recompute import HOST_READS, KeptOps, Recompute
+
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 def tag_recomputation(gm: GraphModule, blocks: Container[str], recompute: Recompute) -> GraphModule:
@@ -18,8 +21,8 @@ def tag_recomputation(gm: GraphModule, blocks: Container[str], recompute: Recomp
 
         h = norm(x); y = mm(h, w); z = silu(y)    by operator: mm is tagged SAVE, the others RECOMPUTE
 
-    What leaves a block, the next one's input, is saved: its recomputation starts there. Gathered weights are no
-    activations; `tag_resharding` decides on them.
+    What leaves a block, the next one's input, is saved: its recomputation starts there. So is what the host reads of a
+    dispatch. Gathered weights are no activations; `tag_resharding` decides on them.
     """
     weights = gathered_weights(gm)
     kept: dict[str, KeptOps] = {}
@@ -29,7 +32,8 @@ def tag_recomputation(gm: GraphModule, blocks: Container[str], recompute: Recomp
         block = block_of(node, blocks)
         if block is None:
             continue
-        if any(meta.phase(user) == "forward" and block_of(user, blocks) != block for user in node.users):
+        leaves = any(meta.phase(user) == "forward" and block_of(user, blocks) != block for user in node.users)
+        if leaves or _tells_the_host(node):
             meta.write(node, tag=meta.SAVE)
         elif recompute.whole_block(number_of(block)):
             meta.write(node, tag=meta.RECOMPUTE)
@@ -41,3 +45,8 @@ def tag_recomputation(gm: GraphModule, blocks: Container[str], recompute: Recomp
                 keeps = kept.setdefault(block, KeptOps()).keeps(node.target)
             meta.write(node, tag=meta.SAVE if keeps else meta.RECOMPUTE)
     return gm
+
+
+def _tells_the_host(node: Node) -> bool:
+    source = node.args[0] if node.target is _WAIT else node
+    return isinstance(source, Node) and source.target in HOST_READS

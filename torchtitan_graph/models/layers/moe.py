@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_graph.models.layers.feed_forward import FeedForward
-from torchtitan_graph.ops import grouped_mm, permuted, row_of_group
+from torchtitan_graph.ops import grouped_add, grouped_mm, permuted
 
 c10d = torch.ops._c10d_functional
 
@@ -77,8 +77,9 @@ class AuxiliaryLoss:
     load_balance   times E * sum_e (share of the slots that go to e) * (mean probability of e): 1 times it in balance
     by_sequence    the shares are each row's own (DeepSeek-V3, equation 17), not the whole step's (Switch Transformer)
     router_z       times the mean of logsumexp(logits)^2 (ST-MoE): keeps the gate's logits small
-    num_parts      microbatches times data-parallel ranks of a step: the step's loss is the mean over them
+    num_parts      that a step's tokens come in, by microbatch and rank: the step's loss is the mean over them
     groups         names of the process groups over which a microbatch's loads are summed for the shares
+    row_groups     names of those over which a row's are
     """
 
     load_balance: float = 0.0
@@ -86,6 +87,7 @@ class AuxiliaryLoss:
     router_z: float = 0.0
     num_parts: int = 1
     groups: tuple[str, ...] = ()
+    row_groups: tuple[str, ...] = ()
 
     def __call__(self, logits_TE: Tensor, scores_TE: Tensor, chosen_TA: Tensor, load_E: Tensor, B: int) -> Tensor:
         """Give the loss of one layer and microbatch."""
@@ -97,8 +99,8 @@ class AuxiliaryLoss:
                 load = load_E.new_zeros(B, load_E.shape[0]).scatter_add(1, chosen_BS, torch.ones_like(chosen_BS))
             else:
                 load = load_E.unsqueeze(0)
-                for group in self.groups:
-                    load = c10d.wait_tensor(c10d.all_reduce(load, "sum", group))
+            for group in self.row_groups if self.by_sequence else self.groups:
+                load = c10d.wait_tensor(c10d.all_reduce(load, "sum", group))
             shares_BE = load.to(logits_TE.dtype) / load.sum(-1, keepdim=True)
             balance_B = (shares_BE * probabilities_BLE.mean(1)).sum(-1) * load_E.shape[0]
             loss = loss + self.load_balance * balance_B.mean()
@@ -191,10 +193,13 @@ class Experts(nn.Module):
         self.b2 = nn.Parameter(torch.empty(E, dim)) if config.biased else None
         self.b3 = nn.Parameter(torch.empty(E, F_)) if config.biased else None
 
-    def forward(self, x_SD: Tensor, expert_S: Tensor, offsets_E: Tensor) -> Tensor:
+    def forward(self, x_SD: Tensor, load_E: Tensor) -> Tensor:
+        """Take rows that lie by expert, `load_E` of them for each."""
+        offsets_E = load_E.cumsum(0).to(torch.int32)
+
         def linear(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
             y = grouped_mm(x, w, offsets_E, transposed=True)
-            return y if b is None else y + row_of_group(b, expert_S, offsets_E)
+            return y if b is None else grouped_add(y, b, offsets_E)
 
         gate_SF, up_SF = linear(x_SD, self.w1, self.b1), linear(x_SD, self.w3, self.b3)
         return linear(self.activation(gate_SF, up_SF), self.w2, self.b2)
@@ -204,19 +209,21 @@ class MoE(nn.Module):
     """A mixture of experts in place of a feed-forward layer. See Note [Experts in a static graph].
 
     Under tensor parallelism every rank holds a part of every expert, routes all tokens alike, and gives its part of
-    the experts' outputs.
+    the experts' outputs. Under expert parallelism every rank holds some of the experts, and routes its own tokens.
     """
 
     PLAN = {
-        "": {"tp": "partial"},
+        "": {"tp": "partial", "ep": "apart"},
         "router.gate.weight": {"tp": "replicate"},
         "router.gate.bias": {"tp": "replicate"},
-        "experts.w1": {"tp": "shard 1"},
-        "experts.w2": {"tp": "shard 2"},
-        "experts.w3": {"tp": "shard 1"},
-        "experts.b1": {"tp": "shard 1"},
-        "experts.b2": {"tp": "share"},
-        "experts.b3": {"tp": "shard 1"},
+        "experts": {"ep": "dispatch"},
+        "experts.w1": {"tp": "shard 1", "ep": "expert"},
+        "experts.w2": {"tp": "shard 2", "ep": "expert"},
+        "experts.w3": {"tp": "shard 1", "ep": "expert"},
+        "experts.b1": {"tp": "shard 1", "ep": "expert"},
+        "experts.b2": {"tp": "share", "ep": "expert"},
+        "experts.b3": {"tp": "shard 1", "ep": "expert"},
+        "shared_experts": {"ep": "partial"},
         "shared_experts.w1.weight": {"tp": "shard 0"},
         "shared_experts.w2.weight": {"tp": "shard 1"},
         "shared_experts.w3.weight": {"tp": "shard 0"},
@@ -243,11 +250,13 @@ class MoE(nn.Module):
         x_SD = permuted(x_TD, order_S, inverse_S, A)
         if self.config.score_input:
             x_SD = x_SD * permuted(scores_TA1.flatten(0, 1), order_S, inverse_S)
-        y_SD = self.experts(x_SD, expert_S, offsets_E.to(torch.int32))
+        y_SD, shared_BLD = self.experts(x_SD, load_E), None
+        if self.shared_experts is not None:  # here, while the results are under way
+            shared_BLD = self.shared_experts(x_TD.view_as(x_BLD))
         y_TAD = permuted(y_SD, inverse_S, order_S).unflatten(0, (-1, A))
         y_TD = (y_TAD if self.config.score_input else y_TAD * scores_TA1).sum(1)
-        if self.shared_experts is not None:
-            y_TD = y_TD + self.shared_experts(x_TD)
+        if shared_BLD is not None:
+            y_TD = y_TD + shared_BLD.flatten(0, 1)
         loss = None
         if self.auxiliary_loss is not None and torch.is_grad_enabled():  # evaluation reports the cross entropy alone
             scores_TE = self.router.scores(logits_TE)
@@ -269,15 +278,21 @@ class ExpertTraining:
     forced_balance: bool = False
 
 
-def set_up_experts(model: nn.Module, training: ExpertTraining, num_parts: int, groups: Sequence[str]) -> None:
+def set_up_experts(
+    model: nn.Module,
+    training: ExpertTraining,
+    num_parts: int,
+    groups: Sequence[str] = (),
+    row_groups: Sequence[str] = (),
+) -> None:
     """Tell a model's mixtures of experts how they are trained.
 
     Args:
-        num_parts, groups: as of `AuxiliaryLoss`.
+        num_parts, groups, row_groups: as of `AuxiliaryLoss`.
     """
     loss = training.auxiliary
     if loss is not None:
-        loss = dataclasses.replace(loss, num_parts=num_parts, groups=tuple(groups))
+        loss = dataclasses.replace(loss, num_parts=num_parts, groups=tuple(groups), row_groups=tuple(row_groups))
     for module in model.modules():
         if isinstance(module, MoE):
             module.auxiliary_loss = loss
@@ -290,7 +305,7 @@ def move_correction_bias(moe: MoE, load_E: Tensor) -> None:
     """Make the experts of a step that had more than the mean load less likely to be chosen, and the others more.
 
     Args:
-        load_E: the slots of all microbatches and data-parallel ranks that went to each expert.
+        load_E: the slots of all microbatches and ranks that went to each expert.
     """
     bias_E = moe.router.bias_E
     if bias_E is not None:

@@ -1,0 +1,134 @@
+"""Experts that several ranks share: the graph is FSDP2's, bit for bit, and every layout computes what one rank does.
+
+A wrong dispatch is wrong in both modes: only the comparison with one rank finds it.
+"""
+
+import contextlib
+import dataclasses
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from matrix import (
+    BF16,
+    FP64,
+    ONE,
+    Cell,
+    Seen,
+    bits_that_differ,
+    build_eager,
+    build_graph,
+    build_plain,
+    far_apart,
+    gathered,
+    train,
+)
+from torch import Tensor
+
+from pool import run_on
+from torchtitan_graph.models.layers.moe import AuxiliaryLoss, Router
+from torchtitan_graph.parallel import dispatch
+from torchtitan_graph.parallel.layout import Layout, ParallelDims
+from torchtitan_graph.parallel.recompute import Recompute
+
+TWO_LAYERS = (("num_layers", 2),)
+QWEN = {"family": "qwen3", "flavor": "debugmodel_moe", "changes": TWO_LAYERS}
+DEEPSEEK, LLAMA, GPT_OSS = ({"family": name, "changes": TWO_LAYERS} for name in ("deepseek_v3", "llama4", "gpt_oss"))
+EP2, TP2_EP2 = ParallelDims(dp_shard=2, ep=2), ParallelDims(tp=2, ep=2)
+EP2_FSDP2, HSDP_EP2 = ParallelDims(dp_shard=4, ep=2), ParallelDims(dp_replicate=2, dp_shard=2, ep=2)
+FSDP2_TP2_EP4, EP2_ETP2 = ParallelDims(dp_shard=2, tp=2, ep=4), ParallelDims(dp_shard=2, tp=2, ep=2, etp=2)
+FULL, BY_OP = {"recompute": Recompute(every=1)}, {"recompute": Recompute(by_op=True)}
+OVER_BATCH = {"auxiliary": AuxiliaryLoss(load_balance=0.1, router_z=0.01)}
+OVER_ROWS = {"auxiliary": AuxiliaryLoss(load_balance=0.1, by_sequence=True)}
+# More ranks share a rank's experts than it has: they are cut on their second dim.
+FEW = {"changes": (*TWO_LAYERS, ("num_experts", 2), ("ffn_dim", 12), ("moe_ffn_dim", 12))}
+MANY = {"changes": (*TWO_LAYERS, ("num_experts", 8))}
+
+
+def _first_experts(router: Router, scores_TE: Tensor) -> Tensor:
+    return torch.arange(router.config.top_k).expand(len(scores_TE), -1).contiguous()
+
+
+TWISTS: dict[str, tuple[Any, str, Any]] = {
+    "one rank gets all rows": (Router, "_choose", _first_experts),
+    "rows not regrouped": (dispatch, "regroup", lambda x_SD, counts_RE, back: x_SD * 1),
+    "loads of a part of each row": (Layout, "row_groups", []),
+}
+
+
+def twisted(twist: str) -> contextlib.AbstractContextManager:
+    return patch.object(*TWISTS[twist]) if twist else contextlib.nullcontext()
+
+
+def compared(cell: Cell, plain: Seen, twist: str) -> tuple[list[str], list[str]]:
+    """Name what differs between graph and eager, and between the graph on all ranks and one rank."""
+    with twisted(twist):
+        eager, graph = train(cell, build_eager(cell)), train(cell, build_graph(cell))
+    whole = gathered(cell, graph) if plain else {}
+    # What has no scale, a load that may be zero or a bias that begins so, is equal.
+    exact = {name for name in plain if name.endswith(".load") or name.startswith("buffer")}
+    unequal = [name for name in exact if not torch.equal(whole[name], plain[name])]
+    floats = [{n: x for n, x in seen.items() if n not in exact} for seen in (plain, whole)]
+    return bits_that_differ(eager, graph), unequal + far_apart(*floats, 1e-12)
+
+
+def run(cell: Cell, twist: str = "", plain_twist: str = "") -> tuple[list[str], list[str]]:
+    plain: Seen = {}
+    if cell.precision is FP64:
+        one = dataclasses.replace(cell, dims=ONE)
+        with twisted(plain_twist):
+            plain = train(one, build_plain(one))
+    results = run_on(cell.dims.num_ranks, compared, cell, plain, twist, timeout=300)
+    return tuple(sorted({name for result in results for name in result[i]}) for i in (0, 1))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell(TP2_EP2, FP64, **DEEPSEEK, **OVER_ROWS),
+        Cell(EP2, BF16, num_microbatches=2, **GPT_OSS, **BY_OP),
+        Cell(EP2_FSDP2, FP64, **QWEN | FEW),
+        Cell(EP2_ETP2, FP64, **GPT_OSS),
+        *(
+            pytest.param(cell, marks=pytest.mark.slow)
+            for cell in (
+                Cell(TP2_EP2, FP64, **QWEN, **OVER_BATCH),
+                Cell(TP2_EP2, FP64, **LLAMA),
+                Cell(TP2_EP2, FP64, **GPT_OSS, **FULL),
+                Cell(EP2, FP64, **LLAMA, **OVER_BATCH),
+                Cell(EP2, FP64, **DEEPSEEK, **BY_OP, num_microbatches=2),
+                Cell(EP2_FSDP2, FP64, **DEEPSEEK, **FULL),
+                Cell(EP2_FSDP2, BF16, **GPT_OSS),
+                Cell(HSDP_EP2, FP64, **QWEN),
+                Cell(HSDP_EP2, BF16, **DEEPSEEK),
+                Cell(FSDP2_TP2_EP4, FP64, **QWEN | MANY, **OVER_BATCH),
+                Cell(FSDP2_TP2_EP4, BF16, **LLAMA | MANY, attn="flex"),
+                Cell(EP2_ETP2, FP64, **DEEPSEEK, **OVER_ROWS),
+                Cell(EP2_ETP2, BF16, **LLAMA),
+                Cell(ParallelDims(dp_shard=4, ep=4), FP64, **QWEN | MANY),
+            )
+        ),
+    ],
+    ids=lambda cell: f"{cell.family}-{cell.dims.fsdp}x{cell.dims.tp}-ep-{cell.dims.ep}",
+)
+def test_every_layout(cell):
+    assert run(cell) == ([], [])
+
+
+def test_a_rank_that_gets_no_row():
+    twist = "one rank gets all rows"
+    assert run(Cell(EP2, FP64, **QWEN, **FULL), twist, plain_twist=twist) == ([], [])
+
+
+# --- the checks can fail ----------------------------------------------------------------------------------------------
+
+
+def test_rows_grouped_wrongly_are_seen_beside_one_rank_alone():
+    different, far = run(Cell(EP2, FP64, **QWEN), "rows not regrouped")
+    assert different == [] and any(name.startswith("step 1: loss") for name in far)
+
+
+def test_loads_that_lack_a_part_of_each_row_are_seen_beside_one_rank_alone():
+    different, far = run(Cell(TP2_EP2, FP64, **DEEPSEEK), "loads of a part of each row")
+    assert different == [] and "step 1: layers.1.moe.load" in far

@@ -1,0 +1,36 @@
+"""Expert parallelism: each row goes to the rank that holds its expert, and its result comes back.
+
+Note [Dispatch]
+How many rows a rank gets only the data know. One exchange of counts tells it to the host, which alone reads it, inside
+operators whose results have any number of rows (see ops.py): a graph shows the mean over the ranks, as many as a rank
+has of its own. No row is dropped and nothing is padded; a rank may get none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchtitan_graph.ops import exchanged, regroup, row_splits
+
+c10d = torch.ops._c10d_functional
+
+
+def dispatched(ep: DeviceMesh, forward: Callable[[Tensor, Tensor], Tensor], x_SD: Tensor, load_E: Tensor) -> Tensor:
+    """Run experts on the rows of all ranks of `ep` that go to this rank's; give this rank's rows. See Note [Dispatch].
+
+    Args:
+        forward: (rows that lie by expert, how many go to each of this rank's experts) -> rows.
+        x_SD: this rank's rows; they lie by expert.
+        load_E: how many go to each expert of all ranks.
+    """
+    degree, group = ep.size(), ep.get_group().group_name
+    sent_RE, even = load_E.view(degree, -1), [load_E.shape[0] // degree] * degree
+    received_RE = c10d.wait_tensor(c10d.all_to_all_single(load_E, even, even, group)).view_as(sent_RE)
+    splits_2R = row_splits(sent_RE, received_RE)
+    rows = regroup(exchanged(x_SD, splits_2R, False, group), received_RE, False)
+    results = forward(rows, received_RE.sum(0))
+    return exchanged(regroup(results, received_RE, True), splits_2R, True, group)

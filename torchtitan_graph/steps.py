@@ -41,9 +41,10 @@ from torchtitan_graph.models.layers.attention import flex_cpu_bytes
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.masks import dense_mask_bytes
 from torchtitan_graph.models.layers.moe import AuxiliaryLoss, ExpertTraining, MoE, set_up_experts
-from torchtitan_graph.parallel.layout import TP, Layout, ParallelDims
+from torchtitan_graph.parallel.layout import CP, DP_REPLICATE, FSDP, TP, Layout, ParallelDims
 from torchtitan_graph.parallel.parallelize import check_plan, parallelize
 from torchtitan_graph.parallel.recompute import Recompute, recompute_eager
+from torchtitan_graph.parallel.sequence import places_of
 from torchtitan_graph.parallel.storage import (
     Precision,
     Reshard,
@@ -145,7 +146,7 @@ def check_steps(
     if config.model.attn == "sdpa":
         _check_masks_fit(config, model, options.precision.compute.itemsize)
     elif options.device.type == "cpu":
-        _check_scores_fit(options, model.config.num_heads // dims.tp)
+        _check_scores_fit(options, model.config.num_heads // dims.tp, dims.cp)
 
 
 def _check_masks_fit(config: JobConfig, model: Decoder, itemsize: int) -> None:
@@ -155,7 +156,9 @@ def _check_masks_fit(config: JobConfig, model: Decoder, itemsize: int) -> None:
     for name, table in tables.items():
         if table is None:
             continue
-        needed = dense_mask_bytes(table.local_batch_size, table.seq_len, num_masks, itemsize) / devices.GIB
+        B, L = table.local_batch_size, table.seq_len
+        cp = config.parallelism.context_parallel_degree
+        needed = dense_mask_bytes(B, L // cp, L, num_masks, itemsize) / devices.GIB
         if needed > devices.memory_total_gib():
             raise UserError(
                 f"{name}.seq_len = {table.seq_len}: with model.attn = 'sdpa' the attention mask of {name}."
@@ -165,10 +168,10 @@ def _check_masks_fit(config: JobConfig, model: Decoder, itemsize: int) -> None:
             )
 
 
-def _check_scores_fit(options: StepOptions, num_heads: int) -> None:
+def _check_scores_fit(options: StepOptions, num_heads: int, cp: int) -> None:
     """Refuse rows whose scores can't fit on a CPU, where flex attention is not compiled and holds all of them."""
     batch, seq_len = options.rows
-    needed = flex_cpu_bytes(batch, num_heads, seq_len) / devices.GIB
+    needed = flex_cpu_bytes(batch, num_heads, seq_len // cp, seq_len) / devices.GIB
     if needed > devices.memory_total_gib():
         raise UserError(
             f"model.attn = 'flex': on a CPU one layer's scores would take about {needed:.0f} GiB at "
@@ -197,7 +200,7 @@ class Steps:
         """Add the gradients of an optimizer step to the live parameters' `.grad`.
 
         Args:
-            microbatches: of this rank, on the device.
+            microbatches: of this rank, on the device; of whole rows, also where ranks share them.
             num_tokens: scalar, the targets of all ranks and microbatches.
 
         Returns:
@@ -225,9 +228,8 @@ class Steps:
         return sum(map(self.flops.of, visible))
 
     def _run(self, step: Callable[..., Any], batch: Batch, num_tokens: Tensor) -> Any:
-        masks = self.model.masks(batch.documents_BL, batch.positions_BL)
         with loss_context(self.loss_parallel):
-            return step(batch, masks, num_tokens)
+            return step(*_of_this_rank(batch, self.model, self.layout), num_tokens)
 
     def _sum_state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Add up the ranks' counts, all in one message."""
@@ -236,6 +238,16 @@ class Steps:
         summed = self.layout.sum_over_data(torch.cat([x.flatten() for x in state.values()]))
         parts = summed.split([x.numel() for x in state.values()])
         return {name: part.view_as(x) for (name, x), part in zip(state.items(), parts, strict=True)}
+
+
+def _of_this_rank(whole: Batch, model: Decoder, layout: Layout) -> tuple[Batch, Any]:
+    """Give this rank's part of the rows, and its masks: of its own queries, and the whole rows' keys."""
+    if layout.degree(CP) == 1:
+        return whole, model.masks(whole.documents_BL, whole.positions_BL)
+    L, device = whole.tokens_BL.shape[1], whole.tokens_BL.device
+    places_L = places_of(layout.rank(CP), L, layout.degree(CP), device)
+    masks = model.masks(whole.documents_BL, whole.positions_BL, places_L)
+    return Batch(*(x[:, places_L] for x in whole)), masks
 
 
 class Traced(NamedTuple):
@@ -329,8 +341,9 @@ def trace_steps(
 
 def _prepare(model: Decoder, family: ModuleType, layout: Layout, options: StepOptions) -> None:
     """Tell the model what is no part of it, and bring it into the compute layout."""
-    groups = [group.group_name for group in layout.data_groups]
-    set_up_experts(model, options.experts, options.num_microbatches * layout.dims.data, groups)
+    groups, row_groups = ([each.group_name for each in found] for found in (layout.data_groups, layout.row_groups))
+    num_parts = options.num_microbatches * layout.degree(DP_REPLICATE) * layout.degree(FSDP)
+    set_up_experts(model, options.experts, num_parts, groups, row_groups)
     parallelize(model, family.PLAN, layout, loss_parallel=options.loss_parallel)
 
 
@@ -349,4 +362,4 @@ def _example(model: Decoder, rows: tuple[int, int], layout: Layout, options: Ste
         labels.fill_(IGNORE_INDEX)  # `verify_pass` wants the targets of one rank
     batch = Batch(*(x.to(device) for x in (tokens, labels, positions, documents)))
     num_tokens = torch.tensor(rows[0] * rows[1] * layout.dims.data, device=device)
-    return batch, model.masks(batch.documents_BL, batch.positions_BL), num_tokens
+    return *_of_this_rank(batch, model, layout), num_tokens

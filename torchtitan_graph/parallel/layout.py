@@ -138,6 +138,20 @@ class Layout:
         """The groups over which a sum runs over all tokens, one after the other."""
         return [self.group(axis) for axis in DATA_AXES if self.degree(axis) > 1]
 
+    @property
+    def row_groups(self) -> list[dist.ProcessGroup]:
+        """The groups over which a sum runs over all tokens of a row."""
+        return [self.group(axis) for axis in (CP,) if self.degree(axis) > 1]
+
+    @property
+    def all_groups(self) -> list[dist.ProcessGroup]:
+        meshes = (self.mesh, self.context, self.experts, self.stages)
+        return [group for mesh in meshes if mesh is not None for group in mesh.get_all_groups()]
+
+    def sum_over_rows(self, x: Tensor) -> Tensor:
+        """Add up, in place, what the ranks counted of whole rows: those that share a row counted the same."""
+        return self.sum_over_data(x).div_(self.degree(CP), rounding_mode="floor")
+
     def sum_over_data(self, x: Tensor) -> Tensor:
         """Add up, in place, what the ranks that see different tokens counted of it."""
         for group in self.data_groups:

@@ -13,8 +13,17 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import parallelize_module
 
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.parallel.layout import TP, Layout, ParallelDims
-from torchtitan_graph.parallel.plan import MODULE_ROLES, PARAMETER_ROLES, SEQUENCE_DIM, SPLIT_DIM, Plan, table_style
+from torchtitan_graph.parallel.layout import CP, TP, Layout, ParallelDims
+from torchtitan_graph.parallel.plan import (
+    CONTEXT_ROLES,
+    MODULE_ROLES,
+    PARAMETER_ROLES,
+    SEQUENCE_DIM,
+    SPLIT_DIM,
+    Plan,
+    table_style,
+)
+from torchtitan_graph.parallel.sequence import whole_rows
 
 
 def parallelize(model: nn.Module, plan: Plan, layout: Layout, *, loss_parallel: bool) -> None:
@@ -22,12 +31,24 @@ def parallelize(model: nn.Module, plan: Plan, layout: Layout, *, loss_parallel: 
 
     The model is on the meta device: nothing is allocated or sent. Tied parameters stay tied. `check_plan` has passed.
     """
+    if layout.degree(CP) > 1:
+        for module in _modules_with_role_on(CP, model, plan):
+            module.forward = partial(_of_whole_rows, layout.degree(CP), layout.group(CP).group_name, module.forward)
     if layout.degree(TP) > 1:
         _apply_tensor_parallel(model, _roles_on(TP, plan), layout.submesh(TP), loss_parallel)
 
 
 def _roles_on(axis: str, plan: Plan) -> dict[str, str]:
     return {pattern: roles[axis] for pattern, roles in plan.items() if axis in roles}
+
+
+def _modules_with_role_on(axis: str, model: nn.Module, plan: Plan) -> list[nn.Module]:
+    patterns = _roles_on(axis, plan)
+    return [m for name, m in model.named_modules() if any(_matches(pattern, name) for pattern in patterns)]
+
+
+def _of_whole_rows(degree: int, group: str, forward: Callable[..., Any], *parts: Tensor) -> Any:
+    return forward(*whole_rows(parts, degree, group))
 
 
 def _apply_tensor_parallel(model: nn.Module, plan: Mapping[str, str], tp: DeviceMesh, loss_parallel: bool) -> None:
@@ -111,7 +132,7 @@ def parameter_roles(model: nn.Module, plan: Plan) -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     for pattern, roles in plan.items():
         for axis, role in roles.items():
-            if role != "partial":
+            if role not in ("partial", *CONTEXT_ROLES):
                 wanted = f"{pattern}.weight" if role in MODULE_ROLES else pattern
                 for name in (name for name, _ in model.named_parameters() if _matches(wanted, name)):
                     found.setdefault(name, {})[axis] = role
@@ -128,12 +149,13 @@ def check_plan(model: nn.Module, plan: Plan, dims: ParallelDims) -> None:
     """
     for pattern, roles in plan.items():
         axes = list(roles) if isinstance(roles, Mapping) else []
-        if axes != [TP]:
+        if not axes or not {TP, CP}.issuperset(axes):
             raise UserError(
                 f"the plan gives {pattern!r} {roles!r}: what is legal is a role by axis, {{{TP!r}: 'shard 0'}}, on the "
-                f"axes {TP}"
+                f"axes {TP}, {CP}"
             )
     _check_tensor_parallel(model, _roles_on(TP, plan), dims.tp)
+    _check_context_parallel(model, plan, dims.cp)
 
 
 def _check_tensor_parallel(model: nn.Module, plan: Mapping[str, str], degree: int) -> None:
@@ -160,6 +182,19 @@ def _check_tensor_parallel(model: nn.Module, plan: Mapping[str, str], degree: in
     if uncovered and degree > 1:
         raise UserError(
             f"the plan gives no role to {', '.join(uncovered[:5])}: tensor parallelism needs one for every parameter"
+        )
+
+
+def _check_context_parallel(model: nn.Module, plan: Plan, degree: int) -> None:
+    for pattern, role in _roles_on(CP, plan).items():
+        if role not in CONTEXT_ROLES:
+            raise UserError(
+                f"the plan gives {pattern!r} the role {role!r}: legal on {CP} are {', '.join(CONTEXT_ROLES)}"
+            )
+    if degree > 1 and not _modules_with_role_on(CP, model, plan):
+        raise UserError(
+            f"parallelism.context_parallel_degree = {degree}: the plan gives no module the role {CONTEXT_ROLES[0]!r} on"
+            f" {CP}, so nothing gives attention the whole row's keys; see layers/attention.py, or leave the degree at 1"
         )
 
 

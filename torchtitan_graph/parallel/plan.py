@@ -10,6 +10,10 @@ An axis that is not named changes nothing of what a rank computes there.
 | partial    | what each rank returns is its part of a sum, see below |
 | vocabulary | each rank holds rows of the output table; the logits stay sharded over the vocabulary for the loss |
 
+| role of a module | under context parallelism |
+|---|---|
+| context    | gives what it is given of the whole row, from the ranks that have its parts |
+
 | role of a parameter | under tensor parallelism |
 |---|---|
 | shard 0, shard 1, shard 2 | each rank holds a part of that dim |
@@ -35,6 +39,7 @@ SEQUENCE_DIM = 1
 # What splits a parameter, and on which dim; the first two are modules, whose weight is meant.
 SPLIT_DIM = {"embedding": 0, "vocabulary": 0, "shard 0": 0, "shard 1": 1, "shard 2": 2}
 MODULE_ROLES = ("embedding", "partial", "vocabulary")
+CONTEXT_ROLES = ("context",)
 PARAMETER_ROLES = ("shard 0", "shard 1", "shard 2", "replicate", "share")
 
 

@@ -77,8 +77,9 @@ class AuxiliaryLoss:
     load_balance   times E * sum_e (share of the slots that go to e) * (mean probability of e): 1 times it in balance
     by_sequence    the shares are each row's own (DeepSeek-V3, equation 17), not the whole step's (Switch Transformer)
     router_z       times the mean of logsumexp(logits)^2 (ST-MoE): keeps the gate's logits small
-    num_parts      microbatches times data-parallel ranks of a step: the step's loss is the mean over them
+    num_parts      into which the microbatches and ranks cut a step's tokens: the step's loss is the mean over them
     groups         names of the process groups over which a microbatch's loads are summed for the shares
+    row_groups     of those over which a row's own are summed: their ranks have its parts
     """
 
     load_balance: float = 0.0
@@ -86,6 +87,7 @@ class AuxiliaryLoss:
     router_z: float = 0.0
     num_parts: int = 1
     groups: tuple[str, ...] = ()
+    row_groups: tuple[str, ...] = ()
 
     def __call__(self, logits_TE: Tensor, scores_TE: Tensor, chosen_TA: Tensor, load_E: Tensor, B: int) -> Tensor:
         """Give the loss of one layer and microbatch."""
@@ -97,8 +99,8 @@ class AuxiliaryLoss:
                 load = load_E.new_zeros(B, load_E.shape[0]).scatter_add(1, chosen_BS, torch.ones_like(chosen_BS))
             else:
                 load = load_E.unsqueeze(0)
-                for group in self.groups:
-                    load = c10d.wait_tensor(c10d.all_reduce(load, "sum", group))
+            for group in self.row_groups if self.by_sequence else self.groups:
+                load = c10d.wait_tensor(c10d.all_reduce(load, "sum", group))
             shares_BE = load.to(logits_TE.dtype) / load.sum(-1, keepdim=True)
             balance_B = (shares_BE * probabilities_BLE.mean(1)).sum(-1) * load_E.shape[0]
             loss = loss + self.load_balance * balance_B.mean()
@@ -269,15 +271,17 @@ class ExpertTraining:
     forced_balance: bool = False
 
 
-def set_up_experts(model: nn.Module, training: ExpertTraining, num_parts: int, groups: Sequence[str]) -> None:
+def set_up_experts(
+    model: nn.Module, training: ExpertTraining, num_parts: int, groups: Sequence[str], row_groups: Sequence[str] = ()
+) -> None:
     """Tell a model's mixtures of experts how they are trained.
 
     Args:
-        num_parts, groups: as of `AuxiliaryLoss`.
+        num_parts, groups, row_groups: as of `AuxiliaryLoss`.
     """
     loss = training.auxiliary
     if loss is not None:
-        loss = dataclasses.replace(loss, num_parts=num_parts, groups=tuple(groups))
+        loss = dataclasses.replace(loss, num_parts=num_parts, groups=tuple(groups), row_groups=tuple(row_groups))
     for module in model.modules():
         if isinstance(module, MoE):
             module.auxiliary_loss = loss

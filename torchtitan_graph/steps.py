@@ -44,7 +44,7 @@ from torchtitan_graph.models.layers.moe import AuxiliaryLoss, ExpertTraining, Mo
 from torchtitan_graph.parallel.layout import CP, DP_REPLICATE, FSDP, TP, Layout, ParallelDims
 from torchtitan_graph.parallel.parallelize import check_plan, parallelize
 from torchtitan_graph.parallel.recompute import Recompute, recompute_eager
-from torchtitan_graph.parallel.sequence import places_of
+from torchtitan_graph.parallel.sequence import block_length, places_of
 from torchtitan_graph.parallel.storage import (
     Precision,
     Reshard,
@@ -358,8 +358,12 @@ def _example(model: Decoder, rows: tuple[int, int], layout: Layout, options: Ste
     tokens, labels = torch.randint(model.config.vocab_size, (2, *rows), generator=generator)
     documents = (torch.rand(rows, generator=generator) < 0.01).long().cumsum(1)
     positions = torch.arange(rows[1]).expand(rows).contiguous()
+    # `verify_pass` wants the targets, and with them the gradients, of one rank.
     if layout.data_rank > 0:
-        labels.fill_(IGNORE_INDEX)  # `verify_pass` wants the targets of one rank
+        labels.fill_(IGNORE_INDEX)
+    elif (cp := layout.degree(CP)) > 1:
+        documents = torch.arange(rows[1]).div(block_length(rows[1], cp), rounding_mode="floor").expand(rows)
+        labels[:, torch.cat([places_of(rank, rows[1], cp, labels.device) for rank in range(1, cp)])] = IGNORE_INDEX
     batch = Batch(*(x.to(device) for x in (tokens, labels, positions, documents)))
     num_tokens = torch.tensor(rows[0] * rows[1] * layout.dims.data, device=device)
     return *_of_this_rank(batch, model, layout), num_tokens

@@ -41,9 +41,10 @@ from torchtitan_graph.models.layers.attention import flex_cpu_bytes
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.masks import dense_mask_bytes
 from torchtitan_graph.models.layers.moe import AuxiliaryLoss, ExpertTraining, MoE, set_up_experts
-from torchtitan_graph.parallel.layout import TP, Layout, ParallelDims, sum_over
+from torchtitan_graph.parallel.layout import CP, TP, Layout, ParallelDims, sum_over
 from torchtitan_graph.parallel.parallelize import check_plan, parallelize
 from torchtitan_graph.parallel.recompute import Recompute, recompute_eager
+from torchtitan_graph.parallel.sequence import block_length, places_of
 from torchtitan_graph.parallel.storage import (
     Precision,
     Reshard,
@@ -153,7 +154,7 @@ def check_steps(
         return
     _check_rows_fit(config, model, options.precision.compute.itemsize)
     if config.model.attn == "flex" and options.device.type == "cpu":
-        _check_scores_fit(options, model.config.num_heads // dims.tp)
+        _check_scores_fit(options, model.config.num_heads // dims.tp, dims.cp)
 
 
 def _check_rows_fit(config: JobConfig, model: Decoder, itemsize: int) -> None:
@@ -169,7 +170,8 @@ def _check_rows_fit(config: JobConfig, model: Decoder, itemsize: int) -> None:
         if table is None:
             continue
         rows, seq_len, total = table.local_batch_size, table.seq_len, devices.memory_total_gib()
-        num_bytes = rows * seq_len * BYTES_PER_TOKEN + dense_mask_bytes(rows, seq_len, num_masks, itemsize)
+        queries = seq_len // config.parallelism.context_parallel_degree
+        num_bytes = rows * seq_len * BYTES_PER_TOKEN + dense_mask_bytes(rows, queries, seq_len, num_masks, itemsize)
         if (needed := num_bytes / devices.GIB) > total:
             raise UserError(
                 f"{name}.seq_len = {seq_len}: {what} of {name}.local_batch_size {rows} rows would take about "
@@ -177,10 +179,10 @@ def _check_rows_fit(config: JobConfig, model: Decoder, itemsize: int) -> None:
             )
 
 
-def _check_scores_fit(options: StepOptions, num_heads: int) -> None:
+def _check_scores_fit(options: StepOptions, num_heads: int, cp: int) -> None:
     """Refuse rows whose scores can't fit on a CPU, where flex attention is not compiled and holds all of them."""
     batch, seq_len = options.rows
-    needed = flex_cpu_bytes(batch, num_heads, seq_len) / devices.GIB
+    needed = flex_cpu_bytes(batch, num_heads, seq_len // cp, seq_len) / devices.GIB
     if needed > devices.memory_total_gib():
         raise UserError(
             f"model.attn = 'flex': on a CPU one layer's scores would take about {needed:.0f} GiB at "
@@ -209,7 +211,7 @@ class Steps:
         """Add the gradients of an optimizer step to the live parameters' `.grad`.
 
         Args:
-            microbatches: of this rank, on the device.
+            microbatches: of this rank, on the device; of whole rows, also where ranks share them.
             num_tokens: scalar, the targets of all ranks and microbatches.
 
         Returns:
@@ -237,9 +239,8 @@ class Steps:
         return sum(map(self.flops.of, visible))
 
     def _run(self, step: Callable[..., Any], batch: Batch, num_tokens: Tensor) -> Any:
-        masks = self.model.masks(batch.documents_BL, batch.positions_BL)
         with loss_context(self.loss_parallel):
-            return step(batch, masks, num_tokens)
+            return step(*_of_this_rank(batch, self.model, self.layout), num_tokens)
 
     def _sum_state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Add up the ranks' counts, all of a dtype in one message. They are of what routers see."""
@@ -250,6 +251,16 @@ class Steps:
             parts = total.split([x.numel() for x in alike.values()])
             summed |= {name: part.view_as(x) for (name, x), part in zip(alike.items(), parts, strict=True)}
         return {name: summed[name] for name in state}
+
+
+def _of_this_rank(whole: Batch, model: Decoder, layout: Layout) -> tuple[Batch, Any]:
+    """Give this rank's part of the rows, and its masks: of its own queries, and the whole rows' keys."""
+    if layout.degree(CP) == 1:
+        return whole, model.masks(whole.documents_BL, whole.positions_BL)
+    L, device = whole.tokens_BL.shape[1], whole.tokens_BL.device
+    places_L = places_of(layout.rank(CP), L, layout.degree(CP), device)
+    masks = model.masks(whole.documents_BL, whole.positions_BL, places_L)
+    return Batch(*(x[:, places_L] for x in whole)), masks
 
 
 class Traced(NamedTuple):
@@ -360,8 +371,12 @@ def _example(model: Decoder, rows: tuple[int, int], layout: Layout, options: Ste
     tokens, labels = torch.randint(model.config.vocab_size, (2, *rows), generator=generator)
     documents = (torch.rand(rows, generator=generator) < 0.01).long().cumsum(1)
     positions = torch.arange(rows[1]).expand(rows).contiguous()
+    # `verify_pass` wants the targets, and with them the gradients, of one rank.
     if layout.data_rank > 0:
-        labels.fill_(IGNORE_INDEX)  # `verify_pass` wants the targets of one rank
+        labels.fill_(IGNORE_INDEX)
+    elif (cp := layout.degree(CP)) > 1:
+        documents = torch.arange(rows[1]).div(block_length(rows[1], cp), rounding_mode="floor").expand(rows)
+        labels[:, torch.cat([places_of(rank, rows[1], cp, labels.device) for rank in range(1, cp)])] = IGNORE_INDEX
     batch = Batch(*(x.to(device) for x in (tokens, labels, positions, documents)))
     num_tokens = torch.tensor(rows[0] * rows[1] * layout.dims.data, device=device)
-    return batch, model.masks(batch.documents_BL, batch.positions_BL), num_tokens
+    return *_of_this_rank(batch, model, layout), num_tokens

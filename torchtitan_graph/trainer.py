@@ -301,7 +301,7 @@ class Trainer:
         """Add the step's targets of all ranks to each source's, where the data is a mixture."""
         names = self.train_data.source_names
         if len(names) > 1:
-            counts = self.layout.sum_over_data(self.train_data.take_targets().to(self.device)).tolist()
+            counts = self.layout.sum_over_rows(self.train_data.take_targets().to(self.device)).tolist()
             before = self.tokens_by_source
             self.tokens_by_source = {name: before.get(name, 0) + n for name, n in zip(names, counts, strict=True)}
 
@@ -322,7 +322,7 @@ class Trainer:
     def _count_targets(self, microbatches: list[Batch]) -> Tensor:
         """Count the targets of all ranks: the one denominator, known before the first microbatch."""
         count = sum((batch.labels_BL != IGNORE_INDEX).sum() for batch in microbatches)
-        return self.layout.sum_over_data(count.to(self.device))  # type: ignore[union-attr]
+        return self.layout.sum_over_rows(count.to(self.device))  # type: ignore[union-attr]
 
     def _to_device(self, batch: Batch) -> Batch:
         return Batch(*(x.to(self.device, non_blocking=True) for x in batch))

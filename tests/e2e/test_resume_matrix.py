@@ -15,8 +15,14 @@ from torchtitan_graph.run.folder import RunFolder
 from torchtitan_graph.run.status import FINISHED
 from torchtitan_graph.trainer import Trainer
 
-LAYOUTS = {"one rank": (1, 1), "FSDP 2": (2, 1), "FSDP 2 x TP 2": (2, 2), "FSDP 4": (4, 1)}
-FAST = [("FSDP 2 x TP 2", ["one rank"]), ("one rank", ["FSDP 2 x TP 2"])]
+LAYOUTS = {  # ranks, and of them context and tensor parallel
+    "one rank": (1, 1, 1),
+    "FSDP 2": (2, 1, 1),
+    "FSDP 2 x TP 2": (4, 1, 2),
+    "FSDP 2 x CP 2": (4, 2, 1),
+    "FSDP 4": (4, 1, 1),
+}
+FAST = [("FSDP 2 x TP 2", ["one rank"]), ("FSDP 2 x CP 2", ["FSDP 2 x TP 2"]), ("one rank", ["FSDP 2 x CP 2"])]
 SLOW = [pytest.param(saved, list(LAYOUTS), marks=pytest.mark.slow) for saved in LAYOUTS]
 
 
@@ -24,9 +30,10 @@ def trainer_of(layout: str, folder: Path, *options: str) -> Trainer:
     import sys
 
     sys.path.insert(0, str(HERE))  # where my_models is
-    _, tp = LAYOUTS[layout]
+    _, cp, tp = LAYOUTS[layout]
     options = ("--job.config_file", TINY, "--job.dump_folder", str(folder), *options)
     options += ("--parallelism.tensor_parallel_degree", str(tp), "--checkpoint.async_mode", "async")
+    options += ("--parallelism.context_parallel_degree", str(cp))
     trainer = Trainer(load(options), dist.get_world_size())
     trainer.setup()
     return trainer
@@ -42,7 +49,7 @@ def state_of(trainer: Trainer) -> dict[str, Any]:
     microbatches, num_tokens = trainer._next_step()
     rows: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(rows, [[row_digest(b, row) for row in range(len(b.tokens_BL))] for b in microbatches])
-    of_data_rank = rows[:: trainer.dims.tp]
+    of_data_rank = rows[:: trainer.dims.cp * trainer.dims.tp]
     state["rows"] = [row for microbatch in zip(*of_data_rank, strict=True) for rows in microbatch for row in rows]
     return state | {"num_tokens": int(num_tokens)}
 
@@ -84,5 +91,4 @@ def test_the_comparison_sees_another_position_and_another_step(tmp_path: Path) -
 
 
 def world_size(layout: str) -> int:
-    shard, tp = LAYOUTS[layout]
-    return shard * tp
+    return LAYOUTS[layout][0]

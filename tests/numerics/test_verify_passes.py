@@ -10,6 +10,7 @@ from torch.fx import GraphModule
 
 from pool import run_on
 from torchtitan_graph.compiler import Inspection, Pass, passes, run_passes
+from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.parallel.storage import Reshard
 
@@ -53,8 +54,10 @@ def test_every_pass_keeps_its_promise(cell):
         Cell(FSDP2, FP32, recompute=Recompute(by_op=True), reshard=Reshard(blocks=False)),
         Cell(TP2, BF16, tied=True),
         Cell(ONE, FP32, attn="flex"),
+        Cell(ParallelDims(cp=2), BF16),
+        pytest.param(Cell(ParallelDims(dp_shard=2, cp=2), BF16), marks=pytest.mark.slow),
     ],
-    ids=["tied", "recompute-full", "recompute-op-stay-gathered", "TP-2-tied", "flex"],
+    ids=["tied", "recompute-full", "recompute-op-stay-gathered", "TP-2-tied", "flex", "CP-2", "FSDP-2-x-CP-2"],
 )
 def test_every_pass_keeps_its_promise_in_variants(cell):
     assert run_on(cell.dims.num_ranks, outcome, cell) == [""] * cell.dims.num_ranks

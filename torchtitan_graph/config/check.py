@@ -105,12 +105,24 @@ def _check_degrees(config: JobConfig, world_size: int) -> list[str]:
             f"{_name(config, 'training.global_batch_size')}: must be a multiple of training.local_batch_size"
             f" {config.training.local_batch_size} * data-parallel degree {data_degree} = {microbatch}, or -1"
         )
+    return problems + _check_rows(config)
+
+
+def _check_rows(config: JobConfig) -> list[str]:
+    cp, tp = config.parallelism.context_parallel_degree, config.parallelism.tensor_parallel_degree
+    problems = []
     for key in ["training.seq_len"] + ["validation.seq_len"] * config.validation.enable:
         seq_len = get(config, key)
-        if seq_len % degrees.tensor_parallel_degree:
+        if cp > 1 and seq_len % (2 * cp):
             problems.append(
-                f"{_name(config, key)}: sequence parallel needs a multiple of parallelism.tensor_parallel_degree"
-                f" {degrees.tensor_parallel_degree}"
+                f"{_name(config, key)}: context parallel deals equal blocks of a row forth and back, which needs a"
+                f" multiple of 2 * parallelism.context_parallel_degree {cp} = {2 * cp}"
+            )
+        elif seq_len % (cp * tp):
+            of = f"parallelism.tensor_parallel_degree {tp}"
+            problems.append(
+                f"{_name(config, key)}: sequence parallel needs a multiple of"
+                f" {f'parallelism.context_parallel_degree {cp} * {of} = {cp * tp}' if cp > 1 else of}"
             )
     return problems
 
@@ -119,7 +131,6 @@ def _check_built(config: JobConfig) -> list[str]:
     """Refuse what is not built yet."""
     instead = {
         "pipeline_parallel_degree": "use data_parallel_shard_degree",
-        "context_parallel_degree": "use tensor_parallel_degree for long sequences",
     }
     return [
         f"{_name(config, f'parallelism.{key}')}: not built yet; {what}"

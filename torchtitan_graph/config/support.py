@@ -47,7 +47,6 @@ def _gone(why: str) -> Unsupported:
 
 
 _STAGES = "there are no pipeline stages"
-_SEQUENCE = "sequences are not sharded"
 _BUDGET = "there is no mode = memory_budget"
 _CONVERTERS = "nothing is quantized"
 _ESTIMATE = "memory is not estimated"
@@ -74,8 +73,12 @@ UNSUPPORTED = {
     "parallelism.pipeline_parallel_schedule_csv": _ignore(None, _STAGES),
     "parallelism.pipeline_parallel_microbatch_size": _ignore(1, _STAGES),
     "parallelism.pipeline_parallel_expert_parallel_overlap": _ignore(True, _STAGES),
-    "parallelism.context_parallel_load_balancer": _ignore("headtail", _SEQUENCE),
-    "parallelism.context_parallel_rotate_method": _ignore("allgather", _SEQUENCE),
+    "parallelism.context_parallel_load_balancer": _ignore(
+        "headtail", "a row is dealt to the ranks in short blocks, forth and back, which balances documents too"
+    ),
+    "parallelism.context_parallel_rotate_method": _ignore(
+        "allgather", "keys and values are gathered, whatever the method; same numbers"
+    ),
     "parallelism.expert_parallel_comm_backend": _ignore("standard", "tokens do not travel to experts"),
     "checkpoint.enable_ft_dataloader_checkpoints": _ignore(True, _REPLICAS),
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": _ignore(

@@ -168,23 +168,27 @@ class Layout:
     @property
     def all_groups(self) -> list[dist.ProcessGroup]:
         """Every group that this rank is in."""
-        meshes = [mesh for mesh in (self.mesh, self.context, self.experts, self.stages) if mesh is not None]
-        return [group for mesh in meshes for group in mesh.get_all_groups()]
+        return [group for mesh in self._meshes for group in mesh.get_all_groups()]
 
     @property
     def row_groups(self) -> list[dist.ProcessGroup]:
         """The groups over which a sum runs over all tokens of a row that routers see."""
-        return [self.group(TP)] if self.dims.ep_spans_tp else []
+        groups = [self.group(CP)] if self.degree(CP) > 1 else []
+        return [*groups, self.group(TP)] if self.dims.ep_spans_tp else groups
 
     @property
     def routing_groups(self) -> list[dist.ProcessGroup]:
         """The groups over which a sum runs over all tokens that routers see."""
-        return [*self.data_groups, *self.row_groups]
+        return [*self.data_groups, self.group(TP)] if self.dims.ep_spans_tp else self.data_groups
 
     @property
     def num_routing_parts(self) -> int:
         """How many equal parts the tokens that routers see come in."""
-        return self.dims.data * (self.dims.tp if self.dims.ep_spans_tp else 1)
+        return self.dims.dp_replicate * self.dims.fsdp * (self.dims.tp if self.dims.ep_spans_tp else 1)
+
+    def sum_over_rows(self, x: Tensor) -> Tensor:
+        """Add up, in place, what the ranks counted of whole rows: those that share a row counted the same."""
+        return self.sum_over_data(x).div_(self.degree(CP), rounding_mode="floor")
 
     def sum_over_data(self, x: Tensor) -> Tensor:
         """Add up, in place, what the ranks that see different tokens counted of it."""

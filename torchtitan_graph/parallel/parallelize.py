@@ -14,17 +14,19 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.parallel.dispatch import dispatched
-from torchtitan_graph.parallel.layout import EP, EXPERT_TP, TP, Layout, ParallelDims
+from torchtitan_graph.parallel.layout import CP, EP, EXPERT_TP, TP, Layout, ParallelDims
 from torchtitan_graph.parallel.plan import (
     MODULE_ROLES,
     ROLES,
     SEQUENCE_DIM,
     SPLIT_DIM,
     Plan,
+    context_roles,
     expert_roles,
     table_style,
     tensor_roles,
 )
+from torchtitan_graph.parallel.sequence import whole_rows
 
 
 def parallelize(model: nn.Module, plan: Plan, layout: Layout, *, loss_parallel: bool) -> None:
@@ -32,11 +34,15 @@ def parallelize(model: nn.Module, plan: Plan, layout: Layout, *, loss_parallel: 
 
     The model is on the meta device: nothing is allocated or sent. Tied parameters stay tied. `check_plan` has passed.
     """
+    modules = dict(model.named_modules())
+    if layout.degree(CP) > 1:  # inside of tensor parallelism's parts
+        for name in _by_name(modules, context_roles(plan)):
+            forward, group = modules[name].forward, layout.group(CP).group_name
+            modules[name].forward = partial(_of_whole_rows, layout.degree(CP), group, forward)
     tied = _tied_names(model)
     on_tp = tensor_roles(plan, layout.dims) if layout.degree(TP) > 1 else {}
     on_ep = expert_roles(plan) if layout.degree(EP) > 1 else {}
     _cut_parameters(model, on_tp, on_ep, layout)
-    modules = dict(model.named_modules())
     for name, role in _by_name(modules, on_tp).items():
         if role == "partial":
             modules[name].forward = partial(_summed, layout.submesh(TP), modules[name].forward)
@@ -50,6 +56,10 @@ def parallelize(model: nn.Module, plan: Plan, layout: Layout, *, loss_parallel: 
         parameter = model.get_parameter(first)
         for name in others:
             setattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], parameter)
+
+
+def _of_whole_rows(degree: int, group: str, forward: Callable[..., Any], *parts: Tensor) -> Any:
+    return forward(*whole_rows(parts, degree, group))
 
 
 def _by_name(names: Iterable[str], roles: Mapping[str, str]) -> dict[str, str]:
@@ -171,6 +181,7 @@ def check_plan(model: nn.Module, plan: Plan, dims: ParallelDims) -> None:
                 raise UserError(f"the plan gives {pattern!r} the role {role!r}: legal are {', '.join(ROLES[axis])}")
     experts = _check_expert_parallel(model, expert_roles(plan), dims.ep)
     _check_tensor_parallel(model, tensor_roles(plan, dims), dims.tp, experts)
+    _check_context_parallel(model, context_roles(plan), dims.cp)
 
 
 def _check_expert_parallel(model: nn.Module, plan: Mapping[str, str], degree: int) -> set[str]:
@@ -207,6 +218,14 @@ def _check_tensor_parallel(model: nn.Module, plan: Mapping[str, str], degree: in
     if uncovered and degree > 1:
         raise UserError(
             f"the plan gives no role to {', '.join(uncovered[:5])}: tensor parallelism needs one for every parameter"
+        )
+
+
+def _check_context_parallel(model: nn.Module, plan: Mapping[str, str], degree: int) -> None:
+    if degree > 1 and not _by_name(dict(model.named_modules()), plan):
+        raise UserError(
+            f"parallelism.context_parallel_degree = {degree}: the plan gives no module a role on {CP}, so nothing gives"
+            " attention the whole row's keys; see layers/attention.py, or leave the degree at 1"
         )
 
 

@@ -10,6 +10,10 @@ An axis that is not named changes nothing of what a rank computes there.
 | partial    | what each rank returns is its part of a sum, see below |
 | vocabulary | each rank holds rows of the output table; the logits stay sharded over the vocabulary for the loss |
 
+| role of a module | under context parallelism |
+|---|---|
+| context    | gives what it is given of the whole row, from the ranks that have its parts |
+
 | role of a parameter | under tensor parallelism |
 |---|---|
 | shard 0, shard 1, shard 2 | each rank holds a part of that dim |
@@ -41,7 +45,7 @@ from collections.abc import Mapping
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from torchtitan_graph.parallel.layout import EP, TP, ParallelDims
+from torchtitan_graph.parallel.layout import CP, EP, TP, ParallelDims
 
 Plan = Mapping[str, Mapping[str, str]]  # pattern -> axis -> role
 
@@ -51,7 +55,11 @@ SEQUENCE_DIM = 1
 SPLIT_DIM = {"embedding": 0, "vocabulary": 0, "shard 0": 0, "shard 1": 1, "shard 2": 2}
 MODULE_ROLES = ("embedding", "partial", "vocabulary")
 PARAMETER_ROLES = ("shard 0", "shard 1", "shard 2", "replicate", "share")
-ROLES = {TP: MODULE_ROLES + PARAMETER_ROLES, EP: ("dispatch", "expert", "apart", "partial")}
+ROLES = {
+    TP: MODULE_ROLES + PARAMETER_ROLES,
+    CP: ("context",),
+    EP: ("dispatch", "expert", "apart", "partial"),
+}
 
 
 def tensor_roles(plan: Plan, dims: ParallelDims) -> dict[str, str]:
@@ -60,6 +68,11 @@ def tensor_roles(plan: Plan, dims: ParallelDims) -> dict[str, str]:
         return {pattern: roles[TP] for pattern, roles in plan.items() if TP in roles}
     both = {pattern: roles.get(EP, roles.get(TP)) for pattern, roles in plan.items()}
     return {pattern: role for pattern, role in both.items() if role and role not in ("dispatch", "expert")}
+
+
+def context_roles(plan: Plan) -> dict[str, str]:
+    """Give the roles on cp by pattern."""
+    return {pattern: roles[CP] for pattern, roles in plan.items() if CP in roles}
 
 
 def expert_roles(plan: Plan) -> dict[str, str]:

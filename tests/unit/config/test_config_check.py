@@ -79,6 +79,21 @@ def test_sequence_parallel_must_divide() -> None:
     assert check(load(["--training.seq_len", "15"]), 2) == []
 
 
+@pytest.mark.parametrize(
+    ("arguments", "needed"),
+    [
+        ("--training.seq_len 30", "2 * parallelism.context_parallel_degree 2 = 4"),
+        ("--training.seq_len 20 --validation.enable --validation.seq_len 16", "_degree 2 * parallelism.tensor_"),
+        ("--training.seq_len 24 --validation.enable --validation.seq_len 18", "= 4"),
+    ],
+)
+def test_a_row_is_cut_over_context_and_tensor_parallel(arguments: str, needed: str) -> None:
+    degrees = " --parallelism.context_parallel_degree 2 --parallelism.tensor_parallel_degree 4"
+    (problem,) = problems(arguments + degrees, 8)
+    assert "seq_len" in problem and needed in problem
+    assert check(load(f"--training.seq_len 16 {degrees}".split()), 8) == []
+
+
 def test_a_trace_must_fit_between_two_traces() -> None:
     arguments = "--profiling.profile_freq 3 --profiling.profiler_active 2 --profiling.profiler_warmup 2"
     assert check(load(arguments.split()), 1) == []

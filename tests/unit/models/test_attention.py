@@ -10,11 +10,12 @@ import torch
 from pytest import MonkeyPatch
 from reference import Results, largest_gap, loss_of
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.trace import minimal_fx_tracer, run_traced
 from torchtitan_graph.models import llama3
-from torchtitan_graph.models.layers import attention
+from torchtitan_graph.models.layers import attention, masks
 from torchtitan_graph.models.layers.attention import attend
 from torchtitan_graph.models.layers.masks import (
     Rule,
@@ -82,6 +83,45 @@ def test_a_block_mask_has_the_blocks_in_which_anything_is_seen(rule: Rule) -> No
     padded = torch.nn.functional.pad(dense, (0, 84, 0, 84))  # to three blocks of 128
     seen = padded.unflatten(-1, (3, 128)).unflatten(-3, (3, 128)).any(-1).any(-2)
     assert torch.equal(blocks.to_dense().bool(), seen)
+
+
+@pytest.mark.parametrize("name", ["document", "sliding"])
+def test_a_block_mask_is_torch_s_own_whatever_is_held_at_a_time(name: str, monkeypatch: MonkeyPatch) -> None:
+    rule = {"document": all_of(causal, same_document(LONG)), "sliding": all_of(causal, sliding(100))}[name]
+    expected = create_block_mask(rule, 2, None, 300, 300, device="cpu")
+    for pairs in (1, masks.PAIRS_AT_A_TIME):
+        monkeypatch.setattr(masks, "PAIRS_AT_A_TIME", pairs)
+        found = build_mask("flex", rule, 2, 300, torch.device("cpu"))
+        for x, y in zip(expected.as_tuple()[:-1], found.as_tuple()[:-1], strict=True):  # type: ignore[attr-defined]
+            assert torch.equal(x, y) and x.dtype == y.dtype if isinstance(x, Tensor) else x == y
+
+
+@pytest.mark.parametrize("attn", ["sdpa", "flex"])
+def test_a_mask_of_some_places_has_their_rows(attn: str) -> None:
+    rule, places = all_of(causal, same_document(LONG)), torch.tensor([*range(40, 80), *range(200, 299)])
+    whole = build_mask("sdpa", rule, 2, 300, torch.device("cpu"))
+    found = build_mask(attn, rule, 2, 300, torch.device("cpu"), places)
+    if attn == "flex":
+        q, kv = torch.arange(139).view(-1, 1), torch.arange(300)
+        assert found.shape == (2, 1, 139, 300)
+        found = found.mask_mod(torch.arange(2).view(2, 1, 1, 1), torch.tensor(0), q, kv)  # type: ignore[union-attr]
+    assert torch.equal(found, whole[:, :, places])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("attn", ["sdpa", "flex"])
+def test_keys_of_a_part_of_the_row_are_refused(attn: str) -> None:
+    q, k = torch.zeros(1, 16, 2, 8), torch.zeros(1, 16, 2, 8)
+    mask = build_mask(attn, causal, 1, 32, torch.device("cpu"), torch.arange(16))
+    with pytest.raises(UserError, match=r"given 16 keys, and a mask of 32: .*self\.seen\(k, v\)"):
+        attend(q, k, k, mask)
+
+
+def test_scores_that_change_by_the_query_s_place_are_refused_on_a_part_of_the_row() -> None:
+    q, k = torch.zeros(1, 16, 2, 8), torch.zeros(1, 32, 2, 8)
+    mask = build_mask("flex", causal, 1, 32, torch.device("cpu"), torch.arange(16))
+    attend(q, k, k, mask, score=lambda score, b, h, q, kv: score + kv)
+    with pytest.raises(UserError, match="leave the degree at 1"):
+        attend(q, k, k, mask, score=lambda score, b, h, q, kv: score + q - kv)
 
 
 # --- attention --------------------------------------------------------------------------------------------------------

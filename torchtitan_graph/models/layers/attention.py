@@ -13,6 +13,15 @@ from torchtitan_graph.models.layers.masks import Mask
 from torchtitan_graph.models.layers.rope import apply_rope
 
 
+class Seen(nn.Module):
+    """What other positions see of a token: keys and values, or what they are made of. Under context parallelism it
+    gives those of the whole row, in order; else what it is given.
+    """
+
+    def forward(self, *parts_BL: Tensor) -> tuple[Tensor, ...]:
+        return parts_BL
+
+
 def attend(
     q_BLNH: Tensor,
     k_BLKH: Tensor,
@@ -31,8 +40,10 @@ def attend(
         score: changes a scaled score, `(score, b, h, q, kv) -> score`, as a soft cap or a bias does; flex only.
 
     Raises:
-        UserError: a score function without flex attention, which alone has one.
+        UserError: a score function without flex attention, which alone has one; or a use that context parallelism can't
+            split.
     """
+    _check_places(q_BLNH.shape[1], k_BLKH.shape[1], mask, score)
     scale = q_BLNH.shape[-1] ** -0.5 if scale is None else scale
     groups = q_BLNH.shape[2] // k_BLKH.shape[2]
     q_BNLH, k_BNLH, v_BNLH = (x.transpose(1, 2) for x in (q_BLNH, k_BLKH, v_BLKH))
@@ -51,6 +62,29 @@ def attend(
     else:
         out_BNLH = _sdpa(q_BNLH, k_BNLH, v_BNLH, mask, scale, sinks_N)
     return out_BNLH.transpose(1, 2)
+
+
+def _check_places(Lq: int, Lk: int, mask: Mask, score: ScoreFunction | None) -> None:
+    if Lk != mask.shape[-1]:
+        raise UserError(
+            f"attention is given {Lk} keys, and a mask of {mask.shape[-1]}: with parallelism.context_parallel_degree "
+            "an attention of your own has a module `seen = Seen()`, in its PLAN 'seen': {'cp': 'context'}, and says "
+            "`k, v = self.seen(k, v)` before it attends; or leave the degree at 1"
+        )
+    if score is not None and Lq < Lk and _reads_query(score):
+        raise UserError(
+            "parallelism.context_parallel_degree: this model changes attention's scores by the query's place, of which "
+            "a rank that has a part of the row knows only the number in its part; leave the degree at 1"
+        )
+
+
+def _reads_query(score: ScoreFunction) -> bool:
+    """Tell whether a score function looks at the argument `q`; of one that can't be followed, suppose it."""
+    try:
+        _, _, _, query, _ = torch.fx.symbolic_trace(score).graph.find_nodes(op="placeholder")
+    except Exception:
+        return True
+    return bool(query.users)
 
 
 def _sdpa(
@@ -96,6 +130,7 @@ class Attention(nn.Module):
         "q_norm.weight": {"tp": "replicate"},
         "k_norm.weight": {"tp": "replicate"},
         "sinks": {"tp": "shard 0"},
+        "seen": {"cp": "context"},
     }
 
     def __init__(
@@ -118,10 +153,12 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(head_dim, eps=qk_norm_eps) if qk_norm_eps is not None else None
         self.k_norm = nn.RMSNorm(head_dim, eps=qk_norm_eps) if qk_norm_eps is not None else None
         self.sinks = nn.Parameter(torch.empty(num_heads)) if sinks else None
+        self.seen = Seen()
 
     def forward(self, x_BLD: Tensor, *, rope: tuple[Tensor, ...], mask: Mask) -> Tensor:
         q_BLNH, k_BLKH, v_BLKH = (w(x_BLD).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
         q_BLNH, k_BLKH = self.placed(q_BLNH, k_BLKH, rope)
+        k_BLKH, v_BLKH = self.seen(k_BLKH, v_BLKH)
         return self.wo(attend(q_BLNH, k_BLKH, v_BLKH, mask, sinks_N=self.sinks).flatten(-2))
 
     def placed(self, q_BLNH: Tensor, k_BLKH: Tensor, rope: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
@@ -132,10 +169,10 @@ class Attention(nn.Module):
         return apply_rope(q_BLNH, cos, sin), apply_rope(k_BLKH, cos, sin)
 
 
-def flex_cpu_bytes(batch: int, num_heads: int, seq_len: int) -> int:
+def flex_cpu_bytes(batch: int, num_heads: int, Lq: int, Lk: int) -> int:
     """Estimate the peak bytes of one layer's uncompiled flex attention, forward and backward, on a CPU.
 
     It holds every score in fp32, several times over in the backward: 14 GiB were measured at batch 8, 16 heads,
     sequence 2048, which is seven score matrices.
     """
-    return 7 * 4 * batch * num_heads * seq_len * seq_len
+    return 7 * 4 * batch * num_heads * Lq * Lk

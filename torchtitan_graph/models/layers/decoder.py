@@ -168,16 +168,17 @@ class Decoder(nn.Module):
         fractions = {name: float(n.sum()) / (B * L * L) for name, n in numbers.items()}
         return {name: fractions[getattr(block, "mask", "causal")] for name, block in self.blocks.items()}
 
-    def masks(self, documents_BL: Tensor, positions_BL: Tensor) -> dict[str, Mask]:
+    def masks(self, documents_BL: Tensor, positions_BL: Tensor, places_L: Tensor | None = None) -> dict[str, Mask]:
         """Build the attention masks of one batch; made once, outside the graph, and shared by all layers.
 
         Args:
             documents_BL: equal numbers where two tokens belong to one document.
             positions_BL: of each token in its document.
+            places_L: of the queries, in the row; None: one at each place.
         """
-        B, L = documents_BL.shape
+        (B, L), device = documents_BL.shape, documents_BL.device
         rules = self.mask_rules(documents_BL, positions_BL)
-        return {name: build_mask(self.attn, rule, B, L, documents_BL.device) for name, rule in rules.items()}
+        return {name: build_mask(self.attn, rule, B, L, device, places_L) for name, rule in rules.items()}
 
     def forward(
         self,

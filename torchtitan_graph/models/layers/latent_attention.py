@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from torchtitan_graph.models.layers.attention import attend
+from torchtitan_graph.models.layers.attention import Seen, attend
 from torchtitan_graph.models.layers.masks import Mask
 from torchtitan_graph.models.layers.rope import apply_rope
 
@@ -34,6 +34,7 @@ class LatentAttention(nn.Module):
         "kv_norm.weight": {"tp": "replicate"},
         "wkv_b.weight": {"tp": "shard 0"},
         "wo.weight": {"tp": "shard 1"},
+        "seen": {"cp": "context"},
     }
 
     def __init__(
@@ -63,17 +64,19 @@ class LatentAttention(nn.Module):
         self.kv_norm = nn.RMSNorm(kv_lora_rank, eps=LATENT_EPS)
         self.wkv_b = nn.Linear(kv_lora_rank, num_heads * (nope_dim + v_dim), bias=False)
         self.wo = nn.Linear(num_heads * v_dim, dim, bias=False)
+        self.seen = Seen()
 
     def forward(self, x_BLD: Tensor, *, rope: tuple[Tensor, ...], mask: Mask) -> Tensor:
         q = self.wq_b(self.q_norm(self.wq_a(x_BLD))) if self.q_lora_rank else self.wq(x_BLD)
         q_BLNH = q.unflatten(-1, (-1, self.nope_dim + self.rope_dim))
         q_nope, q_rope = q_BLNH.split((self.nope_dim, self.rope_dim), dim=-1)
         latent_BLC, k_rope = self.wkv_a(x_BLD).split((self.kv_lora_rank, self.rope_dim), dim=-1)
-        kv_BLNH = self.wkv_b(self.kv_norm(latent_BLC)).unflatten(-1, (-1, self.nope_dim + self.v_dim))
-        k_nope, v_BLNH = kv_BLNH.split((self.nope_dim, self.v_dim), dim=-1)
         cos, sin = rope
-        q_rope = apply_rope(q_rope, cos, sin, interleaved=True)
         k_rope = apply_rope(k_rope.unsqueeze(2), cos, sin, interleaved=True)
+        latent_BLC, k_rope = self.seen(self.kv_norm(latent_BLC), k_rope)  # narrow; each rank expands all of it
+        kv_BLNH = self.wkv_b(latent_BLC).unflatten(-1, (-1, self.nope_dim + self.v_dim))
+        k_nope, v_BLNH = kv_BLNH.split((self.nope_dim, self.v_dim), dim=-1)
+        q_rope = apply_rope(q_rope, cos, sin, interleaved=True)
         q_BLNH = torch.cat((q_nope, q_rope), dim=-1)
         k_BLNH = torch.cat((k_nope, k_rope.expand(*k_nope.shape[:-1], self.rope_dim)), dim=-1)
         return self.wo(attend(q_BLNH, k_BLNH, v_BLNH, mask, scale=self.scale).flatten(-2))

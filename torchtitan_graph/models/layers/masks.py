@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import BlockMask
 
 FLEX_BLOCK = 128
+PAIRS_AT_A_TIME = 2**24
 
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Mask = Tensor | BlockMask
@@ -62,26 +64,60 @@ def all_of(*rules: Rule) -> Rule:
     return rule
 
 
-def dense_mask_bytes(B: int, L: int, num_masks: int, itemsize: int) -> int:
+def of_queries(rule: Rule, places_L: Tensor | None) -> Rule:
+    """Number the queries of a rank that has a part of the row, those at `places_L`; keys keep their places."""
+    if places_L is None:
+        return rule
+
+    def of_part(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return rule(b, h, places_L[q], kv)
+
+    return of_part
+
+
+def dense_mask_bytes(B: int, Lq: int, Lk: int, num_masks: int, itemsize: int) -> int:
     """Return what the masks of one batch take under sdpa: for each pair of positions a boolean, and a number of
     `itemsize` bytes (`as_bias`).
     """
-    return B * L * L * num_masks * (1 + itemsize)
+    return B * Lq * Lk * num_masks * (1 + itemsize)
 
 
-def build_mask(attn: str, rule: Rule, B: int, L: int, device: torch.device) -> Mask:
+def build_mask(attn: str, rule: Rule, B: int, L: int, device: torch.device, places_L: Tensor | None = None) -> Mask:
     """Build the mask of one batch.
 
     Args:
-        attn: "sdpa" gives a boolean tensor (B, 1, L, L), True where a query (dim 2) sees a key (dim 3); "flex" a
+        attn: "sdpa" gives a boolean tensor (B, 1, Lq, L), True where a query (dim 2) sees a key (dim 3); "flex" a
             `BlockMask` that holds the same rule over blocks.
         rule: one for all heads.
+        places_L: of the queries; None: one at each place.
     """
+    Lq, rule = L if places_L is None else len(places_L), of_queries(rule, places_L)
     if attn == "flex":
-        return create_block_mask(rule, B, None, L, L, device=device, BLOCK_SIZE=FLEX_BLOCK)
-    b, h = torch.arange(B, device=device).view(B, 1, 1, 1), torch.zeros(1, dtype=torch.long, device=device)
-    q, kv = torch.arange(L, device=device).view(L, 1), torch.arange(L, device=device)
-    return rule(b, h, q, kv).expand(B, 1, L, L)
+        return _block_mask(rule, B, Lq, L, device)
+    return _seen(rule, B, torch.arange(Lq, device=device), L).expand(B, 1, Lq, L)
+
+
+def _seen(rule: Rule, B: int, q_L: Tensor, Lk: int) -> Tensor:
+    b, h = torch.arange(B, device=q_L.device).view(B, 1, 1, 1), torch.zeros(1, dtype=torch.long, device=q_L.device)
+    return rule(b, h, q_L.view(-1, 1), torch.arange(Lk, device=q_L.device))
+
+
+def _block_mask(rule: Rule, B: int, Lq: int, Lk: int, device: torch.device) -> BlockMask:
+    """Give what `create_block_mask` gives, which holds eleven bytes for each pair of positions; this holds those of
+    some queries at a time."""
+    block, counts = FLEX_BLOCK, []
+    strip = max(1, PAIRS_AT_A_TIME // (B * Lk * block)) * block
+    for begin in range(0, Lq, strip):
+        q_L = torch.arange(begin, min(begin + strip, Lq), device=device)
+        seen = F.pad(_seen(rule, B, q_L, Lk).expand(B, 1, len(q_L), Lk), (0, -Lk % block, 0, -len(q_L) % block))
+        counts.append(seen.unflatten(3, (-1, block)).unflatten(2, (-1, block)).sum((3, 5), dtype=torch.int32))
+    count_B1QK = torch.cat(counts, dim=2)
+    full = count_B1QK == block * block
+    part, whole = (
+        (blocks.sum(-1, dtype=torch.int32), blocks.int().argsort(dim=-1, descending=True, stable=True).int())
+        for blocks in ((count_B1QK > 0) & ~full, full)
+    )
+    return BlockMask.from_kv_blocks(*part, *whole, BLOCK_SIZE=block, mask_mod=rule, seq_lengths=(Lq, Lk))
 
 
 def as_bias(mask: Mask, dtype: torch.dtype) -> Mask:

@@ -133,7 +133,11 @@ class Launch:
             self._pass_on()
             self._kill_hanging()
             if self._is_alone():
-                logger.warning(stop.message(self._signals[-1]))
+                self.tell(attempt, {})
+                name = stop.name(self._signals[-1])
+                logger.warning(
+                    f"stopped by {name} while no rank ran: torchrun waited for other machines, to start them"
+                )
                 return stop.exit_code(self._signals[-1])
             if self._attempt() > attempt:
                 self.tell(attempt, {})
@@ -174,7 +178,8 @@ class Launch:
                 file.unlink()
 
     def _is_alone(self) -> bool:
-        """Return whether a signal came and there is no worker to take it: torchrun waits for other machines."""
+        """Return whether a signal came and there is no worker to take it: torchrun waits for other machines, before
+        the first attempt or the next."""
         return bool(self._signals) and not self._told and time.monotonic() > self._signalled_at + ALONE_S
 
     def _attempt(self) -> int:

@@ -131,13 +131,20 @@ def own_signals() -> Iterator[None]:
 def test_a_signal_that_no_worker_is_there_to_take_ends_the_launcher(
     launch: Launch, own_signals: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As while torchrun waits for other machines."""
+    """As while torchrun waits for another machine in the place of one that died."""
     come = threading.Event()
     monkeypatch.setattr(stop, "_stepping", False)  # and put back: a test before this one may have installed handlers
     monkeypatch.setattr(launcher, "ALONE_S", 0.1)
-    monkeypatch.setattr(run, "run", lambda _: os.kill(os.getpid(), signal.SIGTERM) or come.wait(5))
+
+    def lose_a_node(_: object) -> None:
+        ends(monkeypatch, 0, LOST, FAULT)
+        os.kill(os.getpid(), signal.SIGTERM)
+        come.wait(5)
+
+    monkeypatch.setattr(run, "run", lose_a_node)
     assert launch.run(["-m", "nothing"]) == 128 + signal.SIGTERM
-    assert "stopped by SIGTERM before the first step" in caplog.text
+    assert caplog.messages[0] == f"rank 0: RuntimeError: {LOST}"
+    assert caplog.messages[1].startswith("stopped by SIGTERM while no rank ran"), "there may have been steps before"
     come.set()
 
 

@@ -199,7 +199,24 @@ def trace_to_graph(
             with _marked_modules(module):
                 return fn(*flat)
 
-        return make_fx(marked, record_stack_traces=stack_traces)(*fake_inputs)
+        return _without_made_up(make_fx(marked, record_stack_traces=stack_traces)(*fake_inputs))
+
+
+def _without_made_up(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """Drop unused operators on tensors that nothing was written to.
+
+    To learn a result's shape, torch 2.11's DTensor runs operators on empty tensors of the whole shape, and the trace
+    records that: products that nobody needs, and labels that are no classes. That of 2.13 and 2.15 does not.
+    """
+    made_up: dict[torch.fx.Node, None] = {}
+    for node in gm.graph.nodes:
+        sources = node.all_input_nodes
+        if node.target == torch.ops.aten.empty_strided.default or (sources and all(n in made_up for n in sources)):
+            made_up[node] = None
+    for node in reversed(made_up):
+        if not node.users and not node.is_impure():
+            gm.graph.erase_node(node)
+    return gm
 
 
 def compile_by_inductor(

@@ -283,3 +283,19 @@ def test_a_graph_that_strides_break_says_which() -> None:
     run = run_traced(minimal_fx_tracer(lambda x, y: x.view(-1) + y)(randn(2, 3), randn(6)))
     with pytest.raises(UserError, match=r"x has strides \(1, 2\), traced with \(3, 1\)"):
         run(randn(3, 2).t(), randn(6))
+
+
+def test_unused_operators_on_tensors_that_nothing_was_written_to_are_left_out() -> None:
+    """DTensor's rules make them in torch 2.11."""
+
+    def fn(x: Tensor) -> Tensor:
+        made_up = torch.empty_strided((4, 4), (4, 1))
+        (made_up @ made_up).relu()
+        written = torch.empty_strided((4,), (1,))
+        written[:2].fill_(3.0)
+        written[2:].fill_(4.0)
+        return written * x
+
+    traced, x = minimal_fx_tracer(fn)(randn(4)), randn(4, seed=1)
+    assert not traced.gm.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
+    assert torch.equal(run_traced(traced)(x), fn(x))

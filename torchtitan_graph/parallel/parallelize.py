@@ -32,7 +32,8 @@ def parallelize(model: nn.Module, plan: Plan, layout: Layout, *, loss_parallel: 
     The model is on the meta device: nothing is allocated or sent. Tied parameters stay tied. `check_plan` has passed.
     """
     if layout.degree(CP) > 1:
-        for module in _modules_with_role_on(CP, model, plan):
+        for name in modules_with_role(CP, model, plan):
+            module = model.get_submodule(name)
             module.forward = partial(_of_whole_rows, layout.degree(CP), layout.group(CP).group_name, module.forward)
     if layout.degree(TP) > 1:
         _apply_tensor_parallel(model, _roles_on(TP, plan), layout.submesh(TP), loss_parallel)
@@ -42,9 +43,10 @@ def _roles_on(axis: str, plan: Plan) -> dict[str, str]:
     return {pattern: roles[axis] for pattern, roles in plan.items() if axis in roles}
 
 
-def _modules_with_role_on(axis: str, model: nn.Module, plan: Plan) -> list[nn.Module]:
+def modules_with_role(axis: str, model: nn.Module, plan: Plan) -> list[str]:
+    """Name the modules that the plan gives a role on an axis."""
     patterns = _roles_on(axis, plan)
-    return [m for name, m in model.named_modules() if any(_matches(pattern, name) for pattern in patterns)]
+    return [name for name, _ in model.named_modules() if any(_matches(pattern, name) for pattern in patterns)]
 
 
 def _of_whole_rows(degree: int, group: str, forward: Callable[..., Any], *parts: Tensor) -> Any:
@@ -191,7 +193,7 @@ def _check_context_parallel(model: nn.Module, plan: Plan, degree: int) -> None:
             raise UserError(
                 f"the plan gives {pattern!r} the role {role!r}: legal on {CP} are {', '.join(CONTEXT_ROLES)}"
             )
-    if degree > 1 and not _modules_with_role_on(CP, model, plan):
+    if degree > 1 and not modules_with_role(CP, model, plan):
         raise UserError(
             f"parallelism.context_parallel_degree = {degree}: the plan gives no module the role {CONTEXT_ROLES[0]!r} on"
             f" {CP}, so nothing gives attention the whole row's keys; see layers/attention.py, or leave the degree at 1"

@@ -29,6 +29,7 @@ from torchtitan_graph.passes.cleanup import cleanup
 from torchtitan_graph.passes.compile_regions import FLEX, LOSS, Regions, compile_regions, region_of
 from torchtitan_graph.passes.mixed_precision import mixed_precision
 from torchtitan_graph.passes.overlap_collectives import overlap_collectives
+from torchtitan_graph.passes.overlap_context import overlap_context
 from torchtitan_graph.passes.rematerialize import rematerialize
 from torchtitan_graph.passes.shard_params import shard_params
 from torchtitan_graph.passes.tag_recomputation import tag_recomputation
@@ -41,6 +42,7 @@ class PassPlan:
 
     blocks   the model's blocks, by their names
     buckets  which parameters are gathered, and whose gradients are reduced, together
+    context  the modules that gather over the sequence, by their names
     """
 
     storages: Mapping[str, Storage]
@@ -49,6 +51,7 @@ class PassPlan:
     recompute: Recompute = Recompute()
     reshard: Reshard = Reshard()
     regions: Regions = dataclasses.field(default_factory=dict)
+    context: Container[str] = ()
 
 
 class Pass(NamedTuple):
@@ -75,6 +78,7 @@ def passes(plan: PassPlan) -> list[Pass]:
         Pass("tag_recomputation", partial(tag_recomputation, blocks=plan.blocks, recompute=plan.recompute)),
         Pass("rematerialize", rematerialize),
         Pass("bucket_collectives", partial(bucket_collectives, buckets=plan.buckets)),
+        Pass("overlap_context", partial(overlap_context, modules=plan.context)),
         Pass("overlap_collectives", overlap_collectives),
         # Does nothing unless asked to, but on a GPU with flex attention.
         Pass("compile_regions", partial(compile_regions, regions=plan.regions), exact=False),

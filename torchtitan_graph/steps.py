@@ -42,7 +42,7 @@ from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.masks import dense_mask_bytes
 from torchtitan_graph.models.layers.moe import AuxiliaryLoss, ExpertTraining, MoE, set_up_experts
 from torchtitan_graph.parallel.layout import CP, TP, Layout, ParallelDims, sum_over
-from torchtitan_graph.parallel.parallelize import check_plan, parallelize
+from torchtitan_graph.parallel.parallelize import check_plan, context_modules, parallelize
 from torchtitan_graph.parallel.recompute import Recompute, recompute_eager
 from torchtitan_graph.parallel.sequence import block_length, places_of
 from torchtitan_graph.parallel.storage import (
@@ -347,7 +347,8 @@ def trace_steps(
             evaluate = trace_eval_step(model, options.loss, *other, device=device, capture=capture)
     logger.info(f"traced in {time.perf_counter() - begin:.1f} s, {len(train.gm.graph.nodes)} nodes")
     groups = buckets(model, model.blocks)
-    plan = PassPlan(storages, model.blocks, groups, options.recompute, options.reshard, options.regions)
+    context = context_modules(model, family.PLAN)
+    plan = PassPlan(storages, model.blocks, groups, options.recompute, options.reshard, options.regions, context)
     return Traced(train, evaluate, plan, count_flops(train.gm, model.blocks), pytree.tree_leaves(example))
 
 

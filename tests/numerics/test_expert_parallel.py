@@ -90,10 +90,13 @@ def run(cell: Cell, twist: str = "", plain_twist: str = "") -> tuple[list[str], 
         Cell(EP2, BF16, num_microbatches=2, **GPT_OSS, **BY_OP),
         Cell(EP2_FSDP2, FP64, **QWEN | FEW),
         Cell(EP2_ETP2, FP64, **GPT_OSS),
+        Cell(ParallelDims(cp=2, ep=2), FP64, **DEEPSEEK, **OVER_ROWS),
         *(
             pytest.param(cell, marks=pytest.mark.slow)
             for cell in (
                 Cell(TP2_EP2, FP64, **QWEN, **OVER_BATCH),
+                Cell(ParallelDims(cp=2, tp=2, ep=4), FP64, **QWEN | MANY, **OVER_BATCH),
+                Cell(ParallelDims(dp_shard=2, cp=2, ep=2), FP64, **GPT_OSS, **BY_OP),
                 Cell(TP2_EP2, FP64, **LLAMA),
                 Cell(TP2_EP2, FP64, **GPT_OSS, **FULL),
                 Cell(EP2, FP64, **LLAMA, **OVER_BATCH),

@@ -34,9 +34,41 @@ def parallelize(model: nn.Module, plan: Plan, layout: Layout, *, loss_parallel: 
 
     The model is on the meta device: nothing is allocated or sent. Tied parameters stay tied. `check_plan` has passed.
     """
+<<<<<<< HEAD
+=======
+    if layout.degree(CP) > 1:
+        for name in modules_with_role(CP, model, plan):
+            module = model.get_submodule(name)
+            module.forward = partial(_of_whole_rows, layout.degree(CP), layout.group(CP).group_name, module.forward)
+    if layout.degree(TP) > 1:
+        _apply_tensor_parallel(model, _roles_on(TP, plan), layout.submesh(TP), loss_parallel)
+
+
+def _roles_on(axis: str, plan: Plan) -> dict[str, str]:
+    return {pattern: roles[axis] for pattern, roles in plan.items() if axis in roles}
+
+
+def modules_with_role(axis: str, model: nn.Module, plan: Plan) -> list[str]:
+    """Name the modules that the plan gives a role on an axis."""
+    patterns = _roles_on(axis, plan)
+    return [name for name, _ in model.named_modules() if any(_matches(pattern, name) for pattern in patterns)]
+
+
+def context_modules(model: nn.Module, plan: Plan) -> list[str]:
+    """Name the modules that give attention the whole rows' keys and values."""
+    return list(_by_name(dict(model.named_modules()), context_roles(plan)))
+
+
+def _of_whole_rows(degree: int, group: str, forward: Callable[..., Any], *parts: Tensor) -> Any:
+    return forward(*whole_rows(parts, degree, group))
+
+
+def _apply_tensor_parallel(model: nn.Module, plan: Mapping[str, str], tp: DeviceMesh, loss_parallel: bool) -> None:
+    tied = _tied_names(model)
+>>>>>>> cp
     modules = dict(model.named_modules())
     if layout.degree(CP) > 1:  # inside of tensor parallelism's parts
-        for name in _by_name(modules, context_roles(plan)):
+        for name in context_modules(model, plan):
             forward, group = modules[name].forward, layout.group(CP).group_name
             modules[name].forward = partial(_of_whole_rows, layout.degree(CP), group, forward)
     tied = _tied_names(model)
@@ -181,7 +213,7 @@ def check_plan(model: nn.Module, plan: Plan, dims: ParallelDims) -> None:
                 raise UserError(f"the plan gives {pattern!r} the role {role!r}: legal are {', '.join(ROLES[axis])}")
     experts = _check_expert_parallel(model, expert_roles(plan), dims.ep)
     _check_tensor_parallel(model, tensor_roles(plan, dims), dims.tp, experts)
-    _check_context_parallel(model, context_roles(plan), dims.cp)
+    _check_context_parallel(model, plan, dims.cp)
 
 
 def _check_expert_parallel(model: nn.Module, plan: Mapping[str, str], degree: int) -> set[str]:
@@ -221,8 +253,9 @@ def _check_tensor_parallel(model: nn.Module, plan: Mapping[str, str], degree: in
         )
 
 
-def _check_context_parallel(model: nn.Module, plan: Mapping[str, str], degree: int) -> None:
-    if degree > 1 and not _by_name(dict(model.named_modules()), plan):
+<<<<<<< HEAD
+def _check_context_parallel(model: nn.Module, plan: Plan, degree: int) -> None:
+    if degree > 1 and not context_modules(model, plan):
         raise UserError(
             f"parallelism.context_parallel_degree = {degree}: the plan gives no module a role on {CP}, so nothing gives"
             " attention the whole row's keys; see layers/attention.py, or leave the degree at 1"

@@ -35,9 +35,8 @@ def in_order(x_RBLW: Tensor) -> Tensor:
     """Put what lies by rank back in its places: (ranks, B, L / ranks, W) -> (B, L, W)."""
     R, B, L, W = x_RBLW.shape
     block = block_length(R * L, R)
-    x_BJ2RLW = x_RBLW.view(R, B, -1, 2, block, W).permute(1, 2, 3, 0, 4, 5)
-    forth, back = x_BJ2RLW[:, :, 0], x_BJ2RLW[:, :, 1].flip(2)
-    return torch.stack((forth, back), dim=2).reshape(B, R * L, W)
+    forth, back = x_RBLW.view(R, B, -1, 2, block, W).permute(1, 2, 3, 0, 4, 5).unbind(2)
+    return torch.stack((forth, back.flip(2)), dim=2).reshape(B, R * L, W)
 
 
 class Gathered(torch.autograd.Function):

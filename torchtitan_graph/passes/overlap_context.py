@@ -1,0 +1,62 @@
+"""Gather keys and values while the queries are made."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+import torch
+from torch.fx import GraphModule, Node
+
+from torchtitan_graph.graph import meta
+
+c10d = torch.ops._c10d_functional
+
+
+def overlap_context(gm: GraphModule, modules: Container[str]) -> GraphModule:
+    """Start what each of the modules sends before anything else in its attention, and wait when it is needed. Bitwise.
+
+        q = ...; k = ...; a = wait(start(k)); attend(q, a)
+        k = ...; s = start(k); q = ...; a = wait(s); attend(q, a)
+
+    In backward likewise: the gradients of queries are made while those of keys and values are summed.
+    """
+    for wait in gm.graph.find_nodes(op="call_function", target=c10d.wait_tensor.default):
+        if meta.module(wait) in modules:
+            start: Node = wait.args[0]  # type: ignore[assignment]
+            _start_early(start)
+            _wait_late(wait)
+    gm.recompile()
+    return gm
+
+
+def _start_early(start: Node) -> None:
+    """Put what stands before `start` in its attention, and is not for it, after it."""
+    needed, others, node = {start}, [], start.prev
+    while _in_the_attention_of(start, node):
+        if needed.isdisjoint(node.users):
+            others.append(node)
+        else:
+            needed.add(node)
+        node = node.prev
+    for node in others:
+        start.append(node)
+
+
+def _wait_late(wait: Node) -> None:
+    """Put a wait, and what needs it, to the end of its attention."""
+    held, node = {wait: None}, wait.next
+    while _in_the_attention_of(wait, node):
+        if not held.keys().isdisjoint(node.all_input_nodes):
+            held[node] = None
+        node = node.next
+    for each in held:
+        node.prepend(each)
+
+
+def _in_the_attention_of(collective: Node, node: Node) -> bool:
+    """Tell whether a node may be moved with those of a collective's attention; what no module made stands among them:
+    sums of gradients, and what passes put there."""
+    attention, _, _ = meta.module(collective).rpartition(".")
+    inside = f"{meta.module(node)}.".startswith(f"{attention}.")
+    among = meta.role(node) is not None or not meta.module(node)
+    return node.op in ("call_function", "get_attr") and meta.phase(node) == meta.phase(collective) and (inside or among)

@@ -34,43 +34,11 @@ def parallelize(model: nn.Module, plan: Plan, layout: Layout, *, loss_parallel: 
 
     The model is on the meta device: nothing is allocated or sent. Tied parameters stay tied. `check_plan` has passed.
     """
-<<<<<<< HEAD
-=======
-    if layout.degree(CP) > 1:
-        for name in modules_with_role(CP, model, plan):
-            module = model.get_submodule(name)
-            module.forward = partial(_of_whole_rows, layout.degree(CP), layout.group(CP).group_name, module.forward)
-    if layout.degree(TP) > 1:
-        _apply_tensor_parallel(model, _roles_on(TP, plan), layout.submesh(TP), loss_parallel)
-
-
-def _roles_on(axis: str, plan: Plan) -> dict[str, str]:
-    return {pattern: roles[axis] for pattern, roles in plan.items() if axis in roles}
-
-
-def modules_with_role(axis: str, model: nn.Module, plan: Plan) -> list[str]:
-    """Name the modules that the plan gives a role on an axis."""
-    patterns = _roles_on(axis, plan)
-    return [name for name, _ in model.named_modules() if any(_matches(pattern, name) for pattern in patterns)]
-
-
-def context_modules(model: nn.Module, plan: Plan) -> list[str]:
-    """Name the modules that give attention the whole rows' keys and values."""
-    return list(_by_name(dict(model.named_modules()), context_roles(plan)))
-
-
-def _of_whole_rows(degree: int, group: str, forward: Callable[..., Any], *parts: Tensor) -> Any:
-    return forward(*whole_rows(parts, degree, group))
-
-
-def _apply_tensor_parallel(model: nn.Module, plan: Mapping[str, str], tp: DeviceMesh, loss_parallel: bool) -> None:
-    tied = _tied_names(model)
->>>>>>> cp
     modules = dict(model.named_modules())
-    if layout.degree(CP) > 1:  # inside of tensor parallelism's parts
+    if layout.degree(CP) > 1:
+        degree, group = layout.degree(CP), layout.group(CP).group_name
         for name in context_modules(model, plan):
-            forward, group = modules[name].forward, layout.group(CP).group_name
-            modules[name].forward = partial(_of_whole_rows, layout.degree(CP), group, forward)
+            modules[name].forward = partial(_of_whole_rows, degree, group, modules[name].forward)
     tied = _tied_names(model)
     on_tp = tensor_roles(plan, layout.dims) if layout.degree(TP) > 1 else {}
     on_ep = expert_roles(plan) if layout.degree(EP) > 1 else {}
@@ -88,6 +56,11 @@ def _apply_tensor_parallel(model: nn.Module, plan: Mapping[str, str], tp: Device
         parameter = model.get_parameter(first)
         for name in others:
             setattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], parameter)
+
+
+def context_modules(model: nn.Module, plan: Plan) -> list[str]:
+    """Name the modules that give attention the whole rows' keys and values."""
+    return list(_by_name((name for name, _ in model.named_modules()), context_roles(plan)))
 
 
 def _of_whole_rows(degree: int, group: str, forward: Callable[..., Any], *parts: Tensor) -> Any:
@@ -253,7 +226,6 @@ def _check_tensor_parallel(model: nn.Module, plan: Mapping[str, str], degree: in
         )
 
 
-<<<<<<< HEAD
 def _check_context_parallel(model: nn.Module, plan: Plan, degree: int) -> None:
     if degree > 1 and not context_modules(model, plan):
         raise UserError(

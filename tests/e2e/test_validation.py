@@ -53,4 +53,7 @@ def test_the_loss_is_that_of_the_split_on_any_number_of_ranks(corpus: Path, tmp_
         alone, rel=1e-6
     )
     assert split_loss(tmp_path / "shared", 2, corpus) == pytest.approx(alone, rel=1e-6)
+    context = ("--parallelism.context_parallel_degree", "2")
+    assert split_loss(tmp_path / "context", 2, corpus, *context) == pytest.approx(alone, rel=1e-6)
+    assert numbers(tmp_path / "context")[1] == pytest.approx(numbers(tmp_path / "alone")[1], rel=1e-6)  # of training
     assert split_loss(tmp_path / "part", 1, corpus, "--validation.steps", "1") != pytest.approx(alone, rel=1e-6)

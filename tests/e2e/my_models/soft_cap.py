@@ -29,6 +29,7 @@ class CappedAttention(Attention):
     def forward(self, x_BLD, *, rope, mask):
         q_BLNH, k_BLKH, v_BLKH = (w(x_BLD).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
         q_BLNH, k_BLKH = self.placed(q_BLNH, k_BLKH, rope)
+        k_BLKH, v_BLKH = self.seen(k_BLKH, v_BLKH)
         return self.wo(attend(q_BLNH, k_BLKH, v_BLKH, mask, score=self.capped).flatten(-2))
 
     def capped(self, score, b, h, q, kv):

@@ -9,7 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan_graph.graph.step import SideOutputs
-from torchtitan_graph.models.layers.masks import Mask, Rule, all_of, as_bias, build_mask, causal, same_document
+from torchtitan_graph.models.layers.masks import (
+    Mask,
+    Rule,
+    all_of,
+    as_bias,
+    build_mask,
+    causal,
+    num_seen,
+    same_document,
+)
 from torchtitan_graph.models.layers.moe import MoE, Routing, move_correction_bias
 from torchtitan_graph.parallel.plan import Plan
 
@@ -164,7 +173,7 @@ class Decoder(nn.Module):
         numbers = self.num_visible(positions_BL)
         for name, rule in self.mask_rules(documents_BL, positions_BL).items():
             if name not in numbers:
-                numbers[name] = build_mask("sdpa", rule, B, L, positions_BL.device)  # type: ignore[assignment]
+                numbers[name] = num_seen(rule, B, L, positions_BL.device)
         fractions = {name: float(n.sum()) / (B * L * L) for name, n in numbers.items()}
         return {name: fractions[getattr(block, "mask", "causal")] for name, block in self.blocks.items()}
 

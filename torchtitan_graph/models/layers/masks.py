@@ -6,7 +6,7 @@ query, position of the key. That is flex attention's own convention.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -94,22 +94,31 @@ def build_mask(attn: str, rule: Rule, B: int, L: int, device: torch.device, plac
     Lq, rule = L if places_L is None else len(places_L), of_queries(rule, places_L)
     if attn == "flex":
         return _block_mask(rule, B, Lq, L, device)
-    return _seen(rule, B, torch.arange(Lq, device=device), L).expand(B, 1, Lq, L)
+    return _seen(rule, B, torch.arange(Lq, device=device), L)
 
 
 def _seen(rule: Rule, B: int, q_L: Tensor, Lk: int) -> Tensor:
     b, h = torch.arange(B, device=q_L.device).view(B, 1, 1, 1), torch.zeros(1, dtype=torch.long, device=q_L.device)
-    return rule(b, h, q_L.view(-1, 1), torch.arange(Lk, device=q_L.device))
+    return rule(b, h, q_L.view(-1, 1), torch.arange(Lk, device=q_L.device)).expand(B, 1, len(q_L), Lk)
+
+
+def _strips(rule: Rule, B: int, Lq: int, Lk: int, device: torch.device) -> Iterator[Tensor]:
+    """Give the mask of some queries at a time, whole blocks of them: that of a long row takes gigabytes."""
+    length = max(1, PAIRS_AT_A_TIME // (B * Lk * FLEX_BLOCK)) * FLEX_BLOCK
+    for q_L in torch.arange(Lq, device=device).split(length):
+        yield _seen(rule, B, q_L, Lk)
+
+
+def num_seen(rule: Rule, B: int, L: int, device: torch.device) -> Tensor:
+    """Count (B, L) the positions that each position sees."""
+    return torch.cat([seen.sum(-1).squeeze(1) for seen in _strips(rule, B, L, L, device)], dim=1)
 
 
 def _block_mask(rule: Rule, B: int, Lq: int, Lk: int, device: torch.device) -> BlockMask:
-    """Give what `create_block_mask` gives, which holds eleven bytes for each pair of positions; this holds those of
-    some queries at a time."""
+    """Give what `create_block_mask` gives, which holds eleven bytes for each pair of positions."""
     block, counts = FLEX_BLOCK, []
-    strip = max(1, PAIRS_AT_A_TIME // (B * Lk * block)) * block
-    for begin in range(0, Lq, strip):
-        q_L = torch.arange(begin, min(begin + strip, Lq), device=device)
-        seen = F.pad(_seen(rule, B, q_L, Lk).expand(B, 1, len(q_L), Lk), (0, -Lk % block, 0, -len(q_L) % block))
+    for seen in _strips(rule, B, Lq, Lk, device):
+        seen = F.pad(seen, (0, -Lk % block, 0, -seen.shape[2] % block))
         counts.append(seen.unflatten(3, (-1, block)).unflatten(2, (-1, block)).sum((3, 5), dtype=torch.int32))
     count_B1QK = torch.cat(counts, dim=2)
     full = count_B1QK == block * block

@@ -81,6 +81,7 @@ class Cell:
     loss_parallel: bool = True
     disabled: tuple[str, ...] = ()
     vocab_size: int = 0
+    num_steps: int = NUM_STEPS
 
     def __post_init__(self) -> None:
         if not self.vocab_size:
@@ -223,12 +224,12 @@ def train(
     data: Data = microbatches,
     using: tuple[Optimizer, LRScheduler] | None = None,
 ) -> Seen:
-    """Take five optimizer steps as the trainer does, and give what was seen on this rank."""
+    """Take optimizer steps as the trainer does, and give what was seen on this rank."""
     model = steps.model
     optimizer, schedule = using or optimizing(model)
     data_rank = layout_of(cell.dims).data_rank if dist.is_initialized() else 0
     seen: Seen = {}
-    for k in range(1, NUM_STEPS + 1):
+    for k in range(1, cell.num_steps + 1):
         loss, state = steps.train(*data(cell, data_rank, k))
         seen |= {f"step {k}: {name}": x for name, x in state.items()}
         seen[f"step {k}: loss"] = loss

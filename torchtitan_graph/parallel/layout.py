@@ -156,25 +156,24 @@ class Layout:
         return [self.group(axis) for axis in DATA_AXES if self.degree(axis) > 1]
 
     @property
-    def all_groups(self) -> list[dist.ProcessGroup]:
-        """Every group that this rank is in."""
-        meshes = [mesh for mesh in (self.mesh, self.context, self.experts, self.stages) if mesh is not None]
-        return [group for mesh in meshes for group in mesh.get_all_groups()]
-
-    @property
     def row_groups(self) -> list[dist.ProcessGroup]:
         """The groups over which a sum runs over all tokens of a row that routers see."""
-        return [self.group(TP)] if self.dims.ep_spans_tp else []
+        return [self.group(axis) for axis, cuts in ((CP, self.dims.cp > 1), (TP, self.dims.ep_spans_tp)) if cuts]
 
     @property
     def routing_groups(self) -> list[dist.ProcessGroup]:
         """The groups over which a sum runs over all tokens that routers see."""
-        return [*self.data_groups, *self.row_groups]
+        return [*self.data_groups, *([self.group(TP)] if self.dims.ep_spans_tp else [])]
 
     @property
     def num_routing_parts(self) -> int:
         """How many equal parts the tokens that routers see come in."""
-        return self.dims.data * (self.dims.tp if self.dims.ep_spans_tp else 1)
+        return self.dims.data * self.dims.cp * (self.dims.tp if self.dims.ep_spans_tp else 1)
+
+    @property
+    def all_groups(self) -> list[dist.ProcessGroup]:
+        meshes = (self.mesh, self.context, self.experts, self.stages)
+        return [group for mesh in meshes if mesh is not None for group in mesh.get_all_groups()]
 
     def sum_over_data(self, x: Tensor) -> Tensor:
         """Add up, in place, what the ranks that see different tokens counted of it."""

@@ -77,9 +77,9 @@ class AuxiliaryLoss:
     load_balance   times E * sum_e (share of the slots that go to e) * (mean probability of e): 1 times it in balance
     by_sequence    the shares are each row's own (DeepSeek-V3, equation 17), not the whole step's (Switch Transformer)
     router_z       times the mean of logsumexp(logits)^2 (ST-MoE): keeps the gate's logits small
-    num_parts      that a step's tokens come in, by microbatch and rank: the step's loss is the mean over them
+    num_parts      into which the microbatches and ranks cut a step's tokens: the step's loss is the mean over them
     groups         names of the process groups over which a microbatch's loads are summed for the shares
-    row_groups     names of those over which a row's are
+    row_groups     of those over which a row's own are summed: their ranks have its parts
     """
 
     load_balance: float = 0.0
@@ -279,11 +279,7 @@ class ExpertTraining:
 
 
 def set_up_experts(
-    model: nn.Module,
-    training: ExpertTraining,
-    num_parts: int,
-    groups: Sequence[str] = (),
-    row_groups: Sequence[str] = (),
+    model: nn.Module, training: ExpertTraining, num_parts: int, groups: Sequence[str], row_groups: Sequence[str] = ()
 ) -> None:
     """Tell a model's mixtures of experts how they are trained.
 

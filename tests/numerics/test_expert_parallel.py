@@ -5,6 +5,9 @@ A wrong dispatch is wrong in both modes: only the comparison with one rank finds
 
 import contextlib
 import dataclasses
+import itertools
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -22,11 +25,14 @@ from matrix import (
     build_plain,
     far_apart,
     gathered,
+    optimizing,
     train,
 )
 from torch import Tensor
 
 from pool import run_on
+from torchtitan_graph.checkpoint import Checkpointer
+from torchtitan_graph.config import job
 from torchtitan_graph.models.layers.moe import AuxiliaryLoss, Router
 from torchtitan_graph.parallel import dispatch
 from torchtitan_graph.parallel.layout import Layout, ParallelDims
@@ -74,6 +80,7 @@ def compared(cell: Cell, plain: Seen, twist: str) -> tuple[list[str], list[str]]
 
 
 def run(cell: Cell, twist: str = "", plain_twist: str = "") -> tuple[list[str], list[str]]:
+    cell = dataclasses.replace(cell, num_steps=3)  # correction biases move the choice from the second on
     plain: Seen = {}
     if cell.precision is FP64:
         one = dataclasses.replace(cell, dims=ONE)
@@ -122,6 +129,62 @@ def test_every_layout(cell):
 def test_a_rank_that_gets_no_row():
     twist = "one rank gets all rows"
     assert run(Cell(EP2, FP64, **QWEN, **FULL), twist, plain_twist=twist) == ([], [])
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+LAYOUTS = {
+    "one rank": ONE,
+    "FSDP 4": ParallelDims(dp_shard=4),
+    "TP 2 x EP 2": TP2_EP2,
+    "EP 2 x FSDP 2": EP2_FSDP2,
+    "EP 2 x FSDP 2 x TP 2": EP2_ETP2,
+}
+
+
+def with_state(layout: str) -> tuple[dict[str, Tensor], Callable[[Path], Checkpointer]]:
+    """Give a model and its optimizer, with numbers that are the same in every layout."""
+    model = build_eager(Cell(LAYOUTS[layout], vocab_size=510, **GPT_OSS)).model
+    optimizer, schedule = optimizing(model)
+    tensors: dict[str, Tensor] = {}
+    for i, (name, parameter) in enumerate(model.named_parameters()):
+        state = optimizer.state[parameter]
+        with torch.no_grad():
+            for tensor, factor in ((state["exp_avg"], 2.0), (state["exp_avg_sq"], 3.0)):
+                tensor.copy_(parameter * factor + i)
+        tensors |= {name: parameter, f"{name}.1": state["exp_avg"], f"{name}.2": state["exp_avg_sq"]}
+    where = job.Checkpoint(enable=True)
+    return tensors, lambda folder: Checkpointer(folder, where, model, optimizer, schedule)
+
+
+def save_from(layout: str, folder: Path) -> None:
+    _, checkpointer = with_state(layout)
+    checkpointer(folder).save(1, {})
+
+
+def load_into(layout: str, folder: Path) -> list[str]:
+    tensors, checkpointer = with_state(layout)
+    before = {name: x.detach().clone() for name, x in tensors.items()}
+    with torch.no_grad():
+        for x in tensors.values():
+            x.zero_()
+    checkpointer(folder).load()
+    return bits_that_differ(before, {name: x.detach() for name, x in tensors.items()})
+
+
+FAST = {("EP 2 x FSDP 2", "one rank"), ("EP 2 x FSDP 2", "TP 2 x EP 2"), ("FSDP 4", "EP 2 x FSDP 2")}
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        pytest.param(*pair, marks=[] if pair in FAST else pytest.mark.slow)
+        for pair in itertools.permutations(LAYOUTS, 2)
+    ],
+)
+def test_any_layout_reads_what_any_other_saved(saved, loaded, tmp_path):
+    run_on(LAYOUTS[saved].num_ranks, save_from, saved, tmp_path)
+    assert run_on(LAYOUTS[loaded].num_ranks, load_into, loaded, tmp_path) == [[]] * LAYOUTS[loaded].num_ranks
 
 
 # --- the checks can fail ----------------------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ UNSUPPORTED = {
     "parallelism.context_parallel_rotate_method": _ignore(
         "allgather", "keys and values are gathered, whatever the method; same numbers"
     ),
-    "parallelism.expert_parallel_comm_backend": _ignore("standard", "tokens do not travel to experts"),
+    "parallelism.expert_parallel_comm_backend": _ignore("standard", "tokens travel by all-to-all alone; same numbers"),
     "checkpoint.enable_ft_dataloader_checkpoints": _ignore(True, _REPLICAS),
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": _ignore(
         ["moe.router.gate"], "op chooses by operation, not by shape; same numbers"

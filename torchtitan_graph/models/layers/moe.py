@@ -279,11 +279,7 @@ class ExpertTraining:
 
 
 def set_up_experts(
-    model: nn.Module,
-    training: ExpertTraining,
-    num_parts: int,
-    groups: Sequence[str] = (),
-    row_groups: Sequence[str] = (),
+    model: nn.Module, training: ExpertTraining, num_parts: int, groups: Sequence[str], row_groups: Sequence[str] = ()
 ) -> None:
     """Tell a model's mixtures of experts how they are trained.
 

@@ -90,7 +90,7 @@ def _check_degrees(config: JobConfig, world_size: int) -> list[str]:
             f" {' * '.join(shown)} = {product}, not {world_size}; start {product} processes, or let"
             f" data_parallel_shard_degree be -1 and the product of the others divide {world_size}"
         )
-    problems += _check_expert_degrees(config, shards)
+    problems += _check_expert_degrees(config, shards) + _check_pipeline(config)
     data_degree = degrees.data_parallel_replicate_degree * shards
     microbatch = config.training.local_batch_size * data_degree
     rows = config.training.global_batch_size
@@ -112,7 +112,6 @@ def _check_degrees(config: JobConfig, world_size: int) -> list[str]:
 def _check_built(config: JobConfig) -> list[str]:
     """Refuse what is not built yet."""
     instead = {
-        "pipeline_parallel_degree": "use data_parallel_shard_degree",
         "context_parallel_degree": "use tensor_parallel_degree for long sequences",
         "expert_parallel_degree": "use data_parallel_shard_degree",
     }
@@ -142,6 +141,24 @@ def _check_expert_degrees(config: JobConfig, shards: int) -> list[str]:
             f" data_parallel_shard_degree {shards} * context_parallel_degree {degrees.context_parallel_degree}"
             f" * tensor_parallel_degree {tp} = {reused}; expert_parallel_degree * expert_tensor_parallel_degree {etp}"
             " must divide that"
+        )
+    return problems
+
+
+def _check_pipeline(config: JobConfig) -> list[str]:
+    degrees, problems = config.parallelism, []
+    if degrees.pipeline_parallel_degree == 1:
+        return []
+    size, rows = degrees.pipeline_parallel_microbatch_size, config.training.local_batch_size
+    if rows % size:
+        problems.append(
+            f"{_name(config, 'parallelism.pipeline_parallel_microbatch_size')}: must divide training.local_batch_size"
+            f" {rows}"
+        )
+    if config.compile.mode == "eager":
+        problems.append(
+            f"{_name(config, 'parallelism.pipeline_parallel_degree')}: a pipeline runs parts of a graph, and"
+            " compile.mode = eager has none; use compile.mode = graph"
         )
     return problems
 

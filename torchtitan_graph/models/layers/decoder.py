@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -94,6 +94,21 @@ class Decoder(nn.Module):
             self.output.weight = self.tok_embeddings.weight
 
     @property
+    def modules_in_order(self) -> list[str]:
+        """The names of what forward calls, one after the other: a pipeline stage has some of them."""
+        return ["tok_embeddings", *self.blocks, "norm", "output"]
+
+    def keep(self, names: Container[str]) -> None:
+        """Drop all but the modules named; those that stay keep their names.
+
+        Where the output stays and is tied, the embedding does too: the weight that they share goes by its name.
+        """
+        for name in self.modules_in_order:
+            owner, _, leaf = name.rpartition(".")
+            if name not in names and not (name == "tok_embeddings" and self.config.tied and "output" in names):
+                self.layers._modules.pop(leaf) if owner else setattr(self, leaf, None)
+
+    @property
     def blocks(self) -> dict[str, nn.Module]:
         """The blocks by their names in the whole model, in order."""
         return {f"layers.{number}": block for number, block in self.layers.named_children()}
@@ -162,24 +177,34 @@ class Decoder(nn.Module):
         masks: Mapping[str, Mask] | None = None,
         *,
         side_outputs: bool = False,
+        only: Container[str] | None = None,
     ) -> Any:
         """Give the logits (B, L, V); with `side_outputs` also what a training step takes beside them: `SideOutputs`.
         Without positions and masks every row is one document.
+
+        With `only` run the modules of those names alone, a pipeline stage's: on what the stage before it gave, in the
+        place of tokens, to what the next one takes, in the place of logits.
         """
+
+        def runs(name: str) -> bool:
+            return only is None or name in only
+
         if positions_BL is None:
             positions_BL = torch.arange(tokens_BL.shape[1], device=tokens_BL.device).expand_as(tokens_BL)
         if masks is None:
             masks = self.masks(torch.zeros_like(tokens_BL), positions_BL)
         rope = self.rope(positions_BL)
-        x_BLD = self.tok_embeddings(tokens_BL)
+        x_BLD = self.tok_embeddings(tokens_BL) if runs("tok_embeddings") else tokens_BL
         masks = {name: as_bias(mask, x_BLD.dtype) for name, mask in masks.items()}
         beside = SideOutputs([], {})
         for name, block in self.blocks.items():
-            x_BLD = block(x_BLD, rope=rope, mask=masks[getattr(block, "mask", "causal")])
-            if isinstance(x_BLD, tuple):
-                x_BLD, routing = x_BLD
-                beside.state[f"{name}.moe{LOAD}"] = routing.load_E
-                if routing.loss is not None:
-                    beside.losses.append(routing.loss)
-        logits_BLV = self.output(self.norm(x_BLD))
+            if runs(name):
+                x_BLD = block(x_BLD, rope=rope, mask=masks[getattr(block, "mask", "causal")])
+                if isinstance(x_BLD, tuple):
+                    x_BLD, routing = x_BLD
+                    beside.state[f"{name}.moe{LOAD}"] = routing.load_E
+                    if routing.loss is not None:
+                        beside.losses.append(routing.loss)
+        x_BLD = self.norm(x_BLD) if runs("norm") else x_BLD
+        logits_BLV = self.output(x_BLD) if runs("output") else x_BLD
         return (logits_BLV, beside) if side_outputs else logits_BLV

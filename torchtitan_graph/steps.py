@@ -361,6 +361,9 @@ def _build_stages(model: Decoder, family: ModuleType, layout: Layout, options: S
     """Build the graphs of this rank's pipeline stages."""
     assert options.pipeline is not None
     numbers = options.pipeline.stages_of(layout.rank(PP))
+    for number in numbers:
+        modules = options.pipeline.stages[number]
+        logger.info(f"stage {number} of {len(options.pipeline.stages)}: {modules[0]} to {modules[-1]}")
     model.keep([name for number in numbers for name in options.pipeline.stages[number]])
     _prepare(model, family, layout, options)
     cast_parameters(model, options.precision.compute)

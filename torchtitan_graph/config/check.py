@@ -160,6 +160,11 @@ def _check_pipeline(config: JobConfig) -> list[str]:
             f"{_name(config, 'parallelism.pipeline_parallel_degree')}: a pipeline runs parts of a graph, and"
             " compile.mode = eager has none; use compile.mode = graph"
         )
+    if config.checkpoint.last_save_in_hf:
+        problems.append(
+            f"{_name(config, 'checkpoint.last_save_in_hf')}: no rank of a pipeline can gather the whole model; convert"
+            " the last checkpoint with scripts/convert_to_hf.py"
+        )
     return problems
 
 

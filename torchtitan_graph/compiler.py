@@ -60,12 +60,14 @@ class Pass(NamedTuple):
     run       takes a graph and gives one, the same edited or another; what it gives is what runs
     exact     keeps numbers bitwise; else up to rounding
     required  can't be left out: the others, or the layout that live parameters are bound in, rest on it
+    cut       of a pipeline's stage it runs on each part, after the cut; the others on the whole
     """
 
     name: str
     run: Callable[[GraphModule], GraphModule]
     exact: bool = True
     required: bool = False
+    cut: bool = False
 
 
 def passes(plan: PassPlan) -> list[Pass]:
@@ -81,7 +83,7 @@ def passes(plan: PassPlan) -> list[Pass]:
         Pass("overlap_context", partial(overlap_context, modules=plan.context)),
         Pass("overlap_collectives", overlap_collectives),
         # Does nothing unless asked to, but on a GPU with flex attention.
-        Pass("compile_regions", partial(compile_regions, regions=plan.regions), exact=False),
+        Pass("compile_regions", partial(compile_regions, regions=plan.regions), exact=False, cut=True),
     ]
 
 

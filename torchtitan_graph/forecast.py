@@ -9,10 +9,12 @@ import torch
 from torchtitan_graph.config import job
 from torchtitan_graph.device import GIB
 from torchtitan_graph.graph import meta
-from torchtitan_graph.graph.liveness import peak_memory
+from torchtitan_graph.graph.liveness import output_memory, peak_memory
+from torchtitan_graph.graph.trace import TracedResult
 from torchtitan_graph.graph.traffic import Traffic, traffic
 from torchtitan_graph.models.layers.decoder import Decoder
-from torchtitan_graph.parallel.layout import Layout
+from torchtitan_graph.parallel.layout import PP, Layout
+from torchtitan_graph.parallel.pipeline import StageGraph
 from torchtitan_graph.parallel.storage import Storage
 from torchtitan_graph.steps import Graphs, StepOptions
 
@@ -28,17 +30,53 @@ def forecast(
     moments = "." not in optimizer.name  # what a class of one's own keeps is known when it has made a step
     if moments:
         held["optimizer state"] = 2 * parameters
-    peak = peak_memory(graphs.train.gm)
-    held["step at its peak"] = peak.num_bytes
-    where = " ".join(filter(None, [meta.phase(peak.node), meta.module(peak.node), peak.node.name]))
+    peak, where = (
+        _peak_of_stages(graphs.train, options, layout) if isinstance(graphs.train, dict) else _peak(graphs.train)
+    )
+    held["step at its peak"] = peak
+    steps = [stage.train for stage in graphs.train.values()] if isinstance(graphs.train, dict) else [graphs.train]
     return [
         *(f"  {name:34}{size / GIB:10.3f} GiB" for name, size in held.items()),
         f"  {'in all':34}{sum(held.values()) / GIB:10.3f} GiB"
         + ("" if moments else f", and what {optimizer.name} keeps"),
         f"  the peak is in {where}; new gradients are part of it, what operators need only while they run is not",
-        *_sent(traffic(graphs.train.gm, layout.axes_by_group)),
+        *(line for step in steps for line in _sent(traffic(step.gm, layout.axes_by_group))),
         f"  {_operations(model, graphs, options) / 1e12:.3f} TFLOP a microbatch of rows of one document",
     ]
+
+
+def _peak(step: TracedResult) -> tuple[int, str]:
+    found = peak_memory(step.gm)
+    return found.num_bytes, " ".join(filter(None, [meta.phase(found.node), meta.module(found.node), found.node.name]))
+
+
+def _peak_of_stages(graphs: Mapping[int, StageGraph], options: StepOptions, layout: Layout) -> tuple[int, str]:
+    """Go through what this rank of a pipeline does in a step: weights that are gathered once, sums of gradients, what
+    each microbatch keeps for backward, and what runs."""
+    assert options.pipeline is not None
+    parts = {number: graph.parts.by_name for number, graph in graphs.items()}
+    held = sum(output_memory(part["gather"].gm) for part in parts.values())
+    peak, where, has_sums = held, "gathered weights", set()
+    runs = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
+    for action in options.pipeline.actions[layout.rank(PP)]:
+        if action.kind not in runs:
+            continue
+        part = parts[action.stage]
+        while_it_runs = held + peak_memory(part[runs[action.kind]].gm).num_bytes
+        if while_it_runs > peak:
+            peak, where = (
+                while_it_runs,
+                f"{runs[action.kind]} of microbatch {action.microbatch} in stage {action.stage}",
+            )
+        if action.kind in "FI":
+            held += output_memory(part[runs[action.kind]].gm)
+        else:  # what the microbatch kept is let go of; of its gradients the sums stay
+            kept = ("forward", "input") if action.kind == "W" else ("forward",)
+            held -= sum(output_memory(part[name].gm) for name in kept)
+            if action.stage not in has_sums:
+                has_sums.add(action.stage)
+                held += output_memory(part[runs[action.kind]].gm)
+    return peak, where
 
 
 def _bytes_at_rest(storage: Storage) -> int:

@@ -9,8 +9,11 @@ The trainer, the checks, the benchmarks and the tests all train through it: as g
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -26,12 +29,16 @@ from torchtitan_graph.config import JobConfig
 from torchtitan_graph.data.batch import BYTES_PER_TOKEN, IGNORE_INDEX, Batch
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.flops import Flops, count_flops
+from torchtitan_graph.graph.partition import partition
 from torchtitan_graph.graph.step import (
+    StageModules,
     StepOutput,
     bind_train_step,
     make_eager_step,
     make_eval_step,
     trace_eval_step,
+    trace_stage_evaluation,
+    trace_stage_step,
     trace_train_step,
 )
 from torchtitan_graph.graph.trace import Capture, TracedResult, make_fx_capture, run_traced
@@ -41,9 +48,12 @@ from torchtitan_graph.models.layers.attention import flex_cpu_bytes
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.masks import dense_mask_bytes
 from torchtitan_graph.models.layers.moe import AuxiliaryLoss, ExpertTraining, MoE, set_up_experts
-from torchtitan_graph.parallel.layout import CP, TP, Layout, ParallelDims, sum_over
+from torchtitan_graph.optim import clip_grad_norm
+from torchtitan_graph.parallel.layout import CP, PP, TP, Layout, ParallelDims, sum_over
 from torchtitan_graph.parallel.parallelize import check_plan, context_modules, parallelize
+from torchtitan_graph.parallel.pipeline import Pipeline, StageGraph
 from torchtitan_graph.parallel.recompute import Recompute, recompute_eager
+from torchtitan_graph.parallel.schedule import Schedule, plan_pipeline
 from torchtitan_graph.parallel.sequence import block_length, places_of
 from torchtitan_graph.parallel.storage import (
     Precision,
@@ -71,6 +81,7 @@ class StepOptions:
     dump_to          folder for the readable graph after each pass
     seed             of the numbers that passes are verified on
     mtp_weight       of the loss of the layers that predict more tokens
+    pipeline         the schedule of its stages, where there are any
     """
 
     device: torch.device
@@ -90,13 +101,21 @@ class StepOptions:
     dump_to: Path | None = None
     seed: int = 0
     mtp_weight: float = 0.3
+    pipeline: Schedule | None = None
+
+
+def rows_per_microbatch(config: JobConfig) -> int:
+    """Give the rows that a rank computes at a time; of a pipeline, that a stage does."""
+    of_stage = config.parallelism.pipeline_parallel_microbatch_size
+    return of_stage if config.parallelism.pipeline_parallel_degree > 1 else config.training.local_batch_size
 
 
 def step_options(config: JobConfig, model: Decoder, num_microbatches: int, device: torch.device) -> StepOptions:
     """Read what the configuration says of steps.
 
     Raises:
-        UserError: a loss of experts for a model without them, or regions to compile that it does not have.
+        UserError: a loss of experts for a model without them, regions to compile that it does not have, or stages that
+            can't be made of it.
     """
     training, validation, moe = config.training, config.validation, config.moe
     if not any(isinstance(m, MoE) for m in model.modules()) and (moe.load_balance_loss or moe.router_z_loss):
@@ -107,7 +126,7 @@ def step_options(config: JobConfig, model: Decoder, num_microbatches: int, devic
     auxiliary = AuxiliaryLoss(moe.load_balance_loss, moe.load_balance_over == "sequence", moe.router_z_loss)
     return StepOptions(
         device=device,
-        rows=(training.local_batch_size, training.seq_len),
+        rows=(rows_per_microbatch(config), training.seq_len),
         eval_rows=(validation.local_batch_size, validation.seq_len) if validation.enable else None,
         mode=config.compile.mode,
         num_microbatches=num_microbatches,
@@ -132,7 +151,14 @@ def step_options(config: JobConfig, model: Decoder, num_microbatches: int, devic
         dump_to=Path(config.job.dump_folder, "graphs") if config.debug.dump_graphs else None,
         seed=config.debug.seed or 0,
         mtp_weight=training.mtp_loss_weight,
+        pipeline=_pipeline(config, model, num_microbatches),
     )
+
+
+def _pipeline(config: JobConfig, model: Decoder, num_microbatches: int) -> Schedule | None:
+    if config.parallelism.pipeline_parallel_degree == 1:
+        return None
+    return plan_pipeline(config.parallelism, model.modules_in_order, num_microbatches)
 
 
 def check_steps(
@@ -203,7 +229,7 @@ class Steps:
     model: Decoder
     layout: Layout
     loss_parallel: bool
-    step: Step
+    step: Step | Pipeline
     evaluation: Evaluation | None
     flops: Flops | None = None
 
@@ -217,6 +243,9 @@ class Steps:
         Returns:
             the loss of this rank's microbatches, and the state that the step changes, of all ranks' (`SideOutputs`).
         """
+        if isinstance(self.step, Pipeline):
+            output = self.step.train([partial(self._inputs, batch, num_tokens) for batch in microbatches])
+            return StepOutput(output.loss, self._sum_state(output.state))
         loss: Tensor | None = None
         state: dict[str, Tensor] = {}
         for batch in microbatches:
@@ -228,19 +257,33 @@ class Steps:
 
     def evaluate(self, batch: Batch) -> Tensor:
         """Give the sum of the loss over this rank's targets of a batch."""
+        one = torch.ones((), dtype=torch.int64, device=batch.tokens_BL.device)
+        if isinstance(self.step, Pipeline):
+            return self.step.evaluate(partial(self._inputs, batch, one))
         assert self.evaluation is not None, "built when the options have eval_rows"
-        return self._run(self.evaluation, batch, torch.ones((), dtype=torch.int64, device=batch.tokens_BL.device))
+        return self._run(self.evaluation, batch, one)
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Clip the gradients of all ranks, as `clip_grad_norm`."""
+        parameters = self.model.parameters()
+        if not isinstance(self.step, Pipeline):
+            return clip_grad_norm(parameters, max_norm)
+        return clip_grad_norm(parameters, max_norm, self.layout.group(PP), self.step.repeated)
 
     def count_flops(self, microbatches: Sequence[Batch]) -> float | None:
-        """Give the operations of a step on this rank; None in eager mode, where there is no graph to count them on."""
+        """Give the operations of a step on this rank, in a pipeline the mean over its stages; None in eager mode,
+        where there is no graph to count them on."""
         if self.flops is None:
             return None
         visible = (self.model.visible_pairs(batch.documents_BL, batch.positions_BL) for batch in microbatches)
-        return sum(map(self.flops.of, visible))
+        return self.layout.mean_over_stages(sum(map(self.flops.of, visible)))
 
     def _run(self, step: Callable[..., Any], batch: Batch, num_tokens: Tensor) -> Any:
         with loss_context(self.loss_parallel):
-            return step(*_of_this_rank(batch, self.model, self.layout), num_tokens)
+            return step(*self._inputs(batch, num_tokens))
+
+    def _inputs(self, batch: Batch, num_tokens: Tensor) -> tuple[Batch, Any, Tensor]:
+        return *_of_this_rank(batch, self.model, self.layout), num_tokens
 
     def _sum_state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Add up the ranks' counts, all of a dtype in one message. They are of what routers see."""
@@ -278,9 +321,10 @@ class Traced(NamedTuple):
 
 
 class Graphs(NamedTuple):
-    """The final graphs of a model's steps, and how its parameters lie at rest; nothing is allocated yet."""
+    """The final graphs of a model's steps, and how its parameters lie at rest; nothing is allocated yet. Of a pipeline,
+    those of this rank's stages, by number."""
 
-    train: TracedResult
+    train: TracedResult | dict[int, StageGraph]
     evaluate: TracedResult | None
     storages: Mapping[str, Storage]
     flops: Flops
@@ -310,7 +354,13 @@ def bind_graphs(graphs: Graphs, model: Decoder, layout: Layout, options: StepOpt
     cast_parameters(model, options.precision.storage)
     materialize(model, graphs.storages, options.device)
     evaluate = run_traced(graphs.evaluate, module=model) if graphs.evaluate is not None else None
-    step = bind_train_step(graphs.train, model)
+    step: Step | Pipeline
+    if isinstance(graphs.train, dict):
+        assert options.pipeline is not None
+        tied = model.tok_embeddings.weight if model.config.tied and model.tok_embeddings is not None else None
+        step = Pipeline(options.pipeline, graphs.train, model, tied, layout)
+    else:
+        step = bind_train_step(graphs.train, model)
     return Steps(model, layout, _loss_parallel(layout, options), step, evaluate, graphs.flops)
 
 
@@ -318,6 +368,8 @@ def build_graphs(
     model: Decoder, family: ModuleType, layout: Layout, options: StepOptions, capture: Capture = make_fx_capture
 ) -> Graphs:
     """Trace a model's steps, and run the passes on them; this is also all of a dry run."""
+    if options.pipeline is not None:
+        return _build_stages(model, family, layout, options, capture)
     traced = trace_steps(model, family, layout, options, capture)
     shown = dist.get_rank() == 0 or dist.get_backend() == "fake"
     watch = Inspection(dump_to=options.dump_to if shown else None, verify_on=traced.inputs if options.verify else None)
@@ -328,6 +380,91 @@ def build_graphs(
 
     evaluate = traced.evaluate and rewritten(traced.evaluate, Inspection("evaluation step"))
     return Graphs(rewritten(traced.train, watch), evaluate, traced.plan.storages, traced.flops)
+
+
+def _build_stages(model: Decoder, family: ModuleType, layout: Layout, options: StepOptions, capture: Capture) -> Graphs:
+    """Build the graphs of this rank's pipeline stages."""
+    assert options.pipeline is not None
+    numbers = options.pipeline.stages_of(layout.rank(PP))
+    for number in numbers:
+        modules = options.pipeline.stages[number]
+        logger.info(f"stage {number} of {len(options.pipeline.stages)}: {modules[0]} to {modules[-1]}")
+    model.keep([name for number in numbers for name in options.pipeline.stages[number]])
+    _prepare(model, family, layout, options)
+    cast_parameters(model, options.precision.compute)
+    storages = plan_storage(model, layout, options.precision)
+    built = {number: _build_stage(number, model, storages, layout, options, capture) for number in numbers}
+    flops = functools.reduce(operator.add, (count for _, count in built.values()))
+    return Graphs({number: stage for number, (stage, _) in built.items()}, None, storages, flops)
+
+
+def _build_stage(
+    number: int, model: Decoder, storages: Mapping[str, Storage], layout: Layout, options: StepOptions, capture: Capture
+) -> tuple[StageGraph, Flops]:
+    """Trace a stage, run the passes on it, and cut it into the parts that its schedule runs."""
+    assert options.pipeline is not None
+    begin, last = time.perf_counter(), len(options.pipeline.stages) - 1
+    stage = StageModules(options.pipeline.stages[number], number == 0, number == last)
+    device, evaluate, eval_passed = options.device, None, None
+    example, passed = _stage_example(model, options.rows, stage, layout, options)
+    with loss_context(_loss_parallel(layout, options)):
+        train = trace_stage_step(model, options.loss, stage, example, device=device, capture=capture)
+        if options.eval_rows is not None:
+            (*others, _), eval_passed = _stage_example(model, options.eval_rows, stage, layout, options)
+            evaluate = trace_stage_evaluation(model, options.loss, stage, tuple(others), device=device, capture=capture)
+    nodes, flops = len(train.gm.graph.nodes), count_flops(train.gm, model.blocks)
+    logger.info(f"stage {number}: traced in {time.perf_counter() - begin:.1f} s, {nodes} nodes")
+    # Weights are gathered once a step, unless they are to be given up as soon as may be.
+    again = options.reshard.root
+    plan = PassPlan(
+        storages,
+        model.blocks,
+        buckets(model, model.blocks),
+        options.recompute,
+        Reshard(blocks=again, root=again),
+        options.regions,
+    )
+    watch = Inspection(
+        f"stage {number}",
+        options.dump_to / f"stage_{number}"
+        if options.dump_to and not any(layout.mesh.get_coordinate() or ())
+        else None,
+        [x.detach() for x in pytree.tree_leaves(example) if isinstance(x, Tensor)] if options.verify else None,
+    )
+    before, after = ([each for each in passes(plan) if each.cut == cut] for cut in (False, True))
+    gm = run_passes(train.gm, before, options.disabled, device, watch)
+    parts = partition(gm, gather_once=not again, split_backward=options.pipeline.splits_backward)
+    cut = {
+        name: part._replace(
+            gm=run_passes(part.gm, after, options.disabled, device, Inspection(f"stage {number}, {name}"))
+        )
+        for name, part in parts.by_name.items()
+    }
+    if evaluate is not None:
+        watch = Inspection(f"stage {number}, evaluation")
+        final = run_passes(evaluate.gm, passes(plan), options.disabled, device, watch)
+        evaluate = dataclasses.replace(evaluate, gm=final)
+    train = dataclasses.replace(train, gm=gm)
+    return StageGraph(
+        parts._replace(by_name=cut), train, evaluate, passed, eval_passed, options.precision.reduce
+    ), flops
+
+
+def _stage_example(
+    model: Decoder, rows: tuple[int, int], stage: StageModules, layout: Layout, options: StepOptions
+) -> tuple[tuple[Any, ...], Tensor]:
+    """Make a stage's inputs (batch, masks, num_tokens, x, dy), and what is like x and dy, on meta. Of real numbers, as
+    `_example` says, dy is that of one rank alone."""
+    batch, masks, num_tokens = _example(model, rows, layout, options)
+    shape = rows[0], rows[1] // layout.degree(TP), model.config.dim
+    passed = torch.empty(shape, dtype=options.precision.compute, device="meta")
+    x, dy = passed, passed
+    if options.verify:
+        generator = torch.Generator().manual_seed(options.seed)
+        x, dy = (torch.randn(shape, generator=generator).to(batch.tokens_BL.device, passed.dtype) for _ in range(2))
+        dy = dy * (layout.data_rank == 0)
+    first, last = stage.first, stage.last
+    return (batch, masks, num_tokens, None if first else x.requires_grad_(), None if last else dy), passed
 
 
 def trace_steps(

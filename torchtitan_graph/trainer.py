@@ -45,7 +45,6 @@ from torchtitan_graph.optim import (
     build_lr_scheduler,
     build_optimizer,
     check_optimizer,
-    clip_grad_norm,
     forget_rehearsal,
     ranks_with_non_finite_gradients,
 )
@@ -54,7 +53,7 @@ from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.patience import wait_for_storage
 from torchtitan_graph.run.folder import RunFolder
 from torchtitan_graph.run.hang import HangWatch
-from torchtitan_graph.steps import build_graphs, build_steps, check_steps, step_options
+from torchtitan_graph.steps import build_graphs, build_steps, check_steps, rows_per_microbatch, step_options
 
 
 class Trainer:
@@ -83,7 +82,7 @@ class Trainer:
         self.rows_per_step = training.global_batch_size
         if self.rows_per_step == -1:
             self.rows_per_step = training.local_batch_size * self.dims.data
-        self.num_microbatches = self.rows_per_step // (training.local_batch_size * self.dims.data)
+        self.num_microbatches = self.rows_per_step // (rows_per_microbatch(config) * self.dims.data)
         path = config.model.hf_assets_path
         self.assets = find_assets(path) if path else None
         dry = config.comm.mode == "fake_backend" and self.assets is not None and not self.assets.exists()
@@ -128,13 +127,13 @@ class Trainer:
         logger.info(
             f"{config.model.name} {flavor}: {num_parameters:,} parameters, {config.compile.mode} mode, "
             f"mesh {self.layout}, "
-            f"{self.num_microbatches} x {config.training.local_batch_size} rows of {config.training.seq_len} tokens "
+            f"{self.num_microbatches} x {rows_per_microbatch(config)} rows of {config.training.seq_len} tokens "
             f"per rank and step"
         )
         self.model_table = model_table(self.model, self.family.PLAN, self.options.precision.storage)
         self.steps = build_steps(self.model, self.family, self.layout, self.options, self.capture)
         initialize(self.model, self.seed)
-        self.optimizer = build_optimizer(self.model, config.optimizer)
+        self.optimizer = build_optimizer(self.model, config.optimizer, in_part=self.dims.pp > 1)
         self.lr_scheduler = build_lr_scheduler(self.optimizer, config.lr_scheduler, config.training.steps)
         self.checkpointer = Checkpointer(
             self.dump_folder / config.checkpoint.folder,
@@ -154,10 +153,12 @@ class Trainer:
         """Open what is trained on, and what is validated on: what is wrong with it is then said before any step."""
         training = self.config.training
         corpus = dict(dataset=training.dataset, dataset_path=training.dataset_path, sources=training.sources)
-        self.train_data = self._open_data(training, corpus | {"split": "train"}, training.repeat)
+        rows = rows_per_microbatch(self.config)
+        self.train_data = self._open_data(training, corpus | {"split": "train"}, training.repeat, rows)
         if self.config.validation.enable:
             corpus = validation_corpus(self.config)
-            self.validation_data = self._open_data(self.config.validation, corpus, repeat=bool(corpus["sources"]))
+            rows, repeat = self.config.validation.local_batch_size, bool(corpus["sources"])
+            self.validation_data = self._open_data(self.config.validation, corpus, repeat, rows)
 
     def setup_dry(self) -> list[str]:
         """Build the graphs, on a fake process group, and tell what this rank needs."""
@@ -165,12 +166,14 @@ class Trainer:
         graphs = build_graphs(self.model, self.family, self.layout, self.options, self.capture)
         return forecast(self.model, graphs, self.layout, self.options, self.config.optimizer)
 
-    def _open_data(self, table: job.Training | job.Validation, corpus: dict[str, Any], repeat: bool) -> DataLoader:
+    def _open_data(
+        self, table: job.Training | job.Validation, corpus: dict[str, Any], repeat: bool, rows: int
+    ) -> DataLoader:
         return build_dataloader(
             **corpus,
             tokenizer=self.tokenizer,
             seq_len=table.seq_len,
-            local_batch_size=table.local_batch_size,
+            local_batch_size=rows,
             dp_rank=self.layout.data_rank,
             dp_degree=self.dims.data,
             seed=self.seed,
@@ -271,7 +274,7 @@ class Trainer:
             return False
         with metrics.watch_work(self.step + 1):
             output = self.steps.train(microbatches, num_tokens)
-        grad_norm = clip_grad_norm(self.model.parameters(), self.config.training.max_norm)
+        grad_norm = self.steps.clip(self.config.training.max_norm)
         loss = self._sum_if_finite(output.loss, grad_norm)
         lr = self.lr_scheduler.get_last_lr()[0]
         metrics.maybe_log_histograms(self.step + 1, self.model)

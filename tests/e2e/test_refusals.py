@@ -57,8 +57,8 @@ def test_mistake_in_a_file(toml: str, parts: list[str], tmp_path: Path) -> None:
         ("--compile.disable_passes rematerialise", ["compile.disable_passes", "did you mean 'rematerialize'?"]),
         ("--compile.disable_passes shard_params", ["compile.disable_passes", "can't be left out"]),
         (
-            "--parallelism.pipeline_parallel_degree 2",
-            ["pipeline_parallel_degree = '2'", "not built yet", "use data_parallel"],
+            "--parallelism.pipeline_parallel_degree 2 --compile.mode eager",
+            ["pipeline_parallel_degree = 2: a pipeline runs parts of a graph", "use compile.mode = graph"],
         ),
         ("--training.seq_len 4194304", ["training.seq_len = 4194304", "'sdpa'", "GiB", "use shorter rows"]),
         ("--validation.enable --validation.seq_len 4194304", ["validation.seq_len = 4194304", "use shorter rows"]),

@@ -1,6 +1,7 @@
 """A run saved in one layout goes on in any other: parameters, optimizer, schedule, and the position in the data."""
 
 import hashlib
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,21 @@ from torchtitan_graph.run.folder import RunFolder
 from torchtitan_graph.run.status import FINISHED
 from torchtitan_graph.trainer import Trainer
 
-LAYOUTS = {  # ranks, and of them context and tensor parallel
-    "one rank": (1, 1, 1),
-    "FSDP 2": (2, 1, 1),
-    "FSDP 2 x TP 2": (4, 1, 2),
-    "FSDP 2 x CP 2": (4, 2, 1),
-    "FSDP 4": (4, 1, 1),
+LAYOUTS = {  # shards, context parallel, tensor parallel, pipeline stages
+    "one rank": (1, 1, 1, 1),
+    "FSDP 2": (2, 1, 1, 1),
+    "FSDP 2 x TP 2": (2, 1, 2, 1),
+    "FSDP 2 x CP 2": (2, 2, 1, 1),
+    "FSDP 4": (4, 1, 1, 1),
+    "PP 2": (1, 1, 1, 2),
+    "PP 2 x FSDP 2": (2, 1, 1, 2),
 }
-FAST = [("FSDP 2 x TP 2", ["one rank"]), ("FSDP 2 x CP 2", ["FSDP 2 x TP 2"]), ("one rank", ["FSDP 2 x CP 2"])]
+FAST = [
+    ("FSDP 2 x TP 2", ["PP 2"]),
+    ("PP 2 x FSDP 2", ["one rank"]),
+    ("FSDP 2 x CP 2", ["FSDP 2 x TP 2"]),
+    ("one rank", ["FSDP 2 x CP 2"]),
+]
 SLOW = [pytest.param(saved, list(LAYOUTS), marks=pytest.mark.slow) for saved in LAYOUTS]
 
 
@@ -30,10 +38,10 @@ def trainer_of(layout: str, folder: Path, *options: str) -> Trainer:
     import sys
 
     sys.path.insert(0, str(HERE))  # where my_models is
-    _, cp, tp = LAYOUTS[layout]
+    _, cp, tp, pp = LAYOUTS[layout]
     options = ("--job.config_file", TINY, "--job.dump_folder", str(folder), *options)
     options += ("--parallelism.tensor_parallel_degree", str(tp), "--checkpoint.async_mode", "async")
-    options += ("--parallelism.context_parallel_degree", str(cp))
+    options += ("--parallelism.context_parallel_degree", str(cp), "--parallelism.pipeline_parallel_degree", str(pp))
     trainer = Trainer(load(options), dist.get_world_size())
     trainer.setup()
     return trainer
@@ -45,11 +53,15 @@ def state_of(trainer: Trainer) -> dict[str, Any]:
         name: digest((tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach())
         for name, tensor in trainer.checkpointer._tensors(model_only=False).items()
     }
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, state)  # stages hold different tensors
+    state = {name: x for of_rank in by_rank for name, x in of_rank.items()}
+    assert all(of_rank.items() <= state.items() for of_rank in by_rank), "ranks differ in what several hold"
     state |= trainer._train_state() | trainer.lr_scheduler.state_dict()
     microbatches, num_tokens = trainer._next_step()
     rows: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(rows, [[row_digest(b, row) for row in range(len(b.tokens_BL))] for b in microbatches])
-    of_data_rank = rows[:: trainer.dims.cp * trainer.dims.tp]
+    of_data_rank = rows[: len(rows) // trainer.dims.pp : trainer.dims.cp * trainer.dims.tp]
     state["rows"] = [row for microbatch in zip(*of_data_rank, strict=True) for rows in microbatch for row in rows]
     return state | {"num_tokens": int(num_tokens)}
 
@@ -91,4 +103,4 @@ def test_the_comparison_sees_another_position_and_another_step(tmp_path: Path) -
 
 
 def world_size(layout: str) -> int:
-    return LAYOUTS[layout][0]
+    return math.prod(LAYOUTS[layout])

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,14 +27,17 @@ from torchtitan_graph.compiler import needed_regions
 from torchtitan_graph.config import job
 from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
 from torchtitan_graph.graph.step import StepOutput
+from torchtitan_graph.graph.trace import TracedResult
 from torchtitan_graph.loss import cross_entropy
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.init import initial_weight, initialize
 from torchtitan_graph.models.layers.moe import AuxiliaryLoss, ExpertTraining, set_up_experts
 from torchtitan_graph.models.spec import load_family, tiny_config
 from torchtitan_graph.optim import build_lr_scheduler, build_optimizer, clip_grad_norm
-from torchtitan_graph.parallel.layout import DATA_AXES, EP, EXPERT_FSDP, EXPERT_TP, TP, Layout, ParallelDims
+from torchtitan_graph.parallel.layout import DATA_AXES, EP, EXPERT_FSDP, EXPERT_TP, PP, TP, Layout, ParallelDims
+from torchtitan_graph.parallel.pipeline import StageGraph
 from torchtitan_graph.parallel.recompute import Recompute
+from torchtitan_graph.parallel.schedule import Schedule, plan_pipeline
 from torchtitan_graph.parallel.storage import Precision, Reshard, cast_parameters
 from torchtitan_graph.steps import (
     Graphs,
@@ -83,6 +86,7 @@ class Cell:
     disabled: tuple[str, ...] = ()
     vocab_size: int = 0
     num_steps: int = NUM_STEPS
+    pipeline: tuple[tuple[str, Any], ...] = ()  # options of `job.Parallelism`: its schedule and stages
 
     def __post_init__(self) -> None:
         if not self.vocab_size:
@@ -107,7 +111,15 @@ class Cell:
             regions=needed_regions(DEVICE),
             disabled=self.disabled,
             mtp_weight=MTP_WEIGHT,
+            pipeline=self.schedule(),
         )
+
+    def schedule(self) -> Schedule | None:
+        """Give the schedule of the stages, where there are any."""
+        if self.dims.pp == 1:
+            return None
+        options = dataclasses.replace(job.Parallelism(pipeline_parallel_degree=self.dims.pp), **dict(self.pipeline))
+        return plan_pipeline(options, build_model(self).modules_in_order, self.num_microbatches)
 
 
 @functools.cache
@@ -164,10 +176,21 @@ def build_graph(cell: Cell, edit: Callable[[GraphModule], GraphModule] | None = 
     """Build the graph's side; `edit` puts a fault into the finished graph."""
     model, graphs = final_graphs(cell)
     if edit is not None:
-        graphs = graphs._replace(train=dataclasses.replace(graphs.train, gm=edit(graphs.train.gm)))
+        graphs = graphs._replace(train=_edited(graphs.train, edit))
     steps = bind_graphs(graphs, model, layout_of(cell.dims), cell.options("graph"))
     initialize(model, SEED)
     return steps
+
+
+def _edited(
+    train: TracedResult | dict[int, StageGraph], edit: Callable[[GraphModule], GraphModule]
+) -> TracedResult | dict[int, StageGraph]:
+    if isinstance(train, TracedResult):
+        return dataclasses.replace(train, gm=edit(train.gm))
+    number, stage = next(iter(train.items()))
+    parts = stage.parts.by_name
+    reduce = parts["reduce"]._replace(gm=edit(parts["reduce"].gm))
+    return train | {number: stage._replace(parts=stage.parts._replace(by_name={**parts, "reduce": reduce}))}
 
 
 def final_graphs(cell: Cell) -> tuple[Decoder, Graphs]:
@@ -205,6 +228,9 @@ class Plain(NamedTuple):
             total += loss.detach()  # type: ignore[union-attr]
             counts = {name: counts.get(name, 0) + x for name, x in beside.state.items()}
         return StepOutput(total, counts)
+
+    def clip(self, max_norm: float) -> Tensor:
+        return clip_grad_norm(self.model.parameters(), max_norm)
 
 
 def build_plain(cell: Cell) -> Plain:
@@ -244,7 +270,7 @@ def train(
         seen |= {f"step {k}: {name}": x for name, x in state.items()}
         seen[f"step {k}: loss"] = loss
         seen |= {f"step {k}: gradient of {n}": _copied(p.grad) for n, p in model.named_parameters()}
-        seen[f"step {k}: norm"] = clip_grad_norm(model.parameters(), MAX_NORM)
+        seen[f"step {k}: norm"] = steps.clip(MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
@@ -283,7 +309,16 @@ def far_apart(expected: Seen, found: Seen, tolerance: float) -> list[str]:
 
 def gathered(cell: Cell, seen: Seen) -> Seen:
     """Put the ranks' parts together, and their losses; refuse copies that differ."""
-    return {name: _gathered(cell, name, x) for name, x in seen.items()}
+    mine = {name: _gathered(cell, name, x) for name, x in seen.items()}
+    if cell.dims.pp == 1:
+        return mine
+    by_stage: list[Seen] = [{}] * cell.dims.pp
+    dist.all_gather_object(by_stage, mine, group=layout_of(cell.dims).group(PP))
+    whole: Seen = {}
+    for of_stage in by_stage:
+        for name, x in of_stage.items():
+            assert torch.equal(whole.setdefault(name, x), x), f"{name} differs between stages"
+    return whole
 
 
 def _gathered(cell: Cell, name: str, x: Tensor) -> Tensor:

@@ -74,7 +74,7 @@ def _name(config: JobConfig, key: str) -> str:
 
 
 def _check_degrees(config: JobConfig, world_size: int) -> list[str]:
-    degrees, problems = config.parallelism, _check_built(config)
+    degrees, problems = config.parallelism, []
     shards = shard_degree(config, world_size)
     product = shards * _other_degrees(config)
     if product != world_size:
@@ -91,7 +91,7 @@ def _check_degrees(config: JobConfig, world_size: int) -> list[str]:
             f" {' * '.join(shown)} = {product}, not {world_size}; start {product} processes, or let"
             f" data_parallel_shard_degree be -1 and the product of the others divide {world_size}"
         )
-    problems += _check_expert_degrees(config, shards)
+    problems += _check_expert_degrees(config, shards) + _check_pipeline(config)
     if config.model.num_mtp_layers and max(degrees.pipeline_parallel_degree, degrees.context_parallel_degree) > 1:
         problems.append(
             f"{_name(config, 'model.num_mtp_layers')}: not with pipeline or context parallel, whose ranks lack the next"
@@ -127,18 +127,6 @@ def _check_rows(config: JobConfig) -> list[str]:
     return problems
 
 
-def _check_built(config: JobConfig) -> list[str]:
-    """Refuse what is not built yet."""
-    instead = {
-        "pipeline_parallel_degree": "use data_parallel_shard_degree",
-    }
-    return [
-        f"{_name(config, f'parallelism.{key}')}: not built yet; {what}"
-        for key, what in instead.items()
-        if getattr(config.parallelism, key) > 1
-    ]
-
-
 def _check_expert_degrees(config: JobConfig, shards: int) -> list[str]:
     degrees, problems = config.parallelism, []
     ep, etp, tp = (
@@ -158,6 +146,29 @@ def _check_expert_degrees(config: JobConfig, shards: int) -> list[str]:
             f" data_parallel_shard_degree {shards} * context_parallel_degree {degrees.context_parallel_degree}"
             f" * tensor_parallel_degree {tp} = {reused}; expert_parallel_degree * expert_tensor_parallel_degree {etp}"
             " must divide that"
+        )
+    return problems
+
+
+def _check_pipeline(config: JobConfig) -> list[str]:
+    degrees, problems = config.parallelism, []
+    if degrees.pipeline_parallel_degree == 1:
+        return []
+    size, rows = degrees.pipeline_parallel_microbatch_size, config.training.local_batch_size
+    if rows % size:
+        problems.append(
+            f"{_name(config, 'parallelism.pipeline_parallel_microbatch_size')}: must divide training.local_batch_size"
+            f" {rows}"
+        )
+    if config.compile.mode == "eager":
+        problems.append(
+            f"{_name(config, 'parallelism.pipeline_parallel_degree')}: a pipeline runs parts of a graph, and"
+            " compile.mode = eager has none; use compile.mode = graph"
+        )
+    if config.checkpoint.last_save_in_hf:
+        problems.append(
+            f"{_name(config, 'checkpoint.last_save_in_hf')}: no rank of a pipeline can gather the whole model; convert"
+            " the last checkpoint with scripts/convert_to_hf.py"
         )
     return problems
 

@@ -276,6 +276,41 @@ class Parallelism:
     tensor_parallel_degree: int = option(1, "Shards of the matrix products, with sequence parallel.", minimum=1)
     context_parallel_degree: int = option(1, "Ranks that share a row of tokens.", minimum=1)
     pipeline_parallel_degree: int = option(1, "Stages that the layers are divided into.", minimum=1)
+    pipeline_parallel_schedule: str = option(
+        "1F1B",
+        "The order in which a rank's stages compute forward and backward of the microbatches. GPipe and 1F1B have one"
+        " stage on each rank, Interleaved1F1B several, ZBVZeroBubble and DualPipeV two, the first and the last on one"
+        " rank.",
+        choices=("GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"),
+    )
+    pipeline_parallel_schedule_csv: str | None = option(
+        None,
+        "File with a schedule of your own, in the place of pipeline_parallel_schedule: a line for each rank, with what"
+        " it computes, such as 0F0,0F1,0B0,0B1 (stage, F or B or its halves I and W, microbatch).",
+    )
+    pipeline_parallel_microbatch_size: int = option(
+        1,
+        "With a pipeline, rows that a stage computes at a time; divides training.local_batch_size. All rows of a step"
+        " are one run of the schedule.",
+        minimum=1,
+    )
+    pipeline_parallel_layers_per_stage: int | None = option(
+        None,
+        "Layers of each stage, which gives the number of stages; not set: one stage on each rank, or two where the"
+        " schedule has several.",
+        minimum=1,
+    )
+    pipeline_parallel_first_stage_less_layers: int = option(
+        1, "How many layers fewer the first stage has, for the embedding.", minimum=0
+    )
+    pipeline_parallel_last_stage_less_layers: int = option(
+        1, "How many layers fewer the last stage has, for the output.", minimum=0
+    )
+    module_fqns_per_model_part: list[list[str]] = option(
+        [],
+        "The modules of each stage by name, in order, such as [['tok_embeddings', 'layers.0'], ['layers.1', 'norm',"
+        " 'output']]; empty: divided evenly.",
+    )
     expert_parallel_degree: int = option(
         1, "Ranks among those of shard, context and tensor parallel that share the experts of a layer.", minimum=1
     )

@@ -46,7 +46,6 @@ def _gone(why: str) -> Unsupported:
     return Unsupported(IGNORED, why)
 
 
-_STAGES = "there are no pipeline stages"
 _BUDGET = "there is no mode = memory_budget"
 _CONVERTERS = "nothing is quantized"
 _ESTIMATE = "memory is not estimated"
@@ -64,15 +63,10 @@ UNSUPPORTED = {
     "training.gc_debug": _ignore(False, "collections are not examined"),
     "parallelism.enable_async_tensor_parallel": _ignore(False, "not built yet; tensor parallel runs without it"),
     "parallelism.enable_compiled_autograd": _gone("backward is part of the graph"),
-    "parallelism.pipeline_parallel_split_points": _gone(_STAGES),
-    "parallelism.module_fqns_per_model_part": _ignore(None, _STAGES),
-    "parallelism.pipeline_parallel_first_stage_less_layers": _ignore(1, _STAGES),
-    "parallelism.pipeline_parallel_last_stage_less_layers": _ignore(1, _STAGES),
-    "parallelism.pipeline_parallel_layers_per_stage": _ignore(None, _STAGES),
-    "parallelism.pipeline_parallel_schedule": _ignore("1F1B", _STAGES),
-    "parallelism.pipeline_parallel_schedule_csv": _ignore(None, _STAGES),
-    "parallelism.pipeline_parallel_microbatch_size": _ignore(1, _STAGES),
-    "parallelism.pipeline_parallel_expert_parallel_overlap": _ignore(True, _STAGES),
+    "parallelism.pipeline_parallel_split_points": _gone("use module_fqns_per_model_part"),
+    "parallelism.pipeline_parallel_expert_parallel_overlap": _ignore(
+        True, "experts' messages are not hidden behind another microbatch"
+    ),
     "parallelism.context_parallel_load_balancer": _ignore(
         "headtail", "a row is dealt to the ranks in short blocks, forth and back, which balances documents too"
     ),
@@ -125,6 +119,10 @@ UNSUPPORTED = {
 # Values of options that torchtitan has and that are not built.
 UNSUPPORTED_VALUES = {
     ("activation_checkpoint.mode", "memory_budget"): "not built yet; use selective or full",
+    **{
+        ("parallelism.pipeline_parallel_schedule", name): "leave it out: pipeline_parallel_schedule_csv alone says it"
+        for name in ("PipelineScheduleSingle", "PipelineScheduleMulti")
+    },
     ("comm.mode", "local_tensor"): "not built yet; use fake_backend for a dry run",
 }
 

@@ -53,6 +53,9 @@ class Flops:
         """Give the operations where a block's mask leaves the fraction `visible` of all pairs."""
         return self.matmul + sum(count * visible[block] for block, count in self.attention.items())
 
+    def __add__(self, other: Flops) -> Flops:
+        return Flops(self.matmul + other.matmul, {**self.attention, **other.attention})  # no block is in two graphs
+
 
 def count_flops(gm: GraphModule, blocks: Container[str]) -> Flops:
     """Count the operations of a graph that no pass has changed; attention outside any block is counted under "".

@@ -41,6 +41,12 @@ def peak_memory(gm: GraphModule) -> Peak:
     return peak
 
 
+def output_memory(gm: GraphModule) -> int:
+    """Give the bytes that a graph's outputs lie in, but for its inputs' memory."""
+    owner, output = _owners(gm), gm.graph.output_node()
+    return sum(_size(node) for node in {owner[x] for x in output.all_input_nodes})
+
+
 def _owners(gm: GraphModule) -> dict[Node, Node]:
     """Give for each node the one whose memory its value lies in: its own, unless it is a view or written in place."""
     owner: dict[Node, Node] = {}

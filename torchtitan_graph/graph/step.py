@@ -51,6 +51,14 @@ class StepOutput(NamedTuple):
     state: dict[str, Tensor]
 
 
+class StageModules(NamedTuple):
+    """What of a model a pipeline stage runs: modules, by name, and whether it is the first and the last stage."""
+
+    names: tuple[str, ...]
+    first: bool
+    last: bool
+
+
 def _forward(model: nn.Module, loss: Loss, batch: Inputs, masks: Any, num_tokens: Tensor) -> StepOutput:
     logits_BLV, beside = model(batch.tokens_BL, batch.positions_BL, masks, side_outputs=True)
     value, labels_BL = loss(logits_BLV, batch.labels_BL, num_tokens), batch.labels_BL
@@ -150,28 +158,104 @@ def make_eval_step(model: nn.Module, loss: Loss) -> Callable[[Inputs, Any, Tenso
     return step
 
 
+def make_stage_step(model: nn.Module, loss: Loss, stage: StageModules) -> Callable[..., Any]:
+    """Give a pipeline stage's `step(batch, masks, num_tokens, x, dy) -> (y, loss, dx, gradients by name, state)`, to be
+    traced.
+
+    x is what the stage before gives and dx its gradient: None in the first stage. y is what the next one takes and dy
+    its gradient: None in the last. The loss is what this stage adds to it, None if that is nothing.
+    """
+
+    def stage_step(batch: Inputs, masks: Any, num_tokens: Tensor, x: Tensor | None, dy: Tensor | None) -> Any:
+        own = {p for name in stage.names for p in model.get_submodule(name).parameters()}
+        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad and p in own}
+        free_gradient_dtype(parameters.values())
+        y, beside = _run_stage(model, stage, batch, masks, x)
+        losses = ([loss(y, batch.labels_BL, num_tokens)] if stage.last else []) + beside.losses
+        value = sum(losses[1:], losses[0]) if losses else None
+        outputs, given = (
+            [y] * (not stage.last) + [value] * bool(losses),
+            [dy] * (not stage.last) + [None] * bool(losses),
+        )
+        wanted = [*parameters.values(), *([] if x is None else [x])]
+        gradients = list(torch.autograd.grad(outputs, wanted, given, allow_unused=True))
+        dx = None if x is None else gradients.pop()
+        found = {name: g for name, g in zip(parameters, gradients, strict=True) if g is not None}
+        with annotated(phase="backward"):
+            finished = {name: _as_parameter(g, parameters[name]) for name, g in found.items()}
+        return None if stage.last else y, value, dx, finished, beside.state
+
+    return stage_step
+
+
+def _run_stage(model: nn.Module, stage: StageModules, batch: Inputs, masks: Any, x: Tensor | None) -> Any:
+    given = batch.tokens_BL if x is None else x
+    return model(given, batch.positions_BL, masks, side_outputs=True, only=stage.names)
+
+
+def trace_stage_step(
+    model: nn.Module, loss: Loss, stage: StageModules, arguments: tuple[Any, ...], *, device: Any, capture: Capture
+) -> TracedResult:
+    """Trace a pipeline stage, as `trace_train_step` does; its outputs are the "output"s y and dx, the "loss", "grad"
+    and "state" by name, as far as there are any."""
+    traced = capture(make_stage_step(model, loss, stage), model, arguments, device=device)
+    spec, signature = traced.out_spec, signature_of(traced.gm)
+    *_, gradients, state = pytree.tree_unflatten(range(spec.num_leaves), spec)
+    kinds = [("output", "y"), ("loss", "loss"), ("output", "dx")]
+    kinds += [*(("grad", name) for name in gradients), *(("state", name) for name in state)]
+    kinds = [each for i, each in enumerate(kinds) if i not in traced.out_constants]
+    outputs = tuple(
+        dataclasses.replace(slot, kind=kind, name=name)
+        for slot, (kind, name) in zip(signature.outputs, kinds, strict=True)
+    )
+    traced.gm.meta["signature"] = dataclasses.replace(signature, outputs=outputs)
+    return traced
+
+
+def trace_stage_evaluation(
+    model: nn.Module, loss: Loss, stage: StageModules, arguments: tuple[Any, ...], *, device: Any, capture: Capture
+) -> TracedResult:
+    """Trace a pipeline stage's `step(batch, masks, num_tokens, x)`: y, of the last stage the loss."""
+
+    @torch.no_grad()
+    def step(batch: Inputs, masks: Any, num_tokens: Tensor, x: Tensor | None) -> Tensor:
+        y, _ = _run_stage(model, stage, batch, masks, x)
+        return loss(y, batch.labels_BL, num_tokens) if stage.last else y
+
+    return capture(step, model, arguments, device=device)
+
+
 def bind_train_step(traced: TracedResult, model: nn.Module) -> Callable[[Inputs, Any, Tensor], StepOutput]:
     """Give `step(batch, masks, num_tokens) -> StepOutput` that adds the gradients to the live parameters' `.grad`."""
-    run = run_traced(traced, module=model)
-    parameters = dict(model.named_parameters())
-    shared: set[str] | None = None  # a graph shares the same memory in every step
+    run, add = run_traced(traced, module=model), AddGradients(model)
 
     @torch.no_grad()
     def step(batch: Inputs, masks: Any, num_tokens: Tensor) -> StepOutput:
-        nonlocal shared
         value, gradients, state = run(batch, masks, num_tokens)
-        if shared is None:
-            held = [x for x in pytree.tree_leaves((batch, masks, num_tokens)) if isinstance(x, Tensor)]
-            shared = sharing_memory(gradients, [*held, *parameters.values(), *model.buffers()])
-        for name, gradient in gradients.items():
-            parameter = parameters[name]
-            if parameter.grad is None:
-                parameter.grad = gradient.clone() if name in shared else gradient
-            else:
-                parameter.grad += gradient
+        add(gradients, (batch, masks, num_tokens))
         return StepOutput(value, state)
 
     return step
+
+
+class AddGradients:
+    """Add what a graph gives to the live parameters' `.grad`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters, self._buffers = dict(model.named_parameters()), list(model.buffers())
+        self._shared: set[str] | None = None  # a graph shares the same memory in every step
+
+    def __call__(self, gradients: dict[str, Tensor], inputs: Any) -> None:
+        """Take gradients by name; `inputs` are those of the graph, which it may have handed through."""
+        if self._shared is None:
+            held = [x for x in pytree.tree_leaves(inputs) if isinstance(x, Tensor)]
+            self._shared = sharing_memory(gradients, [*held, *self._parameters.values(), *self._buffers])
+        for name, gradient in gradients.items():
+            parameter = self._parameters[name]
+            if parameter.grad is None:
+                parameter.grad = gradient.clone() if name in self._shared else gradient
+            else:
+                parameter.grad += gradient
 
 
 def make_eager_step(model: nn.Module, loss: Loss) -> Callable[[Inputs, Any, Tensor], StepOutput]:

@@ -29,17 +29,21 @@ def histograms(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str,
     """Count the finite values of each tensor in equal bins: two reductions over all ranks, on `device`.
 
     What several ranks hold, they all count: every element of a tensor equally often, so the counts are divided by that.
-    A tensor without a finite value is left out.
+    A tensor without a finite value is left out. Ranks may hold different tensors, as a pipeline's stages do.
     """
+    by_rank: list[dict[str, int]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(by_rank, {name: x.numel() for name, x in tensors.items()})
+    sizes = {name: size for of_rank in by_rank for name, size in of_rank.items()}
+    tensors = {name: tensors[name] if name in tensors else torch.empty(0) for name in sizes}
     extremes = torch.tensor([_extremes(_finite(x)) for x in tensors.values()], dtype=torch.float64, device=device)
     dist.all_reduce(extremes, dist.ReduceOp.MAX)
     spans = [(-negative_low, high) for negative_low, high in extremes.tolist()]
     rows = torch.stack([_counts_and_sums(x, *span) for x, span in zip(tensors.values(), spans, strict=True)]).to(device)
     dist.all_reduce(rows)
     found = {}
-    for name, x, (low, high), (*row, num_held) in zip(tensors, tensors.values(), spans, rows.tolist(), strict=True):
+    for (name, size), (low, high), (*row, num_held) in zip(sizes.items(), spans, rows.tolist(), strict=True):
         if low <= high:
-            *counts, total, sum_of_squares = (value * x.numel() / num_held for value in row)
+            *counts, total, sum_of_squares = (value * size / num_held for value in row)
             first, last = _widened(low, high)
             limits = [first + (last - first) * (i + 1) / NUM_BINS for i in range(NUM_BINS)]
             num = round(sum(counts))

@@ -1,6 +1,6 @@
 """Clip gradients by their norm over every rank and mesh axis."""
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
@@ -13,13 +13,22 @@ _RUN = 256  # elements that a CPU sums in fp32
 
 
 @torch.no_grad()
-def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+def clip_grad_norm(
+    parameters: Iterable[Tensor],
+    max_norm: float,
+    stages: dist.ProcessGroup | None = None,
+    repeated: Container[Tensor] = (),
+) -> Tensor:
     """Scale the gradients in place so that their global 2-norm is at most `max_norm`; return the norm before that.
 
     The norm runs over all shards of all gradients, each counted once whatever it is sharded over or replicated on.
     It is a plain scalar tensor, equal on every rank, on the gradients' device: nothing here waits for the device, so
     a caller that must stop on a non-finite norm reads it before the optimizer's step. `max_norm <= 0` only measures,
     and a norm that is not finite scales nothing: what is not finite stays on the ranks that had it.
+
+    Args:
+        stages: the group of a pipeline's stages, each with parameters of its own.
+        repeated: parameters that another stage has too, and counts.
     """
     # Gradients of one layout are taken together: tensors of different meshes can't meet in one operation.
     by_layout: dict[Any, list[Tensor]] = {}
@@ -28,7 +37,10 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
             grad = param.grad
             layout = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None
             by_layout.setdefault(layout, []).append(param)
-    total_norm = _global_squares(by_layout).sqrt().to(_dtype_of([p for params in by_layout.values() for p in params]))
+    squares = _global_squares(by_layout, repeated)
+    if stages is not None:
+        dist.all_reduce(squares, group=stages)
+    total_norm = squares.sqrt().to(_dtype_of([p for params in by_layout.values() for p in params]))
     if max_norm > 0:
         finite_norm = torch.where(total_norm.isfinite(), total_norm, 0)
         for params in by_layout.values():
@@ -45,8 +57,8 @@ def ranks_with_non_finite_gradients(parameters: Iterable[Tensor]) -> list[int]:
     return [rank for rank, is_bad in enumerate(found) if is_bad]
 
 
-def _global_squares(by_layout: dict[Any, list[Tensor]]) -> Tensor:
-    """Sum the squares of all gradients on all ranks, in fp64."""
+def _global_squares(by_layout: dict[Any, list[Tensor]], repeated: Container[Tensor]) -> Tensor:
+    """Sum the squares of all gradients on the ranks that they are laid out on, in fp64."""
     sums: dict[tuple[dist.ProcessGroup, ...], Tensor] = {}  # by the groups whose ranks hold different parts
     for layout, params in by_layout.items():
         groups: tuple[dist.ProcessGroup, ...] = ()
@@ -54,7 +66,8 @@ def _global_squares(by_layout: dict[Any, list[Tensor]]) -> Tensor:
             mesh, placements = layout
             assert not any(placement.is_partial() for placement in placements), "a gradient is reduced by now"
             groups = tuple(mesh.get_group(i) for i, p in enumerate(placements) if not p.is_replicate())
-        squares = _squares([_local(param.grad) for param in params if param.grad is not None])
+        grads = [_local(param.grad) for param in params if param.grad is not None and param not in repeated]
+        squares = _squares(grads) if grads else torch.zeros((), dtype=torch.float64, device=params[0].device)
         sums[groups] = sums[groups] + squares if groups in sums else squares
     for groups, total in sums.items():
         for group in groups:

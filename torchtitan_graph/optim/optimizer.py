@@ -17,12 +17,12 @@ BUILT_IN: dict[str, type[torch.optim.Optimizer]] = {"Adam": torch.optim.Adam, "A
 _ARGUMENTS = {"lr": ("lr",), "betas": ("beta1", "beta2"), "eps": ("eps",), "weight_decay": ("weight_decay",)}
 
 
-def build_optimizer(model: nn.Module, config: job.Optimizer) -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module, config: job.Optimizer, in_part: bool = False) -> torch.optim.Optimizer:
     """Build the `[optimizer]` table's optimizer over every parameter of `model` that takes gradients.
 
     The optimizer holds the parameter objects themselves, so the model must be materialised: parameters on the meta
     device are refused. Its first group holds the parameters that no entry of `param_groups` matches; then comes one
-    for each entry.
+    for each entry. Where `model` is a part of the whole one, a pipeline stage's, an entry may match none of it.
 
     The state (two moments of the parameter's layout, and a step count) is allocated here and not in the first step, so
     that running out of memory is found out now and a checkpoint can be read straight into it. What a class of the
@@ -31,7 +31,7 @@ def build_optimizer(model: nn.Module, config: job.Optimizer) -> torch.optim.Opti
     Raises:
         UserError: as `check_optimizer`, or the user's class can't take a step, or its state can't be saved.
     """
-    optimizer = check_optimizer(model, config)
+    optimizer = check_optimizer(model, config, in_part)
     names: dict[torch.Tensor, str] = {param: name for name, param in model.named_parameters() if param.requires_grad}
     assert not any(param.is_meta for param in names), "materialise the model before building its optimizer"
     if config.name in BUILT_IN:
@@ -42,7 +42,7 @@ def build_optimizer(model: nn.Module, config: job.Optimizer) -> torch.optim.Opti
     return optimizer
 
 
-def check_optimizer(model: nn.Module, config: job.Optimizer) -> torch.optim.Optimizer:
+def check_optimizer(model: nn.Module, config: job.Optimizer, in_part: bool = False) -> torch.optim.Optimizer:
     """Return the optimizer without its state; the model may be on the meta device.
 
     Raises:
@@ -58,7 +58,7 @@ def check_optimizer(model: nn.Module, config: job.Optimizer) -> torch.optim.Opti
         raise UserError(f"optimizer.options = {config.options}: is for an optimizer with a dotted name; remove it")
     else:
         further = {"fused": config.implementation == "fused", "foreach": config.implementation == "foreach"}
-    groups, settings = _groups(model, config, taken), _settings(job.ParamGroup(), config, taken)
+    groups, settings = _groups(model, config, taken, in_part), _settings(job.ParamGroup(), config, taken)
     arguments = settings | further
     refused = f"optimizer.name = {config.name!r}: can't be built with {arguments}"
     try:
@@ -73,14 +73,14 @@ def check_optimizer(model: nn.Module, config: job.Optimizer) -> torch.optim.Opti
         raise UserError(f"{refused}: {error}") from error
 
 
-def _groups(model: nn.Module, config: job.Optimizer, taken: set[str]) -> list[dict[str, Any]]:
+def _groups(model: nn.Module, config: job.Optimizer, taken: set[str], in_part: bool) -> list[dict[str, Any]]:
     """Return the groups for torch: what no entry of `optimizer.param_groups` matches, then each entry's parameters."""
     rest = {name: param for name, param in model.named_parameters() if param.requires_grad}
     names, groups = list(rest), []
     for number, entry in enumerate(config.param_groups, 1):
         matched = fnmatch.filter(names, entry.pattern)
         mine = [rest.pop(name) for name in matched if name in rest]
-        if not mine:
+        if not mine and not in_part:
             near = difflib.get_close_matches(entry.pattern, names, n=1, cutoff=0.0)[0]
             why = f"matches no parameter; did you mean {near}? A name is matched in full, and * stands for any part"
             why = "the entries before it have all that it matches; put it before them" if matched else why

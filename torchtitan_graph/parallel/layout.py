@@ -9,6 +9,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -193,6 +194,14 @@ class Layout:
     def sum_over_data(self, x: Tensor) -> Tensor:
         """Add up, in place, what the ranks that see different tokens counted of it."""
         return sum_over(self.data_groups, x)
+
+    def mean_over_stages(self, x: float) -> float:
+        """Give the mean of a number over the stages of the pipeline."""
+        if self.dims.pp == 1:
+            return x
+        total = torch.tensor(x, dtype=torch.float64, device=self.mesh.device_type)
+        dist.all_reduce(total, group=self.group(PP))
+        return total.item() / self.dims.pp
 
     def total_loss(self, by_rank: Sequence[float]) -> float:
         """Add up the losses that all ranks of the job report; those along tp report the same, or what has the same

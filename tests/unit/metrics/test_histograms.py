@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from pool import mesh, run_on
@@ -38,6 +39,19 @@ def test_a_histogram_is_that_of_the_whole_tensor(placement: str) -> None:
             assert found.counts == torch.histc(x, NUM_BINS).tolist(), name
             assert found.limits[-1] == pytest.approx(x.max().item(), rel=1e-12)
         assert sum(found.counts) == x.numel(), name
+
+
+def of_own_tensors() -> dict[str, Histogram]:
+    mine = {"both": torch.arange(4.0)} | {f"of rank {dist.get_rank()}": torch.arange(3.0)}
+    return histograms(mine, torch.device("cpu"))
+
+
+def test_a_pipelines_ranks_have_tensors_of_their_own() -> None:
+    first, second = run_on(2, of_own_tensors)
+    assert first == second
+    assert {name: (h.num, h.sum) for name, h in first.items()} == {
+        "both": (4, 6.0), "of rank 0": (3, 3.0), "of rank 1": (3, 3.0)
+    }  # fmt: skip
 
 
 def of_not_finite() -> dict[str, Histogram]:

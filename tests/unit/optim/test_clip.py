@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from pool import mesh, run_on
@@ -50,6 +51,23 @@ def test_norm_and_clipped_gradients_are_those_of_one_process() -> None:
         torch.testing.assert_close(norm, full_norm(), rtol=1e-14, atol=0)
         for name, grad in full_gradients().items():
             torch.testing.assert_close(clipped[name], grad / full_norm(), rtol=1e-6, atol=0)
+
+
+def clip_on_two_stages() -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Each stage has half of the gradients; the embedding is tied, and there twice."""
+    rank, stages = dist.get_rank(), mesh((2,), ("pp",)).get_group()
+    params = {name: with_gradient(grad) for name, grad in full_gradients().items()}
+    names = ["embedding", "up", "down"] if rank == 0 else ["norm", "expert", "embedding"]
+    mine = [params[name] for name in names]
+    norm = clip_grad_norm(mine, 1.0, stages, frozenset([params["embedding"]] if rank else []))
+    return norm, [param.grad / full_gradients()[name] for name, param in zip(names, mine, strict=True)]
+
+
+def test_norm_of_a_pipeline_is_that_of_one_process() -> None:
+    for norm, scales in run_on(2, clip_on_two_stages):
+        torch.testing.assert_close(norm, full_norm(), rtol=1e-14, atol=0)
+        for scale in scales:
+            torch.testing.assert_close(scale, (1 / full_norm()).expand_as(scale), rtol=1e-6, atol=0)
 
 
 def test_a_shard_taken_for_the_whole_changes_the_norm() -> None:

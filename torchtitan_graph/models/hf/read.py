@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan_graph.errors import UserError
@@ -78,11 +79,17 @@ def _prefix(family: ModuleType, wanted: Iterable[Place], folder: DequantizedFold
 
 
 def _check(prefix: str, wanted: list[Place], folder: DequantizedFolder, skippable: list[str]) -> None:
-    expected = {
+    """Compare the files with what all ranks together hold: those of a pipeline hold different parts of the model."""
+    mine = {
         prefix + name: place.stored.file_shape(tuple(place.tensor.shape))
         for place in wanted
         for name in place.file_names()
     }
+    by_rank = [mine]
+    if dist.is_initialized():
+        by_rank = by_rank * dist.get_world_size()
+        dist.all_gather_object(by_rank, mine)
+    expected = {name: shape for of_rank in by_rank for name, shape in of_rank.items()}
     there = folder.names()
     problems = [f"missing: {name}" for name in expected if name not in there]
     unknown = there - expected.keys()

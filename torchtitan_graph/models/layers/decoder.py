@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -127,6 +127,21 @@ class Decoder(nn.Module):
             self.output.weight = self.tok_embeddings.weight
 
     @property
+    def modules_in_order(self) -> list[str]:
+        """The names of what forward calls, one after the other: a pipeline stage has some of them."""
+        return ["tok_embeddings", *self.blocks, "norm", "output"]
+
+    def keep(self, names: Container[str]) -> None:
+        """Drop all but the modules named; those that stay keep their names.
+
+        Where the output stays and is tied, the embedding does too: the weight that they share goes by its name.
+        """
+        for name in self.modules_in_order:
+            owner, _, leaf = name.rpartition(".")
+            if name not in names and not (name == "tok_embeddings" and self.config.tied and "output" in names):
+                self.layers._modules.pop(leaf) if owner else setattr(self, leaf, None)
+
+    @property
     def blocks(self) -> dict[str, nn.Module]:
         """The blocks by their names in the whole model, in order."""
         return {f"layers.{number}": block for number, block in self.layers.named_children()}
@@ -196,16 +211,24 @@ class Decoder(nn.Module):
         masks: Mapping[str, Mask] | None = None,
         *,
         side_outputs: bool = False,
+        only: Container[str] | None = None,
     ) -> Any:
         """Give the logits (B, L, V); with `side_outputs` also what a training step takes beside them: `SideOutputs`.
         Without positions and masks every row is one document.
+
+        With `only` run the modules of those names alone, a pipeline stage's: on what the stage before it gave, in the
+        place of tokens, to what the next one takes, in the place of logits.
         """
+
+        def runs(name: str) -> bool:
+            return only is None or name in only
+
         if positions_BL is None:
             positions_BL = torch.arange(tokens_BL.shape[1], device=tokens_BL.device).expand_as(tokens_BL)
         if masks is None:
             masks = self.masks(torch.zeros_like(tokens_BL), positions_BL)
         rope = self.rope(positions_BL)
-        x_BLD = self.tok_embeddings(tokens_BL)
+        x_BLD = self.tok_embeddings(tokens_BL) if runs("tok_embeddings") else tokens_BL
         masks = {name: as_bias(mask, x_BLD.dtype) for name, mask in masks.items()}
         beside = SideOutputs([], {})
 
@@ -217,12 +240,12 @@ class Decoder(nn.Module):
 
         ahead_blocks = {name: block for name, block in self.blocks.items() if isinstance(block, AheadBlock)}
         for name, block in self.blocks.items():
-            if name not in ahead_blocks:
+            if name not in ahead_blocks and runs(name):
                 result = block(x_BLD, rope=rope, mask=masks[getattr(block, "mask", "causal")])
                 x_BLD, routing = result if isinstance(result, tuple) else (result, None)
                 note(name, routing)
-        x_BLD = self.norm(x_BLD)
-        logits_BLV = self.output(x_BLD)
+        x_BLD = self.norm(x_BLD) if runs("norm") else x_BLD
+        logits_BLV = self.output(x_BLD) if runs("output") else x_BLD
         if not side_outputs:
             return logits_BLV
         ahead = []

@@ -1,0 +1,193 @@
+"""A pipeline's step is torch's own `PipelineStage` under `fully_shard` bit for bit, and that of one rank in fp64.
+
+Torch's schedules run the first; it shares the modules of a stage with the graph's side, and nothing of the cut, the
+messages or the sums.
+"""
+
+import dataclasses
+import functools
+import logging
+import warnings
+
+import faults
+import pytest
+import torch
+from matrix import (
+    BF16,
+    CPU,
+    FP32,
+    FP64,
+    SEED,
+    Cell,
+    Seen,
+    bits_that_differ,
+    build_graph,
+    build_model,
+    build_plain,
+    far_apart,
+    gathered,
+    initialize,
+    layout_of,
+    microbatches,
+    train,
+)
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+from pool import run_on
+from torchtitan_graph.loss import cross_entropy
+from torchtitan_graph.models.layers.moe import AuxiliaryLoss
+from torchtitan_graph.parallel.layout import PP, ParallelDims
+from torchtitan_graph.parallel.recompute import Recompute, recompute_eager
+from torchtitan_graph.parallel.schedule import SCHEDULES
+from torchtitan_graph.parallel.storage import Reshard, shard_eager
+
+TOLERANCE = 1e-12
+PP2, PP2_FSDP2, PP4 = ParallelDims(pp=2), ParallelDims(pp=2, dp_shard=2), ParallelDims(pp=4)
+PP2_TP2, PP2_DDP2 = ParallelDims(pp=2, tp=2), ParallelDims(pp=2, dp_replicate=2)
+
+
+def cell(dims: ParallelDims, schedule: str, precision=FP32, **other) -> Cell:
+    """Four microbatches (of two rows, or one) through four layers."""
+    return Cell(
+        dims,
+        precision,
+        num_microbatches=4,
+        **{"changes": (("num_layers", 4),), "pipeline": (("pipeline_parallel_schedule", schedule),), **other},
+    )
+
+
+# --- torch's own stages, bit for bit ---------------------------------------------------------------------------------
+
+
+def seen_by_torch(cell: Cell) -> Seen:
+    """Run one step of torch's runtime: the loss, where the last stage is, and the gradients."""
+    layout, plan = layout_of(cell.dims), cell.schedule()
+    batches, num_tokens = microbatches(cell, layout.data_rank, 1)
+    models, stages = [], []
+    for number in plan.stages_of(layout.rank(PP)):
+        model, names = build_model(cell), plan.stages[number]
+        model.keep(names)
+        recompute_eager(model.blocks, cell.recompute)
+        model.forward = functools.partial(run_stage, model, names, batches)
+        reshard = Reshard(cell.reshard.root, cell.reshard.root)
+        shard_eager(model, model.blocks, layout, cell.precision, reshard, CPU)
+        initialize(model, SEED)
+        shape = *batches[0].tokens_BL.shape, model.config.dim
+        passed = torch.empty(shape, dtype=cell.precision.compute, requires_grad=True)
+        x = passed if number else batches[0].tokens_BL
+        y = passed if number < len(plan.stages) - 1 else passed[..., :1].expand(-1, -1, cell.vocab_size)
+        group = layout.group(PP)
+        stages.append(PipelineStage(model, number, len(plan.stages), CPU, input_args=x, output_args=y, group=group))
+        models.append(model)
+    make = get_schedule_class(dict(cell.pipeline)["pipeline_parallel_schedule"])
+
+    def loss(y, at):
+        return cross_entropy(y, batches[int(at)].labels_BL, num_tokens)
+
+    runtime = make(stages if len(stages) > 1 else stages[0], len(batches), loss_fn=loss, scale_grads=False)
+    numbers, losses = torch.arange(len(batches)), []
+    tokens = [torch.cat([batch.tokens_BL for batch in batches])] if 0 in plan.stages_of(layout.rank(PP)) else []
+    runtime.step(*tokens, target=numbers, losses=losses, return_outputs=False, at=numbers)
+    total = sum(losses[1:], losses[0]).detach() if losses else torch.zeros((), dtype=torch.float32)
+    return {"loss": total} | {name: p.grad for model in models for name, p in model.named_parameters()}
+
+
+def run_stage(model, names, batches, x, at):
+    batch = batches[int(at)]
+    masks = model.masks(batch.documents_BL, batch.positions_BL)
+    return type(model).forward(model, x, batch.positions_BL, masks, only=names)
+
+
+def differences_from_torch(cell: Cell) -> tuple[int, list[str]]:
+    warnings.simplefilter("ignore")  # of torch's runtime, about what it does itself
+    logging.disable(logging.WARNING)
+    expected, steps = seen_by_torch(cell), build_graph(cell)
+    loss, _ = steps.train(*microbatches(cell, layout_of(cell.dims).data_rank, 1))
+    found = {"loss": loss} | {name: p.grad for name, p in steps.model.named_parameters()}
+    return len(expected), bits_that_differ(expected, found)
+
+
+def check_bits(cell: Cell) -> None:
+    for number, different in run_on(cell.dims.num_ranks, differences_from_torch, cell):
+        assert number > 10 and different == []
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_is_torchs(schedule):
+    check_bits(cell(PP2, schedule))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "precision", "other"),
+    [
+        ("1F1B", BF16, {}),
+        *(pytest.param(schedule, FP32, {}, marks=pytest.mark.slow) for schedule in SCHEDULES),
+        pytest.param("1F1B", FP32, {"recompute": Recompute(every=1)}, marks=pytest.mark.slow),
+        pytest.param("1F1B", BF16, {"reshard": Reshard(True, True)}, marks=pytest.mark.slow),
+        pytest.param("1F1B", FP32, {"attn": "flex"}, marks=pytest.mark.slow),
+    ],
+)
+def test_sharded_stages_are_torchs(schedule, precision, other):
+    check_bits(cell(PP2_FSDP2, schedule, precision, **other))
+
+
+# --- one rank, fp64 --------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def plain(one: Cell) -> Seen:
+    return train(one, build_plain(one))
+
+
+def differences_from_plain(cell: Cell, edit=None, data=microbatches) -> list[str]:
+    one = dataclasses.replace(cell, dims=ParallelDims(), pipeline=(), recompute=Recompute(), reshard=Reshard())
+    found = gathered(cell, train(cell, build_graph(cell, edit), data))
+    return far_apart(plain(one), found, TOLERANCE)
+
+
+def check_plain(cell: Cell) -> None:
+    assert run_on(cell.dims.num_ranks, differences_from_plain, cell) == [[]] * cell.dims.num_ranks
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_two_stages_on_two_ranks_are_the_plain_module(schedule, tied):
+    check_plain(cell(PP2, schedule, FP64, tied=tied))
+
+
+MOE = {"family": "qwen3", "flavor": "debugmodel_moe", "auxiliary": AuxiliaryLoss(load_balance=0.01, router_z=0.01)}
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        pytest.param(cell(PP2_FSDP2, "1F1B", FP64, tied=True, reshard=Reshard(True, True)), id="FSDP-2"),
+        pytest.param(cell(PP2_TP2, "ZBVZeroBubble", FP64), id="TP-2"),
+        *(
+            pytest.param(each, id=name, marks=pytest.mark.slow)
+            for name, each in {
+                "PP-4": cell(PP4, "1F1B", FP64, tied=True),
+                "DDP-2": cell(PP2_DDP2, "Interleaved1F1B", FP64),
+                "FSDP-2-DualPipeV-tied": cell(PP2_FSDP2, "DualPipeV", FP64, tied=True),
+                "TP-2-tied": cell(PP2_TP2, "1F1B", FP64, tied=True),
+            }.items()
+        ),
+    ],
+)
+def test_every_layout_is_the_plain_module(cell):
+    check_plain(cell)
+
+
+# --- the check can fail ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", [faults.shift_the_mask, faults.count_own_targets_only])
+def test_wrong_data_is_seen(fault):
+    for different in run_on(4, differences_from_plain, cell(PP2_FSDP2, "1F1B", FP64), data=fault):
+        assert different[0].startswith("step 1: loss")
+
+
+def test_a_dropped_reduction_is_seen():
+    for different in run_on(4, differences_from_plain, cell(PP2_FSDP2, "1F1B", FP64), faults.drop_one_reduction):
+        assert any("step 1: gradient" in name for name in different)

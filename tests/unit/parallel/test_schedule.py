@@ -1,0 +1,144 @@
+"""Stages and schedules: what a rank does in a step, and what is refused."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchtitan_graph.config import job
+from torchtitan_graph.errors import UserError
+from torchtitan_graph.parallel.schedule import SCHEDULES, Schedule, plan_pipeline
+
+
+def modules(num_layers: int) -> list[str]:
+    return ["tok_embeddings", *(f"layers.{i}" for i in range(num_layers)), "norm", "output"]
+
+
+def plan(num_ranks: int = 2, num_microbatches: int = 4, num_layers: int = 8, **options: Any) -> Schedule:
+    named = {key if key.startswith("module") else f"pipeline_parallel_{key}": x for key, x in options.items()}
+    parallelism = dataclasses.replace(job.Parallelism(pipeline_parallel_degree=num_ranks), **named)
+    return plan_pipeline(parallelism, modules(num_layers), num_microbatches)
+
+
+def sizes(schedule: Schedule) -> list[int]:
+    return [sum(name.startswith("layers.") for name in stage) for stage in schedule.stages]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_all_that_is_sent_is_received_and_used_in_that_order(name: str, num_ranks: int) -> None:
+    schedule = plan(num_ranks, 4 * num_ranks, 16, schedule=name)
+    assert [module for stage in schedule.stages for module in stage] == modules(16)
+    place, done, between = [0] * num_ranks, set(), {}
+    last = len(schedule.stages) - 1
+    progress = True
+    while progress:  # every rank in turn, as far as it comes; a receive waits for its message, which comes in order
+        progress = False
+        for rank, actions in enumerate(schedule.actions):
+            while place[rank] < len(actions):
+                kind, stage, i = actions[place[rank]]
+                other = stage + 1 if kind in ("SEND_F", "RECV_B") else stage - 1
+                if kind.startswith("SEND"):
+                    assert (kind[-1], stage, i) in done or (kind[-1] == "B" and ("I", stage, i) in done)
+                    between.setdefault((rank, schedule.rank_of[other]), []).append((kind[-1], stage, i))
+                elif kind.startswith("RECV"):
+                    queue = between.get((schedule.rank_of[other], rank), [])
+                    if not queue:
+                        break
+                    assert queue.pop(0) == (kind[-1], other, i)
+                    done.add(("got " + kind[-1], stage, i))
+                else:
+                    needs = {"F": ("F", stage - 1), "B": ("B", stage + 1), "I": ("B", stage + 1)}.get(kind)
+                    if needs and 0 <= needs[1] <= last:
+                        here = {(needs[0], needs[1], i), ("got " + needs[0], stage, i)}
+                        assert here & done or (needs[0] == "B" and ("I", stage + 1, i) in done)
+                    assert kind == "F" or ("I" if kind == "W" else "F", stage, i) in done
+                    assert (kind, stage, i) not in done
+                    done.add((kind, stage, i))
+                place[rank] += 1
+                progress = True
+    assert place == list(map(len, schedule.actions)) and not any(between.values())
+    for stage in range(last + 1):
+        for i in range(4 * num_ranks):
+            assert ("F", stage, i) in done and (("B", stage, i) in done) != (("W", stage, i) in done)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"num_layers": 8}, [4, 4]),
+        ({"num_layers": 7}, [4, 3]),
+        ({"num_layers": 8, "num_ranks": 4}, [2, 3, 2, 1]),
+        ({"num_layers": 8, "first_stage_less_layers": 0, "last_stage_less_layers": 2}, [5, 3]),
+        ({"num_layers": 10, "schedule": "Interleaved1F1B", "layers_per_stage": 3}, [2, 3, 3, 2]),
+        ({"num_layers": 6, "schedule": "ZBVZeroBubble"}, [1, 2, 2, 1]),
+    ],
+)
+def test_layers_of_each_stage(options: dict[str, Any], expected: list[int]) -> None:
+    assert sizes(plan(**options)) == expected
+
+
+def test_stages_as_named() -> None:
+    parts = [["tok_embeddings", "layers.0"], ["layers.1"], ["layers.2", "norm"], ["output"]]
+    named = plan(num_layers=3, schedule="ZBVZeroBubble", module_fqns_per_model_part=parts)
+    assert [list(stage) for stage in named.stages] == parts and named.rank_of == (0, 1, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_layers": 2, "num_ranks": 8}, ["degree = 8: 2 layers can't fill 8 stages", "use fewer stages"]),
+        ({"schedule": "DualPipeV", "num_microbatches": 3}, ["4, not 3", "global_batch_size", "ZBVZeroBubble"]),
+        ({"schedule": "Interleaved1F1B", "num_microbatches": 5}, ["5 microbatches", "multiple of", "2"]),
+        ({"layers_per_stage": 2}, ["layers_per_stage = 2: 5 stages on", "degree 2: 1F1B needs one on each rank"]),
+        ({"schedule": "ZBVZeroBubble", "layers_per_stage": 1, "num_layers": 6}, ["ZBVZeroBubble needs two on each"]),
+        ({"schedule": "Interleaved1F1B", "layers_per_stage": 5}, ["2 stages", "Interleaved1F1B needs several"]),
+        ({"module_fqns_per_model_part": [["tok_embeddings"], ["layer.0"]]}, ["'layer.0' is no part of this model"]),
+        ({"module_fqns_per_model_part": [["tok_embeddings", "layers.0"], ["output"]]}, ["norm is in no part"]),
+        ({"module_fqns_per_model_part": [modules(1)[::-1], []]}, ["in a row", "in this order"]),
+    ],
+)
+def test_what_can_not_be_is_refused(options: dict[str, Any], words: list[str]) -> None:
+    if "module_fqns_per_model_part" in options:
+        options = {"num_layers": 1, **options}
+    with pytest.raises(UserError) as caught:
+        plan(**options)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+GOOD = "0F0,0F1,,0B0,0I1,0W1\n,1F0,1B0,1F1,1B1\n"
+
+
+def test_a_schedule_of_ones_own(tmp_path: Path) -> None:
+    file = tmp_path / "mine.csv"
+    file.write_text(GOOD)
+    schedule = plan(num_microbatches=2, schedule_csv=str(file))
+    first = [action for action in schedule.actions[0] if action.kind in "FBIW"]
+    assert [f"{a.stage}{a.kind}{a.microbatch}" for a in first] == ["0F0", "0F1", "0B0", "0I1", "0W1"]
+    assert schedule.rank_of == (0, 1) and schedule.splits_backward
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("0F0,0B0\n", ["has 1 lines of actions, but there are 2 ranks"]),
+        (GOOD.replace("1B0", "1C0"), ["line 2: '1C0' is no action", "from 0 to 1"]),
+        (GOOD.replace("1B1", "1B2"), ["line 2: '1B2' is no action"]),
+        (GOOD.replace("0F1", "0F0"), ["line 1: 0F0 is there more than once"]),
+        (GOOD.replace("0W1", ""), ["every stage needs F, and B or I and W, of each of the 2 microbatches"]),
+        ("0F0,0B0,0F1,0B1\n,1F1,1B1,1F0,1B0\n", ["each after what it waits for"]),
+        ("0F0,0B0,0F1,0B1\n0F0\n", ["mine.csv"]),
+    ],
+)
+def test_a_schedule_of_ones_own_that_is_none(text: str, words: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "mine.csv"
+    file.write_text(text)
+    with pytest.raises(UserError) as caught:
+        plan(num_microbatches=2, schedule_csv=str(file))
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_a_missing_file_is_named() -> None:
+    with pytest.raises(UserError, match=r"schedule_csv = 'nowhere\.csv': can't be read"):
+        plan(schedule_csv="nowhere.csv")

@@ -1,0 +1,150 @@
+"""Cut the graph of a pipeline stage into parts that run at different times of a step.
+
+    gather     once a step: weights, from their shards
+    forward    of a microbatch
+    backward   of a microbatch; or its two halves
+      input      what the stage before waits for: the gradient of the stage's input
+      weight     the gradients of the weights, which nobody waits for
+    reduce     once a step: gradients, summed over the microbatches, to their shards
+
+A stage is traced whole and all passes but those after the cut have run on it: a part's nodes are the graph's own. They
+are told apart by their role, their phase and by what they are computed from.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import NamedTuple
+
+from torch.fx import Graph, GraphModule, Node
+
+from torchtitan_graph.graph import meta
+from torchtitan_graph.graph.edit import is_view, value
+from torchtitan_graph.graph.signature import Signature, Slot, input_nodes, layout_of, output_nodes
+
+
+class Part(NamedTuple):
+    """Some nodes as a graph of their own. Inputs and outputs are values of the whole graph, by their names there."""
+
+    gm: GraphModule
+    reads: tuple[str, ...]
+    gives: tuple[str, ...]
+
+
+class Parts(NamedTuple):
+    """A stage's parts, in the order in which they run for a microbatch, and what its values are called in them.
+
+    by_name   the parts
+    outputs   kind -> name of an output -> the value
+    sums      the values that are to be summed over the microbatches for `reduce`
+    """
+
+    by_name: Mapping[str, Part]
+    outputs: Mapping[str, Mapping[str, str]]
+    sums: tuple[str, ...]
+
+
+def partition(gm: GraphModule, *, gather_once: bool, split_backward: bool) -> Parts:
+    """Cut the graph of a stage.
+
+    Views of weights and constants are made again in each part that reads them: a view that is kept from one part to
+    another would hold a gathered weight.
+
+    Args:
+        gather_once: weights are gathered in a part of their own; else by each microbatch's forward and backward.
+        split_backward: backward in two halves; else in one, whose nodes then stand as they were traced, which holds
+            less at a time.
+    """
+    outputs = {kind: output_nodes(gm, kind) for kind in ("loss", "output", "state", "grad")}
+    nodes = [n for n in gm.graph.nodes if n.op in ("call_function", "get_attr")]
+    late = _made_in_backward(gm, nodes)
+    gather = {n for n in nodes if gather_once and meta.role(n) == meta.GATHER}
+    reduce = {n for n in nodes if meta.role(n) == meta.REDUCE}
+    free = _remade(nodes, late, {*input_nodes(gm, "param").values(), *gather})
+    forward = set(nodes) - late - gather - free
+    backward = [n for n in nodes if n in late and n not in reduce]
+    grads = set(outputs["grad"].values())
+    sums = [n for n in gm.graph.nodes if n not in reduce and (n in grads or any(user in reduce for user in n.users))]
+
+    def part(inside: Set[Node], gives: Iterable[Node], readers: Iterable[Node] = ()) -> Part:
+        """Cut a part out that gives these values, and what the later nodes `readers` read of it."""
+        later = set(readers)
+        crossing = [n for n in nodes if n in inside and not later.isdisjoint(n.users) and not _is_tuple(n)]
+        return _cut(gm, inside | free, list(dict.fromkeys([*gives, *crossing])))
+
+    dx = [node for name, node in outputs["output"].items() if name == "dx"]
+    results = [node for kind in ("loss", "state") for node in outputs[kind].values()]
+    results += [node for name, node in outputs["output"].items() if name == "y"]
+    found = {
+        "gather": part(gather, (), readers=set(nodes) - gather),
+        "forward": part(forward, results, readers=backward),
+    }
+    if split_backward:
+        first = _needed_for(dx, backward)
+        second = set(backward) - first
+        found["input"] = part(first, [*dx, *(n for n in sums if n in first)], readers=second)
+        found["weight"] = part(second, [n for n in sums if n in second])
+    else:
+        found["backward"] = part(set(backward), [*dx, *sums])
+    found["reduce"] = part(reduce, outputs["grad"].values())
+    names = {kind: {name: node.name for name, node in by_name.items()} for kind, by_name in outputs.items()}
+    return Parts(found, names, tuple(n.name for n in sums))
+
+
+def _made_in_backward(gm: GraphModule, nodes: Sequence[Node]) -> set[Node]:
+    """Give the nodes of backward, and what is made of the gradient that it begins with, whatever its phase: a pass may
+    have put something there."""
+    late = {node for name, node in input_nodes(gm, "input").items() if name == "dy"}
+    for node in nodes:
+        if meta.phase(node) == "backward" or not late.isdisjoint(node.all_input_nodes):
+            late.add(node)
+    return late
+
+
+def _remade(nodes: Sequence[Node], late: Set[Node], weights: Set[Node]) -> set[Node]:
+    """Give what costs nothing to make again: constants, subgraphs, and forward's views of `weights`."""
+    seen = set(weights)
+    for node in nodes:
+        if node.op == "get_attr" or (is_view(node) and node not in late and node.args[0] in seen):
+            seen.add(node)
+    return seen - weights
+
+
+def _needed_for(wanted: Iterable[Node], nodes: Sequence[Node]) -> set[Node]:
+    """Give those of the nodes that the wanted ones are computed from. A tuple does not leave a part: what is taken out
+    of it stays with it."""
+    needed, found = set(wanted), set()
+    for node in reversed(nodes):
+        if node in needed:
+            found.add(node)
+            needed.update(node.all_input_nodes)
+    return found | {n for n in nodes if n.target is operator.getitem and n.args[0] in found}
+
+
+def _is_tuple(node: Node) -> bool:
+    return isinstance(value(node), (tuple, list))
+
+
+def _cut(gm: GraphModule, inside: Set[Node], gives: Sequence[Node]) -> Part:
+    wanted: set[Node] = set()
+    pending = list(gives)
+    while pending:
+        node = pending.pop()
+        if node in inside and node not in wanted:
+            wanted.add(node)
+            pending += node.all_input_nodes
+    reads = [n for n in gm.graph.nodes if n not in wanted and (n in gives or not wanted.isdisjoint(n.users))]
+    graph = Graph()
+    new: dict[Node, Node] = {}
+    for node in reads:
+        new[node] = graph.placeholder(node.name)
+        new[node].meta = dict(node.meta)
+    for node in gm.graph.nodes:
+        if node in wanted:
+            new[node] = graph.node_copy(node, new.__getitem__)
+    graph.output([new[node] for node in gives])
+    cut = GraphModule(gm, graph)
+    inputs = tuple(Slot(n.name, "input", layout_of(value(n))) for n in reads)
+    cut.meta["signature"] = Signature(inputs, tuple(Slot(n.name, "output", layout_of(value(n))) for n in gives))
+    return Part(cut, tuple(n.name for n in reads), tuple(n.name for n in gives))

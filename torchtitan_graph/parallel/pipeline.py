@@ -1,0 +1,260 @@
+"""Run a step of a pipeline: this rank's actions, one after the other, on the parts of its stages' graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from torchtitan_graph.graph.observe import Watchable
+from torchtitan_graph.graph.partition import Parts
+from torchtitan_graph.graph.signature import signature_of
+from torchtitan_graph.graph.state import BoundState
+from torchtitan_graph.graph.step import AddGradients, StepOutput
+from torchtitan_graph.graph.trace import TracedResult, run_traced
+from torchtitan_graph.parallel.layout import PP, Layout
+from torchtitan_graph.parallel.schedule import Schedule
+
+Inputs = Callable[[], tuple[Any, ...]]  # gives a microbatch: batch, masks, num_tokens
+
+
+class StageGraph(NamedTuple):
+    """A stage's final graphs; nothing is allocated yet.
+
+    parts         of the training step
+    train         that step before it was cut
+    evaluate      the evaluation step, if there is one
+    passed        like what goes from stage to stage, on meta: in training, and in evaluation
+    reduce_dtype  in which gradients are summed over the microbatches
+    """
+
+    parts: Parts
+    train: TracedResult
+    evaluate: TracedResult | None
+    passed: Tensor
+    eval_passed: Tensor | None
+    reduce_dtype: torch.dtype
+
+
+class Stage:
+    """A stage's parts on the live parameters, and what its microbatches hold between them."""
+
+    def __init__(self, graph: StageGraph, model: nn.Module) -> None:
+        self.graph, self.parts, train = graph, graph.parts.by_name, graph.train
+        signature, placeholders = signature_of(train.gm), iter(train.gm.graph.find_nodes(op="placeholder"))
+        names: dict[bool, list[str]] = {True: [], False: []}  # of the graph's inputs, whether they are a batch's
+        for slot in signature.inputs:
+            names[slot.kind == "input"] += [next(placeholders).name for _ in range(slot.layout.num_tensors)]
+        self._input_names, self._state_names = names[True], names[False]
+        state = tuple(slot for slot in signature.inputs if slot.kind != "input")
+        self._state = BoundState(state, train.options, train.modes, model, None)
+        self._layouts = {slot.name: slot.layout for slot in signature.outputs if slot.kind == "grad"}
+        self._run = {name: Watchable(part.gm) for name, part in self.parts.items()}
+        self._reads = {name: frozenset(part.reads) for name, part in self.parts.items()}
+        self._backward = [name for name in ("backward", "input", "weight") if name in self.parts]
+        self._add = AddGradients(model)
+        self.evaluate = run_traced(graph.evaluate, module=model) if graph.evaluate is not None else None
+        self._common: dict[str, Tensor] = {}  # what all microbatches of the step read
+        self._held: dict[int, dict[str, Tensor]] = {}  # by microbatch
+        self._sums: dict[str, Tensor] = {}
+        self.losses: list[Tensor] = []
+        self.state: dict[str, Tensor] = {}
+
+    def begin(self) -> None:
+        """Begin a step: gather the weights, if that is done once."""
+        self._common = dict(zip(self._state_names, self._state.tensors(), strict=True))
+        self._common |= self._call("gather", {})
+        self._sums, self.losses, self.state = {}, [], {}
+
+    def forward(self, i: int, inputs: Inputs, x: Tensor | None) -> Tensor | None:
+        """Take microbatch `i` and what the stage before gave of it; give what the next stage takes."""
+        tensors = [leaf for leaf in pytree.tree_leaves((inputs(), x)) if isinstance(leaf, Tensor)]
+        held = dict(zip(self._input_names, tensors, strict=False))  # dy, the last, is not there yet
+        given = self._call("forward", held, self._backward)
+        outputs = self.graph.parts.outputs
+        for name, value in outputs["state"].items():
+            self.state[name] = self.state.get(name, 0) + given[value]
+        self.losses += [given[value] for value in outputs["loss"].values()]
+        self._held[i] = held | {name: x for name, x in given.items() if self._is_read(name, self._backward)}
+        return given.get(outputs["output"].get("y", ""))
+
+    def backward_input(self, i: int, dy: Tensor | None) -> Tensor | None:
+        """Take the gradient of what `forward` gave; give that of what it took. Unless backward is split, it is all of
+        backward."""
+        held = self._held[i]
+        if dy is not None:
+            held[self._input_names[-1]] = dy
+        given = self._call(self._backward[0], held, self._backward[1:])
+        kept = {*self.graph.parts.sums, *(name for name in given if self._is_read(name, self._backward[1:]))}
+        held |= {name: x for name, x in given.items() if name in kept}
+        return given.get(self.graph.parts.outputs["output"].get("dx", ""))
+
+    def backward_weight(self, i: int) -> None:
+        """Add a microbatch's gradients of the weights: as FSDP2, in the dtype of the reduction, in the order of
+        execution."""
+        held = self._held.pop(i)
+        for part in self._backward[1:]:
+            held |= self._call(part, held)
+        for name in self.graph.parts.sums:
+            term = held[name].to(self.graph.reduce_dtype)
+            self._sums[name] = self._sums[name] + term if name in self._sums else term
+
+    def reduce(self) -> None:
+        """Reduce the gradients to this rank's shards, and add them to the live parameters'."""
+        values = self.graph.parts.outputs["grad"]
+        given = {name: self._sums[name] for name in values.values() if name in self._sums}
+        given |= self._call("reduce", self._sums)
+        self._add({name: layout.unflatten([given[values[name]]]) for name, layout in self._layouts.items()}, ())
+        self._sums, self._common = {}, {}
+
+    def _call(self, part: str, held: dict[str, Tensor], later: Sequence[str] = ()) -> dict[str, Tensor]:
+        """Run a part on what a microbatch holds, and on what all do; let go of what no later part reads."""
+        inputs = []
+        for name in self.parts[part].reads:
+            if name not in held:
+                inputs.append(self._common[name])
+            elif self._is_read(name, later):
+                inputs.append(held[name])
+            else:
+                inputs.append(held.pop(name))
+        return dict(zip(self.parts[part].gives, self._run[part](inputs), strict=True))
+
+    def _is_read(self, name: str, parts: Sequence[str]) -> bool:
+        return any(name in self._reads[part] for part in parts)
+
+
+class Pipeline:
+    """A rank's stages, and what it does with them in a step."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        graphs: Mapping[int, StageGraph],
+        model: nn.Module,
+        tied: Tensor | None,
+        layout: Layout,
+    ) -> None:
+        self.schedule, self.layout = schedule, layout
+        self.stages = {number: Stage(graph, model) for number, graph in graphs.items()}
+        self.num_stages, self.rank = len(schedule.stages), layout.rank(PP)
+        self._ends = schedule.rank_of[0], schedule.rank_of[-1]
+        self._tied = tied if self._ends[0] != self._ends[1] and self.rank in self._ends else None
+        # Parameters that a rank before this one has too.
+        self.repeated = frozenset() if self._tied is None or self.rank == self._ends[0] else frozenset([self._tied])
+        self._device = next(model.parameters()).device
+        passed = next(iter(graphs.values())).passed
+        self._zero = torch.zeros((), dtype=torch.promote_types(passed.dtype, torch.float32), device=self._device)
+
+    @torch.no_grad()
+    def train(self, microbatches: Sequence[Inputs]) -> StepOutput:
+        """Add a step's gradients to the live parameters' `.grad`, which is None; give the loss and the state of this
+        rank's stages."""
+        for stage in self.stages.values():
+            stage.begin()
+        messages = _Messages(self.schedule.rank_of, self.layout, self._device)
+        num_left = dict.fromkeys(self.stages, len(microbatches))
+        for kind, number, i in self.schedule.actions[self.rank]:
+            stage = self.stages[number]
+            if kind == "SEND_F":
+                messages.send("F", number + 1, i)
+            if kind == "SEND_B":
+                messages.send("B", number - 1, i)
+            if kind == "RECV_F":
+                messages.receive("F", number, i, number - 1, stage.graph.passed)
+            if kind == "RECV_B":
+                messages.receive("B", number, i, number + 1, stage.graph.passed)
+            if kind == "F":
+                x = messages.take("F", number, i) if number else None
+                messages.put("F", number + 1, i, stage.forward(i, microbatches[i], x))
+            if kind in ("B", "I"):
+                dy = messages.take("B", number, i) if number < self.num_stages - 1 else None
+                messages.put("B", number - 1, i, stage.backward_input(i, dy))
+            if kind in ("B", "W"):
+                stage.backward_weight(i)
+                num_left[number] -= 1
+                if not num_left[number]:
+                    stage.reduce()
+        messages.wait()
+        self._add_tied_gradient()
+        losses = [loss for stage in self.stages.values() for loss in stage.losses]
+        loss = sum(losses[1:], losses[0]) if losses else self._zero
+        return StepOutput(loss, {name: x for stage in self.stages.values() for name, x in stage.state.items()})
+
+    @torch.no_grad()
+    def evaluate(self, inputs: Inputs) -> Tensor:
+        """Give the loss of a batch, on all stages."""
+        messages, y = _Messages(self.schedule.rank_of, self.layout, self._device), None
+        for number, stage in self.stages.items():
+            if number and number - 1 not in self.stages:
+                messages.receive("F", number, 0, number - 1, stage.graph.eval_passed)
+            assert stage.evaluate is not None, "built when the options have eval_rows"
+            y = stage.evaluate(*inputs(), messages.take("F", number, 0) if number else None)
+            messages.put("F", number + 1, 0, y)
+            if number + 1 < self.num_stages and number + 1 not in self.stages:
+                messages.send("F", number + 1, 0)
+        messages.wait()
+        loss = y if y is not None and self.num_stages - 1 in self.stages else self._zero.clone()
+        dist.all_reduce(loss, group=self.layout.group(PP))
+        return loss
+
+    def _add_tied_gradient(self) -> None:
+        """Add up the two gradients of a weight that the first and the last stage share, where these are on two ranks.
+
+        Both ranks hold the weight, take the same steps, and so keep it the same.
+        """
+        if self._tied is None:
+            return
+        mine: Tensor = self._tied.grad.to_local()  # type: ignore[union-attr]
+        other, group, peer = torch.empty_like(mine), self.layout.group(PP), sum(self._ends) - self.rank
+        works = [dist.isend(mine, group=group, group_dst=peer), dist.irecv(other, group=group, group_src=peer)]
+        for work in works:
+            _wait(work)
+        mine += other
+
+
+class _Messages:
+    """What stages hand to one another in a step: on one rank, or as messages.
+
+    Two ranks' messages match by their order alone: tags are not known to NCCL.
+    """
+
+    def __init__(self, rank_of: Sequence[int], layout: Layout, device: torch.device) -> None:
+        self._rank_of, self._group, self._device = rank_of, layout.group(PP), device
+        self._there: dict[tuple[str, int, int], tuple[Tensor, dist.Work | None]] = {}  # F or B, for stage, microbatch
+        self._sent: list[tuple[Tensor, dist.Work | None]] = []  # held until they are gone
+
+    def put(self, what: str, stage: int, microbatch: int, x: Tensor | None) -> None:
+        if x is not None:
+            self._there[what, stage, microbatch] = x, None
+
+    def take(self, what: str, stage: int, microbatch: int) -> Tensor:
+        x, work = self._there.pop((what, stage, microbatch))
+        _wait(work)
+        return x
+
+    def send(self, what: str, stage: int, microbatch: int) -> None:
+        """Send what is there for a stage of another rank."""
+        x = self.take(what, stage, microbatch).contiguous()
+        self._sent = [(tensor, work) for tensor, work in self._sent if work and not work.is_completed()]
+        self._sent.append((x, dist.isend(x, group=self._group, group_dst=self._rank_of[stage])))
+
+    def receive(self, what: str, stage: int, microbatch: int, source: int, like: Tensor | None) -> None:
+        """Begin to receive what the stage `source`, of another rank, sends."""
+        assert like is not None, "built for training, and for evaluation when the options have eval_rows"
+        x = torch.empty(like.shape, dtype=like.dtype, device=self._device)
+        work = dist.irecv(x, group=self._group, group_src=self._rank_of[source])
+        self._there[what, stage, microbatch] = x, work
+
+    def wait(self) -> None:
+        """Wait until all is sent."""
+        for _, work in self._sent:
+            _wait(work)
+
+
+def _wait(work: dist.Work | None) -> None:
+    if work is not None:
+        work.wait()

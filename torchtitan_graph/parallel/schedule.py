@@ -1,0 +1,213 @@
+"""Which modules each stage of a pipeline has, and what each of its ranks does in a step, in order."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchtitan_graph.config import job
+from torchtitan_graph.errors import UserError
+from torchtitan_graph.graph.torch_private import PipelineAction, pipeline_order, with_messages
+
+# Schedules, and how many stages a rank has: exactly one, exactly two (V: the first and the last stage meet on one
+# rank), or any number from two on.
+ONE, V, LOOPED = "one", "two", "several"
+SCHEDULES = {"GPipe": ONE, "1F1B": ONE, "Interleaved1F1B": LOOPED, "ZBVZeroBubble": V, "DualPipeV": V}
+
+_ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+_SIDE_BY_SIDE = re.compile(r"\((.*)\)OVERLAP_F_B")
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """A step of a pipeline.
+
+    stages   the modules of each stage, by name
+    actions  of each rank along pp, in order
+    rank_of  each stage's rank along pp
+    """
+
+    stages: tuple[tuple[str, ...], ...]
+    actions: tuple[tuple[PipelineAction, ...], ...]
+    rank_of: tuple[int, ...]
+
+    def stages_of(self, rank: int) -> list[int]:
+        return [stage for stage, owner in enumerate(self.rank_of) if owner == rank]
+
+    @property
+    def splits_backward(self) -> bool:
+        return any(action.kind == "W" for actions in self.actions for action in actions)
+
+
+def plan_pipeline(options: job.Parallelism, modules: Sequence[str], num_microbatches: int) -> Schedule:
+    """Divide a model's modules, in the order of forward, into stages, and schedule a step's microbatches.
+
+    Raises:
+        UserError: what is asked for does not fit the model, the number of ranks or of microbatches.
+    """
+    num_ranks = options.pipeline_parallel_degree
+    path = options.pipeline_parallel_schedule_csv
+    if path is not None:
+        orders: Sequence[Sequence[PipelineAction]] = read_csv(Path(path), num_ranks, num_microbatches)
+        num_stages = 1 + max(action.stage for order in orders for action in order)
+        stages = _divide(options, modules, num_stages)
+        try:
+            actions, rank_of = with_messages(orders, num_stages, num_microbatches)
+        except (AssertionError, ValueError, KeyError) as error:
+            raise UserError(
+                f"{_CSV} = {path!r}: {str(error).splitlines()[0] or 'no rank could go on'}; every stage needs F, and B"
+                f" or I and W, of each of the {num_microbatches} microbatches, all on one rank, each after what it"
+                " waits for"
+            ) from error
+        return Schedule(stages, tuple(map(tuple, actions)), tuple(rank_of))
+    name = options.pipeline_parallel_schedule
+    num_stages = _count_stages(options, modules)
+    stages = _divide(options, modules, num_stages)
+    if name == "DualPipeV" and num_microbatches < num_stages:
+        raise UserError(
+            f"parallelism.pipeline_parallel_schedule = 'DualPipeV': needs as many microbatches in a step as there are"
+            f" stages, {num_stages}, not {num_microbatches}; {_MORE}, or take ZBVZeroBubble"
+        )
+    rounds = max(1, num_microbatches // num_ranks)
+    if name == "Interleaved1F1B" and num_microbatches % rounds:
+        raise UserError(
+            f"parallelism.pipeline_parallel_schedule = 'Interleaved1F1B': {num_microbatches} microbatches in a step"
+            f" don't make {rounds} equal rounds over {num_ranks} ranks; let their number be a multiple of"
+            f" parallelism.pipeline_parallel_degree: {_MORE}"
+        )
+    actions, rank_of = with_messages(
+        _orders(name, num_ranks, num_stages, num_microbatches), num_stages, num_microbatches
+    )
+    return Schedule(stages, tuple(map(tuple, actions)), tuple(rank_of))
+
+
+_CSV = "parallelism.pipeline_parallel_schedule_csv"
+_MORE = (
+    "raise training.global_batch_size or training.local_batch_size, or lower"
+    " parallelism.pipeline_parallel_microbatch_size"
+)
+
+
+def _orders(name: str, num_ranks: int, num_stages: int, num_microbatches: int) -> Sequence[Sequence[PipelineAction]]:
+    if name == "1F1B":  # torch's list of it begins with a backward on the last rank (2.11 to 2.15)
+        return [_one_forward_one_backward(rank, num_ranks - rank, num_microbatches) for rank in range(num_ranks)]
+    return pipeline_order(name, num_ranks, num_stages // num_ranks, num_microbatches)
+
+
+def _one_forward_one_backward(stage: int, num_ahead: int, num_microbatches: int) -> list[PipelineAction]:
+    """Let a stage run `num_ahead` forwards, as many as there are stages from it on, then a backward and a forward in
+    turn, then what backwards are left."""
+    forwards = [PipelineAction("F", stage, i) for i in range(num_microbatches)]
+    backwards = [PipelineAction("B", stage, i) for i in range(num_microbatches)]
+    order, rest = forwards[:num_ahead], forwards[num_ahead:]
+    for i, backward in enumerate(backwards):
+        order += [backward, *rest[i : i + 1]]
+    return order
+
+
+# --- stages ---------------------------------------------------------------------------------------------------------
+
+
+def _count_stages(options: job.Parallelism, modules: Sequence[str]) -> int:
+    """Say how many stages there are on all ranks."""
+    num_ranks, name = options.pipeline_parallel_degree, options.pipeline_parallel_schedule
+    kind, per_stage = SCHEDULES[name], options.pipeline_parallel_layers_per_stage
+    how = f"parallelism.pipeline_parallel_degree {num_ranks}"
+    if options.module_fqns_per_model_part:
+        num_stages, what = len(options.module_fqns_per_model_part), "parallelism.module_fqns_per_model_part"
+        what = f"{what}: {num_stages} parts"
+    elif per_stage is not None:
+        weight = _num_layers(modules) + _weight_of_ends(options)
+        num_stages = -(-weight // per_stage)
+        what = f"parallelism.pipeline_parallel_layers_per_stage = {per_stage}: {num_stages} stages"
+    else:
+        return num_ranks * (1 if kind == ONE else 2)
+    per_rank, rest = divmod(num_stages, num_ranks)
+    wanted = {ONE: per_rank == 1, V: per_rank == 2, LOOPED: per_rank > 1}
+    if rest or not wanted[kind]:
+        raise UserError(f"{what} on {how}: {name} needs {kind} on each rank")
+    return num_stages
+
+
+def _divide(options: job.Parallelism, modules: Sequence[str], num_stages: int) -> tuple[tuple[str, ...], ...]:
+    if options.module_fqns_per_model_part:
+        return _as_named(options.module_fqns_per_model_part, modules, num_stages)
+    first, last = options.pipeline_parallel_first_stage_less_layers, options.pipeline_parallel_last_stage_less_layers
+    num_layers = _num_layers(modules)
+    each, more = divmod(num_layers + _weight_of_ends(options), num_stages)
+    sizes = [each + (stage < more) for stage in range(num_stages)]
+    sizes[0] -= first
+    sizes[-1] -= last
+    if min(sizes) < 0 or 0 in sizes[1:-1]:
+        raise UserError(
+            f"parallelism.pipeline_parallel_degree = {options.pipeline_parallel_degree}: {num_layers} layers can't fill"
+            f" {num_stages} stages, the first with pipeline_parallel_first_stage_less_layers {first}, the last with"
+            f" pipeline_parallel_last_stage_less_layers {last} fewer than the others; use fewer stages"
+        )
+    stages, rest = [], list(modules)
+    for stage, size in enumerate(sizes):
+        size += (stage == 0) + 2 * (stage == num_stages - 1)  # the embedding; the last norm and the output
+        stages.append(tuple(rest[:size]))
+        rest = rest[size:]
+    return tuple(stages)
+
+
+def _num_layers(modules: Sequence[str]) -> int:
+    return len(modules) - 3  # the embedding, the last norm, the output
+
+
+def _weight_of_ends(options: job.Parallelism) -> int:
+    return options.pipeline_parallel_first_stage_less_layers + options.pipeline_parallel_last_stage_less_layers
+
+
+def _as_named(parts: Sequence[Sequence[str]], modules: Sequence[str], num_stages: int) -> tuple[tuple[str, ...], ...]:
+    named = [name for part in parts for name in part]
+    where = "parallelism.module_fqns_per_model_part"
+    if unknown := [name for name in named if name not in modules]:
+        raise UserError(f"{where}: {unknown[0]!r} is no part of this model, which has {', '.join(modules)}")
+    if missing := [name for name in modules if name not in named]:
+        raise UserError(f"{where}: {', '.join(missing[:5])} is in no part; each of {', '.join(modules)} must be in one")
+    if named != list(modules) or not all(parts):
+        raise UserError(f"{where}: no part may be empty, and all in a row must be {', '.join(modules)}, in this order")
+    if len(parts) != num_stages:
+        raise UserError(f"{where}: has {len(parts)} parts, but the schedule has {num_stages} stages")
+    return tuple(map(tuple, parts))
+
+
+# --- a schedule of one's own ----------------------------------------------------------------------------------------
+
+
+def read_csv(path: Path, num_ranks: int, num_microbatches: int) -> list[list[PipelineAction]]:
+    """Read what each rank computes: a line for each, actions such as 0F0, 1B0, 0I2 or 0W2 (stage, kind, microbatch)
+    separated by commas, empty where it waits; (0F3;1B0)OVERLAP_F_B for two side by side.
+
+    Raises:
+        UserError: it can't be read; names the line.
+    """
+    try:
+        with path.open(newline="") as file:
+            lines = [row for row in csv.reader(file) if any(cell.strip() for cell in row)]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"{_CSV} = {str(path)!r}: can't be read ({error})") from error
+    if len(lines) != num_ranks:
+        raise UserError(f"{_CSV} = {str(path)!r}: has {len(lines)} lines of actions, but there are {num_ranks} ranks")
+    orders: list[list[PipelineAction]] = []
+    for number, line in enumerate(lines, 1):
+        cells = [cell.strip() for cell in line if cell.strip()]
+        beside = [_SIDE_BY_SIDE.fullmatch(cell) for cell in cells]
+        words = [w.strip() for cell, m in zip(cells, beside, strict=True) for w in (m[1].split(";") if m else [cell])]
+        for word in words:
+            found = _ACTION.fullmatch(word)
+            if not found or int(found[3]) >= num_microbatches:
+                raise UserError(
+                    f"{_CSV} = {str(path)!r}, line {number}: {word!r} is no action; legal are such as 0F1: a stage, F,"
+                    f" B, I or W, and a microbatch, from 0 to {num_microbatches - 1}"
+                )
+        actions = [_ACTION.fullmatch(word) for word in words]
+        orders.append([PipelineAction(m[2], int(m[1]), int(m[3])) for m in actions if m])
+        if repeated := [word for word in words if words.count(word) > 1]:
+            raise UserError(f"{_CSV} = {str(path)!r}, line {number}: {repeated[0]} is there more than once")
+    return orders

@@ -478,7 +478,9 @@ def trace_steps(
     device, evaluate = options.device, None
     example = _example(model, options.rows, layout, options)
     with loss_context(_loss_parallel(layout, options)):
-        train = trace_train_step(model, options.loss, *example, device=device, capture=capture)
+        p = options.precision
+        sum_in = p.reduce if p.reduce != p.compute else p.storage  # as FSDP2 takes it
+        train = trace_train_step(model, options.loss, *example, device=device, capture=capture, sum_in=sum_in)
         if options.eval_rows is not None:
             other = _example(model, options.eval_rows, layout, options)
             evaluate = trace_eval_step(model, options.loss, *other, device=device, capture=capture)

@@ -77,18 +77,19 @@ def next_labels(labels_BL: Tensor, ignored: int = -100) -> Tensor:
 
 
 def make_train_step(
-    model: nn.Module, loss: Loss
+    model: nn.Module, loss: Loss, sum_in: torch.dtype | None = None
 ) -> Callable[[Inputs, Any, Tensor], tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]]:
     """Give `step(batch, masks, num_tokens) -> (loss, gradients by name in parameter order, state)`, to be traced.
 
     As of autograd, a parameter that is frozen or that the loss does not depend on has no gradient.
 
-    The loss function is in the step's closure: a constant of the trace. Another loss is another trace.
+    The loss function is in the step's closure: a constant of the trace. Another loss is another trace. `sum_in` is the
+    dtype in which tensor parallelism's parts of a gradient are added, where the installed FSDP2 says so.
     """
 
     def train_step(batch: Inputs, masks: Any, num_tokens: Tensor) -> Any:
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        free_gradient_dtype(parameters.values())
+        free_gradient_dtype(parameters.values(), sum_in)
         value, state = _forward(model, loss, batch, masks, num_tokens)
         gradients = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
         found = {name: g for name, g in zip(parameters, gradients, strict=True) if g is not None}
@@ -114,10 +115,11 @@ def trace_train_step(
     *,
     device: Any,
     capture: Capture = make_fx_capture,
+    sum_in: torch.dtype | None = None,
 ) -> TracedResult:
     """Trace the step of a model on meta as if it lay on `device`; its outputs are named: the loss, gradients and state
     by name."""
-    traced = capture(make_train_step(model, loss), model, (batch, masks, num_tokens), device=device)
+    traced = capture(make_train_step(model, loss, sum_in), model, (batch, masks, num_tokens), device=device)
     signature = signature_of(traced.gm)
     _, gradients, state = pytree.tree_unflatten(range(len(signature.outputs)), traced.out_spec)
     kinds = [("loss", "loss"), *(("grad", name) for name in gradients), *(("state", name) for name in state)]

@@ -307,12 +307,14 @@ def num_writes(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
-def free_gradient_dtype(parameters: Iterable[torch.Tensor]) -> None:
+def free_gradient_dtype(parameters: Iterable[torch.Tensor], replicated: torch.dtype | None) -> None:
     """Let the leaves' gradients keep the dtype that autograd gives them, where the installed FSDP2 does so (2.15 on):
-    with bf16 parameters a norm's weight then has an fp32 gradient, which is reduced unrounded."""
+    with bf16 parameters a norm's weight then has an fp32 gradient, which is reduced unrounded. There what is replicated
+    over tensor parallelism has gradients of the dtype `replicated`, in which their parts are added."""
     if hasattr(FSDPParamGroup, "_set_unsharded_grad_dtypes"):
         for parameter in parameters:
-            parameter.grad_dtype = None
+            is_replicated = isinstance(parameter, DTensor) and any(p.is_replicate() for p in parameter.placements)
+            parameter.grad_dtype = replicated if is_replicated else None
 
 
 @dataclasses.dataclass(frozen=True)

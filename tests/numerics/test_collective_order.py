@@ -10,6 +10,7 @@ from torch.fx import GraphModule
 
 from pool import run_on
 from torchtitan_graph.graph.show import readable
+from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.recompute import Recompute
 
 
@@ -18,9 +19,10 @@ def program(cell: Cell, then: Callable[[GraphModule], object] | None = None) -> 
     gm = final_graphs(cell)[1].train.gm
     if then is not None:
         then(gm)
-    text, mesh = readable(gm), layout_of(cell.dims).mesh
-    for axis in mesh.mesh_dim_names or ():
-        text = text.replace(repr(mesh.get_group(axis).group_name), axis)
+    text, layout = readable(gm), layout_of(cell.dims)
+    for mesh in (mesh for mesh in (layout.mesh, layout.context, layout.experts) if mesh is not None):
+        for axis in mesh.mesh_dim_names or ():
+            text = text.replace(repr(mesh.get_group(axis).group_name), axis)
     return text.splitlines()
 
 
@@ -38,6 +40,7 @@ def collectives(lines: list[str]) -> list[str]:
             if dims.tp == 1
         ],
         pytest.param(Cell(FSDP2, BF16, recompute=Recompute(every=1)), id="FSDP-2-recompute-full"),
+        pytest.param(Cell(ParallelDims(dp_shard=4, ep=2), BF16, "gpt_oss"), id="FSDP-4-EP-2"),
     ],
 )
 def test_data_parallel_ranks_have_the_same_graph(cell):

@@ -20,7 +20,7 @@ def program(cell: Cell, then: Callable[[GraphModule], object] | None = None) -> 
     if then is not None:
         then(gm)
     text, layout = readable(gm), layout_of(cell.dims)
-    for mesh in (layout.mesh, *([layout.context] if layout.context is not None else [])):
+    for mesh in (mesh for mesh in (layout.mesh, layout.context, layout.experts) if mesh is not None):
         for axis in mesh.mesh_dim_names or ():
             text = text.replace(repr(mesh.get_group(axis).group_name), axis)
     return text.splitlines()
@@ -41,6 +41,7 @@ def collectives(lines: list[str]) -> list[str]:
         ],
         pytest.param(Cell(FSDP2, BF16, recompute=Recompute(every=1)), id="FSDP-2-recompute-full"),
         pytest.param(Cell(ParallelDims(dp_shard=2, cp=2), BF16), id="FSDP-2-x-CP-2"),
+        pytest.param(Cell(ParallelDims(dp_shard=4, ep=2), BF16, "gpt_oss"), id="FSDP-4-EP-2"),
     ],
 )
 def test_data_parallel_ranks_have_the_same_graph(cell):

@@ -28,6 +28,7 @@ from matrix import (
     optimizing,
     train,
 )
+from test_verify_passes import outcome
 from torch import Tensor
 
 from pool import run_on
@@ -129,6 +130,18 @@ def test_every_layout(cell):
 def test_a_rank_that_gets_no_row():
     twist = "one rank gets all rows"
     assert run(Cell(EP2, FP64, **QWEN, **FULL), twist, plain_twist=twist) == ([], [])
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell(TP2_EP2, BF16, **DEEPSEEK, **FULL),
+        pytest.param(Cell(EP2_FSDP2, BF16, **QWEN | FEW), marks=pytest.mark.slow),
+    ],
+    ids=["TP-2-EP-2", "EP-2-x-FSDP-2"],
+)
+def test_every_pass_keeps_its_promise(cell):
+    assert run_on(cell.dims.num_ranks, outcome, cell) == [""] * cell.dims.num_ranks
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------

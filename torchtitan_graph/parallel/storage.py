@@ -85,8 +85,8 @@ class Storage:
     def local_range(self) -> tuple[int, int]:
         """Where this rank's part begins on `dim` of the compute shape, and how long it is without padding."""
         size, per_rank = self.compute_shape[self.dim], self.padded_shape[self.dim]
-        begin = per_rank * self.mesh.get_local_rank(self.shard_axis)
-        return begin, max(0, min(per_rank, size - begin))
+        begin = min(per_rank * self.mesh.get_local_rank(self.shard_axis), size)
+        return begin, min(per_rank, size - begin)
 
     def empty(self, device: torch.device) -> DTensor:
         """Allocate the parameter's part on this rank, its padding zero."""

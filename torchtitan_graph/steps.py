@@ -456,7 +456,7 @@ def _stage_example(
     """Make a stage's inputs (batch, masks, num_tokens, x, dy), and what is like x and dy, on meta. Of real numbers, as
     `_example` says, dy is that of one rank alone."""
     batch, masks, num_tokens = _example(model, rows, layout, options)
-    shape = rows[0], rows[1] // (layout.degree(CP) * layout.degree(TP)), model.config.dim
+    shape = rows[0], batch.tokens_BL.shape[1] // layout.degree(TP), model.config.dim
     passed = torch.empty(shape, dtype=options.precision.compute, device="meta")
     x, dy = passed, passed
     if options.verify:

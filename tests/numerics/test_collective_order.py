@@ -13,16 +13,20 @@ from torchtitan_graph.graph.show import readable
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.recompute import Recompute
 
+PP2_FSDP2 = ParallelDims(pp=2, dp_shard=2)
+
 
 def program(cell: Cell, then: Callable[[GraphModule], object] | None = None) -> list[str]:
     """Give the final graph's lines, each group called by its axis: ranks know it by names of their own."""
-    gm = final_graphs(cell)[1].train.gm
-    if then is not None:
-        then(gm)
-    text, layout = readable(gm), layout_of(cell.dims)
-    for mesh in (mesh for mesh in (layout.mesh, layout.context, layout.experts) if mesh is not None):
-        for axis in mesh.mesh_dim_names or ():
-            text = text.replace(repr(mesh.get_group(axis).group_name), axis)
+    train, layout = final_graphs(cell)[1].train, layout_of(cell.dims)
+    if isinstance(train, dict):  # of a pipeline's stages all parts, in order
+        text = "".join(readable(part.gm) for stage in train.values() for part in stage.parts.by_name.values())
+    else:
+        if then is not None:
+            then(train.gm)
+        text = readable(train.gm)
+    for group, (axis, _) in layout.axes_by_group.items():
+        text = text.replace(repr(group), axis)
     return text.splitlines()
 
 
@@ -42,12 +46,15 @@ def collectives(lines: list[str]) -> list[str]:
         pytest.param(Cell(FSDP2, BF16, recompute=Recompute(every=1)), id="FSDP-2-recompute-full"),
         pytest.param(Cell(ParallelDims(dp_shard=2, cp=2), BF16), id="FSDP-2-x-CP-2"),
         pytest.param(Cell(ParallelDims(dp_shard=4, ep=2), BF16, "gpt_oss"), id="FSDP-4-EP-2"),
+        pytest.param(Cell(PP2_FSDP2, BF16, num_microbatches=4, changes=(("num_layers", 4),)), id="PP-2-x-FSDP-2"),
     ],
 )
 def test_data_parallel_ranks_have_the_same_graph(cell):
-    first, *others = run_on(cell.dims.num_ranks, program, cell)
-    assert all(other == first for other in others)
-    assert (collectives(first) != []) == (cell.dims.num_ranks > 1)
+    """In a pipeline those of one stage."""
+    ranks, each = run_on(cell.dims.num_ranks, program, cell), cell.dims.num_ranks // cell.dims.pp
+    for first, *others in (ranks[i : i + each] for i in range(0, len(ranks), each)):
+        assert all(other == first for other in others)
+        assert (collectives(first) != []) == (each > 1)
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def seen_by_torch(cell: Cell) -> Seen:
         shape = *batches[0].tokens_BL.shape, model.config.dim
         passed = torch.empty(shape, dtype=cell.precision.compute, requires_grad=True)
         x = passed if number else batches[0].tokens_BL
-        y = passed if number < len(plan.stages) - 1 else passed[..., :1].expand(-1, -1, cell.vocab_size)
+        y = passed if number < len(plan.stages) - 1 else passed.new_empty(*shape[:2], cell.vocab_size)
         group = layout.group(PP)
         stages.append(PipelineStage(model, number, len(plan.stages), CPU, input_args=x, output_args=y, group=group))
         models.append(model)

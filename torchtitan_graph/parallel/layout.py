@@ -203,6 +203,14 @@ class Layout:
         dist.all_reduce(total, group=self.group(PP))
         return total.item() / self.dims.pp
 
+    def of_all_stages(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Put together what the stages of the pipeline have, each its own, by name; on the CPU where there are any."""
+        if self.dims.pp == 1:
+            return state
+        by_stage: list[dict[str, Tensor]] = [{}] * self.dims.pp
+        dist.all_gather_object(by_stage, {name: x.cpu() for name, x in state.items()}, group=self.group(PP))
+        return {name: x for of_stage in by_stage for name, x in of_stage.items()}
+
     def total_loss(self, by_rank: Sequence[float]) -> float:
         """Add up the losses that all ranks of the job report; those along tp report the same, or what has the same
         sum, each stage its own."""

@@ -50,6 +50,17 @@ def test_context_is_inside_the_shards_and_experts_reuse_all_ranks() -> None:
     }
 
 
+def over_stages(dims: ParallelDims) -> tuple[float, dict[str, float]]:
+    layout = dims.layout("cpu")
+    stage = layout.rank(PP)
+    mine = {f"layers.{stage}": torch.tensor(float(stage))}
+    return layout.mean_over_stages(1.0 + stage), {name: x.item() for name, x in layout.of_all_stages(mine).items()}
+
+
+def test_what_stages_have_is_put_together() -> None:
+    assert run_on(2, over_stages, ParallelDims(pp=2)) == [(1.5, {"layers.0": 0.0, "layers.1": 1.0})] * 2
+
+
 def test_stages_are_outermost_and_have_meshes_of_their_own() -> None:
     found = run_on(4, all_axes, ParallelDims(pp=2, tp=2, ep=2))
     assert found[3] == {"ranks": {PP: 1, TP: 1, EP: 1}, "groups": {PP: [1, 3], TP: [2, 3], EP: [2, 3]}}

@@ -408,7 +408,8 @@ def _build_stage(
     device, evaluate, eval_passed = options.device, None, None
     example, passed = _stage_example(model, options.rows, stage, layout, options)
     with loss_context(_loss_parallel(layout, options)):
-        train = trace_stage_step(model, options.loss, stage, example, device=device, capture=capture)
+        sum_in = options.precision.sum_in
+        train = trace_stage_step(model, options.loss, stage, example, device=device, capture=capture, sum_in=sum_in)
         if options.eval_rows is not None:
             (*others, _), eval_passed = _stage_example(model, options.eval_rows, stage, layout, options)
             evaluate = trace_stage_evaluation(model, options.loss, stage, tuple(others), device=device, capture=capture)
@@ -479,7 +480,7 @@ def trace_steps(
     example = _example(model, options.rows, layout, options)
     with loss_context(_loss_parallel(layout, options)):
         p = options.precision
-        sum_in = p.reduce if p.reduce != p.compute else p.storage  # as FSDP2 takes it
+        sum_in = options.precision.sum_in
         train = trace_train_step(model, options.loss, *example, device=device, capture=capture, sum_in=sum_in)
         if options.eval_rows is not None:
             other = _example(model, options.eval_rows, layout, options)

@@ -160,7 +160,9 @@ def make_eval_step(model: nn.Module, loss: Loss) -> Callable[[Inputs, Any, Tenso
     return step
 
 
-def make_stage_step(model: nn.Module, loss: Loss, stage: StageModules) -> Callable[..., Any]:
+def make_stage_step(
+    model: nn.Module, loss: Loss, stage: StageModules, sum_in: torch.dtype | None = None
+) -> Callable[..., Any]:
     """Give a pipeline stage's `step(batch, masks, num_tokens, x, dy) -> (y, loss, dx, gradients by name, state)`, to be
     traced.
 
@@ -171,7 +173,7 @@ def make_stage_step(model: nn.Module, loss: Loss, stage: StageModules) -> Callab
     def stage_step(batch: Inputs, masks: Any, num_tokens: Tensor, x: Tensor | None, dy: Tensor | None) -> Any:
         own = {p for name in stage.names for p in model.get_submodule(name).parameters()}
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad and p in own}
-        free_gradient_dtype(parameters.values())
+        free_gradient_dtype(parameters.values(), sum_in)
         y, beside = _run_stage(model, stage, batch, masks, x)
         losses = ([loss(y, batch.labels_BL, num_tokens)] if stage.last else []) + beside.losses
         value = sum(losses[1:], losses[0]) if losses else None
@@ -196,11 +198,18 @@ def _run_stage(model: nn.Module, stage: StageModules, batch: Inputs, masks: Any,
 
 
 def trace_stage_step(
-    model: nn.Module, loss: Loss, stage: StageModules, arguments: tuple[Any, ...], *, device: Any, capture: Capture
+    model: nn.Module,
+    loss: Loss,
+    stage: StageModules,
+    arguments: tuple[Any, ...],
+    *,
+    device: Any,
+    capture: Capture,
+    sum_in: torch.dtype | None = None,
 ) -> TracedResult:
     """Trace a pipeline stage, as `trace_train_step` does; its outputs are the "output"s y and dx, the "loss", "grad"
     and "state" by name, as far as there are any."""
-    traced = capture(make_stage_step(model, loss, stage), model, arguments, device=device)
+    traced = capture(make_stage_step(model, loss, stage, sum_in), model, arguments, device=device)
     spec, signature = traced.out_spec, signature_of(traced.gm)
     *_, gradients, state = pytree.tree_unflatten(range(spec.num_leaves), spec)
     kinds = [("output", "y"), ("loss", "loss"), ("output", "dx")]

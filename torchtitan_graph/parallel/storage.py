@@ -36,6 +36,11 @@ class Precision:
     compute: torch.dtype = torch.float32
     reduce: torch.dtype = torch.float32
 
+    @property
+    def sum_in(self) -> torch.dtype:
+        """In which tensor parallelism's parts of a gradient are added, as FSDP2 takes it."""
+        return self.reduce if self.reduce != self.compute else self.storage
+
 
 @dataclasses.dataclass(frozen=True)
 class Storage:

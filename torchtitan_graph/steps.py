@@ -479,7 +479,6 @@ def trace_steps(
     device, evaluate = options.device, None
     example = _example(model, options.rows, layout, options)
     with loss_context(_loss_parallel(layout, options)):
-        p = options.precision
         sum_in = options.precision.sum_in
         train = trace_train_step(model, options.loss, *example, device=device, capture=capture, sum_in=sum_in)
         if options.eval_rows is not None:

@@ -163,13 +163,13 @@ def _check_masks_fit(config: JobConfig, model: Decoder, itemsize: int) -> None:
             raise UserError(
                 f"{name}.seq_len = {table.seq_len}: with model.attn = 'sdpa' the attention mask of {name}."
                 f"local_batch_size {table.local_batch_size} rows would take about {needed:,.0f} GiB, and this device "
-                f"has {devices.memory_total_gib():.0f}: use shorter rows or fewer of them"
-                + (", or attn = 'flex', which needs no dense mask on a GPU" if devices.device_type() == "cuda" else "")
+                f"has {devices.memory_total_gib():.0f}: use shorter rows or fewer of them, a larger "
+                "parallelism.context_parallel_degree, or attn = 'flex', which needs no dense mask"
             )
 
 
 def _check_scores_fit(options: StepOptions, num_heads: int, cp: int) -> None:
-    """Refuse rows whose scores can't fit on a CPU, where flex attention is not compiled and holds all of them."""
+    """Refuse rows whose scores can't fit on a CPU, where flex attention is not compiled and holds many of them."""
     batch, seq_len = options.rows
     needed = flex_cpu_bytes(batch, num_heads, seq_len // cp, seq_len) / devices.GIB
     if needed > devices.memory_total_gib():

@@ -189,8 +189,7 @@ def _check_rows_fit(config: JobConfig, model: Decoder, itemsize: int) -> None:
     if config.model.attn == "sdpa":
         num_masks = len(model.mask_rules(*torch.zeros(2, 1, 1, dtype=torch.int64)))
         what = "with model.attn = 'sdpa' the attention mask and the tokens"
-        if devices.device_type() == "cuda":
-            hint = ", or attn = 'flex', which needs no dense mask on a GPU"
+        hint = ", a larger parallelism.context_parallel_degree, or attn = 'flex', which needs no dense mask"
     tables = {"training": config.training, "validation": config.validation if config.validation.enable else None}
     for name, table in tables.items():
         if table is None:
@@ -206,7 +205,7 @@ def _check_rows_fit(config: JobConfig, model: Decoder, itemsize: int) -> None:
 
 
 def _check_scores_fit(options: StepOptions, num_heads: int, cp: int) -> None:
-    """Refuse rows whose scores can't fit on a CPU, where flex attention is not compiled and holds all of them."""
+    """Refuse rows whose scores can't fit on a CPU, where flex attention is not compiled and holds many of them."""
     batch, seq_len = options.rows
     needed = flex_cpu_bytes(batch, num_heads, seq_len // cp, seq_len) / devices.GIB
     if needed > devices.memory_total_gib():

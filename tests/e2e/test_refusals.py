@@ -62,7 +62,7 @@ def test_mistake_in_a_file(toml: str, parts: list[str], tmp_path: Path) -> None:
         ),
         ("--training.seq_len 4194304", ["training.seq_len = 4194304", "'sdpa'", "GiB", "use shorter rows"]),
         ("--validation.enable --validation.seq_len 4194304", ["validation.seq_len = 4194304", "use shorter rows"]),
-        ("--model.attn flex --training.seq_len 65536", ["model.attn = 'flex'", "GiB", 'use attn = "sdpa"']),
+        ("--model.attn flex --training.seq_len 16777216", ["model.attn = 'flex'", "GiB", 'use attn = "sdpa"']),
         ('--optimizer.param_groups [{pattern="layres.*"}]', ["entry 1: pattern = 'layres.*'", "did you mean layers."]),
         ("--optimizer.name torch.optim.LBFGSS", ["optimizer.name", "torch.optim has no LBFGSS"]),
         ("--metrics.save_tb_folder ../x", ["metrics.save_tb_folder = '../x'", "below dump_folder, without .."]),

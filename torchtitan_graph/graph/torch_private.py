@@ -18,9 +18,11 @@ import torch
 import torch._inductor
 import torch._inductor.config as inductor_config
 import torch.fx.traceback as fx_traceback
+from torch._C import DispatchKey
 from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
 from torch._guards import TracingContext, tracing
 from torch._higher_order_ops.flex_attention import flex_attention as _flex_attention
+from torch._higher_order_ops.flex_attention import flex_attention_backward as _flex_attention_backward
 from torch._higher_order_ops.utils import registered_hop_fake_fns
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
@@ -58,6 +60,8 @@ __all__ = [
     "boxed",
     "close_rule",
     "compile_by_inductor",
+    "dense_flex_attention",
+    "dense_flex_attention_backward",
     "dtensor_spec",
     "flex_attention_op",
     "free_gradient_dtype",
@@ -76,6 +80,7 @@ __all__ = [
     "pipeline_order",
     "record_memory_history",
     "reparametrize",
+    "run_flex_attention_with",
     "save_memory_snapshot",
     "set_timeout",
     "trace_to_graph",
@@ -401,6 +406,21 @@ def _truthful_flex_attention_fake(*args: Any, **kwargs: Any) -> tuple[torch.Tens
 
 registered_hop_fake_fns[_flex_attention] = _truthful_flex_attention_fake  # type: ignore[index]
 
+# What runs the operator and its backward where they are not compiled: functions of the same arguments, exchangeable. A
+# public flex attention for CPUs with gradients would replace them.
+_UNCOMPILED = DispatchKey.CompositeExplicitAutograd
+dense_flex_attention = _flex_attention.py_kernels[_UNCOMPILED]
+dense_flex_attention_backward = _flex_attention_backward.py_kernels[_UNCOMPILED]
+
+
+def run_flex_attention_with(forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
+    """Let the uncompiled operator and its backward run these."""
+    _flex_attention.py_kernels[_UNCOMPILED] = forward
+    _flex_attention_backward.py_kernels[_UNCOMPILED] = backward
+    _flex_attention._dispatch_cache.clear()
+    _flex_attention_backward._dispatch_cache.clear()
+
+
 ScoreFunction = Callable[..., torch.Tensor]  # (score, b, h, q, kv) -> score
 
 
@@ -424,7 +444,14 @@ def flex_attention_op(
     if q_BNLH.is_cuda and not isinstance(q_BNLH, FakeTensor):
         wanted = AuxRequest(lse=True)
         out_BNLH, aux = _compiled_flex_attention()(
-            q_BNLH, k_BNLH, v_BNLH, score_mod=score, block_mask=mask, scale=scale, return_aux=wanted
+            q_BNLH,
+            k_BNLH,
+            v_BNLH,
+            score_mod=score,
+            block_mask=mask,
+            scale=scale,
+            enable_gqa=q_BNLH.shape[1] != k_BNLH.shape[1],
+            return_aux=wanted,
         )
         return out_BNLH, aux.lse
     of_mask, mask_remainder = open_rule(mask.mask_mod)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.graph import flex_strips  # also lets uncompiled flex attention run in strips
 from torchtitan_graph.graph.torch_private import ScoreFunction, flex_attention_op
 from torchtitan_graph.models.layers.masks import Mask
 from torchtitan_graph.models.layers.rope import apply_rope
@@ -47,9 +48,9 @@ def attend(
     scale = q_BLNH.shape[-1] ** -0.5 if scale is None else scale
     groups = q_BLNH.shape[2] // k_BLKH.shape[2]
     q_BNLH, k_BNLH, v_BNLH = (x.transpose(1, 2) for x in (q_BLNH, k_BLKH, v_BLKH))
-    if groups > 1:
+    if groups > 1 and not isinstance(mask, BlockMask):
         # The CPU's fused kernel has no grouped form and would fall back to one that holds every score. On a GPU, with a
-        # mask, so would all but cuDNN's; what flex attention makes of groups there is untried.
+        # mask, so would all but cuDNN's. Flex attention takes groups as they are.
         k_BNLH, v_BNLH = (x.repeat_interleave(groups, dim=1) for x in (k_BNLH, v_BNLH))
     if isinstance(mask, BlockMask):
         out_BNLH, lse_BNL = flex_attention_op(q_BNLH, k_BNLH, v_BNLH, mask, scale, score)
@@ -172,7 +173,7 @@ class Attention(nn.Module):
 def flex_cpu_bytes(batch: int, num_heads: int, Lq: int, Lk: int) -> int:
     """Estimate the peak bytes of one layer's uncompiled flex attention, forward and backward, on a CPU.
 
-    It holds every score in fp32, several times over in the backward: 14 GiB were measured at batch 8, 16 heads,
-    sequence 2048, which is seven score matrices.
+    It holds scores in fp32, several times over in the backward: 14 GiB were measured at batch 8, 16 heads, sequence
+    2048, all of whose scores were held: seven matrices of them.
     """
-    return 7 * 4 * batch * num_heads * Lq * Lk
+    return 7 * 4 * flex_strips.most_scores(batch, num_heads, Lq, Lk)

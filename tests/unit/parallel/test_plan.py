@@ -68,7 +68,7 @@ def test_experts_that_are_not_cut_need_not_divide_over_tp() -> None:
 @pytest.mark.parametrize(
     ("roles", "message"),
     [
-        ({"pp": "shard 0"}, "on the axes tp, ep"),
+        ({"pp": "shard 0"}, "on the axes tp, cp, ep"),
         ({"tp": "expert"}, "the role 'expert': legal are embedding"),
         ({"ep": "shard 0"}, "the role 'shard 0': legal are dispatch, expert, apart, partial"),
     ],

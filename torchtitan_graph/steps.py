@@ -181,11 +181,12 @@ def _check_masks_fit(config: JobConfig, model: Decoder, itemsize: int) -> None:
     for name, table in tables.items():
         if table is None:
             continue
-        needed = dense_mask_bytes(table.local_batch_size, table.seq_len, num_masks, itemsize) / devices.GIB
+        rows = rows_per_microbatch(config) if table is config.training else table.local_batch_size
+        needed = dense_mask_bytes(rows, table.seq_len, num_masks, itemsize) / devices.GIB
         if needed > devices.memory_total_gib():
             raise UserError(
                 f"{name}.seq_len = {table.seq_len}: with model.attn = 'sdpa' the attention mask of {name}."
-                f"local_batch_size {table.local_batch_size} rows would take about {needed:,.0f} GiB, and this device "
+                f"local_batch_size {rows} rows would take about {needed:,.0f} GiB, and this device "
                 f"has {devices.memory_total_gib():.0f}: use shorter rows or fewer of them"
                 + (", or attn = 'flex', which needs no dense mask on a GPU" if devices.device_type() == "cuda" else "")
             )
@@ -409,8 +410,12 @@ def _build_stage(
     before, after = ([each for each in passes(plan) if each.cut == cut] for cut in (False, True))
     gm = run_passes(train.gm, before, options.disabled, device, watch)
     parts = partition(gm, gather_once=not again, split_backward=options.pipeline.splits_backward)
+    # What is reduced was summed in the reduction's dtype, not in the graph's: its casts, which then do nothing, are not
+    # to be compiled; those of a gather run once a step.
     cut = {
-        name: part._replace(
+        name: part
+        if name in ("gather", "reduce")
+        else part._replace(
             gm=run_passes(part.gm, after, options.disabled, device, Inspection(f"stage {number}, {name}"))
         )
         for name, part in parts.by_name.items()

@@ -194,7 +194,8 @@ def _check_rows_fit(config: JobConfig, model: Decoder, itemsize: int) -> None:
     for name, table in tables.items():
         if table is None:
             continue
-        rows, seq_len, total = table.local_batch_size, table.seq_len, devices.memory_total_gib()
+        rows = rows_per_microbatch(config) if table is config.training else table.local_batch_size
+        seq_len, total = table.seq_len, devices.memory_total_gib()
         queries = seq_len // config.parallelism.context_parallel_degree
         num_bytes = rows * seq_len * BYTES_PER_TOKEN + dense_mask_bytes(rows, queries, seq_len, num_masks, itemsize)
         if (needed := num_bytes / devices.GIB) > total:
@@ -434,8 +435,12 @@ def _build_stage(
     before, after = ([each for each in passes(plan) if each.cut == cut] for cut in (False, True))
     gm = run_passes(train.gm, before, options.disabled, device, watch)
     parts = partition(gm, gather_once=not again, split_backward=options.pipeline.splits_backward)
+    # What is reduced was summed in the reduction's dtype, not in the graph's: its casts, which then do nothing, are not
+    # to be compiled; those of a gather run once a step.
     cut = {
-        name: part._replace(
+        name: part
+        if name in ("gather", "reduce")
+        else part._replace(
             gm=run_passes(part.gm, after, options.disabled, device, Inspection(f"stage {number}, {name}"))
         )
         for name, part in parts.by_name.items()

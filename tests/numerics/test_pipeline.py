@@ -40,7 +40,7 @@ from torchtitan_graph.models.layers.moe import AuxiliaryLoss
 from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.layout import PP, ParallelDims
 from torchtitan_graph.parallel.recompute import Recompute, recompute_eager
-from torchtitan_graph.parallel.schedule import SCHEDULES
+from torchtitan_graph.parallel.schedule import SCHEDULES, V
 from torchtitan_graph.parallel.storage import Reshard, shard_eager
 from torchtitan_graph.steps import build_steps
 
@@ -117,6 +117,8 @@ def check_bits(cell: Cell) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_is_torchs(schedule):
+    if SCHEDULES[schedule] == V and torch.__version__ < "2.12":
+        pytest.skip("torch 2.11's own V schedules send from a rank to itself, which gloo can't")
     check_bits(cell(PP2, schedule))
 
 

@@ -60,6 +60,8 @@ class RunFolder:
             with using("remote_folder", table.remote_folder):
                 remote = Remote(table.remote_folder)
             _check_drift_from(remote, config, file.name, compared)
+            if not table.load_only:
+                _begin_at(remote, config, file.name)
 
     def save_config(self, config: JobConfig) -> None:
         """Save the configuration, here and at an address, once the run is set up with it; all ranks together.
@@ -116,6 +118,14 @@ class RunFolder:
         finally:  # also where the disk is full
             self.status = None
             self._lock.release()
+
+
+def _begin_at(remote: Remote, config: JobConfig, name: str) -> None:
+    """Write the configuration to an address that has none: whether it can be written to is then known at once."""
+    with tempfile.TemporaryDirectory() as folder, using("remote_folder", remote.address):
+        if name not in remote.sizes():
+            write_text(Path(folder, name), dump_toml(config))
+            remote.put(Path(folder), [name])
 
 
 @contextmanager

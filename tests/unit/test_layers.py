@@ -23,13 +23,13 @@ def lint_imports(folder: Path) -> subprocess.CompletedProcess:
 def write_package(folder: Path, **imports: str) -> None:
     """Write an empty package with the layers' modules; `imports` gives some of them a line of code."""
     package = folder / "torchtitan_graph"
-    siblings = ("passes", "models", "data", "optim", "checkpoint", "metrics", "run")
+    siblings = ("steps", "passes", "models", "data", "optim", "checkpoint", "metrics", "run")
     for module in ("check", *siblings, "parallel", "graph", "config"):
         (package / module).mkdir(parents=True)
         (package / module / "__init__.py").touch()
     top = ("train", "translate", "requeue", "preflight", "launch")
     bottom = ("patience", "errors", "log", "device", "ops", "stop")
-    for module in ("__init__", *top, "trainer", "steps", "forecast", "compiler", "loss", *bottom):
+    for module in ("__init__", *top, "trainer", "forecast", "compiler", "loss", *bottom):
         (package / f"{module}.py").touch()
     for module in ("cleanup", "shard_params"):
         (package / "passes" / f"{module}.py").touch()

@@ -1,0 +1,26 @@
+"""The one place where a training step is put together: a model, a layout and options in, steps to call out.
+
+    steps = build_steps(model, family, layout, options)
+    loss, state = steps.train(microbatches, num_tokens)      gradients are in `.grad`
+
+The trainer, the checks, the benchmarks and the tests all train through it: as graphs that passes edit, or eagerly.
+"""
+
+from torchtitan_graph.steps.build import Steps, bind_graphs, build_steps
+from torchtitan_graph.steps.check import check_steps
+from torchtitan_graph.steps.graphs import Graphs, Traced, build_graphs, trace_steps
+from torchtitan_graph.steps.options import StepOptions, rows_per_microbatch, step_options
+
+__all__ = [
+    "Graphs",
+    "StepOptions",
+    "Steps",
+    "Traced",
+    "bind_graphs",
+    "build_graphs",
+    "build_steps",
+    "check_steps",
+    "rows_per_microbatch",
+    "step_options",
+    "trace_steps",
+]

@@ -1,0 +1,147 @@
+"""Steps that train: on the graphs, or eagerly."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchtitan_graph.data.batch import Batch
+from torchtitan_graph.graph.flops import Flops
+from torchtitan_graph.graph.step import (
+    StepOutput,
+    bind_train_step,
+    make_eager_step,
+    make_eval_step,
+)
+from torchtitan_graph.graph.trace import Capture, make_fx_capture, run_traced
+from torchtitan_graph.loss import loss_context
+from torchtitan_graph.models.layers.decoder import Decoder
+from torchtitan_graph.optim import clip_grad_norm
+from torchtitan_graph.parallel.layout import PP, Layout, sum_over
+from torchtitan_graph.parallel.pipeline import Pipeline
+from torchtitan_graph.parallel.recompute import recompute_eager
+from torchtitan_graph.parallel.storage import (
+    cast_parameters,
+    materialize,
+    shard_eager,
+)
+from torchtitan_graph.steps.graphs import Graphs, build_graphs
+from torchtitan_graph.steps.inputs import loss_is_parallel, of_this_rank, prepare
+from torchtitan_graph.steps.options import StepOptions
+
+Step = Callable[[Any, Any, Tensor], StepOutput]  # (batch, masks, num_tokens); gradients go to `.grad`
+Evaluation = Callable[[Any, Any, Tensor], Tensor]  # the same -> loss
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """What a run computes with: built by `build_steps`, called by all ranks together."""
+
+    model: Decoder
+    layout: Layout
+    loss_parallel: bool
+    step: Step | Pipeline
+    evaluation: Evaluation | None
+    flops: Flops | None = None
+
+    def train(self, microbatches: Sequence[Batch], num_tokens: Tensor) -> StepOutput:
+        """Add the gradients of an optimizer step to the live parameters' `.grad`.
+
+        Args:
+            microbatches: of this rank, on the device; of whole rows, also where ranks share them.
+            num_tokens: scalar, the targets of all ranks and microbatches.
+
+        Returns:
+            the loss of this rank's microbatches, and the state that the step changes, of all ranks' (`SideOutputs`).
+        """
+        if isinstance(self.step, Pipeline):
+            output = self.step.train([partial(self._inputs, batch, num_tokens) for batch in microbatches])
+            return StepOutput(output.loss, self._sum_state(output.state))
+        loss: Tensor | None = None
+        state: dict[str, Tensor] = {}
+        for batch in microbatches:
+            output = self._run(self.step, batch, num_tokens)
+            loss = output.loss if loss is None else loss + output.loss
+            state = {name: state.get(name, 0) + x for name, x in output.state.items()}
+        assert loss is not None, "a step has microbatches"
+        return StepOutput(loss, self._sum_state(state))
+
+    def evaluate(self, batch: Batch) -> Tensor:
+        """Give the sum of the loss over this rank's targets of a batch."""
+        one = torch.ones((), dtype=torch.int64, device=batch.tokens_BL.device)
+        if isinstance(self.step, Pipeline):
+            return self.step.evaluate(partial(self._inputs, batch, one))
+        assert self.evaluation is not None, "built when the options have eval_rows"
+        return self._run(self.evaluation, batch, one)
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Clip the gradients of all ranks, as `clip_grad_norm`."""
+        parameters = self.model.parameters()
+        if not isinstance(self.step, Pipeline):
+            return clip_grad_norm(parameters, max_norm)
+        return clip_grad_norm(parameters, max_norm, self.layout.group(PP), self.step.repeated)
+
+    def count_flops(self, microbatches: Sequence[Batch]) -> float | None:
+        """Give the operations of a step on this rank, in a pipeline the mean over its stages; None in eager mode,
+        where there is no graph to count them on."""
+        if self.flops is None:
+            return None
+        visible = (self.model.visible_pairs(batch.documents_BL, batch.positions_BL) for batch in microbatches)
+        return self.layout.mean_over_stages(sum(map(self.flops.of, visible)))
+
+    def _run(self, step: Callable[..., Any], batch: Batch, num_tokens: Tensor) -> Any:
+        with loss_context(self.loss_parallel):
+            return step(*self._inputs(batch, num_tokens))
+
+    def _inputs(self, batch: Batch, num_tokens: Tensor) -> tuple[Batch, Any, Tensor]:
+        return *of_this_rank(batch, self.model, self.layout), num_tokens
+
+    def _sum_state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Add up the ranks' counts, all of a dtype in one message. They are of what routers see."""
+        summed: dict[str, Tensor] = {}
+        for dtype in dict.fromkeys(x.dtype for x in state.values()):
+            alike = {name: x for name, x in state.items() if x.dtype == dtype}
+            total = sum_over(self.layout.routing_groups, torch.cat([x.flatten() for x in alike.values()]))
+            parts = total.split([x.numel() for x in alike.values()])
+            summed |= {name: part.view_as(x) for (name, x), part in zip(alike.items(), parts, strict=True)}
+        return {name: summed[name] for name in state}
+
+
+def build_steps(
+    model: Decoder, family: ModuleType, layout: Layout, options: StepOptions, capture: Capture = make_fx_capture
+) -> Steps:
+    """Lay a model out, build its steps, and allocate its parameters; their values are yet to be given.
+
+    Args:
+        model: on meta, as its family makes it; `check_steps` has passed.
+        family: the module that defines `PLAN`.
+        capture: how the step becomes a graph.
+    """
+    if options.mode == "graph":
+        return bind_graphs(build_graphs(model, family, layout, options, capture), model, layout, options)
+    prepare(model, family, layout, options)
+    recompute_eager(model.blocks, options.recompute)
+    shard_eager(model, model.blocks, layout, options.precision, options.reshard, options.device)
+    evaluate = make_eval_step(model, options.loss) if options.eval_rows else None
+    return Steps(model, layout, loss_is_parallel(layout, options), make_eager_step(model, options.loss), evaluate)
+
+
+def bind_graphs(graphs: Graphs, model: Decoder, layout: Layout, options: StepOptions) -> Steps:
+    """Allocate the parameters of a model, and let the graphs step on them."""
+    cast_parameters(model, options.precision.storage)
+    materialize(model, graphs.storages, options.device)
+    evaluate = run_traced(graphs.evaluate, module=model) if graphs.evaluate is not None else None
+    step: Step | Pipeline
+    if isinstance(graphs.train, dict):
+        assert options.pipeline is not None
+        tied = model.tok_embeddings.weight if model.config.tied and model.tok_embeddings is not None else None
+        step = Pipeline(options.pipeline, graphs.train, model, tied, layout)
+    else:
+        step = bind_train_step(graphs.train, model)
+    return Steps(model, layout, loss_is_parallel(layout, options), step, evaluate, graphs.flops)

@@ -1,0 +1,75 @@
+"""What can be said of steps before any process group exists: whether the model can be laid out, and fits."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+
+from torchtitan_graph import device as devices
+from torchtitan_graph.config import JobConfig
+from torchtitan_graph.data.batch import BYTES_PER_TOKEN
+from torchtitan_graph.errors import UserError
+from torchtitan_graph.models.layers.attention import flex_cpu_bytes
+from torchtitan_graph.models.layers.decoder import Decoder
+from torchtitan_graph.models.layers.masks import dense_mask_bytes
+from torchtitan_graph.parallel.layout import ParallelDims
+from torchtitan_graph.parallel.parallelize import check_plan
+from torchtitan_graph.steps.options import StepOptions, rows_per_microbatch
+
+
+def check_steps(
+    config: JobConfig, model: Decoder, family: ModuleType, dims: ParallelDims, options: StepOptions
+) -> None:
+    """Check, before any process group exists, that the model can be laid out and its attention fits this machine.
+
+    Raises:
+        UserError: as `check_plan`, no parameter takes gradients, or rows, masks or flex attention's scores can't fit; a
+            dry run allocates none.
+    """
+    check_plan(model, family.PLAN, dims)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise UserError(
+            f"model.name = {config.model.name!r}: none of its parameters takes gradients (requires_grad), so there is "
+            "nothing to train; leave at least one that does"
+        )
+    if config.comm.mode == "fake_backend":
+        return
+    _check_rows_fit(config, model, options.precision.compute.itemsize)
+    if config.model.attn == "flex" and options.device.type == "cpu":
+        _check_scores_fit(options, model.config.num_heads // dims.tp, dims.cp)
+
+
+def _check_rows_fit(config: JobConfig, model: Decoder, itemsize: int) -> None:
+    """Refuse rows whose tokens, or dense masks, can't fit into this device's memory."""
+    num_masks, what, hint = 0, "the tokens", ""
+    if config.model.attn == "sdpa":
+        num_masks = len(model.mask_rules(*torch.zeros(2, 1, 1, dtype=torch.int64)))
+        what = "with model.attn = 'sdpa' the attention mask and the tokens"
+        hint = ", a larger parallelism.context_parallel_degree, or attn = 'flex', which needs no dense mask"
+    tables = {"training": config.training, "validation": config.validation if config.validation.enable else None}
+    for name, table in tables.items():
+        if table is None:
+            continue
+        rows = rows_per_microbatch(config) if table is config.training else table.local_batch_size
+        seq_len, total = table.seq_len, devices.memory_total_gib()
+        queries = seq_len // config.parallelism.context_parallel_degree
+        num_bytes = rows * seq_len * BYTES_PER_TOKEN + dense_mask_bytes(rows, queries, seq_len, num_masks, itemsize)
+        if (needed := num_bytes / devices.GIB) > total:
+            raise UserError(
+                f"{name}.seq_len = {seq_len}: {what} of {name}.local_batch_size {rows} rows would take about "
+                f"{needed:,.0f} GiB, and this device has {total:.0f}: use shorter rows or fewer of them{hint}"
+            )
+
+
+def _check_scores_fit(options: StepOptions, num_heads: int, cp: int) -> None:
+    """Refuse rows whose scores can't fit on a CPU, where flex attention is not compiled and holds many of them."""
+    batch, seq_len = options.rows
+    needed = flex_cpu_bytes(batch, num_heads, seq_len // cp, seq_len) / devices.GIB
+    if needed > devices.memory_total_gib():
+        raise UserError(
+            f"model.attn = 'flex': on a CPU one layer's scores would take about {needed:.0f} GiB at "
+            f"training.local_batch_size {batch}, training.seq_len {seq_len} and {num_heads} heads, and this machine "
+            f'has {devices.memory_total_gib():.0f}: use attn = "sdpa", which computes the same with little memory, or '
+            "a smaller batch"
+        )

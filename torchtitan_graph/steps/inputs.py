@@ -1,0 +1,60 @@
+"""What goes into a step: the model as its layout wants it, this rank's part of a batch, and an example to trace."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
+from torchtitan_graph.models.layers.decoder import Decoder
+from torchtitan_graph.models.layers.moe import set_up_experts
+from torchtitan_graph.parallel.layout import CP, TP, Layout
+from torchtitan_graph.parallel.parallelize import parallelize
+from torchtitan_graph.parallel.sequence import block_length, places_of
+from torchtitan_graph.steps.options import StepOptions
+
+
+def prepare(model: Decoder, family: ModuleType, layout: Layout, options: StepOptions) -> None:
+    """Tell the model what is no part of it, and bring it into the compute layout."""
+    groups, row_groups = ([g.group_name for g in each] for each in (layout.routing_groups, layout.row_groups))
+    num_parts = options.num_microbatches * layout.num_routing_parts
+    set_up_experts(model, options.experts, num_parts, groups, row_groups)
+    model.ahead_weight = options.mtp_weight
+    parallelize(model, family.PLAN, layout, loss_parallel=options.loss_parallel)
+
+
+def loss_is_parallel(layout: Layout, options: StepOptions) -> bool:
+    return options.loss_parallel and layout.degree(TP) > 1
+
+
+def of_this_rank(whole: Batch, model: Decoder, layout: Layout) -> tuple[Batch, Any]:
+    """Give this rank's part of the rows, and its masks: of its own queries, and the whole rows' keys."""
+    if layout.degree(CP) == 1:
+        return whole, model.masks(whole.documents_BL, whole.positions_BL)
+    L, device = whole.tokens_BL.shape[1], whole.tokens_BL.device
+    places_L = places_of(layout.rank(CP), L, layout.degree(CP), device)
+    masks = model.masks(whole.documents_BL, whole.positions_BL, places_L)
+    return Batch(*(x[:, places_L] for x in whole)), masks
+
+
+def example_inputs(
+    model: Decoder, rows: tuple[int, int], layout: Layout, options: StepOptions
+) -> tuple[Batch, Any, Tensor]:
+    """Make inputs of the shapes to trace: random tokens if passes are to be verified on them, else on meta."""
+    device = options.device if options.verify else torch.device("meta")
+    generator = torch.Generator().manual_seed(options.seed + layout.data_rank)
+    tokens, labels = torch.randint(model.config.vocab_size, (2, *rows), generator=generator)
+    documents = (torch.rand(rows, generator=generator) < 0.01).long().cumsum(1)
+    positions = torch.arange(rows[1]).expand(rows).contiguous()
+    # `verify_pass` wants the targets, and with them the gradients, of one rank.
+    if layout.data_rank > 0:
+        labels.fill_(IGNORE_INDEX)
+    elif (cp := layout.degree(CP)) > 1:
+        documents = torch.arange(rows[1]).div(block_length(rows[1], cp), rounding_mode="floor").expand(rows)
+        labels[:, torch.cat([places_of(rank, rows[1], cp, labels.device) for rank in range(1, cp)])] = IGNORE_INDEX
+    batch = Batch(*(x.to(device) for x in (tokens, labels, positions, documents)))
+    num_tokens = torch.tensor(rows[0] * rows[1] * layout.dims.data, device=device)
+    return *of_this_rank(batch, model, layout), num_tokens

@@ -1,0 +1,117 @@
+"""How a model's steps are computed: what the configuration says of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from torchtitan_graph.compiler import plan_regions
+from torchtitan_graph.config import JobConfig
+from torchtitan_graph.errors import UserError
+from torchtitan_graph.loss import cross_entropy
+from torchtitan_graph.models.layers.decoder import Decoder
+from torchtitan_graph.models.layers.moe import AuxiliaryLoss, ExpertTraining, MoE
+from torchtitan_graph.parallel.recompute import Recompute
+from torchtitan_graph.parallel.schedule import Schedule, plan_pipeline
+from torchtitan_graph.parallel.storage import (
+    Precision,
+    Reshard,
+)
+from torchtitan_graph.passes.compile_regions import Regions
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOptions:
+    """How a model's steps are computed, beside its layout.
+
+    rows, eval_rows  of a microbatch of training, and of evaluation if there is one: (number of rows, tokens per row)
+    mode             "graph", or "eager": FSDP2 and autograd, the reference
+    loss             (logits, labels, num_tokens) -> scalar
+    loss_parallel    under tensor parallelism logits stay sharded over the vocabulary for the loss
+    disabled         passes to leave out, by name
+    verify           check every pass on real numbers
+    dump_to          folder for the readable graph after each pass
+    seed             of the numbers that passes are verified on
+    mtp_weight       of the loss of the layers that predict more tokens
+    pipeline         the schedule of its stages, where there are any
+    """
+
+    device: torch.device
+    rows: tuple[int, int]
+    eval_rows: tuple[int, int] | None = None
+    mode: str = "graph"
+    num_microbatches: int = 1
+    precision: Precision = Precision()
+    recompute: Recompute = Recompute()
+    reshard: Reshard = Reshard()
+    experts: ExpertTraining = ExpertTraining()
+    regions: Regions = dataclasses.field(default_factory=dict)
+    loss: Callable[..., Tensor] = cross_entropy
+    loss_parallel: bool = True
+    disabled: Sequence[str] = ()
+    verify: bool = False
+    dump_to: Path | None = None
+    seed: int = 0
+    mtp_weight: float = 0.3
+    pipeline: Schedule | None = None
+
+
+def rows_per_microbatch(config: JobConfig) -> int:
+    """Give the rows that a rank computes at a time; of a pipeline, that a stage does."""
+    of_stage = config.parallelism.pipeline_parallel_microbatch_size
+    return of_stage if config.parallelism.pipeline_parallel_degree > 1 else config.training.local_batch_size
+
+
+def step_options(config: JobConfig, model: Decoder, num_microbatches: int, device: torch.device) -> StepOptions:
+    """Read what the configuration says of steps.
+
+    Raises:
+        UserError: a loss of experts for a model without them, regions to compile that it does not have, or stages that
+            can't be made of it.
+    """
+    training, validation, moe = config.training, config.validation, config.moe
+    if not any(isinstance(m, MoE) for m in model.modules()) and (moe.load_balance_loss or moe.router_z_loss):
+        raise UserError(
+            f"moe.load_balance_loss = {moe.load_balance_loss}, moe.router_z_loss = {moe.router_z_loss}: "
+            f"{config.model.name} {config.model.flavor} has no experts; leave them at 0"
+        )
+    auxiliary = AuxiliaryLoss(moe.load_balance_loss, moe.load_balance_over == "sequence", moe.router_z_loss)
+    return StepOptions(
+        device=device,
+        rows=(rows_per_microbatch(config), training.seq_len),
+        eval_rows=(validation.local_batch_size, validation.seq_len) if validation.enable else None,
+        mode=config.compile.mode,
+        num_microbatches=num_microbatches,
+        precision=Precision(
+            storage=getattr(torch, training.dtype),
+            compute=getattr(torch, training.mixed_precision_param),
+            reduce=getattr(torch, training.mixed_precision_reduce),
+        ),
+        recompute=Recompute.from_option(
+            config.activation_checkpoint.mode, config.activation_checkpoint.selective_ac_option
+        ),
+        reshard=Reshard.from_option(config.parallelism.fsdp_reshard_after_forward),
+        experts=ExpertTraining(
+            auxiliary if moe.load_balance_loss or moe.router_z_loss else None,
+            moe.bias_update_speed,
+            config.debug.moe_force_load_balance,
+        ),
+        regions=plan_regions(config.compile, model, device),
+        loss_parallel=not config.parallelism.disable_loss_parallel,
+        disabled=config.compile.disable_passes,
+        verify=config.debug.verify_passes,
+        dump_to=Path(config.job.dump_folder, "graphs") if config.debug.dump_graphs else None,
+        seed=config.debug.seed or 0,
+        mtp_weight=training.mtp_loss_weight,
+        pipeline=_pipeline(config, model, num_microbatches),
+    )
+
+
+def _pipeline(config: JobConfig, model: Decoder, num_microbatches: int) -> Schedule | None:
+    if config.parallelism.pipeline_parallel_degree == 1:
+        return None
+    return plan_pipeline(config.parallelism, model.modules_in_order, num_microbatches)

@@ -136,7 +136,9 @@ class Layout:
         found: dict[str, tuple[str, int]] = {}
         for mesh in self._meshes:
             for axis, degree in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True):
-                found[mesh.get_group(axis).group_name] = (axis, degree)
+                name = mesh.get_group(axis).group_name
+                axes = {*found[name][0].split("/"), axis} if name in found else {axis}  # all ranks' is one group
+                found[name] = ("/".join(sorted(axes)), degree)
         return found
 
     @property

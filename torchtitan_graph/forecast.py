@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 import torch
@@ -18,31 +19,61 @@ from torchtitan_graph.parallel.pipeline import StageGraph
 from torchtitan_graph.parallel.storage import Storage
 from torchtitan_graph.steps import Graphs, StepOptions
 
+OPTIMIZER, STEP = "optimizer state", "step at its peak"
+
+
+@dataclasses.dataclass(frozen=True)
+class Forecast:
+    """What a rank needs for a training step.
+
+    held        bytes by what for; with those of the optimizer unless it is a class of one's own
+    where       what runs when the step holds most
+    sent        collectives of a microbatch by (axis, kind)
+    operations  of a microbatch of rows of one document
+    """
+
+    held: dict[str, int]
+    where: str
+    sent: dict[tuple[str, str], Traffic]
+    operations: float
+    optimizer: str
+
+    def lines(self) -> list[str]:
+        """Tell it in lines."""
+        more = "" if OPTIMIZER in self.held else f", and what {self.optimizer} keeps"
+        by_axis: dict[str, list[str]] = {}
+        for (axis, kind), (number, num_bytes) in self.sent.items():
+            by_axis.setdefault(axis, []).append(f"{kind} {num_bytes / GIB:.3f} GiB in {number}")
+        return [
+            *(f"  {name:34}{size / GIB:10.3f} GiB" for name, size in self.held.items()),
+            f"  {'in all':34}{sum(self.held.values()) / GIB:10.3f} GiB{more}",
+            f"  most is held in {self.where}; new gradients count, what operators need only while they run does not",
+            *(f"  received over {axis} in a microbatch: {', '.join(kinds)}" for axis, kinds in by_axis.items()),
+            f"  {self.operations / 1e12:.3f} TFLOP a microbatch of rows of one document",
+        ]
+
 
 def forecast(
     model: Decoder, graphs: Graphs, layout: Layout, options: StepOptions, optimizer: job.Optimizer
-) -> list[str]:
-    """Tell in lines what this rank holds, sends and computes in a training step."""
-    parameters = sum(_bytes_at_rest(storage) for storage in graphs.storages.values())
-    held = {"parameters": parameters}
-    if options.num_microbatches > 1:
-        held["gradients of earlier microbatches"] = parameters
-    moments = "." not in optimizer.name  # what a class of one's own keeps is known when it has made a step
-    if moments:
-        held["optimizer state"] = 2 * parameters
-    peak, where = (
-        _peak_of_stages(graphs.train, options, layout) if isinstance(graphs.train, dict) else _peak(graphs.train)
-    )
-    held["step at its peak"] = peak
-    steps = [stage.train for stage in graphs.train.values()] if isinstance(graphs.train, dict) else [graphs.train]
-    return [
-        *(f"  {name:34}{size / GIB:10.3f} GiB" for name, size in held.items()),
-        f"  {'in all':34}{sum(held.values()) / GIB:10.3f} GiB"
-        + ("" if moments else f", and what {optimizer.name} keeps"),
-        f"  the peak is in {where}; new gradients are part of it, what operators need only while they run is not",
-        *(line for step in steps for line in _sent(traffic(step.gm, layout.axes_by_group))),
-        f"  {_operations(model, graphs, options) / 1e12:.3f} TFLOP a microbatch of rows of one document",
-    ]
+) -> Forecast:
+    """Read from this rank's graphs what it holds, sends and computes in a training step."""
+    held = {"parameters": sum(_bytes_at_rest(storage) for storage in graphs.storages.values())}
+    if options.num_microbatches > 1 and not isinstance(graphs.train, dict):
+        held["gradients of earlier microbatches"] = held["parameters"]
+    if "." not in optimizer.name:  # what a class of one's own keeps is known when it has made a step
+        held[OPTIMIZER] = 2 * held["parameters"]
+    if isinstance(graphs.train, dict):
+        steps = [stage.train for stage in graphs.train.values()]
+        held[STEP], where = _peak_of_stages(graphs.train, options, layout)
+    else:
+        steps = [graphs.train]
+        held[STEP], where = _peak(graphs.train)
+    sent: dict[tuple[str, str], Traffic] = {}
+    for step in steps:
+        for key, found in traffic(step.gm, layout.axes_by_group).items():
+            before = sent.get(key, Traffic(0, 0))
+            sent[key] = Traffic(before.number + found.number, before.num_bytes + found.num_bytes)
+    return Forecast(held, where, sent, _operations(model, graphs, options), optimizer.name)
 
 
 def _peak(step: TracedResult) -> tuple[int, str]:
@@ -81,14 +112,6 @@ def _peak_of_stages(graphs: Mapping[int, StageGraph], options: StepOptions, layo
 
 def _bytes_at_rest(storage: Storage) -> int:
     return storage.padded_shape.numel() * storage.precision.storage.itemsize
-
-
-def _sent(found: Mapping[tuple[str, str], Traffic]) -> list[str]:
-    """Give a line for each axis: its collectives in a microbatch."""
-    by_axis: dict[str, list[str]] = {}
-    for (axis, kind), (number, num_bytes) in found.items():
-        by_axis.setdefault(axis, []).append(f"{kind} {num_bytes / GIB:.3f} GiB in {number}")
-    return [f"  received over {axis} in a microbatch: {', '.join(kinds)}" for axis, kinds in by_axis.items()]
 
 
 def _operations(model: Decoder, graphs: Graphs, options: StepOptions) -> float:

@@ -164,7 +164,7 @@ class Trainer:
         """Build the graphs, on a fake process group, and tell what this rank needs."""
         self._join()
         graphs = build_graphs(self.model, self.family, self.layout, self.options, self.capture)
-        return forecast(self.model, graphs, self.layout, self.options, self.config.optimizer)
+        return forecast(self.model, graphs, self.layout, self.options, self.config.optimizer).lines()
 
     def _open_data(
         self, table: job.Training | job.Validation, corpus: dict[str, Any], repeat: bool, rows: int

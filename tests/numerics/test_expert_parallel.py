@@ -48,8 +48,9 @@ FSDP2_TP2_EP4, EP2_ETP2 = ParallelDims(dp_shard=2, tp=2, ep=4), ParallelDims(dp_
 FULL, BY_OP = {"recompute": Recompute(every=1)}, {"recompute": Recompute(by_op=True)}
 OVER_BATCH = {"auxiliary": AuxiliaryLoss(load_balance=0.1, router_z=0.01)}
 OVER_ROWS = {"auxiliary": AuxiliaryLoss(load_balance=0.1, by_sequence=True)}
-# More ranks share a rank's experts than it has: they are cut on their second dim.
+# A rank's experts don't divide over the ranks that share them: they are cut on their second dim, or unevenly.
 FEW = {"changes": (*TWO_LAYERS, ("num_experts", 2), ("ffn_dim", 12), ("moe_ffn_dim", 12))}
+UNEVEN = {"changes": (*TWO_LAYERS, ("moe_ffn_dim", 13), ("ffn_dim", 13))}
 MANY = {"changes": (*TWO_LAYERS, ("num_experts", 8))}
 
 
@@ -111,6 +112,7 @@ def run(cell: Cell, twist: str = "", plain_twist: str = "") -> tuple[list[str], 
                 Cell(EP2, FP64, **DEEPSEEK, **BY_OP, num_microbatches=2),
                 Cell(EP2_FSDP2, FP64, **DEEPSEEK, **FULL),
                 Cell(EP2_FSDP2, BF16, **GPT_OSS),
+                Cell(EP2_FSDP2, FP64, **QWEN | UNEVEN),
                 Cell(HSDP_EP2, FP64, **QWEN),
                 Cell(HSDP_EP2, BF16, **DEEPSEEK),
                 Cell(FSDP2_TP2_EP4, FP64, **QWEN | MANY, **OVER_BATCH),

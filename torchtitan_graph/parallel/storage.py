@@ -147,12 +147,12 @@ def is_expert(parameter: Tensor) -> bool:
 
 
 def stored_dim(parameter: Tensor, layout: Layout) -> int:
-    """Give the dim that storage cuts: 1 where a rank has fewer experts than there are ranks to share them, and the
-    size divides; else 0."""
+    """Give the dim that storage cuts: 1 where a rank's experts don't divide over the ranks that share them, and their
+    second dim does; else 0. Unequal parts would be padded: by 1.6 where four ranks share five experts."""
     if not is_expert(parameter) or parameter.dim() == 1:
         return 0
     shape, degree = parameter.to_local().shape, layout.dims.efsdp  # type: ignore[attr-defined]
-    return int(shape[0] < degree and shape[1] % degree == 0)
+    return int(shape[0] % degree > 0 and shape[1] % degree == 0)
 
 
 def _degree(mesh: DeviceMesh, axis: str) -> int:

@@ -77,6 +77,7 @@ def inspected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
 PASSES = [
     *["cleanup", "shard_params", "mixed_precision", "tag_resharding", "tag_recomputation"],
     *["rematerialize", "bucket_collectives"],
+    "overlap_context",
     "overlap_collectives",
     "compile_regions",
 ]

@@ -61,7 +61,7 @@ def _first_experts(router: Router, scores_TE: Tensor) -> Tensor:
 TWISTS: dict[str, tuple[Any, str, Any]] = {
     "one rank gets all rows": (Router, "_choose", _first_experts),
     "rows not regrouped": (dispatch, "regroup", lambda x_SD, counts_RE, back: x_SD * 1),
-    "loads of a part of each row": (Layout, "row_groups", []),
+    "loads of a part of each row": (Layout, "routing_groups", property(lambda layout: layout.data_groups)),
 }
 
 

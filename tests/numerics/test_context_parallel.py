@@ -25,10 +25,10 @@ from matrix import (
 )
 
 from pool import run_on
-from torchtitan_graph import steps
 from torchtitan_graph.models.layers.moe import AuxiliaryLoss
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.recompute import Recompute
+from torchtitan_graph.steps import inputs
 
 Cell = functools.partial(matrix.Cell, num_steps=2)
 CP2, CP4 = ParallelDims(cp=2), ParallelDims(cp=4)
@@ -102,12 +102,12 @@ def test_the_graph_is_eager_and_both_are_one_rank(cell: matrix.Cell) -> None:
 @contextmanager
 def other_places() -> Iterator[None]:
     """Let masks and tokens be those of places beside the ones that keys are put back to."""
-    right = steps.places_of
-    steps.places_of = lambda rank, L, degree, device: right((rank + 1) % degree, L, degree, device)  # type: ignore
+    right = inputs.places_of
+    inputs.places_of = lambda rank, L, degree, device: right((rank + 1) % degree, L, degree, device)  # type: ignore
     try:
         yield
     finally:
-        steps.places_of = right
+        inputs.places_of = right
 
 
 def with_other_places(cell: matrix.Cell) -> tuple[list[str], Seen]:

@@ -59,18 +59,23 @@ def ranks_with_non_finite_gradients(parameters: Iterable[Tensor]) -> list[int]:
 
 def _global_squares(by_layout: dict[Any, list[Tensor]], repeated: Container[Tensor]) -> Tensor:
     """Sum the squares of all gradients on the ranks that they are laid out on, in fp64."""
-    sums: dict[tuple[dist.ProcessGroup, ...], Tensor] = {}  # by the groups whose ranks hold different parts
+    # By the ranks that hold different parts, along each axis. Several groups may have the same ranks, for torch takes a
+    # mesh that is like another for it; the order of the sums must not tell.
+    groups_of: dict[tuple[tuple[int, ...], ...], list[dist.ProcessGroup]] = {}
+    sums: dict[tuple[tuple[int, ...], ...], Tensor] = {}
     for layout, params in by_layout.items():
-        groups: tuple[dist.ProcessGroup, ...] = ()
+        groups: list[dist.ProcessGroup] = []
         if layout is not None:
             mesh, placements = layout
             assert not any(placement.is_partial() for placement in placements), "a gradient is reduced by now"
-            groups = tuple(mesh.get_group(i) for i, p in enumerate(placements) if not p.is_replicate())
+            groups = [mesh.get_group(i) for i, p in enumerate(placements) if not p.is_replicate()]
         grads = [_local(param.grad) for param in params if param.grad is not None and param not in repeated]
         squares = _squares(grads) if grads else torch.zeros((), dtype=torch.float64, device=params[0].device)
-        sums[groups] = sums[groups] + squares if groups in sums else squares
-    for groups, total in sums.items():
-        for group in groups:
+        ranks = tuple(tuple(dist.get_process_group_ranks(group)) for group in groups)
+        groups_of.setdefault(ranks, groups)
+        sums[ranks] = sums[ranks] + squares if ranks in sums else squares
+    for ranks, total in sums.items():
+        for group in groups_of[ranks]:
             dist.all_reduce(total, group=group)
     return torch.stack(list(sums.values())).sum()
 

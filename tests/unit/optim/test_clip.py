@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from pool import mesh, run_on
@@ -51,6 +52,29 @@ def test_norm_and_clipped_gradients_are_those_of_one_process() -> None:
         torch.testing.assert_close(norm, full_norm(), rtol=1e-14, atol=0)
         for name, grad in full_gradients().items():
             torch.testing.assert_close(clipped[name], grad / full_norm(), rtol=1e-6, atol=0)
+
+
+def norms_on_one_mesh_and_on_two() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Measure gradients on one mesh, and some of them on another of the same ranks: what torch caches by what a mesh is
+    like may come from an earlier one."""
+    mine, other = (init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp")) for _ in range(2))
+    generator, found = torch.Generator().manual_seed(0), []
+    for _ in range(20):
+        locals_ = [torch.randn(7, 3, generator=generator, dtype=torch.float64) + dist.get_rank() for _ in range(6)]
+        both = [
+            [DTensor.from_local(x, m, [Shard(0), Shard(i % 2)], run_check=False) for i, (x, m) in enumerate(on)]
+            for on in (
+                [(x, mine) for x in locals_],
+                [(x, (mine, other)[i % 2]) for i, x in enumerate(locals_)],
+            )
+        ]
+        found.append(tuple(clip_grad_norm(map(with_gradient, grads), 0.0) for grads in both))
+    return found
+
+
+def test_the_norm_has_the_same_bits_whichever_mesh_of_the_same_ranks_holds_a_gradient() -> None:
+    for found in run_on(4, norms_on_one_mesh_and_on_two):
+        assert all(torch.equal(one, two) for one, two in found)
 
 
 def clip_on_two_stages() -> tuple[torch.Tensor, list[torch.Tensor]]:

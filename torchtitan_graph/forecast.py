@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -19,6 +19,7 @@ from torchtitan_graph.parallel.pipeline import StageGraph
 from torchtitan_graph.parallel.storage import Storage
 from torchtitan_graph.steps import Graphs, StepOptions
 
+ONCE_A_STEP = ("gather", "reduce")  # parts of a stage that no microbatch runs
 OPTIMIZER, STEP = "optimizer state", "step at its peak"
 
 
@@ -28,29 +29,36 @@ class Forecast:
 
     held        bytes by what for; with those of the optimizer unless it is a class of one's own
     where       what runs when the step holds most
-    sent        collectives of a microbatch by (axis, kind)
+    sent        what is received in a microbatch by (axis, kind)
+    sent_once   what is received in a step: by a pipeline, which gathers and reduces once, and its stages' messages
     operations  of a microbatch of rows of one document
     """
 
     held: dict[str, int]
     where: str
-    sent: dict[tuple[str, str], Traffic]
+    sent: Mapping[tuple[str, str], Traffic]
+    sent_once: Mapping[tuple[str, str], Traffic]
     operations: float
     optimizer: str
 
     def lines(self) -> list[str]:
         """Tell it in lines."""
         more = "" if OPTIMIZER in self.held else f", and what {self.optimizer} keeps"
-        by_axis: dict[str, list[str]] = {}
-        for (axis, kind), (number, num_bytes) in self.sent.items():
-            by_axis.setdefault(axis, []).append(f"{kind} {num_bytes / GIB:.3f} GiB in {number}")
         return [
             *(f"  {name:34}{size / GIB:10.3f} GiB" for name, size in self.held.items()),
             f"  {'in all':34}{sum(self.held.values()) / GIB:10.3f} GiB{more}",
             f"  most is held in {self.where}; new gradients count, what operators need only while they run does not",
-            *(f"  received over {axis} in a microbatch: {', '.join(kinds)}" for axis, kinds in by_axis.items()),
+            *_lines_of(self.sent, "a microbatch"),
+            *_lines_of(self.sent_once, "a step"),
             f"  {self.operations / 1e12:.3f} TFLOP a microbatch of rows of one document",
         ]
+
+
+def _lines_of(sent: Mapping[tuple[str, str], Traffic], during: str) -> list[str]:
+    by_axis: dict[str, list[str]] = {}
+    for (axis, kind), (number, num_bytes) in sent.items():
+        by_axis.setdefault(axis, []).append(f"{kind} {num_bytes / GIB:.3f} GiB in {number}")
+    return [f"  received over {axis} in {during}: {', '.join(kinds)}" for axis, kinds in by_axis.items()]
 
 
 def forecast(
@@ -62,18 +70,34 @@ def forecast(
         held["gradients of earlier microbatches"] = held["parameters"]
     if "." not in optimizer.name:  # what a class of one's own keeps is known when it has made a step
         held[OPTIMIZER] = 2 * held["parameters"]
+    sent_once: dict[tuple[str, str], Traffic] = {}
     if isinstance(graphs.train, dict):
-        steps = [stage.train for stage in graphs.train.values()]
         held[STEP], where = _peak_of_stages(graphs.train, options, layout)
+        parts = [(name, part.gm) for stage in graphs.train.values() for name, part in stage.parts.by_name.items()]
+        sent = _sum(traffic(gm, layout.axes_by_group) for name, gm in parts if name not in ONCE_A_STEP)
+        sent_once = _sum(traffic(gm, layout.axes_by_group) for name, gm in parts if name in ONCE_A_STEP)
+        sent_once |= _messages(graphs.train, options, layout)
     else:
-        steps = [graphs.train]
         held[STEP], where = _peak(graphs.train)
-    sent: dict[tuple[str, str], Traffic] = {}
-    for step in steps:
-        for key, found in traffic(step.gm, layout.axes_by_group).items():
-            before = sent.get(key, Traffic(0, 0))
-            sent[key] = Traffic(before.number + found.number, before.num_bytes + found.num_bytes)
-    return Forecast(held, where, sent, _operations(model, graphs, options), optimizer.name)
+        sent = traffic(graphs.train.gm, layout.axes_by_group)
+    return Forecast(held, where, sent, sent_once, _operations(model, graphs, options), optimizer.name)
+
+
+def _sum(counts: Iterable[Mapping[tuple[str, str], Traffic]]) -> dict[tuple[str, str], Traffic]:
+    total: dict[tuple[str, str], Traffic] = {}
+    for count in counts:
+        for key, (number, num_bytes) in count.items():
+            before = total.get(key, Traffic(0, 0))
+            total[key] = Traffic(before.number + number, before.num_bytes + num_bytes)
+    return total
+
+
+def _messages(graphs: Mapping[int, StageGraph], options: StepOptions, layout: Layout) -> dict[tuple[str, str], Traffic]:
+    """Count what other ranks' stages send this rank in a step."""
+    assert options.pipeline is not None
+    received = [action for action in options.pipeline.actions[layout.rank(PP)] if action.kind.startswith("RECV")]
+    num_bytes = sum(graphs[action.stage].passed.nbytes for action in received)
+    return {(PP, "receive"): Traffic(len(received), num_bytes)} if received else {}
 
 
 def _peak(step: TracedResult) -> tuple[int, str]:

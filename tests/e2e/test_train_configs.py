@@ -40,6 +40,19 @@ RANKS = {
     "gpt_oss_20b": 8,
     "gpt_oss_120b": 32,
 }
+# Degrees that files of the old schema have, by the file of ours with that model: ranks, rows, options.
+OLD_DEGREES = {
+    "llama3_70b": (128, 8, "tensor_parallel_degree 8"),
+    "llama3_405b": (512, 2, "tensor_parallel_degree 8"),
+    "llama4_17bx16e": (64, 8, "tensor_parallel_degree 8 expert_parallel_degree 1 expert_tensor_parallel_degree 8"),
+    "llama4_17bx128e": (
+        256,
+        1,
+        "tensor_parallel_degree 8 pipeline_parallel_degree 4 expert_parallel_degree 1 expert_tensor_parallel_degree 8",
+    ),
+    "deepseek_v3_16b": (8, 4, "expert_parallel_degree 8 expert_tensor_parallel_degree 1"),
+    "deepseek_v3_671b": (256, 4, "tensor_parallel_degree 1 expert_parallel_degree 1"),
+}
 TOKENIZER = str(REPOSITORY / "tests" / "assets" / "tokenizer")
 
 
@@ -73,18 +86,42 @@ def test_every_flavour_has_a_file() -> None:
     assert {(config.model.name, config.model.flavor) for config in configs} == flavors
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RANKS)
-def test_dry_run(name: str, tmp_path: Path) -> None:
+def dry_run(name: str, num_ranks: int, options: list[str], folder: Path) -> str:
     code, output = Command(
         str(REPOSITORY / "run_train.sh"),
-        *["--model.hf_assets_path", TOKENIZER],
-        cwd=tmp_path,
+        *["--model.hf_assets_path", TOKENIZER, *options],
+        cwd=folder,
         COMM_MODE="fake_backend",
-        NGPU=str(RANKS[name]),
+        NGPU=str(num_ranks),
         CONFIG_FILE=f"{name}.toml",
     ).finish()
     assert code == 0, output
-    assert f"dry run of {RANKS[name]} ranks done" in output
-    (needed,) = re.findall(r"in all +([\d.]+) GiB", output)
-    assert float(needed) < GPU_GIB, output
+    assert f"dry run of {num_ranks} ranks done" in output
+    return output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RANKS)
+def test_dry_run(name: str, tmp_path: Path) -> None:
+    (needed,) = re.findall(r"in all +([\d.]+) GiB", dry_run(name, RANKS[name], [], tmp_path))
+    assert float(needed) < GPU_GIB
+
+
+def old_options(name: str) -> list[str]:
+    _, rows, options = OLD_DEGREES[name]
+    words = options.split()
+    pairs = zip(words[::2], words[1::2], strict=True)
+    batch = ["--training.local_batch_size", str(rows), "--training.global_batch_size", "-1"]
+    return [*batch, *(word for key, value in pairs for word in (f"--parallelism.{key}", value))]
+
+
+@pytest.mark.parametrize("name", OLD_DEGREES)
+def test_old_degrees_are_accepted(name: str) -> None:
+    config = load(["--job.config_file", f"{name}.toml", *old_options(name)])
+    assert check(config, OLD_DEGREES[name][0]) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OLD_DEGREES)
+def test_dry_run_with_old_degrees(name: str, tmp_path: Path) -> None:
+    dry_run(name, OLD_DEGREES[name][0], old_options(name), tmp_path)

@@ -12,6 +12,7 @@ from torchtitan_graph.forecast import OPTIMIZER, STEP, Forecast, forecast
 from torchtitan_graph.graph.torch_private import init_fake_process_group
 from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.layout import FSDP, PP, TP, ParallelDims
+from torchtitan_graph.parallel.storage import Reshard
 from torchtitan_graph.steps import build_graphs
 
 
@@ -60,4 +61,19 @@ def test_a_stage_holds_what_its_schedule_keeps() -> None:
     one_by_one = dataclasses.replace(cell, pipeline=(("pipeline_parallel_schedule", "1F1B"),))
     assert of(all_at_once).held[STEP] > of(one_by_one).held[STEP]
     assert "stage 1" in of(one_by_one, rank=1).where
-    assert PP not in {axis for axis, _ in of(one_by_one).sent}
+    # The first of two stages receives a gradient of each microbatch, and nothing else.
+    found, config = of(one_by_one), build_model(one_by_one).config
+    rows, seq_len = one_by_one.options("graph").rows
+    assert found.sent == {} and found.sent_once == {(PP, "receive"): (4, 4 * rows * seq_len * config.dim * 4)}
+
+
+def test_a_pipeline_gathers_once_a_step_unless_told_otherwise() -> None:
+    cell = Cell(ParallelDims(pp=2, dp_shard=2), num_microbatches=2, vocab_size=512)
+    once = of(cell)
+    assert once.sent == {} and {axis for axis, _ in once.sent_once} == {FSDP, PP}
+    always = of(dataclasses.replace(cell, reshard=Reshard(blocks=True, root=True)))
+    assert always.sent[FSDP, "all_gather_into_tensor"].num_bytes >= (
+        once.sent_once[FSDP, "all_gather_into_tensor"].num_bytes
+    )
+    assert {kind for axis, kind in always.sent_once if axis == FSDP} == {"reduce_scatter_tensor"}
+    assert any("received over pp in a step" in line for line in once.lines())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torchtitan_graph.config import job
@@ -16,6 +16,8 @@ from torchtitan_graph.graph.torch_private import PipelineAction, pipeline_order,
 # rank), or any number from two on.
 ONE, V, LOOPED = "one", "two", "several"
 SCHEDULES = {"GPipe": ONE, "1F1B": ONE, "Interleaved1F1B": LOOPED, "ZBVZeroBubble": V, "DualPipeV": V}
+
+_ALIKE = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # what an action takes, where all stages are alike
 
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 _SIDE_BY_SIDE = re.compile(r"\((.*)\)OVERLAP_F_B")
@@ -40,6 +42,32 @@ class Schedule:
     @property
     def splits_backward(self) -> bool:
         return any(action.kind == "W" for actions in self.actions for action in actions)
+
+    def waiting(self, seconds: Callable[[PipelineAction], float] | None = None) -> float:
+        """Give the share of a step in which a rank has nothing to do (the bubble), on average over ranks.
+
+        Messages take no time, and an action `seconds`. Unless they are given, stages are alike, and backward takes
+        twice as long as forward.
+        """
+        time_of = seconds or (lambda action: _ALIKE[action.kind])
+        orders = [[action for action in actions if action.kind in _ALIKE] for actions in self.actions]
+        ready: dict[tuple[str, int, int], float] = {}  # when x or dy is there for (F or B, stage, microbatch)
+        now, places = [0.0] * len(orders), [0] * len(orders)
+        last = len(self.stages) - 1
+        while any(place < len(order) for place, order in zip(places, orders, strict=True)):
+            for rank, order in enumerate(orders):
+                while places[rank] < len(order):
+                    kind, stage, i = action = order[places[rank]]
+                    waits = stage > 0 if kind == "F" else stage < last and kind != "W"
+                    what = "F" if kind == "F" else "B"
+                    if waits and (what, stage, i) not in ready:
+                        break  # until other ranks have come further
+                    now[rank] = max(now[rank], ready[what, stage, i] if waits else 0.0) + time_of(action)
+                    if kind != "W":
+                        ready[what, stage + 1 if kind == "F" else stage - 1, i] = now[rank]
+                    places[rank] += 1
+        busy = sum(time_of(action) for order in orders for action in order)
+        return 1 - busy / (len(now) * max(now))
 
 
 def plan_pipeline(options: job.Parallelism, modules: Sequence[str], num_microbatches: int) -> Schedule:

@@ -46,10 +46,14 @@ def build_stages(
 ) -> tuple[dict[int, StageGraph], dict[str, Storage], Flops]:
     """Build the graphs of this rank's pipeline stages, by number; and give how its parameters lie, and its FLOPs."""
     assert options.pipeline is not None
-    numbers = options.pipeline.stages_of(layout.rank(PP))
+    numbers, num_stages = options.pipeline.stages_of(layout.rank(PP)), len(options.pipeline.stages)
+    logger.info(
+        f"pipeline: {num_stages} stages, {options.num_microbatches} microbatches; ranks wait"
+        f" {options.pipeline.waiting():.1%} of a step at least, if all stages take the same time"
+    )
     for number in numbers:
         modules = options.pipeline.stages[number]
-        logger.info(f"stage {number} of {len(options.pipeline.stages)}: {modules[0]} to {modules[-1]}")
+        logger.info(f"stage {number} of {num_stages}: {modules[0]} to {modules[-1]}")
     model.keep([name for number in numbers for name in options.pipeline.stages[number]])
     prepare(model, family, layout, options)
     cast_parameters(model, options.precision.compute)

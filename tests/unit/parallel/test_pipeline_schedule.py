@@ -64,6 +64,18 @@ def test_all_that_is_sent_is_received_and_used_in_that_order(name: str, num_rank
             assert ("F", stage, i) in done and (("B", stage, i) in done) != (("W", stage, i) in done)
 
 
+def test_ranks_wait_as_the_closed_forms_say() -> None:
+    """A step of m microbatches on p ranks with v stages each: (p - 1) / (v m + p - 1) of it."""
+    for p, m in ((2, 4), (2, 8), (4, 8), (4, 16)):
+        assert plan(p, m, 16, schedule="GPipe").waiting() == pytest.approx((p - 1) / (m + p - 1))
+        assert plan(p, m, 16, schedule="1F1B").waiting() == pytest.approx((p - 1) / (m + p - 1))
+        assert plan(p, m, 16, schedule="Interleaved1F1B").waiting() == pytest.approx((p - 1) / (2 * m + p - 1))
+        assert plan(p, m, 16, schedule="ZBVZeroBubble").waiting() < (p - 1) / (2 * m + p - 1)
+    # A stage that takes twice as long as the other lets that one wait for half of the time, and both at the ends.
+    uneven = plan(2, 64, 16, schedule="1F1B").waiting(lambda action: 1.0 + action.stage)
+    assert 0.25 < uneven < 0.27
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [

@@ -11,6 +11,7 @@ from torchtitan_graph.config import job
 from torchtitan_graph.device import GIB
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.liveness import output_memory, peak_memory
+from torchtitan_graph.graph.partition import ONCE_A_STEP
 from torchtitan_graph.graph.trace import TracedResult
 from torchtitan_graph.graph.traffic import Traffic, traffic
 from torchtitan_graph.models.layers.decoder import Decoder
@@ -19,7 +20,6 @@ from torchtitan_graph.parallel.pipeline import StageGraph
 from torchtitan_graph.parallel.storage import Storage
 from torchtitan_graph.steps import Graphs, StepOptions
 
-ONCE_A_STEP = ("gather", "reduce")  # parts of a stage that no microbatch runs
 OPTIMIZER, STEP = "optimizer state", "step at its peak"
 
 

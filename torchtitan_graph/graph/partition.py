@@ -23,6 +23,8 @@ from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import is_view, value
 from torchtitan_graph.graph.signature import Signature, Slot, input_nodes, layout_of, output_nodes
 
+ONCE_A_STEP = ("gather", "reduce")  # the parts that no microbatch runs
+
 
 class Part(NamedTuple):
     """Some nodes as a graph of their own. Inputs and outputs are values of the whole graph, by their names there."""

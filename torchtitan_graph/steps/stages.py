@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 
 from torchtitan_graph.compiler import Inspection, Pass, PassPlan, passes, run_passes
 from torchtitan_graph.graph.flops import Flops, count_flops
-from torchtitan_graph.graph.partition import partition
+from torchtitan_graph.graph.partition import ONCE_A_STEP, partition
 from torchtitan_graph.graph.step import (
     StageModules,
     trace_stage_evaluation,
@@ -97,16 +97,18 @@ def _build_stage(
     before, after = ([each for each in passes(plan) if each.cut == cut] for cut in (False, True))
     gm = rewritten(traced.train.gm, before, watch)
     parts = partition(gm, gather_once=not again, split_backward=options.pipeline.splits_backward)
+    # A compiled cast would expect the graph's dtype, but what is reduced was summed in that of the reduction.
     cut = {
         name: part._replace(gm=rewritten(part.gm, after, Inspection(f"stage {number}, {name}")))
         for name, part in parts.by_name.items()
+        if name not in ONCE_A_STEP
     }
     evaluate = traced.evaluate
     if evaluate is not None:
         final = rewritten(evaluate.gm, passes(plan), Inspection(f"stage {number}, evaluation"))
         evaluate = dataclasses.replace(evaluate, gm=final)
     stage = StageGraph(
-        parts._replace(by_name=cut),
+        parts._replace(by_name={**parts.by_name, **cut}),
         dataclasses.replace(traced.train, gm=gm),
         evaluate,
         traced.passed,

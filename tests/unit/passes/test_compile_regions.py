@@ -1,5 +1,6 @@
 """compile_regions: what is tagged is compiled, and nothing else changes."""
 
+import dataclasses
 import operator
 import shutil
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 from toy import GATHER, Toy, batch, bitwise, blocks, calls, run_toy, text, toy, trace_toy
 
+from torchtitan_graph.check.matrix import Cell, build_model
 from torchtitan_graph.compiler import PassPlan, passes, plan_regions
 from torchtitan_graph.config import job
 from torchtitan_graph.data.batch import Batch
@@ -19,11 +21,12 @@ from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.step import trace_eval_step, trace_train_step
 from torchtitan_graph.loss import cross_entropy
 from torchtitan_graph.models import llama3
-from torchtitan_graph.parallel.layout import Layout
+from torchtitan_graph.parallel.layout import Layout, ParallelDims
 from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.parallel.storage import Precision, buckets, plan_storage
 from torchtitan_graph.passes.cleanup import cleanup
 from torchtitan_graph.passes.compile_regions import FLEX, LOSS, compile_regions, tag_regions
+from torchtitan_graph.steps import build_graphs
 
 FORWARD, BACKWARD = torch.ops.higher_order.flex_attention, torch.ops.higher_order.flex_attention_backward
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor on a CPU needs g++")
@@ -271,3 +274,20 @@ def test_options_of_a_region_are_inductors() -> None:
 def test_what_can_not_be_compiled_is_refused(options: dict, message: str) -> None:
     with pytest.raises(UserError, match=message.replace("*", r"\*").replace("?", r"\?")):
         plan(enable=True, **options)
+
+
+def test_of_a_pipeline_nothing_is_compiled_that_runs_once_a_step(
+    uncompiled: Compiled, layout_of: Callable[..., Layout]
+) -> None:
+    """What is reduced was summed in the dtype of the reduction, which the graph's casts, compiled, would misread."""
+    # On one rank a cast stands alone, by no collective.
+    cell = Cell(
+        ParallelDims(pp=2), precision=Precision(torch.float32, torch.bfloat16, torch.float32), num_microbatches=2
+    )
+    options = dataclasses.replace(cell.options("graph"), regions={"layers.*": {}})
+    graphs = build_graphs(build_model(cell), llama3, layout_of(pp=2), options)
+    (stage,) = graphs.train.values()
+    compiled = {
+        name: any(meta.region(node) for node in part.gm.graph.nodes) for name, part in stage.parts.by_name.items()
+    }
+    assert compiled == {"gather": False, "forward": True, "backward": True, "reduce": False}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -210,9 +211,10 @@ class Pipeline:
             return
         mine: Tensor = self._tied.grad.to_local()  # type: ignore[union-attr]
         other, group, peer = torch.empty_like(mine), self.layout.group(PP), sum(self._ends) - self.rank
-        works = [dist.isend(mine, group=group, group_dst=peer), dist.irecv(other, group=group, group_src=peer)]
-        for work in works:
-            _wait(work)
+        # One sends while the other receives: NCCL does two ranks' messages one by one, in their order.
+        exchange = [partial(dist.isend, mine, group_dst=peer), partial(dist.irecv, other, group_src=peer)]
+        for start in exchange if self.rank == self._ends[0] else reversed(exchange):
+            _wait(start(group=group))
         mine += other
 
 

@@ -16,7 +16,6 @@ from torchtitan_graph.graph.state import sharing_memory
 from torchtitan_graph.graph.torch_private import annotated, free_gradient_dtype
 from torchtitan_graph.graph.trace import Capture, TracedResult, make_fx_capture, run_traced
 
-
 IGNORE_INDEX = -100  # a label that is no target, as of torch's cross_entropy and of data/batch.py
 
 

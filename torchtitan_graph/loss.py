@@ -10,15 +10,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-IGNORE_INDEX = -100
+from torchtitan_graph.graph.step import IGNORE_INDEX
 
 
 def cross_entropy(logits_BLV: Tensor, labels_BL: Tensor, num_tokens: Tensor) -> Tensor:
     """Sum the cross entropy of the targets in fp32 and divide by `num_tokens`, which counts those of all ranks and
     microbatches: the losses of ranks and microbatches then add up, and every layout computes the same number.
 
-    Logits sharded over the vocabulary (a DTensor) are never gathered; in fp64 they stay so. A label of -100 is no
-    target.
+    Logits sharded over the vocabulary (a DTensor) are never gathered; in fp64 they stay so. A label of
+    IGNORE_INDEX is no target.
     """
     logits_TV = logits_BLV.flatten(0, 1).to(torch.promote_types(logits_BLV.dtype, torch.float32))
     loss = F.cross_entropy(logits_TV, labels_BL.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")

@@ -225,6 +225,7 @@ class Trainer:
                 flops_per_step=None,
                 peak_flops=peak,
                 model_table=self.model_table,
+                of_all_stages=self.layout.of_all_stages,
             ) as metrics,
             maybe_profile(config.profiling, self.dump_folder, self.rank, self.step) as profiler,
             self.checkpointer,
@@ -287,7 +288,6 @@ class Trainer:
         self._count_sources()
         if self.device.type != "cpu":
             metrics.flops_per_step = self.steps.count_flops(microbatches)
-        of_all = self.layout.of_all_stages(output.state) if metrics.is_due(self.step) else output.state
         metrics.end_step(
             self.step,
             loss=loss,
@@ -295,7 +295,7 @@ class Trainer:
             lr=float(lr),
             tokens_seen=self.tokens_seen,
             data_loading_s=data_loading_s,
-            state=of_all,
+            state=output.state,
             own_data_s=self.own_data_s,
             tokens_by_source=self.tokens_by_source,
         )

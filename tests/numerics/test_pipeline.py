@@ -8,10 +8,12 @@ import dataclasses
 import functools
 import logging
 import warnings
+from unittest.mock import patch
 
 import faults
 import pytest
 import torch
+import torch.distributed as dist
 from matrix import (
     BF16,
     CPU,
@@ -138,6 +140,39 @@ def test_every_schedule_is_torchs(schedule):
 )
 def test_sharded_stages_are_torchs(schedule, precision, other):
     check_bits(cell(PP2_FSDP2, schedule, precision, **other))
+
+
+def messages(cell: Cell) -> list[tuple[str, torch.Size]]:
+    """Give what a rank sends and receives in a step, in its order."""
+    found: list[tuple[str, torch.Size]] = []
+
+    def noting(name, start):
+        return lambda x, **to: (found.append((name, x.shape)), start(x, **to))[1]
+
+    with patch.multiple(dist, isend=noting("sent", dist.isend), irecv=noting("got", dist.irecv)):
+        build_graph(cell).train(*microbatches(cell, layout_of(cell.dims).data_rank, 1))
+    return found
+
+
+def test_two_ranks_messages_come_in_one_order():
+    """Each waits for its receiver on NCCL; the gradient of a tied weight, which goes both ways, is among them."""
+    first, second = run_on(2, messages, cell(PP2, "1F1B", tied=True))
+    assert second == [("got" if name == "sent" else "sent", shape) for name, shape in first]
+    assert [shape for _, shape in first[-2:]] == [(509, 64)] * 2
+
+
+def without_gradient(cell: Cell) -> list[str]:
+    """Take a step with a table of embeddings that takes no gradient."""
+    model = build_model(cell)
+    model.tok_embeddings.requires_grad_(False)
+    steps = build_steps(model, load_family(cell.family), layout_of(cell.dims), cell.options("graph"))
+    initialize(model, SEED)
+    steps.train(*microbatches(cell, layout_of(cell.dims).data_rank, 1))
+    return [name for name, p in model.named_parameters() if p.grad is None]
+
+
+def test_a_tied_weight_that_takes_no_gradient_is_left_alone():
+    assert run_on(2, without_gradient, cell(PP2, "1F1B", tied=True)) == [["tok_embeddings.weight"]] * 2
 
 
 # --- one rank, fp64 --------------------------------------------------------------------------------------------------

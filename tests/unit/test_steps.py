@@ -21,8 +21,8 @@ def built(*options: str) -> tuple[JobConfig, Decoder]:
 
 
 def check(config: JobConfig, model: Decoder, device: str = "cpu") -> None:
-    options = step_options(config, model, 1, torch.device(device))
-    check_steps(config, model, llama3, ParallelDims(), options)
+    options = step_options(config, model, 2, torch.device(device))
+    check_steps(config, model, llama3, ParallelDims(pp=config.parallelism.pipeline_parallel_degree), options)
 
 
 @pytest.mark.parametrize("mode", ["graph", "eager"])
@@ -31,6 +31,16 @@ def test_a_model_without_a_parameter_to_train_is_refused(mode: str) -> None:
     check(config, model)
     model.requires_grad_(False)
     with pytest.raises(UserError, match="model.name = 'llama3': none of its parameters takes gradients"):
+        check(config, model)
+
+
+def test_a_stage_without_a_parameter_to_train_is_refused() -> None:
+    config, model = built("--parallelism.pipeline_parallel_degree", "2")
+    first, *others = model.modules_in_order
+    config.parallelism.module_fqns_per_model_part = [[first], others]
+    check(config, model)
+    model.tok_embeddings.requires_grad_(False)
+    with pytest.raises(UserError, match="pipeline_parallel_degree = 2: no parameter of stage 0, tok_embeddings, takes"):
         check(config, model)
 
 

@@ -16,6 +16,8 @@ from torchtitan_graph.graph.state import sharing_memory
 from torchtitan_graph.graph.torch_private import annotated, free_gradient_dtype
 from torchtitan_graph.graph.trace import Capture, TracedResult, make_fx_capture, run_traced
 
+IGNORE_INDEX = -100  # a label that is no target, as of torch's cross_entropy and of data/batch.py
+
 
 class Inputs(Protocol):
     """What a step reads of a batch."""
@@ -70,10 +72,10 @@ def _forward(model: nn.Module, loss: Loss, batch: Inputs, masks: Any, num_tokens
     return StepOutput(value, beside.state)
 
 
-def next_labels(labels_BL: Tensor, ignored: int = -100) -> Tensor:
-    """Give each position the target of the one after it in its document, `ignored` where there is none."""
-    following_BL = torch.cat((labels_BL[:, 1:], torch.full_like(labels_BL[:, :1], ignored)), dim=1)
-    return torch.where(labels_BL == ignored, ignored, following_BL)
+def next_labels(labels_BL: Tensor) -> Tensor:
+    """Give each position the target of the one after it in its document, IGNORE_INDEX where there is none."""
+    following_BL = torch.cat((labels_BL[:, 1:], torch.full_like(labels_BL[:, :1], IGNORE_INDEX)), dim=1)
+    return torch.where(labels_BL == IGNORE_INDEX, IGNORE_INDEX, following_BL)
 
 
 def make_train_step(
@@ -120,12 +122,19 @@ def trace_train_step(
     """Trace the step of a model on meta as if it lay on `device`; its outputs are named: the loss, gradients and state
     by name."""
     traced = capture(make_train_step(model, loss, sum_in), model, (batch, masks, num_tokens), device=device)
-    signature = signature_of(traced.gm)
-    _, gradients, state = pytree.tree_unflatten(range(len(signature.outputs)), traced.out_spec)
-    kinds = [("loss", "loss"), *(("grad", name) for name in gradients), *(("state", name) for name in state)]
+    return _with_outputs_named(traced, [("loss", "loss")])
+
+
+def _with_outputs_named(traced: TracedResult, first: Sequence[tuple[str, str]]) -> TracedResult:
+    """Say of what kind each output of a training step is, and its name: of the `first` ones, of what then come by name,
+    the gradients and the state; but for those that are None."""
+    spec, signature = traced.out_spec, signature_of(traced.gm)
+    *_, gradients, state = pytree.tree_unflatten(range(spec.num_leaves), spec)
+    kinds = [*first, *(("grad", name) for name in gradients), *(("state", name) for name in state)]
+    there = [each for i, each in enumerate(kinds) if i not in traced.out_constants]
     outputs = tuple(
         dataclasses.replace(slot, kind=kind, name=name)
-        for slot, (kind, name) in zip(signature.outputs, kinds, strict=True)
+        for slot, (kind, name) in zip(signature.outputs, there, strict=True)
     )
     traced.gm.meta["signature"] = dataclasses.replace(signature, outputs=outputs)
     return traced
@@ -177,10 +186,8 @@ def make_stage_step(
         y, beside = _run_stage(model, stage, batch, masks, x)
         losses = ([loss(y, batch.labels_BL, num_tokens)] if stage.last else []) + beside.losses
         value = sum(losses[1:], losses[0]) if losses else None
-        outputs, given = (
-            [y] * (not stage.last) + [value] * bool(losses),
-            [dy] * (not stage.last) + [None] * bool(losses),
-        )
+        begins = [(y, dy)] * (not stage.last) + [(value, None)] * bool(losses)  # backward does, with these gradients
+        outputs, given = zip(*begins, strict=True)
         wanted = [*parameters.values(), *([] if x is None else [x])]
         gradients = list(torch.autograd.grad(outputs, wanted, given, allow_unused=True))
         dx = None if x is None else gradients.pop()
@@ -210,17 +217,7 @@ def trace_stage_step(
     """Trace a pipeline stage, as `trace_train_step` does; its outputs are the "output"s y and dx, the "loss", "grad"
     and "state" by name, as far as there are any."""
     traced = capture(make_stage_step(model, loss, stage, sum_in), model, arguments, device=device)
-    spec, signature = traced.out_spec, signature_of(traced.gm)
-    *_, gradients, state = pytree.tree_unflatten(range(spec.num_leaves), spec)
-    kinds = [("output", "y"), ("loss", "loss"), ("output", "dx")]
-    kinds += [*(("grad", name) for name in gradients), *(("state", name) for name in state)]
-    kinds = [each for i, each in enumerate(kinds) if i not in traced.out_constants]
-    outputs = tuple(
-        dataclasses.replace(slot, kind=kind, name=name)
-        for slot, (kind, name) in zip(signature.outputs, kinds, strict=True)
-    )
-    traced.gm.meta["signature"] = dataclasses.replace(signature, outputs=outputs)
-    return traced
+    return _with_outputs_named(traced, [("output", "y"), ("loss", "loss"), ("output", "dx")])
 
 
 def trace_stage_evaluation(

@@ -1,7 +1,7 @@
 """Time the steps, and log some of them to the console, metrics.jsonl, TensorBoard and Weights & Biases."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -68,6 +68,7 @@ class Metrics:
             attribute of that name before `end_step` where steps differ.
         peak_flops: FLOP/s this device can do; None: not known, and then there is no MFU.
         model_table: Markdown, shown in TensorBoard beside the configuration.
+        of_all_stages: takes a step's state, and gives that of all stages of a pipeline; all ranks call it together.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Metrics:
         flops_per_step: float | None = None,
         peak_flops: float | None = None,
         model_table: str = "",
+        of_all_stages: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = dict,
     ) -> None:
         options = config.metrics
         self.log_freq = options.log_freq
@@ -91,6 +93,7 @@ class Metrics:
         self._grad_norm_alarm = Alarm("gradient norm", "metrics.grad_norm_alarm", options.grad_norm_alarm)
         self.rank = rank
         self.first_step, self.total_steps = start_step + 1, total_steps
+        self._of_all_stages = of_all_stages
         self.flops_per_step = flops_per_step
         self.peak_flops = peak_flops
         self._json: Path | None = None
@@ -120,7 +123,7 @@ class Metrics:
         self._tokens_seen = tokens_seen
         self._began = 0.0
         self._pending: dict[str, Any] = {}  # the last step's values
-        self._pending_loads: Mapping[str, torch.Tensor] = {}
+        self._pending_state: dict[str, torch.Tensor] = {}
         self._pending_ranks: dict[str, float] = {}
         self._work: Stopwatch | None = None
         self._tokens_by_source: dict[str, int] | None = None
@@ -153,7 +156,7 @@ class Metrics:
         lr: float,
         tokens_seen: int,
         data_loading_s: float,
-        state: Mapping[str, torch.Tensor] | None = None,
+        state: dict[str, torch.Tensor] | None = None,
         own_data_s: float = 0.0,
         tokens_by_source: dict[str, int] | None = None,
     ) -> None:
@@ -172,7 +175,7 @@ class Metrics:
         self._step_time_s += step_s
         self._data_loading_s += data_loading_s
         self._pending = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens_seen": tokens_seen}
-        self._pending_loads = {name.removesuffix(_LOAD): x for name, x in (state or {}).items() if name.endswith(_LOAD)}
+        self._pending_state = state or {}
         self._pending_ranks = {}
         self._tokens_by_source = tokens_by_source
         if self._work is not None:
@@ -199,7 +202,9 @@ class Metrics:
             "mfu": self._mfu(),
             "memory_gib": peak_memory_gib(),
         }
-        by_layer = {name: busiest_over_mean(load_E) for name, load_E in self._pending_loads.items()}
+        state = self._of_all_stages(self._pending_state)
+        loads = {name.removesuffix(_LOAD): x for name, x in state.items() if name.endswith(_LOAD)}
+        by_layer = {name: busiest_over_mean(load_E) for name, load_E in loads.items()}
         if by_layer:
             record["expert_imbalance"] = sum(by_layer.values()) / len(by_layer)
         record |= self._pending_ranks
@@ -208,9 +213,9 @@ class Metrics:
         self._num_steps, self._flops, self._step_time_s, self._data_loading_s = 0, 0.0, 0.0, 0.0
         self._tokens_seen = tokens_seen
         self._write(record, {f"experts/imbalance/{name}": value for name, value in by_layer.items()})
-        if self._tensorboard is not None and self._pending_loads:
+        if self._tensorboard is not None and loads:
             with self._going_on_where_full():
-                self._tensorboard.expert_loads(step, self._pending_loads)
+                self._tensorboard.expert_loads(step, loads)
         if self.rank == 0:
             logger.info(step_line(record, self.total_steps))
 

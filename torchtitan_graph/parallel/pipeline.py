@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -72,14 +73,15 @@ class Stage:
 
     def forward(self, i: int, inputs: Inputs, x: Tensor | None) -> Tensor | None:
         """Take microbatch `i` and what the stage before gave of it; give what the next stage takes."""
-        tensors = [leaf for leaf in pytree.tree_leaves((inputs(), x)) if isinstance(leaf, Tensor)]
-        held = dict(zip(self._input_names, tensors, strict=False))  # dy, the last, is not there yet
-        given = self._call("forward", held, self._backward)
         outputs = self.graph.parts.outputs
+        tensors = [leaf for leaf in pytree.tree_leaves((inputs(), x)) if isinstance(leaf, Tensor)]
+        names = self._input_names[:-1] if "y" in outputs["output"] else self._input_names  # dy, the last, comes later
+        held = dict(zip(names, tensors, strict=True))
+        given = self._call("forward", held, self._backward)
         for name, value in outputs["state"].items():
             self.state[name] = self.state.get(name, 0) + given[value]
         self.losses += [given[value] for value in outputs["loss"].values()]
-        self._held[i] = held | {name: x for name, x in given.items() if self._is_read(name, self._backward)}
+        self._held[i] = {name: x for name, x in (held | given).items() if self._is_read(name, self._backward)}
         return given.get(outputs["output"].get("y", ""))
 
     def backward_input(self, i: int, dy: Tensor | None) -> Tensor | None:
@@ -181,7 +183,7 @@ class Pipeline:
         messages.wait()
         self._add_tied_gradient()
         losses = [loss for stage in self.stages.values() for loss in stage.losses]
-        loss = sum(losses[1:], losses[0]) if losses else self._zero
+        loss = sum(losses[1:], losses[0]) if losses else self._zero.clone()
         return StepOutput(loss, {name: x for stage in self.stages.values() for name, x in stage.state.items()})
 
     @torch.no_grad()
@@ -210,9 +212,10 @@ class Pipeline:
             return
         mine: Tensor = self._tied.grad.to_local()  # type: ignore[union-attr]
         other, group, peer = torch.empty_like(mine), self.layout.group(PP), sum(self._ends) - self.rank
-        works = [dist.isend(mine, group=group, group_dst=peer), dist.irecv(other, group=group, group_src=peer)]
-        for work in works:
-            _wait(work)
+        # One sends while the other receives: NCCL does two ranks' messages one by one, in their order.
+        exchange = [partial(dist.isend, mine, group_dst=peer), partial(dist.irecv, other, group_src=peer)]
+        for start in exchange if self.rank == self._ends[0] else reversed(exchange):
+            _wait(start(group=group))
         mine += other
 
 
@@ -225,7 +228,9 @@ class _Messages:
     def __init__(self, rank_of: Sequence[int], layout: Layout, device: torch.device) -> None:
         self._rank_of, self._group, self._device = rank_of, layout.group(PP), device
         self._there: dict[tuple[str, int, int], tuple[Tensor, dist.Work | None]] = {}  # F or B, for stage, microbatch
-        self._sent: list[tuple[Tensor, dist.Work | None]] = []  # held until they are gone
+        self._sent: list[
+            tuple[Tensor, dist.Work | None]
+        ] = []  # held until they are gone; gloo never tells before `wait`
 
     def put(self, what: str, stage: int, microbatch: int, x: Tensor | None) -> None:
         if x is not None:

@@ -140,7 +140,8 @@ def bind_graphs(graphs: Graphs, model: Decoder, layout: Layout, options: StepOpt
     step: Step | Pipeline
     if isinstance(graphs.train, dict):
         assert options.pipeline is not None
-        tied = model.tok_embeddings.weight if model.config.tied and model.tok_embeddings is not None else None
+        shared = model.tok_embeddings.weight if model.config.tied and model.tok_embeddings is not None else None
+        tied = shared if shared is not None and shared.requires_grad else None
         step = Pipeline(options.pipeline, graphs.train, model, tied, layout)
     else:
         step = bind_train_step(graphs.train, model)

@@ -24,8 +24,8 @@ def check_steps(
     """Check, before any process group exists, that the model can be laid out and its attention fits this machine.
 
     Raises:
-        UserError: as `check_plan`, no parameter takes gradients, or rows, masks or flex attention's scores can't fit; a
-            dry run allocates none.
+        UserError: as `check_plan`, no parameter (of a pipeline's stage) takes gradients, or rows, masks or flex
+            attention's scores can't fit; a dry run allocates none.
     """
     check_plan(model, family.PLAN, dims)
     if not any(p.requires_grad for p in model.parameters()):
@@ -33,6 +33,13 @@ def check_steps(
             f"model.name = {config.model.name!r}: none of its parameters takes gradients (requires_grad), so there is "
             "nothing to train; leave at least one that does"
         )
+    for number, names in enumerate(options.pipeline.stages if options.pipeline is not None else ()):
+        if not any(p.requires_grad for name in names for p in model.get_submodule(name).parameters()):
+            raise UserError(
+                f"parallelism.pipeline_parallel_degree = {dims.pp}: no parameter of stage {number}, {', '.join(names)},"
+                " takes gradients (requires_grad); use fewer stages, or divide them by"
+                " parallelism.module_fqns_per_model_part"
+            )
     if config.comm.mode == "fake_backend":
         return
     _check_rows_fit(config, model, options.precision.compute.itemsize)

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import operator
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from torchtitan_graph.log import logger
 from torchtitan_graph.loss import loss_context
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.parallel.layout import PP, TP, Layout
+from torchtitan_graph.parallel.parallelize import context_modules
 from torchtitan_graph.parallel.pipeline import StageGraph
 from torchtitan_graph.parallel.storage import (
     Reshard,
@@ -58,7 +59,12 @@ def build_stages(
     prepare(model, family, layout, options)
     cast_parameters(model, options.precision.compute)
     storages = plan_storage(model, layout, options.precision)
-    built = {number: _build_stage(number, model, storages, layout, options, capture) for number in numbers}
+    # Weights are gathered once a step, unless they are to be given up as soon as may be.
+    again = options.reshard.root
+    reshard, groups = Reshard(blocks=again, root=again), buckets(model, model.blocks)
+    context = context_modules(model, family.PLAN)
+    plan = PassPlan(storages, model.blocks, groups, options.recompute, reshard, options.regions, context)
+    built = {number: _build_stage(number, model, plan, layout, options, capture) for number in numbers}
     flops = functools.reduce(operator.add, (count for _, count in built.values()))
     return {number: stage for number, (stage, _) in built.items()}, storages, flops
 
@@ -74,16 +80,12 @@ class _Traced(NamedTuple):
 
 
 def _build_stage(
-    number: int, model: Decoder, storages: Mapping[str, Storage], layout: Layout, options: StepOptions, capture: Capture
+    number: int, model: Decoder, plan: PassPlan, layout: Layout, options: StepOptions, capture: Capture
 ) -> tuple[StageGraph, Flops]:
     """Trace a stage, run the passes on it, and cut it into the parts that its schedule runs."""
     assert options.pipeline is not None
     traced = _trace_stage(number, model, layout, options, capture)
     flops = count_flops(traced.train.gm, model.blocks)
-    # Weights are gathered once a step, unless they are to be given up as soon as may be.
-    again = options.reshard.root
-    reshard, groups = Reshard(blocks=again, root=again), buckets(model, model.blocks)
-    plan = PassPlan(storages, model.blocks, groups, options.recompute, reshard, options.regions)
     shown = not any(layout.mesh.get_coordinate() or ()) or dist.get_backend() == "fake"
     watch = Inspection(
         f"stage {number}",
@@ -96,7 +98,7 @@ def _build_stage(
 
     before, after = ([each for each in passes(plan) if each.cut == cut] for cut in (False, True))
     gm = rewritten(traced.train.gm, before, watch)
-    parts = partition(gm, gather_once=not again, split_backward=options.pipeline.splits_backward)
+    parts = partition(gm, gather_once=not plan.reshard.root, split_backward=options.pipeline.splits_backward)
     # A compiled cast would expect the graph's dtype, but what is reduced was summed in that of the reduction.
     cut = {
         name: part._replace(gm=rewritten(part.gm, after, Inspection(f"stage {number}, {name}")))
@@ -139,7 +141,7 @@ def _stage_inputs(
     model: Decoder, rows: tuple[int, int], stage: StageModules, layout: Layout, options: StepOptions
 ) -> tuple[tuple[Any, ...], Tensor]:
     """Make a stage's inputs (batch, masks, num_tokens, x, dy), and what is like x and dy, on meta. Of real numbers, as
-    `_example` says, dy is that of one rank alone."""
+    `example_inputs` says, dy is that of one rank alone."""
     batch, masks, num_tokens = example_inputs(model, rows, layout, options)
     shape = rows[0], batch.tokens_BL.shape[1] // layout.degree(TP), model.config.dim
     passed = torch.empty(shape, dtype=options.precision.compute, device="meta")

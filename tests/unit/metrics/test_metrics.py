@@ -304,6 +304,14 @@ def test_a_last_step_that_nobody_expected_is_logged_once(tmp_path: Path) -> None
 LOADS = {"layers.0.moe.load": torch.tensor([6, 2]), "layers.1.moe.load": torch.tensor([4, 4])}
 
 
+def test_loads_are_those_of_all_stages_also_in_a_last_step_that_nobody_expected(tmp_path: Path) -> None:
+    others = {"layers.1.moe.load": torch.tensor([4, 4])}
+    sink = build(tmp_path, of_all_stages=lambda mine: mine | others)
+    run(sink, 1, 6, state={"layers.0.moe.load": torch.tensor([6, 2])})
+    sink.log_pending()
+    assert [line["expert_imbalance"] for line in lines(tmp_path / "metrics.jsonl")] == [1.25] * 3
+
+
 def test_the_balance_of_experts_is_a_key_where_there_are_experts(tmp_path: Path) -> None:
     run(build(tmp_path), 1, 1, state=LOADS)
     assert lines(tmp_path / "metrics.jsonl")[0]["expert_imbalance"] == 1.25

@@ -9,10 +9,11 @@ import torch
 from torch.fx import GraphModule, Node
 from toy import WAIT, aten, calls, place, text
 
+from torchtitan_graph.check.matrix import Cell, build_model
 from torchtitan_graph.graph import meta
 from torchtitan_graph.models import deepseek_v3, llama3
 from torchtitan_graph.models.spec import tiny_config
-from torchtitan_graph.parallel.layout import Layout
+from torchtitan_graph.parallel.layout import Layout, ParallelDims
 from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.steps import StepOptions, build_graphs
 
@@ -47,6 +48,16 @@ def test_queries_are_made_while_keys_and_values_are_sent(
     assert len(sent) == 3 * (2 if recompute == Recompute() else 3)
     for wait in sent:
         assert any(map(is_query, nodes[order[wait.args[0]] : order[wait]])), wait  # type: ignore[index]
+
+
+def test_queries_of_a_pipelines_stage_are_too(layout_of: Callable) -> None:
+    cell = Cell(ParallelDims(pp=2, cp=2), num_microbatches=2)
+    (stage,) = build_graphs(build_model(cell), llama3, layout_of(pp=2, cp=2), cell.options("graph")).train.values()
+    for part in ("forward", "backward"):
+        gm = stage.parts.by_name[part].gm
+        order, nodes = place(gm), list(gm.graph.nodes)
+        sent = [wait for wait in calls(gm, WAIT) if meta.module(wait).endswith(".attention.seen")]
+        assert sent and all(any(map(is_query, nodes[order[wait.args[0]] : order[wait]])) for wait in sent)
 
 
 def test_the_same_nodes_stand_in_another_order(layout_of: Callable) -> None:

@@ -231,29 +231,37 @@ class Decoder(nn.Module):
         x_BLD = self.tok_embeddings(tokens_BL) if runs("tok_embeddings") else tokens_BL
         masks = {name: as_bias(mask, x_BLD.dtype) for name, mask in masks.items()}
         beside = SideOutputs([], {})
-
-        def note(name: str, routing: Routing | None) -> None:
-            if routing is not None:
-                beside.state[f"{name}.moe{LOAD}"] = routing.load_E
-                if routing.loss is not None:
-                    beside.losses.append(routing.loss)
-
-        ahead_blocks = {name: block for name, block in self.blocks.items() if isinstance(block, AheadBlock)}
         for name, block in self.blocks.items():
-            if name not in ahead_blocks and runs(name):
+            if not isinstance(block, AheadBlock) and runs(name):
                 result = block(x_BLD, rope=rope, mask=masks[getattr(block, "mask", "causal")])
                 x_BLD, routing = result if isinstance(result, tuple) else (result, None)
-                note(name, routing)
+                _note(beside, name, routing)
         x_BLD = self.norm(x_BLD) if runs("norm") else x_BLD
         logits_BLV = self.output(x_BLD) if runs("output") else x_BLD
         if not side_outputs:
             return logits_BLV
-        ahead = []
-        for name, block in ahead_blocks.items():
-            # What a row's last position takes from its first is in no loss, and no other position sees it.
-            tokens_BL = tokens_BL.roll(-1, dims=1)
-            embedding_BLD = self.tok_embeddings(tokens_BL)
-            x_BLD, normed_BLD, routing = block(x_BLD, embedding_BLD, rope=rope, mask=masks[block.mask])
-            note(name, routing)
-            ahead.append(self.output(normed_BLD))
+        ahead = self._look_ahead(tokens_BL, x_BLD, rope, masks, beside)
         return logits_BLV, beside._replace(ahead=ahead, ahead_weight=self.ahead_weight)
+
+    def _look_ahead(
+        self, tokens_BL: Tensor, x_BLD: Tensor, rope: Any, masks: Mapping[str, Mask], beside: SideOutputs
+    ) -> list[Tensor]:
+        """Give the logits of each `AheadBlock`, which are in training alone."""
+        ahead = []
+        for name, block in self.blocks.items():
+            if isinstance(block, AheadBlock):
+                # What a row's last position takes from its first is in no loss, and no other position sees it.
+                tokens_BL = tokens_BL.roll(-1, dims=1)
+                embedding_BLD = self.tok_embeddings(tokens_BL)
+                x_BLD, normed_BLD, routing = block(x_BLD, embedding_BLD, rope=rope, mask=masks[block.mask])
+                _note(beside, name, routing)
+                ahead.append(self.output(normed_BLD))
+        return ahead
+
+
+def _note(beside: SideOutputs, name: str, routing: Routing | None) -> None:
+    """Keep what a block's mixture of experts gives beside its result."""
+    if routing is not None:
+        beside.state[f"{name}.moe{LOAD}"] = routing.load_E
+        if routing.loss is not None:
+            beside.losses.append(routing.loss)

@@ -95,7 +95,7 @@ def test_stages_as_named() -> None:
         ({"schedule": "ZBVZeroBubble", "layers_per_stage": 1, "num_layers": 6}, ["ZBVZeroBubble needs two on each"]),
         ({"schedule": "Interleaved1F1B", "layers_per_stage": 5}, ["2 stages", "Interleaved1F1B needs several"]),
         ({"first_stage_less_layers": 12}, ["first_stage_less_layers 12", "use fewer stages, or lower these"]),
-        ({"module_fqns_per_model_part": [["tok_embeddings"], ["layer.0"]]}, ["no part of this", "did you mean layers."]),
+        ({"module_fqns_per_model_part": [["tok_embeddings"], ["layer.0"]]}, ["did you mean layers.0?"]),
         ({"module_fqns_per_model_part": [["tok_embeddings", "layers.0"], ["output"]]}, ["norm is in no part"]),
         ({"module_fqns_per_model_part": [modules(1), ["output"]]}, ["output is there more than once"]),
         ({"module_fqns_per_model_part": [[], modules(1)]}, ["part 1 of 2 is empty"]),

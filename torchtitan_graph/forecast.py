@@ -10,6 +10,7 @@ import torch
 from torchtitan_graph.config import job
 from torchtitan_graph.device import GIB
 from torchtitan_graph.graph import meta
+from torchtitan_graph.graph.edit import value
 from torchtitan_graph.graph.liveness import output_memory, peak_memory
 from torchtitan_graph.graph.trace import TracedResult
 from torchtitan_graph.graph.traffic import Traffic, traffic
@@ -28,13 +29,15 @@ class Forecast:
 
     held        bytes by what for; with those of the optimizer unless it is a class of one's own
     where       what runs when the step holds most
-    sent        collectives of a microbatch by (axis, kind)
+    sent        collectives, and messages of a pipeline, by (axis, kind)
+    span        what they are sent in: a microbatch, or of a pipeline, which gathers and reduces once, a step
     operations  of a microbatch of rows of one document
     """
 
     held: dict[str, int]
     where: str
     sent: dict[tuple[str, str], Traffic]
+    span: str
     operations: float
     optimizer: str
 
@@ -48,7 +51,7 @@ class Forecast:
             *(f"  {name:34}{size / GIB:10.3f} GiB" for name, size in self.held.items()),
             f"  {'in all':34}{sum(self.held.values()) / GIB:10.3f} GiB{more}",
             f"  most is held in {self.where}; new gradients count, what operators need only while they run does not",
-            *(f"  received over {axis} in a microbatch: {', '.join(kinds)}" for axis, kinds in by_axis.items()),
+            *(f"  received over {axis} in a {self.span}: {', '.join(kinds)}" for axis, kinds in by_axis.items()),
             f"  {self.operations / 1e12:.3f} TFLOP a microbatch of rows of one document",
         ]
 
@@ -63,17 +66,12 @@ def forecast(
     if "." not in optimizer.name:  # what a class of one's own keeps is known when it has made a step
         held[OPTIMIZER] = 2 * held["parameters"]
     if isinstance(graphs.train, dict):
-        steps = [stage.train for stage in graphs.train.values()]
         held[STEP], where = _peak_of_stages(graphs.train, options, layout)
+        sent, span = _sent_by_stages(graphs.train, options, layout), "step"
     else:
-        steps = [graphs.train]
         held[STEP], where = _peak(graphs.train)
-    sent: dict[tuple[str, str], Traffic] = {}
-    for step in steps:
-        for key, found in traffic(step.gm, layout.axes_by_group).items():
-            before = sent.get(key, Traffic(0, 0))
-            sent[key] = Traffic(before.number + found.number, before.num_bytes + found.num_bytes)
-    return Forecast(held, where, sent, _operations(model, graphs, options), optimizer.name)
+        sent, span = traffic(graphs.train.gm, layout.axes_by_group), "microbatch"
+    return Forecast(held, where, sent, span, _operations(model, graphs, options), optimizer.name)
 
 
 def _peak(step: TracedResult) -> tuple[int, str]:
@@ -92,7 +90,8 @@ def _peak_of_stages(graphs: Mapping[int, StageGraph], options: StepOptions, layo
     for action in options.pipeline.actions[layout.rank(PP)]:
         if action.kind not in runs:
             continue
-        part = parts[action.stage]
+        part, received = parts[action.stage], graphs[action.stage].passed.nbytes if action.stage else 0
+        held += received if action.kind == "F" else 0
         while_it_runs = held + peak_memory(part[runs[action.kind]].gm).num_bytes
         if while_it_runs > peak:
             peak, where = (
@@ -103,11 +102,40 @@ def _peak_of_stages(graphs: Mapping[int, StageGraph], options: StepOptions, layo
             held += output_memory(part[runs[action.kind]].gm)
         else:  # what the microbatch kept is let go of; of its gradients the sums stay
             kept = ("forward", "input") if action.kind == "W" else ("forward",)
-            held -= sum(output_memory(part[name].gm) for name in kept)
+            held -= received + sum(output_memory(part[name].gm) for name in kept)
             if action.stage not in has_sums:
                 has_sums.add(action.stage)
-                held += output_memory(part[runs[action.kind]].gm)
+                held += _bytes_of_sums(graphs[action.stage])
     return peak, where
+
+
+def _bytes_of_sums(graph: StageGraph) -> int:
+    """Give the bytes of a stage's summed gradients, which have the dtype of their reduction."""
+    sums = [node for node in graph.train.gm.graph.nodes if node.name in graph.parts.sums]
+    return sum(value(node).numel() for node in sums) * graph.reduce_dtype.itemsize
+
+
+def _sent_by_stages(
+    graphs: Mapping[int, StageGraph], options: StepOptions, layout: Layout
+) -> dict[tuple[str, str], Traffic]:
+    """Count what this rank of a pipeline receives in a step: what its parts do, some of them for each microbatch, and
+    what other stages pass on."""
+    assert options.pipeline is not None
+    sent: dict[tuple[str, str], Traffic] = {}
+
+    def add(key: tuple[str, str], number: int, num_bytes: int) -> None:
+        before = sent.get(key, Traffic(0, 0))
+        sent[key] = Traffic(before.number + number, before.num_bytes + num_bytes)
+
+    for graph in graphs.values():
+        for name, part in graph.parts.by_name.items():
+            times = 1 if name in ("gather", "reduce") else options.num_microbatches
+            for key, found in traffic(part.gm, layout.axes_by_group).items():
+                add(key, times * found.number, times * found.num_bytes)
+    for action in options.pipeline.actions[layout.rank(PP)]:
+        if action.kind in ("RECV_F", "RECV_B"):
+            add((PP, "irecv"), 1, graphs[action.stage].passed.nbytes)
+    return sent
 
 
 def _bytes_at_rest(storage: Storage) -> int:

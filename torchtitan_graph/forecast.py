@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 
 from torchtitan_graph.config import job
 from torchtitan_graph.device import GIB
 from torchtitan_graph.graph import meta
+from torchtitan_graph.graph.edit import value
 from torchtitan_graph.graph.liveness import output_memory, peak_memory
 from torchtitan_graph.graph.partition import ONCE_A_STEP
 from torchtitan_graph.graph.trace import TracedResult
@@ -29,36 +30,31 @@ class Forecast:
 
     held        bytes by what for; with those of the optimizer unless it is a class of one's own
     where       what runs when the step holds most
-    sent        what is received in a microbatch by (axis, kind)
-    sent_once   what is received in a step: by a pipeline, which gathers and reduces once, and its stages' messages
+    sent        collectives, and messages of a pipeline, by (axis, kind)
+    span        what they are sent in: a microbatch, or of a pipeline, which gathers and reduces once, a step
     operations  of a microbatch of rows of one document
     """
 
     held: dict[str, int]
     where: str
-    sent: Mapping[tuple[str, str], Traffic]
-    sent_once: Mapping[tuple[str, str], Traffic]
+    sent: dict[tuple[str, str], Traffic]
+    span: str
     operations: float
     optimizer: str
 
     def lines(self) -> list[str]:
         """Tell it in lines."""
         more = "" if OPTIMIZER in self.held else f", and what {self.optimizer} keeps"
+        by_axis: dict[str, list[str]] = {}
+        for (axis, kind), (number, num_bytes) in self.sent.items():
+            by_axis.setdefault(axis, []).append(f"{kind} {num_bytes / GIB:.3f} GiB in {number}")
         return [
             *(f"  {name:34}{size / GIB:10.3f} GiB" for name, size in self.held.items()),
             f"  {'in all':34}{sum(self.held.values()) / GIB:10.3f} GiB{more}",
             f"  most is held in {self.where}; new gradients count, what operators need only while they run does not",
-            *_lines_of(self.sent, "a microbatch"),
-            *_lines_of(self.sent_once, "a step"),
+            *(f"  received over {axis} in a {self.span}: {', '.join(kinds)}" for axis, kinds in by_axis.items()),
             f"  {self.operations / 1e12:.3f} TFLOP a microbatch of rows of one document",
         ]
-
-
-def _lines_of(sent: Mapping[tuple[str, str], Traffic], during: str) -> list[str]:
-    by_axis: dict[str, list[str]] = {}
-    for (axis, kind), (number, num_bytes) in sent.items():
-        by_axis.setdefault(axis, []).append(f"{kind} {num_bytes / GIB:.3f} GiB in {number}")
-    return [f"  received over {axis} in {during}: {', '.join(kinds)}" for axis, kinds in by_axis.items()]
 
 
 def forecast(
@@ -70,34 +66,13 @@ def forecast(
         held["gradients of earlier microbatches"] = held["parameters"]
     if "." not in optimizer.name:  # what a class of one's own keeps is known when it has made a step
         held[OPTIMIZER] = 2 * held["parameters"]
-    sent_once: dict[tuple[str, str], Traffic] = {}
     if isinstance(graphs.train, dict):
         held[STEP], where = _peak_of_stages(graphs.train, options, layout)
-        parts = [(name, part.gm) for stage in graphs.train.values() for name, part in stage.parts.by_name.items()]
-        sent = _sum(traffic(gm, layout.axes_by_group) for name, gm in parts if name not in ONCE_A_STEP)
-        sent_once = _sum(traffic(gm, layout.axes_by_group) for name, gm in parts if name in ONCE_A_STEP)
-        sent_once |= _messages(graphs.train, options, layout)
+        sent, span = _sent_by_stages(graphs.train, options, layout), "step"
     else:
         held[STEP], where = _peak(graphs.train)
-        sent = traffic(graphs.train.gm, layout.axes_by_group)
-    return Forecast(held, where, sent, sent_once, _operations(model, graphs, options), optimizer.name)
-
-
-def _sum(counts: Iterable[Mapping[tuple[str, str], Traffic]]) -> dict[tuple[str, str], Traffic]:
-    total: dict[tuple[str, str], Traffic] = {}
-    for count in counts:
-        for key, (number, num_bytes) in count.items():
-            before = total.get(key, Traffic(0, 0))
-            total[key] = Traffic(before.number + number, before.num_bytes + num_bytes)
-    return total
-
-
-def _messages(graphs: Mapping[int, StageGraph], options: StepOptions, layout: Layout) -> dict[tuple[str, str], Traffic]:
-    """Count what other ranks' stages send this rank in a step."""
-    assert options.pipeline is not None
-    received = [action for action in options.pipeline.actions[layout.rank(PP)] if action.kind.startswith("RECV")]
-    num_bytes = sum(graphs[action.stage].passed.nbytes for action in received)
-    return {(PP, "receive"): Traffic(len(received), num_bytes)} if received else {}
+        sent, span = traffic(graphs.train.gm, layout.axes_by_group), "microbatch"
+    return Forecast(held, where, sent, span, _operations(model, graphs, options), optimizer.name)
 
 
 def _peak(step: TracedResult) -> tuple[int, str]:
@@ -116,7 +91,8 @@ def _peak_of_stages(graphs: Mapping[int, StageGraph], options: StepOptions, layo
     for action in options.pipeline.actions[layout.rank(PP)]:
         if action.kind not in runs:
             continue
-        part = parts[action.stage]
+        part, received = parts[action.stage], graphs[action.stage].passed.nbytes if action.stage else 0
+        held += received if action.kind == "F" else 0
         while_it_runs = held + peak_memory(part[runs[action.kind]].gm).num_bytes
         if while_it_runs > peak:
             peak, where = (
@@ -127,11 +103,40 @@ def _peak_of_stages(graphs: Mapping[int, StageGraph], options: StepOptions, layo
             held += output_memory(part[runs[action.kind]].gm)
         else:  # what the microbatch kept is let go of; of its gradients the sums stay
             kept = ("forward", "input") if action.kind == "W" else ("forward",)
-            held -= sum(output_memory(part[name].gm) for name in kept)
+            held -= received + sum(output_memory(part[name].gm) for name in kept)
             if action.stage not in has_sums:
                 has_sums.add(action.stage)
-                held += output_memory(part[runs[action.kind]].gm)
+                held += _bytes_of_sums(graphs[action.stage])
     return peak, where
+
+
+def _bytes_of_sums(graph: StageGraph) -> int:
+    """Give the bytes of a stage's summed gradients, which have the dtype of their reduction."""
+    sums = [node for node in graph.train.gm.graph.nodes if node.name in graph.parts.sums]
+    return sum(value(node).numel() for node in sums) * graph.reduce_dtype.itemsize
+
+
+def _sent_by_stages(
+    graphs: Mapping[int, StageGraph], options: StepOptions, layout: Layout
+) -> dict[tuple[str, str], Traffic]:
+    """Count what this rank of a pipeline receives in a step: what its parts do, some of them for each microbatch, and
+    what other stages pass on."""
+    assert options.pipeline is not None
+    sent: dict[tuple[str, str], Traffic] = {}
+
+    def add(key: tuple[str, str], number: int, num_bytes: int) -> None:
+        before = sent.get(key, Traffic(0, 0))
+        sent[key] = Traffic(before.number + number, before.num_bytes + num_bytes)
+
+    for graph in graphs.values():
+        for name, part in graph.parts.by_name.items():
+            times = 1 if name in ONCE_A_STEP else options.num_microbatches
+            for key, found in traffic(part.gm, layout.axes_by_group).items():
+                add(key, times * found.number, times * found.num_bytes)
+    for action in options.pipeline.actions[layout.rank(PP)]:
+        if action.kind in ("RECV_F", "RECV_B"):
+            add((PP, "irecv"), 1, graphs[action.stage].passed.nbytes)
+    return sent
 
 
 def _bytes_at_rest(storage: Storage) -> int:

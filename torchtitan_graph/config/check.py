@@ -18,6 +18,8 @@ _DEGREES = (  # that multiply to the number of processes
     "context_parallel_degree",
     "tensor_parallel_degree",
 )
+_PP = "parallelism.pipeline_parallel_degree"
+_PARTS = "parallelism.module_fqns_per_model_part"
 COMPONENTS = ("model", "loss", "flex")
 EXCLUDABLE = ("optimizer", "lr_scheduler", "dataloader", "train_state")
 # What makes a run another run, where it changes between a start and a resume; job.allow_changed names exceptions.
@@ -356,6 +358,7 @@ def _notices(config: JobConfig) -> list[str]:
     ):
         name = _name(config, "training.mtp_loss_weight")
         notices.append(f"{name}: there is no such loss while model.num_mtp_layers is 0")
+    notices += _stage_notices(config)
     if config.comm.fake_rank and config.comm.mode != "fake_backend":
         notices.append(
             f"{_name(config, 'comm.fake_rank')}: only a dry run, comm.mode = fake_backend, builds another rank"
@@ -368,3 +371,19 @@ def _notices(config: JobConfig) -> list[str]:
     if config.debug.verify_passes and config.compile.mode == "eager":
         notices.append(f"{_name(config, 'debug.verify_passes')}: compile.mode = eager runs no passes")
     return notices
+
+
+def _stage_notices(config: JobConfig) -> list[str]:
+    """Name the options of a pipeline that are set and not used."""
+    options = config.parallelism
+    keys = [key for key in OPTIONS if key.startswith("parallelism.pipeline_parallel_") and key != _PP]
+    chosen = [key for key in [*keys, _PARTS] if get(config, key) != OPTIONS[key].default]
+    if options.pipeline_parallel_degree == 1:
+        return [f"{_name(config, key)}: there are no stages while {_PP} is 1" for key in chosen]
+    divides = [key for key in chosen if key.endswith(("_layers", "_layers_per_stage"))]
+    if options.module_fqns_per_model_part:
+        return [f"{_name(config, key)}: {_PARTS} says what each stage has" for key in divides]
+    if not options.pipeline_parallel_schedule_csv:
+        return []
+    counted = [key for key in divides if key.endswith("_per_stage")]
+    return [f"{_name(config, key)}: there are as many stages as pipeline_parallel_schedule_csv has" for key in counted]

@@ -18,6 +18,7 @@ defaults.
     --table.key value            or --table.key=value
     --table.flag                 turns a true-or-false option on, --table.no-flag turns it off
     --table.list first,second    a list
+    --table.lists 'a,b;c'        a list of lists, or as in TOML: '[["a", "b"], ["c"]]'
     --table.tables TABLES        a table, or an array of tables, as in TOML: '[{key = value}, {key = value}]'
     --help [TABLE]               explains all options, or those of one table; --help TABLE.KEY explains one option
     --version                    prints the version

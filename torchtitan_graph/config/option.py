@@ -131,7 +131,8 @@ class Option:
     def parse(self, text: str) -> Any:
         """Check a value given as text on the command line.
 
-        Lists are separated by commas, inner lists by semicolons; tables, and arrays of tables, are written as in TOML.
+        Lists are separated by commas, inner lists by semicolons, or written as in TOML, [["a", "b"], ["c"]]; so are
+        tables, and arrays of tables.
 
         Raises:
             UserError: the text is not a legal value; the message says what is.
@@ -148,13 +149,14 @@ class Option:
                 raise UserError(f"must be {self.legal()}") from None
         elif self.kind == list[str]:
             value = _split(text, ",")
-        elif self.kind == list[list[str]]:
+        elif self.kind == list[list[str]] and not text.startswith("[["):
             value = [_split(part, ",") for part in _split(text, ";")]
-        elif self.row is not None or self.kind == dict[str, Any]:
+        elif self.row is not None or self.kind in (dict[str, Any], list[list[str]]):
             try:
                 value = tomllib.loads(f"value = {text}")["value"] if text else type(self.default)()
             except (ValueError, RecursionError):
                 example = "[{key = value, ...}, ...]" if self.row is not None else "{key = value, ...}"
+                example = "a,b;c" if self.kind == list[list[str]] else example
                 raise UserError(f"must be {self.legal()}; on the command line '{example}'") from None
         return self.accept(value)
 
@@ -212,8 +214,10 @@ def options(table: type, prefix: str = "") -> dict[str, Option]:
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
     """Return the name most like a mistyped one, or None when none is near. A key without its table, or in a wrong one,
-    is near."""
+    is near; so is a name in other letters' case."""
     names = list(names)
+    if same_letters := [other for other in names if other.lower() == name.lower()]:
+        return same_letters[0]
     leaf = name.rpartition(".")[2]
     same_leaf = [other for other in names if other.rpartition(".")[2] == leaf]
     if same_leaf:

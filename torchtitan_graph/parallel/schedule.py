@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torchtitan_graph.config import job
+from torchtitan_graph.config.option import nearest
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.torch_private import PipelineAction, pipeline_order, with_messages
 
@@ -19,7 +20,8 @@ SCHEDULES = {"GPipe": ONE, "1F1B": ONE, "Interleaved1F1B": LOOPED, "ZBVZeroBubbl
 
 _ALIKE = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # what an action takes, where all stages are alike
 
-_ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+
+_ACTION = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})", re.ASCII)
 _SIDE_BY_SIDE = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
@@ -81,14 +83,14 @@ def plan_pipeline(options: job.Parallelism, modules: Sequence[str], num_microbat
     if path is not None:
         orders: Sequence[Sequence[PipelineAction]] = read_csv(Path(path), num_ranks, num_microbatches)
         num_stages = 1 + max(action.stage for order in orders for action in order)
+        _check_complete(path, orders, num_stages, num_microbatches)
         stages = _divide(options, modules, num_stages)
         try:
             actions, rank_of = with_messages(orders, num_stages, num_microbatches)
         except (AssertionError, ValueError, KeyError) as error:
             raise UserError(
-                f"{_CSV} = {path!r}: {str(error).splitlines()[0] or 'no rank could go on'}; every stage needs F, and B"
-                f" or I and W, of each of the {num_microbatches} microbatches, all on one rank, each after what it"
-                " waits for"
+                f"{_CSV} = {path!r}: {str(error).splitlines()[0] or 'no rank could go on'}; all of a stage must be on"
+                " one rank, each action after what it waits for"
             ) from error
         return Schedule(stages, tuple(map(tuple, actions)), tuple(rank_of))
     name = options.pipeline_parallel_schedule
@@ -173,7 +175,7 @@ def _divide(options: job.Parallelism, modules: Sequence[str], num_stages: int) -
         raise UserError(
             f"parallelism.pipeline_parallel_degree = {options.pipeline_parallel_degree}: {num_layers} layers can't fill"
             f" {num_stages} stages, the first with pipeline_parallel_first_stage_less_layers {first}, the last with"
-            f" pipeline_parallel_last_stage_less_layers {last} fewer than the others; use fewer stages"
+            f" pipeline_parallel_last_stage_less_layers {last} fewer than the others; use fewer stages, or lower these"
         )
     stages, rest = [], list(modules)
     for stage, size in enumerate(sizes):
@@ -193,16 +195,28 @@ def _weight_of_ends(options: job.Parallelism) -> int:
 
 def _as_named(parts: Sequence[Sequence[str]], modules: Sequence[str], num_stages: int) -> tuple[tuple[str, ...], ...]:
     named = [name for part in parts for name in part]
-    where = "parallelism.module_fqns_per_model_part"
-    if unknown := [name for name in named if name not in modules]:
-        raise UserError(f"{where}: {unknown[0]!r} is no part of this model, which has {', '.join(modules)}")
+    where, in_order = "parallelism.module_fqns_per_model_part", f"the modules are {_shown(modules)}, in this order"
+    if unknown := next((name for name in named if name not in modules), None):
+        near = nearest(unknown, modules)
+        hint = f"did you mean {near}?" if near else in_order
+        raise UserError(f"{where}: {unknown!r} is no part of this model; {hint}")
     if missing := [name for name in modules if name not in named]:
-        raise UserError(f"{where}: {', '.join(missing[:5])} is in no part; each of {', '.join(modules)} must be in one")
-    if named != list(modules) or not all(parts):
-        raise UserError(f"{where}: no part may be empty, and all in a row must be {', '.join(modules)}, in this order")
+        raise UserError(f"{where}: {', '.join(missing[:5])} is in no part; {in_order}")
+    if repeated := next((name for name in named if named.count(name) > 1), None):
+        raise UserError(f"{where}: {repeated} is there more than once; {in_order}")
+    if [] in parts:
+        raise UserError(f"{where}: part {list(parts).index([]) + 1} of {len(parts)} is empty")
+    if early := next((name for name, due in zip(named, modules, strict=True) if name != due), None):
+        raise UserError(f"{where}: {early} comes too early; {in_order}")
     if len(parts) != num_stages:
         raise UserError(f"{where}: has {len(parts)} parts, but the schedule has {num_stages} stages")
     return tuple(map(tuple, parts))
+
+
+def _shown(modules: Sequence[str]) -> str:
+    layers = modules[1:-2]
+    between = layers if len(layers) < 3 else [f"{layers[0]} to {layers[-1]}"]
+    return ", ".join([modules[0], *between, *modules[-2:]])
 
 
 # --- a schedule of one's own ----------------------------------------------------------------------------------------
@@ -239,3 +253,19 @@ def read_csv(path: Path, num_ranks: int, num_microbatches: int) -> list[list[Pip
         if repeated := [word for word in words if words.count(word) > 1]:
             raise UserError(f"{_CSV} = {str(path)!r}, line {number}: {repeated[0]} is there more than once")
     return orders
+
+
+def _check_complete(
+    path: str, orders: Sequence[Sequence[PipelineAction]], num_stages: int, num_microbatches: int
+) -> None:
+    found: dict[tuple[int, int], str] = {}
+    for action in sorted(action for order in orders for action in order):
+        place = action.stage, action.microbatch
+        found[place] = found.get(place, "") + action.kind
+    for stage in range(num_stages):
+        for i in range(num_microbatches):
+            if (kinds := found.get((stage, i), "")) not in ("BF", "FIW"):
+                raise UserError(
+                    f"{_CSV} = {path!r}: of stage {stage} and microbatch {i} there is {', '.join(kinds) or 'nothing'};"
+                    f" every stage needs F, and B or I and W, of each of the {num_microbatches} microbatches"
+                )

@@ -137,11 +137,21 @@ def test_only_known_components_and_whole_options_are_compiled() -> None:
         ("--compile.enable --compile.mode eager", "regions are parts of a graph"),
         ("--comm.fake_rank 1", "only a dry run"),
         ("--metrics.histogram_freq 5", "no histograms while metrics.enable_tensorboard is false"),
+        ("--parallelism.pipeline_parallel_schedule GPipe", "'GPipe': there are no stages while parallelism.pipeline_"),
+        ("--parallelism.module_fqns_per_model_part a;b", "there are no stages while"),
     ],
 )
 def test_what_has_no_effect_is_said(arguments: str, notice: str) -> None:
     notices = check(load(arguments.split()), 1)
     assert len(notices) == 1 and notice in notices[0]
+
+
+@pytest.mark.parametrize("instead", ["module_fqns_per_model_part a;b", "pipeline_parallel_schedule_csv mine.csv"])
+def test_what_divides_no_stages_is_said(instead: str) -> None:
+    options = f"--parallelism.pipeline_parallel_degree 2 --parallelism.{instead}".split()
+    assert check(load(options), 2) == []
+    notices = check(load([*options, "--parallelism.pipeline_parallel_layers_per_stage", "3"]), 2)
+    assert len(notices) == 1 and "pipeline_parallel_layers_per_stage = 3: " in notices[0]
 
 
 @pytest.mark.parametrize(

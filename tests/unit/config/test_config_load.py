@@ -68,6 +68,12 @@ def test_nested_tables_and_lists() -> None:
     assert load(["--compile.components="]).compile.components == []
 
 
+@pytest.mark.parametrize("text", ["a,b;c", "[['a', 'b'], ['c']]"])
+def test_a_list_of_lists(text: str) -> None:
+    argv = ["--parallelism.module_fqns_per_model_part", text]
+    assert load(argv).parallelism.module_fqns_per_model_part == [["a", "b"], ["c"]]
+
+
 def test_no_true_default_can_only_be_set_with_a_value() -> None:
     assert load(["--checkpoint.no-last_save_model_only"]).checkpoint.last_save_model_only is False
     assert load(["--checkpoint.no-last-save-model-only"]).checkpoint.last_save_model_only is False
@@ -128,6 +134,16 @@ def test_error_names_file_key_value_legal_and_nearest(tmp_path: Path, line: str,
         (["--training.steps", "five"], "training.steps = 'five': must be a whole number of at least 1"),
         (["--training.steps"], "training.steps: needs a value: a whole number of at least 1"),
         (["--training.steps", "--compile.enable"], "training.steps: needs a value: a whole number of at least 1"),
+        (
+            ["--parallelism.module_fqns_per_model_part", "[[a], [b]]"],
+            "parallelism.module_fqns_per_model_part = '[[a], [b]]': must be a list of lists of strings; on the command"
+            " line 'a,b;c'",
+        ),
+        (
+            ["--parallelism.pipeline_parallel_schedule", "1f1b"],
+            "parallelism.pipeline_parallel_schedule = '1f1b': must be one of GPipe, 1F1B, Interleaved1F1B,"
+            " ZBVZeroBubble, DualPipeV; did you mean 1F1B?",
+        ),
         (["--trainin.steps", "5"], "trainin.steps = '5': is not an option; did you mean training.steps?"),
         (["--training", "5"], "training = '5': is a table; write [training] and its keys below"),
         (["--compile.enable", "maybe"], "compile.enable = 'maybe': must be true or false"),

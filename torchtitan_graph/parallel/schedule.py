@@ -17,7 +17,7 @@ from torchtitan_graph.graph.torch_private import PipelineAction, pipeline_order,
 ONE, V, LOOPED = "one", "two", "several"
 SCHEDULES = {"GPipe": ONE, "1F1B": ONE, "Interleaved1F1B": LOOPED, "ZBVZeroBubble": V, "DualPipeV": V}
 
-_ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+_ACTION = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
 _SIDE_BY_SIDE = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
@@ -54,14 +54,16 @@ def plan_pipeline(options: job.Parallelism, modules: Sequence[str], num_microbat
         orders: Sequence[Sequence[PipelineAction]] = read_csv(Path(path), num_ranks, num_microbatches)
         num_stages = 1 + max(action.stage for order in orders for action in order)
         stages = _divide(options, modules, num_stages)
+        problem = _find_bad_order(orders, num_stages, num_microbatches)
         try:
-            actions, rank_of = with_messages(orders, num_stages, num_microbatches)
+            actions, rank_of = ([], []) if problem else with_messages(orders, num_stages, num_microbatches)
         except (AssertionError, ValueError, KeyError) as error:
+            problem = str(error).partition("\n")[0] or "no rank could go on"
+        if problem:
             raise UserError(
-                f"{_CSV} = {path!r}: {str(error).splitlines()[0] or 'no rank could go on'}; every stage needs F, and B"
-                f" or I and W, of each of the {num_microbatches} microbatches, all on one rank, each after what it"
-                " waits for"
-            ) from error
+                f"{_CSV} = {path!r}: {problem}; every stage needs F, and B or I and W, of each of the"
+                f" {num_microbatches} microbatches, all on one rank, each after what it waits for"
+            )
         return Schedule(stages, tuple(map(tuple, actions)), tuple(rank_of))
     name = options.pipeline_parallel_schedule
     num_stages = _count_stages(options, modules)
@@ -138,10 +140,10 @@ def _divide(options: job.Parallelism, modules: Sequence[str], num_stages: int) -
     first, last = options.pipeline_parallel_first_stage_less_layers, options.pipeline_parallel_last_stage_less_layers
     num_layers = _num_layers(modules)
     each, more = divmod(num_layers + _weight_of_ends(options), num_stages)
-    sizes = [each + (stage < more) for stage in range(num_stages)]
+    sizes = [each + (stage < more) for stage in range(min(num_stages, len(modules)))]
     sizes[0] -= first
     sizes[-1] -= last
-    if min(sizes) < 0 or 0 in sizes[1:-1]:
+    if num_stages > len(modules) or min(sizes) < 0 or 0 in sizes[1:-1]:
         raise UserError(
             f"parallelism.pipeline_parallel_degree = {options.pipeline_parallel_degree}: {num_layers} layers can't fill"
             f" {num_stages} stages, the first with pipeline_parallel_first_stage_less_layers {first}, the last with"
@@ -180,6 +182,26 @@ def _as_named(parts: Sequence[Sequence[str]], modules: Sequence[str], num_stages
 # --- a schedule of one's own ----------------------------------------------------------------------------------------
 
 
+def _find_bad_order(orders: Sequence[Sequence[PipelineAction]], num_stages: int, num_microbatches: int) -> str | None:
+    """Say what is wrong with what ranks compute, whatever they wait for: of their messages torch knows more."""
+    lines: dict[int, int] = {}
+    done: set[tuple[str, int, int]] = set()
+    for line, order in enumerate(orders, 1):
+        for kind, stage, i in order:
+            first = {"B": "F", "I": "F", "W": "I"}.get(kind)
+            if lines.setdefault(stage, line) != line:
+                return f"stage {stage} is in line {lines[stage]} and in line {line}"
+            if first and (first, stage, i) not in done:
+                return f"line {line}: {stage}{kind}{i} has no {stage}{first}{i} before it"
+            done.add((kind, stage, i))
+    for stage in range(num_stages):
+        for i in range(num_microbatches):
+            kinds = "".join(kind for kind in "FBIW" if (kind, stage, i) in done)
+            if kinds not in ("FB", "FIW"):
+                return f"stage {stage} does {' and '.join(kinds) or 'nothing'} of microbatch {i}"
+    return None
+
+
 def read_csv(path: Path, num_ranks: int, num_microbatches: int) -> list[list[PipelineAction]]:
     """Read what each rank computes: a line for each, actions such as 0F0, 1B0, 0I2 or 0W2 (stage, kind, microbatch)
     separated by commas, empty where it waits; (0F3;1B0)OVERLAP_F_B for two side by side.
@@ -188,7 +210,7 @@ def read_csv(path: Path, num_ranks: int, num_microbatches: int) -> list[list[Pip
         UserError: it can't be read; names the line.
     """
     try:
-        with path.open(newline="") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:
             lines = [row for row in csv.reader(file) if any(cell.strip() for cell in row)]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{_CSV} = {str(path)!r}: can't be read ({error})") from error

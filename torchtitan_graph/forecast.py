@@ -88,25 +88,23 @@ def _peak_of_stages(graphs: Mapping[int, StageGraph], options: StepOptions, layo
     parts = {number: graph.parts.by_name for number, graph in graphs.items()}
     held = sum(output_memory(part["gather"].gm) for part in parts.values())
     peak, where, has_sums = held, "gathered weights", set()
-    runs = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
     for action in options.pipeline.actions[layout.rank(PP)]:
-        if action.kind not in runs:
-            continue
         part = parts[action.stage]
-        while_it_runs = held + peak_memory(part[runs[action.kind]].gm).num_bytes
-        if while_it_runs > peak:
-            peak, where = (
-                while_it_runs,
-                f"{runs[action.kind]} of microbatch {action.microbatch} in stage {action.stage}",
-            )
-        if action.kind in "FI":
-            held += output_memory(part[runs[action.kind]].gm)
-        else:  # what the microbatch kept is let go of; of its gradients the sums stay
-            kept = ("forward", "input") if action.kind == "W" else ("forward",)
-            held -= sum(output_memory(part[name].gm) for name in kept)
+        backward = ("backward",) if "backward" in part else ("input", "weight")
+        runs = {"F": ("forward",), "B": backward, "I": ("input",), "W": ("weight",)}.get(action.kind, ())
+        for name in runs:
+            while_it_runs = held + peak_memory(part[name].gm).num_bytes
+            if while_it_runs > peak:
+                peak, where = while_it_runs, f"{name} of microbatch {action.microbatch} in stage {action.stage}"
+            if name in ("forward", "input"):
+                held += output_memory(part[name].gm)
+                continue
+            # What the microbatch kept is let go of; of its gradients the sums stay.
+            kept = ("forward", "input") if name == "weight" else ("forward",)
+            held -= sum(output_memory(part[each].gm) for each in kept)
             if action.stage not in has_sums:
                 has_sums.add(action.stage)
-                held += output_memory(part[runs[action.kind]].gm)
+                held += output_memory(part[name].gm)
     return peak, where
 
 

@@ -60,4 +60,6 @@ def test_a_stage_holds_what_its_schedule_keeps() -> None:
     one_by_one = dataclasses.replace(cell, pipeline=(("pipeline_parallel_schedule", "1F1B"),))
     assert of(all_at_once).held[STEP] > of(one_by_one).held[STEP]
     assert "stage 1" in of(one_by_one, rank=1).where
+    both_ways = dataclasses.replace(cell, pipeline=(("pipeline_parallel_schedule", "DualPipeV"),))
+    assert "stage" in of(both_ways).where  # its list has whole backwards and halves
     assert PP not in {axis for axis, _ in of(one_by_one).sent}

@@ -29,28 +29,35 @@ class Forecast:
     held        bytes by what for; with those of the optimizer unless it is a class of one's own
     where       what runs when the step holds most
     sent        collectives of a microbatch by (axis, kind)
+    sent_once   of a pipeline, those of a whole step: of weights, of gradients, and what stages hand to one another
     operations  of a microbatch of rows of one document
     """
 
     held: dict[str, int]
     where: str
     sent: dict[tuple[str, str], Traffic]
+    sent_once: dict[tuple[str, str], Traffic]
     operations: float
     optimizer: str
 
     def lines(self) -> list[str]:
         """Tell it in lines."""
         more = "" if OPTIMIZER in self.held else f", and what {self.optimizer} keeps"
-        by_axis: dict[str, list[str]] = {}
-        for (axis, kind), (number, num_bytes) in self.sent.items():
-            by_axis.setdefault(axis, []).append(f"{kind} {num_bytes / GIB:.3f} GiB in {number}")
         return [
             *(f"  {name:34}{size / GIB:10.3f} GiB" for name, size in self.held.items()),
             f"  {'in all':34}{sum(self.held.values()) / GIB:10.3f} GiB{more}",
             f"  most is held in {self.where}; new gradients count, what operators need only while they run does not",
-            *(f"  received over {axis} in a microbatch: {', '.join(kinds)}" for axis, kinds in by_axis.items()),
+            *_received(self.sent, "a microbatch"),
+            *_received(self.sent_once, "a step"),
             f"  {self.operations / 1e12:.3f} TFLOP a microbatch of rows of one document",
         ]
+
+
+def _received(sent: Mapping[tuple[str, str], Traffic], span: str) -> list[str]:
+    by_axis: dict[str, list[str]] = {}
+    for (axis, kind), (number, num_bytes) in sent.items():
+        by_axis.setdefault(axis, []).append(f"{kind} {num_bytes / GIB:.3f} GiB in {number}")
+    return [f"  received over {axis} in {span}: {', '.join(kinds)}" for axis, kinds in by_axis.items()]
 
 
 def forecast(
@@ -62,18 +69,33 @@ def forecast(
         held["gradients of earlier microbatches"] = held["parameters"]
     if "." not in optimizer.name:  # what a class of one's own keeps is known when it has made a step
         held[OPTIMIZER] = 2 * held["parameters"]
-    if isinstance(graphs.train, dict):
-        steps = [stage.train for stage in graphs.train.values()]
-        held[STEP], where = _peak_of_stages(graphs.train, options, layout)
-    else:
-        steps = [graphs.train]
-        held[STEP], where = _peak(graphs.train)
+    axes = layout.axes_by_group
     sent: dict[tuple[str, str], Traffic] = {}
-    for step in steps:
-        for key, found in traffic(step.gm, layout.axes_by_group).items():
-            before = sent.get(key, Traffic(0, 0))
-            sent[key] = Traffic(before.number + found.number, before.num_bytes + found.num_bytes)
-    return Forecast(held, where, sent, _operations(model, graphs, options), optimizer.name)
+    sent_once: dict[tuple[str, str], Traffic] = {}
+    if isinstance(graphs.train, dict):
+        held[STEP], where = _peak_of_stages(graphs.train, options, layout)
+        for stage in graphs.train.values():
+            for name, part in stage.parts.by_name.items():
+                _add(sent_once if name in ("gather", "reduce") else sent, traffic(part.gm, axes))
+        _add(sent_once, _messages(graphs.train, options, layout))
+    else:
+        held[STEP], where = _peak(graphs.train)
+        sent = traffic(graphs.train.gm, axes)
+    return Forecast(held, where, sent, sent_once, _operations(model, graphs, options), optimizer.name)
+
+
+def _add(sent: dict[tuple[str, str], Traffic], more: Mapping[tuple[str, str], Traffic]) -> None:
+    for key, (number, num_bytes) in more.items():
+        before = sent.get(key, Traffic(0, 0))
+        sent[key] = Traffic(before.number + number, before.num_bytes + num_bytes)
+
+
+def _messages(graphs: Mapping[int, StageGraph], options: StepOptions, layout: Layout) -> dict[tuple[str, str], Traffic]:
+    """Count what this rank receives from other stages in a step."""
+    assert options.pipeline is not None
+    actions = options.pipeline.actions[layout.rank(PP)]
+    received = [graphs[a.stage].passed.nbytes for a in actions if a.kind.startswith("RECV")]
+    return {(PP, "message"): Traffic(len(received), sum(received))}
 
 
 def _peak(step: TracedResult) -> tuple[int, str]:

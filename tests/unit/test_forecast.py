@@ -12,6 +12,7 @@ from torchtitan_graph.forecast import OPTIMIZER, STEP, Forecast, forecast
 from torchtitan_graph.graph.torch_private import init_fake_process_group
 from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.layout import FSDP, PP, TP, ParallelDims
+from torchtitan_graph.parallel.storage import Reshard
 from torchtitan_graph.steps import build_graphs
 
 
@@ -62,4 +63,13 @@ def test_a_stage_holds_what_its_schedule_keeps() -> None:
     assert "stage 1" in of(one_by_one, rank=1).where
     both_ways = dataclasses.replace(cell, pipeline=(("pipeline_parallel_schedule", "DualPipeV"),))
     assert "stage" in of(both_ways).where  # its list has whole backwards and halves
-    assert PP not in {axis for axis, _ in of(one_by_one).sent}
+    assert of(one_by_one).sent_once == {(PP, "message"): (4, 4 * 2 * 32 * 64 * 4)}  # rows, length, width, bytes
+    assert "received over pp in a step: message" in "\n".join(of(one_by_one).lines())
+
+
+def test_what_stages_gather_and_reduce_once_is_of_the_step() -> None:
+    once = Cell(ParallelDims(pp=2, dp_shard=2), num_microbatches=4, vocab_size=512)
+    again = dataclasses.replace(once, reshard=Reshard(blocks=True, root=True))
+    gathered, reduced = (FSDP, "all_gather_into_tensor"), (FSDP, "reduce_scatter_tensor")
+    assert {gathered, reduced} <= of(once).sent_once.keys() and not of(once).sent
+    assert gathered in of(again).sent and gathered not in of(again).sent_once and reduced in of(again).sent_once

@@ -30,31 +30,36 @@ class Forecast:
 
     held        bytes by what for; with those of the optimizer unless it is a class of one's own
     where       what runs when the step holds most
-    sent        collectives, and messages of a pipeline, by (axis, kind)
-    span        what they are sent in: a microbatch, or of a pipeline, which gathers and reduces once, a step
+    sent        collectives of a microbatch by (axis, kind)
+    sent_once   of a pipeline, those of a whole step: of weights, of gradients, and what stages hand to one another
     operations  of a microbatch of rows of one document
     """
 
     held: dict[str, int]
     where: str
     sent: dict[tuple[str, str], Traffic]
-    span: str
+    sent_once: dict[tuple[str, str], Traffic]
     operations: float
     optimizer: str
 
     def lines(self) -> list[str]:
         """Tell it in lines."""
         more = "" if OPTIMIZER in self.held else f", and what {self.optimizer} keeps"
-        by_axis: dict[str, list[str]] = {}
-        for (axis, kind), (number, num_bytes) in self.sent.items():
-            by_axis.setdefault(axis, []).append(f"{kind} {num_bytes / GIB:.3f} GiB in {number}")
         return [
             *(f"  {name:34}{size / GIB:10.3f} GiB" for name, size in self.held.items()),
             f"  {'in all':34}{sum(self.held.values()) / GIB:10.3f} GiB{more}",
             f"  most is held in {self.where}; new gradients count, what operators need only while they run does not",
-            *(f"  received over {axis} in a {self.span}: {', '.join(kinds)}" for axis, kinds in by_axis.items()),
+            *_received(self.sent, "a microbatch"),
+            *_received(self.sent_once, "a step"),
             f"  {self.operations / 1e12:.3f} TFLOP a microbatch of rows of one document",
         ]
+
+
+def _received(sent: Mapping[tuple[str, str], Traffic], span: str) -> list[str]:
+    by_axis: dict[str, list[str]] = {}
+    for (axis, kind), (number, num_bytes) in sent.items():
+        by_axis.setdefault(axis, []).append(f"{kind} {num_bytes / GIB:.3f} GiB in {number}")
+    return [f"  received over {axis} in {span}: {', '.join(kinds)}" for axis, kinds in by_axis.items()]
 
 
 def forecast(
@@ -66,13 +71,33 @@ def forecast(
         held["gradients of earlier microbatches"] = held["parameters"]
     if "." not in optimizer.name:  # what a class of one's own keeps is known when it has made a step
         held[OPTIMIZER] = 2 * held["parameters"]
+    axes = layout.axes_by_group
+    sent: dict[tuple[str, str], Traffic] = {}
+    sent_once: dict[tuple[str, str], Traffic] = {}
     if isinstance(graphs.train, dict):
         held[STEP], where = _peak_of_stages(graphs.train, options, layout)
-        sent, span = _sent_by_stages(graphs.train, options, layout), "step"
+        for stage in graphs.train.values():
+            for name, part in stage.parts.by_name.items():
+                _add(sent_once if name in ONCE_A_STEP else sent, traffic(part.gm, axes))
+        _add(sent_once, _messages(graphs.train, options, layout))
     else:
         held[STEP], where = _peak(graphs.train)
-        sent, span = traffic(graphs.train.gm, layout.axes_by_group), "microbatch"
-    return Forecast(held, where, sent, span, _operations(model, graphs, options), optimizer.name)
+        sent = traffic(graphs.train.gm, axes)
+    return Forecast(held, where, sent, sent_once, _operations(model, graphs, options), optimizer.name)
+
+
+def _add(sent: dict[tuple[str, str], Traffic], more: Mapping[tuple[str, str], Traffic]) -> None:
+    for key, (number, num_bytes) in more.items():
+        before = sent.get(key, Traffic(0, 0))
+        sent[key] = Traffic(before.number + number, before.num_bytes + num_bytes)
+
+
+def _messages(graphs: Mapping[int, StageGraph], options: StepOptions, layout: Layout) -> dict[tuple[str, str], Traffic]:
+    """Count what this rank receives from other stages in a step."""
+    assert options.pipeline is not None
+    actions = options.pipeline.actions[layout.rank(PP)]
+    received = [graphs[a.stage].passed.nbytes for a in actions if a.kind.startswith("RECV")]
+    return {(PP, "message"): Traffic(len(received), sum(received))}
 
 
 def _peak(step: TracedResult) -> tuple[int, str]:
@@ -87,23 +112,21 @@ def _peak_of_stages(graphs: Mapping[int, StageGraph], options: StepOptions, layo
     parts = {number: graph.parts.by_name for number, graph in graphs.items()}
     held = sum(output_memory(part["gather"].gm) for part in parts.values())
     peak, where, has_sums = held, "gathered weights", set()
-    runs = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
     for action in options.pipeline.actions[layout.rank(PP)]:
-        if action.kind not in runs:
-            continue
         part, received = parts[action.stage], graphs[action.stage].passed.nbytes if action.stage else 0
-        held += received if action.kind == "F" else 0
-        while_it_runs = held + peak_memory(part[runs[action.kind]].gm).num_bytes
-        if while_it_runs > peak:
-            peak, where = (
-                while_it_runs,
-                f"{runs[action.kind]} of microbatch {action.microbatch} in stage {action.stage}",
-            )
-        if action.kind in "FI":
-            held += output_memory(part[runs[action.kind]].gm)
-        else:  # what the microbatch kept is let go of; of its gradients the sums stay
-            kept = ("forward", "input") if action.kind == "W" else ("forward",)
-            held -= received + sum(output_memory(part[name].gm) for name in kept)
+        backward = ("backward",) if "backward" in part else ("input", "weight")
+        runs = {"F": ("forward",), "B": backward, "I": ("input",), "W": ("weight",)}.get(action.kind, ())
+        for name in runs:
+            held += received if name == "forward" else 0
+            while_it_runs = held + peak_memory(part[name].gm).num_bytes
+            if while_it_runs > peak:
+                peak, where = while_it_runs, f"{name} of microbatch {action.microbatch} in stage {action.stage}"
+            if name in ("forward", "input"):
+                held += output_memory(part[name].gm)
+                continue
+            # What the microbatch kept is let go of; of its gradients the sums stay.
+            kept = ("forward", "input") if name == "weight" else ("forward",)
+            held -= received + sum(output_memory(part[each].gm) for each in kept)
             if action.stage not in has_sums:
                 has_sums.add(action.stage)
                 held += _bytes_of_sums(graphs[action.stage])
@@ -114,29 +137,6 @@ def _bytes_of_sums(graph: StageGraph) -> int:
     """Give the bytes of a stage's summed gradients, which have the dtype of their reduction."""
     sums = [node for node in graph.train.gm.graph.nodes if node.name in graph.parts.sums]
     return sum(value(node).numel() for node in sums) * graph.reduce_dtype.itemsize
-
-
-def _sent_by_stages(
-    graphs: Mapping[int, StageGraph], options: StepOptions, layout: Layout
-) -> dict[tuple[str, str], Traffic]:
-    """Count what this rank of a pipeline receives in a step: what its parts do, some of them for each microbatch, and
-    what other stages pass on."""
-    assert options.pipeline is not None
-    sent: dict[tuple[str, str], Traffic] = {}
-
-    def add(key: tuple[str, str], number: int, num_bytes: int) -> None:
-        before = sent.get(key, Traffic(0, 0))
-        sent[key] = Traffic(before.number + number, before.num_bytes + num_bytes)
-
-    for graph in graphs.values():
-        for name, part in graph.parts.by_name.items():
-            times = 1 if name in ONCE_A_STEP else options.num_microbatches
-            for key, found in traffic(part.gm, layout.axes_by_group).items():
-                add(key, times * found.number, times * found.num_bytes)
-    for action in options.pipeline.actions[layout.rank(PP)]:
-        if action.kind in ("RECV_F", "RECV_B"):
-            add((PP, "irecv"), 1, graphs[action.stage].passed.nbytes)
-    return sent
 
 
 def _bytes_at_rest(storage: Storage) -> int:

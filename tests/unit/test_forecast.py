@@ -13,6 +13,7 @@ from torchtitan_graph.forecast import OPTIMIZER, STEP, Forecast, forecast
 from torchtitan_graph.graph.torch_private import init_fake_process_group
 from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.layout import FSDP, PP, TP, ParallelDims
+from torchtitan_graph.parallel.storage import Reshard
 from torchtitan_graph.steps import build_graphs
 
 
@@ -62,16 +63,28 @@ def test_a_stage_holds_what_its_schedule_keeps() -> None:
     assert of(all_at_once).held[STEP] > of(one_by_one).held[STEP]
     assert "stage 1" in of(one_by_one, rank=1).where
     fewer = dataclasses.replace(one_by_one, num_microbatches=2)
-    assert of(one_by_one).sent[PP, "irecv"].number == 4 and of(fewer).sent[PP, "irecv"].number == 2
+    assert of(fewer).sent_once[PP, "message"].number == 2
+    both_ways = dataclasses.replace(cell, pipeline=(("pipeline_parallel_schedule", "DualPipeV"),))
+    assert "stage" in of(both_ways).where  # its list has whole backwards and halves
+    assert of(one_by_one).sent_once == {(PP, "message"): (4, 4 * 2 * 32 * 64 * 4)}  # rows, length, width, bytes
+    assert "received over pp in a step: message" in "\n".join(of(one_by_one).lines())
 
 
 def test_a_pipeline_gathers_once_and_sums_gradients_in_the_dtype_of_their_reduction() -> None:
     cell = Cell(ParallelDims(pp=2, dp_shard=2), BF16, num_microbatches=4, vocab_size=512, ffn_dim=128)
     found, rows = of(cell), NUM_ROWS // 8 * SEQ_LEN
     shard = found.held["parameters"]  # fp32; gathered in bf16, reduced in fp32
-    assert found.sent[FSDP, "all_gather_into_tensor"].num_bytes == shard // 2
-    assert found.sent[FSDP, "reduce_scatter_tensor"].num_bytes == shard
-    assert found.sent[PP, "irecv"].num_bytes == 4 * rows * build_model(cell).config.dim * 2
+    assert found.sent_once[FSDP, "all_gather_into_tensor"].num_bytes == shard // 2
+    assert found.sent_once[FSDP, "reduce_scatter_tensor"].num_bytes == shard
+    assert found.sent_once[PP, "message"].num_bytes == 4 * rows * build_model(cell).config.dim * 2
     assert "received over fsdp in a step" in "\n".join(found.lines())
     halves = dataclasses.replace(cell, precision=dataclasses.replace(BF16, reduce=torch.bfloat16))
     assert found.held[STEP] - of(halves).held[STEP] == shard  # of whole gradients, two parts
+
+
+def test_what_stages_gather_and_reduce_once_is_of_the_step() -> None:
+    once = Cell(ParallelDims(pp=2, dp_shard=2), num_microbatches=4, vocab_size=512)
+    again = dataclasses.replace(once, reshard=Reshard(blocks=True, root=True))
+    gathered, reduced = (FSDP, "all_gather_into_tensor"), (FSDP, "reduce_scatter_tensor")
+    assert {gathered, reduced} <= of(once).sent_once.keys() and not of(once).sent
+    assert gathered in of(again).sent and gathered not in of(again).sent_once and reduced in of(again).sent_once

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from pool import RanksFailed, mesh, run_on
+from torchtitan_graph.check import pool
 from torchtitan_graph.parallel.agree import files_group
 
 
@@ -114,6 +115,12 @@ def test_a_timeout_shows_where_the_slow_rank_is() -> None:
     assert "not done after 1 s" in text
     assert "rank_0_sleeps" in text.split("--- rank 0:")[1].split("--- rank 1:")[0]
     assert "--- rank 1: returned" in text
+
+
+def test_workers_that_do_not_start_in_time_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "START_TIMEOUT_S", 0.01)
+    with pytest.raises(RanksFailed, match=r"starting on 3 ranks: not done after 0\.01 s"):
+        run_on(3, total_of_ranks, 0.0)
 
 
 def test_a_result_that_cannot_be_sent_is_an_error() -> None:

@@ -83,6 +83,7 @@ class _Workers:
         context = multiprocessing.get_context("spawn")
         for rank in range(world_size):
             ours, theirs = context.Pipe()
+            Path(self._stack_file(rank)).touch()  # it may be read before the worker has come so far as to write it
             # Not daemons: those may have no children, and a data loader has some.
             process = context.Process(
                 target=_serve, args=(rank, world_size, self.store.port, theirs, self._stack_file(rank)), daemon=False

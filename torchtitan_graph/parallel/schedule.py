@@ -83,16 +83,17 @@ def plan_pipeline(options: job.Parallelism, modules: Sequence[str], num_microbat
     if path is not None:
         orders: Sequence[Sequence[PipelineAction]] = read_csv(Path(path), num_ranks, num_microbatches)
         num_stages = 1 + max(action.stage for order in orders for action in order)
-        _check_complete(path, orders, num_stages, num_microbatches)
-        stages = _divide(options, modules, num_stages)
+        problem = _find_bad_order(orders, num_stages, num_microbatches)
         try:
-            actions, rank_of = with_messages(orders, num_stages, num_microbatches)
+            actions, rank_of = ([], []) if problem else with_messages(orders, num_stages, num_microbatches)
         except (AssertionError, ValueError, KeyError) as error:
+            problem = str(error).partition("\n")[0] or "no rank could go on"
+        if problem:
             raise UserError(
-                f"{_CSV} = {path!r}: {str(error).splitlines()[0] or 'no rank could go on'}; all of a stage must be on"
-                " one rank, each action after what it waits for"
-            ) from error
-        return Schedule(stages, tuple(map(tuple, actions)), tuple(rank_of))
+                f"{_CSV} = {path!r}: {problem}; every stage needs F, and B or I and W, of each of the"
+                f" {num_microbatches} microbatches, all on one rank, each after what it waits for"
+            )
+        return Schedule(_divide(options, modules, num_stages), tuple(map(tuple, actions)), tuple(rank_of))
     name = options.pipeline_parallel_schedule
     num_stages = _count_stages(options, modules)
     stages = _divide(options, modules, num_stages)
@@ -168,10 +169,10 @@ def _divide(options: job.Parallelism, modules: Sequence[str], num_stages: int) -
     first, last = options.pipeline_parallel_first_stage_less_layers, options.pipeline_parallel_last_stage_less_layers
     num_layers = _num_layers(modules)
     each, more = divmod(num_layers + _weight_of_ends(options), num_stages)
-    sizes = [each + (stage < more) for stage in range(num_stages)]
+    sizes = [each + (stage < more) for stage in range(min(num_stages, len(modules)))]
     sizes[0] -= first
     sizes[-1] -= last
-    if min(sizes) < 0 or 0 in sizes[1:-1]:
+    if num_stages > len(modules) or min(sizes) < 0 or 0 in sizes[1:-1]:
         raise UserError(
             f"parallelism.pipeline_parallel_degree = {options.pipeline_parallel_degree}: {num_layers} layers can't fill"
             f" {num_stages} stages, the first with pipeline_parallel_first_stage_less_layers {first}, the last with"
@@ -222,6 +223,26 @@ def _shown(modules: Sequence[str]) -> str:
 # --- a schedule of one's own ----------------------------------------------------------------------------------------
 
 
+def _find_bad_order(orders: Sequence[Sequence[PipelineAction]], num_stages: int, num_microbatches: int) -> str | None:
+    """Say what is wrong with what ranks compute, whatever they wait for: of their messages torch knows more."""
+    lines: dict[int, int] = {}
+    done: set[tuple[str, int, int]] = set()
+    for line, order in enumerate(orders, 1):
+        for kind, stage, i in order:
+            first = {"B": "F", "I": "F", "W": "I"}.get(kind)
+            if lines.setdefault(stage, line) != line:
+                return f"stage {stage} is in line {lines[stage]} and in line {line}"
+            if first and (first, stage, i) not in done:
+                return f"line {line}: {stage}{kind}{i} has no {stage}{first}{i} before it"
+            done.add((kind, stage, i))
+    for stage in range(num_stages):
+        for i in range(num_microbatches):
+            kinds = "".join(kind for kind in "FBIW" if (kind, stage, i) in done)
+            if kinds not in ("FB", "FIW"):
+                return f"of stage {stage} and microbatch {i} there is {', '.join(kinds) or 'nothing'}"
+    return None
+
+
 def read_csv(path: Path, num_ranks: int, num_microbatches: int) -> list[list[PipelineAction]]:
     """Read what each rank computes: a line for each, actions such as 0F0, 1B0, 0I2 or 0W2 (stage, kind, microbatch)
     separated by commas, empty where it waits; (0F3;1B0)OVERLAP_F_B for two side by side.
@@ -230,7 +251,7 @@ def read_csv(path: Path, num_ranks: int, num_microbatches: int) -> list[list[Pip
         UserError: it can't be read; names the line.
     """
     try:
-        with path.open(newline="") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:
             lines = [row for row in csv.reader(file) if any(cell.strip() for cell in row)]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{_CSV} = {str(path)!r}: can't be read ({error})") from error
@@ -253,19 +274,3 @@ def read_csv(path: Path, num_ranks: int, num_microbatches: int) -> list[list[Pip
         if repeated := [word for word in words if words.count(word) > 1]:
             raise UserError(f"{_CSV} = {str(path)!r}, line {number}: {repeated[0]} is there more than once")
     return orders
-
-
-def _check_complete(
-    path: str, orders: Sequence[Sequence[PipelineAction]], num_stages: int, num_microbatches: int
-) -> None:
-    found: dict[tuple[int, int], str] = {}
-    for action in sorted(action for order in orders for action in order):
-        place = action.stage, action.microbatch
-        found[place] = found.get(place, "") + action.kind
-    for stage in range(num_stages):
-        for i in range(num_microbatches):
-            if (kinds := found.get((stage, i), "")) not in ("BF", "FIW"):
-                raise UserError(
-                    f"{_CSV} = {path!r}: of stage {stage} and microbatch {i} there is {', '.join(kinds) or 'nothing'};"
-                    f" every stage needs F, and B or I and W, of each of the {num_microbatches} microbatches"
-                )

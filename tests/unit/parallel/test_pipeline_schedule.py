@@ -136,7 +136,7 @@ GOOD = "0F0,0F1,,0B0,0I1,0W1\n,1F0,1B0,1F1,1B1\n"
 
 def test_a_schedule_of_ones_own(tmp_path: Path) -> None:
     file = tmp_path / "mine.csv"
-    file.write_text(GOOD)
+    file.write_text("\ufeff" + GOOD, encoding="utf-8")  # as spreadsheets write it
     schedule = plan(num_microbatches=2, schedule_csv=str(file))
     first = [action for action in schedule.actions[0] if action.kind in "FBIW"]
     assert [f"{a.stage}{a.kind}{a.microbatch}" for a in first] == ["0F0", "0F1", "0B0", "0I1", "0W1"]
@@ -146,17 +146,21 @@ def test_a_schedule_of_ones_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
+        ("0F0,0B0,0I0,0W0,0F1\n,1F0,1B0,1F1,1B1\n", ["of stage 0 and microbatch 0 there is F, B, I, W"]),
+        ("0F0,0F1,0B0,0B1\n1B0,1F0\n", ["line 2: 1B0 has no 1F0 before it"]),
+        ("0F0,0F1,0B0,0B1,1F1\n1F0,1B0,1B1\n", ["stage 1 is in line 1 and in line 2"]),
+        (GOOD.replace("1F", "999999999F"), ["8 layers can't fill 1000000000 stages"]),
         ("0F0,0B0\n", ["has 1 lines of actions, but there are 2 ranks"]),
         (GOOD.replace("1B0", "1C0"), ["line 2: '1C0' is no action", "from 0 to 1"]),
         (GOOD.replace("1B1", "1B2"), ["line 2: '1B2' is no action"]),
         (GOOD.replace("0F1", "0F0"), ["line 1: 0F0 is there more than once"]),
         (GOOD.replace("1B1", "1B" + "9" * 5000), ["line 2: '1B999"]),
         (GOOD.replace("0W1", ""), ["of stage 0 and microbatch 1 there is F, I; every stage needs F, and B or I and W"]),
-        (GOOD.replace("0W1", "0W1,0B1"), ["of stage 0 and microbatch 1 there is B, F, I, W; every"]),
-        (GOOD.replace("1B0", "99B0"), ["of stage 1 and microbatch 0 there is F; every"]),
+        (GOOD.replace("0W1", "0W1,0B1"), ["of stage 0 and microbatch 1 there is F, B, I, W; every"]),
+        (GOOD.replace("1B0", "99B0"), ["line 2: 99B0 has no 99F0 before it"]),
         (GOOD.replace("1F", "2F").replace("1B", "2B"), ["of stage 1 and microbatch 0 there is nothing"]),
-        ("0F0,0B0,1F1,0F1,0B1\n,1B1,1F0,1B0\n", ["all of a stage must be on one rank"]),
-        ("0F0,0B0,0F1,0B1\n,1F1,1B1,1F0,1B0\n", ["each action after what it waits for"]),
+        ("0F0,0B0,1F1,0F1,0B1\n,1B1,1F0,1B0\n", ["all on one rank"]),
+        ("0F0,0B0,0F1,0B1\n,1F1,1B1,1F0,1B0\n", ["each after what it waits for"]),
         ("0F0,0B0,0F1,0B1\n0F0\n", ["mine.csv"]),
     ],
 )

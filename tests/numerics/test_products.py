@@ -1,5 +1,5 @@
 """Products of axes that no other file has: the graph is eager FSDP2 bit for bit, and each is the plain module on one
-rank. Of pipelines the second alone: their eager reference is in test_pipeline.py."""
+rank. Of pipelines the second alone: their eager reference is in test_pipeline.py. All ranks send in one order."""
 
 import dataclasses
 import functools
@@ -20,6 +20,7 @@ from matrix import (
     gathered,
     train,
 )
+from messages import RECEIVE, Message, noted, out_of_order
 
 from pool import run_on
 from torchtitan_graph.models.layers.moe import AuxiliaryLoss
@@ -69,10 +70,12 @@ SLOW = {
 }
 
 
-def both(cell: matrix.Cell) -> tuple[list[str], Seen]:
-    found = train(cell, build_graph(cell))
+def both(cell: matrix.Cell) -> tuple[list[str], Seen, list[Message]]:
+    steps = build_graph(cell)
+    with noted() as sent:
+        found = train(cell, steps)
     different = bits_that_differ(eager(cell), found) if cell.dims.pp == 1 else []
-    return different, gathered(cell, found) if cell.precision == FP64 else {}
+    return different, gathered(cell, found) if cell.precision == FP64 else {}, sent
 
 
 @functools.cache
@@ -93,9 +96,25 @@ def off_one_rank(cell: matrix.Cell, found: Seen) -> list[str]:
     ],
 )
 def test_the_graph_is_eager_and_both_are_one_rank(cell: matrix.Cell) -> None:
-    for different, found in run_on(cell.dims.num_ranks, both, cell, timeout=280):
+    results = run_on(cell.dims.num_ranks, both, cell, timeout=280)
+    for different, found, _ in results:
         assert different == []
         assert cell.precision != FP64 or off_one_rank(cell, found) == []
+    check_order(cell, [sent for _, _, sent in results])
+
+
+def check_order(cell: matrix.Cell, by_rank: list[list[Message]]) -> None:
+    """Let it also be sure that all is seen: a pipeline's messages, and groups of every size; and that a swap is."""
+    assert out_of_order(by_rank) == []
+    sizes = {len(m.ranks) for m in by_rank[0]}
+    dims = cell.dims
+    assert {degree for degree in (dims.fsdp, dims.tp, dims.cp, dims.ep, dims.pp) if degree > 1} <= sizes
+    assert any(m.kind == RECEIVE for m in by_rank[0]) == (dims.pp > 1)
+    last, *before = reversed(by_rank[0])
+    k = next(k for k, m in enumerate(before) if m != last and m.kind != RECEIVE)
+    swapped = [*by_rank[0]]
+    swapped[-1], swapped[-2 - k] = swapped[-2 - k], swapped[-1]
+    assert out_of_order([swapped, *by_rank[1:]]) != []
 
 
 # --- the check can fail ----------------------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ def _build_stage(
     """Trace a stage, run the passes on it, and cut it into the parts that its schedule runs."""
     assert options.pipeline is not None
     traced = _trace_stage(number, model, layout, options, capture)
-    flops = count_flops(traced.train.gm, model.blocks)
+    flops = count_flops(traced.train.gm, model.blocks, layout.gathers_rows)
     # Weights are gathered once a step, unless they are to be given up as soon as may be.
     again = options.reshard.root
     reshard, groups = Reshard(blocks=again, root=again), buckets(model, model.blocks)

@@ -1,7 +1,6 @@
 """Products of axes that no other file has: the graph is eager FSDP2 bit for bit, and each is the plain module on one
 rank. Of pipelines the second alone: their eager reference is in test_pipeline.py. All ranks send in one order."""
 
-import dataclasses
 import functools
 from unittest.mock import patch
 
@@ -10,14 +9,12 @@ import pytest
 from matrix import (
     BF16,
     FP64,
-    ONE,
     Seen,
     bits_that_differ,
     build_graph,
-    build_plain,
     eager,
-    far_apart,
     gathered,
+    off_one_rank,
     train,
 )
 from messages import RECEIVE, Message, noted, out_of_order
@@ -76,16 +73,6 @@ def both(cell: matrix.Cell) -> tuple[list[str], Seen, list[Message]]:
         found = train(cell, steps)
     different = bits_that_differ(eager(cell), found) if cell.dims.pp == 1 else []
     return different, gathered(cell, found) if cell.precision == FP64 else {}, sent
-
-
-@functools.cache
-def plain(cell: matrix.Cell) -> Seen:
-    return train(cell, build_plain(cell))
-
-
-def off_one_rank(cell: matrix.Cell, found: Seen) -> list[str]:
-    expected = plain(dataclasses.replace(cell, dims=ONE, recompute=Recompute(), reshard=Reshard(), pipeline=()))
-    return far_apart(expected, found, 1e-12)
 
 
 @pytest.mark.parametrize(

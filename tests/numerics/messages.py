@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch._ops import OpOverload
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,6 +27,8 @@ class Message(NamedTuple):
 class _Collectives(TorchDispatchMode):
     """Notes the operators that take the name of a group, but for waits."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, found: list[Message]) -> None:
         super().__init__()
         self.found = found
@@ -33,7 +36,7 @@ class _Collectives(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # what it is made of comes here again
-        names = [argument.name for argument in func._schema.arguments]
+        names = [argument.name for argument in func._schema.arguments] if isinstance(func, OpOverload) else []
         for name in {"group_name", "group"}.intersection(names):
             ranks = dist.get_process_group_ranks(_resolve_process_group(args[names.index(name)]))
             # How many rows are exchanged only the data know.

@@ -18,7 +18,6 @@ _DEGREES = (  # that multiply to the number of processes
     "context_parallel_degree",
     "tensor_parallel_degree",
 )
-_OF_STAGES = re.compile(r"parallelism\.(pipeline_parallel_(?!degree).*|module_fqns_per_model_part)")
 COMPONENTS = ("model", "loss", "flex")
 EXCLUDABLE = ("optimizer", "lr_scheduler", "dataloader", "train_state")
 # What makes a run another run, where it changes between a start and a resume; job.allow_changed names exceptions.
@@ -348,6 +347,9 @@ def _notices(config: JobConfig) -> list[str]:
         if config.checkpoint.last_save_in_hf:
             name = _name(config, "checkpoint.last_save_in_hf")
             notices.append(f"{name}: nothing is saved while checkpoint.enable is false")
+    if config.parallelism.expert_tensor_parallel_degree > 1 and config.parallelism.expert_parallel_degree == 1:
+        name = _name(config, "parallelism.expert_tensor_parallel_degree")
+        notices.append(f"{name}: experts are split as all else while parallelism.expert_parallel_degree is 1")
     if config.metrics.histogram_freq and not config.metrics.enable_tensorboard:
         name = _name(config, "metrics.histogram_freq")
         notices.append(f"{name}: there are no histograms while metrics.enable_tensorboard is false")
@@ -357,14 +359,6 @@ def _notices(config: JobConfig) -> list[str]:
     ):
         name = _name(config, "training.mtp_loss_weight")
         notices.append(f"{name}: there is no such loss while model.num_mtp_layers is 0")
-    if config.parallelism.pipeline_parallel_degree == 1:
-        for key in filter(_OF_STAGES.fullmatch, OPTIONS):
-            if get(config, key) != OPTIONS[key].default:
-                none = "there are no stages while parallelism.pipeline_parallel_degree is 1"
-                notices.append(f"{_name(config, key)}: {none}")
-    if config.parallelism.expert_tensor_parallel_degree > 1 and config.parallelism.expert_parallel_degree == 1:
-        name = _name(config, "parallelism.expert_tensor_parallel_degree")
-        notices.append(f"{name}: experts are split as all else while parallelism.expert_parallel_degree is 1")
     if config.comm.fake_rank and config.comm.mode != "fake_backend":
         notices.append(
             f"{_name(config, 'comm.fake_rank')}: only a dry run, comm.mode = fake_backend, builds another rank"

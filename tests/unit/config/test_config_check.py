@@ -52,6 +52,12 @@ def test_experts_reuse_ranks_of_the_other_axes() -> None:
     ]
 
 
+def test_ranks_of_an_expert_have_no_effect_where_experts_are_split_as_all_else() -> None:
+    arguments = "--parallelism.tensor_parallel_degree 2 --parallelism.expert_tensor_parallel_degree 2"
+    (notice,) = check(load(arguments.split()), 2)
+    assert "expert_tensor_parallel_degree = 2: experts are split as all else while" in notice
+
+
 @pytest.mark.parametrize(
     ("arguments", "ranks"),
     [
@@ -136,21 +142,12 @@ def test_only_known_components_and_whole_options_are_compiled() -> None:
         ("--debug.verify_passes --compile.mode eager", "compile.mode = eager runs no passes"),
         ("--compile.enable --compile.mode eager", "regions are parts of a graph"),
         ("--comm.fake_rank 1", "only a dry run"),
-        ("--parallelism.pipeline_parallel_schedule GPipe", "there are no stages while"),
-        ("--parallelism.pipeline_parallel_microbatch_size 2", "pipeline_parallel_microbatch_size = 2: there are no"),
-        ("--parallelism.module_fqns_per_model_part a;b", "there are no stages while"),
         ("--metrics.histogram_freq 5", "no histograms while metrics.enable_tensorboard is false"),
     ],
 )
 def test_what_has_no_effect_is_said(arguments: str, notice: str) -> None:
     notices = check(load(arguments.split()), 1)
     assert len(notices) == 1 and notice in notices[0]
-
-
-def test_ranks_of_an_expert_have_no_effect_where_experts_are_split_as_all_else() -> None:
-    arguments = "--parallelism.tensor_parallel_degree 2 --parallelism.expert_tensor_parallel_degree 2"
-    (notice,) = check(load(arguments.split()), 2)
-    assert "expert_tensor_parallel_degree = 2: experts are split as all else while" in notice
 
 
 @pytest.mark.parametrize(

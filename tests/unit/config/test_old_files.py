@@ -36,8 +36,7 @@ def test_every_default_of_the_old_schema_is_ours_and_harmless() -> None:
         (
             "debug.toml",
             2,
-            "training.dataset parallelism.pipeline_parallel_schedule parallelism.context_parallel_rotate_method"
-            " quantize.linear.float8.filter_fqns",
+            "training.dataset parallelism.context_parallel_rotate_method quantize.linear.float8.filter_fqns",
         ),
         (
             "debug_flex.toml",

@@ -69,18 +69,15 @@ def noted() -> Iterator[list[Message]]:
 
 
 def out_of_order(by_rank: Sequence[Sequence[Message]]) -> list[str]:
-    """Name the pairs of ranks that don't meet: in collectives of both in one order, in messages between them in each
-    direction, which match by their order alone."""
+    """Name the pairs of ranks that don't meet: each of the two starts the collectives of both in the same order, and
+    sends or receives what the other receives or sends, in the same order too."""
     found = []
     for pair in itertools.combinations(range(len(by_rank)), 2):
-        one, other = (
-            [m for m in by_rank[rank] if m.kind not in (SEND, RECEIVE) and {*pair} <= {*m.ranks}] for rank in pair
-        )
+        of_both = [[m for m in by_rank[rank] if {*pair} <= {*m.ranks}] for rank in pair]
+        one, other = ([m for m in each if m.kind not in (SEND, RECEIVE)] for each in of_both)
         if one != other:
             found.append(f"collectives of {pair}")
-        for source, target in (pair, pair[::-1]):
-            sent = [m.size for m in by_rank[source] if m.kind == SEND and m.ranks == (source, target)]
-            received = [m.size for m in by_rank[target] if m.kind == RECEIVE and m.ranks == (source, target)]
-            if sent != received:
-                found.append(f"messages from {source} to {target}")
+        one, other = ([m for m in each if m.kind in (SEND, RECEIVE)] for each in of_both)
+        if one != [m._replace(kind=RECEIVE if m.kind == SEND else SEND) for m in other]:
+            found.append(f"messages between {pair}")
     return found

@@ -44,7 +44,7 @@ SLOW = {
     "PP-2-x-EP-2-qwen3": Cell(PP_EP.dims, FP64, **QWEN, **stages("Interleaved1F1B"), auxiliary=OF_BATCH),
     "PP-2-x-EP-2-gpt_oss": Cell(PP_EP.dims, FP64, "gpt_oss", **stages("ZBVZeroBubble"), recompute=FULL),
     "PP-2-x-EP-2-llama4": Cell(PP_EP.dims, FP64, "llama4", attn="flex", **stages("DualPipeV")),
-    "PP-2-x-CP-2": Cell(ParallelDims(pp=2, cp=2), FP64, tied=True, **stages(reshard=Reshard(True, True))),
+    "PP-2-x-CP-2": Cell(ParallelDims(pp=2, cp=2), FP64, **stages(reshard=Reshard(True, True))),
     "PP-2-x-CP-2-gpt_oss": Cell(ParallelDims(pp=2, cp=2), FP64, "gpt_oss", **stages("ZBVZeroBubble"), recompute=BY_OP),
     "PP-2-x-CP-2-llama4": Cell(ParallelDims(pp=2, cp=2), FP64, "llama4", attn="flex", **stages("GPipe")),
     "PP-2-x-CP-2-EP-2": Cell(ParallelDims(pp=2, cp=2, ep=2), FP64, "deepseek_v3", **stages(), auxiliary=OF_ROWS),
@@ -58,7 +58,7 @@ SLOW = {
     "HSDP-2x2-x-TP-2-bf16": Cell(ParallelDims(dp_replicate=2, dp_shard=2, tp=2), BF16, "deepseek_v3"),
     "HSDP-2x4-EP-2": Cell(ParallelDims(dp_replicate=2, dp_shard=4, ep=2), FP64, "gpt_oss", recompute=FULL),
     "HSDP-2x2-x-CP-2": Cell(ParallelDims(dp_replicate=2, dp_shard=2, cp=2), FP64, "llama4", attn="flex"),
-    "PP-2-x-FSDP-2-x-TP-2": Cell(ParallelDims(pp=2, dp_shard=2, tp=2), FP64, tied=True, **stages("ZBVZeroBubble")),
+    "PP-2-x-FSDP-2-x-TP-2": Cell(ParallelDims(pp=2, dp_shard=2, tp=2), FP64, **stages("ZBVZeroBubble")),
     "PP-2-x-FSDP-2-x-CP-2": Cell(ParallelDims(pp=2, dp_shard=2, cp=2), FP64, "gpt_oss", **stages()),
     "PP-2-x-HSDP-2x2": Cell(ParallelDims(pp=2, dp_replicate=2, dp_shard=2), FP64, **stages(num_microbatches=2)),
     "PP-2-x-FSDP-2-x-TP-2-EP-2": Cell(
@@ -118,7 +118,10 @@ def test_a_norm_that_is_not_summed_over_the_stages_is_seen() -> None:
 def test_messages_that_do_not_meet_are_named() -> None:
     gather, sum_ = Message("gather", (0, 1), 4), Message("sum", (0, 1), 4)
     sent, received = Message(SEND, (0, 1), 8), Message(RECEIVE, (0, 1), 8)
+    back, got_back = Message(SEND, (1, 0), 8), Message(RECEIVE, (1, 0), 8)
     of_others = Message("gather", (0, 2), 4)
     assert out_of_order([[gather, of_others, sent, sum_], [gather, sum_, received], [of_others]]) == []
     assert out_of_order([[gather, sum_], [sum_, gather]]) == ["collectives of (0, 1)"]
-    assert out_of_order([[gather, sent], [gather]]) == ["messages from 0 to 1"]
+    assert out_of_order([[gather, sent], [gather]]) == ["messages between (0, 1)"]
+    assert out_of_order([[sent, got_back], [received, back]]) == []
+    assert out_of_order([[sent, got_back], [back, received]]) == ["messages between (0, 1)"]

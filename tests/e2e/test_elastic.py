@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import TINY, Command, Result, numbers, saved, torchrun
+from runs import REPOSITORY, TINY, Command, Result, numbers, saved, torchrun, train
 
 # As run_train.sh and multinode_trainer.slurm set it; torchrun reads its own options from PET_*.
 RESTART = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PET_MAX_RESTARTS": "1", "PET_MONITOR_INTERVAL": "0.1"}
@@ -51,3 +51,26 @@ def test_numbers_that_are_not_finite_are_not_tried_again_and_the_exit_code_stays
     code, output = Command(*words, **RESTART).finish()
     assert code == 3, output
     assert output.count("not tried again: NonFiniteError: step 1: the loss is not finite on ranks [1]") == 1, output
+
+
+EP2 = ["--parallelism.expert_parallel_degree", "2"]
+PP2 = ["--parallelism.pipeline_parallel_degree", "2"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "other"),
+    [pytest.param(EP2, PP2, id="EP-2-then-PP-2"), pytest.param(PP2, EP2, id="PP-2-then-EP-2", marks=pytest.mark.slow)],
+)
+def test_a_rank_killed_amid_a_step_is_told_once_and_the_run_goes_on_in_another_layout(
+    layout: list[str], other: list[str], tmp_path: Path
+) -> None:
+    options = ["--model.name", "my_models.killed", "--job.dump_folder", str(tmp_path)]
+    killed = {"NGPU": "2", "CONFIG_FILE": TINY, "KILL_AFTER": str(tmp_path / "checkpoint" / "step-2")}
+    code, output = Command(str(REPOSITORY / "run_train.sh"), *options, *layout, **killed).finish()
+    assert code == 137, output
+    assert list(numbers(tmp_path)) == [1, 2]
+    assert output.count("ERROR   rank 1 was ended by SIGKILL") == output.count("ERROR ") - 1 == 1, output
+    assert "Traceback" not in output
+    code, output = train(*options, *other, ranks=2)
+    assert code == 0 and "resuming after step 2" in output, output
+    assert list(numbers(tmp_path)) == [1, 2, 3, 4, 5]

@@ -1,7 +1,7 @@
-"""A run saved in one layout goes on in any other: parameters, optimizer, schedule, and the position in the data."""
+"""A run saved in one layout goes on in any other: parameters, optimizer, schedule, the position in the data, and the
+next loss."""
 
 import hashlib
-import math
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +12,24 @@ from torch.distributed.tensor import DTensor
 
 from pool import run_on
 from torchtitan_graph.config import load
+from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.run.folder import RunFolder
 from torchtitan_graph.run.status import FINISHED
 from torchtitan_graph.trainer import Trainer
 
-LAYOUTS = {  # shards, context parallel, tensor parallel, pipeline stages
-    "one rank": (1, 1, 1, 1),
-    "FSDP 2": (2, 1, 1, 1),
-    "FSDP 2 x TP 2": (2, 1, 2, 1),
-    "FSDP 2 x CP 2": (2, 2, 1, 1),
-    "FSDP 4": (4, 1, 1, 1),
-    "PP 2": (1, 1, 1, 2),
-    "PP 2 x FSDP 2": (2, 1, 1, 2),
+LAYOUTS = {
+    "one rank": ParallelDims(),
+    "FSDP 4": ParallelDims(dp_shard=4),
+    "CP 2 x FSDP 2": ParallelDims(dp_shard=2, cp=2),
+    "TP 2 x EP 2": ParallelDims(tp=2, ep=2),
+    "EP 2 x FSDP 2": ParallelDims(dp_shard=4, ep=2),
+    "EP 2 x FSDP 2 x TP 2": ParallelDims(dp_shard=2, tp=2, ep=2, etp=2),
+    "PP 2 x FSDP 2": ParallelDims(dp_shard=2, pp=2),
 }
 FAST = [
-    ("FSDP 2 x TP 2", ["PP 2"]),
-    ("PP 2 x FSDP 2", ["one rank"]),
-    ("FSDP 2 x CP 2", ["FSDP 2 x TP 2"]),
-    ("one rank", ["FSDP 2 x CP 2"]),
+    ("EP 2 x FSDP 2", ["PP 2 x FSDP 2"]),
+    ("PP 2 x FSDP 2", ["CP 2 x FSDP 2"]),
+    ("CP 2 x FSDP 2", ["EP 2 x FSDP 2"]),
 ]
 SLOW = [pytest.param(saved, list(LAYOUTS), marks=pytest.mark.slow) for saved in LAYOUTS]
 
@@ -38,17 +38,20 @@ def trainer_of(layout: str, folder: Path, *options: str) -> Trainer:
     import sys
 
     sys.path.insert(0, str(HERE))  # where my_models is
-    _, cp, tp, pp = LAYOUTS[layout]
+    dims = LAYOUTS[layout]
+    degrees = {"tensor": dims.tp, "context": dims.cp, "pipeline": dims.pp, "expert": dims.ep, "expert_tensor": dims.etp}
     options = ("--job.config_file", TINY, "--job.dump_folder", str(folder), *options)
-    options += ("--parallelism.tensor_parallel_degree", str(tp), "--checkpoint.async_mode", "async")
-    options += ("--parallelism.context_parallel_degree", str(cp), "--parallelism.pipeline_parallel_degree", str(pp))
+    options += ("--model.name", "my_models.experts", "--training.mixed_precision_param", "float32")
+    options += ("--checkpoint.async_mode", "async")
+    for axis, degree in degrees.items():
+        options += (f"--parallelism.{axis}_parallel_degree", str(degree))
     trainer = Trainer(load(options), dist.get_world_size())
     trainer.setup()
     return trainer
 
 
 def state_of(trainer: Trainer) -> dict[str, Any]:
-    """Return all that the next step depends on, and the rows that it will take; tensors as digests of the whole."""
+    """Return all that the next step depends on, its rows and its loss; tensors as digests of the whole."""
     state: dict[str, Any] = {
         name: digest((tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach())
         for name, tensor in trainer.checkpointer._tensors(model_only=False).items()
@@ -63,7 +66,9 @@ def state_of(trainer: Trainer) -> dict[str, Any]:
     dist.all_gather_object(rows, [[row_digest(b, row) for row in range(len(b.tokens_BL))] for b in microbatches])
     of_data_rank = rows[: len(rows) // trainer.dims.pp : trainer.dims.cp * trainer.dims.tp]
     state["rows"] = [row for microbatch in zip(*of_data_rank, strict=True) for rows in microbatch for row in rows]
-    return state | {"num_tokens": int(num_tokens)}
+    losses: list[float] = [0.0] * dist.get_world_size()
+    dist.all_gather_object(losses, trainer.steps.train(microbatches, num_tokens).loss.item())
+    return state | {"num_tokens": int(num_tokens), "loss": trainer.layout.total_loss(losses)}
 
 
 def row_digest(batch: Any, row: int) -> str:
@@ -85,11 +90,12 @@ def resume(layout: str, folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(("saved", "layouts"), FAST + SLOW)
 def test_goes_on_in_other_layouts(saved: str, layouts: list[str], tmp_path: Path) -> None:
     expected, *others = run_on(world_size(saved), train_two_steps, saved, tmp_path, timeout=250)
-    assert all(other == expected for other in others)
+    assert all(other == expected for other in others) and expected["loss"] > 0
     assert expected["step"] == 2 and len(set(expected["rows"])) == 8
     for layout in layouts:
         for rank, found in enumerate(run_on(world_size(layout), resume, layout, tmp_path, timeout=250)):
-            wrong = [name for name in expected if found.get(name) != expected[name]]
+            assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+            wrong = [name for name in expected if name != "loss" and found.get(name) != expected[name]]
             assert not wrong, f"{saved} to {layout}, rank {rank}"
 
 
@@ -103,4 +109,4 @@ def test_the_comparison_sees_another_position_and_another_step(tmp_path: Path) -
 
 
 def world_size(layout: str) -> int:
-    return math.prod(LAYOUTS[layout])
+    return LAYOUTS[layout].num_ranks

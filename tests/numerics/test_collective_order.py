@@ -25,14 +25,18 @@ def program(cell: Cell, then: Callable[[GraphModule], object] | None = None) -> 
         if then is not None:
             then(train.gm)
         text = readable(train.gm)
-    for group, (axis, _) in layout.axes_by_group.items():
-        text = text.replace(repr(group), axis)
+    names = dist.distributed_c10d._world.pg_names  # also of meshes with the same ranks: torch takes one for another
+    ranks = {name: tuple(dist.get_process_group_ranks(group)) for group, name in names.items()}
+    axes = {ranks[group]: axis for group, (axis, _) in layout.axes_by_group.items()}
+    for group in ranks:
+        text = text.replace(repr(group), axes.get(ranks[group], group))
     return text.splitlines()
 
 
 def collectives(lines: list[str]) -> list[str]:
     """Keep collectives and waits, without the nodes' names."""
-    return [re.sub(r"\w+ = (\S+)\(\w+", r"\1(", line) for line in lines if "_c10d_functional" in line]
+    sent = [line for line in lines if "_c10d_functional" in line or "exchange" in line.partition("(")[0]]
+    return [re.sub(r"\w+ = (\S+)\(\w+(, row_splits\w*)?", r"\1(", line) for line in sent]
 
 
 @pytest.mark.parametrize(
@@ -59,8 +63,13 @@ def test_data_parallel_ranks_have_the_same_graph(cell):
 
 @pytest.mark.parametrize(
     "cell",
-    [*[Cell(dims, BF16) for dims in LAYOUTS.values() if dims.tp > 1], Cell(TP2, BF16, loss_parallel=False)],
-    ids=[*[layout for layout, dims in LAYOUTS.items() if dims.tp > 1], "TP-2-gathered-logits"],
+    [
+        *[pytest.param(Cell(dims, BF16), id=layout) for layout, dims in LAYOUTS.items() if dims.tp > 1],
+        pytest.param(Cell(TP2, BF16, loss_parallel=False), id="TP-2-gathered-logits"),
+        pytest.param(Cell(ParallelDims(tp=2, ep=2), BF16, "deepseek_v3"), id="TP-2-EP-2"),
+        pytest.param(Cell(ParallelDims(cp=2, tp=2), BF16, "gpt_oss"), id="CP-2-x-TP-2"),
+        pytest.param(Cell(ParallelDims(cp=2, ep=2), BF16, "deepseek_v3"), id="CP-2-EP-2"),
+    ],
 )
 def test_tensor_parallel_ranks_have_the_same_collectives(cell):
     """The graphs differ in the rows that a rank takes of what it has whole, and in its first row of the vocabulary."""

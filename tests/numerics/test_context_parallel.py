@@ -1,6 +1,5 @@
 """Under context parallelism the graph is eager FSDP2 bit for bit, and both are the plain module on one rank."""
 
-import dataclasses
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,19 +7,16 @@ from contextlib import contextmanager
 import faults
 import matrix
 import pytest
-import torch
 from matrix import (
     BF16,
     FP32,
     FP64,
-    ONE,
     Seen,
     bits_that_differ,
     build_graph,
-    build_plain,
     eager,
-    far_apart,
     gathered,
+    off_one_rank,
     train,
 )
 
@@ -68,19 +64,6 @@ SLOW = {
 def both(cell: matrix.Cell) -> tuple[list[str], Seen]:
     found = train(cell, build_graph(cell))
     return bits_that_differ(eager(cell), found), gathered(cell, found) if cell.precision == FP64 else {}
-
-
-@functools.cache
-def plain(cell: matrix.Cell) -> Seen:
-    return train(cell, build_plain(cell))
-
-
-def off_one_rank(cell: matrix.Cell, found: Seen) -> list[str]:
-    expected = plain(dataclasses.replace(cell, dims=ONE, recompute=Recompute()))
-    exact = {name for name in expected if name.endswith(".load") or name.startswith("buffer")}
-    wrong = [name for name in exact if not torch.equal(found[name], expected[name])]
-    floats = [{n: x for n, x in seen.items() if n not in exact} for seen in (expected, found)]
-    return wrong + far_apart(*floats, 1e-12)
 
 
 @pytest.mark.parametrize(

@@ -41,10 +41,12 @@ from torchtitan_graph.loss import cross_entropy
 from torchtitan_graph.models.layers.moe import AuxiliaryLoss
 from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.layout import PP, ParallelDims
+from torchtitan_graph.parallel.pipeline import Stage
 from torchtitan_graph.parallel.recompute import Recompute, recompute_eager
 from torchtitan_graph.parallel.schedule import SCHEDULES, V
 from torchtitan_graph.parallel.storage import Reshard, shard_eager
 from torchtitan_graph.steps import build_steps
+from torchtitan_graph.steps.inputs import of_this_rank, prepare
 
 TOLERANCE = 1e-12
 PP2, PP2_FSDP2, PP4 = ParallelDims(pp=2), ParallelDims(pp=2, dp_shard=2), ParallelDims(pp=4)
@@ -72,22 +74,24 @@ def seen_by_torch(cell: Cell) -> Seen:
     for number in plan.stages_of(layout.rank(PP)):
         model, names = build_model(cell), plan.stages[number]
         model.keep(names)
+        prepare(model, load_family(cell.family), layout, cell.options("graph"))
         recompute_eager(model.blocks, cell.recompute)
-        model.forward = functools.partial(run_stage, model, names, batches)
+        model.forward = functools.partial(run_stage, model, layout, names, batches)
         reshard = Reshard(cell.reshard.root, cell.reshard.root)
         shard_eager(model, model.blocks, layout, cell.precision, reshard, CPU)
         initialize(model, SEED)
-        shape = *batches[0].tokens_BL.shape, model.config.dim
-        passed = torch.empty(shape, dtype=cell.precision.compute, requires_grad=True)
+        B, L = batches[0].tokens_BL.shape
+        of_rank = B, L // cell.dims.cp
+        passed = torch.empty(*of_rank, model.config.dim, dtype=cell.precision.compute, requires_grad=True)
         x = passed if number else batches[0].tokens_BL
-        y = passed if number < len(plan.stages) - 1 else passed.new_empty(*shape[:2], cell.vocab_size)
+        y = passed if number < len(plan.stages) - 1 else passed.new_empty(*of_rank, cell.vocab_size)
         group = layout.group(PP)
         stages.append(PipelineStage(model, number, len(plan.stages), CPU, input_args=x, output_args=y, group=group))
         models.append(model)
     make = get_schedule_class(dict(cell.pipeline)["pipeline_parallel_schedule"])
 
     def loss(y, at):
-        return cross_entropy(y, batches[int(at)].labels_BL, num_tokens)
+        return cross_entropy(y, of_this_rank(batches[int(at)], models[-1], layout)[0].labels_BL, num_tokens)
 
     runtime = make(stages if len(stages) > 1 else stages[0], len(batches), loss_fn=loss, scale_grads=False)
     numbers, losses = torch.arange(len(batches)), []
@@ -97,9 +101,9 @@ def seen_by_torch(cell: Cell) -> Seen:
     return {"loss": total} | {name: p.grad for model in models for name, p in model.named_parameters()}
 
 
-def run_stage(model, names, batches, x, at):
-    batch = batches[int(at)]
-    masks = model.masks(batch.documents_BL, batch.positions_BL)
+def run_stage(model, layout, names, batches, x, at):
+    batch, masks = of_this_rank(batches[int(at)], model, layout)
+    x = batch.tokens_BL if "tok_embeddings" in names else x
     return type(model).forward(model, x, batch.positions_BL, masks, only=names)
 
 
@@ -126,6 +130,22 @@ def test_every_schedule_is_torchs(schedule):
     if SCHEDULES[schedule] == V and torch.__version__ < "2.12":
         pytest.skip("torch 2.11's own V schedules send from a rank to itself, which gloo can't")
     check_bits(cell(PP2, schedule))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"dims": ParallelDims(pp=2, cp=2), "family": "gpt_oss"},
+        {"dims": ParallelDims(pp=2, dp_shard=2, ep=2), "family": "deepseek_v3"},
+        {"dims": ParallelDims(pp=2, cp=2, ep=2), "family": "qwen3", "flavor": "debugmodel_moe"},
+    ],
+    ids=["CP-2", "FSDP-2-EP-2", "CP-2-EP-2"],
+)
+def test_stages_of_products_are_torchs(other, precision):
+    """Not TP: there torch adds up a norm's gradients of all microbatches before those of the ranks."""
+    check_bits(cell(schedule="1F1B", precision=precision, **other))
 
 
 @pytest.mark.parametrize(
@@ -250,6 +270,18 @@ def test_parts_are_compiled_up_to_rounding():
 def test_wrong_data_is_seen(fault):
     for different in run_on(4, differences_from_plain, cell(PP2_FSDP2, "1F1B", FP64), data=fault):
         assert different[0].startswith("step 1: loss")
+
+
+def differences_after_a_dropped_microbatch(cell: Cell) -> list[str]:
+    add = Stage.backward_weight
+    dropped = functools.partialmethod(lambda stage, i: stage._held.pop(i) and None if i == 1 else add(stage, i))
+    with patch.object(Stage, "backward_weight", dropped):
+        return differences_from_plain(cell)
+
+
+def test_a_microbatch_whose_gradients_are_dropped_is_seen():
+    for different in run_on(2, differences_after_a_dropped_microbatch, cell(PP2, "1F1B", FP64)):
+        assert different[0].startswith("step 1: gradient")
 
 
 def test_a_dropped_reduction_is_seen():

@@ -55,6 +55,13 @@ def test_every_axis_takes_its_part() -> None:
     assert split.held[STEP] < alone.held[STEP]
 
 
+@pytest.mark.parametrize("family", ["llama3", "deepseek_v3"])
+def test_what_ranks_of_context_parallel_compute_alike_counts_once(family: str) -> None:
+    """Latent attention expands the whole row's latent on every rank."""
+    alone, split = (of(Cell(ParallelDims(cp=cp), family=family, vocab_size=512)) for cp in (1, 2))
+    assert split.operations == pytest.approx(alone.operations / 2)
+
+
 def test_a_stage_holds_what_its_schedule_keeps() -> None:
     pipeline = ParallelDims(pp=2)
     cell = Cell(pipeline, num_microbatches=4, vocab_size=512, changes=(("num_layers", 8),))

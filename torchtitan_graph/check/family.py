@@ -36,6 +36,7 @@ from torchtitan_graph.check.matrix import (
 from torchtitan_graph.check.pool import run_on
 from torchtitan_graph.checkpoint import Checkpointer
 from torchtitan_graph.config import job
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.hf import allocate, load_weights, save_weights
 from torchtitan_graph.models.hf.architecture import config_of, differences
 from torchtitan_graph.models.hf.files import read_json
@@ -54,7 +55,14 @@ MODULE = "the module defines FLAVORS, Model, PLAN and HF_KEYS, and the model can
 PLAN = "PLAN has a role for every parameter, and its sizes can be halved"
 KEYS = "HF_KEYS has a name for every parameter"
 
-LAYOUTS = {"one rank": ParallelDims(), "FSDP 2": ParallelDims(dp_shard=2), "TP 2": ParallelDims(tp=2)}
+LAYOUTS = {
+    "one rank": ParallelDims(),
+    "FSDP 2": ParallelDims(dp_shard=2),
+    "TP 2": ParallelDims(tp=2),
+    "CP 2": ParallelDims(cp=2),
+    "EP 2": ParallelDims(dp_shard=2, ep=2),
+    "PP 2": ParallelDims(pp=2),
+}
 MORE_LAYOUTS = {
     "DDP 2": ParallelDims(dp_replicate=2),
     "FSDP 2 x TP 2": ParallelDims(dp_shard=2, tp=2),
@@ -91,8 +99,9 @@ def checks(name: str, flavor: str, attns: list[str], full: bool) -> Iterator[Che
             needs = PLAN if dims.tp > 1 else MODULE
             if dims.num_ranks > 1:
                 title = f"{attn}, {layout}, fp64: the numbers of one rank, to {TOLERANCE:g}"
-                yield Check(title, partial(check_layout, here(dims, FP64)), needs)
-            for precision, word in ((FP32, "fp32"), (BF16, "bf16")):
+                yield Check(title, partial(check_layout, here(dims, FP64, num_microbatches=dims.pp)), needs)
+                needs = title if dims.cp * dims.ep > 1 else needs  # it says why a family can't be laid out so
+            for precision, word in ((FP32, "fp32"), (BF16, "bf16")) if dims.pp == 1 else ():
                 title = f"{attn}, {layout}, {word}: the graph is eager FSDP2"
                 yield Check(title, partial(check_eager, here(dims, precision)), needs)
         for word, recompute in (("full", Recompute(every=1)), ("op", Recompute(by_op=True))):
@@ -188,10 +197,24 @@ def _differ_from_eager(cell: Cell) -> list[str]:
 
 
 def check_layout(cell: Cell) -> None:
+    if cell.dims.cp * cell.dims.ep > 1:
+        try:
+            check_plan(build_model(cell), load_family(cell.family).PLAN, cell.dims)
+        except UserError as reason:
+            raise Skipped(str(reason)) from None
     (expected,) = _everywhere(_plain, dataclasses.replace(cell, dims=ParallelDims()))
-    axis = "PLAN's roles of the module that is named" if cell.dims.tp > 1 else "what in forward depends on the rows"
+    what = f"these ranks compute other numbers than one: look at {_cause(cell.dims)}"
     for found in _everywhere(_whole, cell):
-        _refuse(far_apart(expected, found, TOLERANCE), f"these ranks compute other numbers than one: look at {axis}")
+        _refuse(far_apart(expected, found, TOLERANCE), what)
+
+
+def _cause(dims: ParallelDims) -> str:
+    """Say where to look when these ranks differ from one."""
+    if dims.cp > 1:
+        return "attention: every key and value must go through `seen`, after its position is applied"
+    if dims.pp > 1:
+        return "what forward does beside calling its modules one after the other"
+    return "PLAN's roles of the module that is named" if dims.tp > 1 else "what in forward depends on the rows"
 
 
 def _plain(cell: Cell) -> Seen:

@@ -349,6 +349,9 @@ def _notices(config: JobConfig) -> list[str]:
         if config.checkpoint.last_save_in_hf:
             name = _name(config, "checkpoint.last_save_in_hf")
             notices.append(f"{name}: nothing is saved while checkpoint.enable is false")
+    if config.parallelism.expert_tensor_parallel_degree > 1 and config.parallelism.expert_parallel_degree == 1:
+        name = _name(config, "parallelism.expert_tensor_parallel_degree")
+        notices.append(f"{name}: experts are split as all else while parallelism.expert_parallel_degree is 1")
     if config.metrics.histogram_freq and not config.metrics.enable_tensorboard:
         name = _name(config, "metrics.histogram_freq")
         notices.append(f"{name}: there are no histograms while metrics.enable_tensorboard is false")

@@ -1,7 +1,8 @@
 """Count the arithmetic of a traced step.
 
 Convention: a multiply-add is two operations; matrix products and attention count, elementwise work does not; forward
-and backward count once, before any recomputation; attention counts the pairs of positions that its mask leaves.
+and backward count once, before any recomputation; what all ranks of context parallel compute alike counts once among
+them; attention counts the pairs of positions that its mask leaves.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import torch
 from torch.fx import GraphModule, Node
 
 import torchtitan_graph.ops  # noqa: F401 (registers the grouped operators)
+from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.blocks import block_of
 from torchtitan_graph.graph.edit import value
+from torchtitan_graph.graph.signature import input_nodes
 
 aten = torch.ops.aten
 
@@ -57,28 +60,51 @@ class Flops:
         return Flops(self.matmul + other.matmul, {**self.attention, **other.attention})  # no block is in two graphs
 
 
-def count_flops(gm: GraphModule, blocks: Container[str]) -> Flops:
+def count_flops(gm: GraphModule, blocks: Container[str], whole_rows: tuple[str, int] = ("", 1)) -> Flops:
     """Count the operations of a graph that no pass has changed; attention outside any block is counted under "".
 
     A sink's column counts as it is computed. Values count as wide as they are, also where a kernel wants them padded to
     the keys' width.
+
+    Args:
+        whole_rows: the name and the degree of the group that gathers whole rows, if one does.
     """
+    group, degree = whole_rows
+    alike = _computed_alike(gm, group) if degree > 1 else set()
     matmul, attention = 0, collections.Counter[str]()
     for node in gm.graph.nodes:
-        if node.target in (aten.mm.default, aten.bmm.default):
-            matmul += 2 * math.prod(value(node).shape) * _shape(node, 0)[-1]
-        elif node.target is aten.addmm.default:
-            matmul += 2 * math.prod(value(node).shape) * _shape(node, 1)[-1]
-        elif node.target is GROUPED_MM:
-            matmul += 2 * _shape(node, 0).numel() * value(node).shape[-1]
-        elif node.target is torch.ops.torchtitan_graph.grouped_outer.default:
-            matmul += 2 * _shape(node, 0).numel() * _shape(node, 1)[-1]
-        elif node.target in ATTENTION:
-            attention[block_of(node, blocks) or ""] += _products(node, 0)
-        elif node.target in _BACKWARD:
+        if node.target in _BACKWARD:
             # The gradient of the output comes first, then query, key and value; flex has query, key, value first.
             attention[block_of(node, blocks) or ""] += 2 * _products(node, 0 if node.target is _BACKWARD[-1] else 1)
+        elif node.target in ATTENTION:
+            attention[block_of(node, blocks) or ""] += _products(node, 0)
+        else:
+            matmul += _matmul(node) // (degree if meta.module(node) in alike else 1)
     return Flops(matmul, attention)
+
+
+def _matmul(node: Node) -> int:
+    if node.target in (aten.mm.default, aten.bmm.default):
+        return 2 * math.prod(value(node).shape) * _shape(node, 0)[-1]
+    if node.target is aten.addmm.default:
+        return 2 * math.prod(value(node).shape) * _shape(node, 1)[-1]
+    if node.target is GROUPED_MM:
+        return 2 * _shape(node, 0).numel() * value(node).shape[-1]
+    if node.target is torch.ops.torchtitan_graph.grouped_outer.default:
+        return 2 * _shape(node, 0).numel() * _shape(node, 1)[-1]
+    return 0
+
+
+def _computed_alike(gm: GraphModule, group: str) -> set[str]:
+    """Name the modules whose products every rank of a group computes alike: of parameters, and of what it gathers over
+    the group. Latent attention expands whole rows of its latent."""
+    gather = torch.ops._c10d_functional.all_gather_into_tensor.default
+    alike = set(input_nodes(gm, "param").values())
+    for node in gm.graph.nodes:
+        gathered = node.target is gather and node.args[2] == group
+        if gathered or (node.all_input_nodes and alike.issuperset(node.all_input_nodes)):
+            alike.add(node)
+    return {meta.module(node) for node in alike if _matmul(node)} - {""}
 
 
 def _products(node: Node, query: int) -> int:

@@ -142,6 +142,11 @@ class Layout:
         return found
 
     @property
+    def gathers_rows(self) -> tuple[str, int]:
+        """The name and the degree of the group over which rows are gathered; no name where all have whole ones."""
+        return (self.group(CP).group_name, self.degree(CP)) if self.degree(CP) > 1 else ("", 1)
+
+    @property
     def _meshes(self) -> list[DeviceMesh]:
         return [mesh for mesh in (self.mesh, self.context, self.experts, self.stages) if mesh is not None]
 

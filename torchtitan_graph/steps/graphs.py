@@ -99,4 +99,5 @@ def trace_steps(
     groups = buckets(model, model.blocks)
     context = context_modules(model, family.PLAN)
     plan = PassPlan(storages, model.blocks, groups, options.recompute, options.reshard, options.regions, context)
-    return Traced(train, evaluate, plan, count_flops(train.gm, model.blocks), pytree.tree_leaves(example))
+    flops = count_flops(train.gm, model.blocks, layout.gathers_rows)
+    return Traced(train, evaluate, plan, flops, pytree.tree_leaves(example))

@@ -85,7 +85,7 @@ def _build_stage(
     """Trace a stage, run the passes on it, and cut it into the parts that its schedule runs."""
     assert options.pipeline is not None
     traced = _trace_stage(number, model, layout, options, capture)
-    flops = count_flops(traced.train.gm, model.blocks)
+    flops = count_flops(traced.train.gm, model.blocks, layout.gathers_rows)
     shown = not any(layout.mesh.get_coordinate() or ()) or dist.get_backend() == "fake"
     watch = Inspection(
         f"stage {number}",

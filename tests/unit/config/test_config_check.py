@@ -52,6 +52,12 @@ def test_experts_reuse_ranks_of_the_other_axes() -> None:
     ]
 
 
+def test_ranks_of_an_expert_have_no_effect_where_experts_are_split_as_all_else() -> None:
+    arguments = "--parallelism.tensor_parallel_degree 2 --parallelism.expert_tensor_parallel_degree 2"
+    (notice,) = check(load(arguments.split()), 2)
+    assert "expert_tensor_parallel_degree = 2: experts are split as all else while" in notice
+
+
 @pytest.mark.parametrize(
     ("arguments", "ranks"),
     [

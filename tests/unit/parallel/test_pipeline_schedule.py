@@ -149,7 +149,7 @@ def test_a_schedule_of_ones_own(tmp_path: Path) -> None:
         ("0F0,0B0,0I0,0W0,0F1\n,1F0,1B0,1F1,1B1\n", ["of stage 0 and microbatch 0 there is F, B, I, W"]),
         ("0F0,0F1,0B0,0B1\n1B0,1F0\n", ["line 2: 1B0 has no 1F0 before it"]),
         ("0F0,0F1,0B0,0B1,1F1\n1F0,1B0,1B1\n", ["stage 1 is in line 1 and in line 2"]),
-        (GOOD.replace("1F", "999999999F"), ["8 layers can't fill 1000000000 stages"]),
+        (GOOD.replace("1F", "999999999F"), ["line 2: 1B0 has no 1F0 before it"]),
         ("0F0,0B0\n", ["has 1 lines of actions, but there are 2 ranks"]),
         (GOOD.replace("1B0", "1C0"), ["line 2: '1C0' is no action", "from 0 to 1"]),
         (GOOD.replace("1B1", "1B2"), ["line 2: '1B2' is no action"]),

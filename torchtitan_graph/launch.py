@@ -187,22 +187,24 @@ class Launch:
 
     def tell(self, attempt: int, failures: dict[int, Any]) -> int:
         """Log why the first rank failed, and a line for each other one. Return its exit code; 0 if none failed."""
-        ends = [_reported(read_json(file)) for file in self.folder.glob(f"{attempt}.*.json")]
-        told = {end.rank for end in ends}
         stopped = {stop.exit_code(number) for number in self._signals}
+        ends = [_reported(read_json(file), stopped) for file in self.folder.glob(f"{attempt}.*.json")]
+        told = {end.rank for end in ends}
         silent = {rank: failure for rank, failure in failures.items() if rank not in told}
         ends += [_silent(rank, failure, stopped, self._logs_of(attempt, failure)) for rank, failure in silent.items()]
         if not ends:
             return 0
         cause, *others = sorted(ends)
         self.has_logs_to_read = cause.kind == SILENT and self._logs_of(attempt, failures[cause.rank]) is not None
-        if cause.kind == STOPPED:
+        if cause.kind in (STOPPED, STOPPED_ALONE):
             logger.warning(cause.full)
             return cause.code
         # What torchrun recovers from it tells nobody: a rank that was killed is missing here.
         logger.error(cause.full if failures or cause.kind != LOST_PEER else f"rank {cause.rank}: {cause.line}")
         for end in others:
-            if end.line != cause.line:  # all ranks find a wrong configuration
+            # All ranks find a wrong configuration, but for those that torchrun ends before.
+            is_late = cause.code == CONFIGURATION and end.kind in (STOPPED_ALONE, ENDED_BY_US)
+            if end.line != cause.line and not is_late:
                 logger.error(f"rank {end.rank}: {end.line}")
         return cause.code
 
@@ -212,8 +214,9 @@ class Launch:
         return next((log.parent for log in logs if log.stat().st_size), None)
 
 
-# How likely an end is the cause of the others, in this order.
-STOPPED, OWN_REASON, SILENT, LOST_PEER, ENDED_BY_US = range(5)
+# How likely an end is the cause of the others, in this order. STOPPED by a signal that the launcher got, too; ALONE by
+# one that it did not get: somebody's, or torchrun's after another rank failed.
+STOPPED, OWN_REASON, SILENT, STOPPED_ALONE, LOST_PEER, ENDED_BY_US = range(6)
 
 
 class End(NamedTuple):
@@ -227,8 +230,10 @@ class End(NamedTuple):
     full: str
 
 
-def _reported(record: dict[str, Any]) -> End:
-    kind = STOPPED if record["code"] > 128 else LOST_PEER if record["lost_peer"] else OWN_REASON
+def _reported(record: dict[str, Any], stopped: set[int]) -> End:
+    kind = LOST_PEER if record["lost_peer"] else OWN_REASON
+    if record["code"] > 128:
+        kind = STOPPED if record["code"] in stopped else STOPPED_ALONE
     name, _, text = record["message"].partition(": ")
     line = (text if record["code"] != FAULT else f"{name}: {text}").partition("\n")[0]
     full = text if record["code"] != FAULT else f"rank {record['rank']} failed:\n{record['traceback']}"

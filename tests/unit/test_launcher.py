@@ -76,6 +76,20 @@ def test_the_first_fault_is_the_cause_and_lost_peers_are_a_line_each(
     assert others == ["rank 1: KeyError: 'second'", f"rank 0: RuntimeError: {LOST}", "rank 3: was ended by SIGTERM"]
 
 
+def test_a_rank_that_torchrun_stops_hides_no_failure(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ends(monkeypatch, 0, stop.Stopped("stopped by SIGTERM before the first step"), 143)
+    assert launch.tell(0, {1: silent(-signal.SIGKILL)}) == 128 + signal.SIGKILL
+    assert caplog.messages[0].startswith("rank 1 was ended by SIGKILL")
+    caplog.clear()
+    ends(monkeypatch, 1, UserError("training.steps = 0"), CONFIGURATION)
+    assert launch.tell(0, {2: silent(-signal.SIGTERM)}) == CONFIGURATION
+    assert caplog.messages == ["training.steps = 0"]
+    launch._signals.append(signal.SIGTERM)  # which somebody sent to the launcher: then it is the cause
+    assert launch.tell(0, {}) == 143
+
+
 def test_a_killed_rank_is_the_cause_of_what_its_peers_say(
     launch: Launch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -65,6 +65,11 @@ def test_ranks_of_an_expert_have_no_effect_where_experts_are_split_as_all_else()
         ("--parallelism.data_parallel_shard_degree 4 --parallelism.pipeline_parallel_degree 2", 8),
         ("--parallelism.expert_parallel_degree 8 --parallelism.tensor_parallel_degree 2", 8),
         ("--parallelism.expert_parallel_degree 2 --parallelism.tensor_parallel_degree 4", 4),
+        (
+            "--parallelism.expert_parallel_degree 4 --parallelism.tensor_parallel_degree 2"
+            " --parallelism.expert_tensor_parallel_degree 2",
+            8,
+        ),
     ],
 )
 def test_the_smallest_number_of_processes(arguments: str, ranks: int) -> None:
@@ -204,3 +209,26 @@ def test_legal_checkpoints() -> None:
         "--checkpoint.enable --checkpoint.remote_folder memory://a --checkpoint.initial_load_path file:///a/step-1/",
     ):
         assert check(load(arguments.split()), 1) == []
+
+
+STAGES = "--parallelism.pipeline_parallel_degree 2 "
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            f"{STAGES} --training.local_batch_size 3 --parallelism.pipeline_parallel_microbatch_size 2",
+            "pipeline_parallel_microbatch_size = 2: must divide training.local_batch_size 3",
+        ),
+        (f"{STAGES} --checkpoint.enable --checkpoint.last_save_in_hf", "no rank of a pipeline can gather the whole"),
+        (f"{STAGES} --model.num_mtp_layers 1", "num_mtp_layers = 1: not with pipeline or context parallel"),
+        (
+            "--parallelism.context_parallel_degree 2 --model.num_mtp_layers 1",
+            "num_mtp_layers = 1: not with pipeline or context parallel",
+        ),
+    ],
+)
+def test_what_stages_and_parts_of_rows_can_not_do(arguments: str, message: str) -> None:
+    (problem,) = problems(arguments, 2)
+    assert message in problem

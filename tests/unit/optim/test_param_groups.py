@@ -71,3 +71,13 @@ def test_an_entry_without_parameters_is_refused(pattern: str, message: str) -> N
     with pytest.raises(UserError) as caught:
         check_optimizer(model().to("meta"), config([ParamGroup("*.bias"), ParamGroup(pattern)]))
     assert message in str(caught.value)
+
+
+def test_a_part_of_a_model_need_not_have_what_an_entry_matches() -> None:
+    """A pipeline's stage: the checks before any stage is made have seen the whole model."""
+    part = model()
+    del part["out"], part["norm"]
+    entries = config([ParamGroup("out.*"), ParamGroup("embed.*", lr=1e-1)])
+    optimizer = build_optimizer(part, entries, in_part=True)
+    train(optimizer, part)
+    assert [len(group["params"]) for group in optimizer.param_groups] == [0, 0, 1]

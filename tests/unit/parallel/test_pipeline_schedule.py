@@ -1,6 +1,7 @@
 """Stages and schedules: what a rank does in a step, and what is refused."""
 
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,12 @@ def test_ranks_wait_as_the_closed_forms_say() -> None:
     assert 0.25 < uneven < 0.27
 
 
+def test_1f1b_holds_no_more_microbatches_than_there_are_stages_from_a_rank_on() -> None:
+    for rank, actions in enumerate(plan(4, 16, 16, schedule="1F1B").actions):
+        held = list(itertools.accumulate({"F": 1, "B": -1}.get(action.kind, 0) for action in actions))
+        assert max(held) == 4 - rank and held[-1] == 0
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -109,6 +116,10 @@ def test_stages_as_named() -> None:
     ("options", "words"),
     [
         ({"num_layers": 2, "num_ranks": 8}, ["degree = 8: 2 layers can't fill 8 stages", "use fewer stages"]),
+        (
+            {"num_layers": 2, "num_ranks": 4, "first_stage_less_layers": 0, "last_stage_less_layers": 0},
+            ["2 layers can't fill 4 stages"],
+        ),
         ({"schedule": "DualPipeV", "num_microbatches": 3}, ["4, not 3", "global_batch_size", "ZBVZeroBubble"]),
         ({"schedule": "Interleaved1F1B", "num_microbatches": 5}, ["5 microbatches", "multiple of", "2"]),
         ({"layers_per_stage": 2}, ["layers_per_stage = 2: 5 stages on", "degree 2: 1F1B needs one on each rank"]),
@@ -170,6 +181,13 @@ def test_a_schedule_of_ones_own_that_is_none(text: str, words: list[str], tmp_pa
     with pytest.raises(UserError) as caught:
         plan(num_microbatches=2, schedule_csv=str(file))
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_stages_as_named_are_those_of_a_schedule_of_ones_own(tmp_path: Path) -> None:
+    file, parts = tmp_path / "mine.csv", [["tok_embeddings"], ["layers.0"], ["norm", "output"]]
+    file.write_text(GOOD)
+    with pytest.raises(UserError, match="has 3 parts, but the schedule has 2 stages"):
+        plan(num_layers=1, num_microbatches=2, schedule_csv=str(file), module_fqns_per_model_part=parts)
 
 
 def test_a_missing_file_is_named() -> None:

@@ -76,3 +76,17 @@ def test_experts_that_are_not_cut_need_not_divide_over_tp() -> None:
 def test_an_axis_or_role_that_there_is_not_is_refused(roles: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         check("llama3", ParallelDims(), plan={"norm.weight": roles})
+
+
+@pytest.mark.parametrize(
+    ("degrees", "message"),
+    [
+        ({"cp": 2}, "context_parallel_degree = 2: the plan gives no module a role on cp"),
+        ({"tp": 2}, "the plan gives no role to tok_embeddings.weight, layers.0.attention_norm.weight"),
+    ],
+)
+def test_a_plan_that_lacks_roles_is_refused(degrees: dict[str, int], message: str) -> None:
+    plan: Plan = {"norm.weight": {"tp": "replicate"}}
+    check("llama3", ParallelDims(), plan)
+    with pytest.raises(UserError, match=message):
+        check("llama3", ParallelDims(**degrees), plan)

@@ -72,6 +72,14 @@ def inherit(node: Node, source: Node) -> None:
             node.meta[key] = source.meta[key]
 
 
+def move(node: Node, old: str, new: str) -> None:
+    """Let a node, copied from one block's graph, stand in another: `old` and `new` are the blocks' names."""
+    name = module(node)
+    if name == old or name.startswith(f"{old}."):
+        write(node, module=new + name[len(old) :])
+        node.meta["custom"] = node.meta["custom"] | {"module": module(node)}
+
+
 def settle(gm: GraphModule) -> None:
     """Read what the tracer left on the nodes into the keys above, once, right after tracing.
 
@@ -85,6 +93,8 @@ def _settle(gm: GraphModule, inherited: Node | None) -> None:
     forward: dict[int, Node] = {}  # autograd's sequence number -> the node that it was counted up for
     numbers: list[int] = []  # its keys; they only grow
     for node in gm.graph.nodes:
+        if inherited is None and "phase" in node.meta:
+            continue  # a copy from a block's graph, see graph/stamp.py: it was settled there
         custom = dict(node.meta.get("custom") or {})
         is_backward = custom.pop("phase", None) == "backward"
         seq_nr = node.meta.get("seq_nr")

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.signature import Slot, layout_of
-from torchtitan_graph.graph.torch_private import FakeTensor, reparametrize
+from torchtitan_graph.graph.torch_private import FakeTensor, is_traceable_wrapper_subclass, reparametrize
 
 
 def live_state(
@@ -163,6 +163,19 @@ def unchanged_attributes(module: torch.nn.Module | None) -> Iterator[None]:
         raise UserError(
             f"the traced function keeps a tensor in {', '.join(leaks)}: after the trace it would hold a value without "
             "numbers; return it from the function instead"
+        )
+
+
+@contextlib.contextmanager
+def unassigned_data(traced: Mapping[tuple[str, str], torch.Tensor]) -> Iterator[None]:
+    """Refuse `x.data = y`: a graph would go on with the old values."""
+    plain = {name: x for (_, name), x in traced.items() if not is_traceable_wrapper_subclass(x)}
+    before = {name: x.untyped_storage() for name, x in plain.items()}
+    yield
+    if assigned := [name for name, x in plain.items() if x.untyped_storage() is not before[name]]:
+        raise UserError(
+            f"the traced function assigns the data of {', '.join(assigned)}: a graph would lose it silently; return "
+            "the new value from the function and write it back outside"
         )
 
 

@@ -9,6 +9,7 @@ region   the part of the graph that is compiled together, by name (read by `comp
 
 import bisect
 import re
+import sys
 from pathlib import Path
 
 import torch
@@ -78,6 +79,12 @@ def move(node: Node, old: str, new: str) -> None:
     if name == old or name.startswith(f"{old}."):
         write(node, module=new + name[len(old) :])
         node.meta["custom"] = node.meta["custom"] | {"module": module(node)}
+
+
+def unsettle(node: Node) -> None:
+    """Let the next `settle` say where a copied sum of gradients comes from."""
+    node.meta.pop("phase")
+    node.meta |= {"custom": {"phase": "backward"}, "seq_nr": sys.maxsize}  # of a sum, the counter as it is: see _is_sum
 
 
 def settle(gm: GraphModule) -> None:

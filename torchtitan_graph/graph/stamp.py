@@ -8,12 +8,13 @@ node, what tracing every block gives.
 
 Two of a kind are described alike (graph/alike.py), and called with alike tensors. Since no description sees
 everything, the second of a kind is traced as well, and must give the same graph. Whatever does not fit (a block that
-keeps something for the next one, tensors that it takes from elsewhere, an error) raises `TraceInFull`, and every block is
-traced; errors are then told as if there were no stamps.
+keeps something for the next one, tensors that it takes from elsewhere, an error) raises `TraceInFull`, and every block
+is traced; errors are then told as if there were no stamps.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -38,6 +39,7 @@ from torchtitan_graph.graph.torch_private import (
     trace_set_aside,
     trace_to_graph,
 )
+from torchtitan_graph.log import logger
 
 _library = torch.library.Library("torchtitan_graph_blocks", "DEF")
 _library.define("forward(Tensor[] tensors, int call) -> Tensor[]")
@@ -84,17 +86,20 @@ class BlockGraph:
         return found
 
 
-@dataclasses.dataclass
 class _Kind:
-    calls: list[_Call] = dataclasses.field(default_factory=list)
-    graphs: dict[Given, BlockGraph] = dataclasses.field(default_factory=dict)
+    """Blocks that are called alike: how often, and their graph; one more for other results that gradients come to."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+        self.first: BlockGraph
+        self.graphs: dict[Given, BlockGraph] = {}
 
 
 class _Call:
     """A call of a block in the traced function."""
 
-    def __init__(self, tracer: _Tracer, name: str, block: nn.Module, forward: Callable, args: tuple, kwargs: dict):
-        self.tracer, self.name, self.block, self.forward = tracer, name, block, forward
+    def __init__(self, stamps: Stamps, name: str, block: nn.Module, forward: Callable, args: tuple, kwargs: dict):
+        self.stamps, self.name, self.block, self.forward = stamps, name, block, forward
         self.leaves, self.spec = pytree.tree_flatten((args, kwargs))
         state = {("param", n): p for n, p in block.named_parameters()}
         self.state: dict[tuple[str, str], Tensor] = state | {("buffer", n): b for n, b in block.named_buffers()}
@@ -102,7 +107,7 @@ class _Call:
         self.layouts = [layout_of(x) for x in self.tensors]
         self.is_grad, self.words = torch.is_grad_enabled(), annotations()
         self.copies: dict[Node, Node] = {}
-        self.kind = _Kind()
+        self.kind: _Kind
         self.graph: BlockGraph
 
     def key(self) -> Hashable:
@@ -114,7 +119,7 @@ class _Call:
             for layout, x in zip(self.layouts, self.tensors, strict=True)
         )
         made = description(self.block, self.forward, (constants, words))
-        return made, self.spec, self.is_grad, tensors, tuple(self.state)
+        return _hashable((made, self.spec, self.is_grad, tensors, tuple(self.state)))
 
     def trace(self, given: Given | None = None) -> BlockGraph:
         """Trace the block alone; `given` is for which results there are gradients, all at first."""
@@ -124,7 +129,7 @@ class _Call:
             with trace_set_aside(dict(self.words)):
                 flat = [t.detach() for x, lay in zip(self.tensors, self.layouts, strict=True) for t in lay.flatten(x)]
                 run = functools.partial(self._run, found, given)
-                gm = trace_to_graph(run, flat, self.tracer.fake_mode, self.tracer.module, self.tracer.stack_traces)
+                gm = trace_to_graph(run, flat, self.stamps.fake_mode, self.stamps.module, self.stamps.stack_traces)
             meta.settle(gm)
             if self.key() != before:
                 raise TraceInFull(f"{self.name} changes what it holds")
@@ -148,6 +153,9 @@ class _Call:
         args, kwargs = pytree.tree_unflatten(full, self.spec)
         with torch.set_grad_enabled(self.is_grad), swapped_state(self.block, None, state), unassigned_data(state):
             leaves, found["spec"] = pytree.tree_flatten(self.forward(*args, **kwargs))
+        held, spec = pytree.tree_flatten((args, kwargs))
+        if spec != self.spec or any(x is not y for x, y in zip(held, full, strict=True)):
+            raise TraceInFull(f"{self.name} changes its arguments")
         found["constants"] = {i: x for i, x in enumerate(leaves) if not isinstance(x, Tensor)}
         results = [x for x in leaves if isinstance(x, Tensor)]
         if any(is_traceable_wrapper_subclass(x) for x in results):
@@ -229,14 +237,13 @@ class _Stamp(torch.autograd.Function):
 _calls: list[_Call] = []  # of the trace that is being made
 
 
-@dataclasses.dataclass
-class _Tracer:
-    """What traces blocks: the whole function's own tracer."""
+class Stamps:
+    """The blocks of a trace: what traces them, and puts their nodes where they were called."""
 
-    module: nn.Module | None
-    fake_mode: FakeTensorMode
-    stack_traces: bool
-    kinds: dict[Hashable, _Kind] = dataclasses.field(default_factory=dict)
+    def __init__(self, module: nn.Module | None, fake_mode: FakeTensorMode, stack_traces: bool) -> None:
+        self.module, self.fake_mode, self.stack_traces = module, fake_mode, stack_traces
+        self.kinds: dict[Hashable, _Kind] = {}
+        self.num_alone = 0
 
     def call(self, name: str, block: nn.Module, forward: Callable, *args: Any, **kwargs: Any) -> Any:
         """Stand for a block's forward."""
@@ -245,61 +252,92 @@ class _Tracer:
         if len(set(differentiable)) < len(differentiable):
             raise TraceInFull(f"{name} is given a tensor twice")
         kind = call.kind = self.kinds.setdefault(call.key(), _Kind())
-        first = kind.calls[0].graph if kind.calls else None
-        call.graph = call.trace() if len(kind.calls) < 2 else first  # type: ignore[assignment]
-        if first is None:
-            kind.graphs[call.graph.given] = call.graph
-        elif call.graph is not first and described(call.graph.gm, name) != described(first.gm, first.block):
-            raise TraceInFull(f"{name} is described as {first.block} is, and traced otherwise")
-        kind.calls.append(call)
+        if not kind.num_calls:
+            kind.first = call.trace()
+            kind.graphs[kind.first.given] = kind.first
+        elif kind.num_calls == 1 and described(call.trace().gm, name) != described(kind.first.gm, kind.first.block):
+            raise TraceInFull(f"{name} is described as {kind.first.block} is, and traced otherwise")
+        kind.num_calls += 1
+        call.graph = kind.first
         _calls.append(call)
         tensors = iter(_Stamp.apply(len(_calls) - 1, *call.tensors))
         constants, num_leaves = call.graph.constants, call.graph.spec.num_leaves
         leaves = [constants[i] if i in constants else next(tensors) for i in range(num_leaves)]
         return pytree.tree_unflatten(leaves, call.graph.spec)
 
+    def call_alone(self, forward: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Stand for the forward of a block that is like no other: it is traced in its place."""
+        self.num_alone += 1
+        return forward(*args, **kwargs)
+
+    def put_in(self, gm: GraphModule) -> None:
+        """Replace each opaque operator by the nodes of its block and phase."""
+        for node in list(gm.graph.nodes):
+            if node.target is FORWARD or node.target is BACKWARD:
+                _replace(gm, node, _calls[node.args[1]], "forward" if node.target is FORWARD else "backward")
+        if self.kinds or self.num_alone:
+            kinds, blocks = len(self.kinds) + self.num_alone, len(_calls) + self.num_alone
+            logger.info(f"traced {kinds} kind{'s' * (kinds != 1)} of block for {blocks} blocks")
+        _calls.clear()
+
 
 @contextlib.contextmanager
 def opaque(
     blocks: Mapping[str, nn.Module], module: nn.Module | None, fake_mode: FakeTensorMode, stack_traces: bool
-) -> Iterator[None]:
-    """Let each block, by its name in `module`, be one operator in a trace that is made inside; `stamp` ends it."""
-    tracer = _Tracer(module, fake_mode, stack_traces)
+) -> Iterator[Stamps]:
+    """Let the blocks, by their names in `module`, that look alike be one operator each in a trace that is made inside.
+
+    Raises:
+        TraceInFull: here or inside; then no graph comes of this trace.
+    """
+    stamps = Stamps(module, fake_mode, stack_traces)
     _calls.clear()
-    if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")) and blocks:
+    if blocks and any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
         raise TraceInFull("torch.autocast is on")
+    looks = {name: _look(block) for name, block in blocks.items()}
+    number = collections.Counter(looks.values())
     before = {block: vars(block).get("forward") for block in blocks.values()}
     try:
         for name, block in blocks.items():
-            block.forward = functools.partial(tracer.call, name, block, block.forward)
-        yield
+            stands = functools.partial(stamps.call, name, block) if number[looks[name]] > 1 else stamps.call_alone
+            block.forward = functools.partial(stands, block.forward)
+        yield stamps
     finally:
         for block, forward in before.items():
             if forward is None:
-                del block.forward
+                vars(block).pop("forward", None)
             else:
                 block.forward = forward
 
 
-def stamp(gm: GraphModule) -> tuple[int, int]:
-    """Replace each opaque operator by the nodes of its block and phase; give how many kinds and calls there were."""
-    for node in list(gm.graph.nodes):
-        if node.target is FORWARD or node.target is BACKWARD:
-            call, phase = _calls[node.args[1]], "forward" if node.target is FORWARD else "backward"
-            graph = call.graph
-            given, results = ("placeholder", graph.results) if phase == "forward" else (GRADIENT, graph.gradients)
-            call.copies.update(zip(graph.nodes[given], node.args[0], strict=True))
-            _copy(gm, node, call, graph.nodes[phase])
-            for part in list(node.users):
-                result = results[part.args[1]]  # type: ignore[index]
-                if phase == "backward":
-                    _check_sums(part, result, call.name)
-                part.replace_all_uses_with(call.copies[result])
-                gm.graph.erase_node(part)
-            gm.graph.erase_node(node)
-    counts = len({id(call.kind) for call in _calls}), len(_calls)
-    _calls.clear()
-    return counts
+def _look(block: nn.Module) -> Hashable:
+    state = (*block.named_parameters(), *block.named_buffers())
+    layouts = tuple((name, layout_of(x), x.requires_grad) for name, x in state)
+    return _hashable((layouts, description(block, block.forward, ())))
+
+
+def _hashable(x: Any) -> Hashable:
+    """Give what has no hash as equal to nothing."""
+    try:
+        hash(x)
+    except TypeError:
+        return object()
+    return x
+
+
+def _replace(gm: GraphModule, node: Node, call: _Call, phase: str) -> None:
+    """Replace an opaque operator."""
+    graph = call.graph
+    given, results = ("placeholder", graph.results) if phase == "forward" else (GRADIENT, graph.gradients)
+    call.copies.update(zip(graph.nodes[given], node.args[0], strict=True))  # type: ignore[arg-type]
+    _copy(gm, node, call, graph.nodes[phase])
+    for part in list(node.users):
+        result = results[part.args[1]]  # type: ignore[index]
+        if phase == "backward":
+            _check_sums(part, result, call.name)
+        part.replace_all_uses_with(call.copies[result])
+        gm.graph.erase_node(part)
+    gm.graph.erase_node(node)
 
 
 def _copy(gm: GraphModule, before: Node, call: _Call, nodes: Sequence[Node]) -> None:
@@ -308,34 +346,48 @@ def _copy(gm: GraphModule, before: Node, call: _Call, nodes: Sequence[Node]) -> 
         for node in nodes:
             copies[node] = copy = gm.graph.node_copy(node, copies.__getitem__)
             meta.move(copy, graph.block, call.name)
+            if _is_sum(node) and node.args[1] in graph.nodes[GRADIENT]:
+                meta.unsettle(copy)  # it belongs to where that gradient comes from
             if node.op == "get_attr":
                 copy.target = f"{str(node.target)}_of_{graph.block.replace('.', '_')}"
                 setattr(gm, copy.target, getattr(graph.gm, str(node.target)))
+
+
+def _is_sum(node: Node) -> bool:
+    """Tell a sum that autograd's engine makes."""
+    return node.target is torch.ops.aten.add.Tensor and "is_gradient_acc" in node.meta
 
 
 def _check_sums(gradient: Node, made: Node, name: str) -> None:
     """Refuse a tensor that a block reads more than once, and others after it: autograd adds the gradients one by one as
     they come, where a stamp gives the sum of its own."""
     for user in gradient.users:
-        is_sum = user.target is torch.ops.aten.add.Tensor and "is_gradient_acc" in user.meta
-        if is_sum and user.args[1] is gradient and made.target is torch.ops.aten.add.Tensor:
+        if _is_sum(user) and user.args[1] is gradient and made.target is torch.ops.aten.add.Tensor:
             raise TraceInFull(f"{name} reads a tensor more than once that others read too")
 
 
-def described(gm: GraphModule, block: str = "") -> list[tuple]:
-    """Give each node without its name: operator, arguments by place, values, phase, module (in `block` as in any)."""
+def described(gm: GraphModule, block: str | None = "") -> list[tuple]:
+    """Give each node without its name: operator, arguments by place, values, and where it comes from, `block` being as
+    any other; of a graph inside the graph, which several nodes may share, without the last."""
     place = {node: f"%{i}" for i, node in enumerate(gm.graph.nodes)}
     lines = []
     for node in gm.graph.nodes:
-        what: Any = node.target
+        what = node.target if node.op == "call_function" else node.op
         if node.op == "get_attr":
             held = getattr(gm, str(node.target))
-            what = tuple(described(held, block)) if isinstance(held, GraphModule) else id(held)
+            what = tuple(described(held, None)) if isinstance(held, GraphModule) else _constant(held)
         values = [x for x in pytree.tree_leaves(node.meta.get("val")) if isinstance(x, Tensor)]
-        module = meta.module(node)
-        if module == block or module.startswith(f"{block}."):
-            module = "*" + module[len(block) :]
+        layouts = tuple((tuple(x.shape), x.stride(), x.dtype, x.device) for x in values)
         arguments = repr(map_arg((node.args, node.kwargs), place.__getitem__))  # type: ignore[arg-type]
-        layouts = [(tuple(x.shape), x.stride(), x.dtype, x.device) for x in values]
-        lines.append((node.op, what if node.op != "placeholder" else "", arguments, layouts, meta.phase(node), module))
+        name = meta.module(node)
+        if block is not None and (name == block or name.startswith(f"{block}.")):
+            name = "*" + name[len(block) :]
+        origin = (meta.phase(node), name, meta.role(node), meta.tag(node)) if block is not None else ()
+        lines.append((what, arguments, layouts, *origin))
     return lines
+
+
+def _constant(x: Tensor) -> tuple:
+    """Give a small constant's bytes, a large one's identity; without an operator, which would be traced."""
+    is_small = x.device.type == "cpu" and x.numel() <= 64
+    return x.shape, x.stride(), x.storage_offset(), x.dtype, x.untyped_storage().tolist() if is_small else id(x)

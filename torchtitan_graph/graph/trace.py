@@ -25,7 +25,7 @@ from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import aliased
 from torchtitan_graph.graph.observe import Watchable
 from torchtitan_graph.graph.signature import Signature, Slot, layout_of, signature_of
-from torchtitan_graph.graph.stamp import TraceInFull, opaque, stamp
+from torchtitan_graph.graph.stamp import TraceInFull, opaque
 from torchtitan_graph.graph.state import (
     BoundState,
     flatten,
@@ -39,9 +39,9 @@ from torchtitan_graph.graph.state import (
 from torchtitan_graph.graph.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
     has_gradient_hooks,
-    is_traceable_wrapper_subclass,
     mask_parts,
     mask_whole,
     trace_to_graph,
@@ -97,8 +97,8 @@ class TracedResult:
 
 
 class Capture(Protocol):
-    """A way to turn a function into a graph: of `fn(*arguments)`, which closes over `module`. Of `blocks`, submodules by
-    name, those that are alike need to be traced once only."""
+    """A way to turn a function into a graph: of `fn(*arguments)`, which closes over `module`. Of `blocks`, submodules
+    by name, those that are alike need to be traced once only."""
 
     def __call__(
         self,
@@ -161,11 +161,9 @@ def minimal_fx_tracer(
         run = _on_flat_tensors(fn, module, optimizer, given, slots, values, out)
         with _refusing_reads(optimizer):
             try:
-                with opaque(blocks, module, fake_mode, stack_traces):
+                with opaque(blocks, module, fake_mode, stack_traces) as stamps:
                     gm = trace_to_graph(run, _fake(plain, fake_mode, device), fake_mode, module, stack_traces)
-                num_kinds, num_blocks = stamp(gm)
-                if blocks:
-                    logger.info(f"traced {num_kinds} kinds of block for {num_blocks} blocks")
+                stamps.put_in(gm)
             except TraceInFull as reason:
                 logger.info(f"every block is traced, not every kind: {reason}")
                 gm = trace_to_graph(run, _fake(plain, fake_mode, device), fake_mode, module, stack_traces)
@@ -527,6 +525,12 @@ def _refuse_unsupported(gm: GraphModule, may_write: tuple[str, ...]) -> None:
     for node in gm.graph.nodes:
         if node.op == "get_attr":
             root[node] = ("constant", "a tensor that it closes over")
+            if isinstance(getattr(gm, str(node.target)), FakeTensor):
+                raise UserError(
+                    f"{meta.module(node) or 'the traced function'} reads a tensor that another trace left: let it be "
+                    "an argument, or forget it before the function begins; where one block leaves it for another, "
+                    "debug.trace_every_block helps"
+                )
         for source, is_write in aliased(node):
             if source in root:
                 kind, name = root[source]

@@ -34,7 +34,7 @@ from torchtitan_graph.graph.state import swapped_state, unassigned_data
 from torchtitan_graph.graph.torch_private import (
     FakeTensor,
     FakeTensorMode,
-    annotations,
+    current_words,
     is_traceable_wrapper_subclass,
     trace_set_aside,
     trace_to_graph,
@@ -105,7 +105,7 @@ class _Call:
         self.state: dict[tuple[str, str], Tensor] = state | {("buffer", n): b for n, b in block.named_buffers()}
         self.tensors = [*self.state.values(), *(x for x in self.leaves if isinstance(x, Tensor))]
         self.layouts = [layout_of(x) for x in self.tensors]
-        self.is_grad, self.words = torch.is_grad_enabled(), annotations()
+        self.is_grad, self.words = torch.is_grad_enabled(), current_words()
         self.copies: dict[Node, Node] = {}
         self.kind: _Kind
         self.graph: BlockGraph

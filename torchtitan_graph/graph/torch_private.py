@@ -57,10 +57,10 @@ __all__ = [
     "StorageInfo",
     "StridedShard",
     "annotated",
-    "annotations",
     "boxed",
     "close_rule",
     "compile_by_inductor",
+    "current_words",
     "dense_flex_attention",
     "dense_flex_attention_backward",
     "dtensor_spec",
@@ -133,7 +133,7 @@ def annotated(**words: Any) -> Iterator[None]:
         fx_traceback.current_meta["custom"] = before
 
 
-def annotations() -> dict[str, Any]:
+def current_words() -> dict[str, Any]:
     """Give the words that nodes made now would carry."""
     return dict(fx_traceback.current_meta.get("custom") or {})
 

@@ -159,14 +159,15 @@ def minimal_fx_tracer(
         plain = [t for slot, (_, _, tensor) in zip(slots, values, strict=True) for t in slot.layout.flatten(tensor)]
         fake_mode, out = FakeTensorMode(allow_non_fake_inputs=True), _Result()
         run = _on_flat_tensors(fn, module, optimizer, given, slots, values, out)
-        with _refusing_reads(optimizer):
-            try:
-                with opaque(blocks, module, fake_mode, stack_traces) as stamps:
-                    gm = trace_to_graph(run, _fake(plain, fake_mode, device), fake_mode, module, stack_traces)
-                stamps.put_in(gm)
-            except TraceInFull as reason:
-                logger.info(f"every block is traced, not every kind: {reason}")
+
+        def graph(blocks: Mapping[str, torch.nn.Module]) -> GraphModule:
+            with opaque(blocks, module, fake_mode, stack_traces) as stamps:
                 gm = trace_to_graph(run, _fake(plain, fake_mode, device), fake_mode, module, stack_traces)
+            stamps.put_in(gm)
+            return gm
+
+        with _refusing_reads(optimizer):
+            gm = _unless_in_full(graph, blocks) or graph({})
         gm.meta["signature"] = Signature(slots, out.slots)
         _name_placeholders(gm)
         meta.settle(gm)
@@ -250,6 +251,17 @@ def _on_flat_tensors(
         return [t for slot, (_, x) in zip(out.slots, tensors, strict=True) for t in slot.layout.flatten(x)]
 
     return run
+
+
+def _unless_in_full(
+    graph: Callable[[Mapping[str, torch.nn.Module]], GraphModule], blocks: Mapping[str, torch.nn.Module]
+) -> GraphModule | None:
+    """Trace each kind of block once, or say why that can't be."""
+    try:
+        return graph(blocks)
+    except TraceInFull as reason:
+        logger.info(f"every block is traced, not every kind: {reason}")
+        return None
 
 
 @contextlib.contextmanager

@@ -115,7 +115,14 @@ class _Call:
         constants = [x for x in self.leaves if not isinstance(x, Tensor)]
         words = {k: x for k, x in self.words.items() if (k, x) != ("module", self.name)}
         tensors = tuple(
-            (layout, x.stride(), x.storage_offset(), x.device, x.requires_grad, x.is_leaf and x.grad_dtype)
+            (
+                layout,
+                x.stride(),
+                x.storage_offset(),
+                x.device,
+                x.requires_grad,
+                x.requires_grad and x.is_leaf and x.grad_dtype,
+            )
             for layout, x in zip(self.layouts, self.tensors, strict=True)
         )
         made = description(self.block, self.forward, (constants, words))
@@ -162,6 +169,8 @@ class _Call:
             raise TraceInFull(f"{self.name} gives a tensor of a subclass")
         found["differentiable"] = [x.requires_grad for x in results]
         roots = [x for x in results if x.requires_grad]
+        if len({id(x) for x in roots}) < len(roots):
+            raise TraceInFull(f"{self.name} gives a tensor twice")
         found["given"] = tuple(x.stride() for x in roots) if given is None else given
         pairs = [(x, stride) for x, stride in zip(roots, found["given"], strict=True) if stride is not None]
         with torch.no_grad():

@@ -14,6 +14,19 @@ from torch.distributed.device_mesh import DeviceMesh
 _ATOMS = (int, bool, str, bytes, complex, type(None), type, torch.dtype, torch.device, torch.memory_format, DeviceMesh)
 
 
+class _Itself:
+    """Equals itself alone; and holds what it stands for, lest another comes to lie in its place."""
+
+    def __init__(self, x: object) -> None:
+        self.x = x
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and self.x is other.x
+
+    def __hash__(self) -> int:
+        return id(self.x)
+
+
 def description(module: nn.Module, forward: Any, arguments: Any) -> Hashable:
     """Give what is equal for modules of one kind, called alike: classes, attributes, hooks, what wraps `forward`.
 
@@ -42,7 +55,7 @@ def _described(x: Any, seen: dict[int, tuple[str, Any]]) -> Hashable:
     if isinstance(x, _ATOMS):
         return type(x), x
     if isinstance(x, (torch.Tensor, nn.Module)):
-        return "itself", id(x)
+        return _Itself(x)
     seen[id(x)] = f"object {len(seen)}", x  # it may hold itself
     if isinstance(x, dict):
         return type(x), tuple((_described(k, seen), _described(v, seen)) for k, v in x.items())
@@ -56,7 +69,8 @@ def _described(x: Any, seen: dict[int, tuple[str, Any]]) -> Hashable:
         return "method", _described((x.__func__, x.__self__), seen)
     if isinstance(x, types.FunctionType):
         cells = [cell.cell_contents for cell in x.__closure__ or ()]
-        return "function", x.__code__, id(x.__globals__), _described((cells, x.__defaults__, x.__kwdefaults__), seen)
+        held = _described((cells, x.__defaults__, x.__kwdefaults__), seen)
+        return "function", x.__code__, _Itself(x.__globals__), held
     if type(x).__new__ is object.__new__ and not any("__slots__" in vars(cls) for cls in type(x).__mro__):
         return type(x), _described(vars(x), seen)
-    return "itself", id(x)
+    return _Itself(x)

@@ -107,22 +107,16 @@ class _Call:
         self.layouts = [layout_of(x) for x in self.tensors]
         self.is_grad, self.words = torch.is_grad_enabled(), current_words()
         self.copies: dict[Node, Node] = {}
+        self.has_backward = False
         self.kind: _Kind
         self.graph: BlockGraph
 
     def key(self) -> Hashable:
         """Give what is equal for calls whose graphs are the same."""
-        constants = [x for x in self.leaves if not isinstance(x, Tensor)]
+        constants = {i: x for i, x in enumerate(self.leaves) if not isinstance(x, Tensor)}
         words = {k: x for k, x in self.words.items() if (k, x) != ("module", self.name)}
         tensors = tuple(
-            (
-                layout,
-                x.stride(),
-                x.storage_offset(),
-                x.device,
-                x.requires_grad,
-                x.requires_grad and x.is_leaf and x.grad_dtype,
-            )
+            (layout, x.stride(), x.storage_offset(), x.device, x.requires_grad, _grad_dtype(x))
             for layout, x in zip(self.layouts, self.tensors, strict=True)
         )
         made = description(self.block, self.forward, (constants, words))
@@ -189,11 +183,14 @@ class _Call:
         for x, layout in zip(self.tensors, self.layouts, strict=True):
             leaf = layout.unflatten([next(given) for _ in range(layout.num_tensors)]).detach()
             if x.requires_grad:
-                leaf.requires_grad_()
-                if x.is_leaf:
-                    leaf.grad_dtype = x.grad_dtype
+                leaf.requires_grad_().grad_dtype = _grad_dtype(x)
             tensors.append(leaf)
         return tensors
+
+
+def _grad_dtype(x: Tensor) -> torch.dtype | None:
+    """Give the dtype that gradients of a tensor are cast to; None: they stay as they are."""
+    return x.grad_dtype if x.requires_grad and x.is_leaf else x.dtype
 
 
 @torch.library.register_fake("torchtitan_graph_blocks::forward", lib=_library)
@@ -231,6 +228,9 @@ class _Stamp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         call = _calls[ctx.number]
+        if call.has_backward or torch.is_grad_enabled():
+            raise TraceInFull(f"{call.name} is differentiated twice")
+        call.has_backward = True
         marks = zip(gradients, call.graph.differentiable, strict=True)
         arrived = [g for g, is_differentiable in marks if is_differentiable]
         given = tuple(g if g is None else g.stride() for g in arrived)

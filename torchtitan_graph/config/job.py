@@ -497,6 +497,9 @@ class Debug:
     dump_graphs: bool = option(
         False, "Write the training step's graph after each pass to graphs in dump_folder, numbered, as readable Python."
     )
+    trace_every_block: bool = option(
+        False, "Trace every block of the model. Without it those that are alike are traced once, which is faster."
+    )
     stack_traces: bool = option(False, "Record the line of source of each graph node. Tracing is slower.")
 
 

@@ -27,11 +27,27 @@ def call(graph: Graph, source: Node, target: Any, *args: Any, **kwargs: Any) -> 
 
 
 def infer(node: Node) -> None:
-    """Compute the node's fake value from those of its inputs."""
+    """Compute the node's fake value from those of its inputs.
+
+    Layers are alike: what was found for inputs of the same layouts is given again. It is kept on the fake mode, and
+    lives no longer than the values themselves.
+    """
     args, kwargs = map_arg(node.args, value), map_arg(node.kwargs, value)
-    fakes = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-    with fakes[0].fake_mode:  # type: ignore[attr-defined]
-        node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+    leaves, spec = torch.utils._pytree.tree_flatten((args, kwargs))
+    fake_mode = next(x for x in leaves if isinstance(x, torch.Tensor)).fake_mode  # type: ignore[attr-defined]
+    known = vars(fake_mode).setdefault("inferred", {})
+    key = (node.target, spec, tuple(map(_layout, leaves)))
+    if key not in known:
+        with fake_mode:
+            known[key] = node.target(*args, **kwargs)  # type: ignore[operator]
+    node.meta["val"] = known[key]
+
+
+def _layout(leaf: Any) -> tuple:
+    """Give all of an operator's argument that its result's layout may depend on."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.shape, leaf.stride(), leaf.storage_offset(), leaf.dtype, leaf.device
+    return type(leaf), leaf
 
 
 def is_view(node: Node) -> bool:

@@ -9,6 +9,7 @@ region   the part of the graph that is compiled together, by name (read by `comp
 
 import bisect
 import re
+import sys
 from pathlib import Path
 
 import torch
@@ -72,6 +73,20 @@ def inherit(node: Node, source: Node) -> None:
             node.meta[key] = source.meta[key]
 
 
+def move(node: Node, old: str, new: str) -> None:
+    """Let a node, copied from one block's graph, stand in another: `old` and `new` are the blocks' names."""
+    name = module(node)
+    if name == old or name.startswith(f"{old}."):
+        write(node, module=new + name[len(old) :])
+        node.meta["custom"] = node.meta["custom"] | {"module": module(node)}
+
+
+def unsettle(node: Node) -> None:
+    """Let the next `settle` say where a copied sum of gradients comes from."""
+    node.meta.pop("phase")
+    node.meta |= {"custom": {"phase": "backward"}, "seq_nr": sys.maxsize}  # of a sum, the counter as it is: see _is_sum
+
+
 def settle(gm: GraphModule) -> None:
     """Read what the tracer left on the nodes into the keys above, once, right after tracing.
 
@@ -85,6 +100,8 @@ def _settle(gm: GraphModule, inherited: Node | None) -> None:
     forward: dict[int, Node] = {}  # autograd's sequence number -> the node that it was counted up for
     numbers: list[int] = []  # its keys; they only grow
     for node in gm.graph.nodes:
+        if inherited is None and "phase" in node.meta:
+            continue  # a copy from a block's graph, see graph/stamp.py: it was settled there
         custom = dict(node.meta.get("custom") or {})
         is_backward = custom.pop("phase", None) == "backward"
         seq_nr = node.meta.get("seq_nr")

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.signature import Slot, layout_of
-from torchtitan_graph.graph.torch_private import FakeTensor, reparametrize
+from torchtitan_graph.graph.torch_private import FakeTensor, is_traceable_wrapper_subclass, reparametrize
 
 
 def live_state(
@@ -148,7 +148,9 @@ def unchanged_attributes(module: torch.nn.Module | None) -> Iterator[None]:
 
     saved = {}
     for name, child in module.named_modules() if module is not None else ():
-        saved[name, child] = {k: copy.copy(x) if type(x) in (list, dict) else x for k, x in attributes(child).items()}
+        saved[name, child] = {
+            k: (x, copy.copy(x) if type(x) in (list, dict) else x) for k, x in attributes(child).items()
+        }
     leaks = []
     try:
         yield
@@ -156,14 +158,37 @@ def unchanged_attributes(module: torch.nn.Module | None) -> Iterator[None]:
         for (name, child), old in saved.items():
             for key, x in attributes(child).items():
                 if any(_is_traced(leaf) for leaf in pytree.tree_leaves(x)):
-                    leaks.append(f"{name}.{key}".lstrip("."))
-                    child.__dict__.pop(key)
-                    child.__dict__.update({key: old[key]} if key in old else {})
+                    leaks.append((f"{name}.{key}".lstrip("."), child, key, old.get(key)))
+        for _, child, key, before in leaks:
+            child.__dict__.pop(key)
+            if before is not None:
+                child.__dict__[key] = _restored(*before)
     if leaks:
         raise UserError(
-            f"the traced function keeps a tensor in {', '.join(leaks)}: after the trace it would hold a value without "
-            "numbers; return it from the function instead"
+            f"the traced function keeps a tensor in {', '.join(name for name, *_ in leaks)}: after the trace it would "
+            "hold a value without numbers; return it from the function instead"
         )
+
+
+@contextlib.contextmanager
+def unassigned_data(traced: Mapping[tuple[str, str], torch.Tensor]) -> Iterator[None]:
+    """Refuse `x.data = y`: a graph would go on with the old values."""
+    plain = {name: x for (_, name), x in traced.items() if not is_traceable_wrapper_subclass(x)}
+    before = {name: x.untyped_storage() for name, x in plain.items()}
+    yield
+    if assigned := [name for name, x in plain.items() if x.untyped_storage() is not before[name]]:
+        raise UserError(
+            f"the traced function assigns the data of {', '.join(assigned)}: a graph would lose it silently; return "
+            "the new value from the function and write it back outside"
+        )
+
+
+def _restored(held: Any, content: Any) -> Any:
+    """Give what an attribute held, with its content of then: others may hold the same list or dictionary."""
+    if held is not content:
+        held.clear()
+        held.update(content) if isinstance(held, dict) else held.extend(content)
+    return held
 
 
 def _is_traced(leaf: Any) -> bool:

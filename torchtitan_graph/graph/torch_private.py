@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import _BoxedCodeGen
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, _apply_kernel_options, flex_attention
@@ -60,6 +60,7 @@ __all__ = [
     "boxed",
     "close_rule",
     "compile_by_inductor",
+    "current_words",
     "dense_flex_attention",
     "dense_flex_attention_backward",
     "dtensor_spec",
@@ -83,6 +84,7 @@ __all__ = [
     "run_flex_attention_with",
     "save_memory_snapshot",
     "set_timeout",
+    "trace_set_aside",
     "trace_to_graph",
     "with_messages",
 ]
@@ -129,6 +131,26 @@ def annotated(**words: Any) -> Iterator[None]:
         yield
     finally:
         fx_traceback.current_meta["custom"] = before
+
+
+def current_words() -> dict[str, Any]:
+    """Give the words that nodes made now would carry."""
+    return dict(fx_traceback.current_meta.get("custom") or {})
+
+
+@contextlib.contextmanager
+def trace_set_aside(words: dict[str, Any]) -> Iterator[None]:
+    """Set aside the trace that is being made, so that another can be made inside, whose nodes carry these words.
+
+    What is kept for the node at hand (a stack, a sequence number of autograd) is of the outer trace. torch has no
+    public way to trace inside a trace.
+    """
+    before, fx_traceback.current_meta = fx_traceback.current_meta, {"custom": words}
+    try:
+        with disable_proxy_modes_tracing():
+            yield
+    finally:
+        fx_traceback.current_meta = before
 
 
 @contextlib.contextmanager

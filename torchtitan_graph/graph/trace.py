@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import difflib
 import inspect
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -24,6 +25,7 @@ from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import aliased
 from torchtitan_graph.graph.observe import Watchable
 from torchtitan_graph.graph.signature import Signature, Slot, layout_of, signature_of
+from torchtitan_graph.graph.stamp import TraceInFull, opaque
 from torchtitan_graph.graph.state import (
     BoundState,
     flatten,
@@ -31,18 +33,20 @@ from torchtitan_graph.graph.state import (
     modes_of,
     optimizer_options,
     swapped_state,
+    unassigned_data,
     unchanged_attributes,
 )
 from torchtitan_graph.graph.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
     has_gradient_hooks,
-    is_traceable_wrapper_subclass,
     mask_parts,
     mask_whole,
     trace_to_graph,
 )
+from torchtitan_graph.log import logger
 
 _CONSTANT_TYPES = (int, float, bool, str, type(None))
 
@@ -93,10 +97,17 @@ class TracedResult:
 
 
 class Capture(Protocol):
-    """A way to turn a function into a graph: of `fn(*arguments)`, which closes over `module`."""
+    """A way to turn a function into a graph: of `fn(*arguments)`, which closes over `module`. Of `blocks`, submodules
+    by name, those that are alike need to be traced once only."""
 
     def __call__(
-        self, fn: Callable[..., Any], module: torch.nn.Module, arguments: tuple[Any, ...], *, device: Any
+        self,
+        fn: Callable[..., Any],
+        module: torch.nn.Module,
+        arguments: tuple[Any, ...],
+        *,
+        device: Any,
+        blocks: Mapping[str, torch.nn.Module] = ...,
     ) -> TracedResult: ...
 
 
@@ -106,10 +117,11 @@ def make_fx_capture(
     arguments: tuple[Any, ...],
     *,
     device: Any,
+    blocks: Mapping[str, torch.nn.Module] = types.MappingProxyType({}),
     stack_traces: bool = False,
 ) -> TracedResult:
     """Run the function on fake tensors and record every operator: `minimal_fx_tracer` in the form of a `Capture`."""
-    return minimal_fx_tracer(fn, module, device=device, stack_traces=stack_traces)(*arguments)
+    return minimal_fx_tracer(fn, module, device=device, blocks=blocks, stack_traces=stack_traces)(*arguments)
 
 
 def minimal_fx_tracer(
@@ -118,6 +130,7 @@ def minimal_fx_tracer(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     device: torch.device | str | None = None,
+    blocks: Mapping[str, torch.nn.Module] = types.MappingProxyType({}),
     stack_traces: bool = False,
 ) -> Callable[..., TracedResult]:
     """Give a callable that traces `fn(*args, **kwargs)` for the arguments it is called with.
@@ -128,6 +141,7 @@ def minimal_fx_tracer(
 
     Args:
         device: what meta tensors are traced as (a model built on meta is traced before it is allocated).
+        blocks: submodules of `module`, by name: those that are alike are traced once. See Note [Stamping].
         stack_traces: record the Python stack on each node; tracing then takes about 1.6 times as long.
 
     Raises:
@@ -145,8 +159,15 @@ def minimal_fx_tracer(
         plain = [t for slot, (_, _, tensor) in zip(slots, values, strict=True) for t in slot.layout.flatten(tensor)]
         fake_mode, out = FakeTensorMode(allow_non_fake_inputs=True), _Result()
         run = _on_flat_tensors(fn, module, optimizer, given, slots, values, out)
+
+        def graph(blocks: Mapping[str, torch.nn.Module]) -> GraphModule:
+            with opaque(blocks, module, fake_mode, stack_traces) as stamps:
+                gm = trace_to_graph(run, _fake(plain, fake_mode, device), fake_mode, module, stack_traces)
+            stamps.put_in(gm)
+            return gm
+
         with _refusing_reads(optimizer):
-            gm = trace_to_graph(run, _fake(plain, fake_mode, device), fake_mode, module, stack_traces)
+            gm = _unless_in_full(graph, blocks) or graph({})
         gm.meta["signature"] = Signature(slots, out.slots)
         _name_placeholders(gm)
         meta.settle(gm)
@@ -219,7 +240,7 @@ def _on_flat_tensors(
         traced = dict(zip([(s.kind, s.name) for s in slots], _unflatten(slots, flat, values), strict=True))
         full = [given.constants[i] if i in given.constants else traced["input", n] for i, n in enumerate(given.names)]
         args, kwargs = pytree.tree_unflatten(full, given.in_spec)
-        with swapped_state(module, optimizer, traced), unchanged_attributes(module), _unassigned_data(traced):
+        with swapped_state(module, optimizer, traced), unchanged_attributes(module), unassigned_data(traced):
             result = fn(*args, **kwargs)
         paths, out.spec = pytree.tree_flatten_with_path(result)
         for path, x in paths:
@@ -230,6 +251,17 @@ def _on_flat_tensors(
         return [t for slot, (_, x) in zip(out.slots, tensors, strict=True) for t in slot.layout.flatten(x)]
 
     return run
+
+
+def _unless_in_full(
+    graph: Callable[[Mapping[str, torch.nn.Module]], GraphModule], blocks: Mapping[str, torch.nn.Module]
+) -> GraphModule | None:
+    """Trace each kind of block once, or say why that can't be."""
+    try:
+        return graph(blocks)
+    except TraceInFull as reason:
+        logger.info(f"every block is traced, not every kind: {reason}")
+        return None
 
 
 @contextlib.contextmanager
@@ -447,19 +479,6 @@ def _name_placeholders(gm: GraphModule) -> None:
     gm.recompile()
 
 
-@contextlib.contextmanager
-def _unassigned_data(traced: Mapping[tuple[str, str], torch.Tensor]) -> Iterator[None]:
-    """Refuse `x.data = y`: a graph would go on with the old values."""
-    plain = {name: x for (_, name), x in traced.items() if not is_traceable_wrapper_subclass(x)}
-    before = {name: x.untyped_storage() for name, x in plain.items()}
-    yield
-    if assigned := [name for name, x in plain.items() if x.untyped_storage() is not before[name]]:
-        raise UserError(
-            f"the traced function assigns the data of {', '.join(assigned)}: a graph would lose it silently; return "
-            "the new value from the function and write it back outside"
-        )
-
-
 def _autocast() -> dict[str, torch.dtype]:
     return {kind: torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)}
 
@@ -518,6 +537,12 @@ def _refuse_unsupported(gm: GraphModule, may_write: tuple[str, ...]) -> None:
     for node in gm.graph.nodes:
         if node.op == "get_attr":
             root[node] = ("constant", "a tensor that it closes over")
+            if isinstance(getattr(gm, str(node.target)), FakeTensor):
+                raise UserError(
+                    f"{meta.module(node) or 'the traced function'} reads a tensor that another trace left: let it be "
+                    "an argument, or forget it before the function begins; where one block leaves it for another, "
+                    "debug.trace_every_block helps"
+                )
         for source, is_write in aliased(node):
             if source in root:
                 kind, name = root[source]

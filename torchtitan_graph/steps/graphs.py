@@ -31,7 +31,7 @@ from torchtitan_graph.parallel.storage import (
     cast_parameters,
     plan_storage,
 )
-from torchtitan_graph.steps.inputs import example_inputs, loss_is_parallel, prepare
+from torchtitan_graph.steps.inputs import example_inputs, loss_is_parallel, once_per_kind, prepare
 from torchtitan_graph.steps.options import StepOptions
 from torchtitan_graph.steps.stages import build_stages
 
@@ -87,7 +87,7 @@ def trace_steps(
     prepare(model, family, layout, options)
     cast_parameters(model, options.precision.compute)
     storages = plan_storage(model, layout, options.precision)
-    device, evaluate = options.device, None
+    device, evaluate, capture = options.device, None, once_per_kind(capture, model, options)
     example = example_inputs(model, options.rows, layout, options)
     with loss_context(loss_is_parallel(layout, options)):
         sum_in = options.precision.sum_in

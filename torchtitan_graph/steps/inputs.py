@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
+from torchtitan_graph.graph.trace import Capture
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.moe import set_up_experts
 from torchtitan_graph.parallel.layout import CP, TP, Layout
@@ -24,6 +26,11 @@ def prepare(model: Decoder, family: ModuleType, layout: Layout, options: StepOpt
     set_up_experts(model, options.experts, num_parts, groups, row_groups)
     model.ahead_weight = options.mtp_weight
     parallelize(model, family.PLAN, layout, loss_parallel=options.loss_parallel)
+
+
+def once_per_kind(capture: Capture, model: Decoder, options: StepOptions) -> Capture:
+    """Tell a capture which modules are blocks, unless each of them is to be traced."""
+    return capture if options.trace_every_block else partial(capture, blocks=model.blocks)
 
 
 def loss_is_parallel(layout: Layout, options: StepOptions) -> bool:

@@ -34,6 +34,7 @@ class StepOptions:
     loss_parallel    under tensor parallelism logits stay sharded over the vocabulary for the loss
     disabled         passes to leave out, by name
     verify           check every pass on real numbers
+    trace_every_block  trace alike blocks too, each of them
     dump_to          folder for the readable graph after each pass
     seed             of the numbers that passes are verified on
     mtp_weight       of the loss of the layers that predict more tokens
@@ -54,6 +55,7 @@ class StepOptions:
     loss_parallel: bool = True
     disabled: Sequence[str] = ()
     verify: bool = False
+    trace_every_block: bool = False
     dump_to: Path | None = None
     seed: int = 0
     mtp_weight: float = 0.3
@@ -104,6 +106,7 @@ def step_options(config: JobConfig, model: Decoder, num_microbatches: int, devic
         loss_parallel=not config.parallelism.disable_loss_parallel,
         disabled=config.compile.disable_passes,
         verify=config.debug.verify_passes,
+        trace_every_block=config.debug.trace_every_block,
         dump_to=Path(config.job.dump_folder, "graphs") if config.debug.dump_graphs else None,
         seed=config.debug.seed or 0,
         mtp_weight=training.mtp_loss_weight,

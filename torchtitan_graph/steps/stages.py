@@ -38,7 +38,7 @@ from torchtitan_graph.parallel.storage import (
     cast_parameters,
     plan_storage,
 )
-from torchtitan_graph.steps.inputs import example_inputs, loss_is_parallel, prepare
+from torchtitan_graph.steps.inputs import example_inputs, loss_is_parallel, once_per_kind, prepare
 from torchtitan_graph.steps.options import StepOptions
 
 
@@ -125,6 +125,7 @@ def _trace_stage(number: int, model: Decoder, layout: Layout, options: StepOptio
     begin, last = time.perf_counter(), len(options.pipeline.stages) - 1
     stage = StageModules(options.pipeline.stages[number], number == 0, number == last)
     device, evaluate, eval_passed = options.device, None, None
+    capture = once_per_kind(capture, model, options)
     inputs, passed = _stage_inputs(model, options.rows, stage, layout, options)
     with loss_context(loss_is_parallel(layout, options)):
         sum_in = options.precision.sum_in

@@ -1,0 +1,76 @@
+"""Whether two modules are made alike: their traces are then the same, but for names."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+_ATOMS = (int, bool, str, bytes, complex, type(None), type, torch.dtype, torch.device, torch.memory_format, DeviceMesh)
+
+
+class _Itself:
+    """Equals itself alone; and holds what it stands for, lest another comes to lie in its place."""
+
+    def __init__(self, x: object) -> None:
+        self.x = x
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and self.x is other.x
+
+    def __hash__(self) -> int:
+        return id(self.x)
+
+
+def description(module: nn.Module, forward: Any, arguments: Any) -> Hashable:
+    """Give what is equal for modules of one kind, called alike: classes, attributes, hooks, what wraps `forward`.
+
+    Parameters, buffers and submodules count by their names in the module. What can't be looked into counts as itself:
+    a module that has one of its own is a kind of its own.
+    """
+    seen: dict[int, tuple[str, Any]] = {id(m): (f"module {name}", m) for name, m in module.named_modules()}
+    seen |= {id(x): (f"tensor {name}", x) for name, x in (*module.named_parameters(), *module.named_buffers())}
+
+    def own(name: str, of: nn.Module) -> dict[str, Any]:
+        held = dict(vars(of))
+        if not name:
+            held.pop("forward", None)  # `forward` is given; while it is traced another stands in its place
+        return held
+
+    attributes = tuple((name, type(m), _described(own(name, m), seen)) for name, m in module.named_modules())
+    return attributes, _described(forward, seen), _described(arguments, seen)
+
+
+def _described(x: Any, seen: dict[int, tuple[str, Any]]) -> Hashable:
+    """Describe an object; `seen` holds what is described elsewhere, by identity, and keeps it alive meanwhile."""
+    if id(x) in seen:
+        return seen[id(x)][0]
+    if isinstance(x, float):
+        return "float", repr(x)  # nan is nan, 0 is not -0
+    if isinstance(x, _ATOMS):
+        return type(x), x
+    if isinstance(x, (torch.Tensor, nn.Module)):
+        return _Itself(x)
+    seen[id(x)] = f"object {len(seen)}", x  # it may hold itself
+    if isinstance(x, dict):
+        return type(x), tuple((_described(k, seen), _described(v, seen)) for k, v in x.items())
+    if isinstance(x, (list, tuple)):
+        return type(x), tuple(_described(each, seen) for each in x)
+    if isinstance(x, (set, frozenset)):
+        return type(x), frozenset(_described(each, seen) for each in x)
+    if isinstance(x, functools.partial):
+        return "partial", _described((x.func, x.args, x.keywords), seen)
+    if isinstance(x, types.MethodType):
+        return "method", _described((x.__func__, x.__self__), seen)
+    if isinstance(x, types.FunctionType):
+        cells = [cell.cell_contents for cell in x.__closure__ or ()]
+        held = _described((cells, x.__defaults__, x.__kwdefaults__), seen)
+        return "function", x.__code__, _Itself(x.__globals__), held
+    if type(x).__new__ is object.__new__ and not any("__slots__" in vars(cls) for cls in type(x).__mro__):
+        return type(x), _described(vars(x), seen)
+    return _Itself(x)

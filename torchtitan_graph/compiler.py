@@ -27,6 +27,7 @@ from torchtitan_graph.parallel.verify import verify_pass
 from torchtitan_graph.passes.bucket_collectives import bucket_collectives
 from torchtitan_graph.passes.cleanup import cleanup
 from torchtitan_graph.passes.compile_regions import FLEX, LOSS, Regions, compile_regions, region_of
+from torchtitan_graph.passes.merge_equal import merge_equal
 from torchtitan_graph.passes.mixed_precision import mixed_precision
 from torchtitan_graph.passes.overlap_collectives import overlap_collectives
 from torchtitan_graph.passes.overlap_context import overlap_context
@@ -76,6 +77,7 @@ def passes(plan: PassPlan) -> list[Pass]:
         Pass("cleanup", cleanup, required=True),
         Pass("shard_params", partial(shard_params, storages=plan.storages), required=True),
         Pass("mixed_precision", partial(mixed_precision, storages=plan.storages), required=True),
+        Pass("merge_equal", merge_equal),
         Pass("tag_resharding", partial(tag_resharding, blocks=plan.blocks, reshard=plan.reshard)),
         Pass("tag_recomputation", partial(tag_recomputation, blocks=plan.blocks, recompute=plan.recompute)),
         Pass("rematerialize", rematerialize),

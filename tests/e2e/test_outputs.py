@@ -76,7 +76,7 @@ def inspected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
 
 PASSES = [
     *["cleanup", "shard_params", "mixed_precision", "merge_equal"],
-    *["tag_resharding", "tag_recomputation", "rematerialize"],
+    *["tag_resharding", "tag_recomputation", "tag_elementwise", "rematerialize"],
     "bucket_collectives",
     "overlap_context",
     "overlap_collectives",

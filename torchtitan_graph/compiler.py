@@ -32,6 +32,7 @@ from torchtitan_graph.passes.mixed_precision import mixed_precision
 from torchtitan_graph.passes.overlap_collectives import overlap_collectives
 from torchtitan_graph.passes.overlap_context import overlap_context
 from torchtitan_graph.passes.rematerialize import rematerialize
+from torchtitan_graph.passes.reuse_logits import reuse_logits
 from torchtitan_graph.passes.shard_params import shard_params
 from torchtitan_graph.passes.tag_elementwise import tag_elementwise
 from torchtitan_graph.passes.tag_recomputation import tag_recomputation
@@ -83,6 +84,7 @@ def passes(plan: PassPlan) -> list[Pass]:
         Pass("tag_recomputation", partial(tag_recomputation, blocks=plan.blocks, recompute=plan.recompute)),
         Pass("tag_elementwise", partial(tag_elementwise, blocks=plan.blocks)),
         Pass("rematerialize", rematerialize),
+        Pass("reuse_logits", partial(reuse_logits, is_compiled=LOSS in plan.regions)),
         Pass("bucket_collectives", partial(bucket_collectives, buckets=plan.buckets)),
         Pass("overlap_context", partial(overlap_context, modules=plan.context)),
         Pass("overlap_collectives", overlap_collectives),

@@ -77,7 +77,7 @@ def inspected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
 PASSES = [
     *["cleanup", "shard_params", "mixed_precision", "merge_equal"],
     *["tag_resharding", "tag_recomputation", "tag_elementwise", "rematerialize"],
-    "bucket_collectives",
+    *["reuse_logits", "bucket_collectives"],
     "overlap_context",
     "overlap_collectives",
     "compile_regions",
@@ -121,4 +121,4 @@ def test_a_policy_changes_nothing_but_tags(inspected: tuple[Path, Result]) -> No
 
 
 def test_a_pass_with_nothing_to_do_leaves_the_dump_as_it_is(inspected: tuple[Path, Result]) -> None:
-    assert dumped(inspected, "rematerialize") == dumped(inspected, "bucket_collectives")  # one rank gathers nothing
+    assert dumped(inspected, "reuse_logits") == dumped(inspected, "bucket_collectives")  # one rank gathers nothing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 
 import torch
 from torch.fx import GraphModule, Node
@@ -26,20 +27,28 @@ def merge_equal(gm: GraphModule) -> GraphModule:
     last_use = {owner[x]: i for node, i in place.items() for x in (*node.all_input_nodes, node)}
     last_use |= dict.fromkeys(gm.graph.find_nodes(op="placeholder"), len(place))
     given = {owner[node] for node in gm.graph.output_node().all_input_nodes}
-    firsts: dict[tuple, Node] = {}
+    alike: dict[tuple, list[Node]] = {}  # an operator and its inputs -> the first node for each of its other arguments
     equal: dict[Node, Node] = {}  # a node -> the first that has its value
     for node in list(gm.graph.nodes):
         if not _is_pure(node):
             equal[node] = node
             continue
-        key = (node.target, repr(map_arg((node.args, node.kwargs), equal.__getitem__)))
-        first = equal[node] = firsts.setdefault(key, node)
+        others = alike.setdefault((node.target, *map(equal.__getitem__, node.all_input_nodes)), [])
+        text = _arguments(node, equal) if others else ""
+        first = equal[node] = next((n for n in others if _arguments(n, equal) == text), node)
+        if first is node:
+            others.append(node)
         if first is not node and owner[node] not in given and last_use[owner[first]] >= place[node]:
             last_use[owner[first]] = max(last_use[owner[first]], last_use[owner[node]])
             node.replace_all_uses_with(first)
     gm.graph.eliminate_dead_code()
     gm.recompile()
     return gm
+
+
+def _arguments(node: Node, equal: Mapping[Node, Node]) -> str:
+    """Write a node's arguments down: 1, 1.0 and True are different ones."""
+    return repr(map_arg((node.args, node.kwargs), equal.__getitem__))
 
 
 def _is_pure(node: Node) -> bool:

@@ -83,7 +83,8 @@ def options_of(mode: str, precision: Precision, args: argparse.Namespace, device
         precision=precision,
         loss=torch.compile(cross_entropy) if mode == "compile" else cross_entropy,
         regions=regions,
-        disabled=args.disable,
+        # Inductor can't take a loss that writes into the logits.
+        disabled=[*args.disable, *["reuse_logits"] * (mode == "whole")],
     )
 
 

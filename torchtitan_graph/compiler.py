@@ -27,11 +27,14 @@ from torchtitan_graph.parallel.verify import verify_pass
 from torchtitan_graph.passes.bucket_collectives import bucket_collectives
 from torchtitan_graph.passes.cleanup import cleanup
 from torchtitan_graph.passes.compile_regions import FLEX, LOSS, Regions, compile_regions, region_of
+from torchtitan_graph.passes.merge_equal import merge_equal
 from torchtitan_graph.passes.mixed_precision import mixed_precision
 from torchtitan_graph.passes.overlap_collectives import overlap_collectives
 from torchtitan_graph.passes.overlap_context import overlap_context
 from torchtitan_graph.passes.rematerialize import rematerialize
+from torchtitan_graph.passes.reuse_logits import reuse_logits
 from torchtitan_graph.passes.shard_params import shard_params
+from torchtitan_graph.passes.tag_elementwise import tag_elementwise
 from torchtitan_graph.passes.tag_recomputation import tag_recomputation
 from torchtitan_graph.passes.tag_resharding import tag_resharding
 
@@ -76,9 +79,12 @@ def passes(plan: PassPlan) -> list[Pass]:
         Pass("cleanup", cleanup, required=True),
         Pass("shard_params", partial(shard_params, storages=plan.storages), required=True),
         Pass("mixed_precision", partial(mixed_precision, storages=plan.storages), required=True),
+        Pass("merge_equal", merge_equal),
         Pass("tag_resharding", partial(tag_resharding, blocks=plan.blocks, reshard=plan.reshard)),
         Pass("tag_recomputation", partial(tag_recomputation, blocks=plan.blocks, recompute=plan.recompute)),
+        Pass("tag_elementwise", partial(tag_elementwise, blocks=plan.blocks)),
         Pass("rematerialize", rematerialize),
+        Pass("reuse_logits", partial(reuse_logits, is_compiled=LOSS in plan.regions)),
         Pass("bucket_collectives", partial(bucket_collectives, buckets=plan.buckets)),
         Pass("overlap_context", partial(overlap_context, modules=plan.context)),
         Pass("overlap_collectives", overlap_collectives),

@@ -75,8 +75,9 @@ def inspected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
 
 
 PASSES = [
-    *["cleanup", "shard_params", "mixed_precision", "tag_resharding", "tag_recomputation"],
-    *["rematerialize", "bucket_collectives"],
+    *["cleanup", "shard_params", "mixed_precision", "merge_equal"],
+    *["tag_resharding", "tag_recomputation", "tag_elementwise", "rematerialize"],
+    *["reuse_logits", "bucket_collectives"],
     "overlap_context",
     "overlap_collectives",
     "compile_regions",
@@ -114,10 +115,10 @@ def test_two_dumps_differ_by_what_the_pass_did(inspected: tuple[Path, Result]) -
 
 
 def test_a_policy_changes_nothing_but_tags(inspected: tuple[Path, Result]) -> None:
-    before, after = (dumped(inspected, name) for name in ("mixed_precision", "tag_resharding"))
+    before, after = (dumped(inspected, name) for name in ("merge_equal", "tag_resharding"))
     assert before != after
     assert [line.partition("  #")[0] for line in before] == [line.partition("  #")[0] for line in after]
 
 
 def test_a_pass_with_nothing_to_do_leaves_the_dump_as_it_is(inspected: tuple[Path, Result]) -> None:
-    assert dumped(inspected, "rematerialize") == dumped(inspected, "bucket_collectives")  # one rank gathers nothing
+    assert dumped(inspected, "reuse_logits") == dumped(inspected, "bucket_collectives")  # one rank gathers nothing

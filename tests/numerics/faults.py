@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from matrix import Cell, microbatches
 from torch import Tensor
@@ -12,6 +14,8 @@ from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import call, value
 from torchtitan_graph.graph.signature import output_nodes, set_outputs
+from torchtitan_graph.passes.reuse_logits import reuse_logits
+from torchtitan_graph.row_loss import cross_entropy
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 SUMS = (c10d.reduce_scatter_tensor.default, c10d.all_reduce.default)
@@ -70,6 +74,37 @@ def _drop(gm: GraphModule, node: Node) -> GraphModule:
     wait.replace_all_uses_with(own)
     gm.graph.erase_node(wait)
     gm.graph.erase_node(node)
+    gm.recompile()
+    return gm
+
+
+def merge_unequal(gm: GraphModule) -> GraphModule:
+    """Take what two blocks do to different values for one and the same."""
+    first, second, *_ = gm.graph.find_nodes(op="call_function", target=aten.silu.default)
+    second.replace_all_uses_with(first)
+    gm.recompile()
+    return gm
+
+
+def recompute_another(gm: GraphModule) -> GraphModule:
+    """Compute again in backward what one elementwise operator made, from another block's values."""
+    own, other, *_ = gm.graph.find_nodes(op="call_function", target=aten.silu.default)
+    with gm.graph.inserting_after(other):
+        copy = gm.graph.node_copy(own, lambda _: other.args[0])
+    own.replace_all_uses_with(copy, delete_user_cb=lambda user: meta.phase(user) == "backward")
+    gm.recompile()
+    return gm
+
+
+def overwrite_logits_too_early(gm: GraphModule) -> GraphModule:
+    """Read the logits for the loss when their gradient has been written over them."""
+    gm = reuse_logits(gm)
+    (loss,) = gm.graph.find_nodes(op="call_function", target=cross_entropy)
+    ((name, shown),) = output_nodes(gm, "loss").items()
+    with gm.graph.inserting_before(gm.graph.output_node()):
+        late = call(gm.graph, loss, operator.getitem, call(gm.graph, loss, cross_entropy, *loss.args), 0)
+        shown = gm.graph.node_copy(shown, lambda node: late if loss in node.all_input_nodes else node)
+    set_outputs(gm, "loss", {name: shown})
     gm.recompile()
     return gm
 

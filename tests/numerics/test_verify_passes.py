@@ -104,6 +104,12 @@ def test_a_broken_pass_is_named(broken, precision):
         assert error.startswith(f"pass {broken.__name__} promises")
 
 
+@pytest.mark.parametrize("broken", [faults.merge_unequal, faults.recompute_another, faults.overwrite_logits_too_early])
+def test_a_fault_in_a_pass_that_saves_memory_is_named(broken):
+    (error,) = run_on(1, outcome, Cell(ONE, FP32), broken)
+    assert error.startswith(f"pass {broken.__name__} promises")
+
+
 def test_a_pass_that_breaks_the_sum_over_copies_is_named():
     for error in run_on(2, outcome, Cell(DDP2, BF16), faults.drop_one_reduction):
         assert error.startswith("pass drop_one_reduction promises")

@@ -395,7 +395,7 @@ class ActivationCheckpoint:
 
     mode: str = option(
         "selective",
-        "none: keep all; full: recompute each layer; selective: as selective_ac_option says.",
+        "none: keep all but elementwise results; full: recompute each layer; selective: as selective_ac_option says.",
         choices=("none", "selective", "full"),
     )
     selective_ac_option: str = option(

@@ -27,14 +27,14 @@ def peak_memory(gm: GraphModule) -> Peak:
 
     What an operator needs only while it runs is not counted, nor what an allocator rounds up.
     """
-    owner, nodes = _owners(gm), list(gm.graph.nodes)
+    owner, nodes = owners(gm), list(gm.graph.nodes)
     last_use = {owner[x]: i for i, node in enumerate(nodes) for x in (*node.all_input_nodes, node)}
     freed_at: dict[int, int] = collections.Counter()
     for node, i in last_use.items():
-        freed_at[i] += _size(node)
+        freed_at[i] += size_of(node)
     held, peak = 0, Peak(0, nodes[0])
     for i, node in enumerate(nodes):
-        held += _size(node) if owner[node] is node else 0
+        held += size_of(node) if owner[node] is node else 0
         if held > peak.num_bytes:
             peak = Peak(held, node)
         held -= freed_at[i]
@@ -43,11 +43,11 @@ def peak_memory(gm: GraphModule) -> Peak:
 
 def output_memory(gm: GraphModule) -> int:
     """Give the bytes that a graph's outputs lie in, but for its inputs' memory."""
-    owner, output = _owners(gm), gm.graph.output_node()
-    return sum(_size(node) for node in {owner[x] for x in output.all_input_nodes})
+    owner, output = owners(gm), gm.graph.output_node()
+    return sum(size_of(node) for node in {owner[x] for x in output.all_input_nodes})
 
 
-def _owners(gm: GraphModule) -> dict[Node, Node]:
+def owners(gm: GraphModule) -> dict[Node, Node]:
     """Give for each node the one whose memory its value lies in: its own, unless it is a view or written in place."""
     owner: dict[Node, Node] = {}
     for node in gm.graph.nodes:
@@ -63,6 +63,7 @@ def _owners(gm: GraphModule) -> dict[Node, Node]:
     return owner
 
 
-def _size(node: Node) -> int:
+def size_of(node: Node) -> int:
+    """Give the bytes of the memory that a node's value lies in; of inputs and tuples none."""
     value = node.meta.get("val") if node.op in ("call_function", "call_module") else None
     return value.untyped_storage().nbytes() if isinstance(value, torch.Tensor) else 0

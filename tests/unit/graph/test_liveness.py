@@ -1,6 +1,8 @@
 """How much a graph holds at once, against sums by hand and against torch's own profiler."""
 
+import dataclasses
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,9 +14,14 @@ from torchtitan_graph.data.batch import Batch
 from torchtitan_graph.graph.liveness import peak_memory
 from torchtitan_graph.graph.step import trace_train_step
 from torchtitan_graph.graph.torch_private import FakeTensorMode, make_fx
-from torchtitan_graph.graph.trace import run_traced
+from torchtitan_graph.graph.trace import TracedResult, run_traced
 from torchtitan_graph.loss import cross_entropy
+from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.spec import load_family, tiny_config
+from torchtitan_graph.passes.cleanup import cleanup
+from torchtitan_graph.passes.rematerialize import rematerialize
+from torchtitan_graph.passes.reuse_logits import reuse_logits
+from torchtitan_graph.passes.tag_elementwise import tag_elementwise
 
 KIB = 1024  # of 256 numbers
 
@@ -43,24 +50,45 @@ def test_by_hand(fn, kib: float, at: str) -> None:
     assert at in found.node.name
 
 
-@pytest.mark.parametrize("family", ["llama3", "deepseek_v3"])
-def test_as_the_profiler_measures(family: str, tmp_path: Path) -> None:
+def traced_step(family: str, rows: int, seq_len: int) -> tuple[Decoder, tuple, TracedResult]:
     module = load_family(family)
     torch.manual_seed(0)
     model = module.Model(tiny_config(module.FLAVORS["debugmodel"], vocab_size=512), "sdpa")
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
-    tokens = torch.randint(512, (2, 128))
-    batch = Batch(tokens, tokens, torch.arange(128).expand(2, 128).contiguous(), torch.zeros_like(tokens))
-    inputs = batch, model.masks(batch.documents_BL, batch.positions_BL), torch.tensor(256)
-    traced = trace_train_step(model, cross_entropy, *inputs, device="cpu")
+    tokens, positions = torch.randint(512, (rows, seq_len)), torch.arange(seq_len).expand(rows, -1).contiguous()
+    batch = Batch(tokens, tokens, positions, torch.zeros_like(tokens))
+    inputs = batch, model.masks(batch.documents_BL, batch.positions_BL), torch.tensor(tokens.numel())
+    return model, inputs, trace_train_step(model, cross_entropy, *inputs, device="cpu")
+
+
+def measured_peak(traced: TracedResult, model: Decoder, inputs: tuple, file: Path) -> int:
     run = run_traced(traced, module=model)
     run(*inputs)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as measured:
         run(*inputs)
-    measured.export_chrome_trace(str(file := tmp_path / "trace.json"))
+    measured.export_chrome_trace(str(file))
     events = [e for e in json.loads(file.read_text())["traceEvents"] if e.get("name") == "[memory]"]
     events.sort(key=lambda e: e["ts"])
     held = [event["args"]["Total Allocated"] for event in events]
-    peak = max(held) - (held[0] - events[0]["args"]["Bytes"])
+    return max(held) - (held[0] - events[0]["args"]["Bytes"])
+
+
+@pytest.mark.parametrize("family", ["llama3", "deepseek_v3"])
+def test_as_the_profiler_measures(family: str, tmp_path: Path) -> None:
+    model, inputs, traced = traced_step(family, 2, 128)
+    peak = measured_peak(traced, model, inputs, tmp_path / "trace.json")
     assert peak_memory(traced.gm).num_bytes == pytest.approx(peak, rel=0.02)
+
+
+def test_passes_that_save_memory_save_it_as_foretold(tmp_path: Path) -> None:
+    model, inputs, traced = traced_step("llama3", 8, 256)
+    gm = cleanup(traced.gm)
+    peaks = [peak_memory(gm).num_bytes]
+    for run in (partial(tag_elementwise, blocks=model.blocks), rematerialize, reuse_logits):
+        gm = run(gm)
+        peaks.append(peak_memory(gm).num_bytes)
+    untouched, tagged, without_elementwise, without_copies_of_logits = peaks
+    assert untouched == tagged > 1.2 * without_elementwise > 1.2**2 * without_copies_of_logits
+    peak = measured_peak(dataclasses.replace(traced, gm=gm), model, inputs, tmp_path / "trace.json")
+    assert peaks[-1] == pytest.approx(peak, rel=0.02)

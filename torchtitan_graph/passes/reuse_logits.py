@@ -1,0 +1,95 @@
+"""Let the loss work in the memory of the logits."""
+
+from __future__ import annotations
+
+import collections
+from typing import NamedTuple
+
+import torch
+from torch.fx import GraphModule, Node
+
+from torchtitan_graph.graph.edit import call, erase_dead, value
+from torchtitan_graph.graph.liveness import owners
+from torchtitan_graph.row_loss import cross_entropy, cross_entropy_backward_
+
+aten = torch.ops.aten
+_SUM = 2  # ATen's number for this reduction
+
+
+def reuse_logits(gm: GraphModule, is_compiled: bool = False) -> GraphModule:
+    """Compute the loss some rows at a time, and write the logits' gradient over them. Bitwise.
+
+        p = log_softmax(x); l = nll_loss(p, t); ...; dp = nll_loss_backward(dl, p, t); dx = log_softmax_backward(dp, p)
+        l = cross_entropy(x, t); ...; dx = cross_entropy_backward_(x, dl, t)
+
+    One matrix of tokens x vocabulary is held instead of three, with casts in the logits' dtype instead of fp32; the
+    logarithms are computed again in backward. Only for logits that nothing else reads once their gradient is made, in
+    memory that no input or output has, and sums over all classes alike. From here on a node's value may change: no pass
+    may compute it again later.
+
+    Args:
+        is_compiled: the loss is to be compiled, and stays as it is.
+    """
+    owner, place = owners(gm), {node: i for i, node in enumerate(gm.graph.nodes)}
+    last_use = {owner[x]: i for node, i in place.items() for x in node.all_input_nodes}
+    fixed = {owner[node] for node in (*gm.graph.output_node().all_input_nodes, *gm.graph.find_nodes(op="placeholder"))}
+    found = [] if is_compiled else gm.graph.find_nodes(op="call_function", target=aten._log_softmax.default)
+    losses = list(filter(None, map(_match, found)))
+    num_losses = collections.Counter(owner[loss.logits] for loss in losses)
+    for loss in losses:
+        memory, is_whole = owner[loss.logits], value(loss.logits).is_contiguous()
+        is_free = memory not in fixed and num_losses[memory] == 1
+        if not loss.backward or (is_whole and is_free and last_use[memory] < place[loss.backward[-1]]):
+            _rewrite(gm, loss)
+    gm.recompile()
+    return gm
+
+
+class _Loss(NamedTuple):
+    """What is computed of logits: the nodes of forward, in order, from a cast or the logarithms to the sum, and those
+    of backward to the gradient of the logits; none in evaluation."""
+
+    logits: Node
+    forward: list[Node]
+    backward: list[Node]
+
+
+def _match(logs: Node) -> _Loss | None:
+    """Find the loss that is computed of log-probabilities, if it is of the kind that we have operators for."""
+    readers = {node.target: node for node in logs.users}
+    nll, nll_back, back = (
+        readers.pop(op.default, None)
+        for op in (aten.nll_loss_forward, aten.nll_loss_backward, aten._log_softmax_backward_data)
+    )
+    if nll is None or readers or logs.args[1:] != (1, False) or value(logs).dim() != 2 or nll.args[2:4] != (None, _SUM):
+        return None
+    if value(logs).dtype not in (torch.float32, torch.float64):  # the operators would not round in between
+        return None
+    forward, backward = [logs, nll], []
+    if nll_back is not None or back is not None:
+        if nll_back is None or back is None or [*nll_back.users] != [back] or nll_back.args[3:6] != nll.args[2:]:
+            return None
+        backward = [nll_back, back]
+    cast: Node = logs.args[0]  # type: ignore[assignment]
+    ends = list(backward[-1].users) if backward else []
+    if cast.target is aten._to_copy.default and len(cast.users) == 1 and len(ends) == bool(backward):
+        logits: Node = cast.args[0]  # type: ignore[assignment]
+        narrow = value(logits).dtype
+        casts_back = all(end.target is aten._to_copy.default and value(end).dtype == narrow for end in ends)
+        if casts_back and torch.promote_types(narrow, torch.float32) == value(cast).dtype:
+            return _Loss(logits, [cast, *forward], [*backward, *ends])
+    return _Loss(cast, forward, backward)
+
+
+def _rewrite(gm: GraphModule, loss: _Loss) -> None:
+    """Put one operator in place of the nodes of forward, and one in place of those of backward."""
+    nll, ignored = loss.forward[-1], loss.forward[-1].args[4]
+    with gm.graph.inserting_before(nll):
+        nll.replace_all_uses_with(call(gm.graph, nll, cross_entropy, loss.logits, nll.args[1], ignored))
+    if loss.backward:
+        nll_back, end = loss.backward[0], loss.backward[-1]
+        dloss, _, labels, *_, total = nll_back.args
+        with gm.graph.inserting_before(end):
+            made = call(gm.graph, end, cross_entropy_backward_, loss.logits, dloss, labels, total, ignored)
+        end.replace_all_uses_with(made)
+    erase_dead(gm.graph, reversed([*loss.forward, *loss.backward]))

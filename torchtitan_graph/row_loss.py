@@ -1,0 +1,74 @@
+"""Cross entropy as operators that hold little beside the logits: they go through them some rows at a time.
+
+Each row is computed by torch's own kernels, which don't ask how many rows there are, and the rows' terms are added by
+torch's as well: bit for bit what the same kernels give for all rows at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+_LIBRARY = torch.library.Library("torchtitan_graph", "FRAGMENT")
+_SUM = 2  # ATen's number for this reduction
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _parts(logits_TV: Tensor) -> Iterator[slice]:
+    """Give ranges of rows: few enough for a CPU's cache, or many enough to keep a GPU busy, and a 32nd of all at most.
+
+    Their number is a multiple of eight: a GPU's kernel adds in an order that depends on where in 16 bytes a row begins,
+    which a part must not change.
+    """
+    T, V = logits_TV.shape
+    fitting = (2**17 if logits_TV.device.type == "cpu" else 2**24) // V
+    rows = max(min(fitting, T // 32) // 8 * 8, 8)
+    return (slice(begin, begin + rows) for begin in range(0, T, rows))
+
+
+def _cross_entropy(logits_TV: Tensor, labels_T: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
+    known_T = labels_T.masked_fill(labels_T == ignored, 0)
+    found_T1 = logits_TV.new_empty((len(labels_T), 1), dtype=_wide(logits_TV.dtype))
+    for part in _parts(logits_TV):
+        logs = torch.log_softmax(logits_TV[part].to(found_T1.dtype), 1)
+        torch.gather(logs, 1, known_T[part].unsqueeze(1), out=found_T1[part])
+    first_T = labels_T.where(labels_T == ignored, 0)  # the one column's number
+    return torch.ops.aten.nll_loss_forward(found_T1, first_T, None, _SUM, ignored)
+
+
+def _cross_entropy_backward_(logits_TV: Tensor, dloss: Tensor, labels_T: Tensor, total: Tensor, ignored: int) -> Tensor:
+    aten = torch.ops.aten
+    for part in _parts(logits_TV):
+        logs = torch.log_softmax(logits_TV[part].to(dloss.dtype), 1)
+        of_logs = aten.nll_loss_backward(dloss, logs, labels_T[part], None, _SUM, ignored, total)
+        logits_TV[part] = aten._log_softmax_backward_data(of_logs, logs, 1, dloss.dtype)
+    return logits_TV
+
+
+_LIBRARY.define("cross_entropy(Tensor logits_TV, Tensor labels_T, int ignored) -> (Tensor, Tensor)")
+_LIBRARY.define(
+    "cross_entropy_backward_(Tensor(a!) logits_TV, Tensor dloss, Tensor labels_T, Tensor total, int ignored)"
+    " -> Tensor(a!)"
+)
+_LIBRARY.impl("cross_entropy", _cross_entropy, "CompositeExplicitAutograd")
+_LIBRARY.impl("cross_entropy_backward_", _cross_entropy_backward_, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("torchtitan_graph::cross_entropy", lib=_LIBRARY)
+def _(logits_TV: Tensor, labels_T: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
+    loss = logits_TV.new_empty((), dtype=_wide(logits_TV.dtype))
+    return loss, torch.empty_like(loss)
+
+
+@torch.library.register_fake("torchtitan_graph::cross_entropy_backward_", lib=_LIBRARY)
+def _(logits_TV: Tensor, dloss: Tensor, labels_T: Tensor, total: Tensor, ignored: int) -> Tensor:
+    return logits_TV
+
+
+cross_entropy = torch.ops.torchtitan_graph.cross_entropy.default  # (sum, number of targets); no gradients
+cross_entropy_backward_ = torch.ops.torchtitan_graph.cross_entropy_backward_.default  # into the logits' own memory

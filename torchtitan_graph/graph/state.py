@@ -157,7 +157,7 @@ def unchanged_attributes(module: torch.nn.Module | None) -> Iterator[None]:
     finally:
         for (name, child), old in saved.items():
             for key, x in attributes(child).items():
-                if any(_is_traced(leaf) for leaf in pytree.tree_leaves(x)):
+                if _is_container(x) and any(_is_traced(leaf) for leaf in pytree.tree_leaves(x)):
                     leaks.append((f"{name}.{key}".lstrip("."), child, key, old.get(key)))
         for _, child, key, before in leaks:
             child.__dict__.pop(key)
@@ -181,6 +181,11 @@ def unassigned_data(traced: Mapping[tuple[str, str], torch.Tensor]) -> Iterator[
             f"the traced function assigns the data of {', '.join(assigned)}: a graph would lose it silently; return "
             "the new value from the function and write it back outside"
         )
+
+
+def _is_container(x: Any) -> bool:
+    """Tell whether a tensor may be in it, quickly: a module has some twenty attributes, and most hold nothing."""
+    return not (isinstance(x, (bool, int, float, str, type(None))) or (isinstance(x, dict) and not x))
 
 
 def _restored(held: Any, content: Any) -> Any:

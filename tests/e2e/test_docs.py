@@ -167,3 +167,28 @@ def test_readme_tree_has_a_line_for_every_file() -> None:
         if not path.name.startswith("__")
     }
     assert shown == there
+
+
+def worked_examples(page: Path) -> list[tuple[str, list[str]]]:
+    """Return the dry runs of a page, and the lines that it shows of what each prints."""
+    found = re.findall(r"^```bash dry run\n(.*?)^```\n\n(.*?)^(?=\S)", page.read_text(), re.MULTILINE | re.DOTALL)
+    return [(line.replace("\\\n", ""), [x.strip() for x in shown.splitlines() if x.strip()]) for line, shown in found]
+
+
+EXAMPLES = worked_examples(REPOSITORY / "docs" / "12_choosing_degrees.md")
+
+
+@pytest.mark.parametrize("line", [line for line, _ in EXAMPLES])
+@pytest.mark.usefixtures("where_a_reader_is")
+def test_a_worked_example_names_what_there_is(line: str) -> None:
+    assert outcome_of(line) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("line", "shown"), EXAMPLES)
+def test_a_worked_example_prints_what_the_page_shows(line: str, shown: list[str], tmp_path: Path) -> None:
+    for name in ("run_train.sh", "train_configs"):
+        (tmp_path / name).symlink_to(REPOSITORY / name)
+    code, output = Command("bash", "-euc", line, cwd=tmp_path).finish(550)
+    assert code == 0, output
+    assert shown and [x for x in shown if x not in output] == []

@@ -45,6 +45,9 @@ def outcome_of(line: str) -> list[str]:
     words = shlex.split(line)
     env = dict(itertools.takewhile(lambda pair: len(pair) == 2, (word.split("=", 1) for word in words)))
     program, *arguments = words[len(env) :]
+    if program == "./run_train.sh":
+        named = {"CONFIG_FILE": "--job.config_file", "COMM_MODE": "--comm.mode"}
+        arguments = [word for key in named if key in env for word in (named[key], env[key])] + arguments
     if program == "torchrun":
         env["NGPU"], arguments = arguments[1], arguments[2:]
     if program in ("python", "torchrun"):

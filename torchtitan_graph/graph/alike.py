@@ -42,8 +42,11 @@ def description(module: nn.Module, forward: Any, arguments: Any) -> Hashable:
             held.pop("forward", None)  # `forward` is given; while it is traced another stands in its place
         return held
 
-    attributes = tuple((name, type(m), _described(own(name, m), seen)) for name, m in module.named_modules())
-    return attributes, _described(forward, seen), _described(arguments, seen)
+    try:
+        attributes = tuple((name, type(m), _described(own(name, m), seen)) for name, m in module.named_modules())
+        return attributes, _described(forward, seen), _described(arguments, seen)
+    except RecursionError:  # it holds too much, or too deep, to be looked into
+        return _Itself(object())
 
 
 def _described(x: Any, seen: dict[int, tuple[str, Any]]) -> Hashable:

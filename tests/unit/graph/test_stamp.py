@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -221,9 +222,14 @@ class Config:
         self.width = width
 
 
+def deep() -> list:
+    return functools.reduce(lambda inner, _: [inner], range(5000), [])
+
+
 @pytest.mark.parametrize(
     ("one", "other", "alike"),
     [
+        (deep(), deep(), False),
         ([1, {"a": 2.0}], [1, {"a": 2.0}], True),
         (1, 1.0, False),
         (0.0, -0.0, False),

@@ -44,7 +44,7 @@ SLOW = {
     "PP-2-x-EP-2-qwen3": Cell(PP_EP.dims, FP64, **QWEN, **stages("Interleaved1F1B"), auxiliary=OF_BATCH),
     "PP-2-x-EP-2-gpt_oss": Cell(PP_EP.dims, FP64, "gpt_oss", **stages("ZBVZeroBubble"), recompute=FULL),
     "PP-2-x-EP-2-llama4": Cell(PP_EP.dims, FP64, "llama4", attn="flex", **stages("DualPipeV")),
-    "PP-2-x-CP-2": Cell(ParallelDims(pp=2, cp=2), FP64, **stages(reshard=Reshard(True, True))),
+    "PP-2-x-CP-2": Cell(ParallelDims(pp=2, cp=2), FP64, tied=True, **stages(reshard=Reshard(True, True))),
     "PP-2-x-CP-2-gpt_oss": Cell(ParallelDims(pp=2, cp=2), FP64, "gpt_oss", **stages("ZBVZeroBubble"), recompute=BY_OP),
     "PP-2-x-CP-2-llama4": Cell(ParallelDims(pp=2, cp=2), FP64, "llama4", attn="flex", **stages("GPipe")),
     "PP-2-x-CP-2-EP-2": Cell(ParallelDims(pp=2, cp=2, ep=2), FP64, "deepseek_v3", **stages(), auxiliary=OF_ROWS),

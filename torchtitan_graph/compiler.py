@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
+import inspect
 import itertools
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -17,8 +18,11 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from torchtitan_graph.config import job
+from torchtitan_graph.config.option import nearest
+from torchtitan_graph.config.own import find_own
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.show import dump
+from torchtitan_graph.graph.signature import signature_of
 from torchtitan_graph.graph.torch_private import inductor_options
 from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.recompute import Recompute
@@ -64,6 +68,7 @@ class Pass(NamedTuple):
     exact     keeps numbers bitwise; else up to rounding
     required  can't be left out: the others, or the layout that live parameters are bound in, rest on it
     cut       of a pipeline's stage it runs on each part, after the cut; the others on the whole
+    option    of a user's pass, the entry of `compile.extra_passes` that names it
     """
 
     name: str
@@ -71,11 +76,19 @@ class Pass(NamedTuple):
     exact: bool = True
     required: bool = False
     cut: bool = False
+    option: str = ""
 
 
-def passes(plan: PassPlan) -> list[Pass]:
+class Extra(NamedTuple):
+    """A pass of the user's, and the name of the pass that it follows."""
+
+    after: str
+    own: Pass
+
+
+def passes(plan: PassPlan, extra: Sequence[Extra] = ()) -> list[Pass]:
     """What runs, top to bottom. A pass with nothing to do returns the graph as it is."""
-    return [
+    ordered = [
         Pass("cleanup", cleanup, required=True),
         Pass("shard_params", partial(shard_params, storages=plan.storages), required=True),
         Pass("mixed_precision", partial(mixed_precision, storages=plan.storages), required=True),
@@ -91,6 +104,7 @@ def passes(plan: PassPlan) -> list[Pass]:
         # Does nothing unless asked to, but on a GPU with flex attention.
         Pass("compile_regions", partial(compile_regions, regions=plan.regions), exact=False, cut=True),
     ]
+    return [each for ours in ordered for each in (ours, *(own for after, own in extra if after == ours.name))]
 
 
 def check_disabled(names: Sequence[str]) -> None:
@@ -111,6 +125,36 @@ def check_disabled(names: Sequence[str]) -> None:
             near = difflib.get_close_matches(name, optional, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise UserError(f"compile.disable_passes = {name!r}: legal are {', '.join(optional)}{hint}")
+
+
+def plan_extra(options: job.Compile) -> list[Extra]:
+    """Find the passes of `compile.extra_passes`.
+
+    Raises:
+        UserError: a name that can't be imported or is no function of a graph, or a pass to follow that does not exist
+            or is left out.
+    """
+    known = {each.name: each for each in passes(PassPlan({}, (), ()))}
+    legal = [name for name in known if name not in options.disable_passes]
+    found = []
+    for number, entry in enumerate(options.extra_passes, 1):
+        where = f"compile.extra_passes, entry {number}"
+        if entry.after not in legal:
+            near = nearest(entry.after, legal)
+            why = "compile.disable_passes leaves it out; " if entry.after in known else ""
+            hint = f"; did you mean {near}?" if near else ""
+            raise UserError(f"{where}: after = {entry.after!r}: {why}legal are {', '.join(legal)}{hint}")
+        run = find_own(f"{where}: pass", entry.pass_)
+        try:
+            inspect.signature(run).bind(None)
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"{where}: pass = {entry.pass_!r}: can't be called with a graph alone: {error}; name a function that "
+                "takes a GraphModule and gives one"
+            ) from error
+        option = f"{where}: pass = {entry.pass_!r}"
+        found.append(Extra(entry.after, Pass(entry.pass_, run, entry.exact, cut=known[entry.after].cut, option=option)))
+    return found
 
 
 def needed_regions(device: torch.device) -> dict[str, dict[str, Any]]:
@@ -166,7 +210,7 @@ def run_passes(
     """Run the passes in order, each on what the one before gave; log each one's time and what it changed.
 
     Raises:
-        RuntimeError: a pass gives no graph, or one without the signature that says what its inputs and outputs are.
+        RuntimeError: a pass gives no graph, or not a sound one; of a user's pass it is a UserError.
     """
     if watch.dump_to is not None:
         dump(gm, watch.dump_to, 0, "traced")
@@ -174,14 +218,36 @@ def run_passes(
         before = copy.deepcopy(gm) if watch.verify_on is not None else gm
         num_nodes, begin = len(gm.graph.nodes), time.perf_counter()
         gm = each.run(gm)
-        if not isinstance(gm, GraphModule) or "signature" not in gm.meta:
-            raise RuntimeError(f"pass {each.name} gives {type(gm).__name__}, not a graph with its meta['signature']")
-        gm.graph.lint()
+        _check_graph(each, gm, watch.graph)
         seconds, nodes = time.perf_counter() - begin, f"{num_nodes} -> {len(gm.graph.nodes)} nodes"
         logger.info(f"{watch.graph}: pass {each.name}: {nodes}, {seconds:.2f} s")
         if watch.dump_to is not None:
             dump(gm, watch.dump_to, number, each.name)
         if watch.verify_on is not None:
+            gm.recompile()  # a pass may have left it out: what runs in training is made from the graph
             verify_pass(each.name, before, gm, watch.verify_on, device, exact=each.exact)
             logger.info(f"{watch.graph}: pass {each.name}: verified")
     return gm
+
+
+def _check_graph(each: Pass, gm: GraphModule, graph: str) -> None:
+    """Refuse what can't be run, while the pass that made it is known."""
+    if problem := _find_problem(gm):
+        if each.option:
+            raise UserError(f"{each.option}: {problem}, of the {graph}; give back the graph, edited by graph/edit.py")
+        raise RuntimeError(f"pass {each.name} {problem}")
+
+
+def _find_problem(gm: GraphModule) -> str | None:
+    if not isinstance(gm, GraphModule) or "signature" not in gm.meta:
+        return f"gives {type(gm).__name__}, not a graph with its meta['signature']"
+    try:
+        gm.graph.lint()
+    except RuntimeError as error:
+        return f"gives a graph that can't run: {error}"
+    outputs = gm.graph.output_node().args[0]
+    said, found = signature_of(gm), (len(gm.graph.find_nodes(op="placeholder")), len(outputs))  # type: ignore[arg-type]
+    if found != tuple(sum(slot.layout.num_tensors for slot in slots) for slots in (said.inputs, said.outputs)):
+        return "gives a graph with other inputs or outputs than its meta['signature'] says"
+    unknown = next((n for n in gm.graph.nodes if n.op == "call_function" and "val" not in n.meta), None)
+    return f"gives a graph with a node, {unknown}, whose value's shape is not in its meta['val']" if unknown else None

@@ -71,11 +71,12 @@ def test_resolved_configuration_gives_the_same_run_again(tmp_path: Path) -> None
 def inspected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
     folder = tmp_path_factory.mktemp("inspected")
     options = ["--training.steps", "1", "--debug.dump_graphs", "--debug.verify_passes", "--checkpoint.no-enable"]
+    options += ["--compile.extra_passes", '[{pass = "my_passes.swap_sums", after = "mixed_precision"}]']
     return folder / "graphs", train("--job.dump_folder", str(folder), *options)
 
 
 PASSES = [
-    *["cleanup", "shard_params", "mixed_precision", "merge_equal"],
+    *["cleanup", "shard_params", "mixed_precision", "my_passes.swap_sums", "merge_equal"],
     *["tag_resharding", "tag_recomputation", "tag_elementwise", "rematerialize"],
     *["reuse_logits", "bucket_collectives"],
     "overlap_context",
@@ -112,6 +113,12 @@ def test_two_dumps_differ_by_what_the_pass_did(inspected: tuple[Path, Result]) -
     before, after = (operators(dumped(inspected, name)) for name in ("shard_params", "mixed_precision"))
     assert before.items() <= after.items()
     assert {after[value] for value in after.keys() - before.keys()} == {"aten._to_copy.default"}
+
+
+def test_a_pass_of_ones_own_takes_its_place(inspected: tuple[Path, Result]) -> None:
+    before, after = (dumped(inspected, name) for name in ("mixed_precision", "my_passes.swap_sums"))
+    changed = [line for line in after if line not in before]
+    assert changed and all("aten.add.Tensor(" in line for line in changed)
 
 
 def test_a_policy_changes_nothing_but_tags(inspected: tuple[Path, Result]) -> None:

@@ -371,8 +371,9 @@ def _notices(config: JobConfig) -> list[str]:
             f"{_name(config, 'compile.enable')}: compile.mode = eager compiles flex attention alone, on a GPU;"
             " regions are parts of a graph"
         )
-    if config.debug.verify_passes and config.compile.mode == "eager":
-        notices.append(f"{_name(config, 'debug.verify_passes')}: compile.mode = eager runs no passes")
+    if config.compile.mode == "eager":
+        unused = [key for key in ("debug.verify_passes", "compile.extra_passes") if get(config, key)]
+        notices += [f"{_name(config, key)}: compile.mode = eager runs no passes" for key in unused]
     return notices
 
 

@@ -44,7 +44,7 @@ def _literal(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(map(_literal, value)) + "]"
     if is_dataclass(value):
-        value = {field.name: getattr(value, field.name) for field in fields(value)}
+        value = {field.name.removesuffix("_"): getattr(value, field.name) for field in fields(value)}
         value = {name: item for name, item in value.items() if item is not None}
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_key(name)} = {_literal(item)}" for name, item in value.items()) + "}"

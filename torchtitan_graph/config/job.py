@@ -407,6 +407,17 @@ class ActivationCheckpoint:
 
 
 @dataclass
+class ExtraPass:
+    """A pass of your own, put into the list of passes; see docs/03_graph.md."""
+
+    pass_: str = option(
+        "", "The dotted name of a function that takes a GraphModule and gives one.", pattern=r"\w+(\.\w+)+"
+    )
+    after: str = option("", "The pass that it follows; entries after the same pass run in their order.", pattern=r".+")
+    exact: bool = option(True, "It keeps numbers bit for bit; false: up to rounding. debug.verify_passes checks it.")
+
+
+@dataclass
 class Compile:
     """How the training step runs."""
 
@@ -436,6 +447,9 @@ class Compile:
         choices=("graph", "eager"),
     )
     disable_passes: list[str] = option([], "Passes to leave out, by name.")
+    extra_passes: list[ExtraPass] = option(
+        [], 'Passes of your own, such as {pass = "my_pkg.my_pass", after = "bucket_collectives"}.'
+    )
 
 
 @dataclass

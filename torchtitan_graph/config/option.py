@@ -48,7 +48,8 @@ def option(
     `minimum`, `maximum` and `below` numbers; `also` lists numbers outside that range which are legal all the same.
     `place`, if INSIDE, restricts strings that name files to those below dump_folder.
 
-    A field of the type `list[Row]`, where Row is a dataclass of such fields, is an array of tables in TOML.
+    A field of the type `list[Row]`, where Row is a dataclass of such fields, is an array of tables in TOML. A name that
+    is a word of Python's is written with `_` after it: the option `pass` is the field `pass_`.
     """
     rules = {
         "help": help,
@@ -178,7 +179,7 @@ class Option:
                 except UserError as error:
                     said = f"{name} = {brief(entry[name])}" if name in entry else f"{name} is missing; it"
                     raise UserError(f"{where}: {said} {error}") from None
-            accepted.append(row(**settings))
+            accepted.append(row(*settings.values()))
         return accepted
 
     def _is_legal(self, value: Any) -> bool:
@@ -200,7 +201,7 @@ def options(table: type, prefix: str = "") -> dict[str, Option]:
     found: dict[str, Option] = {}
     hints = typing.get_type_hints(table)
     for field in dataclasses.fields(table):
-        key, kind = prefix + field.name, hints[field.name]
+        key, kind = prefix + field.name.removesuffix("_"), hints[field.name]
         if dataclasses.is_dataclass(kind) and isinstance(kind, type):
             found |= options(kind, key + ".")
         elif "help" in field.metadata:

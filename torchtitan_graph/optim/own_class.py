@@ -1,11 +1,11 @@
 """An optimizer class of the user's: find it, and see before training that its state can be saved."""
 
-import importlib
 import inspect
 
 import torch
 from torch.distributed.tensor import DTensor, Partial
 
+from torchtitan_graph.config.own import find_own
 from torchtitan_graph.errors import UserError
 
 
@@ -15,16 +15,9 @@ def find_class(dotted_name: str) -> type[torch.optim.Optimizer]:
     Raises:
         UserError: there is no such class, or it is no optimizer.
     """
-    module, _, name = dotted_name.rpartition(".")
-    option = f"optimizer.name = {dotted_name!r}"
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except ImportError as error:
-        raise UserError(f"{option}: {module} can't be imported: {error}; is it on PYTHONPATH?") from error
-    except AttributeError as error:
-        raise UserError(f"{option}: {module} has no {name}") from error
+    found = find_own("optimizer.name", dotted_name)
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
-        raise UserError(f"{option}: must be a class derived from torch.optim.Optimizer")
+        raise UserError(f"optimizer.name = {dotted_name!r}: must be a class derived from torch.optim.Optimizer")
     return found
 
 

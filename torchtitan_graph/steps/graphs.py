@@ -72,7 +72,7 @@ def build_graphs(
     watch = Inspection(dump_to=options.dump_to if shown else None, verify_on=traced.inputs if options.verify else None)
 
     def rewritten(step: TracedResult, watch: Inspection) -> TracedResult:
-        gm = run_passes(step.gm, passes(traced.plan), options.disabled, options.device, watch)
+        gm = run_passes(step.gm, passes(traced.plan, options.extra), options.disabled, options.device, watch)
         return dataclasses.replace(step, gm=gm)
 
     evaluate = traced.evaluate and rewritten(traced.evaluate, Inspection("evaluation step"))

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchtitan_graph.compiler import plan_regions
+from torchtitan_graph.compiler import Extra, plan_extra, plan_regions
 from torchtitan_graph.config import JobConfig
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.loss import cross_entropy
@@ -33,6 +33,7 @@ class StepOptions:
     loss             (logits, labels, num_tokens) -> scalar
     loss_parallel    under tensor parallelism logits stay sharded over the vocabulary for the loss
     disabled         passes to leave out, by name
+    extra            passes of the user's
     verify           check every pass on real numbers
     trace_every_block  trace alike blocks too, each of them
     dump_to          folder for the readable graph after each pass
@@ -54,6 +55,7 @@ class StepOptions:
     loss: Callable[..., Tensor] = cross_entropy
     loss_parallel: bool = True
     disabled: Sequence[str] = ()
+    extra: Sequence[Extra] = ()
     verify: bool = False
     trace_every_block: bool = False
     dump_to: Path | None = None
@@ -72,8 +74,8 @@ def step_options(config: JobConfig, model: Decoder, num_microbatches: int, devic
     """Read what the configuration says of steps.
 
     Raises:
-        UserError: a loss of experts for a model without them, regions to compile that it does not have, or stages that
-            can't be made of it.
+        UserError: a loss of experts for a model without them, regions to compile that it does not have, stages that
+            can't be made of it, or a pass of the user's that can't be run.
     """
     training, validation, moe = config.training, config.validation, config.moe
     if not any(isinstance(m, MoE) for m in model.modules()) and (moe.load_balance_loss or moe.router_z_loss):
@@ -105,6 +107,7 @@ def step_options(config: JobConfig, model: Decoder, num_microbatches: int, devic
         regions=plan_regions(config.compile, model, device),
         loss_parallel=not config.parallelism.disable_loss_parallel,
         disabled=config.compile.disable_passes,
+        extra=plan_extra(config.compile),
         verify=config.debug.verify_passes,
         trace_every_block=config.debug.trace_every_block,
         dump_to=Path(config.job.dump_folder, "graphs") if config.debug.dump_graphs else None,

@@ -96,7 +96,7 @@ def _build_stage(
     def rewritten(gm: GraphModule, chosen: Sequence[Pass], watch: Inspection) -> GraphModule:
         return run_passes(gm, chosen, options.disabled, options.device, watch)
 
-    before, after = ([each for each in passes(plan) if each.cut == cut] for cut in (False, True))
+    before, after = ([each for each in passes(plan, options.extra) if each.cut == cut] for cut in (False, True))
     gm = rewritten(traced.train.gm, before, watch)
     parts = partition(gm, gather_once=not plan.reshard.root, split_backward=options.pipeline.splits_backward)
     # A compiled cast would expect the graph's dtype, but what is reduced was summed in that of the reduction.
@@ -107,7 +107,7 @@ def _build_stage(
     }
     evaluate = traced.evaluate
     if evaluate is not None:
-        final = rewritten(evaluate.gm, passes(plan), Inspection(f"stage {number}, evaluation"))
+        final = rewritten(evaluate.gm, passes(plan, options.extra), Inspection(f"stage {number}, evaluation"))
         evaluate = dataclasses.replace(evaluate, gm=final)
     stage = StageGraph(
         parts._replace(by_name={**parts.by_name, **cut}),

@@ -1,5 +1,6 @@
 """A configuration survives being written and loaded, whatever it holds."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def values(option: Option) -> st.SearchStrategy:
         bool: st.booleans(),
         int: st.integers(int(low), int(high)),
         float: st.floats(low, option.maximum or option.below or 1e300, exclude_max=option.below is not None),
-        str: st.sampled_from(option.choices or ("2", "op"))
+        str: st.sampled_from(option.choices or [x for x in ("2", "op", "a.b") if re.fullmatch(option.pattern, x)])
         if option.choices or option.pattern
         else PATHS
         if option.place
@@ -41,7 +42,7 @@ def values(option: Option) -> st.SearchStrategy:
         ),
     }
     if option.row is not None:
-        rows = st.builds(option.row, **{key: values(part) for key, part in options(option.row).items()})
+        rows = st.builds(option.row, *map(values, options(option.row).values()))
         return st.lists(rows, max_size=2)
     return st.none() | kinds[option.kind] if option.optional else kinds[option.kind]
 

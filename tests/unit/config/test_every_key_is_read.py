@@ -54,7 +54,7 @@ def keys_read(source: str) -> set[str]:
     read = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-            read |= {f"{table}.{node.attr}" for table in tables_of(node.value, bound)}
+            read |= {f"{table}.{node.attr.removesuffix('_')}" for table in tables_of(node.value, bound)}
     return read & set(KEYS)
 
 

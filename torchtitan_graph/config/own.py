@@ -1,0 +1,23 @@
+"""Find what an option names by a dotted name: a class or a function of the user's own."""
+
+import importlib
+from typing import Any
+
+from torchtitan_graph.errors import UserError
+
+
+def find_own(option: str, dotted_name: str) -> Any:
+    """Import what `dotted_name`, the value of `option`, names.
+
+    Raises:
+        UserError: there is no such module, or nothing of that name in it.
+    """
+    module, _, name = dotted_name.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ImportError as error:
+        raise UserError(
+            f"{option} = {dotted_name!r}: {module} can't be imported: {error}; is it on PYTHONPATH?"
+        ) from error
+    except AttributeError as error:
+        raise UserError(f"{option} = {dotted_name!r}: {module} has no {name}") from error

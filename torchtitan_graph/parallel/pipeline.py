@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchtitan_graph.graph.observe import Watchable
 from torchtitan_graph.graph.partition import Parts
 from torchtitan_graph.graph.signature import signature_of
-from torchtitan_graph.graph.state import BoundState
+from torchtitan_graph.graph.state import BoundState, sharing_memory
 from torchtitan_graph.graph.step import AddGradients, StepOutput
 from torchtitan_graph.graph.trace import TracedResult, run_traced
 from torchtitan_graph.parallel.layout import PP, Layout
@@ -62,6 +62,7 @@ class Stage:
         self._common: dict[str, Tensor] = {}  # what all microbatches of the step read
         self._held: dict[int, dict[str, Tensor]] = {}  # by microbatch
         self._sums: dict[str, Tensor] = {}
+        self._shared: set[str] | None = None  # terms of sums that share memory: the same ones in every microbatch
         self.losses: list[Tensor] = []
         self.state: dict[str, Tensor] = {}
 
@@ -91,9 +92,11 @@ class Stage:
         if dy is not None:
             held[self._input_names[-1]] = dy
         given = self._call(self._backward[0], held, self._backward[1:])
+        dx = self.graph.parts.outputs["output"].get("dx", "")
         kept = {*self.graph.parts.sums, *(name for name in given if self._is_read(name, self._backward[1:]))}
+        kept |= {dx} if self._shared is None else set()  # it may be on its way while a sum is written to
         held |= {name: x for name, x in given.items() if name in kept}
-        return given.get(self.graph.parts.outputs["output"].get("dx", ""))
+        return given.get(dx)
 
     def backward_weight(self, i: int) -> None:
         """Add a microbatch's gradients of the weights: as FSDP2, in the dtype of the reduction, in the order of
@@ -101,9 +104,17 @@ class Stage:
         held = self._held.pop(i)
         for part in self._backward[1:]:
             held |= self._call(part, held)
+        if self._shared is None:
+            sums = set(self.graph.parts.sums)
+            others = [x for name, x in (held | self._common).items() if name not in sums]
+            self._shared = sharing_memory({name: held[name] for name in self.graph.parts.sums}, others)
         for name in self.graph.parts.sums:
-            term = held[name].to(self.graph.reduce_dtype)
-            self._sums[name] = self._sums[name] + term if name in self._sums else term
+            made = held.pop(name)
+            term = made.to(self.graph.reduce_dtype)
+            if name in self._sums:
+                self._sums[name] += term
+            else:
+                self._sums[name] = made.clone() if term is made and name in self._shared else term
 
     def reduce(self) -> None:
         """Reduce the gradients to this rank's shards, and add them to the live parameters'."""

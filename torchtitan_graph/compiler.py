@@ -21,6 +21,7 @@ from torchtitan_graph.config import job
 from torchtitan_graph.config.option import nearest
 from torchtitan_graph.config.own import find_own
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.graph.changes import PassTable
 from torchtitan_graph.graph.show import dump
 from torchtitan_graph.graph.signature import signature_of
 from torchtitan_graph.graph.torch_private import inductor_options
@@ -197,36 +198,46 @@ class Inspection:
     graph     what the log calls the graph
     dump_to   folder for the readable graph after each pass, numbered
     verify_on the graph's inputs that are not parameters: each pass is checked on them
+    axes      the axis and the degree of each group by its name: with them the log has a table, not a line
     """
 
     graph: str = "training step"
     dump_to: Path | None = None
     verify_on: list[Tensor] | None = None
+    axes: Mapping[str, tuple[str, int]] | None = None
 
 
 def run_passes(
     gm: GraphModule, ordered: Sequence[Pass], disabled: Sequence[str], device: torch.device, watch: Inspection
 ) -> GraphModule:
-    """Run the passes in order, each on what the one before gave; log each one's time and what it changed.
+    """Run the passes in order, each on what the one before gave; log what they took and changed.
 
     Raises:
         RuntimeError: a pass gives no graph, or not a sound one; of a user's pass it is a UserError.
     """
     if watch.dump_to is not None:
         dump(gm, watch.dump_to, 0, "traced")
+    table = PassTable(gm, watch.axes) if watch.axes is not None else None
+    num_nodes, in_all = len(gm.graph.nodes), 0.0
     for number, each in enumerate((p for p in ordered if p.name not in disabled), start=1):
         before = copy.deepcopy(gm) if watch.verify_on is not None else gm
-        num_nodes, begin = len(gm.graph.nodes), time.perf_counter()
+        begin = time.perf_counter()
         gm = each.run(gm)
         _check_graph(each, gm, watch.graph)
-        seconds, nodes = time.perf_counter() - begin, f"{num_nodes} -> {len(gm.graph.nodes)} nodes"
-        logger.info(f"{watch.graph}: pass {each.name}: {nodes}, {seconds:.2f} s")
+        seconds = time.perf_counter() - begin
+        in_all += seconds
+        if table is not None:
+            table.add(each.name, seconds, gm)
         if watch.dump_to is not None:
             dump(gm, watch.dump_to, number, each.name)
         if watch.verify_on is not None:
             gm.recompile()  # a pass may have left it out: what runs in training is made from the graph
             verify_pass(each.name, before, gm, watch.verify_on, device, exact=each.exact)
             logger.info(f"{watch.graph}: pass {each.name}: verified")
+    if table is not None:
+        logger.info("\n".join([f"{watch.graph}: passes", *table.lines()]))
+    else:
+        logger.info(f"{watch.graph}: passes: {num_nodes} -> {len(gm.graph.nodes)} nodes, {in_all:.2f} s")
     return gm
 
 

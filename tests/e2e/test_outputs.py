@@ -93,6 +93,12 @@ def test_every_pass_is_verified(inspected: tuple[Path, Result]) -> None:
     ]
 
 
+def test_the_log_has_a_table_of_the_passes(inspected: tuple[Path, Result]) -> None:
+    output = inspected[1].output
+    rows = output[output.index("training step: passes\n") :].splitlines()[1 : len(PASSES) + 4]
+    assert [row.split()[0] for row in rows] == ["pass", "traced", *PASSES, "all"]
+
+
 def test_every_graph_is_dumped(inspected: tuple[Path, Result]) -> None:
     names = [path.stem for path in sorted(inspected[0].iterdir())]
     assert names == [f"{number:02d}_{name}" for number, name in enumerate(["traced", *PASSES])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterable
 from typing import Any
@@ -66,13 +67,20 @@ def aliased(node: Node) -> list[tuple[Node, bool]]:
         return [(node.args[0], False)]  # type: ignore[list-item]
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
-    schema, found = node.target._schema, []
-    for i, argument in enumerate(schema.arguments):
-        given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-        if argument.alias_info is not None:
-            sources = given if isinstance(given, (list, tuple)) else [given]
-            found += [(x, argument.alias_info.is_write) for x in sources if isinstance(x, Node)]
+    found = []
+    for i, name, is_write in _shared_arguments(node.target):
+        given = node.args[i] if i < len(node.args) else node.kwargs.get(name)
+        sources = given if isinstance(given, (list, tuple)) else [given]
+        found += [(x, is_write) for x in sources if isinstance(x, Node)]
     return found
+
+
+@functools.cache
+def _shared_arguments(target: torch._ops.OpOverload) -> list[tuple[int, str, bool]]:
+    """Give the arguments whose memory an operator's value shares or that it writes to: place, name, whether it writes.
+    To read a schema takes longer than to look at a node."""
+    arguments = enumerate(target._schema.arguments)
+    return [(i, a.name, a.alias_info.is_write) for i, a in arguments if a.alias_info is not None]
 
 
 def erase_dead(graph: Graph, nodes: Iterable[Node]) -> None:

@@ -69,7 +69,11 @@ def build_graphs(
         return Graphs(stages, None, storages, flops)
     traced = trace_steps(model, family, layout, options, capture)
     shown = dist.get_rank() == 0 or dist.get_backend() == "fake"
-    watch = Inspection(dump_to=options.dump_to if shown else None, verify_on=traced.inputs if options.verify else None)
+    watch = Inspection(
+        dump_to=options.dump_to if shown else None,
+        verify_on=traced.inputs if options.verify else None,
+        axes=layout.axes_by_group,
+    )
 
     def rewritten(step: TracedResult, watch: Inspection) -> TracedResult:
         gm = run_passes(step.gm, passes(traced.plan, options.extra), options.disabled, options.device, watch)

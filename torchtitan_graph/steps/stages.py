@@ -91,6 +91,7 @@ def _build_stage(
         f"stage {number}",
         options.dump_to / f"stage_{number}" if options.dump_to and shown else None,
         traced.inputs if options.verify else None,
+        layout.axes_by_group,
     )
 
     def rewritten(gm: GraphModule, chosen: Sequence[Pass], watch: Inspection) -> GraphModule:

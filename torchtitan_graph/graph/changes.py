@@ -1,0 +1,75 @@
+"""What passes change in a graph, as a table: time, nodes, operators, the predicted peak, what is received."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from torchtitan_graph.graph.liveness import peak_memory
+from torchtitan_graph.graph.traffic import traffic
+
+_MIB = 2**20
+_ROW = "  {:24} {:>8} {:>16} {:>13} {:>13}   {}"
+# To find a peak takes half as long as a pass. Of larger graphs only the first and the last are measured.
+_LARGE = 10_000
+
+
+class PassTable:
+    """A row for each pass: what it changed, and the peak and the bytes received where they are others than before.
+
+    A peak is beside the inputs; among these are the whole parameters until `shard_params` makes them shards.
+    """
+
+    def __init__(self, gm: GraphModule, axes: Mapping[str, tuple[str, int]]) -> None:
+        """Begin with the graph before any pass; `axes` are as `traffic` takes them."""
+        self._axes, self._is_large, self._first = axes, len(gm.graph.nodes) > _LARGE, len(gm.graph.nodes)
+        self._gm, self._operators, self._measured, self._seconds = gm, _operators(gm), self._measure(gm), 0.0
+        self._rows = [_row("pass", "time", "nodes", ("peak", "received"), "operators, the three largest changes")]
+        self._rows.append(_row("traced", "", str(self._first), self._measured))
+
+    def add(self, name: str, seconds: float, gm: GraphModule) -> None:
+        """Add the pass that gave this graph."""
+        before, after = self._operators, _operators(gm)
+        nodes = f"{sum(before.values())} -> {sum(after.values())}" if before != after else ""
+        found = self._measured if self._is_large else self._measure(gm)
+        shown = [new if new != old else "" for new, old in zip(found, self._measured, strict=True)]
+        self._rows.append(_row(name, f"{seconds:.2f} s", nodes, shown, _changes(before, after)))
+        self._gm, self._operators, self._measured = gm, after, found
+        self._seconds += seconds
+
+    def lines(self) -> list[str]:
+        """Give the table, with all passes together in its last row."""
+        found = self._measure(self._gm) if self._is_large else self._measured
+        nodes = f"{self._first} -> {len(self._gm.graph.nodes)}"
+        return [*self._rows, _row("all", f"{self._seconds:.2f} s", nodes, found)]
+
+    def _measure(self, gm: GraphModule) -> tuple[str, str]:
+        received = sum(each.num_bytes for each in traffic(gm, self._axes).values())
+        return f"{peak_memory(gm).num_bytes / _MIB:.1f} MiB", f"{received / _MIB:.1f} MiB"
+
+
+def _operators(gm: GraphModule) -> collections.Counter[Any]:
+    """Count a graph's nodes by what they call; inputs, outputs and subgraphs by their kind."""
+    return collections.Counter(node.target if node.op == "call_function" else node.op for node in gm.graph.nodes)
+
+
+def _changes(before: collections.Counter[Any], after: collections.Counter[Any]) -> str:
+    found: collections.Counter[str] = collections.Counter()
+    for target in before.keys() | after.keys():
+        found[_name(target)] += after[target] - before[target]
+    largest = sorted((name for name in found if found[name]), key=lambda name: (-abs(found[name]), name))
+    return ", ".join(f"{found[name]:+d} {name}" for name in largest[:3])
+
+
+def _name(target: Any) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        return target.overloadpacket.__name__
+    return target if isinstance(target, str) else getattr(target, "__name__", str(target))
+
+
+def _row(name: str, time: str, nodes: str, measured: Sequence[str], changes: str = "") -> str:
+    return _ROW.format(name, time, nodes, *measured, changes).rstrip()

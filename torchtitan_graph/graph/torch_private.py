@@ -510,9 +510,15 @@ def _no_score_change(score: torch.Tensor, b: Any, h: Any, q: Any, kv: Any) -> to
 
 
 def init_fake_process_group(world_size: int, rank: int = 0) -> None:
-    """Start a process group of any size in which this process is one rank and nothing is sent. Tests' own, so far."""
+    """Start a process group of any size in which this process is one rank and nothing is sent. Tests' own, so far.
+
+    One may follow another in a process, so what DTensor remembers is cleared: it takes meshes of the same ranks for
+    one, and would go on with the groups of the world before.
+    """
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    _clear_sharding_prop_cache()
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
 
 

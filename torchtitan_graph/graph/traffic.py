@@ -28,14 +28,14 @@ def traffic(gm: GraphModule, axes: Mapping[str, tuple[str, int]]) -> dict[tuple[
     Args:
         axes: the axis and the degree of each group, by the group's name.
 
-    An operator of any library counts that takes the name of a group, but for those that only wait. Received are: of
-    an all-gather the others' parts, of a reduce-scatter the others' terms of one's own part, of an all-reduce both,
-    of an exchange all but what stays.
+    An operator of any library counts that takes the name of such a group, but for those that only wait; other groups,
+    of a user's pass, do not. Received are: of an all-gather the others' parts, of a reduce-scatter the others' terms of
+    one's own part, of an all-reduce both, of an exchange all but what stays.
     """
     found: dict[tuple[str, str], Traffic] = {}
     for node in gm.graph.nodes:
         group = _group(node)
-        if group is not None:
+        if group is not None and group in axes:
             kind = str(node.target._schema.name).partition("::")[2]
             axis, degree = axes[group]
             before = found.get((axis, kind), Traffic(0, 0))

@@ -35,6 +35,8 @@ def test_hybrid_sharding_sends_its_minimum(layout_of, bucketed: bool) -> None:
         (FSDP, "reduce_scatter_tensor"): 3 * shards,
         (DP_REPLICATE, "all_reduce"): shards,
     }
+    known = {name: axis for name, axis in layout.axes_by_group.items() if axis[0] == FSDP}
+    assert {axis for axis, _ in traffic(gm, known)} == {FSDP}  # a group that is no axis: of a user's pass
 
 
 # --- of whole models, by axis ----------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from torch.fx import GraphModule
 
 from pool import run_on
 from torchtitan_graph.compiler import Inspection, Pass, passes, run_passes
+from torchtitan_graph.graph.edit import call
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.parallel.storage import Reshard
@@ -70,7 +71,7 @@ def compiled_outcome(factor: float) -> str:
     def scale(gm: GraphModule) -> GraphModule:
         for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.silu.default):
             with gm.graph.inserting_after(node):
-                scaled = gm.graph.call_function(torch.ops.aten.mul.Tensor, (node, factor))
+                scaled = call(gm.graph, node, torch.ops.aten.mul.Tensor, node, factor)
             node.replace_all_uses_with(scaled, delete_user_cb=lambda user, scaled=scaled: user is not scaled)
         gm.recompile()
         return gm

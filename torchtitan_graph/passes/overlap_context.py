@@ -43,9 +43,11 @@ def _start_early(start: Node) -> None:
 
 
 def _wait_late(wait: Node) -> None:
-    """Put a wait, and what needs it, to the end of its attention."""
+    """Put a wait, and what needs it, to the end of its attention, past what its block computes again meanwhile."""
     held, node = {wait: None}, wait.next
-    while _in_the_attention_of(wait, node):
+    while _in_the_attention_of(wait, node) or (
+        _in_the_block_of(wait, node) and held.keys().isdisjoint(node.all_input_nodes)
+    ):
         if not held.keys().isdisjoint(node.all_input_nodes):
             held[node] = None
         node = node.next
@@ -60,3 +62,9 @@ def _in_the_attention_of(collective: Node, node: Node) -> bool:
     inside = f"{meta.module(node)}.".startswith(f"{attention}.")
     among = meta.role(node) is not None or not meta.module(node)
     return node.op in ("call_function", "get_attr") and meta.phase(node) == meta.phase(collective) and (inside or among)
+
+
+def _in_the_block_of(collective: Node, node: Node) -> bool:
+    block = meta.module(collective).rsplit(".", 2)[0]
+    same_phase = node.op == "call_function" and meta.phase(node) == meta.phase(collective)
+    return same_phase and meta.module(node).startswith(f"{block}.")

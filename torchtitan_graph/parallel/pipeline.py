@@ -239,9 +239,8 @@ class _Messages:
     def __init__(self, rank_of: Sequence[int], layout: Layout, device: torch.device) -> None:
         self._rank_of, self._group, self._device = rank_of, layout.group(PP), device
         self._there: dict[tuple[str, int, int], tuple[Tensor, dist.Work | None]] = {}  # F or B, for stage, microbatch
-        self._sent: list[
-            tuple[Tensor, dist.Work | None]
-        ] = []  # held until they are gone; gloo never tells before `wait`
+        # Held until they are gone; gloo never tells before `wait`.
+        self._sent: list[tuple[Tensor, dist.Work | None]] = []
 
     def put(self, what: str, stage: int, microbatch: int, x: Tensor | None) -> None:
         if x is not None:

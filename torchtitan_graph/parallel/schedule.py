@@ -20,7 +20,6 @@ SCHEDULES = {"GPipe": ONE, "1F1B": ONE, "Interleaved1F1B": LOOPED, "ZBVZeroBubbl
 
 _ALIKE = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # what an action takes, where all stages are alike
 
-
 _ACTION = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})", re.ASCII)
 _SIDE_BY_SIDE = re.compile(r"\((.*)\)OVERLAP_F_B")
 

@@ -11,8 +11,8 @@ from runs import train
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits a process' memory")
 def test_memory_that_runs_out_is_reported(tmp_path: Path) -> None:
-    # Scores are masked by 64 x 512 x 512 bfloat16, and the loss takes several times 64 x 512 x 259 floats: the first
-    # fits into what is left, both do not.
+    # Scores are masked by 64 x 512 x 512 bfloat16, 32 MiB, which fit into what is left; a step takes 103 MiB at its
+    # peak, which do not.
     options = ["--training.local_batch_size", "64", "--training.global_batch_size", "64", "--training.seq_len", "512"]
     code, output = train("--job.dump_folder", str(tmp_path), *options, patch=patched_train.have_little_memory_left)
     assert code == 1, output

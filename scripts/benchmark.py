@@ -1,21 +1,26 @@
 """Compare the step in eager mode (FSDP2), eager with `torch.compile`, as a graph, and as a compiled graph.
 
-    python scripts/benchmark.py --ranks 1,2 --dtypes float32,bfloat16 --json benchmark.jsonl
-    python scripts/benchmark.py --family gpt_oss --attn flex --ranks 1 --dtypes float32
+    python scripts/benchmark.py --layouts fsdp1,fsdp2 --dtypes float32,bfloat16 --json benchmark.jsonl
+    python scripts/benchmark.py --models llama3:small,llama3:mid,qwen3:debugmodel_moe --layouts fsdp1,hsdp4,tp2
+    python scripts/benchmark.py --models gpt_oss --attn flex --layouts fsdp1 --dtypes float32
     python scripts/benchmark.py --trace_layers 4,8,16,32,64
 
-Each number of ranks is a group of gloo (or, with GPUs, NCCL) processes. The modes take turns, step by step, in the
-same processes, so that whatever else the machine does meets all of them; figures are medians, and ratios are medians
-of the ratios of neighbouring steps. Memory is the most that one step holds above what it started with: on a CPU from
-the profiler's record of every allocation, on a GPU from the allocator.
+Each layout is a group of gloo (or, with GPUs, NCCL) processes: hsdp4 has two copies of the weights, each on two ranks.
+The modes take turns, step by step, in the same processes, so that whatever else the machine does meets all of them;
+figures are medians, and ratios are medians of the ratios of neighbouring steps, with the first and the third quartile
+of the time's. Memory is the most that one step holds above what it started with: on a CPU from the profiler's record
+of every allocation, on a GPU from the allocator. `products_share` is how much of a step its matrix products would take
+at the rate that one large product reaches here, with all processes at it.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
+import re
 import statistics
 import tempfile
 import time
@@ -43,9 +48,12 @@ from torchtitan_graph.parallel.storage import Precision
 from torchtitan_graph.passes.compile_regions import compile_regions
 from torchtitan_graph.steps import StepOptions, Steps, bind_graphs, build_graphs, build_steps, trace_steps
 
-# What makes a debug flavour mid-size; llama3's debug flavour has very narrow heads.
-MID_SIZE: dict[str, Any] = {"dim": 512, "num_layers": 8, "vocab_size": 8192}
-MID_SIZE_OF = {"llama3": {"num_heads": 8, "num_kv_heads": 8, "ffn_dim": 1536}}
+# What a debug flavour is made of three sizes by; llama3's debug flavour has very narrow heads.
+SIZES: dict[str, dict[str, Any]] = {
+    "small": {"dim": 256, "num_layers": 4, "vocab_size": 4096},
+    "mid": {"dim": 512, "num_layers": 8, "vocab_size": 8192},
+    "large": {"dim": 1024, "num_layers": 12, "vocab_size": 16384},
+}
 MODES = ("eager", "compile", "graph", "regional", "whole")
 # What is compiled of the graph; "whole": all.
 REGIONS = {"regional": ("layers.*.feed_forward", "layers.*.moe"), "blocks": ("layers.*",)}
@@ -55,9 +63,22 @@ def config_of(args: argparse.Namespace) -> Any:
     flavors = load_family(args.family).FLAVORS
     if args.flavor in flavors:
         return flavors[args.flavor]
-    if args.flavor != "mid":
-        raise UserError(f"--flavor {args.flavor}: legal for {args.family} are mid, {', '.join(flavors)}")
-    return dataclasses.replace(flavors["debugmodel"], **MID_SIZE, **MID_SIZE_OF.get(args.family, {}))
+    if args.flavor not in SIZES:
+        legal = ", ".join([*SIZES, *flavors])
+        raise UserError(f"--models {args.family}:{args.flavor}: legal for {args.family} are {legal}")
+    size = SIZES[args.flavor]
+    heads = {"num_heads": size["dim"] // 64, "num_kv_heads": size["dim"] // 64, "ffn_dim": 3 * size["dim"]}
+    return dataclasses.replace(flavors["debugmodel"], **size, **(heads if args.family == "llama3" else {}))
+
+
+def dims_of(layout: str) -> ParallelDims:
+    """Read a layout such as hsdp4: an axis, and a number of ranks."""
+    match = re.fullmatch(r"(fsdp|hsdp|tp)([1-9]\d*)", layout)
+    if match is None or (match[1] == "hsdp" and (int(match[2]) < 4 or int(match[2]) % 2)):
+        raise UserError(f"--layouts {layout}: legal are fsdp1, fsdp2, ..., tp1, tp2, ..., hsdp4, hsdp6, ...")
+    ranks = int(match[2])
+    of = {"fsdp": {"dp_shard": ranks}, "tp": {"tp": ranks}, "hsdp": {"dp_replicate": 2, "dp_shard": ranks // 2}}
+    return ParallelDims(**of[match[1]])
 
 
 def make_model(config: Any, args: argparse.Namespace) -> Decoder:
@@ -109,11 +130,11 @@ def build(mode: str, precision: Precision, args: argparse.Namespace, layout: Lay
 def peak_bytes(run: Callable[[], None]) -> int:
     """Give the most bytes that `run` allocates and holds at once."""
     if torch.cuda.is_available():
-        torch.cuda.synchronize()
+        synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         run()
-        torch.cuda.synchronize()
+        synchronize()
         return torch.cuda.max_memory_allocated() - before
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
@@ -134,23 +155,45 @@ def peak_bytes(run: Callable[[], None]) -> int:
     return peak
 
 
-def measure(rank: int, world_size: int, args: argparse.Namespace, dtype: str, results: Any) -> None:
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def product_rate(dtype: torch.dtype, device: torch.device) -> float:
+    """Give the FLOP/s of a large matrix product here and now."""
+    a, b = (torch.randn(2048, 2048, device=device, dtype=dtype) for _ in range(2))
+
+    def seconds() -> float:
+        begin = time.perf_counter()
+        a @ b
+        synchronize()
+        return time.perf_counter() - begin
+
+    return 2 * 2048**3 / statistics.median([seconds() for _ in range(7)][2:])
+
+
+def measure(rank: int, where: str, args: argparse.Namespace, dtype: str, results: Any) -> None:
+    """Measure all modes of a model in a layout, as one of its ranks."""
+    dims = dims_of(where)
+    world_size = dims.num_ranks
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
-    torch.manual_seed(rank)
     device = devices.device()
     join("nccl" if device.type == "cuda" else "gloo")
-    layout = ParallelDims(dp_shard=world_size).layout(device.type)
+    layout = dims.layout(device.type)
+    torch.manual_seed(layout.data_rank)
     precision = Precision(compute=getattr(torch, dtype))
     batch = make_batch(args.rows, args.seq_len, config_of(args).vocab_size, device)
-    num_tokens = torch.tensor(batch.labels_BL.numel() * world_size, device=device)
-    steps, memory = {}, {}
-    graph: Steps | None = None  # a mode that counts operations
+    tokens = batch.labels_BL.numel() * dims.data
+    num_tokens = torch.tensor(tokens, device=device)
+    rate = product_rate(precision.compute, device)
+    steps, memory, flops = {}, {}, None
     times: dict[str, list[float]] = {mode: [] for mode in args.modes}
     for mode in args.modes:
         built = build(mode, precision, args, layout, device)
         optimizer = torch.optim.AdamW(built.model.parameters(), fused=True)
-        graph = built if built.flops else graph
+        flops = built.count_flops([batch]) if built.flops else flops
 
         def whole_step(built: Steps = built, optimizer: torch.optim.Optimizer = optimizer) -> None:
             built.train([batch], num_tokens)
@@ -166,28 +209,29 @@ def measure(rank: int, world_size: int, args: argparse.Namespace, dtype: str, re
             dist.barrier()
             begin = time.perf_counter()
             steps[mode]()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
+            synchronize()
             times[mode].append(time.perf_counter() - begin)
-    if rank == 0:
-        tokens = batch.labels_BL.numel() * world_size
-        flops = graph.count_flops([batch]) if graph is not None and devices.peak_flops() else None
-        for mode in args.modes:
-            ratio = statistics.median(a / b for a, b in zip(times[mode], times[args.modes[0]], strict=True))
-            results.append(
-                {
-                    "model": f"{args.family} {args.flavor} {args.attn}",
-                    "ranks": world_size,
-                    "dtype": dtype,
-                    "mode": mode,
-                    "step_s": round(step_s := statistics.median(times[mode]), 4),
-                    "tokens_per_s": round(tokens / step_s),
-                    **({"mfu": round(flops / step_s / (devices.peak_flops() or 1.0), 3)} if flops else {}),
-                    f"time_to_{args.modes[0]}": round(ratio, 3),
-                    "peak_mib": round(memory[mode] / 2**20, 1),
-                    f"memory_to_{args.modes[0]}": round(memory[mode] / memory[args.modes[0]], 3),
-                }
-            )
+    reference = args.modes[0]
+    for mode in args.modes if rank == 0 else ():
+        step_s = statistics.median(times[mode])
+        ratios = [a / b for a, b in zip(times[mode], times[reference], strict=True)]
+        peak_flops = devices.peak_flops()
+        row = {
+            "model": f"{args.family}:{args.flavor} {args.attn}",
+            "layout": where,
+            "dtype": dtype,
+            "mode": mode,
+            "step_s": round(step_s, 4),
+            "tokens_per_s": round(tokens / step_s),
+            **({"products_share": round(flops / rate / step_s, 3)} if flops else {}),
+            **({"mfu": round(flops / step_s / peak_flops, 3)} if flops and peak_flops else {}),
+            f"time_to_{reference}": round(statistics.median(ratios), 3),
+            "quartiles": [round(x, 3) for x in statistics.quantiles(ratios, n=4)[::2]] if len(ratios) > 1 else None,
+            "peak_mib": round(memory[mode] / 2**20, 1),
+            f"memory_to_{reference}": round(memory[mode] / memory[reference], 3),
+        }
+        results.append(row)
+        print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -207,14 +251,14 @@ def measure_tracing(args: argparse.Namespace) -> list[dict[str, Any]]:
             middle = time.perf_counter()
             gm = run_passes(traced.train.gm, passes(traced.plan), args.disable, device, Inspection())
             trials.append((middle - begin, time.perf_counter() - middle))
-        rows.append(
-            {
-                "layers": num_layers,
-                "nodes": len(gm.graph.nodes),
-                "trace_s": round(statistics.median(t[0] for t in trials), 2),
-                "passes_s": round(statistics.median(t[1] for t in trials), 2),
-            }
-        )
+        row = {
+            "layers": num_layers,
+            "nodes": len(gm.graph.nodes),
+            "trace_s": round(statistics.median(t[0] for t in trials), 2),
+            "passes_s": round(statistics.median(t[1] for t in trials), 2),
+        }
+        print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+        rows.append(row)
     return rows
 
 
@@ -233,7 +277,7 @@ def check_numbers(args: argparse.Namespace, *names: str) -> None:
 
 def check_arguments(args: argparse.Namespace) -> None:
     """Raise a UserError for what would only be found in every process, or would measure nothing."""
-    check_numbers(args, "ranks", "rows", "seq_len", "steps", "trace_layers")
+    check_numbers(args, "rows", "seq_len", "steps", "trace_layers")
     if args.json and not args.json.absolute().parent.is_dir():
         raise UserError(f"--json {args.json}: there is no folder for it")
     for name, legal in (
@@ -243,24 +287,39 @@ def check_arguments(args: argparse.Namespace) -> None:
         if wrong := [word for word in getattr(args, name) if word not in legal]:
             raise UserError(f"--{name} {wrong[0]}: legal are {', '.join(legal)}")
     check_disabled(args.disable)
-    config_of(args)
+    for layout in args.layouts:
+        dims_of(layout)
+    for model in args.models:
+        config_of(of_model(args, model))
+
+
+def of_model(args: argparse.Namespace, model: str) -> argparse.Namespace:
+    """Give the arguments for one of the models: FAMILY, or FAMILY:FLAVOR."""
+    family, _, flavor = model.partition(":")
+    return argparse.Namespace(**{**vars(args), "family": family, "flavor": flavor or "mid"})
+
+
+def words(text: str) -> list[str]:
+    return text.split(",")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=integers, default=[1, 2], help="numbers of processes (default 1,2)")
-    parser.add_argument("--dtypes", type=lambda s: s.split(","), default=["float32", "bfloat16"], help="compute dtypes")
-    modes = "eager, compile, graph; graphs that Inductor compiles: regional (feed-forwards), blocks, whole"
     parser.add_argument(
-        "--modes", type=lambda s: s.split(","), default=list(MODES), help=f"{modes}; the first is the reference"
+        "--models",
+        type=words,
+        default=["llama3"],
+        help="each FAMILY, or FAMILY:SIZE: a flavour, or small, mid (default), large: debug at dim 256, 512, 1024",
     )
-    parser.add_argument("--family", default="llama3", help="model family (default llama3)")
-    parser.add_argument("--flavor", default="mid", help="a flavour, or mid (default): debug at dim 512, 8 layers")
+    parser.add_argument("--layouts", type=words, default=["fsdp1", "fsdp2"], help="(default fsdp1,fsdp2)")
+    parser.add_argument("--dtypes", type=words, default=["float32", "bfloat16"], help="compute dtypes")
+    modes = "eager, compile, graph; graphs that Inductor compiles: regional (feed-forwards), blocks, whole"
+    parser.add_argument("--modes", type=words, default=list(MODES), help=f"{modes}; the first is the reference")
     parser.add_argument("--attn", default="sdpa", choices=("sdpa", "flex"), help="attention (default sdpa)")
     parser.add_argument("--rows", type=int, default=1, help="rows per rank (default 1)")
     parser.add_argument("--seq_len", type=int, default=1024, help="tokens per row (default 1024)")
     parser.add_argument("--steps", type=int, default=9, help="measured steps per mode (default 9)")
-    parser.add_argument("--disable", type=lambda s: s.split(","), default=[], help="passes to leave out of the graph")
+    parser.add_argument("--disable", type=words, default=[], help="passes to leave out of the graph")
     parser.add_argument("--trace_layers", type=integers, help="measure only tracing, at these numbers of layers")
     parser.add_argument("--json", type=Path, help="append a JSON object per row to this file")
     args = parser.parse_args()
@@ -268,20 +327,24 @@ def main() -> None:
         check_arguments(args)
     except UserError as error:
         parser.error(str(error))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ.get("MASTER_PORT", "29541"))
+    cells = list(itertools.product(args.models, args.layouts, args.dtypes))
     if args.trace_layers:
-        rows = measure_tracing(args)
-    else:
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ.get("MASTER_PORT", "29541"))
+        write([row for model in args.models for row in measure_tracing(of_model(args, model))], args.json)
+        return
+    for number, (model, layout, dtype) in enumerate(cells, 1):
+        of_this = of_model(args, model)
+        print(f"{number} of {len(cells)}: {model} {layout} {dtype}", flush=True)
         with mp.Manager() as manager:
             results = manager.list()
-            for world_size in args.ranks:
-                for dtype in args.dtypes:
-                    mp.spawn(measure, (world_size, args, dtype, results), nprocs=world_size)
+            mp.spawn(measure, (layout, of_this, dtype, results), nprocs=dims_of(layout).num_ranks)
             rows = list(results)
-    for row in rows:
-        print("  ".join(f"{key} {value}" for key, value in row.items()))
-    if args.json:
-        with args.json.open("a") as file:
+        write(rows, args.json)
+
+
+def write(rows: list[dict[str, Any]], path: Path | None) -> None:
+    if path:
+        with path.open("a") as file:
             file.writelines(json.dumps({"torch": torch.__version__, **row}) + "\n" for row in rows)
 
 

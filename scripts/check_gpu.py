@@ -27,9 +27,9 @@ from torchtitan_graph.models.spec import family_names, load_family
 # Heads that the GPU's kernels take: a power of two, at least 16 wide.
 HEADS = (("head_dim", 32), ("nope_dim", 32), ("rope_dim", 32), ("v_dim", 32), ("kv_lora_rank", 32))
 SPEED = (
-    ["--family", "llama3", "--flavor", "1B", "--seq_len", "4096", "--attn", "sdpa"],
-    ["--family", "llama3", "--flavor", "1B", "--seq_len", "4096", "--attn", "flex"],
-    ["--family", "qwen3", "--flavor", "debugmodel_moe", "--seq_len", "4096", "--rows", "4", "--attn", "flex"],
+    ["--models", "llama3:1B", "--seq_len", "4096", "--attn", "sdpa"],
+    ["--models", "llama3:1B", "--seq_len", "4096", "--attn", "flex"],
+    ["--models", "qwen3:debugmodel_moe", "--seq_len", "4096", "--rows", "4", "--attn", "flex"],
 )
 
 
@@ -67,7 +67,7 @@ def main() -> None:
     failed = check_bits()
     for model in SPEED if not args.skip_speed else ():
         command = [sys.executable, str(Path(__file__).with_name("benchmark.py")), *model]
-        command += ["--ranks", "1", "--dtypes", "bfloat16", "--modes", "eager,graph,whole", "--steps", "7"]
+        command += ["--layouts", "fsdp1", "--dtypes", "bfloat16", "--modes", "eager,graph,whole", "--steps", "7"]
         subprocess.run(command + (["--json", str(args.json)] if args.json else []), check=True)
     if failed:
         raise SystemExit(f"check_gpu: graph and eager differ for {', '.join(failed)}")

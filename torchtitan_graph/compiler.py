@@ -38,6 +38,7 @@ from torchtitan_graph.passes.overlap_collectives import overlap_collectives
 from torchtitan_graph.passes.overlap_context import overlap_context
 from torchtitan_graph.passes.rematerialize import rematerialize
 from torchtitan_graph.passes.reuse_logits import reuse_logits
+from torchtitan_graph.passes.reuse_sharded_logits import reuse_sharded_logits
 from torchtitan_graph.passes.shard_params import shard_params
 from torchtitan_graph.passes.tag_elementwise import tag_elementwise
 from torchtitan_graph.passes.tag_recomputation import tag_recomputation
@@ -99,6 +100,7 @@ def passes(plan: PassPlan, extra: Sequence[Extra] = ()) -> list[Pass]:
         Pass("tag_elementwise", partial(tag_elementwise, blocks=plan.blocks)),
         Pass("rematerialize", rematerialize),
         Pass("reuse_logits", partial(reuse_logits, is_compiled=LOSS in plan.regions)),
+        Pass("reuse_sharded_logits", partial(reuse_sharded_logits, is_compiled=LOSS in plan.regions)),
         Pass("bucket_collectives", partial(bucket_collectives, buckets=plan.buckets)),
         Pass("overlap_context", partial(overlap_context, modules=plan.context)),
         Pass("overlap_collectives", overlap_collectives),

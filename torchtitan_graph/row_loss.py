@@ -50,11 +50,35 @@ def _cross_entropy_backward_(logits_TV: Tensor, dloss: Tensor, labels_T: Tensor,
     return logits_TV
 
 
+def _exponentials(logits_TV: Tensor, largest_T1: Tensor) -> Tensor:
+    exps = torch.empty(logits_TV.shape, dtype=largest_T1.dtype, device=logits_TV.device)
+    for part in _parts(logits_TV):
+        torch.exp(logits_TV[part].to(exps.dtype).sub(largest_T1[part]), out=exps[part])
+    return exps
+
+
+def _sharded_cross_entropy_backward_(
+    logits_TV: Tensor, largest_T1: Tensor, log_T1: Tensor, column_T: Tensor, value_T: Tensor, scale_T1: Tensor
+) -> Tensor:
+    for part in _parts(logits_TV):
+        logs = logits_TV[part].to(largest_T1.dtype).sub(largest_T1[part]).sub_(log_T1[part])
+        at_target = torch.zeros_like(logs).scatter_(1, column_T[part].unsqueeze(1), value_T[part].unsqueeze(1))
+        logits_TV[part] = at_target.add_(logs.exp_()).mul_(scale_T1[part])
+    return logits_TV
+
+
 _LIBRARY.define("cross_entropy(Tensor logits_TV, Tensor labels_T, int ignored) -> (Tensor, Tensor)")
 _LIBRARY.define(
     "cross_entropy_backward_(Tensor(a!) logits_TV, Tensor dloss, Tensor labels_T, Tensor total, int ignored)"
     " -> Tensor(a!)"
 )
+_LIBRARY.define("exponentials(Tensor logits_TV, Tensor largest_T1) -> Tensor")
+_LIBRARY.define(
+    "sharded_cross_entropy_backward_(Tensor(a!) logits_TV, Tensor largest_T1, Tensor log_T1, Tensor column_T,"
+    " Tensor value_T, Tensor scale_T1) -> Tensor(a!)"
+)
+_LIBRARY.impl("exponentials", _exponentials, "CompositeExplicitAutograd")
+_LIBRARY.impl("sharded_cross_entropy_backward_", _sharded_cross_entropy_backward_, "CompositeExplicitAutograd")
 _LIBRARY.impl("cross_entropy", _cross_entropy, "CompositeExplicitAutograd")
 _LIBRARY.impl("cross_entropy_backward_", _cross_entropy_backward_, "CompositeExplicitAutograd")
 
@@ -70,5 +94,21 @@ def _(logits_TV: Tensor, dloss: Tensor, labels_T: Tensor, total: Tensor, ignored
     return logits_TV
 
 
+@torch.library.register_fake("torchtitan_graph::exponentials", lib=_LIBRARY)
+def _(logits_TV: Tensor, largest_T1: Tensor) -> Tensor:
+    return torch.empty(logits_TV.shape, dtype=largest_T1.dtype, device=logits_TV.device)
+
+
+@torch.library.register_fake("torchtitan_graph::sharded_cross_entropy_backward_", lib=_LIBRARY)
+def _(
+    logits_TV: Tensor, largest_T1: Tensor, log_T1: Tensor, column_T: Tensor, value_T: Tensor, scale_T1: Tensor
+) -> Tensor:
+    return logits_TV
+
+
 cross_entropy = torch.ops.torchtitan_graph.cross_entropy.default  # (sum, number of targets); no gradients
 cross_entropy_backward_ = torch.ops.torchtitan_graph.cross_entropy_backward_.default  # into the logits' own memory
+# Of logits x whose vocabulary is sharded, their largest m over all ranks and the logarithm of the sum: exp(x - m), and
+# the gradient into the logits' own memory: (value at a column, else 0) + exp(x - m - log), times a row's scale.
+exponentials = torch.ops.torchtitan_graph.exponentials.default
+sharded_cross_entropy_backward_ = torch.ops.torchtitan_graph.sharded_cross_entropy_backward_.default

@@ -78,7 +78,7 @@ def inspected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
 PASSES = [
     *["cleanup", "shard_params", "mixed_precision", "my_passes.swap_sums", "merge_equal"],
     *["tag_resharding", "tag_recomputation", "tag_elementwise", "rematerialize"],
-    *["reuse_logits", "bucket_collectives"],
+    *["reuse_logits", "reuse_sharded_logits", "bucket_collectives"],
     "overlap_context",
     "overlap_collectives",
     "compile_regions",

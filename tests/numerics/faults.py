@@ -15,7 +15,8 @@ from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import call, value
 from torchtitan_graph.graph.signature import output_nodes, set_outputs
 from torchtitan_graph.passes.reuse_logits import reuse_logits
-from torchtitan_graph.row_loss import cross_entropy
+from torchtitan_graph.passes.reuse_sharded_logits import reuse_sharded_logits
+from torchtitan_graph.row_loss import cross_entropy, sharded_cross_entropy_backward_
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 SUMS = (c10d.reduce_scatter_tensor.default, c10d.all_reduce.default)
@@ -105,6 +106,17 @@ def overwrite_logits_too_early(gm: GraphModule) -> GraphModule:
         late = call(gm.graph, loss, operator.getitem, call(gm.graph, loss, cross_entropy, *loss.args), 0)
         shown = gm.graph.node_copy(shown, lambda node: late if loss in node.all_input_nodes else node)
     set_outputs(gm, "loss", {name: shown})
+    gm.recompile()
+    return gm
+
+
+def forget_the_sum_of_exponentials(gm: GraphModule) -> GraphModule:
+    """Make the logits' gradient of a sharded vocabulary without the logarithm of their sum."""
+    gm = reuse_sharded_logits(gm)
+    (made,) = gm.graph.find_nodes(op="call_function", target=sharded_cross_entropy_backward_)
+    logits, largest, log, *others = made.args
+    with gm.graph.inserting_before(made):
+        made.args = (logits, largest, call(gm.graph, made, aten.zeros_like.default, log), *others)
     gm.recompile()
     return gm
 

@@ -87,7 +87,7 @@ def test_every_variant_of_a_layout(cell):
     "names",
     [
         *("tag_resharding", "tag_recomputation", "rematerialize", "bucket_collectives", "overlap_collectives"),
-        "merge_equal tag_elementwise reuse_logits",
+        "merge_equal tag_elementwise reuse_logits reuse_sharded_logits",
     ],
 )
 def test_without_a_pass(names):

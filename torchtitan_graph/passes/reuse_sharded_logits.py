@@ -87,7 +87,8 @@ def _with_backward(loss: _Loss, readers: list[Node]) -> _Loss | None:
     put, add = next(iter(zeros.users)), next(iter(exp.users))
     if put.target is not aten.index_put.default or add.target is not aten.add.Tensor or add.args != (put, exp):
         return None
-    rows, column = put.args[1]  # type: ignore[misc]
+    rows: Node
+    rows, column = put.args[1]  # type: ignore[misc, str-unpack, assignment]
     mul = next(iter(add.users))
     if [*put.users] != [add] or [*add.users] != [mul] or mul.target is not aten.mul.Tensor or mul.args[0] is not add:
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import math
 import shutil
@@ -53,7 +54,16 @@ from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.patience import wait_for_storage
 from torchtitan_graph.run.folder import RunFolder
 from torchtitan_graph.run.hang import HangWatch
-from torchtitan_graph.steps import build_graphs, build_steps, check_steps, rows_per_microbatch, step_options
+from torchtitan_graph.steps import (
+    build_graphs,
+    build_steps,
+    check_steps,
+    rewrite_steps,
+    rows_per_microbatch,
+    step_options,
+)
+from torchtitan_graph.steps.fingerprint import fingerprint
+from torchtitan_graph.steps.precompiled import Precompiled, open_precompiled, steps_to_data
 
 
 class Trainer:
@@ -94,6 +104,8 @@ class Trainer:
                 f"its own vocabulary of {self.model.config.vocab_size}"
             )
         self.options = step_options(config, self.model, self.num_microbatches, self.device)
+        if config.compile.precompiled is not None:
+            self.options = dataclasses.replace(self.options, precompiled=self._open_precompiled())
         self.capture = partial(make_fx_capture, stack_traces=config.debug.stack_traces)
         check_steps(config, self.model, self.family, self.dims, self.options)
         check_optimizer(self.model, config.optimizer)
@@ -104,6 +116,15 @@ class Trainer:
         self.stop_signal = 0  # the signal that asked a rank to stop; the same on all ranks
         self.tokens_by_source: dict[str, int] = {}
         self.own_data_s = 0.0  # of this step, how long this rank waited for its own data
+
+    def fingerprint(self) -> dict[str, str]:
+        """Say what this job's graphs depend on."""
+        return fingerprint(self.config, self.model, self.dims, self.num_microbatches, self.device)
+
+    def _open_precompiled(self) -> Precompiled:
+        file = f" --job.config_file {self.config.job.config_file}" if self.config.job.config_file else ""
+        again = f"NGPU={self.dims.num_ranks} python -m torchtitan_graph.precompile{file}, with this run's options"
+        return open_precompiled(Path(self.config.compile.precompiled or ""), self.fingerprint(), again)
 
     def _check_what_is_loaded(self) -> None:
         config = self.config.checkpoint
@@ -165,6 +186,12 @@ class Trainer:
         self._join()
         graphs = build_graphs(self.model, self.family, self.layout, self.options, self.capture)
         return forecast(self.model, graphs, self.layout, self.options, self.config.optimizer).lines()
+
+    def precompile(self) -> bytes:
+        """Build this rank's graphs, on a fake process group, as `compile.precompiled` takes them."""
+        self._join()
+        steps, storages = rewrite_steps(self.model, self.family, self.layout, self.options, self.capture)
+        return steps_to_data(steps, self.layout, storages, self.device)
 
     def _open_data(
         self, table: job.Training | job.Validation, corpus: dict[str, Any], repeat: bool, rows: int

@@ -175,6 +175,23 @@ def _check_pipeline(config: JobConfig) -> list[str]:
     return problems
 
 
+def _check_precompiled(config: JobConfig) -> list[str]:
+    """Refuse what looks at tracing or passes together with graphs that are read instead."""
+    if config.compile.precompiled is None:
+        return []
+    looks = ("debug.verify_passes", "debug.dump_graphs", "debug.trace_every_block", "debug.stack_traces")
+    problems = [
+        f"{_name(config, key)}: with compile.precompiled nothing is traced and no pass runs; leave one of them out"
+        for key in looks
+        if get(config, key)
+    ]
+    if config.compile.mode == "eager":
+        problems.append(
+            f"{_name(config, 'compile.precompiled')}: compile.mode = eager has no graphs; leave one of them out"
+        )
+    return problems
+
+
 def _check_tables(config: JobConfig, world_size: int) -> list[str]:
     problems = []
     if unknown := [key for key in config.job.allow_changed if key not in RUN_DEFINING]:
@@ -193,6 +210,7 @@ def _check_tables(config: JobConfig, world_size: int) -> list[str]:
             f"{_name(config, 'debug.verify_passes')}: a dry run sends nothing, so there are no numbers to compare; "
             "remove it, or comm.mode = fake_backend"
         )
+    problems += _check_precompiled(config)
     if config.comm.mode == "fake_backend" and config.comm.fake_rank >= world_size:
         name = _name(config, "comm.fake_rank")
         problems.append(f"{name}: NGPU {world_size} processes have the ranks 0 to {world_size - 1}")

@@ -450,6 +450,11 @@ class Compile:
     extra_passes: list[ExtraPass] = option(
         [], 'Passes of your own, such as {pass = "my_pkg.my_pass", after = "bucket_collectives"}.'
     )
+    precompiled: str | None = option(
+        None,
+        "Folder of this job's graphs, which python -m torchtitan_graph.precompile wrote with the same options: they are"
+        " read, not traced and rewritten anew.",
+    )
 
 
 @dataclass

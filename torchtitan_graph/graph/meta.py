@@ -19,7 +19,7 @@ SAVE, RECOMPUTE = "save", "recompute"
 GATHER, REDUCE = "gather", "reduce"
 
 _TORCH = Path(torch.__file__).parent
-_KEYS = ("phase", "module", "tag", "role", "param", "region")
+KEYS = ("phase", "module", "tag", "role", "param", "region")
 
 
 def phase(node: Node) -> str:
@@ -59,7 +59,7 @@ def source_line(node: Node) -> str | None:
 def write(node: Node, **values: str | None) -> None:
     """Set some of the keys above; None removes one."""
     for key, value in values.items():
-        assert key in _KEYS, key
+        assert key in KEYS, key
         if value is None:
             node.meta.pop(key, None)
         else:

@@ -34,7 +34,7 @@ from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import _BoxedCodeGen
@@ -72,6 +72,7 @@ __all__ = [
     "init_fake_process_group",
     "is_profiling",
     "is_traceable_wrapper_subclass",
+    "lazy_graph_module",
     "make_dtensor",
     "mask_parts",
     "mask_whole",
@@ -248,6 +249,11 @@ def _without_made_up(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
         if not node.users and not node.is_impure():
             gm.graph.erase_node(node)
     return gm
+
+
+def lazy_graph_module(root: torch.nn.Module, graph: torch.fx.Graph) -> torch.fx.GraphModule:
+    """Give a graph whose code is generated when it first runs, as a traced one's is."""
+    return _LazyGraphModule(root, graph)
 
 
 def compile_by_inductor(

@@ -151,7 +151,7 @@ def minimal_fx_tracer(
         raise UserError("minimal_fx_tracer got an optimizer without its module: pass module=, the one it optimizes")
 
     def trace(*args: Any, **kwargs: Any) -> TracedResult:
-        given = _take_call(fn, args, kwargs)
+        given = take_call(_positional_parameters(fn), args, kwargs)
         _check_hooks(module)
         values = [(kind, name, tensor) for (kind, name), tensor in live_state(module, optimizer).items()]
         values += [("input", given.names[i], x) for i, x in enumerate(given.leaves) if i not in given.constants]
@@ -189,7 +189,7 @@ def minimal_fx_tracer(
     return trace
 
 
-class _Given(NamedTuple):
+class Given(NamedTuple):
     """The arguments that a function is traced for; all but `leaves` as in `TracedResult`."""
 
     leaves: list[Any]
@@ -209,24 +209,23 @@ class _Result:
     slots: tuple[Slot, ...] = ()
 
 
-def _take_call(fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> _Given:
+def take_call(parameters: tuple[str, ...], args: tuple, kwargs: dict[str, Any]) -> Given:
     """Flatten a call's arguments, and refuse those that a graph can't take."""
     paths, in_spec = pytree.tree_flatten_with_path(_call(args, kwargs))
     leaves = [leaf for _, leaf in paths]
-    parameters = _positional_parameters(fn)
     names = tuple(_leaf_name(path, parameters) for path, _ in paths)
     arguments = {name: pytree.tree_structure(x) for name, x in _by_name(args, kwargs, parameters).items()}
     constants = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
     for name, leaf in zip(names, leaves, strict=True):
         _check_argument(name, leaf)
-    return _Given(leaves, in_spec, arguments, parameters, names, constants)
+    return Given(leaves, in_spec, arguments, parameters, names, constants)
 
 
 def _on_flat_tensors(
     fn: Callable[..., Any],
     module: torch.nn.Module | None,
     optimizer: torch.optim.Optimizer | None,
-    given: _Given,
+    given: Given,
     slots: tuple[Slot, ...],
     values: list[tuple[str, str, Any]],
     out: _Result,

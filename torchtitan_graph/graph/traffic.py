@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 
 from torchtitan_graph.graph.edit import value
 
-_GROUP_ARGUMENTS = ("group_name", "group")
+GROUP_ARGUMENTS = ("group_name", "group")
 
 
 class Traffic(NamedTuple):
@@ -47,7 +47,7 @@ def _group(node: Node) -> str | None:
     if not isinstance(node.target, torch._ops.OpOverload):
         return None
     names = [argument.name for argument in node.target._schema.arguments]
-    for name in filter(names.__contains__, _GROUP_ARGUMENTS):
+    for name in filter(names.__contains__, GROUP_ARGUMENTS):
         place = names.index(name)
         given = node.args[place] if place < len(node.args) else node.kwargs.get(name)
         return given if isinstance(given, str) else None

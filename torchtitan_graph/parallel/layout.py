@@ -142,6 +142,18 @@ class Layout:
         return found
 
     @property
+    def groups_by_place(self) -> dict[str, str]:
+        """The name of every group of this rank by its place, such as `mesh.fsdp`: places are the same in every world
+        of these degrees, names are not."""
+        meshes = {"mesh": self.mesh, "context": self.context, "experts": self.experts, "stages": self.stages}
+        return {
+            f"{field}.{axis}": mesh.get_group(axis).group_name
+            for field, mesh in meshes.items()
+            if mesh is not None
+            for axis in mesh.mesh_dim_names or ()
+        }
+
+    @property
     def gathers_rows(self) -> tuple[str, int]:
         """The name and the degree of the group over which rows are gathered; no name where all have whole ones."""
         return (self.group(CP).group_name, self.degree(CP)) if self.degree(CP) > 1 else ("", 1)

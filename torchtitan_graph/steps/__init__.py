@@ -8,7 +8,7 @@ The trainer, the checks, the benchmarks and the tests all train through it: as g
 
 from torchtitan_graph.steps.build import Steps, bind_graphs, build_steps
 from torchtitan_graph.steps.check import check_steps
-from torchtitan_graph.steps.graphs import Graphs, Traced, build_graphs, trace_steps
+from torchtitan_graph.steps.graphs import Graphs, Traced, build_graphs, rewrite_steps, trace_steps
 from torchtitan_graph.steps.options import StepOptions, rows_per_microbatch, step_options
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "build_graphs",
     "build_steps",
     "check_steps",
+    "rewrite_steps",
     "rows_per_microbatch",
     "step_options",
     "trace_steps",

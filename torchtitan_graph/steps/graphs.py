@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from torchtitan_graph.compiler import Inspection, PassPlan, passes, run_passes
+from torchtitan_graph.compiler import Inspection, Pass, PassPlan, passes, run_passes
 from torchtitan_graph.graph.flops import Flops, count_flops
 from torchtitan_graph.graph.step import (
     trace_eval_step,
@@ -23,17 +23,12 @@ from torchtitan_graph.log import logger
 from torchtitan_graph.loss import loss_context
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.parallel.layout import Layout
-from torchtitan_graph.parallel.parallelize import context_modules
 from torchtitan_graph.parallel.pipeline import StageGraph
-from torchtitan_graph.parallel.storage import (
-    Storage,
-    buckets,
-    cast_parameters,
-    plan_storage,
-)
-from torchtitan_graph.steps.inputs import example_inputs, loss_is_parallel, once_per_kind, prepare
+from torchtitan_graph.parallel.storage import Storage
+from torchtitan_graph.steps.inputs import example_inputs, lay_out, loss_is_parallel, once_per_kind
 from torchtitan_graph.steps.options import StepOptions
-from torchtitan_graph.steps.stages import build_stages
+from torchtitan_graph.steps.precompiled import Rewritten
+from torchtitan_graph.steps.stages import build_stages, make_code, rewrite_stages
 
 
 class Traced(NamedTuple):
@@ -63,11 +58,40 @@ class Graphs(NamedTuple):
 def build_graphs(
     model: Decoder, family: ModuleType, layout: Layout, options: StepOptions, capture: Capture = make_fx_capture
 ) -> Graphs:
-    """Trace a model's steps, and run the passes on them; this is also all of a dry run."""
+    """Trace a model's steps, and run the passes on them; this is also all of a dry run. Steps that are precompiled are
+    read instead, and only the passes that make code run."""
     if options.pipeline is not None:
         stages, storages, flops = build_stages(model, family, layout, options, capture)
         return Graphs(stages, None, storages, flops)
+    if options.precompiled is None:
+        traced = trace_steps(model, family, layout, options, capture)
+        steps, storages = _rewrite(traced, layout, options, passes(traced.plan, options.extra)), traced.plan.storages
+    else:
+        plan = lay_out(model, family, layout, options)
+        arguments = {0: _arguments(model, layout, options)}
+        (read,) = options.precompiled.load(arguments, layout, plan.storages, options.device).values()
+
+        def ready(step: TracedResult, name: str) -> TracedResult:
+            return dataclasses.replace(step, gm=make_code(step.gm, plan, options, name))
+
+        evaluate = read.evaluate and ready(read.evaluate, "evaluation step")
+        steps, storages = Rewritten(ready(read.train, "training step"), evaluate, read.flops), plan.storages
+    return Graphs(steps.train, steps.evaluate, storages, steps.flops)
+
+
+def rewrite_steps(
+    model: Decoder, family: ModuleType, layout: Layout, options: StepOptions, capture: Capture = make_fx_capture
+) -> tuple[dict[int, Rewritten], Mapping[str, Storage]]:
+    """Trace a model's steps and run the passes, but for those that make code: what is stored beforehand. Give them by
+    the number of the pipeline's stage, else under 0, and how the parameters lie."""
+    if options.pipeline is not None:
+        return rewrite_stages(model, family, layout, options, capture)
     traced = trace_steps(model, family, layout, options, capture)
+    chosen = [each for each in passes(traced.plan, options.extra) if not each.cut]
+    return {0: _rewrite(traced, layout, options, chosen)}, traced.plan.storages
+
+
+def _rewrite(traced: Traced, layout: Layout, options: StepOptions, chosen: Sequence[Pass]) -> Rewritten:
     shown = dist.get_rank() == 0 or dist.get_backend() == "fake"
     watch = Inspection(
         dump_to=options.dump_to if shown else None,
@@ -76,11 +100,16 @@ def build_graphs(
     )
 
     def rewritten(step: TracedResult, watch: Inspection) -> TracedResult:
-        gm = run_passes(step.gm, passes(traced.plan, options.extra), options.disabled, options.device, watch)
-        return dataclasses.replace(step, gm=gm)
+        return dataclasses.replace(step, gm=run_passes(step.gm, chosen, options.disabled, options.device, watch))
 
     evaluate = traced.evaluate and rewritten(traced.evaluate, Inspection("evaluation step"))
-    return Graphs(rewritten(traced.train, watch), evaluate, traced.plan.storages, traced.flops)
+    return Rewritten(rewritten(traced.train, watch), evaluate, traced.flops)
+
+
+def _arguments(model: Decoder, layout: Layout, options: StepOptions) -> tuple[Any, Any]:
+    """Give arguments like those of the training step and of the evaluation step, if there is one."""
+    evaluate = options.eval_rows and example_inputs(model, options.eval_rows, layout, options)
+    return example_inputs(model, options.rows, layout, options), evaluate
 
 
 def trace_steps(
@@ -88,20 +117,14 @@ def trace_steps(
 ) -> Traced:
     """Lay a model out, and trace its steps."""
     begin = time.perf_counter()
-    prepare(model, family, layout, options)
-    cast_parameters(model, options.precision.compute)
-    storages = plan_storage(model, layout, options.precision)
+    plan = lay_out(model, family, layout, options)
     device, evaluate, capture = options.device, None, once_per_kind(capture, model, options)
-    example = example_inputs(model, options.rows, layout, options)
+    example, other = _arguments(model, layout, options)
     with loss_context(loss_is_parallel(layout, options)):
         sum_in = options.precision.sum_in
         train = trace_train_step(model, options.loss, *example, device=device, capture=capture, sum_in=sum_in)
-        if options.eval_rows is not None:
-            other = example_inputs(model, options.eval_rows, layout, options)
+        if other is not None:
             evaluate = trace_eval_step(model, options.loss, *other, device=device, capture=capture)
     logger.info(f"traced in {time.perf_counter() - begin:.1f} s, {len(train.gm.graph.nodes)} nodes")
-    groups = buckets(model, model.blocks)
-    context = context_modules(model, family.PLAN)
-    plan = PassPlan(storages, model.blocks, groups, options.recompute, options.reshard, options.regions, context)
     flops = count_flops(train.gm, model.blocks, layout.gathers_rows)
     return Traced(train, evaluate, plan, flops, pytree.tree_leaves(example))

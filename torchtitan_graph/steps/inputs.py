@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchtitan_graph.compiler import PassPlan
 from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
 from torchtitan_graph.graph.trace import Capture
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.moe import set_up_experts
 from torchtitan_graph.parallel.layout import CP, TP, Layout
-from torchtitan_graph.parallel.parallelize import parallelize
+from torchtitan_graph.parallel.parallelize import context_modules, parallelize
 from torchtitan_graph.parallel.sequence import block_length, places_of
+from torchtitan_graph.parallel.storage import Reshard, buckets, cast_parameters, plan_storage
 from torchtitan_graph.steps.options import StepOptions
 
 
@@ -26,6 +28,24 @@ def prepare(model: Decoder, family: ModuleType, layout: Layout, options: StepOpt
     set_up_experts(model, options.experts, num_parts, groups, row_groups)
     model.ahead_weight = options.mtp_weight
     parallelize(model, family.PLAN, layout, loss_parallel=options.loss_parallel)
+
+
+def lay_out(
+    model: Decoder, family: ModuleType, layout: Layout, options: StepOptions, reshard: Reshard | None = None
+) -> PassPlan:
+    """Bring a model into the layouts of its step, and give what passes are told of it; `reshard` in the place of the
+    options'."""
+    prepare(model, family, layout, options)
+    cast_parameters(model, options.precision.compute)
+    return PassPlan(
+        plan_storage(model, layout, options.precision),
+        model.blocks,
+        buckets(model, model.blocks),
+        options.recompute,
+        reshard or options.reshard,
+        options.regions,
+        context_modules(model, family.PLAN),
+    )
 
 
 def once_per_kind(capture: Capture, model: Decoder, options: StepOptions) -> Capture:

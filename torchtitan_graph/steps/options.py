@@ -22,6 +22,7 @@ from torchtitan_graph.parallel.storage import (
     Reshard,
 )
 from torchtitan_graph.passes.compile_regions import Regions
+from torchtitan_graph.steps.precompiled import Precompiled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +41,7 @@ class StepOptions:
     seed             of the numbers that passes are verified on
     mtp_weight       of the loss of the layers that predict more tokens
     pipeline         the schedule of its stages, where there are any
+    precompiled      where the rewritten graphs are, if they need not be traced
     """
 
     device: torch.device
@@ -62,6 +64,7 @@ class StepOptions:
     seed: int = 0
     mtp_weight: float = 0.3
     pipeline: Schedule | None = None
+    precompiled: Precompiled | None = None
 
 
 def rows_per_microbatch(config: JobConfig) -> int:

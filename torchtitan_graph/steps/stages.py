@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import operator
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.fx import GraphModule
 
-from torchtitan_graph.compiler import Inspection, Pass, PassPlan, passes, run_passes
+from torchtitan_graph.compiler import Inspection, PassPlan, passes, run_passes
 from torchtitan_graph.graph.flops import Flops, count_flops
 from torchtitan_graph.graph.partition import ONCE_A_STEP, partition
 from torchtitan_graph.graph.step import (
@@ -29,23 +29,58 @@ from torchtitan_graph.log import logger
 from torchtitan_graph.loss import loss_context
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.parallel.layout import PP, TP, Layout
-from torchtitan_graph.parallel.parallelize import context_modules
 from torchtitan_graph.parallel.pipeline import StageGraph
-from torchtitan_graph.parallel.storage import (
-    Reshard,
-    Storage,
-    buckets,
-    cast_parameters,
-    plan_storage,
-)
-from torchtitan_graph.steps.inputs import example_inputs, loss_is_parallel, once_per_kind, prepare
+from torchtitan_graph.parallel.storage import Reshard, Storage
+from torchtitan_graph.steps.inputs import example_inputs, lay_out, loss_is_parallel, once_per_kind
 from torchtitan_graph.steps.options import StepOptions
+from torchtitan_graph.steps.precompiled import Rewritten
+
+
+class _Like(NamedTuple):
+    """Like a stage's inputs in training, (batch, masks, num_tokens, x, dy), and in evaluation, without dy, if there is
+    any; and like what it passes on in each, on meta."""
+
+    modules: StageModules
+    train: tuple[Any, ...]
+    passed: Tensor
+    evaluate: tuple[Any, ...] | None
+    eval_passed: Tensor | None
 
 
 def build_stages(
     model: Decoder, family: ModuleType, layout: Layout, options: StepOptions, capture: Capture
-) -> tuple[dict[int, StageGraph], dict[str, Storage], Flops]:
+) -> tuple[dict[int, StageGraph], Mapping[str, Storage], Flops]:
     """Build the graphs of this rank's pipeline stages, by number; and give how its parameters lie, and its FLOPs."""
+    plan, like = _take_stages(model, family, layout, options)
+    if options.precompiled is None:
+        steps = {number: _rewrite(number, model, plan, layout, options, capture, like[number]) for number in like}
+    else:
+        arguments = {number: (each.train, each.evaluate) for number, each in like.items()}
+        steps = options.precompiled.load(arguments, layout, plan.storages, options.device)
+    built = {number: _finish(number, steps[number], like[number], plan, options) for number in like}
+    return built, plan.storages, functools.reduce(operator.add, (each.flops for each in steps.values()))
+
+
+def rewrite_stages(
+    model: Decoder, family: ModuleType, layout: Layout, options: StepOptions, capture: Capture
+) -> tuple[dict[int, Rewritten], Mapping[str, Storage]]:
+    """Give the steps of this rank's stages before they are cut, by number, and how its parameters lie."""
+    plan, like = _take_stages(model, family, layout, options)
+    steps = {number: _rewrite(number, model, plan, layout, options, capture, like[number]) for number in like}
+    return steps, plan.storages
+
+
+def make_code(gm: GraphModule, plan: PassPlan, options: StepOptions, name: str) -> GraphModule:
+    """Run the passes that make code, which no file holds: of a stage they come after the cut."""
+    chosen = [each for each in passes(plan, options.extra) if each.cut]
+    return run_passes(gm, chosen, options.disabled, options.device, Inspection(name))
+
+
+def _take_stages(
+    model: Decoder, family: ModuleType, layout: Layout, options: StepOptions
+) -> tuple[PassPlan, dict[int, _Like]]:
+    """Leave of the model this rank's stages, and lay them out; give what passes are told, and by the stages' numbers
+    what is like their inputs."""
     assert options.pipeline is not None
     numbers, num_stages = options.pipeline.stages_of(layout.rank(PP)), len(options.pipeline.stages)
     logger.info(
@@ -56,87 +91,84 @@ def build_stages(
         modules = options.pipeline.stages[number]
         logger.info(f"stage {number} of {num_stages}: {modules[0]} to {modules[-1]}")
     model.keep([name for number in numbers for name in options.pipeline.stages[number]])
-    prepare(model, family, layout, options)
-    cast_parameters(model, options.precision.compute)
-    storages = plan_storage(model, layout, options.precision)
     # Weights are gathered once a step, unless they are to be given up as soon as may be.
     again = options.reshard.root
-    reshard, groups = Reshard(blocks=again, root=again), buckets(model, model.blocks)
-    context = context_modules(model, family.PLAN)
-    plan = PassPlan(storages, model.blocks, groups, options.recompute, reshard, options.regions, context)
-    built = {number: _build_stage(number, model, plan, layout, options, capture) for number in numbers}
-    flops = functools.reduce(operator.add, (count for _, count in built.values()))
-    return {number: stage for number, (stage, _) in built.items()}, storages, flops
+    plan = lay_out(model, family, layout, options, Reshard(blocks=again, root=again))
+    return plan, {number: _like(number, model, layout, options) for number in numbers}
 
 
-class _Traced(NamedTuple):
-    """A stage's steps before any pass, and like what it passes on in each, on meta."""
-
-    train: TracedResult
-    passed: Tensor
-    evaluate: TracedResult | None
-    eval_passed: Tensor | None
-    inputs: list[Tensor]
-
-
-def _build_stage(
-    number: int, model: Decoder, plan: PassPlan, layout: Layout, options: StepOptions, capture: Capture
-) -> tuple[StageGraph, Flops]:
-    """Trace a stage, run the passes on it, and cut it into the parts that its schedule runs."""
-    assert options.pipeline is not None
-    traced = _trace_stage(number, model, layout, options, capture)
-    flops = count_flops(traced.train.gm, model.blocks, layout.gathers_rows)
+def _rewrite(
+    number: int, model: Decoder, plan: PassPlan, layout: Layout, options: StepOptions, capture: Capture, like: _Like
+) -> Rewritten:
+    """Trace a stage, and run the passes on it that come before the cut."""
+    train, evaluate = _trace_stage(number, model, layout, options, capture, like)
+    flops = count_flops(train.gm, model.blocks, layout.gathers_rows)
     shown = not any(layout.mesh.get_coordinate() or ()) or dist.get_backend() == "fake"
+    tensors = [x.detach() for x in pytree.tree_leaves(like.train) if isinstance(x, Tensor)]
     watch = Inspection(
         f"stage {number}",
         options.dump_to / f"stage_{number}" if options.dump_to and shown else None,
-        traced.inputs if options.verify else None,
+        tensors if options.verify else None,
         layout.axes_by_group,
     )
 
-    def rewritten(gm: GraphModule, chosen: Sequence[Pass], watch: Inspection) -> GraphModule:
-        return run_passes(gm, chosen, options.disabled, options.device, watch)
+    def rewritten(step: TracedResult, watch: Inspection) -> TracedResult:
+        chosen = [each for each in passes(plan, options.extra) if not each.cut]
+        return dataclasses.replace(step, gm=run_passes(step.gm, chosen, options.disabled, options.device, watch))
 
-    before, after = ([each for each in passes(plan, options.extra) if each.cut == cut] for cut in (False, True))
-    gm = rewritten(traced.train.gm, before, watch)
-    parts = partition(gm, gather_once=not plan.reshard.root, split_backward=options.pipeline.splits_backward)
+    done = rewritten(train, watch)
+    return Rewritten(done, evaluate and rewritten(evaluate, Inspection(f"stage {number}, evaluation")), flops)
+
+
+def _finish(number: int, steps: Rewritten, like: _Like, plan: PassPlan, options: StepOptions) -> StageGraph:
+    """Cut a stage into the parts that its schedule runs, and make code of them."""
+    assert options.pipeline is not None
+    splits = options.pipeline.splits_backward
+    parts = partition(steps.train.gm, gather_once=not plan.reshard.root, split_backward=splits)
     # A compiled cast would expect the graph's dtype, but what is reduced was summed in that of the reduction.
     cut = {
-        name: part._replace(gm=rewritten(part.gm, after, Inspection(f"stage {number}, {name}")))
+        name: part._replace(gm=make_code(part.gm, plan, options, f"stage {number}, {name}"))
         for name, part in parts.by_name.items()
         if name not in ONCE_A_STEP
     }
-    evaluate = traced.evaluate
+    evaluate = steps.evaluate
     if evaluate is not None:
-        final = rewritten(evaluate.gm, passes(plan, options.extra), Inspection(f"stage {number}, evaluation"))
+        final = make_code(evaluate.gm, plan, options, f"stage {number}, evaluation")
         evaluate = dataclasses.replace(evaluate, gm=final)
-    stage = StageGraph(
+    return StageGraph(
         parts._replace(by_name={**parts.by_name, **cut}),
-        dataclasses.replace(traced.train, gm=gm),
+        steps.train,
         evaluate,
-        traced.passed,
-        traced.eval_passed,
+        like.passed,
+        like.eval_passed,
         options.precision.reduce,
     )
-    return stage, flops
 
 
-def _trace_stage(number: int, model: Decoder, layout: Layout, options: StepOptions, capture: Capture) -> _Traced:
-    assert options.pipeline is not None
-    begin, last = time.perf_counter(), len(options.pipeline.stages) - 1
-    stage = StageModules(options.pipeline.stages[number], number == 0, number == last)
-    device, evaluate, eval_passed = options.device, None, None
-    capture = once_per_kind(capture, model, options)
-    inputs, passed = _stage_inputs(model, options.rows, stage, layout, options)
+def _trace_stage(
+    number: int, model: Decoder, layout: Layout, options: StepOptions, capture: Capture, like: _Like
+) -> tuple[TracedResult, TracedResult | None]:
+    """Trace a stage's steps, for training and, if there is one, for evaluation."""
+    begin, evaluate, device = time.perf_counter(), None, options.device
+    capture, stage = once_per_kind(capture, model, options), like.modules
     with loss_context(loss_is_parallel(layout, options)):
         sum_in = options.precision.sum_in
-        train = trace_stage_step(model, options.loss, stage, inputs, device=device, capture=capture, sum_in=sum_in)
-        if options.eval_rows is not None:
-            (*others, _), eval_passed = _stage_inputs(model, options.eval_rows, stage, layout, options)
-            evaluate = trace_stage_evaluation(model, options.loss, stage, tuple(others), device=device, capture=capture)
+        train = trace_stage_step(model, options.loss, stage, like.train, device=device, capture=capture, sum_in=sum_in)
+        if like.evaluate is not None:
+            evaluate = trace_stage_evaluation(model, options.loss, stage, like.evaluate, device=device, capture=capture)
     logger.info(f"stage {number}: traced in {time.perf_counter() - begin:.1f} s, {len(train.gm.graph.nodes)} nodes")
-    tensors = [x.detach() for x in pytree.tree_leaves(inputs) if isinstance(x, Tensor)]
-    return _Traced(train, passed, evaluate, eval_passed, tensors)
+    return train, evaluate
+
+
+def _like(number: int, model: Decoder, layout: Layout, options: StepOptions) -> _Like:
+    assert options.pipeline is not None
+    last = len(options.pipeline.stages) - 1
+    stage = StageModules(options.pipeline.stages[number], number == 0, number == last)
+    train, passed = _stage_inputs(model, options.rows, stage, layout, options)
+    if options.eval_rows is None:
+        return _Like(stage, train, passed, None, None)
+    (*others, _), eval_passed = _stage_inputs(model, options.eval_rows, stage, layout, options)
+    return _Like(stage, train, passed, tuple(others), eval_passed)
 
 
 def _stage_inputs(

@@ -1,0 +1,81 @@
+"""Trace and rewrite a job's graphs before it runs: `python -m torchtitan_graph.precompile`, then train with the same
+options.
+
+    NGPU=64 python -m torchtitan_graph.precompile --job.config_file F --compile.precompiled FOLDER
+    torchrun ... -m torchtitan_graph.train        --job.config_file F --compile.precompiled FOLDER
+
+One process writes the graphs of all NGPU ranks. The machine needs a device of the kind that the job trains on, but no
+other rank, no data and no memory for parameters.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+
+from torchtitan_graph.compiler import check_disabled
+from torchtitan_graph.config import JobConfig, check, load
+from torchtitan_graph.errors import UserError
+from torchtitan_graph.graph.torch_private import init_fake_process_group
+from torchtitan_graph.log import init_logging, logger
+from torchtitan_graph.steps.precompiled import AXES, Writer, ranks_to_trace
+from torchtitan_graph.trainer import Trainer
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the graphs of all ranks as the arguments say. Return the exit code: 0 done, 2 something to change."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    if "--help" in words or "-h" in words:
+        print(__doc__)
+        print("Options are those of python -m torchtitan_graph.train --help.")
+        return 0
+    init_logging()
+    try:
+        config, world_size = load(words), int(os.environ.get("NGPU", "1"))
+        for notice in check(config, world_size):
+            logger.warning(notice)
+        check_disabled(config.compile.disable_passes)
+        precompile(config, world_size)
+    except UserError as error:
+        logger.error(str(error))
+        return 2
+    return 0
+
+
+def precompile(config: JobConfig, world_size: int) -> None:
+    """Write the graphs of all ranks of a job to its `compile.precompiled`.
+
+    Raises:
+        UserError: that is not set, or the job can't be built or stored.
+    """
+    if config.compile.precompiled is None:
+        raise UserError("compile.precompiled is not set: say in which folder the graphs are to be written")
+    folder, config.compile.precompiled = Path(config.compile.precompiled), None
+    config.comm.mode = "fake_backend"  # nothing is sent, nothing is loaded
+    begin, writer = time.perf_counter(), None
+    trainer = Trainer(config, world_size)
+    ranks = ranks_to_trace(trainer.dims)
+    for number, (place, rank) in enumerate(ranks.items(), start=1):
+        trainer = trainer if number == 1 else Trainer(config, world_size)
+        writer = writer or Writer(folder, trainer.fingerprint())
+        init_fake_process_group(world_size, rank)
+        try:
+            writer.add(place, trainer.precompile())
+        finally:
+            dist.destroy_process_group()
+        where = ", ".join(f"{axis} {i}" for axis, i in zip(AXES, place, strict=True))
+        logger.info(f"graphs {number} of {len(ranks)}, of ranks at {where}: {time.perf_counter() - begin:.1f} s")
+    assert writer is not None
+    writer.finish()
+    logger.info(
+        f"{folder}: {writer.num_different} different graphs for {world_size} ranks, {writer.num_bytes / 2**20:.2f} MiB"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

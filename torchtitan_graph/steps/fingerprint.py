@@ -1,0 +1,103 @@
+"""What a job's graphs depend on, as words: two jobs with equal words have equal graphs."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib
+import json
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import torchtitan_graph
+from torchtitan_graph.config import JobConfig, job
+from torchtitan_graph.models.layers.decoder import Decoder
+from torchtitan_graph.parallel.layout import ParallelDims
+
+# Options that no graph depends on: whole tables, then single ones. Any other counts, also one that is new.
+_NO_MATTER = (
+    "job.",
+    "profiling.",
+    "metrics.",
+    "optimizer.",
+    "lr_scheduler.",
+    "checkpoint.",
+    "comm.",
+    "training.dataset",
+    "training.dataset_path",
+    "training.sources",
+    "training.repeat",
+    "training.max_norm",
+    "training.steps",
+    "training.gc_freq",
+    "training.dataloader.",
+    "validation.dataset",
+    "validation.dataset_path",
+    "validation.freq",
+    "validation.steps",
+    "validation.dataloader.",
+    "model.hf_assets_path",  # what it says of the model is in the model's own configuration
+    "parallelism.data_parallel_shard_degree",  # -1 is a number of ranks, see below
+    "compile.precompiled",
+    "debug.seed",
+)
+
+
+def fingerprint(
+    config: JobConfig, model: Decoder, dims: ParallelDims, num_microbatches: int, device: torch.device
+) -> dict[str, str]:
+    """Give what the graphs of a job depend on: the options that matter, the model, the ranks, the device, torch, and
+    the sources of this package and of the user's own."""
+    options = {
+        key: str(job.get(config, key))
+        for key in job.OPTIONS
+        if not any(key == each or (each.endswith(".") and key.startswith(each)) for each in _NO_MATTER)
+    }
+    own = {each.partition(".")[0] for each in _own_names(config)}
+    return {
+        **options,
+        "microbatches of a step": str(num_microbatches),
+        **{f"degree of {axis}": str(degree) for axis, degree in dataclasses.asdict(dims).items()},
+        **{f"the model's {key}": str(value) for key, value in vars(model.config).items()},
+        "the model's parameters": _hash_of_parameters(model),
+        "torch": f"{torch.__version__} {torch.version.git_version}",
+        "device": _describe(device),
+        "source of torchtitan_graph": _hash_of_source(Path(torchtitan_graph.__file__).parent),
+        **{f"source of {name}": _hash_of_source(*_files_of(name)) for name in sorted(own)},
+    }
+
+
+def _own_names(config: JobConfig) -> list[str]:
+    """Give the dotted names of the user's own that graphs depend on."""
+    return [*([config.model.name] if "." in config.model.name else []), *(p.pass_ for p in config.compile.extra_passes)]
+
+
+def _files_of(package: str) -> list[Path]:
+    """Give where a module or a package of the user's lies: what it imports of itself counts too."""
+    module = importlib.import_module(package)
+    if hasattr(module, "__path__"):
+        return [Path(folder) for folder in module.__path__]
+    return [Path(module.__file__)] if module.__file__ else []
+
+
+def _hash_of_source(*places: Path) -> str:
+    found = hashlib.sha256()
+    for place in places:
+        for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
+            found.update(f"{path.relative_to(place)} ".encode() + hashlib.sha256(path.read_bytes()).digest())
+    return found.hexdigest()
+
+
+def _hash_of_parameters(model: nn.Module) -> str:
+    """Tell which parameters there are, and which take gradients."""
+    all_of_them = [[name, list(p.shape), p.requires_grad] for name, p in model.named_parameters()]
+    return hashlib.sha256(json.dumps(all_of_them).encode()).hexdigest()
+
+
+def _describe(device: torch.device) -> str:
+    """Name the device's kind; a GPU's, since torch chooses kernels of attention by it."""
+    if device.type != "cuda":
+        return device.type
+    return f"{torch.cuda.get_device_name(device)}, {torch.cuda.get_device_capability(device)}"

@@ -1,0 +1,217 @@
+"""The steps of a job, traced and rewritten beforehand, in a folder: `python -m torchtitan_graph.precompile` writes it,
+and training with `compile.precompiled` takes its graphs from there.
+
+    index.json             what the graphs were made for, and which rank has which
+    HASH.json.gz           a rank's steps as data, by their SHA-256; ranks that have the same share a file
+
+Nothing that these files say is run when they are read: see graph/as_data.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gzip
+import hashlib
+import itertools
+import json
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from torchtitan_graph.errors import UserError
+from torchtitan_graph.graph.as_data import Malformed, traced_from_data, traced_to_data
+from torchtitan_graph.graph.flops import Flops
+from torchtitan_graph.graph.trace import TracedResult
+from torchtitan_graph.log import logger
+from torchtitan_graph.parallel.layout import PP, TP, Layout, ParallelDims
+from torchtitan_graph.parallel.storage import Storage
+
+# Ranks whose places on these axes are equal have equal graphs: tests/numerics/test_precompiled.py traces all of them.
+# A pipeline's rank has stages of its own. Along tp each has other rows of the vocabulary, counted from another one on.
+AXES = (PP, TP)
+
+INDEX = "index.json"
+_FORMAT = 1
+_LARGEST = 2**31  # bytes of a file of graphs, unpacked: that of 405B takes a hundredth
+
+
+class Rewritten(NamedTuple):
+    """A model's steps, or those of one stage of a pipeline, after all passes but those that make code."""
+
+    train: TracedResult
+    evaluate: TracedResult | None
+    flops: Flops
+
+
+def ranks_to_trace(dims: ParallelDims) -> dict[tuple[int, ...], int]:
+    """Give a rank for each place on `AXES`, the first that has it."""
+    below = dims.dp_replicate * dims.fsdp * dims.tp  # ranks of a stage
+    return {(p, t): p * below + t for p, t in itertools.product(range(dims.pp), range(dims.tp))}
+
+
+def steps_to_data(
+    steps: Mapping[int, Rewritten], layout: Layout, storages: Mapping[str, Storage], device: torch.device
+) -> bytes:
+    """Give a rank's steps, those of its stages by number, as the text of a file.
+
+    Raises:
+        UserError: a graph holds something that can't be stored.
+    """
+    groups = {name: place for place, name in reversed(layout.groups_by_place.items())}
+
+    def data(step: TracedResult) -> Any:
+        return traced_to_data(step, groups, device, storages)
+
+    stages = [
+        [number, data(each.train), each.evaluate and data(each.evaluate), [each.flops.matmul, each.flops.attention]]
+        for number, each in steps.items()
+    ]
+    return json.dumps(stages, separators=(",", ":")).encode()
+
+
+class Writer:
+    """Writes a folder of graphs; it counts as one when the last rank's are there."""
+
+    def __init__(self, folder: Path, fingerprint: Mapping[str, str]) -> None:
+        self.folder, self._fingerprint = folder, fingerprint
+        self._graphs: dict[str, str] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / INDEX).unlink(missing_ok=True)
+
+    def add(self, place: tuple[int, ...], steps: bytes) -> None:
+        digest = hashlib.sha256(steps).hexdigest()
+        _write(self.folder / f"{digest}.json.gz", gzip.compress(steps, compresslevel=6, mtime=0))
+        self._graphs[_name(place)] = digest
+
+    def finish(self) -> None:
+        index = {"format": _FORMAT, "fingerprint": dict(self._fingerprint), "axes": AXES, "graphs": self._graphs}
+        _write(self.folder / INDEX, json.dumps(index, indent=1).encode())
+        known = {f"{digest}.json.gz" for digest in self._graphs.values()}
+        for path in self.folder.iterdir():  # of the job before
+            if re.fullmatch(r"[0-9a-f]{64}\.json\.gz", path.name) and path.name not in known:
+                path.unlink()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum((self.folder / f"{digest}.json.gz").stat().st_size for digest in set(self._graphs.values()))
+
+    @property
+    def num_different(self) -> int:
+        return len(set(self._graphs.values()))
+
+
+def _write(path: Path, content: bytes) -> None:
+    part = path.with_name(f"{path.name}.part")
+    part.write_bytes(content)
+    os.replace(part, path)
+
+
+def _name(place: tuple[int, ...]) -> str:
+    return ",".join(map(str, place))
+
+
+@dataclasses.dataclass(frozen=True)
+class Precompiled:
+    """A folder of graphs that was made for this job.
+
+    again  the command that makes it anew
+    graphs  the hash of a rank's steps by its place on `AXES`
+    """
+
+    folder: Path
+    again: str
+    graphs: Mapping[str, str]
+
+    def load(
+        self, arguments: Mapping[int, Any], layout: Layout, storages: Mapping[str, Storage], device: torch.device
+    ) -> dict[int, Rewritten]:
+        """Read this rank's steps.
+
+        Args:
+            arguments: like those that the steps are called with, by the stage's number: of training, of evaluation.
+
+        Raises:
+            UserError: the file is not there, or is not what `precompile` wrote.
+        """
+        begin = time.perf_counter()
+        place = _name(tuple(layout.rank(axis) for axis in AXES))
+        with _as_written(self.folder, self.again, f"the graphs of rank {place} on {', '.join(AXES)}"):
+            digest = self.graphs[place]
+            with gzip.open(self.folder / f"{digest}.json.gz") as file:
+                text = file.read(_LARGEST)
+            if hashlib.sha256(text).hexdigest() != digest:
+                raise Malformed("its bytes are not those that were written")
+            groups = layout.groups_by_place
+
+            def step(data: Any, like: Any) -> TracedResult:
+                return traced_from_data(data, like, groups, device, storages)
+
+            found = {}
+            for number, train, evaluate, (matmul, attention) in json.loads(text):
+                like_train, like_evaluate = arguments[number]
+                ready = step(evaluate, like_evaluate) if like_evaluate is not None else None
+                found[number] = Rewritten(step(train, like_train), ready, Flops(matmul, attention))
+            if found.keys() != arguments.keys():
+                raise Malformed("other stages")
+        num_nodes = sum(len(each.train.gm.graph.nodes) for each in found.values())
+        logger.info(f"read from {self.folder} in {time.perf_counter() - begin:.1f} s, {num_nodes} nodes")
+        return found
+
+
+@contextlib.contextmanager
+def _as_written(folder: Path, again: str, what: str) -> Iterator[None]:
+    """Say of what fails inside that the file is not what was written, and what makes it anew."""
+    begin = f"compile.precompiled = {str(folder)!r}: {what}"
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise UserError(f"{begin}: {error.filename} is not there. Make it: {again}") from error
+    except Exception as error:
+        if isinstance(error, OSError) and not isinstance(error, gzip.BadGzipFile):
+            raise  # of the storage
+        raise UserError(
+            f"{begin}: not what was written ({type(error).__name__}: {error}). Make it anew: {again}"
+        ) from error
+
+
+def open_precompiled(folder: Path, fingerprint: Mapping[str, str], again: str) -> Precompiled:
+    """Open a folder of graphs.
+
+    Args:
+        fingerprint: what this run's graphs would be made for.
+        again: the command that makes the folder.
+
+    Raises:
+        UserError: it is not there, is not what `precompile` wrote, or was made for something else: names that.
+    """
+    with _as_written(folder, again, INDEX):
+        index = json.loads((folder / INDEX).read_bytes())
+        if index["format"] != _FORMAT or tuple(index["axes"]) != AXES:
+            raise Malformed("of another release")
+        made_for = {str(key): str(value) for key, value in index["fingerprint"].items()}
+        graphs = {str(place): _digest(digest) for place, digest in index["graphs"].items()}
+    differ = [key for key in {**fingerprint, **made_for} if fingerprint.get(key) != made_for.get(key)]
+    if differ:
+        shown = [f"{key} is {_short(fingerprint.get(key))}, then {_short(made_for.get(key))}" for key in differ[:8]]
+        more = [f"and {len(differ) - 8} more"] if len(differ) > 8 else []
+        raise UserError(
+            f"compile.precompiled = {str(folder)!r}: its graphs were made for something else: "
+            f"{'; '.join(shown + more)}. Make them again: {again}"
+        )
+    return Precompiled(folder, again, graphs)
+
+
+def _digest(x: Any) -> str:
+    if not (isinstance(x, str) and re.fullmatch(r"[0-9a-f]{64}", x)):
+        raise Malformed(f"the hash {x!r:.80}")
+    return x
+
+
+def _short(x: str | None) -> str:
+    return "not there" if x is None else x if len(x) <= 60 else f"{x[:57]}..."

@@ -31,6 +31,7 @@ from torchtitan_graph.parallel.storage import Reshard, Storage
 from torchtitan_graph.parallel.verify import verify_pass
 from torchtitan_graph.passes.bucket_collectives import bucket_collectives
 from torchtitan_graph.passes.cleanup import cleanup
+from torchtitan_graph.passes.cleanup_update import cleanup_update
 from torchtitan_graph.passes.compile_regions import FLEX, LOSS, Regions, compile_regions, region_of
 from torchtitan_graph.passes.merge_equal import merge_equal
 from torchtitan_graph.passes.mixed_precision import mixed_precision
@@ -107,6 +108,15 @@ def passes(plan: PassPlan, extra: Sequence[Extra] = ()) -> list[Pass]:
         # Does nothing unless asked to, but on a GPU with flex attention.
         Pass("compile_regions", partial(compile_regions, regions=plan.regions), exact=False, cut=True),
     ]
+    return _with_own(ordered, extra)
+
+
+def update_passes(extra: Sequence[Extra] = ()) -> list[Pass]:
+    """What runs on the graph of `compile.optimizer_in_graph`."""
+    return _with_own([Pass("cleanup_update", cleanup_update, required=True)], extra)
+
+
+def _with_own(ordered: Sequence[Pass], extra: Sequence[Extra]) -> list[Pass]:
     return [each for ours in ordered for each in (ours, *(own for after, own in extra if after == ours.name))]
 
 
@@ -137,7 +147,8 @@ def plan_extra(options: job.Compile) -> list[Extra]:
         UserError: a name that can't be imported or is no function of a graph, or a pass to follow that does not exist
             or is left out.
     """
-    known = {each.name: each for each in passes(PassPlan({}, (), ()))}
+    of_update = update_passes() if options.optimizer_in_graph else []
+    known = {each.name: each for each in (*passes(PassPlan({}, (), ())), *of_update)}
     legal = [name for name in known if name not in options.disable_passes]
     found = []
     for number, entry in enumerate(options.extra_passes, 1):

@@ -55,6 +55,7 @@ from torchtitan_graph.patience import wait_for_storage
 from torchtitan_graph.run.folder import RunFolder
 from torchtitan_graph.run.hang import HangWatch
 from torchtitan_graph.steps import (
+    Update,
     build_graphs,
     build_steps,
     check_steps,
@@ -156,6 +157,7 @@ class Trainer:
         initialize(self.model, self.seed)
         self.optimizer = build_optimizer(self.model, config.optimizer, in_part=self.dims.pp > 1)
         self.lr_scheduler = build_lr_scheduler(self.optimizer, config.lr_scheduler, config.training.steps)
+        self.update = self._build_update() if config.compile.optimizer_in_graph else None
         self.checkpointer = Checkpointer(
             self.dump_folder / config.checkpoint.folder,
             config.checkpoint,
@@ -165,6 +167,17 @@ class Trainer:
             dump_toml(config),
         )
         self._resume()
+
+    def _build_update(self) -> Update:
+        folder = self.options.dump_to / "optimizer" if self.options.dump_to and self.rank == 0 else None
+        return Update(
+            self.steps,
+            self.optimizer,
+            self.config.training.max_norm,
+            extra=self.options.extra,
+            dump_to=folder,
+            stack_traces=self.config.debug.stack_traces,
+        )
 
     def _join(self) -> None:
         self.rank = dist.get_rank()
@@ -302,11 +315,15 @@ class Trainer:
             return False
         with metrics.watch_work(self.step + 1):
             output = self.steps.train(microbatches, num_tokens)
-        grad_norm = self.steps.clip(self.config.training.max_norm)
+        if self.update is not None:  # touches no parameter if a loss or the norm is not finite
+            grad_norm = self.update(output.loss)
+        else:
+            grad_norm = self.steps.clip(self.config.training.max_norm)
         loss = self._sum_if_finite(output.loss, grad_norm)
         lr = self.lr_scheduler.get_last_lr()[0]
         metrics.maybe_log_histograms(self.step + 1, self.model)
-        self.optimizer.step()
+        if self.update is None:
+            self.optimizer.step()
         self.optimizer.zero_grad()
         self.lr_scheduler.step()
         self.model.after_step(output.state)

@@ -71,10 +71,12 @@ def test_resolved_configuration_gives_the_same_run_again(tmp_path: Path) -> None
 def inspected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
     folder = tmp_path_factory.mktemp("inspected")
     options = ["--training.steps", "1", "--debug.dump_graphs", "--debug.verify_passes", "--checkpoint.no-enable"]
-    options += ["--compile.extra_passes", '[{pass = "my_passes.swap_sums", after = "mixed_precision"}]']
+    own = ", ".join(f'{{pass = "my_passes.swap_sums", after = "{name}"}}' for name in ("mixed_precision", UPDATE[0]))
+    options += ["--compile.optimizer_in_graph", "--compile.extra_passes", f"[{own}]"]
     return folder / "graphs", train("--job.dump_folder", str(folder), *options)
 
 
+UPDATE = ["cleanup_update", "my_passes.swap_sums"]
 PASSES = [
     *["cleanup", "shard_params", "mixed_precision", "my_passes.swap_sums", "merge_equal"],
     *["tag_resharding", "tag_recomputation", "tag_elementwise", "rematerialize"],
@@ -100,8 +102,9 @@ def test_the_log_has_a_table_of_the_passes(inspected: tuple[Path, Result]) -> No
 
 
 def test_every_graph_is_dumped(inspected: tuple[Path, Result]) -> None:
-    names = [path.stem for path in sorted(inspected[0].iterdir())]
-    assert names == [f"{number:02d}_{name}" for number, name in enumerate(["traced", *PASSES])]
+    for folder, passes in ((inspected[0], PASSES), (inspected[0] / "optimizer", UPDATE)):
+        names = [path.stem for path in sorted(folder.glob("*.txt"))]
+        assert names == [f"{number:02d}_{name}" for number, name in enumerate(["traced", *passes])]
 
 
 def dumped(inspected: tuple[Path, Result], name: str) -> list[str]:

@@ -44,6 +44,7 @@ from torchtitan_graph.steps import (
     StepOptions,
     Steps,
     Traced,
+    Update,
     bind_graphs,
     build_graphs,
     build_steps,
@@ -259,10 +260,13 @@ def train(
     steps: Steps | Plain,
     data: Data = microbatches,
     using: tuple[Optimizer, LRScheduler] | None = None,
+    in_graph: bool = False,
 ) -> Seen:
-    """Take optimizer steps as the trainer does, and give what was seen on this rank."""
+    """Take optimizer steps as the trainer does, and give what was seen on this rank. `in_graph` traces the optimizer's
+    step too."""
     model = steps.model
     optimizer, schedule = using or optimizing(model)
+    update = Update(steps, optimizer, MAX_NORM) if in_graph and isinstance(steps, Steps) else None
     data_rank = layout_of(cell.dims).data_rank if dist.is_initialized() else 0
     seen: Seen = {}
     for k in range(1, cell.num_steps + 1):
@@ -270,8 +274,11 @@ def train(
         seen |= {f"step {k}: {name}": x for name, x in state.items()}
         seen[f"step {k}: loss"] = loss
         seen |= {f"step {k}: gradient of {n}": _copied(p.grad) for n, p in model.named_parameters()}
-        seen[f"step {k}: norm"] = steps.clip(MAX_NORM)
-        optimizer.step()
+        if update is not None:
+            seen[f"step {k}: norm"] = update(loss)
+        else:
+            seen[f"step {k}: norm"] = steps.clip(MAX_NORM)
+            optimizer.step()
         optimizer.zero_grad()
         schedule.step()
         model.after_step(state)

@@ -346,7 +346,30 @@ def _check_compile(config: JobConfig) -> list[str]:
                 f"{_name(config, 'compile.region_options')}: {region} must be a pattern of compile.regions, or flex or"
                 " loss, and after it name=value, such as ['layers.*', 'max_autotune=true']"
             )
-    return problems
+    return problems + _check_optimizer_in_graph(config)
+
+
+def _check_optimizer_in_graph(config: JobConfig) -> list[str]:
+    if not config.compile.optimizer_in_graph:
+        return []
+    optimizer, metrics = config.optimizer, config.metrics
+    stands_in_the_way = {
+        "compile.mode": ("the step is no graph there; use graph", config.compile.mode != "graph"),
+        "optimizer.name": ("only Adam and AdamW can be traced; use one of them", "." in optimizer.name),
+        "optimizer.implementation": (
+            "reads its step count on the host; use fused",
+            optimizer.implementation != "fused",
+        ),
+        "metrics.histogram_freq": (
+            "histograms are made between clipping and the update; set it to 0",
+            metrics.histogram_freq > 0 and metrics.enable_tensorboard,
+        ),
+    }
+    return [
+        f"{_name(config, key)}: not with compile.optimizer_in_graph: {why}, or set that to false"
+        for key, (why, is_so) in stands_in_the_way.items()
+        if is_so
+    ]
 
 
 def _notices(config: JobConfig) -> list[str]:

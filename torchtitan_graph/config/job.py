@@ -446,6 +446,10 @@ class Compile:
         "graph: one FX graph, edited by passes; eager: FSDP2 and autograd, the reference.",
         choices=("graph", "eager"),
     )
+    optimizer_in_graph: bool = option(
+        False,
+        "Clip and take the optimizer's step as a graph too, with the same bits on a CPU: for Adam and AdamW, fused.",
+    )
     disable_passes: list[str] = option([], "Passes to leave out, by name.")
     extra_passes: list[ExtraPass] = option(
         [], 'Passes of your own, such as {pass = "my_pkg.my_pass", after = "bucket_collectives"}.'

@@ -68,6 +68,7 @@ __all__ = [
     "free_gradient_dtype",
     "has_gradient_hooks",
     "ignore_profiler_in_recomputation",
+    "count_step",
     "inductor_options",
     "init_fake_process_group",
     "is_profiling",
@@ -338,6 +339,12 @@ def has_gradient_hooks(parameter: torch.Tensor) -> bool:
 def num_writes(tensor: torch.Tensor) -> int:
     """Count how often a tensor was written to in place. Autograd's own counter; there is no public one."""
     return tensor._version
+
+
+def count_step(optimizer: torch.optim.Optimizer) -> None:
+    """Let a schedule know that the optimizer's step was taken, though by a graph: it warns of a step of its own that
+    comes first. torch sets this where `step` is called; there is no public form."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def free_gradient_dtype(parameters: Iterable[torch.Tensor], replicated: torch.dtype | None) -> None:

@@ -12,7 +12,7 @@ import dataclasses
 import difflib
 import inspect
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -132,6 +132,7 @@ def minimal_fx_tracer(
     device: torch.device | str | None = None,
     blocks: Mapping[str, torch.nn.Module] = types.MappingProxyType({}),
     stack_traces: bool = False,
+    donated: Collection[str] = (),
 ) -> Callable[..., TracedResult]:
     """Give a callable that traces `fn(*args, **kwargs)` for the arguments it is called with.
 
@@ -143,6 +144,7 @@ def minimal_fx_tracer(
         device: what meta tensors are traced as (a model built on meta is traced before it is allocated).
         blocks: submodules of `module`, by name: those that are alike are traced once. See Note [Stamping].
         stack_traces: record the Python stack on each node; tracing then takes about 1.6 times as long.
+        donated: the arguments, by name, that the function may write to in place.
 
     Raises:
         UserError: an argument or a use of state that a graph can't hold, naming it and what to do instead.
@@ -171,7 +173,12 @@ def minimal_fx_tracer(
         gm.meta["signature"] = Signature(slots, out.slots)
         _name_placeholders(gm)
         meta.settle(gm)
-        _refuse_unsupported(gm, may_write=("param", "optim") if optimizer is not None else ())
+        may_write = {
+            (slot.kind, slot.name) for slot in slots if slot.kind in ("param", "optim") and optimizer is not None
+        }
+        of_argument = zip(given.names, given.owners, strict=True)
+        may_write |= {("input", leaf) for leaf, argument in of_argument if argument in donated}
+        _refuse_unsupported(gm, may_write)
         return TracedResult(
             gm,
             given.in_spec,
@@ -190,7 +197,8 @@ def minimal_fx_tracer(
 
 
 class Given(NamedTuple):
-    """The arguments that a function is traced for; all but `leaves` as in `TracedResult`."""
+    """The arguments that a function is traced for; `owners` are those that the leaves are of, by name, and all but
+    these and `leaves` as in `TracedResult`."""
 
     leaves: list[Any]
     in_spec: pytree.TreeSpec
@@ -198,6 +206,7 @@ class Given(NamedTuple):
     parameters: tuple[str, ...]
     names: tuple[str, ...]
     constants: dict[int, Any]
+    owners: list[str]
 
 
 @dataclasses.dataclass
@@ -218,7 +227,8 @@ def take_call(parameters: tuple[str, ...], args: tuple, kwargs: dict[str, Any]) 
     constants = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
     for name, leaf in zip(names, leaves, strict=True):
         _check_argument(name, leaf)
-    return Given(leaves, in_spec, arguments, parameters, names, constants)
+    owners = [name for name, spec in arguments.items() for _ in range(spec.num_leaves)]
+    return Given(leaves, in_spec, arguments, parameters, names, constants, owners)
 
 
 def _on_flat_tensors(
@@ -520,8 +530,8 @@ def _check_dense(name: str, tensor: torch.Tensor) -> None:
         raise UserError(f"{name} is a {kind} tensor: a traced function takes and gives dense ones")
 
 
-def _refuse_unsupported(gm: GraphModule, may_write: tuple[str, ...]) -> None:
-    """Refuse random operations, and in-place writes to inputs other than those kinds, naming them."""
+def _refuse_unsupported(gm: GraphModule, may_write: Collection[tuple[str, str]]) -> None:
+    """Refuse random operations, and in-place writes to inputs other than those, by kind and name; name them."""
     for nested in gm.modules():
         for node in nested.graph.nodes if isinstance(nested, GraphModule) else ():
             if _draws(node):
@@ -545,7 +555,7 @@ def _refuse_unsupported(gm: GraphModule, may_write: tuple[str, ...]) -> None:
         for source, is_write in aliased(node):
             if source in root:
                 kind, name = root[source]
-                if is_write and kind not in may_write:
+                if is_write and root[source] not in may_write:
                     raise UserError(
                         f"the traced function writes in place to {name} ({node.target}): a graph's inputs are not "
                         "its own; return the new value from the function and write it back outside"

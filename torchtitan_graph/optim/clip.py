@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+c10d = torch.ops._c10d_functional
+
 _RUN = 256  # elements that a CPU sums in fp32
 
 
@@ -39,7 +41,7 @@ def clip_grad_norm(
             by_layout.setdefault(layout, []).append(param)
     squares = _global_squares(by_layout, repeated)
     if stages is not None:
-        dist.all_reduce(squares, group=stages)
+        squares = _sum_over(stages, squares)
     total_norm = squares.sqrt().to(_dtype_of([p for params in by_layout.values() for p in params]))
     if max_norm > 0:
         finite_norm = torch.where(total_norm.isfinite(), total_norm, 0)
@@ -74,10 +76,15 @@ def _global_squares(by_layout: dict[Any, list[Tensor]], repeated: Container[Tens
         ranks = tuple(tuple(dist.get_process_group_ranks(group)) for group in groups)
         groups_of.setdefault(ranks, groups)
         sums[ranks] = sums[ranks] + squares if ranks in sums else squares
-    for ranks, total in sums.items():
+    for ranks in sums:
         for group in groups_of[ranks]:
-            dist.all_reduce(total, group=group)
+            sums[ranks] = _sum_over(group, sums[ranks])
     return torch.stack(list(sums.values())).sum()
+
+
+def _sum_over(group: dist.ProcessGroup, x: Tensor) -> Tensor:
+    """Add up what the ranks of a group have; in a graph, where this is traced, it is a node."""
+    return c10d.wait_tensor(c10d.all_reduce(x, "sum", group.group_name))
 
 
 def _squares(grads: list[Tensor]) -> Tensor:

@@ -156,8 +156,9 @@ class Pipeline:
         self.num_stages, self.rank = len(schedule.stages), layout.rank(PP)
         self._ends = schedule.rank_of[0], schedule.rank_of[-1]
         self._tied = tied if self._ends[0] != self._ends[1] and self.rank in self._ends else None
-        # Parameters that a rank before this one has too.
-        self.repeated = frozenset() if self._tied is None or self.rank == self._ends[0] else frozenset([self._tied])
+        # Parameters that a rank before this one has too, by name.
+        is_repeated = self._tied is not None and self.rank != self._ends[0]
+        self.repeated = [name for name, p in model.named_parameters() if p is self._tied] if is_repeated else []
         self._device = next(model.parameters()).device
         passed = next(iter(graphs.values())).passed
         self._zero = torch.zeros((), dtype=torch.promote_types(passed.dtype, torch.float32), device=self._device)

@@ -10,12 +10,14 @@ from torchtitan_graph.steps.build import Steps, bind_graphs, build_steps
 from torchtitan_graph.steps.check import check_steps
 from torchtitan_graph.steps.graphs import Graphs, Traced, build_graphs, rewrite_steps, trace_steps
 from torchtitan_graph.steps.options import StepOptions, rows_per_microbatch, step_options
+from torchtitan_graph.steps.update import Update
 
 __all__ = [
     "Graphs",
     "StepOptions",
     "Steps",
     "Traced",
+    "Update",
     "bind_graphs",
     "build_graphs",
     "build_steps",

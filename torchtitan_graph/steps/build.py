@@ -82,10 +82,11 @@ class Steps:
 
     def clip(self, max_norm: float) -> Tensor:
         """Clip the gradients of all ranks, as `clip_grad_norm`."""
-        parameters = self.model.parameters()
+        parameters = dict(self.model.named_parameters())
         if not isinstance(self.step, Pipeline):
-            return clip_grad_norm(parameters, max_norm)
-        return clip_grad_norm(parameters, max_norm, self.layout.group(PP), self.step.repeated)
+            return clip_grad_norm(parameters.values(), max_norm)
+        repeated = frozenset(parameters[name] for name in self.step.repeated)
+        return clip_grad_norm(parameters.values(), max_norm, self.layout.group(PP), repeated)
 
     def count_flops(self, microbatches: Sequence[Batch]) -> float | None:
         """Give the operations of a step on this rank, in a pipeline the mean over its stages; None in eager mode,

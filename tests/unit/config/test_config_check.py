@@ -131,6 +131,20 @@ def test_all_problems_are_reported_together() -> None:
     assert len(problems(arguments, 4)) == 2
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--compile.mode eager", "compile.mode = 'eager': not with compile.optimizer_in_graph: the step is no graph"),
+        ("--optimizer.name torch.optim.SGD", "only Adam and AdamW can be traced; use one of them"),
+        ("--optimizer.implementation foreach", "optimizer.implementation = 'foreach'"),
+        ("--metrics.histogram_freq 2 --metrics.enable_tensorboard", "metrics.histogram_freq = 2"),
+    ],
+)
+def test_what_an_optimizer_in_the_graph_does_not_go_with_is_named(arguments: str, words: str) -> None:
+    check(load(arguments.split()), 1)
+    assert words in problems(f"--compile.optimizer_in_graph {arguments}", 1)[0]
+
+
 def test_only_known_components_and_whole_options_are_compiled() -> None:
     assert (
         "optimizer can't be compiled; legal are model, loss, flex" in problems("--compile.components optimizer", 1)[0]

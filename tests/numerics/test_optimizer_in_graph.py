@@ -1,0 +1,217 @@
+"""Clipping and the optimizer's step as a graph change every parameter and all of the state as they do without one."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+from matrix import (
+    FSDP2,
+    MAX_NORM,
+    ONE,
+    SEED,
+    TP2,
+    Cell,
+    Seen,
+    bits_that_differ,
+    build_graph,
+    build_model,
+    layout_of,
+    optimizing,
+    train,
+)
+from test_every_family import MODELS
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from pool import run_on
+from torchtitan_graph.config import job
+from torchtitan_graph.models.layers.init import initialize
+from torchtitan_graph.models.spec import load_family
+from torchtitan_graph.optim import build_lr_scheduler, build_optimizer
+from torchtitan_graph.parallel.layout import ParallelDims
+from torchtitan_graph.parallel.storage import cast_parameters, materialize, plan_storage
+from torchtitan_graph.steps import Steps, Update
+from torchtitan_graph.steps.inputs import prepare
+
+LAYOUTS = {"one-rank": ONE, "FSDP-2": FSDP2, "TP-2": TP2}
+FAST = [("deepseek_v3-debugmodel", "one-rank"), ("llama3-debugmodel", "FSDP-2"), ("gpt_oss-debugmodel", "TP-2")]
+GROUPED = job.Optimizer(
+    name="Adam",
+    lr=1e-2,
+    param_groups=[
+        job.ParamGroup("*norm*", weight_decay=0.0, lr=3e-3),
+        job.ParamGroup("layers.1.*", beta1=0.8, beta2=0.99),
+    ],
+)
+
+
+class Job:
+    """A model at rest, its optimizer and its schedule, and gradients of its layout: no step is traced."""
+
+    def __init__(self, cell: Cell, config: job.Optimizer, in_graph: bool) -> None:
+        family, layout, options = load_family(cell.family), layout_of(cell.dims), cell.options("graph")
+        self.model = build_model(cell)
+        prepare(self.model, family, layout, options)
+        cast_parameters(self.model, options.precision.storage)
+        self.storages = plan_storage(self.model, layout, options.precision)
+        materialize(self.model, self.storages, options.device)
+        initialize(self.model, SEED)
+        self.steps = Steps(self.model, layout, False, None, None)  # type: ignore[arg-type]
+        self.optimizer = build_optimizer(self.model, config)
+        self.schedule = build_lr_scheduler(self.optimizer, job.LRScheduler(warmup_steps=2), 4)
+        self.update = Update(self.steps, self.optimizer, MAX_NORM)
+        self.in_graph = in_graph
+
+    def step(self, number: int, loss: float = 1.0) -> Tensor:
+        generator = torch.Generator().manual_seed(100 * number + dist.get_rank())
+        for name, parameter in self.model.named_parameters():
+            padded = torch.randn(self.storages[name].padded_shape, generator=generator)
+            parameter.grad = self.storages[name].unflatten([padded])
+        if self.in_graph:
+            norm = self.update(torch.tensor(loss))
+        else:
+            norm = self.steps.clip(MAX_NORM)
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.schedule.step()
+        return norm
+
+    def seen(self) -> Seen:
+        return state_of(self.model, self.optimizer)
+
+
+def state_of(model: torch.nn.Module, optimizer: Optimizer) -> Seen:
+    found = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for name, p in model.named_parameters():
+        found |= {f"{name}.{key}": x.clone() for key, x in optimizer.state[p].items()}
+    return found
+
+
+def differences(cell: Cell, config: job.Optimizer) -> list[str]:
+    eager, traced = (Job(cell, config, in_graph) for in_graph in (False, True))
+    norms = [{f"norm {k}": each.step(k) for k in range(1, 5)} for each in (eager, traced)]
+    return bits_that_differ(eager.seen() | norms[0], traced.seen() | norms[1])
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        pytest.param(model, layout, marks=[] if (model, layout) in FAST else [pytest.mark.slow])
+        for model in MODELS
+        for layout in LAYOUTS
+    ],
+)
+def test_every_family(model: str, layout: str) -> None:
+    """Over four steps of a schedule."""
+    cell = Cell(LAYOUTS[layout], **MODELS[model])
+    for different in run_on(cell.dims.num_ranks, differences, cell, job.Optimizer(lr=1e-2)):
+        assert different == []
+
+
+def test_groups_of_settings_and_experts_on_a_mesh_of_their_own() -> None:
+    cell = Cell(ParallelDims(dp_shard=2, ep=2), **MODELS["deepseek_v3-debugmodel"])
+    assert run_on(2, differences, cell, GROUPED) == [[], []]
+
+
+def whole_runs_that_differ(cell: Cell) -> list[str]:
+    seen = []
+    for in_graph in (False, True):
+        steps = build_graph(cell)
+        using = optimizing(steps.model)
+        seen.append(train(cell, steps, using=using, in_graph=in_graph) | state_of(steps.model, using[0]))
+    return bits_that_differ(*seen)
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [Cell(FSDP2, num_microbatches=2), Cell(ParallelDims(pp=2), num_microbatches=2, tied=True)],
+    ids=["FSDP-2", "PP-2, tied"],
+)
+def test_whole_training_steps(cell: Cell) -> None:
+    assert run_on(2, whole_runs_that_differ, cell) == [[], []]
+
+
+# --- what else a run does between steps -------------------------------------------------------------------------------
+
+
+def now_and_then_in_the_graph() -> list[str]:
+    eager, mixed = (Job(Cell(), job.Optimizer(lr=1e-2), False) for _ in range(2))
+    for k in range(1, 5):
+        eager.step(k)
+        mixed.in_graph = k in (2, 4)
+        mixed.step(k)
+    return bits_that_differ(eager.seen(), mixed.seen())
+
+
+def test_a_run_goes_on_either_way() -> None:
+    """The state is one, and so is what is saved of it, whether a run traces its step or not."""
+    assert run_on(1, now_and_then_in_the_graph) == [[]]
+
+
+def after_a_step_that_is_not_taken(loss: float, gradient: float) -> tuple[list[str], float]:
+    each = Job(Cell(FSDP2), job.Optimizer(lr=1e-2), True)
+    each.step(1)
+    before, bad = each.seen(), dist.get_rank() == 1
+    right = each.storages["norm.weight"].unflatten
+    if bad:
+        spoilt = dataclasses.replace(each.storages["norm.weight"])
+        object.__setattr__(spoilt, "unflatten", lambda tensors: right([tensors[0] * gradient]))
+        each.storages["norm.weight"] = spoilt
+    norm = each.step(2, loss if bad else 1.0)
+    return bits_that_differ(before, each.seen()), float(norm)
+
+
+@pytest.mark.parametrize(
+    ("loss", "gradient", "is_taken"),
+    [(float("nan"), 1.0, False), (float("inf"), 1.0, False), (1.0, float("nan"), False), (1.0, 1.0, True)],
+)
+def test_a_step_that_is_not_finite_on_one_rank_changes_nothing_on_any(
+    loss: float, gradient: float, is_taken: bool
+) -> None:
+    for different, norm in run_on(2, after_a_step_that_is_not_taken, loss, gradient):
+        assert bool(different) == is_taken
+        assert (norm == norm) == (gradient == 1.0)
+
+
+def addresses_and_nodes() -> tuple[bool, list[str], list[str]]:
+    each = Job(Cell(FSDP2), job.Optimizer(lr=1e-2), True)
+
+    def held() -> list[int]:
+        tensors = [x for p in each.model.parameters() for x in (p, *each.optimizer.state[p].values())]
+        return [(x.to_local() if isinstance(x, DTensor) else x).data_ptr() for x in tensors]
+
+    before = held()
+    each.step(1)
+    gradients = {name: p.detach().clone() for name, p in each.model.named_parameters()}
+    gm = each.update.trace(gradients, torch.tensor(1.0)).gm
+    signature = [f"{slot.kind} {slot.name}" for slot in gm.meta["signature"].inputs]
+    return before == held(), [str(node.target) for node in gm.graph.nodes if node.op == "call_function"], signature
+
+
+def test_it_is_one_graph_with_its_collectives_that_writes_in_place() -> None:
+    for are_held, nodes, inputs in run_on(2, addresses_and_nodes):
+        assert are_held
+        assert nodes.count("_c10d_functional.all_reduce.default") == 2  # of the squares, and of who is not finite
+        assert nodes.count("aten._fused_adamw_.tensor_lr") == 1
+        assert not [node for node in nodes if node.startswith(("profiler.", "aten.detach", "c10d."))]
+        assert "optim group of layers.0.attention.wk.weight.lr" in inputs  # what a schedule sets is no constant
+        assert "optim norm.weight.step" in inputs
+
+
+def changed_settings(key: str, value: object) -> str:
+    each = Job(Cell(), job.Optimizer(lr=1e-2), True)
+    each.step(1)
+    each.optimizer.param_groups[0][key] = value
+    try:
+        each.step(2)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_setting_that_is_a_constant_of_the_graph_is_refused_by_name() -> None:
+    (message,) = run_on(1, changed_settings, "weight_decay", 0.5)
+    assert "weight_decay is 0.5, traced with 0.1" in message
+    assert run_on(1, changed_settings, "lr", 0.5) == [""]

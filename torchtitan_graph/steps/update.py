@@ -1,0 +1,109 @@
+"""The end of an optimizer step as a graph: clipping, and the optimizer's update of the live parameters."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from torchtitan_graph.compiler import Extra, Inspection, run_passes, update_passes
+from torchtitan_graph.graph.torch_private import count_step
+from torchtitan_graph.graph.trace import TracedResult, minimal_fx_tracer, run_traced
+from torchtitan_graph.log import logger
+from torchtitan_graph.steps.build import Steps
+
+c10d = torch.ops._c10d_functional
+
+
+class Update:
+    """Clip the gradients in `.grad`, and take the optimizer's step, as one graph. Bitwise `clip`, then `step()`.
+
+    It is traced when it is first called: then the gradients are there, each as the training step lays it out.
+    """
+
+    def __init__(
+        self,
+        steps: Steps,
+        optimizer: Optimizer,
+        max_norm: float,
+        *,
+        extra: Sequence[Extra] = (),
+        dump_to: Path | None = None,
+        stack_traces: bool = False,
+    ) -> None:
+        """Take a fused Adam or AdamW with its state."""
+        self._steps, self._live, self._max_norm = steps, optimizer, max_norm
+        self._extra, self._dump_to, self._stack_traces = extra, dump_to, stack_traces
+        self._twin = _twin_of(optimizer)
+        self._run: Callable[[dict[str, Tensor], Tensor], Tensor] | None = None
+
+    def __call__(self, loss: Tensor) -> Tensor:
+        """Return the norm of all gradients before they were clipped; all ranks call together.
+
+        If it, or a rank's loss, is not finite, no parameter and no state changes.
+        """
+        self._follow()
+        gradients = {n: p.grad for n, p in self._steps.model.named_parameters() if p.grad is not None}
+        if self._run is None:
+            self._run = run_traced(self.trace(gradients, loss), self._steps.model, self._twin)
+            count_step(self._live)
+        return self._run(gradients, loss)
+
+    def trace(self, gradients: dict[str, Tensor], loss: Tensor) -> TracedResult:
+        """Trace the step for gradients like these, and run the passes on it."""
+        begin, model, device = time.perf_counter(), self._steps.model, loss.device
+
+        def update(gradients: dict[str, Tensor], loss: Tensor) -> Tensor:
+            parameters = dict(model.named_parameters())
+            for name, gradient in gradients.items():
+                parameters[name].grad = gradient
+            norm = self._steps.clip(self._max_norm)
+            # The kernel's own way to take no step: torch's gradient scaler sets it.
+            self._twin.found_inf = _is_not_finite(loss, norm)  # type: ignore[attr-defined]
+            self._twin.step()
+            return norm
+
+        trace = minimal_fx_tracer(update, model, self._twin, stack_traces=self._stack_traces, donated=("gradients",))
+        try:
+            traced = trace(gradients, loss)
+        finally:
+            vars(self._twin).pop("found_inf", None)
+        logger.info(f"optimizer step: traced in {time.perf_counter() - begin:.1f} s")
+        watch = Inspection("optimizer step", self._dump_to, axes=self._steps.layout.axes_by_group)
+        run_passes(traced.gm, update_passes(self._extra), (), device, watch)
+        return traced
+
+    def _follow(self) -> None:
+        """Let the traced optimizer have the settings of the live one, which schedules and checkpoints know."""
+        self._twin.state = self._live.state
+        for group, live in zip(self._twin.param_groups, self._live.param_groups, strict=True):
+            group["lr"].fill_(live["lr"])
+            group.update({key: value for key, value in live.items() if key != "lr"})
+
+
+def _twin_of(optimizer: Optimizer) -> Optimizer:
+    """Give an optimizer of the same parameters and state whose learning rates are tensors, and so inputs of a graph.
+
+    A CPU's kernel reads a rate in fp64, and so loses no bit of it; that of a GPU takes one in fp32.
+    """
+    twin = copy.copy(optimizer)
+    device = optimizer.param_groups[0]["params"][0].device
+    dtype = torch.float64 if device.type == "cpu" else torch.float32
+    twin.param_groups = [
+        group | {"lr": torch.tensor(group["lr"], dtype=dtype, device=device)} for group in optimizer.param_groups
+    ]
+    return twin
+
+
+def _is_not_finite(loss: Tensor, norm: Tensor) -> Tensor:
+    """Tell, as the kernel wants it, whether a rank's loss or the norm is not finite: 1.0 or 0.0, equal on all ranks."""
+    bad_ranks = (~loss.isfinite()).float()
+    if dist.get_world_size() > 1:
+        bad_ranks = c10d.wait_tensor(c10d.all_reduce(bad_ranks, "sum", dist.group.WORLD.group_name))  # type: ignore[union-attr]
+    return ((bad_ranks > 0) | ~norm.isfinite()).float()

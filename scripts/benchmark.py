@@ -36,7 +36,6 @@ from torchtitan_graph import device as devices
 from torchtitan_graph.compiler import Inspection, check_disabled, needed_regions, passes, run_passes
 from torchtitan_graph.data.batch import Batch
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.torch_private import init_fake_process_group
 from torchtitan_graph.loss import cross_entropy
 from torchtitan_graph.models.layers.decoder import Decoder
@@ -45,8 +44,8 @@ from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.join import join
 from torchtitan_graph.parallel.layout import Layout, ParallelDims
 from torchtitan_graph.parallel.storage import Precision
-from torchtitan_graph.passes.compile_regions import compile_regions
-from torchtitan_graph.steps import StepOptions, Steps, bind_graphs, build_graphs, build_steps, trace_steps
+from torchtitan_graph.passes.compile_regions import LOSS, WHOLE
+from torchtitan_graph.steps import StepOptions, Steps, build_steps, trace_steps
 
 # What a debug flavour is made of three sizes by; llama3's debug flavour has very narrow heads.
 SIZES: dict[str, dict[str, Any]] = {
@@ -54,9 +53,9 @@ SIZES: dict[str, dict[str, Any]] = {
     "mid": {"dim": 512, "num_layers": 8, "vocab_size": 8192},
     "large": {"dim": 1024, "num_layers": 12, "vocab_size": 16384},
 }
-MODES = ("eager", "compile", "graph", "regional", "whole")
-# What is compiled of the graph; "whole": all.
-REGIONS = {"regional": ("layers.*.feed_forward", "layers.*.moe"), "blocks": ("layers.*",)}
+MODES = ("eager", "compile", "graph", "blocks", "whole")
+# What is compiled of the graph; blocks and whole as compile.codegen says.
+REGIONS = {"regional": ("layers.*.feed_forward", "layers.*.moe"), "blocks": ("layers.*", LOSS), "whole": (WHOLE,)}
 
 
 def config_of(args: argparse.Namespace) -> Any:
@@ -104,22 +103,14 @@ def options_of(mode: str, precision: Precision, args: argparse.Namespace, device
         precision=precision,
         loss=torch.compile(cross_entropy) if mode == "compile" else cross_entropy,
         regions=regions,
-        # Inductor can't take a loss that writes into the logits.
-        disabled=[*args.disable, *["reuse_logits"] * (mode == "whole")],
+        disabled=args.disable,
     )
 
 
 def build(mode: str, precision: Precision, args: argparse.Namespace, layout: Layout, device: torch.device) -> Steps:
     family, model = load_family(args.family), make_model(config_of(args), args)
     options = options_of(mode, precision, args, device)
-    if mode == "whole":
-        graphs = build_graphs(model, family, layout, options)
-        for node in graphs.train.gm.graph.nodes:
-            meta.write(node, region=mode)
-        compile_regions(graphs.train.gm, {mode: {}})
-        steps = bind_graphs(graphs, model, layout, options)
-    else:
-        steps = build_steps(model, family, layout, options)
+    steps = build_steps(model, family, layout, options)
     if mode == "compile":
         for block in model.blocks.values():
             block.compile()
@@ -282,7 +273,7 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise UserError(f"--json {args.json}: there is no folder for it")
     for name, legal in (
         ("dtypes", ("float32", "bfloat16")),
-        ("modes", ("eager", "compile", "graph", *REGIONS, "whole")),
+        ("modes", ("eager", "compile", "graph", *REGIONS)),
     ):
         if wrong := [word for word in getattr(args, name) if word not in legal]:
             raise UserError(f"--{name} {wrong[0]}: legal are {', '.join(legal)}")

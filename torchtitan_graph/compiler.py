@@ -32,7 +32,7 @@ from torchtitan_graph.parallel.verify import verify_pass
 from torchtitan_graph.passes.bucket_collectives import bucket_collectives
 from torchtitan_graph.passes.cleanup import cleanup
 from torchtitan_graph.passes.cleanup_update import cleanup_update
-from torchtitan_graph.passes.compile_regions import FLEX, LOSS, Regions, compile_regions, region_of
+from torchtitan_graph.passes.compile_regions import FLEX, LOSS, WHOLE, Regions, compile_regions, region_of
 from torchtitan_graph.passes.merge_equal import merge_equal
 from torchtitan_graph.passes.mixed_precision import mixed_precision
 from torchtitan_graph.passes.overlap_collectives import overlap_collectives
@@ -100,8 +100,8 @@ def passes(plan: PassPlan, extra: Sequence[Extra] = ()) -> list[Pass]:
         Pass("tag_recomputation", partial(tag_recomputation, blocks=plan.blocks, recompute=plan.recompute)),
         Pass("tag_elementwise", partial(tag_elementwise, blocks=plan.blocks)),
         Pass("rematerialize", rematerialize),
-        Pass("reuse_logits", partial(reuse_logits, is_compiled=LOSS in plan.regions)),
-        Pass("reuse_sharded_logits", partial(reuse_sharded_logits, is_compiled=LOSS in plan.regions)),
+        Pass("reuse_logits", reuse_logits),
+        Pass("reuse_sharded_logits", reuse_sharded_logits),
         Pass("bucket_collectives", partial(bucket_collectives, buckets=plan.buckets)),
         Pass("overlap_context", partial(overlap_context, modules=plan.context)),
         Pass("overlap_collectives", overlap_collectives),
@@ -183,8 +183,10 @@ def plan_regions(options: job.Compile, model: nn.Module, device: torch.device) -
         UserError: a pattern that no module's name matches, options of something that is not compiled, or options that
             Inductor does not have.
     """
-    chosen = options.components if options.enable else []
-    patterns = options.regions if "model" in chosen else []
+    codegen = options.codegen or ("blocks" if options.enable else "off")
+    chosen = options.components if codegen != "off" else []
+    is_whole = codegen == "whole"
+    patterns = options.regions if "model" in chosen and not is_whole else []
     for pattern in patterns:
         if not any(region_of(name, [pattern]) for name, _ in model.named_modules()):
             raise UserError(
@@ -192,13 +194,14 @@ def plan_regions(options: job.Compile, model: nn.Module, device: torch.device) -
                 f"{', '.join(name for name, _ in itertools.islice(model.named_modules(), 1, 6))}, * for any one part"
             )
     regions: dict[str, dict[str, Any]] = {pattern: {} for pattern in patterns}
-    regions |= {name: {} for name in (FLEX, LOSS) if name in chosen}
+    regions |= {WHOLE: {}} if is_whole else {LOSS: {}} if LOSS in chosen else {}
+    regions |= {FLEX: {}} if FLEX in chosen else {}
     regions |= needed_regions(device)
     for pattern, *settings in options.region_options:
         if pattern not in regions:
             raise UserError(
                 f"compile.region_options = {pattern!r}: is not compiled; compiled are "
-                f"{', '.join(regions) or 'none, while compile.enable is false'}"
+                f"{', '.join(regions) or 'none, while compile.codegen is off'}"
             )
         regions[pattern] |= inductor_options(settings)
     return regions

@@ -340,11 +340,23 @@ def _check_compile(config: JobConfig) -> list[str]:
             f"{_name(config, 'compile.components')}: {', '.join(unknown)} can't be compiled; legal are"
             f" {', '.join(COMPONENTS)}"
         )
-    for region in config.compile.region_options:
+    options = config.compile
+    if options.enable and options.codegen == "off":
+        problems.append(f"{_name(config, 'compile.enable')}: contradicts compile.codegen = off; leave one of them out")
+    if options.codegen == "whole":
+        for key, wrong in (
+            ("compile.components", not {"model", "loss"} <= {*options.components}),
+            ("compile.regions", options.regions != OPTIONS["compile.regions"].default),
+        ):
+            if wrong:
+                problems.append(
+                    f"{_name(config, key)}: compile.codegen = whole compiles all; for parts take codegen = blocks"
+                )
+    for region in options.region_options:
         if len(region) < 2 or not all("=" in setting for setting in region[1:]):
             problems.append(
-                f"{_name(config, 'compile.region_options')}: {region} must be a pattern of compile.regions, or flex or"
-                " loss, and after it name=value, such as ['layers.*', 'max_autotune=true']"
+                f"{_name(config, 'compile.region_options')}: {region} must be a pattern of compile.regions, or flex,"
+                " loss or whole, and after it name=value, such as ['layers.*', 'max_autotune=true']"
             )
     return problems + _check_optimizer_in_graph(config)
 
@@ -407,9 +419,10 @@ def _notices(config: JobConfig) -> list[str]:
         notices.append(
             f"{_name(config, 'comm.fake_rank')}: only a dry run, comm.mode = fake_backend, builds another rank"
         )
-    if config.compile.enable and config.compile.mode == "eager":
+    key = "compile.codegen" if config.compile.codegen else "compile.enable"
+    if get(config, key) not in (False, "off") and config.compile.mode == "eager":
         notices.append(
-            f"{_name(config, 'compile.enable')}: compile.mode = eager compiles flex attention alone, on a GPU;"
+            f"{_name(config, key)}: compile.mode = eager compiles flex attention alone, on a GPU;"
             " regions are parts of a graph"
         )
     if config.compile.mode == "eager":

@@ -421,15 +421,19 @@ class ExtraPass:
 class Compile:
     """How the training step runs."""
 
-    enable: bool = option(
-        False,
-        "Compile components of the graph by Inductor: faster, and equal to eager only up to rounding. Flex attention "
-        "on a GPU is compiled in any case.",
+    codegen: str | None = option(
+        None,
+        "What of the graph Inductor compiles: faster, and equal to eager only up to rounding. off: only flex attention "
+        "on a GPU; blocks: components, alike parts once; whole: all between collectives, which takes seconds for each "
+        "block. Not set: blocks with enable, else off.",
+        choices=("off", "blocks", "whole"),
     )
+    enable: bool = option(False, "torchtitan's word for codegen = blocks.")
     components: list[str] = option(
         ["model", "loss"],
-        "What enable compiles: model (the modules of regions), loss (what follows the last module), flex (flex "
-        "attention also on a CPU, where only the evaluation step's can be compiled).",
+        "What codegen = blocks compiles: model (the modules of regions), loss (what follows the last module, unless "
+        "it works in the logits' memory), flex (flex attention also on a CPU, where only the evaluation step's can be "
+        "compiled).",
     )
     regions: list[str] = option(
         ["layers.*"],
@@ -438,7 +442,7 @@ class Compile:
     )
     region_options: list[list[str]] = option(
         [],
-        "Options of Inductor for regions: each a pattern of regions, or flex or loss, then name=value as in "
+        "Options of Inductor for regions: each a pattern of regions, or flex, loss or whole, then name=value as in "
         "torch._inductor.config.",
     )
     mode: str = option(

@@ -259,8 +259,11 @@ def lazy_graph_module(root: torch.nn.Module, graph: torch.fx.Graph) -> torch.fx.
 
 def compile_by_inductor(
     gm: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], options: Mapping[str, Any]
-) -> Callable[..., Sequence[torch.Tensor]]:
+) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
     """Compile a graph that returns a tuple of tensors, for inputs of these layouts; nothing is allocated.
+
+    What it gives takes the inputs as a list, which it empties: one that nobody else holds is freed after its last use
+    inside. `standalone_compile`, which is public, holds them all till it returns.
 
     `torch.fx.passes.regional_inductor` would find and compile regions, but sorts the whole graph anew (undoing where
     collectives were put), gives regions that touch one set of options, and compiles equal ones again. `torch.compile`
@@ -271,11 +274,14 @@ def compile_by_inductor(
         fakes: list[Any] = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in inputs]
     for node, fake in zip(gm.graph.find_nodes(op="placeholder"), fakes, strict=True):
         node.meta["val"] = fake
-    with tracing(TracingContext(fake_mode)), inductor_config.patch(dict(options)):
-        artifact = torch._inductor.standalone_compile(gm, fakes, dynamic_shapes="from_tracing_context")
+    from torch._dynamo.utils import GmWrapper  # both take long to import, and few runs need them
+    from torch._inductor.compile_fx import compile_fx
 
-    def compiled(*args: torch.Tensor) -> Sequence[torch.Tensor]:
-        return artifact(*args)
+    with tracing(TracingContext(fake_mode)), inductor_config.patch(dict(options)):
+        run: Any = compile_fx(GmWrapper(gm, list), fakes)  # type: ignore[arg-type]
+
+    def compiled(inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:  # FX calls torch's own functions by their names
+        return run(inputs)
 
     return compiled
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import operator
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -17,31 +18,45 @@ from torchtitan_graph.graph.edit import erase_dead, is_view, value
 from torchtitan_graph.graph.torch_private import compile_by_inductor
 from torchtitan_graph.log import logger
 
-FLEX, LOSS = "flex", "loss"  # regions that are no modules: a flex attention operator; what follows the last module
+# Regions that are no modules: a flex attention operator; what follows the last module; all that can be compiled.
+FLEX, LOSS, WHOLE = "flex", "loss", "whole"
 
 _FORWARD, _BACKWARD = torch.ops.higher_order.flex_attention, torch.ops.higher_order.flex_attention_backward
 _EXCHANGE, _ROW_SPLITS = torch.ops.torchtitan_graph.exchange.default, torch.ops.torchtitan_graph.row_splits.default
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
 _KERNEL_OPTIONS = 6  # their place among the forward operator's arguments
 
-Regions = Mapping[str, Mapping[str, Any]]  # FLEX, LOSS or a pattern of module names -> Inductor's options there
+Regions = Mapping[str, Mapping[str, Any]]  # FLEX, LOSS, WHOLE or a pattern of module names -> Inductor's options there
+Compiled = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]  # of its inputs as a list, which it empties
 
 
 def compile_regions(gm: GraphModule, regions: Regions) -> GraphModule:
     """Hand each region to Inductor; all other nodes stay, in their order. Not bitwise.
 
-        a = f(x); b = g(a); y = h(b)                      f and g in one region
-        region = compiled(x); b = region[0]; y = h(b)
+        a = f(x); b = g(a); y = h(b)                              f and g in one region
+        region = compiled(inputs(x)); b = region[0]; y = h(b)
 
     Regions that are alike (a block's, in every layer) are compiled once. Flex attention on CUDA runs the kernels of
     `torch.compile(flex_attention)`.
+
+    Raises:
+        RuntimeError: Inductor can't compile a region, which is named.
     """
     tag_regions(gm, list(regions))
-    compiled: dict[str, Callable[..., Any]] = {}
-    segments = _segments(gm)
-    for nodes in segments:
-        _replace(gm, nodes, _options(regions, nodes[0]), compiled)
-    if segments:
-        logger.info(f"compile_regions: {len(segments)} regions, {len(compiled)} of them different")
+    parts = [_cut_out(gm, nodes, _options(regions, nodes[0])) for nodes in _segments(gm)]
+    kinds: dict[str, list[_Part]] = {}
+    for part in parts:
+        kinds.setdefault(part.kind, []).append(part)
+    begin = time.perf_counter()
+    compiled = {kind: _compile(alike, f"{i} of {len(kinds)}") for i, (kind, alike) in enumerate(kinds.items(), 1)}
+    results: dict[Node, Node] = {}
+    for part in parts:
+        _replace(gm, part, compiled[part.kind], results)
+    if parts:
+        seconds = time.perf_counter() - begin
+        logger.info(
+            f"compile_regions: {len(parts)} regions, {len(kinds)} of them different, compiled in {seconds:.0f} s"
+        )
         erase_dead(gm.graph, gm.graph.find_nodes(op="get_attr"))
         gm.delete_all_unused_submodules()
         gm.recompile()
@@ -56,9 +71,10 @@ def tag_regions(gm: GraphModule, patterns: Sequence[str]) -> None:
 
     A flex attention operator takes its score and mask subgraphs along and nothing else, and is in no other region. A
     module's forward and backward are two regions. Collectives, what layout passes put around them, views of what a
-    region is given, and rows on the ranks that hold their experts, of which there is any number, are in none.
+    region is given, what writes into its arguments, and rows on the ranks that hold their experts, of which there is
+    any number, are in none.
     """
-    modules = [pattern for pattern in patterns if pattern not in (FLEX, LOSS)]
+    modules = [pattern for pattern in patterns if pattern not in (FLEX, LOSS, WHOLE)]
     loss = _after_modules(gm) if LOSS in patterns else set()
     away = _away(gm)
     num_left = 0
@@ -70,14 +86,16 @@ def tag_regions(gm: GraphModule, patterns: Sequence[str]) -> None:
                     meta.write(part, region=f"{FLEX} {node.name}")
             else:
                 num_left += FLEX in patterns
-        elif node.op != "call_function" or _is_layout(node) or node in away:
+        elif node.op != "call_function" or _is_layout(node) or _writes(node) or node in away:
             continue
         elif node.target is operator.getitem:
             meta.write(node, region=meta.region(node.args[0]))  # type: ignore[arg-type]
         elif node in loss:
             meta.write(node, region=LOSS)
-        elif name and not (is_view(node) and meta.region(node.all_input_nodes[0]) != f"{name} {meta.phase(node)}"):
-            meta.write(node, region=f"{name} {meta.phase(node)}")
+        elif WHOLE in patterns or name:
+            region = WHOLE if WHOLE in patterns else f"{name} {meta.phase(node)}"
+            if not is_view(node) or meta.region(node.all_input_nodes[0]) == region:
+                meta.write(node, region=region)
     if num_left:
         logger.info(
             f"compile_regions: {num_left} flex attention operators stay uncompiled and exact: on a CPU torch compiles "
@@ -101,10 +119,12 @@ def _options(regions: Regions, node: Node) -> Mapping[str, Any]:
 
 
 def _after_modules(gm: GraphModule) -> set[Node]:
-    """Give the nodes from the last module's forward to the first module's backward: the loss."""
+    """Give the nodes from the last module's forward to the first module's backward: the loss. One that goes through the
+    logits by rows holds less than Inductor's would, and stays: then none."""
     nodes = [n for n in gm.graph.nodes if n.op == "call_function" and meta.role(n) is None]
     last = max((i for i, n in enumerate(nodes) if meta.phase(n) == "forward" and meta.module(n)), default=-1)
-    return set(itertools.takewhile(lambda n: not meta.module(n), nodes[last + 1 :]))
+    loss = set(itertools.takewhile(lambda n: not meta.module(n), nodes[last + 1 :]))
+    return set() if any(getattr(n.target, "namespace", "") == "torchtitan_graph" for n in loss) else loss
 
 
 def _away(gm: GraphModule) -> set[Node]:
@@ -142,6 +162,10 @@ def _is_subgraph(gm: GraphModule, node: Node) -> bool:
     return node.op == "get_attr" and isinstance(getattr(gm, str(node.target), None), GraphModule)
 
 
+def _writes(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
 def _is_layout(node: Node) -> bool:
     """Tell a collective, or a node that a layout pass put before or after one: not a cast that stands alone."""
     if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in ("_c10d_functional", "_dtensor"):
@@ -156,11 +180,14 @@ def _segments(gm: GraphModule) -> list[list[Node]]:
     """Give the calls of each region, cut wherever another node reads what it has made so far.
 
     A segment can then run where its last operator stands: what it needs is there, and nothing has asked for it yet.
+    WHOLE is cut at each wait too: one segment would need the weights of all blocks at once.
     """
     done: list[list[Node]] = []
     running: dict[str, dict[Node, None]] = {}  # a region's name -> its calls since it was last cut, in order
     for node in gm.graph.nodes:
         region = meta.region(node)
+        if node.target is _WAIT and WHOLE in running:
+            done.append(list(running.pop(WHOLE)))
         for source in node.all_input_nodes:
             other = meta.region(source)
             if other is not None and other != region and source in running.get(other, ()):
@@ -172,35 +199,27 @@ def _segments(gm: GraphModule) -> list[list[Node]]:
     return done + [list(nodes) for nodes in running.values()]
 
 
-def _replace(
-    gm: GraphModule, nodes: list[Node], options: Mapping[str, Any], compiled: dict[str, Callable[..., Any]]
-) -> None:
-    """Put one call in place of a segment; compile the segment unless one like it has been."""
-    part, inputs, outputs = _extract(gm, nodes)
-    text = "\n".join([repr(dict(options)), *map(_layout, inputs), *_code(part)])
-    if text not in compiled:
-        compiled[text] = compile_by_inductor(part, [value(x) for x in inputs], options)
-    last = [node for node in nodes if node.target is not operator.getitem][-1]
-    region = meta.region(last)
-    with gm.graph.inserting_after(last):
-        call = gm.graph.create_node("call_function", compiled[text], tuple(inputs), name=region)
-    call.meta["val"] = tuple(map(value, outputs))
-    meta.inherit(call, last)
-    meta.write(call, region=region)
-    with gm.graph.inserting_after(call):
-        for i, output in reversed(list(enumerate(outputs))):
-            result = gm.graph.call_function(operator.getitem, (call, i))
-            result.meta = output.meta
-            output.replace_all_uses_with(result)
-    for node in reversed(nodes):
-        gm.graph.erase_node(node)
+class _Part(NamedTuple):
+    """A segment, copied into a graph of its own under names that do not tell which layer's it is.
 
-
-def _extract(gm: GraphModule, nodes: list[Node]) -> tuple[GraphModule, list[Node], list[Node]]:
-    """Copy a segment into a graph of its own, under names that do not tell which layer's it is.
-
-    Gives that graph, and the nodes that it reads and those that are read of it.
+    nodes   its calls, in order
+    inputs  the nodes that it reads, and `outputs` those that are read of it
+    kind    its code and layouts: parts of a kind compile to the same
     """
+
+    nodes: list[Node]
+    graph: GraphModule
+    inputs: list[Node]
+    outputs: list[Node]
+    options: Mapping[str, Any]
+    kind: str
+
+    @property
+    def last(self) -> Node:
+        return next(node for node in reversed(self.nodes) if node.target is not operator.getitem)
+
+
+def _cut_out(gm: GraphModule, nodes: list[Node], options: Mapping[str, Any]) -> _Part:
     inside, graph, held = set(nodes), Graph(), torch.nn.Module()
     copies: dict[Node, Node] = {}
     inputs: list[Node] = []
@@ -218,7 +237,49 @@ def _extract(gm: GraphModule, nodes: list[Node]) -> tuple[GraphModule, list[Node
         copies[node] = graph.create_node(node.op, node.target, args, kwargs, name=f"value_{len(copies)}")
     outputs = [node for node in nodes if any(user not in inside for user in node.users)]
     graph.output(tuple(copies[node] for node in outputs))
-    return GraphModule(held, graph), inputs, outputs
+    part = GraphModule(held, graph)
+    kind = "\n".join([repr(dict(options)), *map(_layout, inputs), *_code(part)])
+    return _Part(nodes, part, inputs, outputs, options, kind)
+
+
+def _compile(alike: Sequence[_Part], number: str) -> Compiled:
+    """Compile the first of parts of a kind, which takes seconds to minutes."""
+    part, others = alike[0], f" and {len(alike) - 1} like it" if len(alike) > 1 else ""
+    name = meta.region(part.last)
+    logger.info(f"compiling region {number}: {name}{others}, {len(part.nodes)} operators")
+    try:
+        return compile_by_inductor(part.graph, [value(x) for x in part.inputs], part.options)
+    except Exception as error:
+        raise RuntimeError(
+            f"Inductor can't compile the region {name}: {error}\n"
+            'compile.codegen = "off" trains without it; flex attention on a GPU also needs '
+            'compile.disable_passes = ["compile_regions"]'
+        ) from error
+
+
+def _inputs(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Put a region's inputs into a list. The graph then lets go of those that it does not need after it."""
+    return list(tensors)
+
+
+def _replace(gm: GraphModule, part: _Part, compiled: Compiled, results: dict[Node, Node]) -> None:
+    """Put one call in place of a part. `results` has what stands for the outputs of the parts replaced so far."""
+    inputs, region = [results.get(node, node) for node in part.inputs], meta.region(part.last)
+    with gm.graph.inserting_after(part.last):
+        held = gm.graph.create_node("call_function", _inputs, tuple(inputs), name=f"{region} inputs")
+    with gm.graph.inserting_after(held):
+        call = gm.graph.create_node("call_function", compiled, (held,), name=region)
+    for node, values in ((held, inputs), (call, part.outputs)):
+        node.meta["val"] = tuple(map(value, values))
+        meta.inherit(node, part.last)
+        meta.write(node, region=region)
+    with gm.graph.inserting_after(call):
+        for i, output in reversed(list(enumerate(part.outputs))):
+            results[output] = gm.graph.call_function(operator.getitem, (call, i))
+            results[output].meta = output.meta
+            output.replace_all_uses_with(results[output])
+    for node in reversed(part.nodes):
+        gm.graph.erase_node(node)
 
 
 def _without_logsumexp(args: Any) -> tuple[Any, ...]:

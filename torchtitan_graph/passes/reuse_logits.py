@@ -16,7 +16,7 @@ aten = torch.ops.aten
 _SUM = 2  # ATen's number for this reduction
 
 
-def reuse_logits(gm: GraphModule, is_compiled: bool = False) -> GraphModule:
+def reuse_logits(gm: GraphModule) -> GraphModule:
     """Compute the loss some rows at a time, and write the logits' gradient over them. Bitwise.
 
         p = log_softmax(x); l = nll_loss(p, t); ...; dp = nll_loss_backward(dl, p, t); dx = log_softmax_backward(dp, p)
@@ -26,14 +26,11 @@ def reuse_logits(gm: GraphModule, is_compiled: bool = False) -> GraphModule:
     logarithms are computed again in backward. Only for logits that nothing else reads once their gradient is made, in
     memory that no input or output has, and sums over all classes alike. From here on a node's value may change: no pass
     may compute it again later.
-
-    Args:
-        is_compiled: the loss is to be compiled, and stays as it is.
     """
     owner, place = owners(gm), {node: i for i, node in enumerate(gm.graph.nodes)}
     last_use = {owner[x]: i for node, i in place.items() for x in node.all_input_nodes}
     fixed = {owner[node] for node in (*gm.graph.output_node().all_input_nodes, *gm.graph.find_nodes(op="placeholder"))}
-    found = [] if is_compiled else gm.graph.find_nodes(op="call_function", target=aten._log_softmax.default)
+    found = gm.graph.find_nodes(op="call_function", target=aten._log_softmax.default)
     losses = list(filter(None, map(_match, found)))
     num_losses = collections.Counter(owner[loss.logits] for loss in losses)
     for loss in losses:

@@ -14,7 +14,7 @@ from torchtitan_graph.row_loss import exponentials, sharded_cross_entropy_backwa
 aten = torch.ops.aten
 
 
-def reuse_sharded_logits(gm: GraphModule, is_compiled: bool = False) -> GraphModule:
+def reuse_sharded_logits(gm: GraphModule) -> GraphModule:
     """Compute what the loss of a sharded vocabulary has of the logits' size some rows at a time. Bitwise.
 
         s = x - m; z = sum(exp(s)); l = gather(s - log z, t); ...; p = x - m - log z; dx = (onehot(t) + exp(p)) * scale
@@ -24,14 +24,11 @@ def reuse_sharded_logits(gm: GraphModule, is_compiled: bool = False) -> GraphMod
     of two and four. Where logits are narrow, they and their gradient are never whole in fp32 but for the largest's
     search. Only for logits that nothing else reads once their gradient is made, in memory that no input or output has.
     From here on a node's value may change: no pass may compute it again later.
-
-    Args:
-        is_compiled: the loss is to be compiled, and stays as it is.
     """
     owner, place = owners(gm), {node: i for i, node in enumerate(gm.graph.nodes)}
     last_use = {owner[x]: i for node, i in place.items() for x in node.all_input_nodes}
     fixed = {owner[node] for node in (*gm.graph.output_node().all_input_nodes, *gm.graph.find_nodes(op="placeholder"))}
-    found = [] if is_compiled else gm.graph.find_nodes(op="call_function", target=aten.gather.default)
+    found = gm.graph.find_nodes(op="call_function", target=aten.gather.default)
     losses = list(filter(None, map(_match, found)))
     memories = [owner[loss.logits] for loss in losses]
     for loss, memory in zip(losses, memories, strict=True):

@@ -150,6 +150,10 @@ def test_only_known_components_and_whole_options_are_compiled() -> None:
         "optimizer can't be compiled; legal are model, loss, flex" in problems("--compile.components optimizer", 1)[0]
     )
     assert "name=value" in problems("--compile.region_options loss,max_autotune", 1)[0]
+    assert "contradicts compile.codegen = off" in problems("--compile.enable --compile.codegen off", 1)[0]
+    for part in ("--compile.regions output", "--compile.components loss"):
+        assert "codegen = whole compiles all" in problems(f"--compile.codegen whole {part}", 1)[0]
+    assert check(load(["--compile.enable", "--compile.codegen", "whole"]), 1) == []
     assert check(load(["--compile.components=flex", "--compile.region_options", "flex,max_autotune=true"]), 1) == []
 
 
@@ -159,7 +163,8 @@ def test_only_known_components_and_whole_options_are_compiled() -> None:
         ("--lr_scheduler.total_steps 10", "the schedule ends before training.steps 10000"),
         ("--checkpoint.remote_folder memory://run", "nothing is copied while checkpoint.enable is false"),
         ("--debug.verify_passes --compile.mode eager", "compile.mode = eager runs no passes"),
-        ("--compile.enable --compile.mode eager", "regions are parts of a graph"),
+        ("--compile.enable --compile.mode eager", "compile.enable = True: compile.mode = eager compiles flex"),
+        ("--compile.codegen whole --compile.mode eager", "compile.codegen = 'whole': compile.mode = eager compiles"),
         ("--comm.fake_rank 1", "only a dry run"),
         ("--metrics.histogram_freq 5", "no histograms while metrics.enable_tensorboard is false"),
         ("--parallelism.pipeline_parallel_schedule GPipe", "'GPipe': there are no stages while parallelism.pipeline_"),

@@ -3,29 +3,32 @@
 import dataclasses
 import operator
 import shutil
+import weakref
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
-from toy import GATHER, Toy, batch, bitwise, blocks, calls, run_toy, text, toy, trace_toy
+from toy import GATHER, WAIT, Toy, batch, bitwise, blocks, calls, run_toy, text, toy, trace_toy
 
 from torchtitan_graph.check.matrix import Cell, build_model
 from torchtitan_graph.compiler import PassPlan, passes, plan_regions
 from torchtitan_graph.config import job
 from torchtitan_graph.data.batch import Batch
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph import meta
+from torchtitan_graph.graph import edit, meta
 from torchtitan_graph.graph.step import trace_eval_step, trace_train_step
+from torchtitan_graph.graph.torch_private import FakeTensorMode, boxed
 from torchtitan_graph.loss import cross_entropy
 from torchtitan_graph.models import llama3
 from torchtitan_graph.parallel.layout import Layout, ParallelDims
 from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.parallel.storage import Precision, buckets, plan_storage
 from torchtitan_graph.passes.cleanup import cleanup
-from torchtitan_graph.passes.compile_regions import FLEX, LOSS, compile_regions, tag_regions
+from torchtitan_graph.passes.compile_regions import FLEX, LOSS, WHOLE, compile_regions, tag_regions
+from torchtitan_graph.row_loss import cross_entropy_backward_
 from torchtitan_graph.steps import build_graphs
 
 FORWARD, BACKWARD = torch.ops.higher_order.flex_attention, torch.ops.higher_order.flex_attention_backward
@@ -42,9 +45,9 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> Compiled:
     """Let regions run as they are: bit for bit, and at once. Gives those that Inductor would have compiled."""
     found: Compiled = []
 
-    def keep(gm: GraphModule, inputs: list[Tensor], options: object) -> Callable[..., tuple[Tensor, ...]]:
+    def keep(gm: GraphModule, inputs: list[Tensor], options: object) -> Callable[[list[Tensor]], tuple[Tensor, ...]]:
         found.append(gm)
-        return lambda *args: gm(*args)
+        return lambda inputs: gm(*inputs)
 
     monkeypatch.setattr("torchtitan_graph.passes.compile_regions.compile_by_inductor", keep)
     return found
@@ -160,9 +163,8 @@ def test_an_output_of_the_wrong_place_would_be_seen(uncompiled: Compiled) -> Non
     gm = cleanup(trace_toy(toy()))
     expected = run_toy(gm)
     gm = compile_regions(gm, {"layers.*.up": {}})
-    region = next(
-        n for n in gm.graph.nodes if meta.region(n) == "layers.0.up backward" and n.target is not operator.getitem
-    )
+    of_region = [n for n in gm.graph.nodes if meta.region(n) == "layers.0.up backward"]
+    region = next(n for n in of_region if {user.target for user in n.users} == {operator.getitem})
     first, second = list(region.users)[:2]
     first.args, second.args = second.args, first.args
     gm.recompile()
@@ -200,6 +202,80 @@ def test_it_follows_all_other_passes(
         gm.graph.lint()
     assert calls(gm, GATHER) and not any(calls(part, GATHER) for part in uncompiled)
     assert not calls(gm, torch.ops.aten.silu.default) and any(calls(p, torch.ops.aten.silu.default) for p in uncompiled)
+
+
+@pytest.mark.parametrize("box", ["emptied", "kept"])
+def test_what_dies_inside_a_region_is_freed_there(box: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+
+    def compile(gm: GraphModule, inputs: list[Tensor], options: object) -> Callable[[list[Tensor]], tuple[Tensor, ...]]:
+        def run(inputs: list[Tensor]) -> tuple[Tensor, ...]:
+            (x,) = inputs
+            if box == "emptied":
+                inputs.clear()
+            y, died = x + 1, weakref.ref(x)
+            del x
+            seen.append(died() is None)
+            return (y,)
+
+        return run
+
+    monkeypatch.setattr("torchtitan_graph.passes.compile_regions.compile_by_inductor", compile)
+    graph = Graph()
+    x = graph.placeholder("x")
+    with FakeTensorMode():
+        x.meta["val"] = torch.empty(3)
+    y = edit.call(graph, x, torch.ops.aten.sin.default, x)
+    z = edit.call(graph, x, torch.ops.aten.add.Tensor, y, 1)
+    meta.write(z, module="layers.0")
+    graph.output((z,))
+    gm = compile_regions(GraphModule(torch.nn.Module(), graph), {"layers.*": {}})
+    (found,) = boxed(gm)([torch.zeros(3)])
+    assert torch.equal(found, torch.ones(3)) and seen == [box == "emptied"]
+
+
+def test_whole_is_cut_at_waits_and_leaves_what_writes(uncompiled: Compiled, layout_of: Callable[..., Layout]) -> None:
+    model = toy()
+    gm = trace_toy(model)
+    storages = plan_storage(model, layout_of(dp_shard=4), Precision())
+    for each in passes(PassPlan(storages, blocks(), buckets(model, blocks()), regions={WHOLE: {}})):
+        gm = each.run(gm)
+        gm.graph.lint()
+    aten = [n for n in gm.graph.nodes if isinstance(n.target, torch._ops.OpOverload) and n.target.namespace == "aten"]
+    assert all(meta.role(n) or edit.is_view(n) for n in aten) and calls(gm, cross_entropy_backward_)
+    assert len([n for n in gm.graph.nodes if meta.region(n) and n.target is not operator.getitem]) > 6
+    order = [n for n in gm.graph.nodes if n.target is WAIT or meta.region(n)]
+    forward = [n.target is WAIT for n in order if meta.phase(n) == "forward"]
+    assert forward.count(True) > 2 and sorted(forward, reverse=True) != forward, "not all weights come first"
+
+
+def test_a_loss_in_the_logits_memory_stays(uncompiled: Compiled) -> None:
+    for disabled, is_compiled in (([], False), (["reuse_logits"], True)):
+        gm = trace_toy(toy())
+        for each in passes(PassPlan({}, blocks(), (), regions={LOSS: {}})):
+            gm = gm if each.name in disabled or each.required and each.name != "cleanup" else each.run(gm)
+        assert bool(uncompiled) == is_compiled
+        assert bool(calls(gm, cross_entropy_backward_)) != is_compiled
+
+
+def test_a_region_that_can_not_be_compiled_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise TypeError("no such kernel")
+
+    monkeypatch.setattr("torchtitan_graph.passes.compile_regions.compile_by_inductor", fail)
+    with pytest.raises(RuntimeError, match='region layers.0 forward: no such kernel\n.*codegen = "off"') as raised:
+        compile_regions(cleanup(trace_toy(toy())), {"layers.*": {}})
+    assert isinstance(raised.value.__cause__, TypeError)
+
+
+def test_the_log_says_what_is_compiled(uncompiled: Compiled, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "torchtitan_graph"):
+        compile_regions(cleanup(trace_toy(toy(num_layers=3))), {"layers.*": {}})
+    assert [text.split(",")[0] for text in caplog.messages] == [
+        "compiling region 1 of 2: layers.0 forward and 2 like it",
+        "compiling region 2 of 2: layers.2 backward and 2 like it",
+        "compile_regions: 6 regions",
+    ]
 
 
 # --- Inductor -------------------------------------------------------------------------------------------------------
@@ -254,6 +330,9 @@ def plan(device: str = "cpu", **options: object) -> dict:
 def test_nothing_is_compiled_unless_asked_for_but_flex_attention_on_a_gpu() -> None:
     assert plan() == {} and plan("cuda") == {FLEX: {}}
     assert plan(enable=True) == {"layers.*": {}, LOSS: {}}
+    assert plan(codegen="blocks") == plan(enable=True) == {"layers.*": {}, LOSS: {}}
+    assert plan(codegen="whole") == plan(codegen="whole", enable=True) == {WHOLE: {}}
+    assert plan("cuda", codegen="whole") == {WHOLE: {}, FLEX: {}}
     assert plan(enable=True, components=["flex"]) == {FLEX: {}}
 
 

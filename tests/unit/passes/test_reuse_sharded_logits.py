@@ -77,7 +77,3 @@ def test_others_stay_as_they_are(where: str) -> None:
     expected = run(gm)
     assert not calls(reuse_sharded_logits(gm), *OURS)
     assert bitwise(run(gm), expected)
-
-
-def test_a_loss_that_is_compiled_stays_as_it_is() -> None:
-    assert not calls(reuse_sharded_logits(step(torch.float32), is_compiled=True), *OURS)

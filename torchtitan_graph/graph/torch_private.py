@@ -77,6 +77,7 @@ __all__ = [
     "make_dtensor",
     "mask_parts",
     "mask_whole",
+    "multiply",
     "num_writes",
     "one_thread_per_gloo_group",
     "open_rule",
@@ -345,6 +346,12 @@ def has_gradient_hooks(parameter: torch.Tensor) -> bool:
 def num_writes(tensor: torch.Tensor) -> int:
     """Count how often a tensor was written to in place. Autograd's own counter; there is no public one."""
     return tensor._version
+
+
+def multiply(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply tensors by a scalar in place, many in one kernel. `clip_grads_with_norm_` does it on DTensors, which on
+    2.11 leave operators on made-up tensors of the whole shape in a trace."""
+    torch._foreach_mul_(tensors, factor)
 
 
 def count_step(optimizer: torch.optim.Optimizer) -> None:

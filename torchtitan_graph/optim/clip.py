@@ -7,7 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
+
+from torchtitan_graph.graph.torch_private import multiply
 
 c10d = torch.ops._c10d_functional
 
@@ -45,8 +47,9 @@ def clip_grad_norm(
     total_norm = squares.sqrt().to(_dtype_of([p for params in by_layout.values() for p in params]))
     if max_norm > 0:
         finite_norm = torch.where(total_norm.isfinite(), total_norm, 0)
+        scale = torch.clamp(max_norm / (finite_norm + 1e-6), max=1.0)  # as torch's clip_grads_with_norm_ has it
         for params in by_layout.values():
-            clip_grads_with_norm_(params, max_norm, finite_norm, foreach=True)
+            multiply([_local(param.grad) for param in params if param.grad is not None], scale)
     return total_norm
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from torchtitan_graph.compiler import Extra, Inspection, run_passes, update_passes
@@ -66,7 +69,8 @@ class Update:
             norm = self._steps.clip(self._max_norm)
             # The kernel's own way to take no step: torch's gradient scaler sets it.
             self._twin.found_inf = _is_not_finite(loss, norm)  # type: ignore[attr-defined]
-            self._twin.step()
+            with _on_parts(self._twin):
+                self._twin.step()
             return norm
 
         trace = minimal_fx_tracer(update, model, self._twin, stack_traces=self._stack_traces, donated=("gradients",))
@@ -99,6 +103,31 @@ def _twin_of(optimizer: Optimizer) -> Optimizer:
         group | {"lr": torch.tensor(group["lr"], dtype=dtype, device=device)} for group in optimizer.param_groups
     ]
     return twin
+
+
+@contextlib.contextmanager
+def _on_parts(optimizer: Optimizer) -> Iterator[None]:
+    """Let an optimizer of DTensors step on the parts that this rank has, in the same order: its update is elementwise.
+
+    On torch 2.11 a trace of DTensors' own update has a second one, of tensors of the whole shape that nobody has.
+    """
+    groups, state = optimizer.param_groups, optimizer.state
+    parts: dict[Tensor, Tensor] = {}
+    for p in (p for group in groups for p in group["params"] if p.grad is not None):
+        parts[p] = _part(p).detach()
+        parts[p].grad = _part(p.grad)
+    optimizer.param_groups = [g | {"params": [parts[p] for p in g["params"] if p in parts]} for g in groups]
+    optimizer.state = collections.defaultdict(
+        dict, {part: {key: _part(x) for key, x in state[p].items()} for p, part in parts.items()}
+    )
+    try:
+        yield
+    finally:
+        optimizer.param_groups, optimizer.state = groups, state
+
+
+def _part(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _is_not_finite(loss: Tensor, norm: Tensor) -> Tensor:

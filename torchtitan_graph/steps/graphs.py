@@ -102,6 +102,8 @@ def trace_steps(
     logger.info(f"traced in {time.perf_counter() - begin:.1f} s, {len(train.gm.graph.nodes)} nodes")
     groups = buckets(model, model.blocks)
     context = context_modules(model, family.PLAN)
-    plan = PassPlan(storages, model.blocks, groups, options.recompute, options.reshard, options.regions, context)
+    plan = PassPlan(
+        storages, model.blocks, groups, options.recompute, options.reshard, options.regions, context, options.offload
+    )
     flops = count_flops(train.gm, model.blocks, layout.gathers_rows)
     return Traced(train, evaluate, plan, flops, pytree.tree_leaves(example))

@@ -63,7 +63,9 @@ def build_stages(
     again = options.reshard.root
     reshard, groups = Reshard(blocks=again, root=again), buckets(model, model.blocks)
     context = context_modules(model, family.PLAN)
-    plan = PassPlan(storages, model.blocks, groups, options.recompute, reshard, options.regions, context)
+    plan = PassPlan(
+        storages, model.blocks, groups, options.recompute, reshard, options.regions, context, options.offload
+    )
     built = {number: _build_stage(number, model, plan, layout, options, capture) for number in numbers}
     flops = functools.reduce(operator.add, (count for _, count in built.values()))
     return {number: stage for number, (stage, _) in built.items()}, storages, flops

@@ -136,6 +136,8 @@ def test_only_known_components_and_whole_options_are_compiled() -> None:
         "optimizer can't be compiled; legal are model, loss, flex" in problems("--compile.components optimizer", 1)[0]
     )
     assert "name=value" in problems("--compile.region_options loss,max_autotune", 1)[0]
+    eager = problems("--compile.mode eager --activation_checkpoint.offload layers.*", 1)[0]
+    assert "activation_checkpoint.offload = ['layers.*']: only a graph moves activations" in eager
     assert check(load(["--compile.components=flex", "--compile.region_options", "flex,max_autotune=true"]), 1) == []
 
 

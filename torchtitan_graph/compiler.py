@@ -21,6 +21,7 @@ from torchtitan_graph.config import job
 from torchtitan_graph.config.option import nearest
 from torchtitan_graph.config.own import find_own
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.graph.blocks import block_of
 from torchtitan_graph.graph.changes import PassTable
 from torchtitan_graph.graph.show import dump
 from torchtitan_graph.graph.signature import signature_of
@@ -35,6 +36,7 @@ from torchtitan_graph.passes.cleanup_update import cleanup_update
 from torchtitan_graph.passes.compile_regions import FLEX, LOSS, WHOLE, Regions, compile_regions, region_of
 from torchtitan_graph.passes.merge_equal import merge_equal
 from torchtitan_graph.passes.mixed_precision import mixed_precision
+from torchtitan_graph.passes.offload_activations import offload_activations
 from torchtitan_graph.passes.overlap_collectives import overlap_collectives
 from torchtitan_graph.passes.overlap_context import overlap_context
 from torchtitan_graph.passes.rematerialize import rematerialize
@@ -42,6 +44,7 @@ from torchtitan_graph.passes.reuse_logits import reuse_logits
 from torchtitan_graph.passes.reuse_sharded_logits import reuse_sharded_logits
 from torchtitan_graph.passes.shard_params import shard_params
 from torchtitan_graph.passes.tag_elementwise import tag_elementwise
+from torchtitan_graph.passes.tag_offload import tag_offload
 from torchtitan_graph.passes.tag_recomputation import tag_recomputation
 from torchtitan_graph.passes.tag_resharding import tag_resharding
 
@@ -53,6 +56,7 @@ class PassPlan:
     blocks   the model's blocks, by their names
     buckets  which parameters are gathered, and whose gradients are reduced, together
     context  the modules that gather over the sequence, by their names
+    offload  the modules whose activations lie in the host's memory till backward, by their names
     """
 
     storages: Mapping[str, Storage]
@@ -62,6 +66,7 @@ class PassPlan:
     reshard: Reshard = Reshard()
     regions: Regions = dataclasses.field(default_factory=dict)
     context: Container[str] = ()
+    offload: Container[str] = ()
 
 
 class Pass(NamedTuple):
@@ -99,7 +104,9 @@ def passes(plan: PassPlan, extra: Sequence[Extra] = ()) -> list[Pass]:
         Pass("tag_resharding", partial(tag_resharding, blocks=plan.blocks, reshard=plan.reshard)),
         Pass("tag_recomputation", partial(tag_recomputation, blocks=plan.blocks, recompute=plan.recompute)),
         Pass("tag_elementwise", partial(tag_elementwise, blocks=plan.blocks)),
+        Pass("tag_offload", partial(tag_offload, modules=plan.offload)),
         Pass("rematerialize", rematerialize),
+        Pass("offload_activations", partial(offload_activations, blocks=plan.blocks)),
         Pass("reuse_logits", reuse_logits),
         Pass("reuse_sharded_logits", reuse_sharded_logits),
         Pass("bucket_collectives", partial(bucket_collectives, buckets=plan.buckets)),
@@ -205,6 +212,37 @@ def plan_regions(options: job.Compile, model: nn.Module, device: torch.device) -
             )
         regions[pattern] |= inductor_options(settings)
     return regions
+
+
+def plan_offload(
+    patterns: Sequence[str], model: nn.Module, blocks: Container[str], last: Container[str]
+) -> tuple[str, ...]:
+    """Give the modules whose activations lie in the host's memory till backward.
+
+    Args:
+        patterns: `activation_checkpoint.offload`.
+        last: the blocks whose backward comes first: of the model, or of each stage.
+
+    Raises:
+        UserError: a pattern that matches no module of a block, or only of those.
+    """
+    inside = [name for name, _ in model.named_modules() if block_of(name, blocks)]
+    found: dict[str, None] = {}
+    for pattern in patterns:
+        matching = [name for name in inside if region_of(name, [pattern]) == name]
+        if not matching:
+            raise UserError(
+                f"activation_checkpoint.offload = {pattern!r}: matches no module of a block; legal are names such as "
+                f"{', '.join(inside[:4])}, * for any one part"
+            )
+        movable = [name for name in matching if block_of(name, blocks) not in last]
+        if not movable:
+            raise UserError(
+                f"activation_checkpoint.offload = {pattern!r}: matches only in {block_of(matching[0], blocks)}, "
+                "behind which no other block runs before backward reads its activations; name modules of earlier blocks"
+            )
+        found |= dict.fromkeys(movable)
+    return tuple(found)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torchtitan_graph.config import job
 from torchtitan_graph.device import GIB
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import value
-from torchtitan_graph.graph.liveness import output_memory, peak_memory
+from torchtitan_graph.graph.liveness import host_memory, output_memory, peak_memory
 from torchtitan_graph.graph.partition import ONCE_A_STEP
 from torchtitan_graph.graph.trace import TracedResult
 from torchtitan_graph.graph.traffic import Traffic, traffic
@@ -22,6 +22,7 @@ from torchtitan_graph.parallel.storage import Storage
 from torchtitan_graph.steps import Graphs, StepOptions
 
 OPTIMIZER, STEP = "optimizer state", "step at its peak"
+OFFLOADED = "offloaded activations"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Forecast:
     """What a rank needs for a training step.
 
     held        bytes by what for; with those of the optimizer unless it is a class of one's own
+    offloaded   bytes of activations in the host's memory, at most
     where       what runs when the step holds most
     sent        collectives of a microbatch by (axis, kind)
     sent_once   of a pipeline, those of a whole step: of weights, of gradients, and what stages hand to one another
@@ -36,6 +38,7 @@ class Forecast:
     """
 
     held: dict[str, int]
+    offloaded: int
     where: str
     sent: dict[tuple[str, str], Traffic]
     sent_once: dict[tuple[str, str], Traffic]
@@ -49,6 +52,7 @@ class Forecast:
             *(f"  {name:34}{size / GIB:10.3f} GiB" for name, size in self.held.items()),
             f"  {'in all':34}{sum(self.held.values()) / GIB:10.3f} GiB{more}",
             f"  most is held in {self.where}; new gradients count, what operators need only while they run does not",
+            *[f"  {OFFLOADED:34}{self.offloaded / GIB:10.3f} GiB, in the host's memory"] * (self.offloaded > 0),
             *_received(self.sent, "a microbatch"),
             *_received(self.sent_once, "a step"),
             f"  {self.operations / 1e12:.3f} TFLOP a microbatch of rows of one document",
@@ -76,14 +80,16 @@ def forecast(
     sent_once: dict[tuple[str, str], Traffic] = {}
     if isinstance(graphs.train, dict):
         held[STEP], where = _peak_of_stages(graphs.train, options, layout)
+        offloaded = _offloaded_of_stages(graphs.train, options, layout)
         for stage in graphs.train.values():
             for name, part in stage.parts.by_name.items():
                 _add(sent_once if name in ONCE_A_STEP else sent, traffic(part.gm, axes))
         _add(sent_once, _messages(graphs.train, options, layout))
     else:
         held[STEP], where = _peak(graphs.train)
+        offloaded = host_memory(graphs.train.gm)
         sent = traffic(graphs.train.gm, axes)
-    return Forecast(held, where, sent, sent_once, _operations(model, graphs, options), optimizer.name)
+    return Forecast(held, offloaded, where, sent, sent_once, _operations(model, graphs, options), optimizer.name)
 
 
 def _add(sent: dict[tuple[str, str], Traffic], more: Mapping[tuple[str, str], Traffic]) -> None:
@@ -131,6 +137,18 @@ def _peak_of_stages(graphs: Mapping[int, StageGraph], options: StepOptions, layo
                 has_sums.add(action.stage)
                 held += _bytes_of_sums(graphs[action.stage])
     return peak, where
+
+
+def _offloaded_of_stages(graphs: Mapping[int, StageGraph], options: StepOptions, layout: Layout) -> int:
+    """Give the most that the microbatches between forward and backward have in the host's memory."""
+    assert options.pipeline is not None
+    sizes = {number: host_memory(graph.train.gm) for number, graph in graphs.items()}
+    held = most = 0
+    for action in options.pipeline.actions[layout.rank(PP)]:
+        if action.kind in ("F", "B", "W"):
+            held += sizes[action.stage] if action.kind == "F" else -sizes[action.stage]
+            most = max(most, held)
+    return most
 
 
 def _bytes_of_sums(graph: StageGraph) -> int:

@@ -1,10 +1,13 @@
-"""Operators of our own: products and sums over groups of rows whose sizes only the data know, and exchanges of rows.
+"""Operators of our own: products and sums over groups of rows whose sizes only the data know, exchanges of rows, and
+copies to the host's memory.
 
 Rows come sorted by group; `offsets_E[e]` is where group e ends. Shapes do not depend on the sizes, so a graph holds
 each as one node, and their backwards are made of them.
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 from torch import Tensor
@@ -256,3 +259,65 @@ def exchanged(x_SD: Tensor, splits_2R: Tensor, back: bool, group: str) -> Tensor
 
 def _wait(x: Tensor) -> Tensor:
     return torch.ops._c10d_functional.wait_tensor(x)
+
+
+# --- copies to the host's memory, and back ----------------------------------------------------------------------------
+
+
+@torch.library.custom_op(f"{_LIBRARY}::offload", mutates_args=())
+def offload(x: Tensor) -> Tensor:
+    """Start copying a tensor to the host's memory; `arrived` must follow.
+
+    On CUDA the memory is pinned, and the copy runs on a stream of its own beside what follows here.
+    """
+    host = torch.empty_like(x, device="cpu", pin_memory=x.is_cuda)
+    return _start_copy(host, x, "out")
+
+
+@torch.library.custom_op(f"{_LIBRARY}::reload", mutates_args=())
+def reload(host: Tensor, device_type: str) -> Tensor:
+    """Start copying a tensor back to the device; `arrived` must follow."""
+    return _start_copy(torch.empty_like(host, device=device_type), host, "in")
+
+
+@offload.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x, device="cpu")
+
+
+@reload.register_fake
+def _(host: Tensor, device_type: str) -> Tensor:
+    return torch.empty_like(host, device=device_type)
+
+
+def _arrived(copy: Tensor, source: Tensor) -> Tensor:
+    """Let what follows wait until a copy is there, and give it. From here on its source may be let go of: so neither
+    copy needs memory that the allocator would keep until the host has seen it end."""
+    if (event := _ENDS.pop(copy.data_ptr(), None)) is not None:
+        event.wait()
+    return copy
+
+
+_COPIES = torch.library.Library(_LIBRARY, "FRAGMENT")
+_COPIES.define("arrived(Tensor(a) copy, Tensor source) -> Tensor(a)")
+_COPIES.impl("arrived", _arrived, "CompositeExplicitAutograd")
+torch.library.register_fake(f"{_LIBRARY}::arrived", lambda copy, source: copy)
+
+_ENDS: dict[int, torch.cuda.Event] = {}  # where a copy lies -> its end
+
+
+def _start_copy(copy: Tensor, source: Tensor, way: str) -> Tensor:
+    if not (copy.is_cuda or source.is_cuda):
+        return copy.copy_(source)
+    stream = _stream(way, torch.cuda.current_device())
+    stream.wait_stream(torch.cuda.current_stream())  # it makes the source, or still reads what lay where the copy goes
+    with torch.cuda.stream(stream):
+        copy.copy_(source, non_blocking=True)
+    _ENDS[copy.data_ptr()] = stream.record_event()
+    return copy
+
+
+@functools.cache
+def _stream(way: str, device: int) -> torch.cuda.Stream:
+    """Give the stream of the copies out of a device, or into it: they may cross."""
+    return torch.cuda.Stream(device)

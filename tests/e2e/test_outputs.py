@@ -79,7 +79,7 @@ def inspected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
 UPDATE = ["cleanup_update", "my_passes.swap_sums"]
 PASSES = [
     *["cleanup", "shard_params", "mixed_precision", "my_passes.swap_sums", "merge_equal"],
-    *["tag_resharding", "tag_recomputation", "tag_elementwise", "rematerialize"],
+    *["tag_resharding", "tag_recomputation", "tag_elementwise", "tag_offload", "rematerialize", "offload_activations"],
     *["reuse_logits", "reuse_sharded_logits", "bucket_collectives"],
     "overlap_context",
     "overlap_collectives",

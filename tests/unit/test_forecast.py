@@ -14,6 +14,7 @@ from torchtitan_graph.graph.torch_private import init_fake_process_group
 from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.layout import FSDP, PP, TP, ParallelDims
 from torchtitan_graph.parallel.storage import Reshard
+from torchtitan_graph.passes import tag_offload
 from torchtitan_graph.steps import build_graphs
 
 
@@ -75,6 +76,22 @@ def test_a_stage_holds_what_its_schedule_keeps() -> None:
     assert "stage" in of(both_ways).where  # its list has whole backwards and halves
     assert of(one_by_one).sent_once == {(PP, "message"): (4, 4 * 2 * 32 * 64 * 4)}  # rows, length, width, bytes
     assert "received over pp in a step: message" in "\n".join(of(one_by_one).lines())
+
+
+@pytest.mark.parametrize("dims", [ParallelDims(dp_shard=2), ParallelDims(pp=2)], ids=["FSDP-2", "PP-2"])
+def test_what_is_offloaded_is_held_by_the_host(dims: ParallelDims, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tag_offload, "_SMALLEST", 0)
+    gpipe = (("pipeline_parallel_schedule", "GPipe"),)
+    stay = Cell(dims, num_microbatches=4, changes=(("num_layers", 8),), pipeline=gpipe)
+    before, after = (of(dataclasses.replace(stay, offload=names)) for names in ((), ("layers.0", "layers.1")))
+    assert before.offloaded == 0 and after.offloaded > 0
+    assert "host" not in "\n".join(before.lines()) and "GiB, in the host's memory" in "\n".join(after.lines())
+    if dims.pp > 1:  # all that the four microbatches keep
+        fewer = of(dataclasses.replace(stay, num_microbatches=2, offload=("layers.0", "layers.1")))
+        assert before.held[STEP] - after.held[STEP] == pytest.approx(after.offloaded, rel=0.4)
+        assert fewer.offloaded == after.offloaded
+    else:
+        assert 0 < before.held[STEP] - after.held[STEP] <= after.offloaded
 
 
 def test_a_pipeline_gathers_once_and_sums_gradients_in_the_dtype_of_their_reduction() -> None:

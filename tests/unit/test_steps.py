@@ -1,5 +1,6 @@
 """What is refused before a step is built, and how ranks' counts are added."""
 
+import logging
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torchtitan_graph import device as devices
 from torchtitan_graph.config import JobConfig, load
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.log import logger
 from torchtitan_graph.models import llama3
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.parallel.layout import ParallelDims
@@ -54,6 +56,23 @@ def test_rows_whose_tokens_do_not_fit_are_refused(table: str, monkeypatch: pytes
     words = rf"{table}.seq_len = 16777217: the tokens of {table}.local_batch_size 2 rows would take about 1 GiB"
     with pytest.raises(UserError, match=words):
         check(config, model, device="cuda")
+
+
+def test_activations_are_moved_on_a_gpu_and_in_a_dry_run_and_a_cpu_says_so(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logger, "propagate", True)
+
+    def moved(device: str, *options: str) -> list[str]:
+        config, model = built("--activation_checkpoint.offload", "layers.*", *options)
+        return list(step_options(config, model, 2, torch.device(device)).offload)
+
+    assert moved("cuda") == moved("cpu", "--comm.mode", "fake_backend") == [f"layers.{i}" for i in range(5)]
+    of_stages = moved("cuda", "--parallelism.pipeline_parallel_degree", "2")
+    assert of_stages == ["layers.0", "layers.1", "layers.3", "layers.4"], "the last of each stage stays"
+    with caplog.at_level(logging.INFO):
+        assert moved("cpu") == []
+    assert "activation_checkpoint.offload: a CPU's memory is the host's, so nothing is moved" in caplog.text
 
 
 def test_counts_of_several_dtypes_keep_them() -> None:

@@ -82,6 +82,7 @@ class Cell:
     changes: tuple[tuple[str, object], ...] = ()  # of the family's tiny configuration
     auxiliary: AuxiliaryLoss | None = None
     recompute: Recompute = Recompute()
+    offload: tuple[str, ...] = ()
     reshard: Reshard = Reshard()
     loss_parallel: bool = True
     disabled: tuple[str, ...] = ()
@@ -106,6 +107,7 @@ class Cell:
             num_microbatches=self.num_microbatches,
             precision=self.precision,
             recompute=self.recompute,
+            offload=self.offload,
             reshard=self.reshard,
             experts=ExpertTraining(self.auxiliary),
             loss_parallel=self.loss_parallel,

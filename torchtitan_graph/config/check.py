@@ -358,6 +358,11 @@ def _check_compile(config: JobConfig) -> list[str]:
                 f"{_name(config, 'compile.region_options')}: {region} must be a pattern of compile.regions, or flex,"
                 " loss or whole, and after it name=value, such as ['layers.*', 'max_autotune=true']"
             )
+    if config.activation_checkpoint.offload and config.compile.mode == "eager":
+        problems.append(
+            f"{_name(config, 'activation_checkpoint.offload')}: only a graph moves activations to the host; use"
+            " compile.mode = graph, or remove it"
+        )
     return problems + _check_optimizer_in_graph(config)
 
 

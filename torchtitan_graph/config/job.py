@@ -404,6 +404,12 @@ class ActivationCheckpoint:
         " integer n: recompute every n-th layer as a whole.",
         pattern=r"op|[1-9][0-9]{0,8}",
     )
+    offload: list[str] = option(
+        [],
+        "Modules whose large activations lie in the host's memory from forward to backward, as patterns of names such"
+        " as layers.*; * stands for any one part. What the last block's backward reads stays on the GPU. On a CPU it"
+        " does nothing; a dry run counts it.",
+    )
 
 
 @dataclass

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import collections
 import operator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
 
+import torchtitan_graph.ops  # noqa: F401 (registers the copies to the host's memory)
 from torchtitan_graph.graph.edit import aliased, is_view
 
 # They give their argument's memory without saying so in their schemas.
 _SILENT_VIEWS = (torch.ops.aten._unsafe_view.default, torch.ops._c10d_functional.wait_tensor.default)
+_OFFLOAD = torch.ops.torchtitan_graph.offload.default
 
 
 class Peak(NamedTuple):
@@ -27,18 +30,29 @@ def peak_memory(gm: GraphModule) -> Peak:
 
     What an operator needs only while it runs is not counted, nor what an allocator rounds up.
     """
+    held = held_memory(gm, size_of)
+    node = max(held, key=held.__getitem__)
+    return Peak(held[node], node)
+
+
+def host_memory(gm: GraphModule) -> int:
+    """Give the most bytes of the host's memory that copies of a graph's values take at once."""
+    return max(held_memory(gm, lambda node: _num_bytes(node) if node.target is _OFFLOAD else 0).values())
+
+
+def held_memory(gm: GraphModule, size: Callable[[Node], int]) -> dict[Node, int]:
+    """Give what is held while each node runs, in bytes, where a memory takes as many as `size` says of its owner."""
     owner, nodes = owners(gm), list(gm.graph.nodes)
     last_use = {owner[x]: i for i, node in enumerate(nodes) for x in (*node.all_input_nodes, node)}
     freed_at: dict[int, int] = collections.Counter()
     for node, i in last_use.items():
-        freed_at[i] += size_of(node)
-    held, peak = 0, Peak(0, nodes[0])
+        freed_at[i] += size(node)
+    now, held = 0, {}
     for i, node in enumerate(nodes):
-        held += size_of(node) if owner[node] is node else 0
-        if held > peak.num_bytes:
-            peak = Peak(held, node)
-        held -= freed_at[i]
-    return peak
+        now += size(node) if owner[node] is node else 0
+        held[node] = now
+        now -= freed_at[i]
+    return held
 
 
 def output_memory(gm: GraphModule) -> int:
@@ -64,6 +78,10 @@ def owners(gm: GraphModule) -> dict[Node, Node]:
 
 
 def size_of(node: Node) -> int:
-    """Give the bytes of the memory that a node's value lies in; of inputs and tuples none."""
+    """Give the bytes of the device's memory that a node's value lies in; of inputs and tuples none."""
+    return 0 if node.target is _OFFLOAD else _num_bytes(node)
+
+
+def _num_bytes(node: Node) -> int:
     value = node.meta.get("val") if node.op in ("call_function", "call_module") else None
     return value.untyped_storage().nbytes() if isinstance(value, torch.Tensor) else 0

@@ -2,7 +2,7 @@
 
 phase    "forward" | "backward"
 module   name of the innermost submodule whose call made the node ("" outside any)
-tag      a memory policy's word: SAVE | RECOMPUTE (read by `rematerialize`)
+tag      a memory policy's word: SAVE | RECOMPUTE (read by `rematerialize`) | OFFLOAD (by `offload_activations`)
 role     what a layout pass made: GATHER | REDUCE, with the parameter it serves
 region   the part of the graph that is compiled together, by name (read by `compile_regions`)
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch.fx import GraphModule, Node
 
-SAVE, RECOMPUTE = "save", "recompute"
+SAVE, RECOMPUTE, OFFLOAD = "save", "recompute", "offload"
 GATHER, REDUCE = "gather", "reduce"
 
 _TORCH = Path(torch.__file__).parent

@@ -24,6 +24,8 @@ FLEX, LOSS, WHOLE = "flex", "loss", "whole"
 _FORWARD, _BACKWARD = torch.ops.higher_order.flex_attention, torch.ops.higher_order.flex_attention_backward
 _EXCHANGE, _ROW_SPLITS = torch.ops.torchtitan_graph.exchange.default, torch.ops.torchtitan_graph.row_splits.default
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
+_OPS = torch.ops.torchtitan_graph
+_HOST_COPIES = (_OPS.offload.default, _OPS.reload.default, _OPS.arrived.default)
 _KERNEL_OPTIONS = 6  # their place among the forward operator's arguments
 
 Regions = Mapping[str, Mapping[str, Any]]  # FLEX, LOSS, WHOLE or a pattern of module names -> Inductor's options there
@@ -167,7 +169,10 @@ def _writes(node: Node) -> bool:
 
 
 def _is_layout(node: Node) -> bool:
-    """Tell a collective, or a node that a layout pass put before or after one: not a cast that stands alone."""
+    """Tell a collective, a copy to or from the host, or a node that a layout pass put before or after a collective: not
+    a cast that stands alone."""
+    if node.target in _HOST_COPIES:
+        return True
     if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in ("_c10d_functional", "_dtensor"):
         return True
     return meta.role(node) is not None and any(meta.role(n) for n in (*node.all_input_nodes, *node.users))

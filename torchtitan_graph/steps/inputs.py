@@ -45,6 +45,7 @@ def lay_out(
         reshard or options.reshard,
         options.regions,
         context_modules(model, family.PLAN),
+        options.offload,
     )
 
 

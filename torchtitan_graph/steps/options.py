@@ -9,9 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchtitan_graph.compiler import Extra, plan_extra, plan_regions
+from torchtitan_graph.compiler import Extra, plan_extra, plan_offload, plan_regions
 from torchtitan_graph.config import JobConfig
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.log import logger
 from torchtitan_graph.loss import cross_entropy
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.moe import AuxiliaryLoss, ExpertTraining, MoE
@@ -31,6 +32,7 @@ class StepOptions:
 
     rows, eval_rows  of a microbatch of training, and of evaluation if there is one: (number of rows, tokens per row)
     mode             "graph", or "eager": FSDP2 and autograd, the reference
+    offload          modules whose activations lie in the host's memory till backward
     loss             (logits, labels, num_tokens) -> scalar
     loss_parallel    under tensor parallelism logits stay sharded over the vocabulary for the loss
     disabled         passes to leave out, by name
@@ -54,6 +56,7 @@ class StepOptions:
     reshard: Reshard = Reshard()
     experts: ExpertTraining = ExpertTraining()
     regions: Regions = dataclasses.field(default_factory=dict)
+    offload: Sequence[str] = ()
     loss: Callable[..., Tensor] = cross_entropy
     loss_parallel: bool = True
     disabled: Sequence[str] = ()
@@ -77,8 +80,8 @@ def step_options(config: JobConfig, model: Decoder, num_microbatches: int, devic
     """Read what the configuration says of steps.
 
     Raises:
-        UserError: a loss of experts for a model without them, regions to compile that it does not have, stages that
-            can't be made of it, or a pass of the user's that can't be run.
+        UserError: a loss of experts for a model without them, regions to compile or modules to offload that it does not
+            have, stages that can't be made of it, or a pass of the user's that can't be run.
     """
     training, validation, moe = config.training, config.validation, config.moe
     if not any(isinstance(m, MoE) for m in model.modules()) and (moe.load_balance_loss or moe.router_z_loss):
@@ -86,6 +89,7 @@ def step_options(config: JobConfig, model: Decoder, num_microbatches: int, devic
             f"moe.load_balance_loss = {moe.load_balance_loss}, moe.router_z_loss = {moe.router_z_loss}: "
             f"{config.model.name} {config.model.flavor} has no experts; leave them at 0"
         )
+    pipeline = _pipeline(config, model, num_microbatches)
     auxiliary = AuxiliaryLoss(moe.load_balance_loss, moe.load_balance_over == "sequence", moe.router_z_loss)
     return StepOptions(
         device=device,
@@ -116,8 +120,19 @@ def step_options(config: JobConfig, model: Decoder, num_microbatches: int, devic
         dump_to=Path(config.job.dump_folder, "graphs") if config.debug.dump_graphs else None,
         seed=config.debug.seed or 0,
         mtp_weight=training.mtp_loss_weight,
-        pipeline=_pipeline(config, model, num_microbatches),
+        offload=_offload(config, model, pipeline, device),
+        pipeline=pipeline,
     )
+
+
+def _offload(config: JobConfig, model: Decoder, pipeline: Schedule | None, device: torch.device) -> Sequence[str]:
+    stages = pipeline.stages if pipeline is not None else [list(model.blocks)]
+    last = {next((name for name in reversed(stage) if name in model.blocks), "") for stage in stages}
+    modules = plan_offload(config.activation_checkpoint.offload, model, model.blocks, last)
+    if modules and device.type == "cpu" and config.comm.mode != "fake_backend":
+        logger.info("activation_checkpoint.offload: a CPU's memory is the host's, so nothing is moved")
+        return ()
+    return modules
 
 
 def _pipeline(config: JobConfig, model: Decoder, num_microbatches: int) -> Schedule | None:

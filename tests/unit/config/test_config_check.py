@@ -154,6 +154,8 @@ def test_only_known_components_and_whole_options_are_compiled() -> None:
     for part in ("--compile.regions output", "--compile.components loss"):
         assert "codegen = whole compiles all" in problems(f"--compile.codegen whole {part}", 1)[0]
     assert check(load(["--compile.enable", "--compile.codegen", "whole"]), 1) == []
+    eager = problems("--compile.mode eager --activation_checkpoint.offload layers.*", 1)[0]
+    assert "activation_checkpoint.offload = ['layers.*']: only a graph moves activations" in eager
     assert check(load(["--compile.components=flex", "--compile.region_options", "flex,max_autotune=true"]), 1) == []
 
 

@@ -94,7 +94,7 @@ class Trainer:
                 f"its own vocabulary of {self.model.config.vocab_size}"
             )
         self.options = step_options(config, self.model, self.num_microbatches, self.device)
-        self.capture = partial(make_fx_capture, stack_traces=config.debug.stack_traces)
+        self.capture = partial(make_fx_capture, stack_traces=config.debug.stack_traces or config.debug.dump_graphs)
         check_steps(config, self.model, self.family, self.dims, self.options)
         check_optimizer(self.model, config.optimizer)
         self.dump_folder = Path(config.job.dump_folder)

@@ -27,18 +27,23 @@ def peak_memory(gm: GraphModule) -> Peak:
 
     What an operator needs only while it runs is not counted, nor what an allocator rounds up.
     """
+    node, held = max(held_at(gm).items(), key=operator.itemgetter(1))
+    return Peak(held, node)
+
+
+def held_at(gm: GraphModule) -> dict[Node, int]:
+    """Give the bytes that a graph's values hold while each node runs, as `peak_memory` counts them."""
     owner, nodes = owners(gm), list(gm.graph.nodes)
     last_use = {owner[x]: i for i, node in enumerate(nodes) for x in (*node.all_input_nodes, node)}
     freed_at: dict[int, int] = collections.Counter()
     for node, i in last_use.items():
         freed_at[i] += size_of(node)
-    held, peak = 0, Peak(0, nodes[0])
+    held, found = 0, {}
     for i, node in enumerate(nodes):
         held += size_of(node) if owner[node] is node else 0
-        if held > peak.num_bytes:
-            peak = Peak(held, node)
+        found[node] = held
         held -= freed_at[i]
-    return peak
+    return found
 
 
 def output_memory(gm: GraphModule) -> int:

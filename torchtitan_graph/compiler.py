@@ -297,13 +297,13 @@ def run_passes(
 
 def _check_graph(each: Pass, gm: GraphModule, graph: str) -> None:
     """Refuse what can't be run, while the pass that made it is known."""
-    if problem := _find_problem(gm):
+    if problem := find_problem(gm):
         if each.option:
             raise UserError(f"{each.option}: {problem}, of the {graph}; give back the graph, edited by graph/edit.py")
         raise RuntimeError(f"pass {each.name} {problem}")
 
 
-def _find_problem(gm: GraphModule) -> str | None:
+def find_problem(gm: GraphModule) -> str | None:
     if not isinstance(gm, GraphModule) or "signature" not in gm.meta:
         return f"gives {type(gm).__name__}, not a graph with its meta['signature']"
     try:

@@ -107,7 +107,7 @@ class Trainer:
         self.options = step_options(config, self.model, self.num_microbatches, self.device)
         if config.compile.precompiled is not None:
             self.options = dataclasses.replace(self.options, precompiled=self._open_precompiled())
-        self.capture = partial(make_fx_capture, stack_traces=config.debug.stack_traces)
+        self.capture = partial(make_fx_capture, stack_traces=config.debug.stack_traces or config.debug.dump_graphs)
         check_steps(config, self.model, self.family, self.dims, self.options)
         check_optimizer(self.model, config.optimizer)
         self.dump_folder = Path(config.job.dump_folder)

@@ -9,6 +9,7 @@ from runs import Result, numbers, records, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from torchtitan_graph.config import load
+from torchtitan_graph.graph.show import without_bytes
 
 STEP_KEYS = [
     *["step", "loss", "grad_norm", "lr", "tokens_seen", "tokens_per_second", "step_time_s", "data_loading_s", "mfu"],
@@ -103,13 +104,13 @@ def test_the_log_has_a_table_of_the_passes(inspected: tuple[Path, Result]) -> No
 
 def test_every_graph_is_dumped(inspected: tuple[Path, Result]) -> None:
     for folder, passes in ((inspected[0], PASSES), (inspected[0] / "optimizer", UPDATE)):
-        names = [path.stem for path in sorted(folder.glob("*.txt"))]
+        names = [path.stem for path in sorted(folder.glob("*.py"))]
         assert names == [f"{number:02d}_{name}" for number, name in enumerate(["traced", *passes])]
 
 
 def dumped(inspected: tuple[Path, Result], name: str) -> list[str]:
-    (path,) = inspected[0].glob(f"*_{name}.*")
-    return path.read_text().splitlines()
+    (path,) = inspected[0].glob(f"*_{name}.py")
+    return without_bytes(path.read_text())
 
 
 def operators(lines: list[str]) -> dict[str, str]:

@@ -32,5 +32,5 @@ def test_two_stages_train_as_one_rank_does(tmp_path: Path) -> None:
     assert read.code == 0, read.output
     last = numbers(tmp_path / "one")[-1]["validation_loss"]
     assert numbers(tmp_path / "read")[-1]["validation_loss"] == pytest.approx(last, rel=1e-5)
-    graphs = {path.parent.name for path in (tmp_path / "two" / "graphs").glob("*/*.txt")}
+    graphs = {path.parent.name for path in (tmp_path / "two" / "graphs").glob("*/*.py")}
     assert graphs == {f"stage_{stage}" for stage in range(4)}

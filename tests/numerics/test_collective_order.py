@@ -9,7 +9,7 @@ from matrix import BF16, FSDP2, LAYOUTS, TP2, Cell, final_graphs, layout_of
 from torch.fx import GraphModule
 
 from pool import run_on
-from torchtitan_graph.graph.show import readable
+from torchtitan_graph.graph.show import name_of_group, readable, without_bytes
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.recompute import Recompute
 
@@ -25,12 +25,9 @@ def program(cell: Cell, then: Callable[[GraphModule], object] | None = None) -> 
         if then is not None:
             then(train.gm)
         text = readable(train.gm)
-    names = dist.distributed_c10d._world.pg_names  # also of meshes with the same ranks: torch takes one for another
-    ranks = {name: tuple(dist.get_process_group_ranks(group)) for group, name in names.items()}
-    axes = {ranks[group]: axis for group, (axis, _) in layout.axes_by_group.items()}
-    for group in ranks:
-        text = text.replace(repr(group), axes.get(ranks[group], group))
-    return text.splitlines()
+    for group, (axis, _) in layout.axes_by_group.items():
+        text = text.replace(repr(name_of_group(group)), axis)
+    return [line for line in without_bytes(text) if " = " in line and not line.startswith(("RANK", "GROUPS"))]
 
 
 def collectives(lines: list[str]) -> list[str]:

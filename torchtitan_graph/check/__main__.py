@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
-import time
-import traceback
 from collections.abc import Sequence
 
 import torch
 
-from torchtitan_graph.check.family import Check, Skipped, checks
-from torchtitan_graph.check.pool import RanksFailed
+from torchtitan_graph.check.family import checks
+from torchtitan_graph.check.report import report
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,50 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not set(attns) <= {"sdpa", "flex"}:
         parser.error(f"--attn {options.attn}: legal are sdpa, flex and sdpa,flex")
     torch.set_num_threads(1)  # every process of several ranks takes one, too: more would add in another order
-    results: dict[str, str] = {}
-    for check in checks(options.name, options.flavor, attns, options.full):
-        begin = time.perf_counter()
-        results[check.title], said = _result(check, results, options.traceback)
-        seconds = time.perf_counter() - begin
-        print(f"{results[check.title]:<5} {check.title:<84} {seconds:5.1f} s", flush=True)
-        if said:
-            print("      " + said.strip().replace("\n", "\n      "), flush=True)
-        if results[check.title] == "FAIL" and (options.exitfirst or not check.needs):
-            break
-    count = [f"{list(results.values()).count(kind)} {word}" for kind, word in _WORDS.items()]
-    print(f"{options.name} {options.flavor}: {', '.join(count)}")
-    return 1 if "FAIL" in results.values() else 0
-
-
-_WORDS = {"ok": "passed", "FAIL": "failed", "skip": "skipped"}
-
-
-def _result(check: Check, results: dict[str, str], with_traceback: bool) -> tuple[str, str]:
-    """Run a check; give the word for its result, and what there is to say about it."""
-    if check.needs and results[check.needs] != "ok":
-        return "skip", f"because not: {check.needs}"
-    try:
-        check.run()
-    except Skipped as reason:
-        return "skip", str(reason)
-    except Exception as error:
-        if with_traceback:
-            return "FAIL", str(error) if isinstance(error, RanksFailed) else traceback.format_exc()
-        raised = (error.first or str(error)) if isinstance(error, RanksFailed) else traceback.format_exc()
-        return "FAIL", _gist(raised)
-    return "ok", ""
-
-
-def _gist(raised: str) -> str:
-    """Give what a traceback ends with, the error itself; of an error that is not ours, also where it came from."""
-    *_, error = re.split(r"^  File .*\n(?:    .*\n)*", raised, flags=re.MULTILINE)
-    message, ours = re.subn(r"^([a-z_]+\.)*(Failed|UserError): ", "", error)
-    frames = re.findall(r'^  File "(.*)", line (\d+), in (.*)$', raised, re.MULTILINE)
-    outside_torch = [frame for frame in frames if "/torch/" not in frame[0]]
-    if ours or not outside_torch:
-        return message
-    file, line, function = outside_torch[-1]
-    return f"{message.rstrip()}\nin {function}, {file}:{line}; --traceback shows the way there"
+    found = checks(options.name, options.flavor, attns, options.full)
+    return report(f"{options.name} {options.flavor}", found, options.exitfirst, options.traceback)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ from torchtitan_graph.check.matrix import (
     train,
 )
 from torchtitan_graph.check.pool import run_on
+from torchtitan_graph.check.report import Check, Failed, Skipped
 from torchtitan_graph.checkpoint import Checkpointer
 from torchtitan_graph.config import job
 from torchtitan_graph.errors import UserError
@@ -69,32 +70,16 @@ MORE_LAYOUTS = {
 }
 
 
-class Failed(Exception):
-    """Say what does not hold, and where to look."""
-
-
-class Skipped(Exception):
-    """Say why there is nothing to check."""
-
-
-class Check(NamedTuple):
-    """`run` raises `Failed`, `Skipped` or whatever the model raises; it makes no sense unless `needs` holds."""
-
-    title: str
-    run: Callable[[], None]
-    needs: str = MODULE
-
-
 def checks(name: str, flavor: str, attns: list[str], full: bool) -> Iterator[Check]:
     """List what is checked of a family, in order: what fails first is nearest to the cause."""
     cell = partial(Cell, family=name, flavor=flavor)
-    yield Check(MODULE, partial(check_module, name, flavor, attns), needs="")
-    yield Check(PLAN, partial(check_plan_of, cell(ParallelDims(tp=2), attn=attns[0])))
-    yield Check(KEYS, partial(check_keys, cell(attn=attns[0])))
+    yield Check(MODULE, partial(check_module, name, flavor, attns), ends=True)
+    yield Check(PLAN, partial(check_plan_of, cell(ParallelDims(tp=2), attn=attns[0])), MODULE)
+    yield Check(KEYS, partial(check_keys, cell(attn=attns[0])), MODULE)
     for attn in attns:
         here = partial(cell, attn=attn)
-        yield Check(f"{attn}: no token sees a later one or another document", partial(check_visibility, here()))
-        yield Check(f"{attn}, one rank, fp32: the graph is plain autograd", partial(check_plain, here()))
+        yield Check(f"{attn}: no token sees a later one or another document", partial(check_visibility, here()), MODULE)
+        yield Check(f"{attn}, one rank, fp32: the graph is plain autograd", partial(check_plain, here()), MODULE)
         for layout, dims in (LAYOUTS | MORE_LAYOUTS if full else LAYOUTS).items():
             needs = PLAN if dims.tp > 1 else MODULE
             if dims.num_ranks > 1:
@@ -106,7 +91,7 @@ def checks(name: str, flavor: str, attns: list[str], full: bool) -> Iterator[Che
                 yield Check(title, partial(check_eager, here(dims, precision)), needs)
         for word, recompute in (("full", Recompute(every=1)), ("op", Recompute(by_op=True))):
             recomputed = here(LAYOUTS["FSDP 2"], BF16, recompute=recompute)
-            yield Check(f"{attn}, FSDP 2, bf16: recomputation ({word})", partial(check_recompute, recomputed))
+            yield Check(f"{attn}, FSDP 2, bf16: recomputation ({word})", partial(check_recompute, recomputed), MODULE)
     saved = "FSDP 2 x TP 2" if full else "FSDP 2"
     yield Check(
         f"a checkpoint of {saved} is read on one rank",

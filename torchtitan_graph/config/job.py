@@ -528,7 +528,8 @@ class Debug:
         False, "Run the training step's graph before and after each pass and compare. Slow, and needs memory."
     )
     dump_graphs: bool = option(
-        False, "Write the training step's graph after each pass to graphs in dump_folder, numbered, as readable Python."
+        False,
+        "Write the training step's graph after each pass to graphs in dump_folder, numbered, as Python files that run.",
     )
     trace_every_block: bool = option(
         False, "Trace every block of the model. Without it those that are alike are traced once, which is faster."

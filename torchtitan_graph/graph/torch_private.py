@@ -28,7 +28,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.distributed_c10d import _resolve_process_group, _set_pg_timeout
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import DTensor, Placement
@@ -78,10 +78,12 @@ __all__ = [
     "mask_parts",
     "mask_whole",
     "multiply",
+    "name_group",
     "num_writes",
     "one_thread_per_gloo_group",
     "open_rule",
     "pipeline_order",
+    "ranks_of_group",
     "record_memory_history",
     "reparametrize",
     "run_flex_attention_with",
@@ -546,6 +548,17 @@ def init_fake_process_group(world_size: int, rank: int = 0) -> None:
 
     _clear_sharding_prop_cache()
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+
+
+def ranks_of_group(name: str) -> list[int]:
+    """Give the ranks of a group by its name, which is all that a graph's collectives know of it. Replaced when
+    functional collectives take groups."""
+    return torch.distributed.get_process_group_ranks(_resolve_process_group(name))  # type: ignore[arg-type, unused-ignore]
+
+
+def name_group(name: str, group: torch.distributed.ProcessGroup) -> None:
+    """Let collectives find a group by that name too. Replaced as `ranks_of_group`."""
+    torch._C._distributed_c10d._register_process_group(name, group)  # type: ignore[arg-type, unused-ignore]
 
 
 @functools.cache

@@ -1,0 +1,63 @@
+"""A small graph on which a pass fails, as a file that runs."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.fx import GraphModule
+
+from torchtitan_graph.check_pass.outcome import Failure, apply, difference, outcome_on_random
+from torchtitan_graph.compiler import Pass, plan_extra
+from torchtitan_graph.config import job
+from torchtitan_graph.config.job import ExtraPass
+from torchtitan_graph.graph.replay import join_ranks, read
+from torchtitan_graph.graph.show import readable
+
+_FOOT = """
+{changes}
+
+if __name__ == "__main__":
+    run_case(__file__, {name!r}, exact={exact})
+"""
+
+
+def find_pass(entry: ExtraPass) -> Pass:
+    """Import a pass by its dotted name.
+
+    Raises:
+        UserError: as `compiler.plan_extra`.
+    """
+    (extra,) = plan_extra(job.Compile(extra_passes=[entry]))
+    return extra.own
+
+
+def case_file(own: Pass, gm: GraphModule, failure: Failure) -> str:
+    """Give the file of a graph on which a pass fails."""
+    after = apply(own, gm)
+    lines = difference(gm, after) if isinstance(after, GraphModule) else []
+    changes = "\n# ".join(["", "What the pass changes:", *lines]) if lines else ""
+    words = failure.said.replace("\\", "/").replace('"""', "'''").replace("\n", " ")
+    title = f"{own.name} fails on this graph.\n\n{words}\n"
+    text = readable(gm, title, _FOOT.format(changes=changes, name=own.name, exact=own.exact))
+    runs = f"torchrun --nproc_per_node {dist.get_world_size()}" if dist.get_world_size() > 1 else "python"
+    text = text.replace("Run it on random inputs: python THIS_FILE.", f"Run the pass on it: {runs} THIS_FILE.")
+    own_import = "from torchtitan_graph.check_pass.case import run_case\nfrom torchtitan_graph.graph.replay"
+    return text.replace("from torchtitan_graph.graph.replay", own_import).replace(", run_file", "")
+
+
+def run_case(path: str, name: str, exact: bool) -> None:
+    """Run a pass on the graph of a file, say how it fails, and exit: 1 if it does."""
+    own = find_pass(ExtraPass(name, after="cleanup", exact=exact))
+    names = runpy.run_path(path)
+    join_ranks(names)
+    failure = outcome_on_random(own, read(Path(path)))
+    if failure is None and names["NUM_RANKS"] > 1 and "WORLD_SIZE" not in os.environ:
+        print(f"one rank alone: run it with torchrun --nproc_per_node {names['NUM_RANKS']} {path}")
+    elif dist.get_rank() == names["RANK"]:
+        print(f"{name}: {failure.said}" if failure else f"{name} does not fail on this graph")
+    dist.destroy_process_group()
+    sys.exit(failure is not None)

@@ -1,0 +1,262 @@
+"""What must hold of a pass, on tiny models of every family, in many layouts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.fx import GraphModule
+
+from torchtitan_graph.check.family import LAYOUTS, MORE_LAYOUTS, TIMEOUT_S
+from torchtitan_graph.check.matrix import BF16, FP32, NUM_ROWS, SEQ_LEN, Cell, build_model, layout_of, trace, train
+from torchtitan_graph.check.pool import RanksFailed, run_on
+from torchtitan_graph.check.report import Check, Failed, Skipped
+from torchtitan_graph.check_pass.case import case_file, find_pass
+from torchtitan_graph.check_pass.outcome import (
+    Failure,
+    apply,
+    collectives,
+    distance,
+    first_difference,
+    outcome_on_random,
+    same_bits,
+    tolerance,
+)
+from torchtitan_graph.check_pass.shrink import shrink
+from torchtitan_graph.compiler import Extra, Inspection, Pass, passes, run_passes
+from torchtitan_graph.config.job import ExtraPass
+from torchtitan_graph.errors import UserError
+from torchtitan_graph.graph.liveness import peak_memory
+from torchtitan_graph.graph.signature import signature_of
+from torchtitan_graph.graph.torch_private import init_fake_process_group
+from torchtitan_graph.graph.traffic import traffic
+from torchtitan_graph.models.layers.init import initialize
+from torchtitan_graph.models.spec import load_family
+from torchtitan_graph.parallel.layout import Layout, ParallelDims
+from torchtitan_graph.parallel.parallelize import check_plan
+from torchtitan_graph.steps import build_graphs, build_steps
+
+# Only graphs are made of these: nothing runs.
+LARGE_LAYOUTS = {
+    "HSDP 2 x 4": ParallelDims(dp_replicate=2, dp_shard=4),
+    "FSDP 4 x TP 2, EP 2": ParallelDims(dp_shard=4, tp=2, ep=2),
+    "PP 2 x FSDP 2 x TP 2": ParallelDims(pp=2, dp_shard=2, tp=2),
+}
+NUM_STEPS = 2
+_MIB = 2**20
+
+
+class Wanted(NamedTuple):
+    """What is checked of what: the pass as `compile.extra_passes` names it, on these families and layouts.
+
+    graphs_only  nothing is trained: seconds instead of minutes
+    full         four processes too
+    folder       for a small graph on which the pass fails
+    """
+
+    entry: ExtraPass
+    families: Sequence[tuple[str, str]]
+    attns: Sequence[str]
+    graphs_only: bool
+    full: bool
+    folder: Path
+
+
+def checks(wanted: Wanted) -> Iterator[Check]:
+    """List what is checked: the graphs of all families, then their numbers."""
+    changed: list[bool] = []
+    cells = [Cell(family=family, flavor=flavor, attn=a) for family, flavor in wanted.families for a in wanted.attns]
+    of_graphs: dict[tuple[Cell, str], str] = {}
+    for cell in cells:
+        for layout, dims in (LAYOUTS | MORE_LAYOUTS | LARGE_LAYOUTS).items():
+            here = _laid_out(cell, dims, BF16)
+            of_graphs[cell, layout] = title = f"{_name(cell)}, {layout}: the graphs of all ranks"
+            yield Check(title, partial(check_graphs, here, wanted, changed))
+    yield Check("the pass changes some graph", partial(check_changed, changed))
+    for cell in cells if not wanted.graphs_only else ():
+        for layout, dims in (LAYOUTS | MORE_LAYOUTS if wanted.full else LAYOUTS).items():
+            for precision, word in ((FP32, "fp32"), (BF16, "bf16"))[dims.num_ranks > 1 :]:
+                title = f"{_name(cell)}, {layout}, {word}: {NUM_STEPS} steps with and without it"
+                here = _laid_out(cell, dims, precision)
+                yield Check(title, partial(check_numbers, here, wanted), of_graphs[cell, layout])
+
+
+def _name(cell: Cell) -> str:
+    return f"{cell.family} {cell.flavor}{' flex' * (cell.attn == 'flex')}"
+
+
+def _laid_out(cell: Cell, dims: ParallelDims, precision: Any) -> Cell:
+    return dataclasses.replace(
+        cell, dims=dims, precision=precision, num_microbatches=dims.pp, num_steps=NUM_STEPS, vocab_size=0
+    )
+
+
+def check_changed(changed: list[bool]) -> None:
+    if not any(changed):
+        raise Failed("no graph is another after it: does it look for what is there, and is --after its place?")
+
+
+def _skip_unless_planned(cell: Cell) -> None:
+    try:
+        check_plan(build_model(cell), load_family(cell.family).PLAN, cell.dims)
+    except UserError as reason:
+        raise Skipped(str(reason)) from None
+
+
+# --- graphs, on ranks of which only one is there at a time ------------------------------------------------------------
+
+
+class _Change(NamedTuple):
+    """What the pass did to one graph: its kind of outputs, what it was before and is after."""
+
+    trains: bool
+    before: tuple[int, int, int]  # nodes, bytes at the peak, bytes received
+    after: tuple[int, int, int]
+    is_changed: bool
+    sent: list[str]
+
+
+def check_graphs(cell: Cell, wanted: Wanted, changed: list[bool]) -> str:
+    """Build the graphs of a job's ranks, one rank after the other, and look at what the pass does to each."""
+    _skip_unless_planned(cell)
+    per_stage = cell.dims.num_ranks // cell.dims.pp
+    ranks = (
+        range(cell.dims.num_ranks) if cell.dims.num_ranks <= 2 else sorted({0, per_stage - 1, cell.dims.num_ranks - 1})
+    )
+    by_rank = {rank: _changes(cell, wanted, rank) for rank in ranks}
+    for rank, changes in by_rank.items():
+        first = by_rank[min(r for r in by_rank if r // per_stage == rank // per_stage)]
+        for one, other in zip(first, changes, strict=True):
+            if said := first_difference([one.sent, other.sent]):
+                _fail(cell, wanted, Failure("order", f"rank {rank} sends in another order: {said}"))
+    everything = [change for changes in by_rank.values() for change in changes]
+    changed.append(any(change.is_changed for change in everything))
+    return _told([change for change in by_rank[0] if change.trains])
+
+
+def _told(changes: Sequence[_Change]) -> str:
+    """Tell what changed in the graphs of rank 0's training."""
+    words = []
+    for i, (word, unit) in enumerate((("nodes", 1), ("peak", _MIB), ("received", _MIB))):
+        before, after = (sum(getattr(c, when)[i] for c in changes) / unit for when in ("before", "after"))
+        if before != after:
+            words.append(f"{word} {before:g} -> {after:g}" if unit == 1 else f"{word} {before:.3f} -> {after:.3f} MiB")
+    return ", ".join(words)
+
+
+def _changes(cell: Cell, wanted: Wanted, rank: int) -> list[_Change]:
+    """Build one rank's graphs; give what the pass did to each, in order."""
+    own, found = find_pass(wanted.entry), list[_Change]()
+    init_fake_process_group(cell.dims.num_ranks, rank)
+    try:
+        layout = cell.dims.layout("cpu")
+        watched = own._replace(run=lambda gm: _watch(cell, wanted, own, gm, layout, found))
+        options = dataclasses.replace(cell.options("graph"), extra=[Extra(wanted.entry.after, watched)])
+        options = dataclasses.replace(options, eval_rows=(NUM_ROWS, SEQ_LEN))
+        build_graphs(build_model(cell), load_family(cell.family), layout, options)
+    finally:
+        dist.destroy_process_group()
+    return found
+
+
+def _watch(cell: Cell, wanted: Wanted, own: Pass, gm: GraphModule, layout: Layout, found: list[_Change]) -> GraphModule:
+    after = apply(own, gm)
+    if isinstance(after, Failure):
+        small = shrink(gm, lambda part: _is(apply(own, part), after.kind))
+        _fail(cell, wanted, after, None if small is None else case_file(own, small, after))
+    assert isinstance(after, GraphModule)
+    axes = {name: axis for name, (axis, _) in layout.axes_by_group.items()}
+    trains = any(slot.kind == "grad" for slot in signature_of(gm).outputs)
+    numbers = [_measure(each, layout) for each in (gm, after)]
+    is_changed = _text(gm) != _text(after)
+    found.append(_Change(trains, numbers[0], numbers[1], is_changed, collectives(after, axes)))
+    return after
+
+
+def _is(outcome: object, kind: str) -> bool:
+    return isinstance(outcome, Failure) and outcome.kind == kind
+
+
+def _measure(gm: GraphModule, layout: Layout) -> tuple[int, int, int]:
+    received = sum(each.num_bytes for each in traffic(gm, layout.axes_by_group).values())
+    return len(gm.graph.nodes), peak_memory(gm).num_bytes, received
+
+
+def _text(gm: GraphModule) -> list[tuple]:
+    return [(n.name, str(n.target), str(n.args), str(n.kwargs), n.meta.get("tag")) for n in gm.graph.nodes]
+
+
+# --- numbers, on ranks that are there ---------------------------------------------------------------------------------
+
+
+def check_numbers(cell: Cell, wanted: Wanted) -> str:
+    """Train with and without the pass, and compare all that comes out."""
+    _skip_unless_planned(cell)
+    results = run_on(cell.dims.num_ranks, differences, cell, wanted.entry, timeout=TIMEOUT_S)
+    different: list[str] = next((names for names, _ in results if names), [])
+    if different:
+        more = f", and {len(different) - 3} more" if len(different) > 3 else ""
+        _fail(cell, wanted, Failure("numbers", f"other numbers: {', '.join(different[:3])}{more}"))
+    worst = max(distance for _, distance in results)
+    return "" if wanted.entry.exact else f"off by at most {worst:.1e} of a tensor's norm"
+
+
+def differences(cell: Cell, entry: ExtraPass) -> tuple[list[str], float]:
+    """Name what training with the pass makes otherwise; give how far off it is at most, in parts of a tensor's norm.
+
+    What an optimizer makes of rounding errors says little: of a pass that is not exact, only the first step is seen.
+    """
+    own = find_pass(entry)
+    cell = cell if own.exact else dataclasses.replace(cell, num_steps=1)
+    expected, found = (_trained(cell, extra) for extra in ([], [Extra(entry.after, own)]))
+    if not own.exact:
+        expected, found = ({k: x for k, x in seen.items() if k.startswith("step")} for seen in (expected, found))
+    off = {name: distance(x, found[name]) for name, x in expected.items() if not same_bits(x, found[name])}
+    far = [name for name, gap in off.items() if own.exact or not gap <= tolerance(cell.precision.compute)]
+    return [f"{name} ({off[name]:.1e} of its norm)" for name in far], max(off.values(), default=0.0)
+
+
+def _trained(cell: Cell, extra: Sequence[Extra]) -> dict[str, Tensor]:
+    options = dataclasses.replace(cell.options("graph"), extra=extra)
+    steps = build_steps(build_model(cell), load_family(cell.family), layout_of(cell.dims), options)
+    initialize(steps.model, 0)
+    return {name: x.to_local() if hasattr(x, "to_local") else x for name, x in train(cell, steps).items()}
+
+
+# --- what fails is made small -----------------------------------------------------------------------------------------
+
+
+def _fail(cell: Cell, wanted: Wanted, failure: Failure, text: str | None = None) -> None:
+    """Raise what to say of a failure: how, and where a small graph is on which it shows."""
+    if text is None and cell.dims.num_ranks <= 2 and cell.dims.pp == 1 and failure.kind in ("order", "numbers"):
+        try:
+            text = run_on(cell.dims.num_ranks, small_case, cell, wanted.entry, failure.kind, timeout=TIMEOUT_S)[0]
+        except RanksFailed:
+            text = None  # a part of the graph may hang or die where the whole does not
+    if text is None:
+        raise Failed(f"{failure.said}\nno smaller graph shows it by itself")
+    wanted.folder.mkdir(parents=True, exist_ok=True)
+    file = wanted.folder / f"{wanted.entry.pass_}.{cell.family}.{failure.kind}.py"
+    file.write_text(text)
+    (head,) = [line for line in text.splitlines() if line.endswith("THIS_FILE.")]
+    raise Failed(f"{failure.said}\na small graph on which it shows: {file}\n{head.replace('THIS_FILE.', str(file))}")
+
+
+def small_case(cell: Cell, entry: ExtraPass, kind: str) -> str | None:
+    """Give a small graph on which the pass fails, as a file; all ranks of the cell together."""
+    own, traced = find_pass(entry), trace(cell)
+    ordered = passes(traced.plan)
+    place = [each.name for each in ordered].index(entry.after) + 1
+    gm = run_passes(traced.train.gm, ordered[:place], (), torch.device("cpu"), Inspection())
+    small = shrink(gm, lambda part: _is(outcome_on_random(own, part), kind))
+    if small is None:
+        return None
+    failure = outcome_on_random(own, small)
+    assert failure is not None
+    return case_file(own, small, failure)

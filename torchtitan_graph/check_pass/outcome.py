@@ -1,0 +1,180 @@
+"""What a pass does to one graph: how it fails, if it does, and what it changes."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import difflib
+import traceback
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.fx import GraphModule
+
+from torchtitan_graph.compiler import Pass, find_problem
+from torchtitan_graph.graph.replay import random_inputs
+from torchtitan_graph.graph.show import line_of, name_of_group, readable, shape_of, without_bytes
+from torchtitan_graph.graph.signature import Plain, signature_of
+from torchtitan_graph.graph.traffic import group_of
+
+RAISES, UNSOUND, ORDER, NUMBERS = "raises", "unsound", "order", "numbers"
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """How a pass fails: `kind` is one of the words above."""
+
+    kind: str
+    said: str
+
+
+def apply(own: Pass, gm: GraphModule) -> GraphModule | Failure:
+    """Run a pass on a copy of a graph; give what it gives, or why that can't be run."""
+    try:
+        after = own.run(copy.deepcopy(gm))
+    except Exception as error:
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename]
+        where = f" ({frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name})"
+        return Failure(RAISES, f"{type(error).__name__}: {error}{where}")
+    if problem := find_problem(after):
+        return Failure(UNSOUND, problem)
+    if stale := _stale_values(after):
+        return Failure(UNSOUND, stale)
+    after.recompile()
+    return after
+
+
+def _stale_values(gm: GraphModule) -> str | None:
+    """Name the first node whose operator, on the values that its inputs are said to have, gives another one."""
+    for node in gm.graph.nodes:
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        said = node.meta["val"]
+        fakes = [n.meta["val"] for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
+        if not fakes or not isinstance(said, Tensor):
+            continue
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        try:
+            with fakes[0].fake_mode:  # type: ignore[attr-defined]
+                found = node.target(*args, **kwargs)
+        except Exception as error:
+            return f"gives a graph that can't run: {line_of(node)}: {error}"
+        if (found.shape, found.dtype) != (said.shape, said.dtype):
+            return f"gives a graph whose node is {shape_of(found)}, not what its meta['val'] says: {line_of(node)}"
+    return None
+
+
+def collectives(gm: GraphModule, axes: dict[str, str]) -> list[str]:
+    """Give what a graph sends, in order: operator, axis, shape. All ranks of a group must send the same."""
+    found = []
+    for node in gm.graph.nodes:
+        if (group := group_of(node)) is not None:
+            val = node.meta["val"]
+            shape = "" if "exchange" in str(node.target) else f" {str(val.dtype)[6:]}{list(val.shape)}"
+            found.append(f"{node.target} over {axes.get(group) or name_of_group(group)}{shape}")
+    return found
+
+
+def first_difference(by_rank: Sequence[Sequence[str]]) -> str:
+    """Say where ranks that should send the same do not; nothing if they do."""
+    for rank, other in enumerate(by_rank):
+        if other != by_rank[0]:
+            place = next((i for i, (a, b) in enumerate(zip(by_rank[0], other, strict=False)) if a != b), None)
+            if place is None:
+                return f"rank 0 sends {len(by_rank[0])} times, rank {rank} {len(other)}"
+            return f"number {place + 1} on rank 0 is {by_rank[0][place]}, on rank {rank} {other[place]}"
+    return ""
+
+
+@torch.no_grad()
+def outcome_on_random(own: Pass, gm: GraphModule) -> Failure | None:
+    """Apply a pass, and run the graph before and after it on random inputs; all ranks together, which agree on what
+    they find. None as well where the graph before the pass can't run on such numbers."""
+    after = apply(own, gm)
+    failure = agree(after if isinstance(after, Failure) else None)
+    if failure is None:
+        assert isinstance(after, GraphModule)
+        failure = _order(after)
+    if failure is not None:
+        return failure
+    assert isinstance(after, GraphModule)
+    inputs = list(random_inputs(layouts(gm), dist.get_rank() if dist.is_initialized() else 0).values())
+    try:
+        expected: list[Tensor] | None = gm(*[x.clone() for x in inputs])
+    except Exception:
+        expected = None
+    if agree(None if expected is not None else Failure(RAISES, "before the pass")) is not None:
+        return None
+    try:
+        found = after(*[x.clone() for x in inputs])
+    except Exception as error:
+        return agree(Failure(UNSOUND, f"gives a graph that can't run: {error}"))
+    return agree(compare(own, gm, expected or [], found))
+
+
+def _order(after: GraphModule) -> Failure | None:
+    mine = collectives(after, {})
+    by_rank = _gathered(mine)
+    said = first_difference(by_rank)
+    return Failure(ORDER, f"ranks send in different orders: {said}") if said else None
+
+
+def layouts(gm: GraphModule) -> dict[str, Plain]:
+    """Give the layout of each placeholder by its name."""
+    values = {node.name: node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")}
+    return {name: Plain(tuple(x.shape), x.dtype) for name, x in values.items()}
+
+
+def compare(own: Pass, gm: GraphModule, expected: Sequence[Tensor], found: Sequence[Tensor]) -> Failure | None:
+    """Compare a graph's outputs before and after a pass; up to rounding where the pass promises no more."""
+    different = []
+    for slot, a, b in zip(signature_of(gm).outputs, expected, found, strict=True):
+        if same_bits(a, b) or (not own.exact and distance(a, b) <= tolerance(a.dtype)):
+            continue
+        different.append(f"{slot.kind} {slot.name} ({distance(a, b):.1e} of its norm)")
+    return Failure(NUMBERS, f"other numbers: {', '.join(different[:5])}") if different else None
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Tell whether two tensors are equal in every bit; any two that are no numbers are."""
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return False
+    if a.dtype.is_floating_point:
+        nan = a.isnan()
+        if not torch.equal(nan, b.isnan()):
+            return False
+        a, b = a.masked_fill(nan, 0), b.masked_fill(nan, 0)
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """Give how far `b` is from `a`, as a whole, in parts of its norm."""
+    if a.shape != b.shape:
+        return float("inf")
+    return float((a.double() - b.double()).norm() / a.double().norm().clamp(min=1e-300))
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Give what a pass that is not exact may be off: as `parallel.verify.verify_pass`."""
+    return float(torch.finfo(dtype).eps ** 0.5) if dtype.is_floating_point else 0.0
+
+
+def agree(failure: Failure | None) -> Failure | None:
+    """Let all ranks go on with the failure of the first that has one."""
+    return next((each for each in _gathered(failure) if each is not None), None)
+
+
+def _gathered(mine: object) -> list:
+    if not dist.is_initialized() or dist.get_backend() == "fake":
+        return [mine]
+    by_rank: list = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, mine)
+    return by_rank
+
+
+def difference(before: GraphModule, after: GraphModule) -> list[str]:
+    """Give what `diff` shows of two graphs."""
+    old, new = (without_bytes(readable(gm)) for gm in (before, after))
+    return list(difflib.unified_diff(old, new, "before", "after", n=1, lineterm=""))[2:]

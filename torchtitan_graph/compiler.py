@@ -39,6 +39,7 @@ from torchtitan_graph.passes.overlap_context import overlap_context
 from torchtitan_graph.passes.rematerialize import rematerialize
 from torchtitan_graph.passes.reuse_logits import reuse_logits
 from torchtitan_graph.passes.shard_params import shard_params
+from torchtitan_graph.passes.tag_budget import tag_budget
 from torchtitan_graph.passes.tag_elementwise import tag_elementwise
 from torchtitan_graph.passes.tag_recomputation import tag_recomputation
 from torchtitan_graph.passes.tag_resharding import tag_resharding
@@ -94,11 +95,15 @@ def passes(plan: PassPlan, extra: Sequence[Extra] = ()) -> list[Pass]:
         Pass("shard_params", partial(shard_params, storages=plan.storages), required=True),
         Pass("mixed_precision", partial(mixed_precision, storages=plan.storages), required=True),
         Pass("merge_equal", merge_equal),
+        Pass("reuse_logits", partial(reuse_logits, is_compiled=LOSS in plan.regions)),
         Pass("tag_resharding", partial(tag_resharding, blocks=plan.blocks, reshard=plan.reshard)),
         Pass("tag_recomputation", partial(tag_recomputation, blocks=plan.blocks, recompute=plan.recompute)),
+        Pass(
+            "tag_budget",
+            partial(tag_budget, blocks=plan.blocks, budget=plan.recompute.budget, buckets=plan.buckets),
+        ),
         Pass("tag_elementwise", partial(tag_elementwise, blocks=plan.blocks)),
         Pass("rematerialize", rematerialize),
-        Pass("reuse_logits", partial(reuse_logits, is_compiled=LOSS in plan.regions)),
         Pass("bucket_collectives", partial(bucket_collectives, buckets=plan.buckets)),
         Pass("overlap_context", partial(overlap_context, modules=plan.context)),
         Pass("overlap_collectives", overlap_collectives),

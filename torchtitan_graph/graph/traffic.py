@@ -34,7 +34,7 @@ def traffic(gm: GraphModule, axes: Mapping[str, tuple[str, int]]) -> dict[tuple[
     """
     found: dict[tuple[str, str], Traffic] = {}
     for node in gm.graph.nodes:
-        group = _group(node)
+        group = group_of(node)
         if group is not None and group in axes:
             kind = str(node.target._schema.name).partition("::")[2]
             axis, degree = axes[group]
@@ -43,7 +43,8 @@ def traffic(gm: GraphModule, axes: Mapping[str, tuple[str, int]]) -> dict[tuple[
     return found
 
 
-def _group(node: Node) -> str | None:
+def group_of(node: Node) -> str | None:
+    """Name the group that a node communicates over, if it does."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return None
     names = [argument.name for argument in node.target._schema.arguments]

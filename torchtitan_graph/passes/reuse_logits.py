@@ -24,8 +24,8 @@ def reuse_logits(gm: GraphModule, is_compiled: bool = False) -> GraphModule:
 
     One matrix of tokens x vocabulary is held instead of three, with casts in the logits' dtype instead of fp32; the
     logarithms are computed again in backward. Only for logits that nothing else reads once their gradient is made, in
-    memory that no input or output has, and sums over all classes alike. From here on a node's value may change: no pass
-    may compute it again later.
+    memory that no input or output has, and sums over all classes alike. It runs before the policies, which see what the
+    loss holds then. From here on a node's value may change: none may let what reads it be computed again.
 
     Args:
         is_compiled: the loss is to be compiled, and stays as it is.

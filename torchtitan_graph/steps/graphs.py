@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor
+from torch.fx import GraphModule
 
 from torchtitan_graph.compiler import Inspection, PassPlan, passes, run_passes
 from torchtitan_graph.graph.flops import Flops, count_flops
@@ -25,12 +26,14 @@ from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.parallel.layout import Layout
 from torchtitan_graph.parallel.parallelize import context_modules
 from torchtitan_graph.parallel.pipeline import StageGraph
+from torchtitan_graph.parallel.recompute import Budget
 from torchtitan_graph.parallel.storage import (
     Storage,
     buckets,
     cast_parameters,
     plan_storage,
 )
+from torchtitan_graph.steps.budget import at_rest, meet, tell
 from torchtitan_graph.steps.inputs import example_inputs, loss_is_parallel, once_per_kind, prepare
 from torchtitan_graph.steps.options import StepOptions
 from torchtitan_graph.steps.stages import build_stages
@@ -75,12 +78,23 @@ def build_graphs(
         axes=layout.axes_by_group,
     )
 
-    def rewritten(step: TracedResult, watch: Inspection) -> TracedResult:
-        gm = run_passes(step.gm, passes(traced.plan, options.extra), options.disabled, options.device, watch)
-        return dataclasses.replace(step, gm=gm)
+    def rewritten(gm: GraphModule, watch: Inspection, plan: PassPlan = traced.plan) -> GraphModule:
+        return run_passes(gm, passes(plan, options.extra), options.disabled, options.device, watch)
 
-    evaluate = traced.evaluate and rewritten(traced.evaluate, Inspection("evaluation step"))
-    return Graphs(rewritten(traced.train, watch), evaluate, traced.plan.storages, traced.flops)
+    def within(gm: GraphModule, budget: Budget) -> GraphModule:
+        recompute = dataclasses.replace(options.recompute, budget=budget)
+        return rewritten(gm, watch, dataclasses.replace(traced.plan, recompute=recompute))
+
+    evaluate = traced.evaluate
+    if evaluate is not None:
+        evaluate = dataclasses.replace(evaluate, gm=rewritten(evaluate.gm, Inspection("evaluation step")))
+    if options.budget_gib is None:
+        train = rewritten(traced.train.gm, watch)
+    else:
+        rest = at_rest(traced.plan.storages, accumulates=options.num_microbatches > 1)
+        train = meet(options.budget_gib, rest, traced.train.gm, within)
+    tell(train, watch.graph, options.picture if shown else None)
+    return Graphs(dataclasses.replace(traced.train, gm=train), evaluate, traced.plan.storages, traced.flops)
 
 
 def trace_steps(

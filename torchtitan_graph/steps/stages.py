@@ -38,6 +38,7 @@ from torchtitan_graph.parallel.storage import (
     cast_parameters,
     plan_storage,
 )
+from torchtitan_graph.steps.budget import in_flight, tell
 from torchtitan_graph.steps.inputs import example_inputs, loss_is_parallel, once_per_kind, prepare
 from torchtitan_graph.steps.options import StepOptions
 
@@ -97,8 +98,14 @@ def _build_stage(
     def rewritten(gm: GraphModule, chosen: Sequence[Pass], watch: Inspection) -> GraphModule:
         return run_passes(gm, chosen, options.disabled, options.device, watch)
 
+    budget = plan.recompute.budget
+    if budget is not None:
+        budget = dataclasses.replace(budget, in_flight=in_flight(options.pipeline, number))
+        plan = dataclasses.replace(plan, recompute=dataclasses.replace(plan.recompute, budget=budget))
     before, after = ([each for each in passes(plan, options.extra) if each.cut == cut] for cut in (False, True))
     gm = rewritten(traced.train.gm, before, watch)
+    picture = options.picture and options.picture.with_stem(f"{options.picture.stem}_stage_{number}")
+    tell(gm, watch.graph, picture if shown else None)
     parts = partition(gm, gather_once=not plan.reshard.root, split_backward=options.pipeline.splits_backward)
     # A compiled cast would expect the graph's dtype, but what is reduced was summed in that of the reduction.
     cut = {

@@ -43,6 +43,7 @@ from torchtitan_graph.passes.rematerialize import rematerialize
 from torchtitan_graph.passes.reuse_logits import reuse_logits
 from torchtitan_graph.passes.reuse_sharded_logits import reuse_sharded_logits
 from torchtitan_graph.passes.shard_params import shard_params
+from torchtitan_graph.passes.tag_budget import tag_budget
 from torchtitan_graph.passes.tag_elementwise import tag_elementwise
 from torchtitan_graph.passes.tag_offload import tag_offload
 from torchtitan_graph.passes.tag_recomputation import tag_recomputation
@@ -101,14 +102,18 @@ def passes(plan: PassPlan, extra: Sequence[Extra] = ()) -> list[Pass]:
         Pass("shard_params", partial(shard_params, storages=plan.storages), required=True),
         Pass("mixed_precision", partial(mixed_precision, storages=plan.storages), required=True),
         Pass("merge_equal", merge_equal),
+        Pass("reuse_logits", reuse_logits),
+        Pass("reuse_sharded_logits", reuse_sharded_logits),
         Pass("tag_resharding", partial(tag_resharding, blocks=plan.blocks, reshard=plan.reshard)),
         Pass("tag_recomputation", partial(tag_recomputation, blocks=plan.blocks, recompute=plan.recompute)),
+        Pass(
+            "tag_budget",
+            partial(tag_budget, blocks=plan.blocks, budget=plan.recompute.budget, buckets=plan.buckets),
+        ),
         Pass("tag_elementwise", partial(tag_elementwise, blocks=plan.blocks)),
         Pass("tag_offload", partial(tag_offload, modules=plan.offload)),
         Pass("rematerialize", rematerialize),
         Pass("offload_activations", partial(offload_activations, blocks=plan.blocks)),
-        Pass("reuse_logits", reuse_logits),
-        Pass("reuse_sharded_logits", reuse_sharded_logits),
         Pass("bucket_collectives", partial(bucket_collectives, buckets=plan.buckets)),
         Pass("overlap_context", partial(overlap_context, modules=plan.context)),
         Pass("overlap_collectives", overlap_collectives),

@@ -18,11 +18,10 @@ from torchtitan_graph.graph.traffic import Traffic, traffic
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.parallel.layout import PP, Layout
 from torchtitan_graph.parallel.pipeline import StageGraph
-from torchtitan_graph.parallel.storage import Storage
 from torchtitan_graph.steps import Graphs, StepOptions
+from torchtitan_graph.steps.budget import OPTIMIZER, at_rest
 
-OPTIMIZER, STEP = "optimizer state", "step at its peak"
-OFFLOADED = "offloaded activations"
+STEP, OFFLOADED = "step at its peak", "offloaded activations"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,11 +69,11 @@ def forecast(
     model: Decoder, graphs: Graphs, layout: Layout, options: StepOptions, optimizer: job.Optimizer
 ) -> Forecast:
     """Read from this rank's graphs what it holds, sends and computes in a training step."""
-    held = {"parameters": sum(_bytes_at_rest(storage) for storage in graphs.storages.values())}
-    if options.num_microbatches > 1 and not isinstance(graphs.train, dict):
-        held["gradients of earlier microbatches"] = held["parameters"]
-    if "." not in optimizer.name:  # what a class of one's own keeps is known when it has made a step
-        held[OPTIMIZER] = 2 * held["parameters"]
+    held = at_rest(
+        graphs.storages,
+        accumulates=options.num_microbatches > 1 and not isinstance(graphs.train, dict),
+        knows_optimizer="." not in optimizer.name,  # what a class of one's own keeps is known when it has made a step
+    )
     axes = layout.axes_by_group
     sent: dict[tuple[str, str], Traffic] = {}
     sent_once: dict[tuple[str, str], Traffic] = {}
@@ -155,10 +154,6 @@ def _bytes_of_sums(graph: StageGraph) -> int:
     """Give the bytes of a stage's summed gradients, which have the dtype of their reduction."""
     sums = [node for node in graph.train.gm.graph.nodes if node.name in graph.parts.sums]
     return sum(value(node).numel() for node in sums) * graph.reduce_dtype.itemsize
-
-
-def _bytes_at_rest(storage: Storage) -> int:
-    return storage.padded_shape.numel() * storage.precision.storage.itemsize
 
 
 def _operations(model: Decoder, graphs: Graphs, options: StepOptions) -> float:

@@ -24,7 +24,7 @@ from matrix import (
 
 from pool import run_on
 from torchtitan_graph.parallel.layout import ParallelDims
-from torchtitan_graph.parallel.recompute import Recompute
+from torchtitan_graph.parallel.recompute import Budget, Recompute
 from torchtitan_graph.parallel.storage import Reshard
 
 PRECISIONS = {"fp32": FP32, "bf16": BF16}
@@ -37,6 +37,8 @@ VARIANTS = {
     "recompute-full": {"recompute": Recompute.from_option("full", "")},
     "recompute-op": {"recompute": Recompute.from_option("selective", "op")},
     "recompute-every-2": {"recompute": Recompute.from_option("selective", "2")},
+    "budget-half": {"recompute": Recompute(budget=Budget(0.5))},
+    "budget-least": {"recompute": Recompute(budget=Budget(0.0))},
 }
 
 

@@ -43,7 +43,7 @@ def check(config: JobConfig, world_size: int) -> list[str]:
         UserError: options contradict each other or the number of processes; the message lists all of it.
     """
     problems = [*_check_degrees(config, world_size), *_check_tables(config, world_size), *_check_compile(config)]
-    problems += _check_checkpoint(config, world_size)
+    problems += _check_checkpoint(config, world_size) + _check_budget(config)
     if problems:
         raise UserError(problem_list(problems))
     return [*config.notices, *_notices(config)]
@@ -389,8 +389,31 @@ def _check_optimizer_in_graph(config: JobConfig) -> list[str]:
     ]
 
 
+def _check_budget(config: JobConfig) -> list[str]:
+    checkpoint, problems = config.activation_checkpoint, []
+    if checkpoint.mode != "memory_budget":
+        return []
+    if config.compile.mode == "eager":
+        problems.append(
+            f"{_name(config, 'activation_checkpoint.mode')}: is met in the graph alone; use compile.mode = graph, or"
+            " mode = selective or full"
+        )
+    if checkpoint.memory_budget_gib is not None:
+        name = _name(config, "activation_checkpoint.memory_budget_gib")
+        use = "use activation_checkpoint.memory_budget, a fraction"
+        if config.parallelism.pipeline_parallel_degree > 1:
+            problems.append(f"{name}: not for a pipeline, whose ranks hold several stages' microbatches; {use}")
+        if "." in config.optimizer.name:
+            problems.append(f"{name}: what optimizer.name = {config.optimizer.name!r} keeps is not known before; {use}")
+    return problems
+
+
 def _notices(config: JobConfig) -> list[str]:
     notices = []
+    for key in ("memory_budget", "memory_budget_gib", "visualize_memory_budget_pareto"):
+        key = f"activation_checkpoint.{key}"
+        if get(config, key) != OPTIONS[key].default and config.activation_checkpoint.mode != "memory_budget":
+            notices.append(f"{_name(config, key)}: nothing is budgeted while mode is not memory_budget")
     total_steps, steps = config.lr_scheduler.total_steps, config.training.steps
     if total_steps is not None and total_steps < steps:
         notices.append(

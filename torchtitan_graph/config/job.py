@@ -395,8 +395,9 @@ class ActivationCheckpoint:
 
     mode: str = option(
         "selective",
-        "none: keep all but elementwise results; full: recompute each layer; selective: as selective_ac_option says.",
-        choices=("none", "selective", "full"),
+        "none: keep all but elementwise results; full: recompute each layer; selective: as selective_ac_option says;"
+        " memory_budget: as little as lets a step hold what memory_budget or memory_budget_gib says.",
+        choices=("none", "selective", "full", "memory_budget"),
     )
     selective_ac_option: str = option(
         "2",
@@ -409,6 +410,24 @@ class ActivationCheckpoint:
         "Modules whose large activations lie in the host's memory from forward to backward, as patterns of names such"
         " as layers.*; * stands for any one part. What the last block's backward reads stays on the GPU. On a CPU it"
         " does nothing; a dry run counts it.",
+    )
+    memory_budget: float = option(
+        0.5,
+        "With mode memory_budget: what a step may hold at its peak, from 0, the least that can be had, to 1, what mode"
+        " none holds.",
+        minimum=0,
+        maximum=1,
+    )
+    memory_budget_gib: float | None = option(
+        None,
+        "With mode memory_budget, in place of memory_budget: what a rank may hold in all, in GiB: parameters, optimizer"
+        " state, gradients and a step at its peak.",
+        minimum=0,
+    )
+    visualize_memory_budget_pareto: bool = option(
+        False,
+        "With mode memory_budget: draw what can be had for how much work, to memory_budget_pareto.svg in the dump"
+        " folder's graphs.",
     )
 
 

@@ -46,7 +46,6 @@ def _gone(why: str) -> Unsupported:
     return Unsupported(IGNORED, why)
 
 
-_BUDGET = "there is no mode = memory_budget"
 _CONVERTERS = "nothing is quantized"
 _ESTIMATE = "memory is not estimated"
 _REPLICAS = "there are no fault-tolerant replicas"
@@ -79,8 +78,6 @@ UNSUPPORTED = {
         ["moe.router.gate"], "op chooses by operation, not by shape; same numbers"
     ),
     "activation_checkpoint.early_stop": _ignore(False, "only what backward needs is recomputed anyway"),
-    "activation_checkpoint.memory_budget": _ignore(0.5, _BUDGET),
-    "activation_checkpoint.visualize_memory_budget_pareto": _ignore(False, _BUDGET),
     "activation_checkpoint.preserve_rng_state": _ignore(True, "no recomputed operation draws random numbers"),
     "activation_checkpoint.determinism_check": _ignore("default", "use debug.verify_passes"),
     "activation_checkpoint.debug": _ignore(False, "use debug.dump_graphs"),
@@ -118,7 +115,6 @@ UNSUPPORTED = {
 
 # Values of options that torchtitan has and that are not built.
 UNSUPPORTED_VALUES = {
-    ("activation_checkpoint.mode", "memory_budget"): "not built yet; use selective or full",
     **{
         ("parallelism.pipeline_parallel_schedule", name): "leave it out: pipeline_parallel_schedule_csv alone says it"
         for name in ("PipelineScheduleSingle", "PipelineScheduleMulti")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 
@@ -29,7 +30,8 @@ def computed_again(values: tuple[Value, ...]) -> frozenset[int]:
     compute it is to cut that from the second to the sink, and a computed value asks for its inputs. (A network of this
     kind is in "Checkmate", Jain et al. 2020, and in torch's own partitioner.)
     """
-    source, sink, endless = 2 * len(values), 2 * len(values) + 1, 1 << 60
+    source, sink = 2 * len(values), 2 * len(values) + 1
+    endless = 1 + sum((value.keep or 0) + (value.again or 0) for value in values)
     network: list[dict[int, int]] = [{} for _ in range(sink + 1)]  # vertex -> next vertex -> capacity that is left
 
     def edge(a: int, b: int, capacity: int | None) -> None:
@@ -45,6 +47,52 @@ def computed_again(values: tuple[Value, ...]) -> frozenset[int]:
             edge(source, 2 * i, None)
     reached = _fill(network, source, sink)
     return frozenset(i for i in range(len(values)) if 2 * i + 1 in reached)
+
+
+@functools.lru_cache(maxsize=256)
+def hull(values: tuple[Value, ...]) -> list[frozenset[int]]:
+    """Give the choices of what is computed again that no mixture of others betters, those that keep most first.
+
+    `keep` is in bytes, `again` in work. Each choice is a cheapest cut at some price of a byte in work, and none is
+    missed: between two neighbours the price is tried at which both cost the same.
+    """
+
+    def cut(byte: int, work: int) -> _Choice:
+        # Of choices that cost the same the one that keeps less: each byte has a little price more.
+        byte, work = (byte << 24) + 2, (work << 24) + 1
+        priced = (v._replace(keep=v.keep and v.keep * byte, again=v.again and v.again * work) for v in values)
+        again = computed_again(tuple(priced))
+        return _Choice(kept(values, again), sum(values[i].again or 0 for i in again), again)
+
+    def between(more: _Choice, less: _Choice) -> list[_Choice]:
+        byte, work = less.work - more.work, more.kept - less.kept  # prices at which both cost the same
+        if byte <= 0 or work <= 0:
+            return []
+        found = cut(byte, work)
+        if found.kept * byte + found.work * work >= more.kept * byte + more.work * work:
+            return []
+        return [*between(more, found), found, *between(found, less)]
+
+    first, last = cut(0, 1), cut(1, 0)
+    return [choice.again for choice in (first, *between(first, last), last)]
+
+
+class _Choice(NamedTuple):
+    kept: int
+    work: int
+    again: frozenset[int]
+
+
+def kept(values: Sequence[Value], again: Container[int]) -> int:
+    """Give what is kept, in what `keep` counts, if these are computed again."""
+    asked: set[int] = set()
+    pending = [i for i, value in enumerate(values) if value.wanted]
+    while pending:
+        i = pending.pop()
+        if i not in asked:
+            asked.add(i)
+            pending += values[i].inputs if i in again else ()
+    return sum(values[i].keep or 0 for i in asked if i not in again)
 
 
 def _fill(network: list[dict[int, int]], source: int, sink: int) -> set[int]:

@@ -73,14 +73,19 @@ def count_flops(gm: GraphModule, blocks: Container[str], whole_rows: tuple[str, 
     alike = _computed_alike(gm, group) if degree > 1 else set()
     matmul, attention = 0, collections.Counter[str]()
     for node in gm.graph.nodes:
-        if node.target in _BACKWARD:
-            # The gradient of the output comes first, then query, key and value; flex has query, key, value first.
-            attention[block_of(node, blocks) or ""] += 2 * _products(node, 0 if node.target is _BACKWARD[-1] else 1)
-        elif node.target in ATTENTION:
-            attention[block_of(node, blocks) or ""] += _products(node, 0)
+        if node.target in (*ATTENTION, *_BACKWARD):
+            attention[block_of(node, blocks) or ""] += flops_of(node)
         else:
             matmul += _matmul(node) // (degree if meta.module(node) in alike else 1)
     return Flops(matmul, attention)
+
+
+def flops_of(node: Node) -> int:
+    """Give a node's operations, attention's as if every position saw every other."""
+    if node.target in _BACKWARD:
+        # The gradient of the output comes first, then query, key and value; flex has query, key, value first.
+        return 2 * _products(node, 0 if node.target is _BACKWARD[-1] else 1)
+    return _products(node, 0) if node.target in ATTENTION else _matmul(node)
 
 
 def _matmul(node: Node) -> int:

@@ -44,6 +44,7 @@ def traffic(gm: GraphModule, axes: Mapping[str, tuple[str, int]]) -> dict[tuple[
 
 
 def group_of(node: Node) -> str | None:
+    """Name the group that a node communicates over, if it does."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return None
     names = [argument.name for argument in node.target._schema.arguments]

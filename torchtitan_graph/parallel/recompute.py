@@ -31,12 +31,27 @@ SAVED_OPS = (
 
 
 @dataclasses.dataclass(frozen=True)
+class Budget:
+    """What a step may hold at its peak, beside what lies there from step to step.
+
+    fraction   0: the least that can be had; 1: what mode none holds; between them, that part of the difference
+    num_bytes  in place of the fraction, where it is given
+    in_flight  microbatches of which a pipeline's stage keeps values at once
+    """
+
+    fraction: float = 0.5
+    num_bytes: int | None = None
+    in_flight: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
 class Recompute:
     """every: each `every`-th block is recomputed whole (0: none); by_op: within every block, all but `SAVED_OPS` and
-    every second matmul."""
+    every second matmul; budget: as much as it asks for, in the graph alone."""
 
     every: int = 0
     by_op: bool = False
+    budget: Budget | None = None
 
     @classmethod
     def from_option(cls, mode: str, selective: str) -> Recompute:

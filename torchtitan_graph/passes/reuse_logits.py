@@ -24,8 +24,8 @@ def reuse_logits(gm: GraphModule) -> GraphModule:
 
     One matrix of tokens x vocabulary is held instead of three, with casts in the logits' dtype instead of fp32; the
     logarithms are computed again in backward. Only for logits that nothing else reads once their gradient is made, in
-    memory that no input or output has, and sums over all classes alike. From here on a node's value may change: no pass
-    may compute it again later.
+    memory that no input or output has, and sums over all classes alike. It runs before the policies, which see what the
+    loss holds then. From here on a node's value may change: none may let what reads it be computed again.
     """
     owner, place = owners(gm), {node: i for i, node in enumerate(gm.graph.nodes)}
     last_use = {owner[x]: i for node, i in place.items() for x in node.all_input_nodes}

@@ -23,7 +23,7 @@ def reuse_sharded_logits(gm: GraphModule) -> GraphModule:
     Beside the logits one such matrix is held in forward, where the sum stays torch's own, and none in backward, instead
     of two and four. Where logits are narrow, they and their gradient are never whole in fp32 but for the largest's
     search. Only for logits that nothing else reads once their gradient is made, in memory that no input or output has.
-    From here on a node's value may change: no pass may compute it again later.
+    From here on a node's value may change: no policy may let what reads it be computed again.
     """
     owner, place = owners(gm), {node: i for i, node in enumerate(gm.graph.nodes)}
     last_use = {owner[x]: i for node, i in place.items() for x in node.all_input_nodes}

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor
+from torch.fx import GraphModule
 
-from torchtitan_graph.compiler import Inspection, Pass, PassPlan, passes, run_passes
+from torchtitan_graph.compiler import Inspection, PassPlan, passes, run_passes
 from torchtitan_graph.graph.flops import Flops, count_flops
 from torchtitan_graph.graph.step import (
     trace_eval_step,
@@ -24,7 +25,9 @@ from torchtitan_graph.loss import loss_context
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.parallel.layout import Layout
 from torchtitan_graph.parallel.pipeline import StageGraph
+from torchtitan_graph.parallel.recompute import Budget
 from torchtitan_graph.parallel.storage import Storage
+from torchtitan_graph.steps.budget import at_rest, meet, tell
 from torchtitan_graph.steps.inputs import example_inputs, lay_out, loss_is_parallel, once_per_kind
 from torchtitan_graph.steps.options import StepOptions
 from torchtitan_graph.steps.precompiled import Rewritten
@@ -65,7 +68,7 @@ def build_graphs(
         return Graphs(stages, None, storages, flops)
     if options.precompiled is None:
         traced = trace_steps(model, family, layout, options, capture)
-        steps, storages = _rewrite(traced, layout, options, passes(traced.plan, options.extra)), traced.plan.storages
+        steps, storages = _rewrite(traced, layout, options, makes_code=True), traced.plan.storages
     else:
         plan = lay_out(model, family, layout, options)
         arguments = {0: _arguments(model, layout, options)}
@@ -87,11 +90,10 @@ def rewrite_steps(
     if options.pipeline is not None:
         return rewrite_stages(model, family, layout, options, capture)
     traced = trace_steps(model, family, layout, options, capture)
-    chosen = [each for each in passes(traced.plan, options.extra) if not each.cut]
-    return {0: _rewrite(traced, layout, options, chosen)}, traced.plan.storages
+    return {0: _rewrite(traced, layout, options, makes_code=False)}, traced.plan.storages
 
 
-def _rewrite(traced: Traced, layout: Layout, options: StepOptions, chosen: Sequence[Pass]) -> Rewritten:
+def _rewrite(traced: Traced, layout: Layout, options: StepOptions, *, makes_code: bool) -> Rewritten:
     shown = dist.get_rank() == 0 or dist.get_backend() == "fake"
     watch = Inspection(
         dump_to=options.dump_to if shown else None,
@@ -99,11 +101,24 @@ def _rewrite(traced: Traced, layout: Layout, options: StepOptions, chosen: Seque
         axes=layout.axes_by_group,
     )
 
-    def rewritten(step: TracedResult, watch: Inspection) -> TracedResult:
-        return dataclasses.replace(step, gm=run_passes(step.gm, chosen, options.disabled, options.device, watch))
+    def rewritten(gm: GraphModule, watch: Inspection, plan: PassPlan = traced.plan) -> GraphModule:
+        chosen = [each for each in passes(plan, options.extra) if makes_code or not each.cut]
+        return run_passes(gm, chosen, options.disabled, options.device, watch)
 
-    evaluate = traced.evaluate and rewritten(traced.evaluate, Inspection("evaluation step"))
-    return Rewritten(rewritten(traced.train, watch), evaluate, traced.flops)
+    def within(gm: GraphModule, budget: Budget) -> GraphModule:
+        recompute = dataclasses.replace(options.recompute, budget=budget)
+        return rewritten(gm, watch, dataclasses.replace(traced.plan, recompute=recompute))
+
+    evaluate = traced.evaluate
+    if evaluate is not None:
+        evaluate = dataclasses.replace(evaluate, gm=rewritten(evaluate.gm, Inspection("evaluation step")))
+    if options.budget_gib is None:
+        train = rewritten(traced.train.gm, watch)
+    else:
+        rest = at_rest(traced.plan.storages, accumulates=options.num_microbatches > 1)
+        train = meet(options.budget_gib, rest, traced.train.gm, within)
+    tell(train, watch.graph, options.picture if shown else None)
+    return Rewritten(dataclasses.replace(traced.train, gm=train), evaluate, traced.flops)
 
 
 def _arguments(model: Decoder, layout: Layout, options: StepOptions) -> tuple[Any, Any]:

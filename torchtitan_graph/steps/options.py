@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from torchtitan_graph.compiler import Extra, plan_extra, plan_offload, plan_regions
-from torchtitan_graph.config import JobConfig
+from torchtitan_graph.config import JobConfig, job
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.loss import cross_entropy
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.moe import AuxiliaryLoss, ExpertTraining, MoE
-from torchtitan_graph.parallel.recompute import Recompute
+from torchtitan_graph.parallel.recompute import Budget, Recompute
 from torchtitan_graph.parallel.schedule import Schedule, plan_pipeline
 from torchtitan_graph.parallel.storage import (
     Precision,
@@ -44,6 +44,8 @@ class StepOptions:
     mtp_weight       of the loss of the layers that predict more tokens
     pipeline         the schedule of its stages, where there are any
     precompiled      where the rewritten graphs are, if they need not be traced
+    budget_gib       what a rank may hold in all, in place of the fraction of `recompute.budget`
+    picture          file for the curve of what a memory budget could have
     """
 
     device: torch.device
@@ -68,6 +70,8 @@ class StepOptions:
     mtp_weight: float = 0.3
     pipeline: Schedule | None = None
     precompiled: Precompiled | None = None
+    budget_gib: float | None = None
+    picture: Path | None = None
 
 
 def rows_per_microbatch(config: JobConfig) -> int:
@@ -84,6 +88,7 @@ def step_options(config: JobConfig, model: Decoder, num_microbatches: int, devic
             have, stages that can't be made of it, or a pass of the user's that can't be run.
     """
     training, validation, moe = config.training, config.validation, config.moe
+    checkpoint, graphs = config.activation_checkpoint, Path(config.job.dump_folder, "graphs")
     if not any(isinstance(m, MoE) for m in model.modules()) and (moe.load_balance_loss or moe.router_z_loss):
         raise UserError(
             f"moe.load_balance_loss = {moe.load_balance_loss}, moe.router_z_loss = {moe.router_z_loss}: "
@@ -102,9 +107,9 @@ def step_options(config: JobConfig, model: Decoder, num_microbatches: int, devic
             compute=getattr(torch, training.mixed_precision_param),
             reduce=getattr(torch, training.mixed_precision_reduce),
         ),
-        recompute=Recompute.from_option(
-            config.activation_checkpoint.mode, config.activation_checkpoint.selective_ac_option
-        ),
+        recompute=_recompute(checkpoint),
+        budget_gib=checkpoint.memory_budget_gib if checkpoint.mode == "memory_budget" else None,
+        picture=graphs / "memory_budget_pareto.svg" if checkpoint.visualize_memory_budget_pareto else None,
         reshard=Reshard.from_option(config.parallelism.fsdp_reshard_after_forward),
         experts=ExpertTraining(
             auxiliary if moe.load_balance_loss or moe.router_z_loss else None,
@@ -117,7 +122,7 @@ def step_options(config: JobConfig, model: Decoder, num_microbatches: int, devic
         extra=plan_extra(config.compile),
         verify=config.debug.verify_passes,
         trace_every_block=config.debug.trace_every_block,
-        dump_to=Path(config.job.dump_folder, "graphs") if config.debug.dump_graphs else None,
+        dump_to=graphs if config.debug.dump_graphs else None,
         seed=config.debug.seed or 0,
         mtp_weight=training.mtp_loss_weight,
         offload=_offload(config, model, pipeline, device),
@@ -133,6 +138,12 @@ def _offload(config: JobConfig, model: Decoder, pipeline: Schedule | None, devic
         logger.info("activation_checkpoint.offload: a CPU's memory is the host's, so nothing is moved")
         return ()
     return modules
+
+
+def _recompute(options: job.ActivationCheckpoint) -> Recompute:
+    if options.mode == "memory_budget":
+        return Recompute(budget=Budget(options.memory_budget))
+    return Recompute.from_option(options.mode, options.selective_ac_option)
 
 
 def _pipeline(config: JobConfig, model: Decoder, num_microbatches: int) -> Schedule | None:

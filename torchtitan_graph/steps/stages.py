@@ -31,6 +31,7 @@ from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.parallel.layout import PP, TP, Layout
 from torchtitan_graph.parallel.pipeline import StageGraph
 from torchtitan_graph.parallel.storage import Reshard, Storage
+from torchtitan_graph.steps.budget import in_flight, tell
 from torchtitan_graph.steps.inputs import example_inputs, lay_out, loss_is_parallel, once_per_kind
 from torchtitan_graph.steps.options import StepOptions
 from torchtitan_graph.steps.precompiled import Rewritten
@@ -112,11 +113,18 @@ def _rewrite(
         layout.axes_by_group,
     )
 
+    if (budget := plan.recompute.budget) is not None:
+        assert options.pipeline is not None
+        budget = dataclasses.replace(budget, in_flight=in_flight(options.pipeline, number))
+        plan = dataclasses.replace(plan, recompute=dataclasses.replace(plan.recompute, budget=budget))
+
     def rewritten(step: TracedResult, watch: Inspection) -> TracedResult:
         chosen = [each for each in passes(plan, options.extra) if not each.cut]
         return dataclasses.replace(step, gm=run_passes(step.gm, chosen, options.disabled, options.device, watch))
 
     done = rewritten(train, watch)
+    picture = options.picture and options.picture.with_stem(f"{options.picture.stem}_stage_{number}")
+    tell(done.gm, watch.graph, picture if shown else None)
     return Rewritten(done, evaluate and rewritten(evaluate, Inspection(f"stage {number}, evaluation")), flops)
 
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from torchtitan_graph.graph.cut import Value, computed_again
+from torchtitan_graph.graph.cut import Value, computed_again, hull, kept
 
 
 def cost(values: tuple[Value, ...], again: set[int]) -> float:
@@ -45,3 +45,25 @@ def test_a_feed_forward_keeps_its_two_products() -> None:
     silu, product = Value(8, 1, (0,), True), Value(8, 1, (2, 1), True)
     assert computed_again((w1, w3, silu, product)) == {2, 3}
     assert computed_again((w1, w3, silu._replace(again=9), product)) == {3}  # dear operators are kept
+
+
+def work(values: tuple[Value, ...], again: frozenset[int]) -> int:
+    return sum(values[i].again or 0 for i in again)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_mixture_of_choices_is_better_than_the_hull(seed: int) -> None:
+    """At every price of a byte one of the hull's choices costs as little as any."""
+    values = some_values(seed)
+    choices = [frozenset(c) for n in range(10) for c in itertools.combinations(range(9), n)]
+    possible = [c for c in choices if cost(values, set(c)) < float("inf")]
+    found = hull(values)
+    assert found == sorted(found, key=lambda c: -kept(values, c)) and set(found) <= set(possible)
+    for price in (0.01, 0.1, 0.2, 0.3, 0.5, 0.8, 1, 2, 10):
+        best = min(kept(values, c) * price + work(values, c) for c in possible)
+        assert min(kept(values, c) * price + work(values, c) for c in found) == pytest.approx(best)
+
+
+def test_what_costs_the_same_keeps_less() -> None:
+    source = Value(0, None, (), False)
+    assert hull((source, Value(8, 0, (0,), True))) == [frozenset({1})] * 2

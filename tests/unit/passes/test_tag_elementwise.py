@@ -6,12 +6,11 @@ import torch
 from torch.fx import GraphModule
 from toy import aten, bitwise, blocks, calls, run_toy, text, toy, trace_toy
 
-from torchtitan_graph.graph import meta
+from torchtitan_graph.graph import keeping, meta
 from torchtitan_graph.graph.flops import count_flops
 from torchtitan_graph.graph.liveness import peak_memory
 from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.parallel.storage import Precision, plan_storage
-from torchtitan_graph.passes import tag_elementwise as module
 from torchtitan_graph.passes.cleanup import cleanup
 from torchtitan_graph.passes.rematerialize import rematerialize
 from torchtitan_graph.passes.shard_params import shard_params
@@ -23,7 +22,7 @@ NONE, FULL, BY_OP = Recompute(), Recompute(every=1), Recompute(by_op=True)
 
 def free_to_start(monkeypatch) -> None:
     """The toy's tensors are smaller than what it costs to start an operator."""
-    monkeypatch.setattr(module, "_START", 0)
+    monkeypatch.setattr(keeping, "START", 0)
 
 
 def tagged(recompute: Recompute = NONE) -> GraphModule:

@@ -58,10 +58,10 @@ class Toy(nn.Module):
         return (self.output(x), SideOutputs([], {})) if side_outputs else self.output(x)
 
 
-def batch(seed: int = 0) -> Batch:
+def batch(seed: int = 0, rows: int = 2) -> Batch:
     generator = torch.Generator().manual_seed(seed)
-    tokens, labels = (torch.randint(V, (2, 3), generator=generator) for _ in range(2))
-    return Batch(tokens, labels, torch.arange(3).expand(2, 3))
+    tokens, labels = (torch.randint(V, (rows, 3), generator=generator) for _ in range(2))
+    return Batch(tokens, labels, torch.arange(3).expand(rows, 3))
 
 
 def blocks(num_layers: int = 2) -> list[str]:
@@ -74,16 +74,16 @@ def toy(num_layers: int = 2, tied: bool = False) -> nn.Module:
         return Toy(num_layers, tied)
 
 
-def trace_toy(model: nn.Module, dtype: torch.dtype = torch.float32) -> GraphModule:
-    return trace_train_step(model.to(dtype), cross_entropy, batch(), None, torch.tensor(6.0), device="cpu").gm
+def trace_toy(model: nn.Module, dtype: torch.dtype = torch.float32, rows: int = 2) -> GraphModule:
+    return trace_train_step(model.to(dtype), cross_entropy, batch(rows=rows), None, torch.tensor(6.0), device="cpu").gm
 
 
-def run_toy(gm: GraphModule) -> list[Tensor]:
+def run_toy(gm: GraphModule, rows: int = 2) -> list[Tensor]:
     """Run a graph in the compute layout on parameters and tokens of a seed."""
     generator = torch.Generator().manual_seed(1)
     placeholders = gm.graph.find_nodes(op="placeholder")
     slots = signature_of(gm).inputs
-    values = iter([*batch(2), torch.tensor(6.0)])
+    values = iter([*batch(2, rows), torch.tensor(6.0)])
     flat = [
         torch.randn(node.meta["val"].shape, generator=generator) if slot.kind == "param" else next(values)
         for slot, node in zip(slots, placeholders, strict=True)

@@ -1,0 +1,146 @@
+"""A training step that holds what a memory budget says: met, refused, told and drawn."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from torch.fx import GraphModule
+
+from torchtitan_graph.device import GIB
+from torchtitan_graph.errors import UserError
+from torchtitan_graph.graph.liveness import peak_memory
+from torchtitan_graph.log import logger
+from torchtitan_graph.parallel.recompute import Budget
+from torchtitan_graph.parallel.schedule import Schedule
+from torchtitan_graph.parallel.storage import Storage
+from torchtitan_graph.passes.tag_budget import Curve
+
+OPTIMIZER = "optimizer state"
+_MIB = 2**20
+
+
+def at_rest(storages: Mapping[str, Storage], *, accumulates: bool, knows_optimizer: bool = True) -> dict[str, int]:
+    """Give the bytes that a rank holds from step to step, and between the microbatches of a step, by what for.
+
+    Args:
+        accumulates: gradients of earlier microbatches lie there while the next one runs.
+        knows_optimizer: it keeps two moments.
+    """
+    parameters = sum(each.padded_shape.numel() * each.precision.storage.itemsize for each in storages.values())
+    held = {"parameters": parameters}
+    if accumulates:
+        held["gradients of earlier microbatches"] = parameters
+    if knows_optimizer:
+        held[OPTIMIZER] = 2 * parameters
+    return held
+
+
+def meet(
+    gib: float, rest: Mapping[str, int], gm: GraphModule, rewritten: Callable[[GraphModule, Budget], GraphModule]
+) -> GraphModule:
+    """Run the passes so that a rank holds no more than `gib` in all.
+
+    What a policy rehearses is what the passes up to it know. Where the graph holds more in the end, they run again with
+    as much less to give.
+
+    Args:
+        rest: what lies there beside the step, by what for.
+        rewritten: runs the passes on a graph, which it changes.
+
+    Raises:
+        UserError: even the least is more.
+    """
+    allowed = int(gib * GIB) - sum(rest.values())
+    asked, least = allowed, None
+    while True:
+        made = rewritten(copy.deepcopy(gm), Budget(num_bytes=asked))
+        peak, curve = peak_memory(made).num_bytes, made.meta.get("curve")
+        if peak <= allowed:
+            return made
+        least = peak if least is None else min(least, peak)
+        if curve is None or curve.chosen.peak > asked:
+            break
+        asked -= peak - allowed
+    parts = [*rest.items(), ("a step at its peak", least)]
+    raise UserError(
+        f"activation_checkpoint.memory_budget_gib = {gib:g}: the least that this rank can hold is"
+        f" {sum(size for _, size in parts) / GIB:.3f} GiB:"
+        f" {', '.join(f'{size / GIB:.3f} of {name}' for name, size in parts)}; give as much, or take a smaller"
+        " training.local_batch_size or training.seq_len, more processes, or a higher"
+        " parallelism.tensor_parallel_degree"
+    )
+
+
+def in_flight(schedule: Schedule, stage: int) -> int:
+    """Give the most microbatches of which a stage keeps values at once."""
+    held = most = 0
+    for action in schedule.actions[schedule.rank_of[stage]]:
+        if action.stage == stage:
+            held += (action.kind == "F") - (action.kind in ("B", "W"))
+            most = max(most, held)
+    return max(most, 1)
+
+
+def tell(gm: GraphModule, graph: str, picture: Path | None) -> None:
+    """Log what could be had for how much work, where there was a budget; draw it to a file."""
+    curve: Curve | None = gm.meta.get("curve")
+    if curve is None:
+        return
+    logger.info("\n".join([f"{graph}: memory budget", *_lines(curve)]))
+    if picture is not None:
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        picture.write_text(draw(curve))
+
+
+def _lines(curve: Curve) -> list[str]:
+    rows = sorted({*curve.points, curve.chosen}, key=lambda point: point.flops)
+    return [
+        f"  {'kept for backward':>18}{'at its peak':>18}{'operations':>13}",
+        *(
+            f"  {point.kept / _MIB:14.1f} MiB{point.peak / _MIB:14.1f} MiB{point.flops / curve.flops:+13.1%}"
+            + "  chosen" * (point == curve.chosen)
+            for point in rows
+        ),
+    ]
+
+
+def draw(curve: Curve) -> str:
+    """Draw a curve as SVG: the peak, from 0, over the operations that are added."""
+    points = sorted({*curve.points, curve.chosen}, key=lambda point: point.flops)
+    most = max(point.peak for point in points)
+    widest = max(max(point.flops for point in points) / curve.flops, 0.01)
+    left, right, top, bottom = 90, 600, 30, 330
+
+    def place(flops: float, peak: float) -> tuple[float, float]:
+        return left + (right - left) * flops / widest, bottom - (bottom - top) * peak / most
+
+    corners = [place(point.flops / curve.flops, point.peak) for point in points]
+    marks = [
+        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{7 if point == curve.chosen else 4}"'
+        f' fill="{"#d62728" if point == curve.chosen else "#1f77b4"}"><title>{point.peak / _MIB:.1f} MiB, kept'
+        f" {point.kept / _MIB:.1f} MiB, {point.flops / curve.flops:+.1%} operations</title></circle>"
+        for point, (x, y) in zip(points, corners, strict=True)
+    ]
+    ticks = []
+    for part in (0, 0.25, 0.5, 0.75, 1):
+        (x, _), (_, y) = place(part * widest, 0), place(0, part * most)
+        ticks += [
+            f'<line x1="{left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>',
+            f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{part * most / _MIB:.0f} MiB</text>',
+            f'<text x="{x:.1f}" y="{bottom + 20}" text-anchor="middle">{part * widest:+.1%}</text>',
+        ]
+    way = " ".join(f"{x:.1f},{y:.1f}" for x, y in corners)
+    return "\n".join(
+        [
+            '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 640 400" font-family="sans-serif" font-size="12">',
+            '<rect width="640" height="400" fill="white"/>',
+            *ticks,
+            f'<polyline points="{way}" fill="none" stroke="#1f77b4" stroke-width="2"/>',
+            *marks,
+            f'<text x="{left}" y="18">a step at its peak, by operations that are added; red: chosen</text>',
+            f'<text x="{(left + right) / 2}" y="375" text-anchor="middle">operations of products and attention</text>',
+            "</svg>\n",
+        ]
+    )

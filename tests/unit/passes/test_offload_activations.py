@@ -80,12 +80,21 @@ def test_a_copy_of_another_value_would_be_seen() -> None:
     assert not bitwise(run_toy(gm), expected)
 
 
-def test_backward_reads_only_the_copy_of_what_is_sent() -> None:
-    gm = moved()
+def test_backward_reads_only_the_copy_of_what_is_sent_and_views_of_it() -> None:
+    gm = cleanup(trace_toy(toy(4)))
+    root = calls(gm, aten.rsqrt.default)[0]
+    reader = next(user for user in root.users if user.target == aten.pow.Tensor_Scalar)
+    with gm.graph.inserting_after(root):
+        view = call(gm.graph, root, aten.view.default, root, [2, 3, 1])
+    reader.replace_input_with(root, view)
+    gm.recompile()
+    expected = run_toy(gm)
+    gm = offload_activations(rematerialize(tag_offload(gm, BLOCKS)), BLOCKS)
+    assert bitwise(run_toy(gm), expected)
     owner = owners(gm)
     roots = {owner[node] for node in sent(gm)}
     backward = [n for n in gm.graph.nodes if n.op == "call_function" and meta.phase(n) == "backward"]
-    assert roots and not [n for n in backward if roots & {owner[source] for source in n.all_input_nodes}]
+    assert root in roots and not [n for n in backward if roots & {owner[source] for source in n.all_input_nodes}]
 
 
 def test_a_copy_starts_behind_its_block_and_is_waited_for_behind_the_next() -> None:

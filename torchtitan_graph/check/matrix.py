@@ -23,7 +23,7 @@ from torch.fx import GraphModule
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from torchtitan_graph.compiler import needed_regions
+from torchtitan_graph.compiler import plan_regions
 from torchtitan_graph.config import job
 from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
 from torchtitan_graph.graph.step import StepOutput
@@ -86,6 +86,7 @@ class Cell:
     reshard: Reshard = Reshard()
     loss_parallel: bool = True
     disabled: tuple[str, ...] = ()
+    codegen: str = "off"
     vocab_size: int = 0
     num_steps: int = NUM_STEPS
     pipeline: tuple[tuple[str, Any], ...] = ()  # options of `job.Parallelism`: its schedule and stages
@@ -111,7 +112,7 @@ class Cell:
             reshard=self.reshard,
             experts=ExpertTraining(self.auxiliary),
             loss_parallel=self.loss_parallel,
-            regions=needed_regions(DEVICE),
+            regions=plan_regions(job.Compile(codegen=self.codegen), build_model(self), DEVICE),
             disabled=self.disabled,
             mtp_weight=MTP_WEIGHT,
             pipeline=self.schedule(),

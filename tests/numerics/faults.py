@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from matrix import Cell, microbatches
@@ -89,12 +91,74 @@ def merge_unequal(gm: GraphModule) -> GraphModule:
 
 def recompute_another(gm: GraphModule) -> GraphModule:
     """Compute again in backward what one elementwise operator made, from another block's values."""
-    own, other, *_ = gm.graph.find_nodes(op="call_function", target=aten.silu.default)
-    with gm.graph.inserting_after(other):
-        copy = gm.graph.node_copy(own, lambda _: other.args[0])
-    own.replace_all_uses_with(copy, delete_user_cb=lambda user: meta.phase(user) == "backward")
+    silus = gm.graph.find_nodes(op="call_function", target=aten.silu.default)
+    first, second, *_ = [node for node in silus if meta.phase(node) == "backward"]
+    second.args = first.args
     gm.recompile()
     return gm
+
+
+def lose_a_write(gm: GraphModule) -> GraphModule:
+    """Take for a sum in backward what it was before the last term was added in place."""
+    sums = gm.graph.find_nodes(op="call_function", target=aten.add.Tensor)
+    last = [node for node in sums if meta.phase(node) == "backward"][-1]
+    last.replace_all_uses_with(last.args[0])
+    gm.recompile()
+    return gm
+
+
+def cast_one_parameter_too_narrow(gm: GraphModule) -> GraphModule:
+    casts = gm.graph.find_nodes(op="call_function", target=aten._to_copy.default)
+    cast = next(node for node in casts if meta.role(node) == meta.GATHER)
+    with gm.graph.inserting_before(cast):
+        narrow = call(gm.graph, cast, aten._to_copy.default, cast.args[0], dtype=torch.float8_e4m3fn)
+    cast.args = (narrow,)
+    gm.recompile()
+    return gm
+
+
+def swap_two_parts_of_a_bucket(gm: GraphModule) -> GraphModule:
+    """Give two weights of one shape each other's part of what was gathered."""
+    parts = [node for node in gm.graph.nodes if node.target is operator.getitem and meta.role(node) == meta.GATHER]
+    first, second = _first_alike(parts, lambda node: (node.args[0], value(node).shape))
+    first.args, second.args = second.args, first.args
+    gm.recompile()
+    return gm
+
+
+def wait_for_another(gm: GraphModule) -> GraphModule:
+    """Use one block's gathered weights where another's are waited for."""
+    waits = [n for n in gm.graph.find_nodes(op="call_function", target=c10d.wait_tensor.default)]
+    gathers = [node for node in waits if meta.role(node) == meta.GATHER]
+    first, second = _first_alike(gathers, lambda node: value(node).shape)
+    second.replace_all_uses_with(first)
+    gm.recompile()
+    return gm
+
+
+def use_before_it_is_there(gm: GraphModule) -> GraphModule:
+    """Read what was gathered over the sequence before anything is in it."""
+    waits = gm.graph.find_nodes(op="call_function", target=c10d.wait_tensor.default)
+    wait = next(n for n in waits if meta.role(n) is None and "gather" in str(n.args[0].target))
+    with gm.graph.inserting_after(wait):
+        empty = call(gm.graph, wait, aten.zeros_like.default, wait)
+    wait.replace_all_uses_with(empty, delete_user_cb=lambda user: user is not empty)
+    gm.recompile()
+    return gm
+
+
+def scale_every_silu(gm: GraphModule) -> GraphModule:
+    for node in gm.graph.find_nodes(op="call_function", target=aten.silu.default):
+        _scale(gm, node, 1.01)
+    return gm
+
+
+def _first_alike(nodes: list[Node], key: Callable[[Node], Any]) -> tuple[Node, Node]:
+    seen: dict[Any, Node] = {}
+    for node in nodes:
+        if seen.setdefault(key(node), node) is not node:
+            return seen[key(node)], node
+    raise AssertionError("the fault has no place in this graph")
 
 
 def overwrite_logits_too_early(gm: GraphModule) -> GraphModule:

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
+from torchtitan_graph.graph.show import dump
+from torchtitan_graph.graph.trace import minimal_fx_tracer
 from torchtitan_graph.models import llama3
 from torchtitan_graph.models.hf import to_hf
 
@@ -154,3 +157,49 @@ def test_a_place_that_can_not_be_written_to_is_one_line(
 ) -> None:
     words = refusal("convert_from_hf.py", published, "/dev/null/out", monkeypatch=monkeypatch, capsys=capsys)
     assert "/dev/null/out: can't be written" in words
+
+
+def test_show_graph_filters_counts_and_compares(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    folder = tmp_path / "graphs"
+
+    def shown(*arguments: object) -> list[str]:
+        with pytest.raises(SystemExit) as end:
+            run_script("show_graph.py", "--graphs", folder, *arguments, monkeypatch=monkeypatch)
+        assert end.value.code == 0
+        return capsys.readouterr().out.splitlines()
+
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh())
+    gm = minimal_fx_tracer(lambda x: model(x).sum(), module=model)(torch.ones(2**17, 4)).gm
+    dump(gm, folder, 0, "traced")
+    (tanh,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.tanh.default)
+    tanh.target = torch.ops.aten.sin.default
+    dump(gm, folder, 1, "spoiled")
+    (line,) = shown("--module", "1", "--phase", "forward", "--op", "aten.s*")
+    assert line.startswith("tanh = aten.sin.default(addmm)  # float32[131072, 8] forward 1 | ")
+    assert [x.split(" = ")[0] for x in shown("--after", "traced", "--op", "aten.tanh.*")] == ["tanh"]
+    changed = [x for x in shown("--diff", "traced", "spoiled") if x[:2] in ("- ", "+ ")]
+    assert [x.split("(")[0].split()[-1] for x in changed] == ["aten.tanh.default", "aten.sin.default"]
+    assert "aten.sin.default                                                   1           4.000" in shown(
+        "--statistics"
+    )
+    shown("--timeline", tmp_path / "held.svg")
+    assert "8.000 MiB at its peak, tanh = aten.sin.default(addmm) in 1" in (tmp_path / "held.svg").read_text()
+    words = refusal("show_graph.py", "--graphs", folder, "--after", "spoilt", monkeypatch=monkeypatch, capsys=capsys)
+    assert "spoilt: legal are traced, spoiled; did you mean spoiled?" in words
+
+
+def test_show_graph_builds_any_rank_of_any_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("NGPU", "64")
+    options = ["--training.seq_len", 64, "--training.local_batch_size", 1, "--parallelism.tensor_parallel_degree", 2]
+    with pytest.raises(SystemExit) as end:
+        run_script("show_graph.py", *options, "--op", "_c10d*", monkeypatch=monkeypatch)
+    assert end.value.code == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if " = _c10d_functional." in line]
+    assert any("'ranks 0 1'" in line for line in lines) and any("'ranks 0 2 4 6" in line for line in lines)
+    assert all(
+        line.rpartition(" | ")[0].count(" at ") == 1 for line in lines if "layers.0" in line and "role" not in line
+    )

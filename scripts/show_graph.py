@@ -1,0 +1,175 @@
+"""Show the graph of a configuration, without training: python scripts/show_graph.py --job.config_file my.toml
+
+What train.py takes is taken here as well; NGPU=64 in front shows one rank of 64. Nothing is allocated or sent. Each
+line has the value's dtype and shape, phase, module, line of source, and after | what is held while it runs.
+"""
+
+import argparse
+import collections
+import difflib
+import fnmatch
+import html
+import math
+import re
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from torchtitan_graph import train
+from torchtitan_graph.graph.show import without_bytes
+
+_LINE = re.compile(
+    r"    (?P<name>\w+) = (?P<call>[\w.]+).*?  # (?P<value>.*?) ?(?P<phase>forward|backward)"
+    r"(?: (?!\w+='|at |\|)(?P<module>\S+))?.* \| (?P<held>[\d.]+) MiB"
+)
+_VALUE = re.compile(r"(\w+)\[([\d, ]*)\]")
+
+
+class Line(NamedTuple):
+    """A node of a graph, as its line in a dump says it."""
+
+    text: str
+    operator: str
+    phase: str
+    module: str
+    num_bytes: int
+    held: float
+
+
+def read_lines(text: str) -> list[Line]:
+    return [
+        Line(
+            text.strip(),
+            _operator(found),
+            found["phase"],
+            found["module"] or "",
+            _size(found["value"]),
+            float(found["held"]),
+        )
+        for text in text.splitlines()
+        if (found := _LINE.match(text))
+    ]
+
+
+def _operator(found: re.Match) -> str:
+    return found["call"] if "." in found["call"] else "getitem"
+
+
+def _size(value: str) -> int:
+    return sum(
+        getattr(torch, dtype).itemsize * math.prod(int(size) for size in sizes.split(",") if size.strip())
+        for dtype, sizes in _VALUE.findall(value)
+    )
+
+
+def statistics(lines: Iterable[Line]) -> list[str]:
+    """Count nodes and the bytes of their values by operator, and by the module's first two names."""
+    tables = []
+    keys = {"operator": lambda line: line.operator, "module": lambda line: ".".join(line.module.split(".")[:2])}
+    lines = list(lines)
+    for title, key in keys.items():
+        count, size = collections.Counter(map(key, lines)), collections.Counter[str]()
+        for line in lines:
+            size[key(line)] += line.num_bytes
+        tables += [f"{title:60} {'nodes':>7} {'MiB of values':>15}"]
+        tables += [
+            f"{name or '(outside any)':60} {count[name]:7} {size[name] / 2**20:15.3f}" for name, _ in size.most_common()
+        ]
+        tables += [""]
+    return tables
+
+
+def timeline(lines: Sequence[Line], title: str) -> str:
+    """Draw what is held, node by node, as an SVG picture; the peak is marked and named."""
+    width, height, peak = 1000, 300, max(lines, key=lambda line: line.held)
+    x, y = width / max(1, len(lines) - 1), (height - 60) / max(peak.held, 1e-9)
+    points = " ".join(f"{i * x:.1f},{height - line.held * y:.1f}" for i, line in enumerate(lines))
+    where = lines.index(peak) * x
+    turn = next((i for i, line in enumerate(lines) if line.phase == "backward"), len(lines)) * x
+    words = html.escape(
+        f"{title}: {peak.held:.3f} MiB at its peak, {peak.text.split('  # ')[0]} in {peak.module or 'no module'}"
+    )
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif">'
+    return f"""{head}
+<rect width="{width}" height="{height}" fill="white"/>
+<polygon points="0,{height} {points} {width},{height}" fill="#9ecae1"/>
+<line x1="{turn:.1f}" y1="30" x2="{turn:.1f}" y2="{height}" stroke="#888" stroke-dasharray="4"/>
+<text x="{min(turn + 4, width - 70):.1f}" y="42" fill="#555">backward</text>
+<circle cx="{where:.1f}" cy="60" r="4" fill="#d62728"/>
+<text x="4" y="18">{words}</text>
+</svg>
+"""
+
+
+def find_graph(folder: Path, name: str, parser: argparse.ArgumentParser) -> Path:
+    """Find the graph after a pass; `traced` is that before any."""
+    paths = sorted(folder.glob("*.py"))
+    names = [path.stem.partition("_")[2] for path in paths]
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=1)
+        parser.error(f"{name}: legal are {', '.join(names)}{f'; did you mean {near[0]}?' if near else ''}")
+    return paths[names.index(name)]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--graphs", type=Path, help="show those that a run with debug.dump_graphs wrote to this folder")
+    parser.add_argument("--stage", type=int, help="of a pipeline (default the rank's first)")
+    parser.add_argument("--after", help="the pass after which to show it; traced: before any (default the last)")
+    parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help="what changed from after pass A to after pass B")
+    parser.add_argument("--module", default="*", help="only nodes of such modules, as 'layers.0.*'")
+    parser.add_argument("--phase", choices=("forward", "backward"), help="only nodes of it")
+    parser.add_argument("--op", default="*", help="only such operators, as 'aten.mm.*'")
+    parser.add_argument("--statistics", action="store_true", help="count nodes and bytes by operator and by module")
+    parser.add_argument("--timeline", type=Path, metavar="FILE.svg", help="draw what is held, node by node")
+    options, of_training = parser.parse_known_args(argv)
+    with tempfile.TemporaryDirectory() as empty:
+        folder = options.graphs
+        if folder is None:
+            dry = ["--comm.mode", "fake_backend", "--debug.dump_graphs", "--job.dump_folder", empty]
+            if code := train.main([*of_training, *dry]):
+                return code
+            folder = Path(empty, "graphs")
+        elif of_training:
+            parser.error(f"{of_training[0]}: with --graphs nothing is built")
+        stages = sorted(folder.glob("stage_*"), key=lambda path: int(path.name.partition("_")[2]))
+        if stages:
+            folder = stages[0] if options.stage is None else folder / f"stage_{options.stage}"
+        if not (paths := sorted(folder.glob("*.py"))):
+            parser.error(
+                f"{folder.name}: no graphs are here; legal are {', '.join(path.name for path in stages) or 'none'}"
+            )
+        if options.diff:
+            old, new = (without_bytes(find_graph(folder, name, parser).read_text()) for name in options.diff)
+            print("\n".join(difflib.unified_diff(old, new, *options.diff, n=0, lineterm="")))
+            return 0
+        path = find_graph(folder, options.after, parser) if options.after else paths[-1]
+        text = path.read_text()
+        if not (lines := read_lines(text)):
+            parser.error(f"{path}: is no graph that debug.dump_graphs wrote")
+        if options.timeline:
+            options.timeline.write_text(timeline(lines, path.stem))
+        wanted = [
+            line
+            for line in lines
+            if fnmatch.fnmatch(line.module, options.module)
+            and options.phase in (None, line.phase)
+            and fnmatch.fnmatch(line.operator, options.op)
+        ]
+        if options.statistics:
+            print("\n".join(statistics(wanted)))
+        elif len(wanted) == len(lines):
+            print(text)
+        else:
+            print("\n".join(line.text for line in wanted))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -29,7 +29,7 @@ TIMEOUT_S = 250  # a run takes seconds; a busy machine takes longer
 
 # Forks processes that have imported everything already, from a clean one: much cheaper than starting Python anew.
 _fork = multiprocessing.get_context("forkserver")
-_fork.set_forkserver_preload(["torchtitan_graph.train"])
+_fork.set_forkserver_preload(["torchtitan_graph.train", "torch._dynamo"])  # a trace imports the second
 
 
 class Result(NamedTuple):
@@ -58,6 +58,13 @@ def start(*options: str, ranks: int = 1, patch: Callable[[], None] | None = None
     for rank in range(ranks):
         run.fork(_train, patch, {"RANK": str(rank), "LOCAL_RANK": str(rank), **env} if ranks > 1 else env)
     return run
+
+
+def precompile(*options: str, ranks: int) -> Result:
+    """Precompile `tiny.toml` with these options for so many ranks, in a forked process."""
+    run = Forks("--job.config_file", TINY, *options)
+    run.fork(_precompile, None, {"NGPU": str(ranks)})
+    return run.finish()
 
 
 def run_script(name: str, *arguments: str) -> Result:
@@ -138,6 +145,12 @@ def _train(words: list[str]) -> int:
     from torchtitan_graph.train import main
 
     stop.START = time.time()  # not when the process that was forked began
+    return main(words)
+
+
+def _precompile(words: list[str]) -> int:
+    from torchtitan_graph.precompile import main
+
     return main(words)
 
 

@@ -3,25 +3,28 @@
 import dataclasses
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
-from matrix import BF16, CPU, Cell, build_model
+from matrix import BF16, CPU, SEED, Cell, bits_that_differ, build_graph, build_model, layout_of, train
 from torch.fx import GraphModule
 
+from pool import run_on
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.as_data import traced_from_data
 from torchtitan_graph.graph.signature import signature_of
 from torchtitan_graph.graph.torch_private import init_fake_process_group
 from torchtitan_graph.graph.trace import TracedResult
+from torchtitan_graph.models.layers.init import initialize
 from torchtitan_graph.models.layers.moe import AuxiliaryLoss
 from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.layout import Layout, ParallelDims
-from torchtitan_graph.steps import rewrite_steps
-from torchtitan_graph.steps.precompiled import Rewritten, ranks_to_trace, steps_to_data
+from torchtitan_graph.steps import build_steps, rewrite_steps
+from torchtitan_graph.steps.precompiled import Rewritten, Writer, open_precompiled, ranks_to_trace, steps_to_data
 
 
 def cell(layers: int = 1, *changes: tuple[str, object], **given: Any) -> Cell:
@@ -137,14 +140,33 @@ def test_what_is_stored_is_what_each_rank_traces(name: str) -> None:
         assert kinds.get(rank, place) == place
         assert text == of_kind.setdefault(place, text), f"rank {rank}"
     assert of_kind.keys() == set(kinds.values())
-    for number, train, evaluate, flops in json.loads(of_kind[place]):
+    for number, training, evaluation, flops in json.loads(of_kind[place]):
         mine = steps[number]
         assert flops == [mine.flops.matmul, dict(mine.flops.attention)]
-        for data, traced in ((train, mine.train), (evaluate, mine.evaluate)):
+        for data, traced in ((training, mine.train), (evaluation, mine.evaluate)):
             assert traced is not None
             like = pytree.tree_unflatten(examples(traced), traced.in_spec)[0]
             again = traced_from_data(data, like, layout.groups_by_place, CPU, storages)
             assert described(again) == described(traced)
+
+
+def compared(cell: Cell, folder: Path) -> list[str]:
+    """Name what differs between training on stored graphs and on traced ones, on this rank of a pool."""
+    layout, options = layout_of(cell.dims), cell.options("graph")
+    steps, storages = rewrite_steps(build_model(cell), load_family(cell.family), layout, options)
+    writer = Writer(folder / str(dist.get_rank()), {})
+    writer.add((layout.rank("pp"), layout.rank("tp")), steps_to_data(steps, layout, storages, CPU))
+    writer.finish()
+    options = dataclasses.replace(options, precompiled=open_precompiled(writer.folder, {}, ""))
+    again = build_steps(build_model(cell), load_family(cell.family), layout, options)
+    initialize(again.model, SEED)
+    return bits_that_differ(train(cell, build_graph(cell)), train(cell, again))
+
+
+@pytest.mark.parametrize("name", ["EP", "PP", pytest.param("PP and EP", marks=pytest.mark.slow)])
+def test_stored_graphs_train_to_the_same_bits(name: str, tmp_path: Path) -> None:
+    cell = dataclasses.replace((WORLDS | SLOW)[name], num_steps=2)
+    assert run_on(cell.dims.num_ranks, compared, cell, tmp_path) == [[]] * cell.dims.num_ranks
 
 
 def test_the_comparison_sees_another_number() -> None:

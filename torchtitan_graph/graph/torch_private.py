@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch._inductor
-import torch._inductor.config as inductor_config
 import torch.fx.traceback as fx_traceback
 from torch._C import DispatchKey
 from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
@@ -30,7 +28,6 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group, _set_pg_timeout
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -219,6 +216,8 @@ def trace_to_graph(
     The tracing context lets higher-order ops give equal subgraphs one name. Multithreaded autograd would lose the
     thread-local marks. Nested traces happen inside flex attention, which traces its own subgraphs.
     """
+    import torch._dynamo.config  # late, for it takes a second: a run on graphs that are read does without
+
     with (
         fake_mode,
         tracing(TracingContext(fake_mode)),
@@ -272,6 +271,8 @@ def compile_by_inductor(
     collectives were put), gives regions that touch one set of options, and compiles equal ones again. `torch.compile`
     would trace, and guard, what is a graph already.
     """
+    import torch._inductor.config  # with Dynamo it is a third of the time that the trainer's imports take
+
     fake_mode = FakeTensorMode(shape_env=ShapeEnv())
     with fake_mode:
         fakes: list[Any] = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in inputs]
@@ -280,7 +281,7 @@ def compile_by_inductor(
     from torch._dynamo.utils import GmWrapper  # both take long to import, and few runs need them
     from torch._inductor.compile_fx import compile_fx
 
-    with tracing(TracingContext(fake_mode)), inductor_config.patch(dict(options)):
+    with tracing(TracingContext(fake_mode)), torch._inductor.config.patch(dict(options)):
         run: Any = compile_fx(GmWrapper(gm, list), fakes)  # type: ignore[arg-type]
 
     def compiled(inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:  # FX calls torch's own functions by their names
@@ -295,7 +296,9 @@ def inductor_options(settings: Iterable[str]) -> dict[str, Any]:
     Raises:
         UserError: a name that is no option of Inductor, or a value of another type than the option's.
     """
-    known, options = inductor_config.get_config_copy(), {}
+    import torch._inductor.config
+
+    known, options = torch._inductor.config.get_config_copy(), {}
     for setting in settings:
         name, _, text = setting.partition("=")
         if name not in known:
@@ -639,6 +642,8 @@ def pipeline_order(
     Raises:
         ValueError: the schedule can't be made of these numbers.
     """
+    from torch.distributed.pipelining import schedules  # imports Dynamo, which takes a second
+
     stubs = _stub_stages(num_ranks, stages_per_rank * num_ranks)
     make = schedules.get_schedule_class(schedule)
     made: Any = make(stubs if stages_per_rank > 1 else stubs[0], num_microbatches)  # type: ignore[arg-type]
@@ -654,6 +659,8 @@ def with_messages(
     Raises:
         AssertionError: a rank would wait for ever, or something is missing, twice or in two places.
     """
+    from torch.distributed.pipelining import schedules
+
     compute = {
         rank: [schedules._Action(a.stage, schedules._ComputationType(a.kind), a.microbatch) for a in order]
         for rank, order in enumerate(orders)

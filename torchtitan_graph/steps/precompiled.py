@@ -198,7 +198,7 @@ def open_precompiled(folder: Path, fingerprint: Mapping[str, str], again: str) -
         graphs = {str(place): _digest(digest) for place, digest in index["graphs"].items()}
     differ = [key for key in {**fingerprint, **made_for} if fingerprint.get(key) != made_for.get(key)]
     if differ:
-        shown = [f"{key} is {_short(fingerprint.get(key))}, then {_short(made_for.get(key))}" for key in differ[:8]]
+        shown = [f"{key} is {_short(fingerprint.get(key))}, was {_short(made_for.get(key))}" for key in differ[:8]]
         more = [f"and {len(differ) - 8} more"] if len(differ) > 8 else []
         raise UserError(
             f"compile.precompiled = {str(folder)!r}: its graphs were made for something else: "

@@ -121,6 +121,17 @@ def test_a_dry_run_has_no_numbers_to_verify_passes_on() -> None:
     assert check(load(["--debug.verify_passes"]), 4) == []
 
 
+@pytest.mark.parametrize(
+    "other",
+    ["debug.verify_passes", "debug.dump_graphs", "debug.trace_every_block", "debug.stack_traces", "compile.mode"],
+)
+def test_what_looks_at_tracing_is_refused_where_graphs_are_read(other: str) -> None:
+    value = " eager" if other == "compile.mode" else ""
+    (problem,) = problems(f"--compile.precompiled graphs --{other}{value}", 1)
+    assert other in problem and "leave one of them out" in problem
+    assert check(load(["--compile.precompiled", "graphs"]), 1) == []
+
+
 def test_a_dry_run_builds_a_rank_of_its_world() -> None:
     assert "ranks 0 to 3" in problems("--comm.mode fake_backend --comm.fake_rank 4", 4)[0]
     assert check(load(["--comm.mode", "fake_backend", "--comm.fake_rank", "3"]), 4) == []

@@ -20,6 +20,14 @@ def test_a_configuration_is_checked_without_torch() -> None:
     assert (done.stdout.strip(), done.stderr, done.returncode) == ("", "", 0)
 
 
+def test_the_trainer_is_imported_without_what_few_runs_need() -> None:
+    """Dynamo and Inductor are a third of the time that all else takes; the others are optional, or read on demand."""
+    heavy = ["torch._dynamo", "torch._inductor", "tensorboard", "transformers", "datasets", "pyarrow", "wandb"]
+    code = f"import sys, torchtitan_graph.train\nprint(*[name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.stdout.strip(), done.stderr, done.returncode) == ("", "", 0)
+
+
 def test_that_fast_part_knows_families_but_neither_flavours_nor_passes() -> None:
     """Those need torch: models/spec.py and compiler.py check them, before a process group starts."""
     for arguments in ("--model.flavor=nothing", "--compile.disable_passes=nothing"):

@@ -1,0 +1,29 @@
+"""A run on graphs that were precompiled is the run that traces, and other runs are refused them."""
+
+from pathlib import Path
+
+from runs import Result, numbers, precompile, records, saved, train
+
+OPTIONS = ("--validation.enable", "--validation.freq", "3")
+
+
+def test_a_precompiled_run_is_the_one_that_traces(reference: tuple[Path, Result], tmp_path: Path) -> None:
+    """To the bit, optimizer included; its log says that nothing was traced."""
+    graphs, run = ("--compile.precompiled", str(tmp_path / "graphs")), tmp_path / "run"
+    made = precompile(*OPTIONS, *graphs, ranks=2)
+    assert made.code == 0 and "1 different graphs for 2 ranks" in made.output, made.output
+    assert {path.suffix for path in (tmp_path / "graphs").iterdir()} == {".json", ".gz"}
+    found = train("--job.dump_folder", str(run), *OPTIONS, *graphs, ranks=2)
+    assert found.code == 0 and "read from" in found.output and "traced" not in found.output, found.output
+    assert numbers(run) == numbers(reference[0])
+    losses = [[r["validation_loss"] for r in records(f) if "validation_loss" in r] for f in (run, reference[0])]
+    assert losses[0] == losses[1] != []
+    assert saved(run, 4) == saved(reference[0], 4)
+    other = train("--job.dump_folder", str(tmp_path / "other"), *OPTIONS, *graphs, "--training.seq_len", "32")
+    assert other.code == 2 and "training.seq_len is 32, was 64" in other.output, other.output
+    assert "degree of dp_shard is 1, was 2" in other.output and "NGPU=1 python -m" in other.output
+
+
+def test_precompile_asks_for_a_folder() -> None:
+    found = precompile(ranks=1)
+    assert found.code == 2 and "compile.precompiled is not set" in found.output

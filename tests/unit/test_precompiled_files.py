@@ -1,0 +1,193 @@
+"""A folder of graphs: whose it is, and what is said of one that is broken."""
+
+import dataclasses
+import gzip
+import hashlib
+import json
+import random
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from torchtitan_graph.config import load
+from torchtitan_graph.errors import UserError
+from torchtitan_graph.graph.flops import Flops
+from torchtitan_graph.graph.trace import minimal_fx_tracer
+from torchtitan_graph.models import llama3
+from torchtitan_graph.models.spec import tiny_config
+from torchtitan_graph.parallel.layout import ParallelDims
+from torchtitan_graph.steps.fingerprint import fingerprint
+from torchtitan_graph.steps.precompiled import INDEX, Rewritten, Writer, open_precompiled, steps_to_data
+
+CPU, X = torch.device("cpu"), torch.ones(3)
+LAYOUT: Any = SimpleNamespace(rank=lambda axis: 0, groups_by_place={})
+JOB = {"torch": "2.13", "training.seq_len": "64"}
+AGAIN = "run this"
+
+
+def written(folder: Path) -> Path:
+    step = minimal_fx_tracer(lambda x: x.relu().sum())(X)
+    writer = Writer(folder, JOB)
+    writer.add((0, 0), steps_to_data({0: Rewritten(step, None, Flops(7, {"layers.0": 2}))}, LAYOUT, {}, CPU))
+    writer.finish()
+    return folder
+
+
+def taken(folder: Path) -> Rewritten:
+    return open_precompiled(folder, JOB, AGAIN).load({0: ((X,), None)}, LAYOUT, {}, CPU)[0]
+
+
+def graph_file(folder: Path) -> Path:
+    (path,) = folder.glob("*.json.gz")
+    return path
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    (tmp_path / f"{'0' * 64}.json.gz").write_text("of a job before")
+    found = taken(written(tmp_path))
+    assert found.flops == Flops(7, {"layers.0": 2}) and found.evaluate is None
+    assert found.train.gm(X)[0] == 3 and graph_file(tmp_path).exists()
+
+
+@pytest.mark.parametrize(
+    ("job", "words"),
+    [
+        (JOB | {"torch": "2.15"}, "torch is 2.15, was 2.13. Make them again: run this"),
+        (JOB | {"training.seq_len": "128"}, "training.seq_len is 128, was 64"),
+        (JOB | {"training.new": "1"}, "training.new is 1, was not there"),
+        ({"torch": "2.13"}, "training.seq_len is not there, was 64"),
+        ({str(i): "" for i in range(20)}, "and 14 more"),
+    ],
+)
+def test_what_was_made_for_another_job_is_refused(tmp_path: Path, job: dict[str, str], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        open_precompiled(written(tmp_path), job, AGAIN)
+
+
+def test_a_folder_without_graphs_says_what_makes_them(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="index.json is not there. Make it: run this"):
+        taken(tmp_path)
+    graph_file(written(tmp_path)).unlink()
+    with pytest.raises(UserError, match="json.gz is not there. Make it: run this"):
+        taken(tmp_path)
+
+
+def test_a_folder_that_is_written_anew_is_none_until_it_is_done(tmp_path: Path) -> None:
+    Writer(written(tmp_path), JOB)
+    with pytest.raises(UserError, match="index.json is not there"):
+        taken(tmp_path)
+
+
+@pytest.mark.parametrize("which", ["graphs", "index"])
+def test_broken_bytes_are_refused(tmp_path: Path, which: str) -> None:
+    """A byte of the graphs is another, or the file ends early; the index may be anything."""
+    path = {"graphs": graph_file(written(tmp_path)), "index": tmp_path / INDEX}[which]
+    whole, chance, refused = path.read_bytes(), random.Random(0), 0
+    header = 10 if which == "graphs" else 0  # what gzip does not check
+    for _ in range(60):
+        place = chance.randrange(header, len(whole) - 1)
+        other = bytes([whole[place] ^ chance.randrange(1, 256)])
+        path.write_bytes(whole[:place] if chance.random() < 0.3 else whole[:place] + other + whole[place + 1 :])
+        try:
+            taken(tmp_path)
+        except UserError as error:
+            assert AGAIN in str(error)
+            refused += 1
+    assert refused == 60 if which == "graphs" else refused > 40
+
+
+def test_a_file_that_someone_else_wrote_is_refused(tmp_path: Path) -> None:
+    """With a hash that is right."""
+    folder = written(tmp_path)
+    data = json.loads(gzip.decompress(graph_file(folder).read_bytes()))
+    data[0][1]["targets"].append("os::system")
+    text = json.dumps(data).encode()
+    digest = hashlib.sha256(text).hexdigest()
+    (folder / f"{digest}.json.gz").write_bytes(gzip.compress(text))
+    index = json.loads((folder / INDEX).read_text())
+    (folder / INDEX).write_text(json.dumps(index | {"graphs": {"0,0": digest}}))
+    with pytest.raises(UserError, match="not what was written .Malformed: the operator 'os::system'.*run this"):
+        taken(folder)
+    (folder / INDEX).write_text(json.dumps(index | {"graphs": {"0,0": "../../etc/passwd"}}))
+    with pytest.raises(UserError, match="the hash '../../etc/passwd'"):
+        taken(folder)
+
+
+# --- what graphs depend on ------------------------------------------------------------------------------------------
+
+
+ONE_RANK = ParallelDims()
+
+
+def of(*options: str, dims: ParallelDims = ONE_RANK, **sizes: Any) -> dict[str, str]:
+    with torch.device("meta"):
+        model = llama3.Model(tiny_config(llama3.FLAVORS["debugmodel"], **sizes), "sdpa")
+    return fingerprint(load(options), model, dims, 1, CPU)
+
+
+def differ(one: dict[str, str], other: dict[str, str]) -> set[str]:
+    return {key for key in one | other if one.get(key) != other.get(key)}
+
+
+@pytest.mark.parametrize(
+    ("other", "keys"),
+    [
+        (of("--training.seq_len", "128"), {"training.seq_len"}),
+        (of("--compile.disable_passes", "merge_equal"), {"compile.disable_passes"}),
+        (of(dims=ParallelDims(dp_shard=4)), {"degree of dp_shard"}),
+        (of(vocab_size=99), {"the model's vocab_size", "the model's parameters"}),
+        (
+            of("--optimizer.lr", "1", "--training.steps", "7", "--job.dump_folder", "elsewhere", "--debug.seed", "3"),
+            set(),
+        ),
+        (
+            of(
+                "--training.dataset",
+                "c4",
+                "--metrics.log_freq",
+                "3",
+                "--checkpoint.enable",
+                "--compile.precompiled",
+                "f",
+            ),
+            set(),
+        ),
+    ],
+)
+def test_what_matters_is_in_the_fingerprint(other: dict[str, str], keys: set[str]) -> None:
+    assert differ(of(), other) == keys
+
+
+def test_sources_of_ones_own_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a pass all of its package: it may import the rest."""
+    package = tmp_path / "pass_of_mine"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "helper.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    options = ("--compile.extra_passes", '[{pass = "pass_of_mine.edit.run", after = "cleanup"}]')
+    before = of(*options)
+    (package / "helper.py").write_text("changed = 1")
+    assert differ(before, of(*options)) == {"source of pass_of_mine"}
+    monkeypatch.delitem(sys.modules, "pass_of_mine")
+
+
+def test_this_packages_sources_matter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    before = of()
+    (tmp_path / "__init__.py").write_text("")
+    here = SimpleNamespace(__file__=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr("torchtitan_graph.steps.fingerprint.torchtitan_graph", here)
+    assert differ(before, of()) == {"source of torchtitan_graph"}
+
+
+def test_a_frozen_parameter_matters() -> None:
+    with torch.device("meta"):
+        model = llama3.Model(tiny_config(llama3.FLAVORS["debugmodel"]), "sdpa")
+    before = fingerprint(load([]), model, ParallelDims(), 1, CPU)
+    model.norm.weight.requires_grad_(False)
+    assert differ(before, fingerprint(load([]), model, ParallelDims(), 1, CPU)) == {"the model's parameters"}
+    assert dataclasses.asdict(ParallelDims()).keys() == {"dp_replicate", "dp_shard", "tp", "pp", "cp", "ep", "etp"}

@@ -9,6 +9,7 @@ from runs import Result, numbers, records, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from torchtitan_graph.config import load
+from torchtitan_graph.graph.show import without_bytes
 
 STEP_KEYS = [
     *["step", "loss", "grad_norm", "lr", "tokens_seen", "tokens_per_second", "step_time_s", "data_loading_s", "mfu"],
@@ -106,7 +107,7 @@ def test_every_graph_is_dumped(inspected: tuple[Path, Result]) -> None:
 
 def dumped(inspected: tuple[Path, Result], name: str) -> list[str]:
     (path,) = inspected[0].glob(f"*_{name}.*")
-    return path.read_text().splitlines()
+    return without_bytes(path.read_text())
 
 
 def operators(lines: list[str]) -> dict[str, str]:

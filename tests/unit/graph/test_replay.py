@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,33 +23,37 @@ from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.steps import build_graphs
 
 
-@pytest.fixture(scope="module")
-def final() -> GraphModule:
-    """The step of a family with experts on two ranks, after all passes."""
-    cell = Cell(ParallelDims(dp_shard=2, ep=2), BF16, family="deepseek_v3")
+def final(ep: int) -> GraphModule:
+    """Give the step of a family with experts on two ranks, after all passes."""
+    cell = Cell(ParallelDims(dp_shard=2, ep=ep), BF16, family="deepseek_v3")
+    graphs = build_graphs(build_model(cell), load_family(cell.family), cell.dims.layout("cpu"), cell.options("graph"))
+    return graphs.train.gm
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
     init_fake_process_group(2)
-    gm = build_graphs(build_model(cell), load_family(cell.family), cell.dims.layout("cpu"), cell.options("graph"))
-    yield gm.train.gm
+    yield
     dist.destroy_process_group()
 
 
-def test_what_is_read_is_what_was_written(final: GraphModule, tmp_path: Path) -> None:
-    path = tmp_path / "final.py"
-    path.write_text(readable(final))
+def test_what_is_read_is_what_was_written(two_ranks: None, tmp_path: Path) -> None:
+    path, gm = tmp_path / "final.py", final(ep=2)
+    path.write_text(readable(gm))
     again = read(path)
     kept = ("call_function", "placeholder")
-    found, expected = ([line_of(n) for n in gm.graph.nodes if n.op in kept] for gm in (again, final))
+    found, expected = ([line_of(n) for n in each.graph.nodes if n.op in kept] for each in (again, gm))
     assert found == expected
-    names = [[(s.kind, s.name) for s in (*signature_of(gm).inputs, *signature_of(gm).outputs)] for gm in (again, final)]
+    names = [[(s.kind, s.name) for s in (*signature_of(x).inputs, *signature_of(x).outputs)] for x in (again, gm)]
     assert names[0] == names[1]
 
 
-def test_a_file_runs_alone(final: GraphModule, tmp_path: Path) -> None:
-    path = tmp_path / "final.py"
-    path.write_text(readable(final))
+def test_a_file_runs_alone(two_ranks: None, tmp_path: Path) -> None:
+    path, gm = tmp_path / "final.py", final(ep=1)
+    path.write_text(readable(gm))
     ended = subprocess.run([sys.executable, str(path)], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
-    names = [f"{slot.kind} {slot.name}" for slot in signature_of(final).outputs]
+    names = [f"{slot.kind} {slot.name}" for slot in signature_of(gm).outputs]
     assert [line.partition(": ")[0] for line in ended.stdout.splitlines()] == names
 
 

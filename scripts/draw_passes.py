@@ -1,0 +1,194 @@
+"""Write docs/passes: a page for each pass, its docstring and what it did to a real graph.
+
+The graph is the training step of a llama3 of one block, traced for one rank of two; what is drawn is the first change.
+"""
+
+import copy
+import dataclasses
+import difflib
+import inspect
+import itertools
+import sys
+import textwrap
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.fx import GraphModule, Node
+
+from torchtitan_graph.check.matrix import BF16, Cell, build_model
+from torchtitan_graph.compiler import Pass, passes
+from torchtitan_graph.graph import meta
+from torchtitan_graph.graph.show import shape_of
+from torchtitan_graph.graph.torch_private import init_fake_process_group
+from torchtitan_graph.models.spec import load_family
+from torchtitan_graph.parallel.layout import ParallelDims
+from torchtitan_graph.parallel.recompute import Recompute
+from torchtitan_graph.steps import trace_steps
+
+FSDP2 = Cell(ParallelDims(dp_shard=2), BF16, changes=(("num_layers", 1),))
+# Where a pass has nothing to do in that graph. Two blocks, so that one is gathered before the other.
+CELLS = {
+    "overlap_context": dataclasses.replace(FSDP2, dims=ParallelDims(cp=2)),
+    "overlap_collectives": dataclasses.replace(FSDP2, changes=(("num_layers", 2),)),
+    "tag_recomputation": dataclasses.replace(FSDP2, recompute=Recompute(every=1)),
+}
+MOST = 8  # changed nodes in a drawing
+AROUND = 4  # nodes that they read or that read them
+
+Shown = dict[str, tuple[Node, str]]  # a node's name -> the node, and all that its line says
+
+
+def pages() -> dict[str, str]:
+    """Give the pages by their file's name, with one of all."""
+    drawn: dict[str, tuple[Pass, str]] = {}  # in the order of the list, which the first cell runs
+    for cell in (FSDP2, *CELLS.values()):
+        for each, before, after in replay(cell):
+            if cell == CELLS.get(each.name, FSDP2):
+                drawn[each.name] = each, drawing(before, after)
+            drawn.setdefault(each.name, (each, ""))
+    lines = [_wrap(f"- [{name}]({name}.md): {summary(each)}") for name, (each, _) in drawn.items()]
+    head = "# The passes\n\nIn the order in which they run. `python scripts/draw_passes.py` writes these pages.\n\n"
+    return {"README.md": head + "\n".join(lines) + "\n"} | {
+        f"{name}.md": page(each, picture) for name, (each, picture) in drawn.items()
+    }
+
+
+def replay(cell: Cell) -> Iterable[tuple[Pass, Shown, Shown]]:
+    """Trace a step, run the passes on it, and give each with what the graph was before and is after."""
+    init_fake_process_group(cell.dims.num_ranks)
+    family, layout = load_family(cell.family), cell.dims.layout("cpu")
+    traced = trace_steps(build_model(cell), family, layout, cell.options("graph"))
+    gm = traced.train.gm
+    for each in passes(traced.plan):
+        before = shown(copy.deepcopy(gm))
+        gm = each.run(gm)
+        yield each, before, shown(gm)
+    dist.destroy_process_group()
+
+
+def shown(gm: GraphModule) -> Shown:
+    return {
+        n.name: (n, f"{n.format_node()} {meta.tag(n)}")
+        for n in gm.graph.nodes
+        if n.op in ("call_function", "placeholder")
+    }
+
+
+def page(each: Pass, picture: str) -> str:
+    function = each.run.func if isinstance(each.run, partial) else each.run
+    first, _, rest = inspect.getdoc(function).partition("\n")
+    promise = "Bit for bit the same numbers" if each.exact else "The same numbers up to rounding"
+    optional = "can't be left out" if each.required else f'left out by `compile.disable_passes = ["{each.name}"]`'
+    source = f"[{function.__name__}.py](../../torchtitan_graph/passes/{function.__name__}.py)"
+    note = _wrap(f"{promise}; {optional}. Source: {source}.")
+    return f"# {each.name}\n\n{first}\n{_spaced(rest)}\n\n{note}\n\n{picture}"
+
+
+def _wrap(text: str) -> str:
+    return textwrap.fill(text, 120, subsequent_indent="  " * text.startswith("- "), break_long_words=False)
+
+
+def _spaced(text: str) -> str:
+    """Part the lines of before and after, which a docstring indents, from the text: they become a block of code."""
+    lines: list[str] = []
+    for line in text.splitlines():
+        is_code, was_code = line.startswith("    "), bool(lines) and lines[-1].startswith("    ")
+        if is_code and not was_code and lines and lines[-1]:
+            lines.append("")
+        lines.append(line)
+    return "\n".join(lines).rstrip()
+
+
+def summary(each: Pass) -> str:
+    function = each.run.func if isinstance(each.run, partial) else each.run
+    return inspect.getdoc(function).splitlines()[0]
+
+
+def drawing(before: Shown, after: Shown) -> str:
+    """Draw the first change: nodes that are gone or otherwise in orange, new ones in green, and what is around them."""
+    changed = _changed(before, after)
+    if not changed:
+        return "In the graph of this page's example there is nothing for it to do.\n"
+    moved = sorted(text for _, text in before.values()) == sorted(text for _, text in after.values())
+    chosen = _first_messages(before) if moved else _near(changed, before, after)
+    pictures = [_mermaid(each, chosen, changed, new, moved) for each, new in ((before, False), (after, True))]
+    words = "An example: numbers are places in the graph"
+    words += "; arrows with dots are their order." if moved else "; dashed boxes are as they were."
+    return f"{words}\n\nBefore\n\n{pictures[0]}\nAfter\n\n{pictures[1]}"
+
+
+def _changed(before: Shown, after: Shown) -> list[str]:
+    """Name the nodes whose lines differ, are gone, new or elsewhere, in the order in which they run."""
+    old, new = ([text for _, text in each.values()] for each in (before, after))
+    names: dict[str, None] = {}
+    for kind, a, b, c, d in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+        if kind != "equal":
+            names |= dict.fromkeys([*list(before)[a:b], *list(after)[c:d]])
+    return list(names)
+
+
+def _near(changed: list[str], before: Shown, after: Shown) -> set[str]:
+    """Choose the first changed node, those that hang together with it, and a few around them."""
+    beside: dict[str, list[str]] = {}
+    for each in (before, after):
+        for name, (node, _) in each.items():
+            around = [n.name for n in (*node.all_input_nodes, *node.users) if n.op != "output"]
+            beside.setdefault(name, []).extend(around)
+    chosen, waiting = list[str](), [changed[0]]
+    while waiting and len(chosen) < MOST:
+        name = waiting.pop(0)
+        if name not in chosen:
+            chosen.append(name)
+            waiting += [n for n in beside[name] if n in set(changed)]
+    around = dict.fromkeys(n for name in chosen for n in beside[name] if n not in chosen)
+    return {*chosen, *list(around)[:AROUND]}
+
+
+def _first_messages(before: Shown) -> set[str]:
+    """Choose the first two waits whose nodes move, what they wait for, and who reads what comes."""
+    waits = [node for node, _ in before.values() if "wait_tensor" in str(node.target)][:2]
+    found = {n.name for wait in waits for n in (wait, *wait.all_input_nodes, *list(wait.users)[:1])}
+    return found | {n.name for wait in waits for user in list(wait.users)[:1] for n in list(user.users)[:1]}
+
+
+def _mermaid(each: Shown, chosen: set[str], changed: list[str], new: bool, moved: bool) -> str:
+    places = {name: place for place, name in enumerate(each)}
+    lines = ["```mermaid", "flowchart TD"]
+    for name in (n for n in each if n in chosen):
+        node, kind = each[name][0], ("new" if new else "old") if name in changed else "kept"
+        words = [f"{places[name]} {_called(node)}", _value(node), meta.tag(node) or ""]
+        lines.append(f'    {name}["{"<br/>".join(word for word in words if word)}"]:::{kind}')
+    for name in (n for n in each if n in chosen):
+        lines += [f"    {n.name} --> {name}" for n in each[name][0].all_input_nodes if n.name in chosen]
+    if moved:
+        names = [n for n in each if n in chosen]
+        lines += [f"    {a} -.-> {b}" for a, b in itertools.pairwise(names) if a not in str(each[b][0].all_input_nodes)]
+    lines += ["    classDef old fill:#fdd0a2,stroke:#e6550d", "    classDef new fill:#c7e9c0,stroke:#31a354"]
+    return "\n".join([*lines, "    classDef kept fill:#fff,stroke:#999,stroke-dasharray:4", "```", ""])
+
+
+def _value(node: Node) -> str:
+    val = node.meta.get("val")
+    return f"{len(val)} tensors" if isinstance(val, (tuple, list)) else shape_of(val)
+
+
+def _called(node: Node) -> str:
+    if node.op == "placeholder":
+        return node.name
+    return str(getattr(node.target, "overloadpacket", getattr(node.target, "__name__", node.target))).rpartition(".")[2]
+
+
+def main(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("*.md"):
+        old.unlink()
+    for name, text in pages().items():
+        (folder / name).write_text(text)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        sys.exit(__doc__)
+    main(Path(__file__).parents[1] / "docs" / "passes")

@@ -120,7 +120,7 @@ class Trainer:
 
     def fingerprint(self) -> dict[str, str]:
         """Say what this job's graphs depend on."""
-        return fingerprint(self.config, self.model, self.dims, self.num_microbatches, self.device)
+        return fingerprint(self.config, self.model, self.dims, self.options)
 
     def _open_precompiled(self) -> Precompiled:
         file = f" --job.config_file {self.config.job.config_file}" if self.config.job.config_file else ""

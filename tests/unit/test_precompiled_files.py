@@ -1,6 +1,5 @@
 """A folder of graphs: whose it is, and what is said of one that is broken."""
 
-import dataclasses
 import gzip
 import hashlib
 import json
@@ -20,6 +19,7 @@ from torchtitan_graph.graph.trace import minimal_fx_tracer
 from torchtitan_graph.models import llama3
 from torchtitan_graph.models.spec import tiny_config
 from torchtitan_graph.parallel.layout import ParallelDims
+from torchtitan_graph.steps import step_options
 from torchtitan_graph.steps.fingerprint import fingerprint
 from torchtitan_graph.steps.precompiled import INDEX, Rewritten, Writer, open_precompiled, steps_to_data
 
@@ -126,7 +126,8 @@ ONE_RANK = ParallelDims()
 def of(*options: str, dims: ParallelDims = ONE_RANK, **sizes: Any) -> dict[str, str]:
     with torch.device("meta"):
         model = llama3.Model(tiny_config(llama3.FLAVORS["debugmodel"], **sizes), "sdpa")
-    return fingerprint(load(options), model, dims, 1, CPU)
+    config = load(options)
+    return fingerprint(config, model, dims, step_options(config, model, 1, CPU))
 
 
 def differ(one: dict[str, str], other: dict[str, str]) -> set[str]:
@@ -168,12 +169,14 @@ def test_sources_of_ones_own_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     package.mkdir()
     (package / "__init__.py").write_text("")
     (package / "helper.py").write_text("")
+    (package / "edit.py").write_text("def run(gm):\n    return gm\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     options = ("--compile.extra_passes", '[{pass = "pass_of_mine.edit.run", after = "cleanup"}]')
     before = of(*options)
     (package / "helper.py").write_text("changed = 1")
     assert differ(before, of(*options)) == {"source of pass_of_mine"}
-    monkeypatch.delitem(sys.modules, "pass_of_mine")
+    for name in ("pass_of_mine", "pass_of_mine.edit"):
+        monkeypatch.delitem(sys.modules, name)
 
 
 def test_this_packages_sources_matter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -187,7 +190,19 @@ def test_this_packages_sources_matter(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_a_frozen_parameter_matters() -> None:
     with torch.device("meta"):
         model = llama3.Model(tiny_config(llama3.FLAVORS["debugmodel"]), "sdpa")
-    before = fingerprint(load([]), model, ParallelDims(), 1, CPU)
+    config = load([])
+    options = step_options(config, model, 1, CPU)
+    before = fingerprint(config, model, ONE_RANK, options)
     model.norm.weight.requires_grad_(False)
-    assert differ(before, fingerprint(load([]), model, ParallelDims(), 1, CPU)) == {"the model's parameters"}
-    assert dataclasses.asdict(ParallelDims()).keys() == {"dp_replicate", "dp_shard", "tp", "pp", "cp", "ep", "etp"}
+    assert differ(before, fingerprint(config, model, ONE_RANK, options)) == {"the model's parameters"}
+
+
+def test_the_stages_that_a_file_names_matter(tmp_path: Path) -> None:
+    """Another content under the same name."""
+    csv = tmp_path / "schedule.csv"
+    options = ["--parallelism.pipeline_parallel_degree", "2", "--parallelism.pipeline_parallel_schedule_csv", str(csv)]
+    found = []
+    for lines in (("0F0,0B0", "1F0,1B0"), ("1F0,1B0", "0F0,0B0")):
+        csv.write_text("\n".join(lines))
+        found.append(of(*options))
+    assert differ(*found) == {"the pipeline's stages"}

@@ -15,6 +15,7 @@ import torchtitan_graph
 from torchtitan_graph.config import JobConfig, job
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.parallel.layout import ParallelDims
+from torchtitan_graph.steps.options import StepOptions
 
 # Options that no graph depends on: whole tables, then single ones. Any other counts, also one that is new.
 _NO_MATTER = (
@@ -45,25 +46,25 @@ _NO_MATTER = (
 )
 
 
-def fingerprint(
-    config: JobConfig, model: Decoder, dims: ParallelDims, num_microbatches: int, device: torch.device
-) -> dict[str, str]:
+def fingerprint(config: JobConfig, model: Decoder, dims: ParallelDims, options: StepOptions) -> dict[str, str]:
     """Give what the graphs of a job depend on: the options that matter, the model, the ranks, the device, torch, and
     the sources of this package and of the user's own."""
-    options = {
+    set_to = {
         key: str(job.get(config, key))
         for key in job.OPTIONS
         if not any(key == each or (each.endswith(".") and key.startswith(each)) for each in _NO_MATTER)
     }
     own = {each.partition(".")[0] for each in _own_names(config)}
     return {
-        **options,
-        "microbatches of a step": str(num_microbatches),
+        **set_to,
+        "microbatches of a step": str(options.num_microbatches),
+        # A file may say it, whose name tells nothing.
+        "the pipeline's stages": str(options.pipeline and (options.pipeline.stages, options.pipeline.rank_of)),
         **{f"degree of {axis}": str(degree) for axis, degree in dataclasses.asdict(dims).items()},
         **{f"the model's {key}": str(value) for key, value in vars(model.config).items()},
         "the model's parameters": _hash_of_parameters(model),
         "torch": f"{torch.__version__} {torch.version.git_version}",
-        "device": _describe(device),
+        "device": _describe(options.device),
         "source of torchtitan_graph": _hash_of_source(Path(torchtitan_graph.__file__).parent),
         **{f"source of {name}": _hash_of_source(*_files_of(name)) for name in sorted(own)},
     }

@@ -328,6 +328,13 @@ def _check_compile(config: JobConfig) -> list[str]:
                 f"{_name(config, 'compile.region_options')}: {region} must be a pattern of compile.regions, or flex or"
                 " loss, and after it name=value, such as ['layers.*', 'max_autotune=true']"
             )
+    if config.compile.cuda_graphs and config.compile.mode != "graph":
+        problems.append(f"{_name(config, 'compile.mode')}: compile.cuda_graphs records a graph; use graph")
+    if config.compile.cuda_graphs and config.parallelism.pipeline_parallel_degree > 1:
+        problems.append(
+            f"{_name(config, _PP)}: not with compile.cuda_graphs: what a stage sends and receives is not recorded; set"
+            " that to false, or use another axis"
+        )
     return problems + _check_optimizer_in_graph(config)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torchtitan_graph.compiler import Extra, plan_extra, plan_regions
 from torchtitan_graph.config import JobConfig
+from torchtitan_graph.device import CudaRecorder, Recorders
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.loss import cross_entropy
 from torchtitan_graph.models.layers.decoder import Decoder
@@ -40,6 +41,7 @@ class StepOptions:
     seed             of the numbers that passes are verified on
     mtp_weight       of the loss of the layers that predict more tokens
     pipeline         the schedule of its stages, where there are any
+    recorders        keep the training step's work for replays, on a device that can
     """
 
     device: torch.device
@@ -62,6 +64,7 @@ class StepOptions:
     seed: int = 0
     mtp_weight: float = 0.3
     pipeline: Schedule | None = None
+    recorders: Recorders | None = None
 
 
 def rows_per_microbatch(config: JobConfig) -> int:
@@ -74,8 +77,8 @@ def step_options(config: JobConfig, model: Decoder, num_microbatches: int, devic
     """Read what the configuration says of steps.
 
     Raises:
-        UserError: a loss of experts for a model without them, regions to compile that it does not have, stages that
-            can't be made of it, or a pass of the user's that can't be run.
+        UserError: CUDA graphs on a CPU, a loss of experts for a model without them, regions to compile that it does not
+            have, stages that can't be made of it, or a pass of the user's that can't be run.
     """
     training, validation, moe = config.training, config.validation, config.moe
     if not any(isinstance(m, MoE) for m in model.modules()) and (moe.load_balance_loss or moe.router_z_loss):
@@ -114,7 +117,18 @@ def step_options(config: JobConfig, model: Decoder, num_microbatches: int, devic
         seed=config.debug.seed or 0,
         mtp_weight=training.mtp_loss_weight,
         pipeline=_pipeline(config, model, num_microbatches),
+        recorders=_recorders(config, device),
     )
+
+
+def _recorders(config: JobConfig, device: torch.device) -> Recorders | None:
+    if not config.compile.cuda_graphs:
+        return None
+    if device.type != "cuda":
+        raise UserError(
+            f"compile.cuda_graphs = true: needs a GPU, and this process computes on {device.type}; set it to false"
+        )
+    return Recorders(CudaRecorder)
 
 
 def _pipeline(config: JobConfig, model: Decoder, num_microbatches: int) -> Schedule | None:

@@ -3,10 +3,12 @@
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 GIB = 2**30
 
@@ -62,6 +64,49 @@ def _peak_flops_of(gpu_name: str) -> float | None:
     if "MIG" in words:
         return None
     return next((flops for row, flops in _PEAK_FLOPS if words.issuperset(row.split())), None)
+
+
+class CudaRecorder:
+    """Some work as a CUDA graph. Its values lie in the pool, which graphs that replay one after the other share."""
+
+    def __init__(self, pool: Any) -> None:
+        self._graph, self._pool = torch.cuda.CUDAGraph(), pool
+
+    def record(self, run: Callable[[], list[Tensor]]) -> list[Tensor]:
+        """Record the work, run it once, and give its results."""
+        # Other threads (a save, NCCL's watchdog) may go on using the device meanwhile.
+        with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
+            results = run()
+        self._graph.replay()
+        return results
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+    def reset(self) -> None:
+        self._graph.reset()
+
+
+class Recorders:
+    """All recorders of a process: `make(pool)` is called for each, with one pool."""
+
+    def __init__(self, make: Callable[[Any], Any]) -> None:
+        self._make, self._made = make, []  # type: ignore[var-annotated]
+        self._pool: Any = None
+
+    def new(self) -> Any:
+        if self._pool is None and device_type() == "cuda":
+            self._pool = torch.cuda.graph_pool_handle()
+        self._made.append(self._make(self._pool))
+        return self._made[-1]
+
+    def close(self) -> None:
+        """Forget what is recorded. NCCL can't end the communication that a CUDA graph still holds."""
+        if self._made and device_type() == "cuda":
+            torch.cuda.synchronize()
+        for recorder in self._made:
+            recorder.reset()
+        self._made.clear()
 
 
 def peak_memory_gib() -> float:

@@ -8,6 +8,8 @@ each as one node, and their backwards are made of them.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +25,22 @@ def _takes_grouped_kernel(x: Tensor, w: Tensor, width: int) -> bool:
 
 def _has_grouped_kernel(x: Tensor) -> bool:
     return x.is_cuda and x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (9, 0)
+
+
+def reads_host(op: object, args: Sequence[Any]) -> bool:
+    """Tell whether an operator of ours, called with arguments like these, waits for the device to read numbers of it on
+    the host."""
+    own = torch.ops.torchtitan_graph
+    if op is own.grouped_mm.default:
+        x_SD, w, _, transposed = args
+        w_EDF = w.transpose(1, 2) if transposed else w
+        return not _takes_grouped_kernel(x_SD, w_EDF, w_EDF.shape[2])
+    if op is own.grouped_outer.default:
+        x_SD, y_SF, _ = args
+        return not _takes_grouped_kernel(x_SD.t(), y_SF, y_SF.shape[1])
+    if op is own.grouped_sum.default:
+        return not args[0].is_cuda
+    return op in (own.row_splits.default, own.exchange.default)
 
 
 def _is_aligned(x: Tensor) -> bool:

@@ -8,7 +8,7 @@ import math
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -255,6 +255,7 @@ class Trainer:
         peak = devices.peak_flops()
         gc.disable()  # ranks that collect at different moments wait for each other
         with (
+            closing(self.steps),
             Metrics(
                 config,
                 self.dump_folder,

@@ -55,6 +55,7 @@ def test_mistake_in_a_file(toml: str, parts: list[str], tmp_path: Path) -> None:
         ("--model.flavor debugmodl", ["model.flavor = 'debugmodl'", "did you mean 'debugmodel'?"]),
         ("--model.hf_assets_path ./nowhere", ["model.hf_assets_path = './nowhere'", "there is no tokenizer.json"]),
         ("--compile.disable_passes rematerialise", ["compile.disable_passes", "did you mean 'rematerialize'?"]),
+        ("--compile.cuda_graphs", ["compile.cuda_graphs = true: needs a GPU", "computes on cpu"]),
         ("--compile.disable_passes shard_params", ["compile.disable_passes", "can't be left out"]),
         (
             "--parallelism.pipeline_parallel_degree 2 --compile.mode eager",

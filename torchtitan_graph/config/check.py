@@ -363,6 +363,18 @@ def _check_compile(config: JobConfig) -> list[str]:
             f"{_name(config, 'activation_checkpoint.offload')}: only a graph moves activations to the host; use"
             " compile.mode = graph, or remove it"
         )
+    if config.compile.cuda_graphs and config.compile.mode != "graph":
+        problems.append(f"{_name(config, 'compile.mode')}: compile.cuda_graphs records a graph; use graph")
+    if config.compile.cuda_graphs and config.activation_checkpoint.offload:
+        problems.append(
+            f"{_name(config, 'activation_checkpoint.offload')}: not with compile.cuda_graphs: each step's copies take"
+            " memory of the host anew, which can't be recorded; leave one of them out"
+        )
+    if config.compile.cuda_graphs and config.parallelism.pipeline_parallel_degree > 1:
+        problems.append(
+            f"{_name(config, _PP)}: not with compile.cuda_graphs: what a stage sends and receives is not recorded; set"
+            " that to false, or use another axis"
+        )
     return problems + _check_optimizer_in_graph(config)
 
 

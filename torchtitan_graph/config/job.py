@@ -479,6 +479,11 @@ class Compile:
         False,
         "Clip and take the optimizer's step as a graph too, with the same bits on a CPU: for Adam and AdamW, fused.",
     )
+    cuda_graphs: bool = option(
+        False,
+        "Record the training step, and the optimizer's where that is a graph, as CUDA graphs in the second step, and "
+        "replay them from then on; GPUs only.",
+    )
     disable_passes: list[str] = option([], "Passes to leave out, by name.")
     extra_passes: list[ExtraPass] = option(
         [], 'Passes of your own, such as {pass = "my_pkg.my_pass", after = "bucket_collectives"}.'

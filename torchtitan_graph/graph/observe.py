@@ -37,9 +37,9 @@ class Watchable:
         edits: tuple[Edit, ...] = (add_spans,) * is_profiling() + (add_marks,) * (_stopwatch is not None)
         if edits not in self._copies:
             self._copies[edits] = boxed(self._gm, edits)
-        _mark()
+        mark()
         outputs = self._copies[edits](inputs)
-        _mark()
+        mark()
         return outputs
 
 
@@ -80,9 +80,9 @@ def add_marks(graph: Graph) -> None:
     """Let the stopwatch see where the graph waits for a collective, and where that ends."""
     for node in graph.find_nodes(op="call_function", target=WAIT):
         with graph.inserting_before(node):
-            graph.call_function(_mark)
+            graph.call_function(mark)
         with graph.inserting_after(node):
-            graph.call_function(_mark)
+            graph.call_function(mark)
 
 
 class Stopwatch:
@@ -126,6 +126,7 @@ def stopwatch(device: torch.device) -> Iterator[Stopwatch]:
         _stopwatch = None
 
 
-def _mark() -> None:
+def mark() -> None:
+    """Let the stopwatch, where one runs, see that work begins, or that it ends."""
     if _stopwatch is not None:
         _stopwatch.mark()

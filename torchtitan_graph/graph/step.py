@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -11,6 +12,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from torchtitan_graph.graph.pieces import Recorder, Replayed
 from torchtitan_graph.graph.signature import signature_of
 from torchtitan_graph.graph.state import sharing_memory
 from torchtitan_graph.graph.torch_private import annotated, free_gradient_dtype
@@ -233,9 +235,23 @@ def trace_stage_evaluation(
     return capture(step, model, arguments, device=device)
 
 
-def bind_train_step(traced: TracedResult, model: nn.Module) -> Callable[[Inputs, Any, Tensor], StepOutput]:
-    """Give `step(batch, masks, num_tokens) -> StepOutput` that adds the gradients to the live parameters' `.grad`."""
-    run, add = run_traced(traced, module=model), AddGradients(model)
+def bind_train_step(
+    traced: TracedResult,
+    model: nn.Module,
+    new_recorder: Callable[[], Recorder] | None = None,
+    accumulates: bool = False,
+) -> Callable[[Inputs, Any, Tensor], StepOutput]:
+    """Give `step(batch, masks, num_tokens) -> StepOutput` that adds the gradients to the live parameters' `.grad`.
+
+    Args:
+        new_recorder: records what the device then replays, see `Replayed`.
+        accumulates: a step has several runs, and a replay would write over the gradients of the one before.
+    """
+    if new_recorder is None:
+        run, add = run_traced(traced, module=model), AddGradients(model)
+    else:
+        run = run_traced(traced, module=model, make_run=partial(Replayed, new_recorder=new_recorder))
+        add = AddGradients(model, replayed=True, accumulates=accumulates)
 
     @torch.no_grad()
     def step(batch: Inputs, masks: Any, num_tokens: Tensor) -> StepOutput:
@@ -247,23 +263,39 @@ def bind_train_step(traced: TracedResult, model: nn.Module) -> Callable[[Inputs,
 
 
 class AddGradients:
-    """Add what a graph gives to the live parameters' `.grad`."""
+    """Add what a graph gives to the live parameters' `.grad`.
 
-    def __init__(self, model: nn.Module) -> None:
+    Args:
+        replayed: the graph writes its gradients to the same memory in each run, and so must `.grad` lie in the same.
+        accumulates: a step has several runs.
+    """
+
+    def __init__(self, model: nn.Module, replayed: bool = False, accumulates: bool = False) -> None:
         self._parameters, self._buffers = dict(model.named_parameters()), list(model.buffers())
-        self._shared: set[str] | None = None  # a graph shares the same memory in every step
+        self._replayed, self._accumulates = replayed, accumulates
+        self._copied: set[str] | None = None  # a graph shares the same memory in every step
+        self._copies: dict[str, Tensor] = {}
 
     def __call__(self, gradients: dict[str, Tensor], inputs: Any) -> None:
         """Take gradients by name; `inputs` are those of the graph, which it may have handed through."""
-        if self._shared is None:
+        if self._copied is None:
             held = [x for x in pytree.tree_leaves(inputs) if isinstance(x, Tensor)]
-            self._shared = sharing_memory(gradients, [*held, *self._parameters.values(), *self._buffers])
+            shared = sharing_memory(gradients, [*held, *self._parameters.values(), *self._buffers])
+            self._copied = set(gradients) if self._replayed and self._accumulates else shared
         for name, gradient in gradients.items():
             parameter = self._parameters[name]
             if parameter.grad is None:
-                parameter.grad = gradient.clone() if name in self._shared else gradient
+                parameter.grad = self._copy(name, gradient) if name in self._copied else gradient
             else:
+                assert self._accumulates or not self._replayed, "a replay has written over the gradients of another run"
                 parameter.grad += gradient
+
+    def _copy(self, name: str, gradient: Tensor) -> Tensor:
+        if not self._replayed:
+            return gradient.clone()
+        if name in self._copies:
+            return self._copies[name].copy_(gradient)
+        return self._copies.setdefault(name, gradient.clone())
 
 
 def make_eager_step(model: nn.Module, loss: Loss) -> Callable[[Inputs, Any, Tensor], StepOutput]:

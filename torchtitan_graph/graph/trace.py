@@ -298,18 +298,20 @@ def run_traced(
     traced: TracedResult,
     module: torch.nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None,
+    make_run: Callable[[GraphModule], Callable[[list[torch.Tensor]], list[torch.Tensor]]] = Watchable,
 ) -> Callable[..., Any]:
     """Give a callable with the traced function's own signature that runs the graph on the live state.
 
     State is matched by name and bound once; each call checks only that the modules still hold the bound tensors, and
-    binds again if they don't. Runs under `no_grad`.
+    binds again if they don't. Runs under `no_grad`. `make_run` gives the graph as a function of a list of plain
+    tensors, which it empties.
 
     Raises:
         UserError: the state's names or layouts, or a call's arguments, differ from those traced; names the difference.
     """
     if optimizer is not None and module is None:
         raise UserError("run_traced got an optimizer without its module: pass module=, the one it optimizes")
-    signature, graph = signature_of(traced.gm), Watchable(traced.gm)
+    signature, graph = signature_of(traced.gm), make_run(traced.gm)
     state_slots = tuple(s for s in signature.inputs if s.kind != "input")
     input_slots = tuple(s for s in signature.inputs if s.kind == "input")
     examples = _example_inputs(traced.gm)

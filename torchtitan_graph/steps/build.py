@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_graph.data.batch import Batch
+from torchtitan_graph.device import Recorders
 from torchtitan_graph.graph.flops import Flops
 from torchtitan_graph.graph.step import (
     StepOutput,
@@ -49,6 +50,12 @@ class Steps:
     step: Step | Pipeline
     evaluation: Evaluation | None
     flops: Flops | None = None
+    recorders: Recorders | None = None
+
+    def close(self) -> None:
+        """Forget what a device recorded of the steps; before process groups are destroyed."""
+        if self.recorders is not None:
+            self.recorders.close()
 
     def train(self, microbatches: Sequence[Batch], num_tokens: Tensor) -> StepOutput:
         """Add the gradients of an optimizer step to the live parameters' `.grad`.
@@ -145,5 +152,7 @@ def bind_graphs(graphs: Graphs, model: Decoder, layout: Layout, options: StepOpt
         tied = shared if shared is not None and shared.requires_grad else None
         step = Pipeline(options.pipeline, graphs.train, model, tied, layout)
     else:
-        step = bind_train_step(graphs.train, model)
-    return Steps(model, layout, loss_is_parallel(layout, options), step, evaluate, graphs.flops)
+        new = None if options.recorders is None else options.recorders.new
+        step = bind_train_step(graphs.train, model, new, accumulates=options.num_microbatches > 1)
+    loss_parallel = loss_is_parallel(layout, options)
+    return Steps(model, layout, loss_parallel, step, evaluate, graphs.flops, options.recorders)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torchtitan_graph.compiler import Extra, plan_extra, plan_offload, plan_regions
 from torchtitan_graph.config import JobConfig, job
+from torchtitan_graph.device import CudaRecorder, Recorders
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.loss import cross_entropy
@@ -46,6 +47,7 @@ class StepOptions:
     precompiled      where the rewritten graphs are, if they need not be traced
     budget_gib       what a rank may hold in all, in place of the fraction of `recompute.budget`
     picture          file for the curve of what a memory budget could have
+    recorders        keep the training step's work for replays, on a device that can
     """
 
     device: torch.device
@@ -72,6 +74,7 @@ class StepOptions:
     precompiled: Precompiled | None = None
     budget_gib: float | None = None
     picture: Path | None = None
+    recorders: Recorders | None = None
 
 
 def rows_per_microbatch(config: JobConfig) -> int:
@@ -84,7 +87,8 @@ def step_options(config: JobConfig, model: Decoder, num_microbatches: int, devic
     """Read what the configuration says of steps.
 
     Raises:
-        UserError: a loss of experts for a model without them, regions to compile or modules to offload that it does not
+        UserError: CUDA graphs on a CPU, a loss of experts for a model without them, regions to compile or modules to
+            offload that it does not
             have, stages that can't be made of it, or a pass of the user's that can't be run.
     """
     training, validation, moe = config.training, config.validation, config.moe
@@ -127,6 +131,7 @@ def step_options(config: JobConfig, model: Decoder, num_microbatches: int, devic
         mtp_weight=training.mtp_loss_weight,
         offload=_offload(config, model, pipeline, device),
         pipeline=pipeline,
+        recorders=_recorders(config, device),
     )
 
 
@@ -144,6 +149,16 @@ def _recompute(options: job.ActivationCheckpoint) -> Recompute:
     if options.mode == "memory_budget":
         return Recompute(budget=Budget(options.memory_budget))
     return Recompute.from_option(options.mode, options.selective_ac_option)
+
+
+def _recorders(config: JobConfig, device: torch.device) -> Recorders | None:
+    if not config.compile.cuda_graphs:
+        return None
+    if device.type != "cuda":
+        raise UserError(
+            f"compile.cuda_graphs = true: needs a GPU, and this process computes on {device.type}; set it to false"
+        )
+    return Recorders(CudaRecorder)
 
 
 def _pipeline(config: JobConfig, model: Decoder, num_microbatches: int) -> Schedule | None:

@@ -7,6 +7,7 @@ import contextlib
 import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from torchtitan_graph.compiler import Extra, Inspection, run_passes, update_passes
+from torchtitan_graph.graph.pieces import Replayed
 from torchtitan_graph.graph.torch_private import count_step
 from torchtitan_graph.graph.trace import TracedResult, minimal_fx_tracer, run_traced
 from torchtitan_graph.log import logger
@@ -54,7 +56,10 @@ class Update:
         self._follow()
         gradients = {n: p.grad for n, p in self._steps.model.named_parameters() if p.grad is not None}
         if self._run is None:
-            self._run = run_traced(self.trace(gradients, loss), self._steps.model, self._twin)
+            recorders, make_run = self._steps.recorders, {}
+            if recorders is not None:
+                make_run = {"make_run": partial(Replayed, new_recorder=recorders.new)}
+            self._run = run_traced(self.trace(gradients, loss), self._steps.model, self._twin, **make_run)
             count_step(self._live)
         return self._run(gradients, loss)
 

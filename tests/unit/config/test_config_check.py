@@ -156,6 +156,17 @@ def test_what_an_optimizer_in_the_graph_does_not_go_with_is_named(arguments: str
     assert words in problems(f"--compile.optimizer_in_graph {arguments}", 1)[0]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--compile.mode eager", "compile.mode = 'eager': compile.cuda_graphs records a graph; use graph"),
+        ("--parallelism.pipeline_parallel_degree 2", "pipeline_parallel_degree = 2: not with compile.cuda_graphs"),
+    ],
+)
+def test_what_cuda_graphs_do_not_go_with_is_named(arguments: str, words: str) -> None:
+    assert any(words in problem for problem in problems(f"--compile.cuda_graphs {arguments}", 2))
+
+
 def test_only_known_components_and_whole_options_are_compiled() -> None:
     assert (
         "optimizer can't be compiled; legal are model, loss, flex" in problems("--compile.components optimizer", 1)[0]

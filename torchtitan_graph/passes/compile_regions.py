@@ -43,7 +43,8 @@ def compile_regions(gm: GraphModule, regions: Regions) -> GraphModule:
         RuntimeError: Inductor can't compile a region, which is named.
     """
     tag_regions(gm, list(regions))
-    _settle_strides(gm)
+    if any(map(meta.region, gm.graph.nodes)):
+        _settle_strides(gm)
     parts = [_cut_out(gm, nodes, _options(regions, nodes[0])) for nodes in _segments(gm)]
     kinds: dict[str, list[_Part]] = {}
     for part in parts:
@@ -178,10 +179,10 @@ def _is_layout(node: Node) -> bool:
 
 
 def _settle_strides(gm: GraphModule) -> None:
-    """Let regions read tokens, positions and masks in one piece: compiled code asserts strides, and a caller may give
-    others than were traced, as those of a part of longer rows."""
+    """Let all read tokens, positions and masks in one piece: compiled code asserts the strides of what it is given, and
+    a caller may give others than were traced, as those of a part of longer rows."""
     for node in gm.graph.find_nodes(op="placeholder"):
-        readers = [user for user in node.users if meta.region(user)]
+        readers = list(node.users)
         if readers and value(node).dim() > 1 and not value(node).is_floating_point():
             with gm.graph.inserting_before(min(readers)):
                 whole = call(gm.graph, node, torch.ops.aten.contiguous.default, node)

@@ -17,8 +17,9 @@ from pool import run_on
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor on a CPU needs g++")
 
-# Ten times what was measured. A token that is routed to another expert in bf16 changes whole rows of a gradient.
-TOLERANCE = {"fp32": 1e-5, "bf16": 1e-1}
+# Three to ten times what was measured. A token that bf16 sends to another expert changes whole rows of a gradient.
+TOLERANCE = {"fp32": 1e-5, "bf16": 5e-2}
+ROUTED = {"fp32": 1e-5, "bf16": 3e-1}
 PRECISIONS = {"fp32": FP32, "bf16": BF16}
 LAYOUTS = {"one-rank": ONE, "FSDP-2": FSDP2, "TP-2": TP2}
 MODELS = {
@@ -71,8 +72,9 @@ FAST = ("dense", "blocks", "fp32", "one-rank")
 )
 def test_a_compiled_step_is_eagers_up_to_rounding(model: str, codegen: str, precision: str, layout: str) -> None:
     cell = cell_of(model, codegen, precision, layout)
+    tolerance = (ROUTED if model in ("sinks", "experts") else TOLERANCE)[precision]
     for found in run_on(cell.dims.num_ranks, distances, cell):
-        assert 0 < max(found.values()) < TOLERANCE[precision], found
+        assert 0 < max(found.values()) < tolerance, found
 
 
 def test_a_wrong_gradient_is_far_off() -> None:

@@ -14,7 +14,7 @@ from torch.fx.node import map_arg
 
 import torchtitan_graph.ops  # noqa: F401 (registers the exchange)
 from torchtitan_graph.graph import meta
-from torchtitan_graph.graph.edit import erase_dead, is_view, value
+from torchtitan_graph.graph.edit import call, erase_dead, is_view, value
 from torchtitan_graph.graph.torch_private import compile_by_inductor
 from torchtitan_graph.log import logger
 
@@ -45,6 +45,8 @@ def compile_regions(gm: GraphModule, regions: Regions) -> GraphModule:
         RuntimeError: Inductor can't compile a region, which is named.
     """
     tag_regions(gm, list(regions))
+    if any(map(meta.region, gm.graph.nodes)):
+        _settle_strides(gm)
     parts = [_cut_out(gm, nodes, _options(regions, nodes[0])) for nodes in _segments(gm)]
     kinds: dict[str, list[_Part]] = {}
     for part in parts:
@@ -181,6 +183,18 @@ def _is_layout(node: Node) -> bool:
 # --- mechanism: compile what is tagged ------------------------------------------------------------------------------
 
 
+def _settle_strides(gm: GraphModule) -> None:
+    """Let all read tokens, positions and masks in one piece: compiled code asserts the strides of what it is given, and
+    a caller may give others than were traced, as those of a part of longer rows."""
+    for node in gm.graph.find_nodes(op="placeholder"):
+        readers = list(node.users)
+        if readers and value(node).dim() > 1 and not value(node).is_floating_point():
+            with gm.graph.inserting_before(min(readers)):
+                whole = call(gm.graph, node, torch.ops.aten.contiguous.default, node)
+            for reader in readers:
+                reader.replace_input_with(node, whole)
+
+
 def _segments(gm: GraphModule) -> list[list[Node]]:
     """Give the calls of each region, cut wherever another node reads what it has made so far.
 
@@ -273,14 +287,14 @@ def _replace(gm: GraphModule, part: _Part, compiled: Compiled, results: dict[Nod
     with gm.graph.inserting_after(part.last):
         held = gm.graph.create_node("call_function", _inputs, tuple(inputs), name=f"{region} inputs")
     with gm.graph.inserting_after(held):
-        call = gm.graph.create_node("call_function", compiled, (held,), name=region)
-    for node, values in ((held, inputs), (call, part.outputs)):
+        done = gm.graph.create_node("call_function", compiled, (held,), name=region)
+    for node, values in ((held, inputs), (done, part.outputs)):
         node.meta["val"] = tuple(map(value, values))
         meta.inherit(node, part.last)
         meta.write(node, region=region)
-    with gm.graph.inserting_after(call):
+    with gm.graph.inserting_after(done):
         for i, output in reversed(list(enumerate(part.outputs))):
-            results[output] = gm.graph.call_function(operator.getitem, (call, i))
+            results[output] = gm.graph.call_function(operator.getitem, (done, i))
             results[output].meta = output.meta
             output.replace_all_uses_with(results[output])
     for node in reversed(part.nodes):

@@ -161,6 +161,7 @@ def test_what_an_optimizer_in_the_graph_does_not_go_with_is_named(arguments: str
     [
         ("--compile.mode eager", "compile.mode = 'eager': compile.cuda_graphs records a graph; use graph"),
         ("--parallelism.pipeline_parallel_degree 2", "pipeline_parallel_degree = 2: not with compile.cuda_graphs"),
+        ("--activation_checkpoint.offload layers.*", "offload = ['layers.*']: not with compile.cuda_graphs"),
     ],
 )
 def test_what_cuda_graphs_do_not_go_with_is_named(arguments: str, words: str) -> None:

@@ -143,6 +143,12 @@ def memory_total_gib() -> float:
     return total / GIB
 
 
+def memory_of_rank_gib() -> float:
+    """Return the memory that this process may fill, in GiB: its GPU's, or on a CPU its part of the machine's."""
+    sharing = 1 if device_type() == "cuda" else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return memory_total_gib() / sharing
+
+
 def bind_to_numa_node(sysfs: Path = Path("/sys")) -> None:
     """Let this process run on the CPUs that are nearest to its GPU, on a machine with several NUMA nodes.
 

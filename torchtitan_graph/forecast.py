@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
+import torch.distributed as dist
 
+from torchtitan_graph import device as devices
 from torchtitan_graph.config import job
 from torchtitan_graph.device import GIB
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import value
 from torchtitan_graph.graph.liveness import host_memory, output_memory, peak_memory
 from torchtitan_graph.graph.partition import ONCE_A_STEP
 from torchtitan_graph.graph.trace import TracedResult
 from torchtitan_graph.graph.traffic import Traffic, traffic
+from torchtitan_graph.log import logger
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.parallel.layout import PP, Layout
 from torchtitan_graph.parallel.pipeline import StageGraph
+from torchtitan_graph.parallel.recompute import Budget, Recompute
 from torchtitan_graph.steps import Graphs, StepOptions
 from torchtitan_graph.steps.budget import OPTIMIZER, at_rest
 
@@ -44,18 +49,69 @@ class Forecast:
     operations: float
     optimizer: str
 
+    @property
+    def in_all(self) -> int:
+        return sum(self.held.values())
+
     def lines(self) -> list[str]:
         """Tell it in lines."""
         more = "" if OPTIMIZER in self.held else f", and what {self.optimizer} keeps"
         return [
             *(f"  {name:34}{size / GIB:10.3f} GiB" for name, size in self.held.items()),
-            f"  {'in all':34}{sum(self.held.values()) / GIB:10.3f} GiB{more}",
+            f"  {'in all':34}{self.in_all / GIB:10.3f} GiB{more}",
             f"  most is held in {self.where}; new gradients count, what operators need only while they run does not",
             *[f"  {OFFLOADED:34}{self.offloaded / GIB:10.3f} GiB, in the host's memory"] * (self.offloaded > 0),
             *_received(self.sent, "a microbatch"),
             *_received(self.sent_once, "a step"),
             f"  {self.operations / 1e12:.3f} TFLOP a microbatch of rows of one document",
         ]
+
+
+# From the one that costs the least time.
+_POLICIES = {
+    'mode = "none"': Recompute(),
+    'mode = "selective", selective_ac_option = "op"': Recompute(by_op=True),
+    'mode = "full"': Recompute(every=1),
+    'mode = "memory_budget", memory_budget = 0': Recompute(budget=Budget(0.0)),
+}
+
+
+def check_fits(told: Forecast, with_policy: Callable[[Recompute], Forecast]) -> None:
+    """Refuse on all ranks what one of them has no memory for, before anything is allocated.
+
+    Args:
+        with_policy: gives this rank's forecast with other activations computed again.
+
+    Raises:
+        UserError: it names the policies that would fit, and what they need.
+    """
+    memory = devices.memory_of_rank_gib()
+    needs, fills = _largest(told, memory)
+    if fills <= 1:
+        return
+    logger.info("the step does not fit into the memory: building it with other policies, to say which would")
+    others = {name: _largest(with_policy(policy), memory) for name, policy in _POLICIES.items()}
+    fitting = [f"activation_checkpoint.{name}: {gib:.4g} GiB" for name, (gib, part) in others.items() if part <= 1]
+    least = min(others, key=lambda name: others[name][0])
+    raise UserError(
+        f"a rank needs {needs:.4g} GiB, and has {memory:.4g}: "
+        + (
+            f"these would fit: {'; '.join(fitting)}"
+            if fitting
+            else f"the least, activation_checkpoint.{least}, is {others[least][0]:.4g} GiB; take a smaller"
+            " training.local_batch_size or training.seq_len, more processes, or a higher"
+            " parallelism.tensor_parallel_degree"
+        )
+    )
+
+
+def _largest(told: Forecast, memory_gib: float) -> tuple[float, float]:
+    """Give the most that a rank needs, in GiB, and the largest part of its memory that one needs; of all ranks."""
+    gib = told.in_all / GIB
+    found = torch.tensor([gib, gib / memory_gib], dtype=torch.float64, device=devices.device())
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    needs, fills = found.tolist()
+    return needs, fills
 
 
 def _received(sent: Mapping[tuple[str, str], Traffic], span: str) -> list[str]:

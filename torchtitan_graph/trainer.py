@@ -28,7 +28,7 @@ from torchtitan_graph.data.loader import DataLoader, build_dataloader, merge_sta
 from torchtitan_graph.data.open_corpus import validation_corpus
 from torchtitan_graph.data.tokenizer import Tokenizer, find_assets, load_tokenizer
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.forecast import forecast
+from torchtitan_graph.forecast import Forecast, check_fits, forecast
 from torchtitan_graph.graph.torch_private import set_timeout
 from torchtitan_graph.graph.trace import make_fx_capture
 from torchtitan_graph.log import logger
@@ -51,11 +51,14 @@ from torchtitan_graph.optim import (
 )
 from torchtitan_graph.parallel.agree import FILES_TIMEOUT, files_group, on_rank_0
 from torchtitan_graph.parallel.layout import ParallelDims
+from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.patience import wait_for_storage
 from torchtitan_graph.run.folder import RunFolder
 from torchtitan_graph.run.hang import HangWatch
 from torchtitan_graph.steps import (
+    Steps,
     Update,
+    bind_graphs,
     build_graphs,
     build_steps,
     check_steps,
@@ -153,7 +156,7 @@ class Trainer:
             f"per rank and step"
         )
         self.model_table = model_table(self.model, self.family.PLAN, self.options.precision.storage)
-        self.steps = build_steps(self.model, self.family, self.layout, self.options, self.capture)
+        self.steps = self._build_steps()
         initialize(self.model, self.seed)
         self.optimizer = build_optimizer(self.model, config.optimizer, in_part=self.dims.pp > 1)
         self.lr_scheduler = build_lr_scheduler(self.optimizer, config.lr_scheduler, config.training.steps)
@@ -178,6 +181,25 @@ class Trainer:
             dump_to=folder,
             stack_traces=self.config.debug.stack_traces,
         )
+
+    def _build_steps(self) -> Steps:
+        if self.options.mode != "graph":
+            return build_steps(self.model, self.family, self.layout, self.options, self.capture)
+        graphs = build_graphs(self.model, self.family, self.layout, self.options, self.capture)
+        told = forecast(self.model, graphs, self.layout, self.options, self.config.optimizer)
+        logger.info("\n".join(["this rank:", *told.lines()]))
+        check_fits(told, self._forecast_with)
+        return bind_graphs(graphs, self.model, self.layout, self.options)
+
+    def _forecast_with(self, recompute: Recompute) -> Forecast:
+        """Tell what this rank needs with other activations computed again; nothing of the run changes."""
+        family, model = choose_model(self.config, self.assets, self.tokenizer.vocab_size)
+        options = dataclasses.replace(self.options, recompute=recompute, budget_gib=None)
+        options = dataclasses.replace(
+            options, dump_to=None, picture=None, verify=False, eval_rows=None, precompiled=None
+        )
+        graphs = build_graphs(model, family, self.layout, options, self.capture)
+        return forecast(model, graphs, self.layout, options, self.config.optimizer)
 
     def _join(self) -> None:
         self.rank = dist.get_rank()

@@ -32,6 +32,11 @@ def have_a_kibibyte_of_memory() -> None:
     device.memory_total_gib = lambda: 2.0**-20
 
 
+def have_a_little_memory() -> None:
+    """Make the machine one that holds the tiny model's step with little kept, and not with all."""
+    device.memory_total_gib = lambda: float(os.environ["MEMORY_GIB"])
+
+
 def have_little_memory_left() -> None:
     """From the second step on, let this process have 48 MiB more than it has."""
     train_step = trainer.Trainer.train_step

@@ -1,5 +1,6 @@
 """What a dry run says of a rank, against sums by hand and between layouts."""
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator
 
@@ -7,12 +8,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from torchtitan_graph import device as devices
 from torchtitan_graph.check.matrix import BF16, NUM_ROWS, SEQ_LEN, Cell, build_model
 from torchtitan_graph.config import job
-from torchtitan_graph.forecast import OPTIMIZER, STEP, Forecast, forecast
+from torchtitan_graph.device import GIB
+from torchtitan_graph.errors import UserError
+from torchtitan_graph.forecast import OPTIMIZER, STEP, Forecast, check_fits, forecast
 from torchtitan_graph.graph.torch_private import init_fake_process_group
 from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.layout import FSDP, PP, TP, ParallelDims
+from torchtitan_graph.parallel.recompute import Budget, Recompute
 from torchtitan_graph.parallel.storage import Reshard
 from torchtitan_graph.passes import tag_offload
 from torchtitan_graph.steps import build_graphs
@@ -112,3 +117,39 @@ def test_what_stages_gather_and_reduce_once_is_of_the_step() -> None:
     gathered, reduced = (FSDP, "all_gather_into_tensor"), (FSDP, "reduce_scatter_tensor")
     assert {gathered, reduced} <= of(once).sent_once.keys() and not of(once).sent
     assert gathered in of(again).sent and gathered not in of(again).sent_once and reduced in of(again).sent_once
+
+
+@pytest.mark.parametrize(("gib", "said"), [(1e-3, "a rank needs .* the least, activation_checkpoint"), (1.0, "")])
+def test_what_can_not_fit_is_refused(gib: float, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = of(Cell(vocab_size=512))
+    monkeypatch.setattr(devices, "memory_total_gib", lambda: gib)
+    asked: list[Recompute] = []
+
+    def with_policy(recompute: Recompute) -> Forecast:
+        asked.append(recompute)
+        return told
+
+    with pytest.raises(UserError, match=said) if said else contextlib.nullcontext():
+        check_fits(told, with_policy)
+    assert bool(asked) == bool(said), "other policies are tried where it does not fit"
+
+
+def test_gib_of_a_rank_are_met_or_refused_with_the_least() -> None:
+    """What passes after the policy add is made up for: the bucket of a block waits for its last gradient."""
+    cell = Cell(ParallelDims(dp_shard=2), vocab_size=512, changes=(("num_layers", 6),))
+    most, least = (built(cell, Recompute(budget=Budget(part)), None) for part in (1.0, 0.0))
+    allowed = (most + least) / 2
+    assert least <= built(cell, Recompute(budget=Budget()), allowed / GIB) <= allowed < most
+    with pytest.raises(UserError, match="memory_budget_gib = 1e-06: the least that this rank can hold is 0.0"):
+        built(cell, Recompute(budget=Budget()), 1e-6)
+
+
+def built(cell: Cell, recompute: Recompute, gib: float | None) -> int:
+    """Give what a rank holds in all within a budget."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    init_fake_process_group(cell.dims.num_ranks)
+    layout, model = cell.dims.layout("cpu"), build_model(cell)
+    options = dataclasses.replace(cell.options("graph"), recompute=recompute, budget_gib=gib)
+    graphs = build_graphs(model, load_family(cell.family), layout, options)
+    return forecast(model, graphs, layout, options, job.Optimizer()).in_all

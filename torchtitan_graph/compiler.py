@@ -22,6 +22,7 @@ from torchtitan_graph.config.option import nearest
 from torchtitan_graph.config.own import find_own
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.changes import PassTable
+from torchtitan_graph.graph.cost import Costs
 from torchtitan_graph.graph.show import dump
 from torchtitan_graph.graph.signature import signature_of
 from torchtitan_graph.graph.torch_private import inductor_options
@@ -32,6 +33,7 @@ from torchtitan_graph.parallel.verify import verify_pass
 from torchtitan_graph.passes.bucket_collectives import bucket_collectives
 from torchtitan_graph.passes.cleanup import cleanup
 from torchtitan_graph.passes.compile_regions import FLEX, LOSS, Regions, compile_regions, region_of
+from torchtitan_graph.passes.fill_waits import fill_waits
 from torchtitan_graph.passes.merge_equal import merge_equal
 from torchtitan_graph.passes.mixed_precision import mixed_precision
 from torchtitan_graph.passes.overlap_collectives import overlap_collectives
@@ -51,6 +53,7 @@ class PassPlan:
     blocks   the model's blocks, by their names
     buckets  which parameters are gathered, and whose gradients are reduced, together
     context  the modules that gather over the sequence, by their names
+    costs    how long nodes and collectives take: by it collectives are placed
     """
 
     storages: Mapping[str, Storage]
@@ -60,6 +63,7 @@ class PassPlan:
     reshard: Reshard = Reshard()
     regions: Regions = dataclasses.field(default_factory=dict)
     context: Container[str] = ()
+    costs: Costs = Costs()
 
 
 class Pass(NamedTuple):
@@ -101,7 +105,8 @@ def passes(plan: PassPlan, extra: Sequence[Extra] = ()) -> list[Pass]:
         Pass("reuse_logits", partial(reuse_logits, is_compiled=LOSS in plan.regions)),
         Pass("bucket_collectives", partial(bucket_collectives, buckets=plan.buckets)),
         Pass("overlap_context", partial(overlap_context, modules=plan.context)),
-        Pass("overlap_collectives", overlap_collectives),
+        Pass("overlap_collectives", partial(overlap_collectives, costs=plan.costs)),
+        Pass("fill_waits", partial(fill_waits, blocks=plan.blocks, costs=plan.costs)),
         # Does nothing unless asked to, but on a GPU with flex attention.
         Pass("compile_regions", partial(compile_regions, regions=plan.regions), exact=False, cut=True),
     ]
@@ -198,13 +203,13 @@ class Inspection:
     graph     what the log calls the graph
     dump_to   folder for the readable graph after each pass, numbered
     verify_on the graph's inputs that are not parameters: each pass is checked on them
-    axes      the axis and the degree of each group by its name: with them the log has a table, not a line
+    costs     how long nodes and collectives take: with it the log has a table, not a line
     """
 
     graph: str = "training step"
     dump_to: Path | None = None
     verify_on: list[Tensor] | None = None
-    axes: Mapping[str, tuple[str, int]] | None = None
+    costs: Costs | None = None
 
 
 def run_passes(
@@ -217,7 +222,7 @@ def run_passes(
     """
     if watch.dump_to is not None:
         dump(gm, watch.dump_to, 0, "traced")
-    table = PassTable(gm, watch.axes) if watch.axes is not None else None
+    table = PassTable(gm, watch.costs) if watch.costs is not None else None
     num_nodes, in_all = len(gm.graph.nodes), 0.0
     for number, each in enumerate((p for p in ordered if p.name not in disabled), start=1):
         before = copy.deepcopy(gm) if watch.verify_on is not None else gm
@@ -236,6 +241,8 @@ def run_passes(
             logger.info(f"{watch.graph}: pass {each.name}: verified")
     if table is not None:
         logger.info("\n".join([f"{watch.graph}: passes", *table.lines()]))
+        if told := table.communication():
+            logger.info(f"{watch.graph}: {told}")
     else:
         logger.info(f"{watch.graph}: passes: {num_nodes} -> {len(gm.graph.nodes)} nodes, {in_all:.2f} s")
     return gm

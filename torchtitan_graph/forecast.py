@@ -10,6 +10,7 @@ import torch
 from torchtitan_graph.config import job
 from torchtitan_graph.device import GIB
 from torchtitan_graph.graph import meta
+from torchtitan_graph.graph.cost import Estimate, estimate
 from torchtitan_graph.graph.edit import value
 from torchtitan_graph.graph.liveness import output_memory, peak_memory
 from torchtitan_graph.graph.partition import ONCE_A_STEP
@@ -19,7 +20,7 @@ from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.parallel.layout import PP, Layout
 from torchtitan_graph.parallel.pipeline import StageGraph
 from torchtitan_graph.parallel.storage import Storage
-from torchtitan_graph.steps import Graphs, StepOptions
+from torchtitan_graph.steps import Graphs, StepOptions, costs_on
 
 OPTIMIZER, STEP = "optimizer state", "step at its peak"
 
@@ -32,6 +33,8 @@ class Forecast:
     where       what runs when the step holds most
     sent        collectives of a microbatch by (axis, kind)
     sent_once   of a pipeline, those of a whole step: of weights, of gradients, and what stages hand to one another
+    time        an estimate of a microbatch, and of its communication
+    time_once   of a pipeline, that of what it does once a step, but for messages
     operations  of a microbatch of rows of one document
     """
 
@@ -39,6 +42,9 @@ class Forecast:
     where: str
     sent: dict[tuple[str, str], Traffic]
     sent_once: dict[tuple[str, str], Traffic]
+    time: Estimate
+    time_once: Estimate
+    device: str
     operations: float
     optimizer: str
 
@@ -51,6 +57,8 @@ class Forecast:
             f"  most is held in {self.where}; new gradients count, what operators need only while they run does not",
             *_received(self.sent, "a microbatch"),
             *_received(self.sent_once, "a step"),
+            *_exposed(self.time, "a microbatch", self.device),
+            *_exposed(self.time_once, "a step, once", self.device),
             f"  {self.operations / 1e12:.3f} TFLOP a microbatch of rows of one document",
         ]
 
@@ -62,6 +70,10 @@ def _received(sent: Mapping[tuple[str, str], Traffic], span: str) -> list[str]:
     return [f"  received over {axis} in {span}: {', '.join(kinds)}" for axis, kinds in by_axis.items()]
 
 
+def _exposed(time: Estimate, span: str, device: str) -> list[str]:
+    return [f"  communication in {span}: {time}; an estimate, by the rates of {device}"] if time.sent else []
+
+
 def forecast(
     model: Decoder, graphs: Graphs, layout: Layout, options: StepOptions, optimizer: job.Optimizer
 ) -> Forecast:
@@ -71,19 +83,26 @@ def forecast(
         held["gradients of earlier microbatches"] = held["parameters"]
     if "." not in optimizer.name:  # what a class of one's own keeps is known when it has made a step
         held[OPTIMIZER] = 2 * held["parameters"]
-    axes = layout.axes_by_group
+    axes, costs = layout.axes_by_group, costs_on(layout, options)
+    time = time_once = Estimate(0.0, {}, {})
     sent: dict[tuple[str, str], Traffic] = {}
     sent_once: dict[tuple[str, str], Traffic] = {}
     if isinstance(graphs.train, dict):
         held[STEP], where = _peak_of_stages(graphs.train, options, layout)
         for stage in graphs.train.values():
             for name, part in stage.parts.by_name.items():
+                if name in ONCE_A_STEP:
+                    time_once += estimate(part.gm, costs)
+                else:
+                    time += estimate(part.gm, costs)
                 _add(sent_once if name in ONCE_A_STEP else sent, traffic(part.gm, axes))
         _add(sent_once, _messages(graphs.train, options, layout))
     else:
         held[STEP], where = _peak(graphs.train)
         sent = traffic(graphs.train.gm, axes)
-    return Forecast(held, where, sent, sent_once, _operations(model, graphs, options), optimizer.name)
+        time = estimate(graphs.train.gm, costs)
+    operations = _operations(model, graphs, options)
+    return Forecast(held, where, sent, sent_once, time, time_once, costs.rates.name, operations, optimizer.name)
 
 
 def _add(sent: dict[tuple[str, str], Traffic], more: Mapping[tuple[str, str], Traffic]) -> None:

@@ -23,7 +23,15 @@ class Peak(NamedTuple):
 
 
 def peak_memory(gm: GraphModule) -> Peak:
-    """Find when a graph holds most, each value being freed after its last use; outputs are held to the end.
+    """Find when a graph holds most."""
+    held, nodes = held_bytes(gm), list(gm.graph.nodes)
+    most = max(held)
+    return Peak(most, nodes[held.index(most)])
+
+
+def held_bytes(gm: GraphModule) -> list[int]:
+    """Give the bytes that a graph's values hold while each node runs, beside its inputs: each is freed after its last
+    use; outputs are held to the end.
 
     What an operator needs only while it runs is not counted, nor what an allocator rounds up.
     """
@@ -32,13 +40,12 @@ def peak_memory(gm: GraphModule) -> Peak:
     freed_at: dict[int, int] = collections.Counter()
     for node, i in last_use.items():
         freed_at[i] += size_of(node)
-    held, peak = 0, Peak(0, nodes[0])
+    held, found = 0, []
     for i, node in enumerate(nodes):
         held += size_of(node) if owner[node] is node else 0
-        if held > peak.num_bytes:
-            peak = Peak(held, node)
+        found.append(held)
         held -= freed_at[i]
-    return peak
+    return found
 
 
 def output_memory(gm: GraphModule) -> int:

@@ -13,6 +13,7 @@ from torch.fx.node import map_arg
 
 import torchtitan_graph.ops  # noqa: F401 (registers the exchange)
 from torchtitan_graph.graph import meta
+from torchtitan_graph.graph.cost import operations_of
 from torchtitan_graph.graph.edit import erase_dead, is_view, value
 from torchtitan_graph.graph.torch_private import compile_by_inductor
 from torchtitan_graph.log import logger
@@ -186,7 +187,7 @@ def _replace(
         call = gm.graph.create_node("call_function", compiled[text], tuple(inputs), name=region)
     call.meta["val"] = tuple(map(value, outputs))
     meta.inherit(call, last)
-    meta.write(call, region=region)
+    meta.write(call, region=region, operations=sum(map(operations_of, nodes)))
     with gm.graph.inserting_after(call):
         for i, output in reversed(list(enumerate(outputs))):
             result = gm.graph.call_function(operator.getitem, (call, i))

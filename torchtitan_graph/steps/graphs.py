@@ -31,7 +31,7 @@ from torchtitan_graph.parallel.storage import (
     cast_parameters,
     plan_storage,
 )
-from torchtitan_graph.steps.inputs import example_inputs, loss_is_parallel, once_per_kind, prepare
+from torchtitan_graph.steps.inputs import costs_on, example_inputs, loss_is_parallel, once_per_kind, prepare
 from torchtitan_graph.steps.options import StepOptions
 from torchtitan_graph.steps.stages import build_stages
 
@@ -72,7 +72,7 @@ def build_graphs(
     watch = Inspection(
         dump_to=options.dump_to if shown else None,
         verify_on=traced.inputs if options.verify else None,
-        axes=layout.axes_by_group,
+        costs=traced.plan.costs,
     )
 
     def rewritten(step: TracedResult, watch: Inspection) -> TracedResult:
@@ -102,6 +102,7 @@ def trace_steps(
     logger.info(f"traced in {time.perf_counter() - begin:.1f} s, {len(train.gm.graph.nodes)} nodes")
     groups = buckets(model, model.blocks)
     context = context_modules(model, family.PLAN)
-    plan = PassPlan(storages, model.blocks, groups, options.recompute, options.reshard, options.regions, context)
+    reshard, regions, costs = options.reshard, options.regions, costs_on(layout, options)
+    plan = PassPlan(storages, model.blocks, groups, options.recompute, reshard, regions, context, costs)
     flops = count_flops(train.gm, model.blocks, layout.gathers_rows)
     return Traced(train, evaluate, plan, flops, pytree.tree_leaves(example))

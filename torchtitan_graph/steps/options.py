@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from torchtitan_graph import device as devices
 from torchtitan_graph.compiler import Extra, plan_extra, plan_regions
 from torchtitan_graph.config import JobConfig
 from torchtitan_graph.errors import UserError
@@ -40,6 +41,7 @@ class StepOptions:
     seed             of the numbers that passes are verified on
     mtp_weight       of the loss of the layers that predict more tokens
     pipeline         the schedule of its stages, where there are any
+    rates            of the devices that the steps are for: what collectives are placed by
     """
 
     device: torch.device
@@ -62,6 +64,7 @@ class StepOptions:
     seed: int = 0
     mtp_weight: float = 0.3
     pipeline: Schedule | None = None
+    rates: devices.Rates = devices.RATES["CPU"]
 
 
 def rows_per_microbatch(config: JobConfig) -> int:
@@ -114,6 +117,7 @@ def step_options(config: JobConfig, model: Decoder, num_microbatches: int, devic
         seed=config.debug.seed or 0,
         mtp_weight=training.mtp_loss_weight,
         pipeline=_pipeline(config, model, num_microbatches),
+        rates=devices.RATES[config.comm.fake_device] if config.comm.mode == "fake_backend" else devices.rates(),
     )
 
 

@@ -38,7 +38,7 @@ from torchtitan_graph.parallel.storage import (
     cast_parameters,
     plan_storage,
 )
-from torchtitan_graph.steps.inputs import example_inputs, loss_is_parallel, once_per_kind, prepare
+from torchtitan_graph.steps.inputs import costs_on, example_inputs, loss_is_parallel, once_per_kind, prepare
 from torchtitan_graph.steps.options import StepOptions
 
 
@@ -63,7 +63,8 @@ def build_stages(
     again = options.reshard.root
     reshard, groups = Reshard(blocks=again, root=again), buckets(model, model.blocks)
     context = context_modules(model, family.PLAN)
-    plan = PassPlan(storages, model.blocks, groups, options.recompute, reshard, options.regions, context)
+    costs = costs_on(layout, options)
+    plan = PassPlan(storages, model.blocks, groups, options.recompute, reshard, options.regions, context, costs)
     built = {number: _build_stage(number, model, plan, layout, options, capture) for number in numbers}
     flops = functools.reduce(operator.add, (count for _, count in built.values()))
     return {number: stage for number, (stage, _) in built.items()}, storages, flops
@@ -91,7 +92,7 @@ def _build_stage(
         f"stage {number}",
         options.dump_to / f"stage_{number}" if options.dump_to and shown else None,
         traced.inputs if options.verify else None,
-        layout.axes_by_group,
+        plan.costs,
     )
 
     def rewritten(gm: GraphModule, chosen: Sequence[Pass], watch: Inspection) -> GraphModule:

@@ -147,6 +147,7 @@ def test_only_known_components_and_whole_options_are_compiled() -> None:
         ("--debug.verify_passes --compile.mode eager", "compile.mode = eager runs no passes"),
         ("--compile.enable --compile.mode eager", "regions are parts of a graph"),
         ("--comm.fake_rank 1", "only a dry run"),
+        ("--comm.fake_device A100", "only a dry run"),
         ("--metrics.histogram_freq 5", "no histograms while metrics.enable_tensorboard is false"),
         ("--parallelism.pipeline_parallel_schedule GPipe", "'GPipe': there are no stages while parallelism.pipeline_"),
         ("--parallelism.module_fqns_per_model_part a;b", "there are no stages while"),

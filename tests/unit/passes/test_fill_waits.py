@@ -15,19 +15,21 @@ from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.cost import Costs, Link, estimate
 from torchtitan_graph.graph.liveness import peak_memory
 from torchtitan_graph.graph.torch_private import FakeTensorMode, make_fx
-from torchtitan_graph.models import llama3
+from torchtitan_graph.models import deepseek_v3, llama3
 from torchtitan_graph.models.spec import tiny_config
 from torchtitan_graph.parallel.layout import Layout
 from torchtitan_graph.passes.fill_waits import fill_waits
 from torchtitan_graph.steps import StepOptions, build_graphs
 
+EXCHANGE = torch.ops.torchtitan_graph.exchange.default
 SUM = c10d.reduce_scatter_tensor.default
 
 
 def graph_on(layout: Layout, family: ModuleType, flavor: str, disabled: tuple[str, ...] = ()) -> GraphModule:
     with torch.device("meta"):
         model = family.Model(tiny_config(family.FLAVORS[flavor]))
-    options = StepOptions(device=torch.device("cpu"), rows=(1, 16), disabled=disabled)
+    rates = RATES["CPU"]._replace(near=1e8)  # slow enough for products, not only for what is as short as a launch
+    options = StepOptions(device=torch.device("cpu"), rows=(1, 16), disabled=disabled, rates=rates)
     return build_graphs(model, family, layout, options).train.gm
 
 
@@ -49,6 +51,18 @@ def test_under_tensor_parallelism_weights_gradients_are_made_while_activations_a
     assert peak_memory(after).num_bytes == peak_memory(before).num_bytes
     costs = Costs(RATES["CPU"], layout.links(8))
     assert estimate(after, costs).exposed["tp"] < estimate(before, costs).exposed["tp"]
+
+
+def test_rows_travel_to_experts_and_back_beside_shared_ones(layout_of: Callable) -> None:
+    """Forward: to experts beside as much of the shared ones as it takes; backward: gradients come beside these."""
+    gm = graph_on(layout_of(dp_shard=4, ep=2), deepseek_v3, "debugmodel")
+    forward, backward = (beside(gm, phase, EXCHANGE) for phase in ("forward", "backward"))
+    assert len(forward) == len(backward) > 0
+    counts = beside(gm, "forward", c10d.all_to_all_single.default)  # how many rows; they leave right after
+    for number, rows in zip(counts, forward[::2], strict=True):
+        assert any("shared_experts" in meta.module(n) and n.target is aten.mm.default for n in number + rows)
+    for coming in backward[::2]:
+        assert any("shared_experts" in meta.module(n) and n.target is aten.mm.default for n in coming)
 
 
 def test_nothing_sent_nothing_changed(layout_of: Callable) -> None:

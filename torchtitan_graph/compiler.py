@@ -23,6 +23,7 @@ from torchtitan_graph.config.own import find_own
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.blocks import block_of
 from torchtitan_graph.graph.changes import PassTable
+from torchtitan_graph.graph.cost import Costs
 from torchtitan_graph.graph.show import dump
 from torchtitan_graph.graph.signature import signature_of
 from torchtitan_graph.graph.torch_private import inductor_options
@@ -34,6 +35,7 @@ from torchtitan_graph.passes.bucket_collectives import bucket_collectives
 from torchtitan_graph.passes.cleanup import cleanup
 from torchtitan_graph.passes.cleanup_update import cleanup_update
 from torchtitan_graph.passes.compile_regions import FLEX, LOSS, WHOLE, Regions, compile_regions, region_of
+from torchtitan_graph.passes.fill_waits import fill_waits
 from torchtitan_graph.passes.merge_equal import merge_equal
 from torchtitan_graph.passes.mixed_precision import mixed_precision
 from torchtitan_graph.passes.offload_activations import offload_activations
@@ -58,6 +60,7 @@ class PassPlan:
     buckets  which parameters are gathered, and whose gradients are reduced, together
     context  the modules that gather over the sequence, by their names
     offload  the modules whose activations lie in the host's memory till backward, by their names
+    costs    how long nodes and collectives take: by it collectives are placed
     """
 
     storages: Mapping[str, Storage]
@@ -68,6 +71,7 @@ class PassPlan:
     regions: Regions = dataclasses.field(default_factory=dict)
     context: Container[str] = ()
     offload: Container[str] = ()
+    costs: Costs = Costs()
 
 
 class Pass(NamedTuple):
@@ -116,7 +120,8 @@ def passes(plan: PassPlan, extra: Sequence[Extra] = ()) -> list[Pass]:
         Pass("offload_activations", partial(offload_activations, blocks=plan.blocks)),
         Pass("bucket_collectives", partial(bucket_collectives, buckets=plan.buckets)),
         Pass("overlap_context", partial(overlap_context, modules=plan.context)),
-        Pass("overlap_collectives", overlap_collectives),
+        Pass("overlap_collectives", partial(overlap_collectives, costs=plan.costs)),
+        Pass("fill_waits", partial(fill_waits, blocks=plan.blocks, costs=plan.costs)),
         # Does nothing unless asked to, but on a GPU with flex attention.
         Pass("compile_regions", partial(compile_regions, regions=plan.regions), exact=False, cut=True),
     ]
@@ -257,13 +262,13 @@ class Inspection:
     graph     what the log calls the graph
     dump_to   folder for the readable graph after each pass, numbered
     verify_on the graph's inputs that are not parameters: each pass is checked on them
-    axes      the axis and the degree of each group by its name: with them the log has a table, not a line
+    costs     how long nodes and collectives take: with it the log has a table, not a line
     """
 
     graph: str = "training step"
     dump_to: Path | None = None
     verify_on: list[Tensor] | None = None
-    axes: Mapping[str, tuple[str, int]] | None = None
+    costs: Costs | None = None
 
 
 def run_passes(
@@ -276,7 +281,7 @@ def run_passes(
     """
     if watch.dump_to is not None:
         dump(gm, watch.dump_to, 0, "traced")
-    table = PassTable(gm, watch.axes) if watch.axes is not None else None
+    table = PassTable(gm, watch.costs) if watch.costs is not None else None
     num_nodes, in_all = len(gm.graph.nodes), 0.0
     for number, each in enumerate((p for p in ordered if p.name not in disabled), start=1):
         before = copy.deepcopy(gm) if watch.verify_on is not None else gm
@@ -295,6 +300,8 @@ def run_passes(
             logger.info(f"{watch.graph}: pass {each.name}: verified")
     if table is not None:
         logger.info("\n".join([f"{watch.graph}: passes", *table.lines()]))
+        if told := table.communication():
+            logger.info(f"{watch.graph}: {told}")
     else:
         logger.info(f"{watch.graph}: passes: {num_nodes} -> {len(gm.graph.nodes)} nodes, {in_all:.2f} s")
     return gm

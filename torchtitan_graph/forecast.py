@@ -13,6 +13,7 @@ from torchtitan_graph.config import job
 from torchtitan_graph.device import GIB
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
+from torchtitan_graph.graph.cost import Estimate, estimate
 from torchtitan_graph.graph.edit import value
 from torchtitan_graph.graph.liveness import host_memory, output_memory, peak_memory
 from torchtitan_graph.graph.partition import ONCE_A_STEP
@@ -23,7 +24,7 @@ from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.parallel.layout import PP, Layout
 from torchtitan_graph.parallel.pipeline import StageGraph
 from torchtitan_graph.parallel.recompute import Budget, Recompute
-from torchtitan_graph.steps import Graphs, StepOptions
+from torchtitan_graph.steps import Graphs, StepOptions, costs_on
 from torchtitan_graph.steps.budget import OPTIMIZER, at_rest
 
 STEP, OFFLOADED = "step at its peak", "offloaded activations"
@@ -38,6 +39,8 @@ class Forecast:
     where       what runs when the step holds most
     sent        collectives of a microbatch by (axis, kind)
     sent_once   of a pipeline, those of a whole step: of weights, of gradients, and what stages hand to one another
+    time        an estimate of a microbatch, and of its communication
+    time_once   of a pipeline, that of what it does once a step, but for messages
     operations  of a microbatch of rows of one document
     """
 
@@ -46,6 +49,9 @@ class Forecast:
     where: str
     sent: dict[tuple[str, str], Traffic]
     sent_once: dict[tuple[str, str], Traffic]
+    time: Estimate
+    time_once: Estimate
+    device: str
     operations: float
     optimizer: str
 
@@ -63,6 +69,8 @@ class Forecast:
             *[f"  {OFFLOADED:34}{self.offloaded / GIB:10.3f} GiB, in the host's memory"] * (self.offloaded > 0),
             *_received(self.sent, "a microbatch"),
             *_received(self.sent_once, "a step"),
+            *_exposed(self.time, "a microbatch", self.device),
+            *_exposed(self.time_once, "a step, once", self.device),
             f"  {self.operations / 1e12:.3f} TFLOP a microbatch of rows of one document",
         ]
 
@@ -121,6 +129,10 @@ def _received(sent: Mapping[tuple[str, str], Traffic], span: str) -> list[str]:
     return [f"  received over {axis} in {span}: {', '.join(kinds)}" for axis, kinds in by_axis.items()]
 
 
+def _exposed(time: Estimate, span: str, device: str) -> list[str]:
+    return [f"  communication in {span}: {time}; an estimate, by the rates of {device}"] if time.sent else []
+
+
 def forecast(
     model: Decoder, graphs: Graphs, layout: Layout, options: StepOptions, optimizer: job.Optimizer
 ) -> Forecast:
@@ -130,7 +142,8 @@ def forecast(
         accumulates=options.num_microbatches > 1 and not isinstance(graphs.train, dict),
         knows_optimizer="." not in optimizer.name,  # what a class of one's own keeps is known when it has made a step
     )
-    axes = layout.axes_by_group
+    axes, costs = layout.axes_by_group, costs_on(layout, options)
+    time = time_once = Estimate(0.0, {}, {})
     sent: dict[tuple[str, str], Traffic] = {}
     sent_once: dict[tuple[str, str], Traffic] = {}
     if isinstance(graphs.train, dict):
@@ -138,13 +151,21 @@ def forecast(
         offloaded = _offloaded_of_stages(graphs.train, options, layout)
         for stage in graphs.train.values():
             for name, part in stage.parts.by_name.items():
+                if name in ONCE_A_STEP:
+                    time_once += estimate(part.gm, costs)
+                else:
+                    time += estimate(part.gm, costs)
                 _add(sent_once if name in ONCE_A_STEP else sent, traffic(part.gm, axes))
         _add(sent_once, _messages(graphs.train, options, layout))
     else:
         held[STEP], where = _peak(graphs.train)
         offloaded = host_memory(graphs.train.gm)
         sent = traffic(graphs.train.gm, axes)
-    return Forecast(held, offloaded, where, sent, sent_once, _operations(model, graphs, options), optimizer.name)
+        time = estimate(graphs.train.gm, costs)
+    operations = _operations(model, graphs, options)
+    return Forecast(
+        held, offloaded, where, sent, sent_once, time, time_once, costs.rates.name, operations, optimizer.name
+    )
 
 
 def _add(sent: dict[tuple[str, str], Traffic], more: Mapping[tuple[str, str], Traffic]) -> None:

@@ -10,6 +10,7 @@ other rank, no data and no memory for parameters.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 import time
@@ -20,6 +21,7 @@ import torch.distributed as dist
 
 from torchtitan_graph.compiler import check_disabled
 from torchtitan_graph.config import JobConfig, check, load
+from torchtitan_graph.device import rates
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.torch_private import init_fake_process_group
 from torchtitan_graph.log import init_logging, logger
@@ -58,10 +60,10 @@ def precompile(config: JobConfig, world_size: int) -> None:
     folder, config.compile.precompiled = Path(config.compile.precompiled), None
     config.comm.mode = "fake_backend"  # nothing is sent, nothing is loaded
     begin, writer = time.perf_counter(), None
-    trainer = Trainer(config, world_size)
+    trainer = _trainer(config, world_size)
     ranks = ranks_to_trace(trainer.dims)
     for number, (place, rank) in enumerate(ranks.items(), start=1):
-        trainer = trainer if number == 1 else Trainer(config, world_size)
+        trainer = trainer if number == 1 else _trainer(config, world_size)
         writer = writer or Writer(folder, trainer.fingerprint())
         init_fake_process_group(world_size, rank)
         try:
@@ -75,6 +77,13 @@ def precompile(config: JobConfig, world_size: int) -> None:
     logger.info(
         f"{folder}: {writer.num_different} different graphs for {world_size} ranks, {writer.num_bytes / 2**20:.2f} MiB"
     )
+
+
+def _trainer(config: JobConfig, world_size: int) -> Trainer:
+    """Build a trainer for the device that is here, not the one that a dry run would estimate for."""
+    trainer = Trainer(config, world_size)
+    trainer.options = dataclasses.replace(trainer.options, rates=rates())
+    return trainer
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The device's peak and memory figures."""
 
+import dataclasses
 import shutil
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from torchtitan_graph import device
+from torchtitan_graph.config import job
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
 
@@ -34,6 +36,11 @@ def test_a_known_gpu_has_its_dense_bf16_peak(name: str, tflops: float) -> None:
 @pytest.mark.parametrize("name", ["Tesla V100-SXM2-32GB", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "something new", ""])
 def test_an_unknown_gpu_or_a_slice_of_one_has_none(name: str) -> None:
     assert device._peak_flops_of(name) is None
+
+
+def test_a_dry_run_may_name_every_device_whose_rates_are_known() -> None:
+    (choices,) = (f.metadata for f in dataclasses.fields(job.Comm) if f.name == "fake_device")
+    assert set(device.RATES) == set(choices["choices"])
 
 
 @on_cpu

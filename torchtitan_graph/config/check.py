@@ -18,6 +18,7 @@ _DEGREES = (  # that multiply to the number of processes
     "context_parallel_degree",
     "tensor_parallel_degree",
 )
+_ONLY_DRY = {"fake_rank": "builds another rank", "fake_device": "estimates for another device"}
 _PP = "parallelism.pipeline_parallel_degree"
 _PARTS = "parallelism.module_fqns_per_model_part"
 COMPONENTS = ("model", "loss", "flex")
@@ -455,10 +456,12 @@ def _notices(config: JobConfig) -> list[str]:
         name = _name(config, "training.mtp_loss_weight")
         notices.append(f"{name}: there is no such loss while model.num_mtp_layers is 0")
     notices += _stage_notices(config)
-    if config.comm.fake_rank and config.comm.mode != "fake_backend":
-        notices.append(
-            f"{_name(config, 'comm.fake_rank')}: only a dry run, comm.mode = fake_backend, builds another rank"
-        )
+    if config.comm.mode != "fake_backend":
+        notices += [
+            f"{_name(config, f'comm.{key}')}: only a dry run, comm.mode = fake_backend, {what}"
+            for key, what in _ONLY_DRY.items()
+            if getattr(config.comm, key) != OPTIONS[f"comm.{key}"].default
+        ]
     key = "compile.codegen" if config.compile.codegen else "compile.enable"
     if get(config, key) not in (False, "off") and config.compile.mode == "eager":
         notices.append(

@@ -516,6 +516,11 @@ class Comm:
         choices=("default", "fake_backend"),
     )
     fake_rank: int = option(0, "The rank that a dry run builds.", minimum=0)
+    fake_device: str = option(
+        "H100",
+        "The device whose rates a dry run estimates communication by; eight share a machine.",
+        choices=("H100", "H200", "A100", "B200", "CPU"),
+    )
 
 
 @dataclass

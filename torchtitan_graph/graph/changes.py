@@ -1,34 +1,38 @@
-"""What passes change in a graph, as a table: time, nodes, operators, the predicted peak, what is received."""
+"""What passes change in a graph, as a table: time, nodes, operators, the predicted peak, what is received, and what of
+that nothing hides."""
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.fx import GraphModule
 
+from torchtitan_graph.graph.cost import Costs, estimate
 from torchtitan_graph.graph.liveness import peak_memory
 from torchtitan_graph.graph.traffic import traffic
 
 _MIB = 2**20
-_ROW = "  {:24} {:>8} {:>16} {:>13} {:>13}   {}"
+_ROW = "  {:24} {:>8} {:>16} {:>13} {:>13} {:>10}   {}"
 # To find a peak takes half as long as a pass. Of larger graphs only the first and the last are measured.
 _LARGE = 10_000
 
 
 class PassTable:
-    """A row for each pass: what it changed, and the peak and the bytes received where they are others than before.
+    """A row for each pass: what it changed; and the peak, the bytes received and the estimate of communication that
+    nothing hides, where they are others than before.
 
     A peak is beside the inputs; among these are the whole parameters until `shard_params` makes them shards.
     """
 
-    def __init__(self, gm: GraphModule, axes: Mapping[str, tuple[str, int]]) -> None:
-        """Begin with the graph before any pass; `axes` are as `traffic` takes them."""
-        self._axes, self._is_large, self._first = axes, len(gm.graph.nodes) > _LARGE, len(gm.graph.nodes)
+    def __init__(self, gm: GraphModule, costs: Costs) -> None:
+        """Begin with the graph before any pass."""
+        self._costs, self._is_large, self._first = costs, len(gm.graph.nodes) > _LARGE, len(gm.graph.nodes)
         self._gm, self._operators, self._measured, self._seconds = gm, _operators(gm), self._measure(gm), 0.0
-        self._rows = [_row("pass", "time", "nodes", ("peak", "received"), "operators, the three largest changes")]
+        measured = ("peak", "received", "exposed")
+        self._rows = [_row("pass", "time", "nodes", measured, "operators, the three largest changes")]
         self._rows.append(_row("traced", "", str(self._first), self._measured))
 
     def add(self, name: str, seconds: float, gm: GraphModule) -> None:
@@ -47,9 +51,16 @@ class PassTable:
         nodes = f"{self._first} -> {len(self._gm.graph.nodes)}"
         return [*self._rows, _row("all", f"{self._seconds:.2f} s", nodes, found)]
 
-    def _measure(self, gm: GraphModule) -> tuple[str, str]:
-        received = sum(each.num_bytes for each in traffic(gm, self._axes).values())
-        return f"{peak_memory(gm).num_bytes / _MIB:.1f} MiB", f"{received / _MIB:.1f} MiB"
+    def communication(self) -> str:
+        """Tell what of the last graph's communication nothing hides; nothing where it sends nothing."""
+        found = estimate(self._gm, self._costs)
+        return f"communication: {found} (an estimate, by the rates of {self._costs.rates.name})" if found.sent else ""
+
+    def _measure(self, gm: GraphModule) -> tuple[str, str, str]:
+        received = sum(each.num_bytes for each in traffic(gm, self._costs.links).values())
+        exposed = sum(estimate(gm, self._costs).exposed.values())
+        peak = peak_memory(gm).num_bytes
+        return f"{peak / _MIB:.1f} MiB", f"{received / _MIB:.1f} MiB", f"{exposed * 1e3:.2f} ms"
 
 
 def _operators(gm: GraphModule) -> collections.Counter[Any]:

@@ -73,22 +73,28 @@ def count_flops(gm: GraphModule, blocks: Container[str], whole_rows: tuple[str, 
     alike = _computed_alike(gm, group) if degree > 1 else set()
     matmul, attention = 0, collections.Counter[str]()
     for node in gm.graph.nodes:
-        if node.target in (*ATTENTION, *_BACKWARD):
-            attention[block_of(node, blocks) or ""] += flops_of(node)
+        if count := attention_flops(node):
+            attention[block_of(node, blocks) or ""] += count
         else:
-            matmul += _matmul(node) // (degree if meta.module(node) in alike else 1)
+            matmul += matmul_flops(node) // (degree if meta.module(node) in alike else 1)
     return Flops(matmul, attention)
 
 
 def flops_of(node: Node) -> int:
     """Give a node's operations, attention's as if every position saw every other."""
+    return attention_flops(node) or matmul_flops(node)
+
+
+def attention_flops(node: Node) -> int:
+    """Count an attention's operations, forward or backward, as if every position saw every other; 0 of other nodes."""
     if node.target in _BACKWARD:
         # The gradient of the output comes first, then query, key and value; flex has query, key, value first.
         return 2 * _products(node, 0 if node.target is _BACKWARD[-1] else 1)
-    return _products(node, 0) if node.target in ATTENTION else _matmul(node)
+    return _products(node, 0) if node.target in ATTENTION else 0
 
 
-def _matmul(node: Node) -> int:
+def matmul_flops(node: Node) -> int:
+    """Count a matrix product's operations; 0 of other nodes."""
     if node.target in (aten.mm.default, aten.bmm.default):
         return 2 * math.prod(value(node).shape) * _shape(node, 0)[-1]
     if node.target is aten.addmm.default:
@@ -109,7 +115,7 @@ def _computed_alike(gm: GraphModule, group: str) -> set[str]:
         gathered = node.target is gather and node.args[2] == group
         if gathered or (node.all_input_nodes and alike.issuperset(node.all_input_nodes)):
             alike.add(node)
-    return {meta.module(node) for node in alike if _matmul(node)} - {""}
+    return {meta.module(node) for node in alike if matmul_flops(node)} - {""}
 
 
 def _products(node: Node, query: int) -> int:

@@ -5,6 +5,7 @@ module   name of the innermost submodule whose call made the node ("" outside an
 tag      a memory policy's word: SAVE | RECOMPUTE (read by `rematerialize`) | OFFLOAD (by `offload_activations`)
 role     what a layout pass made: GATHER | REDUCE, with the parameter it serves
 region   the part of the graph that is compiled together, by name (read by `compile_regions`)
+operations  what such a part, compiled, computes: its FLOPs
 """
 
 import bisect
@@ -19,7 +20,7 @@ SAVE, RECOMPUTE, OFFLOAD = "save", "recompute", "offload"
 GATHER, REDUCE = "gather", "reduce"
 
 _TORCH = Path(torch.__file__).parent
-KEYS = ("phase", "module", "tag", "role", "param", "region")
+KEYS = ("phase", "module", "tag", "role", "param", "region", "operations")
 
 
 def phase(node: Node) -> str:
@@ -46,6 +47,10 @@ def region(node: Node) -> str | None:
     return node.meta.get("region")
 
 
+def operations(node: Node) -> float:
+    return node.meta.get("operations", 0.0)
+
+
 def source_line(node: Node) -> str | None:
     """Give the innermost line of source outside torch that made the node, as `layers/rope.py:31`, where the trace
     recorded it."""
@@ -56,7 +61,7 @@ def source_line(node: Node) -> str | None:
     return None
 
 
-def write(node: Node, **values: str | None) -> None:
+def write(node: Node, **values: str | float | None) -> None:
     """Set some of the keys above; None removes one."""
     for key, value in values.items():
         assert key in KEYS, key

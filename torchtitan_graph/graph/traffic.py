@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-import torch.utils._pytree as pytree
 from torch.fx import GraphModule, Node
 
 from torchtitan_graph.graph.edit import value
@@ -22,11 +22,11 @@ class Traffic(NamedTuple):
     num_bytes: int
 
 
-def traffic(gm: GraphModule, axes: Mapping[str, tuple[str, int]]) -> dict[tuple[str, str], Traffic]:
+def traffic(gm: GraphModule, axes: Mapping[str, tuple]) -> dict[tuple[str, str], Traffic]:
     """Count a graph's collectives by (axis, kind).
 
     Args:
-        axes: the axis and the degree of each group, by the group's name.
+        axes: the axis and the degree of each group (and more, as `Link` has it), by the group's name.
 
     An operator of any library counts that takes the name of such a group, but for those that only wait; other groups,
     of a user's pass, do not. Received are: of an all-gather the others' parts, of a reduce-scatter the others' terms of
@@ -36,27 +36,35 @@ def traffic(gm: GraphModule, axes: Mapping[str, tuple[str, int]]) -> dict[tuple[
     for node in gm.graph.nodes:
         group = group_of(node)
         if group is not None and group in axes:
-            kind = str(node.target._schema.name).partition("::")[2]
-            axis, degree = axes[group]
-            before = found.get((axis, kind), Traffic(0, 0))
-            found[axis, kind] = Traffic(before.number + 1, before.num_bytes + _received(node, kind, degree))
+            axis, degree, *_ = axes[group]
+            before = found.get((axis, kind_of(node)), Traffic(0, 0))
+            found[axis, kind_of(node)] = Traffic(before.number + 1, before.num_bytes + received(node, degree))
     return found
 
 
 def group_of(node: Node) -> str | None:
-    """Name the group that a node communicates over, if it does."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    """Give the name of the group that a collective runs over; None of what is none."""
+    if not isinstance(node.target, torch._ops.OpOverload) or (argument := _group_argument(node.target)) is None:
         return None
-    names = [argument.name for argument in node.target._schema.arguments]
-    for name in filter(names.__contains__, GROUP_ARGUMENTS):
-        place = names.index(name)
-        given = node.args[place] if place < len(node.args) else node.kwargs.get(name)
-        return given if isinstance(given, str) else None
-    return None
+    place, name = argument
+    given = node.args[place] if place < len(node.args) else node.kwargs.get(name)
+    return given if isinstance(given, str) else None
 
 
-def _received(node: Node, kind: str, degree: int) -> int:
-    size = _bytes(value(node))
+@functools.cache
+def _group_argument(target: torch._ops.OpOverload) -> tuple[int, str] | None:
+    names = [argument.name for argument in target._schema.arguments]
+    return next(((names.index(name), name) for name in GROUP_ARGUMENTS if name in names), None)
+
+
+def kind_of(node: Node) -> str:
+    """Give a collective's kind, the name of its operator."""
+    return str(node.target._schema.name).partition("::")[2]  # type: ignore[union-attr]
+
+
+def received(node: Node, degree: int) -> int:
+    """Give the bytes that a rank receives in a collective at least."""
+    size, kind = num_bytes(value(node)), kind_of(node)
     if kind == "all_reduce":
         return 2 * size * (degree - 1) // degree
     if kind == "reduce_scatter_tensor":
@@ -64,5 +72,8 @@ def _received(node: Node, kind: str, degree: int) -> int:
     return size * (degree - 1) // degree
 
 
-def _bytes(values: Any) -> int:
-    return sum(math.prod(x.shape) * x.element_size() for x in pytree.tree_leaves(values) if isinstance(x, torch.Tensor))
+def num_bytes(values: Any) -> int:
+    """Give the bytes of a node's value, a tensor or several."""
+    if isinstance(values, torch.Tensor):
+        return math.prod(values.shape) * values.element_size()
+    return sum(map(num_bytes, values)) if isinstance(values, (tuple, list)) else 0

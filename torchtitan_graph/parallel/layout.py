@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from torchtitan_graph.graph.cost import Link
+
 PP, DP_REPLICATE, DP_SHARD, CP, TP, EP = "pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"
 EXPERT_TP = "etp"
 
@@ -139,6 +141,19 @@ class Layout:
                 name = mesh.get_group(axis).group_name
                 axes = {*found[name][0].split("/"), axis} if name in found else {axis}  # all ranks' is one group
                 found[name] = ("/".join(sorted(axes)), degree)
+        return found
+
+    def links(self, num_near: int) -> dict[str, Link]:
+        """Give what is known of every group's ways, by its name, where machines have `num_near` ranks each.
+
+        The ranks are counted from the group's first one: a group's place among the machines must not matter, for all
+        ranks have to estimate alike.
+        """
+        found = {}
+        groups = {str(group.group_name): group for group in self.all_groups}
+        for name, (axis, degree) in self.axes_by_group.items():
+            first, *others = dist.get_process_group_ranks(groups[name])
+            found[name] = Link(axis, degree, 1 + sum(rank - first < num_near for rank in others))
         return found
 
     @property

@@ -14,6 +14,7 @@ from torch.fx.node import map_arg
 
 import torchtitan_graph.ops  # noqa: F401 (registers the exchange)
 from torchtitan_graph.graph import meta
+from torchtitan_graph.graph.cost import operations_of
 from torchtitan_graph.graph.edit import call, erase_dead, is_view, value
 from torchtitan_graph.graph.torch_private import compile_by_inductor
 from torchtitan_graph.log import logger
@@ -292,6 +293,7 @@ def _replace(gm: GraphModule, part: _Part, compiled: Compiled, results: dict[Nod
         node.meta["val"] = tuple(map(value, values))
         meta.inherit(node, part.last)
         meta.write(node, region=region)
+    meta.write(done, operations=sum(map(operations_of, part.nodes)))
     with gm.graph.inserting_after(done):
         for i, output in reversed(list(enumerate(part.outputs))):
             results[output] = gm.graph.call_function(operator.getitem, (done, i))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import collections
 import itertools
 
 import torch
@@ -9,19 +11,24 @@ from torch.fx import GraphModule, Node
 
 import torchtitan_graph.ops  # noqa: F401 (registers the exchange)
 from torchtitan_graph.graph import meta
+from torchtitan_graph.graph.cost import Costs
+from torchtitan_graph.graph.liveness import held_memory, size_of
+from torchtitan_graph.graph.traffic import group_of
 
 c10d = torch.ops._c10d_functional
 _DISPATCH = (torch.ops.torchtitan_graph.exchange.default, c10d.all_to_all_single.default)
 
 
-def overlap_collectives(gm: GraphModule) -> GraphModule:
-    """Start each gather when the one before is waited for; wait for each reduction when the next one starts. Bitwise.
+def overlap_collectives(gm: GraphModule, costs: Costs) -> GraphModule:
+    """Start each gather when the one before is waited for, or earlier; wait for each reduction when the next one
+    starts. Bitwise.
 
         a' = wait(start(a)); use(a'); b' = wait(start(b)); use(b')
         sa = start(a); sb = start(b); a' = wait(sa); use(a'); b' = wait(sb); use(b')
 
-    At most one bucket is gathered ahead: memory stays at two blocks' weights. The first gather of backward is not
-    started in forward, where it would lie through the loss, the step's peak. What is reduced in two stages (over
+    One bucket is gathered ahead: memory stays at two blocks' weights. Where that is estimated not to be enough to hide
+    a gather (see Note [Estimate]), it starts earlier, as long as the step's peak stays what it is: the first gather of
+    backward, say, not before the loss, where it would lie through that peak. What is reduced in two stages (over
     shards, then over their copies) starts its second stage when the next bucket starts its first. Rows on their
     way to experts or back, and their counts, are sent as soon as they are there. Other waits stand right before their
     first use.
@@ -56,8 +63,65 @@ def overlap_collectives(gm: GraphModule) -> GraphModule:
             place = starts[later] if later < len(starts) else gm.graph.output_node()
             for node in _results(wait, order, limit=order[place]):
                 place.prepend(node)
+    _start_earlier(gm, gathers, [_start(wait) for stages in reductions for wait in stages], costs)
     gm.recompile()
     return gm
+
+
+def _start_earlier(gm: GraphModule, gathers: list[Node], reductions: list[Node], costs: Costs) -> None:
+    """Start gathers early enough to be there when they are waited for, within the memory that the graph holds at its
+    peak. They keep their order."""
+    if not any(costs.link(_start(wait)) for wait in gathers):
+        return
+    nodes, held = list(gm.graph.nodes), [*held_memory(gm, size_of).values()]
+    order = {node: i for i, node in enumerate(nodes)}
+    times = _times(nodes, costs)
+    latest = _latest_starts(gathers, reductions, times, order, costs)
+    bound, moved = max(held), set[Node]()
+    earliest = next(i for i, node in enumerate(nodes) if node.op != "placeholder")
+    for wait in gathers:
+        start = _start(wait)
+        chain, place = _made_from_placeholders(start), order[start]
+        size = sum(map(size_of, chain))
+        wanted = max(earliest, bisect.bisect_right(times, latest[wait]) - 1)
+        while place > wanted and held[place - 1] + size <= bound:
+            place -= 1
+            held[place] += size
+        earliest = max(earliest, place)
+        later = [node for node in chain if order[node] >= place]
+        moved.update(later)
+        while nodes[place] in moved:
+            place += 1
+        for node in later:
+            nodes[place].prepend(node)
+
+
+def _times(nodes: list[Node], costs: Costs) -> list[float]:
+    """Give when each node would begin if nothing were waited for."""
+    seconds = (0.0 if costs.link(node) else costs.seconds(node) for node in nodes)
+    return list(itertools.accumulate(seconds, initial=0.0))[:-1]
+
+
+def _latest_starts(
+    gathers: list[Node], reductions: list[Node], times: list[float], order: dict[Node, int], costs: Costs
+) -> dict[Node, float]:
+    """Give when each gather, by its wait, has to start to be there in time: after it its group sends the next one, and
+    what is reduced meanwhile."""
+    found: dict[Node, float] = {}
+    pending: dict[str | None, list[Node]] = collections.defaultdict(list)  # by group, the last one last
+    for start in sorted(reductions, key=order.__getitem__):
+        pending[group_of(start)].append(start)
+    following: dict[str | None, float] = {}
+    for wait in reversed(gathers):
+        group, due = group_of(_start(wait)), times[order[wait]]
+        begin = min(due, following.get(group, due)) - costs.seconds(_start(wait))
+        others = pending[group]
+        while others and times[order[others[-1]]] >= due:
+            others.pop()
+        while others and times[order[others[-1]]] > begin:
+            begin -= costs.seconds(others.pop())
+        found[wait] = following[group] = begin
+    return found
 
 
 def _start(wait: Node) -> Node:

@@ -9,6 +9,7 @@ The trainer, the checks, the benchmarks and the tests all train through it: as g
 from torchtitan_graph.steps.build import Steps, bind_graphs, build_steps
 from torchtitan_graph.steps.check import check_steps
 from torchtitan_graph.steps.graphs import Graphs, Traced, build_graphs, rewrite_steps, trace_steps
+from torchtitan_graph.steps.inputs import costs_on
 from torchtitan_graph.steps.options import StepOptions, rows_per_microbatch, step_options
 from torchtitan_graph.steps.update import Update
 
@@ -23,6 +24,7 @@ __all__ = [
     "build_steps",
     "check_steps",
     "rewrite_steps",
+    "costs_on",
     "rows_per_microbatch",
     "step_options",
     "trace_steps",

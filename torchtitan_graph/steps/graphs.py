@@ -98,7 +98,7 @@ def _rewrite(traced: Traced, layout: Layout, options: StepOptions, *, makes_code
     watch = Inspection(
         dump_to=options.dump_to if shown else None,
         verify_on=traced.inputs if options.verify else None,
-        axes=layout.axes_by_group,
+        costs=traced.plan.costs,
     )
 
     def rewritten(gm: GraphModule, watch: Inspection, plan: PassPlan = traced.plan) -> GraphModule:

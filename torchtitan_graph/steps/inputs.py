@@ -7,13 +7,16 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_graph.compiler import PassPlan
 from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
+from torchtitan_graph.graph.cost import Costs
 from torchtitan_graph.graph.trace import Capture
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.moe import set_up_experts
+from torchtitan_graph.parallel.agree import files_group, on_rank_0
 from torchtitan_graph.parallel.layout import CP, TP, Layout
 from torchtitan_graph.parallel.parallelize import context_modules, parallelize
 from torchtitan_graph.parallel.sequence import block_length, places_of
@@ -46,6 +49,7 @@ def lay_out(
         options.regions,
         context_modules(model, family.PLAN),
         options.offload,
+        costs_on(layout, options),
     )
 
 
@@ -56,6 +60,12 @@ def once_per_kind(capture: Capture, model: Decoder, options: StepOptions) -> Cap
 
 def loss_is_parallel(layout: Layout, options: StepOptions) -> bool:
     return options.loss_parallel and layout.degree(TP) > 1
+
+
+def costs_on(layout: Layout, options: StepOptions) -> Costs:
+    """Give what nodes and collectives take: all ranks the same, for they must place collectives alike."""
+    rates = options.rates if dist.get_backend() == "fake" else on_rank_0(lambda: options.rates, files_group())
+    return Costs(rates, layout.links(rates.num_near))
 
 
 def of_this_rank(whole: Batch, model: Decoder, layout: Layout) -> tuple[Batch, Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from torchtitan_graph import device as devices
 from torchtitan_graph.compiler import Extra, plan_extra, plan_offload, plan_regions
 from torchtitan_graph.config import JobConfig, job
 from torchtitan_graph.device import CudaRecorder, Recorders
@@ -48,6 +49,7 @@ class StepOptions:
     budget_gib       what a rank may hold in all, in place of the fraction of `recompute.budget`
     picture          file for the curve of what a memory budget could have
     recorders        keep the training step's work for replays, on a device that can
+    rates            of the devices that the steps are for: what collectives are placed by
     """
 
     device: torch.device
@@ -75,6 +77,7 @@ class StepOptions:
     budget_gib: float | None = None
     picture: Path | None = None
     recorders: Recorders | None = None
+    rates: devices.Rates = devices.RATES["CPU"]
 
 
 def rows_per_microbatch(config: JobConfig) -> int:
@@ -132,6 +135,7 @@ def step_options(config: JobConfig, model: Decoder, num_microbatches: int, devic
         offload=_offload(config, model, pipeline, device),
         pipeline=pipeline,
         recorders=_recorders(config, device),
+        rates=devices.RATES[config.comm.fake_device] if config.comm.mode == "fake_backend" else devices.rates(),
     )
 
 

@@ -110,7 +110,7 @@ def _rewrite(
         f"stage {number}",
         options.dump_to / f"stage_{number}" if options.dump_to and shown else None,
         tensors if options.verify else None,
-        layout.axes_by_group,
+        plan.costs,
     )
 
     if (budget := plan.recompute.budget) is not None:

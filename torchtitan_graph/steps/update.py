@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from torchtitan_graph.compiler import Extra, Inspection, run_passes, update_passes
+from torchtitan_graph.graph.cost import Costs
 from torchtitan_graph.graph.pieces import Replayed
 from torchtitan_graph.graph.torch_private import count_step
 from torchtitan_graph.graph.trace import TracedResult, minimal_fx_tracer, run_traced
@@ -38,6 +39,7 @@ class Update:
         optimizer: Optimizer,
         max_norm: float,
         *,
+        costs: Costs | None = None,
         extra: Sequence[Extra] = (),
         dump_to: Path | None = None,
         stack_traces: bool = False,
@@ -45,6 +47,7 @@ class Update:
         """Take a fused Adam or AdamW with its state."""
         self._steps, self._live, self._max_norm = steps, optimizer, max_norm
         self._extra, self._dump_to, self._stack_traces = extra, dump_to, stack_traces
+        self._costs = costs
         self._twin = _twin_of(optimizer)
         self._run: Callable[[dict[str, Tensor], Tensor], Tensor] | None = None
 
@@ -84,7 +87,7 @@ class Update:
         finally:
             vars(self._twin).pop("found_inf", None)
         logger.info(f"optimizer step: traced in {time.perf_counter() - begin:.1f} s")
-        watch = Inspection("optimizer step", self._dump_to, axes=self._steps.layout.axes_by_group)
+        watch = Inspection("optimizer step", self._dump_to, costs=self._costs)
         run_passes(traced.gm, update_passes(self._extra), (), device, watch)
         return traced
 

@@ -191,6 +191,7 @@ def test_only_known_components_and_whole_options_are_compiled() -> None:
         ("--compile.enable --compile.mode eager", "compile.enable = True: compile.mode = eager compiles flex"),
         ("--compile.codegen whole --compile.mode eager", "compile.codegen = 'whole': compile.mode = eager compiles"),
         ("--comm.fake_rank 1", "only a dry run"),
+        ("--comm.fake_device A100", "only a dry run"),
         ("--metrics.histogram_freq 5", "no histograms while metrics.enable_tensorboard is false"),
         ("--parallelism.pipeline_parallel_schedule GPipe", "'GPipe': there are no stages while parallelism.pipeline_"),
         ("--parallelism.module_fqns_per_model_part a;b", "there are no stages while"),

@@ -61,6 +61,16 @@ def test_what_stages_have_is_put_together() -> None:
     assert run_on(2, over_stages, ParallelDims(pp=2)) == [(1.5, {"layers.0": 0.0, "layers.1": 1.0})] * 2
 
 
+def links(dims: ParallelDims, num_near: int) -> dict:
+    return {link.axis: (link.degree, link.near) for link in dims.layout("cpu").links(num_near).values()}
+
+
+def test_a_link_says_how_many_of_a_groups_ranks_share_a_machine() -> None:
+    """On every rank the same, also on those in the middle of a machine."""
+    assert run_on(4, links, ParallelDims(dp_shard=2, tp=2), 2) == [{FSDP: (2, 1), TP: (2, 2)}] * 4
+    assert run_on(4, links, ParallelDims(dp_replicate=2, dp_shard=2), 3) == [{DP_REPLICATE: (2, 2), FSDP: (2, 2)}] * 4
+
+
 def test_stages_are_outermost_and_have_meshes_of_their_own() -> None:
     found = run_on(4, all_axes, ParallelDims(pp=2, tp=2, ep=2))
     assert found[3] == {"ranks": {PP: 1, TP: 1, EP: 1}, "groups": {PP: [1, 3], TP: [2, 3], EP: [2, 3]}}

@@ -8,7 +8,10 @@ from test_bucket_collectives import bucketed
 from torch.fx import GraphModule, Node
 from toy import ALL_REDUCE, GATHER, REDUCE_SCATTER, WAIT, aten, calls, phase_of, place, text
 
+from torchtitan_graph.device import RATES
 from torchtitan_graph.graph import meta
+from torchtitan_graph.graph.cost import Costs
+from torchtitan_graph.graph.liveness import peak_memory
 from torchtitan_graph.models import llama3
 from torchtitan_graph.models.spec import tiny_config
 from torchtitan_graph.parallel.layout import Layout
@@ -18,7 +21,7 @@ from torchtitan_graph.steps import StepOptions, build_graphs
 
 def overlapped(layout_of: Callable, **options: object) -> GraphModule:
     gm, _ = bucketed(layout_of, **options)
-    gm = overlap_collectives(gm)
+    gm = overlap_collectives(gm, Costs())
     gm.graph.lint()
     return gm
 
@@ -30,7 +33,7 @@ def waits(gm: GraphModule, start: object) -> list[Node]:
 def test_the_same_nodes_stand_in_another_order(layout_of: Callable) -> None:
     gm, _ = bucketed(layout_of, dp_shard=4)
     before = text(gm)
-    after = text(overlap_collectives(gm))
+    after = text(overlap_collectives(gm, Costs()))
     gm.graph.lint()
     assert after != before
     assert Counter(after) == Counter(before)
@@ -75,10 +78,36 @@ def test_a_reduction_is_waited_for_when_the_next_one_starts(layout_of: Callable)
         assert order[wait] < order[after.args[0]]  # type: ignore[index]
 
 
+# --- earlier than one ahead, by the estimate ------------------------------------------------------------------------
+
+
+def starts_and_waits(gm: GraphModule) -> list[tuple[int, int]]:
+    order = place(gm)
+    return [(order[wait.args[0]], order[wait]) for wait in waits(gm, GATHER)]  # type: ignore[index]
+
+
+def test_slow_gathers_start_earlier_within_the_peak_and_fast_ones_do_not(layout_of: Callable) -> None:
+    layout, found = layout_of(dp_shard=4), {}
+    for speed in (1e4, 1e12):
+        gm, _ = bucketed(lambda **_: layout)
+        rates = RATES["H100"]._replace(near=speed)
+        found[speed] = overlap_collectives(gm, Costs(rates, layout.links(8)))
+        found[speed].graph.lint()
+    gm, _ = bucketed(lambda **_: layout)
+    one_ahead = overlap_collectives(gm, Costs())
+    assert text(found[1e12]) == text(one_ahead)
+    slow, before = starts_and_waits(found[1e4]), starts_and_waits(one_ahead)
+    assert slow[2][0] < slow[0][1] < before[2][0], "the second block's starts before the root's is waited for"
+    assert slow == sorted(slow), "they keep their order"
+    assert [meta.phase(wait) for wait in waits(found[1e4], GATHER)] == ["forward"] * 3 + ["backward"] * 2
+    assert peak_memory(found[1e4]).num_bytes == peak_memory(one_ahead).num_bytes
+    assert Counter(text(found[1e4])) == Counter(text(one_ahead))
+
+
 def test_nothing_sent_nothing_changed(layout_of: Callable) -> None:
     gm, _ = bucketed(layout_of, dp_shard=1)
     before = text(gm)
-    assert text(overlap_collectives(gm)) == before
+    assert text(overlap_collectives(gm, Costs())) == before
 
 
 def test_a_reduction_over_both_axes_waits_for_the_first_before_it_starts_the_second(layout_of: Callable) -> None:
@@ -87,6 +116,17 @@ def test_a_reduction_over_both_axes_waits_for_the_first_before_it_starts_the_sec
     for wait in waits(gm, REDUCE_SCATTER):
         (all_reduce,) = wait.users
         assert order[wait] < order[all_reduce]
+
+
+def test_copies_sums_are_bucketed_and_waited_for_when_the_next_one_starts(layout_of: Callable) -> None:
+    """DDP: one all-reduce a block, beside the block before it."""
+    gm = overlapped(layout_of, dp_replicate=4)
+    order, sums = place(gm), waits(gm, ALL_REDUCE)
+    assert len(sums) == 3 and not waits(gm, GATHER)
+    for wait, after in zip(sums, sums[1:], strict=False):
+        between = list(gm.graph.nodes)[order[wait.args[0]] + 1 : order[wait]]  # type: ignore[index]
+        assert any(meta.role(n) is None and n.op == "call_function" for n in between), "arithmetic runs beside it"
+        assert order[wait] < order[after.args[0]]  # type: ignore[index]
 
 
 def test_over_both_axes_each_stage_waits_until_the_next_bucket_starts(layout_of: Callable) -> None:
@@ -104,10 +144,10 @@ def test_over_both_axes_each_stage_waits_until_the_next_bucket_starts(layout_of:
         assert order[following] < order[over_copies[number]] < after  # type: ignore[index]
 
 
-def llama_on(layout: Layout) -> GraphModule:
+def llama_on(layout: Layout, disabled: tuple[str, ...] = ()) -> GraphModule:
     with torch.device("meta"):
         model = llama3.Model(tiny_config(llama3.FLAVORS["debugmodel"]))
-    options = StepOptions(device=torch.device("cpu"), rows=(1, 8))
+    options = StepOptions(device=torch.device("cpu"), rows=(1, 8), disabled=disabled)
     return build_graphs(model, llama3, layout, options).train.gm
 
 
@@ -130,7 +170,7 @@ def module_of(block: int) -> Callable[[Node], bool]:
 
 
 def test_waits_for_other_collectives_stand_before_their_first_use(layout_of: Callable) -> None:
-    gm = llama_on(layout_of(tp=2))
+    gm = llama_on(layout_of(tp=2), disabled=("fill_waits",))
     others = [wait for wait in calls(gm, WAIT) if meta.role(wait) is None]
     assert others
     for wait in others:

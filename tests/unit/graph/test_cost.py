@@ -1,0 +1,118 @@
+"""The estimate of a graph's time, against sums by hand: of its nodes, and of streams that run beside one another."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from torchtitan_graph.device import Rates
+from torchtitan_graph.graph import cost
+from torchtitan_graph.graph.cost import Costs, Estimate, Link, estimate
+from torchtitan_graph.graph.torch_private import FakeTensorMode, make_fx
+
+c10d = torch.ops._c10d_functional
+N = 1024  # rows and columns: 4 MiB
+RATES = Rates("test", half=4e12, full=1e12, memory=1e11, near=1e10, far=1e9)
+LINKS = {"a": Link("fsdp", 8, 8), "b": Link("tp", 4, 1)}
+COSTS = Costs(RATES, LINKS)
+
+PRODUCT = 2 * N**3 / (1e12 * cost.PRODUCTS)
+ADD = 3 * 4 * N**2 / (1e11 * cost.MEMORY)  # two read, one written
+GATHER = 3 * cost.NEAR_HOP + 7 * 4 * N**2 / (1e10 * cost.WIRE)  # seven others' parts, within a machine
+SUM = 2 * cost.FAR_HOP + 2 * 3 / 4 * 4 * N**2 / (1e9 * cost.WIRE)  # to and fro between four machines
+
+
+def graph_of(fn: Callable[..., object]) -> GraphModule:
+    with FakeTensorMode():
+        return make_fx(fn)(torch.empty(N, N), torch.empty(N, N))
+
+
+def gather(x: Tensor) -> Tensor:
+    return c10d.all_gather_into_tensor(x, 8, "a")
+
+
+def total(x: Tensor) -> Tensor:
+    return c10d.all_reduce(x, "sum", "b")
+
+
+def wait(x: Tensor) -> Tensor:
+    return c10d.wait_tensor(x)
+
+
+def close(found: Estimate, seconds: float, **exposed: float) -> bool:
+    return found.seconds == pytest.approx(seconds) and found.exposed == pytest.approx(exposed)
+
+
+@pytest.mark.parametrize(
+    ("fn", "seconds"),
+    [
+        (lambda x, y: x @ y, PRODUCT),
+        (lambda x, y: x.t(), 0.0),
+        (lambda x, y: x + y, ADD),
+        (lambda x, y: x[0] + y[0], cost.LAUNCH),
+    ],
+    ids=["products", "views", "bytes", "a launch at least"],
+)
+def test_a_node_takes_the_longer_of_its_products_and_its_bytes(fn: Callable, seconds: float) -> None:
+    assert close(estimate(graph_of(fn), COSTS), seconds)
+
+
+def test_narrow_products_run_at_their_own_rate() -> None:
+    with FakeTensorMode():
+        gm = make_fx(torch.mm)(*torch.empty(2, N, N, dtype=torch.bfloat16))
+    assert close(estimate(gm, COSTS), PRODUCT / 4)
+
+
+def test_what_is_waited_for_at_once_is_exposed() -> None:
+    assert close(estimate(graph_of(lambda x, y: (wait(gather(x)), x @ y)), COSTS), GATHER + PRODUCT, fsdp=GATHER)
+
+
+def test_products_hide_what_runs_beside_them() -> None:
+    def late(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        sent = gather(x)
+        z = x @ y
+        return wait(sent), z
+
+    left = GATHER - PRODUCT
+    assert left > 0
+    assert close(estimate(graph_of(late), COSTS), GATHER, fsdp=left)
+
+
+def test_one_groups_collectives_queue_and_two_groups_do_not() -> None:
+    def both(first: Callable, second: Callable) -> Callable:
+        def run(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+            a, b = first(x), second(y)
+            return wait(a), wait(b)
+
+        return run
+
+    assert close(estimate(graph_of(both(gather, gather)), COSTS), 2 * GATHER, fsdp=2 * GATHER)
+    assert SUM > GATHER
+    assert close(estimate(graph_of(both(gather, total)), COSTS), SUM, fsdp=GATHER, tp=SUM - GATHER)
+    found = estimate(graph_of(both(gather, total)), COSTS)
+    assert found.sent == pytest.approx({"fsdp": GATHER, "tp": SUM})
+
+
+@pytest.mark.parametrize(("near", "seconds"), [(8, 7 / 8 / 1e10), (4, 7 / 8 / 4 / 1e9), (1, 7 / 8 / 1e9)])
+def test_each_rank_in_a_machine_brings_a_port(near: int, seconds: float) -> None:
+    """Of a ring's bytes; and no hop is counted here."""
+    (node,) = graph_of(lambda x, y: gather(x)).graph.find_nodes(
+        op="call_function", target=c10d.all_gather_into_tensor.default
+    )
+    hops = 3 * (cost.NEAR_HOP if near == 8 else cost.FAR_HOP)
+    found = Costs(RATES, {"a": Link("fsdp", 8, near)}).seconds(node)
+    assert found - hops == pytest.approx(8 * 4 * N**2 * seconds / cost.WIRE)
+
+
+def test_an_exchange_sends_what_leaves_the_machine_over_its_own_port() -> None:
+    even = [N // 8] * 8
+    gm = graph_of(lambda x, y: c10d.all_to_all_single(x, even, even, "a"))
+    (node,) = gm.graph.find_nodes(op="call_function", target=c10d.all_to_all_single.default)
+    found = Costs(RATES, {"a": Link("ep", 8, 4)}).seconds(node)
+    assert found == pytest.approx(3 * cost.FAR_HOP + 4 * N**2 * 4 / 8 / (1e9 * cost.WIRE))
+
+
+def test_a_group_that_is_no_axis_is_not_counted() -> None:
+    assert estimate(graph_of(lambda x, y: wait(gather(x))), Costs(RATES, {})).sent == {}

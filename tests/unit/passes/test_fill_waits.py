@@ -1,0 +1,102 @@
+"""fill_waits: weights' gradients and shared experts are made while activations travel; only the order changes."""
+
+from collections import Counter
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from toy import WAIT, aten, c10d, calls, place, text
+
+from torchtitan_graph.device import RATES
+from torchtitan_graph.graph import meta
+from torchtitan_graph.graph.cost import Costs, Link, estimate
+from torchtitan_graph.graph.liveness import peak_memory
+from torchtitan_graph.graph.torch_private import FakeTensorMode, make_fx
+from torchtitan_graph.models import deepseek_v3, llama3
+from torchtitan_graph.models.spec import tiny_config
+from torchtitan_graph.parallel.layout import Layout
+from torchtitan_graph.passes.fill_waits import fill_waits
+from torchtitan_graph.steps import StepOptions, build_graphs
+
+EXCHANGE = torch.ops.torchtitan_graph.exchange.default
+SUM = c10d.reduce_scatter_tensor.default
+
+
+def graph_on(layout: Layout, family: ModuleType, flavor: str, disabled: tuple[str, ...] = ()) -> GraphModule:
+    with torch.device("meta"):
+        model = family.Model(tiny_config(family.FLAVORS[flavor]))
+    rates = RATES["CPU"]._replace(near=1e8)  # slow enough for products, not only for what is as short as a launch
+    options = StepOptions(device=torch.device("cpu"), rows=(1, 16), disabled=disabled, rates=rates)
+    return build_graphs(model, family, layout, options).train.gm
+
+
+def beside(gm: GraphModule, phase: str, start: object) -> list[list[Node]]:
+    """Give what stands between each start of a kind, for activations, and its wait."""
+    order, nodes = place(gm), list(gm.graph.nodes)
+    chosen = [n for n in calls(gm, WAIT) if n.args[0].target is start and meta.role(n) is None]  # type: ignore[union-attr]
+    return [nodes[order[n.args[0]] : order[n]] for n in chosen if meta.phase(n) == phase]  # type: ignore[index]
+
+
+def test_under_tensor_parallelism_weights_gradients_are_made_while_activations_are_summed(layout_of: Callable) -> None:
+    layout = layout_of(dp_shard=2, tp=2)
+    before, after = (graph_on(layout, llama3, "debugmodel", disabled) for disabled in (("fill_waits",), ()))
+    sums = [nodes for nodes in beside(after, "backward", SUM) if meta.module(nodes[0]).startswith("layers.")]
+    assert len(sums) == 6, "of three blocks, after attention and after the feed-forward"
+    for nodes in sums:
+        assert any(n.target is aten.mm.default for n in nodes)
+    assert Counter(text(after)) == Counter(text(before)) and text(after) != text(before)
+    assert peak_memory(after).num_bytes == peak_memory(before).num_bytes
+    costs = Costs(RATES["CPU"], layout.links(8))
+    assert estimate(after, costs).exposed["tp"] < estimate(before, costs).exposed["tp"]
+
+
+def test_rows_travel_to_experts_and_back_beside_shared_ones(layout_of: Callable) -> None:
+    """Forward: to experts beside as much of the shared ones as it takes; backward: gradients come beside these."""
+    gm = graph_on(layout_of(dp_shard=4, ep=2), deepseek_v3, "debugmodel")
+    forward, backward = (beside(gm, phase, EXCHANGE) for phase in ("forward", "backward"))
+    assert len(forward) == len(backward) > 0
+    counts = beside(gm, "forward", c10d.all_to_all_single.default)  # how many rows; they leave right after
+    for number, rows in zip(counts, forward[::2], strict=True):
+        assert any("shared_experts" in meta.module(n) and n.target is aten.mm.default for n in number + rows)
+    for coming in backward[::2]:
+        assert any("shared_experts" in meta.module(n) and n.target is aten.mm.default for n in coming)
+
+
+def test_nothing_sent_nothing_changed(layout_of: Callable) -> None:
+    layout = layout_of(dp_shard=2)
+    without, found = (text(graph_on(layout, llama3, "debugmodel", disabled)) for disabled in (("fill_waits",), ()))
+    assert found == without
+
+
+# --- a block's backward by hand: the gradient of a weight, one that is sent, and something beside it -----------------
+
+N = 64
+
+
+@pytest.mark.parametrize(("width", "is_put_off"), [(N, True), (8 * N, False)])
+def test_what_would_raise_the_peak_is_not_put_off(width: int, is_put_off: bool) -> None:
+    """What the gradient reads is held longer then: beside something wide, that is too much."""
+
+    def backward(x: Tensor, dy: Tensor, w: Tensor, other: Tensor) -> tuple[Tensor, ...]:
+        early = torch.cat([x] * 4).sum()  # the peak, unless what follows is wide
+        made = x.cos()
+        dw = made.t() @ dy
+        sent = c10d.reduce_scatter_tensor(dy @ w, "sum", 2, "g")
+        wide = other.sin().sum()
+        return early, dw, wide, c10d.wait_tensor(sent).sin()
+
+    with FakeTensorMode():
+        gm = make_fx(backward)(*(torch.empty(N, N) for _ in range(3)), torch.empty(N, width))
+    for node in gm.graph.nodes:
+        meta.write(node, phase="backward", module="layers.0.feed_forward")
+    before = peak_memory(gm).num_bytes
+    gm = fill_waits(gm, ["layers.0"], Costs(RATES["CPU"], {"g": Link("tp", 2, 1)}))
+    gm.graph.lint()
+    order = place(gm)
+    (_, wide), products = calls(gm, aten.sum.default), calls(gm, aten.mm.default)
+    own = next(n for n in products if n.args[0].target is aten.t.default)  # type: ignore[union-attr]
+    assert (order[own] > order[wide]) == is_put_off
+    assert peak_memory(gm).num_bytes == before

@@ -1,0 +1,171 @@
+"""Compute what a wait does not concern while something is under way."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Container, Iterator
+
+import torch
+from torch.fx import GraphModule, Node
+
+from torchtitan_graph.graph import meta
+from torchtitan_graph.graph.blocks import block_of
+from torchtitan_graph.graph.cost import WAIT, Clock, Costs
+from torchtitan_graph.graph.edit import aliased
+from torchtitan_graph.graph.flops import attention_flops, matmul_flops
+from torchtitan_graph.graph.liveness import owners, peak_memory, size_of
+
+
+def fill_waits(gm: GraphModule, blocks: Container[str], costs: Costs) -> GraphModule:
+    """Make weights' gradients, and shared experts in forward, while activations are sent. Bitwise.
+
+        dw = mm(dy, x); dx = mm(dy, w); s = start(dx); use(wait(s))
+        dx = mm(dy, w); s = start(dx); dw = mm(dy, x); use(wait(s))
+
+    For tensor, context and expert parallelism. Only as much is put there as the wait is estimated to take (see Note
+    [Estimate]), all within a block, and only as long as the step's peak stays what it is.
+    """
+    sent = [n for n in gm.graph.find_nodes(op="call_function", target=WAIT) if meta.role(n) is None]
+    if any(costs.link(n.all_input_nodes[0]) for n in sent):
+        order = _Sweep(gm, blocks, costs, hoists=True)
+        if order.peak > order.bound:  # what is made earlier is held longer
+            order = _Sweep(gm, blocks, costs, hoists=False)
+        _put_in_order(gm, order.made)
+        gm.recompile()
+    return gm
+
+
+def _put_in_order(gm: GraphModule, nodes: list[Node]) -> None:
+    for before, node in zip(nodes, nodes[1:], strict=False):
+        if before.next is not node:
+            before.append(node)
+
+
+class _Sweep:
+    """One walk over a graph that gives its nodes in a new order, `made`, and the `peak` of what they hold then.
+
+    A weight's gradient is put off: to the next wait that would stand still, to its first use, to the end of its block,
+    or until holding what it reads would raise the peak.
+    """
+
+    def __init__(self, gm: GraphModule, blocks: Container[str], costs: Costs, hoists: bool) -> None:
+        self.bound, self.peak = peak_memory(gm).num_bytes, 0
+        self.made: list[Node] = []
+        self._blocks, self._clock, self._hoists = blocks, Clock(costs), hoists
+        self._owner, self._held = owners(gm), 0
+        self._uses = collections.Counter(o for node in gm.graph.nodes for o in self._owners_at(node))
+        self._done: set[Node] = set()
+        self._put_off: dict[Node, None] = {}
+        self._size_put_off, self._block = 0, ""
+        (products, views), sends = _weight_gradients(gm), self._sending_blocks(gm)
+        for node in gm.graph.nodes:
+            if node in self._done:
+                continue
+            if (block := self._block_of(node)) not in ("", self._block):
+                self._make_all()
+                self._block = block
+            follows = not self._put_off.keys().isdisjoint(node.all_input_nodes)
+            if block in sends and (node in products or (node in views and follows)):
+                self._put(node)
+                continue
+            if follows or self._held + _own(node, self._owner) + self._size_put_off > self.bound:
+                self._make_all()
+            if node.target is WAIT:
+                self._fill(node)
+            self._make(node)
+
+    def _block_of(self, node: Node) -> str:
+        """Give a node's block, or its module outside of blocks; nothing of inputs and of what passes put there."""
+        if node.op != "call_function" or meta.role(node):
+            return ""
+        return block_of(node, self._blocks) or meta.module(node)
+
+    def _sending_blocks(self, gm: GraphModule) -> set[str]:
+        waits = gm.graph.find_nodes(op="call_function", target=WAIT)
+        return {self._block_of(n) for n in waits if meta.phase(n) == "backward"} - {""}
+
+    def _owners_at(self, node: Node) -> set[Node]:
+        return {self._owner[x] for x in (*node.all_input_nodes, node)}
+
+    def _put(self, node: Node) -> None:
+        """Put a node off, if all that is put off could still be made after it within the bound."""
+        size = _own(node, self._owner)
+        if self._held + self._size_put_off + size > self.bound:
+            self._make_all()
+            self._make(node)
+        else:
+            self._put_off[node] = None
+            self._size_put_off += size
+
+    def _make_all(self) -> None:
+        while self._put_off:
+            self._make_next()
+
+    def _make_next(self) -> None:
+        node = next(iter(self._put_off))
+        del self._put_off[node]
+        self._size_put_off -= _own(node, self._owner)
+        self._make(node)
+
+    def _make(self, node: Node) -> None:
+        self._done.add(node)
+        self.made.append(node)
+        self._clock.tell(node)
+        self._held += _own(node, self._owner)
+        self.peak = max(self.peak, self._held)
+        for owner in self._owners_at(node):
+            self._uses[owner] -= 1
+            if not self._uses[owner]:
+                self._held -= size_of(owner)
+
+    def _fill(self, wait: Node) -> None:
+        while self._put_off and self._clock.left(wait) > 0:
+            self._make_next()
+        if self._hoists and meta.role(wait) is None and meta.phase(wait) == "forward" and self._clock.left(wait) > 0:
+            found = list(self._without(wait))
+            while found and not self._clock.costs.seconds(found[-1]):
+                found.pop()
+            for node in found:
+                if self._clock.left(wait) > 0:
+                    self._make(node)
+
+    def _without(self, wait: Node) -> Iterator[Node]:
+        """Give what stands later in the block and needs neither this wait nor any other, in order."""
+        block, needs = self._block_of(wait), {wait}
+        node = wait.next
+        while node.op != "output" and self._block_of(node) in (block, "") and meta.phase(node) == "forward":
+            if node not in self._done:
+                if _may_move(node) and needs.isdisjoint(node.all_input_nodes):
+                    yield node
+                else:
+                    needs.add(node)
+            node = node.next
+
+
+def _own(node: Node, owner: dict[Node, Node]) -> int:
+    return size_of(node) if owner[node] is node else 0
+
+
+def _may_move(node: Node) -> bool:
+    """Tell what computes, in memory of its own, without sending."""
+    if node.op != "call_function" or meta.role(node) or node.target is torch.ops.torchtitan_graph.exchange.default:
+        return False
+    sends = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "_c10d_functional"
+    return not sends and not any(is_write for _, is_write in aliased(node))
+
+
+def _weight_gradients(gm: GraphModule) -> tuple[set[Node], set[Node]]:
+    """Give the products that only gradients at rest need, with what is made for them alone; and views and casts that
+    only such gradients need."""
+    products: set[Node] = set()
+    views: set[Node] = set()
+    for node in reversed(gm.graph.nodes):
+        if meta.phase(node) != "backward" or not node.users or not _may_move(node):
+            continue
+        multiplies = matmul_flops(node) > 0
+        rests = all(user in views or user.op == "output" or meta.role(user) for user in node.users)
+        if rests and multiplies or not (multiplies or attention_flops(node)) and products.issuperset(node.users):
+            products.add(node)
+        elif rests and len(node.all_input_nodes) == 1:
+            views.add(node)
+    return products, views

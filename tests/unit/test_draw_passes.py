@@ -31,7 +31,8 @@ def test_the_pages_are_what_the_script_writes(pages: dict[str, str]) -> None:
 def test_every_pass_has_a_page_with_a_drawing(pages: dict[str, str]) -> None:
     names = [each.name for each in compiler.passes(compiler.PassPlan({}, (), ()))]
     assert [f"{name}.md" for name in names] == list(pages)[1:]
-    assert [name for name in names if "```mermaid" not in pages[f"{name}.md"]] == ["compile_regions"]
+    undrawn = [name for name in names if "```mermaid" not in pages[f"{name}.md"]]
+    assert undrawn == ["tag_budget", "tag_offload", "offload_activations", "compile_regions"], "only where asked to"
 
 
 def test_a_drawing_shows_what_changed(pages: dict[str, str]) -> None:

@@ -27,7 +27,7 @@ def write_package(folder: Path, **imports: str) -> None:
     for module in ("check", "check_pass", *siblings, "parallel", "graph", "config"):
         (package / module).mkdir(parents=True)
         (package / module / "__init__.py").touch()
-    top = ("train", "translate", "requeue", "preflight", "launch")
+    top = ("train", "translate", "requeue", "preflight", "launch", "precompile")
     bottom = ("patience", "errors", "log", "device", "ops", "row_loss", "stop")
     for module in ("__init__", *top, "trainer", "forecast", "compiler", "loss", *bottom):
         (package / f"{module}.py").touch()

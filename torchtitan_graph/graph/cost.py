@@ -117,7 +117,7 @@ def _dtype(node: Node) -> torch.dtype:
 
 
 def _touched(node: Node) -> int:
-    made = num_bytes(value(node))
+    made = num_bytes(node.meta.get("val"))  # an operator may give nothing: an optimizer's writes in place
     if node.target in _SELECT:
         return 2 * made
     return made + sum(num_bytes(x.meta.get("val")) for x in node.all_input_nodes)

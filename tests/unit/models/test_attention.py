@@ -124,6 +124,16 @@ def test_scores_that_change_by_the_query_s_place_are_refused_on_a_part_of_the_ro
         attend(q, k, k, mask, score=lambda score, b, h, q, kv: score + q - kv)
 
 
+class Capped:
+    def score(self, score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return torch.tanh(score)
+
+
+def test_a_method_that_does_not_look_at_the_query_s_place_is_none_of_these() -> None:
+    q, k = torch.zeros(1, 16, 2, 8), torch.zeros(1, 32, 2, 8)
+    attend(q, k, k, build_mask("flex", causal, 1, 32, torch.device("cpu"), torch.arange(16)), score=Capped().score)
+
+
 # --- attention --------------------------------------------------------------------------------------------------------
 
 B, L, N, K = 2, 140, 4, 2

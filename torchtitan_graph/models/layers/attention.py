@@ -82,7 +82,9 @@ def _check_places(Lq: int, Lk: int, mask: Mask, score: ScoreFunction | None) -> 
 def _reads_query(score: ScoreFunction) -> bool:
     """Tell whether a score function looks at the argument `q`; of one that can't be followed, suppose it."""
     try:
-        _, _, _, query, _ = torch.fx.symbolic_trace(score).graph.find_nodes(op="placeholder")
+        # Through a function of its own: of a method FX would count `self` among the arguments.
+        followed = torch.fx.symbolic_trace(lambda x, b, h, q, kv: score(x, b, h, q, kv))
+        _, _, _, query, _ = followed.graph.find_nodes(op="placeholder")
     except Exception:
         return True
     return bool(query.users)

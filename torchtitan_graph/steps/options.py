@@ -91,8 +91,7 @@ def step_options(config: JobConfig, model: Decoder, num_microbatches: int, devic
 
     Raises:
         UserError: CUDA graphs on a CPU, a loss of experts for a model without them, regions to compile or modules to
-            offload that it does not
-            have, stages that can't be made of it, or a pass of the user's that can't be run.
+            offload that it does not have, stages that can't be made of it, or a pass of the user's that can't be run.
     """
     training, validation, moe = config.training, config.validation, config.moe
     checkpoint, graphs = config.activation_checkpoint, Path(config.job.dump_folder, "graphs")

@@ -3,14 +3,16 @@
     python scripts/benchmark.py --layouts fsdp1,fsdp2 --dtypes float32,bfloat16 --json benchmark.jsonl
     python scripts/benchmark.py --models llama3:small,llama3:mid,qwen3:debugmodel_moe --layouts fsdp1,hsdp4,tp2
     python scripts/benchmark.py --models gpt_oss --attn flex --layouts fsdp1 --dtypes float32
+    python scripts/benchmark.py --modes eager,graph,graph@75,graph@50,graph@0,blocks@50
     python scripts/benchmark.py --trace_layers 4,8,16,32,64
 
 Each layout is a group of gloo (or, with GPUs, NCCL) processes: hsdp4 has two copies of the weights, each on two ranks.
 The modes take turns, step by step, in the same processes, so that whatever else the machine does meets all of them;
 figures are medians, and ratios are medians of the ratios of neighbouring steps, with the first and the third quartile
 of the time's. Memory is the most that one step holds above what it started with: on a CPU from the profiler's record
-of every allocation, on a GPU from the allocator. `products_share` is how much of a step its matrix products would take
-at the rate that one large product reaches here, with all processes at it.
+of every allocation, on a GPU from the allocator. `predicted_mib` is what the graph's liveness says of it, but for what
+lives only inside a compiled region. MODE@PERCENT has a memory budget of that part. `products_share` is how much of a
+step its matrix products would take at the rate that one large product reaches here, with all processes at it.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from torchtitan_graph import device as devices
 from torchtitan_graph.compiler import Inspection, check_disabled, needed_regions, passes, run_passes
 from torchtitan_graph.data.batch import Batch
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.graph.liveness import peak_memory
 from torchtitan_graph.graph.torch_private import init_fake_process_group
 from torchtitan_graph.loss import cross_entropy
 from torchtitan_graph.models.layers.decoder import Decoder
@@ -43,9 +46,10 @@ from torchtitan_graph.models.layers.init import initialize
 from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.join import join
 from torchtitan_graph.parallel.layout import Layout, ParallelDims
+from torchtitan_graph.parallel.recompute import Budget, Recompute
 from torchtitan_graph.parallel.storage import Precision
 from torchtitan_graph.passes.compile_regions import LOSS, WHOLE
-from torchtitan_graph.steps import StepOptions, Steps, build_steps, trace_steps
+from torchtitan_graph.steps import StepOptions, Steps, bind_graphs, build_graphs, build_steps, trace_steps
 
 # What a debug flavour is made of three sizes by; llama3's debug flavour has very narrow heads.
 SIZES: dict[str, dict[str, Any]] = {
@@ -94,28 +98,39 @@ def make_batch(rows: int, seq_len: int, vocab_size: int, device: torch.device) -
 
 
 def options_of(mode: str, precision: Precision, args: argparse.Namespace, device: torch.device) -> StepOptions:
-    """Give what `build_steps` is told of a mode."""
+    """Give what steps are told of a mode."""
+    mode, _, percent = mode.partition("@")
     regions = {**needed_regions(device), **{pattern: {} for pattern in REGIONS.get(mode, ())}}
     return StepOptions(
         device=device,
         rows=(args.rows, args.seq_len),
         mode="eager" if mode in ("eager", "compile") else "graph",
         precision=precision,
+        recompute=Recompute(budget=Budget(int(percent) / 100)) if percent else Recompute(),
         loss=torch.compile(cross_entropy) if mode == "compile" else cross_entropy,
         regions=regions,
         disabled=args.disable,
     )
 
 
-def build(mode: str, precision: Precision, args: argparse.Namespace, layout: Layout, device: torch.device) -> Steps:
+def build(
+    mode: str, precision: Precision, args: argparse.Namespace, layout: Layout, device: torch.device
+) -> tuple[Steps, int | None]:
+    """Build a mode's steps; give them, and the peak that the graph predicts."""
     family, model = load_family(args.family), make_model(config_of(args), args)
-    options = options_of(mode, precision, args, device)
-    steps = build_steps(model, family, layout, options)
+    options, predicted = options_of(mode, precision, args, device), None
+    if options.mode == "graph":
+        graphs = build_graphs(model, family, layout, options)
+        assert not isinstance(graphs.train, dict), "no layout here has stages"
+        predicted = peak_memory(graphs.train.gm).num_bytes
+        steps = bind_graphs(graphs, model, layout, options)
+    else:
+        steps = build_steps(model, family, layout, options)
     if mode == "compile":
         for block in model.blocks.values():
             block.compile()
     initialize(model, 0)
-    return steps
+    return steps, predicted
 
 
 def peak_bytes(run: Callable[[], None]) -> int:
@@ -169,7 +184,7 @@ def measure(rank: int, where: str, args: argparse.Namespace, dtype: str, results
     dims = dims_of(where)
     world_size = dims.num_ranks
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world_size))
     device = devices.device()
     join("nccl" if device.type == "cuda" else "gloo")
     layout = dims.layout(device.type)
@@ -179,10 +194,10 @@ def measure(rank: int, where: str, args: argparse.Namespace, dtype: str, results
     tokens = batch.labels_BL.numel() * dims.data
     num_tokens = torch.tensor(tokens, device=device)
     rate = product_rate(precision.compute, device)
-    steps, memory, flops = {}, {}, None
+    steps, memory, predicted, flops = {}, {}, {}, None
     times: dict[str, list[float]] = {mode: [] for mode in args.modes}
     for mode in args.modes:
-        built = build(mode, precision, args, layout, device)
+        built, predicted[mode] = build(mode, precision, args, layout, device)
         optimizer = torch.optim.AdamW(built.model.parameters(), fused=True)
         flops = built.count_flops([batch]) if built.flops else flops
 
@@ -220,6 +235,7 @@ def measure(rank: int, where: str, args: argparse.Namespace, dtype: str, results
             "quartiles": [round(x, 3) for x in statistics.quantiles(ratios, n=4)[::2]] if len(ratios) > 1 else None,
             "peak_mib": round(memory[mode] / 2**20, 1),
             f"memory_to_{reference}": round(memory[mode] / memory[reference], 3),
+            **({"predicted_mib": round(known / 2**20, 1)} if (known := predicted[mode]) else {}),
         }
         results.append(row)
         print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
@@ -271,11 +287,13 @@ def check_arguments(args: argparse.Namespace) -> None:
     check_numbers(args, "rows", "seq_len", "steps", "trace_layers")
     if args.json and not args.json.absolute().parent.is_dir():
         raise UserError(f"--json {args.json}: there is no folder for it")
-    for name, legal in (
-        ("dtypes", ("float32", "bfloat16")),
-        ("modes", ("eager", "compile", "graph", *REGIONS)),
+    graphs = ("graph", *REGIONS)
+    modes = [mode for mode in args.modes if not re.fullmatch(rf"({'|'.join(graphs)})@(\d\d?|100)", mode)]
+    for name, given, legal in (
+        ("dtypes", args.dtypes, ("float32", "bfloat16")),
+        ("modes", modes, ("eager", "compile", *graphs, "graph@0 to graph@100", "regional@0", "blocks@0", "whole@0")),
     ):
-        if wrong := [word for word in getattr(args, name) if word not in legal]:
+        if wrong := [word for word in given if word not in legal]:
             raise UserError(f"--{name} {wrong[0]}: legal are {', '.join(legal)}")
     check_disabled(args.disable)
     for layout in args.layouts:
@@ -304,7 +322,10 @@ def main() -> None:
     )
     parser.add_argument("--layouts", type=words, default=["fsdp1", "fsdp2"], help="(default fsdp1,fsdp2)")
     parser.add_argument("--dtypes", type=words, default=["float32", "bfloat16"], help="compute dtypes")
-    modes = "eager, compile, graph; graphs that Inductor compiles: regional (feed-forwards), blocks, whole"
+    modes = (
+        "eager, compile, graph; graphs that Inductor compiles: regional (feed-forwards), blocks, whole;"
+        " a graph with a memory budget: graph@50, blocks@50"
+    )
     parser.add_argument("--modes", type=words, default=list(MODES), help=f"{modes}; the first is the reference")
     parser.add_argument("--attn", default="sdpa", choices=("sdpa", "flex"), help="attention (default sdpa)")
     parser.add_argument("--rows", type=int, default=1, help="rows per rank (default 1)")

@@ -184,7 +184,7 @@ def measure(rank: int, where: str, args: argparse.Namespace, dtype: str, results
     dims = dims_of(where)
     world_size = dims.num_ranks
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world_size))
+    torch.set_num_threads(max(1, torch.get_num_threads() // world_size))
     device = devices.device()
     join("nccl" if device.type == "cuda" else "gloo")
     layout = dims.layout(device.type)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Container, Sequence
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ from torch.fx import GraphModule, Node
 
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.collectives import reductions
-from torchtitan_graph.graph.liveness import owners, size_of
+from torchtitan_graph.graph.liveness import Memories, size_of
 
 
 class Held(NamedTuple):
@@ -29,7 +30,8 @@ class Rehearsal:
         Args:
             buckets: names of parameters whose gradients are to be reduced together, when the last is there.
         """
-        owner, nodes = owners(gm), list(gm.graph.nodes)
+        memories, nodes = Memories(gm), list(gm.graph.nodes)
+        owner = memories.owner
         nodes, also = _reduced_together(gm, nodes, buckets)
         place = {node: i for i, node in enumerate(nodes)}
         self._nodes = nodes
@@ -41,7 +43,14 @@ class Rehearsal:
             else None
             for node in nodes
         ]
+        # Of an operator that gives several, its results that are picked; of such a result, where it is picked first.
+        self._results = [[place[x] for x in memories.results(node)] for node in nodes]
+        self._first = [
+            place[owner[node]] if node.target is operator.getitem and source is None else None
+            for node, source in zip(nodes, self._source, strict=True)
+        ]
         self._sizes = [size_of(node) if owner[node] is node else 0 for node in nodes]
+        self._taken = [sum(map(size_of, memories.taken(node))) for node in nodes]
         self._is_late = [node.op == "call_function" and meta.phase(node) == "backward" for node in nodes]
         self._stays = [node.op in ("placeholder", "output") or node.is_impure() for node in nodes]
 
@@ -55,11 +64,15 @@ class Rehearsal:
         owner, last_use = list(range(2 * n)), [-1] * (2 * n)
         for t, i in enumerate(runs):
             looks_at = source[i % n]
+            first = self._first[i % n]
             if looks_at is not None:
                 owner[i] = owner[reads[i][looks_at]]
-            last_use[owner[i]] = t
-            for x in reads[i]:
+            elif first is not None:
+                owner[i] = first + reads[i][0] // n * n
+            for x in (i, *reads[i]):
                 last_use[owner[x]] = t
+                for result in self._results[x % n]:
+                    last_use[result + x // n * n] = t
         freed_at = [0] * len(runs)
         for i, t in enumerate(last_use):
             freed_at[t] += sizes[i % n] if t >= 0 else 0
@@ -68,7 +81,7 @@ class Rehearsal:
         for t, i in enumerate(runs):
             if not begins and (i >= n or self._is_late[i]):
                 begins, kept = True, held
-            held += sizes[i % n]
+            held += self._taken[i % n]
             peak = max(peak, held)
             held -= freed_at[t]
         return Held(peak, kept)

@@ -13,7 +13,7 @@ from torchtitan_graph.graph.blocks import block_of
 from torchtitan_graph.graph.cost import WAIT, Clock, Costs
 from torchtitan_graph.graph.edit import aliased
 from torchtitan_graph.graph.flops import attention_flops, matmul_flops
-from torchtitan_graph.graph.liveness import owners, peak_memory, size_of
+from torchtitan_graph.graph.liveness import Memories, peak_memory, size_of
 
 
 def fill_waits(gm: GraphModule, blocks: Container[str], costs: Costs) -> GraphModule:
@@ -52,8 +52,8 @@ class _Sweep:
         self.bound, self.peak = peak_memory(gm).num_bytes, 0
         self.made: list[Node] = []
         self._blocks, self._clock, self._hoists = blocks, Clock(costs), hoists
-        self._owner, self._held = owners(gm), 0
-        self._uses = collections.Counter(o for node in gm.graph.nodes for o in self._owners_at(node))
+        self._memories, self._held = Memories(gm), 0
+        self._uses = collections.Counter(owner for node in gm.graph.nodes for owner in self._memories.used(node))
         self._done: set[Node] = set()
         self._put_off: dict[Node, None] = {}
         self._size_put_off, self._block = 0, ""
@@ -68,7 +68,7 @@ class _Sweep:
             if block in sends and (node in products or (node in views and follows)):
                 self._put(node)
                 continue
-            if follows or self._held + _own(node, self._owner) + self._size_put_off > self.bound:
+            if follows or self._held + self._taken(node) + self._size_put_off > self.bound:
                 self._make_all()
             if node.target is WAIT:
                 self._fill(node)
@@ -84,12 +84,12 @@ class _Sweep:
         waits = gm.graph.find_nodes(op="call_function", target=WAIT)
         return {self._block_of(n) for n in waits if meta.phase(n) == "backward"} - {""}
 
-    def _owners_at(self, node: Node) -> set[Node]:
-        return {self._owner[x] for x in (*node.all_input_nodes, node)}
+    def _taken(self, node: Node) -> int:
+        return sum(map(size_of, self._memories.taken(node)))
 
     def _put(self, node: Node) -> None:
         """Put a node off, if all that is put off could still be made after it within the bound."""
-        size = _own(node, self._owner)
+        size = self._taken(node)
         if self._held + self._size_put_off + size > self.bound:
             self._make_all()
             self._make(node)
@@ -104,16 +104,16 @@ class _Sweep:
     def _make_next(self) -> None:
         node = next(iter(self._put_off))
         del self._put_off[node]
-        self._size_put_off -= _own(node, self._owner)
+        self._size_put_off -= self._taken(node)
         self._make(node)
 
     def _make(self, node: Node) -> None:
         self._done.add(node)
         self.made.append(node)
         self._clock.tell(node)
-        self._held += _own(node, self._owner)
+        self._held += self._taken(node)
         self.peak = max(self.peak, self._held)
-        for owner in self._owners_at(node):
+        for owner in self._memories.used(node):
             self._uses[owner] -= 1
             if not self._uses[owner]:
                 self._held -= size_of(owner)
@@ -140,10 +140,6 @@ class _Sweep:
                 else:
                     needs.add(node)
             node = node.next
-
-
-def _own(node: Node, owner: dict[Node, Node]) -> int:
-    return size_of(node) if owner[node] is node else 0
 
 
 def _may_move(node: Node) -> bool:

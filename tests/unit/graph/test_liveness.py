@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import operator
 from functools import partial
 from pathlib import Path
 
@@ -11,17 +12,19 @@ from torch.fx import GraphModule
 from torch.profiler import ProfilerActivity, profile
 
 from torchtitan_graph.data.batch import Batch
-from torchtitan_graph.graph.liveness import peak_memory
+from torchtitan_graph.graph.liveness import held_memory, peak_memory, size_of
 from torchtitan_graph.graph.step import trace_train_step
 from torchtitan_graph.graph.torch_private import FakeTensorMode, make_fx
 from torchtitan_graph.graph.trace import TracedResult, run_traced
 from torchtitan_graph.loss import cross_entropy
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.spec import load_family, tiny_config
+from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.passes.cleanup import cleanup
 from torchtitan_graph.passes.rematerialize import rematerialize
 from torchtitan_graph.passes.reuse_logits import reuse_logits
 from torchtitan_graph.passes.tag_elementwise import tag_elementwise
+from torchtitan_graph.passes.tag_recomputation import tag_recomputation
 
 KIB = 1024  # of 256 numbers
 
@@ -42,6 +45,9 @@ def graph_of(fn) -> GraphModule:
         (lambda x: (x + 1).split(64)[3] * torch.cat([x[:32], x[64:96]]), 1.5, "mul"),
         (lambda x: (x + 1).add_(2).mul_(3), 1, "add"),  # in place
         (lambda x: ((a := x + 1), a * 2)[1].exp() + a, 3, "exp"),
+        (lambda x: (x + 1).sort().values.sum(), 4, "sort"),  # its indices too, which nobody reads
+        (lambda x: (s := (x + 1).sort()).values.neg() * s.indices, 4, "sort"),  # from when it runs
+        (lambda x: torch.var_mean(x)[0] + x.view(16, 16).unbind()[1], 0.0625 + 4 / KIB, "add"),  # a mean is let go of
     ],
 )
 def test_by_hand(fn, kib: float, at: str) -> None:
@@ -50,13 +56,27 @@ def test_by_hand(fn, kib: float, at: str) -> None:
     assert at in found.node.name
 
 
-def traced_step(family: str, rows: int, seq_len: int) -> tuple[Decoder, tuple, TracedResult]:
+def test_an_operators_results_are_all_there_until_the_last_is_picked() -> None:
+    gm = graph_of(lambda x: ((s := x.sort()).values.neg().exp().sum(), s.indices))
+    (neg,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.neg.default)
+    first, last = gm.graph.find_nodes(op="call_function", target=operator.getitem)
+    assert held_memory(gm, size_of)[neg.next] == 4 * KIB  # exp: indices, neg and its own
+    neg.next.append(last)  # behind exp
+    assert first.args[1] == 0 and held_memory(gm, size_of)[neg.next] == 5 * KIB
+
+
+def test_what_is_picked_twice_is_one_memory() -> None:
+    gm = graph_of(lambda x: (s := x.sort()).values.neg() + s.values.cos())
+    assert peak_memory(gm).num_bytes == 3 * KIB
+
+
+def traced_step(family: str, rows: int, seq_len: int, vocab_size: int = 512) -> tuple[Decoder, tuple, TracedResult]:
     module = load_family(family)
     torch.manual_seed(0)
-    model = module.Model(tiny_config(module.FLAVORS["debugmodel"], vocab_size=512), "sdpa")
+    model = module.Model(tiny_config(module.FLAVORS["debugmodel"], vocab_size=vocab_size), "sdpa")
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
-    tokens, positions = torch.randint(512, (rows, seq_len)), torch.arange(seq_len).expand(rows, -1).contiguous()
+    tokens, positions = torch.randint(vocab_size, (rows, seq_len)), torch.arange(seq_len).expand(rows, -1).contiguous()
     batch = Batch(tokens, tokens, positions, torch.zeros_like(tokens))
     inputs = batch, model.masks(batch.documents_BL, batch.positions_BL), torch.tensor(tokens.numel())
     return model, inputs, trace_train_step(model, cross_entropy, *inputs, device="cpu")
@@ -79,6 +99,16 @@ def test_as_the_profiler_measures(family: str, tmp_path: Path) -> None:
     model, inputs, traced = traced_step(family, 2, 128)
     peak = measured_peak(traced, model, inputs, tmp_path / "trace.json")
     assert peak_memory(traced.gm).num_bytes == pytest.approx(peak, rel=0.02)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
+def test_attentions_gradients_are_all_there_at_once(family: str, tmp_path: Path) -> None:
+    """With all of a block computed again, the step holds most in attention's backward."""
+    model, inputs, traced = traced_step(family, 2, 512, vocab_size=64)
+    gm = tag_recomputation(cleanup(traced.gm), model.blocks, Recompute(every=1))
+    gm = reuse_logits(rematerialize(gm))
+    peak = measured_peak(dataclasses.replace(traced, gm=gm), model, inputs, tmp_path / "trace.json")
+    assert peak_memory(gm).num_bytes == pytest.approx(peak, rel=0.0005)
 
 
 def test_passes_that_save_memory_save_it_as_foretold(tmp_path: Path) -> None:

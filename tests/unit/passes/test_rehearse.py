@@ -3,11 +3,15 @@
 from collections.abc import Callable
 
 import pytest
+import torch
+from torch import Tensor
 from toy import blocks, toy, trace_toy
 
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.liveness import peak_memory
 from torchtitan_graph.graph.rehearse import Rehearsal
+from torchtitan_graph.graph.signature import Signature
+from torchtitan_graph.graph.torch_private import FakeTensorMode, make_fx
 from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.parallel.storage import Precision, Reshard, plan_storage
 from torchtitan_graph.passes.bucket_collectives import bucket_collectives
@@ -30,6 +34,28 @@ def test_it_holds_what_the_graph_does(layout_of: Callable, recompute: Recompute,
     found = rehearsal.held(again)
     assert found.peak == peak_memory(rematerialize(gm)).num_bytes
     assert found.kept < without.kept or not again
+
+
+@pytest.mark.parametrize("names", [["sort", "values"], ["values"], ["sort", "values", "indices"], []])
+def test_it_knows_operators_with_several_results(names: list[str]) -> None:
+    """Recomputed are the operator and what is picked of it; the picking alone; all of it; nothing."""
+
+    def step(x: Tensor) -> tuple[Tensor]:
+        values, indices = (x + 1).sort()
+        dy = (values * indices).exp()  # backward begins
+        return ((dy * values).sum() + indices.sum(),)
+
+    with FakeTensorMode():
+        gm = make_fx(step)(torch.empty(256))
+    gm.meta["signature"] = Signature((), ())
+    nodes = [node for node in gm.graph.nodes if node.op == "call_function"]
+    named = dict(zip(("add", "sort", "values", "indices"), nodes, strict=False))
+    for node in nodes:
+        meta.write(node, phase="forward" if node in named.values() else "backward")
+    for name in names:
+        meta.write(named[name], tag=meta.RECOMPUTE)
+    found = Rehearsal(gm).held({named[name] for name in names})
+    assert found.peak == peak_memory(rematerialize(gm)).num_bytes
 
 
 @pytest.mark.parametrize("degrees", [{"dp_shard": 2}, {"dp_replicate": 2}])

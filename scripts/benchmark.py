@@ -35,7 +35,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from torchtitan_graph import device as devices
-from torchtitan_graph.compiler import Inspection, check_disabled, needed_regions, passes, run_passes
+from torchtitan_graph.compiler import FUSIONS, Inspection, check_disabled, passes, plan_regions, run_passes
+from torchtitan_graph.config import job
 from torchtitan_graph.data.batch import Batch
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.liveness import peak_memory
@@ -97,10 +98,16 @@ def make_batch(rows: int, seq_len: int, vocab_size: int, device: torch.device) -
     return Batch(tokens, labels, (positions % -(-seq_len // 4)).contiguous(), documents.contiguous())
 
 
-def options_of(mode: str, precision: Precision, args: argparse.Namespace, device: torch.device) -> StepOptions:
+def options_of(
+    mode: str, precision: Precision, args: argparse.Namespace, model: Decoder, device: torch.device
+) -> StepOptions:
     """Give what steps are told of a mode."""
     mode, _, percent = mode.partition("@")
-    regions = {**needed_regions(device), **{pattern: {} for pattern in REGIONS.get(mode, ())}}
+    fusions = [name for name in mode.split("+") if name in FUSIONS]
+    regions = {
+        **plan_regions(job.Compile(fusions=fusions), model, device),
+        **{pattern: {} for pattern in REGIONS.get(mode, ())},
+    }
     return StepOptions(
         device=device,
         rows=(args.rows, args.seq_len),
@@ -109,7 +116,7 @@ def options_of(mode: str, precision: Precision, args: argparse.Namespace, device
         recompute=Recompute(budget=Budget(int(percent) / 100)) if percent else Recompute(),
         loss=torch.compile(cross_entropy) if mode == "compile" else cross_entropy,
         regions=regions,
-        disabled=args.disable,
+        disabled=[*args.disable, *(["reuse_logits", "reuse_sharded_logits"] if "cross_entropy" in fusions else [])],
     )
 
 
@@ -118,7 +125,7 @@ def build(
 ) -> tuple[Steps, int | None]:
     """Build a mode's steps; give them, and the peak that the graph predicts."""
     family, model = load_family(args.family), make_model(config_of(args), args)
-    options, predicted = options_of(mode, precision, args, device), None
+    options, predicted = options_of(mode, precision, args, model, device), None
     if options.mode == "graph":
         graphs = build_graphs(model, family, layout, options)
         assert not isinstance(graphs.train, dict), "no layout here has stages"
@@ -247,12 +254,12 @@ def measure_tracing(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Time tracing and the passes as the model grows, for a rank of a fake group of 8."""
     init_fake_process_group(8)
     layout, device = ParallelDims(dp_shard=8).layout("cpu"), torch.device("cpu")
-    options = dataclasses.replace(options_of("graph", Precision(compute=torch.bfloat16), args, device), rows=(1, 128))
-    family, rows = load_family(args.family), []
+    precision, family, rows = Precision(compute=torch.bfloat16), load_family(args.family), []
     for num_layers in args.trace_layers:
         trials = []
         for _ in range(3):
             model = make_model(dataclasses.replace(config_of(args), num_layers=num_layers), args)
+            options = dataclasses.replace(options_of("graph", precision, args, model, device), rows=(1, 128))
             begin = time.perf_counter()
             traced = trace_steps(model, family, layout, options)
             middle = time.perf_counter()
@@ -288,10 +295,12 @@ def check_arguments(args: argparse.Namespace) -> None:
     if args.json and not args.json.absolute().parent.is_dir():
         raise UserError(f"--json {args.json}: there is no folder for it")
     graphs = ("graph", *REGIONS)
-    modes = [mode for mode in args.modes if not re.fullmatch(rf"({'|'.join(graphs)})@(\d\d?|100)", mode)]
+    with_budget, fusions = rf"({'|'.join(graphs)})@(\d\d?|100)", rf"({'|'.join(FUSIONS)})"
+    modes = [mode for mode in args.modes if not re.fullmatch(rf"{with_budget}|{fusions}(\+{fusions})*", mode)]
+    known = ("eager", "compile", *graphs, *FUSIONS)
     for name, given, legal in (
         ("dtypes", args.dtypes, ("float32", "bfloat16")),
-        ("modes", modes, ("eager", "compile", *graphs, "graph@0 to graph@100", "regional@0", "blocks@0", "whole@0")),
+        ("modes", modes, (*known, "graph@0 to graph@100", "regional@0", "blocks@0", "whole@0")),
     ):
         if wrong := [word for word in given if word not in legal]:
             raise UserError(f"--{name} {wrong[0]}: legal are {', '.join(legal)}")
@@ -324,7 +333,7 @@ def main() -> None:
     parser.add_argument("--dtypes", type=words, default=["float32", "bfloat16"], help="compute dtypes")
     modes = (
         "eager, compile, graph; graphs that Inductor compiles: regional (feed-forwards), blocks, whole;"
-        " a graph with a memory budget: graph@50, blocks@50"
+        " fusions alone: rms_norm, swiglu+rope; a graph with a memory budget: graph@50, blocks@50"
     )
     parser.add_argument("--modes", type=words, default=list(MODES), help=f"{modes}; the first is the reference")
     parser.add_argument("--attn", default="sdpa", choices=("sdpa", "flex"), help="attention (default sdpa)")

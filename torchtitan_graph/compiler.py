@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import inspect
 import itertools
+import re
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
@@ -28,6 +29,8 @@ from torchtitan_graph.graph.show import dump
 from torchtitan_graph.graph.signature import signature_of
 from torchtitan_graph.graph.torch_private import inductor_options
 from torchtitan_graph.log import logger
+from torchtitan_graph.models.layers.feed_forward import SwiGLU
+from torchtitan_graph.models.layers.rope import Rotation
 from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.parallel.storage import Reshard, Storage
 from torchtitan_graph.parallel.verify import verify_pass
@@ -188,6 +191,15 @@ def plan_extra(options: job.Compile) -> list[Extra]:
     return found
 
 
+# What compile.fusions names: modules of these classes, each compiled alone; and the loss.
+FUSIONS: Mapping[str, type[nn.Module] | None] = {
+    "rms_norm": nn.RMSNorm,
+    "swiglu": SwiGLU,
+    "rope": Rotation,
+    "cross_entropy": None,
+}
+
+
 def needed_regions(device: torch.device) -> dict[str, dict[str, Any]]:
     """Give what is compiled unasked: flex attention on CUDA, which holds every score where it is not."""
     return {FLEX: {}} if device.type == "cuda" else {}
@@ -197,8 +209,8 @@ def plan_regions(options: job.Compile, model: nn.Module, device: torch.device) -
     """Give what `compile_regions` compiles, and Inductor's options there.
 
     Raises:
-        UserError: a pattern that no module's name matches, options of something that is not compiled, or options that
-            Inductor does not have.
+        UserError: a pattern that no module's name matches, a fusion that the model has no use for, options of something
+            that is not compiled, or options that Inductor does not have.
     """
     codegen = options.codegen or ("blocks" if options.enable else "off")
     chosen = options.components if codegen != "off" else []
@@ -210,18 +222,36 @@ def plan_regions(options: job.Compile, model: nn.Module, device: torch.device) -
                 f"compile.regions = {pattern!r}: matches no module; legal are names such as "
                 f"{', '.join(name for name, _ in itertools.islice(model.named_modules(), 1, 6))}, * for any one part"
             )
-    regions: dict[str, dict[str, Any]] = {pattern: {} for pattern in patterns}
+    fused = {name: _modules_of(name, model) for name in options.fusions}
+    regions: dict[str, dict[str, Any]] = {pattern: {} for pattern in itertools.chain(patterns, *fused.values())}
     regions |= {WHOLE: {}} if is_whole else {LOSS: {}} if LOSS in chosen else {}
     regions |= {FLEX: {}} if FLEX in chosen else {}
     regions |= needed_regions(device)
     for pattern, *settings in options.region_options:
-        if pattern not in regions:
+        known = {name: [name] for name in regions} | fused
+        if pattern not in known:
             raise UserError(
                 f"compile.region_options = {pattern!r}: is not compiled; compiled are "
-                f"{', '.join(regions) or 'none, while compile.codegen is off'}"
+                f"{', '.join(known) or 'none, while compile.codegen is off'}"
             )
-        regions[pattern] |= inductor_options(settings)
+        for region in known[pattern]:
+            regions[region] |= inductor_options(settings)
     return regions
+
+
+def _modules_of(fusion: str, model: nn.Module) -> list[str]:
+    """Give the regions of a fusion: patterns of module names, few however many layers there are."""
+    if fusion not in FUSIONS:
+        near = nearest(fusion, list(FUSIONS))
+        hint = f"; did you mean {near}?" if near else ""
+        raise UserError(f"compile.fusions = {fusion!r}: legal are {', '.join(FUSIONS)}{hint}")
+    if (kind := FUSIONS[fusion]) is None:
+        return [LOSS]
+    names = (name for name, module in model.named_modules() if isinstance(module, kind))
+    patterns = list(dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in names))
+    if not patterns:
+        raise UserError(f"compile.fusions = {fusion!r}: the model has no module {kind.__name__}; leave it out")
+    return patterns
 
 
 def plan_offload(

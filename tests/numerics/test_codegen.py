@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
 from pool import run_on
+from torchtitan_graph.compiler import FUSIONS
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor on a CPU needs g++")
 
@@ -38,7 +39,7 @@ def cell_of(model: str, codegen: str, precision: str, layout: str) -> Cell:
 def distances(cell: Cell, broken: bool = False) -> dict[str, float]:
     """Give how far the compiled step is from eager, for the loss and each gradient."""
     expected, found = (
-        eager(dataclasses.replace(cell, codegen="off")),
+        eager(dataclasses.replace(cell, codegen="off", fusions=())),
         train(cell, build_graph(cell, double_a_gradient if broken else None)),
     )
     return {n: distance(found[n], x) for n, x in expected.items() if "loss" in n or "gradient" in n}
@@ -75,6 +76,16 @@ def test_a_compiled_step_is_eagers_up_to_rounding(model: str, codegen: str, prec
     tolerance = (ROUTED if model in ("sinks", "experts") else TOLERANCE)[precision]
     for found in run_on(cell.dims.num_ranks, distances, cell):
         assert 0 < max(found.values()) < tolerance, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("fusion", FUSIONS)
+def test_a_fusion_is_eagers_up_to_rounding(fusion: str, precision: str) -> None:
+    without = ("reuse_logits", "reuse_sharded_logits") if fusion == "cross_entropy" else ()
+    cell = Cell(ONE, PRECISIONS[precision], num_steps=1, fusions=(fusion,), disabled=without)
+    (found,) = run_on(1, distances, cell)
+    assert 0 < max(found.values()) < TOLERANCE[precision], found
 
 
 def test_a_wrong_gradient_is_far_off() -> None:

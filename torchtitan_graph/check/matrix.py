@@ -87,6 +87,7 @@ class Cell:
     loss_parallel: bool = True
     disabled: tuple[str, ...] = ()
     codegen: str = "off"
+    fusions: tuple[str, ...] = ()
     vocab_size: int = 0
     num_steps: int = NUM_STEPS
     pipeline: tuple[tuple[str, Any], ...] = ()  # options of `job.Parallelism`: its schedule and stages
@@ -112,7 +113,9 @@ class Cell:
             reshard=self.reshard,
             experts=ExpertTraining(self.auxiliary),
             loss_parallel=self.loss_parallel,
-            regions=plan_regions(job.Compile(codegen=self.codegen), build_model(self), DEVICE),
+            regions=plan_regions(
+                job.Compile(codegen=self.codegen, fusions=list(self.fusions)), build_model(self), DEVICE
+            ),
             disabled=self.disabled,
             mtp_weight=MTP_WEIGHT,
             pipeline=self.schedule(),

@@ -348,11 +348,22 @@ def _check_compile(config: JobConfig) -> list[str]:
         for key, wrong in (
             ("compile.components", not {"model", "loss"} <= {*options.components}),
             ("compile.regions", options.regions != OPTIONS["compile.regions"].default),
+            ("compile.fusions", bool(options.fusions)),
         ):
             if wrong:
                 problems.append(
                     f"{_name(config, key)}: compile.codegen = whole compiles all; for parts take codegen = blocks"
                 )
+    if options.fusions and options.mode == "eager":
+        problems.append(
+            f"{_name(config, 'compile.fusions')}: fusions are parts of a graph; use compile.mode = graph, or remove it"
+        )
+    in_place = [name for name in ("reuse_logits", "reuse_sharded_logits") if name not in options.disable_passes]
+    if "cross_entropy" in options.fusions and in_place:
+        problems.append(
+            f"{_name(config, 'compile.fusions')}: the loss works in the logits' memory, by rows, and Inductor can't"
+            f" compile that; remove cross_entropy, or add {' and '.join(in_place)} to compile.disable_passes"
+        )
     for region in options.region_options:
         if len(region) < 2 or not all("=" in setting for setting in region[1:]):
             problems.append(

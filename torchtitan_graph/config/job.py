@@ -465,10 +465,16 @@ class Compile:
         "Patterns of module names, such as layers.*.feed_forward, that component model compiles; * stands for any one "
         "part. Each match is a region in forward and one in backward, cut where a collective lies between.",
     )
+    fusions: list[str] = option(
+        [],
+        "What Inductor compiles alone, wherever the model has it, with codegen = off too: rms_norm, swiglu, rope, "
+        "cross_entropy. The last needs disable_passes = [reuse_logits, reuse_sharded_logits]: the loss then no longer "
+        "works in the logits' memory.",
+    )
     region_options: list[list[str]] = option(
         [],
-        "Options of Inductor for regions: each a pattern of regions, or flex, loss or whole, then name=value as in "
-        "torch._inductor.config.",
+        "Options of Inductor for regions: each a pattern of regions, a fusion, or flex, loss or whole, then name=value "
+        "as in torch._inductor.config.",
     )
     mode: str = option(
         "graph",

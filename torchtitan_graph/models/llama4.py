@@ -10,8 +10,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.layers.attention import Attention
@@ -21,7 +20,7 @@ from torchtitan_graph.models.layers.hf_config import ConfigReader
 from torchtitan_graph.models.layers.hf_rope import read_rope, scaling_to_hf
 from torchtitan_graph.models.layers.masks import Rule, all_of, chunked
 from torchtitan_graph.models.layers.moe import MoE, MoEConfig
-from torchtitan_graph.models.layers.rope import Llama3Scaling, Scaling, apply_rope, rope_cos_sin
+from torchtitan_graph.models.layers.rope import Llama3Scaling, Rotation, Scaling, rope_cos_sin
 from torchtitan_graph.models.layers.stored import Stored
 
 
@@ -194,13 +193,12 @@ class RotatedAttention(Attention):
 
     def __init__(self, c: Config):
         super().__init__(c.dim, c.num_heads, c.num_kv_heads, c.head_dim)
-        self.qk_norm, self.norm_eps = c.qk_norm, c.norm_eps
+        self.rotate = Rotation(interleaved=True)
+        self.qk_norm = nn.RMSNorm(c.head_dim, eps=c.norm_eps, elementwise_affine=False) if c.qk_norm else None
 
     def placed(self, q_BLNH: Tensor, k_BLKH: Tensor, rope: Positions) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        q, k = (apply_rope(x, rope.cos, rope.sin, interleaved=True) for x in (q_BLNH, k_BLKH))
-        if self.qk_norm:
-            q, k = (F.rms_norm(x, (self.head_dim,), eps=self.norm_eps) for x in (q, k))
-        return q, k
+        q, k = (self.rotate(x, rope.cos, rope.sin) for x in (q_BLNH, k_BLKH))
+        return (q, k) if self.qk_norm is None else (self.qk_norm(q), self.qk_norm(k))
 
 
 class UnplacedAttention(Attention):
@@ -208,6 +206,7 @@ class UnplacedAttention(Attention):
 
     def __init__(self, c: Config):
         super().__init__(c.dim, c.num_heads, c.num_kv_heads, c.head_dim)
+        del self.rotate
 
     def placed(self, q_BLNH: Tensor, k_BLKH: Tensor, rope: Positions) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         return (q_BLNH * rope.sharpness).type_as(q_BLNH), k_BLKH

@@ -174,9 +174,12 @@ def test_only_known_components_and_whole_options_are_compiled() -> None:
     )
     assert "name=value" in problems("--compile.region_options loss,max_autotune", 1)[0]
     assert "contradicts compile.codegen = off" in problems("--compile.enable --compile.codegen off", 1)[0]
-    for part in ("--compile.regions output", "--compile.components loss"):
+    for part in ("--compile.regions output", "--compile.components loss", "--compile.fusions rope"):
         assert "codegen = whole compiles all" in problems(f"--compile.codegen whole {part}", 1)[0]
     assert check(load(["--compile.enable", "--compile.codegen", "whole"]), 1) == []
+    assert "fusions are parts of a graph" in problems("--compile.fusions rope --compile.mode eager", 1)[0]
+    in_place = problems("--compile.fusions cross_entropy --compile.disable_passes reuse_logits", 1)[0]
+    assert "remove cross_entropy, or add reuse_sharded_logits to compile.disable_passes" in in_place
     eager = problems("--compile.mode eager --activation_checkpoint.offload layers.*", 1)[0]
     assert "activation_checkpoint.offload = ['layers.*']: only a graph moves activations" in eager
     assert check(load(["--compile.components=flex", "--compile.region_options", "flex,max_autotune=true"]), 1) == []

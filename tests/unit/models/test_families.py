@@ -11,10 +11,10 @@ from pytest import MonkeyPatch
 from reference import Results, build, gap, largest_gap, results, results_of_transformers, rope_width, tokens
 from torch import Tensor
 
-from torchtitan_graph.models.layers import attention, latent_attention
+from torchtitan_graph.models.layers import attention
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.moe import Router
-from torchtitan_graph.models.layers.rope import Llama3Scaling, YarnScaling, apply_rope, rope_frequencies, yarn_magnitude
+from torchtitan_graph.models.layers.rope import Llama3Scaling, YarnScaling, rope_frequencies, yarn_magnitude
 from torchtitan_graph.models.spec import build_model, family_names, load_family, tiny_config
 
 LLAMA3_SCALING = {"rope_scaling": Llama3Scaling(factor=8.0, original_context=16), "rope_theta": 100.0}
@@ -282,7 +282,8 @@ def keep_the_correction_bias_out_of_the_choice(model: Decoder, patch: MonkeyPatc
 
 
 def pair_features_that_are_half_a_head_apart(model: Decoder, patch: MonkeyPatch) -> None:
-    patch.setattr(latent_attention, "apply_rope", lambda x, cos, sin, interleaved: apply_rope(x, cos, sin))
+    for layer in model.layers:
+        layer.attention.rotate.interleaved = False
 
 
 def reconfigure(**changes: Any) -> Callable[[Decoder, MonkeyPatch], None]:
@@ -295,7 +296,7 @@ def reconfigure(**changes: Any) -> Callable[[Decoder, MonkeyPatch], None]:
 
 def do_not_clamp(model: Decoder, patch: MonkeyPatch) -> None:
     for layer in experts_of(model):
-        layer.experts.activation = lambda gate, up: gate * torch.sigmoid(1.702 * gate) * (up + 1)
+        layer.experts.activation.forward = lambda gate, up: gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
 
 def experts_of(model: Decoder) -> list[Any]:

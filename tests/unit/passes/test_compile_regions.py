@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from toy import GATHER, WAIT, Toy, batch, bitwise, blocks, calls, run_toy, text, toy, trace_toy
 
 from torchtitan_graph.check.matrix import Cell, build_model
-from torchtitan_graph.compiler import PassPlan, passes, plan_regions
+from torchtitan_graph.compiler import FUSIONS, PassPlan, passes, plan_regions
 from torchtitan_graph.config import job
 from torchtitan_graph.data.batch import Batch
 from torchtitan_graph.errors import UserError
@@ -23,6 +23,7 @@ from torchtitan_graph.graph.step import trace_eval_step, trace_train_step
 from torchtitan_graph.graph.torch_private import FakeTensorMode, boxed
 from torchtitan_graph.loss import cross_entropy
 from torchtitan_graph.models import llama3
+from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.layout import Layout, ParallelDims
 from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.parallel.storage import Precision, buckets, plan_storage
@@ -148,6 +149,23 @@ def test_the_first_pattern_that_matches_counts() -> None:
     tag_regions(gm, ["layers.*.up", "layers.1"])
     assert {"layers.0.up forward", "layers.1.up forward", "layers.1 forward"} <= set(tagged(gm))
     assert "layers.0 forward" not in tagged(gm)
+
+
+@pytest.mark.parametrize("family", ["llama3", "llama4", "qwen3", "deepseek_v3", "gpt_oss"])
+def test_a_fusion_is_all_that_its_modules_compute_and_nothing_else(
+    family: str, layout_of: Callable[..., Layout]
+) -> None:
+    cell = Cell(ParallelDims(), family=family)
+    model = build_model(cell)
+    kinds = tuple(filter(None, FUSIONS.values()))
+    fused = {name for name, module in model.named_modules() if isinstance(module, kinds)}
+    assert len(fused) > 2 * len(model.blocks)
+    patterns = list(plan_regions(job.Compile(fusions=["rms_norm", "swiglu", "rope"]), model, torch.device("cpu")))
+    gm = build_graphs(model, load_family(family), layout_of(), cell.options("graph")).train.gm
+    tag_regions(gm, patterns)
+    nodes = [n for n in gm.graph.nodes if n.op == "call_function" and not edit.is_view(n)]
+    assert {meta.module(n) for n in nodes if meta.region(n)} == fused
+    assert not [n for n in nodes if meta.module(n) in fused and not meta.region(n)]
 
 
 # --- mechanism ------------------------------------------------------------------------------------------------------
@@ -358,6 +376,14 @@ def test_nothing_is_compiled_unless_asked_for_but_flex_attention_on_a_gpu() -> N
     assert plan(enable=True, components=["flex"]) == {FLEX: {}}
 
 
+def test_fusions_are_compiled_beside_what_codegen_says() -> None:
+    assert plan(fusions=["rms_norm"]) == {"layers.*.norm": {}}
+    assert plan(fusions=["rms_norm"], codegen="blocks", regions=["output"]).keys() == {"output", "layers.*.norm", LOSS}
+    assert plan(fusions=["cross_entropy"]) == {LOSS: {}}
+    with_option = plan(fusions=["rms_norm"], region_options=[["rms_norm", "max_autotune=true"]])
+    assert with_option == {"layers.*.norm": {"max_autotune": True}}
+
+
 def test_options_of_a_region_are_inductors() -> None:
     given = [["flex", "max_autotune=true", "triton.cudagraphs=false"]]
     assert plan("cuda", region_options=given) == {FLEX: {"max_autotune": True, "triton.cudagraphs": False}}
@@ -367,6 +393,8 @@ def test_options_of_a_region_are_inductors() -> None:
     ("options", "message"),
     [
         ({"regions": ["layers.*.attention"]}, "compile.regions = 'layers.*.attention': matches no module"),
+        ({"fusions": ["rmsnorm"]}, "legal are rms_norm, swiglu, rope, cross_entropy; did you mean rms_norm?"),
+        ({"fusions": ["swiglu"]}, "compile.fusions = 'swiglu': the model has no module SwiGLU"),
         ({"region_options": [["flex", "max_autotune=true"]]}, "'flex': is not compiled; compiled are layers.*, loss"),
         ({"region_options": [["loss", "max_autotun=true"]]}, "no option of Inductor; did you mean 'max_autotune'?"),
         ({"region_options": [["loss", "max_autotune=1"]]}, "must be a bool"),

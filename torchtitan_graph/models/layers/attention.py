@@ -11,7 +11,7 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import flex_strips  # also lets uncompiled flex attention run in strips
 from torchtitan_graph.graph.torch_private import ScoreFunction, flex_attention_op
 from torchtitan_graph.models.layers.masks import Mask
-from torchtitan_graph.models.layers.rope import apply_rope
+from torchtitan_graph.models.layers.rope import Rotation
 
 
 class Seen(nn.Module):
@@ -156,6 +156,7 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(head_dim, eps=qk_norm_eps) if qk_norm_eps is not None else None
         self.k_norm = nn.RMSNorm(head_dim, eps=qk_norm_eps) if qk_norm_eps is not None else None
         self.sinks = nn.Parameter(torch.empty(num_heads)) if sinks else None
+        self.rotate = Rotation()
         self.seen = Seen()
 
     def forward(self, x_BLD: Tensor, *, rope: tuple[Tensor, ...], mask: Mask) -> Tensor:
@@ -169,7 +170,7 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q_BLNH, k_BLKH = self.q_norm(q_BLNH), self.k_norm(k_BLKH)
         cos, sin = rope
-        return apply_rope(q_BLNH, cos, sin), apply_rope(k_BLKH, cos, sin)
+        return self.rotate(q_BLNH, cos, sin), self.rotate(k_BLKH, cos, sin)
 
 
 def flex_cpu_bytes(batch: int, num_heads: int, Lq: int, Lk: int) -> int:

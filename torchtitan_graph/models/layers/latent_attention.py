@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from torchtitan_graph.models.layers.attention import Seen, attend
 from torchtitan_graph.models.layers.masks import Mask
-from torchtitan_graph.models.layers.rope import apply_rope
+from torchtitan_graph.models.layers.rope import Rotation
 
 LATENT_EPS = 1e-6  # of the latents' norms, whatever a model's other norms have
 
@@ -64,6 +64,7 @@ class LatentAttention(nn.Module):
         self.kv_norm = nn.RMSNorm(kv_lora_rank, eps=LATENT_EPS)
         self.wkv_b = nn.Linear(kv_lora_rank, num_heads * (nope_dim + v_dim), bias=False)
         self.wo = nn.Linear(num_heads * v_dim, dim, bias=False)
+        self.rotate = Rotation(interleaved=True)
         self.seen = Seen()
 
     def forward(self, x_BLD: Tensor, *, rope: tuple[Tensor, ...], mask: Mask) -> Tensor:
@@ -72,11 +73,11 @@ class LatentAttention(nn.Module):
         q_nope, q_rope = q_BLNH.split((self.nope_dim, self.rope_dim), dim=-1)
         latent_BLC, k_rope = self.wkv_a(x_BLD).split((self.kv_lora_rank, self.rope_dim), dim=-1)
         cos, sin = rope
-        k_rope = apply_rope(k_rope.unsqueeze(2), cos, sin, interleaved=True)
+        k_rope = self.rotate(k_rope.unsqueeze(2), cos, sin)
         latent_BLC, k_rope = self.seen(self.kv_norm(latent_BLC), k_rope)  # narrow; each rank expands all of it
         kv_BLNH = self.wkv_b(latent_BLC).unflatten(-1, (-1, self.nope_dim + self.v_dim))
         k_nope, v_BLNH = kv_BLNH.split((self.nope_dim, self.v_dim), dim=-1)
-        q_rope = apply_rope(q_rope, cos, sin, interleaved=True)
+        q_rope = self.rotate(q_rope, cos, sin)
         q_BLNH = torch.cat((q_nope, q_rope), dim=-1)
         k_BLNH = torch.cat((k_nope, k_rope.expand(*k_nope.shape[:-1], self.rope_dim)), dim=-1)
         return self.wo(attend(q_BLNH, k_BLNH, v_BLNH, mask, scale=self.scale).flatten(-2))

@@ -14,14 +14,14 @@ recomputation can't count it twice, and a graph has it as an output.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan_graph.models.layers.feed_forward import FeedForward
+from torchtitan_graph.models.layers.feed_forward import FeedForward, SwiGLU
 from torchtitan_graph.ops import grouped_add, grouped_mm, permuted
 
 c10d = torch.ops._c10d_functional
@@ -169,14 +169,12 @@ class Router(nn.Module):
         return scores_TE.topk(config.top_k).indices
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(gate) * up
-
-
-def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+class ClampedSwiGLU(SwiGLU):
     """gpt_oss' activation: a steeper gate, clamped from above; the linear half clamped, and one added."""
-    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
-    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+        return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
 
 class Experts(nn.Module):
@@ -185,7 +183,7 @@ class Experts(nn.Module):
     def __init__(self, dim: int, config: MoEConfig):
         super().__init__()
         E, F_ = config.num_experts, config.ffn_dim
-        self.activation: Callable[[Tensor, Tensor], Tensor] = clamped_swiglu if config.clamped_swiglu else swiglu
+        self.activation = ClampedSwiGLU() if config.clamped_swiglu else SwiGLU()
         self.w1 = nn.Parameter(torch.empty(E, F_, dim))
         self.w2 = nn.Parameter(torch.empty(E, dim, F_))
         self.w3 = nn.Parameter(torch.empty(E, F_, dim))

@@ -6,7 +6,7 @@ import dataclasses
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,3 +113,14 @@ def apply_rope(x_BLNH: Tensor, cos_BL1H: Tensor, sin_BL1H: Tensor, *, interleave
     turned = (first * cos_BL1H - second * sin_BL1H, second * cos_BL1H + first * sin_BL1H)
     rotated = torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
     return rotated.type_as(x_BLNH)
+
+
+class Rotation(nn.Module):
+    """`apply_rope` as a module, so that it has a name in the graph."""
+
+    def __init__(self, *, interleaved: bool = False):
+        super().__init__()
+        self.interleaved = interleaved
+
+    def forward(self, x_BLNH: Tensor, cos_BL1H: Tensor, sin_BL1H: Tensor) -> Tensor:
+        return apply_rope(x_BLNH, cos_BL1H, sin_BL1H, interleaved=self.interleaved)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 _LIBRARY = torch.library.Library("torchtitan_graph", "FRAGMENT")
 _SUM = 2  # ATen's number for this reduction
+_NO_CLASS = -100  # stands for the ignored label, which may be the number of a class
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -37,8 +38,8 @@ def _cross_entropy(logits_TV: Tensor, labels_T: Tensor, ignored: int) -> tuple[T
     for part in _parts(logits_TV):
         logs = torch.log_softmax(logits_TV[part].to(found_T1.dtype), 1)
         torch.gather(logs, 1, known_T[part].unsqueeze(1), out=found_T1[part])
-    first_T = labels_T.where(labels_T == ignored, 0)  # the one column's number
-    return torch.ops.aten.nll_loss_forward(found_T1, first_T, None, _SUM, ignored)
+    first_T = torch.zeros_like(labels_T).masked_fill_(labels_T == ignored, _NO_CLASS)  # the one column's number
+    return torch.ops.aten.nll_loss_forward(found_T1, first_T, None, _SUM, _NO_CLASS)
 
 
 def _cross_entropy_backward_(logits_TV: Tensor, dloss: Tensor, labels_T: Tensor, total: Tensor, ignored: int) -> Tensor:

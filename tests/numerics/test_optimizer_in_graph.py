@@ -115,6 +115,10 @@ def test_groups_of_settings_and_experts_on_a_mesh_of_their_own() -> None:
     assert run_on(2, differences, cell, GROUPED) == [[], []]
 
 
+def test_an_entry_may_leave_the_first_group_empty() -> None:
+    assert run_on(1, differences, Cell(), job.Optimizer(param_groups=[job.ParamGroup("*", lr=1e-2)])) == [[]]
+
+
 def whole_runs_that_differ(cell: Cell) -> list[str]:
     seen = []
     for in_graph in (False, True):

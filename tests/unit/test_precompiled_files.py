@@ -82,6 +82,15 @@ def test_a_folder_that_is_written_anew_is_none_until_it_is_done(tmp_path: Path) 
         taken(tmp_path)
 
 
+def test_a_folder_that_is_someone_elses_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / INDEX).write_text("{}")
+    with pytest.raises(UserError, match="its index.json is not of graphs, and would be lost; name another folder"):
+        written(tmp_path)
+    assert (tmp_path / INDEX).read_text() == "{}"
+    with pytest.raises(UserError, match="index.json is a file; name a folder"):
+        written(tmp_path / INDEX)
+
+
 @pytest.mark.parametrize("which", ["graphs", "index"])
 def test_broken_bytes_are_refused(tmp_path: Path, which: str) -> None:
     """A byte of the graphs is another, or the file ends early; the index may be anything."""
@@ -123,11 +132,11 @@ def test_a_file_that_someone_else_wrote_is_refused(tmp_path: Path) -> None:
 ONE_RANK = ParallelDims()
 
 
-def of(*options: str, dims: ParallelDims = ONE_RANK, **sizes: Any) -> dict[str, str]:
+def of(*options: str, dims: ParallelDims = ONE_RANK, num_microbatches: int = 1, **sizes: Any) -> dict[str, str]:
     with torch.device("meta"):
         model = llama3.Model(tiny_config(llama3.FLAVORS["debugmodel"], **sizes), "sdpa")
     config = load(options)
-    return fingerprint(config, model, dims, step_options(config, model, 1, CPU))
+    return fingerprint(config, model, dims, step_options(config, model, num_microbatches, CPU))
 
 
 def differ(one: dict[str, str], other: dict[str, str]) -> set[str]:
@@ -164,18 +173,28 @@ def test_what_matters_is_in_the_fingerprint(other: dict[str, str], keys: set[str
 
 
 def test_sources_of_ones_own_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a pass all of its package: it may import the rest."""
+    """Of a pass all of its package, for it may import the rest; and what it imports from beside its package."""
     package = tmp_path / "pass_of_mine"
     package.mkdir()
     (package / "__init__.py").write_text("")
     (package / "helper.py").write_text("")
-    (package / "edit.py").write_text("def run(gm):\n    return gm\n")
+    (package / "edit.py").write_text("import json, beside_mine.part\ndef run(gm):\n    return gm\n")
+    (package / "scratch.py").write_text("not python")
+    beside = tmp_path / "beside_mine"
+    beside.mkdir()
+    (beside / "part.py").write_text("from further_mine import x")
+    (tmp_path / "further_mine.py").write_text("x = 1")
     monkeypatch.syspath_prepend(str(tmp_path))
     options = ("--compile.extra_passes", '[{pass = "pass_of_mine.edit.run", after = "cleanup"}]')
     before = of(*options)
     (package / "helper.py").write_text("changed = 1")
     assert differ(before, of(*options)) == {"source of pass_of_mine"}
-    for name in ("pass_of_mine", "pass_of_mine.edit"):
+    (tmp_path / "further_mine.py").write_text("x = 2")
+    assert differ(before, of(*options)) == {"source of pass_of_mine", "source of further_mine"}
+    assert {key for key in before if key.startswith("source of")} == {
+        f"source of {name}" for name in ("torchtitan_graph", "pass_of_mine", "beside_mine", "further_mine")
+    }
+    for name in ("pass_of_mine", "pass_of_mine.edit", "beside_mine", "beside_mine.part", "further_mine"):
         monkeypatch.delitem(sys.modules, name)
 
 
@@ -197,12 +216,17 @@ def test_a_frozen_parameter_matters() -> None:
     assert differ(before, fingerprint(config, model, ONE_RANK, options)) == {"the model's parameters"}
 
 
-def test_the_stages_that_a_file_names_matter(tmp_path: Path) -> None:
-    """Another content under the same name."""
+def test_the_schedule_in_a_file_matters(tmp_path: Path) -> None:
+    """Another content under the same name: other stages, or more microbatches between forward and backward."""
     csv = tmp_path / "schedule.csv"
     options = ["--parallelism.pipeline_parallel_degree", "2", "--parallelism.pipeline_parallel_schedule_csv", str(csv)]
     found = []
-    for lines in (("0F0,0B0", "1F0,1B0"), ("1F0,1B0", "0F0,0B0")):
+    for number, lines in (
+        (1, ("0F0,0B0", "1F0,1B0")),
+        (1, ("1F0,1B0", "0F0,0B0")),
+        (2, ("0F0,0B0,0F1,0B1", "1F0,1B0,1F1,1B1")),
+        (2, ("0F0,0F1,0B0,0B1", "1F0,1B0,1F1,1B1")),
+    ):
         csv.write_text("\n".join(lines))
-        found.append(of(*options))
-    assert differ(*found) == {"the pipeline's stages"}
+        found.append(of(*options, num_microbatches=number))
+    assert differ(*found[:2]) == differ(*found[2:]) == {"the pipeline's stages"}

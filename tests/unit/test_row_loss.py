@@ -30,6 +30,12 @@ def test_bits(T: int, V: int, dtype: torch.dtype) -> None:
     assert not torch.equal(cross_entropy_backward_(x.clone(), dloss, other, total, IGNORED), expected)
 
 
+def test_the_ignored_label_may_be_a_class() -> None:
+    x, labels = torch.randn(40, 5), torch.arange(40) % 5
+    expected = aten.nll_loss_forward(aten._log_softmax(x, 1, False), labels, None, SUM, 0)
+    assert all(map(torch.equal, cross_entropy(x, labels, 0), expected))
+
+
 def test_a_label_that_is_no_class_is_refused() -> None:
     for label in (-5, 7):
         with pytest.raises((IndexError, RuntimeError)):

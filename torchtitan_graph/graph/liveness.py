@@ -107,6 +107,16 @@ def owners(gm: GraphModule) -> dict[Node, Node]:
     return owner
 
 
+def readers_of_memory(gm: GraphModule) -> dict[Node, set[Node]]:
+    """Give who reads each memory, by its owner; views of it don't, but what reads them does."""
+    owner, found = owners(gm), collections.defaultdict[Node, set[Node]](set)
+    for node in gm.graph.nodes:
+        for source in node.all_input_nodes:
+            if owner[source] is not owner[node]:
+                found[owner[source]].add(node)
+    return found
+
+
 def size_of(node: Node) -> int:
     """Give the bytes of the device's memory that a node's value lies in, of several results those that none picks; of
     inputs none."""

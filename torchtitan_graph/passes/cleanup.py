@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
-from torchtitan_graph.graph.edit import aliased, call, infer, value
+from torchtitan_graph.graph.edit import aliased, call, infer, is_view, value
 
 aten = torch.ops.aten
 
@@ -51,7 +53,7 @@ def cleanup(gm: GraphModule) -> GraphModule:
             infer(node)
             current[written] = _as_stored(gm, node, written)
             order[current[written]] = order[node]
-        elif shared:
+        elif shared and (node.target is not operator.getitem or is_view(shared[0][0])):  # else it has its own
             together = memory.setdefault(shared[0][0], [shared[0][0]])
             together.append(node)
             memory[node] = together

@@ -55,7 +55,7 @@ def overlap_collectives(gm: GraphModule, costs: Costs) -> GraphModule:
     for start in (_start(wait) for wait in others if _start(wait).target in _DISPATCH):
         max(start.all_input_nodes, key=order.__getitem__).append(start)
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
-    for wait in others:
+    for wait in (wait for wait in others if wait.users):
         min(wait.users, key=order.__getitem__).prepend(wait)
     starts = [_start(stages[0]) for stages in reductions]
     for number, stages in enumerate(reductions):

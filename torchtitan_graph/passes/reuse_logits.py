@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import collections
 from typing import NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
 
 from torchtitan_graph.graph.edit import call, erase_dead, value
-from torchtitan_graph.graph.liveness import owners
+from torchtitan_graph.graph.liveness import owners, readers_of_memory
 from torchtitan_graph.row_loss import cross_entropy, cross_entropy_backward_
 
 aten = torch.ops.aten
@@ -23,20 +22,17 @@ def reuse_logits(gm: GraphModule) -> GraphModule:
         l = cross_entropy(x, t); ...; dx = cross_entropy_backward_(x, dl, t)
 
     One matrix of tokens x vocabulary is held instead of three, with casts in the logits' dtype instead of fp32; the
-    logarithms are computed again in backward. Only for logits that nothing else reads once their gradient is made, in
-    memory that no input or output has, and sums over all classes alike. It runs before the policies, which see what the
-    loss holds then. From here on a node's value may change: none may let what reads it be computed again.
+    logarithms are computed again in backward. Only for logits that nothing else reads (what does could be computed
+    again, or put off, past the write), in memory that no input has, and sums over all classes alike. It runs before the
+    policies, which see what the loss holds then. From here on a node's value may change: none may let what reads it be
+    computed again.
     """
-    owner, place = owners(gm), {node: i for i, node in enumerate(gm.graph.nodes)}
-    last_use = {owner[x]: i for node, i in place.items() for x in node.all_input_nodes}
-    fixed = {owner[node] for node in (*gm.graph.output_node().all_input_nodes, *gm.graph.find_nodes(op="placeholder"))}
+    owner, readers = owners(gm), readers_of_memory(gm)
     found = gm.graph.find_nodes(op="call_function", target=aten._log_softmax.default)
-    losses = list(filter(None, map(_match, found)))
-    num_losses = collections.Counter(owner[loss.logits] for loss in losses)
-    for loss in losses:
+    for loss in filter(None, map(_match, found)):
         memory, is_whole = owner[loss.logits], value(loss.logits).is_contiguous()
-        is_free = memory not in fixed and num_losses[memory] == 1
-        if not loss.backward or (is_whole and is_free and last_use[memory] < place[loss.backward[-1]]):
+        is_own = memory.op == "call_function" and readers[memory] <= {*loss.forward, *loss.backward}
+        if not loss.backward or (is_whole and is_own):
             _rewrite(gm, loss)
     gm.recompile()
     return gm

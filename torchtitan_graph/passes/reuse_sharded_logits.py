@@ -8,7 +8,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from torchtitan_graph.graph.edit import call, value
-from torchtitan_graph.graph.liveness import owners
+from torchtitan_graph.graph.liveness import owners, readers_of_memory
 from torchtitan_graph.row_loss import exponentials, sharded_cross_entropy_backward_
 
 aten = torch.ops.aten
@@ -22,18 +22,16 @@ def reuse_sharded_logits(gm: GraphModule) -> GraphModule:
 
     Beside the logits one such matrix is held in forward, where the sum stays torch's own, and none in backward, instead
     of two and four. Where logits are narrow, they and their gradient are never whole in fp32 but for the largest's
-    search. Only for logits that nothing else reads once their gradient is made, in memory that no input or output has.
-    From here on a node's value may change: no policy may let what reads it be computed again.
+    search. Only for logits that nothing else reads, in memory that no input has. From here on a node's value may
+    change: no policy may let what reads it be computed again.
     """
-    owner, place = owners(gm), {node: i for i, node in enumerate(gm.graph.nodes)}
-    last_use = {owner[x]: i for node, i in place.items() for x in node.all_input_nodes}
-    fixed = {owner[node] for node in (*gm.graph.output_node().all_input_nodes, *gm.graph.find_nodes(op="placeholder"))}
+    owner, readers = owners(gm), readers_of_memory(gm)
     found = gm.graph.find_nodes(op="call_function", target=aten.gather.default)
     losses = list(filter(None, map(_match, found)))
-    memories = [owner[loss.logits] for loss in losses]
-    for loss, memory in zip(losses, memories, strict=True):
-        is_free = memory not in fixed and memories.count(memory) == 1 and value(loss.logits).is_contiguous()
-        if loss.end is None or (is_free and last_use[memory] < place[loss.end]):
+    for loss in losses:
+        memory, is_whole = owner[loss.logits], value(loss.logits).is_contiguous()
+        is_own = memory.op == "call_function" and readers[memory] <= _own_readers(loss)
+        if loss.end is None or (is_whole and is_own):
             _rewrite(gm, loss)
     if losses:
         gm.graph.eliminate_dead_code()
@@ -120,6 +118,14 @@ def _subtractions(logits: Node, largest: Node) -> list[Node]:
     wide = [logits, *(x for x in logits.users if x.target is aten._to_copy.default)]
     readers = dict.fromkeys(x for each in wide for x in each.users if x.target is aten.sub.Tensor)
     return [x for x in readers if x.args[1] is largest and _narrow(x.args[0]) is logits]  # type: ignore[arg-type]
+
+
+def _own_readers(loss: _Loss) -> set[Node]:
+    """Give what of the loss reads the logits: its differences to the largest, the search for that, and their casts."""
+    differences = _subtractions(loss.logits, loss.largest)
+    wide = {loss.logits, *(node.args[0] for node in differences)}
+    searches = {x for each in wide for x in each.users if x.target is aten.amax.default}  # type: ignore[union-attr]
+    return {*wide, *differences, *searches}  # type: ignore[arg-type]
 
 
 def _rewrite(gm: GraphModule, loss: _Loss) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import dataclasses
 import hashlib
 import importlib
 import json
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -15,6 +19,7 @@ import torchtitan_graph
 from torchtitan_graph.config import JobConfig, job
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.parallel.layout import ParallelDims
+from torchtitan_graph.steps.budget import in_flight
 from torchtitan_graph.steps.options import StepOptions
 
 # Options that no graph depends on: whole tables, then single ones. Any other counts, also one that is new.
@@ -54,25 +59,59 @@ def fingerprint(config: JobConfig, model: Decoder, dims: ParallelDims, options: 
         for key in job.OPTIONS
         if not any(key == each or (each.endswith(".") and key.startswith(each)) for each in _NO_MATTER)
     }
-    own = {each.partition(".")[0] for each in _own_names(config)}
+    pipeline = options.pipeline
+    microbatches = pipeline and [in_flight(pipeline, stage) for stage in range(len(pipeline.stages))]
     return {
         **set_to,
         "microbatches of a step": str(options.num_microbatches),
         # A file may say it, whose name tells nothing.
-        "the pipeline's stages": str(options.pipeline and (options.pipeline.stages, options.pipeline.rank_of)),
+        "the pipeline's stages": str(pipeline and (pipeline.stages, pipeline.rank_of, microbatches)),
         **{f"degree of {axis}": str(degree) for axis, degree in dataclasses.asdict(dims).items()},
         **{f"the model's {key}": str(value) for key, value in vars(model.config).items()},
         "the model's parameters": _hash_of_parameters(model),
         "torch": f"{torch.__version__} {torch.version.git_version}",
         "device": _describe(options.device),
         "source of torchtitan_graph": _hash_of_source(Path(torchtitan_graph.__file__).parent),
-        **{f"source of {name}": _hash_of_source(*_files_of(name)) for name in sorted(own)},
+        **{f"source of {name}": _hash_of_source(*_files_of(name)) for name in _own_packages(_own_names(config))},
     }
 
 
 def _own_names(config: JobConfig) -> list[str]:
     """Give the dotted names of the user's own that graphs depend on."""
     return [*([config.model.name] if "." in config.model.name else []), *(p.pass_ for p in config.compile.extra_passes)]
+
+
+def _own_packages(names: Iterable[str]) -> list[str]:
+    """Give the packages of the user's that these dotted names lie in, and those that they import, in turn; but for what
+    is installed."""
+    found: set[str] = set()
+    pending = [name.partition(".")[0] for name in names]
+    while pending:
+        if (package := pending.pop()) in found:
+            continue
+        found.add(package)
+        for path in _python_files(_files_of(package)):
+            pending += filter(_is_own, _imports(path))
+    return sorted(found)
+
+
+def _imports(path: Path) -> list[str]:
+    """Give the packages that a file imports; none if it can't be read as Python, for then nobody imports it."""
+    found: list[str] = []
+    with contextlib.suppress(SyntaxError, ValueError):
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.Import):
+                found += [each.name for each in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                found.append(node.module)
+    return [name.partition(".")[0] for name in found]
+
+
+def _is_own(package: str) -> bool:
+    """Tell whether an import is of a file of the user's: loaded, and neither Python's nor installed."""
+    if package in sys.stdlib_module_names or package in ("torch", "torchtitan_graph") or package not in sys.modules:
+        return False
+    return not any({"site-packages", "dist-packages"} & {*path.parts} for path in _files_of(package))
 
 
 def _files_of(package: str) -> list[Path]:
@@ -86,9 +125,13 @@ def _files_of(package: str) -> list[Path]:
 def _hash_of_source(*places: Path) -> str:
     found = hashlib.sha256()
     for place in places:
-        for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
+        for path in _python_files([place]):
             found.update(f"{path.relative_to(place)} ".encode() + hashlib.sha256(path.read_bytes()).digest())
     return found.hexdigest()
+
+
+def _python_files(places: Iterable[Path]) -> list[Path]:
+    return [path for place in places for path in (sorted(place.rglob("*.py")) if place.is_dir() else [place])]
 
 
 def _hash_of_parameters(model: nn.Module) -> str:

@@ -76,12 +76,22 @@ def steps_to_data(
 
 
 class Writer:
-    """Writes a folder of graphs; it counts as one when the last rank's are there."""
+    """Writes a folder of graphs; it counts as one when the last rank's are there.
+
+    Raises:
+        UserError: the folder is a file, or someone else's: what lies there would be lost.
+    """
 
     def __init__(self, folder: Path, fingerprint: Mapping[str, str]) -> None:
         self.folder, self._fingerprint = folder, fingerprint
         self._graphs: dict[str, str] = {}
-        folder.mkdir(parents=True, exist_ok=True)
+        begin = f"compile.precompiled = {str(folder)!r}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise UserError(f"{begin}: {error.filename} is a file; name a folder") from error
+        if (folder / INDEX).exists() and not any(map(_holds_graphs, folder.iterdir())):
+            raise UserError(f"{begin}: its {INDEX} is not of graphs, and would be lost; name another folder")
         (folder / INDEX).unlink(missing_ok=True)
 
     def add(self, place: tuple[int, ...], steps: bytes) -> None:
@@ -94,7 +104,7 @@ class Writer:
         _write(self.folder / INDEX, json.dumps(index, indent=1).encode())
         known = {f"{digest}.json.gz" for digest in self._graphs.values()}
         for path in self.folder.iterdir():  # of the job before
-            if re.fullmatch(r"[0-9a-f]{64}\.json\.gz", path.name) and path.name not in known:
+            if _holds_graphs(path) and path.name not in known:
                 path.unlink()
 
     @property
@@ -104,6 +114,10 @@ class Writer:
     @property
     def num_different(self) -> int:
         return len(set(self._graphs.values()))
+
+
+def _holds_graphs(path: Path) -> bool:
+    return re.fullmatch(r"[0-9a-f]{64}\.json\.gz", path.name) is not None
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -105,7 +105,7 @@ def _twin_of(optimizer: Optimizer) -> Optimizer:
     A CPU's kernel reads a rate in fp64, and so loses no bit of it; that of a GPU takes one in fp32.
     """
     twin = copy.copy(optimizer)
-    device = optimizer.param_groups[0]["params"][0].device
+    device = next(p.device for group in optimizer.param_groups for p in group["params"])  # a group may be empty
     dtype = torch.float64 if device.type == "cpu" else torch.float32
     twin.param_groups = [
         group | {"lr": torch.tensor(group["lr"], dtype=dtype, device=device)} for group in optimizer.param_groups

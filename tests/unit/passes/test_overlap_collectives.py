@@ -11,6 +11,7 @@ from toy import ALL_REDUCE, GATHER, REDUCE_SCATTER, WAIT, aten, calls, phase_of,
 from torchtitan_graph.device import RATES
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.cost import Costs
+from torchtitan_graph.graph.edit import call
 from torchtitan_graph.graph.liveness import peak_memory
 from torchtitan_graph.models import llama3
 from torchtitan_graph.models.spec import tiny_config
@@ -102,6 +103,17 @@ def test_slow_gathers_start_earlier_within_the_peak_and_fast_ones_do_not(layout_
     assert [meta.phase(wait) for wait in waits(found[1e4], GATHER)] == ["forward"] * 3 + ["backward"] * 2
     assert peak_memory(found[1e4]).num_bytes == peak_memory(one_ahead).num_bytes
     assert Counter(text(found[1e4])) == Counter(text(one_ahead))
+
+
+def test_a_sum_that_nothing_reads_stays_where_it_is(layout_of: Callable) -> None:
+    gm, _ = bucketed(layout_of, dp_shard=4)
+    x = next(n for n in calls(gm, aten.mm.default))
+    with gm.graph.inserting_after(x):
+        start = call(gm.graph, x, ALL_REDUCE, x, "sum", calls(gm, GATHER)[0].args[-1])
+    with gm.graph.inserting_after(start):
+        wait = call(gm.graph, x, WAIT, start)
+    gm = overlap_collectives(gm, Costs())
+    assert wait in calls(gm, WAIT) and not wait.users
 
 
 def test_nothing_sent_nothing_changed(layout_of: Callable) -> None:

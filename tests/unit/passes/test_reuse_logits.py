@@ -68,6 +68,7 @@ def nll(logits: Tensor, labels: Tensor, reduction: str = "sum", **options: objec
         lambda x, t, w: x.square().sum() + nll(x, t),
         lambda x, t, w: nll(x, t) + nll(x, t.roll(1)),
         lambda x, t, w: nll(x.bfloat16(), t).float(),  # rounded before the sum
+        lambda x, t, w: nll(x, t.clamp(min=0), ignore_index=0),  # the number of a class
         lambda x, t, w: nll(x, t, "mean"),
         lambda x, t, w: nll(x, t, "none").sum(),
         lambda x, t, w: nll(x, t, weight=torch.ones(5)),
@@ -88,6 +89,7 @@ def test_other_losses_keep_their_numbers(loss: Callable) -> None:
     ("loss", "is_left"),
     [
         (lambda x, t, w: nll(x, t), False),
+        (lambda x, t, w: nll(x, t) + (x @ w.t()).sum(), True),  # what reads them could run again after the write
         (lambda x, t, w: nll(x.bfloat16(), t), True),
         (lambda x, t, w: nll(x, t, "mean"), True),
         (lambda x, t, w: nll(w[:, :5], t[:3]) + x.sum(), True),

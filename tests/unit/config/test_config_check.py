@@ -177,8 +177,9 @@ def test_only_known_components_and_whole_options_are_compiled() -> None:
     for part in ("--compile.regions output", "--compile.components loss"):
         assert "codegen = whole compiles all" in problems(f"--compile.codegen whole {part}", 1)[0]
     assert check(load(["--compile.enable", "--compile.codegen", "whole"]), 1) == []
-    eager = problems("--compile.mode eager --activation_checkpoint.offload layers.*", 1)[0]
-    assert "activation_checkpoint.offload = ['layers.*']: only a graph moves activations" in eager
+    for key, words in (("offload", "moves activations"), ("save", "keeps"), ("recompute", "computes results again")):
+        eager = problems(f"--compile.mode eager --activation_checkpoint.{key} layers.*", 1)[0]
+        assert f"activation_checkpoint.{key} = ['layers.*']: only a graph {words}" in eager
     assert check(load(["--compile.components=flex", "--compile.region_options", "flex,max_autotune=true"]), 1) == []
 
 

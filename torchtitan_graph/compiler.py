@@ -254,6 +254,42 @@ def _modules_of(fusion: str, model: nn.Module) -> list[str]:
     return patterns
 
 
+def plan_saved(
+    saved: Sequence[str], again: Sequence[str], model: nn.Module, blocks: Container[str]
+) -> tuple[frozenset[str], frozenset[str]]:
+    """Give the modules whose results are kept for backward, and those whose results are computed again there.
+
+    Args:
+        saved, again: `activation_checkpoint.save` and `.recompute`.
+
+    Raises:
+        UserError: a pattern that matches no module of a block, or only modules that the other names as well.
+    """
+    kept = {name for each in saved for name in _modules_of_blocks("activation_checkpoint.save", each, model, blocks)}
+    computed: set[str] = set()
+    for pattern in again:
+        matching = _modules_of_blocks("activation_checkpoint.recompute", pattern, model, blocks)
+        if kept.issuperset(matching):
+            raise UserError(
+                f"activation_checkpoint.recompute = {pattern!r}: activation_checkpoint.save names the same modules, and"
+                " goes before it; leave the pattern out of one of them"
+            )
+        computed.update(matching)
+    return frozenset(kept), frozenset(computed - kept)
+
+
+def _modules_of_blocks(option: str, pattern: str, model: nn.Module, blocks: Container[str]) -> list[str]:
+    inside = [name for name, _ in model.named_modules() if block_of(name, blocks)]
+    if matching := [name for name in inside if region_of(name, [pattern]) == name]:
+        return matching
+    alike = [".".join("*" if "*" in pattern and part.isdigit() else part for part in x.split(".")) for x in inside]
+    near = nearest(pattern, dict.fromkeys(alike))
+    raise UserError(
+        f"{option} = {pattern!r}: matches no module of a block; legal are names such as {', '.join(inside[:4])}, * for"
+        f" any one part{f'; did you mean {near}?' if near else ''}"
+    )
+
+
 def plan_offload(
     patterns: Sequence[str], model: nn.Module, blocks: Container[str], last: Container[str]
 ) -> tuple[str, ...]:
@@ -266,15 +302,9 @@ def plan_offload(
     Raises:
         UserError: a pattern that matches no module of a block, or only of those.
     """
-    inside = [name for name, _ in model.named_modules() if block_of(name, blocks)]
     found: dict[str, None] = {}
     for pattern in patterns:
-        matching = [name for name in inside if region_of(name, [pattern]) == name]
-        if not matching:
-            raise UserError(
-                f"activation_checkpoint.offload = {pattern!r}: matches no module of a block; legal are names such as "
-                f"{', '.join(inside[:4])}, * for any one part"
-            )
+        matching = _modules_of_blocks("activation_checkpoint.offload", pattern, model, blocks)
         movable = [name for name in matching if block_of(name, blocks) not in last]
         if not movable:
             raise UserError(

@@ -196,6 +196,8 @@ class Trainer:
     def _forecast_with(self, recompute: Recompute) -> Forecast:
         """Tell what this rank needs with other activations computed again; nothing of the run changes."""
         family, model = choose_model(self.config, self.assets, self.tokenizer.vocab_size)
+        named = self.options.recompute
+        recompute = dataclasses.replace(recompute, saved=named.saved, again=named.again)
         options = dataclasses.replace(self.options, recompute=recompute, budget_gib=None)
         options = dataclasses.replace(
             options, dump_to=None, picture=None, verify=False, eval_rows=None, precompiled=None

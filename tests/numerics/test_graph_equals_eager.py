@@ -37,6 +37,13 @@ VARIANTS = {
     "recompute-full": {"recompute": Recompute.from_option("full", "")},
     "recompute-op": {"recompute": Recompute.from_option("selective", "op")},
     "recompute-every-2": {"recompute": Recompute.from_option("selective", "2")},
+    "by-module": {
+        "recompute": Recompute(
+            by_op=True,
+            saved=frozenset({"layers.0.attention"}),
+            again=frozenset({"layers.0", "layers.1.attention", "layers.1.feed_forward.w1"}),
+        )
+    },
     "budget-half": {"recompute": Recompute(budget=Budget(0.5))},
     "budget-least": {"recompute": Recompute(budget=Budget(0.0))},
 }

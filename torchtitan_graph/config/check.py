@@ -370,11 +370,14 @@ def _check_compile(config: JobConfig) -> list[str]:
                 f"{_name(config, 'compile.region_options')}: {region} must be a pattern of compile.regions, or flex,"
                 " loss or whole, and after it name=value, such as ['layers.*', 'max_autotune=true']"
             )
-    if config.activation_checkpoint.offload and config.compile.mode == "eager":
-        problems.append(
-            f"{_name(config, 'activation_checkpoint.offload')}: only a graph moves activations to the host; use"
-            " compile.mode = graph, or remove it"
-        )
+    for key, does in (
+        ("offload", "moves activations to the host"),
+        ("save", "keeps results by module"),
+        ("recompute", "computes results again by module"),
+    ):
+        key = f"activation_checkpoint.{key}"
+        if get(config, key) and config.compile.mode == "eager":
+            problems.append(f"{_name(config, key)}: only a graph {does}; use compile.mode = graph, or remove it")
     if config.compile.cuda_graphs and config.compile.mode != "graph":
         problems.append(f"{_name(config, 'compile.mode')}: compile.cuda_graphs records a graph; use graph")
     if config.compile.cuda_graphs and config.activation_checkpoint.offload:

@@ -405,6 +405,17 @@ class ActivationCheckpoint:
         " integer n: recompute every n-th layer as a whole.",
         pattern=r"op|[1-9][0-9]{0,8}",
     )
+    save: list[str] = option(
+        [],
+        "Modules of layers whose results backward finds kept, whatever mode says, as patterns of names such as"
+        " layers.*.attention; * stands for any one part. Of modules inside one another the innermost that save or"
+        " recompute names decides; where both name the same one, save does.",
+    )
+    recompute: list[str] = option(
+        [],
+        "Modules of layers whose results backward computes again, whatever mode says, as patterns of names. What leaves"
+        " a layer stays kept.",
+    )
     offload: list[str] = option(
         [],
         "Modules whose large activations lie in the host's memory from forward to backward, as patterns of names such"

@@ -47,11 +47,14 @@ class Budget:
 @dataclasses.dataclass(frozen=True)
 class Recompute:
     """every: each `every`-th block is recomputed whole (0: none); by_op: within every block, all but `SAVED_OPS` and
-    every second matmul; budget: as much as it asks for, in the graph alone."""
+    every second matmul; in the graph alone: budget, as much as it asks for, and saved and again, modules of blocks by
+    their names, whatever the others say."""
 
     every: int = 0
     by_op: bool = False
     budget: Budget | None = None
+    saved: frozenset[str] = frozenset()
+    again: frozenset[str] = frozenset()
 
     @classmethod
     def from_option(cls, mode: str, selective: str) -> Recompute:
@@ -65,6 +68,15 @@ class Recompute:
     def whole_block(self, index: int) -> bool:
         """Tell whether block `index` (from 0) is recomputed whole: with every = 2, the second, the fourth, ..."""
         return self.every > 0 and (index + 1) % self.every == 0
+
+    def named(self, module: str) -> bool | None:
+        """Tell whether what a module computes is named to be computed again (True) or saved (False), the module itself
+        or the innermost one around it that is named."""
+        while module:
+            if module in self.saved or module in self.again:
+                return module not in self.saved
+            module = module.rpartition(".")[0]
+        return None
 
 
 class KeptOps:

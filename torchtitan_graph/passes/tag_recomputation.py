@@ -21,8 +21,9 @@ def tag_recomputation(gm: GraphModule, blocks: Container[str], recompute: Recomp
 
         h = norm(x); y = mm(h, w); z = silu(y)    by operator: mm is tagged SAVE, the others RECOMPUTE
 
-    What leaves a block, the next one's input, is saved: its recomputation starts there. So is what the host reads of a
-    dispatch. Gathered weights are no activations; `tag_resharding` decides on them.
+    Modules that are named go before the rest. What leaves a block, the next one's input, is saved: its recomputation
+    starts there. So is what the host reads of a dispatch. Gathered weights are no activations; `tag_resharding` decides
+    on them.
     """
     weights = gathered_weights(gm)
     kept: dict[str, KeptOps] = {}
@@ -32,19 +33,27 @@ def tag_recomputation(gm: GraphModule, blocks: Container[str], recompute: Recomp
         block = block_of(node, blocks)
         if block is None:
             continue
+        again: bool | None = None
         leaves = any(meta.phase(user) == "forward" and block_of(user, blocks) != block for user in node.users)
         if leaves or _tells_the_host(node):
-            meta.write(node, tag=meta.SAVE)
-        elif recompute.whole_block(number_of(block)):
-            meta.write(node, tag=meta.RECOMPUTE)
-        elif recompute.by_op:
-            if node.target is operator.getitem:
-                source: Node = node.args[0]  # type: ignore[assignment]
-                keeps = meta.tag(source) == meta.SAVE
-            else:
-                keeps = kept.setdefault(block, KeptOps()).keeps(node.target)
-            meta.write(node, tag=meta.SAVE if keeps else meta.RECOMPUTE)
+            again = False
+        else:
+            if recompute.by_op:  # products are counted whoever decides on them: the others' turn stays
+                again = not _keeps(node, kept.setdefault(block, KeptOps()))
+            elif recompute.whole_block(number_of(block)):
+                again = True
+            if (named := recompute.named(meta.module(node))) is not None:
+                again = named
+        if again is not None:
+            meta.write(node, tag=meta.RECOMPUTE if again else meta.SAVE)
     return gm
+
+
+def _keeps(node: Node, kept: KeptOps) -> bool:
+    if node.target is operator.getitem:
+        source: Node = node.args[0]  # type: ignore[assignment]
+        return meta.tag(source) == meta.SAVE
+    return kept.keeps(node.target)
 
 
 def _tells_the_host(node: Node) -> bool:

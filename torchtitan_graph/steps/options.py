@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_graph import device as devices
-from torchtitan_graph.compiler import Extra, plan_extra, plan_offload, plan_regions
+from torchtitan_graph.compiler import Extra, plan_extra, plan_offload, plan_regions, plan_saved
 from torchtitan_graph.config import JobConfig, job
 from torchtitan_graph.device import CudaRecorder, Recorders
 from torchtitan_graph.errors import UserError
@@ -91,7 +91,8 @@ def step_options(config: JobConfig, model: Decoder, num_microbatches: int, devic
 
     Raises:
         UserError: CUDA graphs on a CPU, a loss of experts for a model without them, regions to compile or modules to
-            offload that it does not have, stages that can't be made of it, or a pass of the user's that can't be run.
+            save, compute again or offload that it does not have, stages that can't be made of it, or a pass of the
+            user's that can't be run.
     """
     training, validation, moe = config.training, config.validation, config.moe
     checkpoint, graphs = config.activation_checkpoint, Path(config.job.dump_folder, "graphs")
@@ -113,7 +114,7 @@ def step_options(config: JobConfig, model: Decoder, num_microbatches: int, devic
             compute=getattr(torch, training.mixed_precision_param),
             reduce=getattr(torch, training.mixed_precision_reduce),
         ),
-        recompute=_recompute(checkpoint),
+        recompute=_recompute(checkpoint, model),
         budget_gib=checkpoint.memory_budget_gib if checkpoint.mode == "memory_budget" else None,
         picture=graphs / "memory_budget_pareto.svg" if checkpoint.visualize_memory_budget_pareto else None,
         reshard=Reshard.from_option(config.parallelism.fsdp_reshard_after_forward),
@@ -148,10 +149,12 @@ def _offload(config: JobConfig, model: Decoder, pipeline: Schedule | None, devic
     return modules
 
 
-def _recompute(options: job.ActivationCheckpoint) -> Recompute:
+def _recompute(options: job.ActivationCheckpoint, model: Decoder) -> Recompute:
+    chosen = Recompute.from_option(options.mode, options.selective_ac_option)
     if options.mode == "memory_budget":
-        return Recompute(budget=Budget(options.memory_budget))
-    return Recompute.from_option(options.mode, options.selective_ac_option)
+        chosen = Recompute(budget=Budget(options.memory_budget))
+    saved, again = plan_saved(options.save, options.recompute, model, model.blocks)
+    return dataclasses.replace(chosen, saved=saved, again=again)
 
 
 def _recorders(config: JobConfig, device: torch.device) -> Recorders | None:

@@ -180,8 +180,9 @@ def test_only_known_components_and_whole_options_are_compiled() -> None:
     assert "fusions are parts of a graph" in problems("--compile.fusions rope --compile.mode eager", 1)[0]
     in_place = problems("--compile.fusions cross_entropy --compile.disable_passes reuse_logits", 1)[0]
     assert "remove cross_entropy, or add reuse_sharded_logits to compile.disable_passes" in in_place
-    eager = problems("--compile.mode eager --activation_checkpoint.offload layers.*", 1)[0]
-    assert "activation_checkpoint.offload = ['layers.*']: only a graph moves activations" in eager
+    for key, words in (("offload", "moves activations"), ("save", "keeps"), ("recompute", "computes results again")):
+        eager = problems(f"--compile.mode eager --activation_checkpoint.{key} layers.*", 1)[0]
+        assert f"activation_checkpoint.{key} = ['layers.*']: only a graph {words}" in eager
     assert check(load(["--compile.components=flex", "--compile.region_options", "flex,max_autotune=true"]), 1) == []
 
 

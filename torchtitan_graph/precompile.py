@@ -60,10 +60,10 @@ def precompile(config: JobConfig, world_size: int) -> None:
     folder, config.compile.precompiled = Path(config.compile.precompiled), None
     config.comm.mode = "fake_backend"  # nothing is sent, nothing is loaded
     begin, writer = time.perf_counter(), None
-    trainer = _trainer(config, world_size)
+    trainer = trainer_of(config, world_size)
     ranks = ranks_to_trace(trainer.dims)
     for number, (place, rank) in enumerate(ranks.items(), start=1):
-        trainer = trainer if number == 1 else _trainer(config, world_size)
+        trainer = trainer if number == 1 else trainer_of(config, world_size)
         writer = writer or Writer(folder, trainer.fingerprint())
         init_fake_process_group(world_size, rank)
         try:
@@ -79,10 +79,13 @@ def precompile(config: JobConfig, world_size: int) -> None:
     )
 
 
-def _trainer(config: JobConfig, world_size: int) -> Trainer:
-    """Build a trainer for the device that is here, not the one that a dry run would estimate for."""
+def trainer_of(config: JobConfig, world_size: int) -> Trainer:
+    """Build a trainer for the device that is here, not the one that a dry run would estimate for. A CPU's activations
+    are in the host's memory as they are."""
     trainer = Trainer(config, world_size)
     trainer.options = dataclasses.replace(trainer.options, rates=rates())
+    if trainer.device.type == "cpu":
+        trainer.options = dataclasses.replace(trainer.options, offload=())
     return trainer
 
 

@@ -19,9 +19,11 @@ from torchtitan_graph.graph.trace import minimal_fx_tracer
 from torchtitan_graph.models import llama3
 from torchtitan_graph.models.spec import tiny_config
 from torchtitan_graph.parallel.layout import ParallelDims
+from torchtitan_graph.precompile import trainer_of
 from torchtitan_graph.steps import step_options
 from torchtitan_graph.steps.fingerprint import fingerprint
 from torchtitan_graph.steps.precompiled import INDEX, Rewritten, Writer, open_precompiled, steps_to_data
+from torchtitan_graph.trainer import Trainer
 
 CPU, X = torch.device("cpu"), torch.ones(3)
 LAYOUT: Any = SimpleNamespace(rank=lambda axis: 0, groups_by_place={})
@@ -124,6 +126,13 @@ def test_a_file_that_someone_else_wrote_is_refused(tmp_path: Path) -> None:
     (folder / INDEX).write_text(json.dumps(index | {"graphs": {"0,0": "../../etc/passwd"}}))
     with pytest.raises(UserError, match="the hash '../../etc/passwd'"):
         taken(folder)
+
+
+def test_on_a_cpu_no_activations_are_moved_as_in_training() -> None:
+    """Though graphs are made as in a dry run, which shows what a GPU would."""
+    config = load(["--comm.mode", "fake_backend", "--activation_checkpoint.offload", "layers.*"])
+    assert Trainer(config, 1).options.offload
+    assert not trainer_of(config, 1).options.offload
 
 
 # --- what graphs depend on ------------------------------------------------------------------------------------------

@@ -425,6 +425,11 @@ def _check_budget(config: JobConfig) -> list[str]:
             f"{_name(config, 'activation_checkpoint.mode')}: is met in the graph alone; use compile.mode = graph, or"
             " mode = selective or full"
         )
+    if left_out := {"tag_budget", "rematerialize"} & {*config.compile.disable_passes}:
+        problems.append(
+            f"{_name(config, 'compile.disable_passes')}: {', '.join(sorted(left_out))} is what meets"
+            " activation_checkpoint.mode = memory_budget; leave one of them out"
+        )
     if checkpoint.memory_budget_gib is not None:
         name = _name(config, "activation_checkpoint.memory_budget_gib")
         use = "use activation_checkpoint.memory_budget, a fraction"

@@ -147,7 +147,8 @@ class _Writer:
                 self._modules[x] = len(self._graphs)
                 self._graphs.append(data)
             return self._modules[x]
-        if not isinstance(x, Tensor) or isinstance(x, FakeTensor) or x.numel() > _MOST_CONSTANTS:
+        is_plain = isinstance(x, Tensor) and not isinstance(x, FakeTensor) and not x.is_complex()
+        if not is_plain or x.numel() > _MOST_CONSTANTS:
             raise _cannot(f"{node.target}, a {type(x).__name__} that the model closes over")
         return [list(x.shape), _short(x.dtype), self._device_of(x.device), x.flatten().tolist()]
 

@@ -110,7 +110,8 @@ def _slot(words: str) -> Slot:
 
 
 def read(path: Path) -> GraphModule:
-    """Read a graph from a file: nodes, their values' layouts, what is written on them, the signature.
+    """Read a graph from a file: nodes, their values' layouts, what is written on them, the signature. A file is Python,
+    and is run: read none of a stranger's.
 
     Raises:
         UserError: the file holds no graph, or one that calls what can't be kept in a file.

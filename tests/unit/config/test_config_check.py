@@ -132,6 +132,13 @@ def test_what_looks_at_tracing_is_refused_where_graphs_are_read(other: str) -> N
     assert check(load(["--compile.precompiled", "graphs"]), 1) == []
 
 
+@pytest.mark.parametrize("name", ["tag_budget", "rematerialize"])
+def test_a_budget_is_not_met_without_what_meets_it(name: str) -> None:
+    (problem,) = problems(f"--activation_checkpoint.mode memory_budget --compile.disable_passes {name}", 1)
+    assert "compile.disable_passes" in problem and f"{name} is what meets" in problem
+    assert check(load(["--compile.disable_passes", name]), 1) == []
+
+
 def test_a_dry_run_builds_a_rank_of_its_world() -> None:
     assert "ranks 0 to 3" in problems("--comm.mode fake_backend --comm.fake_rank 4", 4)[0]
     assert check(load(["--comm.mode", "fake_backend", "--comm.fake_rank", "3"]), 4) == []

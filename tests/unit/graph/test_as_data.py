@@ -113,14 +113,13 @@ def test_any_field_may_be_anything() -> None:
     assert refused > 100
 
 
-def test_what_can_not_be_stored_is_named() -> None:
-    large = torch.zeros(65)
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        return x.sum() + large.sum()
-
+@pytest.mark.parametrize("held", [torch.zeros(65), torch.zeros(2, dtype=torch.complex64)], ids=["large", "complex"])
+def test_a_constant_that_can_not_be_stored_is_named(held: torch.Tensor) -> None:
     with pytest.raises(UserError, match="a Tensor that the model closes over, can't be stored"):
-        stored(minimal_fx_tracer(step)(X))
+        stored(minimal_fx_tracer(lambda x: x.sum() + held.abs().sum())(X))
+
+
+def test_an_operator_that_can_not_be_stored_is_named() -> None:
     gm = minimal_fx_tracer(lambda x: x.relu())(X)
     (call,) = gm.gm.graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default)
     call.target = torch.relu

@@ -3,16 +3,18 @@
     python scripts/benchmark.py --layouts fsdp1,fsdp2 --dtypes float32,bfloat16 --json benchmark.jsonl
     python scripts/benchmark.py --models llama3:small,llama3:mid,qwen3:debugmodel_moe --layouts fsdp1,hsdp4,tp2
     python scripts/benchmark.py --models gpt_oss --attn flex --layouts fsdp1 --dtypes float32
-    python scripts/benchmark.py --modes eager,graph,graph@75,graph@50,graph@0,blocks@50
+    python scripts/benchmark.py --modes eager,graph,graph@selective,graph@full,graph@75,graph@50,graph@0,blocks@50
     python scripts/benchmark.py --trace_layers 4,8,16,32,64
 
-Each layout is a group of gloo (or, with GPUs, NCCL) processes: hsdp4 has two copies of the weights, each on two ranks.
+Each layout is a group of gloo (or, with GPUs, NCCL) processes: hsdp4 has two copies of the weights, each on two ranks;
+of ep2 each rank holds half of the experts.
 The modes take turns, step by step, in the same processes, so that whatever else the machine does meets all of them;
 figures are medians, and ratios are medians of the ratios of neighbouring steps, with the first and the third quartile
 of the time's. Memory is the most that one step holds above what it started with: on a CPU from the profiler's record
-of every allocation, on a GPU from the allocator. `predicted_mib` is what the graph's liveness says of it, but for what
-lives only inside a compiled region. MODE@PERCENT has a memory budget of that part. `products_share` is how much of a
-step its matrix products would take at the rate that one large product reaches here, with all processes at it.
+of every allocation, on a GPU from the allocator. `predicted_mib` is what the graph's liveness says of it, with the
+batch's masks. MODE@PERCENT has a memory budget of that part, MODE@full and MODE@selective are what
+`activation_checkpoint.mode` calls so. `products_share` is how much of a step its matrix products would take at the rate
+that one large product reaches here, with all processes at it.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from torchtitan_graph.compiler import FUSIONS, Inspection, check_disabled, passe
 from torchtitan_graph.config import job
 from torchtitan_graph.data.batch import Batch
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph.liveness import peak_memory
+from torchtitan_graph.graph.liveness import input_memory, peak_memory
 from torchtitan_graph.graph.torch_private import init_fake_process_group
 from torchtitan_graph.loss import cross_entropy
 from torchtitan_graph.models.layers.decoder import Decoder
@@ -77,11 +79,16 @@ def config_of(args: argparse.Namespace) -> Any:
 
 def dims_of(layout: str) -> ParallelDims:
     """Read a layout such as hsdp4: an axis, and a number of ranks."""
-    match = re.fullmatch(r"(fsdp|hsdp|tp)([1-9]\d*)", layout)
+    match = re.fullmatch(r"(fsdp|hsdp|tp|ep)([1-9]\d*)", layout)
     if match is None or (match[1] == "hsdp" and (int(match[2]) < 4 or int(match[2]) % 2)):
-        raise UserError(f"--layouts {layout}: legal are fsdp1, fsdp2, ..., tp1, tp2, ..., hsdp4, hsdp6, ...")
+        raise UserError(f"--layouts {layout}: legal are fsdp1, fsdp2, ..., so tp and ep; hsdp4, hsdp6, ...")
     ranks = int(match[2])
-    of = {"fsdp": {"dp_shard": ranks}, "tp": {"tp": ranks}, "hsdp": {"dp_replicate": 2, "dp_shard": ranks // 2}}
+    of = {
+        "fsdp": {"dp_shard": ranks},
+        "tp": {"tp": ranks},
+        "ep": {"dp_shard": ranks, "ep": ranks},
+        "hsdp": {"dp_replicate": 2, "dp_shard": ranks // 2},
+    }
     return ParallelDims(**of[match[1]])
 
 
@@ -98,11 +105,16 @@ def make_batch(rows: int, seq_len: int, vocab_size: int, device: torch.device) -
     return Batch(tokens, labels, (positions % -(-seq_len // 4)).contiguous(), documents.contiguous())
 
 
+def recompute_of(policy: str) -> Recompute:
+    """Give what is computed again: a policy's name, a budget in percent, or nothing."""
+    return Recompute(budget=Budget(int(policy) / 100)) if policy.isdigit() else Recompute.from_option(policy, "op")
+
+
 def options_of(
     mode: str, precision: Precision, args: argparse.Namespace, model: Decoder, device: torch.device
 ) -> StepOptions:
     """Give what steps are told of a mode."""
-    mode, _, percent = mode.partition("@")
+    mode, _, policy = mode.partition("@")
     fusions = [name for name in mode.split("+") if name in FUSIONS]
     regions = {
         **plan_regions(job.Compile(fusions=fusions), model, device),
@@ -113,7 +125,7 @@ def options_of(
         rows=(args.rows, args.seq_len),
         mode="eager" if mode in ("eager", "compile") else "graph",
         precision=precision,
-        recompute=Recompute(budget=Budget(int(percent) / 100)) if percent else Recompute(),
+        recompute=recompute_of(policy),
         loss=torch.compile(cross_entropy) if mode == "compile" else cross_entropy,
         regions=regions,
         disabled=[*args.disable, *(["reuse_logits", "reuse_sharded_logits"] if "cross_entropy" in fusions else [])],
@@ -129,7 +141,7 @@ def build(
     if options.mode == "graph":
         graphs = build_graphs(model, family, layout, options)
         assert not isinstance(graphs.train, dict), "no layout here has stages"
-        predicted = peak_memory(graphs.train.gm).num_bytes
+        predicted = peak_memory(graphs.train.gm).num_bytes + input_memory(graphs.train.gm)
         steps = bind_graphs(graphs, model, layout, options)
     else:
         steps = build_steps(model, family, layout, options)
@@ -243,6 +255,7 @@ def measure(rank: int, where: str, args: argparse.Namespace, dtype: str, results
             "peak_mib": round(memory[mode] / 2**20, 1),
             f"memory_to_{reference}": round(memory[mode] / memory[reference], 3),
             **({"predicted_mib": round(known / 2**20, 1)} if (known := predicted[mode]) else {}),
+            **({"predicted_to_peak": round(known / memory[mode], 3)} if known else {}),
         }
         results.append(row)
         print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
@@ -295,12 +308,12 @@ def check_arguments(args: argparse.Namespace) -> None:
     if args.json and not args.json.absolute().parent.is_dir():
         raise UserError(f"--json {args.json}: there is no folder for it")
     graphs = ("graph", *REGIONS)
-    with_budget, fusions = rf"({'|'.join(graphs)})@(\d\d?|100)", rf"({'|'.join(FUSIONS)})"
-    modes = [mode for mode in args.modes if not re.fullmatch(rf"{with_budget}|{fusions}(\+{fusions})*", mode)]
+    policy, fusions = rf"({'|'.join(graphs)})@(\d\d?|100|selective|full)", rf"({'|'.join(FUSIONS)})"
+    modes = [mode for mode in args.modes if not re.fullmatch(rf"{policy}|{fusions}(\+{fusions})*", mode)]
     known = ("eager", "compile", *graphs, *FUSIONS)
     for name, given, legal in (
         ("dtypes", args.dtypes, ("float32", "bfloat16")),
-        ("modes", modes, (*known, "graph@0 to graph@100", "regional@0", "blocks@0", "whole@0")),
+        ("modes", modes, (*known, f"each of {', '.join(graphs)} with @0 to @100, @selective or @full")),
     ):
         if wrong := [word for word in given if word not in legal]:
             raise UserError(f"--{name} {wrong[0]}: legal are {', '.join(legal)}")
@@ -333,7 +346,8 @@ def main() -> None:
     parser.add_argument("--dtypes", type=words, default=["float32", "bfloat16"], help="compute dtypes")
     modes = (
         "eager, compile, graph; graphs that Inductor compiles: regional (feed-forwards), blocks, whole;"
-        " fusions alone: rms_norm, swiglu+rope; a graph with a memory budget: graph@50, blocks@50"
+        " fusions alone: rms_norm, swiglu+rope; a graph that computes more again: graph@selective, graph@full, with a"
+        " memory budget graph@50, blocks@50"
     )
     parser.add_argument("--modes", type=words, default=list(MODES), help=f"{modes}; the first is the reference")
     parser.add_argument("--attn", default="sdpa", choices=("sdpa", "flex"), help="attention (default sdpa)")

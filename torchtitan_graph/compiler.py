@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from torchtitan_graph.config import job
 from torchtitan_graph.config.option import nearest
@@ -25,6 +25,7 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.blocks import block_of
 from torchtitan_graph.graph.changes import PassTable
 from torchtitan_graph.graph.cost import Costs
+from torchtitan_graph.graph.liveness import in_one_part
 from torchtitan_graph.graph.show import dump
 from torchtitan_graph.graph.signature import signature_of
 from torchtitan_graph.graph.torch_private import inductor_options
@@ -64,6 +65,7 @@ class PassPlan:
     context  the modules that gather over the sequence, by their names
     offload  the modules whose activations lie in the host's memory till backward, by their names
     costs    how long nodes and collectives take: by it collectives are placed
+    part_of  of a pipeline's stage, the part that a node will run in: each holds no more at its peak for their placing
     """
 
     storages: Mapping[str, Storage]
@@ -75,6 +77,7 @@ class PassPlan:
     context: Container[str] = ()
     offload: Container[str] = ()
     costs: Costs = Costs()
+    part_of: Callable[[Node], str] = in_one_part
 
 
 class Pass(NamedTuple):
@@ -123,8 +126,8 @@ def passes(plan: PassPlan, extra: Sequence[Extra] = ()) -> list[Pass]:
         Pass("offload_activations", partial(offload_activations, blocks=plan.blocks)),
         Pass("bucket_collectives", partial(bucket_collectives, buckets=plan.buckets)),
         Pass("overlap_context", partial(overlap_context, modules=plan.context)),
-        Pass("overlap_collectives", partial(overlap_collectives, costs=plan.costs)),
-        Pass("fill_waits", partial(fill_waits, blocks=plan.blocks, costs=plan.costs)),
+        Pass("overlap_collectives", partial(overlap_collectives, costs=plan.costs, part_of=plan.part_of)),
+        Pass("fill_waits", partial(fill_waits, blocks=plan.blocks, costs=plan.costs, part_of=plan.part_of)),
         # Does nothing unless asked to, but on a GPU with flex attention.
         Pass("compile_regions", partial(compile_regions, regions=plan.regions), exact=False, cut=True),
     ]

@@ -15,7 +15,7 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.cost import Estimate, estimate
 from torchtitan_graph.graph.edit import value
-from torchtitan_graph.graph.liveness import host_memory, output_memory, peak_memory
+from torchtitan_graph.graph.liveness import host_memory, input_memory, output_memory, peak_memory
 from torchtitan_graph.graph.partition import ONCE_A_STEP
 from torchtitan_graph.graph.trace import TracedResult
 from torchtitan_graph.graph.traffic import Traffic, traffic
@@ -25,7 +25,7 @@ from torchtitan_graph.parallel.layout import PP, Layout
 from torchtitan_graph.parallel.pipeline import StageGraph
 from torchtitan_graph.parallel.recompute import Budget, Recompute
 from torchtitan_graph.steps import Graphs, StepOptions, costs_on
-from torchtitan_graph.steps.budget import OPTIMIZER, at_rest
+from torchtitan_graph.steps.budget import INPUTS, OPTIMIZER, at_rest
 
 STEP, OFFLOADED = "step at its peak", "offloaded activations"
 
@@ -158,6 +158,7 @@ def forecast(
                 _add(sent_once if name in ONCE_A_STEP else sent, traffic(part.gm, axes))
         _add(sent_once, _messages(graphs.train, options, layout))
     else:
+        held[INPUTS] = input_memory(graphs.train.gm)
         held[STEP], where = _peak(graphs.train)
         offloaded = host_memory(graphs.train.gm)
         sent = traffic(graphs.train.gm, axes)
@@ -195,7 +196,8 @@ def _peak_of_stages(graphs: Mapping[int, StageGraph], options: StepOptions, layo
     held = sum(output_memory(part["gather"].gm) for part in parts.values())
     peak, where, has_sums = held, "gathered weights", set()
     for action in options.pipeline.actions[layout.rank(PP)]:
-        part, received = parts[action.stage], graphs[action.stage].passed.nbytes if action.stage else 0
+        part, stage = parts[action.stage], graphs[action.stage]
+        received = (stage.passed.nbytes if action.stage else 0) + input_memory(stage.train.gm)
         backward = ("backward",) if "backward" in part else ("input", "weight")
         runs = {"F": ("forward",), "B": backward, "I": ("input",), "W": ("weight",)}.get(action.kind, ())
         for name in runs:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -13,11 +14,14 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import GraphModule, Node
 
 import torchtitan_graph.ops  # noqa: F401 (registers the copies to the host's memory)
+from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import aliased, is_view
+from torchtitan_graph.graph.signature import signature_of
 
 # They give their argument's memory without saying so in their schemas.
 _SILENT_VIEWS = (torch.ops.aten._unsafe_view.default, torch.ops._c10d_functional.wait_tensor.default)
 _OFFLOAD = torch.ops.torchtitan_graph.offload.default
+_CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 class Peak(NamedTuple):
@@ -30,7 +34,8 @@ class Peak(NamedTuple):
 def peak_memory(gm: GraphModule) -> Peak:
     """Find when a graph holds most, each value being freed after its last use; outputs are held to the end.
 
-    What an operator needs only while it runs is not counted, nor what an allocator rounds up.
+    What an operator needs only while it runs is not counted but for what `scratch_of` names, nor what an allocator
+    rounds up.
     """
     held = held_memory(gm, size_of)
     node = max(held, key=held.__getitem__)
@@ -39,22 +44,71 @@ def peak_memory(gm: GraphModule) -> Peak:
 
 def host_memory(gm: GraphModule) -> int:
     """Give the most bytes of the host's memory that copies of a graph's values take at once."""
-    return max(held_memory(gm, lambda node: _num_bytes(node) if node.target is _OFFLOAD else 0).values())
+    held = held_memory(gm, lambda node: _num_bytes(node) if node.target is _OFFLOAD else 0, scratch=lambda _: 0)
+    return max(held.values())
 
 
-def held_memory(gm: GraphModule, size: Callable[[Node], int]) -> dict[Node, int]:
-    """Give what is held while each node runs, in bytes, where a memory takes as many as `size` says of its owner."""
-    memories, nodes = Memories(gm), list(gm.graph.nodes)
-    last_use = {owner: i for i, node in enumerate(nodes) for owner in memories.used(node)}
-    freed_at: dict[int, int] = collections.Counter()
-    for owner, i in last_use.items():
-        freed_at[i] += size(owner)
-    now, held = 0, {}
-    for i, node in enumerate(nodes):
-        now += sum(map(size, memories.taken(node)))
-        held[node] = now
-        now -= freed_at[i]
+def in_one_part(node: Node) -> str:
+    """Say of every node that it is in the same part: a graph that runs whole."""
+    return ""
+
+
+def scratch_of(node: Node) -> int:
+    """Give the bytes that a node needs beside its results while it runs: a compiled region's values; and the copy that
+    attention's backward on a CPU makes of a gradient whose heads do not lie side by side. What others need is little.
+    """
+    if node.target is _CPU_ATTENTION_BACKWARD:
+        dout_BNLH = node.args[0].meta["val"]  # type: ignore[union-attr]
+        return 0 if dout_BNLH.transpose(1, 2).is_contiguous() else dout_BNLH.numel() * dout_BNLH.element_size()
+    return meta.scratch(node)
+
+
+def held_memory(
+    gm: GraphModule,
+    size: Callable[[Node], int],
+    part_of: Callable[[Node], str] = in_one_part,
+    scratch: Callable[[Node], int] = scratch_of,
+) -> dict[Node, int]:
+    """Give what is held while each node runs, in bytes, where a memory takes as many as `size` says of its owner, and a
+    node as many as `scratch` says while it runs.
+
+    Args:
+        part_of: the part that a node runs in, of a graph that is cut later. What a part holds is counted for itself:
+            all that later parts use is held to its end, and what it is given is not counted.
+    """
+    memories = Memories(gm)
+    freed_at: dict[Node, int] = collections.Counter()
+    for owner, node in memories.last_use.items():
+        freed_at[node] += size(owner) if part_of(owner) == part_of(node) else 0
+    now, held = collections.Counter[str](), {}
+    for node in gm.graph.nodes:
+        part = part_of(node)
+        now[part] += sum(map(size, memories.taken(node)))
+        held[node] = now[part] + scratch(node)
+        now[part] -= freed_at[node]
     return held
+
+
+def most_within(nodes: Iterable[Node], memories: Memories) -> int:
+    """Give what some of a graph's nodes hold at most while they run: of what they make, and of what is read by them
+    last."""
+    inside = dict.fromkeys(nodes)
+    made = {owner for node in inside for owner in memories.taken(node)}
+    seen = {owner for node in inside for owner in memories.used(node)}
+    now = most = sum(size_of(owner) for owner in seen - made if memories.last_use[owner] in inside)
+    for node in inside:
+        now += sum(map(size_of, memories.taken(node)))
+        most = max(most, now + scratch_of(node))
+        now -= sum(size_of(owner) for owner in memories.used(node) if memories.last_use[owner] is node)
+    return most
+
+
+def peaks(held: Mapping[Node, int], part_of: Callable[[Node], str]) -> dict[str, int]:
+    """Give the most that each part holds, of what is held while each node runs."""
+    found: dict[str, int] = {}
+    for node, num_bytes in held.items():
+        found[part_of(node)] = max(found.get(part_of(node), 0), num_bytes)
+    return found
 
 
 def output_memory(gm: GraphModule) -> int:
@@ -63,8 +117,20 @@ def output_memory(gm: GraphModule) -> int:
     return sum(size_of(node) for node in {owner[x] for x in output.all_input_nodes})
 
 
+def input_memory(gm: GraphModule) -> int:
+    """Give the bytes that a graph's inputs lie in but for parameters and buffers: of a step, batch and masks; of a
+    pipeline's stage, without what other stages send."""
+    placeholders, found = iter(gm.graph.find_nodes(op="placeholder")), 0
+    for slot in signature_of(gm).inputs:
+        for node in itertools.islice(placeholders, slot.layout.num_tensors):
+            is_given = slot.kind == "input" and slot.name not in ("x", "dy")
+            found += node.meta["val"].untyped_storage().nbytes() if is_given else 0
+    return found
+
+
 class Memories:
-    """When the memories of a graph's values are taken, and used. Each is called by its owner, see `owners`.
+    """When the memories of a graph's values are taken, and used; each is called by its `owner`, and free after its
+    `last_use`.
 
     All results of an operator that gives several are there while it runs, and until the last of them is picked.
     """
@@ -75,6 +141,7 @@ class Memories:
         for node in gm.graph.nodes:
             if self.owner[node] is node and node.target is operator.getitem:
                 self._results.setdefault(node.all_input_nodes[0], []).append(node)
+        self.last_use = {owner: node for node in gm.graph.nodes for owner in self.used(node)}
 
     def results(self, node: Node) -> list[Node]:
         """Give the memories of those results of an operator with several that the graph picks."""
@@ -98,8 +165,9 @@ def owners(gm: GraphModule) -> dict[Node, Node]:
         owner[node] = node
         if node.target is operator.getitem:
             (source,) = node.all_input_nodes
-            # A part of `split`; of other tuples each element has memory of its own.
-            owner[node] = owner[source] if is_view(source) else picked.setdefault((source, node.args[1]), node)
+            # A part of `split`; of other tuples each element has memory of its own, but for a region's views.
+            number = node.args[1] if (first := meta.same_as(node)) is None else first
+            owner[node] = owner[source] if is_view(source) else picked.setdefault((source, number), node)
         elif node.target in _SILENT_VIEWS:
             owner[node] = owner[node.all_input_nodes[0]]
         elif sources := aliased(node):

@@ -6,6 +6,8 @@ tag      a memory policy's word: SAVE | RECOMPUTE (read by `rematerialize`) | OF
 role     what a layout pass made: GATHER | REDUCE, with the parameter it serves
 region   the part of the graph that is compiled together, by name (read by `compile_regions`)
 operations  what such a part, compiled, computes: its FLOPs
+scratch  bytes that it needs beside its results while it runs
+same_as  of a result of such a part, the number of the first result that lies in the same memory
 """
 
 import bisect
@@ -20,7 +22,7 @@ SAVE, RECOMPUTE, OFFLOAD = "save", "recompute", "offload"
 GATHER, REDUCE = "gather", "reduce"
 
 _TORCH = Path(torch.__file__).parent
-KEYS = ("phase", "module", "tag", "role", "param", "region", "operations")
+KEYS = ("phase", "module", "tag", "role", "param", "region", "operations", "scratch", "same_as")
 
 
 def phase(node: Node) -> str:
@@ -49,6 +51,14 @@ def region(node: Node) -> str | None:
 
 def operations(node: Node) -> float:
     return node.meta.get("operations", 0.0)
+
+
+def scratch(node: Node) -> int:
+    return node.meta.get("scratch", 0)
+
+
+def same_as(node: Node) -> int | None:
+    return node.meta.get("same_as")
 
 
 def source_line(node: Node) -> str | None:

@@ -47,6 +47,14 @@ class Parts(NamedTuple):
     sums: tuple[str, ...]
 
 
+def part_of(node: Node, *, gather_once: bool) -> str:
+    """Give the part of a stage that a node will be in, backward being one: what passes before the cut go by."""
+    role = meta.role(node)
+    if role == meta.REDUCE or (role == meta.GATHER and gather_once):
+        return role
+    return meta.phase(node)
+
+
 def partition(gm: GraphModule, *, gather_once: bool, split_backward: bool) -> Parts:
     """Cut the graph of a stage.
 

@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.collectives import reductions
-from torchtitan_graph.graph.liveness import Memories, size_of
+from torchtitan_graph.graph.liveness import Memories, scratch_of, size_of
 
 
 class Held(NamedTuple):
@@ -51,6 +51,7 @@ class Rehearsal:
         ]
         self._sizes = [size_of(node) if owner[node] is node else 0 for node in nodes]
         self._taken = [sum(map(size_of, memories.taken(node))) for node in nodes]
+        self._scratch = [scratch_of(node) for node in nodes]
         self._is_late = [node.op == "call_function" and meta.phase(node) == "backward" for node in nodes]
         self._stays = [node.op in ("placeholder", "output") or node.is_impure() for node in nodes]
 
@@ -82,7 +83,7 @@ class Rehearsal:
             if not begins and (i >= n or self._is_late[i]):
                 begins, kept = True, held
             held += self._taken[i % n]
-            peak = max(peak, held)
+            peak = max(peak, held + self._scratch[i % n])
             held -= freed_at[t]
         return Held(peak, kept)
 

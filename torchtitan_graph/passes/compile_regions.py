@@ -16,6 +16,7 @@ import torchtitan_graph.ops  # noqa: F401 (registers the exchange)
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.cost import operations_of
 from torchtitan_graph.graph.edit import call, erase_dead, is_view, value
+from torchtitan_graph.graph.liveness import Memories, most_within, size_of
 from torchtitan_graph.graph.torch_private import compile_by_inductor
 from torchtitan_graph.log import logger
 
@@ -48,7 +49,8 @@ def compile_regions(gm: GraphModule, regions: Regions) -> GraphModule:
     tag_regions(gm, list(regions))
     if any(map(meta.region, gm.graph.nodes)):
         _settle_strides(gm)
-    parts = [_cut_out(gm, nodes, _options(regions, nodes[0])) for nodes in _segments(gm)]
+    memories = Memories(gm)
+    parts = [_cut_out(gm, nodes, _options(regions, nodes[0]), memories) for nodes in _segments(gm)]
     kinds: dict[str, list[_Part]] = {}
     for part in parts:
         kinds.setdefault(part.kind, []).append(part)
@@ -222,15 +224,20 @@ def _segments(gm: GraphModule) -> list[list[Node]]:
 class _Part(NamedTuple):
     """A segment, copied into a graph of its own under names that do not tell which layer's it is.
 
-    nodes   its calls, in order
-    inputs  the nodes that it reads, and `outputs` those that are read of it
-    kind    its code and layouts: parts of a kind compile to the same
+    nodes    its calls, in order
+    inputs   the nodes that it reads, and `outputs` those that are read of it
+    same_as  of each output, the first that lies in the same memory
+    scratch  bytes that it holds at its peak beside its outputs, in this order of its nodes: an estimate, for Inductor
+             fuses some of them, and gives dead inputs' memory to results
+    kind     its code and layouts: parts of a kind compile to the same
     """
 
     nodes: list[Node]
     graph: GraphModule
     inputs: list[Node]
     outputs: list[Node]
+    same_as: list[int]
+    scratch: int
     options: Mapping[str, Any]
     kind: str
 
@@ -239,7 +246,7 @@ class _Part(NamedTuple):
         return next(node for node in reversed(self.nodes) if node.target is not operator.getitem)
 
 
-def _cut_out(gm: GraphModule, nodes: list[Node], options: Mapping[str, Any]) -> _Part:
+def _cut_out(gm: GraphModule, nodes: list[Node], options: Mapping[str, Any], memories: Memories) -> _Part:
     inside, graph, held = set(nodes), Graph(), torch.nn.Module()
     copies: dict[Node, Node] = {}
     inputs: list[Node] = []
@@ -257,9 +264,11 @@ def _cut_out(gm: GraphModule, nodes: list[Node], options: Mapping[str, Any]) -> 
         copies[node] = graph.create_node(node.op, node.target, args, kwargs, name=f"value_{len(copies)}")
     outputs = [node for node in nodes if any(user not in inside for user in node.users)]
     graph.output(tuple(copies[node] for node in outputs))
+    owners = [memories.owner[node] for node in outputs]
+    scratch = most_within(nodes, memories) - sum(map(size_of, set(owners)))
     part = GraphModule(held, graph)
     kind = "\n".join([repr(dict(options)), *map(_layout, inputs), *_code(part)])
-    return _Part(nodes, part, inputs, outputs, options, kind)
+    return _Part(nodes, part, inputs, outputs, [*map(owners.index, owners)], max(scratch, 0), options, kind)
 
 
 def _compile(alike: Sequence[_Part], number: str) -> Compiled:
@@ -293,11 +302,12 @@ def _replace(gm: GraphModule, part: _Part, compiled: Compiled, results: dict[Nod
         node.meta["val"] = tuple(map(value, values))
         meta.inherit(node, part.last)
         meta.write(node, region=region)
-    meta.write(done, operations=sum(map(operations_of, part.nodes)))
+    meta.write(done, operations=sum(map(operations_of, part.nodes)), scratch=part.scratch)
     with gm.graph.inserting_after(done):
         for i, output in reversed(list(enumerate(part.outputs))):
             results[output] = gm.graph.call_function(operator.getitem, (done, i))
             results[output].meta = output.meta
+            meta.write(results[output], same_as=part.same_as[i])
             output.replace_all_uses_with(results[output])
     for node in reversed(part.nodes):
         gm.graph.erase_node(node)

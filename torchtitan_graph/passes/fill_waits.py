@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 
 import torch
 from torch.fx import GraphModule, Node
@@ -13,10 +13,12 @@ from torchtitan_graph.graph.blocks import block_of
 from torchtitan_graph.graph.cost import WAIT, Clock, Costs
 from torchtitan_graph.graph.edit import aliased
 from torchtitan_graph.graph.flops import attention_flops, matmul_flops
-from torchtitan_graph.graph.liveness import Memories, peak_memory, size_of
+from torchtitan_graph.graph.liveness import Memories, held_memory, in_one_part, peaks, scratch_of, size_of
 
 
-def fill_waits(gm: GraphModule, blocks: Container[str], costs: Costs) -> GraphModule:
+def fill_waits(
+    gm: GraphModule, blocks: Container[str], costs: Costs, part_of: Callable[[Node], str] = in_one_part
+) -> GraphModule:
     """Make weights' gradients, and shared experts in forward, while activations are sent. Bitwise.
 
         dw = mm(dy, x); dx = mm(dy, w); s = start(dx); use(wait(s))
@@ -24,12 +26,15 @@ def fill_waits(gm: GraphModule, blocks: Container[str], costs: Costs) -> GraphMo
 
     For tensor, context and expert parallelism. Only as much is put there as the wait is estimated to take (see Note
     [Estimate]), all within a block, and only as long as the step's peak stays what it is.
+
+    Args:
+        part_of: of a pipeline's stage, the part that a node runs in: then each part's peak stays.
     """
     sent = [n for n in gm.graph.find_nodes(op="call_function", target=WAIT) if meta.role(n) is None]
     if any(costs.link(n.all_input_nodes[0]) for n in sent):
-        order = _Sweep(gm, blocks, costs, hoists=True)
-        if order.peak > order.bound:  # what is made earlier is held longer
-            order = _Sweep(gm, blocks, costs, hoists=False)
+        order = _Sweep(gm, blocks, costs, part_of, hoists=True)
+        if any(order.peak[part] > bound for part, bound in order.bound.items()):  # made earlier, held longer
+            order = _Sweep(gm, blocks, costs, part_of, hoists=False)
         _put_in_order(gm, order.made)
         gm.recompile()
     return gm
@@ -42,21 +47,25 @@ def _put_in_order(gm: GraphModule, nodes: list[Node]) -> None:
 
 
 class _Sweep:
-    """One walk over a graph that gives its nodes in a new order, `made`, and the `peak` of what they hold then.
+    """One walk over a graph that gives its nodes in a new order, `made`, and by part the `peak` of what they hold then.
 
     A weight's gradient is put off: to the next wait that would stand still, to its first use, to the end of its block,
     or until holding what it reads would raise the peak.
     """
 
-    def __init__(self, gm: GraphModule, blocks: Container[str], costs: Costs, hoists: bool) -> None:
-        self.bound, self.peak = peak_memory(gm).num_bytes, 0
+    def __init__(
+        self, gm: GraphModule, blocks: Container[str], costs: Costs, part_of: Callable[[Node], str], hoists: bool
+    ) -> None:
+        self.bound = peaks(held_memory(gm, size_of, part_of), part_of)
+        self.peak, self._held, self._put_off_bytes = (collections.Counter[str]() for _ in range(3))  # by part
         self.made: list[Node] = []
+        self._part_of = part_of
         self._blocks, self._clock, self._hoists = blocks, Clock(costs), hoists
-        self._memories, self._held = Memories(gm), 0
+        self._memories = Memories(gm)
         self._uses = collections.Counter(owner for node in gm.graph.nodes for owner in self._memories.used(node))
         self._done: set[Node] = set()
         self._put_off: dict[Node, None] = {}
-        self._size_put_off, self._block = 0, ""
+        self._block = ""
         (products, views), sends = _weight_gradients(gm), self._sending_blocks(gm)
         for node in gm.graph.nodes:
             if node in self._done:
@@ -68,7 +77,7 @@ class _Sweep:
             if block in sends and (node in products or (node in views and follows)):
                 self._put(node)
                 continue
-            if follows or self._held + self._taken(node) + self._size_put_off > self.bound:
+            if follows or not self._fits(node):
                 self._make_all()
             if node.target is WAIT:
                 self._fill(node)
@@ -87,15 +96,20 @@ class _Sweep:
     def _taken(self, node: Node) -> int:
         return sum(map(size_of, self._memories.taken(node)))
 
+    def _fits(self, node: Node) -> bool:
+        """Tell whether all that is put off could still be made after a node within the bound."""
+        part = self._part_of(node)
+        needed = self._taken(node) + scratch_of(node) + self._put_off_bytes[part]
+        return self._held[part] + needed <= self.bound[part]
+
     def _put(self, node: Node) -> None:
-        """Put a node off, if all that is put off could still be made after it within the bound."""
-        size = self._taken(node)
-        if self._held + self._size_put_off + size > self.bound:
+        """Put a node off, if it fits."""
+        if self._fits(node):
+            self._put_off[node] = None
+            self._put_off_bytes[self._part_of(node)] += self._taken(node)
+        else:
             self._make_all()
             self._make(node)
-        else:
-            self._put_off[node] = None
-            self._size_put_off += size
 
     def _make_all(self) -> None:
         while self._put_off:
@@ -104,19 +118,20 @@ class _Sweep:
     def _make_next(self) -> None:
         node = next(iter(self._put_off))
         del self._put_off[node]
-        self._size_put_off -= self._taken(node)
+        self._put_off_bytes[self._part_of(node)] -= self._taken(node)
         self._make(node)
 
     def _make(self, node: Node) -> None:
         self._done.add(node)
         self.made.append(node)
         self._clock.tell(node)
-        self._held += self._taken(node)
-        self.peak = max(self.peak, self._held)
+        part = self._part_of(node)
+        self._held[part] += self._taken(node)
+        self.peak[part] = max(self.peak[part], self._held[part] + scratch_of(node))
         for owner in self._memories.used(node):
             self._uses[owner] -= 1
-            if not self._uses[owner]:
-                self._held -= size_of(owner)
+            if not self._uses[owner] and self._part_of(owner) == part:
+                self._held[part] -= size_of(owner)
 
     def _fill(self, wait: Node) -> None:
         while self._put_off and self._clock.left(wait) > 0:

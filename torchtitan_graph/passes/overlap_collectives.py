@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import collections
 import itertools
+from collections.abc import Callable
 
 import torch
 from torch.fx import GraphModule, Node
@@ -12,14 +13,14 @@ from torch.fx import GraphModule, Node
 import torchtitan_graph.ops  # noqa: F401 (registers the exchange)
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.cost import Costs
-from torchtitan_graph.graph.liveness import held_memory, size_of
+from torchtitan_graph.graph.liveness import held_memory, in_one_part, peaks, size_of
 from torchtitan_graph.graph.traffic import group_of
 
 c10d = torch.ops._c10d_functional
 _DISPATCH = (torch.ops.torchtitan_graph.exchange.default, c10d.all_to_all_single.default)
 
 
-def overlap_collectives(gm: GraphModule, costs: Costs) -> GraphModule:
+def overlap_collectives(gm: GraphModule, costs: Costs, part_of: Callable[[Node], str] = in_one_part) -> GraphModule:
     """Start each gather when the one before is waited for, or earlier; wait for each reduction when the next one
     starts. Bitwise.
 
@@ -32,6 +33,9 @@ def overlap_collectives(gm: GraphModule, costs: Costs) -> GraphModule:
     shards, then over their copies) starts its second stage when the next bucket starts its first. Rows on their
     way to experts or back, and their counts, are sent as soon as they are there. Other waits stand right before their
     first use.
+
+    Args:
+        part_of: of a pipeline's stage, the part that a node runs in: then each part's peak stays.
     """
     gathers: list[Node] = []
     reductions: list[list[Node]] = []  # the waits of each reduction, stage by stage
@@ -63,28 +67,32 @@ def overlap_collectives(gm: GraphModule, costs: Costs) -> GraphModule:
             place = starts[later] if later < len(starts) else gm.graph.output_node()
             for node in _results(wait, order, limit=order[place]):
                 place.prepend(node)
-    _start_earlier(gm, gathers, [_start(wait) for stages in reductions for wait in stages], costs)
+    _start_earlier(gm, gathers, [_start(wait) for stages in reductions for wait in stages], costs, part_of)
     gm.recompile()
     return gm
 
 
-def _start_earlier(gm: GraphModule, gathers: list[Node], reductions: list[Node], costs: Costs) -> None:
+def _start_earlier(
+    gm: GraphModule, gathers: list[Node], reductions: list[Node], costs: Costs, part_of: Callable[[Node], str]
+) -> None:
     """Start gathers early enough to be there when they are waited for, within the memory that the graph holds at its
     peak. They keep their order."""
     if not any(costs.link(_start(wait)) for wait in gathers):
         return
-    nodes, held = list(gm.graph.nodes), [*held_memory(gm, size_of).values()]
+    by_node = held_memory(gm, size_of, part_of)
+    nodes, held, peak = list(by_node), [*by_node.values()], peaks(by_node, part_of)
+    bound = [peak[part_of(node)] for node in nodes]
     order = {node: i for i, node in enumerate(nodes)}
     times = _times(nodes, costs)
     latest = _latest_starts(gathers, reductions, times, order, costs)
-    bound, moved = max(held), set[Node]()
+    moved = set[Node]()
     earliest = next(i for i, node in enumerate(nodes) if node.op != "placeholder")
     for wait in gathers:
         start = _start(wait)
         chain, place = _made_from_placeholders(start), order[start]
         size = sum(map(size_of, chain))
         wanted = max(earliest, bisect.bisect_right(times, latest[wait]) - 1)
-        while place > wanted and held[place - 1] + size <= bound:
+        while place > wanted and held[place - 1] + size <= bound[place - 1]:
             place -= 1
             held[place] += size
         earliest = max(earliest, place)

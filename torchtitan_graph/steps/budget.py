@@ -17,7 +17,7 @@ from torchtitan_graph.parallel.schedule import Schedule
 from torchtitan_graph.parallel.storage import Storage
 from torchtitan_graph.passes.tag_budget import Curve
 
-OPTIMIZER = "optimizer state"
+OPTIMIZER, INPUTS = "optimizer state", "batch and masks"
 _MIB = 2**20
 
 

@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 
 from torchtitan_graph.compiler import Inspection, PassPlan, passes, run_passes
 from torchtitan_graph.graph.flops import Flops, count_flops
+from torchtitan_graph.graph.liveness import input_memory
 from torchtitan_graph.graph.step import (
     trace_eval_step,
     trace_train_step,
@@ -27,7 +28,7 @@ from torchtitan_graph.parallel.layout import Layout
 from torchtitan_graph.parallel.pipeline import StageGraph
 from torchtitan_graph.parallel.recompute import Budget
 from torchtitan_graph.parallel.storage import Storage
-from torchtitan_graph.steps.budget import at_rest, meet, tell
+from torchtitan_graph.steps.budget import INPUTS, at_rest, meet, tell
 from torchtitan_graph.steps.inputs import example_inputs, lay_out, loss_is_parallel, once_per_kind
 from torchtitan_graph.steps.options import StepOptions
 from torchtitan_graph.steps.precompiled import Rewritten
@@ -116,6 +117,7 @@ def _rewrite(traced: Traced, layout: Layout, options: StepOptions, *, makes_code
         train = rewritten(traced.train.gm, watch)
     else:
         rest = at_rest(traced.plan.storages, accumulates=options.num_microbatches > 1)
+        rest[INPUTS] = input_memory(traced.train.gm)
         train = meet(options.budget_gib, rest, traced.train.gm, within)
     tell(train, watch.graph, options.picture if shown else None)
     return Rewritten(dataclasses.replace(traced.train, gm=train), evaluate, traced.flops)

@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 
 from torchtitan_graph.compiler import Inspection, PassPlan, passes, run_passes
 from torchtitan_graph.graph.flops import Flops, count_flops
-from torchtitan_graph.graph.partition import ONCE_A_STEP, partition
+from torchtitan_graph.graph.partition import ONCE_A_STEP, part_of, partition
 from torchtitan_graph.graph.step import (
     StageModules,
     trace_stage_evaluation,
@@ -95,6 +95,7 @@ def _take_stages(
     # Weights are gathered once a step, unless they are to be given up as soon as may be.
     again = options.reshard.root
     plan = lay_out(model, family, layout, options, Reshard(blocks=again, root=again))
+    plan = dataclasses.replace(plan, part_of=functools.partial(part_of, gather_once=not again))
     return plan, {number: _like(number, model, layout, options) for number in numbers}
 
 

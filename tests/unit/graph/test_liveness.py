@@ -70,6 +70,22 @@ def test_what_is_picked_twice_is_one_memory() -> None:
     assert peak_memory(gm).num_bytes == 3 * KIB
 
 
+@pytest.mark.parametrize(("shape", "kib"), [((1, 32, 2, 4), 3), ((1, 2, 32, 4), 4)])
+def test_attentions_backward_on_a_cpu_copies_a_gradient_whose_heads_lie_apart(shape: tuple, kib: int) -> None:
+    """Beside three gradients of 1 KiB, as the profiler shows them; its small buffers do not count."""
+    apart = shape == (1, 2, 32, 4)
+
+    def backward(x):
+        q = x.view(1, 32, 2, 4).transpose(1, 2)
+        dout = x.view(shape) if apart else q
+        dq, _, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dout, q, q, q, q, x[:64].view(1, 2, 32), 0.0, False
+        )
+        return dq.sum()
+
+    assert peak_memory(graph_of(backward)).num_bytes == kib * KIB
+
+
 def traced_step(family: str, rows: int, seq_len: int, vocab_size: int = 512) -> tuple[Decoder, tuple, TracedResult]:
     module = load_family(family)
     torch.manual_seed(0)

@@ -19,6 +19,7 @@ from torchtitan_graph.config import job
 from torchtitan_graph.data.batch import Batch
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import edit, meta
+from torchtitan_graph.graph.liveness import peak_memory
 from torchtitan_graph.graph.step import trace_eval_step, trace_train_step
 from torchtitan_graph.graph.torch_private import FakeTensorMode, boxed
 from torchtitan_graph.loss import cross_entropy
@@ -29,6 +30,8 @@ from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.parallel.storage import Precision, buckets, plan_storage
 from torchtitan_graph.passes.cleanup import cleanup
 from torchtitan_graph.passes.compile_regions import FLEX, LOSS, WHOLE, compile_regions, tag_regions
+from torchtitan_graph.passes.rematerialize import rematerialize
+from torchtitan_graph.passes.tag_recomputation import tag_recomputation
 from torchtitan_graph.row_loss import cross_entropy_backward_
 from torchtitan_graph.steps import build_graphs
 
@@ -272,6 +275,14 @@ def test_what_dies_inside_a_region_is_freed_there(box: str, monkeypatch: pytest.
     gm = compile_regions(GraphModule(torch.nn.Module(), graph), {"layers.*": {}})
     (found,) = boxed(gm)([torch.zeros(3)])
     assert torch.equal(found, torch.ones(3)) and seen == [box == "emptied"]
+
+
+@pytest.mark.parametrize("region", ["layers.*", WHOLE])
+def test_what_lives_inside_a_region_counts(region: str, uncompiled: Compiled) -> None:
+    """As if its operators ran one by one; and a result that is another's view is the same memory."""
+    gm = rematerialize(tag_recomputation(cleanup(trace_toy(toy())), blocks(), Recompute(every=1)))
+    before = peak_memory(gm).num_bytes
+    assert peak_memory(compile_regions(gm, {region: {}})).num_bytes == before and uncompiled
 
 
 def test_whole_is_cut_at_waits_and_leaves_what_writes(uncompiled: Compiled, layout_of: Callable[..., Layout]) -> None:

@@ -81,8 +81,13 @@ class Writer:
     def __init__(self, folder: Path, fingerprint: Mapping[str, str]) -> None:
         self.folder, self._fingerprint = folder, fingerprint
         self._graphs: dict[str, str] = {}
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / INDEX).unlink(missing_ok=True)
+        try:  # now, not after minutes of tracing
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / INDEX).unlink(missing_ok=True)
+            (folder / f"{INDEX}.part").touch()
+        except OSError as error:
+            why = f"can't be written ({error}); name another folder"
+            raise UserError(f"compile.precompiled = {str(folder)!r}: {why}") from error
 
     def add(self, place: tuple[int, ...], steps: bytes) -> None:
         digest = hashlib.sha256(steps).hexdigest()

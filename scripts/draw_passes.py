@@ -105,7 +105,7 @@ def _spaced(text: str) -> str:
 
 def summary(each: Pass) -> str:
     function = each.run.func if isinstance(each.run, partial) else each.run
-    return inspect.getdoc(function).splitlines()[0]
+    return " ".join(inspect.getdoc(function).split("\n\n")[0].split())
 
 
 def drawing(before: Shown, after: Shown) -> str:

@@ -78,6 +78,13 @@ def test_a_folder_without_graphs_says_what_makes_them(tmp_path: Path) -> None:
         taken(tmp_path)
 
 
+def test_a_place_that_can_t_be_written_is_refused_before_anything_is_traced(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(UserError, match="can't be written .* name another folder"):
+            Writer(folder, JOB)
+
+
 def test_a_folder_that_is_written_anew_is_none_until_it_is_done(tmp_path: Path) -> None:
     Writer(written(tmp_path), JOB)
     with pytest.raises(UserError, match="index.json is not there"):

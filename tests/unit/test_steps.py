@@ -75,6 +75,12 @@ def test_activations_are_moved_on_a_gpu_and_in_a_dry_run_and_a_cpu_says_so(
     assert "activation_checkpoint.offload: a CPU's memory is the host's, so nothing is moved" in caplog.text
 
 
+def test_cuda_graphs_are_recorded_on_a_gpu_alone_and_a_dry_run_needs_none() -> None:
+    assert step_options(*built("--compile.cuda_graphs"), 1, torch.device("cuda")).recorders is not None
+    dry = built("--compile.cuda_graphs", "--comm.mode", "fake_backend")
+    assert step_options(*dry, 1, torch.device("cpu")).recorders is None
+
+
 def test_counts_of_several_dtypes_keep_them() -> None:
     """Beyond 2**24 a count in float32 would no longer be exact."""
     layout = SimpleNamespace(routing_groups=[])

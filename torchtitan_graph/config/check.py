@@ -21,6 +21,20 @@ _DEGREES = (  # that multiply to the number of processes
 _ONLY_DRY = {"fake_rank": "builds another rank", "fake_device": "estimates for another device"}
 _PP = "parallelism.pipeline_parallel_degree"
 _PARTS = "parallelism.module_fqns_per_model_part"
+_OF_THE_GRAPH = (
+    "debug.verify_passes",
+    "debug.dump_graphs",
+    "debug.trace_every_block",
+    "debug.stack_traces",
+    "compile.disable_passes",
+    "compile.extra_passes",
+)
+# What writes the tags of an activation_checkpoint.mode, and what acts on them.
+_PASSES_OF_MODE = {
+    "selective": ("tag_recomputation", "rematerialize"),
+    "full": ("tag_recomputation", "rematerialize"),
+    "memory_budget": ("tag_budget", "rematerialize"),
+}
 COMPONENTS = ("model", "loss", "flex")
 EXCLUDABLE = ("optimizer", "lr_scheduler", "dataloader", "train_state")
 # What makes a run another run, where it changes between a start and a resume; job.allow_changed names exceptions.
@@ -214,7 +228,7 @@ def _check_tables(config: JobConfig, world_size: int) -> list[str]:
     problems += _check_precompiled(config)
     if config.comm.mode == "fake_backend" and config.comm.fake_rank >= world_size:
         name = _name(config, "comm.fake_rank")
-        problems.append(f"{name}: NGPU {world_size} processes have the ranks 0 to {world_size - 1}")
+        problems.append(f"{name}: must be from 0 to {world_size - 1}, as NGPU, the number of ranks, is {world_size}")
     for table in ("training", "validation"):
         loader = get(config, f"{table}.dataloader")
         for name in ("persistent_workers", "prefetch_factor"):
@@ -441,11 +455,7 @@ def _check_budget(config: JobConfig) -> list[str]:
 
 
 def _notices(config: JobConfig) -> list[str]:
-    notices = []
-    for key in ("memory_budget", "memory_budget_gib", "visualize_memory_budget_pareto"):
-        key = f"activation_checkpoint.{key}"
-        if get(config, key) != OPTIONS[key].default and config.activation_checkpoint.mode != "memory_budget":
-            notices.append(f"{_name(config, key)}: nothing is budgeted while mode is not memory_budget")
+    notices = _graph_notices(config)
     total_steps, steps = config.lr_scheduler.total_steps, config.training.steps
     if total_steps is not None and total_steps < steps:
         notices.append(
@@ -481,15 +491,38 @@ def _notices(config: JobConfig) -> list[str]:
             for key, what in _ONLY_DRY.items()
             if getattr(config.comm, key) != OPTIONS[f"comm.{key}"].default
         ]
-    key = "compile.codegen" if config.compile.codegen else "compile.enable"
-    if get(config, key) not in (False, "off") and config.compile.mode == "eager":
-        notices.append(
-            f"{_name(config, key)}: compile.mode = eager compiles flex attention alone, on a GPU;"
-            " regions are parts of a graph"
-        )
-    if config.compile.mode == "eager":
-        unused = [key for key in ("debug.verify_passes", "compile.extra_passes") if get(config, key)]
-        notices += [f"{_name(config, key)}: compile.mode = eager runs no passes" for key in unused]
+    return notices
+
+
+def _graph_notices(config: JobConfig) -> list[str]:
+    """Name the options of the graph, its memory and its code that are set and not used."""
+
+    def unused(why: str, *keys: str) -> list[str]:
+        return [f"{_name(config, key)}: {why}" for key in keys if get(config, key) != OPTIONS[key].default]
+
+    options, memory, notices = config.compile, config.activation_checkpoint, []
+    table = "activation_checkpoint"
+    if memory.mode != "memory_budget":
+        keys = [f"{table}.{key}" for key in ("memory_budget", "memory_budget_gib", "visualize_memory_budget_pareto")]
+        notices += unused("nothing is budgeted while mode is not memory_budget", *keys)
+    elif memory.memory_budget_gib is not None:
+        notices += unused("has no effect beside memory_budget_gib", f"{table}.memory_budget")
+    if not options.enable and options.codegen in (None, "off"):
+        notices += unused("has no effect while compile.codegen is off", "compile.components", "compile.regions")
+    if options.mode == "eager":
+        key = "compile.codegen" if options.codegen else "compile.enable"
+        if get(config, key) not in (False, "off"):
+            notices.append(
+                f"{_name(config, key)}: compile.mode = eager compiles flex attention alone, on a GPU;"
+                " regions are parts of a graph"
+            )
+        return notices + unused("compile.mode = eager has no graph, and runs no passes", *_OF_THE_GRAPH)
+    asked = {f"mode = {memory.mode}": _PASSES_OF_MODE.get(memory.mode, ())}
+    asked |= {"offload": ("tag_offload", "offload_activations")} if memory.offload else {}
+    for what, passes in asked.items():
+        if missing := [name for name in passes if name in options.disable_passes]:
+            name = _name(config, "compile.disable_passes")
+            notices.append(f"{name}: without {', '.join(missing)} {table}.{what} has no effect")
     return notices
 
 

@@ -158,7 +158,7 @@ def _recompute(options: job.ActivationCheckpoint, model: Decoder) -> Recompute:
 
 
 def _recorders(config: JobConfig, device: torch.device) -> Recorders | None:
-    if not config.compile.cuda_graphs:
+    if not config.compile.cuda_graphs or config.comm.mode == "fake_backend":
         return None
     if device.type != "cuda":
         raise UserError(

@@ -86,13 +86,16 @@ class Writer:
         self.folder, self._fingerprint = folder, fingerprint
         self._graphs: dict[str, str] = {}
         begin = f"compile.precompiled = {str(folder)!r}"
-        try:
+        try:  # now, not after minutes of tracing
             folder.mkdir(parents=True, exist_ok=True)
+            if (folder / INDEX).exists() and not any(map(_holds_graphs, folder.iterdir())):
+                raise UserError(f"{begin}: its {INDEX} is not of graphs, and would be lost; name another folder")
+            (folder / INDEX).unlink(missing_ok=True)
+            (folder / f"{INDEX}.part").touch()
         except (FileExistsError, NotADirectoryError) as error:
             raise UserError(f"{begin}: {error.filename} is a file; name a folder") from error
-        if (folder / INDEX).exists() and not any(map(_holds_graphs, folder.iterdir())):
-            raise UserError(f"{begin}: its {INDEX} is not of graphs, and would be lost; name another folder")
-        (folder / INDEX).unlink(missing_ok=True)
+        except OSError as error:
+            raise UserError(f"{begin}: can't be written ({error}); name another folder") from error
 
     def add(self, place: tuple[int, ...], steps: bytes) -> None:
         digest = hashlib.sha256(steps).hexdigest()

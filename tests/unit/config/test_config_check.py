@@ -6,6 +6,8 @@ from fsspec.registry import known_implementations
 from torchtitan_graph.config import check, load, shard_degree, smallest_world
 from torchtitan_graph.errors import UserError
 
+BUDGET = "--activation_checkpoint.mode memory_budget --activation_checkpoint.memory_budget"
+
 
 def problems(arguments: str, world_size: int) -> list[str]:
     with pytest.raises(UserError) as caught:
@@ -140,7 +142,10 @@ def test_a_budget_is_not_met_without_what_meets_it(name: str) -> None:
 
 
 def test_a_dry_run_builds_a_rank_of_its_world() -> None:
-    assert "ranks 0 to 3" in problems("--comm.mode fake_backend --comm.fake_rank 4", 4)[0]
+    assert (
+        "must be from 0 to 3, as NGPU, the number of ranks, is 4"
+        in problems("--comm.mode fake_backend --comm.fake_rank 4", 4)[0]
+    )
     assert check(load(["--comm.mode", "fake_backend", "--comm.fake_rank", "3"]), 4) == []
 
 
@@ -190,7 +195,8 @@ def test_only_known_components_and_whole_options_are_compiled() -> None:
     for key, words in (("offload", "moves activations"), ("save", "keeps"), ("recompute", "computes results again")):
         eager = problems(f"--compile.mode eager --activation_checkpoint.{key} layers.*", 1)[0]
         assert f"activation_checkpoint.{key} = ['layers.*']: only a graph {words}" in eager
-    assert check(load(["--compile.components=flex", "--compile.region_options", "flex,max_autotune=true"]), 1) == []
+    flex = ["--compile.codegen=blocks", "--compile.components=flex", "--compile.region_options=flex,max_autotune=true"]
+    assert check(load(flex), 1) == []
 
 
 @pytest.mark.parametrize(
@@ -198,7 +204,16 @@ def test_only_known_components_and_whole_options_are_compiled() -> None:
     [
         ("--lr_scheduler.total_steps 10", "the schedule ends before training.steps 10000"),
         ("--checkpoint.remote_folder memory://run", "nothing is copied while checkpoint.enable is false"),
-        ("--debug.verify_passes --compile.mode eager", "compile.mode = eager runs no passes"),
+        ("--debug.verify_passes --compile.mode eager", "compile.mode = eager has no graph, and runs no passes"),
+        ("--debug.dump_graphs --compile.mode eager", "compile.mode = eager has no graph, and runs no passes"),
+        ("--compile.disable_passes fill_waits --compile.mode eager", "compile.mode = eager has no graph"),
+        ("--compile.regions layers.*.attention", "has no effect while compile.codegen is off"),
+        ("--compile.components loss --compile.codegen off", "has no effect while compile.codegen is off"),
+        ("--activation_checkpoint.memory_budget 0.3", "nothing is budgeted while mode is not memory_budget"),
+        (f"{BUDGET}_gib 1 {BUDGET} 0.3", "memory_budget = 0.3: has no effect beside memory_budget_gib"),
+        (f"{BUDGET} 0.3 --compile.disable_passes tag_budget", "without tag_budget activation_checkpoint.mode = m"),
+        ("--compile.disable_passes rematerialize", "without rematerialize activation_checkpoint.mode = selective has"),
+        ("--activation_checkpoint.offload layers.* --compile.disable_passes tag_offload", "offload has no effect"),
         ("--compile.enable --compile.mode eager", "compile.enable = True: compile.mode = eager compiles flex"),
         ("--compile.codegen whole --compile.mode eager", "compile.codegen = 'whole': compile.mode = eager compiles"),
         ("--comm.fake_rank 1", "only a dry run"),

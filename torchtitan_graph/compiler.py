@@ -118,7 +118,13 @@ def passes(plan: PassPlan, extra: Sequence[Extra] = ()) -> list[Pass]:
         Pass("tag_recomputation", partial(tag_recomputation, blocks=plan.blocks, recompute=plan.recompute)),
         Pass(
             "tag_budget",
-            partial(tag_budget, blocks=plan.blocks, budget=plan.recompute.budget, buckets=plan.buckets),
+            partial(
+                tag_budget,
+                blocks=plan.blocks,
+                budget=plan.recompute.budget,
+                buckets=plan.buckets,
+                offload=plan.offload,
+            ),
         ),
         Pass("tag_elementwise", partial(tag_elementwise, blocks=plan.blocks)),
         Pass("tag_offload", partial(tag_offload, modules=plan.offload)),

@@ -14,8 +14,7 @@ from torchtitan_graph.device import GIB
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.cost import Estimate, estimate
-from torchtitan_graph.graph.edit import value
-from torchtitan_graph.graph.liveness import host_memory, input_memory, output_memory, peak_memory
+from torchtitan_graph.graph.liveness import host_memory, input_memory, peak_memory
 from torchtitan_graph.graph.partition import ONCE_A_STEP
 from torchtitan_graph.graph.trace import TracedResult
 from torchtitan_graph.graph.traffic import Traffic, traffic
@@ -26,6 +25,7 @@ from torchtitan_graph.parallel.pipeline import StageGraph
 from torchtitan_graph.parallel.recompute import Budget, Recompute
 from torchtitan_graph.steps import Graphs, StepOptions, costs_on
 from torchtitan_graph.steps.budget import INPUTS, OPTIMIZER, at_rest
+from torchtitan_graph.steps.held import peak_of_stages
 
 STEP, OFFLOADED = "step at its peak", "offloaded activations"
 
@@ -147,7 +147,8 @@ def forecast(
     sent: dict[tuple[str, str], Traffic] = {}
     sent_once: dict[tuple[str, str], Traffic] = {}
     if isinstance(graphs.train, dict):
-        held[STEP], where = _peak_of_stages(graphs.train, options, layout)
+        assert options.pipeline is not None
+        held[STEP], where = peak_of_stages(graphs.train, options.pipeline, layout.rank(PP))
         offloaded = _offloaded_of_stages(graphs.train, options, layout)
         for stage in graphs.train.values():
             for name, part in stage.parts.by_name.items():
@@ -188,35 +189,6 @@ def _peak(step: TracedResult) -> tuple[int, str]:
     return found.num_bytes, " ".join(filter(None, [meta.phase(found.node), meta.module(found.node), found.node.name]))
 
 
-def _peak_of_stages(graphs: Mapping[int, StageGraph], options: StepOptions, layout: Layout) -> tuple[int, str]:
-    """Go through what this rank of a pipeline does in a step: weights that are gathered once, sums of gradients, what
-    each microbatch keeps for backward, and what runs."""
-    assert options.pipeline is not None
-    parts = {number: graph.parts.by_name for number, graph in graphs.items()}
-    held = sum(output_memory(part["gather"].gm) for part in parts.values())
-    peak, where, has_sums = held, "gathered weights", set()
-    for action in options.pipeline.actions[layout.rank(PP)]:
-        part, stage = parts[action.stage], graphs[action.stage]
-        received = (stage.passed.nbytes if action.stage else 0) + input_memory(stage.train.gm)
-        backward = ("backward",) if "backward" in part else ("input", "weight")
-        runs = {"F": ("forward",), "B": backward, "I": ("input",), "W": ("weight",)}.get(action.kind, ())
-        for name in runs:
-            held += received if name == "forward" else 0
-            while_it_runs = held + peak_memory(part[name].gm).num_bytes
-            if while_it_runs > peak:
-                peak, where = while_it_runs, f"{name} of microbatch {action.microbatch} in stage {action.stage}"
-            if name in ("forward", "input"):
-                held += output_memory(part[name].gm)
-                continue
-            # What the microbatch kept is let go of; of its gradients the sums stay.
-            kept = ("forward", "input") if name == "weight" else ("forward",)
-            held -= received + sum(output_memory(part[each].gm) for each in kept)
-            if action.stage not in has_sums:
-                has_sums.add(action.stage)
-                held += _bytes_of_sums(graphs[action.stage])
-    return peak, where
-
-
 def _offloaded_of_stages(graphs: Mapping[int, StageGraph], options: StepOptions, layout: Layout) -> int:
     """Give the most that the microbatches between forward and backward have in the host's memory."""
     assert options.pipeline is not None
@@ -227,12 +199,6 @@ def _offloaded_of_stages(graphs: Mapping[int, StageGraph], options: StepOptions,
             held += sizes[action.stage] if action.kind == "F" else -sizes[action.stage]
             most = max(most, held)
     return most
-
-
-def _bytes_of_sums(graph: StageGraph) -> int:
-    """Give the bytes of a stage's summed gradients, which have the dtype of their reduction."""
-    sums = [node for node in graph.train.gm.graph.nodes if node.name in graph.parts.sums]
-    return sum(value(node).numel() for node in sums) * graph.reduce_dtype.itemsize
 
 
 def _operations(model: Decoder, graphs: Graphs, options: StepOptions) -> float:

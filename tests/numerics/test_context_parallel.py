@@ -23,7 +23,7 @@ from matrix import (
 from pool import run_on
 from torchtitan_graph.models.layers.moe import AuxiliaryLoss
 from torchtitan_graph.parallel.layout import ParallelDims
-from torchtitan_graph.parallel.recompute import Recompute
+from torchtitan_graph.parallel.recompute import Budget, Recompute
 from torchtitan_graph.steps import inputs
 
 Cell = functools.partial(matrix.Cell, num_steps=2)
@@ -44,6 +44,7 @@ SLOW = {
     "CP-2-flex": Cell(CP2, FP64, attn="flex", tied=True),
     "CP-2-qwen3-moe": Cell(CP2, FP64, "qwen3", flavor="debugmodel_moe", auxiliary=OF_BATCH),
     "CP-2-gpt_oss-flex": Cell(CP2, FP64, "gpt_oss", attn="flex", recompute=BY_OP),
+    "CP-2-budget": Cell(CP2, BF16, "qwen3", recompute=Recompute(budget=Budget(0.0))),
     "CP-4": Cell(CP4, FP64, recompute=FULL, num_microbatches=2),
     "CP-4-gpt_oss-bf16": Cell(CP4, BF16, "gpt_oss"),
     "CP-4-llama4": Cell(CP4, FP64, "llama4"),

@@ -31,7 +31,7 @@ from pool import run_on
 from torchtitan_graph.models.layers import moe
 from torchtitan_graph.models.layers.moe import AuxiliaryLoss
 from torchtitan_graph.models.spec import family_names, load_family
-from torchtitan_graph.parallel.recompute import Recompute
+from torchtitan_graph.parallel.recompute import Budget, Recompute
 
 # Every debug flavour of every family in the folder, and DeepSeek-V2 and V3 with what their debug flavour leaves out:
 # groups of experts, and layers that predict more tokens.
@@ -82,7 +82,11 @@ def test_every_family_in_every_layout(model, attn, precision, layout):
     check(Cell(LAYOUTS[layout], precision=PRECISIONS[precision], attn=attn, **MODELS[model]))
 
 
-@pytest.mark.parametrize("recompute", [Recompute(every=1), Recompute(by_op=True)], ids=["full", "op"])
+@pytest.mark.parametrize(
+    "recompute",
+    [Recompute(every=1), Recompute(by_op=True), Recompute(budget=Budget(0.0))],
+    ids=["full", "op", "budget"],
+)
 @pytest.mark.parametrize("model", slow_but("gpt_oss-debugmodel", MODELS))
 def test_with_recomputation_and_accumulation(model, recompute):
     check(Cell(FSDP2, precision=BF16, num_microbatches=2, recompute=recompute, **MODELS[model]))

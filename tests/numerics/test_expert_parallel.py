@@ -36,7 +36,7 @@ from torchtitan_graph.config import job
 from torchtitan_graph.models.layers.moe import AuxiliaryLoss, Router
 from torchtitan_graph.parallel import dispatch
 from torchtitan_graph.parallel.layout import Layout, ParallelDims
-from torchtitan_graph.parallel.recompute import Recompute
+from torchtitan_graph.parallel.recompute import Budget, Recompute
 
 TWO_LAYERS = (("num_layers", 2),)
 QWEN = {"family": "qwen3", "flavor": "debugmodel_moe", "changes": TWO_LAYERS}
@@ -119,6 +119,7 @@ def run(cell: Cell, twist: str = "", plain_twist: str = "") -> tuple[list[str], 
                 Cell(EP2_ETP2, FP64, **DEEPSEEK, **OVER_ROWS),
                 Cell(EP2_ETP2, BF16, **LLAMA),
                 Cell(ParallelDims(dp_shard=4, ep=4), FP64, **QWEN | MANY),
+                Cell(EP2, BF16, **DEEPSEEK, recompute=Recompute(budget=Budget(0.0))),
             )
         ),
     ],

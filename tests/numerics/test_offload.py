@@ -7,10 +7,10 @@ import pytest
 from matrix import BF16, FP32, FSDP2, ONE, TP2, Cell, bits_that_differ, build_graph, final_graphs, train
 
 from pool import run_on
+from torchtitan_graph.graph import keeping
 from torchtitan_graph.graph.liveness import host_memory
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.recompute import Recompute
-from torchtitan_graph.passes import tag_offload
 
 PP2 = ParallelDims(pp=2)
 LAYERS = tuple(f"layers.{i}" for i in range(8))
@@ -22,7 +22,7 @@ def moved_and_differences(cell: Cell) -> tuple[int, list[str]]:
     """Give the bytes that a microbatch has on the host, and what differs from the graph that moves nothing."""
     expected = train(cell, build_graph(cell))
     away = dataclasses.replace(cell, offload=LAYERS)
-    with patch.object(tag_offload, "_SMALLEST", 0):  # the model is tiny
+    with patch.object(keeping, "SMALLEST", 0):  # the model is tiny
         graphs = final_graphs(away)[1].train
         found = train(away, build_graph(away))
     steps = [stage.train for stage in graphs.values()] if isinstance(graphs, dict) else [graphs]

@@ -14,12 +14,12 @@ from torchtitan_graph.config import job
 from torchtitan_graph.device import GIB
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.forecast import OPTIMIZER, STEP, Forecast, check_fits, forecast
+from torchtitan_graph.graph import keeping
 from torchtitan_graph.graph.torch_private import init_fake_process_group
 from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.layout import FSDP, PP, TP, ParallelDims
 from torchtitan_graph.parallel.recompute import Budget, Recompute
 from torchtitan_graph.parallel.storage import Reshard
-from torchtitan_graph.passes import tag_offload
 from torchtitan_graph.steps import build_graphs
 
 
@@ -85,7 +85,7 @@ def test_a_stage_holds_what_its_schedule_keeps() -> None:
 
 @pytest.mark.parametrize("dims", [ParallelDims(dp_shard=2), ParallelDims(pp=2)], ids=["FSDP-2", "PP-2"])
 def test_what_is_offloaded_is_held_by_the_host(dims: ParallelDims, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tag_offload, "_SMALLEST", 0)
+    monkeypatch.setattr(keeping, "SMALLEST", 0)
     gpipe = (("pipeline_parallel_schedule", "GPipe"),)
     stay = Cell(dims, num_microbatches=4, changes=(("num_layers", 8),), pipeline=gpipe)
     before, after = (of(dataclasses.replace(stay, offload=names)) for names in ((), ("layers.0", "layers.1")))
@@ -134,12 +134,27 @@ def test_what_can_not_fit_is_refused(gib: float, said: str, monkeypatch: pytest.
     assert bool(asked) == bool(said), "other policies are tried where it does not fit"
 
 
-def test_gib_of_a_rank_are_met_or_refused_with_the_least() -> None:
-    """What passes after the policy add is made up for: the bucket of a block waits for its last gradient."""
-    cell = Cell(ParallelDims(dp_shard=2), vocab_size=512, changes=(("num_layers", 6),))
+_LAYERS = Cell(vocab_size=512, changes=(("num_layers", 6),))
+BUDGETED = {"FSDP-2": dataclasses.replace(_LAYERS, dims=ParallelDims(dp_shard=2))} | {
+    schedule: dataclasses.replace(
+        _LAYERS,
+        dims=ParallelDims(pp=2),
+        num_microbatches=4,
+        pipeline=(("pipeline_parallel_schedule", schedule),),
+    )
+    for schedule in ("GPipe", "ZBVZeroBubble")
+}
+
+
+@pytest.mark.parametrize("name", BUDGETED)
+def test_gib_of_a_rank_are_met_or_refused_with_the_least(name: str) -> None:
+    """What passes after the policy add is made up for: the bucket of a block waits for its last gradient. A pipeline's
+    rank counts what its schedule holds of all of its stages."""
+    cell = BUDGETED[name]
     most, least = (built(cell, Recompute(budget=Budget(part)), None) for part in (1.0, 0.0))
     allowed = (most + least) / 2
-    assert least <= built(cell, Recompute(budget=Budget()), allowed / GIB) <= allowed < most
+    assert least < built(cell, Recompute(budget=Budget()), allowed / GIB) <= allowed < most
+    assert built(cell, Recompute(budget=Budget()), most / GIB) == most, "nothing is computed again in vain"
     with pytest.raises(UserError, match="memory_budget_gib = 1e-06: the least that this rank can hold is 0.0"):
         built(cell, Recompute(budget=Budget()), 1e-6)
 

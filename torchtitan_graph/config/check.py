@@ -447,8 +447,12 @@ def _check_budget(config: JobConfig) -> list[str]:
     if checkpoint.memory_budget_gib is not None:
         name = _name(config, "activation_checkpoint.memory_budget_gib")
         use = "use activation_checkpoint.memory_budget, a fraction"
-        if config.parallelism.pipeline_parallel_degree > 1:
-            problems.append(f"{name}: not for a pipeline, whose ranks hold several stages' microbatches; {use}")
+        if checkpoint.memory_budget_gib == 0:
+            problems.append(f"{name}: a rank holds more than nothing; give what it may hold, in GiB, or {use}")
+        if checkpoint.memory_budget != OPTIONS["activation_checkpoint.memory_budget"].default:
+            problems.append(
+                f"{name}: takes the place of memory_budget = {checkpoint.memory_budget}; leave one of them out"
+            )
         if "." in config.optimizer.name:
             problems.append(f"{name}: what optimizer.name = {config.optimizer.name!r} keeps is not known before; {use}")
     return problems

@@ -24,6 +24,7 @@ _MOVES = (
     *(aten.constant_pad_nd.default, aten.index_select.default),
 )
 WORTH = 32  # a byte that is kept till backward is worth as many bytes read and written
+SMALLEST = 2**20  # bytes that are worth a copy of their own in the host's memory
 START = 2**16  # to start an operator costs as much as so many bytes read and written
 
 
@@ -108,6 +109,22 @@ def chosen(values: Mapping[Node, Value], forward: Forward, places: Container[int
     return {node for node in found if forward.owner[node] in found}
 
 
+def movable(gm: GraphModule, modules: Container[str]) -> set[Node]:
+    """Give the large activations of these modules that may lie in the host's memory till backward: no weights, nothing
+    that is written in place or that the graph gives."""
+    if not modules:
+        return set()
+    owner, weights = owners(gm), gathered_weights(gm)
+    stay = {owner[node] for node in gm.graph.output_node().all_input_nodes}
+    stay |= {owner[x] for node in gm.graph.nodes for x, writes in aliased(node) if writes}
+    return {
+        node
+        for node, root in owner.items()
+        if root.op == "call_function" and root not in stay and root not in weights
+        if meta.phase(node) == "forward" and block_of(node, modules) and _is_large(node)
+    }
+
+
 def is_wanted(node: Node) -> bool:
     """Tell whether backward reads a node's value, or computes something of it again."""
     return any(meta.phase(user) == "backward" or meta.tag(user) == meta.RECOMPUTE for user in node.users)
@@ -117,6 +134,15 @@ def moved(node: Node) -> int:
     """Give the bytes that an operator reads and writes, and what it costs to start it."""
     tensors = [x.meta.get("val") for x in (node, *node.all_input_nodes)]
     return START + sum(x.numel() * x.element_size() for x in tensors if isinstance(x, torch.Tensor))
+
+
+def _is_large(node: Node) -> bool:
+    """Tell whether a copy of a value is worth its while, and lies as it does: without gaps."""
+    x = node.meta.get("val")
+    if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+        return False
+    size = x.numel() * x.element_size()
+    return size >= SMALLEST and size == x.untyped_storage().nbytes()
 
 
 def _is_there(node: Node, forward: Forward) -> bool:

@@ -1,7 +1,9 @@
-"""What a graph would hold if backward computed other values again: `rematerialize`, rehearsed."""
+"""What a graph would hold if backward computed other values again: `rematerialize`, rehearsed, and what is moved to the
+host's memory meanwhile."""
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import operator
 from collections.abc import Container, Sequence
@@ -10,6 +12,7 @@ from typing import NamedTuple
 from torch.fx import GraphModule, Node
 
 from torchtitan_graph.graph import meta
+from torchtitan_graph.graph.blocks import block_of
 from torchtitan_graph.graph.collectives import reductions
 from torchtitan_graph.graph.liveness import Memories, scratch_of, size_of
 
@@ -24,11 +27,19 @@ class Held(NamedTuple):
 class Rehearsal:
     """What a graph would hold if backward computed other values again, found without editing the graph."""
 
-    def __init__(self, gm: GraphModule, buckets: Sequence[Sequence[str]] = ()) -> None:
+    def __init__(
+        self,
+        gm: GraphModule,
+        buckets: Sequence[Sequence[str]] = (),
+        movable: Container[Node] = (),
+        blocks: Container[str] = (),
+    ) -> None:
         """Read the graph, which stays as it is.
 
         Args:
             buckets: names of parameters whose gradients are to be reduced together, when the last is there.
+            movable: values that lie in the host's memory till backward, if they are kept for it.
+            blocks: where they leave, and come back.
         """
         memories, nodes = Memories(gm), list(gm.graph.nodes)
         owner = memories.owner
@@ -53,6 +64,8 @@ class Rehearsal:
         self._taken = [sum(map(size_of, memories.taken(node))) for node in nodes]
         self._scratch = [scratch_of(node) for node in nodes]
         self._is_late = [node.op == "call_function" and meta.phase(node) == "backward" for node in nodes]
+        self._may_move = [node in movable for node in nodes]
+        self._block = [block_of(node, blocks) if any(self._may_move) else None for node in nodes]
         self._stays = [node.op in ("placeholder", "output") or node.is_impure() for node in nodes]
 
     def held(self, again: Container[Node]) -> Held:
@@ -77,6 +90,9 @@ class Rehearsal:
         freed_at = [0] * len(runs)
         for i, t in enumerate(last_use):
             freed_at[t] += sizes[i % n] if t >= 0 else 0
+        for i, leaves, back in self._moves(runs, reads, owner):
+            freed_at[leaves] += sizes[i]
+            freed_at[back - 1] -= sizes[i]
         held = peak = kept = 0
         begins = False
         for t, i in enumerate(runs):
@@ -86,6 +102,39 @@ class Rehearsal:
             peak = max(peak, held + self._scratch[i % n])
             held -= freed_at[t]
         return Held(peak, kept)
+
+    def _moves(self, runs: list[int], reads: list[list[int]], owner: list[int]) -> list[tuple[int, int, int]]:
+        """Give what lies in the host's memory for a while, as `offload_activations` has it: whose memory, after which
+        step it is left, and before which it is taken anew."""
+        if not any(self._may_move):
+            return []
+        n = len(self._nodes)
+        late = [i >= n or self._is_late[i] for i in runs]
+        ends: dict[str, int] = {}  # of each block's forward, in order
+        read, first = [0] * n, dict[int, tuple[int, int]]()  # the last time in forward; the first in backward, as what
+        for t, i in enumerate(runs):
+            block = self._block[i % n]
+            if block and not late[t]:
+                ends.pop(block, None)
+                ends[block] = t
+            for x in reads[i]:
+                if owner[x] < n and late[t]:
+                    first.setdefault(owner[x], (t, x))
+                elif owner[x] < n:
+                    read[owner[x]] = t
+        begins, waiting = list[int](), list(ends)  # of each block's backward, the last block first
+        for t, i in enumerate(runs):
+            if waiting and late[t] and self._block[i % n] == waiting[-1]:
+                begins.append(t)
+                waiting.pop()
+        next_end = {block: ends[after] for block, after in itertools.pairwise(ends)}
+        found = []
+        for i, (t, x) in first.items():
+            number = bisect.bisect(begins, t) - 1
+            block = self._block[x % n] or ""
+            if self._may_move[x % n] and number > 0 and block in next_end:
+                found.append((i, max(read[i], next_end[block]), begins[number]))
+        return [(i, leaves, back) for i, leaves, back in found if leaves < back]
 
     def _order(self, is_again: list[bool]) -> tuple[list[int], list[list[int]]]:
         """Give what runs, in order, and what each reads."""

@@ -14,7 +14,7 @@ from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.cut import hull, kept
 from torchtitan_graph.graph.edit import aliased
 from torchtitan_graph.graph.flops import flops_of
-from torchtitan_graph.graph.keeping import Forward, chosen, elementwise_again, forward_of, moved, values_of
+from torchtitan_graph.graph.keeping import Forward, chosen, elementwise_again, forward_of, movable, moved, values_of
 from torchtitan_graph.graph.liveness import size_of
 from torchtitan_graph.graph.rehearse import Rehearsal
 from torchtitan_graph.graph.traffic import group_of
@@ -53,7 +53,11 @@ class _Level(NamedTuple):
 
 
 def tag_budget(
-    gm: GraphModule, blocks: Container[str], budget: Budget | None, buckets: Sequence[Sequence[str]]
+    gm: GraphModule,
+    blocks: Container[str],
+    budget: Budget | None,
+    buckets: Sequence[Sequence[str]],
+    offload: Container[str] = (),
 ) -> GraphModule:
     """Tag RECOMPUTE in blocks, as little as lets the step hold what the budget says. Bitwise.
 
@@ -61,14 +65,15 @@ def tag_budget(
 
     A kind of block has levels: minimum cuts, at every price of memory in work. Blocks move to their next level in the
     order of what a byte costs there, the first blocks first, until the step at its peak holds what is asked for. That
-    is seen by rehearsal, so nothing is computed again where gradients set the peak. `gm.meta["curve"]` tells the
-    choices.
+    is seen by rehearsal, so nothing is computed again where gradients set the peak. What the modules in `offload` then
+    keep lies in the host's memory. `gm.meta["curve"]` tells the choices.
     """
     if budget is None or not any(meta.phase(node) == "backward" for node in gm.graph.nodes):
         return gm
     forward = forward_of(gm, blocks)
     names = [name for name in forward.groups if name is not None]
-    plan = _Plan(gm, budget, buckets, forward, [_levels(forward.groups[name], forward) for name in names])
+    rehearsal = Rehearsal(gm, buckets, movable(gm, offload), blocks)
+    plan = _Plan(gm, budget, rehearsal, forward, [_levels(forward.groups[name], forward) for name in names])
     level_of = plan.solve()
     for name, levels, level in zip(names, plan.levels, level_of, strict=True):
         if level:  # else `tag_elementwise` chooses the same
@@ -86,12 +91,11 @@ class _Plan:
         self,
         gm: GraphModule,
         budget: Budget,
-        buckets: Sequence[Sequence[str]],
+        rehearsal: Rehearsal,
         forward: Forward,
         levels: list[list[_Level]],
     ) -> None:
-        self.levels, self._budget = levels, budget
-        self._rehearsal = Rehearsal(gm, buckets)
+        self.levels, self._budget, self._rehearsal = levels, budget, rehearsal
         self._others = {node for node in gm.graph.nodes if meta.tag(node) == meta.RECOMPUTE}
         self._others |= elementwise_again(forward.groups.get(None, []), forward)
         steps = [

@@ -6,19 +6,27 @@ import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
 from torch.fx import GraphModule
 
+from torchtitan_graph import device as devices
 from torchtitan_graph.device import GIB
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.liveness import peak_memory
 from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.recompute import Budget
-from torchtitan_graph.parallel.schedule import Schedule
 from torchtitan_graph.parallel.storage import Storage
 from torchtitan_graph.passes.tag_budget import Curve
 
 OPTIMIZER, INPUTS = "optimizer state", "batch and masks"
 _MIB = 2**20
+_TRIES = 5  # of what stages may keep: to a 32nd of what could be saved
+_GIB = "activation_checkpoint.memory_budget_gib"
+_LESS = (
+    "give as much, or take a smaller training.local_batch_size or training.seq_len, more processes, or a higher"
+    " parallelism.tensor_parallel_degree"
+)
 
 
 def at_rest(storages: Mapping[str, Storage], *, accumulates: bool, knows_optimizer: bool = True) -> dict[str, int]:
@@ -63,24 +71,46 @@ def meet(
         if curve is None or curve.chosen.peak > asked:
             break
         asked -= peak - allowed
+    raise UserError(_too_little(gib, rest, least))
+
+
+def share(gib: float, rest: Mapping[str, int], peak: Callable[[float], int]) -> float:
+    """Find what part of what they could keep the stages of a rank keep, each the same, so that the rank holds no more
+    than `gib` in all. All ranks call it together.
+
+    Args:
+        rest: what lies there beside the step, by what for.
+        peak: gives what a step holds at its peak with a part, from 0 to 1.
+
+    Raises:
+        UserError: on all ranks, if even the least of one is more.
+    """
+    allowed = int(gib * GIB) - sum(rest.values())
+    part, needs = 1.0, peak(1.0)
+    if needs > allowed:
+        part, needs = 0.0, peak(0.0)
+    lacks = torch.tensor(needs - allowed, device=devices.device())
+    dist.all_reduce(lacks, dist.ReduceOp.MAX)
+    if needs > allowed:
+        raise UserError(_too_little(gib, rest, needs))
+    if lacks > 0:
+        raise UserError(
+            f"{_GIB} = {gib:g}: the least that one rank of the pipeline can hold is {gib + lacks.item() / GIB:.3f} GiB;"
+            f" {_LESS}"
+        )
+    low, high = part, 1.0
+    for _ in range(_TRIES * (part < 1)):
+        part = (low + high) / 2
+        low, high = (part, high) if peak(part) <= allowed else (low, part)
+    return low
+
+
+def _too_little(gib: float, rest: Mapping[str, int], least: int) -> str:
     parts = [*rest.items(), ("a step at its peak", least)]
-    raise UserError(
-        f"activation_checkpoint.memory_budget_gib = {gib:g}: the least that this rank can hold is"
-        f" {sum(size for _, size in parts) / GIB:.3f} GiB:"
-        f" {', '.join(f'{size / GIB:.3f} of {name}' for name, size in parts)}; give as much, or take a smaller"
-        " training.local_batch_size or training.seq_len, more processes, or a higher"
-        " parallelism.tensor_parallel_degree"
+    return (
+        f"{_GIB} = {gib:g}: the least that this rank can hold is {sum(size for _, size in parts) / GIB:.3f} GiB:"
+        f" {', '.join(f'{size / GIB:.3f} of {name}' for name, size in parts)}; {_LESS}"
     )
-
-
-def in_flight(schedule: Schedule, stage: int) -> int:
-    """Give the most microbatches of which a stage keeps values at once."""
-    held = most = 0
-    for action in schedule.actions[schedule.rank_of[stage]]:
-        if action.stage == stage:
-            held += (action.kind == "F") - (action.kind in ("B", "W"))
-            most = max(most, held)
-    return max(most, 1)
 
 
 def tell(gm: GraphModule, graph: str, picture: Path | None) -> None:

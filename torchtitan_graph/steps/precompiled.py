@@ -92,8 +92,6 @@ class Writer:
                 raise UserError(f"{begin}: its {INDEX} is not of graphs, and would be lost; name another folder")
             (folder / INDEX).unlink(missing_ok=True)
             (folder / f"{INDEX}.part").touch()
-        except (FileExistsError, NotADirectoryError) as error:
-            raise UserError(f"{begin}: {error.filename} is a file; name a folder") from error
         except OSError as error:
             raise UserError(f"{begin}: can't be written ({error}); name another folder") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import operator
@@ -30,8 +31,10 @@ from torchtitan_graph.loss import loss_context
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.parallel.layout import PP, TP, Layout
 from torchtitan_graph.parallel.pipeline import StageGraph
+from torchtitan_graph.parallel.recompute import Budget
 from torchtitan_graph.parallel.storage import Reshard, Storage
-from torchtitan_graph.steps.budget import in_flight, tell
+from torchtitan_graph.steps.budget import at_rest, share, tell
+from torchtitan_graph.steps.held import in_flight, peak_of_stages
 from torchtitan_graph.steps.inputs import example_inputs, lay_out, loss_is_parallel, once_per_kind
 from torchtitan_graph.steps.options import StepOptions
 from torchtitan_graph.steps.precompiled import Rewritten
@@ -54,7 +57,7 @@ def build_stages(
     """Build the graphs of this rank's pipeline stages, by number; and give how its parameters lie, and its FLOPs."""
     plan, like = _take_stages(model, family, layout, options)
     if options.precompiled is None:
-        steps = {number: _rewrite(number, model, plan, layout, options, capture, like[number]) for number in like}
+        steps = _rewritten(model, plan, layout, options, capture, like)
     else:
         arguments = {number: (each.train, each.evaluate) for number, each in like.items()}
         steps = options.precompiled.load(arguments, layout, plan.storages, options.device)
@@ -67,8 +70,7 @@ def rewrite_stages(
 ) -> tuple[dict[int, Rewritten], Mapping[str, Storage]]:
     """Give the steps of this rank's stages before they are cut, by number, and how its parameters lie."""
     plan, like = _take_stages(model, family, layout, options)
-    steps = {number: _rewrite(number, model, plan, layout, options, capture, like[number]) for number in like}
-    return steps, plan.storages
+    return _rewritten(model, plan, layout, options, capture, like), plan.storages
 
 
 def make_code(gm: GraphModule, plan: PassPlan, options: StepOptions, name: str) -> GraphModule:
@@ -99,11 +101,60 @@ def _take_stages(
     return plan, {number: _like(number, model, layout, options) for number in numbers}
 
 
+def _rewritten(
+    model: Decoder,
+    plan: PassPlan,
+    layout: Layout,
+    options: StepOptions,
+    capture: Capture,
+    like: Mapping[int, _Like],
+) -> dict[int, Rewritten]:
+    """Trace this rank's stages, and run the passes on them that come before the cut."""
+    traced = {number: _trace_stage(number, model, layout, options, capture, like[number]) for number in like}
+    if options.budget_gib is not None:
+        stages = {number: train for number, (train, _) in traced.items()}
+        plan = _within(options.budget_gib, stages, plan, layout, options, like)
+    return {number: _rewrite(number, *traced[number], model, plan, layout, options, like[number]) for number in like}
+
+
+def _within(
+    gib: float,
+    traced: Mapping[int, TracedResult],
+    plan: PassPlan,
+    layout: Layout,
+    options: StepOptions,
+    like: Mapping[int, _Like],
+) -> PassPlan:
+    """Let each stage keep the same part of what it could, as much as a rank has memory for in all."""
+
+    def peak(fraction: float) -> int:
+        graphs: dict[int, StageGraph] = {}
+        for number, step in traced.items():
+            told = Inspection(f"stage {number}, memory_budget {fraction:.4g}")
+            copied = dataclasses.replace(step, gm=copy.deepcopy(step.gm))
+            made = _run_passes(number, copied, with_budget(fraction), options, told)
+            graphs[number] = _cut(made, like[number], plan, options)
+        assert options.pipeline is not None
+        return peak_of_stages(graphs, options.pipeline, layout.rank(PP))[0]
+
+    def with_budget(fraction: float) -> PassPlan:
+        recompute = dataclasses.replace(plan.recompute, budget=Budget(fraction))
+        return dataclasses.replace(plan, recompute=recompute)
+
+    return with_budget(share(gib, at_rest(plan.storages, accumulates=False), peak))
+
+
 def _rewrite(
-    number: int, model: Decoder, plan: PassPlan, layout: Layout, options: StepOptions, capture: Capture, like: _Like
+    number: int,
+    train: TracedResult,
+    evaluate: TracedResult | None,
+    model: Decoder,
+    plan: PassPlan,
+    layout: Layout,
+    options: StepOptions,
+    like: _Like,
 ) -> Rewritten:
-    """Trace a stage, and run the passes on it that come before the cut."""
-    train, evaluate = _trace_stage(number, model, layout, options, capture, like)
+    """Run the passes on a stage's steps that come before the cut."""
     flops = count_flops(train.gm, model.blocks, layout.gathers_rows)
     shown = not any(layout.mesh.get_coordinate() or ()) or dist.get_backend() == "fake"
     tensors = [x.detach() for x in pytree.tree_leaves(like.train) if isinstance(x, Tensor)]
@@ -113,45 +164,46 @@ def _rewrite(
         tensors if options.verify else None,
         plan.costs,
     )
+    done = _run_passes(number, train, plan, options, watch)
+    if evaluate is not None:
+        evaluate = _run_passes(number, evaluate, plan, options, Inspection(f"stage {number}, evaluation"))
+    picture = options.picture and options.picture.with_stem(f"{options.picture.stem}_stage_{number}")
+    tell(done.gm, watch.graph, picture if shown else None)
+    return Rewritten(done, evaluate, flops)
 
+
+def _run_passes(
+    number: int, step: TracedResult, plan: PassPlan, options: StepOptions, watch: Inspection
+) -> TracedResult:
     if (budget := plan.recompute.budget) is not None:
         assert options.pipeline is not None
         budget = dataclasses.replace(budget, in_flight=in_flight(options.pipeline, number))
         plan = dataclasses.replace(plan, recompute=dataclasses.replace(plan.recompute, budget=budget))
-
-    def rewritten(step: TracedResult, watch: Inspection) -> TracedResult:
-        chosen = [each for each in passes(plan, options.extra) if not each.cut]
-        return dataclasses.replace(step, gm=run_passes(step.gm, chosen, options.disabled, options.device, watch))
-
-    done = rewritten(train, watch)
-    picture = options.picture and options.picture.with_stem(f"{options.picture.stem}_stage_{number}")
-    tell(done.gm, watch.graph, picture if shown else None)
-    return Rewritten(done, evaluate and rewritten(evaluate, Inspection(f"stage {number}, evaluation")), flops)
+    chosen = [each for each in passes(plan, options.extra) if not each.cut]
+    return dataclasses.replace(step, gm=run_passes(step.gm, chosen, options.disabled, options.device, watch))
 
 
 def _finish(number: int, steps: Rewritten, like: _Like, plan: PassPlan, options: StepOptions) -> StageGraph:
     """Cut a stage into the parts that its schedule runs, and make code of them."""
-    assert options.pipeline is not None
-    splits = options.pipeline.splits_backward
-    parts = partition(steps.train.gm, gather_once=not plan.reshard.root, split_backward=splits)
+    stage = _cut(steps.train, like, plan, options)
     # A compiled cast would expect the graph's dtype, but what is reduced was summed in that of the reduction.
-    cut = {
+    made = {
         name: part._replace(gm=make_code(part.gm, plan, options, f"stage {number}, {name}"))
-        for name, part in parts.by_name.items()
+        for name, part in stage.parts.by_name.items()
         if name not in ONCE_A_STEP
     }
     evaluate = steps.evaluate
     if evaluate is not None:
         final = make_code(evaluate.gm, plan, options, f"stage {number}, evaluation")
         evaluate = dataclasses.replace(evaluate, gm=final)
-    return StageGraph(
-        parts._replace(by_name={**parts.by_name, **cut}),
-        steps.train,
-        evaluate,
-        like.passed,
-        like.eval_passed,
-        options.precision.reduce,
-    )
+    return stage._replace(parts=stage.parts._replace(by_name={**stage.parts.by_name, **made}), evaluate=evaluate)
+
+
+def _cut(train: TracedResult, like: _Like, plan: PassPlan, options: StepOptions) -> StageGraph:
+    assert options.pipeline is not None
+    splits = options.pipeline.splits_backward
+    parts = partition(train.gm, gather_once=not plan.reshard.root, split_backward=splits)
+    return StageGraph(parts, train, None, like.passed, like.eval_passed, options.precision.reduce)
 
 
 def _trace_stage(

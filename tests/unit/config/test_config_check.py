@@ -180,6 +180,33 @@ def test_what_cuda_graphs_do_not_go_with_is_named(arguments: str, words: str) ->
     assert any(words in problem for problem in problems(f"--compile.cuda_graphs {arguments}", 2))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--activation_checkpoint.memory_budget_gib 0", "memory_budget_gib = 0.0: a rank holds more than nothing"),
+        (
+            "--activation_checkpoint.memory_budget_gib 4 --activation_checkpoint.memory_budget 0.25",
+            "memory_budget_gib = 4.0: takes the place of memory_budget = 0.25; leave one of them out",
+        ),
+        ("--compile.mode eager", "activation_checkpoint.mode = 'memory_budget': is met in the graph alone"),
+        (
+            "--activation_checkpoint.memory_budget_gib 4 --optimizer.name torch.optim.SGD",
+            "memory_budget_gib = 4.0: what optimizer.name = 'torch.optim.SGD' keeps is not known before",
+        ),
+    ],
+)
+def test_a_budget_that_can_not_be_met_is_named(arguments: str, words: str) -> None:
+    mode = "--activation_checkpoint.mode memory_budget"
+    assert check(load(mode.split()), 1) == []
+    assert words in problems(f"{mode} {arguments}", 1)[0]
+
+
+@pytest.mark.parametrize("fraction", ["-0.1", "1.1", "nan"])
+def test_a_budget_is_a_part(fraction: str) -> None:
+    with pytest.raises(UserError, match="activation_checkpoint.memory_budget = .*at least 0 and at most 1"):
+        load(["--activation_checkpoint.memory_budget", fraction])
+
+
 def test_only_known_components_and_whole_options_are_compiled() -> None:
     assert (
         "optimizer can't be compiled; legal are model, loss, flex" in problems("--compile.components optimizer", 1)[0]
@@ -217,6 +244,11 @@ def test_only_known_components_and_whole_options_are_compiled() -> None:
         ("--compile.enable --compile.mode eager", "compile.enable = True: compile.mode = eager compiles flex"),
         ("--compile.codegen whole --compile.mode eager", "compile.codegen = 'whole': compile.mode = eager compiles"),
         ("--comm.fake_rank 1", "only a dry run"),
+        (
+            "--activation_checkpoint.visualize_memory_budget_pareto",
+            "True: nothing is budgeted while mode is not memory",
+        ),
+        ("--activation_checkpoint.memory_budget_gib 4", "memory_budget_gib = 4.0: nothing is budgeted while mode"),
         ("--comm.fake_device A100", "only a dry run"),
         ("--metrics.histogram_freq 5", "no histograms while metrics.enable_tensorboard is false"),
         ("--parallelism.pipeline_parallel_schedule GPipe", "'GPipe': there are no stages while parallelism.pipeline_"),

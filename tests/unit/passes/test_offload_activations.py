@@ -9,14 +9,13 @@ from toy import aten, bitwise, blocks, calls, place, run_toy, text, toy, trace_t
 
 from torchtitan_graph.compiler import plan_offload
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph import meta
+from torchtitan_graph.graph import keeping, meta
 from torchtitan_graph.graph.blocks import block_of
 from torchtitan_graph.graph.edit import call
 from torchtitan_graph.graph.liveness import host_memory, owners, peak_memory
 from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.parallel.storage import Precision, plan_storage
 from torchtitan_graph.passes import offload_activations as module
-from torchtitan_graph.passes import tag_offload as policy
 from torchtitan_graph.passes.cleanup import cleanup
 from torchtitan_graph.passes.compile_regions import tag_regions
 from torchtitan_graph.passes.offload_activations import offload_activations
@@ -33,7 +32,7 @@ BLOCKS = blocks(4)
 
 @pytest.fixture(autouse=True)
 def nothing_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policy, "_SMALLEST", 0)
+    monkeypatch.setattr(keeping, "SMALLEST", 0)
 
 
 def tagged(recompute: Recompute = NONE, modules: list[str] = BLOCKS) -> GraphModule:
@@ -162,7 +161,7 @@ def test_only_large_activations_of_the_modules_named_are_tagged(monkeypatch: pyt
         "1",
     }
     assert not [n for n in in_feed_forward if meta.module(n) in ("layers.0", "layers.0.up")]
-    monkeypatch.setattr(policy, "_SMALLEST", 6 * 7 * 4)
+    monkeypatch.setattr(keeping, "SMALLEST", 6 * 7 * 4)
     assert {n.meta["val"].nbytes for n in sent(moved())} == {6 * 7 * 4}
 
 

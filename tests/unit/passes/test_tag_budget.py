@@ -8,14 +8,16 @@ from torch.fx import GraphModule
 from toy import aten, batch, bitwise, blocks, calls, run_toy, text, toy, trace_toy
 
 from torchtitan_graph.graph import keeping, meta
-from torchtitan_graph.graph.liveness import peak_memory
+from torchtitan_graph.graph.liveness import host_memory, peak_memory
 from torchtitan_graph.graph.step import trace_eval_step
 from torchtitan_graph.loss import cross_entropy
 from torchtitan_graph.parallel.recompute import Budget, Recompute
 from torchtitan_graph.passes.cleanup import cleanup
+from torchtitan_graph.passes.offload_activations import offload_activations
 from torchtitan_graph.passes.rematerialize import rematerialize
 from torchtitan_graph.passes.tag_budget import Curve, tag_budget
 from torchtitan_graph.passes.tag_elementwise import tag_elementwise
+from torchtitan_graph.passes.tag_offload import tag_offload
 from torchtitan_graph.passes.tag_recomputation import tag_recomputation
 
 LAYERS, ROWS = 6, 64  # with fewer rows gradients would set the peak
@@ -83,6 +85,19 @@ def test_some_blocks_pay_and_others_keep() -> None:
 def test_a_stage_counts_every_microbatch_in_flight() -> None:
     one, three = (curve_of(tagged(Budget(1.0, in_flight=n))).chosen for n in (1, 3))
     assert three.kept == one.kept and three.peak == one.peak + 2 * one.kept
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+def test_what_lies_in_the_hosts_memory_meanwhile_is_rehearsed(fraction: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeping, "SMALLEST", 0)
+    expected, names = run_toy(cleanup(trace_toy(toy(LAYERS), rows=ROWS)), ROWS), blocks(LAYERS)
+    gm = tag_recomputation(cleanup(trace_toy(toy(LAYERS), rows=ROWS)), names, Recompute())
+    gm = tag_offload(tag_elementwise(tag_budget(gm, names, Budget(fraction), (), names), names), names)
+    gm = offload_activations(rematerialize(gm), names)
+    assert bitwise(run_toy(gm, ROWS), expected) and host_memory(gm) > 0
+    assert peak_memory(gm).num_bytes == curve_of(gm).chosen.peak
+    most, without = curve_of(gm).points[0], curve_of(tagged(Budget(fraction))).points[0]
+    assert most.peak < without.peak and most.kept < without.kept
 
 
 def test_where_gradients_set_the_peak_nothing_is_computed_again() -> None:

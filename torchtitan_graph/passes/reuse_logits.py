@@ -27,11 +27,13 @@ def reuse_logits(gm: GraphModule) -> GraphModule:
     memory that no input or output has, and sums over all classes alike. It runs before the policies, which see what the
     loss holds then. From here on a node's value may change: none may let what reads it be computed again.
     """
+    found = gm.graph.find_nodes(op="call_function", target=aten._log_softmax.default)
+    losses = list(filter(None, map(_match, found)))
+    if not losses:
+        return gm
     owner, place = owners(gm), {node: i for i, node in enumerate(gm.graph.nodes)}
     last_use = {owner[x]: i for node, i in place.items() for x in node.all_input_nodes}
     fixed = {owner[node] for node in (*gm.graph.output_node().all_input_nodes, *gm.graph.find_nodes(op="placeholder"))}
-    found = gm.graph.find_nodes(op="call_function", target=aten._log_softmax.default)
-    losses = list(filter(None, map(_match, found)))
     num_losses = collections.Counter(owner[loss.logits] for loss in losses)
     for loss in losses:
         memory, is_whole = owner[loss.logits], value(loss.logits).is_contiguous()

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch.fx import GraphModule, Node
 
-from torchtitan_graph.graph.edit import call, value
+from torchtitan_graph.graph.edit import call, erase_unused, value
 from torchtitan_graph.graph.liveness import owners
 from torchtitan_graph.row_loss import exponentials, sharded_cross_entropy_backward_
 
@@ -25,18 +25,19 @@ def reuse_sharded_logits(gm: GraphModule) -> GraphModule:
     search. Only for logits that nothing else reads once their gradient is made, in memory that no input or output has.
     From here on a node's value may change: no policy may let what reads it be computed again.
     """
+    found = gm.graph.find_nodes(op="call_function", target=aten.gather.default)
+    losses = list(filter(None, map(_match, found)))
+    if not losses:
+        return gm
     owner, place = owners(gm), {node: i for i, node in enumerate(gm.graph.nodes)}
     last_use = {owner[x]: i for node, i in place.items() for x in node.all_input_nodes}
     fixed = {owner[node] for node in (*gm.graph.output_node().all_input_nodes, *gm.graph.find_nodes(op="placeholder"))}
-    found = gm.graph.find_nodes(op="call_function", target=aten.gather.default)
-    losses = list(filter(None, map(_match, found)))
     memories = [owner[loss.logits] for loss in losses]
     for loss, memory in zip(losses, memories, strict=True):
         is_free = memory not in fixed and memories.count(memory) == 1 and value(loss.logits).is_contiguous()
         if loss.end is None or (is_free and last_use[memory] < place[loss.end]):
             _rewrite(gm, loss)
-    if losses:
-        gm.graph.eliminate_dead_code()
+    erase_unused(gm)
     gm.recompile()
     return gm
 

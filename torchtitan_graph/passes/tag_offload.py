@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Container, Sequence
 
 import torch
 from torch.fx import GraphModule, Node
@@ -17,7 +17,7 @@ _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _SMALLEST = 2**20  # bytes that are worth a copy of their own
 
 
-def tag_offload(gm: GraphModule, modules: Container[str]) -> GraphModule:
+def tag_offload(gm: GraphModule, modules: Collection[str]) -> GraphModule:
     """Tag OFFLOAD the large activations of these modules that backward needs. Bitwise.
 
         h = mm(x, w); v = view(h); y = silu(v); ...; silu_backward(dy, v)      h is tagged, and v RECOMPUTE
@@ -25,6 +25,8 @@ def tag_offload(gm: GraphModule, modules: Container[str]) -> GraphModule:
     A view of what is tagged is made again, of the copy that comes back. Weights and integers are never tagged, nor
     what is computed again, written in place, or shares memory with what stays.
     """
+    if not modules:
+        return gm
     owner, weights, needed = owners(gm), gathered_weights(gm), _needed_in_backward(gm)
     results = {owner[node] for node in gm.graph.output_node().all_input_nodes}
     sharing: dict[Node, list[Node]] = {}  # whose values lie in a node's memory, in order

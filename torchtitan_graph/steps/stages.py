@@ -111,6 +111,7 @@ def _rewrite(
         options.dump_to / f"stage_{number}" if options.dump_to and shown else None,
         tensors if options.verify else None,
         plan.costs,
+        options.dump_only,
     )
 
     if (budget := plan.recompute.budget) is not None:

@@ -6,10 +6,12 @@ line has the value's dtype and shape, phase, module, line of source, and after |
 
 import argparse
 import collections
+import dataclasses
 import difflib
 import fnmatch
 import html
 import math
+import os
 import re
 import sys
 import tempfile
@@ -18,9 +20,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
-from torchtitan_graph import train
+from torchtitan_graph.compiler import PassPlan, check_disabled, passes, plan_extra
+from torchtitan_graph.config import JobConfig, check, load
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.show import without_bytes
+from torchtitan_graph.graph.torch_private import init_fake_process_group
+from torchtitan_graph.log import init_logging, logger
+from torchtitan_graph.trainer import Trainer
 
 _LINE = re.compile(
     r"    (?P<name>\w+) = (?P<call>[\w.]+).*?  # (?P<value>.*?) ?(?P<phase>forward|backward)"
@@ -105,14 +113,49 @@ def timeline(lines: Sequence[Line], title: str) -> str:
 """
 
 
-def find_graph(folder: Path, name: str, parser: argparse.ArgumentParser) -> Path:
-    """Find the graph after a pass; `traced` is that before any."""
-    paths = sorted(folder.glob("*.py"))
-    names = [path.stem.partition("_")[2] for path in paths]
+def check_name(name: str, names: Sequence[str], parser: argparse.ArgumentParser) -> str:
+    """Refuse what is the name of no pass; `traced` is before any."""
     if name not in names:
         near = difflib.get_close_matches(name, names, n=1)
         parser.error(f"{name}: legal are {', '.join(names)}{f'; did you mean {near[0]}?' if near else ''}")
-    return paths[names.index(name)]
+    return name
+
+
+def find_graph(folder: Path, name: str, parser: argparse.ArgumentParser) -> Path:
+    """Find the graph after a pass."""
+    paths = sorted(folder.glob("*.py"))
+    names = [path.stem.partition("_")[2] for path in paths]
+    return paths[names.index(check_name(name, names, parser))]
+
+
+def passes_of(config: JobConfig) -> list[str]:
+    """Name the graphs that a configuration's dry run can write; a stage's code is made after it is cut."""
+    is_cut = config.parallelism.pipeline_parallel_degree > 1
+    ordered = [each for each in passes(PassPlan({}, (), ()), plan_extra(config.compile)) if not (is_cut and each.cut)]
+    return ["traced", *(each.name for each in ordered if each.name not in config.compile.disable_passes)]
+
+
+def build(words: Sequence[str], folder: Path, wanted: Sequence[str], parser: argparse.ArgumentParser) -> None:
+    """Build the graphs of a configuration, as a dry run does, and write those after the wanted passes, or the last.
+
+    Raises:
+        UserError: as a run of that configuration.
+    """
+    config = load([*words, "--comm.mode", "fake_backend", "--debug.dump_graphs", "--job.dump_folder", str(folder)])
+    world_size = int(os.environ.get("NGPU", "1"))
+    init_logging()
+    for notice in check(config, world_size):
+        logger.warning(notice)
+    check_disabled(config.compile.disable_passes)
+    names = passes_of(config)
+    chosen = [check_name(name, names, parser) for name in wanted] or names[-1:]
+    trainer = Trainer(config, world_size)
+    trainer.options = dataclasses.replace(trainer.options, dump_only=chosen, eval_rows=None)
+    init_fake_process_group(world_size, config.comm.fake_rank)
+    try:
+        trainer.setup_dry()
+    finally:
+        dist.destroy_process_group()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -132,9 +175,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as empty:
         folder = options.graphs
         if folder is None:
-            dry = ["--comm.mode", "fake_backend", "--debug.dump_graphs", "--job.dump_folder", empty]
-            if code := train.main([*of_training, *dry]):
-                return code
+            wanted = options.diff or ([options.after] if options.after else [])
+            try:
+                build(of_training, Path(empty), wanted, parser)
+            except UserError as error:
+                logger.error(str(error))
+                return 2
             folder = Path(empty, "graphs")
         elif of_training:
             parser.error(f"{of_training[0]}: with --graphs nothing is built")

@@ -56,6 +56,7 @@ from torchtitan_graph.patience import wait_for_storage
 from torchtitan_graph.run.folder import RunFolder
 from torchtitan_graph.run.hang import HangWatch
 from torchtitan_graph.steps import (
+    Graphs,
     Steps,
     Update,
     bind_graphs,
@@ -182,6 +183,7 @@ class Trainer:
             extra=self.options.extra,
             dump_to=folder,
             stack_traces=self.config.debug.stack_traces,
+            verify=self.options.verify,
         )
 
     def _build_steps(self) -> Steps:
@@ -224,7 +226,18 @@ class Trainer:
         """Build the graphs, on a fake process group, and tell what this rank needs."""
         self._join()
         graphs = build_graphs(self.model, self.family, self.layout, self.options, self.capture)
-        return forecast(self.model, graphs, self.layout, self.options, self.config.optimizer).lines()
+        told = forecast(self.model, graphs, self.layout, self.options, self.config.optimizer)
+        if self.config.compile.optimizer_in_graph:
+            self._trace_update(graphs)
+        return told.lines()
+
+    def _trace_update(self, graphs: Graphs) -> None:
+        """Trace the optimizer's step as well, on parameters that take no memory."""
+        on_meta = dataclasses.replace(self.options, device=torch.device("meta"), recorders=None)
+        self.steps = bind_graphs(graphs, self.model, self.layout, on_meta)
+        self.optimizer = build_optimizer(self.model, self.config.optimizer, in_part=self.dims.pp > 1)
+        gradients = {name: torch.empty_like(p) for name, p in self.model.named_parameters() if p.requires_grad}
+        self._build_update().trace(gradients, torch.empty((), device="meta"), self.device)
 
     def precompile(self) -> bytes:
         """Build this rank's graphs, on a fake process group, as `compile.precompiled` takes them."""

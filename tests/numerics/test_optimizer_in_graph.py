@@ -23,10 +23,13 @@ from matrix import (
 from test_every_family import MODELS
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.fx import GraphModule
 from torch.optim import Optimizer
 
 from pool import run_on
+from torchtitan_graph.compiler import Extra, Pass
 from torchtitan_graph.config import job
+from torchtitan_graph.graph.edit import call
 from torchtitan_graph.models.layers.init import initialize
 from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.optim import build_lr_scheduler, build_optimizer
@@ -203,6 +206,35 @@ def test_it_is_one_graph_with_its_collectives_that_writes_in_place() -> None:
         assert not [node for node in nodes if node.startswith(("profiler.", "aten.detach", "c10d."))]
         assert "optim group of layers.0.attention.wk.weight.lr" in inputs  # what a schedule sets is no constant
         assert "optim norm.weight.step" in inputs
+
+
+def outcome_of_verifying(spoil: bool) -> str:
+    each = Job(Cell(FSDP2), job.Optimizer(lr=1e-2), True)
+    each.update = Update(each.steps, each.optimizer, MAX_NORM, extra=[DOUBLE_RATES] * spoil, verify=True)
+    try:
+        each.step(1)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def double_rates(gm: GraphModule) -> GraphModule:
+    """Let the update take twice the learning rate: what the graph gives, the norm, does not tell."""
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten._fused_adamw_.tensor_lr):
+        with gm.graph.inserting_before(node):
+            lr = call(gm.graph, node, torch.ops.aten.mul.Tensor, node.kwargs["lr"], 2.0)
+        node.update_kwarg("lr", lr)
+    return gm
+
+
+DOUBLE_RATES = Extra("cleanup_update", Pass("double_rates", double_rates))
+
+
+def test_a_pass_that_spoils_the_update_is_named() -> None:
+    assert run_on(2, outcome_of_verifying, False) == ["", ""]
+    for message in run_on(2, outcome_of_verifying, True):
+        assert "pass double_rates promises the same numbers bit for bit" in message
+        assert "param tok_embeddings.weight afterwards" in message
 
 
 def changed_settings(key: str, value: object) -> str:

@@ -48,7 +48,13 @@ def returns_nothing(gm: GraphModule) -> None:
     pass
 
 
-@pytest.mark.parametrize("broken", [forgets, returns_nothing])
+def uses_before(gm: GraphModule) -> GraphModule:
+    (sin,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)
+    gm.graph.output_node().append(sin)
+    return gm
+
+
+@pytest.mark.parametrize("broken", [forgets, returns_nothing, uses_before])
 def test_a_pass_that_gives_no_graph_that_can_be_bound_is_named(broken: Callable) -> None:
     with pytest.raises(RuntimeError, match=f"pass {broken.__name__} gives "):
         run(broken)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Iterator
 
 import pytest
@@ -10,17 +11,19 @@ import torch.distributed as dist
 
 from torchtitan_graph import device as devices
 from torchtitan_graph.check.matrix import BF16, NUM_ROWS, SEQ_LEN, Cell, build_model
-from torchtitan_graph.config import job
+from torchtitan_graph.config import job, load
 from torchtitan_graph.device import GIB
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.forecast import OPTIMIZER, STEP, Forecast, check_fits, forecast
 from torchtitan_graph.graph import keeping
 from torchtitan_graph.graph.torch_private import init_fake_process_group
+from torchtitan_graph.log import logger
 from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.layout import FSDP, PP, TP, ParallelDims
 from torchtitan_graph.parallel.recompute import Budget, Recompute
 from torchtitan_graph.parallel.storage import Reshard
 from torchtitan_graph.steps import build_graphs
+from torchtitan_graph.trainer import Trainer
 
 
 @pytest.fixture(autouse=True)
@@ -117,6 +120,20 @@ def test_what_stages_gather_and_reduce_once_is_of_the_step() -> None:
     gathered, reduced = (FSDP, "all_gather_into_tensor"), (FSDP, "reduce_scatter_tensor")
     assert {gathered, reduced} <= of(once).sent_once.keys() and not of(once).sent
     assert gathered in of(again).sent and gathered not in of(again).sent_once and reduced in of(again).sent_once
+
+
+@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
+def test_the_optimizers_step_is_traced_too_where_it_is_a_graph(
+    axis: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logger, "propagate", True)
+    options = ["--compile.optimizer_in_graph", f"--parallelism.{axis}_parallel_degree", "2", "--training.seq_len", "64"]
+    trainer = Trainer(load(["--comm.mode", "fake_backend", *options]), 4)
+    init_fake_process_group(4)
+    with caplog.at_level(logging.INFO):
+        trainer.setup_dry()
+    assert "optimizer step: passes" in caplog.text
+    assert all(p.is_meta for p in trainer.model.parameters()), "nothing is allocated"
 
 
 @pytest.mark.parametrize(("gib", "said"), [(1e-3, "a rank needs .* the least, activation_checkpoint"), (1.0, "")])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from torchtitan_graph import compiler
 from torchtitan_graph.graph.show import dump
 from torchtitan_graph.graph.trace import minimal_fx_tracer
 from torchtitan_graph.models import llama3
@@ -195,10 +196,13 @@ def test_show_graph_builds_any_rank_of_any_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setenv("NGPU", "64")
+    written: list[str] = []
+    monkeypatch.setattr(compiler, "dump", lambda *given: written.append(given[-1]) or dump(*given))
     options = ["--training.seq_len", 64, "--training.local_batch_size", 1, "--parallelism.tensor_parallel_degree", 2]
     with pytest.raises(SystemExit) as end:
         run_script("show_graph.py", *options, "--op", "_c10d*", monkeypatch=monkeypatch)
     assert end.value.code == 0
+    assert written == ["compile_regions"], "no graph is written that nobody asked for"
     lines = [line for line in capsys.readouterr().out.splitlines() if " = _c10d_functional." in line]
     assert any("'ranks 0 1'" in line for line in lines) and any("'ranks 0 2 4 6" in line for line in lines)
     assert all(

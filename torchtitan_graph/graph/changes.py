@@ -47,18 +47,21 @@ class PassTable:
 
     def lines(self) -> list[str]:
         """Give the table, with all passes together in its last row."""
-        found = self._measure(self._gm) if self._is_large else self._measured
+        if self._is_large:
+            self._measured = self._measure(self._gm)
         nodes = f"{self._first} -> {len(self._gm.graph.nodes)}"
-        return [*self._rows, _row("all", f"{self._seconds:.2f} s", nodes, found)]
+        return [*self._rows, _row("all", f"{self._seconds:.2f} s", nodes, self._measured)]
 
     def communication(self) -> str:
-        """Tell what of the last graph's communication nothing hides; nothing where it sends nothing."""
-        found = estimate(self._gm, self._costs)
+        """Tell what of the communication of the graph that `lines` told of last nothing hides; nothing where it sends
+        nothing."""
+        found = self._estimate
         return f"communication: {found} (an estimate, by the rates of {self._costs.rates.name})" if found.sent else ""
 
     def _measure(self, gm: GraphModule) -> tuple[str, str, str]:
         received = sum(each.num_bytes for each in traffic(gm, self._costs.links).values())
-        exposed = sum(estimate(gm, self._costs).exposed.values())
+        self._estimate = estimate(gm, self._costs)
+        exposed = sum(self._estimate.exposed.values())
         peak = peak_memory(gm).num_bytes
         return f"{peak / _MIB:.1f} MiB", f"{received / _MIB:.1f} MiB", f"{exposed * 1e3:.2f} ms"
 

@@ -21,7 +21,7 @@ def gathered_weights(gm: GraphModule) -> dict[Node, str]:
         if node.op != "call_function" or meta.phase(node) == "backward":
             continue
         parent = node.args[0] if node.args and isinstance(node.args[0], Node) else node
-        if meta.role(node) == meta.GATHER or (is_view(node) and parent in found):
+        if meta.role(node) == meta.GATHER or (parent in found and is_view(node)):
             found[node] = meta.param(node) or found[parent]
     return found
 

@@ -82,8 +82,11 @@ class Costs:
 
     def seconds(self, node: Node) -> float:
         """Give how long a node takes; of a collective, on its own stream. Attention counts as causal."""
-        if link := self.link(node):
-            return self._on_the_wire(node, link)
+        link = self.link(node)
+        return self.sending(node, link) if link else self.computing(node)
+
+    def computing(self, node: Node) -> float:
+        """Give how long a node takes that is no collective."""
         if node.op != "call_function" or node.target in (WAIT, operator.getitem) or is_view(node):
             return 0.0
         operations = operations_of(node)
@@ -95,7 +98,8 @@ class Costs:
         group = group_of(node)
         return self.links.get(group) if group is not None else None
 
-    def _on_the_wire(self, node: Node, link: Link) -> float:
+    def sending(self, node: Node, link: Link) -> float:
+        """Give how long a collective takes over a link."""
         size, (_, degree, near) = received(node, link.degree), link
         hop = NEAR_HOP if near == degree else FAR_HOP
         if "all_to_all" in kind_of(node) or kind_of(node) == "exchange":
@@ -145,12 +149,12 @@ class Clock:
                 self.exposed[self._done[node.all_input_nodes[0]][0]] += left
                 self.now += left
         elif link := self.costs.link(node):
-            group, seconds = str(group_of(node)), self.costs.seconds(node)
+            group, seconds = str(group_of(node)), self.costs.sending(node, link)
             self._free[group] = max(self.now, self._free[group]) + seconds
             self._done[node] = link.axis, self._free[group]
             self.sent[link.axis] += seconds
         else:
-            self.now += self.costs.seconds(node)
+            self.now += self.costs.computing(node)
 
 
 def estimate(gm: GraphModule, costs: Costs) -> Estimate:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from torchtitan_graph.graph import meta
@@ -21,9 +22,27 @@ def value(node: Node) -> Any:
 
 def call(graph: Graph, source: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
     """Insert a call at the graph's insertion point. Phase and module are those of `source`; its value is inferred."""
-    node = graph.call_function(target, args, kwargs)
+    node = _create(graph, "call_function", target, args, kwargs)
     meta.inherit(node, source)
     infer(node)
+    return node
+
+
+def copy_node(graph: Graph, node: Node, transform: Callable[[Node], Any]) -> Node:
+    """Copy a node, perhaps of another graph, to the graph's insertion point, as FX's `node_copy`."""
+    args, kwargs = map_arg(node.args, transform), map_arg(node.kwargs, transform)
+    new = _create(graph, node.op, node.target, args, kwargs, node.name)
+    new.meta = copy.copy(node.meta)
+    return new
+
+
+def _create(graph: Graph, op: str, target: Any, args: Any, kwargs: Any, name: str | None = None) -> Node:
+    """Make a node. Its arguments come afterwards: FX looks into those that a node is made with for symbolic numbers,
+    which a graph here never has, and that takes as long as all the rest."""
+    node = graph.create_node(op, target, name=name)
+    node.args = args
+    if kwargs:
+        node.kwargs = kwargs
     return node
 
 
@@ -33,32 +52,51 @@ def infer(node: Node) -> None:
     Layers are alike: what was found for inputs of the same layouts is given again. It is kept on the fake mode, and
     lives no longer than the values themselves.
     """
-    args, kwargs = map_arg(node.args, value), map_arg(node.kwargs, value)
-    leaves, spec = torch.utils._pytree.tree_flatten((args, kwargs))
+    leaves = torch.utils._pytree.tree_leaves(value(node.all_input_nodes[0]))
     fake_mode = next(x for x in leaves if isinstance(x, torch.Tensor)).fake_mode  # type: ignore[attr-defined]
     known = vars(fake_mode).setdefault("inferred", {})
-    key = (node.target, spec, tuple(map(_layout, leaves)))
+    key = (node.target, _layout(node.args), _layout(node.kwargs))
     if key not in known:
+        args, kwargs = map_arg(node.args, value), map_arg(node.kwargs, value)
         with fake_mode:
             known[key] = node.target(*args, **kwargs)  # type: ignore[operator]
     node.meta["val"] = known[key]
 
 
-def _layout(leaf: Any) -> tuple:
+def recast(x: Any, dtype: torch.dtype, shape: Sequence[int] | None = None) -> Any:
+    """Give a fake tensor of another dtype, laid out alike; or one of another shape without gaps. As `infer`, it makes
+    one for all that are alike."""
+    known = vars(x.fake_mode).setdefault("inferred", {})
+    key = ("recast", _layout(x), dtype, shape and tuple(shape))
+    if key not in known:
+        known[key] = x.to(dtype) if shape is None else x.new_empty(shape, dtype=dtype)
+    return known[key]
+
+
+def _layout(argument: Any) -> tuple:
     """Give all of an operator's argument that its result's layout may depend on."""
-    if isinstance(leaf, torch.Tensor):
-        return leaf.shape, leaf.stride(), leaf.storage_offset(), leaf.dtype, leaf.device
-    return type(leaf), leaf
+    if isinstance(argument, Node):
+        argument = value(argument)
+    if isinstance(argument, torch.Tensor):
+        x = argument
+        return x.shape, x.stride(), x.storage_offset(), x.dtype, x.device
+    if isinstance(argument, (list, tuple)):
+        return len(argument), *map(_layout, argument)
+    if isinstance(argument, dict):
+        return tuple((name, _layout(x)) for name, x in argument.items())
+    return type(argument), argument
 
 
 def is_view(node: Node) -> bool:
     """Tell whether a node only looks at its first argument's memory (`getitem` of a tuple included)."""
     if node.target is operator.getitem:
         return True
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    schema = node.target._schema
-    return not schema.is_mutable and any(a.alias_info is not None for a in schema.arguments)
+    return isinstance(node.target, torch._ops.OpOverload) and _gives_a_view(node.target)
+
+
+@functools.cache
+def _gives_a_view(target: torch._ops.OpOverload) -> bool:
+    return not target._schema.is_mutable and bool(_shared_arguments(target))
 
 
 def aliased(node: Node) -> list[tuple[Node, bool]]:
@@ -81,6 +119,17 @@ def _shared_arguments(target: torch._ops.OpOverload) -> list[tuple[int, str, boo
     To read a schema takes longer than to look at a node."""
     arguments = enumerate(target._schema.arguments)
     return [(i, a.name, a.alias_info.is_write) for i, a in arguments if a.alias_info is not None]
+
+
+def erase_unused(gm: GraphModule) -> None:
+    """Erase what nothing uses and has no effect, in subgraphs as well. FX's `eliminate_dead_code` does the same, but
+    first checks the whole graph, and looks for effects of every node, not only of those that nothing uses."""
+    for node in reversed(gm.graph.nodes):
+        if not node.users and not node.is_impure():
+            gm.graph.erase_node(node)
+    for node in gm.graph.find_nodes(op="get_attr"):
+        if isinstance(nested := getattr(gm, str(node.target)), GraphModule):
+            erase_unused(nested)
 
 
 def erase_dead(graph: Graph, nodes: Iterable[Node]) -> None:

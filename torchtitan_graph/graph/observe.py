@@ -31,7 +31,7 @@ class Watchable:
 
     def __init__(self, gm: GraphModule) -> None:
         self._gm = gm
-        self._copies: dict[tuple[Edit, ...], Callable[[list[Tensor]], list[Tensor]]] = {(): boxed(gm)}
+        self._copies: dict[tuple[Edit, ...], Callable[[list[Tensor]], list[Tensor]]] = {}
 
     def __call__(self, inputs: list[Tensor]) -> list[Tensor]:
         edits: tuple[Edit, ...] = (add_spans,) * is_profiling() + (add_marks,) * (_stopwatch is not None)

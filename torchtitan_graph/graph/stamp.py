@@ -29,6 +29,7 @@ from torch.fx.node import map_arg
 
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.alike import description
+from torchtitan_graph.graph.edit import copy_node
 from torchtitan_graph.graph.signature import Layout, layout_of
 from torchtitan_graph.graph.state import swapped_state, unassigned_data
 from torchtitan_graph.graph.torch_private import (
@@ -353,7 +354,7 @@ def _copy(gm: GraphModule, before: Node, call: _Call, nodes: Sequence[Node]) -> 
     graph, copies = call.graph, call.copies
     with gm.graph.inserting_before(before):
         for node in nodes:
-            copies[node] = copy = gm.graph.node_copy(node, copies.__getitem__)
+            copies[node] = copy = copy_node(gm.graph, node, copies.__getitem__)
             meta.move(copy, graph.block, call.name)
             if _is_sum(node) and node.args[1] in graph.nodes[GRADIENT]:
                 meta.unsettle(copy)  # it belongs to where that gradient comes from

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan_graph.graph.pieces import Recorder, Replayed
 from torchtitan_graph.graph.signature import signature_of
 from torchtitan_graph.graph.state import sharing_memory
-from torchtitan_graph.graph.torch_private import annotated, free_gradient_dtype
+from torchtitan_graph.graph.torch_private import accumulate, annotated, free_gradient_dtype
 from torchtitan_graph.graph.trace import Capture, TracedResult, make_fx_capture, run_traced
 
 IGNORE_INDEX = -100  # a label that is no target, as of torch's cross_entropy and of data/batch.py
@@ -282,13 +282,18 @@ class AddGradients:
             held = [x for x in pytree.tree_leaves(inputs) if isinstance(x, Tensor)]
             shared = sharing_memory(gradients, [*held, *self._parameters.values(), *self._buffers])
             self._copied = set(gradients) if self._replayed and self._accumulates else shared
+        sums: list[Tensor] = []
+        terms: list[Tensor] = []
         for name, gradient in gradients.items():
             parameter = self._parameters[name]
             if parameter.grad is None:
                 parameter.grad = self._copy(name, gradient) if name in self._copied else gradient
             else:
                 assert self._accumulates or not self._replayed, "a replay has written over the gradients of another run"
-                parameter.grad += gradient
+                sums.append(_part(parameter.grad))
+                terms.append(_part(gradient))
+        if sums:
+            accumulate(sums, terms)
 
     def _copy(self, name: str, gradient: Tensor) -> Tensor:
         if not self._replayed:
@@ -296,6 +301,12 @@ class AddGradients:
         if name in self._copies:
             return self._copies[name].copy_(gradient)
         return self._copies.setdefault(name, gradient.clone())
+
+
+def _part(x: Tensor) -> Tensor:
+    """Give what this rank has of a tensor: an operator on DTensors looks at each of them, which takes longer than to
+    add them."""
+    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def make_eager_step(model: nn.Module, loss: Loss) -> Callable[[Inputs, Any, Tensor], StepOutput]:

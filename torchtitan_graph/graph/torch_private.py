@@ -53,6 +53,7 @@ __all__ = [
     "ScoreFunction",
     "StorageInfo",
     "StridedShard",
+    "accumulate",
     "annotated",
     "boxed",
     "close_rule",
@@ -357,6 +358,11 @@ def multiply(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply tensors by a scalar in place, many in one kernel. `clip_grads_with_norm_` does it on DTensors, which on
     2.11 leave operators on made-up tensors of the whole shape in a trace."""
     torch._foreach_mul_(tensors, factor)
+
+
+def accumulate(sums: list[torch.Tensor], terms: list[torch.Tensor]) -> None:
+    """Add to each tensor, in place, the other one at its place, many in one kernel. There is no public form."""
+    torch._foreach_add_(sums, terms)
 
 
 def count_step(optimizer: torch.optim.Optimizer) -> None:

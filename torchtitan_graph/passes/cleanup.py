@@ -10,7 +10,7 @@ from torch.fx.node import map_arg
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
-from torchtitan_graph.graph.edit import aliased, call, infer, is_view, value
+from torchtitan_graph.graph.edit import aliased, call, erase_unused, infer, is_view, value
 
 aten = torch.ops.aten
 
@@ -37,7 +37,8 @@ def cleanup(gm: GraphModule) -> GraphModule:
 
     memory: dict[Node, list[Node]] = {}  # a node -> all that lie in the same memory, in one shared list
     for node in gm.graph.nodes:
-        node.args, node.kwargs = map_arg(node.args, now), map_arg(node.kwargs, now)
+        if not current.keys().isdisjoint(node.all_input_nodes):
+            node.args, node.kwargs = map_arg(node.args, now), map_arg(node.kwargs, now)
         shared = aliased(node)
         if node.target in (aten.detach.default, aten.alias.default):
             current[node] = node.args[0]
@@ -57,7 +58,7 @@ def cleanup(gm: GraphModule) -> GraphModule:
             together = memory.setdefault(shared[0][0], [shared[0][0]])
             together.append(node)
             memory[node] = together
-    gm.graph.eliminate_dead_code()
+    erase_unused(gm)
     gm.recompile()
     return gm
 

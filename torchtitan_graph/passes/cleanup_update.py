@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule
 
+from torchtitan_graph.graph.edit import erase_unused
+
 aten = torch.ops.aten
 
 
@@ -21,7 +23,7 @@ def cleanup_update(gm: GraphModule) -> GraphModule:
             gm.graph.erase_node(node)
         elif node.op == "call_function":
             node.meta.setdefault("val", None)  # of what only writes the tracer says nothing
-    gm.graph.eliminate_dead_code()
+    erase_unused(gm)
     gm.recompile()
     return gm
 

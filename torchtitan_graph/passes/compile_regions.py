@@ -46,6 +46,8 @@ def compile_regions(gm: GraphModule, regions: Regions) -> GraphModule:
     Raises:
         RuntimeError: Inductor can't compile a region, which is named.
     """
+    if not regions:
+        return gm
     tag_regions(gm, list(regions))
     if any(map(meta.region, gm.graph.nodes)):
         _settle_strides(gm)

@@ -10,6 +10,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from torchtitan_graph.graph import meta
+from torchtitan_graph.graph.edit import erase_unused
 from torchtitan_graph.graph.liveness import owners
 
 
@@ -41,7 +42,7 @@ def merge_equal(gm: GraphModule) -> GraphModule:
         if first is not node and owner[node] not in given and last_use[owner[first]] >= place[node]:
             last_use[owner[first]] = max(last_use[owner[first]], last_use[owner[node]])
             node.replace_all_uses_with(first)
-    gm.graph.eliminate_dead_code()
+    erase_unused(gm)
     gm.recompile()
     return gm
 

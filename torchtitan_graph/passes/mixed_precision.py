@@ -9,7 +9,7 @@ from torch.fx import GraphModule, Node
 
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.collectives import reductions
-from torchtitan_graph.graph.edit import call, value
+from torchtitan_graph.graph.edit import call, recast, value
 from torchtitan_graph.graph.signature import input_nodes, set_outputs
 from torchtitan_graph.parallel.storage import Storage
 
@@ -30,7 +30,7 @@ def mixed_precision(gm: GraphModule, storages: Mapping[str, Storage]) -> GraphMo
         assert value(placeholder).dtype == precision.compute, f"{name} was traced in {value(placeholder).dtype}"
         if precision.storage == precision.compute:
             continue
-        placeholder.meta["val"] = value(placeholder).to(precision.storage)
+        placeholder.meta["val"] = recast(value(placeholder), precision.storage)
         users = list(placeholder.users)
         if users:
             first = min(users, key=order.__getitem__)
@@ -47,7 +47,7 @@ def mixed_precision(gm: GraphModule, storages: Mapping[str, Storage]) -> GraphMo
         if reduction.nodes:
             reduction.nodes[0].replace_input_with(gradient, wide)
             for node in reduction.nodes:
-                node.meta["val"] = value(node).to(precision.reduce)
+                node.meta["val"] = recast(value(node), precision.reduce)
         last = reduction.result if reduction.nodes else wide
         with gm.graph.inserting_before(last.next):
             outputs[name] = _cast(gm, last, precision.storage, name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch.fx import GraphModule, Node
 
 from torchtitan_graph.graph import meta
+from torchtitan_graph.graph.edit import copy_node, erase_unused
 
 
 def rematerialize(gm: GraphModule) -> GraphModule:
@@ -27,7 +28,7 @@ def rematerialize(gm: GraphModule) -> GraphModule:
                 continue
             original = pending.pop()
             if original not in copies:
-                copies[original] = gm.graph.node_copy(original, lambda n: copies.get(n, n))
+                copies[original] = copy_node(gm.graph, original, lambda n: copies.get(n, n))
                 meta.write(copies[original], phase="backward", tag=None)
         return copies[node]
 
@@ -38,7 +39,7 @@ def rematerialize(gm: GraphModule) -> GraphModule:
             if _is_recomputed(argument):
                 with gm.graph.inserting_before(node):
                     node.replace_input_with(argument, copied(argument))
-    gm.graph.eliminate_dead_code()  # a gather whose forward use was only to make a view for backward
+    erase_unused(gm)  # a gather whose forward use was only to make a view for backward
     gm.recompile()
     return gm
 

@@ -27,9 +27,12 @@ def reuse_logits(gm: GraphModule) -> GraphModule:
     policies, which see what the loss holds then. From here on a node's value may change: none may let what reads it be
     computed again.
     """
-    owner, readers = owners(gm), readers_of_memory(gm)
     found = gm.graph.find_nodes(op="call_function", target=aten._log_softmax.default)
-    for loss in filter(None, map(_match, found)):
+    losses = list(filter(None, map(_match, found)))
+    if not losses:
+        return gm
+    owner, readers = owners(gm), readers_of_memory(gm)
+    for loss in losses:
         memory, is_whole = owner[loss.logits], value(loss.logits).is_contiguous()
         is_own = memory.op == "call_function" and readers[memory] <= {*loss.forward, *loss.backward}
         if not loss.backward or (is_whole and is_own):

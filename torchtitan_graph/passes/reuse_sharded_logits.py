@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch.fx import GraphModule, Node
 
-from torchtitan_graph.graph.edit import call, value
+from torchtitan_graph.graph.edit import call, erase_unused, value
 from torchtitan_graph.graph.liveness import owners, readers_of_memory
 from torchtitan_graph.row_loss import exponentials, sharded_cross_entropy_backward_
 
@@ -25,16 +25,17 @@ def reuse_sharded_logits(gm: GraphModule) -> GraphModule:
     search. Only for logits that nothing else reads, in memory that no input has. From here on a node's value may
     change: no policy may let what reads it be computed again.
     """
-    owner, readers = owners(gm), readers_of_memory(gm)
     found = gm.graph.find_nodes(op="call_function", target=aten.gather.default)
     losses = list(filter(None, map(_match, found)))
+    if not losses:
+        return gm
+    owner, readers = owners(gm), readers_of_memory(gm)
     for loss in losses:
         memory, is_whole = owner[loss.logits], value(loss.logits).is_contiguous()
         is_own = memory.op == "call_function" and readers[memory] <= _own_readers(loss)
         if loss.end is None or (is_whole and is_own):
             _rewrite(gm, loss)
-    if losses:
-        gm.graph.eliminate_dead_code()
+    erase_unused(gm)
     gm.recompile()
     return gm
 

@@ -9,7 +9,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from torchtitan_graph.graph import meta
-from torchtitan_graph.graph.edit import call, value
+from torchtitan_graph.graph.edit import call, recast, value
 from torchtitan_graph.graph.signature import input_nodes, output_nodes, set_layouts, set_outputs
 from torchtitan_graph.parallel.storage import Storage
 
@@ -46,7 +46,7 @@ def shard_params(gm: GraphModule, storages: Mapping[str, Storage]) -> GraphModul
 
 def _gather(gm: GraphModule, name: str, placeholder: Node, first: Node, storage: Storage) -> None:
     users = list(placeholder.users)
-    placeholder.meta["val"] = value(placeholder).new_empty(storage.padded_shape)
+    placeholder.meta["val"] = recast(value(placeholder), value(placeholder).dtype, storage.padded_shape)
     nodes = [placeholder]
 
     def then(target: torch._ops.OpOverload, *args: object, **kwargs: object) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Container, Sequence
 
 import torch
 from torch.fx import GraphModule, Node
@@ -15,7 +15,7 @@ from torchtitan_graph.graph.liveness import owners
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
-def tag_offload(gm: GraphModule, modules: Container[str]) -> GraphModule:
+def tag_offload(gm: GraphModule, modules: Collection[str]) -> GraphModule:
     """Tag OFFLOAD the large activations of these modules that backward needs. Bitwise.
 
         h = mm(x, w); v = view(h); y = silu(v); ...; silu_backward(dy, v)      h is tagged, and v RECOMPUTE
@@ -23,6 +23,8 @@ def tag_offload(gm: GraphModule, modules: Container[str]) -> GraphModule:
     A view of what is tagged is made again, of the copy that comes back. Weights and integers are never tagged, nor
     what is computed again, written in place, or shares memory with what stays.
     """
+    if not modules:
+        return gm
     owner, may_move, needed = owners(gm), movable(gm, modules), _needed_in_backward(gm)
     sharing: dict[Node, list[Node]] = {}  # whose values lie in a node's memory, in order
     for node in gm.graph.nodes:

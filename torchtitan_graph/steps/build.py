@@ -14,6 +14,8 @@ from torch import Tensor
 from torchtitan_graph.data.batch import Batch
 from torchtitan_graph.device import Recorders
 from torchtitan_graph.graph.flops import Flops
+from torchtitan_graph.graph.observe import Watchable
+from torchtitan_graph.graph.pieces import Replayed
 from torchtitan_graph.graph.step import (
     StepOutput,
     bind_train_step,
@@ -144,7 +146,11 @@ def bind_graphs(graphs: Graphs, model: Decoder, layout: Layout, options: StepOpt
     """Allocate the parameters of a model, and let the graphs step on them."""
     cast_parameters(model, options.precision.storage)
     materialize(model, graphs.storages, options.device)
-    evaluate = run_traced(graphs.evaluate, module=model) if graphs.evaluate is not None else None
+    new = None if options.recorders is None else options.recorders.new
+    evaluate = None
+    if graphs.evaluate is not None:
+        make_run = Watchable if new is None else partial(Replayed, new_recorder=new)
+        evaluate = run_traced(graphs.evaluate, module=model, make_run=make_run)
     step: Step | Pipeline
     if isinstance(graphs.train, dict):
         assert options.pipeline is not None
@@ -152,7 +158,6 @@ def bind_graphs(graphs: Graphs, model: Decoder, layout: Layout, options: StepOpt
         tied = shared if shared is not None and shared.requires_grad else None
         step = Pipeline(options.pipeline, graphs.train, model, tied, layout)
     else:
-        new = None if options.recorders is None else options.recorders.new
         step = bind_train_step(graphs.train, model, new, accumulates=options.num_microbatches > 1)
     loss_parallel = loss_is_parallel(layout, options)
     return Steps(model, layout, loss_parallel, step, evaluate, graphs.flops, options.recorders)

@@ -100,6 +100,7 @@ def _rewrite(traced: Traced, layout: Layout, options: StepOptions, *, makes_code
         dump_to=options.dump_to if shown else None,
         verify_on=traced.inputs if options.verify else None,
         costs=traced.plan.costs,
+        dump_only=options.dump_only,
     )
 
     def rewritten(gm: GraphModule, watch: Inspection, plan: PassPlan = traced.plan) -> GraphModule:

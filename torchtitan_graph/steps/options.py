@@ -42,6 +42,7 @@ class StepOptions:
     verify           check every pass on real numbers
     trace_every_block  trace alike blocks too, each of them
     dump_to          folder for the readable graph after each pass
+    dump_only        the passes after which, by name, if not after each
     seed             of the numbers that passes are verified on
     mtp_weight       of the loss of the layers that predict more tokens
     pipeline         the schedule of its stages, where there are any
@@ -70,6 +71,7 @@ class StepOptions:
     verify: bool = False
     trace_every_block: bool = False
     dump_to: Path | None = None
+    dump_only: Sequence[str] = ()
     seed: int = 0
     mtp_weight: float = 0.3
     pipeline: Schedule | None = None

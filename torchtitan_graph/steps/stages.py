@@ -163,6 +163,7 @@ def _rewrite(
         options.dump_to / f"stage_{number}" if options.dump_to and shown else None,
         tensors if options.verify else None,
         plan.costs,
+        options.dump_only,
     )
     done = _run_passes(number, train, plan, options, watch)
     if evaluate is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -14,11 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.fx import GraphModule
 from torch.optim import Optimizer
 
 from torchtitan_graph.compiler import Extra, Inspection, run_passes, update_passes
 from torchtitan_graph.graph.cost import Costs
 from torchtitan_graph.graph.pieces import Replayed
+from torchtitan_graph.graph.signature import signature_of
 from torchtitan_graph.graph.torch_private import count_step
 from torchtitan_graph.graph.trace import TracedResult, minimal_fx_tracer, run_traced
 from torchtitan_graph.log import logger
@@ -43,11 +46,12 @@ class Update:
         extra: Sequence[Extra] = (),
         dump_to: Path | None = None,
         stack_traces: bool = False,
+        verify: bool = False,
     ) -> None:
         """Take a fused Adam or AdamW with its state."""
         self._steps, self._live, self._max_norm = steps, optimizer, max_norm
         self._extra, self._dump_to, self._stack_traces = extra, dump_to, stack_traces
-        self._costs = costs
+        self._costs, self._verify = costs, verify
         self._twin = _twin_of(optimizer)
         self._run: Callable[[dict[str, Tensor], Tensor], Tensor] | None = None
 
@@ -66,9 +70,10 @@ class Update:
             count_step(self._live)
         return self._run(gradients, loss)
 
-    def trace(self, gradients: dict[str, Tensor], loss: Tensor) -> TracedResult:
-        """Trace the step for gradients like these, and run the passes on it."""
-        begin, model, device = time.perf_counter(), self._steps.model, loss.device
+    def trace(self, gradients: dict[str, Tensor], loss: Tensor, device: torch.device | None = None) -> TracedResult:
+        """Trace the step for gradients like these, and run the passes on it; all may be on meta, and count as on
+        `device`."""
+        begin, model, device = time.perf_counter(), self._steps.model, device or loss.device
 
         def update(gradients: dict[str, Tensor], loss: Tensor) -> Tensor:
             parameters = dict(model.named_parameters())
@@ -81,15 +86,15 @@ class Update:
                 self._twin.step()
             return norm
 
-        trace = minimal_fx_tracer(update, model, self._twin, stack_traces=self._stack_traces, donated=("gradients",))
+        tracer = partial(minimal_fx_tracer, device=device, stack_traces=self._stack_traces, donated=("gradients",))
         try:
-            traced = trace(gradients, loss)
+            traced = tracer(update, model, self._twin)(gradients, loss)
         finally:
             vars(self._twin).pop("found_inf", None)
         logger.info(f"optimizer step: traced in {time.perf_counter() - begin:.1f} s")
-        watch = Inspection("optimizer step", self._dump_to, costs=self._costs)
-        run_passes(traced.gm, update_passes(self._extra), (), device, watch)
-        return traced
+        watch = Inspection("optimizer step", self._dump_to, _made_up(traced.gm) if self._verify else None, self._costs)
+        gm = run_passes(traced.gm, update_passes(self._extra), (), device, watch)
+        return dataclasses.replace(traced, gm=gm)
 
     def _follow(self) -> None:
         """Let the traced optimizer have the settings of the live one, which schedules and checkpoints know."""
@@ -97,6 +102,15 @@ class Update:
         for group, live in zip(self._twin.param_groups, self._live.param_groups, strict=True):
             group["lr"].fill_(live["lr"])
             group.update({key: value for key, value in live.items() if key != "lr"})
+
+
+def _made_up(gm: GraphModule) -> list[Tensor]:
+    """Give numbers for what a step reads beside parameters and buffers, none below 0, as second moments are."""
+    kinds = [slot.kind for slot in signature_of(gm).inputs for _ in range(slot.layout.num_tensors)]
+    owners = zip(kinds, gm.graph.find_nodes(op="placeholder"), strict=True)
+    values = [node.meta["val"] for kind, node in owners if kind not in ("param", "buffer")]
+    generator = torch.Generator().manual_seed(0)
+    return [torch.rand(x.shape, generator=generator).to(x.device, x.dtype) for x in values]
 
 
 def _twin_of(optimizer: Optimizer) -> Optimizer:

@@ -11,6 +11,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 import torchtitan_graph.ops  # noqa: F401 (registers the copies to the host's memory)
+from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import aliased, is_view
 
 # They give their argument's memory without saying so in their schemas.
@@ -36,8 +37,12 @@ def peak_memory(gm: GraphModule) -> Peak:
 
 
 def host_memory(gm: GraphModule) -> int:
-    """Give the most bytes of the host's memory that copies of a graph's values take at once."""
-    return max(held_memory(gm, lambda node: _num_bytes(node) if node.target is _OFFLOAD else 0).values())
+    """Give the most bytes of the host's memory that copies of activations take at once."""
+    return max(held_memory(gm, lambda node: _num_bytes(node) if _is_activation_away(node) else 0).values())
+
+
+def _is_activation_away(node: Node) -> bool:
+    return node.target is _OFFLOAD and meta.role(node) is None
 
 
 def held_memory(gm: GraphModule, size: Callable[[Node], int]) -> dict[Node, int]:

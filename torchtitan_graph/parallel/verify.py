@@ -70,7 +70,7 @@ def _run(
             flat.append(_parameter(slot, val, storages, device) if slot.kind in ("param", "buffer") else next(rest))
     values = iter(gm(*flat))
     return {
-        f"{slot.kind} {slot.name}": _full(slot, next(values), storages)
+        f"{slot.kind} {slot.name}": _full(slot, next(values).to(device), storages)
         for slot in signature_of(gm).outputs
         for _ in range(slot.layout.num_tensors)
     }
@@ -86,7 +86,7 @@ def _parameter(slot: Slot, val: Any, storages: dict[str, Storage], device: torch
     padded = torch.zeros(slot.layout.padded_shape, dtype=dtype, device=device)
     begin, size = slot.layout.local_range
     padded.narrow(slot.layout.dim, 0, size).copy_(full.narrow(slot.layout.dim, begin, size))
-    return padded.to(val.dtype)  # at rest the dtype is wider: no bit is lost
+    return padded.to(val.device, val.dtype)  # at rest the dtype is wider: no bit is lost
 
 
 def _full(slot: Slot, value: Tensor, storages: dict[str, Storage]) -> Tensor:

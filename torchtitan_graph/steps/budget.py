@@ -17,19 +17,25 @@ from torchtitan_graph.parallel.schedule import Schedule
 from torchtitan_graph.parallel.storage import Storage
 from torchtitan_graph.passes.tag_budget import Curve
 
-OPTIMIZER = "optimizer state"
+PARAMETERS, OPTIMIZER = "parameters", "optimizer state"
 _MIB = 2**20
 
 
-def at_rest(storages: Mapping[str, Storage], *, accumulates: bool, knows_optimizer: bool = True) -> dict[str, int]:
+def at_rest(
+    storages: Mapping[str, Storage], *, accumulates: bool, knows_optimizer: bool = True, on_host: bool = False
+) -> dict[str, int]:
     """Give the bytes that a rank holds from step to step, and between the microbatches of a step, by what for.
 
     Args:
         accumulates: gradients of earlier microbatches lie there while the next one runs.
         knows_optimizer: it keeps two moments.
+        on_host: what it holds in the host's memory, not on its device.
     """
-    parameters = sum(each.padded_shape.numel() * each.precision.storage.itemsize for each in storages.values())
-    held = {"parameters": parameters}
+    there = [each for each in storages.values() if each.on_host == on_host]
+    if not there:
+        return {}
+    parameters = sum(each.padded_shape.numel() * each.precision.storage.itemsize for each in there)
+    held = {PARAMETERS: parameters}
     if accumulates:
         held["gradients of earlier microbatches"] = parameters
     if knows_optimizer:

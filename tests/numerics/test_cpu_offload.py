@@ -32,15 +32,15 @@ def copies_and_differences(cell: Cell) -> tuple[set[str], list[str]]:
 @pytest.mark.parametrize(
     "cell",
     [
-        pytest.param(Cell(ONE, BF16), id="one"),
+        pytest.param(Cell(ONE, BF16, "gpt_oss"), id="one"),
         pytest.param(Cell(FSDP2, BF16, num_microbatches=2, recompute=Recompute(every=2)), id="FSDP-2"),
         pytest.param(Cell(ParallelDims(dp_shard=2, ep=2), FP32, "deepseek_v3"), id="EP-2"),
-        pytest.param(Cell(TP2, BF16, "qwen3"), id="TP-2"),
-        pytest.param(Cell(ParallelDims(dp_replicate=2), FP32, "gpt_oss"), id="DDP-2"),
-        pytest.param(Cell(PP2, BF16, num_microbatches=4, pipeline=GPIPE), id="PP-2"),
+        pytest.param(Cell(PP2, BF16, num_microbatches=4, tied=True, pipeline=GPIPE), id="PP-2"),
+        pytest.param(Cell(TP2, BF16, "qwen3"), id="TP-2", marks=pytest.mark.slow),
+        pytest.param(Cell(ParallelDims(dp_replicate=2), FP32), id="DDP-2", marks=pytest.mark.slow),
     ],
 )
 def test_bits(cell: Cell) -> None:
-    cell = dataclasses.replace(cell, num_steps=2)
+    cell = dataclasses.replace(cell, num_steps=1)
     for copies, different in run_on(cell.dims.num_ranks, copies_and_differences, cell):
         assert len(copies) == 2 and different == []

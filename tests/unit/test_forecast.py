@@ -103,7 +103,7 @@ def test_what_is_offloaded_is_held_by_the_host(dims: ParallelDims, monkeypatch: 
 def test_what_rests_on_the_host_is_not_held_by_the_device(dims: ParallelDims) -> None:
     stay = Cell(dims, num_microbatches=2, vocab_size=512, pipeline=(("pipeline_parallel_schedule", "GPipe"),))
     before, after = of(stay), of(dataclasses.replace(stay, cpu_offload=True))
-    assert after.held.keys() == {STEP} and after.held[STEP] <= before.held[STEP]
+    assert after.held.keys() == {STEP} and after.in_all < before.in_all
     rest = {name: size for name, size in before.held.items() if name != STEP}
     assert after.on_host == rest | {GRADIENTS: before.held[PARAMETERS]}
     assert "in the host's memory" in "\n".join(after.lines()) and "what AdamW" not in "\n".join(after.lines())

@@ -45,7 +45,9 @@ from torchtitan_graph.passes.mixed_precision import mixed_precision
 from torchtitan_graph.passes.offload_activations import offload_activations
 from torchtitan_graph.passes.overlap_collectives import overlap_collectives
 from torchtitan_graph.passes.overlap_context import overlap_context
+from torchtitan_graph.passes.overlap_copies import overlap_copies
 from torchtitan_graph.passes.rematerialize import rematerialize
+from torchtitan_graph.passes.rest_on_host import rest_on_host
 from torchtitan_graph.passes.reuse_logits import reuse_logits
 from torchtitan_graph.passes.reuse_sharded_logits import reuse_sharded_logits
 from torchtitan_graph.passes.shard_params import shard_params
@@ -111,6 +113,7 @@ def passes(plan: PassPlan, extra: Sequence[Extra] = ()) -> list[Pass]:
         Pass("cleanup", cleanup, required=True),
         Pass("shard_params", partial(shard_params, storages=plan.storages), required=True),
         Pass("mixed_precision", partial(mixed_precision, storages=plan.storages), required=True),
+        Pass("rest_on_host", partial(rest_on_host, storages=plan.storages), required=True),
         Pass("merge_equal", merge_equal),
         Pass("reuse_logits", reuse_logits),
         Pass("reuse_sharded_logits", reuse_sharded_logits),
@@ -134,6 +137,7 @@ def passes(plan: PassPlan, extra: Sequence[Extra] = ()) -> list[Pass]:
         Pass("overlap_context", partial(overlap_context, modules=plan.context)),
         Pass("overlap_collectives", partial(overlap_collectives, costs=plan.costs, part_of=plan.part_of)),
         Pass("fill_waits", partial(fill_waits, blocks=plan.blocks, costs=plan.costs, part_of=plan.part_of)),
+        Pass("overlap_copies", partial(overlap_copies, buckets=plan.buckets)),
         # Does nothing unless asked to, but on a GPU with flex attention.
         Pass("compile_regions", partial(compile_regions, regions=plan.regions), exact=False, cut=True),
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -24,10 +25,10 @@ from torchtitan_graph.parallel.layout import PP, Layout
 from torchtitan_graph.parallel.pipeline import StageGraph
 from torchtitan_graph.parallel.recompute import Budget, Recompute
 from torchtitan_graph.steps import Graphs, StepOptions, costs_on
-from torchtitan_graph.steps.budget import INPUTS, OPTIMIZER, at_rest
+from torchtitan_graph.steps.budget import INPUTS, OPTIMIZER, PARAMETERS, at_rest
 from torchtitan_graph.steps.held import peak_of_stages
 
-STEP, OFFLOADED = "step at its peak", "offloaded activations"
+STEP, GRADIENTS, OFFLOADED = "step at its peak", "gradients", "offloaded activations"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Forecast:
     """What a rank needs for a training step.
 
     held        bytes by what for; with those of the optimizer unless it is a class of one's own
-    offloaded   bytes of activations in the host's memory, at most
+    on_host     the same in the host's memory, at most
     where       what runs when the step holds most
     sent        collectives of a microbatch by (axis, kind)
     sent_once   of a pipeline, those of a whole step: of weights, of gradients, and what stages hand to one another
@@ -45,7 +46,7 @@ class Forecast:
     """
 
     held: dict[str, int]
-    offloaded: int
+    on_host: dict[str, int]
     where: str
     sent: dict[tuple[str, str], Traffic]
     sent_once: dict[tuple[str, str], Traffic]
@@ -61,12 +62,12 @@ class Forecast:
 
     def lines(self) -> list[str]:
         """Tell it in lines."""
-        more = "" if OPTIMIZER in self.held else f", and what {self.optimizer} keeps"
+        more = "" if OPTIMIZER in self.held | self.on_host else f", and what {self.optimizer} keeps"
         return [
             *(f"  {name:34}{size / GIB:10.3f} GiB" for name, size in self.held.items()),
             f"  {'in all':34}{self.in_all / GIB:10.3f} GiB{more}",
             f"  most is held in {self.where}; new gradients count, what operators need only while they run does not",
-            *[f"  {OFFLOADED:34}{self.offloaded / GIB:10.3f} GiB, in the host's memory"] * (self.offloaded > 0),
+            *(f"  {name:34}{size / GIB:10.3f} GiB, in the host's memory" for name, size in self.on_host.items()),
             *_received(self.sent, "a microbatch"),
             *_received(self.sent_once, "a step"),
             *_exposed(self.time, "a microbatch", self.device),
@@ -137,11 +138,15 @@ def forecast(
     model: Decoder, graphs: Graphs, layout: Layout, options: StepOptions, optimizer: job.Optimizer
 ) -> Forecast:
     """Read from this rank's graphs what it holds, sends and computes in a training step."""
-    held = at_rest(
+    rest = partial(
+        at_rest,
         graphs.storages,
         accumulates=options.num_microbatches > 1 and not isinstance(graphs.train, dict),
         knows_optimizer="." not in optimizer.name,  # what a class of one's own keeps is known when it has made a step
     )
+    held, on_host = rest(), rest(on_host=True)
+    if on_host:
+        on_host[GRADIENTS] = on_host[PARAMETERS]
     axes, costs = layout.axes_by_group, costs_on(layout, options)
     time = time_once = Estimate(0.0, {}, {})
     sent: dict[tuple[str, str], Traffic] = {}
@@ -164,9 +169,11 @@ def forecast(
         offloaded = host_memory(graphs.train.gm)
         sent = traffic(graphs.train.gm, axes)
         time = estimate(graphs.train.gm, costs)
+    if offloaded:
+        on_host[OFFLOADED] = offloaded
     operations = _operations(model, graphs, options)
     return Forecast(
-        held, offloaded, where, sent, sent_once, time, time_once, costs.rates.name, operations, optimizer.name
+        held, on_host, where, sent, sent_once, time, time_once, costs.rates.name, operations, optimizer.name
     )
 
 

@@ -316,10 +316,20 @@ def _arrived(copy: Tensor, source: Tensor) -> Tensor:
     return copy
 
 
+def _landed(copy: Tensor) -> Tensor:
+    """Let the host wait until a copy that has `arrived` in its memory is there, and give it: the host may read it."""
+    if torch.cuda.is_initialized():
+        torch.cuda.current_stream().synchronize()
+    return copy
+
+
 _COPIES = torch.library.Library(_LIBRARY, "FRAGMENT")
 _COPIES.define("arrived(Tensor(a) copy, Tensor source) -> Tensor(a)")
 _COPIES.impl("arrived", _arrived, "CompositeExplicitAutograd")
 torch.library.register_fake(f"{_LIBRARY}::arrived", lambda copy, source: copy)
+_COPIES.define("landed(Tensor(a) copy) -> Tensor(a)")
+_COPIES.impl("landed", _landed, "CompositeExplicitAutograd")
+torch.library.register_fake(f"{_LIBRARY}::landed", lambda copy: copy)
 
 _ENDS: dict[int, torch.cuda.Event] = {}  # where a copy lies -> its end
 

@@ -159,7 +159,7 @@ class Trainer:
         )
         self.model_table = model_table(self.model, self.family.PLAN, self.options.precision.storage)
         self.steps = self._build_steps()
-        initialize(self.model, self.seed)
+        initialize(self.model, self.seed, self.device)
         self.optimizer = build_optimizer(self.model, config.optimizer, in_part=self.dims.pp > 1)
         self.lr_scheduler = build_lr_scheduler(self.optimizer, config.lr_scheduler, config.training.steps)
         self.update = self._build_update() if config.compile.optimizer_in_graph else None
@@ -429,7 +429,7 @@ class Trainer:
         if all(map(math.isfinite, by_rank)) and math.isfinite(float(grad_norm)):
             return self.layout.total_loss(by_rank)
         ranks = [r for r, x in enumerate(by_rank) if not math.isfinite(x)]
-        gradients = ranks_with_non_finite_gradients(self.model.parameters())
+        gradients = ranks_with_non_finite_gradients(self.model.parameters(), self.device)
         raise NonFiniteError(
             f"step {self.step + 1}: the loss is not finite on ranks {ranks or 'none'}, the gradient norm is "
             f"{float(grad_norm)}, with non-finite gradients at rest on ranks {gradients or 'none'}; no parameter was "

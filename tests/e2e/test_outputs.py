@@ -79,11 +79,11 @@ def inspected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
 
 UPDATE = ["cleanup_update", "my_passes.swap_sums"]
 PASSES = [
-    *["cleanup", "shard_params", "mixed_precision", "my_passes.swap_sums", "merge_equal"],
+    *["cleanup", "shard_params", "mixed_precision", "my_passes.swap_sums", "rest_on_host", "merge_equal"],
     *["reuse_logits", "reuse_sharded_logits"],
     *["tag_resharding", "tag_recomputation", "tag_budget", "tag_elementwise", "tag_offload"],
     *["rematerialize", "offload_activations", "bucket_collectives"],
-    *["overlap_context", "overlap_collectives", "fill_waits", "compile_regions"],
+    *["overlap_context", "overlap_collectives", "fill_waits", "overlap_copies", "compile_regions"],
 ]
 
 

@@ -136,6 +136,16 @@ def wait_for_another(gm: GraphModule) -> GraphModule:
     return gm
 
 
+def fetch_another(gm: GraphModule) -> GraphModule:
+    """Let one parameter's copy from the host be used for another."""
+    arrived = gm.graph.find_nodes(op="call_function", target=torch.ops.torchtitan_graph.arrived.default)
+    fetched = [node for node in arrived if meta.role(node) == meta.GATHER]
+    first, second = _first_alike(fetched, lambda node: value(node).shape)
+    second.replace_all_uses_with(first)
+    gm.recompile()
+    return gm
+
+
 def use_before_it_is_there(gm: GraphModule) -> GraphModule:
     """Read what was gathered over the sequence before anything is in it."""
     waits = gm.graph.find_nodes(op="call_function", target=c10d.wait_tensor.default)

@@ -34,7 +34,7 @@ def cell(layers: int = 1, *changes: tuple[str, object], **given: Any) -> Cell:
 DIMS = ParallelDims
 LOSSES = AuxiliaryLoss(load_balance=0.1, by_sequence=False, router_z=0.01)
 WORLDS = {
-    "HSDP, bf16": cell(dims=DIMS(dp_replicate=2, dp_shard=2), precision=BF16),
+    "HSDP, bf16": cell(dims=DIMS(dp_replicate=2, dp_shard=2), precision=BF16, cpu_offload=True),
     "CP and TP, flex": cell(family="gpt_oss", dims=DIMS(cp=2, tp=2), attn="flex"),
     "EP": cell(2, family="qwen3", flavor="debugmodel_moe", dims=DIMS(dp_shard=2, ep=2), auxiliary=LOSSES),
     "PP": cell(2, dims=DIMS(pp=2), num_microbatches=4),

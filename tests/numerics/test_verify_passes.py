@@ -51,14 +51,14 @@ def test_every_pass_keeps_its_promise(cell):
     "cell",
     [
         Cell(FSDP2, BF16, tied=True),
-        Cell(FSDP2, FP32, recompute=Recompute(every=1)),
+        Cell(FSDP2, FP32, recompute=Recompute(every=1), cpu_offload=True),
         Cell(FSDP2, FP32, recompute=Recompute(by_op=True), reshard=Reshard(blocks=False)),
         Cell(TP2, BF16, tied=True),
         Cell(ONE, FP32, attn="flex"),
         Cell(ParallelDims(cp=2), BF16),
         pytest.param(Cell(ParallelDims(dp_shard=2, cp=2), BF16), marks=pytest.mark.slow),
     ],
-    ids=["tied", "recompute-full", "recompute-op-stay-gathered", "TP-2-tied", "flex", "CP-2", "FSDP-2-x-CP-2"],
+    ids=["tied", "recompute-full-on-host", "recompute-op-stay-gathered", "TP-2-tied", "flex", "CP-2", "FSDP-2-x-CP-2"],
 )
 def test_every_pass_keeps_its_promise_in_variants(cell):
     assert run_on(cell.dims.num_ranks, outcome, cell) == [""] * cell.dims.num_ranks
@@ -110,12 +110,14 @@ SPOILED = {
     "cleanup": (faults.lose_a_write, Cell(ONE, FP32)),
     "shard_params": (faults.drop_one_reduction, Cell(FSDP2, FP32)),
     "mixed_precision": (faults.cast_one_parameter_too_narrow, Cell(FSDP2, BF16)),
+    "rest_on_host": (faults.fetch_another, Cell(FSDP2, BF16, cpu_offload=True)),
     "merge_equal": (faults.merge_unequal, Cell(ONE, FP32)),
     "rematerialize": (faults.recompute_another, Cell(ONE, FP32)),
     "reuse_logits": (faults.overwrite_logits_too_early, Cell(ONE, FP32)),
     "bucket_collectives": (faults.swap_two_parts_of_a_bucket, Cell(FSDP2, BF16)),
     "overlap_context": (faults.use_before_it_is_there, Cell(ParallelDims(cp=2), BF16)),
     "overlap_collectives": (faults.wait_for_another, Cell(FSDP2, BF16)),
+    "overlap_copies": (faults.fetch_another, Cell(ONE, BF16, cpu_offload=True)),
     "compile_regions": (faults.scale_every_silu, Cell(ONE, FP32)),
 }
 

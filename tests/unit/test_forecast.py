@@ -14,7 +14,7 @@ from torchtitan_graph.check.matrix import BF16, NUM_ROWS, SEQ_LEN, Cell, build_m
 from torchtitan_graph.config import job, load
 from torchtitan_graph.device import GIB
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.forecast import OPTIMIZER, STEP, Forecast, check_fits, forecast
+from torchtitan_graph.forecast import GRADIENTS, OFFLOADED, OPTIMIZER, PARAMETERS, STEP, Forecast, check_fits, forecast
 from torchtitan_graph.graph import keeping
 from torchtitan_graph.graph.torch_private import init_fake_process_group
 from torchtitan_graph.log import logger
@@ -92,14 +92,24 @@ def test_what_is_offloaded_is_held_by_the_host(dims: ParallelDims, monkeypatch: 
     gpipe = (("pipeline_parallel_schedule", "GPipe"),)
     stay = Cell(dims, num_microbatches=4, changes=(("num_layers", 8),), pipeline=gpipe)
     before, after = (of(dataclasses.replace(stay, offload=names)) for names in ((), ("layers.0", "layers.1")))
-    assert before.offloaded == 0 and after.offloaded > 0
+    assert not before.on_host and after.on_host[OFFLOADED] > 0
     assert "host" not in "\n".join(before.lines()) and "GiB, in the host's memory" in "\n".join(after.lines())
     if dims.pp > 1:  # all that the four microbatches keep
         fewer = of(dataclasses.replace(stay, num_microbatches=2, offload=("layers.0", "layers.1")))
-        assert before.held[STEP] - after.held[STEP] == pytest.approx(after.offloaded, rel=0.4)
-        assert fewer.offloaded == after.offloaded
+        assert before.held[STEP] - after.held[STEP] == pytest.approx(after.on_host[OFFLOADED], rel=0.4)
+        assert fewer.on_host[OFFLOADED] == after.on_host[OFFLOADED]
     else:
-        assert 0 < before.held[STEP] - after.held[STEP] <= after.offloaded
+        assert 0 < before.held[STEP] - after.held[STEP] <= after.on_host[OFFLOADED]
+
+
+@pytest.mark.parametrize("dims", [ParallelDims(dp_shard=2), ParallelDims(pp=2)], ids=["FSDP-2", "PP-2"])
+def test_what_rests_on_the_host_is_not_held_by_the_device(dims: ParallelDims) -> None:
+    stay = Cell(dims, num_microbatches=2, vocab_size=512, pipeline=(("pipeline_parallel_schedule", "GPipe"),))
+    before, after = of(stay), of(dataclasses.replace(stay, cpu_offload=True))
+    assert after.held.keys() == {STEP} and after.in_all < before.in_all
+    rest = {name: size for name, size in before.held.items() if name != STEP}
+    assert after.on_host == rest | {GRADIENTS: before.held[PARAMETERS]}
+    assert "in the host's memory" in "\n".join(after.lines()) and "what AdamW" not in "\n".join(after.lines())
 
 
 def test_a_pipeline_gathers_once_and_sums_gradients_in_the_dtype_of_their_reduction() -> None:

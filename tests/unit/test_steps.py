@@ -81,6 +81,17 @@ def test_cuda_graphs_are_recorded_on_a_gpu_alone_and_a_dry_run_needs_none() -> N
     assert step_options(*dry, 1, torch.device("cpu")).recorders is None
 
 
+def test_parameters_lie_in_the_hosts_memory_on_a_gpu_alone(caplog: pytest.LogCaptureFixture) -> None:
+    def is_asked(device: str, *options: str) -> bool:
+        config, model = built("--training.enable_cpu_offload", *options)
+        return step_options(config, model, 2, torch.device(device)).cpu_offload
+
+    assert is_asked("cuda") and is_asked("cpu", "--comm.mode", "fake_backend")
+    with caplog.at_level(logging.INFO):
+        assert not is_asked("cpu")
+    assert "training.enable_cpu_offload: a CPU's memory is the host's, so nothing is moved" in caplog.text
+
+
 def test_counts_of_several_dtypes_keep_them() -> None:
     """Beyond 2**24 a count in float32 would no longer be exact."""
     layout = SimpleNamespace(routing_groups=[])

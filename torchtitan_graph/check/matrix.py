@@ -83,6 +83,7 @@ class Cell:
     auxiliary: AuxiliaryLoss | None = None
     recompute: Recompute = Recompute()
     offload: tuple[str, ...] = ()
+    cpu_offload: bool = False
     reshard: Reshard = Reshard()
     loss_parallel: bool = True
     disabled: tuple[str, ...] = ()
@@ -110,6 +111,7 @@ class Cell:
             precision=self.precision,
             recompute=self.recompute,
             offload=self.offload,
+            cpu_offload=self.cpu_offload,
             reshard=self.reshard,
             experts=ExpertTraining(self.auxiliary),
             loss_parallel=self.loss_parallel,

@@ -394,11 +394,12 @@ def _check_compile(config: JobConfig) -> list[str]:
             problems.append(f"{_name(config, key)}: only a graph {does}; use compile.mode = graph, or remove it")
     if config.compile.cuda_graphs and config.compile.mode != "graph":
         problems.append(f"{_name(config, 'compile.mode')}: compile.cuda_graphs records a graph; use graph")
-    if config.compile.cuda_graphs and config.activation_checkpoint.offload:
-        problems.append(
-            f"{_name(config, 'activation_checkpoint.offload')}: not with compile.cuda_graphs: each step's copies take"
-            " memory of the host anew, which can't be recorded; leave one of them out"
-        )
+    for key in ("activation_checkpoint.offload", "training.enable_cpu_offload"):
+        if config.compile.cuda_graphs and get(config, key):
+            problems.append(
+                f"{_name(config, key)}: not with compile.cuda_graphs: each step's copies take memory of the host anew,"
+                " which can't be recorded; leave one of them out"
+            )
     if config.compile.cuda_graphs and config.parallelism.pipeline_parallel_degree > 1:
         problems.append(
             f"{_name(config, _PP)}: not with compile.cuda_graphs: what a stage sends and receives is not recorded; set"
@@ -417,6 +418,10 @@ def _check_optimizer_in_graph(config: JobConfig) -> list[str]:
         "optimizer.implementation": (
             "reads its step count on the host; use fused",
             optimizer.implementation != "fused",
+        ),
+        "training.enable_cpu_offload": (
+            "the update is computed on the host, and its graph would be for the GPU; leave it out",
+            config.training.enable_cpu_offload,
         ),
         "metrics.histogram_freq": (
             "histograms are made between clipping and the update; set it to 0",

@@ -253,6 +253,12 @@ class Training:
         "bfloat16", "dtype that forward and backward compute in.", choices=("bfloat16", "float32")
     )
     mixed_precision_reduce: str = option("float32", "dtype that gradients are reduced in.", choices=("float32",))
+    enable_cpu_offload: bool = option(
+        False,
+        "On a GPU, keep parameters, gradients and the optimizer's state in the host's memory: shards are copied to the"
+        " GPU before they are gathered, reduced gradients back, and the optimizer steps on the host. On a CPU it does"
+        " nothing; a dry run counts it.",
+    )
     gc_freq: int = option(
         50, "Steps between Python's garbage collections, so that all ranks collect together.", minimum=1
     )

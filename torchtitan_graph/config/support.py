@@ -56,9 +56,6 @@ UNSUPPORTED = {
     "model.converters": _refuse([], "low-precision products are not built yet; remove it to train in bfloat16"),
     "model.print_after_conversion": _ignore(False, "there are no converters"),
     "optimizer.early_step_in_backward": _refuse(False, "gradients are clipped together before the step; remove it"),
-    "training.enable_cpu_offload": _refuse(
-        False, "not built yet; use more shards; activations move to the host with activation_checkpoint.offload"
-    ),
     "training.gc_debug": _ignore(False, "collections are not examined"),
     "parallelism.enable_async_tensor_parallel": _ignore(False, "not built yet; tensor parallel runs without it"),
     "parallelism.enable_compiled_autograd": _gone("backward is part of the graph"),

@@ -37,6 +37,7 @@ _FUNCTIONS: dict[str, Any] = {
 }
 # Texts that operators take, beside names of groups: no file's name is among them.
 _WORDS = {"sum", "avg", "max", "min", "product", "mean", "amax", "amin", "floor", "trunc", "none", "tanh", "AUTO"}
+_WORDS |= {"cpu", "cuda"}  # where a copy goes
 _DTYPES = {str(x).removeprefix("torch."): x for x in vars(torch).values() if isinstance(x, torch.dtype)}
 _LAYOUTS = {"strided": torch.strided}
 _FORMATS = {

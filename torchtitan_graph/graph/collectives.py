@@ -26,6 +26,14 @@ def gathered_weights(gm: GraphModule) -> dict[Node, str]:
     return found
 
 
+def made_from_inputs(node: Node) -> list[Node]:
+    """Give `node` and all it is computed from but the graph's inputs, what is read first."""
+    if node.op == "placeholder":
+        return []
+    found = [n for source in node.all_input_nodes for n in made_from_inputs(source)]
+    return [*dict.fromkeys(found), node]
+
+
 class Reduction(NamedTuple):
     """How a gradient comes to rest.
 
@@ -48,6 +56,6 @@ def reductions(gm: GraphModule) -> dict[str, Reduction]:
         nodes: list[Node] = []
         while meta.role(node) == meta.REDUCE:
             nodes.insert(0, node)
-            (node,) = node.all_input_nodes
+            node = node.all_input_nodes[0]  # a copy that has arrived holds what it was made of, too
         found[name] = Reduction(node, nodes)
     return found

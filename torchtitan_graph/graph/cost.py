@@ -6,7 +6,7 @@ than a launch. A collective takes a hop's latency for each doubling of its group
 ways: within machines, and between them, where each rank of the group in a machine has a port of its own. Of all peaks
 a fixed share is reached. Collectives of one group run one after another, beside the arithmetic, from where they start;
 a `wait_tensor` stands still until its own is done. Not seen: a host that is slower than its GPU, kernels that
-collectives slow down, ranks that are late, experts that get more rows than others.
+collectives slow down, ranks that are late, experts that get more rows than others, the way to the host's memory.
 No figure depends on the rank: what is placed by it stands in the same order on all of them.
 """
 

@@ -43,9 +43,13 @@ def peak_memory(gm: GraphModule) -> Peak:
 
 
 def host_memory(gm: GraphModule) -> int:
-    """Give the most bytes of the host's memory that copies of a graph's values take at once."""
-    held = held_memory(gm, lambda node: _num_bytes(node) if node.target is _OFFLOAD else 0, scratch=lambda _: 0)
+    """Give the most bytes of the host's memory that copies of activations take at once."""
+    held = held_memory(gm, lambda node: _num_bytes(node) if _is_activation_away(node) else 0, scratch=lambda _: 0)
     return max(held.values())
+
+
+def _is_activation_away(node: Node) -> bool:
+    return node.target is _OFFLOAD and meta.role(node) is None
 
 
 def in_one_part(node: Node) -> str:

@@ -22,6 +22,7 @@ def clip_grad_norm(
     max_norm: float,
     stages: dist.ProcessGroup | None = None,
     repeated: Container[Tensor] = (),
+    device: torch.device | str | None = None,
 ) -> Tensor:
     """Scale the gradients in place so that their global 2-norm is at most `max_norm`; return the norm before that.
 
@@ -33,6 +34,7 @@ def clip_grad_norm(
     Args:
         stages: the group of a pipeline's stages, each with parameters of its own.
         repeated: parameters that another stage has too, and counts.
+        device: where ranks' sums are made, if not where gradients are: NCCL sends nothing from the host's memory.
     """
     # Gradients of one layout are taken together: tensors of different meshes can't meet in one operation.
     by_layout: dict[Any, list[Tensor]] = {}
@@ -41,9 +43,9 @@ def clip_grad_norm(
             grad = param.grad
             layout = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None
             by_layout.setdefault(layout, []).append(param)
-    squares = _global_squares(by_layout, repeated)
+    squares = _global_squares(by_layout, repeated, device)
     if stages is not None:
-        squares = _sum_over(stages, squares)
+        squares = _sum_over(stages, squares, device)
     total_norm = squares.sqrt().to(_dtype_of([p for params in by_layout.values() for p in params]))
     if max_norm > 0:
         finite_norm = torch.where(total_norm.isfinite(), total_norm, 0)
@@ -53,16 +55,21 @@ def clip_grad_norm(
     return total_norm
 
 
-def ranks_with_non_finite_gradients(parameters: Iterable[Tensor]) -> list[int]:
-    """Name the ranks whose part of any gradient is not finite; every rank takes part."""
+def ranks_with_non_finite_gradients(
+    parameters: Iterable[Tensor], device: torch.device | str | None = None
+) -> list[int]:
+    """Name the ranks whose part of any gradient is not finite; every rank takes part, on `device`."""
     grads = [_local(param.grad) for param in parameters if param.grad is not None]
-    mine = torch.stack([~grad.isfinite().all() for grad in grads]).any().to(torch.int32)  # NCCL sends no booleans
+    mine = torch.stack([~grad.isfinite().all() for grad in grads]).any()
+    mine = mine.to(device=device, dtype=torch.int32)  # NCCL sends no booleans
     found = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(found, mine)
     return [rank for rank, is_bad in enumerate(found) if is_bad]
 
 
-def _global_squares(by_layout: dict[Any, list[Tensor]], repeated: Container[Tensor]) -> Tensor:
+def _global_squares(
+    by_layout: dict[Any, list[Tensor]], repeated: Container[Tensor], device: torch.device | str | None
+) -> Tensor:
     """Sum the squares of all gradients on the ranks that they are laid out on, in fp64."""
     # By the ranks that hold different parts, along each axis. Several groups may have the same ranks, for torch takes a
     # mesh that is like another for it; the order of the sums must not tell.
@@ -81,13 +88,14 @@ def _global_squares(by_layout: dict[Any, list[Tensor]], repeated: Container[Tens
         sums[ranks] = sums[ranks] + squares if ranks in sums else squares
     for ranks in sums:
         for group in groups_of[ranks]:
-            sums[ranks] = _sum_over(group, sums[ranks])
+            sums[ranks] = _sum_over(group, sums[ranks], device)
     return torch.stack(list(sums.values())).sum()
 
 
-def _sum_over(group: dist.ProcessGroup, x: Tensor) -> Tensor:
+def _sum_over(group: dist.ProcessGroup, x: Tensor, device: torch.device | str | None) -> Tensor:
     """Add up what the ranks of a group have; in a graph, where this is traced, it is a node."""
-    return c10d.wait_tensor(c10d.all_reduce(x, "sum", group.group_name))
+    there = x if device is None else x.to(device)
+    return c10d.wait_tensor(c10d.all_reduce(there, "sum", group.group_name)).to(x.device)
 
 
 def _squares(grads: list[Tensor]) -> Tensor:

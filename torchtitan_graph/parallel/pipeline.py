@@ -150,6 +150,7 @@ class Pipeline:
         model: nn.Module,
         tied: Tensor | None,
         layout: Layout,
+        device: torch.device,
     ) -> None:
         self.schedule, self.layout = schedule, layout
         self.stages = {number: Stage(graph, model) for number, graph in graphs.items()}
@@ -159,7 +160,7 @@ class Pipeline:
         # Parameters that a rank before this one has too, by name.
         is_repeated = self._tied is not None and self.rank != self._ends[0]
         self.repeated = [name for name, p in model.named_parameters() if p is self._tied] if is_repeated else []
-        self._device = next(model.parameters()).device
+        self._device = device  # parameters may rest elsewhere
         passed = next(iter(graphs.values())).passed
         self._zero = torch.zeros((), dtype=torch.promote_types(passed.dtype, torch.float32), device=self._device)
 
@@ -222,13 +223,14 @@ class Pipeline:
         """
         if self._tied is None:
             return
-        mine: Tensor = self._tied.grad.to_local()  # type: ignore[union-attr]
+        gradient: Tensor = self._tied.grad.to_local()  # type: ignore[union-attr]
+        mine = gradient.to(self._device)
         other, group, peer = torch.empty_like(mine), self.layout.group(PP), sum(self._ends) - self.rank
         # One sends while the other receives: NCCL does two ranks' messages one by one, in their order.
         exchange = [partial(dist.isend, mine, group_dst=peer), partial(dist.irecv, other, group_src=peer)]
         for start in exchange if self.rank == self._ends[0] else reversed(exchange):
             _wait(start(group=group))
-        mine += other
+        gradient += other.to(gradient.device)
 
 
 class _Messages:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from torchtitan_graph.errors import UserError
@@ -51,6 +51,7 @@ class Storage:
     replicate_axis the ranks along it hold the same; the mesh may lack it
     compute_shape  what a rank multiplies: the whole parameter, or tensor parallelism's part of it
     dim            what `shard_axis` cuts; another than 0 is cut evenly, as FSDP2 asks
+    on_host        this rank's part, its gradient and the optimizer's state lie in the host's memory
     """
 
     mesh: DeviceMesh
@@ -61,6 +62,7 @@ class Storage:
     compute_shape: torch.Size
     precision: Precision
     dim: int = 0
+    on_host: bool = False
     num_tensors = 1
 
     @property
@@ -94,8 +96,10 @@ class Storage:
         return begin, min(per_rank, size - begin)
 
     def empty(self, device: torch.device) -> DTensor:
-        """Allocate the parameter's part on this rank, its padding zero."""
-        padded = torch.zeros(self.padded_shape, dtype=self.precision.storage, device=device)
+        """Allocate the parameter's part on this rank, its padding zero; for a GPU's parameter on the host in pinned
+        memory, which it copies while both go on."""
+        place, pin = ("cpu", device.type == "cuda") if self.on_host else (device, False)
+        padded = torch.zeros(self.padded_shape, dtype=self.precision.storage, device=place, pin_memory=pin)
         return self.unflatten([padded])
 
     def flatten(self, value: Tensor) -> list[Tensor]:
@@ -121,12 +125,12 @@ class Storage:
         return dtensor_spec(self.mesh, self.placements, self.shape, self.precision.storage)
 
 
-def plan_storage(model: nn.Module, layout: Layout, precision: Precision) -> dict[str, Storage]:
+def plan_storage(model: nn.Module, layout: Layout, precision: Precision, on_host: bool = False) -> dict[str, Storage]:
     """Lay out every parameter of a model (on meta, after `parallelize`) over the data-parallel axes, by name."""
-    return {name: _storage(name, parameter, layout, precision) for name, parameter in model.named_parameters()}
+    return {name: _storage(name, parameter, layout, precision, on_host) for name, parameter in model.named_parameters()}
 
 
-def _storage(name: str, parameter: Tensor, layout: Layout, precision: Precision) -> Storage:
+def _storage(name: str, parameter: Tensor, layout: Layout, precision: Precision, on_host: bool) -> Storage:
     assert parameter.dim() >= 1, f"{name} is a scalar: give it one dimension, so that it can be sharded"
     mesh, axis = (layout.experts, EXPERT_FSDP) if is_expert(parameter) else (layout.mesh, FSDP)
     assert mesh is not None, "experts have a mesh of their own"
@@ -138,7 +142,7 @@ def _storage(name: str, parameter: Tensor, layout: Layout, precision: Precision)
     shard = StridedShard(dim, split_factor=num_pieces) if num_pieces > 1 else Shard(dim)
     replicate = (Replicate(),) if layout.degree(DP_REPLICATE) > 1 else ()
     placements = (*replicate, shard, *compute)
-    return Storage(mesh, axis, DP_REPLICATE, placements, parameter.shape, compute_shape, precision, dim)
+    return Storage(mesh, axis, DP_REPLICATE, placements, parameter.shape, compute_shape, precision, dim, on_host)
 
 
 def is_expert(parameter: Tensor) -> bool:
@@ -205,11 +209,12 @@ def shard_eager(
     precision: Precision,
     reshard: Reshard,
     device: torch.device,
+    on_host: bool = False,
 ) -> None:
     """Apply FSDP2 to each block, then to the root, and allocate: the eager reference in every layout.
 
     Gradients are summed, not averaged: the loss is already divided by the global number of tokens. Inputs keep their
-    dtype, as in a graph, where nothing casts them.
+    dtype, as in a graph, where nothing casts them. With `on_host` parameters rest in the host's memory.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=precision.compute if precision.compute != precision.storage else None,
@@ -224,11 +229,15 @@ def shard_eager(
             mp_policy=policy,
             reshard_after_forward=reshard.root if module is model else reshard.blocks,
             shard_placement_fn=lambda p: Shard(stored_dim(p, layout)),
+            offload_policy=CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_host else OffloadPolicy(),
         )
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
     cast_parameters(model, precision.storage)
-    model.to_empty(device=device)
+    model.to_empty(device="cpu" if on_host else device)
+    for module in model.modules():
+        for leaf, buffer in module.named_buffers(recurse=False):
+            setattr(module, leaf, buffer.to(device))
 
 
 @torch.no_grad()

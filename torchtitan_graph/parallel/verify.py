@@ -78,7 +78,7 @@ def _run(
             flat.append(_parameter(slot, val, storages, device) if is_state else next(rest).clone())
     values = iter(gm(*flat))
     found = {
-        f"{slot.kind} {slot.name}": _full(slot, next(values), storages)
+        f"{slot.kind} {slot.name}": _full(slot, next(values).to(device), storages)
         for slot in signature_of(gm).outputs
         for _ in range(slot.layout.num_tensors)
     }
@@ -98,7 +98,7 @@ def _parameter(slot: Slot, val: Any, storages: dict[str, Storage], device: torch
     padded = torch.zeros(slot.layout.padded_shape, dtype=dtype, device=device)
     begin, size = slot.layout.local_range
     padded.narrow(slot.layout.dim, 0, size).copy_(full.narrow(slot.layout.dim, begin, size))
-    return padded.to(val.dtype)  # at rest the dtype is wider: no bit is lost
+    return padded.to(val.device, val.dtype)  # at rest the dtype is wider: no bit is lost
 
 
 def _full(slot: Slot, value: Tensor, storages: dict[str, Storage]) -> Tensor:

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 import torch
 from torch.fx import GraphModule, Node
 
+import torchtitan_graph.ops  # noqa: F401 (registers the copies)
 from torchtitan_graph.graph import meta
-from torchtitan_graph.graph.collectives import Reduction, reductions
+from torchtitan_graph.graph.collectives import Reduction, made_from_inputs, reductions
 from torchtitan_graph.graph.edit import call, erase_dead, value
 from torchtitan_graph.graph.signature import set_outputs
 
-aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+aten, c10d, _OPS = torch.ops.aten, torch.ops._c10d_functional, torch.ops.torchtitan_graph
 _REDUCTIONS = (c10d.reduce_scatter_tensor.default, c10d.all_reduce.default)
 
 
@@ -67,8 +68,8 @@ def _merge_gathers(gm: GraphModule, starts: list[Node], first: Node) -> None:
     shards = [start.all_input_nodes[0] for start in starts]
     with gm.graph.inserting_before(first):
         for shard in shards:
-            if shard.op != "placeholder":
-                first.prepend(shard)  # its cast; it reads a placeholder alone
+            for node in made_from_inputs(shard):  # its copy from the host, its cast
+                first.prepend(node)
         flat = [call(gm.graph, first, aten.view.default, shard, [-1]) for shard in shards]
         packed = call(gm.graph, first, aten.cat.default, flat)
         start = call(gm.graph, first, c10d.all_gather_into_tensor.default, packed, degree, group)
@@ -90,9 +91,11 @@ def _merge_gathers(gm: GraphModule, starts: list[Node], first: Node) -> None:
 
 
 def _merge_reductions(gm: GraphModule, members: dict[str, Reduction], last: Node) -> dict[str, Node]:
-    """Merge reductions gradient -> [cast] -> [pad] -> collectives -> [cast]; give each one's new last node by name."""
+    """Merge reductions gradient -> [cast] -> [pad] -> collectives -> [cast] -> [copy to the host]; give each one's new
+    last node by name."""
     some = next(iter(members.values()))
     collectives = [node for node in some.nodes if node.target in _REDUCTIONS]
+    is_away = any(node.target is _OPS.offload.default for node in some.nodes)
     degree = next((n.args[2] for n in collectives if n.target is c10d.reduce_scatter_tensor.default), 1)
     made: list[Node] = []
 
@@ -116,6 +119,13 @@ def _merge_reductions(gm: GraphModule, members: dict[str, Reduction], last: Node
             then(c10d.wait_tensor.default)
         if value(some.result).dtype != value(made[-1]).dtype:
             then(aten._to_copy.default, dtype=value(some.result).dtype)
+        if is_away:
+            source = made[-1]
+            then(_OPS.offload.default)
+            then(_OPS.arrived.default, source)
+    with gm.graph.inserting_before(gm.graph.output_node() if is_away else made[-1].next):
+        if is_away:
+            then(_OPS.landed.default)
         shapes = {name: value(member.result).shape for name, member in members.items()}
         then(aten.split_with_sizes.default, [shape.numel() for shape in shapes.values()])
         parts = made[-1]

@@ -27,7 +27,7 @@ _FORWARD, _BACKWARD = torch.ops.higher_order.flex_attention, torch.ops.higher_or
 _EXCHANGE, _ROW_SPLITS = torch.ops.torchtitan_graph.exchange.default, torch.ops.torchtitan_graph.row_splits.default
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _OPS = torch.ops.torchtitan_graph
-_HOST_COPIES = (_OPS.offload.default, _OPS.reload.default, _OPS.arrived.default)
+_HOST_COPIES = (_OPS.offload.default, _OPS.reload.default, _OPS.arrived.default, _OPS.landed.default)
 _KERNEL_OPTIONS = 6  # their place among the forward operator's arguments
 
 Regions = Mapping[str, Mapping[str, Any]]  # FLEX, LOSS, WHOLE or a pattern of module names -> Inductor's options there

@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 
 import torchtitan_graph.ops  # noqa: F401 (registers the exchange)
 from torchtitan_graph.graph import meta
+from torchtitan_graph.graph.collectives import made_from_inputs
 from torchtitan_graph.graph.cost import Costs
 from torchtitan_graph.graph.liveness import held_memory, in_one_part, peaks, size_of
 from torchtitan_graph.graph.traffic import group_of
@@ -53,7 +54,7 @@ def overlap_collectives(gm: GraphModule, costs: Costs, part_of: Callable[[Node],
             reductions.append([node])
     for before, wait in itertools.pairwise(gathers):
         if meta.phase(before) == meta.phase(wait):
-            for node in _made_from_placeholders(_start(wait)):
+            for node in made_from_inputs(_start(wait)):
                 before.prepend(node)
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
     for start in (_start(wait) for wait in others if _start(wait).target in _DISPATCH):
@@ -89,7 +90,7 @@ def _start_earlier(
     earliest = next(i for i, node in enumerate(nodes) if node.op != "placeholder")
     for wait in gathers:
         start = _start(wait)
-        chain, place = _made_from_placeholders(start), order[start]
+        chain, place = made_from_inputs(start), order[start]
         size = sum(map(size_of, chain))
         wanted = max(earliest, bisect.bisect_right(times, latest[wait]) - 1)
         while place > wanted and held[place - 1] + size <= bound[place - 1]:
@@ -134,14 +135,6 @@ def _latest_starts(
 
 def _start(wait: Node) -> Node:
     return wait.args[0]  # type: ignore[return-value]
-
-
-def _made_from_placeholders(node: Node) -> list[Node]:
-    """Give `node` and all it is computed from, inputs first."""
-    if node.op == "placeholder":
-        return []
-    found = [n for source in node.all_input_nodes for n in _made_from_placeholders(source)]
-    return [*dict.fromkeys(found), node]
 
 
 def _results(node: Node, order: dict[Node, int], limit: int) -> list[Node]:

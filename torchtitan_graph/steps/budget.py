@@ -19,7 +19,7 @@ from torchtitan_graph.parallel.recompute import Budget
 from torchtitan_graph.parallel.storage import Storage
 from torchtitan_graph.passes.tag_budget import Curve
 
-OPTIMIZER, INPUTS = "optimizer state", "batch and masks"
+PARAMETERS, OPTIMIZER, INPUTS = "parameters", "optimizer state", "batch and masks"
 _MIB = 2**20
 _TRIES = 5  # of what stages may keep: to a 32nd of what could be saved
 _GIB = "activation_checkpoint.memory_budget_gib"
@@ -29,15 +29,21 @@ _LESS = (
 )
 
 
-def at_rest(storages: Mapping[str, Storage], *, accumulates: bool, knows_optimizer: bool = True) -> dict[str, int]:
+def at_rest(
+    storages: Mapping[str, Storage], *, accumulates: bool, knows_optimizer: bool = True, on_host: bool = False
+) -> dict[str, int]:
     """Give the bytes that a rank holds from step to step, and between the microbatches of a step, by what for.
 
     Args:
         accumulates: gradients of earlier microbatches lie there while the next one runs.
         knows_optimizer: it keeps two moments.
+        on_host: what it holds in the host's memory, not on its device.
     """
-    parameters = sum(each.padded_shape.numel() * each.precision.storage.itemsize for each in storages.values())
-    held = {"parameters": parameters}
+    there = [each for each in storages.values() if each.on_host == on_host]
+    if not there:
+        return {}
+    parameters = sum(each.padded_shape.numel() * each.precision.storage.itemsize for each in there)
+    held = {PARAMETERS: parameters}
     if accumulates:
         held["gradients of earlier microbatches"] = parameters
     if knows_optimizer:

@@ -91,11 +91,11 @@ class Steps:
 
     def clip(self, max_norm: float) -> Tensor:
         """Clip the gradients of all ranks, as `clip_grad_norm`."""
-        parameters = dict(self.model.named_parameters())
+        parameters, device = dict(self.model.named_parameters()), self.layout.mesh.device_type
         if not isinstance(self.step, Pipeline):
-            return clip_grad_norm(parameters.values(), max_norm)
+            return clip_grad_norm(parameters.values(), max_norm, device=device)
         repeated = frozenset(parameters[name] for name in self.step.repeated)
-        return clip_grad_norm(parameters.values(), max_norm, self.layout.group(PP), repeated)
+        return clip_grad_norm(parameters.values(), max_norm, self.layout.group(PP), repeated, device)
 
     def count_flops(self, microbatches: Sequence[Batch]) -> float | None:
         """Give the operations of a step on this rank, in a pipeline the mean over its stages; None in eager mode,
@@ -137,7 +137,8 @@ def build_steps(
         return bind_graphs(build_graphs(model, family, layout, options, capture), model, layout, options)
     prepare(model, family, layout, options)
     recompute_eager(model.blocks, options.recompute)
-    shard_eager(model, model.blocks, layout, options.precision, options.reshard, options.device)
+    at_rest = options.precision, options.reshard, options.device, options.cpu_offload
+    shard_eager(model, model.blocks, layout, *at_rest)
     evaluate = make_eval_step(model, options.loss) if options.eval_rows else None
     return Steps(model, layout, loss_is_parallel(layout, options), make_eager_step(model, options.loss), evaluate)
 
@@ -156,7 +157,7 @@ def bind_graphs(graphs: Graphs, model: Decoder, layout: Layout, options: StepOpt
         assert options.pipeline is not None
         shared = model.tok_embeddings.weight if model.config.tied and model.tok_embeddings is not None else None
         tied = shared if shared is not None and shared.requires_grad else None
-        step = Pipeline(options.pipeline, graphs.train, model, tied, layout)
+        step = Pipeline(options.pipeline, graphs.train, model, tied, layout, options.device)
     else:
         step = bind_train_step(graphs.train, model, new, accumulates=options.num_microbatches > 1)
     loss_parallel = loss_is_parallel(layout, options)

@@ -19,7 +19,7 @@ import torchtitan_graph
 from torchtitan_graph.config import JobConfig, job
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.parallel.layout import ParallelDims
-from torchtitan_graph.steps.budget import in_flight
+from torchtitan_graph.steps.held import in_flight
 from torchtitan_graph.steps.options import StepOptions
 
 # Options that no graph depends on: whole tables, then single ones. Any other counts, also one that is new.

@@ -41,7 +41,7 @@ def lay_out(
     prepare(model, family, layout, options)
     cast_parameters(model, options.precision.compute)
     return PassPlan(
-        plan_storage(model, layout, options.precision),
+        plan_storage(model, layout, options.precision, options.cpu_offload),
         model.blocks,
         buckets(model, model.blocks),
         options.recompute,

@@ -35,6 +35,7 @@ class StepOptions:
     rows, eval_rows  of a microbatch of training, and of evaluation if there is one: (number of rows, tokens per row)
     mode             "graph", or "eager": FSDP2 and autograd, the reference
     offload          modules whose activations lie in the host's memory till backward
+    cpu_offload      parameters, gradients and the optimizer's state rest in the host's memory
     loss             (logits, labels, num_tokens) -> scalar
     loss_parallel    under tensor parallelism logits stay sharded over the vocabulary for the loss
     disabled         passes to leave out, by name
@@ -64,6 +65,7 @@ class StepOptions:
     experts: ExpertTraining = ExpertTraining()
     regions: Regions = dataclasses.field(default_factory=dict)
     offload: Sequence[str] = ()
+    cpu_offload: bool = False
     loss: Callable[..., Tensor] = cross_entropy
     loss_parallel: bool = True
     disabled: Sequence[str] = ()
@@ -135,6 +137,7 @@ def step_options(config: JobConfig, model: Decoder, num_microbatches: int, devic
         seed=config.debug.seed or 0,
         mtp_weight=training.mtp_loss_weight,
         offload=_offload(config, model, pipeline, device),
+        cpu_offload=_cpu_offload(config, device),
         pipeline=pipeline,
         recorders=_recorders(config, device),
         rates=devices.RATES[config.comm.fake_device] if config.comm.mode == "fake_backend" else devices.rates(),
@@ -149,6 +152,13 @@ def _offload(config: JobConfig, model: Decoder, pipeline: Schedule | None, devic
         logger.info("activation_checkpoint.offload: a CPU's memory is the host's, so nothing is moved")
         return ()
     return modules
+
+
+def _cpu_offload(config: JobConfig, device: torch.device) -> bool:
+    if config.training.enable_cpu_offload and device.type == "cpu" and config.comm.mode != "fake_backend":
+        logger.info("training.enable_cpu_offload: a CPU's memory is the host's, so nothing is moved")
+        return False
+    return config.training.enable_cpu_offload
 
 
 def _recompute(options: job.ActivationCheckpoint, model: Decoder) -> Recompute:

@@ -161,6 +161,7 @@ def test_all_problems_are_reported_together() -> None:
         ("--optimizer.name torch.optim.SGD", "only Adam and AdamW can be traced; use one of them"),
         ("--optimizer.implementation foreach", "optimizer.implementation = 'foreach'"),
         ("--metrics.histogram_freq 2 --metrics.enable_tensorboard", "metrics.histogram_freq = 2"),
+        ("--training.enable_cpu_offload", "enable_cpu_offload = True: not with compile.optimizer_in_graph: the update"),
     ],
 )
 def test_what_an_optimizer_in_the_graph_does_not_go_with_is_named(arguments: str, words: str) -> None:
@@ -174,6 +175,7 @@ def test_what_an_optimizer_in_the_graph_does_not_go_with_is_named(arguments: str
         ("--compile.mode eager", "compile.mode = 'eager': compile.cuda_graphs records a graph; use graph"),
         ("--parallelism.pipeline_parallel_degree 2", "pipeline_parallel_degree = 2: not with compile.cuda_graphs"),
         ("--activation_checkpoint.offload layers.*", "offload = ['layers.*']: not with compile.cuda_graphs"),
+        ("--training.enable_cpu_offload", "training.enable_cpu_offload = True: not with compile.cuda_graphs"),
     ],
 )
 def test_what_cuda_graphs_do_not_go_with_is_named(arguments: str, words: str) -> None:

@@ -30,12 +30,12 @@ def initial_weight(
 
 
 @torch.no_grad()
-def initialize(model: Decoder, seed: int) -> None:
+def initialize(model: Decoder, seed: int, device: torch.device | None = None) -> None:
     """Draw every parameter of a materialized model in full, one at a time, and keep this rank's part of it; fill the
-    buffers."""
+    buffers. The numbers depend on the kind of `device` that draws them: where a parameter rests, if it is not given."""
     for name, parameter in model.named_parameters():
         std = model.initial_std(name)
-        full = initial_weight(name, parameter.shape, std, seed, parameter.device, torch.float32)
+        full = initial_weight(name, parameter.shape, std, seed, device or parameter.device, torch.float32)
         set_local(parameter, full)  # type: ignore[arg-type]
     initialize_buffers(model)
 

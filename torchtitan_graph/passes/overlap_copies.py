@@ -1,0 +1,82 @@
+"""Start copies from the host early and wait late for those to it, so that they run beside the arithmetic."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch.fx import GraphModule, Node
+
+import torchtitan_graph.ops  # noqa: F401 (registers the copies)
+from torchtitan_graph.graph import meta
+from torchtitan_graph.graph.liveness import held_memory, size_of
+
+_OPS = torch.ops.torchtitan_graph
+
+
+def overlap_copies(gm: GraphModule, buckets: Sequence[Sequence[str]]) -> GraphModule:
+    """Start copies from the host a bucket early, and wait for those to it a bucket late. Bitwise.
+
+        a' = arrived(reload(a)); use(a'); b' = arrived(reload(b)); use(b')
+        ra = reload(a); rb = reload(b); a' = arrived(ra); use(a'); b' = arrived(rb); use(b')
+
+    The copies of a bucket of parameters start where those of the one before are waited for; those of a bucket of
+    gradients are waited for where the last of the next one starts. So a bucket of shards lies on the device beside the
+    one in use, in either direction. Those with which backward begins would lie there through the loss: they start as
+    early as leaves the step's peak what it is.
+    """
+    bucket_of = {name: i for i, names in enumerate(buckets) for name in names}
+
+    def runs_of(nodes: list[Node]) -> list[list[Node]]:
+        """Put nodes together that follow each other and are of one bucket."""
+        runs = itertools.groupby(nodes, key=lambda n: (bucket_of[meta.param(n) or ""], meta.phase(n)))
+        return [list(run) for _, run in runs]
+
+    fetched = runs_of([n for n in _calls(gm, _OPS.arrived.default) if meta.role(n) == meta.GATHER])
+    sent = runs_of([n for n in _calls(gm, _OPS.offload.default) if meta.role(n) == meta.REDUCE])
+    first = None  # of backward
+    for before, run in itertools.pairwise([[], *fetched]):
+        is_alike = before and meta.phase(before[0]) == meta.phase(run[0])
+        first = run if before and not is_alike else first
+        for node in run:
+            (before if is_alike else run)[0].prepend(_start(node))
+    if first is not None:
+        _start_earlier(gm, [_start(node) for node in first])
+    for run, after in itertools.pairwise(sent):
+        for copy in run:
+            (there,) = copy.users
+            after[-1].prepend(there)
+    _land_last(gm)
+    gm.recompile()
+    return gm
+
+
+def _start_earlier(gm: GraphModule, starts: list[Node]) -> None:
+    """Let copies start, all at one place, as early as the memory allows that the graph holds at its peak."""
+    held = held_memory(gm, size_of)
+    nodes, peak, size = list(held), max(held.values()), sum(map(size_of, starts))
+    place = nodes.index(starts[0])
+    while nodes[place - 1].op != "placeholder" and held[nodes[place - 1]] + size <= peak:
+        place -= 1
+    for start in starts:
+        if nodes[place] is not start:
+            nodes[place].prepend(start)
+
+
+def _land_last(gm: GraphModule) -> None:
+    """Let the host wait when it has nothing more to start."""
+    on_host = set(_calls(gm, _OPS.landed.default))
+    for node in list(gm.graph.nodes):
+        if node.op == "call_function" and (node in on_host or not on_host.isdisjoint(node.all_input_nodes)):
+            on_host.add(node)
+            gm.graph.output_node().prepend(node)
+
+
+def _calls(gm: GraphModule, target: torch._ops.OpOverload) -> list[Node]:
+    """Give the calls of an operator in their order."""
+    return [node for node in gm.graph.nodes if node.target is target]
+
+
+def _start(arrived: Node) -> Node:
+    return arrived.args[0]  # type: ignore[return-value]

@@ -26,10 +26,8 @@ def fill_waits(
 
     For tensor, context and expert parallelism. Only as much is put there as the wait is estimated to take (see Note
     [Estimate]), all within a block, and only as long as the step's peak stays what it is.
-
-    Args:
-        part_of: of a pipeline's stage, the part that a node runs in: then each part's peak stays.
     """
+    # Of a pipeline's stage `part_of` tells the part that a node runs in: then each part's peak stays.
     sent = [n for n in gm.graph.find_nodes(op="call_function", target=WAIT) if meta.role(n) is None]
     if any(costs.link(n.all_input_nodes[0]) for n in sent):
         order = _Sweep(gm, blocks, costs, part_of, hoists=True)

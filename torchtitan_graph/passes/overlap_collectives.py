@@ -34,10 +34,8 @@ def overlap_collectives(gm: GraphModule, costs: Costs, part_of: Callable[[Node],
     shards, then over their copies) starts its second stage when the next bucket starts its first. Rows on their
     way to experts or back, and their counts, are sent as soon as they are there. Other waits stand right before their
     first use.
-
-    Args:
-        part_of: of a pipeline's stage, the part that a node runs in: then each part's peak stays.
     """
+    # Of a pipeline's stage `part_of` tells the part that a node runs in: then each part's peak stays.
     gathers: list[Node] = []
     reductions: list[list[Node]] = []  # the waits of each reduction, stage by stage
     others: list[Node] = []

@@ -42,7 +42,7 @@ from torchtitan_graph.models.layers.moe import AuxiliaryLoss
 from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.layout import PP, ParallelDims
 from torchtitan_graph.parallel.pipeline import Stage
-from torchtitan_graph.parallel.recompute import Recompute, recompute_eager
+from torchtitan_graph.parallel.recompute import Budget, Recompute, recompute_eager
 from torchtitan_graph.parallel.schedule import SCHEDULES, V
 from torchtitan_graph.parallel.storage import Reshard, shard_eager
 from torchtitan_graph.steps import build_steps
@@ -154,6 +154,7 @@ def test_stages_of_products_are_torchs(other, precision):
         ("1F1B", BF16, {}),
         *(pytest.param(schedule, FP32, {}, marks=pytest.mark.slow) for schedule in SCHEDULES),
         pytest.param("1F1B", FP32, {"recompute": Recompute(every=1)}, marks=pytest.mark.slow),
+        pytest.param("1F1B", FP32, {"recompute": Recompute(budget=Budget(0.0))}, marks=pytest.mark.slow),
         pytest.param("1F1B", BF16, {"reshard": Reshard(True, True)}, marks=pytest.mark.slow),
         pytest.param("1F1B", FP32, {"attn": "flex"}, marks=pytest.mark.slow),
     ],

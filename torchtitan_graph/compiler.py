@@ -41,6 +41,7 @@ from torchtitan_graph.passes.mixed_precision import mixed_precision
 from torchtitan_graph.passes.offload_activations import offload_activations
 from torchtitan_graph.passes.overlap_collectives import overlap_collectives
 from torchtitan_graph.passes.overlap_context import overlap_context
+from torchtitan_graph.passes.overlap_products import Ring, overlap_products
 from torchtitan_graph.passes.rematerialize import rematerialize
 from torchtitan_graph.passes.reuse_logits import reuse_logits
 from torchtitan_graph.passes.reuse_sharded_logits import reuse_sharded_logits
@@ -61,6 +62,7 @@ class PassPlan:
     context  the modules that gather over the sequence, by their names
     offload  the modules whose activations lie in the host's memory till backward, by their names
     costs    how long nodes and collectives take: by it collectives are placed
+    ring     the ranks of tensor parallelism, if what they send is to be cut into parts
     """
 
     storages: Mapping[str, Storage]
@@ -72,6 +74,7 @@ class PassPlan:
     context: Container[str] = ()
     offload: Container[str] = ()
     costs: Costs = Costs()
+    ring: Ring | None = None
 
 
 class Pass(NamedTuple):
@@ -121,6 +124,8 @@ def passes(plan: PassPlan, extra: Sequence[Extra] = ()) -> list[Pass]:
         Pass("bucket_collectives", partial(bucket_collectives, buckets=plan.buckets)),
         Pass("overlap_context", partial(overlap_context, modules=plan.context)),
         Pass("overlap_collectives", partial(overlap_collectives, costs=plan.costs)),
+        # Does nothing unless asked to.
+        Pass("overlap_products", partial(overlap_products, ring=plan.ring, costs=plan.costs), exact=False),
         Pass("fill_waits", partial(fill_waits, blocks=plan.blocks, costs=plan.costs)),
         # Does nothing unless asked to, but on a GPU with flex attention.
         Pass("compile_regions", partial(compile_regions, regions=plan.regions), exact=False, cut=True),

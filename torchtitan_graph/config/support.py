@@ -60,7 +60,6 @@ UNSUPPORTED = {
         False, "not built yet; use more shards; activations move to the host with activation_checkpoint.offload"
     ),
     "training.gc_debug": _ignore(False, "collections are not examined"),
-    "parallelism.enable_async_tensor_parallel": _ignore(False, "not built yet; tensor parallel runs without it"),
     "parallelism.enable_compiled_autograd": _gone("backward is part of the graph"),
     "parallelism.pipeline_parallel_split_points": _gone("use module_fqns_per_model_part"),
     "parallelism.pipeline_parallel_expert_parallel_overlap": _ignore(

@@ -37,6 +37,7 @@ class StepOptions:
     offload          modules whose activations lie in the host's memory till backward
     loss             (logits, labels, num_tokens) -> scalar
     loss_parallel    under tensor parallelism logits stay sharded over the vocabulary for the loss
+    async_tp         products run beside what tensor parallelism's ranks send
     disabled         passes to leave out, by name
     extra            passes of the user's
     verify           check every pass on real numbers
@@ -65,6 +66,7 @@ class StepOptions:
     offload: Sequence[str] = ()
     loss: Callable[..., Tensor] = cross_entropy
     loss_parallel: bool = True
+    async_tp: bool = False
     disabled: Sequence[str] = ()
     extra: Sequence[Extra] = ()
     verify: bool = False
@@ -124,6 +126,7 @@ def step_options(config: JobConfig, model: Decoder, num_microbatches: int, devic
         ),
         regions=plan_regions(config.compile, model, device),
         loss_parallel=not config.parallelism.disable_loss_parallel,
+        async_tp=config.parallelism.enable_async_tensor_parallel,
         disabled=config.compile.disable_passes,
         extra=plan_extra(config.compile),
         verify=config.debug.verify_passes,

@@ -46,6 +46,7 @@ from torchtitan_graph.passes.offload_activations import offload_activations
 from torchtitan_graph.passes.overlap_collectives import overlap_collectives
 from torchtitan_graph.passes.overlap_context import overlap_context
 from torchtitan_graph.passes.overlap_copies import overlap_copies
+from torchtitan_graph.passes.overlap_products import Ring, overlap_products
 from torchtitan_graph.passes.rematerialize import rematerialize
 from torchtitan_graph.passes.rest_on_host import rest_on_host
 from torchtitan_graph.passes.reuse_logits import reuse_logits
@@ -68,6 +69,7 @@ class PassPlan:
     offload  the modules whose activations lie in the host's memory till backward, by their names
     costs    how long nodes and collectives take: by it collectives are placed
     part_of  of a pipeline's stage, the part that a node will run in: each holds no more at its peak for their placing
+    ring     the ranks of tensor parallelism, if what they send is to be cut into parts
     """
 
     storages: Mapping[str, Storage]
@@ -80,6 +82,7 @@ class PassPlan:
     offload: Collection[str] = ()
     costs: Costs = Costs()
     part_of: Callable[[Node], str] = in_one_part
+    ring: Ring | None = None
 
 
 class Pass(NamedTuple):
@@ -136,6 +139,8 @@ def passes(plan: PassPlan, extra: Sequence[Extra] = ()) -> list[Pass]:
         Pass("bucket_collectives", partial(bucket_collectives, buckets=plan.buckets)),
         Pass("overlap_context", partial(overlap_context, modules=plan.context)),
         Pass("overlap_collectives", partial(overlap_collectives, costs=plan.costs, part_of=plan.part_of)),
+        # Does nothing unless asked to.
+        Pass("overlap_products", partial(overlap_products, ring=plan.ring, costs=plan.costs), exact=False),
         Pass("fill_waits", partial(fill_waits, blocks=plan.blocks, costs=plan.costs, part_of=plan.part_of)),
         Pass("overlap_copies", partial(overlap_copies, buckets=plan.buckets)),
         # Does nothing unless asked to, but on a GPU with flex attention.

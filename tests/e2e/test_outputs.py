@@ -83,7 +83,7 @@ PASSES = [
     *["reuse_logits", "reuse_sharded_logits"],
     *["tag_resharding", "tag_recomputation", "tag_budget", "tag_elementwise", "tag_offload"],
     *["rematerialize", "offload_activations", "bucket_collectives"],
-    *["overlap_context", "overlap_collectives", "fill_waits", "overlap_copies", "compile_regions"],
+    *["overlap_context", "overlap_collectives", "overlap_products", "fill_waits", "overlap_copies", "compile_regions"],
 ]
 
 

@@ -16,6 +16,7 @@ from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import call, value
 from torchtitan_graph.graph.signature import output_nodes, set_outputs
+from torchtitan_graph.graph.traffic import is_permutation
 from torchtitan_graph.passes.reuse_logits import reuse_logits
 from torchtitan_graph.passes.reuse_sharded_logits import reuse_sharded_logits
 from torchtitan_graph.row_loss import cross_entropy, sharded_cross_entropy_backward_
@@ -155,6 +156,12 @@ def use_before_it_is_there(gm: GraphModule) -> GraphModule:
     wait.replace_all_uses_with(empty, delete_user_cb=lambda user: user is not empty)
     gm.recompile()
     return gm
+
+
+def forget_a_part(gm: GraphModule) -> GraphModule:
+    """Multiply nothing in the place of the rows of one other rank."""
+    waits = gm.graph.find_nodes(op="call_function", target=c10d.wait_tensor.default)
+    return _scale(gm, next(n for n in waits if is_permutation(n.args[0])), 0.0)
 
 
 def scale_every_silu(gm: GraphModule) -> GraphModule:

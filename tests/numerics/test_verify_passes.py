@@ -54,11 +54,21 @@ def test_every_pass_keeps_its_promise(cell):
         Cell(FSDP2, FP32, recompute=Recompute(every=1), cpu_offload=True),
         Cell(FSDP2, FP32, recompute=Recompute(by_op=True), reshard=Reshard(blocks=False)),
         Cell(TP2, BF16, tied=True),
+        Cell(TP2, BF16, async_tp=True, recompute=Recompute(every=1)),
         Cell(ONE, FP32, attn="flex"),
         Cell(ParallelDims(cp=2), BF16),
         pytest.param(Cell(ParallelDims(dp_shard=2, cp=2), BF16), marks=pytest.mark.slow),
     ],
-    ids=["tied", "recompute-full-on-host", "recompute-op-stay-gathered", "TP-2-tied", "flex", "CP-2", "FSDP-2-x-CP-2"],
+    ids=[
+        "tied",
+        "recompute-full-on-host",
+        "recompute-op-stay-gathered",
+        "TP-2-tied",
+        "TP-2-async",
+        "flex",
+        "CP-2",
+        "FSDP-2-x-CP-2",
+    ],
 )
 def test_every_pass_keeps_its_promise_in_variants(cell):
     assert run_on(cell.dims.num_ranks, outcome, cell) == [""] * cell.dims.num_ranks
@@ -117,6 +127,7 @@ SPOILED = {
     "bucket_collectives": (faults.swap_two_parts_of_a_bucket, Cell(FSDP2, BF16)),
     "overlap_context": (faults.use_before_it_is_there, Cell(ParallelDims(cp=2), BF16)),
     "overlap_collectives": (faults.wait_for_another, Cell(FSDP2, BF16)),
+    "overlap_products": (faults.forget_a_part, Cell(TP2, FP32, async_tp=True)),
     "overlap_copies": (faults.fetch_another, Cell(ONE, BF16, cpu_offload=True)),
     "compile_regions": (faults.scale_every_silu, Cell(ONE, FP32)),
 }

@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchtitan_graph.compiler import plan_regions
 from torchtitan_graph.config import job
 from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
+from torchtitan_graph.device import RATES
 from torchtitan_graph.graph.step import StepOutput
 from torchtitan_graph.graph.trace import TracedResult
 from torchtitan_graph.loss import cross_entropy
@@ -56,6 +57,8 @@ SEED = 3
 NUM_STEPS = 5
 NUM_ROWS, SEQ_LEN = 8, 32  # of one optimizer step, over all ranks and microbatches
 MTP_WEIGHT = 0.3
+# By these rates products and messages of tiny models take long, so that all are cut, see `overlap_products`.
+SLOW = RATES["CPU"]._replace(half=1e7, full=1e7, near=1e6)
 MAX_NORM = 0.5  # below the norm of every step: each one is clipped
 
 FP32 = Precision()
@@ -86,6 +89,7 @@ class Cell:
     cpu_offload: bool = False
     reshard: Reshard = Reshard()
     loss_parallel: bool = True
+    async_tp: bool = False
     disabled: tuple[str, ...] = ()
     codegen: str = "off"
     fusions: tuple[str, ...] = ()
@@ -115,6 +119,8 @@ class Cell:
             reshard=self.reshard,
             experts=ExpertTraining(self.auxiliary),
             loss_parallel=self.loss_parallel,
+            async_tp=self.async_tp,
+            rates=SLOW if self.async_tp else RATES["CPU"],
             regions=plan_regions(
                 job.Compile(codegen=self.codegen, fusions=list(self.fusions)), build_model(self), DEVICE
             ),

@@ -405,7 +405,28 @@ def _check_compile(config: JobConfig) -> list[str]:
             f"{_name(config, _PP)}: not with compile.cuda_graphs: what a stage sends and receives is not recorded; set"
             " that to false, or use another axis"
         )
-    return problems + _check_optimizer_in_graph(config)
+    return problems + _check_async_tensor_parallel(config) + _check_optimizer_in_graph(config)
+
+
+def _check_async_tensor_parallel(config: JobConfig) -> list[str]:
+    if not config.parallelism.enable_async_tensor_parallel:
+        return []
+    stands_in_the_way = {
+        "parallelism.tensor_parallel_degree": (
+            "nothing is sent; use a degree above 1",
+            config.parallelism.tensor_parallel_degree == 1,
+        ),
+        "compile.mode": ("only a graph can be cut; use graph", config.compile.mode != "graph"),
+        "compile.disable_passes": (
+            "overlap_products does it; leave it in",
+            "overlap_products" in config.compile.disable_passes,
+        ),
+    }
+    return [
+        f"{_name(config, key)}: not with parallelism.enable_async_tensor_parallel: {why}, or set that to false"
+        for key, (why, is_so) in stands_in_the_way.items()
+        if is_so
+    ]
 
 
 def _check_optimizer_in_graph(config: JobConfig) -> list[str]:

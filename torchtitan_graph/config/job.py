@@ -280,6 +280,11 @@ class Parallelism:
         choices=("default", "always", "never"),
     )
     tensor_parallel_degree: int = option(1, "Shards of the matrix products, with sequence parallel.", minimum=1)
+    enable_async_tensor_parallel: bool = option(
+        False,
+        "With tensor parallel, cut what its ranks send, and the products beside it, into the ranks' parts of the"
+        " sequence, so that they overlap.",
+    )
     context_parallel_degree: int = option(1, "Ranks that share a row of tokens.", minimum=1)
     pipeline_parallel_degree: int = option(1, "Stages that the layers are divided into.", minimum=1)
     pipeline_parallel_schedule: str = option(

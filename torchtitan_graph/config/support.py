@@ -57,7 +57,6 @@ UNSUPPORTED = {
     "model.print_after_conversion": _ignore(False, "there are no converters"),
     "optimizer.early_step_in_backward": _refuse(False, "gradients are clipped together before the step; remove it"),
     "training.gc_debug": _ignore(False, "collections are not examined"),
-    "parallelism.enable_async_tensor_parallel": _ignore(False, "not built yet; tensor parallel runs without it"),
     "parallelism.enable_compiled_autograd": _gone("backward is part of the graph"),
     "parallelism.pipeline_parallel_split_points": _gone("use module_fqns_per_model_part"),
     "parallelism.pipeline_parallel_expert_parallel_overlap": _ignore(

@@ -26,7 +26,7 @@ from torchtitan_graph.device import RATES, Rates
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import is_view, value
 from torchtitan_graph.graph.flops import attention_flops, matmul_flops
-from torchtitan_graph.graph.traffic import group_of, kind_of, num_bytes, received
+from torchtitan_graph.graph.traffic import group_of, is_permutation, kind_of, num_bytes, received
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 
@@ -102,6 +102,8 @@ class Costs:
         """Give how long a collective takes over a link."""
         size, (_, degree, near) = received(node, link.degree), link
         hop = NEAR_HOP if near == degree else FAR_HOP
+        if is_permutation(node):  # all wait for those that send to another machine
+            return hop + size / (self.rates.near if near == degree else self.rates.far) / WIRE
         if "all_to_all" in kind_of(node) or kind_of(node) == "exchange":
             within, between = size * (near - 1) / max(degree - 1, 1), size * (degree - near) / max(degree - 1, 1)
         else:  # a ring, or several, through each machine: all bytes come in once, over the ports of all that are there

@@ -69,7 +69,14 @@ def received(node: Node, degree: int) -> int:
         return 2 * size * (degree - 1) // degree
     if kind == "reduce_scatter_tensor":
         return size * (degree - 1)
+    if is_permutation(node):
+        return size
     return size * (degree - 1) // degree
+
+
+def is_permutation(node: Node) -> bool:
+    """Tell an exchange in which a rank receives from one other rank alone."""
+    return node.target is torch.ops._c10d_functional.all_to_all_single.default and sum(map(bool, node.args[1])) == 1  # type: ignore[arg-type]
 
 
 def num_bytes(values: Any) -> int:

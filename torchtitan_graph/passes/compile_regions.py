@@ -18,6 +18,7 @@ from torchtitan_graph.graph.cost import operations_of
 from torchtitan_graph.graph.edit import call, erase_dead, is_view, value
 from torchtitan_graph.graph.liveness import Memories, most_within, size_of
 from torchtitan_graph.graph.torch_private import compile_by_inductor
+from torchtitan_graph.graph.traffic import is_permutation
 from torchtitan_graph.log import logger
 
 # Regions that are no modules: a flex attention operator; what follows the last module; all that can be compiled.
@@ -204,14 +205,16 @@ def _segments(gm: GraphModule) -> list[list[Node]]:
     """Give the calls of each region, cut wherever another node reads what it has made so far.
 
     A segment can then run where its last operator stands: what it needs is there, and nothing has asked for it yet.
-    WHOLE is cut at each wait too: one segment would need the weights of all blocks at once.
+    WHOLE is cut at each wait too: one segment would need the weights of all blocks at once. All are cut where one part
+    of activations is waited for, beside whose journey another is multiplied.
     """
     done: list[list[Node]] = []
     running: dict[str, dict[Node, None]] = {}  # a region's name -> its calls since it was last cut, in order
     for node in gm.graph.nodes:
         region = meta.region(node)
-        if node.target is _WAIT and WHOLE in running:
-            done.append(list(running.pop(WHOLE)))
+        if node.target is _WAIT:
+            ends = list(running) if is_permutation(node.all_input_nodes[0]) else [WHOLE]
+            done += [list(running.pop(name)) for name in ends if name in running]
         for source in node.all_input_nodes:
             other = meta.region(source)
             if other is not None and other != region and source in running.get(other, ()):

@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.blocks import block_of
 from torchtitan_graph.graph.cost import WAIT, Clock, Costs
-from torchtitan_graph.graph.edit import aliased
+from torchtitan_graph.graph.edit import aliased, is_view
 from torchtitan_graph.graph.flops import attention_flops, matmul_flops
 from torchtitan_graph.graph.liveness import Memories, held_memory, in_one_part, peaks, scratch_of, size_of
 
@@ -72,7 +72,7 @@ class _Sweep:
                 self._make_all()
                 self._block = block
             follows = not self._put_off.keys().isdisjoint(node.all_input_nodes)
-            if block in sends and (node in products or (node in views and follows)):
+            if (block in sends and node in products) or (node in views and follows):
                 self._put(node)
                 continue
             if follows or not self._fits(node):
@@ -148,7 +148,8 @@ class _Sweep:
         node = wait.next
         while node.op != "output" and self._block_of(node) in (block, "") and meta.phase(node) == "forward":
             if node not in self._done:
-                if _may_move(node) and needs.isdisjoint(node.all_input_nodes):
+                cuts_padding = meta.role(node) == meta.GATHER and is_view(node)
+                if (cuts_padding or _may_move(node)) and needs.isdisjoint(node.all_input_nodes):
                     yield node
                 else:
                     needs.add(node)
@@ -169,7 +170,8 @@ def _weight_gradients(gm: GraphModule) -> tuple[set[Node], set[Node]]:
     products: set[Node] = set()
     views: set[Node] = set()
     for node in reversed(gm.graph.nodes):
-        if meta.phase(node) != "backward" or not node.users or not _may_move(node):
+        is_last_cast = node.target is torch.ops.aten._to_copy.default and all(x.op == "output" for x in node.users)
+        if meta.phase(node) != "backward" or not node.users or not (is_last_cast or _may_move(node)):
             continue
         multiplies = matmul_flops(node) > 0
         rests = all(user in views or user.op == "output" or meta.role(user) for user in node.users)

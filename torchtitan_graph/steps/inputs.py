@@ -21,6 +21,7 @@ from torchtitan_graph.parallel.layout import CP, TP, Layout
 from torchtitan_graph.parallel.parallelize import context_modules, parallelize
 from torchtitan_graph.parallel.sequence import block_length, places_of
 from torchtitan_graph.parallel.storage import Reshard, buckets, cast_parameters, plan_storage
+from torchtitan_graph.passes.overlap_products import Ring
 from torchtitan_graph.steps.options import StepOptions
 
 
@@ -50,6 +51,7 @@ def lay_out(
         context_modules(model, family.PLAN),
         options.offload,
         costs_on(layout, options),
+        ring=ring_of(layout) if options.async_tp else None,
     )
 
 
@@ -66,6 +68,10 @@ def costs_on(layout: Layout, options: StepOptions) -> Costs:
     """Give what nodes and collectives take: all ranks the same, for they must place collectives alike."""
     rates = options.rates if dist.get_backend() == "fake" else on_rank_0(lambda: options.rates, files_group())
     return Costs(rates, layout.links(rates.num_near))
+
+
+def ring_of(layout: Layout) -> Ring:
+    return Ring(layout.group(TP).group_name, layout.degree(TP), layout.rank(TP))
 
 
 def of_this_rank(whole: Batch, model: Decoder, layout: Layout) -> tuple[Batch, Any]:

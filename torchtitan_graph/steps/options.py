@@ -38,6 +38,7 @@ class StepOptions:
     cpu_offload      parameters, gradients and the optimizer's state rest in the host's memory
     loss             (logits, labels, num_tokens) -> scalar
     loss_parallel    under tensor parallelism logits stay sharded over the vocabulary for the loss
+    async_tp         products run beside what tensor parallelism's ranks send
     disabled         passes to leave out, by name
     extra            passes of the user's
     verify           check every pass on real numbers
@@ -68,6 +69,7 @@ class StepOptions:
     cpu_offload: bool = False
     loss: Callable[..., Tensor] = cross_entropy
     loss_parallel: bool = True
+    async_tp: bool = False
     disabled: Sequence[str] = ()
     extra: Sequence[Extra] = ()
     verify: bool = False
@@ -129,6 +131,7 @@ def step_options(config: JobConfig, model: Decoder, num_microbatches: int, devic
         ),
         regions=plan_regions(config.compile, model, device),
         loss_parallel=not config.parallelism.disable_loss_parallel,
+        async_tp=config.parallelism.enable_async_tensor_parallel,
         disabled=config.compile.disable_passes,
         extra=plan_extra(config.compile),
         verify=config.debug.verify_passes,

@@ -172,6 +172,19 @@ def test_what_an_optimizer_in_the_graph_does_not_go_with_is_named(arguments: str
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        ("--parallelism.tensor_parallel_degree 1", "tensor_parallel_degree = 1: not with parallelism.enable_async"),
+        ("--compile.mode eager", "compile.mode = 'eager': not with parallelism.enable_async"),
+        ("--compile.disable_passes overlap_products", "disable_passes = ['overlap_products']: not with parallelism"),
+    ],
+)
+def test_what_async_tensor_parallelism_does_not_go_with_is_named(arguments: str, words: str) -> None:
+    given = f"--parallelism.tensor_parallel_degree 2 --parallelism.enable_async_tensor_parallel {arguments}"
+    assert any(words in problem for problem in problems(given, 2))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
         ("--compile.mode eager", "compile.mode = 'eager': compile.cuda_graphs records a graph; use graph"),
         ("--parallelism.pipeline_parallel_degree 2", "pipeline_parallel_degree = 2: not with compile.cuda_graphs"),
         ("--activation_checkpoint.offload layers.*", "offload = ['layers.*']: not with compile.cuda_graphs"),

@@ -42,8 +42,7 @@ def test_every_default_of_the_old_schema_is_ours_and_harmless() -> None:
         (
             "debug_flex.toml",
             8,
-            "training.dataset validation.dataset model.flavor"
-            " parallelism.enable_async_tensor_parallel activation_checkpoint.early_stop",
+            "training.dataset validation.dataset model.flavor activation_checkpoint.early_stop",
         ),
         (
             "8b.toml",

@@ -11,15 +11,17 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from toy import WAIT, aten, c10d, calls, place, text
 
+from torchtitan_graph.check.matrix import BF16, FP32
 from torchtitan_graph.device import RATES
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.cost import Costs, Link, estimate
 from torchtitan_graph.graph.liveness import held_memory, in_one_part, peak_memory, peaks, size_of
 from torchtitan_graph.graph.partition import part_of
 from torchtitan_graph.graph.torch_private import FakeTensorMode, make_fx
-from torchtitan_graph.models import deepseek_v3, llama3
+from torchtitan_graph.models import deepseek_v3, llama3, llama4
 from torchtitan_graph.models.spec import tiny_config
 from torchtitan_graph.parallel.layout import Layout
+from torchtitan_graph.parallel.storage import Precision
 from torchtitan_graph.passes.fill_waits import fill_waits
 from torchtitan_graph.steps import StepOptions, build_graphs
 
@@ -27,11 +29,17 @@ EXCHANGE = torch.ops.torchtitan_graph.exchange.default
 SUM = c10d.reduce_scatter_tensor.default
 
 
-def graph_on(layout: Layout, family: ModuleType, flavor: str, disabled: tuple[str, ...] = ()) -> GraphModule:
+def graph_on(
+    layout: Layout,
+    family: ModuleType,
+    flavor: str,
+    disabled: tuple[str, ...] = (),
+    precision: Precision = FP32,
+) -> GraphModule:
     with torch.device("meta"):
         model = family.Model(tiny_config(family.FLAVORS[flavor]))
     rates = RATES["CPU"]._replace(near=1e8)  # slow enough for products, not only for what is as short as a launch
-    options = StepOptions(device=torch.device("cpu"), rows=(1, 16), disabled=disabled, rates=rates)
+    options = StepOptions(device=torch.device("cpu"), rows=(1, 16), disabled=disabled, rates=rates, precision=precision)
     return build_graphs(model, family, layout, options).train.gm
 
 
@@ -42,9 +50,13 @@ def beside(gm: GraphModule, phase: str, start: object) -> list[list[Node]]:
     return [nodes[order[n.args[0]] : order[n]] for n in chosen if meta.phase(n) == phase]  # type: ignore[index]
 
 
-def test_under_tensor_parallelism_weights_gradients_are_made_while_activations_are_summed(layout_of: Callable) -> None:
-    layout = layout_of(dp_shard=2, tp=2)
-    before, after = (graph_on(layout, llama3, "debugmodel", disabled) for disabled in (("fill_waits",), ()))
+@pytest.mark.parametrize("dp_shard", [1, 2])
+def test_under_tensor_parallelism_weights_gradients_are_made_while_activations_are_summed(
+    layout_of: Callable, dp_shard: int
+) -> None:
+    """In bf16: a weight's gradient that no shards are packed for is cast right after it is made."""
+    layout = layout_of(dp_shard=dp_shard, tp=2)
+    before, after = (graph_on(layout, llama3, "debugmodel", disabled, BF16) for disabled in (("fill_waits",), ()))
     sums = [nodes for nodes in beside(after, "backward", SUM) if meta.module(nodes[0]).startswith("layers.")]
     assert len(sums) == 6, "of three blocks, after attention and after the feed-forward"
     for nodes in sums:
@@ -56,9 +68,10 @@ def test_under_tensor_parallelism_weights_gradients_are_made_while_activations_a
     assert estimate(after, costs).exposed["tp"] < estimate(before, costs).exposed["tp"]
 
 
-def test_rows_travel_to_experts_and_back_beside_shared_ones(layout_of: Callable) -> None:
+@pytest.mark.parametrize("family", [deepseek_v3, llama4])
+def test_rows_travel_to_experts_and_back_beside_shared_ones(layout_of: Callable, family: ModuleType) -> None:
     """Forward: to experts beside as much of the shared ones as it takes; backward: gradients come beside these."""
-    gm = graph_on(layout_of(dp_shard=4, ep=2), deepseek_v3, "debugmodel")
+    gm = graph_on(layout_of(dp_shard=4, ep=2), family, "debugmodel")
     forward, backward = (beside(gm, phase, EXCHANGE) for phase in ("forward", "backward"))
     assert len(forward) == len(backward) > 0
     counts = beside(gm, "forward", c10d.all_to_all_single.default)  # how many rows; they leave right after

@@ -145,7 +145,8 @@ class Memories:
         for node in gm.graph.nodes:
             if self.owner[node] is node and node.target is operator.getitem:
                 self._results.setdefault(node.all_input_nodes[0], []).append(node)
-        self.last_use = {owner: node for node in gm.graph.nodes for owner in self.used(node)}
+        self._used = {node: self._owners_at(node) for node in gm.graph.nodes}
+        self.last_use = {owner: node for node, owners_at in self._used.items() for owner in owners_at}
 
     def results(self, node: Node) -> list[Node]:
         """Give the memories of those results of an operator with several that the graph picks."""
@@ -158,7 +159,15 @@ class Memories:
 
     def used(self, node: Node) -> set[Node]:
         """Give the memories that have to be there while a node runs."""
-        return {owner for x in (*node.all_input_nodes, node) for owner in (self.owner[x], *self.results(x))}
+        return self._used[node]
+
+    def _owners_at(self, node: Node) -> set[Node]:
+        at = (*node.all_input_nodes, node)
+        found = {self.owner[x] for x in at}
+        for x in at:
+            if x in self._results:
+                found.update(self._results[x])
+        return found
 
 
 def owners(gm: GraphModule) -> dict[Node, Node]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 
 import torch
 from torch.fx import GraphModule, Node
@@ -30,9 +30,10 @@ def fill_waits(
     # Of a pipeline's stage `part_of` tells the part that a node runs in: then each part's peak stays.
     sent = [n for n in gm.graph.find_nodes(op="call_function", target=WAIT) if meta.role(n) is None]
     if any(costs.link(n.all_input_nodes[0]) for n in sent):
-        order = _Sweep(gm, blocks, costs, part_of, hoists=True)
-        if any(order.peak[part] > bound for part, bound in order.bound.items()):  # made earlier, held longer
-            order = _Sweep(gm, blocks, costs, part_of, hoists=False)
+        bound = peaks(held_memory(gm, size_of, part_of), part_of)
+        order = _Sweep(gm, blocks, costs, part_of, bound, hoists=True)
+        if any(order.peak[part] > most for part, most in bound.items()):  # made earlier, held longer
+            order = _Sweep(gm, blocks, costs, part_of, bound, hoists=False)
         _put_in_order(gm, order.made)
         gm.recompile()
     return gm
@@ -52,14 +53,20 @@ class _Sweep:
     """
 
     def __init__(
-        self, gm: GraphModule, blocks: Container[str], costs: Costs, part_of: Callable[[Node], str], hoists: bool
+        self,
+        gm: GraphModule,
+        blocks: Container[str],
+        costs: Costs,
+        part_of: Callable[[Node], str],
+        bound: Mapping[str, int],
+        hoists: bool,
     ) -> None:
-        self.bound = peaks(held_memory(gm, size_of, part_of), part_of)
         self.peak, self._held, self._put_off_bytes = (collections.Counter[str]() for _ in range(3))  # by part
         self.made: list[Node] = []
-        self._part_of = part_of
+        self._part_of, self._bound = part_of, bound
         self._blocks, self._clock, self._hoists = blocks, Clock(costs), hoists
         self._memories = Memories(gm)
+        self._taken = {node: sum(map(size_of, self._memories.taken(node))) for node in gm.graph.nodes}
         self._uses = collections.Counter(owner for node in gm.graph.nodes for owner in self._memories.used(node))
         self._done: set[Node] = set()
         self._put_off: dict[Node, None] = {}
@@ -91,20 +98,17 @@ class _Sweep:
         waits = gm.graph.find_nodes(op="call_function", target=WAIT)
         return {self._block_of(n) for n in waits if meta.phase(n) == "backward"} - {""}
 
-    def _taken(self, node: Node) -> int:
-        return sum(map(size_of, self._memories.taken(node)))
-
     def _fits(self, node: Node) -> bool:
         """Tell whether all that is put off could still be made after a node within the bound."""
         part = self._part_of(node)
-        needed = self._taken(node) + scratch_of(node) + self._put_off_bytes[part]
-        return self._held[part] + needed <= self.bound[part]
+        needed = self._taken[node] + scratch_of(node) + self._put_off_bytes[part]
+        return self._held[part] + needed <= self._bound[part]
 
     def _put(self, node: Node) -> None:
         """Put a node off, if it fits."""
         if self._fits(node):
             self._put_off[node] = None
-            self._put_off_bytes[self._part_of(node)] += self._taken(node)
+            self._put_off_bytes[self._part_of(node)] += self._taken[node]
         else:
             self._make_all()
             self._make(node)
@@ -116,7 +120,7 @@ class _Sweep:
     def _make_next(self) -> None:
         node = next(iter(self._put_off))
         del self._put_off[node]
-        self._put_off_bytes[self._part_of(node)] -= self._taken(node)
+        self._put_off_bytes[self._part_of(node)] -= self._taken[node]
         self._make(node)
 
     def _make(self, node: Node) -> None:
@@ -124,7 +128,7 @@ class _Sweep:
         self.made.append(node)
         self._clock.tell(node)
         part = self._part_of(node)
-        self._held[part] += self._taken(node)
+        self._held[part] += self._taken[node]
         self.peak[part] = max(self.peak[part], self._held[part] + scratch_of(node))
         for owner in self._memories.used(node):
             self._uses[owner] -= 1

@@ -188,6 +188,9 @@ def _bring_before(place: Node, node: Node, without: Iterable[Node] = ()) -> None
 def _cut_gather(graph: Graph, found: _Gathered, ring: Ring, costs: Costs, room: int) -> None:
     (start, *_, whole), new = found.path, _New(graph, ring)
     B, products = value(whole).shape[0], found.products
+    is_read = any(user not in found.same and user not in products for node in found.same for user in node.users)
+    if size_of(whole) * is_read + max(map(size_of, products)) > room:  # parts, while they are put together
+        return
     with graph.inserting_before(start):
         parts = {ring.rank: new.flat(start, start.args[0])}  # type: ignore[arg-type]
         sent = [new.send(start, parts[ring.rank], number) for number in range(1, ring.degree)]
@@ -204,11 +207,9 @@ def _cut_gather(graph: Graph, found: _Gathered, ring: Ring, costs: Costs, room: 
         for product, of_ranks in zip(products, results, strict=True):
             in_order = new.join(product, of_ranks, B)
             joined.append(new(product, aten.view.default, in_order, list(value(product).shape)))
-        is_read = any(user not in found.same and user not in products for node in found.same for user in node.users)
         if is_read:
             again = new.join(start, parts, B)
-    more = size_of(whole) * is_read + max(map(size_of, products))
-    if more > room or not new.take_less_time([*found.path, *products], costs):
+    if not new.take_less_time([*found.path, *products], costs):
         return
     for product, result in zip(products, joined, strict=True):
         _bring_before(results[0][ring.rank], product, found.same)

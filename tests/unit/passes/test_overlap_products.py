@@ -2,10 +2,11 @@
 
 from collections.abc import Callable
 from types import ModuleType
+from unittest.mock import patch
 
 import pytest
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from toy import GATHER, REDUCE_SCATTER, WAIT, calls, place, text
 
 from torchtitan_graph.check.matrix import SLOW
@@ -17,6 +18,7 @@ from torchtitan_graph.graph.traffic import is_permutation
 from torchtitan_graph.models import deepseek_v3, llama3
 from torchtitan_graph.models.spec import tiny_config
 from torchtitan_graph.parallel.layout import Layout
+from torchtitan_graph.passes import overlap_products
 from torchtitan_graph.steps import StepOptions, build_graphs
 
 FAST = RATES["CPU"]._replace(near=1e15)
@@ -62,3 +64,13 @@ def test_nothing_changes_where_it_would_take_longer(layout_of: Callable) -> None
     layout = layout_of(tp=2)
     without, found = (text(graph_on(layout, is_on, rates=FAST)) for is_on in (False, True))
     assert found == without
+
+
+def test_gathers_stay_whole_where_their_parts_would_raise_the_peak(layout_of: Callable) -> None:
+    def full_everywhere(gm: GraphModule, size: object) -> dict[Node, int]:
+        return dict.fromkeys(gm.graph.nodes, 1)
+
+    with patch.object(overlap_products, "held_memory", full_everywhere):
+        gm = graph_on(layout_of(tp=2))
+    assert num_whole(gm) == 12 == len([n for n in calls(gm, GATHER) if meta.module(n).startswith("layers.")])
+    assert sum(map(is_permutation, gm.graph.nodes)) == 13, "the blocks' sums, and the output's"

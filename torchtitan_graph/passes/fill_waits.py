@@ -150,7 +150,10 @@ class _Sweep:
         """Give what stands later in the block and needs neither this wait nor any other, in order."""
         block, needs = self._block_of(wait), {wait}
         node = wait.next
-        while node.op != "output" and self._block_of(node) in (block, "") and meta.phase(node) == "forward":
+        # Backward's gathers may stand in forward already.
+        while node.op != "output" and (
+            not self._block_of(node) or (self._block_of(node), "forward") == (block, meta.phase(node))
+        ):
             if node not in self._done:
                 cuts_padding = meta.role(node) == meta.GATHER and is_view(node)
                 if (cuts_padding or _may_move(node)) and needs.isdisjoint(node.all_input_nodes):

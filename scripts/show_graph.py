@@ -172,6 +172,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--statistics", action="store_true", help="count nodes and bytes by operator and by module")
     parser.add_argument("--timeline", type=Path, metavar="FILE.svg", help="draw what is held, node by node")
     options, of_training = parser.parse_known_args(argv)
+    if options.timeline and not options.timeline.parent.is_dir():
+        parser.error(f"--timeline {options.timeline}: there is no folder {options.timeline.parent}")
     with tempfile.TemporaryDirectory() as empty:
         folder = options.graphs
         if folder is None:
@@ -187,6 +189,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         stages = sorted(folder.glob("stage_*"), key=lambda path: int(path.name.partition("_")[2]))
         if stages:
             folder = stages[0] if options.stage is None else folder / f"stage_{options.stage}"
+        elif options.stage is not None:
+            parser.error(f"--stage {options.stage}: these graphs are not of a pipeline's stages")
         if not (paths := sorted(folder.glob("*.py"))):
             parser.error(
                 f"{folder.name}: no graphs are here; legal are {', '.join(path.name for path in stages) or 'none'}"
@@ -208,6 +212,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             and options.phase in (None, line.phase)
             and fnmatch.fnmatch(line.operator, options.op)
         ]
+        if not wanted:
+            near = difflib.get_close_matches(options.module, {line.module for line in lines}, n=3)
+            parser.error(
+                f"no node is of --module {options.module!r}, --op {options.op!r} and the phase; there are modules"
+                f" such as {', '.join(near or sorted({line.module for line in lines if line.module})[:3])}"
+            )
         if options.statistics:
             print("\n".join(statistics(wanted)))
         elif len(wanted) == len(lines):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from matrix import Cell, microbatches
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -32,6 +33,15 @@ def _sums(gm: GraphModule, role: str | None) -> list[Node]:
     found = [node for node in gm.graph.nodes if node.target in SUMS and meta.role(node) == role]
     assert found, "the fault has no place in this graph"
     return found
+
+
+def gather_in_another_order_on_one_rank(gm: GraphModule) -> GraphModule:
+    if dist.get_rank() == 1:
+        first, second = gm.graph.find_nodes(op="call_function", target=c10d.all_gather_into_tensor.default)[:2]
+        for node in (*second.all_input_nodes, second):
+            if node.op != "placeholder":
+                first.prepend(node)
+    return gm
 
 
 def average_one_reduction(gm: GraphModule) -> GraphModule:

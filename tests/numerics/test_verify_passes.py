@@ -115,6 +115,12 @@ def test_a_broken_pass_is_named(broken, precision):
         assert error.startswith(f"pass {broken.__name__} promises")
 
 
+def test_a_pass_after_which_ranks_would_wait_for_each_other_is_named_before_it_runs():
+    for error in run_on(2, outcome, Cell(FSDP2, FP32), faults.gather_in_another_order_on_one_rank):
+        assert error.startswith("pass gather_in_another_order_on_one_rank lets ranks send in different orders")
+        assert "number 1 on rank 0 is" in error and "on rank 1" in error
+
+
 # A fault for each pass of the list, and where its place is. Policies have none: nothing computes the tags they write.
 SPOILED = {
     "cleanup": (faults.lose_a_write, Cell(ONE, FP32)),

@@ -146,6 +146,6 @@ def test_two_nodes_that_fail_together_are_kept_with_what_is_between_them() -> No
 def test_bits_and_orders_are_compared() -> None:
     zero, nan = torch.zeros(2), torch.tensor([float("nan"), 1.0])
     assert same_bits(zero, zero) and not same_bits(zero, -zero) and same_bits(nan, nan) and not same_bits(zero, nan)
-    assert first_difference([["a", "b"], ["a", "b"]]) == ""
-    assert first_difference([["a", "b"], ["b", "a"]]) == "number 1 on rank 0 is a, on rank 1 b"
-    assert first_difference([["a"], ["a", "b"]]) == "rank 0 sends 1 times, rank 1 2"
+    assert first_difference({0: ["a", "b"], 1: ["a", "b"]}) == ""
+    assert first_difference({2: ["a", "b"], 7: ["b", "a"]}) == "number 1 on rank 2 is a, on rank 7 b"
+    assert first_difference({0: ["a"], 1: ["a", "b"]}) == "rank 0 sends 1 times, rank 1 2"

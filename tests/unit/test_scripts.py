@@ -190,6 +190,12 @@ def test_show_graph_filters_counts_and_compares(
     assert "8.000 MiB at its peak, tanh = aten.sin.default(addmm) in 1" in (tmp_path / "held.svg").read_text()
     words = refusal("show_graph.py", "--graphs", folder, "--after", "spoilt", monkeypatch=monkeypatch, capsys=capsys)
     assert "spoilt: legal are traced, spoiled; did you mean spoiled?" in words
+    for arguments, said in {
+        ("--module", "layers.*"): "no node is of --module 'layers.*', --op '*'",
+        ("--stage", 3): "--stage 3: these graphs are not of a pipeline's stages",
+        ("--timeline", tmp_path / "no" / "held.svg"): f"there is no folder {tmp_path / 'no'}",
+    }.items():
+        assert said in refusal("show_graph.py", "--graphs", folder, *arguments, monkeypatch=monkeypatch, capsys=capsys)
 
 
 def test_show_graph_builds_any_rank_of_any_job(

@@ -131,9 +131,9 @@ def check_graphs(cell: Cell, wanted: Wanted, changed: list[bool]) -> str:
     )
     by_rank = {rank: _changes(cell, wanted, rank) for rank in ranks}
     for rank, changes in by_rank.items():
-        first = by_rank[min(r for r in by_rank if r // per_stage == rank // per_stage)]
-        for one, other in zip(first, changes, strict=True):
-            if said := first_difference([one.sent, other.sent]):
+        first = min(r for r in by_rank if r // per_stage == rank // per_stage)
+        for one, other in zip(by_rank[first], changes, strict=True):
+            if said := first_difference({first: one.sent, rank: other.sent}):
                 _fail(cell, wanted, Failure("order", f"rank {rank} sends in another order: {said}"))
     everything = [change for changes in by_rank.values() for change in changes]
     changed.append(any(change.is_changed for change in everything))

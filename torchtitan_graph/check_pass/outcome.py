@@ -15,9 +15,9 @@ from torch.fx import GraphModule
 
 from torchtitan_graph.compiler import Pass, find_problem
 from torchtitan_graph.graph.replay import random_inputs
-from torchtitan_graph.graph.show import line_of, name_of_group, readable, shape_of, without_bytes
+from torchtitan_graph.graph.show import line_of, readable, shape_of, without_bytes
 from torchtitan_graph.graph.signature import Plain, signature_of
-from torchtitan_graph.graph.traffic import group_of
+from torchtitan_graph.parallel.verify import collectives, first_difference
 
 RAISES, UNSOUND, ORDER, NUMBERS = "raises", "unsound", "order", "numbers"
 
@@ -66,28 +66,6 @@ def _stale_values(gm: GraphModule) -> str | None:
     return None
 
 
-def collectives(gm: GraphModule, axes: dict[str, str]) -> list[str]:
-    """Give what a graph sends, in order: operator, axis, shape. All ranks of a group must send the same."""
-    found = []
-    for node in gm.graph.nodes:
-        if (group := group_of(node)) is not None:
-            val = node.meta["val"]
-            shape = "" if "exchange" in str(node.target) else f" {str(val.dtype)[6:]}{list(val.shape)}"
-            found.append(f"{node.target} over {axes.get(group) or name_of_group(group)}{shape}")
-    return found
-
-
-def first_difference(by_rank: Sequence[Sequence[str]]) -> str:
-    """Say where ranks that should send the same do not; nothing if they do."""
-    for rank, other in enumerate(by_rank):
-        if other != by_rank[0]:
-            place = next((i for i, (a, b) in enumerate(zip(by_rank[0], other, strict=False)) if a != b), None)
-            if place is None:
-                return f"rank 0 sends {len(by_rank[0])} times, rank {rank} {len(other)}"
-            return f"number {place + 1} on rank 0 is {by_rank[0][place]}, on rank {rank} {other[place]}"
-    return ""
-
-
 @torch.no_grad()
 def outcome_on_random(own: Pass, gm: GraphModule) -> Failure | None:
     """Apply a pass, and run the graph before and after it on random inputs; all ranks together, which agree on what
@@ -117,7 +95,7 @@ def outcome_on_random(own: Pass, gm: GraphModule) -> Failure | None:
 def _order(after: GraphModule) -> Failure | None:
     mine = collectives(after, {})
     by_rank = _gathered(mine)
-    said = first_difference(by_rank)
+    said = first_difference(dict(enumerate(by_rank)))
     return Failure(ORDER, f"ranks send in different orders: {said}") if said else None
 
 

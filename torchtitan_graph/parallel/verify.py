@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
+from torchtitan_graph.graph.show import name_of_group
 from torchtitan_graph.graph.signature import Slot, input_nodes, signature_of
+from torchtitan_graph.graph.torch_private import ranks_of_group
+from torchtitan_graph.graph.traffic import group_of
 from torchtitan_graph.parallel.storage import Storage
 
 
@@ -31,8 +35,10 @@ def verify_pass(
             stays far below it, and a wrong or missing term far above.
 
     Raises:
-        RuntimeError: names the pass and the first outputs that differ, with the largest difference.
+        RuntimeError: names the pass and the first outputs that differ, with the largest difference, or what ranks send
+            in another order.
     """
+    _check_order(name, after)
     storages = {s.name: s.layout for s in signature_of(after).inputs if isinstance(s.layout, Storage)}
     results = [_run(gm, inputs, storages, device) for gm in (before, after)]
     precision = max(torch.finfo(dtype).eps for dtype in _compute_dtypes(after, storages))
@@ -59,6 +65,45 @@ def _compute_dtypes(gm: GraphModule, storages: dict[str, Storage]) -> set[torch.
     if storages:
         return {s.precision.compute for s in storages.values()}
     return {node.meta["val"].dtype for node in input_nodes(gm, "param").values()} or {torch.float64}
+
+
+def collectives(gm: GraphModule, axes: Mapping[str, str]) -> list[str]:
+    """Give what a graph sends, in order: operator, axis, shape. All ranks of a group must send the same."""
+    return [_message(node, axes.get(group) or name_of_group(group)) for node, group in _sent(gm)]
+
+
+def first_difference(by_rank: Mapping[int, Sequence[str]]) -> str:
+    """Say where ranks that should send the same do not; nothing if they do."""
+    (first, expected), *others = by_rank.items()
+    for rank, sent in others:
+        if sent != expected:
+            place = next((i for i, (a, b) in enumerate(zip(expected, sent, strict=False)) if a != b), None)
+            if place is None:
+                return f"rank {first} sends {len(expected)} times, rank {rank} {len(sent)}"
+            return f"number {place + 1} on rank {first} is {expected[place]}, on rank {rank} {sent[place]}"
+    return ""
+
+
+def _sent(gm: GraphModule) -> list[tuple[Node, str]]:
+    return [(node, group) for node in gm.graph.nodes if (group := group_of(node)) is not None]
+
+
+def _message(node: Node, where: str) -> str:
+    val = node.meta["val"]
+    shape = "" if "exchange" in str(node.target) else f" {str(val.dtype)[6:]}{list(val.shape)}"
+    return f"{node.target} over {where}{shape}"
+
+
+def _check_order(name: str, gm: GraphModule) -> None:
+    """Raise unless the ranks of each group send the same over it, in one order: running the graph would hang."""
+    mine: dict[tuple[int, ...], list[str]] = {}
+    for node, group in _sent(gm):
+        mine.setdefault(tuple(ranks_of_group(group)), []).append(_message(node, name_of_group(group)))
+    by_rank: list[dict[tuple[int, ...], list[str]]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(by_rank, mine)
+    for ranks in sorted({ranks for sent in by_rank for ranks in sent}):
+        if said := first_difference({rank: by_rank[rank].get(ranks, []) for rank in ranks}):
+            raise RuntimeError(f"pass {name} lets ranks send in different orders, so that a job would hang: {said}")
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:

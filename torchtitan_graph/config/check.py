@@ -33,7 +33,6 @@ _OF_THE_GRAPH = (
 _PASSES_OF_MODE = {
     "selective": ("tag_recomputation", "rematerialize"),
     "full": ("tag_recomputation", "rematerialize"),
-    "memory_budget": ("tag_budget", "rematerialize"),
 }
 COMPONENTS = ("model", "loss", "flex")
 EXCLUDABLE = ("optimizer", "lr_scheduler", "dataloader", "train_state")
@@ -535,8 +534,6 @@ def _graph_notices(config: JobConfig) -> list[str]:
     if memory.mode != "memory_budget":
         keys = [f"{table}.{key}" for key in ("memory_budget", "memory_budget_gib", "visualize_memory_budget_pareto")]
         notices += unused("nothing is budgeted while mode is not memory_budget", *keys)
-    elif memory.memory_budget_gib is not None:
-        notices += unused("has no effect beside memory_budget_gib", f"{table}.memory_budget")
     if not options.enable and options.codegen in (None, "off"):
         notices += unused("has no effect while compile.codegen is off", "compile.components", "compile.regions")
     if options.mode == "eager":

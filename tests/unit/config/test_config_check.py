@@ -138,7 +138,7 @@ def test_what_looks_at_tracing_is_refused_where_graphs_are_read(other: str) -> N
 def test_a_budget_is_not_met_without_what_meets_it(name: str) -> None:
     (problem,) = problems(f"--activation_checkpoint.mode memory_budget --compile.disable_passes {name}", 1)
     assert "compile.disable_passes" in problem and f"{name} is what meets" in problem
-    assert check(load(["--compile.disable_passes", name]), 1) == []
+    assert check(load(["--compile.disable_passes", name, "--activation_checkpoint.mode", "none"]), 1) == []
 
 
 def test_a_dry_run_builds_a_rank_of_its_world() -> None:
@@ -252,8 +252,6 @@ def test_only_known_components_and_whole_options_are_compiled() -> None:
         ("--compile.regions layers.*.attention", "has no effect while compile.codegen is off"),
         ("--compile.components loss --compile.codegen off", "has no effect while compile.codegen is off"),
         ("--activation_checkpoint.memory_budget 0.3", "nothing is budgeted while mode is not memory_budget"),
-        (f"{BUDGET}_gib 1 {BUDGET} 0.3", "memory_budget = 0.3: has no effect beside memory_budget_gib"),
-        (f"{BUDGET} 0.3 --compile.disable_passes tag_budget", "without tag_budget activation_checkpoint.mode = m"),
         ("--compile.disable_passes rematerialize", "without rematerialize activation_checkpoint.mode = selective has"),
         ("--activation_checkpoint.offload layers.* --compile.disable_passes tag_offload", "offload has no effect"),
         ("--compile.enable --compile.mode eager", "compile.enable = True: compile.mode = eager compiles flex"),

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import ctypes
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -399,5 +400,6 @@ def described(gm: GraphModule, block: str | None = "") -> list[tuple]:
 
 def _constant(x: Tensor) -> tuple:
     """Give a small constant's bytes, a large one's identity; without an operator, which would be traced."""
-    is_small = x.device.type == "cpu" and x.numel() <= 64
-    return x.shape, x.stride(), x.storage_offset(), x.dtype, x.untyped_storage().tolist() if is_small else id(x)
+    is_small, memory = x.device.type == "cpu" and x.numel() <= 64, x.untyped_storage()
+    held = ctypes.string_at(memory.data_ptr(), memory.nbytes()) if is_small else id(x)
+    return x.shape, x.stride(), x.storage_offset(), x.dtype, held

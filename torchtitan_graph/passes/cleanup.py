@@ -82,13 +82,19 @@ def _written(node: Node) -> Node:
 
 
 def _functional(node: Node) -> torch._ops.OpOverload:
-    """Give `aten::add` for `aten::add_`."""
+    """Give `aten::add` for `aten::add_`: the overload that takes the same, for `pow_.Scalar` is `pow.Tensor_Scalar`."""
     op: torch._ops.OpOverload = node.target  # type: ignore[assignment]
     packet, name = op._schema.name.split("::")
     functional = getattr(getattr(torch.ops, packet), name.removesuffix("_"), None)
-    if not name.endswith("_") or not hasattr(functional, op._overloadname):
-        raise UserError(f"{_where(node)} has no form that writes nothing: compute a new tensor instead")
-    return getattr(functional, op._overloadname)
+    if name.endswith("_") and functional is not None:
+        for overload in map(functional.__getattr__, functional.overloads()):
+            if _takes(overload) == _takes(op):
+                return overload  # type: ignore[no-any-return]
+    raise UserError(f"{_where(node)} has no form that writes nothing: compute a new tensor instead")
+
+
+def _takes(op: torch._ops.OpOverload) -> list[tuple[str, str]]:
+    return [(argument.name, str(argument.type)) for argument in op._schema.arguments]
 
 
 def _where(node: Node) -> str:

@@ -83,6 +83,15 @@ def test_a_frozen_parameter_and_another_dtype_make_kinds(log: pytest.LogCaptureF
     check(model, log, "traced 4 kinds of block for 6 blocks")
 
 
+class Constant(Block):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x)[:, torch.tensor([3, 2, 1, 0])]
+
+
+def test_blocks_may_hold_a_constant_tensor(log: pytest.LogCaptureFixture) -> None:
+    check(Model(*(Constant() for _ in range(3))), log, "traced 1 kind of block for 3 blocks")
+
+
 class Ignored(Block):
     def forward(self, x: Tensor) -> Any:
         return super().forward(x), x.cos()

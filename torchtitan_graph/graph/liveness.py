@@ -17,9 +17,14 @@ import torchtitan_graph.ops  # noqa: F401 (registers the copies to the host's me
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import aliased, is_view
 from torchtitan_graph.graph.signature import signature_of
+from torchtitan_graph.graph.torch_private import is_gloo
+from torchtitan_graph.graph.traffic import group_of
 
 # They give their argument's memory without saying so in their schemas.
 _SILENT_VIEWS = (torch.ops.aten._unsafe_view.default, torch.ops._c10d_functional.wait_tensor.default)
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
+_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
 _OFFLOAD = torch.ops.torchtitan_graph.offload.default
 _CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
@@ -84,13 +89,26 @@ def held_memory(
     freed_at: dict[Node, int] = collections.Counter()
     for owner, node in memories.last_use.items():
         freed_at[node] += size(owner) if part_of(owner) == part_of(node) else 0
-    now, held = collections.Counter[str](), {}
+    now, held, carried = collections.Counter[str](), {}, dict[Node, int]()
     for node in gm.graph.nodes:
         part = part_of(node)
         now[part] += sum(map(size, memories.taken(node)))
+        carried[node] = buffer_of(node) if size(node) else 0
+        now[part] += carried[node]
         held[node] = now[part] + scratch(node)
         now[part] -= freed_at[node]
+        if node.target is _WAIT:
+            now[part] -= carried[node.all_input_nodes[0]]
     return held
+
+
+def buffer_of(node: Node) -> int:
+    """Give the bytes that a collective may have beside its result till it is waited for: gloo gathers into a copy of
+    the result, and scatters sums from a copy of its argument."""
+    group = group_of(node) if node.target in (_GATHER, _SCATTER) else None
+    if group is None or not is_gloo(group):
+        return 0
+    return _num_bytes(node if node.target is _GATHER else node.all_input_nodes[0])
 
 
 def most_within(nodes: Iterable[Node], memories: Memories) -> int:

@@ -565,6 +565,15 @@ def ranks_of_group(name: str) -> list[int]:
     return torch.distributed.get_process_group_ranks(_resolve_process_group(name))  # type: ignore[arg-type, unused-ignore]
 
 
+def is_gloo(group: str) -> bool:
+    """Tell whether gloo carries a group's collectives, by the group's name; of an unknown one it does not. Replaced as
+    `ranks_of_group`."""
+    try:
+        return torch.distributed.get_backend(_resolve_process_group(group)) == "gloo"  # type: ignore[arg-type, unused-ignore]
+    except RuntimeError:  # a graph of another process
+        return False
+
+
 def name_group(name: str, group: torch.distributed.ProcessGroup) -> None:
     """Let collectives find a group by that name too. Replaced as `ranks_of_group`."""
     torch._C._distributed_c10d._register_process_group(name, group)  # type: ignore[arg-type, unused-ignore]

@@ -87,7 +87,7 @@ def _functional(node: Node) -> torch._ops.OpOverload:
     packet, name = op._schema.name.split("::")
     functional = getattr(getattr(torch.ops, packet), name.removesuffix("_"), None)
     if name.endswith("_") and functional is not None:
-        for overload in map(functional.__getattr__, functional.overloads()):
+        for overload in (getattr(functional, each) for each in functional.overloads()):
             if _takes(overload) == _takes(op):
                 return overload  # type: ignore[no-any-return]
     raise UserError(f"{_where(node)} has no form that writes nothing: compute a new tensor instead")

@@ -17,7 +17,7 @@ from torchtitan_graph.compiler import Pass, find_problem
 from torchtitan_graph.graph.replay import random_inputs
 from torchtitan_graph.graph.show import line_of, readable, shape_of, without_bytes
 from torchtitan_graph.graph.signature import Plain, signature_of
-from torchtitan_graph.parallel.verify import collectives, first_difference
+from torchtitan_graph.parallel.verify import collectives, distance, first_difference, same_bits, tolerance
 
 RAISES, UNSOUND, ORDER, NUMBERS = "raises", "unsound", "order", "numbers"
 
@@ -113,30 +113,6 @@ def compare(own: Pass, gm: GraphModule, expected: Sequence[Tensor], found: Seque
             continue
         different.append(f"{slot.kind} {slot.name} ({distance(a, b):.1e} of its norm)")
     return Failure(NUMBERS, f"other numbers: {', '.join(different[:5])}") if different else None
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Tell whether two tensors are equal in every bit; any two that are no numbers are."""
-    if (a.shape, a.dtype) != (b.shape, b.dtype):
-        return False
-    if a.dtype.is_floating_point:
-        nan = a.isnan()
-        if not torch.equal(nan, b.isnan()):
-            return False
-        a, b = a.masked_fill(nan, 0), b.masked_fill(nan, 0)
-    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
-
-
-def distance(a: Tensor, b: Tensor) -> float:
-    """Give how far `b` is from `a`, as a whole, in parts of its norm."""
-    if a.shape != b.shape:
-        return float("inf")
-    return float((a.double() - b.double()).norm() / a.double().norm().clamp(min=1e-300))
-
-
-def tolerance(dtype: torch.dtype) -> float:
-    """Give what a pass that is not exact may be off: as `parallel.verify.verify_pass`."""
-    return float(torch.finfo(dtype).eps ** 0.5) if dtype.is_floating_point else 0.0
 
 
 def agree(failure: Failure | None) -> Failure | None:

@@ -31,8 +31,7 @@ def verify_pass(
         inputs: the plain tensors of the graph's other inputs (batch, mask, number of tokens). Only one data-parallel
             rank's batch has targets: to its gradients the others add zeros, which is exact in any order and dtype.
             Otherwise a pass that packs gradients in another order, or reduces them in a wider dtype, would seem broken.
-        exact: if not, each output may be off, as a whole, by the square root of the compute dtype's spacing: rounding
-            stays far below it, and a wrong or missing term far above.
+        exact: if not, each output may be off, as a whole, by the square root of the compute dtype's spacing.
 
     Raises:
         RuntimeError: names the pass and the first outputs that differ, with the largest difference, or what ranks send
@@ -41,12 +40,12 @@ def verify_pass(
     _check_order(name, after)
     storages = {s.name: s.layout for s in signature_of(after).inputs if isinstance(s.layout, Storage)}
     results = [_run(gm, inputs, storages, device) for gm in (before, after)]
-    precision = max(torch.finfo(dtype).eps for dtype in _compute_dtypes(after, storages))
-    tolerance = 0.0 if exact else precision**0.5
+    allowed = 0.0 if exact else max(map(tolerance, _compute_dtypes(after, storages)))
     different = []
     for key, expected in results[0].items():
-        found = results[1][key]
-        if not torch.equal(found, expected) and not _distance(found, expected) <= tolerance:
+        dtype = torch.promote_types(expected.dtype, results[1][key].dtype)  # gradients are widened on the way
+        expected, found = expected.to(dtype), results[1][key].to(dtype)
+        if not same_bits(expected, found) and (exact or not distance(expected, found) <= allowed):
             gap = (found.double() - expected.double()).abs().max()
             different.append(f"{key} (by {gap.item():.3g})")
     by_rank: list[list[str]] = [[]] * dist.get_world_size()
@@ -58,6 +57,30 @@ def verify_pass(
             f"pass {name} promises the same numbers {promise}, but {len(different)} outputs differ on rank {rank}: "
             f"{', '.join(different[:5])}; the graphs before and after it are in the dump folder with debug.dump_graphs"
         )
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Tell whether two tensors are equal in every bit; any two that are no numbers are."""
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return False
+    if a.dtype.is_floating_point:
+        nan = a.isnan()
+        if not torch.equal(nan, b.isnan()):
+            return False
+        a, b = a.masked_fill(nan, 0), b.masked_fill(nan, 0)
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """Give how far `b` is from `a`, as a whole, in parts of its norm."""
+    if a.shape != b.shape:
+        return float("inf")
+    return float((a.double() - b.double()).norm() / a.double().norm().clamp(min=1e-300))
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Give what a pass that is not exact may be off: rounding stays far below it, a wrong or missing term far above."""
+    return float(torch.finfo(dtype).eps ** 0.5) if dtype.is_floating_point else 0.0
 
 
 def _compute_dtypes(gm: GraphModule, storages: dict[str, Storage]) -> set[torch.dtype]:
@@ -104,10 +127,6 @@ def _check_order(name: str, gm: GraphModule) -> None:
     for ranks in sorted({ranks for sent in by_rank for ranks in sent}):
         if said := first_difference({rank: by_rank[rank].get(ranks, []) for rank in ranks}):
             raise RuntimeError(f"pass {name} lets ranks send in different orders, so that a job would hang: {said}")
-
-
-def _distance(found: Tensor, expected: Tensor) -> float:
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
 def _run(

@@ -38,13 +38,13 @@ def have_a_little_memory() -> None:
 
 
 def have_little_memory_left() -> None:
-    """From the second step on, let this process have 48 MiB more than it has."""
+    """From the second step on, let this process have 72 MiB more than it has."""
     train_step = trainer.Trainer.train_step
 
     def step(self: trainer.Trainer, metrics: Any) -> bool:
         if self.step == 1:
             num_pages = int(Path("/proc/self/statm").read_text().split()[0])
-            size = num_pages * resource.getpagesize() + 48 * 2**20
+            size = num_pages * resource.getpagesize() + 72 * 2**20
             resource.setrlimit(resource.RLIMIT_AS, (size, size))
         return train_step(self, metrics)
 

@@ -21,14 +21,16 @@ if sys.argv[1] != "import":
     stop.begin_setup()
     if sys.argv[1] == "steps":
         stop.begin_steps()
+greetings = iter(["ready"])
 try:
+    while sys.argv[1] == "blocked":
+        try:  # from the greeting on: the signal may come right after it
+            for greeting in greetings:
+                print(greeting, flush=True)
+            time.sleep(100)
+        except stop.Stopped:
+            pass
     print("ready", flush=True)
-    if sys.argv[1] == "blocked":
-        while True:
-            try:
-                time.sleep(100)
-            except stop.Stopped:
-                pass
     for _ in range(40):
         time.sleep(0.1)
         if stop.received() and sys.argv[1] == "steps":

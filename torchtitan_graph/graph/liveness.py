@@ -39,8 +39,8 @@ class Peak(NamedTuple):
 def peak_memory(gm: GraphModule) -> Peak:
     """Find when a graph holds most, each value being freed after its last use; outputs are held to the end.
 
-    What an operator needs only while it runs is not counted but for what `scratch_of` names, nor what an allocator
-    rounds up.
+    What an operator needs only while it runs is not counted but for what `scratch_of` and `buffer_of` name, nor what an
+    allocator rounds up.
     """
     held = held_memory(gm, size_of)
     node = max(held, key=held.__getitem__)
@@ -79,7 +79,7 @@ def held_memory(
     scratch: Callable[[Node], int] = scratch_of,
 ) -> dict[Node, int]:
     """Give what is held while each node runs, in bytes, where a memory takes as many as `size` says of its owner, and a
-    node as many as `scratch` says while it runs.
+    node as many as `scratch` says while it runs; with `buffer_of` a collective from its start to its wait.
 
     Args:
         part_of: the part that a node runs in, of a graph that is cut later. What a part holds is counted for itself:

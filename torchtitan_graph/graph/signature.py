@@ -29,23 +29,29 @@ class Layout(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Plain:
-    """A plain tensor."""
+    """A plain tensor; a size that may differ from call to call is an expression of symbols, as text."""
 
-    shape: tuple[int, ...]
+    shape: tuple[int | str, ...]
     dtype: torch.dtype
     num_tensors = 1
 
     def flatten(self, value: Any) -> list[torch.Tensor]:
         if is_traceable_wrapper_subclass(value):
             raise UserError(f"is a {type(value).__name__}, traced as a plain tensor")
-        found = (tuple(value.shape), value.dtype)
-        if found != (self.shape, self.dtype):
-            shapes = f"{list(found[0])} and {found[1]}, traced with {list(self.shape)} and {self.dtype}"
+        found = tuple(value.shape)
+        fits = len(found) == len(self.shape) and all(
+            size == own for size, own in zip(found, self.shape, strict=True) if not isinstance(own, str)
+        )
+        if not fits or value.dtype != self.dtype:
+            shapes = f"{list(found)} and {value.dtype}, traced with {self} and {self.dtype}"
             raise UserError(f"has shape {shapes}")
         return [value]
 
     def unflatten(self, tensors: list[torch.Tensor]) -> Any:
         return tensors[0]
+
+    def __str__(self) -> str:
+        return f"[{', '.join(str(size) for size in self.shape)}]"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,10 +87,17 @@ class Wrapped:
         return f"{self.cls.__name__}{list(self.size)} of ({inner}) with {self.context}"
 
 
+def _size(size: Any) -> int | str:
+    if isinstance(size, int):
+        return size
+    number: int | None = size.node.maybe_as_int()
+    return str(size) if number is None else number
+
+
 def layout_of(value: torch.Tensor) -> Plain | Wrapped:
     """Record how `value` lies in plain tensors, nested subclasses included."""
     if not is_traceable_wrapper_subclass(value):
-        return Plain(tuple(value.shape), value.dtype)
+        return Plain(tuple(map(_size, value.shape)), value.dtype)
     attrs, context = value.__tensor_flatten__()  # type: ignore[attr-defined]
     held = [(attr, getattr(value, attr)) for attr in attrs]
     return Wrapped(

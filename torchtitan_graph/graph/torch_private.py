@@ -33,7 +33,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.fx.graph import _BoxedCodeGen
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, _apply_kernel_options, flex_attention
 from torch.nn.utils.stateless import _reparametrize_module
@@ -54,6 +54,7 @@ __all__ = [
     "StorageInfo",
     "StridedShard",
     "accumulate",
+    "add_runtime_checks",
     "annotated",
     "boxed",
     "close_rule",
@@ -62,6 +63,8 @@ __all__ = [
     "dense_flex_attention",
     "dense_flex_attention_backward",
     "dtensor_spec",
+    "dynamic_marks",
+    "export_dims",
     "flex_attention_op",
     "free_gradient_dtype",
     "has_gradient_hooks",
@@ -77,6 +80,7 @@ __all__ = [
     "mask_whole",
     "multiply",
     "name_group",
+    "new_symbol",
     "num_writes",
     "one_thread_per_gloo_group",
     "open_rule",
@@ -236,6 +240,64 @@ def trace_to_graph(
                 return fn(*flat)
 
         return _without_made_up(make_fx(marked, record_stack_traces=stack_traces)(*fake_inputs))
+
+
+def export_dims() -> tuple[type, type]:
+    """Give the classes of what `torch.export.Dim` makes of `2 * dim`, and of Dim.DYNAMIC and Dim.AUTO: neither has a
+    public name."""
+    from torch.export.dynamic_shapes import _DerivedDim, _DimHint  # late: a third of a second that few runs need
+
+    return _DerivedDim, _DimHint
+
+
+class Mark(NamedTuple):
+    """A dimension that `torch._dynamo`'s functions marked: whether its size may be used, must not be one number, and
+    lies between what."""
+
+    index: int
+    unbacked: bool
+    required: bool
+    low: int | None
+    high: int | None
+
+
+def dynamic_marks(tensor: torch.Tensor) -> list[Mark]:
+    """Give the marks on a tensor. `mark_dynamic` and its like keep them in attributes, which no function reads back."""
+    bounds = {x.dim: (x.min, x.max) for x in getattr(tensor, "_dynamo_dynamic_range", ())}
+    bounds |= getattr(tensor, "_dynamo_unbacked_bounds", {})
+    kinds = (
+        ("_dynamo_dynamic_indices", False, True),
+        ("_dynamo_weak_dynamic_indices", False, False),
+        ("_dynamo_unbacked_indices", True, False),
+        ("_dynamo_strict_unbacked_indices", True, True),
+    )
+    found: dict[int, Mark] = {}
+    for attribute, unbacked, required in kinds:
+        for i in getattr(tensor, attribute, ()):
+            found[i % tensor.dim()] = Mark(i % tensor.dim(), unbacked, required, *bounds.get(i, (None, None)))
+    return [found[i] for i in sorted(found)]
+
+
+def new_symbol(env: ShapeEnv, name: str, size: int, unbacked: bool) -> Any:
+    """Make a symbol for a size; `torch.export` does it by way of a source that its own front end has."""
+    from torch._dynamo.source import ConstantSource  # late, for it takes a second
+
+    source = ConstantSource(name)
+    if unbacked:
+        with env.ignore_fresh_unbacked_symbols():  # else the first operator is taken for what made it
+            symbol = env.create_unbacked_symint(source)
+        torch._check(symbol >= 0)
+        return symbol
+    return env.create_symintnode(
+        env.create_symbol(size, source, dynamic_dim=DimDynamic.DYNAMIC), hint=size, source=source
+    )
+
+
+def add_runtime_checks(gm: torch.fx.GraphModule, env: ShapeEnv) -> None:
+    """Let a graph check what `torch._check` promised of sizes that only a run knows, as `torch.export`'s graphs do."""
+    from torch.fx.passes.runtime_assert import insert_deferred_runtime_asserts
+
+    insert_deferred_runtime_asserts(gm, env, "trace")
 
 
 def _without_made_up(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:

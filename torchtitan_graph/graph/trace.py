@@ -11,17 +11,20 @@ import contextlib
 import dataclasses
 import difflib
 import inspect
+import traceback
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.utils._pytree as pytree
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.nn.attention.flex_attention import BlockMask
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
+from torchtitan_graph.graph.dynamic import Sizes, place
 from torchtitan_graph.graph.edit import aliased
 from torchtitan_graph.graph.observe import Watchable
 from torchtitan_graph.graph.signature import Signature, Slot, layout_of, signature_of
@@ -41,6 +44,7 @@ from torchtitan_graph.graph.torch_private import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    dynamic_marks,
     has_gradient_hooks,
     mask_parts,
     mask_whole,
@@ -81,6 +85,7 @@ class TracedResult:
     options     what the optimizer's groups hold beside tensors, by name: constants of the trace as well
     modes       what modules are in training mode, and what parameters take gradients, by name: constants as well
     autocast    the device types that compute in a lower precision around the call, and in which
+    sizes       the dimensions that may differ from call to call, and what the graph reads; None without any
     """
 
     gm: GraphModule
@@ -94,6 +99,7 @@ class TracedResult:
     options: dict[str, Any]
     modes: dict[str, bool]
     autocast: dict[str, torch.dtype]
+    sizes: Sizes | None = None
 
 
 class Capture(Protocol):
@@ -121,7 +127,11 @@ def make_fx_capture(
     stack_traces: bool = False,
 ) -> TracedResult:
     """Run the function on fake tensors and record every operator: `minimal_fx_tracer` in the form of a `Capture`."""
-    return minimal_fx_tracer(fn, module, device=device, blocks=blocks, stack_traces=stack_traces)(*arguments)
+    traced = minimal_fx_tracer(fn, module, device=device, blocks=blocks, stack_traces=stack_traces)(*arguments)
+    if traced.sizes is not None:
+        what = traced.sizes.what_differs(traced.gm)
+        raise UserError(f"{what}: a training step's passes need fixed sizes, and numbers that stay tensors")
+    return traced
 
 
 def minimal_fx_tracer(
@@ -133,6 +143,7 @@ def minimal_fx_tracer(
     blocks: Mapping[str, torch.nn.Module] = types.MappingProxyType({}),
     stack_traces: bool = False,
     donated: Collection[str] = (),
+    dynamic_shapes: Mapping[str, Mapping[int, Any]] | None = None,
 ) -> Callable[..., TracedResult]:
     """Give a callable that traces `fn(*args, **kwargs)` for the arguments it is called with.
 
@@ -145,6 +156,9 @@ def minimal_fx_tracer(
         blocks: submodules of `module`, by name: those that are alike are traced once. See Note [Stamping].
         stack_traces: record the Python stack on each node; tracing then takes about 1.6 times as long.
         donated: the arguments, by name, that the function may write to in place.
+        dynamic_shapes: the dimensions that may differ from call to call, by the tensor's name and the dimension: a name
+            (those of one name are equal), a `torch.export.Dim`, or None. Marks on tensors (`mark_dynamic`) do the same.
+            See Note [Dynamic dimensions].
 
     Raises:
         UserError: an argument or a use of state that a graph can't hold, naming it and what to do instead.
@@ -154,22 +168,35 @@ def minimal_fx_tracer(
 
     def trace(*args: Any, **kwargs: Any) -> TracedResult:
         given = take_call(_positional_parameters(fn), args, kwargs)
-        _check_hooks(module)
+        _check_state(module)
         values = [(kind, name, tensor) for (kind, name), tensor in live_state(module, optimizer).items()]
         values += [("input", given.names[i], x) for i, x in enumerate(given.leaves) if i not in given.constants]
-        slots = tuple(Slot(name, kind, layout_of(tensor)) for kind, name, tensor in values)
-        plain = [t for slot, (_, _, tensor) in zip(slots, values, strict=True) for t in slot.layout.flatten(tensor)]
-        fake_mode, out = FakeTensorMode(allow_non_fake_inputs=True), _Result()
+        sizes = Sizes({name: x for kind, name, x in values if kind == "input"}, dynamic_shapes)
+        slots = tuple(
+            Slot(name, kind, sizes.layout(name, tensor) if kind == "input" else layout_of(tensor))
+            for kind, name, tensor in values
+        )
+        plain = [
+            (t, sizes.strided(slot.name, t) if slot.kind == "input" else (t.shape, t.stride()))
+            for slot, (_, _, tensor) in zip(slots, values, strict=True)
+            for t in slot.layout.flatten(tensor)
+        ]
+        out = _Result()
         run = _on_flat_tensors(fn, module, optimizer, given, slots, values, out)
 
-        def graph(blocks: Mapping[str, torch.nn.Module]) -> GraphModule:
+        def graph(blocks: Mapping[str, torch.nn.Module], env: ShapeEnv | None = None) -> GraphModule:
+            fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
             with opaque(blocks, module, fake_mode, stack_traces) as stamps:
                 gm = trace_to_graph(run, _fake(plain, fake_mode, device), fake_mode, module, stack_traces)
             stamps.put_in(gm)
             return gm
 
         with _refusing_reads(optimizer):
-            gm = _unless_in_full(graph, blocks) or graph({})
+            gm = None if sizes.dimensions else _unless_read(graph, blocks)
+            symbolic = gm is None
+            gm = gm or graph({}, sizes.env)
+            if symbolic:
+                sizes.settle(gm)
         gm.meta["signature"] = Signature(slots, out.slots)
         _name_placeholders(gm)
         meta.settle(gm)
@@ -191,6 +218,7 @@ def minimal_fx_tracer(
             optimizer_options(module, optimizer),
             {f"{name}{'.' if name else ''}{attribute}": x for _, name, attribute, x in modes_of(module)},
             _autocast(),
+            sizes if symbolic else None,
         )
 
     return trace
@@ -262,14 +290,17 @@ def _on_flat_tensors(
     return run
 
 
-def _unless_in_full(
+def _unless_read(
     graph: Callable[[Mapping[str, torch.nn.Module]], GraphModule], blocks: Mapping[str, torch.nn.Module]
 ) -> GraphModule | None:
-    """Trace each kind of block once, or say why that can't be."""
+    """Trace each kind of block once, or say why that can't be; give None if the function reads a tensor's value."""
     try:
-        return graph(blocks)
-    except TraceInFull as reason:
-        logger.info(f"every block is traced, not every kind: {reason}")
+        try:
+            return graph(blocks)
+        except TraceInFull as reason:
+            logger.info(f"every block is traced, not every kind: {reason}")
+            return graph({})
+    except DataDependentOutputException:
         return None
 
 
@@ -278,14 +309,15 @@ def _refusing_reads(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
     """Refuse, in words of the function's author, what depends on numbers that no trace has."""
     try:
         yield
-    except DataDependentOutputException as error:
+    except GuardOnDataDependentSymNode as error:
         own = ""
         if optimizer is not None:
             name = type(optimizer).__name__ if "fused" in optimizer.defaults else "such as AdamW"
             own = f"; an optimizer's step reads none where it is fused: {name}(fused=True, lr=torch.tensor(...))"
         raise UserError(
-            f"the traced function reads a tensor's value ({error.func}), which no trace has: keep it a tensor, or "
-            f"read it outside{own}"
+            f"the traced function reads a tensor's value or an unbacked size and decides by it ({error.cond}"
+            f"{place(traceback.extract_tb(error.__traceback__))}), which no trace has: keep it a tensor (torch.where), "
+            f"promise what holds by torch._check, or decide outside{own}"
         ) from error
     except DynamicOutputShapeException as error:
         raise UserError(
@@ -332,6 +364,8 @@ def run_traced(
             try:
                 values = graph(flat)
             except RuntimeError as error:
+                if traced.sizes and (refused := traced.sizes.failed(error)):
+                    raise refused from None
                 if "view size is not compatible" in str(error):
                     _refuse_strides(traced.gm, strides, error)
                 raise
@@ -363,7 +397,10 @@ def _flat_inputs(
         device = examples[slot.name].device.type
         if isinstance(tensor, torch.Tensor) and tensor.device.type != device != "meta":
             raise UserError(f"{slot.name} is on {tensor.device}, traced on {device}: move it, or trace again")
-    return [t for slot, tensor in zip(slots, tensors, strict=True) for t in flatten(slot, tensor)]
+    flat = [t for slot, tensor in zip(slots, tensors, strict=True) for t in flatten(slot, tensor)]
+    if traced.sizes:
+        traced.sizes.check({slot.name: tensor for slot, tensor in zip(slots, tensors, strict=True)})
+    return flat
 
 
 def _unflatten_result(traced: TracedResult, slots: tuple[Slot, ...], values: list[torch.Tensor]) -> Any:
@@ -390,7 +427,7 @@ def _refuse_strides(gm: GraphModule, strides: list[tuple[int, ...]], error: Runt
     owners = [slot.name for slot in signature_of(gm).inputs for _ in range(slot.layout.num_tensors)]
     for name, found, node in zip(owners, strides, gm.graph.find_nodes(op="placeholder"), strict=True):
         wanted = node.meta["val"].stride()
-        if found != wanted:
+        if all(isinstance(n, int) for n in wanted) and found != wanted:
             raise UserError(f"{name} has strides {found}, traced with {wanted}: make it so, or trace again") from error
 
 
@@ -414,12 +451,16 @@ def _unflatten(slots: tuple[Slot, ...], flat: tuple[torch.Tensor, ...], values: 
 
 
 def _fake(
-    plain: list[torch.Tensor], fake_mode: FakeTensorMode, device: torch.device | str | None
+    plain: list[tuple[torch.Tensor, tuple[Sequence[Any], Sequence[Any]]]],
+    fake_mode: FakeTensorMode,
+    device: torch.device | str | None,
 ) -> list[torch.Tensor]:
     with fake_mode:
         return [
-            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device if t.is_meta and device else t.device)
-            for t in plain
+            torch.empty_strided(
+                tuple(shape), tuple(stride), dtype=t.dtype, device=device if t.is_meta and device else t.device
+            )
+            for t, (shape, stride) in plain
         ]
 
 
@@ -494,7 +535,10 @@ def _autocast() -> dict[str, torch.dtype]:
     return {kind: torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)}
 
 
-def _check_hooks(module: torch.nn.Module | None) -> None:
+def _check_state(module: torch.nn.Module | None) -> None:
+    marked = [name for name, p in module.named_parameters() if dynamic_marks(p)] if module is not None else []
+    if marked:
+        raise UserError(f"{', '.join(marked)} has a dimension marked dynamic: only an argument's may be")
     hooked = [name for name, p in module.named_parameters() if has_gradient_hooks(p)] if module is not None else []
     if hooked:
         raise UserError(
@@ -519,6 +563,8 @@ def _check_argument(name: str, leaf: Any) -> None:
 def _check_result(name: str, leaf: Any) -> None:
     if isinstance(leaf, torch.Tensor):
         _check_dense(name, leaf)
+    elif isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
+        raise UserError(f"{name} is {leaf}, a size or number that only a run knows: return a tensor that has it")
     elif not isinstance(leaf, _CONSTANT_TYPES):
         raise UserError(
             f"{name} is a {type(leaf).__name__}; a traced function gives tensors and int, float, bool, str or None: "

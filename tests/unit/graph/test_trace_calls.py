@@ -226,11 +226,6 @@ def test_attention_without_dropout_is_no_random_operation() -> None:
     assert torch.equal(run(q), nn.functional.scaled_dot_product_attention(q, q, q))
 
 
-def test_reading_a_tensors_value_is_refused() -> None:
-    with pytest.raises(UserError, match="reads a tensor's value"):
-        minimal_fx_tracer(lambda x: x * x.sum().item())(torch.ones(2))
-
-
 # --- the life of inputs ----------------------------------------------------------------------------------------------
 
 

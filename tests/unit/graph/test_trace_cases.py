@@ -203,7 +203,6 @@ REFUSED: dict[str, tuple[Callable[..., Any], tuple, str]] = {  # function, trace
     ),
     "a mask of rows": (lambda x: x[x > 0], (randn(3),), "a tensor whose shape depends on values.*torch.where"),
     "nonzero": (lambda x: x.nonzero(), (randn(3),), "a tensor whose shape depends on values"),
-    "item": (lambda x: x * x.sum().item(), (randn(3),), "reads a tensor's value"),
     "a branch on a value": (lambda x: x if x.sum() > 0 else -x, (randn(3),), "reads a tensor's value"),
     "assigned data": (lambda x: setattr(x, "data", x * 2) or x + 0, (randn(3),), "assigns the data of x"),
     "random": (lambda x: x[torch.randperm(3)], (randn(3),), "draws random numbers"),

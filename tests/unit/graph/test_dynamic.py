@@ -1,0 +1,248 @@
+"""Dimensions that differ from call to call, and numbers that a function reads: one graph, bit for bit, or a refusal."""
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo import mark_dynamic, maybe_mark_dynamic
+from torch._dynamo.decorators import mark_unbacked
+from torch.export import Dim
+
+from torchtitan_graph.errors import UserError
+from torchtitan_graph.graph.trace import make_fx_capture, minimal_fx_tracer, run_traced
+
+
+def rows(size: int, *rest: int) -> Tensor:
+    return torch.randn(size, *rest or (4,), generator=torch.Generator().manual_seed(size))
+
+
+def double(x: Tensor, y: Tensor) -> Tensor:
+    return (torch.cat([x, x]) + y) * x.shape[0]
+
+
+def marked(x: Tensor, mark: Callable = mark_dynamic, **how: Any) -> Tensor:
+    mark(x, 0, **how)
+    return x
+
+
+# --- one graph for several sizes --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        None,
+        {"x": {0: "n"}, "y": {0: 2 * Dim("n")}},
+        {"x": {0: Dim("n", min=3, max=9)}, "y": {0: Dim.AUTO}},
+        {"x": {0: Dim.DYNAMIC, 1: None}, "y": {0: Dim.DYNAMIC, 1: Dim.STATIC}},
+    ],
+)
+def test_one_graph_serves_several_sizes(shapes: dict | None) -> None:
+    first = (rows(6), rows(12)) if shapes else (marked(rows(6)), marked(rows(12)))
+    run = run_traced(minimal_fx_tracer(double, dynamic_shapes=shapes)(*first))
+    for n in (6, 3, 9):
+        assert torch.equal(run(rows(n), rows(2 * n)), double(rows(n), rows(2 * n))), n
+
+
+def test_a_step_with_gradients_serves_several_lengths() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(16, 8), nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True))
+
+    def step(tokens: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(net(tokens).square().mean(), list(net.parameters()))
+
+    def tokens(length: int) -> Tensor:
+        return torch.randint(16, (2, length), generator=torch.Generator().manual_seed(length))
+
+    run = run_traced(minimal_fx_tracer(step, net, dynamic_shapes={"tokens": {1: "length"}})(tokens(6)), net)
+    for length in (6, 4, 11):
+        assert all(map(torch.equal, run(tokens(length)), step(tokens(length)))), length
+
+
+def test_an_unbacked_size_may_be_none_and_one() -> None:
+    run = run_traced(minimal_fx_tracer(lambda x: x.sum(1) + 1)(marked(rows(5), mark_unbacked)))
+    for n in (0, 1, 7):
+        assert torch.equal(run(rows(n)), rows(n).sum(1) + 1)
+
+
+def test_what_may_be_dynamic_may_turn_out_fixed() -> None:
+    run = run_traced(minimal_fx_tracer(lambda x: x.view(3, 2, 4))(marked(rows(6), maybe_mark_dynamic)))
+    assert run(rows(6)).shape == (3, 2, 4)
+    with pytest.raises(UserError, match=r"x.shape.0. is 8: the trace holds where 4\*x.shape.0. == 24 \(test_"):
+        run(rows(8))
+
+
+def test_arguments_may_lie_across() -> None:
+    run = run_traced(minimal_fx_tracer(lambda x: x.t() @ x)(marked(torch.ones(4, 6).t())))
+    assert torch.equal(run(rows(4, 9).t()), rows(4, 9) @ rows(4, 9).t())
+
+
+# --- what a call has to keep --------------------------------------------------------------------------------------
+
+
+def branching(x: Tensor) -> Tensor:
+    return x * 2 if x.shape[0] > 5 else x
+
+
+@pytest.mark.parametrize(
+    ("fn", "first", "then", "message"),
+    [
+        (
+            branching,
+            (6,),
+            (4,),
+            r"x.shape.0. is 4: the trace holds where x.shape.0. > 5 \(test_dynamic.py:\d+: ret",
+        ),
+        (
+            double,
+            (6, 12),
+            (5, 11),
+            r"x.shape.0. is 5, y.shape.0. is 11: the trace holds where 2\*x.shape.0. == y",
+        ),
+        (lambda x: x + 1, (6,), (1,), r"x.shape.0. is 1: the trace holds for 2 and more"),
+    ],
+)
+def test_a_call_of_other_sizes_is_refused(fn: Callable, first: tuple, then: tuple, message: str) -> None:
+    run = run_traced(minimal_fx_tracer(fn)(*(marked(rows(n)) for n in first)))
+    with pytest.raises(UserError, match=message):
+        run(*map(rows, then))
+
+
+def test_a_size_beyond_its_bounds_is_refused() -> None:
+    run = run_traced(minimal_fx_tracer(torch.relu, dynamic_shapes={"args[0]": {0: Dim("n", min=4, max=8)}})(rows(6)))
+    with pytest.raises(UserError, match=r"args\[0\].shape\[0\] is 9: the trace holds for 4 to 8"):
+        run(rows(9))
+    run = run_traced(minimal_fx_tracer(lambda x: x + 1)(marked(rows(6), min=4)))
+    with pytest.raises(UserError, match=r"x.shape.0. is 3: the trace holds for 4 and more"):
+        run(rows(3))
+
+
+def test_dimensions_that_are_not_dynamic_stay_as_they_are() -> None:
+    run = run_traced(minimal_fx_tracer(lambda x: x + 1)(marked(rows(6))))
+    with pytest.raises(UserError, match=r"x has shape \[6, 5\] .*traced with \[s\d+, 4\]"):
+        run(rows(6, 5))
+
+
+# --- what can't be dynamic --------------------------------------------------------------------------------------------
+
+
+def fixed(x: Tensor) -> Tensor:
+    return x.view(3, -1) if x.shape[0] == 6 else x
+
+
+@pytest.mark.parametrize(
+    ("fn", "first", "message"),
+    [
+        (
+            fixed,
+            (marked(rows(6)),),
+            r"x.shape.0. is to be dynamic, but .* takes it for 6 \(test_dynamic.py:\d+: ret",
+        ),
+        (lambda x: x + 1, (marked(rows(1)),), r"x.shape.0. is to be dynamic, but is 1: trace with 2 or more"),
+        (branching, (marked(rows(6), mark_unbacked),), r"unbacked size and decides by it \(u0 > 5 \(test_"),
+        (
+            branching,
+            (marked(rows(6), min=3),),
+            r"x.shape.0. may be 3, as declared, but .* holds only where x.*> 5 \(",
+        ),
+        (lambda x: x + 1, (marked(rows(6), min=1),), r"x.shape.0. is declared from 1 on: .* 2 and more"),
+        (lambda x: x.shape[0], (marked(rows(6)),), r"the result is s\d+, a size or number"),
+    ],
+)
+def test_what_can_not_be_dynamic_is_refused_by_name(fn: Callable, first: tuple, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        minimal_fx_tracer(fn)(*first)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ({"z": {0: "n"}}, "z is no tensor among the arguments: x, y"),
+        ({"x": {2: "n"}}, "x has no dimension 2: 0 to 1"),
+        ({"x": {0: 8}}, r"x.shape.0. is 8: legal are a name"),
+        ({"x": {0: "n"}, "y": {0: "n"}}, r"y.shape.0. is 12, but n is 6, as x.shape.0.'s size is"),
+        ({"y": {0: 2 * Dim("n")}}, r"y.shape.0. is 2\*n, but no dimension is n"),
+        (
+            {"x": {0: "n"}, "y": {0: "m"}},
+            r"needs y.shape.0. == 2\*x.shape.0. \(test_dynamic.py:.*: give m that name",
+        ),
+    ],
+)
+def test_what_dynamic_shapes_can_not_say_is_refused(shapes: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        minimal_fx_tracer(double, dynamic_shapes=shapes)(rows(6), rows(12))
+
+
+def test_marks_that_are_not_arguments_are_refused() -> None:
+    net = nn.Linear(4, 4)
+    mark_dynamic(net.weight, 0)
+    with pytest.raises(UserError, match="weight has a dimension marked dynamic: only an argument's may be"):
+        minimal_fx_tracer(functools.partial(net), net)(rows(6))
+
+
+def test_a_training_step_takes_none_of_it() -> None:
+    net = nn.Linear(4, 4)
+    with pytest.raises(UserError, match=r"x.shape.0. is to be dynamic: a training step's passes need fixed sizes"):
+        make_fx_capture(lambda x: net(x), net, (marked(rows(6)),), device="cpu")
+    with pytest.raises(
+        UserError, match=r"reads a tensor's value \(aten._local_scalar_dense.default\): a training step"
+    ):
+        make_fx_capture(lambda x: net(x) * x.sum().item(), net, (rows(6),), device="cpu")
+
+
+# --- numbers that are read ------------------------------------------------------------------------------------------
+
+
+def first_rows(x: Tensor, n: Tensor) -> Tensor:
+    length = int(n.item()) if n.dtype.is_floating_point else n.item()
+    torch._check(length >= 0)
+    torch._check(length <= x.shape[0])
+    return x[:length] * n.item()
+
+
+def test_a_number_that_is_read_is_read_at_each_call() -> None:
+    run = run_traced(minimal_fx_tracer(first_rows)(rows(6), torch.tensor(3)))
+    for n in (3, 0, 6):
+        assert torch.equal(run(rows(6), torch.tensor(n)), rows(6)[:n] * n)
+    with pytest.raises(UserError, match=r"needs u0 <= 6 \(test_dynamic.py:.*, where u0 is a number that it reads"):
+        run(rows(6), torch.tensor(7))
+
+
+OPTIMIZERS: dict[str, Callable] = {
+    "SGD": functools.partial(torch.optim.SGD, momentum=0.9, weight_decay=0.1),
+    "Adam": functools.partial(torch.optim.Adam, amsgrad=True),
+    "AdamW": torch.optim.AdamW,
+    "Adagrad": functools.partial(torch.optim.Adagrad, lr_decay=0.1),
+    "RMSprop": functools.partial(torch.optim.RMSprop, momentum=0.9, centered=True),
+    "Muon": torch.optim.Muon,
+}
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_that_reads_its_counter_is_traced_bit_for_bit(name: str, foreach: bool) -> None:
+    if name == "Muon" and foreach:
+        pytest.skip("Muon has one form")
+    options = {"lr": 0.1} | ({} if name == "Muon" else {"foreach": foreach})
+    net = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    other = copy.deepcopy(net)
+    optimizer, plain = (OPTIMIZERS[name](m.parameters(), **options) for m in (net, other))
+
+    def step(module: nn.Module, optimizer: torch.optim.Optimizer, gradients: list[Tensor]) -> None:
+        for parameter, gradient in zip(module.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+
+    for module, its in ((net, optimizer), (other, plain)):  # state comes with the first step
+        step(module, its, [rows(4), rows(4)])
+    traced = minimal_fx_tracer(functools.partial(step, net, optimizer), net, optimizer)([rows(4), rows(4)])
+    run = run_traced(traced, net, optimizer)
+    for k in range(4):
+        gradients = [rows(4) * k, rows(4) + k]
+        run(gradients)
+        step(other, plain, [g.clone() for g in gradients])
+        assert all(map(torch.equal, net.parameters(), other.parameters())), k

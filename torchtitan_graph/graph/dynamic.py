@@ -13,7 +13,7 @@ with `torch._check` take sizes of it, but not branch on it. The graph checks it 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +32,9 @@ from torchtitan_graph.graph.torch_private import (
     is_traceable_wrapper_subclass,
     new_symbol,
 )
+
+# Of a tensor's name and a dimension, what that is called: see `Sizes`. A sequence has all dimensions.
+DynamicShapes = Mapping[str, Mapping[int, Any] | Sequence[Any]]
 
 _SMALLEST = 2  # torch takes sizes 0 and 1 for other cases: a symbol is never one of them
 
@@ -96,7 +99,9 @@ class Sizes:
     """
 
     def __init__(
-        self, tensors: Mapping[str, torch.Tensor], dynamic_shapes: Mapping[str, Mapping[int, Any]] | None = None
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        dynamic_shapes: DynamicShapes | None = None,
     ) -> None:
         self.dimensions = [x for name, tensor in tensors.items() for x in _marked(name, tensor)]
         self.dimensions += _declared(tensors, dynamic_shapes or {})
@@ -145,17 +150,30 @@ class Sizes:
         add_runtime_checks(gm, self.env)
         self.env.freeze()
 
-    def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raise UserError if the trace does not hold for a call's sizes, by name and relation."""
+    def returned(self, leaf: Any) -> Any:
+        """Give what stands for a leaf of the traced function's result: for a size, its expression of a call's sizes."""
+        if not isinstance(leaf, torch.SymInt):
+            return leaf
+        found = leaf.node.expr
+        if found.free_symbols <= self._names.keys():
+            return found
+        raise UserError(f"the result holds {found}, a number that only a run knows: return its tensor")
+
+    def check(self, tensors: Mapping[str, torch.Tensor]) -> dict[sympy.Symbol, sympy.Integer]:
+        """Give a call's sizes by symbol, for which the trace holds.
+
+        Raises:
+            UserError: it does not; names the relation.
+        """
         sizes = tuple(tensors[x.tensor].shape[x.index] for x in self.dimensions)
+        given = {symbol: sympy.Integer(n) for symbol, n in zip(self._names, sizes, strict=True)}
         if sizes in self._seen:
-            return
+            return given
         for x, size in zip(self.dimensions, sizes, strict=True):
             low = x.low if x.low is not None else 0 if x.unbacked else _SMALLEST
             if size < low or (x.high is not None and size > x.high):
                 legal = f"{low} and more" if x.high is None else f"{low} to {x.high}"
                 raise UserError(f"{x} is {size}: the trace holds for {legal}; trace again for this size")
-        given = {symbol: sympy.Integer(n) for symbol, n in zip(self._names, sizes, strict=True)}
         for expression, where in self._conditions:
             if (
                 expression.free_symbols <= given.keys()
@@ -166,6 +184,7 @@ class Sizes:
                     f"{found}: the trace holds where {self._words(expression)}{where}; keep to that, or trace again"
                 )
         self._seen.add(sizes)
+        return given
 
     def what_differs(self, gm: GraphModule) -> str:
         """Say what makes the trace one of symbols."""
@@ -257,7 +276,7 @@ def _marked(name: str, tensor: torch.Tensor) -> list[Dimension]:
     ]
 
 
-def _declared(tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, Mapping[int, Any]]) -> list[Dimension]:
+def _declared(tensors: Mapping[str, torch.Tensor], shapes: DynamicShapes) -> list[Dimension]:
     """Give the dimensions that `dynamic_shapes` names."""
     found = []
     for name, dims in shapes.items():
@@ -266,7 +285,7 @@ def _declared(tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, Mapping[
         tensor = tensors[name]
         if is_traceable_wrapper_subclass(tensor):
             raise UserError(f"dynamic_shapes: {name} is a {type(tensor).__name__}, which is not supported there")
-        for i, what in dims.items():
+        for i, what in dims.items() if isinstance(dims, Mapping) else enumerate(dims):
             if not 0 <= i < tensor.dim():
                 raise UserError(f"dynamic_shapes: {name} has no dimension {i}: 0 to {tensor.dim() - 1}")
             if i in (mark.index for mark in dynamic_marks(tensor)):

@@ -16,6 +16,7 @@ import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import sympy
 import torch
 import torch.utils._pytree as pytree
 from torch.fx import GraphModule, Node
@@ -24,7 +25,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
-from torchtitan_graph.graph.dynamic import Sizes, place
+from torchtitan_graph.graph.dynamic import DynamicShapes, Sizes, place
 from torchtitan_graph.graph.edit import aliased
 from torchtitan_graph.graph.observe import Watchable
 from torchtitan_graph.graph.signature import Signature, Slot, layout_of, signature_of
@@ -81,7 +82,7 @@ class TracedResult:
     names       the leaves of (args, kwargs), named as the function's author does
     constants   the leaves of (args, kwargs) that are no tensors, by position; a call with other values is refused
     out_spec    pytree of the result
-    out_constants  the leaves of the result that are no tensors, by position
+    out_constants  the leaves of the result that are no tensors, by position; a size that differs as an expression
     options     what the optimizer's groups hold beside tensors, by name: constants of the trace as well
     modes       what modules are in training mode, and what parameters take gradients, by name: constants as well
     autocast    the device types that compute in a lower precision around the call, and in which
@@ -143,7 +144,7 @@ def minimal_fx_tracer(
     blocks: Mapping[str, torch.nn.Module] = types.MappingProxyType({}),
     stack_traces: bool = False,
     donated: Collection[str] = (),
-    dynamic_shapes: Mapping[str, Mapping[int, Any]] | None = None,
+    dynamic_shapes: DynamicShapes | None = None,
 ) -> Callable[..., TracedResult]:
     """Give a callable that traces `fn(*args, **kwargs)` for the arguments it is called with.
 
@@ -197,6 +198,7 @@ def minimal_fx_tracer(
             gm = gm or graph({}, sizes.env)
             if symbolic:
                 sizes.settle(gm)
+                out.constants = {i: sizes.returned(x) for i, x in out.constants.items()}
         gm.meta["signature"] = Signature(slots, out.slots)
         _name_placeholders(gm)
         meta.settle(gm)
@@ -350,7 +352,9 @@ def run_traced(
     bound = BoundState(state_slots, traced.options, traced.modes, module, optimizer)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        flat = bound.tensors() + _flat_inputs(traced, input_slots, examples, args, kwargs)
+        inputs, sizes = _flat_inputs(traced, input_slots, examples, args, kwargs)
+        flat = bound.tensors() + inputs
+        del inputs
         strides = [x.stride() for x in flat]
         del args, kwargs  # the graph frees an input after its last use, if nobody else holds it
         if _autocast() != traced.autocast:
@@ -369,7 +373,7 @@ def run_traced(
                 if "view size is not compatible" in str(error):
                     _refuse_strides(traced.gm, strides, error)
                 raise
-            return _unflatten_result(traced, signature.outputs, values)
+            return _unflatten_result(traced, signature.outputs, values, sizes)
 
     return run
 
@@ -380,8 +384,8 @@ def _flat_inputs(
     examples: dict[str, torch.Tensor],
     args: tuple,
     kwargs: dict[str, Any],
-) -> list[torch.Tensor]:
-    """Give the plain tensors of a call's arguments, checked against those traced."""
+) -> tuple[list[torch.Tensor], Mapping[Any, Any]]:
+    """Give the plain tensors of a call's arguments, checked against those traced, and its sizes by symbol."""
     leaves, in_spec = pytree.tree_flatten(_call(args, kwargs))
     if in_spec != traced.in_spec:
         leaves = _leaves_by_name(args, kwargs, traced)
@@ -398,12 +402,14 @@ def _flat_inputs(
         if isinstance(tensor, torch.Tensor) and tensor.device.type != device != "meta":
             raise UserError(f"{slot.name} is on {tensor.device}, traced on {device}: move it, or trace again")
     flat = [t for slot, tensor in zip(slots, tensors, strict=True) for t in flatten(slot, tensor)]
-    if traced.sizes:
-        traced.sizes.check({slot.name: tensor for slot, tensor in zip(slots, tensors, strict=True)})
-    return flat
+    if traced.sizes is None:
+        return flat, {}
+    return flat, traced.sizes.check({slot.name: tensor for slot, tensor in zip(slots, tensors, strict=True)})
 
 
-def _unflatten_result(traced: TracedResult, slots: tuple[Slot, ...], values: list[torch.Tensor]) -> Any:
+def _unflatten_result(
+    traced: TracedResult, slots: tuple[Slot, ...], values: list[torch.Tensor], sizes: Mapping[Any, Any]
+) -> Any:
     """Build the traced function's result of a graph's outputs."""
     results: list[Any] = []
     position = 0
@@ -411,7 +417,7 @@ def _unflatten_result(traced: TracedResult, slots: tuple[Slot, ...], values: lis
         results.append(slot.layout.unflatten(values[position : position + slot.layout.num_tensors]))
         position += slot.layout.num_tensors
     for i, constant in traced.out_constants.items():  # ascending, so that each lands at its own place
-        results.insert(i, constant)
+        results.insert(i, int(constant.xreplace(sizes)) if isinstance(constant, sympy.Expr) else constant)
     return pytree.tree_unflatten(results, traced.out_spec)
 
 
@@ -563,9 +569,9 @@ def _check_argument(name: str, leaf: Any) -> None:
 def _check_result(name: str, leaf: Any) -> None:
     if isinstance(leaf, torch.Tensor):
         _check_dense(name, leaf)
-    elif isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
-        raise UserError(f"{name} is {leaf}, a size or number that only a run knows: return a tensor that has it")
-    elif not isinstance(leaf, _CONSTANT_TYPES):
+    elif isinstance(leaf, torch.SymFloat | torch.SymBool):
+        raise UserError(f"{name} is {leaf}, a number that only a run knows: return the tensor that it is read from")
+    elif not isinstance(leaf, (*_CONSTANT_TYPES, torch.SymInt)):
         raise UserError(
             f"{name} is a {type(leaf).__name__}; a traced function gives tensors and int, float, bool, str or None: "
             "register its type with torch.utils._pytree (register_pytree_node), or return what it holds"

@@ -38,7 +38,7 @@ def marked(x: Tensor, mark: Callable = mark_dynamic, **how: Any) -> Tensor:
         None,
         {"x": {0: "n"}, "y": {0: 2 * Dim("n")}},
         {"x": {0: Dim("n", min=3, max=9)}, "y": {0: Dim.AUTO}},
-        {"x": {0: Dim.DYNAMIC, 1: None}, "y": {0: Dim.DYNAMIC, 1: Dim.STATIC}},
+        {"x": (Dim.DYNAMIC, None), "y": {0: Dim.DYNAMIC, 1: Dim.STATIC}},
     ],
 )
 def test_one_graph_serves_several_sizes(shapes: dict | None) -> None:
@@ -81,11 +81,21 @@ def test_arguments_may_lie_across() -> None:
     assert torch.equal(run(rows(4, 9).t()), rows(4, 9) @ rows(4, 9).t())
 
 
+def test_a_size_may_be_a_result() -> None:
+    run = run_traced(minimal_fx_tracer(lambda x: {"sum": x.sum(), "twice": [2 * x.shape[0], "rows"]})(marked(rows(6))))
+    assert run(rows(9))["twice"] == [18, "rows"]
+
+
 # --- what a call has to keep --------------------------------------------------------------------------------------
 
 
 def branching(x: Tensor) -> Tensor:
     return x * 2 if x.shape[0] > 5 else x
+
+
+def multiple_of_3(x: Tensor) -> Tensor:
+    torch._check(x.shape[0] % 3 == 0)
+    return x.view(-1, 3, 4).sum(0)
 
 
 @pytest.mark.parametrize(
@@ -103,6 +113,7 @@ def branching(x: Tensor) -> Tensor:
             (5, 11),
             r"x.shape.0. is 5, y.shape.0. is 11: the trace holds where 2\*x.shape.0. == y",
         ),
+        (multiple_of_3, (6,), (8,), r"x.shape.0. is 8: the trace holds where Mod\(x.shape.0., 3\) == 0 \(test_"),
         (lambda x: x + 1, (6,), (1,), r"x.shape.0. is 1: the trace holds for 2 and more"),
     ],
 )
@@ -150,7 +161,7 @@ def fixed(x: Tensor) -> Tensor:
             r"x.shape.0. may be 3, as declared, but .* holds only where x.*> 5 \(",
         ),
         (lambda x: x + 1, (marked(rows(6), min=1),), r"x.shape.0. is declared from 1 on: .* 2 and more"),
-        (lambda x: x.shape[0], (marked(rows(6)),), r"the result is s\d+, a size or number"),
+        (lambda x: x[0, 0].long().item(), (rows(6),), "the result holds u0, a number that only a run knows"),
     ],
 )
 def test_what_can_not_be_dynamic_is_refused_by_name(fn: Callable, first: tuple, message: str) -> None:

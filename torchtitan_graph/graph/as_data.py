@@ -74,8 +74,8 @@ def traced_to_data(traced: TracedResult, groups: Places, device: torch.device, l
         UserError: the step holds something that can't be stored; names it.
     """
     signature = signature_of(traced.gm)
-    if traced.options or traced.autocast:
-        raise _cannot("a step under torch.autocast, or with an optimizer in it")
+    if traced.options or traced.autocast or traced.sizes:
+        raise _cannot("a step under torch.autocast, with an optimizer in it, or with sizes that differ")
     writer = _Writer(groups, device)
 
     def slot(each: Slot) -> list[Any]:

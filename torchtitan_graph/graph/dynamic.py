@@ -40,7 +40,7 @@ _SMALLEST = 2  # torch takes sizes 0 and 1 for other cases: a symbol is never on
 
 
 class Dimension(NamedTuple):
-    """A dimension that may differ: `tensor.shape[index]`, as it is when it is traced.
+    """A dimension that may differ: `tensor.shape[dim]`, as it is when it is traced.
 
     name       what `dynamic_shapes` calls it, None where it is marked on the tensor
     of         another dimension's name and the function of it that this one is, None for one of its own
@@ -50,7 +50,7 @@ class Dimension(NamedTuple):
     """
 
     tensor: str
-    index: int
+    dim: int
     size: int
     name: str | None = None
     of: tuple[str, Callable[[Any], Any]] | None = None
@@ -60,7 +60,7 @@ class Dimension(NamedTuple):
     high: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.tensor}.shape[{self.index}]"
+        return f"{self.tensor}.shape[{self.dim}]"
 
 
 class Condition(NamedTuple):
@@ -70,7 +70,7 @@ class Condition(NamedTuple):
     where: str
 
 
-class _Found(list):
+class _Found(list[Any]):
     """What a trace compared symbols to, and where the traced function did."""
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class _Found(list):
         self.where.append(place(traceback.extract_stack()))
 
 
-class _FoundOf(dict):
+class _FoundOf(dict[Any, _Found]):
     """What was promised of a number that only a run knows, by the number's symbol."""
 
     def setdefault(self, symbol: sympy.Symbol, _: list) -> _Found:  # type: ignore[override]
@@ -107,9 +107,10 @@ class Sizes:
         self.dimensions += _declared(tensors, dynamic_shapes or {})
         self.env = ShapeEnv()
         self.env.guards = self._found = _Found()
-        self.env.deferred_runtime_asserts = _FoundOf()
+        self._promised = _FoundOf()
+        self.env.deferred_runtime_asserts = self._promised  # type: ignore[assignment]
         self._symbols = [new_symbol(self.env, str(x), x.size, x.unbacked) for x in self.dimensions]
-        self._at = {(x.tensor, x.index): size for x, size in zip(self.dimensions, self._symbols, strict=True)}
+        self._at = {(x.tensor, x.dim): size for x, size in zip(self.dimensions, self._symbols, strict=True)}
         self._names = {size.node.expr: str(x) for x, size in zip(self.dimensions, self._symbols, strict=True)}
         self._conditions: list[Condition] = []
         self._seen: set[tuple[int, ...]] = set()
@@ -165,7 +166,7 @@ class Sizes:
         Raises:
             UserError: it does not; names the relation.
         """
-        sizes = tuple(tensors[x.tensor].shape[x.index] for x in self.dimensions)
+        sizes = tuple(tensors[x.tensor].shape[x.dim] for x in self.dimensions)
         given = {symbol: sympy.Integer(n) for symbol, n in zip(self._names, sizes, strict=True)}
         if sizes in self._seen:
             return given
@@ -195,7 +196,7 @@ class Sizes:
 
     def failed(self, error: RuntimeError) -> UserError | None:
         """Say in words which check of a number that the graph reads has failed, if that is the error."""
-        for symbol, checks in self.env.deferred_runtime_asserts.items():
+        for symbol, checks in self._promised.items():
             for check, where in zip(checks, checks.where, strict=True):
                 if f"expression {check.expr} on node" in str(error):
                     what = self._names.get(symbol, "a number that it reads from a tensor")
@@ -288,7 +289,7 @@ def _declared(tensors: Mapping[str, torch.Tensor], shapes: DynamicShapes) -> lis
         for i, what in dims.items() if isinstance(dims, Mapping) else enumerate(dims):
             if not 0 <= i < tensor.dim():
                 raise UserError(f"dynamic_shapes: {name} has no dimension {i}: 0 to {tensor.dim() - 1}")
-            if i in (mark.index for mark in dynamic_marks(tensor)):
+            if i in (mark.dim for mark in dynamic_marks(tensor)):
                 raise UserError(f"dynamic_shapes: {name}.shape[{i}] is marked on the tensor as well: do one of them")
             found += [_checked(x) for x in _named(Dimension(name, i, tensor.shape[i]), what)]
     return found

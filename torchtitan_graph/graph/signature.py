@@ -31,7 +31,7 @@ class Layout(Protocol):
 class Plain:
     """A plain tensor; a size that may differ from call to call is an expression of symbols, as text."""
 
-    shape: tuple[int | str, ...]
+    shape: tuple[Any, ...]
     dtype: torch.dtype
     num_tensors = 1
 

@@ -254,7 +254,7 @@ class Mark(NamedTuple):
     """A dimension that `torch._dynamo`'s functions marked: whether its size may be used, must not be one number, and
     lies between what."""
 
-    index: int
+    dim: int
     unbacked: bool
     required: bool
     low: int | None

@@ -457,7 +457,7 @@ def _unflatten(slots: tuple[Slot, ...], flat: tuple[torch.Tensor, ...], values: 
 
 
 def _fake(
-    plain: list[tuple[torch.Tensor, tuple[Sequence[Any], Sequence[Any]]]],
+    plain: Sequence[tuple[torch.Tensor, tuple[Sequence[Any], Sequence[Any]]]],
     fake_mode: FakeTensorMode,
     device: torch.device | str | None,
 ) -> list[torch.Tensor]:

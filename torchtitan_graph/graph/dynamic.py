@@ -31,6 +31,7 @@ from torchtitan_graph.graph.torch_private import (
     export_dims,
     is_traceable_wrapper_subclass,
     new_symbol,
+    require,
 )
 
 # Of a tensor's name and a dimension, what that is called: see `Sizes`. A sequence has all dimensions.
@@ -223,7 +224,7 @@ class Sizes:
             if x.size != expected:
                 raise UserError(f"dynamic_shapes: {x} is {x.size}, but {x.name} is {expected}, as {other}'s size is")
             if other is not x:
-                torch._check(size == wanted)
+                require(size == wanted)
 
     def _check_traced(self, x: Dimension, symbol: sympy.Symbol) -> None:
         found = self.env.replace(symbol)

@@ -88,6 +88,7 @@ __all__ = [
     "ranks_of_group",
     "record_memory_history",
     "reparametrize",
+    "require",
     "run_flex_attention_with",
     "save_memory_snapshot",
     "set_timeout",
@@ -278,6 +279,10 @@ def dynamic_marks(tensor: torch.Tensor) -> list[Mark]:
     return [found[i] for i in sorted(found)]
 
 
+# Promise that a relation of symbols holds: documented, but with an underscore.
+require = torch._check
+
+
 def new_symbol(env: ShapeEnv, name: str, size: int, unbacked: bool) -> Any:
     """Make a symbol for a size; `torch.export` does it by way of a source that its own front end has."""
     from torch._dynamo.source import ConstantSource  # late, for it takes a second
@@ -286,7 +291,7 @@ def new_symbol(env: ShapeEnv, name: str, size: int, unbacked: bool) -> Any:
     if unbacked:
         with env.ignore_fresh_unbacked_symbols():  # else the first operator is taken for what made it
             symbol = env.create_unbacked_symint(source)
-        torch._check(symbol >= 0)
+        require(symbol >= 0)
         return symbol
     return env.create_symintnode(
         env.create_symbol(size, source, dynamic_dim=DimDynamic.DYNAMIC), hint=size, source=source

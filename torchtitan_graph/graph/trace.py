@@ -312,14 +312,16 @@ def _refusing_reads(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
     try:
         yield
     except GuardOnDataDependentSymNode as error:
-        own = ""
-        if optimizer is not None:
-            name = type(optimizer).__name__ if "fused" in optimizer.defaults else "such as AdamW"
-            own = f"; an optimizer's step reads none where it is fused: {name}(fused=True, lr=torch.tensor(...))"
+        files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+        if optimizer is not None and any(inspect.getfile(type(optimizer)) == file for file in files):
+            raise UserError(
+                f"{type(optimizer).__name__} branches on a number of its state, which no trace has; one that does not "
+                "is fused: such as AdamW(fused=True, lr=torch.tensor(...))"
+            ) from error
         raise UserError(
             f"the traced function reads a tensor's value or an unbacked size and decides by it ({error.cond}"
             f"{place(traceback.extract_tb(error.__traceback__))}), which no trace has: keep it a tensor (torch.where), "
-            f"promise what holds by torch._check, or decide outside{own}"
+            "promise what holds by torch._check, or decide outside"
         ) from error
     except DynamicOutputShapeException as error:
         raise UserError(

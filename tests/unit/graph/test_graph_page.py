@@ -3,9 +3,11 @@
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 from torchtitan_graph import compiler
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.trace import minimal_fx_tracer
 
 PAGE = (Path(__file__).parents[3] / "docs" / "03_graph.md").read_text()
@@ -19,9 +21,16 @@ def test_the_first_block_traces_and_runs() -> None:
     assert [g.shape for g in names["gradients"]] == [(8, 4)]
 
 
+def test_the_second_block_takes_other_sizes() -> None:
+    names: dict = {}
+    exec(BLOCKS[0] + BLOCKS[1], names)
+    with pytest.raises(UserError, match=r"x.shape\[0\] is 65: the trace holds for 2 to 64"):
+        names["run"](torch.zeros(65, 4))
+
+
 def test_the_pass_does_what_it_says() -> None:
     names: dict = {}
-    exec(BLOCKS[1], names)
+    exec(BLOCKS[2], names)
     gm = minimal_fx_tracer(lambda x: (x * 1).sin())(torch.ones(2)).gm
     expected = gm(torch.ones(2))
     gm = names["drop_unit_products"](gm)

@@ -410,18 +410,9 @@ def test_an_optimizer_that_makes_its_state_in_the_trace_is_refused() -> None:
         assert not optimizer.state
 
 
-@pytest.mark.parametrize(
-    ("make", "form"),
-    [
-        (lambda model: torch.optim.AdamW(model.parameters(), foreach=True), "AdamW"),
-        (lambda model: torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1), momentum=0.9), "SGD"),
-        (lambda model: torch.optim.RAdam(model.parameters()), "such as AdamW"),
-    ],
-    ids=["its step counter", "its learning rate", "never fused"],
-)
-def test_an_optimizer_that_reads_a_number_is_refused_naming_what_works(make: Callable, form: str) -> None:
-    model, optimizer = warmed_up(make)
-    with pytest.raises(UserError, match=rf": {form}\(fused=True, lr=torch.tensor\(...\)\)"):
+def test_an_optimizer_that_branches_on_its_step_counter_is_refused_naming_what_works() -> None:
+    model, optimizer = warmed_up(lambda model: torch.optim.RAdam(model.parameters()))
+    with pytest.raises(UserError, match=r"RAdam branches on .*: such as AdamW\(fused=True, lr=torch.tensor\(...\)\)"):
         minimal_fx_tracer(train_step(model, optimizer), module=model, optimizer=optimizer)(*data(0))
 
 

@@ -34,7 +34,7 @@ from torchtitan_graph.models.layers.feed_forward import SwiGLU
 from torchtitan_graph.models.layers.rope import Rotation
 from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.parallel.storage import Reshard, Storage
-from torchtitan_graph.parallel.verify import verify_pass
+from torchtitan_graph.parallel.verify import BrokenPromise, verify_pass
 from torchtitan_graph.passes.bucket_collectives import bucket_collectives
 from torchtitan_graph.passes.cleanup import cleanup
 from torchtitan_graph.passes.cleanup_update import cleanup_update
@@ -70,6 +70,7 @@ class PassPlan:
     costs    how long nodes and collectives take: by it collectives are placed
     part_of  of a pipeline's stage, the part that a node will run in: each holds no more at its peak for their placing
     ring     the ranks of tensor parallelism, if what they send is to be cut into parts
+    compiles regions become code; else they are only cut out, where nothing is to run
     """
 
     storages: Mapping[str, Storage]
@@ -83,6 +84,7 @@ class PassPlan:
     costs: Costs = Costs()
     part_of: Callable[[Node], str] = in_one_part
     ring: Ring | None = None
+    compiles: bool = True
 
 
 class Pass(NamedTuple):
@@ -144,7 +146,12 @@ def passes(plan: PassPlan, extra: Sequence[Extra] = ()) -> list[Pass]:
         Pass("fill_waits", partial(fill_waits, blocks=plan.blocks, costs=plan.costs, part_of=plan.part_of)),
         Pass("overlap_copies", partial(overlap_copies, buckets=plan.buckets)),
         # Does nothing unless asked to, but on a GPU with flex attention.
-        Pass("compile_regions", partial(compile_regions, regions=plan.regions), exact=False, cut=True),
+        Pass(
+            "compile_regions",
+            partial(compile_regions, regions=plan.regions, compiles=plan.compiles),
+            exact=False,
+            cut=True,
+        ),
     ]
     return _with_own(ordered, extra)
 
@@ -185,28 +192,34 @@ def plan_extra(options: job.Compile) -> list[Extra]:
         UserError: a name that can't be imported or is no function of a graph, or a pass to follow that does not exist
             or is left out.
     """
+    entries = enumerate(options.extra_passes, 1)
+    where = "compile.extra_passes, entry"
+    return [find_extra(each, options, f"{where} {i}: pass", f"{where} {i}: after") for i, each in entries]
+
+
+def find_extra(entry: job.ExtraPass, options: job.Compile, of_pass: str, of_after: str) -> Extra:
+    """Find a pass of the user's, whose name and place a message calls `of_pass` and `of_after`.
+
+    Raises:
+        UserError: as `plan_extra`.
+    """
     of_update = update_passes() if options.optimizer_in_graph else []
     known = {each.name: each for each in (*passes(PassPlan({}, (), ())), *of_update)}
     legal = [name for name in known if name not in options.disable_passes]
-    found = []
-    for number, entry in enumerate(options.extra_passes, 1):
-        where = f"compile.extra_passes, entry {number}"
-        if entry.after not in legal:
-            near = nearest(entry.after, legal)
-            why = "compile.disable_passes leaves it out; " if entry.after in known else ""
-            hint = f"; did you mean {near}?" if near else ""
-            raise UserError(f"{where}: after = {entry.after!r}: {why}legal are {', '.join(legal)}{hint}")
-        run = find_own(f"{where}: pass", entry.pass_)
-        try:
-            inspect.signature(run).bind(None)
-        except (TypeError, ValueError) as error:
-            raise UserError(
-                f"{where}: pass = {entry.pass_!r}: can't be called with a graph alone: {error}; name a function that "
-                "takes a GraphModule and gives one"
-            ) from error
-        option = f"{where}: pass = {entry.pass_!r}"
-        found.append(Extra(entry.after, Pass(entry.pass_, run, entry.exact, cut=known[entry.after].cut, option=option)))
-    return found
+    if entry.after not in legal:
+        near = nearest(entry.after, legal)
+        why = "compile.disable_passes leaves it out; " if entry.after in known else ""
+        hint = f"; did you mean {near}?" if near else ""
+        raise UserError(f"{of_after} = {entry.after!r}: {why}legal are {', '.join(legal)}{hint}")
+    run, option = find_own(of_pass, entry.pass_), f"{of_pass} = {entry.pass_!r}"
+    try:
+        inspect.signature(run).bind(None)
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"{option}: can't be called with a graph alone: {error}; name a function that takes a GraphModule and gives"
+            " one"
+        ) from error
+    return Extra(entry.after, Pass(entry.pass_, run, entry.exact, cut=known[entry.after].cut, option=option))
 
 
 # What compile.fusions names: modules of these classes, each compiled alone; and the loss.
@@ -340,6 +353,7 @@ class Inspection:
     graph     what the log calls the graph
     dump_to   folder for the readable graph after each pass, numbered
     dump_only the passes after which, by name, if not after each; "traced" is before any
+    say       what the table is told to: the log
     verify_on the graph's inputs that are not parameters: each pass is checked on them
     costs     how long nodes and collectives take: with it the log has a table, not a line
     """
@@ -349,6 +363,7 @@ class Inspection:
     verify_on: list[Tensor] | None = None
     costs: Costs | None = None
     dump_only: Sequence[str] = ()
+    say: Callable[[str], None] = logger.info
 
     def dump(self, gm: GraphModule, number: int, name: str) -> None:
         """Write the graph, if it is one to be looked at."""
@@ -362,7 +377,8 @@ def run_passes(
     """Run the passes in order, each on what the one before gave; log what they took and changed.
 
     Raises:
-        RuntimeError: a pass gives no graph, or not a sound one; of a user's pass it is a UserError.
+        RuntimeError: a pass gives no graph, or not a sound one, or breaks its promise; of a user's pass it is a
+            UserError.
     """
     watch.dump(gm, 0, "traced")
     table = PassTable(gm, watch.costs) if watch.costs is not None else None
@@ -379,15 +395,27 @@ def run_passes(
         watch.dump(gm, number, each.name)
         if watch.verify_on is not None:
             gm.recompile()  # a pass may have left it out: what runs in training is made from the graph
-            verify_pass(each.name, before, gm, watch.verify_on, device, exact=each.exact)
+            _verify(each, before, gm, watch.verify_on, device)
             logger.info(f"{watch.graph}: pass {each.name}: verified")
     if table is not None:
-        logger.info("\n".join([f"{watch.graph}: passes", *table.lines()]))
+        watch.say("\n".join([f"{watch.graph}: passes", *table.lines()]))
         if told := table.communication():
-            logger.info(f"{watch.graph}: {told}")
+            watch.say(f"{watch.graph}: {told}")
     else:
-        logger.info(f"{watch.graph}: passes: {num_nodes} -> {len(gm.graph.nodes)} nodes, {in_all:.2f} s")
+        watch.say(f"{watch.graph}: passes: {num_nodes} -> {len(gm.graph.nodes)} nodes, {in_all:.2f} s")
     return gm
+
+
+def _verify(each: Pass, before: GraphModule, after: GraphModule, inputs: list[Tensor], device: torch.device) -> None:
+    try:
+        verify_pass(each.name, before, after, inputs, device, exact=each.exact)
+    except BrokenPromise as error:
+        if not each.option:
+            raise
+        raise UserError(
+            f"{each.option}: {error}. Correct it: python -m torchtitan_graph.check_pass {each.name} shows it on a small"
+            " graph. A pass that may round has exact = false in its entry"
+        ) from error
 
 
 def _check_graph(each: Pass, gm: GraphModule, graph: str) -> None:

@@ -74,6 +74,8 @@ def precompile(config: JobConfig, world_size: int) -> None:
         logger.info(f"graphs {number} of {len(ranks)}, of ranks at {where}: {time.perf_counter() - begin:.1f} s")
     assert writer is not None
     writer.finish()
+    if config.compile.optimizer_in_graph:
+        logger.info("compile.optimizer_in_graph: that graph is not stored; each run traces it in its first step")
     logger.info(
         f"{folder}: {writer.num_different} different graphs for {world_size} ranks, {writer.num_bytes / 2**20:.2f} MiB"
     )

@@ -22,7 +22,7 @@ def test_a_run_goes_on_from_an_empty_disk_to_the_same_bits(tmp_path: Path) -> No
         code, output = train("--job.dump_folder", str(folder), *remote, "--model.name", "my_models.experts")
         assert code == 2, output
         assert f"would go on with another model, tokenizer or data than {address}/config.toml says" in output
-        assert "model.name = 'my_models.experts', was 'my_models.tiny'" in output
+        assert 'model.name = "my_models.experts", was "my_models.tiny"' in output
     assert not (found / "config.toml").exists()
     shutil.rmtree(lost)
 

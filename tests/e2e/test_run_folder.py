@@ -41,7 +41,7 @@ def test_resuming_refuses_another_model_and_names_what_changed(tmp_path: Path) -
     code, output = train("--job.dump_folder", str(tmp_path), *options, "--job.allow_changed", "debug.seed")
     assert code == 2, output
     assert "changed since the run was started: optimizer.lr = 0.001, was 0.01" in output
-    assert re.search(r"^  model.name = 'my_models.experts', was 'my_models.tiny'$", output, re.MULTILINE), output
+    assert re.search(r'^  model.name = "my_models.experts", was "my_models.tiny"$', output, re.MULTILINE), output
     assert not re.search(r"^  (debug.seed|optimizer.lr)", output, re.MULTILINE), output
     assert saved.read_text() == before
     assert json.loads(next((tmp_path / "failures").iterdir()).read_text())["code"] == 2

@@ -122,6 +122,21 @@ def test_an_entry_may_leave_the_first_group_empty() -> None:
     assert run_on(1, differences, Cell(), job.Optimizer(param_groups=[job.ParamGroup("*", lr=1e-2)])) == [[]]
 
 
+def without_a_gradient() -> list[tuple[float, list[str]]]:
+    """As on a pipeline's rank whose parameters the loss does not depend on."""
+    found = []
+    for in_graph in (False, True):
+        each = Job(Cell(), job.Optimizer(lr=1e-2), in_graph)
+        before = each.seen()
+        norm = each.update(torch.tensor(1.0)) if in_graph else each.steps.clip(MAX_NORM)
+        found.append((float(norm), bits_that_differ(before, each.seen())))
+    return found
+
+
+def test_a_rank_may_have_no_gradient() -> None:
+    assert run_on(1, without_a_gradient) == [[(0.0, []), (0.0, [])]]
+
+
 def whole_runs_that_differ(cell: Cell) -> list[str]:
     seen = []
     for in_graph in (False, True):

@@ -140,7 +140,7 @@ def test_what_is_stored_is_what_each_rank_traces(name: str) -> None:
         assert kinds.get(rank, place) == place
         assert text == of_kind.setdefault(place, text), f"rank {rank}"
     assert of_kind.keys() == set(kinds.values())
-    for number, training, evaluation, flops in json.loads(of_kind[place]):
+    for number, training, evaluation, flops, _ in json.loads(of_kind[place]):
         mine = steps[number]
         assert flops == [mine.flops.matmul, dict(mine.flops.attention)]
         for data, traced in ((training, mine.train), (evaluation, mine.evaluate)):

@@ -104,7 +104,8 @@ def test_another_order_on_another_rank_is_shown_on_two_collectives(want: Callabl
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["own_passes.kep"], "own_passes has no kep"),
+        (["own_passes.kep"], "error: name = 'own_passes.kep': own_passes has no kep"),
+        (["own_passes.keep", "--after", "bucket_colectives"], "error: --after = 'bucket_colectives': legal are"),
         (["own_passes.keep", "--after", "bucket_colectives"], "did you mean bucket_collectives?"),
         (["own_passes.keep", "--families", "lama3"], "did you mean 'llama3'?"),
         (["own_passes.keep", "--attn", "fast"], "--attn fast: legal are"),

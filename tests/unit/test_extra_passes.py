@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 
 from pool import run_on
 from torchtitan_graph.check.matrix import NUM_ROWS, SEQ_LEN, Cell, build_model
-from torchtitan_graph.compiler import Extra, Inspection, Pass, PassPlan, passes, plan_extra, run_passes
+from torchtitan_graph.compiler import Extra, Inspection, PassPlan, passes, plan_extra, run_passes
 from torchtitan_graph.config import dump_toml, job, load
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.torch_private import init_fake_process_group
@@ -89,20 +89,26 @@ def test_a_pass_that_gives_no_graph_is_refused(name: str, problem: str) -> None:
     assert "of the training step" in message
 
 
-def outcome_without_recompiling() -> str:
+def outcome_without_recompiling(is_ours: bool) -> Exception | None:
     gm = minimal_fx_tracer(lambda x: x.sin())(torch.ones(2)).gm
+    (extra,) = plan(entry("cosine_without_recompiling"))
+    own = extra.own._replace(option="") if is_ours else extra.own
     try:
-        run_passes(
-            gm, [Pass("cosine", own_passes.cosine_without_recompiling)], (), CPU, Inspection(verify_on=[torch.ones(2)])
-        )
-    except RuntimeError as error:
-        return str(error)
-    return ""
+        run_passes(gm, [own], (), CPU, Inspection(verify_on=[torch.ones(2)]))
+    except (RuntimeError, UserError) as error:
+        return error
+    return None
 
 
 def test_a_pass_that_forgets_to_recompile_is_verified_on_what_will_run() -> None:
-    (error,) = run_on(1, outcome_without_recompiling)
-    assert error.startswith("pass cosine promises the same numbers bit for bit")
+    """That a user's pass breaks its promise is theirs to mend, and needs no traceback; of ours it is a fault."""
+    promise = "pass own_passes.cosine_without_recompiling promises the same numbers bit for bit"
+    (ours,) = run_on(1, outcome_without_recompiling, True)
+    assert isinstance(ours, RuntimeError) and str(ours).startswith(promise)
+    (theirs,) = run_on(1, outcome_without_recompiling, False)
+    where = "compile.extra_passes, entry 1: pass = 'own_passes.cosine_without_recompiling': "
+    assert isinstance(theirs, UserError) and str(theirs).startswith(where + promise)
+    assert "Correct it: python -m torchtitan_graph.check_pass own_passes.cosine_without_recompiling" in str(theirs)
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from torchtitan_graph.graph.trace import minimal_fx_tracer
 from torchtitan_graph.models import llama3
 from torchtitan_graph.models.spec import tiny_config
 from torchtitan_graph.parallel.layout import ParallelDims
+from torchtitan_graph.passes.tag_budget import Curve, Point
 from torchtitan_graph.precompile import trainer_of
 from torchtitan_graph.steps import step_options
 from torchtitan_graph.steps.fingerprint import fingerprint
@@ -29,10 +30,12 @@ CPU, X = torch.device("cpu"), torch.ones(3)
 LAYOUT: Any = SimpleNamespace(rank=lambda axis: 0, groups_by_place={})
 JOB = {"torch": "2.13", "training.seq_len": "64"}
 AGAIN = "run this"
+CURVE = Curve([Point(3, 4, 0), Point(1, 2, 5)], Point(2, 3, 2), 100)
 
 
 def written(folder: Path) -> Path:
     step = minimal_fx_tracer(lambda x: x.relu().sum())(X)
+    step.gm.meta["curve"] = CURVE
     writer = Writer(folder, JOB)
     writer.add((0, 0), steps_to_data({0: Rewritten(step, None, Flops(7, {"layers.0": 2}))}, LAYOUT, {}, CPU))
     writer.finish()
@@ -52,6 +55,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     (tmp_path / f"{'0' * 64}.json.gz").write_text("of a job before")
     found = taken(written(tmp_path))
     assert found.flops == Flops(7, {"layers.0": 2}) and found.evaluate is None
+    assert found.train.gm.meta["curve"] == CURVE, "it can be told and drawn"
     assert found.train.gm(X)[0] == 3 and graph_file(tmp_path).exists()
 
 
@@ -182,10 +186,22 @@ def differ(one: dict[str, str], other: dict[str, str]) -> set[str]:
             ),
             set(),
         ),
+        # Said in other words; and what is made when the run starts.
+        (of("--training.global_batch_size", "8"), set()),
+        (of("--compile.codegen", "off"), set()),
+        (of("--compile.codegen", "blocks", "--compile.optimizer_in_graph"), set()),
     ],
 )
 def test_what_matters_is_in_the_fingerprint(other: dict[str, str], keys: set[str]) -> None:
     assert differ(of(), other) == keys
+
+
+def test_options_are_shown_as_a_user_writes_them() -> None:
+    entry = '{pass = "own_passes.keep", after = "cleanup", exact = true}'
+    found = of("--compile.extra_passes", f"[{entry}]", "--compile.disable_passes", "merge_equal")
+    assert found["compile.extra_passes"] == f"[{entry}]" and found["compile.disable_passes"] == '["merge_equal"]'
+    assert found["activation_checkpoint.memory_budget_gib"] == "not set"
+    assert not [key for key, text in found.items() if text in ("None", "True", "False") and "the model's" not in key]
 
 
 def test_sources_of_ones_own_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,6 +81,12 @@ def test_cuda_graphs_are_recorded_on_a_gpu_alone_and_a_dry_run_needs_none() -> N
     assert step_options(*dry, 1, torch.device("cpu")).recorders is None
 
 
+def test_a_dry_run_compiles_nothing() -> None:
+    assert step_options(*built("--compile.codegen", "blocks"), 1, torch.device("cpu")).compiles
+    dry = built("--compile.codegen", "blocks", "--comm.mode", "fake_backend")
+    assert not step_options(*dry, 1, torch.device("cpu")).compiles
+
+
 def test_parameters_lie_in_the_hosts_memory_on_a_gpu_alone(caplog: pytest.LogCaptureFixture) -> None:
     def is_asked(device: str, *options: str) -> bool:
         config, model = built("--training.enable_cpu_offload", *options)

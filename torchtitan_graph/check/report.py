@@ -52,7 +52,7 @@ _WORDS = {"ok": "passed", "FAIL": "failed", "skip": "skipped"}
 def _result(check: Check, results: dict[str, str], with_traceback: bool) -> tuple[str, str]:
     """Run a check; give the word for its result, and what there is to say about it."""
     if results.get(check.needs, "ok") != "ok":
-        return "skip", f"because not: {check.needs}"
+        return "skip", f"for this did not pass: {check.needs}"
     try:
         said = check.run()
     except Skipped as reason:

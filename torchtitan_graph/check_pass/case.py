@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.fx import GraphModule
 
 from torchtitan_graph.check_pass.outcome import Failure, apply, difference, outcome_on_random
-from torchtitan_graph.compiler import Pass, plan_extra
+from torchtitan_graph.compiler import Pass, find_extra
 from torchtitan_graph.config import job
 from torchtitan_graph.config.job import ExtraPass
 from torchtitan_graph.graph.replay import join_ranks, read
@@ -29,10 +29,9 @@ def find_pass(entry: ExtraPass) -> Pass:
     """Import a pass by its dotted name.
 
     Raises:
-        UserError: as `compiler.plan_extra`.
+        UserError: as `compiler.plan_extra`, in the words of the command line.
     """
-    (extra,) = plan_extra(job.Compile(extra_passes=[entry]))
-    return extra.own
+    return find_extra(entry, job.Compile(), "name", "--after").own
 
 
 def case_file(own: Pass, gm: GraphModule, failure: Failure) -> str:

@@ -26,6 +26,11 @@ def dump_changes(config: JobConfig, leave_out: Collection[str] = ()) -> str:
     return _write(config, keys, [], comments=False)
 
 
+def in_toml(value: Any) -> str:
+    """Return a value as a user would write it in TOML, for a message."""
+    return "not set" if value is None else _literal(value)
+
+
 def _write(config: JobConfig, keys: list[str], lines: list[str], comments: bool) -> str:
     current = ""
     for key in keys:

@@ -389,11 +389,16 @@ def boxed(
     """Give the graph, or an edited copy, as a function of one list, which it empties: an input that nobody else holds
     is then freed after its last use. Call arguments live until the call returns; FX knows no public form without them.
     """
-    graph = copy.deepcopy(gm.graph)
+    graph, edits = gm.graph, list(edits)
+    if edits:
+        graph = copy.deepcopy(graph)
     for edit in edits:
         edit(graph)
+    plain = graph._codegen
     graph.set_codegen(_BoxedCodeGen())
-    return torch.fx.GraphModule(gm, graph)
+    made = torch.fx.GraphModule(gm, graph)  # its code is made now
+    graph.set_codegen(plain)
+    return made
 
 
 def is_profiling() -> bool:

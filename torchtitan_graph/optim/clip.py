@@ -60,7 +60,7 @@ def ranks_with_non_finite_gradients(
 ) -> list[int]:
     """Name the ranks whose part of any gradient is not finite; every rank takes part, on `device`."""
     grads = [_local(param.grad) for param in parameters if param.grad is not None]
-    mine = torch.stack([~grad.isfinite().all() for grad in grads]).any()
+    mine = torch.stack([~grad.isfinite().all() for grad in grads]).any() if grads else torch.zeros(())
     mine = mine.to(device=device, dtype=torch.int32)  # NCCL sends no booleans
     found = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(found, mine)
@@ -89,6 +89,8 @@ def _global_squares(
     for ranks in sums:
         for group in groups_of[ranks]:
             sums[ranks] = _sum_over(group, sums[ranks], device)
+    if not sums:  # the loss depends on no parameter of this stage
+        return torch.zeros((), dtype=torch.float64, device=device)
     return torch.stack(list(sums.values())).sum()
 
 

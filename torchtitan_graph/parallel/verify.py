@@ -18,6 +18,10 @@ from torchtitan_graph.graph.traffic import group_of
 from torchtitan_graph.parallel.storage import Storage
 
 
+class BrokenPromise(RuntimeError):
+    """A pass changes numbers that it promises to keep, or lets ranks send in different orders."""
+
+
 @torch.no_grad()
 def verify_pass(
     name: str, before: GraphModule, after: GraphModule, inputs: list[Tensor], device: torch.device, exact: bool = True
@@ -34,7 +38,7 @@ def verify_pass(
         exact: if not, each output may be off, as a whole, by the square root of the compute dtype's spacing.
 
     Raises:
-        RuntimeError: names the pass and the first outputs that differ, with the largest difference, or what ranks send
+        BrokenPromise: names the pass and the first outputs that differ, with the largest difference, or what ranks send
             in another order.
     """
     _check_order(name, after)
@@ -53,7 +57,7 @@ def verify_pass(
     if any(by_rank):
         rank, different = next((rank, names) for rank, names in enumerate(by_rank) if names)
         promise = "bit for bit" if exact else "up to rounding"
-        raise RuntimeError(
+        raise BrokenPromise(
             f"pass {name} promises the same numbers {promise}, but {len(different)} outputs differ on rank {rank}: "
             f"{', '.join(different[:5])}; the graphs before and after it are in the dump folder with debug.dump_graphs"
         )
@@ -126,7 +130,7 @@ def _check_order(name: str, gm: GraphModule) -> None:
     dist.all_gather_object(by_rank, mine)
     for ranks in sorted({ranks for sent in by_rank for ranks in sent}):
         if said := first_difference({rank: by_rank[rank].get(ranks, []) for rank in ranks}):
-            raise RuntimeError(f"pass {name} lets ranks send in different orders, so that a job would hang: {said}")
+            raise BrokenPromise(f"pass {name} lets ranks send in different orders, so that a job would hang: {said}")
 
 
 def _run(

@@ -35,14 +35,14 @@ Regions = Mapping[str, Mapping[str, Any]]  # FLEX, LOSS, WHOLE or a pattern of m
 Compiled = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]  # of its inputs as a list, which it empties
 
 
-def compile_regions(gm: GraphModule, regions: Regions) -> GraphModule:
+def compile_regions(gm: GraphModule, regions: Regions, compiles: bool = True) -> GraphModule:
     """Hand each region to Inductor; all other nodes stay, in their order. Not bitwise.
 
         a = f(x); b = g(a); y = h(b)                              f and g in one region
         region = compiled(inputs(x)); b = region[0]; y = h(b)
 
     Regions that are alike (a block's, in every layer) are compiled once. Flex attention on CUDA runs the kernels of
-    `torch.compile(flex_attention)`.
+    `torch.compile(flex_attention)`. Where it does not compile, as in a dry run, a region is one call all the same.
 
     Raises:
         RuntimeError: Inductor can't compile a region, which is named.
@@ -58,15 +58,16 @@ def compile_regions(gm: GraphModule, regions: Regions) -> GraphModule:
     for part in parts:
         kinds.setdefault(part.kind, []).append(part)
     begin = time.perf_counter()
-    compiled = {kind: _compile(alike, f"{i} of {len(kinds)}") for i, (kind, alike) in enumerate(kinds.items(), 1)}
+    compiled = {
+        kind: _compile(alike, f"{i} of {len(kinds)}") if compiles else _as_it_is(alike[0])
+        for i, (kind, alike) in enumerate(kinds.items(), 1)
+    }
     results: dict[Node, Node] = {}
     for part in parts:
         _replace(gm, part, compiled[part.kind], results)
     if parts:
-        seconds = time.perf_counter() - begin
-        logger.info(
-            f"compile_regions: {len(parts)} regions, {len(kinds)} of them different, compiled in {seconds:.0f} s"
-        )
+        done = f"compiled in {time.perf_counter() - begin:.0f} s" if compiles else "not compiled, for nothing runs here"
+        logger.info(f"compile_regions: {len(parts)} regions, {len(kinds)} of them different, {done}")
         erase_dead(gm.graph, gm.graph.find_nodes(op="get_attr"))
         gm.delete_all_unused_submodules()
         gm.recompile()
@@ -289,6 +290,15 @@ def _compile(alike: Sequence[_Part], number: str) -> Compiled:
             'compile.codegen = "off" trains without it; flex attention on a GPU also needs '
             'compile.disable_passes = ["compile_regions"]'
         ) from error
+
+
+def _as_it_is(part: _Part) -> Compiled:
+    """Give what computes the same as a part's code."""
+
+    def uncompiled(inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        return part.graph(*inputs)
+
+    return uncompiled
 
 
 def _inputs(*tensors: torch.Tensor) -> list[torch.Tensor]:

@@ -5,6 +5,7 @@ from typing import Any
 
 from torchtitan_graph.config import JobConfig, load
 from torchtitan_graph.config.check import RUN_DEFINING
+from torchtitan_graph.config.dump import in_toml
 from torchtitan_graph.config.job import OPTIONS, get
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
@@ -23,11 +24,11 @@ def check_drift(saved: Path, config: JobConfig, place: str | None = None) -> Non
     place = place or str(saved)
     changes = _changes(saved, config, place)
     for key, (old, new) in changes.items():
-        logger.info(f"changed since the run was started: {key} = {new!r}, was {old!r}")
+        logger.info(f"changed since the run was started: {key} = {in_toml(new)}, was {in_toml(old)}")
     refused = [key for key in changes if key in RUN_DEFINING and key not in config.job.allow_changed]
     if refused:
         other = "job.dump_folder" + (" and checkpoint.remote_folder" if config.checkpoint.remote_folder else "")
-        lines = [f"{key} = {changes[key][1]!r}, was {changes[key][0]!r}" for key in refused]
+        lines = [f"{key} = {in_toml(changes[key][1])}, was {in_toml(changes[key][0])}" for key in refused]
         raise UserError(
             "\n  ".join([f"this would go on with another model, tokenizer or data than {place} says:", *lines])
             + f"\n  set them back, use another {other}, or, if you know that the checkpoint fits, add "

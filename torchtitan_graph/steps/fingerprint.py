@@ -17,12 +17,13 @@ from torch import nn
 
 import torchtitan_graph
 from torchtitan_graph.config import JobConfig, job
+from torchtitan_graph.config.dump import in_toml
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.steps.held import in_flight
 from torchtitan_graph.steps.options import StepOptions
 
-# Options that no graph depends on: whole tables, then single ones. Any other counts, also one that is new.
+# Options that no stored graph depends on: whole tables, then single ones. Any other counts, also one that is new.
 _NO_MATTER = (
     "job.",
     "profiling.",
@@ -31,6 +32,7 @@ _NO_MATTER = (
     "lr_scheduler.",
     "checkpoint.",
     "comm.",
+    "training.global_batch_size",  # the number of microbatches counts, see below
     "training.dataset",
     "training.dataset_path",
     "training.sources",
@@ -46,7 +48,17 @@ _NO_MATTER = (
     "validation.dataloader.",
     "model.hf_assets_path",  # what it says of the model is in the model's own configuration
     "parallelism.data_parallel_shard_degree",  # -1 is a number of ranks, see below
+    "activation_checkpoint.visualize_memory_budget_pareto",  # the curve is stored
     "compile.precompiled",
+    # Code is made, and the optimizer's step traced, when the run starts.
+    "compile.codegen",
+    "compile.enable",
+    "compile.components",
+    "compile.regions",
+    "compile.region_options",
+    "compile.fusions",
+    "compile.optimizer_in_graph",
+    "compile.cuda_graphs",
     "debug.seed",
 )
 
@@ -55,7 +67,7 @@ def fingerprint(config: JobConfig, model: Decoder, dims: ParallelDims, options: 
     """Give what the graphs of a job depend on: the options that matter, the model, the ranks, the device, torch, and
     the sources of this package and of the user's own."""
     set_to = {
-        key: str(job.get(config, key))
+        key: in_toml(job.get(config, key))
         for key in job.OPTIONS
         if not any(key == each or (each.endswith(".") and key.startswith(each)) for each in _NO_MATTER)
     }
@@ -65,7 +77,7 @@ def fingerprint(config: JobConfig, model: Decoder, dims: ParallelDims, options: 
         **set_to,
         "microbatches of a step": str(options.num_microbatches),
         # A file may say it, whose name tells nothing.
-        "the pipeline's stages": str(pipeline and (pipeline.stages, pipeline.rank_of, microbatches)),
+        "the pipeline's stages": str((pipeline.stages, pipeline.rank_of, microbatches) if pipeline else "none"),
         **{f"degree of {axis}": str(degree) for axis, degree in dataclasses.asdict(dims).items()},
         **{f"the model's {key}": str(value) for key, value in vars(model.config).items()},
         "the model's parameters": _hash_of_parameters(model),

@@ -74,6 +74,7 @@ def build_graphs(
         plan = lay_out(model, family, layout, options)
         arguments = {0: _arguments(model, layout, options)}
         (read,) = options.precompiled.load(arguments, layout, plan.storages, options.device).values()
+        tell(read.train.gm, "training step", options.picture if _is_shown() else None)
 
         def ready(step: TracedResult, name: str) -> TracedResult:
             return dataclasses.replace(step, gm=make_code(step.gm, plan, options, name))
@@ -94,8 +95,12 @@ def rewrite_steps(
     return {0: _rewrite(traced, layout, options, makes_code=False)}, traced.plan.storages
 
 
+def _is_shown() -> bool:
+    return dist.get_rank() == 0 or dist.get_backend() == "fake"
+
+
 def _rewrite(traced: Traced, layout: Layout, options: StepOptions, *, makes_code: bool) -> Rewritten:
-    shown = dist.get_rank() == 0 or dist.get_backend() == "fake"
+    shown = _is_shown()
     watch = Inspection(
         dump_to=options.dump_to if shown else None,
         verify_on=traced.inputs if options.verify else None,
@@ -107,9 +112,13 @@ def _rewrite(traced: Traced, layout: Layout, options: StepOptions, *, makes_code
         chosen = [each for each in passes(plan, options.extra) if makes_code or not each.cut]
         return run_passes(gm, chosen, options.disabled, options.device, watch)
 
+    said: list[str] = []  # of the last try: the one that is taken
+
     def within(gm: GraphModule, budget: Budget) -> GraphModule:
+        said.clear()
         recompute = dataclasses.replace(options.recompute, budget=budget)
-        return rewritten(gm, watch, dataclasses.replace(traced.plan, recompute=recompute))
+        tried = dataclasses.replace(watch, say=said.append)
+        return rewritten(gm, tried, dataclasses.replace(traced.plan, recompute=recompute))
 
     evaluate = traced.evaluate
     if evaluate is not None:
@@ -120,6 +129,8 @@ def _rewrite(traced: Traced, layout: Layout, options: StepOptions, *, makes_code
         rest = at_rest(traced.plan.storages, accumulates=options.num_microbatches > 1)
         rest[INPUTS] = input_memory(traced.train.gm)
         train = meet(options.budget_gib, rest, traced.train.gm, within)
+        for each in said:
+            logger.info(each)
     tell(train, watch.graph, options.picture if shown else None)
     return Rewritten(dataclasses.replace(traced.train, gm=train), evaluate, traced.flops)
 

@@ -52,6 +52,7 @@ def lay_out(
         options.offload,
         costs_on(layout, options),
         ring=ring_of(layout) if options.async_tp else None,
+        compiles=options.compiles,
     )
 
 

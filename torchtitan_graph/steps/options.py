@@ -53,6 +53,7 @@ class StepOptions:
     picture          file for the curve of what a memory budget could have
     recorders        keep the training step's work for replays, on a device that can
     rates            of the devices that the steps are for: what collectives are placed by
+    compiles         regions become code; not in a dry run, where nothing runs
     """
 
     device: torch.device
@@ -84,6 +85,7 @@ class StepOptions:
     picture: Path | None = None
     recorders: Recorders | None = None
     rates: devices.Rates = devices.RATES["CPU"]
+    compiles: bool = True
 
 
 def rows_per_microbatch(config: JobConfig) -> int:
@@ -144,6 +146,7 @@ def step_options(config: JobConfig, model: Decoder, num_microbatches: int, devic
         pipeline=pipeline,
         recorders=_recorders(config, device),
         rates=devices.RATES[config.comm.fake_device] if config.comm.mode == "fake_backend" else devices.rates(),
+        compiles=config.comm.mode != "fake_backend",
     )
 
 

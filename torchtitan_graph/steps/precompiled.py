@@ -31,13 +31,14 @@ from torchtitan_graph.graph.trace import TracedResult
 from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.layout import PP, TP, Layout, ParallelDims
 from torchtitan_graph.parallel.storage import Storage
+from torchtitan_graph.passes.tag_budget import Curve, Point
 
 # Ranks whose places on these axes are equal have equal graphs: tests/numerics/test_precompiled.py traces all of them.
 # A pipeline's rank has stages of its own. Along tp each has other rows of the vocabulary, counted from another one on.
 AXES = (PP, TP)
 
 INDEX = "index.json"
-_FORMAT = 1
+_FORMAT = 2
 _LARGEST = 2**31  # bytes of a file of graphs, unpacked: that of 405B takes a hundredth
 
 
@@ -69,10 +70,25 @@ def steps_to_data(
         return traced_to_data(step, groups, device, storages)
 
     stages = [
-        [number, data(each.train), each.evaluate and data(each.evaluate), [each.flops.matmul, each.flops.attention]]
+        [
+            number,
+            data(each.train),
+            each.evaluate and data(each.evaluate),
+            [each.flops.matmul, each.flops.attention],
+            _curve_to_data(each.train.gm.meta.get("curve")),
+        ]
         for number, each in steps.items()
     ]
     return json.dumps(stages, separators=(",", ":")).encode()
+
+
+def _curve_to_data(curve: Curve | None) -> Any:
+    return curve and [curve.points, curve.chosen, curve.flops]
+
+
+def _curve_from_data(data: Any) -> Curve:
+    points, chosen, flops = data
+    return Curve([Point(*map(int, each)) for each in points], Point(*map(int, chosen)), int(flops))
 
 
 class Writer:
@@ -168,10 +184,12 @@ class Precompiled:
                 return traced_from_data(data, like, groups, device, storages)
 
             found = {}
-            for number, train, evaluate, (matmul, attention) in json.loads(text):
+            for number, train, evaluate, (matmul, attention), curve in json.loads(text):
                 like_train, like_evaluate = arguments[number]
                 ready = step(evaluate, like_evaluate) if like_evaluate is not None else None
                 found[number] = Rewritten(step(train, like_train), ready, Flops(matmul, attention))
+                if curve is not None:
+                    found[number].train.gm.meta["curve"] = _curve_from_data(curve)
             if found.keys() != arguments.keys():
                 raise Malformed("other stages")
         num_nodes = sum(len(each.train.gm.graph.nodes) for each in found.values())
@@ -229,4 +247,4 @@ def _digest(x: Any) -> str:
 
 
 def _short(x: str | None) -> str:
-    return "not there" if x is None else x if len(x) <= 60 else f"{x[:57]}..."
+    return "not there" if x is None else x if len(x) <= 100 else f"{x[:97]}..."

@@ -61,6 +61,8 @@ def build_stages(
     else:
         arguments = {number: (each.train, each.evaluate) for number, each in like.items()}
         steps = options.precompiled.load(arguments, layout, plan.storages, options.device)
+        for number, each in steps.items():
+            _tell(number, each.train, layout, options)
     built = {number: _finish(number, steps[number], like[number], plan, options) for number in like}
     return built, plan.storages, functools.reduce(operator.add, (each.flops for each in steps.values()))
 
@@ -156,11 +158,10 @@ def _rewrite(
 ) -> Rewritten:
     """Run the passes on a stage's steps that come before the cut."""
     flops = count_flops(train.gm, model.blocks, layout.gathers_rows)
-    shown = not any(layout.mesh.get_coordinate() or ()) or dist.get_backend() == "fake"
     tensors = [x.detach() for x in pytree.tree_leaves(like.train) if isinstance(x, Tensor)]
     watch = Inspection(
         f"stage {number}",
-        options.dump_to / f"stage_{number}" if options.dump_to and shown else None,
+        options.dump_to / f"stage_{number}" if options.dump_to and _is_shown(layout) else None,
         tensors if options.verify else None,
         plan.costs,
         options.dump_only,
@@ -168,9 +169,18 @@ def _rewrite(
     done = _run_passes(number, train, plan, options, watch)
     if evaluate is not None:
         evaluate = _run_passes(number, evaluate, plan, options, Inspection(f"stage {number}, evaluation"))
-    picture = options.picture and options.picture.with_stem(f"{options.picture.stem}_stage_{number}")
-    tell(done.gm, watch.graph, picture if shown else None)
+    _tell(number, done, layout, options)
     return Rewritten(done, evaluate, flops)
+
+
+def _is_shown(layout: Layout) -> bool:
+    return not any(layout.mesh.get_coordinate() or ()) or dist.get_backend() == "fake"
+
+
+def _tell(number: int, step: TracedResult, layout: Layout, options: StepOptions) -> None:
+    """Tell what could be had of a stage for how much work, as `tell`."""
+    picture = options.picture and options.picture.with_stem(f"{options.picture.stem}_stage_{number}")
+    tell(step.gm, f"stage {number}", picture if _is_shown(layout) else None)
 
 
 def _run_passes(

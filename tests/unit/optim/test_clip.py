@@ -94,6 +94,19 @@ def test_norm_of_a_pipeline_is_that_of_one_process() -> None:
             torch.testing.assert_close(scale, (1 / full_norm()).expand_as(scale), rtol=1e-6, atol=0)
 
 
+def norms_where_a_stage_has_no_gradient() -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """Clip one on the first stage; what the second has is frozen, or the loss does not depend on it."""
+    stages = mesh((2,), ("pp",)).get_group()
+    params = [with_gradient(torch.full((4,), 3.0)) if dist.get_rank() == 0 else torch.nn.Parameter(torch.ones(4))]
+    norm = clip_grad_norm(params, 1.0, stages, device="cpu")
+    return norm, clip_grad_norm(params, 1.0, stages, device="cpu"), ranks_with_non_finite_gradients(params)
+
+
+def test_a_stage_may_have_no_gradient() -> None:
+    for before, after, ranks in run_on(2, norms_where_a_stage_has_no_gradient):
+        assert (before.item(), after.item(), ranks) == (6.0, pytest.approx(1.0), [])
+
+
 def test_a_shard_taken_for_the_whole_changes_the_norm() -> None:
     norm, _ = run_on(4, clip_on_a_2x2_mesh, 0.0, True)[0]
     assert abs(norm - full_norm()) > 1e-3

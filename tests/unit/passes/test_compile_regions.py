@@ -285,6 +285,16 @@ def test_what_lives_inside_a_region_counts(region: str, uncompiled: Compiled) ->
     assert peak_memory(compile_regions(gm, {region: {}})).num_bytes == before and uncompiled
 
 
+def test_where_nothing_runs_regions_are_cut_out_and_not_compiled(caplog: pytest.LogCaptureFixture) -> None:
+    """As in a dry run: what they hold, and compute, is the same."""
+    gm = cleanup(trace_toy(toy()))
+    expected, before = run_toy(gm), peak_memory(gm).num_bytes
+    with caplog.at_level("INFO", "torchtitan_graph"):
+        gm = compile_regions(gm, {"layers.*": {}}, compiles=False)
+    assert caplog.messages == ["compile_regions: 4 regions, 2 of them different, not compiled, for nothing runs here"]
+    assert len(tagged(gm)) == 4 and peak_memory(gm).num_bytes == before and bitwise(run_toy(gm), expected)
+
+
 def test_whole_is_cut_at_waits_and_leaves_what_writes(uncompiled: Compiled, layout_of: Callable[..., Layout]) -> None:
     model = toy()
     gm = trace_toy(model)

@@ -37,7 +37,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from torchtitan_graph import device as devices
-from torchtitan_graph.compiler import FUSIONS, Inspection, check_disabled, passes, plan_regions, run_passes
+from torchtitan_graph.compiler import Inspection, passes, run_passes
 from torchtitan_graph.config import job
 from torchtitan_graph.data.batch import Batch
 from torchtitan_graph.errors import UserError
@@ -53,6 +53,7 @@ from torchtitan_graph.parallel.recompute import Budget, Recompute
 from torchtitan_graph.parallel.storage import Precision
 from torchtitan_graph.passes.compile_regions import LOSS, WHOLE
 from torchtitan_graph.steps import StepOptions, Steps, bind_graphs, build_graphs, build_steps, trace_steps
+from torchtitan_graph.steps.choices import FUSIONS, check_disabled, plan_regions
 
 # What a debug flavour is made of three sizes by; llama3's debug flavour has very narrow heads.
 SIZES: dict[str, dict[str, Any]] = {

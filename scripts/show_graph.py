@@ -22,12 +22,13 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from torchtitan_graph.compiler import PassPlan, check_disabled, passes, plan_extra
+from torchtitan_graph.compiler import PassPlan, passes
 from torchtitan_graph.config import JobConfig, check, load
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.show import without_bytes
 from torchtitan_graph.graph.torch_private import init_fake_process_group
 from torchtitan_graph.log import init_logging, logger
+from torchtitan_graph.steps.choices import check_disabled, plan_extra
 from torchtitan_graph.trainer import Trainer
 
 _LINE = re.compile(

@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from torchtitan_graph import device as devices
 from torchtitan_graph.checkpoint import SaveError
-from torchtitan_graph.compiler import check_disabled
 from torchtitan_graph.config import JobConfig, check, dump_toml, load
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.torch_private import init_fake_process_group
@@ -40,6 +39,7 @@ from torchtitan_graph.run.failure import (
 from torchtitan_graph.run.folder import RunFolder, check_place
 from torchtitan_graph.run.hang import set_up_flight_recorder
 from torchtitan_graph.run.status import FAILED, FINISHED, STOPPED
+from torchtitan_graph.steps.choices import check_disabled
 from torchtitan_graph.trainer import NonFiniteError, Trainer
 
 EXIT_CODES: dict[type, int] = {UserError: CONFIGURATION, NonFiniteError: NON_FINITE, SaveError: SAVE_FAILED}

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchtitan_graph.compiler import check_disabled
 from torchtitan_graph.config import JobConfig, check, smallest_world
 from torchtitan_graph.config.dump import dump_changes
 from torchtitan_graph.config.job import get
@@ -18,6 +17,7 @@ from torchtitan_graph.config.resolve import CHANGED, Resolution, Setting, resolv
 from torchtitan_graph.config.support import FLAVOR_SUFFIXES, IGNORED, REFUSED
 from torchtitan_graph.data.tokenizer import load_tokenizer
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.steps.choices import check_disabled
 from torchtitan_graph.trainer import Trainer
 
 OTHER, HARMLESS, SAID = "other", "harmless", "said"

@@ -10,8 +10,9 @@ OPTIONS = ("--validation.enable", "--validation.freq", "3")
 def test_a_precompiled_run_is_the_one_that_traces(reference: tuple[Path, Result], tmp_path: Path) -> None:
     """To the bit, optimizer included; its log says that nothing was traced."""
     graphs, run = ("--compile.precompiled", str(tmp_path / "graphs")), tmp_path / "run"
-    made = precompile(*OPTIONS, *graphs, ranks=2)
+    made = precompile(*OPTIONS, *graphs, "--compile.optimizer_in_graph", ranks=2)  # which the run has not
     assert made.code == 0 and "1 different graphs for 2 ranks" in made.output, made.output
+    assert "compile.optimizer_in_graph: that graph is not stored; each run traces it in its first step" in made.output
     assert {path.suffix for path in (tmp_path / "graphs").iterdir()} == {".json", ".gz"}
     found = train("--job.dump_folder", str(run), *OPTIONS, *graphs, ranks=2)
     assert found.code == 0 and "read from" in found.output and "traced" not in found.output, found.output

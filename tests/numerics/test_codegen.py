@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
 from pool import run_on
-from torchtitan_graph.compiler import FUSIONS
+from torchtitan_graph.steps.choices import FUSIONS
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor on a CPU needs g++")
 

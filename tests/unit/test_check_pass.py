@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch.fx import GraphModule
 
 from torchtitan_graph.check.matrix import BF16, Cell
-from torchtitan_graph.check.report import Failed
+from torchtitan_graph.check.report import Check, Failed, report
 from torchtitan_graph.check_pass.__main__ import main
 from torchtitan_graph.check_pass.checks import Wanted, check_changed, check_graphs, check_numbers
 from torchtitan_graph.check_pass.outcome import first_difference, same_bits
@@ -115,6 +116,12 @@ def test_a_name_that_there_is_not(arguments: list[str], said: str, capsys: pytes
     with pytest.raises(SystemExit):
         main(arguments)
     assert said in capsys.readouterr().err
+
+
+def test_what_rests_on_a_check_that_failed_is_skipped_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    checks = [Check("the graphs", partial(check_changed, [])), Check("the numbers", lambda: "", needs="the graphs")]
+    assert report("mine", checks, False, False) == 1
+    assert "for this did not pass: the graphs" in capsys.readouterr().out
 
 
 # --- making small -----------------------------------------------------------------------------------------------------

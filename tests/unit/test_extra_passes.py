@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 
 from pool import run_on
 from torchtitan_graph.check.matrix import NUM_ROWS, SEQ_LEN, Cell, build_model
-from torchtitan_graph.compiler import Extra, Inspection, PassPlan, passes, plan_extra, run_passes
+from torchtitan_graph.compiler import Extra, Inspection, PassPlan, passes, run_passes
 from torchtitan_graph.config import dump_toml, job, load
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.torch_private import init_fake_process_group
@@ -22,6 +22,7 @@ from torchtitan_graph.graph.trace import minimal_fx_tracer
 from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.steps import build_graphs
+from torchtitan_graph.steps.choices import plan_extra
 
 CPU = torch.device("cpu")
 PAGE = (Path(__file__).parents[2] / "docs" / "03_graph.md").read_text()

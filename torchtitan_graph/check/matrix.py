@@ -23,7 +23,6 @@ from torch.fx import GraphModule
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from torchtitan_graph.compiler import plan_regions
 from torchtitan_graph.config import job
 from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
 from torchtitan_graph.device import RATES
@@ -51,6 +50,7 @@ from torchtitan_graph.steps import (
     build_steps,
     trace_steps,
 )
+from torchtitan_graph.steps.choices import plan_regions
 
 DEVICE = torch.device("cpu")  # where all of it runs; a script for GPUs sets another
 SEED = 3

@@ -11,11 +11,12 @@ import torch.distributed as dist
 from torch.fx import GraphModule
 
 from torchtitan_graph.check_pass.outcome import Failure, apply, difference, outcome_on_random
-from torchtitan_graph.compiler import Pass, find_extra
+from torchtitan_graph.compiler import Pass
 from torchtitan_graph.config import job
 from torchtitan_graph.config.job import ExtraPass
 from torchtitan_graph.graph.replay import join_ranks, read
 from torchtitan_graph.graph.show import readable
+from torchtitan_graph.steps.choices import find_extra
 
 _FOOT = """
 {changes}
@@ -29,7 +30,7 @@ def find_pass(entry: ExtraPass) -> Pass:
     """Import a pass by its dotted name.
 
     Raises:
-        UserError: as `compiler.plan_extra`, in the words of the command line.
+        UserError: as `choices.plan_extra`, in the words of the command line.
     """
     return find_extra(entry, job.Compile(), "name", "--after").own
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_graph import device as devices
-from torchtitan_graph.compiler import Extra, plan_extra, plan_offload, plan_regions, plan_saved
+from torchtitan_graph.compiler import Extra
 from torchtitan_graph.config import JobConfig, job
 from torchtitan_graph.device import CudaRecorder, Recorders
 from torchtitan_graph.errors import UserError
@@ -25,6 +25,7 @@ from torchtitan_graph.parallel.storage import (
     Reshard,
 )
 from torchtitan_graph.passes.compile_regions import Regions
+from torchtitan_graph.steps.choices import plan_extra, plan_offload, plan_regions, plan_saved
 from torchtitan_graph.steps.precompiled import Precompiled
 
 

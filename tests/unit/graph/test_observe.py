@@ -11,6 +11,7 @@ from torch.profiler import profile
 
 from torchtitan_graph.graph import meta, observe
 from torchtitan_graph.graph.observe import Watchable, stopwatch
+from torchtitan_graph.graph.torch_private import boxed
 from torchtitan_graph.graph.trace import minimal_fx_tracer
 
 CPU = torch.device("cpu")
@@ -45,6 +46,17 @@ def spans(gm: GraphModule, inputs: list[Tensor]) -> list[tuple[str, int, int]]:
     with profile() as profiler:
         graph(list(inputs))
     return [(e.name, e.time_range.start, e.time_range.end) for e in profiler.events()]
+
+
+def test_a_graph_that_nobody_watches_is_not_copied_and_stays_as_it_is(traced: tuple[GraphModule, list[Tensor]]) -> None:
+    gm, inputs = traced
+    run = boxed(gm)
+    assert isinstance(run, GraphModule) and run.graph is gm.graph
+    found, given = run(list(inputs)), list(inputs)
+    gm.recompile()  # as a pass does: it takes its inputs one by one, as before
+    assert all(map(torch.equal, gm(*inputs), found))
+    run(given)
+    assert given == []
 
 
 def test_a_profiler_sees_every_module_around_its_operators(traced: tuple[GraphModule, list[Tensor]]) -> None:

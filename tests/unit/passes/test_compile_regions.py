@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from toy import GATHER, WAIT, Toy, batch, bitwise, blocks, calls, run_toy, text, toy, trace_toy
 
 from torchtitan_graph.check.matrix import Cell, build_model
-from torchtitan_graph.compiler import FUSIONS, PassPlan, passes, plan_regions
+from torchtitan_graph.compiler import PassPlan, passes
 from torchtitan_graph.config import job
 from torchtitan_graph.data.batch import Batch
 from torchtitan_graph.errors import UserError
@@ -34,6 +34,7 @@ from torchtitan_graph.passes.rematerialize import rematerialize
 from torchtitan_graph.passes.tag_recomputation import tag_recomputation
 from torchtitan_graph.row_loss import cross_entropy_backward_
 from torchtitan_graph.steps import build_graphs
+from torchtitan_graph.steps.choices import FUSIONS, plan_regions
 
 FORWARD, BACKWARD = torch.ops.higher_order.flex_attention, torch.ops.higher_order.flex_attention_backward
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor on a CPU needs g++")

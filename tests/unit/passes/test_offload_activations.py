@@ -7,7 +7,6 @@ import torch
 from torch.fx import GraphModule, Node
 from toy import aten, bitwise, blocks, calls, place, run_toy, text, toy, trace_toy
 
-from torchtitan_graph.compiler import plan_offload
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import keeping, meta
 from torchtitan_graph.graph.blocks import block_of
@@ -23,6 +22,7 @@ from torchtitan_graph.passes.rematerialize import rematerialize
 from torchtitan_graph.passes.shard_params import shard_params
 from torchtitan_graph.passes.tag_offload import tag_offload
 from torchtitan_graph.passes.tag_recomputation import tag_recomputation
+from torchtitan_graph.steps.choices import plan_offload
 
 OPS = torch.ops.torchtitan_graph
 OFFLOAD, RELOAD, ARRIVED = OPS.offload.default, OPS.reload.default, OPS.arrived.default

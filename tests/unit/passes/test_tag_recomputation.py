@@ -8,7 +8,6 @@ import pytest
 from torch.fx import GraphModule
 from toy import GATHER, WAIT, aten, bitwise, blocks, calls, run_toy, text, toy, trace_toy
 
-from torchtitan_graph.compiler import plan_saved
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.liveness import peak_memory
@@ -20,6 +19,7 @@ from torchtitan_graph.passes.shard_params import shard_params
 from torchtitan_graph.passes.tag_budget import tag_budget
 from torchtitan_graph.passes.tag_elementwise import tag_elementwise
 from torchtitan_graph.passes.tag_recomputation import tag_recomputation
+from torchtitan_graph.steps.choices import plan_saved
 
 FULL, EVERY_SECOND, BY_OP, NONE = Recompute(every=1), Recompute(every=2), Recompute(by_op=True), Recompute()
 

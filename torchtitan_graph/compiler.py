@@ -138,7 +138,7 @@ def passes(plan: PassPlan, extra: Sequence[Extra] = ()) -> list[Pass]:
         Pass(
             "compile_regions",
             partial(compile_regions, regions=plan.regions, compiles=plan.compiles),
-            exact=False,
+            exact=not any(options is not None for options in plan.regions.values()),
             cut=True,
         ),
     ]

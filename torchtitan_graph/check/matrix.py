@@ -93,6 +93,7 @@ class Cell:
     disabled: tuple[str, ...] = ()
     codegen: str = "off"
     fusions: tuple[str, ...] = ()
+    dedupe: bool = False
     vocab_size: int = 0
     num_steps: int = NUM_STEPS
     pipeline: tuple[tuple[str, Any], ...] = ()  # options of `job.Parallelism`: its schedule and stages
@@ -122,7 +123,9 @@ class Cell:
             async_tp=self.async_tp,
             rates=SLOW if self.async_tp else RATES["CPU"],
             regions=plan_regions(
-                job.Compile(codegen=self.codegen, fusions=list(self.fusions)), build_model(self), DEVICE
+                job.Compile(codegen=self.codegen, fusions=list(self.fusions), dedupe_layers=self.dedupe),
+                build_model(self),
+                DEVICE,
             ),
             disabled=self.disabled,
             mtp_weight=MTP_WEIGHT,

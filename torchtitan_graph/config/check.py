@@ -377,6 +377,12 @@ def _check_compile(config: JobConfig) -> list[str]:
             f"{_name(config, 'compile.fusions')}: the loss works in the logits' memory, by rows, and Inductor can't"
             f" compile that; remove cross_entropy, or add {' and '.join(in_place)} to compile.disable_passes"
         )
+    codegen = options.codegen or ("blocks" if options.enable else "off")
+    if options.dedupe_layers and (codegen != "off" or options.fusions or options.mode == "eager"):
+        problems.append(
+            f"{_name(config, 'compile.dedupe_layers')}: blocks are calls already where they are compiled, and eager has"
+            " no graph; use compile.mode = graph with compile.codegen = off and no fusions, or remove it"
+        )
     for region in options.region_options:
         if len(region) < 2 or not all("=" in setting for setting in region[1:]):
             problems.append(

@@ -503,6 +503,10 @@ class Compile:
         "graph: one FX graph, edited by passes; eager: FSDP2 and autograd, the reference.",
         choices=("graph", "eager"),
     )
+    dedupe_layers: bool = option(
+        False,
+        "Let equal blocks be calls of one subgraph, forward and backward: a small graph of many layers, bit for bit.",
+    )
     optimizer_in_graph: bool = option(
         False,
         "Clip and take the optimizer's step as a graph too, with the same bits on a CPU: for Adam and AdamW, fused.",

@@ -1,4 +1,4 @@
-"""Compile parts of the graph by Inductor, and leave the rest as it is."""
+"""Let parts of the graph be calls: compiled by Inductor, or equal ones of one subgraph."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.cost import operations_of
 from torchtitan_graph.graph.edit import call, erase_dead, is_view, value
 from torchtitan_graph.graph.liveness import Memories, most_within, size_of
-from torchtitan_graph.graph.torch_private import compile_by_inductor
+from torchtitan_graph.graph.torch_private import boxed, compile_by_inductor
 from torchtitan_graph.graph.traffic import is_permutation
 from torchtitan_graph.log import logger
 
@@ -31,18 +31,20 @@ _OPS = torch.ops.torchtitan_graph
 _HOST_COPIES = (_OPS.offload.default, _OPS.reload.default, _OPS.arrived.default, _OPS.landed.default)
 _KERNEL_OPTIONS = 6  # their place among the forward operator's arguments
 
-Regions = Mapping[str, Mapping[str, Any]]  # FLEX, LOSS, WHOLE or a pattern of module names -> Inductor's options there
+# FLEX, LOSS, WHOLE or a pattern of module names -> Inductor's options there; None: not compiled, only one subgraph
+Regions = Mapping[str, Mapping[str, Any] | None]
 Compiled = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]  # of its inputs as a list, which it empties
 
 
 def compile_regions(gm: GraphModule, regions: Regions, compiles: bool = True) -> GraphModule:
-    """Hand each region to Inductor; all other nodes stay, in their order. Not bitwise.
+    """Hand each region to Inductor, which is not bitwise, or call it as it is; all other nodes stay, in their order.
 
         a = f(x); b = g(a); y = h(b)                              f and g in one region
         region = compiled(inputs(x)); b = region[0]; y = h(b)
 
-    Regions that are alike (a block's, in every layer) are compiled once. Flex attention on CUDA runs the kernels of
-    `torch.compile(flex_attention)`. Where it does not compile, as in a dry run, a region is one call all the same.
+    Regions that are alike (a block's, in every layer) are compiled once, or are one subgraph. Flex attention on CUDA
+    runs the kernels of `torch.compile(flex_attention)`. In a dry run nothing is compiled; a region is a call all the
+    same.
 
     Raises:
         RuntimeError: Inductor can't compile a region, which is named.
@@ -58,15 +60,16 @@ def compile_regions(gm: GraphModule, regions: Regions, compiles: bool = True) ->
     for part in parts:
         kinds.setdefault(part.kind, []).append(part)
     begin = time.perf_counter()
-    compiled = {
-        kind: _compile(alike, f"{i} of {len(kinds)}") if compiles else _as_it_is(alike[0])
-        for i, (kind, alike) in enumerate(kinds.items(), 1)
-    }
+    calls: dict[str, Compiled] = {}
+    for i, (kind, alike) in enumerate(kinds.items(), 1):
+        is_code = compiles and alike[0].options is not None
+        calls[kind] = _compile(alike, f"{i} of {len(kinds)}") if is_code else _as_it_is(alike[0])
     results: dict[Node, Node] = {}
     for part in parts:
-        _replace(gm, part, compiled[part.kind], results)
+        _replace(gm, part, calls[part.kind], results)
     if parts:
-        done = f"compiled in {time.perf_counter() - begin:.0f} s" if compiles else "not compiled, for nothing runs here"
+        compiled = compiles and any(part.options is not None for part in parts)
+        done = f"compiled in {time.perf_counter() - begin:.0f} s" if compiled else "not compiled"
         logger.info(f"compile_regions: {len(parts)} regions, {len(kinds)} of them different, {done}")
         erase_dead(gm.graph, gm.graph.find_nodes(op="get_attr"))
         gm.delete_all_unused_submodules()
@@ -124,7 +127,7 @@ def region_of(module: str, patterns: Iterable[str]) -> str | None:
     return None
 
 
-def _options(regions: Regions, node: Node) -> Mapping[str, Any]:
+def _options(regions: Regions, node: Node) -> Mapping[str, Any] | None:
     name = (meta.region(node) or "").split()[0]
     return next(options for pattern, options in regions.items() if name in (pattern, region_of(name, [pattern])))
 
@@ -244,7 +247,7 @@ class _Part(NamedTuple):
     outputs: list[Node]
     same_as: list[int]
     scratch: int
-    options: Mapping[str, Any]
+    options: Mapping[str, Any] | None
     kind: str
 
     @property
@@ -252,7 +255,7 @@ class _Part(NamedTuple):
         return next(node for node in reversed(self.nodes) if node.target is not operator.getitem)
 
 
-def _cut_out(gm: GraphModule, nodes: list[Node], options: Mapping[str, Any], memories: Memories) -> _Part:
+def _cut_out(gm: GraphModule, nodes: list[Node], options: Mapping[str, Any] | None, memories: Memories) -> _Part:
     inside, graph, held = set(nodes), Graph(), torch.nn.Module()
     copies: dict[Node, Node] = {}
     inputs: list[Node] = []
@@ -273,7 +276,7 @@ def _cut_out(gm: GraphModule, nodes: list[Node], options: Mapping[str, Any], mem
     owners = [memories.owner[node] for node in outputs]
     scratch = most_within(nodes, memories) - sum(map(size_of, set(owners)))
     part = GraphModule(held, graph)
-    kind = "\n".join([repr(dict(options)), *map(_layout, inputs), *_code(part)])
+    kind = "\n".join([repr(options), *map(_layout, inputs), *_code(part)])
     return _Part(nodes, part, inputs, outputs, [*map(owners.index, owners)], max(scratch, 0), options, kind)
 
 
@@ -283,7 +286,7 @@ def _compile(alike: Sequence[_Part], number: str) -> Compiled:
     name = meta.region(part.last)
     logger.info(f"compiling region {number}: {name}{others}, {len(part.nodes)} operators")
     try:
-        return compile_by_inductor(part.graph, [value(x) for x in part.inputs], part.options)
+        return compile_by_inductor(part.graph, [value(x) for x in part.inputs], part.options or {})
     except Exception as error:
         raise RuntimeError(
             f"Inductor can't compile the region {name}: {error}\n"
@@ -293,12 +296,13 @@ def _compile(alike: Sequence[_Part], number: str) -> Compiled:
 
 
 def _as_it_is(part: _Part) -> Compiled:
-    """Give what computes the same as a part's code."""
+    """Give a part's own operators as one call."""
+    run = boxed(part.graph)
 
-    def uncompiled(inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        return part.graph(*inputs)
+    def subgraph(inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        return run(inputs)
 
-    return uncompiled
+    return subgraph
 
 
 def _inputs(*tensors: torch.Tensor) -> list[torch.Tensor]:

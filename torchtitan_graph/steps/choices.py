@@ -117,6 +117,8 @@ def plan_regions(options: job.Compile, model: nn.Module, device: torch.device) -
     regions |= {WHOLE: {}} if is_whole else {LOSS: {}} if LOSS in chosen else {}
     regions |= {FLEX: {}} if FLEX in chosen else {}
     regions |= needed_regions(device)
+    blocks = getattr(model, "blocks", {}) if options.dedupe_layers else {}
+    alike = dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in blocks)
     for pattern, *settings in options.region_options:
         known = {name: [name] for name in regions} | fused
         if pattern not in known:
@@ -126,7 +128,7 @@ def plan_regions(options: job.Compile, model: nn.Module, device: torch.device) -
             )
         for region in known[pattern]:
             regions[region] |= inductor_options(settings)
-    return regions
+    return regions | dict.fromkeys(alike)
 
 
 def _modules_of(fusion: str, model: nn.Module) -> list[str]:

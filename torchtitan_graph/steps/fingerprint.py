@@ -57,6 +57,7 @@ _NO_MATTER = (
     "compile.regions",
     "compile.region_options",
     "compile.fusions",
+    "compile.dedupe_layers",
     "compile.optimizer_in_graph",
     "compile.cuda_graphs",
     "debug.seed",

@@ -232,6 +232,9 @@ def test_only_known_components_and_whole_options_are_compiled() -> None:
         assert "codegen = whole compiles all" in problems(f"--compile.codegen whole {part}", 1)[0]
     assert check(load(["--compile.enable", "--compile.codegen", "whole"]), 1) == []
     assert "fusions are parts of a graph" in problems("--compile.fusions rope --compile.mode eager", 1)[0]
+    for other in ("--compile.codegen blocks", "--compile.enable", "--compile.fusions rope", "--compile.mode eager"):
+        found = problems(f"--compile.dedupe_layers {other}", 1)
+        assert any("compile.dedupe_layers = True: blocks are calls already" in line for line in found), found
     in_place = problems("--compile.fusions cross_entropy --compile.disable_passes reuse_logits", 1)[0]
     assert "remove cross_entropy, or add reuse_sharded_logits to compile.disable_passes" in in_place
     for key, words in (("offload", "moves activations"), ("save", "keeps"), ("recompute", "computes results again")):

@@ -1,0 +1,58 @@
+"""With equal blocks as calls of one subgraph a step is small, and keeps its bits and its memory, in every layout."""
+
+import dataclasses
+
+import pytest
+from matrix import BF16, FSDP2, FSDP2_TP2, ONE, TP2, Cell, bits_that_differ, build_graph, eager, final_graphs, train
+
+from pool import run_on
+from torchtitan_graph.graph.liveness import peak_memory
+from torchtitan_graph.graph.trace import TracedResult
+from torchtitan_graph.parallel.layout import ParallelDims
+from torchtitan_graph.parallel.recompute import Recompute
+
+SHORT, LONG = 4, 8  # layers
+CELLS = {
+    "dense": Cell(ONE, num_microbatches=2),
+    "FSDP-2": Cell(FSDP2, BF16),
+    "latent-attention-and-experts": Cell(ONE, family="deepseek_v3"),
+}
+SLOW = {
+    "flex": Cell(ONE, attn="flex"),
+    "full": Cell(ONE, BF16, recompute=Recompute(every=1)),
+    "experts": Cell(ONE, BF16, "qwen3", "debugmodel_moe"),
+    "sinks": Cell(ONE, BF16, "gpt_oss", attn="flex"),
+    "chunks": Cell(ONE, BF16, "llama4"),
+    "TP-2": Cell(TP2, BF16),
+    "FSDP-2-x-TP-2": Cell(FSDP2_TP2, BF16, tied=True),
+    "EP-2": Cell(ParallelDims(dp_shard=2, ep=2), BF16, "deepseek_v3"),
+    "CP-2": Cell(ParallelDims(cp=2), BF16),
+    "PP-2": Cell(ParallelDims(pp=2), num_microbatches=4, pipeline=(("pipeline_parallel_schedule", "1F1B"),)),
+}
+
+
+def of_layers(cell: Cell, num_layers: int, dedupe: bool) -> Cell:
+    return dataclasses.replace(cell, changes=(("num_layers", num_layers),), dedupe=dedupe, num_steps=2)
+
+
+def sizes(cell: Cell) -> tuple[int, int]:
+    """Give the nodes and the peak of a cell's step."""
+    train = final_graphs(cell)[1].train
+    steps = [train] if isinstance(train, TracedResult) else [stage.train for stage in train.values()]
+    return sum(len(step.gm.graph.nodes) for step in steps), sum(peak_memory(step.gm).num_bytes for step in steps)
+
+
+def compare(cell: Cell) -> tuple[list[str], list[tuple[int, int]]]:
+    small = of_layers(cell, SHORT, True)
+    different = bits_that_differ(eager(of_layers(cell, SHORT, False)), train(small, build_graph(small)))
+    return different, [sizes(of_layers(cell, n, dedupe)) for dedupe in (False, True) for n in (SHORT, LONG)]
+
+
+@pytest.mark.parametrize("name", [*CELLS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_bits_and_size(name: str) -> None:
+    cell = (CELLS | SLOW)[name]
+    for different, of in run_on(cell.dims.num_ranks, compare, cell):
+        assert different == []
+        (short, _), (long, peak), (short_once, _), (long_once, peak_once) = of
+        assert 2 * (long_once - short_once) < long - short, of  # collectives stay outside
+        assert peak_once <= 1.01 * peak, of

@@ -169,7 +169,7 @@ def _rewrite(
     if evaluate is not None:
         evaluate = _run_passes(number, evaluate, plan, options, Inspection(f"stage {number}, evaluation"))
     picture = options.picture and options.picture.with_stem(f"{options.picture.stem}_stage_{number}")
-    tell(done.gm, watch.graph, picture if shown else None)
+    tell(done.gm, f"{watch.graph}, beside summed gradients", picture if shown else None)
     return Rewritten(done, evaluate, flops)
 
 

@@ -15,16 +15,18 @@ from torch.fx import GraphModule, Node
 
 import torchtitan_graph.ops  # noqa: F401 (registers the copies to the host's memory)
 from torchtitan_graph.graph import meta
-from torchtitan_graph.graph.edit import aliased, is_view
+from torchtitan_graph.graph.edit import aliased, is_view, value
 from torchtitan_graph.graph.signature import signature_of
 from torchtitan_graph.graph.torch_private import is_gloo
-from torchtitan_graph.graph.traffic import group_of
+from torchtitan_graph.graph.traffic import group_of, num_bytes
 
 # They give their argument's memory without saying so in their schemas.
 _SILENT_VIEWS = (torch.ops.aten._unsafe_view.default, torch.ops._c10d_functional.wait_tensor.default)
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 _SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
+# What they send is kept until they are waited for: by the process group, or, of a sum in gloo, as a copy.
+_KEEP_INPUT = (_GATHER, _SCATTER, torch.ops._c10d_functional.all_to_all_single.default)
 _OFFLOAD = torch.ops.torchtitan_graph.offload.default
 _CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
@@ -39,8 +41,8 @@ class Peak(NamedTuple):
 def peak_memory(gm: GraphModule) -> Peak:
     """Find when a graph holds most, each value being freed after its last use; outputs are held to the end.
 
-    What an operator needs only while it runs is not counted but for what `scratch_of` and `buffer_of` name, nor what an
-    allocator rounds up.
+    What an operator needs only while it runs is not counted but for what `scratch_of` names, nor what an allocator
+    rounds up.
     """
     held = held_memory(gm, size_of)
     node = max(held, key=held.__getitem__)
@@ -63,13 +65,25 @@ def in_one_part(node: Node) -> str:
 
 
 def scratch_of(node: Node) -> int:
-    """Give the bytes that a node needs beside its results while it runs: a compiled region's values; and the copy that
-    attention's backward on a CPU makes of a gradient whose heads do not lie side by side. What others need is little.
+    """Give the bytes that a node needs beside its results while it runs: a compiled region's values; the copy that
+    attention's backward on a CPU makes of a gradient whose heads do not lie side by side; and gloo's copies. What
+    others need is little.
     """
     if node.target is _CPU_ATTENTION_BACKWARD:
         dout_BNLH = node.args[0].meta["val"]  # type: ignore[union-attr]
         return 0 if dout_BNLH.transpose(1, 2).is_contiguous() else dout_BNLH.numel() * dout_BNLH.element_size()
+    if node.target in (_GATHER, _SCATTER):
+        return _gloo_copy(node)
     return meta.scratch(node)
+
+
+def _gloo_copy(node: Node) -> int:
+    """Give the bytes of the copy that gloo gathers into, or that it sums in. The first is gone soon after the start:
+    its thread lets go of it when all has arrived. The second stays until the wait, in place of what was summed."""
+    group = group_of(node)
+    if group is None or not is_gloo(group):
+        return 0
+    return num_bytes(value(node if node.target is _GATHER else node.all_input_nodes[0]))
 
 
 def held_memory(
@@ -79,7 +93,7 @@ def held_memory(
     scratch: Callable[[Node], int] = scratch_of,
 ) -> dict[Node, int]:
     """Give what is held while each node runs, in bytes, where a memory takes as many as `size` says of its owner, and a
-    node as many as `scratch` says while it runs; with `buffer_of` a collective from its start to its wait.
+    node as many as `scratch` says while it runs.
 
     Args:
         part_of: the part that a node runs in, of a graph that is cut later. What a part holds is counted for itself:
@@ -89,26 +103,13 @@ def held_memory(
     freed_at: dict[Node, int] = collections.Counter()
     for owner, node in memories.last_use.items():
         freed_at[node] += size(owner) if part_of(owner) == part_of(node) else 0
-    now, held, carried = collections.Counter[str](), {}, dict[Node, int]()
+    now, held = collections.Counter[str](), {}
     for node in gm.graph.nodes:
         part = part_of(node)
         now[part] += sum(map(size, memories.taken(node)))
-        carried[node] = buffer_of(node) if size(node) else 0
-        now[part] += carried[node]
         held[node] = now[part] + scratch(node)
         now[part] -= freed_at[node]
-        if node.target is _WAIT:
-            now[part] -= carried[node.all_input_nodes[0]]
     return held
-
-
-def buffer_of(node: Node) -> int:
-    """Give the bytes that a collective may have beside its result till it is waited for: gloo gathers into a copy of
-    the result, and scatters sums from a copy of its argument."""
-    group = group_of(node) if node.target in (_GATHER, _SCATTER) else None
-    if group is None or not is_gloo(group):
-        return 0
-    return _num_bytes(node if node.target is _GATHER else node.all_input_nodes[0])
 
 
 def most_within(nodes: Iterable[Node], memories: Memories) -> int:
@@ -128,8 +129,8 @@ def most_within(nodes: Iterable[Node], memories: Memories) -> int:
 def peaks(held: Mapping[Node, int], part_of: Callable[[Node], str]) -> dict[str, int]:
     """Give the most that each part holds, of what is held while each node runs."""
     found: dict[str, int] = {}
-    for node, num_bytes in held.items():
-        found[part_of(node)] = max(found.get(part_of(node), 0), num_bytes)
+    for node, size in held.items():
+        found[part_of(node)] = max(found.get(part_of(node), 0), size)
     return found
 
 
@@ -154,7 +155,8 @@ class Memories:
     """When the memories of a graph's values are taken, and used; each is called by its `owner`, and free after its
     `last_use`.
 
-    All results of an operator that gives several are there while it runs, and until the last of them is picked.
+    All results of an operator that gives several are there while it runs, and until the last of them is picked. What a
+    collective sends is there until its wait.
     """
 
     def __init__(self, gm: GraphModule) -> None:
@@ -180,7 +182,9 @@ class Memories:
         return self._used[node]
 
     def _owners_at(self, node: Node) -> set[Node]:
-        at = (*node.all_input_nodes, node)
+        at = [*node.all_input_nodes, node]
+        if node.target is _WAIT and (start := node.all_input_nodes[0]).target in _KEEP_INPUT:
+            at += start.all_input_nodes
         found = {self.owner[x] for x in at}
         for x in at:
             if x in self._results:

@@ -13,12 +13,13 @@ from torch.fx import GraphModule, Node
 
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.blocks import block_of
-from torchtitan_graph.graph.collectives import reductions
+from torchtitan_graph.graph.collectives import gathered_weights, reductions
 from torchtitan_graph.graph.liveness import Memories, scratch_of, size_of
 
 
 class Held(NamedTuple):
-    """Bytes of a graph's values beside its inputs: the most at once, and what lies there when backward begins."""
+    """Bytes of a graph's values beside its inputs: the most at once, and of these what lies there when backward begins,
+    but for gathered weights."""
 
     peak: int
     kept: int
@@ -41,7 +42,7 @@ class Rehearsal:
             movable: values that lie in the host's memory till backward, if they are kept for it.
             blocks: where they leave, and come back.
         """
-        memories, nodes = Memories(gm), list(gm.graph.nodes)
+        memories, nodes, weights = Memories(gm), list(gm.graph.nodes), gathered_weights(gm)
         owner = memories.owner
         nodes, also = _reduced_together(gm, nodes, buckets)
         place = {node: i for i, node in enumerate(nodes)}
@@ -61,6 +62,7 @@ class Rehearsal:
             for node, source in zip(nodes, self._source, strict=True)
         ]
         self._sizes = [size_of(node) if owner[node] is node else 0 for node in nodes]
+        self._weights = [i for i, node in enumerate(nodes) if node in weights]
         self._taken = [sum(map(size_of, memories.taken(node))) for node in nodes]
         self._scratch = [scratch_of(node) for node in nodes]
         self._is_late = [node.op == "call_function" and meta.phase(node) == "backward" for node in nodes]
@@ -97,7 +99,7 @@ class Rehearsal:
         begins = False
         for t, i in enumerate(runs):
             if not begins and (i >= n or self._is_late[i]):
-                begins, kept = True, held
+                begins, kept = True, held - sum(sizes[x] for x in self._weights if last_use[x] >= t)
             held += self._taken[i % n]
             peak = max(peak, held + self._scratch[i % n])
             held -= freed_at[t]

@@ -31,9 +31,9 @@ def fill_waits(
     sent = [n for n in gm.graph.find_nodes(op="call_function", target=WAIT) if meta.role(n) is None]
     if any(costs.link(n.all_input_nodes[0]) for n in sent):
         bound = peaks(held_memory(gm, size_of, part_of), part_of)
-        order = _Sweep(gm, blocks, costs, part_of, bound, hoists=True)
-        if any(order.peak[part] > most for part, most in bound.items()):  # made earlier, held longer
-            order = _Sweep(gm, blocks, costs, part_of, bound, hoists=False)
+        unfilled: set[Node] = set()
+        while (order := _Sweep(gm, blocks, costs, part_of, bound, unfilled)).too_full:
+            unfilled |= order.too_full
         _put_in_order(gm, order.made)
         gm.recompile()
     return gm
@@ -46,10 +46,12 @@ def _put_in_order(gm: GraphModule, nodes: list[Node]) -> None:
 
 
 class _Sweep:
-    """One walk over a graph that gives its nodes in a new order, `made`, and by part the `peak` of what they hold then.
+    """One walk over a graph that gives its nodes in a new order, `made`.
 
     A weight's gradient is put off: to the next wait that would stand still, to its first use, to the end of its block,
-    or until holding what it reads would raise the peak.
+    or until holding what it reads would raise the peak. In forward later nodes are made before a wait, unless it is one
+    of `unfilled`. That they hold too much is seen only afterwards: `too_full` are the waits before which such nodes
+    stand where the peak is passed.
     """
 
     def __init__(
@@ -59,12 +61,14 @@ class _Sweep:
         costs: Costs,
         part_of: Callable[[Node], str],
         bound: Mapping[str, int],
-        hoists: bool,
+        unfilled: Container[Node],
     ) -> None:
-        self.peak, self._held, self._put_off_bytes = (collections.Counter[str]() for _ in range(3))  # by part
+        self._held, self._put_off_bytes = collections.Counter[str](), collections.Counter[str]()  # by part
         self.made: list[Node] = []
+        self.too_full: set[Node] = set()
+        self._early: dict[Node, Node] = {}  # what was made before its place, and the wait that it fills
         self._part_of, self._bound = part_of, bound
-        self._blocks, self._clock, self._hoists = blocks, Clock(costs), hoists
+        self._blocks, self._clock, self._unfilled = blocks, Clock(costs), unfilled
         self._memories = Memories(gm)
         self._taken = {node: sum(map(size_of, self._memories.taken(node))) for node in gm.graph.nodes}
         self._uses = collections.Counter(owner for node in gm.graph.nodes for owner in self._memories.used(node))
@@ -74,6 +78,7 @@ class _Sweep:
         (products, views), sends = _weight_gradients(gm), self._sending_blocks(gm)
         for node in gm.graph.nodes:
             if node in self._done:
+                self._early.pop(node, None)
                 continue
             if (block := self._block_of(node)) not in ("", self._block):
                 self._make_all()
@@ -129,7 +134,8 @@ class _Sweep:
         self._clock.tell(node)
         part = self._part_of(node)
         self._held[part] += self._taken[node]
-        self.peak[part] = max(self.peak[part], self._held[part] + scratch_of(node))
+        if self._held[part] + scratch_of(node) > self._bound[part]:
+            self.too_full.update(self._early.values())
         for owner in self._memories.used(node):
             self._uses[owner] -= 1
             if not self._uses[owner] and self._part_of(owner) == part:
@@ -138,12 +144,14 @@ class _Sweep:
     def _fill(self, wait: Node) -> None:
         while self._put_off and self._clock.left(wait) > 0:
             self._make_next()
-        if self._hoists and meta.role(wait) is None and meta.phase(wait) == "forward" and self._clock.left(wait) > 0:
+        is_ahead = meta.role(wait) is None and meta.phase(wait) == "forward"
+        if is_ahead and wait not in self._unfilled and self._clock.left(wait) > 0:
             found = list(self._without(wait))
             while found and not self._clock.costs.seconds(found[-1]):
                 found.pop()
             for node in found:
                 if self._clock.left(wait) > 0:
+                    self._early[node] = wait
                     self._make(node)
 
     def _without(self, wait: Node) -> Iterator[Node]:

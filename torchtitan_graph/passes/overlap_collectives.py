@@ -14,7 +14,7 @@ import torchtitan_graph.ops  # noqa: F401 (registers the exchange)
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.collectives import made_from_inputs
 from torchtitan_graph.graph.cost import Costs
-from torchtitan_graph.graph.liveness import held_memory, in_one_part, peaks, size_of
+from torchtitan_graph.graph.liveness import held_memory, in_one_part, owners, peaks, scratch_of, size_of
 from torchtitan_graph.graph.traffic import group_of
 
 c10d = torch.ops._c10d_functional
@@ -81,7 +81,7 @@ def _start_earlier(
     by_node = held_memory(gm, size_of, part_of)
     nodes, held, peak = list(by_node), [*by_node.values()], peaks(by_node, part_of)
     bound = [peak[part_of(node)] for node in nodes]
-    order = {node: i for i, node in enumerate(nodes)}
+    order, owner = {node: i for i, node in enumerate(nodes)}, owners(gm)
     times = _times(nodes, costs)
     latest = _latest_starts(gathers, reductions, times, order, costs)
     moved = set[Node]()
@@ -89,9 +89,9 @@ def _start_earlier(
     for wait in gathers:
         start = _start(wait)
         chain, place = made_from_inputs(start), order[start]
-        size = sum(map(size_of, chain))
+        size = sum(map(size_of, {owner[node] for node in chain}))
         wanted = max(earliest, bisect.bisect_right(times, latest[wait]) - 1)
-        while place > wanted and held[place - 1] + size <= bound[place - 1]:
+        while place > wanted and held[place - 1] + size + scratch_of(start) <= bound[place - 1]:
             place -= 1
             held[place] += size
         earliest = max(earliest, place)

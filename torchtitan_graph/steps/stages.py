@@ -180,7 +180,7 @@ def _is_shown(layout: Layout) -> bool:
 def _tell(number: int, step: TracedResult, layout: Layout, options: StepOptions) -> None:
     """Tell what could be had of a stage for how much work, as `tell`."""
     picture = options.picture and options.picture.with_stem(f"{options.picture.stem}_stage_{number}")
-    tell(step.gm, f"stage {number}", picture if _is_shown(layout) else None)
+    tell(step.gm, f"stage {number}, beside summed gradients", picture if _is_shown(layout) else None)
 
 
 def _run_passes(

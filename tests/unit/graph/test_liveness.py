@@ -1,16 +1,21 @@
 """How much a graph holds at once, against sums by hand and against torch's own profiler."""
 
 import dataclasses
+import itertools
 import json
 import operator
+import tempfile
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.fx import GraphModule
 from torch.profiler import ProfilerActivity, profile
 
+from pool import run_on
 from torchtitan_graph.data.batch import Batch
 from torchtitan_graph.graph.liveness import held_memory, peak_memory, size_of
 from torchtitan_graph.graph.step import trace_train_step
@@ -27,6 +32,8 @@ from torchtitan_graph.passes.tag_elementwise import tag_elementwise
 from torchtitan_graph.passes.tag_recomputation import tag_recomputation
 
 KIB = 1024  # of 256 numbers
+MIB = 2**20
+c10d = torch.ops._c10d_functional
 
 
 def graph_of(fn) -> GraphModule:
@@ -84,6 +91,53 @@ def test_attentions_backward_on_a_cpu_copies_a_gradient_whose_heads_lie_apart(sh
         return dq.sum()
 
     assert peak_memory(graph_of(backward)).num_bytes == kib * KIB
+
+
+STARTS = {
+    "gather": lambda x, group: c10d.all_gather_into_tensor(x, 2, group),
+    "scatter": lambda x, group: c10d.reduce_scatter_tensor(x, "sum", 2, group),
+    "sum": lambda x, group: c10d.all_reduce(x, "sum", group),
+    "exchange": lambda x, group: c10d.all_to_all_single(x, [x.numel() // 2] * 2, [x.numel() // 2] * 2, group),
+}
+
+
+def foretold_and_measured(kind: str, repeats: int) -> tuple[float, float]:
+    """Send 4 MiB, and make a value `repeats` times as large meanwhile: the peak in MiB."""
+    group = dist.group.WORLD.group_name
+
+    def fn(x: Tensor) -> Tensor:
+        started = STARTS[kind](x + 1, group)
+        # The group's one thread is done with the first when it is with the second.
+        done = c10d.wait_tensor(c10d.all_reduce(x[:1], "sum", group))
+        beside = (x * done).repeat(repeats).sum()
+        return c10d.wait_tensor(started).sum() + beside
+
+    x = torch.ones(MIB)
+    with FakeTensorMode():
+        gm = make_fx(fn)(torch.empty(MIB))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as measured, torch.no_grad():
+        gm(x)
+    with tempfile.TemporaryDirectory() as folder:
+        measured.export_chrome_trace(f"{folder}/trace.json")
+        events = json.loads(Path(f"{folder}/trace.json").read_text())["traceEvents"]
+    changes = sorted((e["ts"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]")
+    return peak_memory(gm).num_bytes / MIB, max(itertools.accumulate(size for _, size in changes)) / MIB
+
+
+@pytest.mark.parametrize(
+    ("kind", "repeats", "mib"),
+    [
+        ("gather", 0, 4 + 8 + 8),  # what is sent, the result, and gloo's copy of it, which is gone soon
+        ("gather", 4, 4 + 8 + 4 + 16),  # what is sent stays
+        ("scatter", 4, 4 + 2 + 4 + 16),  # gloo's copy of it stays
+        ("exchange", 4, 4 + 4 + 4 + 16),
+        ("sum", 4, 4 + 4 + 16),  # in its result
+    ],
+)
+def test_what_collectives_hold_is_what_gloo_holds(kind: str, repeats: int, mib: int) -> None:
+    for foretold, measured in run_on(2, foretold_and_measured, kind, repeats):
+        assert foretold == pytest.approx(mib, rel=1e-4)
+        assert measured == pytest.approx(mib, rel=1e-4)
 
 
 def traced_step(family: str, rows: int, seq_len: int, vocab_size: int = 512) -> tuple[Decoder, tuple, TracedResult]:

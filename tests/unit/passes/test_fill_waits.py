@@ -93,21 +93,29 @@ N = 64
 
 
 @pytest.mark.parametrize(
-    ("width", "part_of", "is_put_off"),
-    [(N, in_one_part, True), (8 * N, in_one_part, False), (N, partial(part_of, gather_once=True), False)],
-    ids=["", "wide", "in a part of its own"],
+    ("width", "early", "part_of", "is_put_off"),
+    [
+        (N, 5, in_one_part, True),
+        (N, 4, in_one_part, False),
+        (8 * N, 5, in_one_part, False),
+        (N, 5, partial(part_of, gather_once=True), False),
+    ],
+    ids=["", "beside what is sent", "wide", "in a part of its own"],
 )
-def test_what_would_raise_the_peak_is_not_put_off(width: int, part_of: Callable[[Node], str], is_put_off: bool) -> None:
-    """What the gradient reads is held longer then: beside something wide, that is too much. So it is beside the rest
-    of backward, where a pipeline's stage does not hold forward's peak at the same time."""
+def test_what_would_raise_the_peak_is_not_put_off(
+    width: int, early: int, part_of: Callable[[Node], str], is_put_off: bool
+) -> None:
+    """What the gradient reads is held longer then: beside something wide, that is too much, or beside what is sent,
+    which is kept until the wait. So it is beside the rest of backward, where a pipeline's stage does not hold forward's
+    peak at the same time."""
 
     def backward(x: Tensor, dy: Tensor, w: Tensor, other: Tensor) -> tuple[Tensor, ...]:
-        early = torch.cat([x] * 4).sum()  # the peak, unless what follows is wide
+        peak = torch.cat([x] * early).sum()  # unless what follows is wide
         made = x.cos()
         dw = made.t() @ dy
         sent = c10d.reduce_scatter_tensor(dy @ w, "sum", 2, "g")
         wide = other.sin().sum()
-        return early, dw, wide, c10d.wait_tensor(sent).sin()
+        return peak, dw, wide, c10d.wait_tensor(sent).sin()
 
     with FakeTensorMode():
         gm = make_fx(backward)(*(torch.empty(N, N) for _ in range(3)), torch.empty(N, width))
@@ -123,3 +131,26 @@ def test_what_would_raise_the_peak_is_not_put_off(width: int, part_of: Callable[
     own = next(n for n in products if n.args[0].target is aten.t.default)  # type: ignore[union-attr]
     assert (order[own] > order[wide]) == is_put_off
     assert peaks(held_memory(gm, size_of, part_of), part_of) == before
+
+
+def test_only_waits_before_which_there_is_room_are_filled_in_forward() -> None:
+    """A product that needs nothing sent is made before the second block's wait; in the first its result would lie
+    there through the peak."""
+
+    def forward(x: Tensor, w: Tensor) -> Tensor:
+        for repeats in (8, 2):
+            got = c10d.wait_tensor(c10d.all_reduce(x, "sum", "g"))
+            x = torch.stack([got] * repeats).sum(0) + w @ w
+        return x
+
+    with FakeTensorMode():
+        gm = make_fx(forward)(torch.empty(N, N), torch.empty(N, N))
+    number = 0
+    for node in gm.graph.nodes:
+        meta.write(node, phase="forward", module=f"layers.{number}.moe")
+        number += node.target is aten.add.Tensor
+    before = peak_memory(gm).num_bytes
+    gm = fill_waits(gm, ["layers.0", "layers.1"], Costs(RATES["CPU"], {"g": Link("ep", 2, 1)}))
+    order, products = place(gm), calls(gm, aten.mm.default)
+    assert [order[a] < order[b] for a, b in zip(products, calls(gm, WAIT), strict=True)] == [False, True]
+    assert peak_memory(gm).num_bytes == before

@@ -57,17 +57,14 @@ def forward_of(gm: GraphModule, blocks: Container[str]) -> Forward:
 
 
 def values_of(
-    nodes: list[Node],
-    forward: Forward,
-    cost: Callable[[Node], int | None],
-    price: Callable[[Node], int] = size_of,
+    nodes: list[Node], forward: Forward, cost: Callable[[Node], int | None], worth: int = 1
 ) -> dict[Node, Value]:
     """Give the values of a block, and those that it reads of what was made before it; none for what is computed again
     in any case.
 
     Args:
         cost: of computing a node's value again from its inputs; None: it can't be.
-        price: of keeping it.
+        worth: of a byte.
     """
     owner, values, place = forward.owner, dict[Node, Value](), dict[Node, int]()
 
@@ -79,8 +76,8 @@ def values_of(
         if node in place:
             return place[node]
         node = owner[node]  # made before the block
-        keep = 0 if node in forward.held else price(node)
-        return place[node] if node in place else add(node, Value(keep, None, (), False))
+        price = 0 if node in forward.held else size_of(node) * worth
+        return place[node] if node in place else add(node, Value(price, None, (), False))
 
     for node in nodes:
         is_free = meta.tag(node) is None and not any(owner[x] in forward.written for x in node.all_input_nodes)
@@ -89,10 +86,10 @@ def values_of(
             is_own = owner[node] is node
             is_kept = is_own and isinstance(node.meta["val"], torch.Tensor)  # a tuple's elements are
             inputs = tuple(place_of(n) for n in node.all_input_nodes if not _is_there(n, forward))
-            keep = price(node) if is_kept else None
+            keep = size_of(node) * worth if is_kept else None
             add(node, Value(keep, again if is_own else 0, inputs, is_wanted(node)))
         elif meta.tag(node) != meta.RECOMPUTE:
-            add(node, Value(price(node), None, (), is_wanted(node)))
+            add(node, Value(size_of(node) * worth, None, (), is_wanted(node)))
     return values
 
 
@@ -102,7 +99,7 @@ def elementwise_again(nodes: list[Node], forward: Forward) -> set[Node]:
     def cost(node: Node) -> int | None:
         return moved(node) if _is_cheap(node, forward.owner) else None
 
-    values = values_of(nodes, forward, cost, lambda node: size_of(node) * WORTH)
+    values = values_of(nodes, forward, cost, WORTH)
     return chosen(values, forward, computed_again(tuple(values.values())))
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import operator
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 from torch.fx import GraphModule, Node
 
 from torchtitan_graph.graph import meta
-from torchtitan_graph.graph.blocks import block_of
 from torchtitan_graph.graph.cut import hull, kept
 from torchtitan_graph.graph.edit import aliased
 from torchtitan_graph.graph.flops import flops_of
@@ -73,16 +72,8 @@ def tag_budget(
         return gm
     forward = forward_of(gm, blocks)
     names = [name for name in forward.groups if name is not None]
-    away = movable(gm, offload)
-    rehearsal = Rehearsal(gm, buckets, away, blocks)
-
-    def price(node: Node) -> int:
-        """Of what is kept in the host's memory, two blocks' values lie on the device at a time, the last block's with
-        them: it keeps its own."""
-        moves = node in away and block_of(node, blocks) != names[-1]
-        return size_of(node) * 2 // len(names) if moves else size_of(node)
-
-    plan = _Plan(gm, budget, rehearsal, forward, [_levels(forward.groups[name], forward, price) for name in names])
+    rehearsal = Rehearsal(gm, buckets, movable(gm, offload), blocks)
+    plan = _Plan(gm, budget, rehearsal, forward, [_levels(forward.groups[name], forward) for name in names])
     level_of = plan.solve()
     for name, levels, level in zip(names, plan.levels, level_of, strict=True):
         if level:  # else `tag_elementwise` chooses the same
@@ -163,11 +154,11 @@ class _Plan:
         return level_of
 
 
-def _levels(nodes: list[Node], forward: Forward, price: Callable[[Node], int]) -> list[_Level]:
+def _levels(nodes: list[Node], forward: Forward) -> list[_Level]:
     """Give what a block may compute again: first what `tag_elementwise` chooses, then more and more."""
     first = elementwise_again(nodes, forward)
     work = {node: 0 if node in first else _work(node) for node in nodes}
-    values = values_of(nodes, forward, work.get, price)
+    values = values_of(nodes, forward, work.get)
     network = tuple(values.values())
     levels: list[_Level] = []
     for places in (frozenset(i for i, node in enumerate(values) if node in first), *hull(network)):

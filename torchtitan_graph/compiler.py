@@ -29,6 +29,7 @@ from torchtitan_graph.graph.liveness import in_one_part
 from torchtitan_graph.graph.show import dump
 from torchtitan_graph.graph.signature import signature_of
 from torchtitan_graph.graph.torch_private import inductor_options
+from torchtitan_graph.graph.uncollected import uncollected
 from torchtitan_graph.log import logger
 from torchtitan_graph.models.layers.feed_forward import SwiGLU
 from torchtitan_graph.models.layers.rope import Rotation
@@ -356,6 +357,7 @@ class Inspection:
             dump(gm, self.dump_to, number, name)
 
 
+@uncollected()
 def run_passes(
     gm: GraphModule, ordered: Sequence[Pass], disabled: Sequence[str], device: torch.device, watch: Inspection
 ) -> GraphModule:

@@ -20,6 +20,7 @@ from torchtitan_graph.graph.cost import Costs
 from torchtitan_graph.graph.liveness import in_one_part
 from torchtitan_graph.graph.show import dump
 from torchtitan_graph.graph.signature import signature_of
+from torchtitan_graph.graph.uncollected import uncollected
 from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.parallel.storage import Reshard, Storage
@@ -179,6 +180,7 @@ class Inspection:
             dump(gm, self.dump_to, number, name)
 
 
+@uncollected()
 def run_passes(
     gm: GraphModule, ordered: Sequence[Pass], disabled: Sequence[str], device: torch.device, watch: Inspection
 ) -> GraphModule:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -13,6 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from torchtitan_graph.graph import meta
+from torchtitan_graph.graph.torch_private import set_arguments
 
 
 def value(node: Node) -> Any:
@@ -32,7 +32,7 @@ def copy_node(graph: Graph, node: Node, transform: Callable[[Node], Any]) -> Nod
     """Copy a node, perhaps of another graph, to the graph's insertion point, as FX's `node_copy`."""
     args, kwargs = map_arg(node.args, transform), map_arg(node.kwargs, transform)
     new = _create(graph, node.op, node.target, args, kwargs, node.name)
-    new.meta = copy.copy(node.meta)
+    new.meta.update(node.meta)
     return new
 
 
@@ -40,9 +40,7 @@ def _create(graph: Graph, op: str, target: Any, args: Any, kwargs: Any, name: st
     """Make a node. Its arguments come afterwards: FX looks into those that a node is made with for symbolic numbers,
     which a graph here never has, and that takes as long as all the rest."""
     node = graph.create_node(op, target, name=name)
-    node.args = args
-    if kwargs:
-        node.kwargs = kwargs
+    set_arguments(node, args, kwargs)
     return node
 
 

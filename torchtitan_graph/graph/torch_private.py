@@ -91,6 +91,7 @@ __all__ = [
     "require",
     "run_flex_attention_with",
     "save_memory_snapshot",
+    "set_arguments",
     "set_timeout",
     "trace_set_aside",
     "trace_to_graph",
@@ -320,6 +321,12 @@ def _without_made_up(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
         if not node.users and not node.is_impure():
             gm.graph.erase_node(node)
     return gm
+
+
+def set_arguments(node: torch.fx.Node, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Give a new node its arguments. FX's public setters take a node out of its graph's table of operators and put it
+    back, which takes as long as to make the node. Replaced when they don't."""
+    node._update_args_kwargs(args, kwargs)
 
 
 def lazy_graph_module(root: torch.nn.Module, graph: torch.fx.Graph) -> torch.fx.GraphModule:

@@ -51,6 +51,7 @@ from torchtitan_graph.graph.torch_private import (
     mask_whole,
     trace_to_graph,
 )
+from torchtitan_graph.graph.uncollected import uncollected
 from torchtitan_graph.log import logger
 
 _CONSTANT_TYPES = (int, float, bool, str, type(None))
@@ -167,6 +168,7 @@ def minimal_fx_tracer(
     if optimizer is not None and module is None:
         raise UserError("minimal_fx_tracer got an optimizer without its module: pass module=, the one it optimizes")
 
+    @uncollected()
     def trace(*args: Any, **kwargs: Any) -> TracedResult:
         given = take_call(_positional_parameters(fn), args, kwargs)
         _check_state(module)

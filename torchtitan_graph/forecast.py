@@ -25,7 +25,7 @@ from torchtitan_graph.parallel.layout import PP, Layout
 from torchtitan_graph.parallel.pipeline import StageGraph
 from torchtitan_graph.parallel.recompute import Budget, Recompute
 from torchtitan_graph.steps import Graphs, StepOptions, costs_on
-from torchtitan_graph.steps.budget import INPUTS, OPTIMIZER, PARAMETERS, at_rest
+from torchtitan_graph.steps.budget import INPUTS, OPTIMIZER, at_rest, trained_bytes
 from torchtitan_graph.steps.held import peak_of_stages
 
 STEP, GRADIENTS, OFFLOADED = "step at its peak", "gradients", "offloaded activations"
@@ -146,7 +146,7 @@ def forecast(
     )
     held, on_host = rest(), rest(on_host=True)
     if on_host:
-        on_host[GRADIENTS] = on_host[PARAMETERS]
+        on_host[GRADIENTS] = trained_bytes(graphs.storages.values())  # all rest there, or none
     axes, costs = layout.axes_by_group, costs_on(layout, options)
     time = time_once = Estimate(0.0, {}, {})
     sent: dict[tuple[str, str], Traffic] = {}

@@ -19,7 +19,6 @@ from torchtitan_graph.forecast import (
     INPUTS,
     OFFLOADED,
     OPTIMIZER,
-    PARAMETERS,
     STEP,
     Forecast,
     check_fits,
@@ -33,6 +32,7 @@ from torchtitan_graph.parallel.layout import FSDP, PP, TP, ParallelDims
 from torchtitan_graph.parallel.recompute import Budget, Recompute
 from torchtitan_graph.parallel.storage import Reshard
 from torchtitan_graph.steps import build_graphs
+from torchtitan_graph.steps.budget import PARAMETERS
 from torchtitan_graph.trainer import Trainer
 
 
@@ -43,12 +43,14 @@ def nothing_is_sent() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def of(cell: Cell, rank: int = 0, optimizer: str = "AdamW") -> Forecast:
-    """Forecast a rank of a cell."""
+def of(cell: Cell, rank: int = 0, optimizer: str = "AdamW", frozen: str = "nothing") -> Forecast:
+    """Forecast a rank of a cell, one of its modules frozen."""
     if dist.is_initialized():
         dist.destroy_process_group()
     init_fake_process_group(cell.dims.num_ranks, rank)
     layout, model = cell.dims.layout("cpu"), build_model(cell)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(frozen))
     options = cell.options("graph")
     graphs = build_graphs(model, load_family(cell.family), layout, options)
     return forecast(model, graphs, layout, options, job.Optimizer(name=optimizer))
@@ -64,6 +66,19 @@ def test_shards_and_moments_are_counted_and_what_is_unknown_is_said() -> None:
     own = of(cell, optimizer="my.Own")
     assert OPTIMIZER not in own.held and "and what my.Own keeps" in "\n".join(own.lines())
     assert of(dataclasses.replace(cell, num_microbatches=2)).held["gradients of earlier microbatches"] == whole // 4
+
+
+@pytest.mark.parametrize("on_host", [False, True], ids=["device", "host"])
+def test_what_is_frozen_has_no_moments_and_no_gradients(on_host: bool) -> None:
+    cell = Cell(vocab_size=512, num_microbatches=2, cpu_offload=on_host)
+    whole, found = of(cell), of(cell, frozen="layers")
+    sizes = {name: p.numel() * 4 for name, p in build_model(cell).named_parameters()}
+    trained = sum(size for name, size in sizes.items() if not name.startswith("layers"))
+    rest, of_whole = (each.on_host if on_host else each.held for each in (found, whole))
+    assert rest[PARAMETERS] == of_whole[PARAMETERS] == sum(sizes.values())
+    assert rest[OPTIMIZER] == 2 * trained < of_whole[OPTIMIZER]
+    assert rest["gradients of earlier microbatches"] == trained
+    assert not on_host or rest[GRADIENTS] == trained
 
 
 def test_every_axis_takes_its_part() -> None:

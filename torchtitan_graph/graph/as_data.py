@@ -85,14 +85,16 @@ def traced_to_data(traced: TracedResult, groups: Places, device: torch.device, l
             raise _cannot(f"the {each.kind} {each.name}, laid out as {each.layout}")
         return [each.name, each.kind, list(each.layout.shape), _short(each.layout.dtype)]
 
-    result = pytree.tree_unflatten([0] * traced.out_spec.num_leaves, traced.out_spec)
+    result = writer.write(pytree.tree_unflatten([0] * traced.out_spec.num_leaves, traced.out_spec))
+    if pytree.tree_structure(_containers(result)) != traced.out_spec:
+        raise _cannot(f"a result in other containers than tuples, lists and dictionaries, {traced.out_spec}")
     return {
         "graph": writer.graph(traced.gm),
         **writer.tables(),
         "inputs": [slot(each) for each in signature.inputs],
         "outputs": [slot(each) for each in signature.outputs],
         "parameters": list(traced.parameters),
-        "result": writer.write(result),
+        "result": result,
         "out_constants": [[i, writer.write(x)] for i, x in traced.out_constants.items()],
         "modes": traced.modes,
     }
@@ -363,7 +365,9 @@ def _only(x: Any) -> tuple[str, Any]:
 
 
 def _containers(x: Any) -> Any:
-    """Read tuples and dictionaries of places for tensors. Keys are parameters' names: they are in no code."""
+    """Read tuples, lists and dictionaries of places for tensors. Keys are parameters' names: they are in no code."""
+    if isinstance(x, list):
+        return list(map(_containers, x))
     if not isinstance(x, dict):
         _check(x == 0, "a step's result")
         return x

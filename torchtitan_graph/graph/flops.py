@@ -1,8 +1,8 @@
 """Count the arithmetic of a traced step.
 
-Convention: a multiply-add is two operations; matrix products and attention count, elementwise work does not; forward
-and backward count once, before any recomputation; what all ranks of context parallel compute alike counts once among
-them; attention counts the pairs of positions that its mask leaves.
+Convention: a multiply-add is two operations; matrix products, convolutions and attention count, elementwise work does
+not; forward and backward count once, before any recomputation; what all ranks of context parallel compute alike counts
+once among them; attention counts the pairs of positions that its mask leaves.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 
 import torch
 from torch.fx import GraphModule, Node
@@ -97,13 +97,26 @@ def matmul_flops(node: Node) -> int:
     """Count a matrix product's operations; 0 of other nodes."""
     if node.target in (aten.mm.default, aten.bmm.default):
         return 2 * math.prod(value(node).shape) * _shape(node, 0)[-1]
-    if node.target is aten.addmm.default:
+    if node.target in (aten.addmm.default, aten.baddbmm.default):
         return 2 * math.prod(value(node).shape) * _shape(node, 1)[-1]
+    if node.target is aten._grouped_mm.default:
+        a, b = _shape(node, 0), _shape(node, 1)  # groups are parts of a matrix, or matrices of a stack
+        return 2 * math.prod(a[-2:] if len(b) == 2 else a) * b[-1]
+    if node.target is aten.convolution.default:
+        return _convolution(_shape(node, 0), _shape(node, 1), value(node).shape, node.args[6])
+    if node.target is aten.convolution_backward.default:
+        forward = _convolution(_shape(node, 1), _shape(node, 2), _shape(node, 0), node.args[7])
+        return forward * sum(node.args[10][:2])  # type: ignore[arg-type, index, misc]
     if node.target is GROUPED_MM:
         return 2 * _shape(node, 0).numel() * value(node).shape[-1]
     if node.target is torch.ops.torchtitan_graph.grouped_outer.default:
         return 2 * _shape(node, 0).numel() * _shape(node, 1)[-1]
     return 0
+
+
+def _convolution(x: Sequence[int], weight: Sequence[int], out: Sequence[int], is_transposed: object) -> int:
+    """Count a convolution's operations: each number of what is larger meets the weights of one channel."""
+    return 2 * math.prod(x if is_transposed else out) * math.prod(weight[1:])
 
 
 def _computed_alike(gm: GraphModule, group: str) -> set[str]:

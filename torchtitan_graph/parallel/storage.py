@@ -52,6 +52,7 @@ class Storage:
     compute_shape  what a rank multiplies: the whole parameter, or tensor parallelism's part of it
     dim            what `shard_axis` cuts; another than 0 is cut evenly, as FSDP2 asks
     on_host        this rank's part, its gradient and the optimizer's state lie in the host's memory
+    is_trained     it has a gradient, and optimizer state; else it is frozen
     """
 
     mesh: DeviceMesh
@@ -63,6 +64,7 @@ class Storage:
     precision: Precision
     dim: int = 0
     on_host: bool = False
+    is_trained: bool = True
     num_tensors = 1
 
     @property
@@ -142,7 +144,8 @@ def _storage(name: str, parameter: Tensor, layout: Layout, precision: Precision,
     shard = StridedShard(dim, split_factor=num_pieces) if num_pieces > 1 else Shard(dim)
     replicate = (Replicate(),) if layout.degree(DP_REPLICATE) > 1 else ()
     placements = (*replicate, shard, *compute)
-    return Storage(mesh, axis, DP_REPLICATE, placements, parameter.shape, compute_shape, precision, dim, on_host)
+    how = precision, dim, on_host, parameter.requires_grad
+    return Storage(mesh, axis, DP_REPLICATE, placements, parameter.shape, compute_shape, *how)
 
 
 def is_expert(parameter: Tensor) -> bool:

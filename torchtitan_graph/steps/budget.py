@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -42,13 +42,22 @@ def at_rest(
     there = [each for each in storages.values() if each.on_host == on_host]
     if not there:
         return {}
-    parameters = sum(each.padded_shape.numel() * each.precision.storage.itemsize for each in there)
-    held = {PARAMETERS: parameters}
+    trained = trained_bytes(there)
+    held = {PARAMETERS: sum(map(_num_bytes, there))}
     if accumulates:
-        held["gradients of earlier microbatches"] = parameters
+        held["gradients of earlier microbatches"] = trained
     if knows_optimizer:
-        held[OPTIMIZER] = 2 * parameters
+        held[OPTIMIZER] = 2 * trained
     return held
+
+
+def trained_bytes(storages: Iterable[Storage]) -> int:
+    """Give the bytes of the parameters that are not frozen: as many as their gradients take."""
+    return sum(_num_bytes(each) for each in storages if each.is_trained)
+
+
+def _num_bytes(storage: Storage) -> int:
+    return storage.padded_shape.numel() * storage.precision.storage.itemsize
 
 
 def meet(

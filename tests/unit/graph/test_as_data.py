@@ -2,9 +2,10 @@
 
 import copy
 import json
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -111,6 +112,21 @@ def test_any_field_may_be_anything() -> None:
         except Exception:
             refused += 1
     assert refused > 100
+
+
+def test_a_result_keeps_its_containers_or_is_refused() -> None:
+    class Both(NamedTuple):
+        a: torch.Tensor
+        b: list[torch.Tensor]
+
+    def result(make: Callable[..., Any]) -> Any:
+        step = minimal_fx_tracer(lambda x, scale: make(x + 1, [x * scale, ()]))(X, 2.0)
+        return run_traced(read(stored(step)))(X, 2.0)
+
+    assert str(result(lambda a, b: {"a": a, "b": b})) == str({"a": X + 1, "b": [X * 2, ()]})
+    for other in (Both, lambda a, b: OrderedDict(a=a, b=b)):
+        with pytest.raises(UserError, match="a result in other containers than tuples, lists and dictionaries"):
+            result(other)
 
 
 @pytest.mark.parametrize("held", [torch.zeros(65), torch.zeros(2, dtype=torch.complex64)], ids=["large", "complex"])

@@ -1,6 +1,7 @@
 """The arithmetic of a traced step, by the convention that `graph/flops.py` states."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchtitan_graph.data.batch import Batch
 from torchtitan_graph.graph.flops import count_flops
 from torchtitan_graph.graph.step import trace_train_step
+from torchtitan_graph.graph.trace import minimal_fx_tracer
 from torchtitan_graph.loss import cross_entropy
 from torchtitan_graph.models import deepseek_v3, llama3
 from torchtitan_graph.models.layers.decoder import Decoder
@@ -70,6 +72,51 @@ def test_matrix_products_agree_with_torchs_own_counter() -> None:
         n for op, n in counter.get_flop_counts()["Global"].items() if str(op) in ("aten.mm", "aten.addmm", "aten.bmm")
     )
     assert count_flops(traced(), BLOCKS).matmul == matmuls
+
+
+F = torch.nn.functional
+OFFSETS = torch.tensor([3, 8], dtype=torch.int32)
+PRODUCTS = {
+    "mm": (torch.mm, (3, 4), (4, 5)),
+    "bmm": (torch.bmm, (2, 3, 4), (2, 4, 5)),
+    "addmm": (torch.addmm, (5,), (3, 4), (4, 5)),
+    "baddbmm": (torch.baddbmm, (2, 3, 5), (2, 3, 4), (2, 4, 5)),
+    "conv1d": (lambda x, w: F.conv1d(x, w, padding=2), (2, 4, 9), (6, 4, 3)),
+    "conv2d": (lambda x, w: F.conv2d(x, w, stride=2), (2, 4, 9, 11), (6, 4, 3, 2)),
+    "conv_transpose1d": (lambda x, w: F.conv_transpose1d(x, w), (2, 4, 9), (4, 6, 3)),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_count_as_torch_counts_them(name: str) -> None:
+    """Forward, and the gradients of all arguments."""
+    product, *shapes = PRODUCTS[name]
+
+    def step(*inputs: torch.Tensor) -> Any:
+        inputs = tuple(x.detach().requires_grad_() for x in inputs)
+        return torch.autograd.grad(product(*inputs).square().sum(), inputs)
+
+    inputs = [torch.ones(shape) for shape in shapes]
+    with FlopCounterMode(display=False) as counter:
+        step(*inputs)
+    assert count_flops(minimal_fx_tracer(step)(*inputs).gm, ()).matmul == counter.get_total_flops() > 0
+
+
+def test_groups_count_what_they_multiply() -> None:
+    """By hand: torch's counter knows no grouped products, and takes a convolution's gradient for one without groups."""
+
+    def step(x: torch.Tensor, w: torch.Tensor) -> Any:
+        x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
+        return torch.autograd.grad(product(x, w).float().square().sum(), (x, w))
+
+    def counted(*shapes: tuple[int, ...]) -> int:
+        inputs = [torch.ones(shape, dtype=torch.bfloat16) for shape in shapes]
+        return count_flops(minimal_fx_tracer(step)(*inputs).gm, ()).matmul
+
+    product: Any = lambda x, w: F.conv1d(x, w, padding=2, groups=4)  # noqa: E731
+    assert counted((2, 4, 9), (4, 1, 3)) == 3 * 2 * (2 * 4 * 11) * 3
+    product = lambda x, w: torch._grouped_mm(x, w, offs=OFFSETS)  # noqa: E731
+    assert counted((8, 16), (2, 16, 24)) == 3 * 2 * (8 * 16) * 24
 
 
 def test_recomputed_operators_would_count_twice_so_the_count_is_taken_before() -> None:

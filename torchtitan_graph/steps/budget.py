@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ from torchtitan_graph.parallel.recompute import Budget
 from torchtitan_graph.parallel.storage import Storage
 from torchtitan_graph.passes.tag_budget import Curve
 
-PARAMETERS, OPTIMIZER, INPUTS = "parameters", "optimizer state", "batch and masks"
+PARAMETERS, QUANTISED, OPTIMIZER, INPUTS = "parameters", "quantised weights", "optimizer state", "batch and masks"
 _MIB = 2**20
 _TRIES = 5  # of what stages may keep: to a 32nd of what could be saved
 _GIB = "activation_checkpoint.memory_budget_gib"
@@ -42,8 +42,14 @@ def at_rest(
     there = [each for each in storages.values() if each.on_host == on_host]
     if not there:
         return {}
-    parameters = sum(each.padded_shape.numel() * each.precision.storage.itemsize for each in there)
+
+    def bytes_of(kept: Iterable[Storage]) -> int:
+        return sum(each.padded_shape.numel() * each.precision.storage.itemsize for each in kept)
+
+    parameters = bytes_of(each for each in there if each.is_trained)
     held = {PARAMETERS: parameters}
+    if quantised := bytes_of(each for each in there if not each.is_trained):
+        held[QUANTISED] = quantised
     if accumulates:
         held["gradients of earlier microbatches"] = parameters
     if knows_optimizer:

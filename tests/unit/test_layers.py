@@ -23,7 +23,7 @@ def lint_imports(folder: Path) -> subprocess.CompletedProcess:
 def write_package(folder: Path, **imports: str) -> None:
     """Write an empty package with the layers' modules; `imports` gives some of them a line of code."""
     package = folder / "torchtitan_graph"
-    siblings = ("steps", "passes", "models", "data", "optim", "checkpoint", "metrics", "run")
+    siblings = ("steps", "passes", "models", "data", "optim", "checkpoint", "metrics", "quantize", "run")
     for module in ("check", "check_pass", *siblings, "parallel", "graph", "config"):
         (package / module).mkdir(parents=True)
         (package / module / "__init__.py").touch()

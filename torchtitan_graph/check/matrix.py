@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 from torch.optim import Optimizer
@@ -39,6 +39,8 @@ from torchtitan_graph.parallel.pipeline import StageGraph
 from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.parallel.schedule import Schedule, plan_pipeline
 from torchtitan_graph.parallel.storage import Precision, Reshard, cast_parameters
+from torchtitan_graph.quantize.layers import Float8
+from torchtitan_graph.quantize.products import Recipe
 from torchtitan_graph.steps import (
     Graphs,
     StepOptions,
@@ -97,6 +99,7 @@ class Cell:
     vocab_size: int = 0
     num_steps: int = NUM_STEPS
     pipeline: tuple[tuple[str, Any], ...] = ()  # options of `job.Parallelism`: its schedule and stages
+    float8: Recipe | None = None  # of all linear layers in blocks
 
     def __post_init__(self) -> None:
         if not self.vocab_size:
@@ -130,7 +133,15 @@ class Cell:
             disabled=self.disabled,
             mtp_weight=MTP_WEIGHT,
             pipeline=self.schedule(),
+            float8=self.quantised(),
         )
+
+    def quantised(self) -> Float8 | None:
+        """Give the layers that multiply in float8, where any do."""
+        if self.float8 is None:
+            return None
+        layers = dict(build_model(self).layers.named_modules(prefix="layers"))
+        return Float8(tuple(name for name, m in layers.items() if type(m) is nn.Linear), self.float8)
 
     def schedule(self) -> Schedule | None:
         """Give the schedule of the stages, where there are any."""
@@ -299,7 +310,8 @@ def train(
         optimizer.zero_grad()
         schedule.step()
         model.after_step(state)
-    seen |= {f"buffer {n}": b.clone() for n, b in model.named_buffers()}
+    kept = model.state_dict().keys()
+    seen |= {f"buffer {n}": b.clone() for n, b in model.named_buffers() if n in kept}
     return seen | {f"parameter {n}": _copied(p) for n, p in model.named_parameters()}
 
 

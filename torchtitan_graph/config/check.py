@@ -5,7 +5,9 @@ import re
 
 from fsspec import available_protocols, get_filesystem_class
 
+from torchtitan_graph.config import quantize
 from torchtitan_graph.config.job import OPTIONS, JobConfig, get, source_name
+from torchtitan_graph.config.job import named as _name
 from torchtitan_graph.config.resolve import problem_list
 from torchtitan_graph.errors import UserError
 
@@ -57,7 +59,7 @@ def check(config: JobConfig, world_size: int) -> list[str]:
         UserError: options contradict each other or the number of processes; the message lists all of it.
     """
     problems = [*_check_degrees(config, world_size), *_check_tables(config, world_size), *_check_compile(config)]
-    problems += _check_checkpoint(config, world_size) + _check_budget(config)
+    problems += _check_checkpoint(config, world_size) + _check_budget(config) + quantize.find_problems(config)
     if problems:
         raise UserError(problem_list(problems))
     return [*config.notices, *_notices(config)]
@@ -82,11 +84,6 @@ def smallest_world(config: JobConfig) -> int:
 
 def _other_degrees(config: JobConfig) -> int:
     return math.prod(getattr(config.parallelism, key) for key in _DEGREES if key != _SHARD)
-
-
-def _name(config: JobConfig, key: str) -> str:
-    """Return how a message names an option: where it was set, its name and its value."""
-    return f"{config.sources.get(key, 'default')}: {key} = {get(config, key)!r}"
 
 
 def _check_degrees(config: JobConfig, world_size: int) -> list[str]:
@@ -490,7 +487,7 @@ def _check_budget(config: JobConfig) -> list[str]:
 
 
 def _notices(config: JobConfig) -> list[str]:
-    notices = _graph_notices(config)
+    notices = _graph_notices(config) + quantize.unused(config)
     total_steps, steps = config.lr_scheduler.total_steps, config.training.steps
     if total_steps is not None and total_steps < steps:
         notices.append(

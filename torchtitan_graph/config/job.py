@@ -103,6 +103,9 @@ class Model:
         "Folder with a tokenizer.json, or that file; not set: bytes are the tokens. A config.json in the folder is the"
         " architecture, or what flavor is checked against. No weights are loaded by this option alone.",
     )
+    converters: list[str] = option(
+        [], "float8: linear layers multiply in float8, see [quantize.linear.float8] and docs/13_float8.md."
+    )
     num_mtp_layers: int = option(
         0, "Layers that each predict one more token while training (deepseek_v3; its release has 1).", minimum=0
     )
@@ -528,6 +531,44 @@ class Compile:
 
 
 @dataclass
+class Float8:
+    """How linear layers multiply in float8, with model.converters = ["float8"]."""
+
+    recipe_name: str | None = option(
+        None,
+        "tensorwise (also if not set): one scale for a tensor, from its largest magnitude; tensorwise_delayed: from the"
+        " largest of the last 16 steps, weights from their own; rowwise: one for each row; rowwise_with_gw_hp: the same"
+        " with the weights' gradients in training.mixed_precision_param.",
+        choices=("tensorwise", "tensorwise_delayed", "rowwise", "rowwise_with_gw_hp"),
+    )
+    gradient_format: str | None = option(
+        None,
+        "Format of gradients; all else is e4m3. Not set: e5m2, with rows e4m3.",
+        choices=("e5m2", "e4m3"),
+    )
+    filter_fqns: list[str] = option(
+        [], "Parts of names; linear layers with one of them in their name, such as output, are left as they are."
+    )
+    emulate: bool = option(
+        False, "Multiply in fp32 what float8 stands for, on a GPU too, such as one without float8; a CPU always does."
+    )
+
+
+@dataclass
+class QuantizeLinear:
+    """Linear layers."""
+
+    float8: Float8 = field(default_factory=Float8)
+
+
+@dataclass
+class Quantize:
+    """Products of fewer bits."""
+
+    linear: QuantizeLinear = field(default_factory=QuantizeLinear)
+
+
+@dataclass
 class Comm:
     """The processes' communication."""
 
@@ -618,6 +659,7 @@ class JobConfig:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     compile: Compile = field(default_factory=Compile)
+    quantize: Quantize = field(default_factory=Quantize)
     comm: Comm = field(default_factory=Comm)
     validation: Validation = field(default_factory=Validation)
     debug: Debug = field(default_factory=Debug)
@@ -635,6 +677,11 @@ def get(config: JobConfig, key: str) -> Any:
     for name in key.split("."):
         value = getattr(value, name)
     return value
+
+
+def named(config: JobConfig, key: str) -> str:
+    """Return how a message names an option: where it was set, its name and its value."""
+    return f"{config.sources.get(key, 'default')}: {key} = {get(config, key)!r}"
 
 
 def put(config: JobConfig, key: str, value: Any) -> None:

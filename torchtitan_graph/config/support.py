@@ -46,15 +46,15 @@ def _gone(why: str) -> Unsupported:
     return Unsupported(IGNORED, why)
 
 
-_CONVERTERS = "nothing is quantized"
+_GATHERS = "weights with one scale are gathered in float8 anyway, all their scales in one message; same numbers"
+_NO_MX = "nothing is quantised in MX formats"
 _ESTIMATE = "memory is not estimated"
 _REPLICAS = "there are no fault-tolerant replicas"
 
 UNSUPPORTED = {
     "job.custom_config_module": _refuse("", "the schema can't be extended; remove it"),
     "job.use_for_integration_test": _gone("it marked files for a test suite"),
-    "model.converters": _refuse([], "low-precision products are not built yet; remove it to train in bfloat16"),
-    "model.print_after_conversion": _ignore(False, "there are no converters"),
+    "model.print_after_conversion": _ignore(False, "the log says which layers are converted"),
     "optimizer.early_step_in_backward": _refuse(False, "gradients are clipped together before the step; remove it"),
     "training.gc_debug": _ignore(False, "collections are not examined"),
     "parallelism.enable_compiled_autograd": _gone("backward is part of the graph"),
@@ -78,19 +78,16 @@ UNSUPPORTED = {
     "activation_checkpoint.determinism_check": _ignore("default", "use debug.verify_passes"),
     "activation_checkpoint.debug": _ignore(False, "use debug.dump_graphs"),
     "compile.backend": _refuse("inductor", "regions are compiled by Inductor alone; remove it"),
-    "quantize.linear.float8.enable_fsdp_float8_all_gather": _ignore(False, _CONVERTERS),
-    "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": _ignore(False, _CONVERTERS),
-    "quantize.linear.float8.recipe_name": _ignore(None, _CONVERTERS),
-    "quantize.linear.float8.filter_fqns": _ignore([], _CONVERTERS),
-    "quantize.linear.float8.emulate": _ignore(False, _CONVERTERS),
-    "quantize.linear.mx.recipe_name": _ignore("mxfp8_cublas", _CONVERTERS),
-    "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice": _ignore("triton", _CONVERTERS),
-    "quantize.linear.mx.filter_fqns": _ignore(["output"], _CONVERTERS),
-    "quantize.grouped_mm.float8.fqns": _ignore([], _CONVERTERS),
-    "quantize.grouped_mm.mx.recipe_name": _ignore("mxfp8", _CONVERTERS),
-    "quantize.grouped_mm.mx.fqns": _ignore([], _CONVERTERS),
-    "float8.force_recompute_fp8_weight_in_bwd": _gone(_CONVERTERS),
-    "float8.moe_fqns_prototype": _gone(_CONVERTERS),
+    "quantize.linear.float8.enable_fsdp_float8_all_gather": _ignore(False, _GATHERS),
+    "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": _ignore(False, _GATHERS),
+    "quantize.linear.mx.recipe_name": _ignore("mxfp8_cublas", _NO_MX),
+    "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice": _ignore("triton", _NO_MX),
+    "quantize.linear.mx.filter_fqns": _ignore(["output"], _NO_MX),
+    "quantize.grouped_mm.float8.fqns": _ignore([], "nothing of experts is quantised"),
+    "quantize.grouped_mm.mx.recipe_name": _ignore("mxfp8", _NO_MX),
+    "quantize.grouped_mm.mx.fqns": _ignore([], _NO_MX),
+    "float8.force_recompute_fp8_weight_in_bwd": _gone("weights are quantised outside the graph"),
+    "float8.moe_fqns_prototype": _gone("nothing of experts is quantised"),
     "memory_estimation.enable": _refuse(False, "not built yet; try comm.mode = fake_backend for a dry run"),
     "memory_estimation.disable_fake_mode": _ignore(False, _ESTIMATE),
     "fault_tolerance.enable": _refuse(False, "not built; restart the job, it resumes from the newest checkpoint"),

@@ -37,7 +37,8 @@ class SideOutputs(NamedTuple):
 
     losses  scalars that are added to the training loss
     state   what a step changes, by name: it leaves the step as a value, and `model.after_step` takes it back. Each is
-            a count that adds up over microbatches and over ranks that see different data
+            a count that adds up over microbatches and over ranks that see different data. (What layers tell in slots
+            is state too, see `make_train_step`.)
     ahead   logits of the tokens further ahead: the first's targets are the labels' next ones, and so on
     ahead_weight  of the mean of their losses, which is added to the training loss
     """
@@ -85,7 +86,8 @@ def make_train_step(
 ) -> Callable[[Inputs, Any, Tensor], tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]]:
     """Give `step(batch, masks, num_tokens) -> (loss, gradients by name in parameter order, state)`, to be traced.
 
-    As of autograd, a parameter that is frozen or that the loss does not depend on has no gradient.
+    As of autograd, a parameter that is frozen or that the loss does not depend on has no gradient. A buffer that takes
+    a gradient is a slot: a layer tells something in it, which is state.
 
     The loss function is in the step's closure: a constant of the trace. Another loss is another trace. `sum_in` is the
     dtype in which tensor parallelism's parts of a gradient are added, where the installed FSDP2 says so.
@@ -94,13 +96,20 @@ def make_train_step(
     def train_step(batch: Inputs, masks: Any, num_tokens: Tensor) -> Any:
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         free_gradient_dtype(parameters.values(), sum_in)
+        slots = _slots(model)
         value, state = _forward(model, loss, batch, masks, num_tokens)
-        gradients = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
-        found = {name: g for name, g in zip(parameters, gradients, strict=True) if g is not None}
+        wanted = parameters | slots
+        gradients = torch.autograd.grad(value, list(wanted.values()), allow_unused=True)
+        found = {name: g for name, g in zip(wanted, gradients, strict=True) if g is not None}
+        state = state | {name: found.pop(name) for name in slots}
         with annotated(phase="backward"):
             return value, {name: _as_parameter(g, parameters[name]) for name, g in found.items()}, state
 
     return train_step
+
+
+def _slots(model: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer for name, buffer in model.named_buffers() if buffer.requires_grad}
 
 
 def _as_parameter(gradient: Tensor, parameter: Tensor) -> Tensor:
@@ -309,12 +318,21 @@ def _part(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
+def _told(slot: Tensor) -> Tensor:
+    assert slot.grad is not None
+    return slot.grad
+
+
 def make_eager_step(model: nn.Module, loss: Loss) -> Callable[[Inputs, Any, Tensor], StepOutput]:
     """Give the same step without a graph: forward, loss and `backward` on a model under FSDP2. The reference."""
+
+    slots = _slots(model)
 
     def step(batch: Inputs, masks: Any, num_tokens: Tensor) -> StepOutput:
         value, state = _forward(model, loss, batch, masks, num_tokens)
         value.backward()
+        for name, slot in slots.items():
+            state[name], slot.grad = _told(slot), None
         return StepOutput(value.detach(), state)
 
     return step

@@ -91,6 +91,7 @@ __all__ = [
     "require",
     "run_flex_attention_with",
     "save_memory_snapshot",
+    "scaled_mm",
     "set_arguments",
     "set_timeout",
     "trace_set_aside",
@@ -431,6 +432,16 @@ def has_gradient_hooks(parameter: torch.Tensor) -> bool:
 def num_writes(tensor: torch.Tensor) -> int:
     """Count how often a tensor was written to in place. Autograd's own counter; there is no public one."""
     return tensor._version
+
+
+def scaled_mm(
+    a_MK: torch.Tensor, scale_a: torch.Tensor, b_NK: torch.Tensor, scale_b: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Multiply float8 numbers on a GPU, b transposed; scales are scalars, or (M, 1) and (N, 1). The kernel wants the
+    first by rows, the second by columns. `F.scaled_mm` would replace it, once its words for scales settle."""
+    return torch._scaled_mm(
+        a_MK.contiguous(), b_NK.contiguous().t(), scale_a=scale_a, scale_b=scale_b.t(), out_dtype=dtype
+    )
 
 
 def multiply(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:

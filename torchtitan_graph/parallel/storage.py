@@ -52,7 +52,7 @@ class Storage:
     compute_shape  what a rank multiplies: the whole parameter, or tensor parallelism's part of it
     dim            what `shard_axis` cuts; another than 0 is cut evenly, as FSDP2 asks
     on_host        this rank's part, its gradient and the optimizer's state lie in the host's memory
-    is_trained     it has a gradient, and optimizer state; else it is frozen
+    is_trained     it has a gradient, and optimizer state; else it is frozen, or a quantised weight
     """
 
     mesh: DeviceMesh
@@ -168,17 +168,20 @@ def _degree(mesh: DeviceMesh, axis: str) -> int:
 
 
 def materialize(model: nn.Module, storages: Mapping[str, Storage], device: torch.device) -> None:
-    """Replace the model's meta parameters by allocated ones at rest, in place; tied ones by one. Buffers are whole on
-    every rank, and zero."""
+    """Replace the model's meta parameters by allocated ones at rest, in place; tied ones by one. Buffers are zero, and
+    whole on every rank but for those that `storages` has."""
     new: dict[nn.Parameter, nn.Parameter] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         if p not in new:
             new[p] = nn.Parameter(storages[name].empty(device), requires_grad=p.requires_grad)
         owner, _, leaf = name.rpartition(".")
         model.get_submodule(owner)._parameters[leaf] = new[p]
-    for module in model.modules():
+    for owner, module in model.named_modules():
         for leaf, buffer in module.named_buffers(recurse=False):
-            setattr(module, leaf, torch.zeros_like(buffer, device=device))
+            if (name := f"{owner}.{leaf}") in storages:
+                setattr(module, leaf, storages[name].empty(device))
+            else:
+                setattr(module, leaf, torch.zeros_like(buffer, device=device, requires_grad=buffer.requires_grad))
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
@@ -237,10 +240,11 @@ def shard_eager(
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
     cast_parameters(model, precision.storage)
+    slots = {name for name, buffer in model.named_buffers() if buffer.requires_grad}  # `to_empty` forgets it
     model.to_empty(device="cpu" if on_host else device)
-    for module in model.modules():
+    for owner, module in model.named_modules():
         for leaf, buffer in module.named_buffers(recurse=False):
-            setattr(module, leaf, buffer.to(device))
+            setattr(module, leaf, buffer.to(device).requires_grad_(f"{owner}.{leaf}" in slots))
 
 
 @torch.no_grad()
@@ -252,9 +256,10 @@ def set_local(parameter: DTensor, full: Tensor) -> None:
     local.copy_(full)
 
 
-def buckets(model: nn.Module, blocks: Iterable[str]) -> list[list[str]]:
-    """Group the parameters as FSDP2 does when each block is sharded, then the root; each group in FSDP2's order. A
-    block's experts, where they lie on a mesh of their own, are a group of their own.
+def buckets(model: nn.Module, blocks: Iterable[str], others: Iterable[str] = ()) -> list[list[str]]:
+    """Group the parameters as FSDP2 does when each block is sharded, then the root; each group in FSDP2's order, and
+    `others`, which rest as they do, after them. A block's experts, where they lie on a mesh of their own, are a group
+    of their own.
 
     The order decides a gradient's place in its bucket, and with it, on more than two ranks, the order of summation.
     """
@@ -264,4 +269,6 @@ def buckets(model: nn.Module, blocks: Iterable[str]) -> list[list[str]]:
     for name, parameter in model.named_parameters():
         of_kind = experts if is_expert(parameter) else groups
         of_kind.get(block_of(name, groups) or "", root).append(name)
+    for name in others:
+        groups.get(block_of(name, groups) or "", root).append(name)
     return [*(names for block in groups for names in (experts[block], groups[block]) if names), root]

@@ -10,7 +10,14 @@ from torch.fx import GraphModule, Node
 
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import call, recast, value
-from torchtitan_graph.graph.signature import input_nodes, output_nodes, set_layouts, set_outputs
+from torchtitan_graph.graph.signature import (
+    Layout,
+    input_nodes,
+    output_nodes,
+    set_layouts,
+    set_outputs,
+    signature_of,
+)
 from torchtitan_graph.parallel.storage import Storage
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -26,11 +33,13 @@ def shard_params(gm: GraphModule, storages: Mapping[str, Storage]) -> GraphModul
         w (512, 512) -> all_gather -> use   ... -> dw (4096, 512) -> reduce_scatter (512, 512) [-> all_reduce]
 
     Rows that do not divide are padded outside the graph (parameters) and inside (gradients). With one rank on the axis
-    that shards nothing is gathered; the axis that replicates adds the sum over copies.
+    that shards nothing is gathered; the axis that replicates adds the sum over copies. A buffer that has a storage, a
+    quantised weight, is gathered as a parameter is, in bytes.
     """
     parameters, gradients = input_nodes(gm, "param"), output_nodes(gm, "grad")
+    quantised = {name: node for name, node in input_nodes(gm, "buffer").items() if name in storages}
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
-    for name, placeholder in parameters.items():
+    for name, placeholder in (parameters | quantised).items():
         if storages[name].shard_degree > 1 and placeholder.users:
             first = min(placeholder.users, key=order.__getitem__)
             _gather(gm, name, placeholder, first, storages[name])
@@ -40,6 +49,7 @@ def shard_params(gm: GraphModule, storages: Mapping[str, Storage]) -> GraphModul
         reduced[name] = _reduce(gm, name, gradient, storages[name])
     set_outputs(gm, "grad", reduced)
     set_layouts(gm, ("param", "grad"), storages)
+    set_layouts(gm, ("buffer",), _layouts_of_buffers(gm) | {name: storages[name] for name in quantised})
     gm.recompile()
     return gm
 
@@ -52,9 +62,12 @@ def _gather(gm: GraphModule, name: str, placeholder: Node, first: Node, storage:
     def then(target: torch._ops.OpOverload, *args: object, **kwargs: object) -> None:
         nodes.append(call(gm.graph, first, target, *args, **kwargs))
 
-    degree, dim = storage.shard_degree, storage.dim
+    degree, dim, dtype = storage.shard_degree, storage.dim, value(placeholder).dtype
+    is_byte = dtype.itemsize == 1 and dtype.is_floating_point  # gloo knows no such numbers
     with gm.graph.inserting_before(first):
-        then(c10d.all_gather_into_tensor.default, placeholder, degree, storage.shard_group.group_name)
+        if is_byte:
+            then(aten.view.dtype, placeholder, torch.uint8)
+        then(c10d.all_gather_into_tensor.default, nodes[-1], degree, storage.shard_group.group_name)
         then(c10d.wait_tensor.default, nodes[-1])
         if dim:  # the parts came one under the other
             axes = list(range(len(storage.compute_shape) + 1))
@@ -65,10 +78,16 @@ def _gather(gm: GraphModule, name: str, placeholder: Node, first: Node, storage:
             then(aten.view.default, nodes[-1], list(storage.compute_shape))
         elif value(nodes[-1]).shape[0] != storage.compute_shape[0]:
             then(aten.slice.Tensor, nodes[-1], 0, 0, storage.compute_shape[0])
+        if is_byte:
+            then(aten.view.dtype, nodes[-1], dtype)
     for node in nodes[1:]:
         meta.write(node, role=meta.GATHER, param=name, phase="forward")
     for user in users:
         user.replace_input_with(placeholder, nodes[-1])
+
+
+def _layouts_of_buffers(gm: GraphModule) -> dict[str, Layout]:
+    return {slot.name: slot.layout for slot in signature_of(gm).inputs if slot.kind == "buffer"}
 
 
 def _move_up(gradient: Node) -> None:

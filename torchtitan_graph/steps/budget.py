@@ -19,7 +19,7 @@ from torchtitan_graph.parallel.recompute import Budget
 from torchtitan_graph.parallel.storage import Storage
 from torchtitan_graph.passes.tag_budget import Curve
 
-PARAMETERS, OPTIMIZER, INPUTS = "parameters", "optimizer state", "batch and masks"
+PARAMETERS, QUANTISED, OPTIMIZER, INPUTS = "parameters", "quantised weights", "optimizer state", "batch and masks"
 _MIB = 2**20
 _TRIES = 5  # of what stages may keep: to a 32nd of what could be saved
 _GIB = "activation_checkpoint.memory_budget_gib"
@@ -43,7 +43,10 @@ def at_rest(
     if not there:
         return {}
     trained = trained_bytes(there)
-    held = {PARAMETERS: sum(map(_num_bytes, there))}
+    quantised = sum(_num_bytes(each) for each in there if each.precision.storage.itemsize == 1)
+    held = {PARAMETERS: sum(map(_num_bytes, there)) - quantised}
+    if quantised:
+        held[QUANTISED] = quantised
     if accumulates:
         held["gradients of earlier microbatches"] = trained
     if knows_optimizer:

@@ -34,6 +34,7 @@ from torchtitan_graph.parallel.storage import (
     materialize,
     shard_eager,
 )
+from torchtitan_graph.quantize.layers import Quantized, combine
 from torchtitan_graph.steps.graphs import Graphs, build_graphs
 from torchtitan_graph.steps.inputs import loss_is_parallel, of_this_rank, prepare
 from torchtitan_graph.steps.options import StepOptions
@@ -53,6 +54,7 @@ class Steps:
     evaluation: Evaluation | None
     flops: Flops | None = None
     recorders: Recorders | None = None
+    quantized: Quantized | None = None
 
     def close(self) -> None:
         """Forget what a device recorded of the steps; before process groups are destroyed."""
@@ -72,13 +74,17 @@ class Steps:
         if isinstance(self.step, Pipeline):
             output = self.step.train([partial(self._inputs, batch, num_tokens) for batch in microbatches])
             return StepOutput(output.loss, self._sum_state(output.state))
+        if self.quantized is not None:
+            self.quantized.refresh()
         loss: Tensor | None = None
         state: dict[str, Tensor] = {}
         for batch in microbatches:
             output = self._run(self.step, batch, num_tokens)
             loss = output.loss if loss is None else loss + output.loss
-            state = {name: state.get(name, 0) + x for name, x in output.state.items()}
+            state = combine(state, output.state)
         assert loss is not None, "a step has microbatches"
+        if self.quantized is not None:
+            state = self.quantized.take(state)
         return StepOutput(loss, self._sum_state(state))
 
     def evaluate(self, batch: Batch) -> Tensor:
@@ -87,6 +93,8 @@ class Steps:
         if isinstance(self.step, Pipeline):
             return self.step.evaluate(partial(self._inputs, batch, one))
         assert self.evaluation is not None, "built when the options have eval_rows"
+        if self.quantized is not None:
+            self.quantized.refresh(anew=False)
         return self._run(self.evaluation, batch, one)
 
     def clip(self, max_norm: float) -> Tensor:
@@ -140,7 +148,12 @@ def build_steps(
     at_rest = options.precision, options.reshard, options.device, options.cpu_offload
     shard_eager(model, model.blocks, layout, *at_rest)
     evaluate = make_eval_step(model, options.loss) if options.eval_rows else None
-    return Steps(model, layout, loss_is_parallel(layout, options), make_eager_step(model, options.loss), evaluate)
+    step, of_loss = make_eager_step(model, options.loss), loss_is_parallel(layout, options)
+    return Steps(model, layout, of_loss, step, evaluate, quantized=_quantized(model, layout, options))
+
+
+def _quantized(model: Decoder, layout: Layout, options: StepOptions) -> Quantized | None:
+    return Quantized(model, layout, options.precision.compute) if options.float8 is not None else None
 
 
 def bind_graphs(graphs: Graphs, model: Decoder, layout: Layout, options: StepOptions) -> Steps:
@@ -161,4 +174,5 @@ def bind_graphs(graphs: Graphs, model: Decoder, layout: Layout, options: StepOpt
     else:
         step = bind_train_step(graphs.train, model, new, accumulates=options.num_microbatches > 1)
     loss_parallel = loss_is_parallel(layout, options)
-    return Steps(model, layout, loss_parallel, step, evaluate, graphs.flops, options.recorders)
+    quantized = _quantized(model, layout, options)
+    return Steps(model, layout, loss_parallel, step, evaluate, graphs.flops, options.recorders, quantized)

@@ -15,6 +15,7 @@ from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.masks import dense_mask_bytes
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.parallelize import check_plan
+from torchtitan_graph.quantize.plan import check_cut
 from torchtitan_graph.steps.options import StepOptions, rows_per_microbatch
 
 
@@ -24,10 +25,12 @@ def check_steps(
     """Check, before any process group exists, that the model can be laid out and its attention fits this machine.
 
     Raises:
-        UserError: as `check_plan`, no parameter (of a pipeline's stage) takes gradients, or rows, masks or flex
-            attention's scores can't fit; a dry run allocates none.
+        UserError: as `check_plan` and `check_cut`, no parameter (of a pipeline's stage) takes gradients, or rows, masks
+            or flex attention's scores can't fit; a dry run allocates none.
     """
     check_plan(model, family.PLAN, dims)
+    if options.float8 is not None:
+        check_cut(options.float8, model, family.PLAN, dims.tp)
     if not any(p.requires_grad for p in model.parameters()):
         raise UserError(
             f"model.name = {config.model.name!r}: none of its parameters takes gradients (requires_grad), so there is "

@@ -22,6 +22,7 @@ from torchtitan_graph.parallel.parallelize import context_modules, parallelize
 from torchtitan_graph.parallel.sequence import block_length, places_of
 from torchtitan_graph.parallel.storage import Reshard, buckets, cast_parameters, plan_storage
 from torchtitan_graph.passes.overlap_products import Ring
+from torchtitan_graph.quantize.layers import add_workspaces, convert
 from torchtitan_graph.steps.options import StepOptions
 
 
@@ -31,6 +32,8 @@ def prepare(model: Decoder, family: ModuleType, layout: Layout, options: StepOpt
     num_parts = options.num_microbatches * layout.num_routing_parts
     set_up_experts(model, options.experts, num_parts, groups, row_groups)
     model.ahead_weight = options.mtp_weight
+    if options.float8 is not None:
+        convert(model, options.float8)
     parallelize(model, family.PLAN, layout, loss_parallel=options.loss_parallel)
 
 
@@ -41,10 +44,12 @@ def lay_out(
     options'."""
     prepare(model, family, layout, options)
     cast_parameters(model, options.precision.compute)
+    storages = plan_storage(model, layout, options.precision, options.cpu_offload)
+    quantised = add_workspaces(model, storages) if options.float8 is not None else {}
     return PassPlan(
-        plan_storage(model, layout, options.precision, options.cpu_offload),
+        storages | quantised,
         model.blocks,
-        buckets(model, model.blocks),
+        buckets(model, model.blocks, quantised),
         options.recompute,
         reshard or options.reshard,
         options.regions,

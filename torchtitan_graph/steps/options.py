@@ -25,6 +25,8 @@ from torchtitan_graph.parallel.storage import (
     Reshard,
 )
 from torchtitan_graph.passes.compile_regions import Regions
+from torchtitan_graph.quantize.layers import Float8
+from torchtitan_graph.quantize.plan import plan_float8
 from torchtitan_graph.steps.choices import plan_extra, plan_offload, plan_regions, plan_saved
 from torchtitan_graph.steps.precompiled import Precompiled
 
@@ -55,6 +57,7 @@ class StepOptions:
     recorders        keep the training step's work for replays, on a device that can
     rates            of the devices that the steps are for: what collectives are placed by
     compiles         regions become code; not in a dry run, where nothing runs
+    float8           the linear layers that multiply in float8, if any
     """
 
     device: torch.device
@@ -87,6 +90,7 @@ class StepOptions:
     recorders: Recorders | None = None
     rates: devices.Rates = devices.RATES["CPU"]
     compiles: bool = True
+    float8: Float8 | None = None
 
 
 def rows_per_microbatch(config: JobConfig) -> int:
@@ -100,8 +104,8 @@ def step_options(config: JobConfig, model: Decoder, num_microbatches: int, devic
 
     Raises:
         UserError: CUDA graphs on a CPU, a loss of experts for a model without them, regions to compile or modules to
-            save, compute again or offload that it does not have, stages that can't be made of it, or a pass of the
-            user's that can't be run.
+            save, compute again or offload that it does not have, stages that can't be made of it, layers that can't
+            multiply in float8, or a pass of the user's that can't be run.
     """
     training, validation, moe = config.training, config.validation, config.moe
     checkpoint, graphs = config.activation_checkpoint, Path(config.job.dump_folder, "graphs")
@@ -146,6 +150,7 @@ def step_options(config: JobConfig, model: Decoder, num_microbatches: int, devic
         cpu_offload=_cpu_offload(config, device),
         pipeline=pipeline,
         recorders=_recorders(config, device),
+        float8=plan_float8(config, model, device),
         rates=devices.RATES[config.comm.fake_device] if config.comm.mode == "fake_backend" else devices.rates(),
         compiles=config.comm.mode != "fake_backend",
     )

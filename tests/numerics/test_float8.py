@@ -1,0 +1,169 @@
+"""Layers that multiply in float8: the graph, with weights quantised once a step, is eager, which quantises them in each
+call, bit for bit; and what is trained is what bf16 trains, up to the format's rounding."""
+
+import dataclasses
+
+import pytest
+import torch
+from matrix import (
+    BF16,
+    CPU,
+    DDP2,
+    FP32,
+    FSDP2,
+    FSDP2_TP2,
+    HSDP,
+    ONE,
+    SEED,
+    TP2,
+    Cell,
+    bits_that_differ,
+    build_graph,
+    build_model,
+    eager,
+    final_graphs,
+    layout_of,
+    microbatches,
+    trace,
+    train,
+)
+from torch import Tensor
+
+from pool import run_on
+from torchtitan_graph.compiler import Inspection, passes, run_passes
+from torchtitan_graph.graph.edit import value
+from torchtitan_graph.models.layers.init import initialize
+from torchtitan_graph.models.spec import load_family
+from torchtitan_graph.parallel.layout import ParallelDims
+from torchtitan_graph.parallel.recompute import Budget, Recompute
+from torchtitan_graph.parallel.storage import Reshard
+from torchtitan_graph.quantize.products import DELAYED, E4M3, ROWWISE, ROWWISE_WIDE, Recipe
+from torchtitan_graph.steps import Steps, build_steps
+
+c10d = torch.ops._c10d_functional
+
+
+def cell_of(dims: ParallelDims, recipe: Recipe | None, **changes: object) -> Cell:
+    return Cell(dims, **{"precision": BF16, "ffn_dim": 128, "float8": recipe, "num_microbatches": 2} | changes)
+
+
+CURRENT, PAST, ROWS = Recipe(), Recipe(DELAYED), Recipe(ROWWISE, E4M3)
+CELLS = {
+    "current": cell_of(ONE, CURRENT),
+    "delayed": cell_of(ONE, PAST),
+    "rowwise": cell_of(ONE, ROWS),
+    "rowwise-wide": cell_of(ONE, Recipe(ROWWISE_WIDE, E4M3), num_microbatches=1),
+    "current-e4m3-fp32-recompute-full": cell_of(ONE, Recipe(gradient=E4M3), precision=FP32, recompute=Recompute(1)),
+    "delayed-recompute-op": cell_of(ONE, PAST, recompute=Recompute(by_op=True)),
+    "delayed-budget": cell_of(ONE, PAST, recompute=Recompute(budget=Budget(0.3))),
+    "experts": cell_of(ONE, PAST, family="qwen3", flavor="debugmodel_moe"),
+    "FSDP-2-current": cell_of(FSDP2, CURRENT),
+    "FSDP-2-delayed-recompute-full": cell_of(FSDP2, PAST, recompute=Recompute(every=1)),
+    "FSDP-2-rowwise": cell_of(FSDP2, ROWS),
+    "DDP-2-delayed": cell_of(DDP2, PAST),
+    "TP-2-current": cell_of(TP2, CURRENT),
+    "CP-2-delayed": cell_of(ParallelDims(cp=2), PAST),
+}
+SLOW = {
+    "FSDP-2-stay-gathered": cell_of(FSDP2, CURRENT, reshard=Reshard(blocks=False)),
+    "FSDP-2-reshard-all": cell_of(FSDP2, CURRENT, reshard=Reshard(root=True)),
+    "FSDP-3": cell_of(ParallelDims(dp_shard=3), PAST, num_microbatches=1),
+    "HSDP-2x2": cell_of(HSDP, PAST),
+    "FSDP-2-x-TP-2": cell_of(FSDP2_TP2, PAST),
+    "TP-2-rowwise": cell_of(TP2, ROWS),
+    "EP-2": cell_of(ParallelDims(dp_shard=2, ep=2), PAST, family="qwen3", flavor="debugmodel_moe"),
+    "flex": cell_of(ONE, PAST, attn="flex"),
+}
+
+
+def differences(cell: Cell) -> list[str]:
+    return bits_that_differ(eager(cell), train(cell, build_graph(cell)))
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [pytest.param(cell, id=name, marks=[pytest.mark.slow] * (name in SLOW)) for name, cell in (CELLS | SLOW).items()],
+)
+def test_the_graph_is_eager_bit_for_bit(cell: Cell) -> None:
+    assert run_on(cell.dims.num_ranks, differences, cell) == [[]] * cell.dims.num_ranks
+
+
+def stale_differences(cell: Cell) -> list[str]:
+    steps = build_graph(cell)
+    assert steps.quantized is not None
+    steps.quantized.refresh()
+    steps.quantized.refresh = lambda anew=True: None  # type: ignore[method-assign]
+    return bits_that_differ(eager(cell), train(cell, steps))
+
+
+def test_weights_that_are_not_quantised_anew_after_a_step_are_seen() -> None:
+    (different,) = run_on(1, stale_differences, CELLS["current"])
+    assert "step 2: loss" in different and "step 1: loss" not in different
+
+
+def verified(cell: Cell) -> None:
+    traced = trace(cell)
+    run_passes(traced.train.gm, passes(traced.plan), (), CPU, Inspection(verify_on=traced.inputs))
+
+
+def test_every_pass_keeps_its_promise() -> None:
+    run_on(2, verified, cell_of(FSDP2, PAST, recompute=Recompute(every=1)))
+
+
+def losses(cell: Cell) -> Tensor:
+    seen = eager(cell)
+    return torch.stack([seen[f"step {k}: loss"] for k in range(1, cell.num_steps + 1)])
+
+
+def test_the_loss_follows_that_of_bf16() -> None:
+    cells = [cell_of(ONE, recipe) for recipe in (None, CURRENT, PAST, ROWS)]
+    expected, *found = (run_on(1, losses, cell)[0] for cell in cells)
+    learned = expected[0] - expected[-1]
+    assert learned > 0.1
+    for each in found:
+        assert not torch.equal(each, expected)
+        assert (each - expected).abs().max() < learned / 10
+
+
+def gathered(cell: Cell) -> dict[torch.dtype, int]:
+    """Give the numbers that a rank gives to gathers in a step, by dtype."""
+    _, graphs = final_graphs(cell)
+    found: dict[torch.dtype, int] = {}
+    for node in graphs.train.gm.graph.find_nodes(op="call_function", target=c10d.all_gather_into_tensor.default):
+        x = value(node.args[0])
+        found[x.dtype] = found.get(x.dtype, 0) + x.numel()
+    return found
+
+
+def test_float8_travels_in_the_place_of_bf16() -> None:
+    ((plain, _), (quantised, _)) = (run_on(2, gathered, cell_of(FSDP2, recipe)) for recipe in (None, CURRENT))
+    assert quantised[torch.uint8] > quantised[torch.bfloat16] and torch.uint8 not in plain
+    assert sum(quantised.values()) == sum(plain.values())
+
+
+def evaluated(cell: Cell) -> tuple[Tensor, Tensor, Tensor]:
+    """Evaluate before and after a step on the graph, and eagerly after it."""
+    found = []
+    for mode in ("graph", "eager"):
+        steps = build_with_evaluation(cell, mode)
+        batches, num_tokens = microbatches(cell, 0, 1)
+        found.append(steps.evaluate(batches[0]))
+        steps.train(batches, num_tokens)
+        for p in steps.model.parameters():
+            p.data.add_(p.grad, alpha=-1e-1)
+            p.grad = None
+        found.append(steps.evaluate(batches[0]))
+    return tuple(found)  # type: ignore[return-value]
+
+
+def build_with_evaluation(cell: Cell, mode: str) -> Steps:
+    options = cell.options(mode)
+    options = dataclasses.replace(options, eval_rows=options.rows)
+    steps = build_steps(build_model(cell), load_family(cell.family), layout_of(cell.dims), options)
+    initialize(steps.model, SEED)
+    return steps
+
+
+def test_an_evaluation_sees_the_weights_of_its_moment() -> None:
+    ((before, after, eager_before, eager_after),) = run_on(1, evaluated, CELLS["delayed"])
+    assert torch.equal(before, eager_before) and torch.equal(after, eager_after) and not torch.equal(before, after)

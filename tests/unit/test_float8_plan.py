@@ -1,0 +1,141 @@
+"""What of a model multiplies in float8, and what is refused by name."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+
+from torchtitan_graph.config import JobConfig, check, load
+from torchtitan_graph.errors import UserError
+from torchtitan_graph.models import llama3
+from torchtitan_graph.models.layers.decoder import Decoder
+from torchtitan_graph.models.spec import build_model
+from torchtitan_graph.quantize.layers import Float8Linear, convert
+from torchtitan_graph.quantize.plan import check_cut, plan_float8
+from torchtitan_graph.quantize.products import DELAYED, E4M3, E5M2, ROWWISE, TENSORWISE, Recipe, linear
+
+CPU = torch.device("cpu")
+FLOAT8 = ("--model.converters", "float8")
+
+
+def configured(**options: str) -> JobConfig:
+    return load([*FLOAT8, *(word for key, x in options.items() for word in (f"--quantize.linear.float8.{key}", x))])
+
+
+def model(name: str = "llama3", flavor: str = "debugmodel") -> Decoder:
+    return build_model(name, flavor, "sdpa", 256)
+
+
+def test_every_linear_layer_but_those_filtered_and_gates_is_converted() -> None:
+    found = plan_float8(configured(), model(), CPU)
+    assert found is not None and len(found.names) == 6 * 7 + 1 and "output" in found.names
+    found = plan_float8(configured(filter_fqns="output,attention.w"), model(), CPU)
+    assert found is not None and found.names[:2] == ("layers.0.feed_forward.w1", "layers.0.feed_forward.w2")
+    assert len(found.names) == 6 * 3
+    found = plan_float8(configured(filter_fqns="router.gate"), model("qwen3", "debugmodel_moe"), CPU)
+    assert found is not None and not any("gate" in name for name in found.names)
+    assert plan_float8(load([]), model(), CPU) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "recipe"),
+    [
+        ({}, Recipe(TENSORWISE, E5M2)),
+        ({"recipe_name": "tensorwise_delayed"}, Recipe(DELAYED, E5M2)),
+        ({"recipe_name": "rowwise"}, Recipe(ROWWISE, E4M3)),
+        ({"recipe_name": "rowwise", "gradient_format": "e5m2"}, Recipe(ROWWISE, E5M2)),
+        ({"gradient_format": "e4m3", "emulate": "true"}, Recipe(TENSORWISE, E4M3, True)),
+    ],
+)
+def test_options_say_the_recipe(options: dict[str, str], recipe: Recipe) -> None:
+    found = plan_float8(configured(**options), model(), CPU)
+    assert found is not None and found.recipe == recipe
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"filter_fqns": "outputs"}, r"filter_fqns = 'outputs': is in no linear layer's name; did you mean output\?"),
+        (
+            {"filter_fqns": "lm_head"},
+            "'lm_head': is in no linear layer's name; they are such as layers.0.attention.wq",
+        ),
+        ({"filter_fqns": "w,output"}, "leaves no linear layer; remove model.converters"),
+    ],
+)
+def test_filters_that_can_not_be_meant_are_refused(options: dict[str, str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        plan_float8(configured(**options), model(), CPU)
+
+
+def test_sizes_that_the_kernels_can_not_take_are_refused() -> None:
+    with pytest.raises(UserError, match="output is 250 x 256, and both sizes must be multiples of 16; name it in"):
+        plan_float8(configured(), build_model("llama3", "debugmodel", "sdpa", 250), CPU)
+
+
+def test_delayed_scaling_of_an_output_that_is_called_again_is_refused() -> None:
+    config = configured(recipe_name="tensorwise_delayed")
+    config.model.num_mtp_layers = 1
+    with pytest.raises(UserError, match="'tensorwise_delayed': with model.num_mtp_layers the layer output"):
+        plan_float8(config, model(), CPU)
+
+
+@pytest.mark.parametrize(
+    ("degree", "filtered", "message"),
+    [
+        (2, "wo", "not built for output, sharded over the vocabulary; name it in"),
+        (32, "output,w2", "cuts the 256 rows or columns of layers.0.attention.wq into parts of 8, which must be"),
+        (8, "output", ""),
+        (1, "wo", ""),
+    ],
+)
+def test_parts_that_tensor_parallelism_leaves_are_checked(degree: int, filtered: str, message: str) -> None:
+    found = plan_float8(configured(filter_fqns=filtered), model(), CPU)
+    assert found is not None
+    with pytest.raises(UserError, match=message) if message else contextlib.nullcontext():
+        check_cut(found, model(), llama3.PLAN, degree)
+
+
+@pytest.mark.parametrize(
+    ("words", "world_size", "message"),
+    [
+        (["--parallelism.pipeline_parallel_degree", "2"], 2, "pipeline_parallel_degree = 2: .* not built with"),
+        (
+            ["--parallelism.enable_async_tensor_parallel", "--parallelism.tensor_parallel_degree", "2"],
+            2,
+            "enable_async_tensor_parallel = True: .* not built with",
+        ),
+        (["--training.enable_cpu_offload"], 1, "enable_cpu_offload = True: .* not built with"),
+        (["--compile.codegen", "blocks"], 1, "compile.codegen = 'blocks': .* not built with"),
+        (["--compile.enable"], 1, "compile.enable = True: .* not built with"),
+        (["--compile.fusions", "swiglu"], 1, "compile.fusions = .'swiglu'.: .* not built with"),
+        (["--training.seq_len", "100", "--training.local_batch_size", "1"], 1, "computes 100 tokens at a time"),
+        (["--model.converters", "float8,mx"], 1, "mx: MX formats are not built"),
+        (["--model.converters", "quantize.grouped_mm.float8"], 1, "products of experts in float8 are not built"),
+        (["--model.converters", "fp8"], 1, "fp8 is unknown; legal is float8"),
+    ],
+)
+def test_what_is_not_built_is_refused_by_name(words: list[str], world_size: int, message: str) -> None:
+    converters = () if "--model.converters" in words else FLOAT8
+    with pytest.raises(UserError, match=message):
+        check(load([*converters, *words]), world_size)
+    assert check(load([*FLOAT8]), 1) == []
+
+
+def test_a_converted_layer_has_the_same_parameters_and_state() -> None:
+    with torch.device("cpu"):
+        old = nn.Sequential(nn.Linear(32, 16, bias=True), nn.Linear(16, 16, bias=False))
+    for recipe, more in ((Recipe(), set()), (Recipe(DELAYED), {"0.amax_history", "1.amax_history"})):
+        new = nn.Sequential(*old)
+        plan = plan_float8(configured(), new, CPU)
+        assert plan is not None
+        before = dict(new.named_parameters())
+        convert(new, plan.__class__(plan.names, recipe))
+        assert isinstance(new[0], Float8Linear) and dict(new.named_parameters()) == before
+        assert new.state_dict().keys() - old.state_dict().keys() == more
+        x = torch.randn(16, 32)
+        past = torch.zeros(2) if more else None
+        y = linear(x, old[0].weight, recipe, slot=new[0].amax, past=past)[0] + old[0].bias
+        assert torch.equal(new[0](x), y) and not torch.equal(y, old[0](x))
+        assert E4M3 not in {b.dtype for b in new.buffers()}

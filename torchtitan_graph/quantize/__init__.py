@@ -1,0 +1,1 @@
+"""Linear layers whose products are of 8-bit numbers."""

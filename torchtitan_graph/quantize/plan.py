@@ -1,0 +1,88 @@
+"""Which layers of a model multiply in float8, and how: what the configuration says, for this model and device."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from torchtitan_graph.config import JobConfig
+from torchtitan_graph.config.option import nearest
+from torchtitan_graph.config.quantize import is_float8
+from torchtitan_graph.errors import UserError
+from torchtitan_graph.log import logger
+from torchtitan_graph.parallel.layout import TP
+from torchtitan_graph.parallel.parallelize import parameter_roles
+from torchtitan_graph.parallel.plan import SPLIT_DIM, Plan
+from torchtitan_graph.quantize.layers import Float8
+from torchtitan_graph.quantize.products import DELAYED, E4M3, E5M2, TENSORWISE, Recipe
+
+MULTIPLE = 16  # of which the kernels want both sizes of a matrix to be
+_FILTER = "quantize.linear.float8.filter_fqns"
+
+
+def plan_float8(config: JobConfig, model: nn.Module, device: torch.device) -> Float8 | None:
+    """Find the linear layers to convert, or none where model.converters does not say so.
+
+    Layers of a class of their own, such as a router's gate, stay as they are.
+
+    Raises:
+        UserError: a part of a name that no linear layer has, none that is left, sizes that the kernels can't take, a
+            layer that delayed scaling can't follow, or a GPU without float8.
+    """
+    if not is_float8(config.model.converters):
+        return None
+    options = config.quantize.linear.float8
+    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    for part in options.filter_fqns:
+        if not any(part in name for name in linears):
+            near = nearest(part, [*linears, *(name.rpartition(".")[2] for name in linears)])
+            hint = f"; did you mean {near}?" if near else f"; they are such as {', '.join([*linears][:4])}"
+            raise UserError(f"{_FILTER} = {part!r}: is in no linear layer's name{hint}")
+    names = [
+        name
+        for name, m in linears.items()
+        if type(m) is nn.Linear and not any(part in name for part in options.filter_fqns)
+    ]
+    if not names:
+        raise UserError(f"{_FILTER} = {options.filter_fqns!r}: leaves no linear layer; remove model.converters instead")
+    for name in names:
+        if any(size % MULTIPLE for size in linears[name].weight.shape):
+            raise UserError(
+                f"model.converters = ['float8']: {name} is {' x '.join(map(str, linears[name].weight.shape))}, and"
+                f" both sizes must be multiples of {MULTIPLE}; name it in {_FILTER}"
+            )
+    scaling = options.recipe_name or TENSORWISE
+    if scaling == DELAYED and config.model.num_mtp_layers and "output" in names:
+        raise UserError(
+            f"quantize.linear.float8.recipe_name = {scaling!r}: with model.num_mtp_layers the layer output is called"
+            f" several times, and one history can't follow them; name output in {_FILTER}"
+        )
+    if device.type == "cuda" and not options.emulate and torch.cuda.get_device_capability(device) < (8, 9):
+        raise UserError(
+            f"model.converters = ['float8']: {torch.cuda.get_device_name(device)} does not multiply in float8; set"
+            " quantize.linear.float8.emulate = true, which is slow, or remove the converter"
+        )
+    recipe = Recipe(scaling, emulate=options.emulate)
+    formats = {"e4m3": E4M3, "e5m2": E5M2, None: E4M3 if recipe.by_row else E5M2}
+    logger.info(f"float8: {len(names)} linear layers, {scaling}; as they were: {len(linears) - len(names)}")
+    return Float8(tuple(names), recipe._replace(gradient=formats[options.gradient_format]))
+
+
+def check_cut(float8: Float8, model: nn.Module, plan: Plan, degree: int) -> None:
+    """Check that tensor parallelism leaves each rank parts that the kernels can take.
+
+    Raises:
+        UserError: a part of another size, or a layer whose logits are sharded over the vocabulary.
+    """
+    roles = parameter_roles(model, plan)
+    for name in float8.names if degree > 1 else ():
+        role = roles.get(f"{name}.weight", {}).get(TP) or plan.get(name, {}).get(TP, "")
+        cut = f"parallelism.tensor_parallel_degree = {degree}: model.converters = ['float8']"
+        if role == "vocabulary":
+            raise UserError(f"{cut} is not built for {name}, sharded over the vocabulary; name it in {_FILTER}")
+        size = model.get_parameter(f"{name}.weight").shape[SPLIT_DIM[role]] if role in SPLIT_DIM else 0
+        if size // degree % MULTIPLE:
+            raise UserError(
+                f"{cut}: cuts the {size} rows or columns of {name} into parts of {size // degree}, which must be"
+                f" multiples of {MULTIPLE}; choose another degree, or name it in {_FILTER}"
+            )

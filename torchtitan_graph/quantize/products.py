@@ -1,0 +1,182 @@
+"""A linear layer's products in float8: how tensors are scaled into the format, and what autograd does with it.
+
+A number x is stored as q = x / scale in float8, and stands for q * scale. The scale brings the largest magnitude of a
+tensor, or of each row that a product runs along, to the format's largest: OCP 8-bit Floating Point Specification;
+Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433.
+
+The autograd functions take and give tensors and plain values only: nothing of a module, no cache. So every tracer and
+torch.compile can follow them, and what is computed again is computed the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchtitan_graph.graph.torch_private import scaled_mm
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+TENSORWISE, DELAYED, ROWWISE, ROWWISE_WIDE = "tensorwise", "tensorwise_delayed", "rowwise", "rowwise_with_gw_hp"
+
+
+class Recipe(NamedTuple):
+    """How a layer is quantised: plain values.
+
+    scaling   a name above: one scale for a tensor, from its own largest magnitude or, delayed, from those of earlier
+              steps (weights: always their own); or one for each row, and then perhaps the weight's gradient in full
+              precision
+    gradient  the format of gradients; activations and weights are E4M3
+    emulate   multiply the numbers that float8 stands for in fp32, on a GPU too
+    """
+
+    scaling: str = TENSORWISE
+    gradient: torch.dtype = E5M2
+    emulate: bool = False
+
+    @property
+    def by_row(self) -> bool:
+        return self.scaling in (ROWWISE, ROWWISE_WIDE)
+
+
+def largest(x: Tensor, by_row: bool = False) -> Tensor:
+    """Give the largest magnitude, fp32: a scalar, or (rows, 1) of a matrix."""
+    return (x.abs().amax(-1, keepdim=True) if by_row else x.abs().amax()).float()
+
+
+def scale_for(magnitude: Tensor, dtype: torch.dtype) -> Tensor:
+    """Give the scale that brings a magnitude to the format's largest number; of zeros too, one that divides."""
+    return magnitude.clamp(min=1e-12) / torch.finfo(dtype).max
+
+
+def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Divide by the scale, and round to the format; what is larger than it holds becomes its largest number."""
+    limit = torch.finfo(dtype).max  # a cast alone would give nan, or inf
+    return (x.float() / scale).clamp(-limit, limit).to(dtype)
+
+
+def quantized(x: Tensor, dtype: torch.dtype, by_row: bool = False) -> tuple[Tensor, Tensor]:
+    """Quantise by the tensor's own scale, or its rows'; give the scale too."""
+    scale = scale_for(largest(x, by_row), dtype)
+    return quantize(x, scale, dtype), scale
+
+
+def workspace_of(weight: Tensor, q: Tensor | None, scale: Tensor | None) -> tuple[Tensor, Tensor, bool]:
+    """Give a weight's workspace, its quantised form and that one's scale, and whether it was made here.
+
+    One that is given is taken as it is (hit): whoever keeps it refreshes it when the weight changes. With none given
+    (miss), or that of another weight, by shape, format, kind of scale or device (invalid), it is made of the weight.
+    """
+    if q is not None and scale is not None:
+        found = (q.shape, q.dtype, q.device, scale.shape, scale.dtype, scale.device)
+        if found == (weight.shape, E4M3, weight.device, torch.Size(()), torch.float32, weight.device):
+            return q, scale, False
+    return *quantized(weight, E4M3), True
+
+
+def product(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch.dtype, emulate: bool) -> Tensor:
+    """Multiply a (M, K) by b (N, K), transposed, and give (M, N); scales are scalars, or (M, 1) and (N, 1).
+
+    Emulated, and on a CPU always, in fp32: bitwise what a CPU's own `_scaled_mm` gives, which is slow.
+    """
+    if a.device.type == "cuda" and not emulate:
+        return scaled_mm(a, scale_a, b, scale_b, dtype)
+    return ((a.float() * scale_a) @ (b.float() * scale_b).t()).to(dtype)
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    recipe: Recipe,
+    q: Tensor | None = None,
+    scale: Tensor | None = None,
+    slot: Tensor | None = None,
+    past: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Multiply x (..., D) by the weight (F, D), transposed; give (..., F) in x's dtype, and the workspace if it was
+    made here (see `workspace_of`; scaling by rows has none).
+
+    Args:
+        q, scale: the weight's workspace.
+        slot, past: with delayed scaling, of activations and of the result's gradient (2,): the gradient of `slot` is
+            set to their largest magnitudes, which so leave a step as values, once also if the layer is computed again;
+            `past` are those to scale by, 0 where there are none yet.
+    """
+    x_TD = x.flatten(0, -2)
+    if recipe.by_row:
+        y_TF, made = _Rowwise.apply(x_TD, weight, recipe), (None, None)
+    else:
+        y_TF, *made = _Tensorwise.apply(x_TD, weight, q, scale, slot, past, recipe)
+    return y_TF.unflatten(0, x.shape[:-1]), *made
+
+
+class _Tensorwise(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        weight_FD: Tensor,
+        q_FD: Tensor | None,
+        scale: Tensor | None,
+        slot: Tensor | None,
+        past: Tensor | None,
+        recipe: Recipe,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        w_FD, w_scale, is_made = workspace_of(weight_FD, q_FD, scale)
+        magnitude = largest(x_TD)
+        x_scale = _scale_by(past, 0, magnitude, E4M3)
+        xq_TD = quantize(x_TD, x_scale, E4M3)
+        ctx.recipe, ctx.dtypes, ctx.is_delayed = recipe, (x_TD.dtype, weight_FD.dtype), slot is not None
+        ctx.save_for_backward(xq_TD, x_scale, w_FD, w_scale, magnitude, past)
+        y_TF = product(xq_TD, x_scale, w_FD, w_scale, x_TD.dtype, recipe.emulate)
+        if not is_made:
+            return y_TF, None, None
+        ctx.mark_non_differentiable(w_FD, w_scale)
+        return y_TF, w_FD, w_scale
+
+    @staticmethod
+    def backward(ctx: Any, dy_TF: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        xq_TD, x_scale, w_FD, w_scale, x_magnitude, past = ctx.saved_tensors
+        recipe, (x_dtype, w_dtype), dx, dw = ctx.recipe, ctx.dtypes, None, None
+        magnitude = largest(dy_TF)
+        dy_scale = _scale_by(past, 1, magnitude, recipe.gradient)
+        dyq_TF = quantize(dy_TF, dy_scale, recipe.gradient)
+        if ctx.needs_input_grad[0]:
+            dx = product(dyq_TF, dy_scale, w_FD.t(), w_scale, x_dtype, recipe.emulate)
+        if ctx.needs_input_grad[1]:
+            dw = product(dyq_TF.t(), dy_scale, xq_TD.t(), x_scale, w_dtype, recipe.emulate)
+        seen = torch.stack([x_magnitude, magnitude]) if ctx.is_delayed else None
+        return dx, dw, None, None, seen, None, None
+
+
+def _scale_by(past: Tensor | None, i: int, magnitude: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scale by what earlier steps saw, where they saw anything; else by the magnitude itself."""
+    return scale_for(magnitude if past is None else torch.where(past[i] > 0, past[i], magnitude), dtype)
+
+
+class _Rowwise(torch.autograd.Function):
+    """Each product has other rows, so each quantises both its operands anew."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, weight_FD: Tensor, recipe: Recipe) -> Tensor:
+        ctx.recipe = recipe
+        ctx.save_for_backward(x_TD, weight_FD)
+        return _product_by_row(x_TD, E4M3, weight_FD, E4M3, x_TD.dtype, recipe)
+
+    @staticmethod
+    def backward(ctx: Any, dy_TF: Tensor) -> tuple[Tensor | None, ...]:
+        (x_TD, weight_FD), recipe, dx, dw = ctx.saved_tensors, ctx.recipe, None, None
+        if ctx.needs_input_grad[0]:
+            dx = _product_by_row(dy_TF, recipe.gradient, weight_FD.t(), E4M3, x_TD.dtype, recipe)
+        if ctx.needs_input_grad[1] and recipe.scaling == ROWWISE_WIDE:
+            dw = (dy_TF.t() @ x_TD).to(weight_FD.dtype)
+        elif ctx.needs_input_grad[1]:
+            dw = _product_by_row(dy_TF.t(), recipe.gradient, x_TD.t(), E4M3, weight_FD.dtype, recipe)
+        return dx, dw, None
+
+
+def _product_by_row(
+    a: Tensor, a_dtype: torch.dtype, b: Tensor, b_dtype: torch.dtype, dtype: torch.dtype, recipe: Recipe
+) -> Tensor:
+    return product(*quantized(a, a_dtype, True), *quantized(b, b_dtype, True), dtype, recipe.emulate)

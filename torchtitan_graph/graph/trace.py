@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import functools
 import inspect
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -42,6 +43,7 @@ from torchtitan_graph.graph.torch_private import (
     FakeTensor,
     FakeTensorMode,
     has_gradient_hooks,
+    marked_dims,
     mask_parts,
     mask_whole,
     trace_to_graph,
@@ -81,6 +83,8 @@ class TracedResult:
     options     what the optimizer's groups hold beside tensors, by name: constants of the trace as well
     modes       what modules are in training mode, and what parameters take gradients, by name: constants as well
     autocast    the device types that compute in a lower precision around the call, and in which
+    guards      refuses a call, before the first run and whenever state is bound again, if other Python values that the
+                graph rests on are not as they were; None where the capture does not know them
     """
 
     gm: GraphModule
@@ -94,11 +98,26 @@ class TracedResult:
     options: dict[str, Any]
     modes: dict[str, bool]
     autocast: dict[str, torch.dtype]
+    guards: Callable[..., None] | None = None
+
+
+class InParts(functools.partial):
+    """`whole(forward, *arguments)`: a function to trace, of which a capture may take `forward` in a way of its own.
+
+    `forward` takes the first of the arguments, or all of them. What stands around it, such as backward, does not.
+    """
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        return self.args[0]
+
+    def with_forward(self, forward: Callable[..., Any]) -> InParts:
+        return InParts(self.func, forward)
 
 
 class Capture(Protocol):
     """A way to turn a function into a graph: of `fn(*arguments)`, which closes over `module`. Of `blocks`, submodules
-    by name, those that are alike need to be traced once only."""
+    by name, those that are alike need to be traced once only. `fn` may be `InParts`."""
 
     def __call__(
         self,
@@ -108,6 +127,7 @@ class Capture(Protocol):
         *,
         device: Any,
         blocks: Mapping[str, torch.nn.Module] = ...,
+        stack_traces: bool = ...,
     ) -> TracedResult: ...
 
 
@@ -157,6 +177,8 @@ def minimal_fx_tracer(
         _check_hooks(module)
         values = [(kind, name, tensor) for (kind, name), tensor in live_state(module, optimizer).items()]
         values += [("input", given.names[i], x) for i, x in enumerate(given.leaves) if i not in given.constants]
+        for _, name, tensor in values:
+            _check_marks(name, tensor)
         slots = tuple(Slot(name, kind, layout_of(tensor)) for kind, name, tensor in values)
         plain = [t for slot, (_, _, tensor) in zip(slots, values, strict=True) for t in slot.layout.flatten(tensor)]
         fake_mode, out = FakeTensorMode(allow_non_fake_inputs=True), _Result()
@@ -164,7 +186,7 @@ def minimal_fx_tracer(
 
         def graph(blocks: Mapping[str, torch.nn.Module]) -> GraphModule:
             with opaque(blocks, module, fake_mode, stack_traces) as stamps:
-                gm = trace_to_graph(run, _fake(plain, fake_mode, device), fake_mode, module, stack_traces)
+                gm = trace_to_graph(run, fakes_of(plain, fake_mode, device), fake_mode, module, stack_traces)
             stamps.put_in(gm)
             return gm
 
@@ -316,9 +338,15 @@ def run_traced(
     input_slots = tuple(s for s in signature.inputs if s.kind == "input")
     examples = _example_inputs(traced.gm)
     bound = BoundState(state_slots, traced.options, traced.modes, module, optimizer)
+    guarded: list[torch.Tensor] | None = None  # the state that was bound when guards were last checked
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        flat = bound.tensors() + _flat_inputs(traced, input_slots, examples, args, kwargs)
+        nonlocal guarded
+        state = bound.tensors()
+        flat = state + _flat_inputs(traced, input_slots, examples, args, kwargs)
+        if traced.guards is not None and guarded is not state:
+            traced.guards(*args, **kwargs)
+            guarded = state
         strides = [x.stride() for x in flat]
         del args, kwargs  # the graph frees an input after its last use, if nobody else holds it
         if _autocast() != traced.autocast:
@@ -413,9 +441,10 @@ def _unflatten(slots: tuple[Slot, ...], flat: tuple[torch.Tensor, ...], values: 
     return leaves
 
 
-def _fake(
+def fakes_of(
     plain: list[torch.Tensor], fake_mode: FakeTensorMode, device: torch.device | str | None
 ) -> list[torch.Tensor]:
+    """Give tensors without numbers like these, and `device` as that of those on meta."""
     with fake_mode:
         return [
             torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device if t.is_meta and device else t.device)
@@ -500,6 +529,16 @@ def _check_hooks(module: torch.nn.Module | None) -> None:
         raise UserError(
             f"{', '.join(hooked)} has a hook on its gradient, which a graph would not call: remove it, and change the "
             "gradient in the traced function"
+        )
+
+
+def _check_marks(name: str, tensor: torch.Tensor) -> None:
+    dims = sorted(marked_dims(tensor))
+    if dims:
+        raise UserError(
+            f"{name} is marked dynamic in dim{'s' * (len(dims) > 1)} {', '.join(map(str, dims))} "
+            "(torch._dynamo.mark_dynamic or mark_unbacked): the shapes of a graph are fixed, and another is refused; "
+            "give a tensor without marks, and trace once for each shape"
         )
 
 

@@ -29,8 +29,8 @@ from torchtitan_graph.data.open_corpus import validation_corpus
 from torchtitan_graph.data.tokenizer import Tokenizer, find_assets, load_tokenizer
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.forecast import Forecast, check_fits, forecast
+from torchtitan_graph.graph.dynamo import CAPTURES
 from torchtitan_graph.graph.torch_private import set_timeout
-from torchtitan_graph.graph.trace import make_fx_capture
 from torchtitan_graph.log import logger
 from torchtitan_graph.metrics import (
     Metrics,
@@ -112,7 +112,9 @@ class Trainer:
         self.options = step_options(config, self.model, self.num_microbatches, self.device)
         if config.compile.precompiled is not None:
             self.options = dataclasses.replace(self.options, precompiled=self._open_precompiled())
-        self.capture = partial(make_fx_capture, stack_traces=config.debug.stack_traces or config.debug.dump_graphs)
+        self.capture = partial(
+            CAPTURES[config.compile.capture], stack_traces=config.debug.stack_traces or config.debug.dump_graphs
+        )
         check_steps(config, self.model, self.family, self.dims, self.options)
         check_optimizer(self.model, config.optimizer)
         self.dump_folder = Path(config.job.dump_folder)

@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchtitan_graph.config import job
 from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
 from torchtitan_graph.device import RATES
+from torchtitan_graph.graph.dynamo import CAPTURES
 from torchtitan_graph.graph.step import StepOutput
 from torchtitan_graph.graph.trace import TracedResult
 from torchtitan_graph.loss import cross_entropy
@@ -98,6 +99,7 @@ class Cell:
     dedupe: bool = False
     vocab_size: int = 0
     num_steps: int = NUM_STEPS
+    capture: str = "make_fx"
     pipeline: tuple[tuple[str, Any], ...] = ()  # options of `job.Parallelism`: its schedule and stages
     float8: Recipe | None = None  # of all linear layers in blocks
 
@@ -225,13 +227,16 @@ def _edited(
 def final_graphs(cell: Cell) -> tuple[Decoder, Graphs]:
     """Give the model on meta, and its final graphs."""
     model = build_model(cell)
-    return model, build_graphs(model, load_family(cell.family), layout_of(cell.dims), cell.options("graph"))
+    return model, build_graphs(
+        model, load_family(cell.family), layout_of(cell.dims), cell.options("graph"), CAPTURES[cell.capture]
+    )
 
 
 def trace(cell: Cell) -> Traced:
     """Give the steps before any pass, traced with real numbers, on which passes can be verified."""
     options = dataclasses.replace(cell.options("graph"), verify=True)
-    return trace_steps(build_model(cell), load_family(cell.family), layout_of(cell.dims), options)
+    family, layout = load_family(cell.family), layout_of(cell.dims)
+    return trace_steps(build_model(cell), family, layout, options, CAPTURES[cell.capture])
 
 
 class Plain(NamedTuple):

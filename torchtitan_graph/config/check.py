@@ -203,6 +203,22 @@ def _check_precompiled(config: JobConfig) -> list[str]:
     return problems
 
 
+def _check_capture(config: JobConfig) -> list[str]:
+    """Refuse Dynamo where what it checks would be lost, or where nothing is captured."""
+    if config.compile.capture != "dynamo":
+        return []
+    stands_in_the_way = {
+        "compile.mode": ("has no graph; use graph", config.compile.mode == "eager"),
+        "compile.precompiled": ("a file does not hold Dynamo's guards", config.compile.precompiled is not None),
+        _PP: ("a stage's parts do not check them; use another axis", config.parallelism.pipeline_parallel_degree > 1),
+    }
+    return [
+        f"{_name(config, key)}: not with compile.capture = dynamo: {why}, or set that to make_fx"
+        for key, (why, is_so) in stands_in_the_way.items()
+        if is_so
+    ]
+
+
 def _check_tables(config: JobConfig, world_size: int) -> list[str]:
     problems = []
     if unknown := [key for key in config.job.allow_changed if key not in RUN_DEFINING]:
@@ -221,7 +237,7 @@ def _check_tables(config: JobConfig, world_size: int) -> list[str]:
             f"{_name(config, 'debug.verify_passes')}: a dry run sends nothing, so there are no numbers to compare; "
             "remove it, or comm.mode = fake_backend"
         )
-    problems += _check_precompiled(config)
+    problems += _check_precompiled(config) + _check_capture(config)
     if config.comm.mode == "fake_backend" and config.comm.fake_rank >= world_size:
         name = _name(config, "comm.fake_rank")
         problems.append(f"{name}: must be from 0 to {world_size - 1}, as NGPU, the number of ranks, is {world_size}")

@@ -510,6 +510,12 @@ class Compile:
         False,
         "Let equal blocks be calls of one subgraph, forward and backward: a small graph of many layers, bit for bit.",
     )
+    capture: str = option(
+        "make_fx",
+        "How the step becomes a graph. make_fx: it is run, and what ran is recorded; dynamo: its code is read, so that "
+        "what the graph rests on is checked, and what it would lose is refused. The same bits; tracing takes longer.",
+        choices=("make_fx", "dynamo"),
+    )
     optimizer_in_graph: bool = option(
         False,
         "Clip and take the optimizer's step as a graph too, with the same bits on a CPU: for Adam and AdamW, fused.",

@@ -157,7 +157,7 @@ def unchanged_attributes(module: torch.nn.Module | None) -> Iterator[None]:
     finally:
         for (name, child), old in saved.items():
             for key, x in attributes(child).items():
-                if _is_container(x) and any(_is_traced(leaf) for leaf in pytree.tree_leaves(x)):
+                if _is_container(x) and any(is_traced(leaf) for leaf in pytree.tree_leaves(x)):
                     leaks.append((f"{name}.{key}".lstrip("."), child, key, old.get(key)))
         for _, child, key, before in leaks:
             child.__dict__.pop(key)
@@ -196,7 +196,7 @@ def _restored(held: Any, content: Any) -> Any:
     return held
 
 
-def _is_traced(leaf: Any) -> bool:
+def is_traced(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and any(isinstance(t, FakeTensor) for t in layout_of(leaf).flatten(leaf))
 
 

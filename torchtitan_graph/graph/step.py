@@ -16,7 +16,7 @@ from torchtitan_graph.graph.pieces import Recorder, Replayed
 from torchtitan_graph.graph.signature import signature_of
 from torchtitan_graph.graph.state import sharing_memory
 from torchtitan_graph.graph.torch_private import accumulate, annotated, free_gradient_dtype
-from torchtitan_graph.graph.trace import Capture, TracedResult, make_fx_capture, run_traced
+from torchtitan_graph.graph.trace import Capture, InParts, TracedResult, make_fx_capture, run_traced
 
 IGNORE_INDEX = -100  # a label that is no target, as of torch's cross_entropy and of data/batch.py
 
@@ -93,11 +93,14 @@ def make_train_step(
     dtype in which tensor parallelism's parts of a gradient are added, where the installed FSDP2 says so.
     """
 
-    def train_step(batch: Inputs, masks: Any, num_tokens: Tensor) -> Any:
+    def forward(batch: Inputs, masks: Any, num_tokens: Tensor) -> StepOutput:
+        return _forward(model, loss, batch, masks, num_tokens)
+
+    def train_step(forward: Callable[..., StepOutput], batch: Inputs, masks: Any, num_tokens: Tensor) -> Any:
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         free_gradient_dtype(parameters.values(), sum_in)
         slots = _slots(model)
-        value, state = _forward(model, loss, batch, masks, num_tokens)
+        value, state = forward(batch, masks, num_tokens)
         wanted = parameters | slots
         gradients = torch.autograd.grad(value, list(wanted.values()), allow_unused=True)
         found = {name: g for name, g in zip(wanted, gradients, strict=True) if g is not None}
@@ -105,7 +108,7 @@ def make_train_step(
         with annotated(phase="backward"):
             return value, {name: _as_parameter(g, parameters[name]) for name, g in found.items()}, state
 
-    return train_step
+    return InParts(train_step, forward)
 
 
 def _slots(model: nn.Module) -> dict[str, Tensor]:
@@ -173,9 +176,9 @@ def trace_eval_step(
 def make_eval_step(model: nn.Module, loss: Loss) -> Callable[[Inputs, Any, Tensor], Tensor]:
     """Give `step(batch, masks, num_tokens) -> loss`, to be traced or, in eager mode, called."""
 
-    @torch.no_grad()
     def step(batch: Inputs, masks: Any, num_tokens: Tensor) -> Tensor:
-        return loss(model(batch.tokens_BL, batch.positions_BL, masks), batch.labels_BL, num_tokens)
+        with torch.no_grad():  # no decorator: Dynamo would begin in torch's own function
+            return loss(model(batch.tokens_BL, batch.positions_BL, masks), batch.labels_BL, num_tokens)
 
     return step
 

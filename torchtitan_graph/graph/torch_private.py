@@ -1,5 +1,6 @@
 """Every private torch name that the project uses: why, and what would replace it. Releases differ only here."""
 
+import ast
 import contextlib
 import copy
 import dataclasses
@@ -9,7 +10,10 @@ import functools
 import json
 import math
 import os
+import re
+import reprlib
 import types
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,14 +53,17 @@ __all__ = [
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
+    "NotCaptured",
     "PipelineAction",
     "ScoreFunction",
     "StorageInfo",
+    "StrictCapture",
     "StridedShard",
     "accumulate",
     "add_runtime_checks",
     "annotated",
     "boxed",
+    "capture_strictly",
     "close_rule",
     "compile_by_inductor",
     "current_words",
@@ -66,6 +73,7 @@ __all__ = [
     "dynamic_marks",
     "export_dims",
     "flex_attention_op",
+    "fake_mode_for_dynamo",
     "free_gradient_dtype",
     "has_gradient_hooks",
     "ignore_profiler_in_recomputation",
@@ -120,7 +128,8 @@ def make_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
 def reparametrize(module: torch.nn.Module, state: dict[str, torch.Tensor]) -> contextlib.AbstractContextManager:
     """Swap `state` (by name) into the live module; tied names follow. `torch.func.functional_call` would replace it
     if it could run a function that closes over the module instead of the module's own forward."""
-    return _reparametrize_module(module, state, tie_weights=True)
+    # What a shared module has under two names is swapped twice: what was there first is put back last.
+    return _reparametrize_module(module, state, tie_weights=True, stack_weights=True)
 
 
 def ignore_profiler_in_recomputation() -> None:
@@ -328,6 +337,129 @@ def set_arguments(node: torch.fx.Node, args: tuple, kwargs: dict[str, Any]) -> N
     """Give a new node its arguments. FX's public setters take a node out of its graph's table of operators and put it
     back, which takes as long as to make the node. Replaced when they don't."""
     node._update_args_kwargs(args, kwargs)
+
+
+def fake_mode_for_dynamo() -> FakeTensorMode:
+    """Give a mode whose fake tensors Dynamo takes as a function's arguments and state."""
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+
+
+# Guards on tensors: a graph's signature says more of them. The last is what is set around a call, see below.
+_NOT_GUARDED = {"TENSOR_MATCH", "DIMENSION_DYNAMIC_MARKING_GUARD", "NO_TENSOR_ALIASING", "DUPLICATE_INPUT"}
+_NOT_GUARDED |= {"DTENSOR_SPEC_MATCH", "GLOBAL_STATE"}
+# Of that state: the graph is run under `no_grad` and without autocast, which the tracer checks; threads change nothing.
+_MAY_CHANGE = {"grad_mode", "autocast_state", "num_threads"}
+
+
+class NotCaptured(Exception):
+    """Say why Dynamo can't take a function as one graph, and the line where."""
+
+
+class StrictCapture(NamedTuple):
+    """What Dynamo took of a function.
+
+    gm        the graph
+    sources   where each of its inputs is found, as an expression of the function's names in L and globals in G
+    changed   the same of what the function changes that is no result
+    inputs    (*arguments) -> the graph's inputs
+    result    (the graph's outputs, arguments) -> the function's result
+    violated  (arguments) -> one of the guards that is not so; empty if all are
+    """
+
+    gm: torch.fx.GraphModule
+    sources: list[str]
+    changed: list[str]
+    inputs: Callable[..., tuple[Any, ...]]
+    result: Callable[[Any, tuple[Any, ...]], Any]
+    violated: Callable[[tuple[Any, ...]], str]
+
+
+def capture_strictly(fn: Callable[..., Any], arguments: tuple[Any, ...]) -> StrictCapture:
+    """Let Dynamo take a function as one graph, from torch 2.13 on. `torch.export` would replace it if it kept guards
+    and took a function that closes over its module; `torch.compile(fullgraph=True)` if it gave its graph.
+
+    Raises:
+        NotCaptured: why Dynamo can't.
+    """
+    import torch._dynamo.config  # late, for it takes a second
+    from torch._dynamo.convert_frame import _get_frame, fullgraph_capture
+    from torch._dynamo.exc import TorchDynamoException
+    from torch._dynamo.functional_export import create_fx_graph_from_captured_output
+    from torch._dynamo.hooks import Hooks
+    from torch._dynamo.utils import dynamo_timed, get_metrics_context
+
+    strict: dict[str, Any] = dict(specialize_int=True, specialize_float=True, automatic_dynamic_shapes=False)
+    strict |= dict(skip_nnmodule_hook_guards=False)  # a hook that is added later is to be noticed
+    strict |= dict(replay_side_effects=False, side_effect_replay_policy="warn")  # named, see `changed`
+    with (
+        torch._dynamo.config.patch(strict),
+        warnings.catch_warnings(record=True) as said,
+        get_metrics_context(),
+        dynamo_timed("fullgraph_capture"),
+    ):
+        warnings.simplefilter("always")
+        try:
+            out = fullgraph_capture(fn, arguments, {})
+        except TorchDynamoException as error:
+            raise NotCaptured(_why(error)) from error
+        found = out.graph_capture_output
+        gm: Any = create_fx_graph_from_captured_output(out, fn, arguments, {})
+        hooks = Hooks(guard_filter_fn=lambda guards: [_is_of_python(each) for each in guards])
+        manager = found.build_guards(fn.__code__, hooks=hooks).guard_manager
+    state = found.output_graph.global_state_guard
+
+    def violated(arguments: tuple[Any, ...]) -> str:
+        if changed := set(() if state.check() else state.reason().split()) - _MAY_CHANGE:
+            return f"another {', '.join(sorted(changed))} of torch"
+        names = _get_frame(fn, arguments).locals
+        checked = manager.check_verbose(names)
+        scope = {"L": names, "G": found.f_globals}
+        return "" if checked.result else _with_value(checked.verbose_code_parts[0], scope)
+
+    return StrictCapture(
+        gm,
+        [node._dynamo_source.name for node in gm.graph.find_nodes(op="placeholder")],
+        [each for one in said if "side effects" in str(one.message) for each in _listed(str(one.message))],
+        gm._dynamo_bytecode_flatten,
+        gm._dynamo_bytecode_unflatten,
+        violated,
+    )
+
+
+def _why(error: Any) -> str:
+    """Give a sentence or two of Dynamo's page of an error, and the author's line."""
+    first, *more = str(error).strip().splitlines()
+    explained = [line.strip().removeprefix("Explanation: ") for line in more if "Explanation: " in line]
+    frames = getattr(error, "real_stack", None) or ()
+    where = "".join(f", {Path(frame.filename).name}:{frame.lineno} in {frame.name}" for frame in list(frames)[-1:])
+    return f"{' '.join([f'{first}:', *explained[:1]]).rstrip(':.')} (Dynamo{where})"
+
+
+def _is_of_python(guard: Any) -> bool:
+    """Tell a guard of Dynamo that is none on a tensor, nor on what parameters have: they are stored in another layout
+    than they are captured in."""
+    of_state = re.search(r"\._(parameters|buffers)\['[^']+'\]", guard.orig_guard.name)
+    return guard.guard_type not in _NOT_GUARDED and not of_state
+
+
+def _with_value(guard: str, scope: dict[str, Any]) -> str:
+    """Say a guard that is not so in words: the expression, the author's line, what the value is now."""
+    code, *comments = re.split(r"\s+# ", guard.strip())
+    comments = [re.sub(r"[^ ]*/([^ /]+/[^ /]+:)", r"\1", each) for each in comments]  # no more of a path than it takes
+    where = f" ({', '.join(comments)})" if comments else ""
+    if identity := re.match(r"___check_(type|obj)_id\((.+), \d+\)(?:, type=(.+))?", code):
+        what, subject, kind = identity.groups()
+        return f"{subject} being {f'a {kind}' if what == 'type' else 'the same object'}{where}"
+    try:
+        value = eval(code.removeprefix("not ").partition(" == ")[0], scope)  # of Dynamo's making
+    except Exception:  # it uses names of Dynamo's own
+        return f"{code}{where}"
+    return f"{code}{where}, and it is {reprlib.repr(value)} now"
+
+
+def _listed(message: str) -> list[str]:
+    """Read the list that a warning of Dynamo ends with."""
+    return ast.literal_eval(message[message.index("[") :])
 
 
 def lazy_graph_module(root: torch.nn.Module, graph: torch.fx.Graph) -> torch.fx.GraphModule:
@@ -603,6 +735,12 @@ def flex_attention_op(
             return_aux=wanted,
         )
         return out_BNLH, aux.lse
+    options = dict(_apply_kernel_options(q_BNLH, k_BNLH, v_BNLH, True, None))
+    if torch.compiler.is_dynamo_compiling():  # lifts itself what rule and score function close over
+        out_BNLH, lse_BNL, *_ = _flex_attention(
+            q_BNLH, k_BNLH, v_BNLH, score or _no_score_change, mask.as_tuple(), scale, options
+        )
+        return out_BNLH, lse_BNL * math.log(2)
     of_mask, mask_remainder = open_rule(mask.mask_mod)
     of_score, score_remainder = open_rule(score or _no_score_change)
 
@@ -619,7 +757,7 @@ def flex_attention_op(
         change,
         (*mask.as_tuple()[:-1], rule),
         scale,
-        dict(_apply_kernel_options(q_BNLH, k_BNLH, v_BNLH, True, None)),
+        options,
         tuple(of_score),
         tuple(of_mask),
     )

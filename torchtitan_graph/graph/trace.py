@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import functools
 import inspect
 import traceback
 import types
@@ -88,6 +89,8 @@ class TracedResult:
     modes       what modules are in training mode, and what parameters take gradients, by name: constants as well
     autocast    the device types that compute in a lower precision around the call, and in which
     sizes       the dimensions that may differ from call to call, and what the graph reads; None without any
+    guards      refuses a call, before the first run and whenever state is bound again, if other Python values that the
+                graph rests on are not as they were; None where the capture does not know them
     """
 
     gm: GraphModule
@@ -102,11 +105,26 @@ class TracedResult:
     modes: dict[str, bool]
     autocast: dict[str, torch.dtype]
     sizes: Sizes | None = None
+    guards: Callable[..., None] | None = None
+
+
+class InParts(functools.partial):
+    """`whole(forward, *arguments)`: a function to trace, of which a capture may take `forward` in a way of its own.
+
+    `forward` takes the first of the arguments, or all of them. What stands around it, such as backward, does not.
+    """
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        return self.args[0]
+
+    def with_forward(self, forward: Callable[..., Any]) -> InParts:
+        return InParts(self.func, forward)
 
 
 class Capture(Protocol):
     """A way to turn a function into a graph: of `fn(*arguments)`, which closes over `module`. Of `blocks`, submodules
-    by name, those that are alike need to be traced once only."""
+    by name, those that are alike need to be traced once only. `fn` may be `InParts`."""
 
     def __call__(
         self,
@@ -116,6 +134,7 @@ class Capture(Protocol):
         *,
         device: Any,
         blocks: Mapping[str, torch.nn.Module] = ...,
+        stack_traces: bool = ...,
     ) -> TracedResult: ...
 
 
@@ -190,7 +209,7 @@ def minimal_fx_tracer(
         def graph(blocks: Mapping[str, torch.nn.Module], env: ShapeEnv | None = None) -> GraphModule:
             fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
             with opaque(blocks, module, fake_mode, stack_traces) as stamps:
-                gm = trace_to_graph(run, _fake(plain, fake_mode, device), fake_mode, module, stack_traces)
+                gm = trace_to_graph(run, fakes_of(plain, fake_mode, device), fake_mode, module, stack_traces)
             stamps.put_in(gm)
             return gm
 
@@ -354,10 +373,16 @@ def run_traced(
     input_slots = tuple(s for s in signature.inputs if s.kind == "input")
     examples = _example_inputs(traced.gm)
     bound = BoundState(state_slots, traced.options, traced.modes, module, optimizer)
+    guarded: list[torch.Tensor] | None = None  # the state that was bound when guards were last checked
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal guarded
+        state = bound.tensors()
         inputs, sizes = _flat_inputs(traced, input_slots, examples, args, kwargs)
-        flat = bound.tensors() + inputs
+        if traced.guards is not None and guarded is not state:
+            traced.guards(*args, **kwargs)
+            guarded = state
+        flat = state + inputs
         del inputs
         strides = [x.stride() for x in flat]
         del args, kwargs  # the graph frees an input after its last use, if nobody else holds it
@@ -460,11 +485,12 @@ def _unflatten(slots: tuple[Slot, ...], flat: tuple[torch.Tensor, ...], values: 
     return leaves
 
 
-def _fake(
+def fakes_of(
     plain: Sequence[tuple[torch.Tensor, tuple[Sequence[Any], Sequence[Any]]]],
     fake_mode: FakeTensorMode,
     device: torch.device | str | None,
 ) -> list[torch.Tensor]:
+    """Give tensors without numbers like these, and `device` as that of those on meta."""
     with fake_mode:
         return [
             torch.empty_strided(

@@ -134,6 +134,15 @@ def test_what_looks_at_tracing_is_refused_where_graphs_are_read(other: str) -> N
     assert check(load(["--compile.precompiled", "graphs"]), 1) == []
 
 
+@pytest.mark.parametrize(
+    "other", ["compile.mode eager", "compile.precompiled graphs", "parallelism.pipeline_parallel_degree 2"]
+)
+def test_dynamo_is_refused_where_its_guards_are_not_checked(other: str) -> None:
+    found = problems(f"--compile.capture dynamo --{other}", 2)
+    assert any(f"{other.split()[0]} = " in each and "not with compile.capture = dynamo" in each for each in found)
+    assert check(load(["--compile.capture", "dynamo"]), 2) == []
+
+
 @pytest.mark.parametrize("name", ["tag_budget", "rematerialize"])
 def test_a_budget_is_not_met_without_what_meets_it(name: str) -> None:
     (problem,) = problems(f"--activation_checkpoint.mode memory_budget --compile.disable_passes {name}", 1)

@@ -1,0 +1,46 @@
+"""A step that Dynamo captured trains as one that the tracer did, bit for bit, in every family and layout."""
+
+import dataclasses
+
+import pytest
+import torch
+from matrix import BF16, FSDP2, FSDP2_TP2, ONE, TP2, Cell, bits_that_differ, build_graph, train
+
+from pool import run_on
+from torchtitan_graph.models.spec import family_names, load_family
+from torchtitan_graph.parallel.layout import ParallelDims
+from torchtitan_graph.parallel.recompute import Recompute
+
+pytestmark = pytest.mark.skipif(torch.__version__ < "2.13", reason="Dynamo captures steps from torch 2.13 on")
+EXPERTS = {"family": "qwen3", "flavor": "debugmodel_moe"}
+FAST = {
+    "llama3 on one rank": Cell(),
+    "gpt_oss with flex attention": Cell(family="gpt_oss", attn="flex"),
+    "deepseek_v3 in FSDP 2, bf16, recomputed": Cell(
+        FSDP2, family="deepseek_v3", precision=BF16, num_microbatches=2, recompute=Recompute(every=1)
+    ),
+    "llama4 in TP 2": Cell(TP2, family="llama4"),
+}
+SLOW = {
+    "qwen3 with experts in EP 2": Cell(ParallelDims(dp_shard=2, ep=2), **EXPERTS),
+    "llama3 in CP 2": Cell(ParallelDims(cp=2)),
+    "llama3 in FSDP 2 x TP 2, tied, bf16": Cell(FSDP2_TP2, tied=True, precision=BF16),
+} | {
+    f"{family} {flavor} in {layout}, {attn}": Cell(dims, family=family, flavor=flavor, attn=attn)
+    for family in family_names()
+    for flavor in load_family(family).FLAVORS
+    if flavor.startswith("debugmodel")
+    for layout, dims in {"one rank": ONE, "FSDP 2": FSDP2, "TP 2": TP2}.items()
+    for attn in ("sdpa", "flex")
+}
+
+
+def differences(cell: Cell) -> list[str]:
+    both = [train(cell, build_graph(dataclasses.replace(cell, capture=capture))) for capture in ("make_fx", "dynamo")]
+    return bits_that_differ(*both)
+
+
+@pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_the_captures_agree(name: str) -> None:
+    cell = (FAST | SLOW)[name]
+    assert run_on(cell.dims.num_ranks, differences, cell) == [[]] * cell.dims.num_ranks

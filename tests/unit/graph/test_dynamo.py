@@ -1,0 +1,250 @@
+"""The second capture gives the first's graph; and it notices what the first one bakes in."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.fx.traceback as fx_traceback
+from torch import Tensor, nn
+from torch.torch_version import TorchVersion
+
+from torchtitan_graph.errors import UserError
+from torchtitan_graph.graph import meta
+from torchtitan_graph.graph.dynamo import CAPTURES, dynamo_capture
+from torchtitan_graph.graph.stamp import described
+from torchtitan_graph.graph.trace import InParts, TracedResult, make_fx_capture, run_traced
+from torchtitan_graph.passes.cleanup import cleanup
+
+pytestmark = pytest.mark.skipif(torch.__version__ < "2.13", reason="Dynamo captures steps from torch 2.13 on")
+X = torch.arange(6.0).view(2, 3)
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+class Net(nn.Module):
+    """Holds what a forward pass may read beside parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.again = self.first  # shared: it has two names
+        self.last = nn.Linear(3, 1, bias=False)
+        self.doubles = False
+        self.scale = torch.tensor(2.0)  # neither parameter nor buffer
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        with fx_traceback.annotate({"part": "first"}):
+            x = self.again(torch.tanh(self.first(x)))
+        x = self.first(x)  # repeated
+        if self.doubles:
+            x = 2 * x
+        return self.last(x) * self.scale
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def stepping(model: nn.Module, forward: Callable[..., Tensor]) -> InParts:
+    def step(forward: Callable[..., Tensor], *arguments: Tensor) -> Any:
+        loss = forward(*arguments)
+        wanted = {name: p for name, p in model.named_parameters()}
+        return loss, dict(zip(wanted, torch.autograd.grad(loss, list(wanted.values())), strict=True))
+
+    return InParts(step, forward)
+
+
+def loss_of(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    def forward(x: Tensor) -> Tensor:
+        return model(x).square().sum()
+
+    return forward
+
+
+def captured(model: nn.Module, forward: Callable[..., Any] | None = None) -> TracedResult:
+    return dynamo_capture(stepping(model, forward or loss_of(model)), model, (X,), device="cpu")
+
+
+def test_the_graph_is_the_other_capture_s_node_for_node() -> None:
+    """Modules too, where one is shared or called again, and annotations."""
+    model = net()
+    graphs = [
+        cleanup(capture(stepping(model, loss_of(model)), model, (X,), device="cpu").gm) for capture in CAPTURES.values()
+    ]
+    assert described(graphs[0]) == described(graphs[1])
+    names = [[node.target for node in gm.graph.find_nodes(op="placeholder")] for gm in graphs]
+    assert names[1] == names[0] == ["first_weight", "first_bias", "last_weight", "args_0"]
+    found = {(meta.module(node), node.meta["custom"].get("part")) for node in graphs[1].graph.nodes}
+    assert ("first", "first") in found and ("last", None) in found
+
+
+def test_it_computes_what_autograd_does() -> None:
+    model = net()
+    loss, gradients = run_traced(captured(model), module=model)(X)
+    expected = loss_of(model)(X)
+    expected.backward()
+    assert torch.equal(loss, expected)
+    assert all(torch.equal(gradients[name], p.grad) for name, p in model.named_parameters() if p.grad is not None)
+
+
+def test_pytrees_come_and_go_in_the_author_s_order() -> None:
+    """So do results that are an argument, a constant, or one tensor twice."""
+    model = net()
+
+    def fn(pair: Pair, by_name: dict[str, Tensor], factor: int) -> Any:
+        y = model(by_name["b"]) * factor
+        return {"same": pair.right, "pair": Pair([y, y], pair.left), "word": "a", "none": None}
+
+    arguments = Pair(X, X + 1), {"b": X + 2, "a": X + 3}, 3
+    traced = dynamo_capture(fn, model, arguments, device="cpu")
+    assert traced.names == ("pair.left", "pair.right", "by_name['b']", "by_name['a']", "factor")
+    found, expected = run_traced(traced, module=model)(*arguments), fn(*arguments)
+    assert list(found) == list(expected) and isinstance(found["pair"], Pair)
+    assert (found["word"], found["none"]) == ("a", None)
+    for each, other in (
+        (found["same"], X + 1),
+        (found["pair"].right, X),
+        (found["pair"].left[1], fn(*arguments)["pair"].left[1]),
+    ):
+        assert torch.equal(each, other)
+
+
+def test_a_step_without_backward() -> None:
+    model = net()
+
+    def evaluate(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return model(x)
+
+    traced = dynamo_capture(evaluate, model, (X,), device="cpu")
+    assert torch.equal(run_traced(traced, module=model)(X + 1), evaluate(X + 1))
+    other = make_fx_capture(evaluate, model, (X,), device="cpu")
+    assert described(cleanup(traced.gm)) == described(cleanup(other.gm))
+
+
+def test_lines_of_source_are_the_author_s() -> None:
+    model = net()
+    gm = dynamo_capture(stepping(model, loss_of(model)), model, (X,), device="cpu", stack_traces=True).gm
+    tanh = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.tanh.default)[0]
+    assert "test_dynamo.py" in str(meta.source_line(tanh)) and meta.source_line(tanh) is not None
+
+
+# --- what the graph rests on ------------------------------------------------------------------------------------------
+
+
+def set_flag(model: Net) -> None:
+    model.doubles = True
+
+
+def add_hook(model: Net) -> None:
+    model.last.register_forward_hook(lambda module, args, out: 2 * out)
+
+
+def replace_tensor(model: Net) -> None:
+    model.scale = torch.tensor(3.0)
+
+
+CHANGES: dict[str, tuple[Callable[[Net], None], str]] = {
+    "flag": (set_flag, r"model\.doubles == False \(.*test_dynamo.py:\d+.*it is True now"),
+    "hook": (add_hook, r"not model\.last\._forward_hooks"),
+    "tensor": (replace_tensor, r"model\.scale is another tensor"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_before_the_first_run_is_refused(name: str) -> None:
+    model, (change, words) = net(), CHANGES[name]
+    run = run_traced(captured(model), module=model)
+    change(model)
+    with pytest.raises(UserError, match=words):
+        run(X)
+
+
+def test_a_change_is_noticed_when_parameters_are_bound_again() -> None:
+    model = net()
+    run = run_traced(captured(model), module=model)
+    run(X)
+    model.last.weight = nn.Parameter(model.last.weight.detach().clone())
+    run(X)
+    model.doubles = True
+    model.last.weight = nn.Parameter(model.last.weight.detach().clone())
+    with pytest.raises(UserError, match=r"model\.doubles"):
+        run(X)
+
+
+def test_numbers_in_a_tensor_may_change() -> None:
+    """It is read where it lies; and neither `no_grad` nor the number of threads is anything to refuse."""
+    model = net()
+    run, before = run_traced(captured(model), module=model), torch.get_num_threads()
+    model.scale.fill_(4.0)
+    try:
+        torch.set_num_threads(before + 1)
+        with torch.no_grad():
+            assert torch.equal(run(X)[0], loss_of(model)(X))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_another_default_of_torch_is_refused() -> None:
+    model = net()
+    run = run_traced(captured(model), module=model)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.raises(UserError, match="another default_dtype of torch"):
+            run(X)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_a_counter_that_a_graph_would_lose_is_refused() -> None:
+    model = net()
+
+    def forward(x: Tensor) -> Tensor:
+        model.calls += 1
+        return loss_of(model)(x)
+
+    with pytest.raises(UserError, match="changes model, which a graph would not: return the new value"):
+        captured(model, forward)
+
+
+def test_what_dynamo_cannot_take_is_told_with_its_line() -> None:
+    model = net()
+
+    def forward(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return loss_of(model)(x)
+
+    with pytest.raises(UserError, match=r"compile.capture = 'dynamo': .*test_dynamo.py:\d+ in forward.*use 'make_fx'"):
+        captured(model, forward)
+
+
+def test_what_no_graph_can_hold_is_told_as_by_the_other_capture() -> None:
+    model = net()
+    with pytest.raises(UserError, match="reads a tensor's value"):
+        captured(model, lambda x: model(x).sum() if x.sum() > 0 else model(x).mean())
+    with pytest.raises(UserError, match="draws random numbers"):
+        captured(model, lambda x: nn.functional.dropout(model(x)).sum())
+
+
+def test_an_older_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0"))
+    with pytest.raises(UserError, match="needs torch 2.13 or newer, and this is 2.11.0; use 'make_fx'"):
+        captured(net())
+
+
+@pytest.mark.parametrize("mark", [torch._dynamo.mark_dynamic, torch._dynamo.decorators.mark_unbacked])
+@pytest.mark.parametrize("capture", CAPTURES)
+def test_a_dim_that_is_marked_dynamic_is_refused(capture: str, mark: Callable[[Tensor, int], None]) -> None:
+    model, x = net(), X.clone()
+    mark(x, 0)
+    with pytest.raises(UserError, match=r"x.shape.0. is to be dynamic: a training step's passes need fixed sizes"):
+        CAPTURES[capture](loss_of(model), model, (x,), device="cpu")

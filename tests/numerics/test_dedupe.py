@@ -12,12 +12,10 @@ from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.recompute import Recompute
 
 SHORT, LONG = 4, 8  # layers
-CELLS = {
-    "dense": Cell(ONE, num_microbatches=2),
-    "FSDP-2": Cell(FSDP2, BF16),
-    "latent-attention-and-experts": Cell(ONE, family="deepseek_v3"),
-}
+CELLS = {"FSDP-2": Cell(FSDP2, BF16, num_microbatches=2)}
 SLOW = {
+    "dense": Cell(ONE),
+    "latent-attention-and-experts": Cell(ONE, family="deepseek_v3"),
     "flex": Cell(ONE, attn="flex"),
     "full": Cell(ONE, BF16, recompute=Recompute(every=1)),
     "experts": Cell(ONE, BF16, "qwen3", "debugmodel_moe"),

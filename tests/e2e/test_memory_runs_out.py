@@ -11,9 +11,9 @@ from runs import train
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits a process' memory")
 def test_memory_that_runs_out_is_reported(tmp_path: Path) -> None:
-    # Scores are masked by 256 x 256 x 256 bfloat16, 32 MiB, which fit into what is left; a step takes 206 MiB at its
+    # Scores are masked by 1024 x 128 x 128 bfloat16, 32 MiB, which fit into what is left; a step takes 314 MiB at its
     # peak, which do not, even where the masks of the first step make room.
-    options = ["--training.local_batch_size", "256", "--training.global_batch_size", "-1", "--training.seq_len", "256"]
+    options = ["--training.local_batch_size", "1024", "--training.global_batch_size", "-1", "--training.seq_len", "128"]
     code, output = train("--job.dump_folder", str(tmp_path), *options, patch=patched_train.have_little_memory_left)
     assert code == 1, output
     found = re.search(r"rank 0, after 1 steps: out of memory: (.*)", output, re.DOTALL)
@@ -21,7 +21,7 @@ def test_memory_that_runs_out_is_reported(tmp_path: Path) -> None:
     report = found[1]
     largest = report[report.index("the largest tensors:") : report.index("what takes less memory:")].splitlines()
     assert "values of the step: " in largest[1] and "float" in largest[1]
-    assert "  training.local_batch_size below 256; " in report
+    assert "  training.local_batch_size below 1024; " in report
 
 
 def test_memory_that_runs_out_in_setup_is_reported(tmp_path: Path) -> None:

@@ -37,8 +37,8 @@ try:
             print("the step is done")
             sys.exit(0)
 except stop.Stopped:
-    print(stop.message())
-    sys.exit(stop.exit_code())
+    print(stop.message(), flush=True)
+    os._exit(stop.exit_code())  # Python's own end takes the handlers away: a second signal would kill it in that
 """
 
 LAUNCHER = """

@@ -99,11 +99,7 @@ class Sizes:
             `torch.export.Dim` has bounds as well, and may derive from another (`2 * n`).
     """
 
-    def __init__(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        dynamic_shapes: DynamicShapes | None = None,
-    ) -> None:
+    def __init__(self, tensors: Mapping[str, torch.Tensor], dynamic_shapes: DynamicShapes | None = None) -> None:
         self.dimensions = [x for name, tensor in tensors.items() for x in _marked(name, tensor)]
         self.dimensions += _declared(tensors, dynamic_shapes or {})
         self.env = ShapeEnv()
@@ -177,10 +173,7 @@ class Sizes:
                 legal = f"{low} and more" if x.high is None else f"{low} to {x.high}"
                 raise UserError(f"{x} is {size}: the trace holds for {legal}; trace again for this size")
         for expression, where in self._conditions:
-            if (
-                expression.free_symbols <= given.keys()
-                and expression.xreplace({s: sympy.Integer(n) for s, n in given.items()}) == sympy.false
-            ):
+            if expression.free_symbols <= given.keys() and expression.xreplace(given) == sympy.false:
                 found = ", ".join(f"{self._names[s]} is {given[s]}" for s in sorted(expression.free_symbols, key=str))
                 raise UserError(
                     f"{found}: the trace holds where {self._words(expression)}{where}; keep to that, or trace again"

@@ -296,7 +296,7 @@ def _compile(alike: Sequence[_Part], number: str) -> Compiled:
 
 
 def _as_it_is(part: _Part) -> Compiled:
-    """Give a part's own operators as one call."""
+    """Give a part's own operators as one call: a function, for that is what a node can call."""
     run = boxed(part.graph)
 
     def subgraph(inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:

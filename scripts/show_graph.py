@@ -33,7 +33,7 @@ from torchtitan_graph.trainer import Trainer
 
 _LINE = re.compile(
     r"    (?P<name>\w+) = (?P<call>[\w.]+).*?  # (?P<value>.*?) ?(?P<phase>forward|backward)"
-    r"(?: (?!\w+='|at |\|)(?P<module>\S+))?.* \| (?P<held>[\d.]+) MiB"
+    r"(?: (?!\w+='|at |in |\|)(?P<module>\S+))?.* \| (?P<held>[\d.]+) MiB"
 )
 _VALUE = re.compile(r"(\w+)\[([\d, ]*)\]")
 

@@ -15,8 +15,10 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.changes import PassTable
 from torchtitan_graph.graph.cost import Costs
+from torchtitan_graph.graph.hierarchy import call_hierarchy
 from torchtitan_graph.graph.liveness import in_one_part
 from torchtitan_graph.graph.show import dump
 from torchtitan_graph.graph.signature import signature_of
@@ -193,10 +195,14 @@ def run_passes(
     watch.dump(gm, 0, "traced")
     table = PassTable(gm, watch.costs) if watch.costs is not None else None
     num_nodes, in_all = len(gm.graph.nodes), 0.0
+    has_places = any(map(call_hierarchy, gm.graph.nodes))
     for number, each in enumerate((p for p in ordered if p.name not in disabled), start=1):
         before = copy.deepcopy(gm) if watch.verify_on is not None else gm
         begin = time.perf_counter()
-        gm = each.run(gm)
+        with meta.made_by(each.name):
+            gm = each.run(gm)
+            if has_places:
+                meta.fill_places(gm)
         _check_graph(each, gm, watch.graph)
         seconds = time.perf_counter() - begin
         in_all += seconds

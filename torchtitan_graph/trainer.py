@@ -113,7 +113,9 @@ class Trainer:
         if config.compile.precompiled is not None:
             self.options = dataclasses.replace(self.options, precompiled=self._open_precompiled())
         self.capture = partial(
-            CAPTURES[config.compile.capture], stack_traces=config.debug.stack_traces or config.debug.dump_graphs
+            CAPTURES[config.compile.capture],
+            stack_traces=config.debug.stack_traces or config.debug.dump_graphs,
+            call_hierarchy=config.compile.record_call_hierarchy,
         )
         check_steps(config, self.model, self.family, self.dims, self.options)
         check_optimizer(self.model, config.optimizer)

@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 from matrix import BF16, CPU, Cell, build_model
 
+from torchtitan_graph.graph.hierarchy import call_hierarchy, fwd_call_hierarchy
 from torchtitan_graph.graph.stamp import described
 from torchtitan_graph.graph.torch_private import init_fake_process_group
 from torchtitan_graph.graph.trace import TracedResult, make_fx_capture
@@ -72,13 +73,15 @@ def layout_of(cell: Cell) -> Any:
 
 
 def traces(cell: Cell, trace_every_block: bool) -> list[list[tuple]]:
-    """Give the steps of a cell, for training and evaluation, as they are traced; of a pipeline, of each stage."""
+    """Give the steps of a cell, for training and evaluation, as they are traced, with each node's place in the call
+    hierarchy; of a pipeline, of each stage."""
     layout, options, found = layout_of(cell), cell.options("graph"), []
     options = dataclasses.replace(options, trace_every_block=trace_every_block, eval_rows=options.rows)
 
     def capture(*args: Any, **kwargs: Any) -> TracedResult:
-        traced = make_fx_capture(*args, **kwargs)
-        found.append(described(cleanup(traced.gm)))
+        traced = make_fx_capture(*args, **kwargs, call_hierarchy=True)
+        places = [(call_hierarchy(node), fwd_call_hierarchy(node)) for node in cleanup(traced.gm).graph.nodes]
+        found.append(list(zip(described(traced.gm), places, strict=True)))
         return traced
 
     build = trace_steps if cell.dims.pp == 1 else build_graphs

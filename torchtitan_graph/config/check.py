@@ -28,6 +28,7 @@ _OF_THE_GRAPH = (
     "debug.dump_graphs",
     "debug.trace_every_block",
     "debug.stack_traces",
+    "compile.record_call_hierarchy",
     "compile.disable_passes",
     "compile.extra_passes",
 )
@@ -191,6 +192,7 @@ def _check_precompiled(config: JobConfig) -> list[str]:
     if config.compile.precompiled is None:
         return []
     looks = ("debug.verify_passes", "debug.dump_graphs", "debug.trace_every_block", "debug.stack_traces")
+    looks += ("compile.record_call_hierarchy",)
     problems = [
         f"{_name(config, key)}: with compile.precompiled nothing is traced and no pass runs; leave one of them out"
         for key in looks

@@ -516,6 +516,11 @@ class Compile:
         "what the graph rests on is checked, and what it would lose is refused. The same bits; tracing takes longer.",
         choices=("make_fx", "dynamo"),
     )
+    record_call_hierarchy: bool = option(
+        False,
+        "Record on each graph node the calls of modules and functions that it was made in: for dumps, show_graph.py "
+        "and passes of your own.",
+    )
     optimizer_in_graph: bool = option(
         False,
         "Clip and take the optimizer's step as a graph too, with the same bits on a CPU: for Adam and AdamW, fused.",

@@ -50,6 +50,7 @@ def dynamo_capture(
     device: Any,
     blocks: Mapping[str, nn.Module] = types.MappingProxyType({}),
     stack_traces: bool = False,
+    call_hierarchy: bool = False,
 ) -> TracedResult:
     """Let Dynamo take `fn`, or its forward if it is `InParts`: a `Capture`. `blocks` are captured one by one.
 
@@ -59,6 +60,11 @@ def dynamo_capture(
     if torch.__version__ < "2.13":
         raise UserError(
             f"compile.capture = 'dynamo': needs torch 2.13 or newer, and this is {torch.__version__}; use 'make_fx'"
+        )
+    if call_hierarchy:
+        raise UserError(
+            "compile.record_call_hierarchy = true: not with compile.capture = 'dynamo', which runs no function of the "
+            "model's while it captures; use 'make_fx'"
         )
     in_make_fx = functools.partial(make_fx_capture, device=device, stack_traces=stack_traces)
     forward = fn.forward if isinstance(fn, InParts) else fn

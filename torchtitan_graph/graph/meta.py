@@ -8,21 +8,29 @@ region   the part of the graph that is compiled together, by name (read by `comp
 operations  what such a part, compiled, computes: its FLOPs
 scratch  bytes that it needs beside its results while it runs
 same_as  of a result of such a part, the number of the first result that lies in the same memory
+origin   of what neither forward nor autograd made: RECOMPUTED, or the name of the pass that made it
+call_hierarchy, fwd_call_hierarchy  where it was made, see graph/hierarchy.py; only where the trace recorded it
 """
 
 import bisect
+import contextlib
 import re
 import sys
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
+from torchtitan_graph.graph.hierarchy import Place, below, call_hierarchy, fwd_call_hierarchy
+
 SAVE, RECOMPUTE, OFFLOAD = "save", "recompute", "offload"
 GATHER, REDUCE = "gather", "reduce"
+RECOMPUTED = "recomputed"
 
 _TORCH = Path(torch.__file__).parent
-KEYS = ("phase", "module", "tag", "role", "param", "region", "operations", "scratch", "same_as")
+KEYS = ("phase", "module", "tag", "role", "param", "region", "operations", "scratch", "same_as", "origin")
 
 
 def phase(node: Node) -> str:
@@ -61,6 +69,11 @@ def same_as(node: Node) -> int | None:
     return node.meta.get("same_as")
 
 
+def origin(node: Node) -> str:
+    """Tell who made a node: "forward", autograd ("backward"), RECOMPUTED, or a pass, by its name."""
+    return node.meta.get("origin", phase(node))
+
+
 def source_line(node: Node) -> str | None:
     """Give the innermost line of source outside torch that made the node, as `layers/rope.py:31`, where the trace
     recorded it."""
@@ -83,17 +96,69 @@ def write(node: Node, **values: str | float | None) -> None:
 
 def inherit(node: Node, source: Node) -> None:
     """Let a node that a pass made stand where `source` stands: same phase, module, stack trace; own tag and role."""
-    for key in ("phase", "module", "stack_trace", "custom", "seq_nr"):
+    for key in ("phase", "module", "stack_trace", "custom", "seq_nr", "origin", *_HIERARCHIES):
         if key in source.meta:
             node.meta[key] = source.meta[key]
+    if _pass:
+        node.meta["origin"] = _pass
 
 
-def move(node: Node, old: str, new: str) -> None:
-    """Let a node, copied from one block's graph, stand in another: `old` and `new` are the blocks' names."""
+def stand_for(node: Node, sources: Iterable[Node]) -> None:
+    """Let a node that was made of several have the places of all."""
+    each = list(sources)
+    for key in _HIERARCHIES:
+        if places := dict.fromkeys(place for source in each for place in source.meta.get(key, ())):
+            node.meta[key] = tuple(places)
+
+
+def fill_places(gm: GraphModule) -> None:
+    """Let nodes that say nothing, of a pass that makes them by FX's own means or of the graph's inputs, have the places
+    of what they read, or else of what reads them."""
+    silent = [
+        node
+        for node in gm.graph.nodes
+        if node.op in ("call_function", "call_module") and "call_hierarchy" not in node.meta
+    ]
+    for node in silent:
+        stand_for(node, node.all_input_nodes)
+        node.meta["origin"] = _pass
+    for node in reversed(silent):
+        if "call_hierarchy" not in node.meta:
+            stand_for(node, node.users)
+
+
+def recomputed(node: Node) -> None:
+    """Let a node be what backward computes again: its forward origin is what it repeats."""
+    node.meta["origin"] = RECOMPUTED
+    if "call_hierarchy" in node.meta:
+        node.meta["fwd_call_hierarchy"] = node.meta["call_hierarchy"]
+
+
+_HIERARCHIES = ("call_hierarchy", "fwd_call_hierarchy")
+_pass = ""  # that runs
+
+
+@contextlib.contextmanager
+def made_by(name: str) -> Iterator[None]:
+    """Let nodes that inherit from others say that a pass made them."""
+    global _pass
+    before, _pass = _pass, name
+    try:
+        yield
+    finally:
+        _pass = before
+
+
+def move(node: Node, old: str, new: str, places: Callable[[Place], Place] | None) -> None:
+    """Let a node, copied from one block's graph, stand in another: `old` and `new` are the blocks' names; `places`
+    gives of each place the new one."""
     name = module(node)
     if name == old or name.startswith(f"{old}."):
         write(node, module=new + name[len(old) :])
         node.meta["custom"] = node.meta["custom"] | {"module": module(node)}
+    for key in _HIERARCHIES if places is not None else ():
+        if key in node.meta:
+            node.meta[key] = tuple(map(places, node.meta[key]))
 
 
 def unsettle(node: Node) -> None:
@@ -119,6 +184,7 @@ def _settle(gm: GraphModule, inherited: Node | None) -> None:
             continue  # a copy from a block's graph, see graph/stamp.py: it was settled there
         custom = dict(node.meta.get("custom") or {})
         is_backward = custom.pop("phase", None) == "backward"
+        place, source = custom.pop("place", None), None
         seq_nr = node.meta.get("seq_nr")
         if is_backward:
             # The second of two gradients that the engine sums itself, or the forward node.
@@ -132,14 +198,29 @@ def _settle(gm: GraphModule, inherited: Node | None) -> None:
             forward[seq_nr] = node
             numbers.append(seq_nr)
         if inherited is not None:
-            custom = inherited.meta["custom"] | custom
+            custom, source = inherited.meta["custom"] | custom, inherited
             is_backward = phase(inherited) == "backward"
             _copy_stack_trace(node, inherited)
         node.meta["custom"] = custom
         write(node, phase="backward" if is_backward else "forward", module=custom.get("module", ""))
+        if place is not None:
+            _settle_place(node, place, source if is_backward else None)
         for argument in node.all_input_nodes:
             if argument.op == "get_attr" and isinstance(nested := getattr(gm, str(argument.target), None), GraphModule):
                 _settle(nested, inherited=node)
+
+
+def _settle_place(node: Node, place: Place, source: Any) -> None:
+    """Write down where a node was made; of a backward node also of which forward node it is, if of any."""
+    is_again = node.meta.pop("is_grad") and phase(node) == "backward" and bool(place)
+    if phase(node) == "backward":
+        origins = fwd_call_hierarchy(source) or call_hierarchy(source) if isinstance(source, Node) else ()
+        node.meta["fwd_call_hierarchy"] = origins or ((),)
+        node.meta["call_hierarchy"] = tuple(below(origin, place) for origin in origins or ((),))
+    else:
+        node.meta["call_hierarchy"] = (place,)
+    if is_again:
+        recomputed(node)
 
 
 def _is_sum(node: Node, numbers: list[int]) -> bool:

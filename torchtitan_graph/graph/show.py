@@ -13,6 +13,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import GraphModule, Node
 
 from torchtitan_graph.graph import meta
+from torchtitan_graph.graph.hierarchy import call_hierarchy, shown
 from torchtitan_graph.graph.liveness import held_memory, size_of
 from torchtitan_graph.graph.signature import Slot, signature_of
 from torchtitan_graph.graph.torch_private import FakeTensor, ranks_of_group
@@ -97,6 +98,8 @@ def _words(node: Node) -> str:
     marks = {"tag": meta.tag(node), "role": meta.role(node), "param": meta.param(node), "region": meta.region(node)}
     words = [shape_of(node.meta.get("val")), meta.phase(node), meta.module(node)]
     words += [f"{key}={value!r}" for key, value in marks.items() if value]
+    if places := call_hierarchy(node):
+        words += [f"origin={meta.origin(node)!r}", f"in {' | '.join(map(shown, places))}"]
     source = meta.source_line(node)
     return " ".join([word for word in words if word] + ([f"at {source}"] if source else []))
 

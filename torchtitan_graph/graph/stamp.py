@@ -31,6 +31,7 @@ from torch.fx.node import map_arg
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.alike import description
 from torchtitan_graph.graph.edit import copy_node
+from torchtitan_graph.graph.hierarchy import Entry, Place, Recorder
 from torchtitan_graph.graph.signature import Layout, layout_of
 from torchtitan_graph.graph.state import swapped_state, unassigned_data
 from torchtitan_graph.graph.torch_private import (
@@ -62,6 +63,7 @@ class BlockGraph:
     """A block's graph. What backward is given stands in it as results of GRADIENT.
 
     block      the name of the block that was traced
+    place      of its call, where places are recorded
     spec, constants  the pytree of the block's result, and its leaves that are no tensors, by position
     results, gradients  nodes: of the result's tensors, and of the gradients of the tensors that the block took
     given      for which results backward is given gradients
@@ -70,6 +72,7 @@ class BlockGraph:
 
     gm: GraphModule
     block: str
+    place: Place | None
     spec: pytree.TreeSpec
     constants: dict[int, Any]
     results: list[Node]
@@ -108,7 +111,9 @@ class _Call:
         self.tensors = [*self.state.values(), *(x for x in self.leaves if isinstance(x, Tensor))]
         self.layouts = [layout_of(x) for x in self.tensors]
         self.is_grad, self.words = torch.is_grad_enabled(), current_words()
+        self.place = stamps.recorder.place() if stamps.recorder is not None else None
         self.copies: dict[Node, Node] = {}
+        self.places: dict[Place, Place] = {}  # of the traced block, those of this call
         self.has_backward = False
         self.kind: _Kind
         self.graph: BlockGraph
@@ -132,7 +137,9 @@ class _Call:
             with trace_set_aside(dict(self.words)):
                 flat = [t.detach() for x, lay in zip(self.tensors, self.layouts, strict=True) for t in lay.flatten(x)]
                 run = functools.partial(self._run, found, given)
-                gm = trace_to_graph(run, flat, self.stamps.fake_mode, self.stamps.module, self.stamps.stack_traces)
+                stamps = self.stamps
+                recorder = stamps.recorder and stamps.recorder.of(self.block, self.place)
+                gm = trace_to_graph(run, flat, stamps.fake_mode, stamps.module, stamps.stack_traces, recorder)
             meta.settle(gm)
             if self.key() != before:
                 raise TraceInFull(f"{self.name} changes what it holds")
@@ -145,7 +152,7 @@ class _Call:
                 raise TraceInFull(f"{self.name} takes a tensor that is neither its own nor an argument")
         outputs: list[Node] = list(gm.graph.output_node().args[0])  # type: ignore[arg-type]
         n = len(found["differentiable"])
-        return BlockGraph(gm, self.name, results=outputs[:n], gradients=outputs[n:], **found)
+        return BlockGraph(gm, self.name, self.place, results=outputs[:n], gradients=outputs[n:], **found)
 
     def _run(self, found: dict[str, Any], given: Given | None, *flat: Tensor) -> list[Tensor]:
         """Give the tensors of the block's result, and then the gradients of those that it takes; fill `found`."""
@@ -251,8 +258,10 @@ _calls: list[_Call] = []  # of the trace that is being made
 class Stamps:
     """The blocks of a trace: what traces them, and puts their nodes where they were called."""
 
-    def __init__(self, module: nn.Module | None, fake_mode: FakeTensorMode, stack_traces: bool) -> None:
-        self.module, self.fake_mode, self.stack_traces = module, fake_mode, stack_traces
+    def __init__(
+        self, module: nn.Module | None, fake_mode: FakeTensorMode, stack_traces: bool, recorder: Recorder | None
+    ) -> None:
+        self.module, self.fake_mode, self.stack_traces, self.recorder = module, fake_mode, stack_traces, recorder
         self.kinds: dict[Hashable, _Kind] = {}
         self.num_alone = 0
 
@@ -294,14 +303,18 @@ class Stamps:
 
 @contextlib.contextmanager
 def opaque(
-    blocks: Mapping[str, nn.Module], module: nn.Module | None, fake_mode: FakeTensorMode, stack_traces: bool
+    blocks: Mapping[str, nn.Module],
+    module: nn.Module | None,
+    fake_mode: FakeTensorMode,
+    stack_traces: bool,
+    recorder: Recorder | None = None,
 ) -> Iterator[Stamps]:
     """Let the blocks, by their names in `module`, that look alike be one operator each in a trace that is made inside.
 
     Raises:
         TraceInFull: here or inside; then no graph comes of this trace.
     """
-    stamps = Stamps(module, fake_mode, stack_traces)
+    stamps = Stamps(module, fake_mode, stack_traces, recorder)
     _calls.clear()
     if blocks and any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
         raise TraceInFull("torch.autocast is on")
@@ -353,15 +366,32 @@ def _replace(gm: GraphModule, node: Node, call: _Call, phase: str) -> None:
 
 def _copy(gm: GraphModule, before: Node, call: _Call, nodes: Sequence[Node]) -> None:
     graph, copies = call.graph, call.copies
+    places = graph.place and call.place and functools.partial(_moved, graph, call)
     with gm.graph.inserting_before(before):
         for node in nodes:
             copies[node] = copy = copy_node(gm.graph, node, copies.__getitem__)
-            meta.move(copy, graph.block, call.name)
+            meta.move(copy, graph.block, call.name, places)
             if _is_sum(node) and node.args[1] in graph.nodes[GRADIENT]:
                 meta.unsettle(copy)  # it belongs to where that gradient comes from
             if node.op == "get_attr":
                 copy.target = f"{str(node.target)}_of_{graph.block.replace('.', '_')}"
                 setattr(gm, copy.target, getattr(graph.gm, str(node.target)))
+
+
+def _moved(graph: BlockGraph, call: _Call, place: Place) -> Place:
+    """Give the place in a block's call that another's has in the block that was traced. Nodes share their places."""
+    if place not in call.places:
+        n = len(graph.place)
+        inside = (
+            e._replace(path=call.name + e.path[len(graph.block) :]) if e.type == "module" else e for e in place[n:]
+        )
+        call.places[place] = (*call.place, *inside)
+    return call.places[place]
+
+
+def _renamed(entry: Entry, graph: BlockGraph, call: _Call) -> Entry:
+    is_module = entry.type == "module"
+    return entry._replace(path=call.name + entry.path[len(graph.block) :]) if is_module else entry
 
 
 def _is_sum(node: Node) -> bool:

@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
+from torch.fx.experimental.proxy_tensor import PythonKeyTracer, disable_proxy_modes_tracing, make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.fx.graph import _BoxedCodeGen
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, _apply_kernel_options, flex_attention
@@ -45,6 +45,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.graph.hierarchy import Recorder
 
 __all__ = [
     "METADATA_GLOBALS",
@@ -173,8 +174,9 @@ def trace_set_aside(words: dict[str, Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _marked_backward() -> Iterator[None]:
+def _marked_backward() -> Iterator[types.CodeType]:
     """Let every node made by the autograd engine carry `phase: backward` and the sequence number of its forward op.
+    Give the code that enters the engine.
 
     The engine is entered at one place, `torch.autograd._engine_run_backward`, by `grad` and `backward` alike. Public
     hooks on autograd nodes can't see the sequence number; the AOT helper that does is the same from 2.11 to 2.15.
@@ -189,7 +191,7 @@ def _marked_backward() -> Iterator[None]:
 
     torch.autograd._engine_run_backward = run  # type: ignore[assignment]
     try:
-        yield
+        yield run.__code__
     finally:
         torch.autograd._engine_run_backward = inner
 
@@ -221,12 +223,43 @@ def _marked_modules(module: torch.nn.Module | None) -> Iterator[None]:
         torch.nn.Module.__call__ = inner  # type: ignore[method-assign]
 
 
+@contextlib.contextmanager
+def _recorded(recorder: Recorder | None, base: types.CodeType, engine: types.CodeType) -> Iterator[None]:
+    """Let every node carry the place that the recorder tells.
+
+    A node is made at one place, `PythonKeyTracer.create_node`; torch has hooks for it only on a finished graph. A trace
+    inside the trace has a recorder of its own, and must not move this one.
+    """
+    if recorder is None:
+        yield
+        return
+    call, created = torch.nn.Module.__call__, PythonKeyTracer.create_node
+    inner = getattr(created, "__wrapped__", created)
+
+    @functools.wraps(inner)
+    def create_node(self: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
+        node = inner(self, *args, **kwargs)
+        node.meta["custom"] = {**(node.meta.get("custom") or {}), "place": recorder.place()}
+        node.meta["is_grad"] = torch.is_grad_enabled()
+        return node
+
+    torch.nn.Module.__call__ = recorder.wrap(call)  # type: ignore[method-assign]
+    PythonKeyTracer.create_node = create_node  # type: ignore[method-assign]
+    try:
+        with recorder.running(base, engine):
+            yield
+    finally:
+        torch.nn.Module.__call__ = call  # type: ignore[method-assign]
+        PythonKeyTracer.create_node = created  # type: ignore[method-assign]
+
+
 def trace_to_graph(
     fn: Callable[..., Any],
     fake_inputs: list[torch.Tensor],
     fake_mode: FakeTensorMode,
     module: torch.nn.Module | None,
     stack_traces: bool,
+    recorder: Recorder | None = None,
 ) -> torch.fx.GraphModule:
     """Run `fn` on fake plain tensors under `make_fx`, forward and backward marked.
 
@@ -241,14 +274,14 @@ def trace_to_graph(
         fx_traceback.preserve_node_meta(),
         torch.autograd.set_multithreading_enabled(False),
         torch._dynamo.config.patch(error_on_nested_fx_trace=False),
-        _marked_backward(),
+        _marked_backward() as engine,
         # Code is generated when the graph first runs, not after every pass: a third of the time to build a large one.
         _use_lazy_graph_module(True),
     ):
 
         def marked(*flat: torch.Tensor) -> Any:
             # Inside the trace: make_fx patches `Module.__call__` itself and would drop a patch made before.
-            with _marked_modules(module):
+            with _marked_modules(module), _recorded(recorder, marked.__code__, engine):
                 return fn(*flat)
 
         return _without_made_up(make_fx(marked, record_stack_traces=stack_traces)(*fake_inputs))

@@ -28,6 +28,7 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.dynamic import DynamicShapes, Sizes, place
 from torchtitan_graph.graph.edit import aliased
+from torchtitan_graph.graph.hierarchy import Recorder
 from torchtitan_graph.graph.observe import Watchable
 from torchtitan_graph.graph.signature import Signature, Slot, layout_of, signature_of
 from torchtitan_graph.graph.stamp import TraceInFull, opaque
@@ -135,6 +136,7 @@ class Capture(Protocol):
         device: Any,
         blocks: Mapping[str, torch.nn.Module] = ...,
         stack_traces: bool = ...,
+        call_hierarchy: bool = ...,
     ) -> TracedResult: ...
 
 
@@ -146,9 +148,13 @@ def make_fx_capture(
     device: Any,
     blocks: Mapping[str, torch.nn.Module] = types.MappingProxyType({}),
     stack_traces: bool = False,
+    call_hierarchy: bool = False,
 ) -> TracedResult:
     """Run the function on fake tensors and record every operator: `minimal_fx_tracer` in the form of a `Capture`."""
-    traced = minimal_fx_tracer(fn, module, device=device, blocks=blocks, stack_traces=stack_traces)(*arguments)
+    tracer = minimal_fx_tracer(
+        fn, module, device=device, blocks=blocks, stack_traces=stack_traces, call_hierarchy=call_hierarchy
+    )
+    traced = tracer(*arguments)
     if traced.sizes is not None:
         what = traced.sizes.what_differs(traced.gm)
         raise UserError(f"{what}: a training step's passes need fixed sizes, and numbers that stay tensors")
@@ -165,6 +171,7 @@ def minimal_fx_tracer(
     stack_traces: bool = False,
     donated: Collection[str] = (),
     dynamic_shapes: DynamicShapes | None = None,
+    call_hierarchy: bool = False,
 ) -> Callable[..., TracedResult]:
     """Give a callable that traces `fn(*args, **kwargs)` for the arguments it is called with.
 
@@ -180,6 +187,8 @@ def minimal_fx_tracer(
         dynamic_shapes: the dimensions that may differ from call to call, by the tensor's name and the dimension: a name
             (those of one name are equal), a `torch.export.Dim`, or None. Marks on tensors (`mark_dynamic`) do the same.
             See Note [Dynamic dimensions].
+        call_hierarchy: record on each node the calls of modules and functions that it was made in. See Note [Call
+            hierarchy].
 
     Raises:
         UserError: an argument or a use of state that a graph can't hold, naming it and what to do instead.
@@ -208,8 +217,10 @@ def minimal_fx_tracer(
 
         def graph(blocks: Mapping[str, torch.nn.Module], env: ShapeEnv | None = None) -> GraphModule:
             fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
-            with opaque(blocks, module, fake_mode, stack_traces) as stamps:
-                gm = trace_to_graph(run, fakes_of(plain, fake_mode, device), fake_mode, module, stack_traces)
+            names = {id(child): name for name, child in module.named_modules()} if module is not None else {}
+            recorder = Recorder(names) if call_hierarchy else None
+            with opaque(blocks, module, fake_mode, stack_traces, recorder) as stamps:
+                gm = trace_to_graph(run, fakes_of(plain, fake_mode, device), fake_mode, module, stack_traces, recorder)
             stamps.put_in(gm)
             return gm
 

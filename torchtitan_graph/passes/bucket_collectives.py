@@ -78,10 +78,14 @@ def _merge_gathers(gm: GraphModule, starts: list[Node], first: Node) -> None:
         sizes = [value(node).numel() for node in flat]
         parts = call(gm.graph, first, aten.split_with_sizes_copy.default, rows, sizes, 1)
         made, replaced = [*flat, packed, start, wait, rows, parts], []
+        for node in made[len(flat) :]:
+            meta.stand_for(node, starts)
         for i, old in enumerate(starts):
             part = call(gm.graph, first, operator.getitem, parts, i)
             full = call(gm.graph, first, aten.view.default, part, list(value(old).shape))
             made += [part, full]
+            for node in (flat[i], part, full):
+                meta.stand_for(node, [old])
             (old_wait,) = old.users
             old_wait.replace_all_uses_with(full)
             replaced += [old_wait, old]
@@ -129,10 +133,14 @@ def _merge_reductions(gm: GraphModule, members: dict[str, Reduction], last: Node
         shapes = {name: value(member.result).shape for name, member in members.items()}
         then(aten.split_with_sizes.default, [shape.numel() for shape in shapes.values()])
         parts = made[-1]
+        for node in made:
+            meta.stand_for(node, [member.gradient for member in members.values()])
         for i, (name, shape) in enumerate(shapes.items()):
             part = call(gm.graph, last, operator.getitem, parts, i)
             ends[name] = call(gm.graph, last, aten.view.default, part, list(shape))
             made += [part, ends[name]]
+            for node in (part, ends[name]):
+                meta.stand_for(node, [members[name].gradient])
     for node in made:
         meta.write(node, role=meta.REDUCE, param=next(iter(members)), phase="backward")
     return ends

@@ -320,6 +320,7 @@ def _replace(gm: GraphModule, part: _Part, compiled: Compiled, results: dict[Nod
     for node, values in ((held, inputs), (done, part.outputs)):
         node.meta["val"] = tuple(map(value, values))
         meta.inherit(node, part.last)
+        meta.stand_for(node, part.nodes)
         meta.write(node, region=region)
     meta.write(done, operations=sum(map(operations_of, part.nodes)), scratch=part.scratch)
     with gm.graph.inserting_after(done):

@@ -42,6 +42,7 @@ def merge_equal(gm: GraphModule) -> GraphModule:
         if first is not node and owner[node] not in given and last_use[owner[first]] >= place[node]:
             last_use[owner[first]] = max(last_use[owner[first]], last_use[owner[node]])
             node.replace_all_uses_with(first)
+            meta.stand_for(first, (first, node))
     erase_unused(gm)
     gm.recompile()
     return gm

@@ -30,6 +30,7 @@ def rematerialize(gm: GraphModule) -> GraphModule:
             if original not in copies:
                 copies[original] = copy_node(gm.graph, original, lambda n: copies.get(n, n))
                 meta.write(copies[original], phase="backward", tag=None)
+                meta.recomputed(copies[original])
         return copies[node]
 
     for node in list(gm.graph.nodes):

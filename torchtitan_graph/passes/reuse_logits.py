@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch.fx import GraphModule, Node
 
+from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import call, erase_dead, value
 from torchtitan_graph.graph.liveness import owners, readers_of_memory
 from torchtitan_graph.row_loss import cross_entropy, cross_entropy_backward_
@@ -81,11 +82,14 @@ def _rewrite(gm: GraphModule, loss: _Loss) -> None:
     """Put one operator in place of the nodes of forward, and one in place of those of backward."""
     nll, ignored = loss.forward[-1], loss.forward[-1].args[4]
     with gm.graph.inserting_before(nll):
-        nll.replace_all_uses_with(call(gm.graph, nll, cross_entropy, loss.logits, nll.args[1], ignored))
+        made = call(gm.graph, nll, cross_entropy, loss.logits, nll.args[1], ignored)
+    meta.stand_for(made, loss.forward)
+    nll.replace_all_uses_with(made)
     if loss.backward:
         nll_back, end = loss.backward[0], loss.backward[-1]
         dloss, _, labels, *_, total = nll_back.args
         with gm.graph.inserting_before(end):
             made = call(gm.graph, end, cross_entropy_backward_, loss.logits, dloss, labels, total, ignored)
+        meta.stand_for(made, loss.backward)
         end.replace_all_uses_with(made)
     erase_dead(gm.graph, reversed([*loss.forward, *loss.backward]))

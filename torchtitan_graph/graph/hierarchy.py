@@ -1,0 +1,214 @@
+"""Where in the model's own hierarchy of calls a node was made: modules and functions, interleaved.
+
+Note [Call hierarchy]
+A scope is one call of a module, or of a function of the user's. A node's place is the scopes that it was made in, the
+outermost first. `count` is how many earlier calls of the same module, or of the same function, had the same parent
+scope and made at least one node. Nothing outside the parent matters. So a block that is copied from another, or is
+computed again, has the counts that it had; a call that makes no node is not counted; and a graph that is traced anew
+begins at 0. A generator that goes on is one call.
+
+A backward node has a forward origin, the place of the node whose gradient it computes (`fwd_call_hierarchy`). Its own
+place is the same, and below it what ran inside autograd's engine: a function's backward, or what is computed again;
+of that, what the engine itself calls has the count of its origin, or 0.
+
+Left out are functions of torch, of the standard library, of this project's tracer (`graph/`, `parallel/`) and of
+generated code; comprehensions, which have no frame of their own from Python 3.12 on; decorators' closures, which take
+(*args, **kwargs); and a module's own `forward`, which is the module.
+
+How: when a node is made, Python's frames are walked from the innermost outwards, to the first that the last node had
+too. The last node's frames are held, so that no other can have their identity. The k-th frame of the wrapper of
+`Module.__call__` belongs to the k-th module that runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.fx import Node
+
+_PROJECT = Path(__file__).parent.parent
+_LEFT_OUT = tuple(
+    os.path.join(folder, "") for folder in (Path(torch.__file__).parent, _PROJECT / "graph", _PROJECT / "parallel")
+)
+_STANDARD = os.path.join(sysconfig.get_path("stdlib"), "")
+_TAKES_ANYTHING = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
+
+
+class Entry(NamedTuple):
+    """A level of a place. `type`, `qualname`, `path` of a module, and `count` are a contract; the rest is for display.
+
+    type      "module" | "function"
+    name      a module's attribute, "" of the model; a function's name
+    qualname  of a module's class, or of a function: its Python module and qualified name
+    path      a module's full path in the model; a function's file and line
+    count     see Note [Call hierarchy]
+    """
+
+    type: str
+    name: str
+    qualname: str
+    path: str
+    count: int
+
+    def __str__(self) -> str:
+        last = self.qualname.rpartition(".")[2]
+        text = f"{self.name}:{last}" if self.type == "module" else f"{last}()"
+        return f"{text}#{self.count}" if self.count else text
+
+
+Place = tuple[Entry, ...]
+
+
+def shown(place: Place) -> str:
+    """Write a place as `layers.0:Block > attention:Attention > apply_rope()#1`."""
+    return " > ".join(map(str, place))
+
+
+class Scope:
+    """A call, while it runs. All nodes that are made in it share its `place`. In autograd's engine nothing is counted:
+    each call that it makes belongs to another forward node."""
+
+    def __init__(self, place: Place, counts: bool = True) -> None:
+        self.place, self._is_counting = place, counts
+        self._counts: dict[int, int] = {}
+        self._generators: dict[int, tuple[FrameType, Scope]] = {}  # that it started: they go and come back
+
+    def module(self, name: str, module: nn.Module) -> Scope:
+        """Begin a module's call."""
+        kind = f"{type(module).__module__}.{type(module).__qualname__}"
+        return self._child(id(module), Entry("module", name.rpartition(".")[2], kind, name, 0))
+
+    def function(self, frame: FrameType) -> Scope:
+        """Begin a function's call, or go on with a generator's."""
+        if id(frame) in self._generators:
+            return self._generators[id(frame)][1]
+        code = frame.f_code
+        # Python 3.10 has only the name.
+        qualname = f"{frame.f_globals.get('__name__')}.{getattr(code, 'co_qualname', code.co_name)}"
+        place = f"{code.co_filename}:{code.co_firstlineno}"
+        scope = self._child(id(code), Entry("function", code.co_name, qualname, place, 0))
+        if code.co_flags & inspect.CO_GENERATOR:
+            self._generators[id(frame)] = frame, scope
+        return scope
+
+    def _child(self, key: int, entry: Entry) -> Scope:
+        count = self._counts.get(key, 0) if self._is_counting else 0
+        self._counts[key] = count + 1
+        return Scope((*self.place, entry._replace(count=count)))
+
+
+class Recorder:
+    """Tells, at any moment of a trace, the innermost scope.
+
+    Args:
+        names: the modules' names, by their identity.
+        place, module: the scope that the traced function runs in, and its module: of a block that is traced alone.
+    """
+
+    def __init__(self, names: dict[int, str], place: Place = (), module: nn.Module | None = None) -> None:
+        self._names, self._root, self._module = names, Scope(place), module
+        self._base: CodeType | None = None
+        self._engine: CodeType | None = None
+        self._wrapper: CodeType | None = None
+        self._running: list[nn.Module] = []
+        self._held: list[tuple[FrameType, Scope]] = []  # of the last node, the outermost first
+        self._depth: dict[int, int] = {}  # a held frame's place in the list, by its identity
+        self._is_scope: dict[int, tuple[CodeType, bool]] = {}  # by identity: to hash a code object is to hash all of it
+
+    def of(self, module: nn.Module, place: Place) -> Recorder:
+        """Give what records a module's call alone, which is at a place."""
+        return Recorder(self._names, place, module)
+
+    def wrap(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        """Give a `Module.__call__` that tells which module runs."""
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            self._running.append(module)
+            try:
+                return inner(module, *args, **kwargs)
+            finally:
+                self._running.pop()
+
+        self._wrapper = call.__code__
+        return call
+
+    @contextlib.contextmanager
+    def running(self, base: CodeType, engine: CodeType) -> Iterator[None]:
+        """Record what a function calls, by its code; and, by its code, what runs autograd's engine."""
+        self._base, self._engine = base, engine
+        try:
+            yield
+        finally:
+            self._held.clear()  # frames hold their tensors
+            self._depth.clear()
+
+    def place(self) -> Place:
+        """Give the place of a node that would be made now; in autograd's engine, the part of it inside."""
+        new: list[FrameType] = []
+        frame: FrameType | None = sys._getframe(1)
+        depth = -1
+        while frame is not None and frame.f_code is not self._base:
+            depth = self._depth.get(id(frame), -1)
+            if depth >= 0:
+                break
+            if self._makes_scope(frame.f_code):
+                new.append(frame)
+            frame = frame.f_back
+        for old, _ in self._held[depth + 1 :]:
+            del self._depth[id(old)]
+        del self._held[depth + 1 :]
+        number = len(self._running) - sum(each.f_code is self._wrapper for each in new)
+        for each in reversed(new):
+            parent = self._held[-1][1] if self._held else self._root
+            owner = self._running[number - 1] if number else self._module
+            if each.f_code is self._engine:
+                scope = Scope((), counts=False)
+            elif each.f_code is self._wrapper:
+                module = self._running[number]
+                scope, number = parent.module(self._names.get(id(module), ""), module), number + 1
+            elif owner is not None and each.f_code is getattr(type(owner).forward, "__code__", None):
+                scope = parent
+            else:
+                scope = parent.function(each)
+            self._depth[id(each)] = len(self._held)
+            self._held.append((each, scope))
+        return self._held[-1][1].place if self._held else self._root.place
+
+    def _makes_scope(self, code: CodeType) -> bool:
+        if id(code) not in self._is_scope:
+            file = code.co_filename
+            left_out = (
+                file.startswith((*_LEFT_OUT, "<"))
+                or (file.startswith(_STANDARD) and "site-packages" not in file)
+                or (bool(code.co_freevars) and code.co_flags & _TAKES_ANYTHING == _TAKES_ANYTHING)
+                or code.co_name in ("<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>")
+            )
+            self._is_scope[id(code)] = code, code is self._wrapper or code is self._engine or not left_out
+        return self._is_scope[id(code)][1]
+
+
+def below(origin: Place, inside: Place) -> Place:
+    """Put what ran in autograd's engine below a forward origin; what is computed again stands where it stood."""
+    at = next((i for i in reversed(range(len(origin))) if inside and origin[i][:4] == inside[0][:4]), None)
+    return (*origin, *inside) if at is None else (*origin[: at + 1], *inside[1:])
+
+
+def call_hierarchy(node: Node) -> tuple[Place, ...]:
+    """Give a node's places: one, or of a node that a pass made of several, theirs; none where they were not recorded,
+    and of the graph's inputs and output."""
+    return node.meta.get("call_hierarchy", ())
+
+
+def fwd_call_hierarchy(node: Node) -> tuple[Place, ...]:
+    """Give the forward origin of a backward node: the places of the forward nodes whose gradient it computes."""
+    return node.meta.get("fwd_call_hierarchy", ())

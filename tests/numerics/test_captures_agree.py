@@ -4,9 +4,10 @@ import dataclasses
 
 import pytest
 import torch
-from matrix import BF16, FSDP2, FSDP2_TP2, ONE, TP2, Cell, bits_that_differ, build_graph, train
+from matrix import BF16, FSDP2, FSDP2_TP2, ONE, TP2, Cell, bits_that_differ, build_graph, microbatches, train
 
 from pool import run_on
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.spec import family_names, load_family
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.recompute import Recompute
@@ -20,6 +21,7 @@ FAST = {
         FSDP2, family="deepseek_v3", precision=BF16, num_microbatches=2, recompute=Recompute(every=1)
     ),
     "llama4 in TP 2": Cell(TP2, family="llama4"),
+    "llama3 in PP 2, tied": Cell(ParallelDims(pp=2), num_microbatches=2, tied=True),
 }
 SLOW = {
     "qwen3 with experts in EP 2": Cell(ParallelDims(dp_shard=2, ep=2), **EXPERTS),
@@ -44,3 +46,23 @@ def differences(cell: Cell) -> list[str]:
 def test_the_captures_agree(name: str) -> None:
     cell = (FAST | SLOW)[name]
     assert run_on(cell.dims.num_ranks, differences, cell) == [[]] * cell.dims.num_ranks
+
+
+def words_of_a_stage(cell: Cell) -> str:
+    """Change what the first stage rests on, and run it."""
+    steps = build_graph(cell)
+    stages, (batches, num_tokens) = steps.step.stages, microbatches(cell, 0, 1)  # type: ignore[union-attr]
+    if 0 not in stages:
+        return ""
+    steps.model.get_submodule("layers.0").attention_norm.eps = 0.5
+    stages[0].begin()
+    try:
+        stages[0].forward(0, lambda: steps._inputs(batches[0], num_tokens), None)
+    except UserError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_stage_checks_what_it_rests_on() -> None:
+    said, _ = run_on(2, words_of_a_stage, dataclasses.replace(FAST["llama3 in PP 2, tied"], capture="dynamo"))
+    assert "the graph rests on model.layers.0.attention_norm.eps == 1e-05 (" in said and "it is 0.5 now" in said

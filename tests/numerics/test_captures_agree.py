@@ -23,18 +23,25 @@ FAST = {
     "llama4 in TP 2": Cell(TP2, family="llama4"),
     "llama3 in PP 2, tied": Cell(ParallelDims(pp=2), num_microbatches=2, tied=True),
 }
-SLOW = {
-    "qwen3 with experts in EP 2": Cell(ParallelDims(dp_shard=2, ep=2), **EXPERTS),
-    "llama3 in CP 2": Cell(ParallelDims(cp=2)),
-    "llama3 in FSDP 2 x TP 2, tied, bf16": Cell(FSDP2_TP2, tied=True, precision=BF16),
-} | {
-    f"{family} {flavor} in {layout}, {attn}": Cell(dims, family=family, flavor=flavor, attn=attn)
-    for family in family_names()
-    for flavor in load_family(family).FLAVORS
-    if flavor.startswith("debugmodel")
-    for layout, dims in {"one rank": ONE, "FSDP 2": FSDP2, "TP 2": TP2}.items()
-    for attn in ("sdpa", "flex")
-}
+SLOW = (
+    {
+        "qwen3 with experts in EP 2": Cell(ParallelDims(dp_shard=2, ep=2), **EXPERTS),
+        "llama3 in CP 2": Cell(ParallelDims(cp=2)),
+        "llama3 in FSDP 2 x TP 2, tied, bf16": Cell(FSDP2_TP2, tied=True, precision=BF16),
+    }
+    | {
+        f"{family} in PP 2, bf16": Cell(ParallelDims(pp=2), family=family, precision=BF16, num_microbatches=2)
+        for family in family_names()
+    }
+    | {
+        f"{family} {flavor} in {layout}, {attn}": Cell(dims, family=family, flavor=flavor, attn=attn)
+        for family in family_names()
+        for flavor in load_family(family).FLAVORS
+        if flavor.startswith("debugmodel")
+        for layout, dims in {"one rank": ONE, "FSDP 2": FSDP2, "TP 2": TP2}.items()
+        for attn in ("sdpa", "flex")
+    }
+)
 
 
 def differences(cell: Cell) -> list[str]:

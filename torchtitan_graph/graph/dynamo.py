@@ -20,7 +20,7 @@ import functools
 import inspect
 import re
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,7 +73,7 @@ def dynamo_capture(
             raise UserError(f"compile.capture = 'dynamo': {error}; change that, or use 'make_fx'") from error
         raise
     traced = in_make_fx(fn.with_forward(replay) if isinstance(fn, InParts) else replay, module, arguments)
-    return dataclasses.replace(traced, guards=Guards(strict, constants, len(taken)))
+    return dataclasses.replace(traced, guards=Guards(strict, constants, traced.parameters, len(taken)))
 
 
 def _captured(
@@ -81,7 +81,7 @@ def _captured(
 ) -> tuple[Callable[..., Any], StrictCapture, dict[int, Tensor]]:
     """Give Dynamo's graph, to be called as `fn` is, what Dynamo says of it, and which of its inputs are constants."""
     if not inspect.isfunction(fn):
-        fn = functools.wraps(fn)(lambda *args, inner=fn: inner(*args))
+        fn = functools.wraps(fn)(lambda *args, function=fn: function(*args))
     mode = fake_mode_for_dynamo()
     state = {name: _faked(x, mode, device) for (_, name), x in live_state(module, None).items()}
     fakes = pytree.tree_map_only(Tensor, lambda x: _faked(x, mode, device), arguments)
@@ -142,14 +142,19 @@ class Guards:
 
     Args:
         constants: of the tensors that Dynamo's graph takes, those that are constants of ours, by number.
+        parameters: the names of the arguments.
         num_taken: how many of the arguments the function that Dynamo took has.
     """
 
-    def __init__(self, strict: StrictCapture, constants: Mapping[int, Tensor], num_taken: int) -> None:
-        self._strict, self._constants, self._num_taken = strict, constants, num_taken
+    def __init__(
+        self, strict: StrictCapture, constants: Mapping[int, Tensor], parameters: Sequence[str], num_taken: int
+    ) -> None:
+        self._strict, self._constants = strict, constants
+        self._parameters, self._num_taken = parameters, num_taken
 
-    def __call__(self, *arguments: Any) -> None:
-        taken = arguments[: self._num_taken]
+    def __call__(self, *arguments: Any, **by_name: Any) -> None:
+        named = [by_name[name] for name in self._parameters[len(arguments) :] if name in by_name]
+        taken = (*arguments, *named)[: self._num_taken]
         if failed := self._strict.violated(taken):
             raise UserError(f"the graph rests on {_by_name(failed)}: set it back to what it was, or capture again")
         found = self._strict.inputs(*taken)

@@ -487,7 +487,7 @@ def _is_of_python(guard: Any) -> bool:
 
 def _with_line(guard: str) -> tuple[str, str]:
     """Give a guard's expression, and in brackets the author's line if it has one."""
-    code, *comments = re.split(r"\s+# ", guard.strip())
+    code, *comments = re.split(r"\s+# ", re.sub(r"\s*\(HINT: .*\)$", "", guard.strip()))
     comments = [re.sub(r"[^ ]*/([^ /]+/[^ /]+:)", r"\1", each) for each in comments]  # no more of a path than it takes
     return code, f" ({', '.join(comments)})" if comments else ""
 
@@ -498,8 +498,13 @@ def _with_value(guard: str, scope: dict[str, Any]) -> str:
     if identity := re.match(r"___check_(type|obj)_id\((.+), \d+\)(?:, type=(.+))?", code):
         what, subject, kind = identity.groups()
         return f"{subject} being {f'a {kind}' if what == 'type' else 'the same object'}{where}"
+    if own := re.match(r"not ___dict_contains\('(\w+)', (.+)\.__dict__\)", code):
+        return f"{own[2]}.{own[1]} being that of its class{where}"
+    if gone := re.match(r"(?:KeyError|AttributeError|IndexError) on (.+)", code):
+        return f"{gone[1]}{where}, which is gone"
+    code = re.sub(r"^(len\(.+\)) != ", r"\1 == ", code)  # of a dict Dynamo gives the reason, not the guard
     try:
-        value = eval(code.removeprefix("not ").partition(" == ")[0], scope)  # of Dynamo's making
+        value = eval(re.split(r" (?:==|is) ", code.removeprefix("not "))[0], scope)  # of Dynamo's making
     except Exception:  # it uses names of Dynamo's own
         return f"{code}{where}"
     return f"{code}{where}, and it is {reprlib.repr(value)} now"

@@ -124,9 +124,9 @@ class Update:
     def _step_on_copies(self, stops: Tensor, names: dict[Tensor, str]) -> None:
         """Step on copies, block by block, and write them back unless the step is not to be taken: only fused kernels
         have a word for that."""
-        blocks: dict[str | None, list[Tensor]] = {}
+        blocks: dict[str, list[Tensor]] = {}  # what is in no block is large, and goes alone
         for parameter, name in names.items():
-            blocks.setdefault(block_of(name, self._steps.model.blocks), []).append(parameter)
+            blocks.setdefault(block_of(name, self._steps.model.blocks) or name, []).append(parameter)
         is_kept = functools.cache(lambda device: (stops > 0).to(device))
         rates = [group["lr"].item() for group in self._twin.param_groups]  # read anew in each run, as plain numbers
         for parameters in blocks.values():

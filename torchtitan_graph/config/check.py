@@ -210,7 +210,6 @@ def _check_capture(config: JobConfig) -> list[str]:
     stands_in_the_way = {
         "compile.mode": ("has no graph; use graph", config.compile.mode == "eager"),
         "compile.precompiled": ("a file does not hold Dynamo's guards", config.compile.precompiled is not None),
-        _PP: ("a stage's parts do not check them; use another axis", config.parallelism.pipeline_parallel_degree > 1),
     }
     return [
         f"{_name(config, key)}: not with compile.capture = dynamo: {why}, or set that to make_fx"
@@ -447,16 +446,21 @@ def _check_async_tensor_parallel(config: JobConfig) -> list[str]:
     ]
 
 
+# Optimizers that have their state in tensors, and don't branch on it.
+_TRACED = ("Adam", "AdamW", "torch.optim.Adagrad", "torch.optim.Muon", "torch.optim.RMSprop", "torch.optim.SGD")
+
+
 def _check_optimizer_in_graph(config: JobConfig) -> list[str]:
     if not config.compile.optimizer_in_graph:
         return []
     optimizer, metrics = config.optimizer, config.metrics
     stands_in_the_way = {
         "compile.mode": ("the step is no graph there; use graph", config.compile.mode != "graph"),
-        "optimizer.name": ("only Adam and AdamW can be traced; use one of them", "." in optimizer.name),
-        "optimizer.implementation": (
-            "reads its step count on the host; use fused",
-            optimizer.implementation != "fused",
+        "optimizer.name": (f"can't be traced; legal are {', '.join(_TRACED)}", optimizer.name not in _TRACED),
+        "optimizer.options": ("only Adam and AdamW are traced fused", bool(optimizer.options.get("fused"))),
+        "compile.cuda_graphs": (
+            f"{optimizer.name} reads numbers on the host; use a fused Adam or AdamW",
+            config.compile.cuda_graphs and (optimizer.implementation != "fused" or "." in optimizer.name),
         ),
         "training.enable_cpu_offload": (
             "the update is computed on the host, and its graph would be for the GPU; leave it out",

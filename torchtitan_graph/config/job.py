@@ -518,7 +518,8 @@ class Compile:
     )
     optimizer_in_graph: bool = option(
         False,
-        "Clip and take the optimizer's step as a graph too, with the same bits on a CPU: for Adam and AdamW, fused.",
+        "Clip and take the optimizer's step as a graph too, with the same bits on a CPU: Adam, AdamW, and of "
+        "torch.optim Adagrad, Muon, RMSprop and SGD.",
     )
     cuda_graphs: bool = option(
         False,

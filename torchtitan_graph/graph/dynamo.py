@@ -20,7 +20,7 @@ import functools
 import inspect
 import re
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,7 +64,7 @@ def dynamo_capture(
     forward = fn.forward if isinstance(fn, InParts) else fn
     taken = arguments[: len(inspect.signature(forward).parameters)] if isinstance(fn, InParts) else arguments
     try:
-        replay, guards = _captured(forward, module, taken, device, stack_traces)
+        replay, strict, constants = _captured(forward, module, taken, device, stack_traces)
     except UserError:
         raise
     except Exception as error:
@@ -73,15 +73,15 @@ def dynamo_capture(
             raise UserError(f"compile.capture = 'dynamo': {error}; change that, or use 'make_fx'") from error
         raise
     traced = in_make_fx(fn.with_forward(replay) if isinstance(fn, InParts) else replay, module, arguments)
-    return dataclasses.replace(traced, guards=lambda *args: guards(args[: len(taken)]))
+    return dataclasses.replace(traced, guards=Guards(strict, constants, traced.parameters, len(taken)))
 
 
 def _captured(
     fn: Callable[..., Any], module: nn.Module, arguments: tuple[Any, ...], device: Any, stack_traces: bool
-) -> tuple[Callable[..., Any], Callable[[tuple[Any, ...]], None]]:
-    """Give Dynamo's graph, to be called as `fn` is, and what checks that it still holds for a call's arguments."""
+) -> tuple[Callable[..., Any], StrictCapture, dict[int, Tensor]]:
+    """Give Dynamo's graph, to be called as `fn` is, what Dynamo says of it, and which of its inputs are constants."""
     if not inspect.isfunction(fn):
-        fn = functools.wraps(fn)(lambda *args, inner=fn: inner(*args))
+        fn = functools.wraps(fn)(lambda *args, function=fn: function(*args))
     mode = fake_mode_for_dynamo()
     state = {name: _faked(x, mode, device) for (_, name), x in live_state(module, None).items()}
     fakes = pytree.tree_map_only(Tensor, lambda x: _faked(x, mode, device), arguments)
@@ -89,9 +89,10 @@ def _captured(
         strict = capture_strictly(fn, fakes)
         found = strict.inputs(*fakes)
     names = {str(id(child)): name for name, child in module.named_modules()}
-    if changed := sorted({_by_name(each) for each in strict.changed if not each.endswith("._parameters")}):
+    if changed := {_by_name(each): line for each, line in strict.changed.items() if not each.endswith("._parameters")}:
+        told = ", ".join(f"{each} ({line})" if line else each for each, line in sorted(changed.items()))
         raise UserError(
-            f"compile.capture = 'dynamo': the captured function changes {', '.join(changed)}, which a graph would not: "
+            f"compile.capture = 'dynamo': the captured function changes {told}, which a graph would not: "
             "return the new value instead, and write it back outside"
         )
     _keep_metadata(strict.gm, names, stack_traces)
@@ -103,7 +104,7 @@ def _captured(
         values = Interpreter(strict.gm).run(*strict.inputs(*args), enable_io_processing=False)
         return strict.result(values, args)
 
-    return replay, functools.partial(_check, strict, constants)
+    return replay, strict, constants
 
 
 def _faked(tensor: Tensor, mode: FakeTensorMode, device: Any) -> Tensor:
@@ -136,23 +137,45 @@ def _keep_metadata(gm: GraphModule, names: Mapping[str, str], stack_traces: bool
                 node.meta = {}
 
 
-def _check(strict: StrictCapture, constants: Mapping[int, Tensor], arguments: tuple[Any, ...]) -> None:
-    """Refuse a call if something that the graph rests on is not as it was."""
-    if failed := strict.violated(arguments):
-        raise UserError(f"the graph rests on {_by_name(failed)}: set it back to what it was, or capture again")
-    found = strict.inputs(*arguments)
-    if replaced := [strict.sources[i] for i, x in constants.items() if found[i] is not x]:
-        raise UserError(
-            f"{', '.join(map(_by_name, replaced))} is another tensor than the one that was captured, which is a "
-            "constant of the graph: write to it in place, make it a buffer, or capture again"
-        )
+class Guards:
+    """What a graph rests on beside its inputs: called with a call's arguments, it refuses what is not as it was.
+
+    Args:
+        constants: of the tensors that Dynamo's graph takes, those that are constants of ours, by number.
+        parameters: the names of the arguments.
+        num_taken: how many of the arguments the function that Dynamo took has.
+    """
+
+    def __init__(
+        self, strict: StrictCapture, constants: Mapping[int, Tensor], parameters: Sequence[str], num_taken: int
+    ) -> None:
+        self._strict, self._constants = strict, constants
+        self._parameters, self._num_taken = parameters, num_taken
+
+    def __call__(self, *arguments: Any, **by_name: Any) -> None:
+        named = [by_name[name] for name in self._parameters[len(arguments) :] if name in by_name]
+        taken = (*arguments, *named)[: self._num_taken]
+        if failed := self._strict.violated(taken):
+            raise UserError(f"the graph rests on {_by_name(failed)}: set it back to what it was, or capture again")
+        found = self._strict.inputs(*taken)
+        if replaced := [self._strict.sources[i] for i, x in self._constants.items() if found[i] is not x]:
+            raise UserError(
+                f"{', '.join(map(_by_name, replaced))} is another tensor than the one that was captured, which is a "
+                "constant of the graph: write to it in place, make it a buffer, or capture again"
+            )
+
+    @property
+    def values(self) -> list[str]:
+        """The values among them, as `model.layers.0.flag == False (the line that reads it)`, but for types and such."""
+        return [_by_name(each) for each in self._strict.guards if re.match(r"(not )?[LG]\[[^ ]* ==", each)]
 
 
 def _by_name(source: str) -> str:
     """Write Dynamo's name of a value as the function's author does: model.layers.0 for L['model']._modules[...]."""
     source = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", source)
     source = re.sub(r"\.__dict__\['([^']+)'\]", r".\1", source)
-    return re.sub(r"\b[LG]\['([^']+)'\]", r"\1", source)
+    source = re.sub(r"\b[LG]\['([^']+)'\]", r"\1", source)
+    return re.sub(r"\b__import_(\w+)", lambda found: found[1].replace("_dot_", "."), source)
 
 
 CAPTURES: Mapping[str, Capture] = {"make_fx": make_fx_capture, "dynamo": dynamo_capture}

@@ -193,14 +193,25 @@ def make_stage_step(
     its gradient: None in the last. The loss is what this stage adds to it, None if that is nothing.
     """
 
-    def stage_step(batch: Inputs, masks: Any, num_tokens: Tensor, x: Tensor | None, dy: Tensor | None) -> Any:
+    def forward(batch: Inputs, masks: Any, num_tokens: Tensor, x: Tensor | None) -> Any:
+        y, beside = _run_stage(model, stage, batch, masks, x)
+        losses = ([loss(y, batch.labels_BL, num_tokens)] if stage.last else []) + beside.losses
+        return y, sum(losses[1:], losses[0]) if losses else None, beside.state
+
+    def stage_step(
+        forward: Callable[..., Any],
+        batch: Inputs,
+        masks: Any,
+        num_tokens: Tensor,
+        x: Tensor | None,
+        dy: Tensor | None,
+    ) -> Any:
         own = {p for name in stage.names for p in model.get_submodule(name).parameters()}
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad and p in own}
         free_gradient_dtype(parameters.values(), sum_in)
-        y, beside = _run_stage(model, stage, batch, masks, x)
-        losses = ([loss(y, batch.labels_BL, num_tokens)] if stage.last else []) + beside.losses
-        value = sum(losses[1:], losses[0]) if losses else None
-        begins = [(y, dy)] * (not stage.last) + [(value, None)] * bool(losses)  # backward does, with these gradients
+        y, value, state = forward(batch, masks, num_tokens, x)
+        # Backward begins here, with these gradients.
+        begins = [(y, dy)] * (not stage.last) + [(value, None)] * (value is not None)
         outputs, given = zip(*begins, strict=True)
         wanted = [*parameters.values(), *([] if x is None else [x])]
         gradients = list(torch.autograd.grad(outputs, wanted, given, allow_unused=True))
@@ -208,9 +219,9 @@ def make_stage_step(
         found = {name: g for name, g in zip(parameters, gradients, strict=True) if g is not None}
         with annotated(phase="backward"):
             finished = {name: _as_parameter(g, parameters[name]) for name, g in found.items()}
-        return None if stage.last else y, value, dx, finished, beside.state
+        return None if stage.last else y, value, dx, finished, state
 
-    return stage_step
+    return InParts(stage_step, forward)
 
 
 def _run_stage(model: nn.Module, stage: StageModules, batch: Inputs, masks: Any, x: Tensor | None) -> Any:
@@ -239,10 +250,10 @@ def trace_stage_evaluation(
 ) -> TracedResult:
     """Trace a pipeline stage's `step(batch, masks, num_tokens, x)`: y, of the last stage the loss."""
 
-    @torch.no_grad()
     def step(batch: Inputs, masks: Any, num_tokens: Tensor, x: Tensor | None) -> Tensor:
-        y, _ = _run_stage(model, stage, batch, masks, x)
-        return loss(y, batch.labels_BL, num_tokens) if stage.last else y
+        with torch.no_grad():  # no decorator: Dynamo would begin in torch's own function
+            y, _ = _run_stage(model, stage, batch, masks, x)
+            return loss(y, batch.labels_BL, num_tokens) if stage.last else y
 
     return capture(step, model, arguments, device=device)
 

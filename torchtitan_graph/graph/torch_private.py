@@ -1,6 +1,5 @@
 """Every private torch name that the project uses: why, and what would replace it. Releases differ only here."""
 
-import ast
 import contextlib
 import copy
 import dataclasses
@@ -360,7 +359,8 @@ class StrictCapture(NamedTuple):
 
     gm        the graph
     sources   where each of its inputs is found, as an expression of the function's names in L and globals in G
-    changed   the same of what the function changes that is no result
+    changed   the same of what the function changes that is no result, and the line where
+    guards    what has to be so, each an expression of these names and the line that reads them
     inputs    (*arguments) -> the graph's inputs
     result    (the graph's outputs, arguments) -> the function's result
     violated  (arguments) -> one of the guards that is not so; empty if all are
@@ -368,7 +368,8 @@ class StrictCapture(NamedTuple):
 
     gm: torch.fx.GraphModule
     sources: list[str]
-    changed: list[str]
+    changed: dict[str, str]
+    guards: list[str]
     inputs: Callable[..., tuple[Any, ...]]
     result: Callable[[Any, tuple[Any, ...]], Any]
     violated: Callable[[tuple[Any, ...]], str]
@@ -390,14 +391,15 @@ def capture_strictly(fn: Callable[..., Any], arguments: tuple[Any, ...]) -> Stri
 
     strict: dict[str, Any] = dict(specialize_int=True, specialize_float=True, automatic_dynamic_shapes=False)
     strict |= dict(skip_nnmodule_hook_guards=False)  # a hook that is added later is to be noticed
-    strict |= dict(replay_side_effects=False, side_effect_replay_policy="warn")  # named, see `changed`
+    strict |= dict(replay_side_effects=False, side_effect_replay_policy="warn")  # told of, see `_seen_changes`
     with (
         torch._dynamo.config.patch(strict),
-        warnings.catch_warnings(record=True) as said,
+        warnings.catch_warnings(),
+        _seen_changes() as changed,
         get_metrics_context(),
         dynamo_timed("fullgraph_capture"),
     ):
-        warnings.simplefilter("always")
+        warnings.simplefilter("ignore")
         try:
             out = fullgraph_capture(fn, arguments, {})
         except TorchDynamoException as error:
@@ -419,7 +421,8 @@ def capture_strictly(fn: Callable[..., Any], arguments: tuple[Any, ...]) -> Stri
     return StrictCapture(
         gm,
         [node._dynamo_source.name for node in gm.graph.find_nodes(op="placeholder")],
-        [each for one in said if "side effects" in str(one.message) for each in _listed(str(one.message))],
+        changed,
+        ["".join(_with_line(each)) for each in _said(manager.root)],
         gm._dynamo_bytecode_flatten,
         gm._dynamo_bytecode_unflatten,
         violated,
@@ -430,9 +433,49 @@ def _why(error: Any) -> str:
     """Give a sentence or two of Dynamo's page of an error, and the author's line."""
     first, *more = str(error).strip().splitlines()
     explained = [line.strip().removeprefix("Explanation: ") for line in more if "Explanation: " in line]
-    frames = getattr(error, "real_stack", None) or ()
-    where = "".join(f", {Path(frame.filename).name}:{frame.lineno} in {frame.name}" for frame in list(frames)[-1:])
-    return f"{' '.join([f'{first}:', *explained[:1]]).rstrip(':.')} (Dynamo{where})"
+    where = _line(getattr(error, "real_stack", None) or ())
+    return f"{' '.join([f'{first}:', *explained[:1]]).rstrip(':.')} (Dynamo{where and ', '}{where})"
+
+
+def _line(frames: Iterable[Any]) -> str:
+    """Give the author's line that a stack of Dynamo's leads to, nothing if it has none."""
+    own = [frame for frame in frames if not Path(frame.filename).is_relative_to(Path(torch.__file__).parent)]
+    return "".join(f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}" for frame in own[-1:])
+
+
+@contextlib.contextmanager
+def _seen_changes() -> Iterator[dict[str, str]]:
+    """Give what the functions that Dynamo takes meanwhile change: attributes, or a list or dict itself; and where.
+
+    Dynamo warns of the objects alone, and forgets the rest when it is done."""
+    from torch._dynamo.output_graph import OutputGraph
+
+    found: dict[str, str] = {}
+    of_torch = OutputGraph.get_replayed_side_effect_source_refs
+
+    def seen(graph: Any, **options: bool) -> list[str]:
+        sources, effects = of_torch(graph, **options), graph.side_effects
+        for x in effects._get_modified_vars():
+            with contextlib.suppress(NotImplementedError):  # what the function made itself has no name
+                if x.source is not None and x.source.name in sources:
+                    names = [f"{x.source.name}.{name}" for name in effects.store_attr_mutations.get(x, ())]
+                    line = _line(next(reversed(effects.mutation_user_stacks.get(x, [])), ()))
+                    found.update(dict.fromkeys(names or [x.source.name], line))
+        return sources
+
+    OutputGraph.get_replayed_side_effect_source_refs = seen  # type: ignore[method-assign, assignment]
+    try:
+        yield found
+    finally:
+        OutputGraph.get_replayed_side_effect_source_refs = of_torch  # type: ignore[method-assign]
+
+
+def _said(manager: Any) -> list[str]:
+    """List what a tree of guards checks."""
+    own = [each for guard in manager.get_leaf_guards() for each in guard.verbose_code_parts()]
+    pairs = manager.get_key_value_managers().values() if hasattr(manager, "get_key_value_managers") else ()
+    below = [*manager.get_child_managers(), *(each for pair in pairs for each in pair if each is not None)]
+    return [*own, *(each for child in below for each in _said(child))]
 
 
 def _is_of_python(guard: Any) -> bool:
@@ -442,24 +485,29 @@ def _is_of_python(guard: Any) -> bool:
     return guard.guard_type not in _NOT_GUARDED and not of_state
 
 
+def _with_line(guard: str) -> tuple[str, str]:
+    """Give a guard's expression, and in brackets the author's line if it has one."""
+    code, *comments = re.split(r"\s+# ", re.sub(r"\s*\(HINT: .*\)$", "", guard.strip()))
+    comments = [re.sub(r"[^ ]*/([^ /]+/[^ /]+:)", r"\1", each) for each in comments]  # no more of a path than it takes
+    return code, f" ({', '.join(comments)})" if comments else ""
+
+
 def _with_value(guard: str, scope: dict[str, Any]) -> str:
     """Say a guard that is not so in words: the expression, the author's line, what the value is now."""
-    code, *comments = re.split(r"\s+# ", guard.strip())
-    comments = [re.sub(r"[^ ]*/([^ /]+/[^ /]+:)", r"\1", each) for each in comments]  # no more of a path than it takes
-    where = f" ({', '.join(comments)})" if comments else ""
+    code, where = _with_line(guard)
     if identity := re.match(r"___check_(type|obj)_id\((.+), \d+\)(?:, type=(.+))?", code):
         what, subject, kind = identity.groups()
         return f"{subject} being {f'a {kind}' if what == 'type' else 'the same object'}{where}"
+    if own := re.match(r"not ___dict_contains\('(\w+)', (.+)\.__dict__\)", code):
+        return f"{own[2]}.{own[1]} being that of its class{where}"
+    if gone := re.match(r"(?:KeyError|AttributeError|IndexError) on (.+)", code):
+        return f"{gone[1]}{where}, which is gone"
+    code = re.sub(r"^(len\(.+\)) != ", r"\1 == ", code)  # of a dict Dynamo gives the reason, not the guard
     try:
-        value = eval(code.removeprefix("not ").partition(" == ")[0], scope)  # of Dynamo's making
+        value = eval(re.split(r" (?:==|is) ", code.removeprefix("not "))[0], scope)  # of Dynamo's making
     except Exception:  # it uses names of Dynamo's own
         return f"{code}{where}"
     return f"{code}{where}, and it is {reprlib.repr(value)} now"
-
-
-def _listed(message: str) -> list[str]:
-    """Read the list that a warning of Dynamo ends with."""
-    return ast.literal_eval(message[message.index("[") :])
 
 
 def lazy_graph_module(root: torch.nn.Module, graph: torch.fx.Graph) -> torch.fx.GraphModule:

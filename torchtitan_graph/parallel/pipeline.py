@@ -53,6 +53,7 @@ class Stage:
         self._input_names, self._state_names = names[True], names[False]
         state = tuple(slot for slot in signature.inputs if slot.kind != "input")
         self._state = BoundState(state, train.options, train.modes, model, None)
+        self._guarded: list[Tensor] | None = None  # the state that was bound when guards were last checked
         self._layouts = {slot.name: slot.layout for slot in signature.outputs if slot.kind == "grad"}
         self._run = {name: Watchable(part.gm) for name, part in self.parts.items()}
         self._reads = {name: frozenset(part.reads) for name, part in self.parts.items()}
@@ -68,22 +69,26 @@ class Stage:
 
     def begin(self) -> None:
         """Begin a step: gather the weights, if that is done once."""
-        self._common = dict(zip(self._state_names, self._state.tensors(), strict=True))
+        self._bound = self._state.tensors()
+        self._common = dict(zip(self._state_names, self._bound, strict=True))
         self._common |= self._call("gather", {})
         self._sums, self.losses, self.state = {}, [], {}
 
     def forward(self, i: int, inputs: Inputs, x: Tensor | None) -> Tensor | None:
         """Take microbatch `i` and what the stage before gave of it; give what the next stage takes."""
-        outputs = self.graph.parts.outputs
-        tensors = [leaf for leaf in pytree.tree_leaves((inputs(), x)) if isinstance(leaf, Tensor)]
+        outputs, given = self.graph.parts.outputs, (*inputs(), x)
+        if self.graph.train.guards is not None and self._guarded is not self._bound:
+            self.graph.train.guards(*given)
+            self._guarded = self._bound
+        tensors = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
         names = self._input_names[:-1] if "y" in outputs["output"] else self._input_names  # dy, the last, comes later
         held = dict(zip(names, tensors, strict=True))
-        given = self._call("forward", held, self._backward)
+        made = self._call("forward", held, self._backward)
         for name, value in outputs["state"].items():
-            self.state[name] = self.state.get(name, 0) + given[value]
-        self.losses += [given[value] for value in outputs["loss"].values()]
-        self._held[i] = {name: x for name, x in (held | given).items() if self._is_read(name, self._backward)}
-        return given.get(outputs["output"].get("y", ""))
+            self.state[name] = self.state.get(name, 0) + made[value]
+        self.losses += [made[value] for value in outputs["loss"].values()]
+        self._held[i] = {name: x for name, x in (held | made).items() if self._is_read(name, self._backward)}
+        return made.get(outputs["output"].get("y", ""))
 
     def backward_input(self, i: int, dy: Tensor | None) -> Tensor | None:
         """Take the gradient of what `forward` gave; give that of what it took. Unless backward is split, it is all of

@@ -492,7 +492,7 @@ def run_wrapped(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run:
     if target is wrap:
         return run(*inputs)
     chosen = {"context_fn": found} if (found := body.meta.get("_checkpoint_context_fn")) else {}
-    return checkpoint(run, *inputs, **kwargs | chosen | {"use_reentrant": False})
+    return checkpoint(run, *inputs, **kwargs, **chosen)
 
 
 def _why(error: Any) -> str:

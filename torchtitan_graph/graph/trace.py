@@ -362,6 +362,13 @@ def _refusing_reads(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
             f"the traced function makes a tensor whose shape depends on values ({error.func}), which no trace has: "
             "take torch.where or a mask of fixed shape, or do it outside"
         ) from error
+    except RuntimeError as error:
+        if "use_reentrant=True" not in str(error):
+            raise
+        raise UserError(
+            "the traced function calls torch.utils.checkpoint with use_reentrant=True, or without the argument, which "
+            "only works with .backward(): pass use_reentrant=False"
+        ) from error
 
 
 def run_traced(

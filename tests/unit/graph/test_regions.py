@@ -311,6 +311,20 @@ def test_a_region_that_draws_numbers_is_refused(capture: str) -> None:
         HERE[capture](lambda x: checkpoint(region, x, use_reentrant=False).sum(), model, (X,), device="cpu")
 
 
+@pytest.mark.parametrize("capture", HERE)
+def test_a_reentrant_checkpoint_is_refused(capture: str) -> None:
+    model = net()
+
+    def step(forward: Callable[[Tensor], Tensor], x: Tensor) -> Any:
+        return torch.autograd.grad(forward(x), list(model.parameters()))
+
+    def forward(x: Tensor) -> Tensor:
+        return checkpoint(model, model.one(x), use_reentrant=True).sum()
+
+    with pytest.raises(UserError, match="torch.utils.checkpoint with use_reentrant=True.*pass use_reentrant=False"):
+        HERE[capture](InParts(step, forward), model, (X,), device="cpu")
+
+
 LASTING: list[Tensor] = []
 
 

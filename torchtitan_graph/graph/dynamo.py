@@ -8,7 +8,7 @@ first step, and whenever parameters are bound again) and refuses the second.
 
 Dynamo is given fake tensors in the places of the state. Its graph is then run under the tracer as the forward pass
 would be: it finds parameters and arguments where the function found them. Of its nodes nothing is kept but the module
-that they are of, annotations, and their lines of source where these are asked for. So signature, phases, DTensors and
+that they are of, annotations and their lines of source. So signature, phases, DTensors and
 refusals are the tracer's own, and the two captures can be compared node by node. Every block is captured: those that
 are alike are not stamped.
 """
@@ -26,18 +26,21 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch.fx import GraphModule, Interpreter
+from torch.fx import GraphModule, Interpreter, Node
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.signature import layout_of
 from torchtitan_graph.graph.state import is_traced, live_state
 from torchtitan_graph.graph.torch_private import (
+    WRAPPERS,
     FakeTensorMode,
     NotCaptured,
     StrictCapture,
     capture_strictly,
     fake_mode_for_dynamo,
+    made_for,
     reparametrize,
+    run_wrapped,
 )
 from torchtitan_graph.graph.trace import Capture, InParts, TracedResult, fakes_of, make_fx_capture
 
@@ -64,7 +67,7 @@ def dynamo_capture(
     forward = fn.forward if isinstance(fn, InParts) else fn
     taken = arguments[: len(inspect.signature(forward).parameters)] if isinstance(fn, InParts) else arguments
     try:
-        replay, strict, constants = _captured(forward, module, taken, device, stack_traces)
+        replay, strict, constants = _captured(forward, module, taken, device)
     except UserError:
         raise
     except Exception as error:
@@ -77,7 +80,7 @@ def dynamo_capture(
 
 
 def _captured(
-    fn: Callable[..., Any], module: nn.Module, arguments: tuple[Any, ...], device: Any, stack_traces: bool
+    fn: Callable[..., Any], module: nn.Module, arguments: tuple[Any, ...], device: Any
 ) -> tuple[Callable[..., Any], StrictCapture, dict[int, Tensor]]:
     """Give Dynamo's graph, to be called as `fn` is, what Dynamo says of it, and which of its inputs are constants."""
     if not inspect.isfunction(fn):
@@ -95,14 +98,13 @@ def _captured(
             f"compile.capture = 'dynamo': the captured function changes {told}, which a graph would not: "
             "return the new value instead, and write it back outside"
         )
-    _keep_metadata(strict.gm, names, stack_traces)
+    _keep_metadata(strict.gm, names)
     # Tensors that the function takes from elsewhere are constants of the graph.
     constants = {i: x for i, x in enumerate(found) if isinstance(x, Tensor) and not is_traced(x)}
 
     @functools.wraps(fn)
     def replay(*args: Any) -> Any:
-        values = Interpreter(strict.gm).run(*strict.inputs(*args), enable_io_processing=False)
-        return strict.result(values, args)
+        return strict.result(_run(strict.gm, *strict.inputs(*args)), args)
 
     return replay, strict, constants
 
@@ -120,18 +122,22 @@ def _faked(tensor: Tensor, mode: FakeTensorMode, device: Any) -> Tensor:
     )
 
 
-def _keep_metadata(gm: GraphModule, names: Mapping[str, str], stack_traces: bool) -> None:
+def _keep_metadata(gm: GraphModule, names: Mapping[str, str]) -> None:
     """Leave on nodes what the tracer is to take over. Dynamo keys its stack of modules by their identity, with a number
-    behind it where one is called again. A node in a body (an autograd function's, a mask rule's) says nothing: the node
-    that calls the body does."""
+    behind it where one is called again. What a region computes is kept alike; but a node in another body (an autograd
+    function's, a mask rule's) says nothing: the node that calls the body does."""
+    regions = [getattr(gm, node.args[0].target) for node in gm.graph.nodes if node.target in WRAPPERS]
     for node in gm.graph.nodes:
         if node.op != "placeholder":
             calls = (key.partition("@")[0] for key in node.meta.get("nn_module_stack", {}))
             stack = [names[call] for call in calls if call in names]
             words = {**node.meta.get("custom", {}), **({"module": stack[-1]} if stack else {})}
-            kept = {"stack_trace": node.meta.get("stack_trace")} if stack_traces else {}
-            node.meta = {"custom": words, **kept} if words else kept
+            kept = {"stack_trace": node.meta["stack_trace"]} if node.meta.get("stack_trace") else {}
+            node.meta = {"custom": words, **kept}
     for body in gm.children():
+        if any(body is region for region in regions):
+            _keep_metadata(body, names)  # type: ignore[arg-type]
+            continue
         for inner in body.modules():
             for node in inner.graph.nodes if isinstance(inner, GraphModule) else ():
                 node.meta = {}
@@ -168,6 +174,24 @@ class Guards:
     def values(self) -> list[str]:
         """The values among them, as `model.layers.0.flag == False (the line that reads it)`, but for types and such."""
         return [_by_name(each) for each in self._strict.guards if re.match(r"(not )?[LG]\[[^ ]* ==", each)]
+
+
+class _Replay(Interpreter):
+    """Runs a graph of Dynamo's under the tracer, regions in their places: the graph that comes of it has none."""
+
+    def run_node(self, n: Node) -> Any:
+        with made_for(n):
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            return getattr(self, n.op)(n.target, args, kwargs)
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target in WRAPPERS:
+            return run_wrapped(target, args, kwargs, _run)
+        return super().call_function(target, args, kwargs)
+
+
+def _run(gm: GraphModule, *inputs: Any) -> Any:
+    return _Replay(gm).run(*inputs, enable_io_processing=False)
 
 
 def _by_name(source: str) -> str:

@@ -38,6 +38,7 @@ from torchtitan_graph.graph.torch_private import (
     FakeTensorMode,
     current_words,
     is_traceable_wrapper_subclass,
+    keeps_its_own_way,
     trace_set_aside,
     trace_to_graph,
 )
@@ -258,6 +259,8 @@ class Stamps:
 
     def call(self, name: str, block: nn.Module, forward: Callable, *args: Any, **kwargs: Any) -> Any:
         """Stand for a block's forward."""
+        if keeps_its_own_way():  # a stamp keeps nothing that could be computed again
+            raise TraceInFull(f"{name} is called in a checkpointed region")
         call = _Call(self, name, block, forward, args, kwargs)
         differentiable = [id(x) for x in call.tensors if x.requires_grad]
         if len(set(differentiable)) < len(differentiable):

@@ -6,16 +6,19 @@ import dataclasses
 import datetime
 import difflib
 import functools
+import importlib
 import json
 import math
 import os
 import re
 import reprlib
+import traceback
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.fx.traceback as fx_traceback
@@ -25,6 +28,7 @@ from torch._guards import TracingContext, tracing
 from torch._higher_order_ops.flex_attention import flex_attention as _flex_attention
 from torch._higher_order_ops.flex_attention import flex_attention_backward as _flex_attention_backward
 from torch._higher_order_ops.utils import registered_hop_fake_fns
+from torch._higher_order_ops.wrap import tag_activation_checkpoint, wrap
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -41,13 +45,14 @@ from torch.fx.graph import _BoxedCodeGen
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, _apply_kernel_options, flex_attention
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils.checkpoint import SAC_IGNORED_OPS
+from torch.utils.checkpoint import SAC_IGNORED_OPS, checkpoint
 
 from torchtitan_graph.errors import UserError
 
 __all__ = [
     "METADATA_GLOBALS",
     "DTensorSpec",
+    "WRAPPERS",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
@@ -81,8 +86,10 @@ __all__ = [
     "init_fake_process_group",
     "is_profiling",
     "is_traceable_wrapper_subclass",
+    "keeps_its_own_way",
     "lazy_graph_module",
     "make_dtensor",
+    "made_for",
     "mask_parts",
     "mask_whole",
     "multiply",
@@ -97,6 +104,7 @@ __all__ = [
     "reparametrize",
     "require",
     "run_flex_attention_with",
+    "run_wrapped",
     "save_memory_snapshot",
     "scaled_mm",
     "set_arguments",
@@ -151,6 +159,19 @@ def annotated(**words: Any) -> Iterator[None]:
         fx_traceback.current_meta["custom"] = before
 
 
+@contextlib.contextmanager
+def made_for(node: torch.fx.Node) -> Iterator[None]:
+    """Let nodes made inside carry what this one does, and what nodes made now would carry. FX's Interpreter leaves out
+    the second: what a region computes again in backward would then be of forward."""
+    before = fx_traceback.current_meta
+    words = {**(before.get("custom") or {}), **node.meta.get("custom", {})}
+    fx_traceback.current_meta = {**before, **node.meta, "custom": words}
+    try:
+        yield
+    finally:
+        fx_traceback.current_meta = before
+
+
 def current_words() -> dict[str, Any]:
     """Give the words that nodes made now would carry."""
     return dict(fx_traceback.current_meta.get("custom") or {})
@@ -183,7 +204,8 @@ def _marked_backward() -> Iterator[None]:
     def run(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         # A leaf or a gradient edge has no grad_fn; the engine reports it better than we could.
         setup_stacktrace_preservation_hooks([t.grad_fn for t in tensors if getattr(t, "grad_fn", None) is not None])
-        with annotated(phase="backward"):
+        # No module: one that is called in there computes something again, for a checkpointed region.
+        with annotated(phase="backward", module=""):
             return inner(tensors, *args, **kwargs)
 
     torch.autograd._engine_run_backward = run  # type: ignore[assignment]
@@ -220,6 +242,17 @@ def _marked_modules(module: torch.nn.Module | None) -> Iterator[None]:
         torch.nn.Module.__call__ = inner  # type: ignore[method-assign]
 
 
+_NOT_THE_AUTHOR_S = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+
+
+def _author_s_frames(tracer: Any, stack: traceback.StackSummary) -> traceback.StackSummary:
+    """Of the stack that made a node, keep the traced function's own frames. `make_fx` would keep those of functions
+    that are named `forward`."""
+    begin = max((i for i, frame in enumerate(stack) if frame.name == "marked"), default=-1) + 1
+    own = [frame for frame in stack[begin:] if not frame.filename.startswith(_NOT_THE_AUTHOR_S)]
+    return traceback.StackSummary.from_list(own)
+
+
 def trace_to_graph(
     fn: Callable[..., Any],
     fake_inputs: list[torch.Tensor],
@@ -243,6 +276,9 @@ def trace_to_graph(
         _marked_backward(),
         # Code is generated when the graph first runs, not after every pass: a third of the time to build a large one.
         _use_lazy_graph_module(True),
+        mock.patch.object(torch.fx.proxy.TracerBase, "_filter_traceback_frames", _author_s_frames),
+        # Else a selective checkpoint computes nothing again, and leaves that to a pass of torch.compile's.
+        mock.patch.object(torch.utils.checkpoint, "_is_compiling", lambda func, args, kwargs: False),
     ):
 
         def marked(*flat: torch.Tensor) -> Any:
@@ -251,6 +287,12 @@ def trace_to_graph(
                 return fn(*flat)
 
         return _without_made_up(make_fx(marked, record_stack_traces=stack_traces)(*fake_inputs))
+
+
+def keeps_its_own_way() -> bool:
+    """Tell whether what backward needs is now kept by functions of the caller's, as `torch.utils.checkpoint` does it:
+    public API only sets them."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def export_dims() -> tuple[type, type]:
@@ -383,17 +425,22 @@ def capture_strictly(fn: Callable[..., Any], arguments: tuple[Any, ...]) -> Stri
         NotCaptured: why Dynamo can't.
     """
     import torch._dynamo.config  # late, for it takes a second
+    import torch._dynamo.variables.builder as dynamo_builder
     from torch._dynamo.convert_frame import _get_frame, fullgraph_capture
     from torch._dynamo.exc import TorchDynamoException
     from torch._dynamo.functional_export import create_fx_graph_from_captured_output
     from torch._dynamo.hooks import Hooks
     from torch._dynamo.utils import dynamo_timed, get_metrics_context
 
+    regions = importlib.import_module("torch._higher_order_ops.invoke_subgraph")  # an operator has the module's name
     strict: dict[str, Any] = dict(specialize_int=True, specialize_float=True, automatic_dynamic_shapes=False)
     strict |= dict(skip_nnmodule_hook_guards=False)  # a hook that is added later is to be noticed
     strict |= dict(replay_side_effects=False, side_effect_replay_policy="warn")  # told of, see `_seen_changes`
+    strict |= dict(skip_fwd_side_effects_in_bwd_under_checkpoint=True)  # else a region may not append to a list
     with (
         torch._dynamo.config.patch(strict),
+        mock.patch.object(regions, "invoke_subgraph_placeholder", _call),
+        mock.patch.object(dynamo_builder, "is_invoke_subgraph", lambda value: False),
         warnings.catch_warnings(),
         _seen_changes() as changed,
         get_metrics_context(),
@@ -427,6 +474,28 @@ def capture_strictly(fn: Callable[..., Any], arguments: tuple[Any, ...]) -> Stri
         gm._dynamo_bytecode_unflatten,
         violated,
     )
+
+
+def _call(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Stand for a `nested_compile_region`, as it does without Dynamo: it may then return and change what it likes.
+    Dynamo's operator would give all layers the first one's names, and compute forward again in backward."""
+    return fn(*args, **kwargs)
+
+
+WRAPPERS = (tag_activation_checkpoint, wrap)  # Dynamo's operators that take a graph, and give what it gives
+
+
+def run_wrapped(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
+    """Run in place of one of these `run(graph, *inputs)`, a checkpointed region's by `torch.utils.checkpoint` as
+    without Dynamo. torch's own kernel of that region, made for `torch.compile`, computes more again than backward
+    needs, and fails where the region writes to a value of its own.
+    """
+    body, *inputs = args
+    run = functools.partial(run, body)
+    if target is wrap:
+        return run(*inputs)
+    chosen = {"context_fn": found} if (found := body.meta.get("_checkpoint_context_fn")) else {}
+    return checkpoint(run, *inputs, **kwargs, **chosen)
 
 
 def _why(error: Any) -> str:
@@ -479,10 +548,11 @@ def _said(manager: Any) -> list[str]:
 
 
 def _is_of_python(guard: Any) -> bool:
-    """Tell a guard of Dynamo that is none on a tensor, nor on what parameters have: they are stored in another layout
-    than they are captured in."""
-    of_state = re.search(r"\._(parameters|buffers)\['[^']+'\]", guard.orig_guard.name)
-    return guard.guard_type not in _NOT_GUARDED and not of_state
+    """Tell a guard of Dynamo that is none on a tensor, nor on what parameters have (they are stored in another layout
+    than they are captured in), nor on what `_call` stood for."""
+    left_out = r"\._(parameters|buffers)\['[^']+'\]|invoke_subgraph_placeholder"
+    is_tensor = isinstance(guard.value, torch.Tensor)
+    return guard.guard_type not in _NOT_GUARDED and not is_tensor and not re.search(left_out, guard.orig_guard.name)
 
 
 def _with_line(guard: str) -> tuple[str, str]:

@@ -228,7 +228,20 @@ def minimal_fx_tracer(
         }
         of_argument = zip(given.names, given.owners, strict=True)
         may_write |= {("input", leaf) for leaf, argument in of_argument if argument in donated}
-        _refuse_unsupported(gm, may_write)
+        try:
+            _refuse_unsupported(gm, may_write)
+        except UserError:
+            if not stack_traces:  # once more, to name the line
+                minimal_fx_tracer(
+                    fn,
+                    module,
+                    optimizer,
+                    device=device,
+                    stack_traces=True,
+                    donated=donated,
+                    dynamic_shapes=dynamic_shapes,
+                )(*args, **kwargs)
+            raise
         return TracedResult(
             gm,
             given.in_spec,
@@ -348,6 +361,13 @@ def _refusing_reads(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
         raise UserError(
             f"the traced function makes a tensor whose shape depends on values ({error.func}), which no trace has: "
             "take torch.where or a mask of fixed shape, or do it outside"
+        ) from error
+    except RuntimeError as error:
+        if "use_reentrant=True" not in str(error):
+            raise
+        raise UserError(
+            "the traced function calls torch.utils.checkpoint with use_reentrant=True, or without the argument, which "
+            "only works with .backward(): pass use_reentrant=False"
         ) from error
 
 
@@ -621,8 +641,8 @@ def _refuse_unsupported(gm: GraphModule, may_write: Collection[tuple[str, str]])
             if _draws(node):
                 raise UserError(
                     f"the traced function draws random numbers ({node.target}, in "
-                    f"{meta.module(node) or 'the function itself'}): a graph that recomputes or reorders would draw "
-                    "others; draw outside and pass the numbers in"
+                    f"{meta.module(node) or 'the function itself'}{_line(node)}): a graph that recomputes or reorders "
+                    "would draw others; draw outside and pass the numbers in"
                 )
     placeholders = iter(gm.graph.find_nodes(op="placeholder"))
     owner = {next(placeholders): slot for slot in signature_of(gm).inputs for _ in range(slot.layout.num_tensors)}
@@ -641,10 +661,15 @@ def _refuse_unsupported(gm: GraphModule, may_write: Collection[tuple[str, str]])
                 kind, name = root[source]
                 if is_write and root[source] not in may_write:
                     raise UserError(
-                        f"the traced function writes in place to {name} ({node.target}): a graph's inputs are not "
-                        "its own; return the new value from the function and write it back outside"
+                        f"the traced function writes in place to {name} ({node.target}{_line(node)}): a graph's inputs "
+                        "are not its own; return the new value from the function and write it back outside"
                     )
                 root.setdefault(node, root[source])
+
+
+def _line(node: Node) -> str:
+    line = meta.source_line(node)
+    return f", {line}" if line else ""
 
 
 def _draws(node: Node) -> bool:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.fx.traceback as fx_traceback
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
@@ -324,3 +325,10 @@ def test_a_dim_that_is_marked_dynamic_is_refused(capture: str, mark: Callable[[T
     mark(x, 0)
     with pytest.raises(UserError, match=r"x.shape.0. is to be dynamic: a training step's passes need fixed sizes"):
         CAPTURES[capture](loss_of(model), model, (x,), device="cpu")
+
+
+def test_a_function_may_look_at_what_an_argument_is() -> None:
+    """Dynamo captures on fake tensors, whose type no argument has."""
+    model = net()
+    run = run_traced(captured(model, lambda x: model(pytree.tree_leaves([x])[0]).sum()), module=model)
+    assert torch.equal(run(X)[0], model(X).sum())

@@ -47,7 +47,9 @@ def cell_of(dims: ParallelDims, recipe: Recipe | None, **changes: object) -> Cel
     return Cell(dims, **{"precision": BF16, "ffn_dim": 128, "float8": recipe, "num_microbatches": 2} | changes)
 
 
+EP2 = ParallelDims(dp_shard=2, ep=2)
 CURRENT, PAST, ROWS = Recipe(), Recipe(DELAYED), Recipe(ROWWISE, E4M3)
+QWEN3 = {"family": "qwen3", "flavor": "debugmodel_moe"}
 CELLS = {
     "current": cell_of(ONE, CURRENT),
     "delayed": cell_of(ONE, PAST),
@@ -56,7 +58,10 @@ CELLS = {
     "current-e4m3-fp32-recompute-full": cell_of(ONE, Recipe(gradient=E4M3), precision=FP32, recompute=Recompute(1)),
     "delayed-recompute-op": cell_of(ONE, PAST, recompute=Recompute(by_op=True)),
     "delayed-budget": cell_of(ONE, PAST, recompute=Recompute(budget=Budget(0.3))),
-    "experts": cell_of(ONE, PAST, family="qwen3", flavor="debugmodel_moe"),
+    "experts-delayed": cell_of(ONE, PAST, **QWEN3),
+    "experts-rowwise-recompute-full": cell_of(ONE, ROWS, family="deepseek_v3", recompute=Recompute(1)),
+    "experts-biased": cell_of(ONE, CURRENT, family="gpt_oss", num_steps=2),
+    "experts-EP-2-recompute-op": cell_of(EP2, CURRENT, num_steps=2, recompute=Recompute(by_op=True), **QWEN3),
     "FSDP-2-current": cell_of(FSDP2, CURRENT),
     "FSDP-2-delayed-recompute-full": cell_of(FSDP2, PAST, recompute=Recompute(every=1)),
     "FSDP-2-rowwise": cell_of(FSDP2, ROWS),
@@ -71,7 +76,13 @@ SLOW = {
     "HSDP-2x2": cell_of(HSDP, PAST),
     "FSDP-2-x-TP-2": cell_of(FSDP2_TP2, PAST),
     "TP-2-rowwise": cell_of(TP2, ROWS),
-    "EP-2": cell_of(ParallelDims(dp_shard=2, ep=2), PAST, family="qwen3", flavor="debugmodel_moe"),
+    "experts-FSDP-2": cell_of(FSDP2, CURRENT, family="gpt_oss", num_microbatches=1),
+    "experts-EP-2-delayed": cell_of(EP2, PAST, **QWEN3),
+    "experts-EP-2-rowwise": cell_of(EP2, ROWS, family="deepseek_v3", recompute=Recompute(1)),
+    "experts-EP-2-x-FSDP-2": cell_of(ParallelDims(dp_shard=4, ep=2), PAST, family="llama4", num_microbatches=1),
+    "experts-FSDP-3": cell_of(ParallelDims(dp_shard=3), CURRENT, num_microbatches=1, **QWEN3),
+    "experts-TP-2": cell_of(TP2, CURRENT, family="gpt_oss"),
+    "experts-wide-budget": cell_of(ONE, Recipe(ROWWISE_WIDE, E4M3), recompute=Recompute(budget=Budget(0.3)), **QWEN3),
     "flex": cell_of(ONE, PAST, attn="flex"),
 }
 

@@ -1,1 +1,1 @@
-"""Linear layers whose products are of 8-bit numbers."""
+"""Linear layers and experts whose products are of 8-bit numbers."""

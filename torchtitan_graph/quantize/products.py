@@ -50,6 +50,11 @@ def scale_for(magnitude: Tensor, dtype: torch.dtype) -> Tensor:
     return magnitude.clamp(min=1e-12) / torch.finfo(dtype).max
 
 
+def scale_by(past: Tensor | None, i: int, magnitude: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scale by what earlier steps saw, where they saw anything; else by the magnitude itself."""
+    return scale_for(magnitude if past is None else torch.where(past[i] > 0, past[i], magnitude), dtype)
+
+
 def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Divide by the scale, and round to the format; what is larger than it holds becomes its largest number."""
     limit = torch.finfo(dtype).max  # a cast alone would give nan, or inf
@@ -62,17 +67,29 @@ def quantized(x: Tensor, dtype: torch.dtype, by_row: bool = False) -> tuple[Tens
     return quantize(x, scale, dtype), scale
 
 
+def largest_of_weight(weight: Tensor) -> Tensor:
+    """Give the largest magnitude of a weight, fp32: a scalar, or of experts (E, F, D) one for each."""
+    return largest(weight) if weight.dim() == 2 else weight.abs().amax((1, 2)).float()
+
+
+def over(scale: Tensor) -> Tensor:
+    """Give a weight's scale, or scales, in the shape that multiplies it."""
+    return scale if scale.dim() == 0 else scale[:, None, None]
+
+
 def workspace_of(weight: Tensor, q: Tensor | None, scale: Tensor | None) -> tuple[Tensor, Tensor, bool]:
-    """Give a weight's workspace, its quantised form and that one's scale, and whether it was made here.
+    """Give a weight's workspace, its quantised form and that one's scale (of experts one for each), and whether it was
+    made here.
 
     One that is given is taken as it is (hit): whoever keeps it refreshes it when the weight changes. With none given
     (miss), or that of another weight, by shape, format, kind of scale or device (invalid), it is made of the weight.
     """
     if q is not None and scale is not None:
         found = (q.shape, q.dtype, q.device, scale.shape, scale.dtype, scale.device)
-        if found == (weight.shape, E4M3, weight.device, torch.Size(()), torch.float32, weight.device):
+        if found == (weight.shape, E4M3, weight.device, weight.shape[:-2], torch.float32, weight.device):
             return q, scale, False
-    return *quantized(weight, E4M3), True
+    made = scale_for(largest_of_weight(weight), E4M3)
+    return quantize(weight, over(made), E4M3), made, True
 
 
 def product(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch.dtype, emulate: bool) -> Tensor:
@@ -125,7 +142,7 @@ class _Tensorwise(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         w_FD, w_scale, is_made = workspace_of(weight_FD, q_FD, scale)
         magnitude = largest(x_TD)
-        x_scale = _scale_by(past, 0, magnitude, E4M3)
+        x_scale = scale_by(past, 0, magnitude, E4M3)
         xq_TD = quantize(x_TD, x_scale, E4M3)
         ctx.recipe, ctx.dtypes, ctx.is_delayed = recipe, (x_TD.dtype, weight_FD.dtype), slot is not None
         ctx.save_for_backward(xq_TD, x_scale, w_FD, w_scale, magnitude, past)
@@ -140,7 +157,7 @@ class _Tensorwise(torch.autograd.Function):
         xq_TD, x_scale, w_FD, w_scale, x_magnitude, past = ctx.saved_tensors
         recipe, (x_dtype, w_dtype), dx, dw = ctx.recipe, ctx.dtypes, None, None
         magnitude = largest(dy_TF)
-        dy_scale = _scale_by(past, 1, magnitude, recipe.gradient)
+        dy_scale = scale_by(past, 1, magnitude, recipe.gradient)
         dyq_TF = quantize(dy_TF, dy_scale, recipe.gradient)
         if ctx.needs_input_grad[0]:
             dx = product(dyq_TF, dy_scale, w_FD.t(), w_scale, x_dtype, recipe.emulate)
@@ -148,11 +165,6 @@ class _Tensorwise(torch.autograd.Function):
             dw = product(dyq_TF.t(), dy_scale, xq_TD.t(), x_scale, w_dtype, recipe.emulate)
         seen = torch.stack([x_magnitude, magnitude]) if ctx.is_delayed else None
         return dx, dw, None, None, seen, None, None
-
-
-def _scale_by(past: Tensor | None, i: int, magnitude: Tensor, dtype: torch.dtype) -> Tensor:
-    """Scale by what earlier steps saw, where they saw anything; else by the magnitude itself."""
-    return scale_for(magnitude if past is None else torch.where(past[i] > 0, past[i], magnitude), dtype)
 
 
 class _Rowwise(torch.autograd.Function):

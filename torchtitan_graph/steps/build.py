@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -30,11 +30,12 @@ from torchtitan_graph.parallel.layout import PP, Layout, sum_over
 from torchtitan_graph.parallel.pipeline import Pipeline
 from torchtitan_graph.parallel.recompute import recompute_eager
 from torchtitan_graph.parallel.storage import (
+    Storage,
     cast_parameters,
     materialize,
     shard_eager,
 )
-from torchtitan_graph.quantize.layers import Quantized, combine
+from torchtitan_graph.quantize.state import Quantized, combine
 from torchtitan_graph.steps.graphs import Graphs, build_graphs
 from torchtitan_graph.steps.inputs import loss_is_parallel, of_this_rank, prepare
 from torchtitan_graph.steps.options import StepOptions
@@ -149,11 +150,11 @@ def build_steps(
     shard_eager(model, model.blocks, layout, *at_rest)
     evaluate = make_eval_step(model, options.loss) if options.eval_rows else None
     step, of_loss = make_eager_step(model, options.loss), loss_is_parallel(layout, options)
-    return Steps(model, layout, of_loss, step, evaluate, quantized=_quantized(model, layout, options))
+    return Steps(model, layout, of_loss, step, evaluate, quantized=_quantized(model, {}, options))
 
 
-def _quantized(model: Decoder, layout: Layout, options: StepOptions) -> Quantized | None:
-    return Quantized(model, layout, options.precision.compute) if options.float8 is not None else None
+def _quantized(model: Decoder, storages: Mapping[str, Storage], options: StepOptions) -> Quantized | None:
+    return Quantized(model, storages, options.precision.compute) if options.float8 is not None else None
 
 
 def bind_graphs(graphs: Graphs, model: Decoder, layout: Layout, options: StepOptions) -> Steps:
@@ -174,5 +175,5 @@ def bind_graphs(graphs: Graphs, model: Decoder, layout: Layout, options: StepOpt
     else:
         step = bind_train_step(graphs.train, model, new, accumulates=options.num_microbatches > 1)
     loss_parallel = loss_is_parallel(layout, options)
-    quantized = _quantized(model, layout, options)
+    quantized = _quantized(model, graphs.storages, options)
     return Steps(model, layout, loss_parallel, step, evaluate, graphs.flops, options.recorders, quantized)

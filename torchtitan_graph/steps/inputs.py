@@ -22,7 +22,7 @@ from torchtitan_graph.parallel.parallelize import context_modules, parallelize
 from torchtitan_graph.parallel.sequence import block_length, places_of
 from torchtitan_graph.parallel.storage import Reshard, buckets, cast_parameters, plan_storage
 from torchtitan_graph.passes.overlap_products import Ring
-from torchtitan_graph.quantize.layers import add_workspaces, convert
+from torchtitan_graph.quantize.state import add_workspaces, convert
 from torchtitan_graph.steps.options import StepOptions
 
 

@@ -62,6 +62,7 @@ CELLS = {
     "experts-rowwise-recompute-full": cell_of(ONE, ROWS, family="deepseek_v3", recompute=Recompute(1)),
     "experts-biased": cell_of(ONE, CURRENT, family="gpt_oss", num_steps=2),
     "experts-EP-2-recompute-op": cell_of(EP2, CURRENT, num_steps=2, recompute=Recompute(by_op=True), **QWEN3),
+    "norms": cell_of(ONE, None, family="own_models.float8_norms", recompute=Recompute(1)),
     "FSDP-2-current": cell_of(FSDP2, CURRENT),
     "FSDP-2-delayed-recompute-full": cell_of(FSDP2, PAST, recompute=Recompute(every=1)),
     "FSDP-2-rowwise": cell_of(FSDP2, ROWS),
@@ -83,6 +84,8 @@ SLOW = {
     "experts-FSDP-3": cell_of(ParallelDims(dp_shard=3), CURRENT, num_microbatches=1, **QWEN3),
     "experts-TP-2": cell_of(TP2, CURRENT, family="gpt_oss"),
     "experts-wide-budget": cell_of(ONE, Recipe(ROWWISE_WIDE, E4M3), recompute=Recompute(budget=Budget(0.3)), **QWEN3),
+    "norms-FSDP-2": cell_of(FSDP2, None, family="own_models.float8_norms"),
+    "norms-TP-2": cell_of(TP2, None, family="own_models.float8_norms"),
     "flex": cell_of(ONE, PAST, attn="flex"),
 }
 

@@ -11,7 +11,7 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.models import llama3
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.spec import build_model
-from torchtitan_graph.quantize.layers import Linear
+from torchtitan_graph.quantize.layers import LayerNormMLP, Linear
 from torchtitan_graph.quantize.plan import check_cut, plan_float8
 from torchtitan_graph.quantize.products import DELAYED, E4M3, E5M2, ROWWISE, TENSORWISE, Recipe, linear
 from torchtitan_graph.quantize.state import Float8, convert
@@ -101,7 +101,6 @@ def test_parts_that_tensor_parallelism_leaves_are_checked(degree: int, filtered:
 @pytest.mark.parametrize(
     ("words", "world_size", "message"),
     [
-        (["--parallelism.pipeline_parallel_degree", "2"], 2, "pipeline_parallel_degree = 2: .* not built with"),
         (
             ["--parallelism.enable_async_tensor_parallel", "--parallelism.tensor_parallel_degree", "2"],
             2,
@@ -162,6 +161,14 @@ def test_experts_that_can_not_be_meant_are_refused(fqns: str, name: str, device:
 def test_options_of_what_is_not_converted_are_noticed() -> None:
     (notice,) = check(load([*FLOAT8, f"--{GROUPED}.fqns", "experts"]), 1)
     assert "nothing of experts is quantised while model.converters does not name quantize.grouped_mm" in notice
+
+
+def test_what_a_models_own_layers_are_not_built_with_is_refused() -> None:
+    own = model()
+    own.layers[0].feed_forward = LayerNormMLP(nn.RMSNorm(256), own.layers[0].feed_forward, Recipe())
+    assert plan_float8(load([]), own, CPU) is None
+    with pytest.raises(UserError, match="cpu_offload = True: the model's own float8 layer layers.0.feed_forward.w1 is"):
+        plan_float8(load(["--training.enable_cpu_offload"]), own, CPU)
 
 
 def test_a_converted_layer_has_the_same_parameters_and_state() -> None:

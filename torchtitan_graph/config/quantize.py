@@ -10,7 +10,6 @@ EXPERTS = "quantize.grouped_mm.float8"
 _MX = ("mx", "quantize.linear.mx", "quantize.grouped_mm.mx")
 # What can't be set beside float8, and to what instead.
 _NOT_TOGETHER = {
-    "parallelism.pipeline_parallel_degree": ("a pipeline's stages", 1),
     "parallelism.enable_async_tensor_parallel": ("products cut into parts", False),
     "training.enable_cpu_offload": ("parameters in the host's memory", False),
     "compile.codegen": ("code by Inductor", "off"),
@@ -44,12 +43,7 @@ def find_problems(config: JobConfig) -> list[str]:
             problems.append(f"{converters}: {name} is unknown; legal are {LINEARS[0]} and {EXPERTS}{hint}")
     if problems or not config.model.converters:
         return problems
-    for key, (what, instead) in _NOT_TOGETHER.items():
-        if get(config, key) != OPTIONS[key].default and get(config, key) != instead:
-            problems.append(
-                f"{named(config, key)}: {converters} is not built with {what}; set it to {show(instead)}, or remove the"
-                " converter"
-            )
+    problems += not_together(config, converters, "or remove the converter")
     degrees, training = config.parallelism, config.training
     tokens = training.local_batch_size * training.seq_len // degrees.context_parallel_degree
     if tokens % 16 and converts_linears(config.model.converters):
@@ -58,6 +52,16 @@ def find_problems(config: JobConfig) -> list[str]:
             " want a multiple of 16; change it or training.local_batch_size, or remove model.converters"
         )
     return problems
+
+
+def not_together(config: JobConfig, what: str, instead: str) -> list[str]:
+    """Return what can't be set beside float8 layers, a line each; `what` says why there are some, `instead` what else
+    to do."""
+    return [
+        f"{named(config, key)}: {what} is not built with {other}; set it to {show(legal)}, {instead}"
+        for key, (other, legal) in _NOT_TOGETHER.items()
+        if get(config, key) not in (OPTIONS[key].default, legal)
+    ]
 
 
 def unused(config: JobConfig) -> list[str]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
+from torchtitan_graph.models.layers.feed_forward import FeedForward
 from torchtitan_graph.models.layers.moe import Experts
 from torchtitan_graph.quantize.grouped import grouped_linear
-from torchtitan_graph.quantize.products import DELAYED, E4M3, Recipe, linear
+from torchtitan_graph.quantize.products import DELAYED, E4M3, Quantised, Recipe, linear, quantise_input
 
 HISTORY = 16  # steps whose largest magnitudes delayed scaling keeps
 
@@ -46,7 +49,7 @@ class Kept(nn.Module):
         self.weight_q = torch.empty_like(weight, dtype=E4M3, requires_grad=False)
         self.weight_scale = torch.empty(weight.shape[:-2], device=weight.device)
 
-    def state(self) -> tuple[Tensor | None, ...]:
+    def state(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         """Give workspace, slot and past as functions of `products` take them."""
         past = None if self.amax_history is None else self.amax_history.amax(0)
         return self.weight_q, self.weight_scale, self.amax, past
@@ -62,9 +65,48 @@ class Linear(Kept):
         super().__init__(recipe, old.weight.device)
         self.weight, self.bias = old.weight, old.bias
 
-    def forward(self, x: Tensor) -> Tensor:
-        y, *_ = linear(x, self.weight, self.recipe, *self.state())
+    def forward(self, x: Tensor, given: Quantised | None = None) -> Tensor:
+        """Take x quantised too, where other layers read it as well."""
+        y, *_ = linear(x, self.weight, self.recipe, *self.state(), given)
         return y if self.bias is None else y + self.bias
+
+
+class LayerNormLinear(nn.Module):
+    """A norm, such as RMSNorm or LayerNorm, and the linear layers that read its result: it is quantised once for all.
+
+    (..., D) -> a tuple with (..., F) of each layer, in their order
+    """
+
+    def __init__(self, norm: nn.Module, layers: Mapping[str, nn.Linear], recipe: Recipe):
+        super().__init__()
+        self.norm = norm
+        self.layers = nn.ModuleDict({name: Linear(old, recipe) for name, old in layers.items()})
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return _read_by(self.norm(x), *self.layers.values())
+
+
+class LayerNormMLP(nn.Module):
+    """A norm and the SwiGLU feed-forward layer that reads its result: it is quantised once for `w1` and `w3`.
+
+    (..., D) -> (..., D)
+    """
+
+    def __init__(self, norm: nn.Module, old: FeedForward, recipe: Recipe):
+        super().__init__()
+        self.norm, self.activation = norm, old.activation
+        self.w1, self.w2, self.w3 = (Linear(each, recipe) for each in (old.w1, old.w2, old.w3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(self.activation(*_read_by(self.norm(x), self.w1, self.w3)))
+
+
+def _read_by(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
+    """Give x to layers of one recipe. What delayed scaling keeps of x is the same in all of them: the first one's."""
+    first = layers[0]
+    assert isinstance(first, Linear)
+    given = quantise_input(x, first.recipe, first.state()[-1])
+    return tuple(layer(x, given) for layer in layers)
 
 
 class GroupedLinear(Kept):

@@ -9,13 +9,14 @@ from torch import nn
 
 from torchtitan_graph.config import JobConfig
 from torchtitan_graph.config.option import nearest
-from torchtitan_graph.config.quantize import EXPERTS, converts_experts, converts_linears
+from torchtitan_graph.config.quantize import EXPERTS, converts_experts, converts_linears, not_together
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.models.layers.moe import Experts
 from torchtitan_graph.parallel.layout import TP
 from torchtitan_graph.parallel.parallelize import parameter_roles
 from torchtitan_graph.parallel.plan import SPLIT_DIM, Plan
+from torchtitan_graph.quantize.layers import kept_weights
 from torchtitan_graph.quantize.products import DELAYED, E4M3, E5M2, ROWWISE, TENSORWISE, Recipe
 from torchtitan_graph.quantize.state import Float8
 
@@ -28,9 +29,13 @@ def plan_float8(config: JobConfig, model: nn.Module, device: torch.device) -> Fl
 
     Raises:
         UserError: a part of a name that no such layer has, none that is left, sizes that the kernels can't take, a
-            layer that delayed scaling can't follow, or a GPU without float8.
+            layer that delayed scaling can't follow, a GPU without float8, or what the model's own float8 layers are not
+            built with.
     """
     layers: dict[str, Recipe] = {}
+    own = next(iter(kept_weights(model)), None)
+    if own and (problems := not_together(config, f"the model's own float8 layer {own}", "or take a model without it")):
+        raise UserError("\n".join(problems))
     if converts_linears(config.model.converters):
         layers |= _plan_linears(config, model, device)
     if converts_experts(config.model.converters):

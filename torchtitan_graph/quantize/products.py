@@ -102,6 +102,24 @@ def product(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch
     return ((a.float() * scale_a) @ (b.float() * scale_b).t()).to(dtype)
 
 
+class Quantised(NamedTuple):
+    """What linear layers read of x (..., D): its rows, quantised, their scale, and (not by rows) the magnitude."""
+
+    q_TD: Tensor
+    scale: Tensor
+    magnitude: Tensor | None = None
+
+
+def quantise_input(x: Tensor, recipe: Recipe, past: Tensor | None = None) -> Quantised:
+    """Quantise what linear layers read; `past` is as of `linear`. Nothing is differentiated."""
+    x_TD = x.detach().flatten(0, -2)
+    if recipe.by_row:
+        return Quantised(*quantized(x_TD, E4M3, True))
+    magnitude = largest(x_TD)
+    scale = scale_by(past, 0, magnitude, E4M3)
+    return Quantised(quantize(x_TD, scale, E4M3), scale, magnitude)
+
+
 def linear(
     x: Tensor,
     weight: Tensor,
@@ -110,6 +128,7 @@ def linear(
     scale: Tensor | None = None,
     slot: Tensor | None = None,
     past: Tensor | None = None,
+    given: Quantised | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Multiply x (..., D) by the weight (F, D), transposed; give (..., F) in x's dtype, and the workspace if it was
     made here (see `workspace_of`; scaling by rows has none).
@@ -119,12 +138,13 @@ def linear(
         slot, past: with delayed scaling, of activations and of the result's gradient (2,): the gradient of `slot` is
             set to their largest magnitudes, which so leave a step as values, once also if the layer is computed again;
             `past` are those to scale by, 0 where there are none yet.
+        given: x quantised, where other layers read it too.
     """
-    x_TD = x.flatten(0, -2)
+    x_TD, read = x.flatten(0, -2), given or quantise_input(x, recipe, past)
     if recipe.by_row:
-        y_TF, made = _Rowwise.apply(x_TD, weight, recipe), (None, None)
+        y_TF, made = _Rowwise.apply(x_TD, weight, read.q_TD, read.scale, recipe), (None, None)
     else:
-        y_TF, *made = _Tensorwise.apply(x_TD, weight, q, scale, slot, past, recipe)
+        y_TF, *made = _Tensorwise.apply(x_TD, weight, *read, q, scale, slot, past, recipe)
     return y_TF.unflatten(0, x.shape[:-1]), *made
 
 
@@ -134,6 +154,9 @@ class _Tensorwise(torch.autograd.Function):
         ctx: Any,
         x_TD: Tensor,
         weight_FD: Tensor,
+        xq_TD: Tensor,
+        x_scale: Tensor,
+        magnitude: Tensor,
         q_FD: Tensor | None,
         scale: Tensor | None,
         slot: Tensor | None,
@@ -141,9 +164,6 @@ class _Tensorwise(torch.autograd.Function):
         recipe: Recipe,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         w_FD, w_scale, is_made = workspace_of(weight_FD, q_FD, scale)
-        magnitude = largest(x_TD)
-        x_scale = scale_by(past, 0, magnitude, E4M3)
-        xq_TD = quantize(x_TD, x_scale, E4M3)
         ctx.recipe, ctx.dtypes, ctx.is_delayed = recipe, (x_TD.dtype, weight_FD.dtype), slot is not None
         ctx.save_for_backward(xq_TD, x_scale, w_FD, w_scale, magnitude, past)
         y_TF = product(xq_TD, x_scale, w_FD, w_scale, x_TD.dtype, recipe.emulate)
@@ -164,17 +184,17 @@ class _Tensorwise(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             dw = product(dyq_TF.t(), dy_scale, xq_TD.t(), x_scale, w_dtype, recipe.emulate)
         seen = torch.stack([x_magnitude, magnitude]) if ctx.is_delayed else None
-        return dx, dw, None, None, seen, None, None
+        return dx, dw, None, None, None, None, None, seen, None, None
 
 
 class _Rowwise(torch.autograd.Function):
     """Each product has other rows, so each quantises both its operands anew."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weight_FD: Tensor, recipe: Recipe) -> Tensor:
+    def forward(ctx: Any, x_TD: Tensor, weight_FD: Tensor, xq_TD: Tensor, x_scale_T1: Tensor, recipe: Recipe) -> Tensor:
         ctx.recipe = recipe
         ctx.save_for_backward(x_TD, weight_FD)
-        return _product_by_row(x_TD, E4M3, weight_FD, E4M3, x_TD.dtype, recipe)
+        return product(xq_TD, x_scale_T1, *quantized(weight_FD, E4M3, True), x_TD.dtype, recipe.emulate)
 
     @staticmethod
     def backward(ctx: Any, dy_TF: Tensor) -> tuple[Tensor | None, ...]:
@@ -185,7 +205,7 @@ class _Rowwise(torch.autograd.Function):
             dw = (dy_TF.t() @ x_TD).to(weight_FD.dtype)
         elif ctx.needs_input_grad[1]:
             dw = _product_by_row(dy_TF.t(), recipe.gradient, x_TD.t(), E4M3, weight_FD.dtype, recipe)
-        return dx, dw, None
+        return dx, dw, None, None, None
 
 
 def _product_by_row(

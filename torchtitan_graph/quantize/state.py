@@ -12,12 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from torchtitan_graph.graph.step import SLOT
 from torchtitan_graph.models.layers.moe import Experts
+from torchtitan_graph.parallel.layout import DP_REPLICATE, FSDP, TP, Layout
 from torchtitan_graph.parallel.storage import Precision, Storage
 from torchtitan_graph.quantize.layers import Float8Experts, Kept, Linear, kept_weights
 from torchtitan_graph.quantize.products import E4M3, Recipe, largest_of_weight, over, quantize, scale_for
 
-AMAX = ".amax"  # ends the name of the state in which a layer tells the largest magnitudes of a step
 _WORKSPACE = ".weight_q"
 
 
@@ -29,12 +30,14 @@ class Float8:
 
 
 def convert(model: nn.Module, float8: Float8) -> None:
-    """Replace layers by those that multiply in float8, in place; parameters stay the same ones."""
-    for name, recipe in float8.layers.items():
+    """Replace layers by those that multiply in float8, in place, as far as a pipeline's stage has them; parameters stay
+    the same ones."""
+    there = dict(model.named_modules())
+    for name in float8.layers.keys() & there.keys():
         owner, _, leaf = name.rpartition(".")
-        old = model.get_submodule(name)
+        old, recipe = there[name], float8.layers[name]
         new = Float8Experts(old, recipe) if isinstance(old, Experts) else Linear(old, recipe)  # type: ignore[arg-type]
-        setattr(model.get_submodule(owner), leaf, new)
+        setattr(there[owner], leaf, new)
 
 
 def add_workspaces(model: nn.Module, storages: Mapping[str, Storage]) -> dict[str, Storage]:
@@ -56,15 +59,15 @@ def _part(tensor: Tensor) -> Tensor:
 class Quantized:
     """The state of a model's float8 layers, which changes from one optimizer step to the next, outside the graph."""
 
-    def __init__(self, model: nn.Module, storages: Mapping[str, Storage], compute: torch.dtype) -> None:
-        """Take a model at rest, how its workspaces lie, and the dtype that its weights are computed in: a workspace is
-        made as a call without one would make it."""
+    def __init__(self, model: nn.Module, storages: Mapping[str, Storage], layout: Layout, compute: torch.dtype) -> None:
+        """Take a model at rest, or a pipeline stage of it, how its workspaces lie, and the dtype that its weights are
+        computed in: a workspace is made as a call without one would make it."""
         kept = kept_weights(model)
         self._cached = [
             _Cached(*each, storages[name + _WORKSPACE]) for name, each in kept.items() if each[0].weight_q is not None
         ]
-        self._delayed = {f"{name}{AMAX}": each for name, (each, _) in kept.items() if each.amax is not None}
-        self._compute, self._is_fresh = compute, False
+        self._delayed = {f"{name}{SLOT}": each for name, (each, _) in kept.items() if each.amax is not None}
+        self._layout, self._compute, self._is_fresh = layout, compute, False
 
     @torch.no_grad()
     def refresh(self, anew: bool = True) -> None:
@@ -88,7 +91,9 @@ class Quantized:
         self._is_fresh = False
         if self._delayed:
             seen = torch.stack([state[name] for name in self._delayed])
-            dist.all_reduce(seen, dist.ReduceOp.MAX)
+            for axis in (FSDP, DP_REPLICATE, TP):  # of a pipeline, the ranks of this stage
+                if self._layout.degree(axis) > 1:
+                    dist.all_reduce(seen, dist.ReduceOp.MAX, self._layout.group(axis))
             for kept, row in zip(self._delayed.values(), seen, strict=True):
                 assert kept.amax_history is not None
                 kept.amax_history.copy_(torch.cat([row[None], kept.amax_history[:-1]]))
@@ -124,11 +129,3 @@ def _refresh(weights: Sequence[_Cached], compute: torch.dtype) -> None:
         assert q is not None and kept_scale is not None
         kept_scale.copy_(scale.view_as(kept_scale))
         _part(q).copy_(quantize(_part(each.weight).to(compute), over(each.own(kept_scale)), E4M3))
-
-
-def combine(total: Mapping[str, Tensor], more: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Add a microbatch's state to that of those before it: counts add up, of magnitudes the larger counts."""
-    return {
-        name: torch.maximum(total.get(name, torch.zeros_like(x)), x) if name.endswith(AMAX) else total.get(name, 0) + x
-        for name, x in more.items()
-    }

@@ -45,7 +45,7 @@ def lay_out(
     prepare(model, family, layout, options)
     cast_parameters(model, options.precision.compute)
     storages = plan_storage(model, layout, options.precision, options.cpu_offload)
-    quantised = add_workspaces(model, storages) if options.float8 is not None else {}
+    quantised = add_workspaces(model, storages)
     return PassPlan(
         storages | quantised,
         model.blocks,

@@ -102,6 +102,23 @@ def test_the_graph_is_eager_bit_for_bit(cell: Cell) -> None:
     assert run_on(cell.dims.num_ranks, differences, cell) == [[]] * cell.dims.num_ranks
 
 
+CAPTURED = {
+    "linear": cell_of(ONE, PAST, recompute=Recompute(1), num_steps=2),
+    "experts": cell_of(ONE, CURRENT, num_steps=2, **QWEN3),
+    "norms": cell_of(ONE, None, family="own_models.float8_norms", num_steps=2),
+    "experts-rowwise-EP-2": cell_of(EP2, ROWS, num_steps=2, **QWEN3),
+}
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="Dynamo captures steps from torch 2.13 on")
+@pytest.mark.parametrize(
+    "cell", [pytest.param(cell, id=n, marks=[pytest.mark.slow] * (cell.dims == EP2)) for n, cell in CAPTURED.items()]
+)
+def test_what_dynamo_captures_is_eager_too(cell: Cell) -> None:
+    cell = dataclasses.replace(cell, capture="dynamo")
+    assert run_on(cell.dims.num_ranks, differences, cell) == [[]] * cell.dims.num_ranks
+
+
 def stale_differences(cell: Cell) -> list[str]:
     steps = build_graph(cell)
     assert steps.quantized is not None

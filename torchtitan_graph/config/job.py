@@ -104,7 +104,9 @@ class Model:
         " architecture, or what flavor is checked against. No weights are loaded by this option alone.",
     )
     converters: list[str] = option(
-        [], "float8: linear layers multiply in float8, see [quantize.linear.float8] and docs/13_float8.md."
+        [],
+        "float8: linear layers multiply in float8, see [quantize.linear.float8] and docs/13_float8.md;"
+        " quantize.grouped_mm.float8: experts do.",
     )
     num_mtp_layers: int = option(
         0, "Layers that each predict one more token while training (deepseek_v3; its release has 1).", minimum=0
@@ -539,7 +541,7 @@ class Compile:
 
 @dataclass
 class Float8:
-    """How linear layers multiply in float8, with model.converters = ["float8"]."""
+    """How linear layers multiply in float8, with "float8" in model.converters."""
 
     recipe_name: str | None = option(
         None,
@@ -569,10 +571,36 @@ class QuantizeLinear:
 
 
 @dataclass
+class GroupedFloat8:
+    """How experts multiply in float8, with "quantize.grouped_mm.float8" in model.converters."""
+
+    fqns: list[str] = option(
+        [], "Parts of names; experts with one of them in their name, such as experts for all, multiply in float8."
+    )
+    recipe_name: str | None = option(
+        None,
+        "As of quantize.linear.float8; each expert's weight has a scale of its own. Not set: rowwise.",
+        choices=("tensorwise", "tensorwise_delayed", "rowwise", "rowwise_with_gw_hp"),
+    )
+    gradient_format: str | None = option(None, "As of quantize.linear.float8.", choices=("e5m2", "e4m3"))
+    emulate: bool = option(
+        False, "Multiply in fp32 what float8 stands for; a CPU always does, and a GPU has no other way yet."
+    )
+
+
+@dataclass
+class QuantizeGrouped:
+    """Experts."""
+
+    float8: GroupedFloat8 = field(default_factory=GroupedFloat8)
+
+
+@dataclass
 class Quantize:
     """Products of fewer bits."""
 
     linear: QuantizeLinear = field(default_factory=QuantizeLinear)
+    grouped_mm: QuantizeGrouped = field(default_factory=QuantizeGrouped)
 
 
 @dataclass

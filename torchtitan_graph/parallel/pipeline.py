@@ -15,7 +15,7 @@ from torchtitan_graph.graph.observe import Watchable
 from torchtitan_graph.graph.partition import Parts
 from torchtitan_graph.graph.signature import signature_of
 from torchtitan_graph.graph.state import BoundState, sharing_memory
-from torchtitan_graph.graph.step import AddGradients, StepOutput
+from torchtitan_graph.graph.step import AddGradients, StepOutput, combine
 from torchtitan_graph.graph.trace import TracedResult, run_traced
 from torchtitan_graph.parallel.layout import PP, Layout
 from torchtitan_graph.parallel.schedule import Schedule
@@ -84,8 +84,7 @@ class Stage:
         names = self._input_names[:-1] if "y" in outputs["output"] else self._input_names  # dy, the last, comes later
         held = dict(zip(names, tensors, strict=True))
         made = self._call("forward", held, self._backward)
-        for name, value in outputs["state"].items():
-            self.state[name] = self.state.get(name, 0) + made[value]
+        self._take_state(made)
         self.losses += [made[value] for value in outputs["loss"].values()]
         self._held[i] = {name: x for name, x in (held | made).items() if self._is_read(name, self._backward)}
         return made.get(outputs["output"].get("y", ""))
@@ -97,6 +96,7 @@ class Stage:
         if dy is not None:
             held[self._input_names[-1]] = dy
         given = self._call(self._backward[0], held, self._backward[1:])
+        self._take_state(given)
         dx = self.graph.parts.outputs["output"].get("dx", "")
         kept = {*self.graph.parts.sums, *(name for name in given if self._is_read(name, self._backward[1:]))}
         kept |= {dx} if self._shared is None else set()  # it may be on its way while a sum is written to
@@ -108,7 +108,9 @@ class Stage:
         execution."""
         held = self._held.pop(i)
         for part in self._backward[1:]:
-            held |= self._call(part, held)
+            given = self._call(part, held)
+            self._take_state(given)
+            held |= given
         if self._shared is None:
             sums = set(self.graph.parts.sums)
             others = [x for name, x in (held | self._common).items() if name not in sums]
@@ -120,6 +122,10 @@ class Stage:
                 self._sums[name] += term
             else:
                 self._sums[name] = made.clone() if term is made and name in self._shared else term
+
+    def _take_state(self, given: Mapping[str, Tensor]) -> None:
+        there = self.graph.parts.outputs["state"].items()
+        self.state = combine(self.state, {name: given[value] for name, value in there if value in given})
 
     def reduce(self) -> None:
         """Reduce the gradients to this rank's shards, and add them to the live parameters'."""

@@ -22,7 +22,7 @@ from torchtitan_graph.parallel.parallelize import context_modules, parallelize
 from torchtitan_graph.parallel.sequence import block_length, places_of
 from torchtitan_graph.parallel.storage import Reshard, buckets, cast_parameters, plan_storage
 from torchtitan_graph.passes.overlap_products import Ring
-from torchtitan_graph.quantize.layers import add_workspaces, convert
+from torchtitan_graph.quantize.state import add_workspaces, convert
 from torchtitan_graph.steps.options import StepOptions
 
 
@@ -45,7 +45,7 @@ def lay_out(
     prepare(model, family, layout, options)
     cast_parameters(model, options.precision.compute)
     storages = plan_storage(model, layout, options.precision, options.cpu_offload)
-    quantised = add_workspaces(model, storages) if options.float8 is not None else {}
+    quantised = add_workspaces(model, storages)
     return PassPlan(
         storages | quantised,
         model.blocks,

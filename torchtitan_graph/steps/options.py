@@ -25,8 +25,8 @@ from torchtitan_graph.parallel.storage import (
     Reshard,
 )
 from torchtitan_graph.passes.compile_regions import Regions
-from torchtitan_graph.quantize.layers import Float8
 from torchtitan_graph.quantize.plan import plan_float8
+from torchtitan_graph.quantize.state import Float8
 from torchtitan_graph.steps.choices import plan_extra, plan_offload, plan_regions, plan_saved
 from torchtitan_graph.steps.precompiled import Precompiled
 
@@ -57,7 +57,7 @@ class StepOptions:
     recorders        keep the training step's work for replays, on a device that can
     rates            of the devices that the steps are for: what collectives are placed by
     compiles         regions become code; not in a dry run, where nothing runs
-    float8           the linear layers that multiply in float8, if any
+    float8           the layers that multiply in float8, if any
     """
 
     device: torch.device

@@ -151,8 +151,11 @@ class _Tensorwise(torch.autograd.Function):
 
 
 def _scale_by(past: Tensor | None, i: int, magnitude: Tensor, dtype: torch.dtype) -> Tensor:
-    """Scale by what earlier steps saw, where they saw anything; else by the magnitude itself."""
-    return scale_for(magnitude if past is None else torch.where(past[i] > 0, past[i], magnitude), dtype)
+    """Scale by what earlier steps saw, where they saw anything; else by the magnitude itself. So too where that is not
+    finite: saturated, it would reach no loss, and the next step would scale by it."""
+    if past is not None:
+        magnitude = torch.where((past[i] > 0) & magnitude.isfinite(), past[i], magnitude)
+    return scale_for(magnitude, dtype)
 
 
 class _Rowwise(torch.autograd.Function):

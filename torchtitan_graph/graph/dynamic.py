@@ -142,7 +142,8 @@ class Sizes:
             UserError: the function takes a dynamic dimension for one number, needs sizes that its bounds don't keep,
                 or a relation that is not declared.
         """
-        self._conditions = [Condition(g.expr, where) for g, where in zip(self._found, self._found.where, strict=True)]
+        found = [self._found, *self._promised.values()]  # what is promised of an unbacked size no guard says
+        self._conditions = [Condition(g.expr, where) for of in found for g, where in zip(of, of.where, strict=True)]
         for x, symbol in zip(self.dimensions, self._names, strict=True):
             self._check_traced(x, symbol)
         add_runtime_checks(gm, self.env)
@@ -227,7 +228,8 @@ class Sizes:
                 f"{x} is to be dynamic, but the traced function takes it for {found}{next(pins, '')}: let it not "
                 "depend on that number, or leave the dimension out"
             )
-        others = {y.name for y, s in zip(self.dimensions, self._names, strict=True) if s in found.free_symbols}
+        sources = [y for y, s in zip(self.dimensions, self._names, strict=True) if s in found.free_symbols]
+        others = {y.of[0] if y.of else y.name for y in sources}
         if x.of is None and x.name is not None and others - {x.name}:
             where = next((c.where for c in self._conditions if symbol in c.expression.free_symbols), "")
             raise UserError(
@@ -265,27 +267,40 @@ def _marked(name: str, tensor: torch.Tensor) -> list[Dimension]:
             f"{name} is a {type(tensor).__name__} with a dynamic dimension, which is not supported: pass its plain "
             "tensor, or leave the mark out"
         )
+    for i, *_ in marks:
+        if not 0 <= i < tensor.dim():
+            raise UserError(f"{name}: dimension {i} is marked dynamic, and it has {tensor.dim()} dimensions")
     return [
-        _checked(Dimension(name, i, tensor.shape[i], unbacked=unbacked, required=required, low=low, high=high))
+        x
         for i, unbacked, required, low, high in marks
+        for x in _checked(Dimension(name, i, tensor.shape[i], unbacked=unbacked, required=required, low=low, high=high))
     ]
 
 
 def _declared(tensors: Mapping[str, torch.Tensor], shapes: DynamicShapes) -> list[Dimension]:
     """Give the dimensions that `dynamic_shapes` names."""
     found = []
+    if not isinstance(shapes, Mapping):
+        raise UserError(
+            f"dynamic_shapes is {shapes!r}: legal is a dict of tensors' names, as in {{{next(iter(tensors), 'x')!r}: "
+            "{0: 'rows'}}"
+        )
     for name, dims in shapes.items():
         if name not in tensors:
             raise UserError(f"dynamic_shapes: {name} is no tensor among the arguments: {', '.join(tensors)}")
         tensor = tensors[name]
         if is_traceable_wrapper_subclass(tensor):
             raise UserError(f"dynamic_shapes: {name} is a {type(tensor).__name__}, which is not supported there")
-        for i, what in dims.items() if isinstance(dims, Mapping) else enumerate(dims):
-            if not 0 <= i < tensor.dim():
-                raise UserError(f"dynamic_shapes: {name} has no dimension {i}: 0 to {tensor.dim() - 1}")
+        if not isinstance(dims, Mapping | list | tuple | None):
+            raise UserError(
+                f"dynamic_shapes: {name} is {dims!r}: legal are a dict of its dimensions' names, and a list of names"
+            )
+        for i, what in dims.items() if isinstance(dims, Mapping) else enumerate(dims or ()):
+            if type(i) is not int or not 0 <= i < tensor.dim():
+                raise UserError(f"dynamic_shapes: {name} has no dimension {i!r}: 0 to {tensor.dim() - 1}")
             if i in (mark.dim for mark in dynamic_marks(tensor)):
                 raise UserError(f"dynamic_shapes: {name}.shape[{i}] is marked on the tensor as well: do one of them")
-            found += [_checked(x) for x in _named(Dimension(name, i, tensor.shape[i]), what)]
+            found += [x for declared in _named(Dimension(name, i, tensor.shape[i]), what) for x in _checked(declared)]
     return found
 
 
@@ -307,11 +322,17 @@ def _named(x: Dimension, what: Any) -> list[Dimension]:
     raise UserError(f"dynamic_shapes: {x} is {what!r}: legal are a name, a torch.export.Dim, and None")
 
 
-def _checked(x: Dimension) -> Dimension:
-    if not x.unbacked and x.required and x.size < _SMALLEST:
+def _checked(x: Dimension) -> list[Dimension]:
+    """Give the dimension, or nothing if it stays as it is: one that may be dynamic, and is of a size that can't."""
+    if not x.unbacked and x.size < _SMALLEST:
+        if not x.required:
+            return []
         raise UserError(
             f"{x} is to be dynamic, but is {x.size}: trace with {_SMALLEST} or more, for one is another case"
         )
     if not x.unbacked and x.low is not None and x.low < _SMALLEST:
         raise UserError(f"{x} is declared from {x.low} on: a trace holds for {_SMALLEST} and more; declare that")
-    return x
+    if (x.low is not None and x.size < x.low) or (x.high is not None and x.size > x.high):
+        low, high = ("any" if n is None else n for n in (x.low, x.high))
+        raise UserError(f"{x} is {x.size}, which is not within what is declared of it, {low} to {high}")
+    return [x]

@@ -62,6 +62,7 @@ __all__ = [
     "ScoreFunction",
     "StorageInfo",
     "StrictCapture",
+    "SymbolicFakeTensorMode",
     "StridedShard",
     "accumulate",
     "add_runtime_checks",
@@ -315,7 +316,8 @@ class Mark(NamedTuple):
 
 
 def dynamic_marks(tensor: torch.Tensor) -> list[Mark]:
-    """Give the marks on a tensor. `mark_dynamic` and its like keep them in attributes, which no function reads back."""
+    """Give the marks on a tensor, of dimensions that it does not have too. `mark_dynamic` and its like keep them in
+    attributes, which no function reads back."""
     bounds = {x.dim: (x.min, x.max) for x in getattr(tensor, "_dynamo_dynamic_range", ())}
     bounds |= getattr(tensor, "_dynamo_unbacked_bounds", {})
     kinds = (
@@ -327,8 +329,25 @@ def dynamic_marks(tensor: torch.Tensor) -> list[Mark]:
     found: dict[int, Mark] = {}
     for attribute, unbacked, required in kinds:
         for i in getattr(tensor, attribute, ()):
-            found[i % tensor.dim()] = Mark(i % tensor.dim(), unbacked, required, *bounds.get(i, (None, None)))
+            dim = i + tensor.dim() if i < 0 else i
+            found[dim] = Mark(dim, unbacked, required, *bounds.get(i, (None, None)))
     return [found[i] for i in sorted(found)]
+
+
+class SymbolicFakeTensorMode(FakeTensorMode):
+    """A mode for tensors without numbers whose sizes are symbols.
+
+    The C++ that tells the shape of a padded tensor takes no symbols. torch has the same in Python, and calls it only
+    under its Python dispatcher, which would also replace `matmul` by parts that may round in another way than eager's.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is not torch.ops.aten.constant_pad_nd.default:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        from torch._refs import constant_pad_nd  # late, for few runs need it
+
+        with self:
+            return constant_pad_nd(*args, **(kwargs or {}))
 
 
 # Promise that a relation of symbols holds: documented, but with an underscore.

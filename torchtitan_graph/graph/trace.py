@@ -46,6 +46,7 @@ from torchtitan_graph.graph.torch_private import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    SymbolicFakeTensorMode,
     dynamic_marks,
     has_gradient_hooks,
     mask_parts,
@@ -190,7 +191,7 @@ def minimal_fx_tracer(
     @uncollected()
     def trace(*args: Any, **kwargs: Any) -> TracedResult:
         given = take_call(_positional_parameters(fn), args, kwargs)
-        _check_state(module)
+        _check_state(module, optimizer)
         values = [(kind, name, tensor) for (kind, name), tensor in live_state(module, optimizer).items()]
         values += [("input", given.names[i], x) for i, x in enumerate(given.leaves) if i not in given.constants]
         sizes = Sizes({name: x for kind, name, x in values if kind == "input"}, dynamic_shapes)
@@ -207,7 +208,8 @@ def minimal_fx_tracer(
         run = _on_flat_tensors(fn, module, optimizer, given, slots, values, out)
 
         def graph(blocks: Mapping[str, torch.nn.Module], env: ShapeEnv | None = None) -> GraphModule:
-            fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
+            kind = FakeTensorMode if env is None else SymbolicFakeTensorMode
+            fake_mode = kind(allow_non_fake_inputs=True, shape_env=env)
             with opaque(blocks, module, fake_mode, stack_traces) as stamps:
                 gm = trace_to_graph(run, fakes_of(plain, fake_mode, device), fake_mode, module, stack_traces)
             stamps.put_in(gm)
@@ -362,12 +364,18 @@ def _refusing_reads(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
             f"the traced function makes a tensor whose shape depends on values ({error.func}), which no trace has: "
             "take torch.where or a mask of fixed shape, or do it outside"
         ) from error
-    except RuntimeError as error:
-        if "use_reentrant=True" not in str(error):
+    except (TypeError, RuntimeError, IndexError) as error:
+        first = str(error).partition("\n")[0]
+        if "use_reentrant=True" in str(error):
+            raise UserError(
+                "the traced function calls torch.utils.checkpoint with use_reentrant=True, or without the argument, which "
+                "only works with .backward(): pass use_reentrant=False"
+            ) from error
+        if isinstance(error, UserError) or not ("SymInt" in first or "symbolic" in first):
             raise
         raise UserError(
-            "the traced function calls torch.utils.checkpoint with use_reentrant=True, or without the argument, which "
-            "only works with .backward(): pass use_reentrant=False"
+            f"the traced function does with a dynamic size, or a number that it reads, what takes a plain number only"
+            f"{place(traceback.extract_tb(error.__traceback__))}: {first}; leave it out, or let the dimension be fixed"
         ) from error
 
 
@@ -591,8 +599,8 @@ def _autocast() -> dict[str, torch.dtype]:
     return {kind: torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)}
 
 
-def _check_state(module: torch.nn.Module | None) -> None:
-    marked = [name for name, p in module.named_parameters() if dynamic_marks(p)] if module is not None else []
+def _check_state(module: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None) -> None:
+    marked = [name for (_, name), x in live_state(module, optimizer).items() if dynamic_marks(x)]
     if marked:
         raise UserError(f"{', '.join(marked)} has a dimension marked dynamic: only an argument's may be")
     hooked = [name for name, p in module.named_parameters() if has_gradient_hooks(p)] if module is not None else []

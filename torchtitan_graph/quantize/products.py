@@ -52,7 +52,10 @@ def scale_for(magnitude: Tensor, dtype: torch.dtype) -> Tensor:
 
 def scale_by(past: Tensor | None, i: int, magnitude: Tensor, dtype: torch.dtype) -> Tensor:
     """Scale by what earlier steps saw, where they saw anything; else by the magnitude itself."""
-    return scale_for(magnitude if past is None else torch.where(past[i] > 0, past[i], magnitude), dtype)
+    if past is not None:
+        # What is not finite scales by itself: saturated, it would reach no loss, and the next step would scale by it.
+        magnitude = torch.where((past[i] > 0) & magnitude.isfinite(), past[i], magnitude)
+    return scale_for(magnitude, dtype)
 
 
 def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

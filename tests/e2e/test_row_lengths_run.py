@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+import pytest
+import torch
 from runs import numbers, saved, train
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="older traces of attention are of one length")
 def test_a_run_on_rows_of_several_lengths_is_that_of_eager(tmp_path: Path) -> None:
     corpus = tmp_path / "corpus"
     corpus.mkdir()

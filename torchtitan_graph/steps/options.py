@@ -96,8 +96,17 @@ class StepOptions:
 
 
 def lengths_of_rows(config: JobConfig) -> range | None:
-    """Give how many tokens the rows of a training batch may have, where that is not always the same."""
+    """Give how many tokens the rows of a training batch may have, where that is not always the same.
+
+    Raises:
+        UserError: an older torch, whose traces of attention's backward are of one length.
+    """
     training = config.training
+    if training.dynamic_seq_len and config.compile.mode == "graph" and torch.__version__ < "2.13":
+        raise UserError(
+            f"training.dynamic_seq_len = true: a graph for several lengths needs torch 2.13 or newer, and this is "
+            f"{torch.__version__}; use compile.mode = eager, or set it to false"
+        )
     return range(job.ROW_MULTIPLE, training.seq_len + 1, job.ROW_MULTIPLE) if training.dynamic_seq_len else None
 
 

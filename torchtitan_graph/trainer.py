@@ -156,8 +156,8 @@ class Trainer:
         logger.info(
             f"{config.model.name} {flavor}: {num_parameters:,} parameters, {config.compile.mode} mode, "
             f"mesh {self.layout}, "
-            f"{self.num_microbatches} x {rows_per_microbatch(config)} rows of {config.training.seq_len} tokens "
-            f"per rank and step"
+            f"{self.num_microbatches} x {rows_per_microbatch(config)} rows of "
+            f"{'up to ' * config.training.dynamic_seq_len}{config.training.seq_len} tokens per rank and step"
         )
         self.model_table = model_table(self.model, self.family.PLAN, self.options.precision.storage)
         self.steps = self._build_steps()
@@ -256,6 +256,7 @@ class Trainer:
             **corpus,
             tokenizer=self.tokenizer,
             seq_len=table.seq_len,
+            multiple=job.ROW_MULTIPLE if isinstance(table, job.Training) and table.dynamic_seq_len else None,
             local_batch_size=rows,
             dp_rank=self.layout.data_rank,
             dp_degree=self.dims.data,

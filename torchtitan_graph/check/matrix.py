@@ -102,6 +102,7 @@ class Cell:
     capture: str = "make_fx"
     pipeline: tuple[tuple[str, Any], ...] = ()  # options of `job.Parallelism`: its schedule and stages
     float8: Recipe | None = None  # of all linear layers in blocks, and of all experts
+    lengths: range | None = None  # that rows may have, where these differ
 
     def __post_init__(self) -> None:
         if not self.vocab_size:
@@ -115,7 +116,8 @@ class Cell:
         """Give what `build_steps` is told of this cell."""
         return StepOptions(
             device=DEVICE,
-            rows=(NUM_ROWS // self.num_parts, SEQ_LEN),
+            rows=(NUM_ROWS // self.num_parts, self.lengths[-1] if self.lengths else SEQ_LEN),
+            lengths=self.lengths,
             mode=mode,
             num_microbatches=self.num_microbatches,
             precision=self.precision,

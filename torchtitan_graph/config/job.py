@@ -219,6 +219,9 @@ def source_name(source: DataSource) -> str:
     return source.name or PurePath(source.dataset_path or source.dataset or "").name
 
 
+ROW_MULTIPLE = 16  # of dynamic_seq_len: attention's and float8's kernels want rows aligned, and lengths are fewer
+
+
 @dataclass
 class Training:
     """Data, batch and precision of the run."""
@@ -246,6 +249,11 @@ class Training:
         also=(-1,),
     )
     seq_len: int = option(2048, "Tokens per row.", minimum=1)
+    dynamic_seq_len: bool = option(
+        False,
+        "Rows hold whole documents, as many as seq_len has room for; only a longer one is cut. A rank's batch is as"
+        " long as its longest row, up to a multiple of 16, and one graph serves all lengths.",
+    )
     mtp_loss_weight: float = option(
         0.3, "Weight of the mean loss of the model.num_mtp_layers tokens further ahead.", minimum=0
     )

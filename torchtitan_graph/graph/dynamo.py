@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.graph.dynamic import DynamicShapes
 from torchtitan_graph.graph.signature import layout_of
 from torchtitan_graph.graph.state import is_traced, live_state
 from torchtitan_graph.graph.torch_private import (
@@ -37,6 +38,7 @@ from torchtitan_graph.graph.torch_private import (
     NotCaptured,
     StrictCapture,
     capture_strictly,
+    dynamic_marks,
     fake_mode_for_dynamo,
     made_for,
     reparametrize,
@@ -53,6 +55,7 @@ def dynamo_capture(
     device: Any,
     blocks: Mapping[str, nn.Module] = types.MappingProxyType({}),
     stack_traces: bool = False,
+    dynamic_shapes: DynamicShapes | None = None,
 ) -> TracedResult:
     """Let Dynamo take `fn`, or its forward if it is `InParts`: a `Capture`. `blocks` are captured one by one.
 
@@ -63,6 +66,9 @@ def dynamo_capture(
         raise UserError(
             f"compile.capture = 'dynamo': needs torch 2.13 or newer, and this is {torch.__version__}; use 'make_fx'"
         )
+    if dynamic_shapes or any(dynamic_marks(x) for x in pytree.tree_leaves(arguments) if isinstance(x, Tensor)):
+        # It would decide by the size that it is given, and its guards are not checked at each call.
+        raise UserError("compile.capture = 'dynamo': takes no dynamic dimensions; use 'make_fx', or remove the mark")
     in_make_fx = functools.partial(make_fx_capture, device=device, stack_traces=stack_traces)
     forward = fn.forward if isinstance(fn, InParts) else fn
     taken = arguments[: len(inspect.signature(forward).parameters)] if isinstance(fn, InParts) else arguments

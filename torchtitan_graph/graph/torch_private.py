@@ -30,6 +30,7 @@ from torch._higher_order_ops.flex_attention import flex_attention_backward as _f
 from torch._higher_order_ops.utils import registered_hop_fake_fns
 from torch._higher_order_ops.wrap import tag_activation_checkpoint, wrap
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.device_mesh import DeviceMesh
@@ -70,6 +71,7 @@ __all__ = [
     "boxed",
     "capture_strictly",
     "close_rule",
+    "compute",
     "compile_by_inductor",
     "current_words",
     "dense_flex_attention",
@@ -81,11 +83,13 @@ __all__ = [
     "fake_mode_for_dynamo",
     "free_gradient_dtype",
     "has_gradient_hooks",
+    "hint",
     "ignore_profiler_in_recomputation",
     "count_step",
     "inductor_options",
     "init_fake_process_group",
     "is_profiling",
+    "is_symbolic",
     "is_traceable_wrapper_subclass",
     "keeps_its_own_way",
     "lazy_graph_module",
@@ -367,6 +371,46 @@ def new_symbol(env: ShapeEnv, name: str, size: int, unbacked: bool) -> Any:
     return env.create_symintnode(
         env.create_symbol(size, source, dynamic_dim=DimDynamic.DYNAMIC), hint=size, source=source
     )
+
+
+def is_symbolic(x: Any) -> bool:
+    """Tell a number that a trace has a symbol for. torch names the three classes together in a module of its own."""
+    return isinstance(x, torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def hint(x: Any) -> Any:
+    """Give a number as it was when it was traced; `int` of a symbol would fix it. There is no public name for that."""
+    return x.node.hint if is_symbolic(x) else x
+
+
+def _pad_of_unknown_size(fake_mode: Any, _: Any, x: torch.Tensor, pad: Sequence[int], value: Any = 0) -> Any:
+    """Say what padding gives where a size is a symbol: torch's kernel in C++ takes it for one number. Where channels
+    may come last, and of sizes that are known, it does. Replaced by torch's own rule for symbols."""
+    if not any(map(is_symbolic, x.shape)) or hint(x.stride()[1 % x.dim()]) == 1:
+        return NotImplemented
+    shape = list(x.shape)
+    for i in range(len(pad) // 2):
+        shape[-1 - i] += pad[2 * i] + pad[2 * i + 1]
+    with fake_mode:
+        return x.new_empty(shape)
+
+
+op_implementations_dict.setdefault(torch.ops.aten.constant_pad_nd.default, _pad_of_unknown_size)
+
+
+def compute(graph: torch.fx.Graph, expression: Any, of: Mapping[Any, torch.fx.Node]) -> torch.fx.Node:
+    """Insert the arithmetic of an expression of symbols, and give its last node, as torch does for its own checks."""
+    from torch.utils._sympy.interp import sympy_interp
+    from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+    tracer, known = torch.fx.proxy.GraphAppendingTracer(graph), set(graph.nodes)
+    proxies = {symbol: torch.fx.Proxy(node, tracer) for symbol, node in of.items()}
+    made = sympy_interp(PythonReferenceAnalysis, proxies, expression)
+    for node in graph.nodes:
+        if node not in known:
+            args = torch.fx.node.map_arg(node.args, lambda x: x.meta["val"])
+            node.meta["val"] = node.target(*args)  # type: ignore[operator]
+    return made.node
 
 
 def add_runtime_checks(gm: torch.fx.GraphModule, env: ShapeEnv) -> None:

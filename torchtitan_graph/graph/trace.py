@@ -26,10 +26,10 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
-from torchtitan_graph.graph.dynamic import DynamicShapes, Sizes, place
+from torchtitan_graph.graph.dynamic import DynamicShapes, Sizes, keep_traced_sizes, place
 from torchtitan_graph.graph.edit import aliased
 from torchtitan_graph.graph.observe import Watchable
-from torchtitan_graph.graph.signature import Signature, Slot, layout_of, signature_of
+from torchtitan_graph.graph.signature import Signature, Slot, is_dynamic, layout_of, signature_of
 from torchtitan_graph.graph.stamp import TraceInFull, opaque
 from torchtitan_graph.graph.state import (
     BoundState,
@@ -136,6 +136,7 @@ class Capture(Protocol):
         device: Any,
         blocks: Mapping[str, torch.nn.Module] = ...,
         stack_traces: bool = ...,
+        dynamic_shapes: DynamicShapes | None = ...,
     ) -> TracedResult: ...
 
 
@@ -147,12 +148,17 @@ def make_fx_capture(
     device: Any,
     blocks: Mapping[str, torch.nn.Module] = types.MappingProxyType({}),
     stack_traces: bool = False,
+    dynamic_shapes: DynamicShapes | None = None,
 ) -> TracedResult:
     """Run the function on fake tensors and record every operator: `minimal_fx_tracer` in the form of a `Capture`."""
-    traced = minimal_fx_tracer(fn, module, device=device, blocks=blocks, stack_traces=stack_traces)(*arguments)
+    trace = minimal_fx_tracer(
+        fn, module, device=device, blocks=blocks, stack_traces=stack_traces, dynamic_shapes=dynamic_shapes
+    )
+    traced = trace(*arguments)
     if traced.sizes is not None:
-        what = traced.sizes.what_differs(traced.gm)
-        raise UserError(f"{what}: a training step's passes need fixed sizes, and numbers that stay tensors")
+        if unknown := traced.sizes.what_is_unknown(traced.gm):
+            raise UserError(f"{unknown}: a training step's passes need sizes to reckon with, and numbers in tensors")
+        keep_traced_sizes(traced.gm)
     return traced
 
 
@@ -219,10 +225,10 @@ def minimal_fx_tracer(
             gm = None if sizes.dimensions else _unless_read(graph, blocks)
             symbolic = gm is None
             gm = gm or graph({}, sizes.env)
+            gm.meta["signature"] = Signature(slots, out.slots)
             if symbolic:
                 sizes.settle(gm)
                 out.constants = {i: sizes.returned(x) for i, x in out.constants.items()}
-        gm.meta["signature"] = Signature(slots, out.slots)
         _name_placeholders(gm)
         meta.settle(gm)
         may_write = {
@@ -487,10 +493,11 @@ def _example_inputs(gm: GraphModule) -> dict[str, torch.Tensor]:
 
 def _refuse_strides(gm: GraphModule, strides: list[tuple[int, ...]], error: RuntimeError) -> None:
     """Name the argument whose strides are not those traced, where a view in the graph has failed for them."""
-    owners = [slot.name for slot in signature_of(gm).inputs for _ in range(slot.layout.num_tensors)]
-    for name, found, node in zip(owners, strides, gm.graph.find_nodes(op="placeholder"), strict=True):
+    owners = [slot for slot in signature_of(gm).inputs for _ in range(slot.layout.num_tensors)]
+    for slot, found, node in zip(owners, strides, gm.graph.find_nodes(op="placeholder"), strict=True):
         wanted = node.meta["val"].stride()
-        if all(isinstance(n, int) for n in wanted) and found != wanted:
+        if not is_dynamic(slot.layout) and found != wanted:
+            name = slot.name
             raise UserError(f"{name} has strides {found}, traced with {wanted}: make it so, or trace again") from error
 
 

@@ -56,6 +56,7 @@ class Steps:
     step: Step | Pipeline
     evaluation: Evaluation | None
     flops: Flops | None = None
+    seq_len: int = 1  # of the rows that these are counted for
     recorders: Recorders | None = None
     quantized: Quantized | None = None
 
@@ -113,8 +114,14 @@ class Steps:
         where there is no graph to count them on."""
         if self.flops is None:
             return None
-        visible = (self.model.visible_pairs(batch.documents_BL, batch.positions_BL) for batch in microbatches)
-        return self.layout.mean_over_stages(sum(map(self.flops.of, visible)))
+        of_batches = (
+            self.flops.of(
+                self.model.visible_pairs(batch.documents_BL, batch.positions_BL),
+                batch.tokens_BL.shape[1] / self.seq_len,
+            )
+            for batch in microbatches
+        )
+        return self.layout.mean_over_stages(sum(of_batches))
 
     def _run(self, step: Callable[..., Any], batch: Batch, num_tokens: Tensor) -> Any:
         with loss_context(self.loss_parallel):
@@ -181,4 +188,5 @@ def bind_graphs(graphs: Graphs, model: Decoder, layout: Layout, options: StepOpt
         step = bind_train_step(graphs.train, model, new, accumulates=options.num_microbatches > 1)
     loss_parallel = loss_is_parallel(layout, options)
     quantized = _quantized(model, graphs.storages, layout, options)
-    return Steps(model, layout, loss_parallel, step, evaluate, graphs.flops, options.recorders, quantized)
+    flops, seq_len = graphs.flops, options.rows[1]
+    return Steps(model, layout, loss_parallel, step, evaluate, flops, seq_len, options.recorders, quantized)

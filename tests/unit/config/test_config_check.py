@@ -179,6 +179,33 @@ def test_what_an_optimizer_in_the_graph_does_not_go_with_is_named(arguments: str
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        ("--training.seq_len 40", "training.seq_len = 40: with training.dynamic_seq_len rows have a multiple of 16"),
+        ("--parallelism.pipeline_parallel_degree 2", "pipeline_parallel_degree = 2: not with training.dynamic_seq_len"),
+        ("--compile.precompiled graphs", "compile.precompiled = 'graphs': not with training.dynamic_seq_len"),
+        ("--compile.cuda_graphs", "compile.cuda_graphs = True: not with training.dynamic_seq_len: a recording"),
+        ("--compile.codegen blocks", "compile.codegen = 'blocks': not with training.dynamic_seq_len"),
+        ("--compile.enable", "compile.enable = True: not with training.dynamic_seq_len: code is made"),
+        ("--compile.dedupe_layers", "compile.dedupe_layers = True: not with training.dynamic_seq_len"),
+        ("--compile.capture dynamo", "compile.capture = 'dynamo': not with training.dynamic_seq_len"),
+        (
+            "--compile.mode eager --parallelism.tensor_parallel_degree 32",
+            "tensor_parallel_degree = 32: with training.dynamic_seq_len rows have a multiple of 16 tokens",
+        ),
+        ("--model.attn flex", "model.attn = 'flex': not with training.dynamic_seq_len: block masks have one length"),
+        (
+            "--parallelism.tensor_parallel_degree 2 --parallelism.enable_async_tensor_parallel",
+            "enable_async_tensor_parallel = True: not with training.dynamic_seq_len: products are cut",
+        ),
+        ("--parallelism.context_parallel_degree 2", "context_parallel_degree = 2: not with training.dynamic_seq_len"),
+    ],
+)
+def test_what_rows_of_several_lengths_do_not_go_with_is_named(arguments: str, words: str) -> None:
+    assert any(words in problem for problem in problems(f"--training.dynamic_seq_len {arguments}", 2))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
         ("--parallelism.tensor_parallel_degree 1", "tensor_parallel_degree = 1: not with parallelism.enable_async"),
         ("--compile.mode eager", "compile.mode = 'eager': not with parallelism.enable_async"),
         ("--compile.disable_passes overlap_products", "disable_passes = ['overlap_products']: not with parallelism"),

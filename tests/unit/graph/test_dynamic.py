@@ -113,6 +113,15 @@ def test_arguments_may_lie_across() -> None:
     assert torch.equal(run(rows(4, 9).t()), rows(4, 9) @ rows(4, 9).t())
 
 
+def test_a_size_is_never_read_of_a_stride() -> None:
+    def fn(x: Tensor) -> Tensor:
+        return x.new_ones(2 * x.shape[1]) * x.sum()
+
+    run = run_traced(minimal_fx_tracer(fn, dynamic_shapes={"x": {1: "n"}})(rows(3, 6)))
+    for x in (rows(3, 9)[:, :4], rows(4, 3).t()):
+        assert torch.equal(run(x), fn(x))
+
+
 def test_a_size_may_be_a_result() -> None:
     run = run_traced(minimal_fx_tracer(lambda x: {"sum": x.sum(), "twice": [2 * x.shape[0], "rows"]})(marked(rows(6))))
     assert run(rows(9))["twice"] == [18, "rows"]
@@ -256,14 +265,33 @@ def test_marks_that_are_not_arguments_are_refused() -> None:
         minimal_fx_tracer(functools.partial(norm), norm)(rows(6))
 
 
-def test_a_training_step_takes_none_of_it() -> None:
+def test_a_training_step_needs_sizes_to_reckon_with() -> None:
     net = nn.Linear(4, 4)
-    with pytest.raises(UserError, match=r"x.shape.0. is to be dynamic: a training step's passes need fixed sizes"):
-        make_fx_capture(lambda x: net(x), net, (marked(rows(6)),), device="cpu")
+    with pytest.raises(UserError, match=r"x.shape.0. is unbacked: a training step's passes need sizes to reckon with"):
+        make_fx_capture(lambda x: net(x), net, (marked(rows(6), mark_unbacked),), device="cpu")
     with pytest.raises(
         UserError, match=r"reads a tensor's value \(aten._local_scalar_dense.default\): a training step"
     ):
         make_fx_capture(lambda x: net(x) * x.sum().item(), net, (rows(6),), device="cpu")
+
+
+def test_a_training_step_computes_each_size_once_and_has_numbers_in_its_values() -> None:
+    net = nn.Linear(4, 4)
+
+    def step(x: Tensor) -> Tensor:
+        y = net(x).view(x.shape[0] * 2, 2)
+        return torch.cat([y, torch.zeros(2 * y.shape[0] // 2, 2), y.new_ones(x.shape[0] * 2, 2)])
+
+    traced = make_fx_capture(step, net, (rows(6),), device="cpu", dynamic_shapes={"x": {0: "n"}})
+    nodes = list(traced.gm.graph.nodes)
+    sizes = [node for node in nodes if isinstance(node.meta.get("val"), int)]
+    assert sorted(node.meta["val"] for node in sizes) == [6, 12]
+    first = next(i for i, node in enumerate(nodes) if node.op != "placeholder")
+    assert nodes[first : first + len(sizes)] == sizes  # they hold no value
+    assert [tuple(node.meta["val"].shape) for node in nodes if node.target is torch.ops.aten.cat.default] == [(36, 2)]
+    run = run_traced(traced, net)
+    for n in (6, 3):
+        assert torch.equal(run(rows(n)), step(rows(n)).detach())
 
 
 # --- numbers that are read ------------------------------------------------------------------------------------------

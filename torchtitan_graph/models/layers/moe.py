@@ -244,7 +244,7 @@ class MoE(nn.Module):
         x_TD, A = x_BLD.flatten(0, 1), self.config.top_k
         scores_TA, chosen_TA, logits_TE = self.router(x_TD)
         expert_S, order_S = chosen_TA.flatten().sort(stable=True)
-        inverse_S = torch.empty_like(order_S).scatter(0, order_S, torch.arange(len(order_S), device=x_BLD.device))
+        inverse_S = torch.empty_like(order_S).scatter(0, order_S, torch.arange(order_S.shape[0], device=x_BLD.device))
         numbers_E = torch.arange(self.config.num_experts, device=x_BLD.device)
         offsets_E = torch.searchsorted(expert_S, numbers_E, right=True)
         load_E = offsets_E.diff(prepend=offsets_E.new_zeros(1))

@@ -230,7 +230,7 @@ def make_stage_step(
         gradients = list(torch.autograd.grad(outputs, wanted, given, allow_unused=True))
         dx = None if x is None else gradients.pop()
         found = {name: g for name, g in zip([*parameters, *slots], gradients, strict=True) if g is not None}
-        state = beside.state | {name: found.pop(name) for name in slots}
+        state |= {name: found.pop(name) for name in slots}
         with annotated(phase="backward"):
             finished = {name: _as_parameter(g, parameters[name]) for name, g in found.items()}
         return None if stage.last else y, value, dx, finished, state

@@ -374,8 +374,8 @@ def _refusing_reads(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
         first = str(error).partition("\n")[0]
         if "use_reentrant=True" in str(error):
             raise UserError(
-                "the traced function calls torch.utils.checkpoint with use_reentrant=True, or without the argument, which "
-                "only works with .backward(): pass use_reentrant=False"
+                "the traced function calls torch.utils.checkpoint with use_reentrant=True, or without the argument, "
+                "which only works with .backward(): pass use_reentrant=False"
             ) from error
         if isinstance(error, UserError) or not ("SymInt" in first or "symbolic" in first):
             raise

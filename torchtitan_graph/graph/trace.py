@@ -343,7 +343,7 @@ def _unless_read(
             return graph(blocks)
         except TraceInFull as reason:
             logger.info(f"every block is traced, not every kind: {reason}")
-            return graph({})
+        return graph({})  # here, where nothing of the first is held: a checkpoint that it left begun would go on
     except DataDependentOutputException:
         return None
 

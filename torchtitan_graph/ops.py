@@ -107,6 +107,14 @@ def _sum_by_product(x_SF: Tensor, offsets_E: Tensor) -> Tensor:
     return (group_S == number_E1).to(x_SF.dtype) @ x_SF
 
 
+@torch.library.custom_op(f"{_LIBRARY}::grouped_largest", mutates_args=())
+def grouped_largest(x_SF: Tensor, offsets_E: Tensor) -> Tensor:
+    """Give the largest magnitude of each column in each group's rows: (S, F) -> (E, F); zeros for an empty group."""
+    row_S = torch.arange(x_SF.shape[0], device=x_SF.device, dtype=offsets_E.dtype)
+    group_SF = torch.searchsorted(offsets_E, row_S, right=True).unsqueeze(1).expand_as(x_SF)
+    return x_SF.new_zeros(offsets_E.shape[0], x_SF.shape[1]).scatter_reduce(0, group_SF, x_SF.abs(), "amax")
+
+
 @grouped_mm.register_fake
 def _(x_SD: Tensor, w: Tensor, offsets_E: Tensor, transposed: bool) -> Tensor:
     return x_SD.new_empty(x_SD.shape[0], w.shape[1 if transposed else 2])
@@ -118,6 +126,11 @@ def _(x_SD: Tensor, y_SF: Tensor, offsets_E: Tensor) -> Tensor:
 
 
 @grouped_sum.register_fake
+def _(x_SF: Tensor, offsets_E: Tensor) -> Tensor:
+    return x_SF.new_empty(offsets_E.shape[0], x_SF.shape[1])
+
+
+@grouped_largest.register_fake
 def _(x_SF: Tensor, offsets_E: Tensor) -> Tensor:
     return x_SF.new_empty(offsets_E.shape[0], x_SF.shape[1])
 

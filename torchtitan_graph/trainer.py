@@ -158,8 +158,8 @@ class Trainer:
         logger.info(
             f"{config.model.name} {flavor}: {num_parameters:,} parameters, {config.compile.mode} mode, "
             f"mesh {self.layout}, "
-            f"{self.num_microbatches} x {rows_per_microbatch(config)} rows of {config.training.seq_len} tokens "
-            f"per rank and step"
+            f"{self.num_microbatches} x {rows_per_microbatch(config)} rows of "
+            f"{'up to ' * config.training.dynamic_seq_len}{config.training.seq_len} tokens per rank and step"
         )
         self.model_table = model_table(self.model, self.family.PLAN, self.options.precision.storage)
         self.steps = self._build_steps()
@@ -231,7 +231,9 @@ class Trainer:
         self._join()
         graphs = build_graphs(self.model, self.family, self.layout, self.options, self.capture)
         told = forecast(self.model, graphs, self.layout, self.options, self.config.optimizer)
-        if self.config.compile.optimizer_in_graph:
+        if self.config.compile.optimizer_in_graph and "." in self.config.optimizer.name:
+            logger.info("optimizer step: not traced in a dry run, for its first step tells what state it has")
+        elif self.config.compile.optimizer_in_graph:
             self._trace_update(graphs)
         return told.lines()
 
@@ -256,6 +258,7 @@ class Trainer:
             **corpus,
             tokenizer=self.tokenizer,
             seq_len=table.seq_len,
+            multiple=job.ROW_MULTIPLE if isinstance(table, job.Training) and table.dynamic_seq_len else None,
             local_batch_size=rows,
             dp_rank=self.layout.data_rank,
             dp_degree=self.dims.data,

@@ -5,9 +5,16 @@ from pathlib import Path
 
 from runs import numbers, precompile, saved, train
 
-FLOAT8 = ("--model.converters", "float8", "--quantize.linear.float8.filter_fqns", "output")
-DELAYED = ("--quantize.linear.float8.recipe_name", "tensorwise_delayed")
-OPTIONS = (*FLOAT8, *DELAYED, "--validation.enable", "--validation.freq", "1", "--lr_scheduler.total_steps", "4")
+MODEL = ("--model.name", "my_models.experts")
+LINEARS = ("--quantize.linear.float8.filter_fqns", "output,wkv_b,feed_forward,shared_experts")
+EXPERTS = ("--quantize.grouped_mm.float8.fqns", "experts")
+DELAYED = [
+    word
+    for kind in ("linear", "grouped_mm")
+    for word in (f"--quantize.{kind}.float8.recipe_name", "tensorwise_delayed")
+]
+FLOAT8 = ("--model.converters", "float8,quantize.grouped_mm.float8", *LINEARS, *EXPERTS, *DELAYED)
+OPTIONS = (*MODEL, *FLOAT8, "--validation.enable", "--validation.freq", "1", "--lr_scheduler.total_steps", "4")
 
 
 def test_it_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -18,14 +25,15 @@ def test_it_goes_on_where_it_was(tmp_path: Path) -> None:
     assert made.code == 0, made.output
     found = train("--job.dump_folder", str(whole), *OPTIONS, *graphs, ranks=2)
     assert found.code == 0 and "traced" not in found.output, found.output
-    assert "float8: 14 linear layers, tensorwise_delayed" in found.output and "quantised weights" in found.output
+    assert "float8: 9 linear layers, tensorwise_delayed" in found.output and "quantised weights" in found.output
+    assert "float8: experts of 2 layers, tensorwise_delayed" in found.output
     code, output = train("--job.dump_folder", str(first), *OPTIONS, "--training.steps", "2", ranks=2)
-    assert code == 0 and "traced 1 kind of block for 2 blocks" in output, output
+    assert code == 0 and "traced 2 kinds of block for 3 blocks" in output, output
     shutil.copytree(first, then)
     options = (*OPTIONS, "--training.steps", "4", "--compile.mode", "eager")
     code, output = train("--job.dump_folder", str(then), *options, ranks=2)
     assert code == 0 and "resuming after step 2" in output, output
     assert numbers(then) == numbers(whole) and saved(then, 4) == saved(whole, 4)
-    assert any(name.endswith("amax_history") for name in saved(then, 4))
-    code, output = train("--job.dump_folder", str(first), "--training.steps", "3")
-    assert code == 2 and "unexpected: model.layers.0.attention.wq.amax_history" in output, output
+    assert any(name.endswith("experts.kept.w1.amax_history") for name in saved(then, 4))
+    code, output = train("--job.dump_folder", str(first), *MODEL, "--training.steps", "3")
+    assert code == 2 and "unexpected: model.layers.0.attention." in output and ".amax_history" in output, output

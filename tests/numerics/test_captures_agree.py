@@ -4,9 +4,10 @@ import dataclasses
 
 import pytest
 import torch
-from matrix import BF16, FSDP2, FSDP2_TP2, ONE, TP2, Cell, bits_that_differ, build_graph, train
+from matrix import BF16, FSDP2, FSDP2_TP2, ONE, TP2, Cell, bits_that_differ, build_graph, microbatches, train
 
 from pool import run_on
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.spec import family_names, load_family
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.recompute import Recompute
@@ -20,19 +21,27 @@ FAST = {
         FSDP2, family="deepseek_v3", precision=BF16, num_microbatches=2, recompute=Recompute(every=1)
     ),
     "llama4 in TP 2": Cell(TP2, family="llama4"),
+    "llama3 in PP 2, tied": Cell(ParallelDims(pp=2), num_microbatches=2, tied=True),
 }
-SLOW = {
-    "qwen3 with experts in EP 2": Cell(ParallelDims(dp_shard=2, ep=2), **EXPERTS),
-    "llama3 in CP 2": Cell(ParallelDims(cp=2)),
-    "llama3 in FSDP 2 x TP 2, tied, bf16": Cell(FSDP2_TP2, tied=True, precision=BF16),
-} | {
-    f"{family} {flavor} in {layout}, {attn}": Cell(dims, family=family, flavor=flavor, attn=attn)
-    for family in family_names()
-    for flavor in load_family(family).FLAVORS
-    if flavor.startswith("debugmodel")
-    for layout, dims in {"one rank": ONE, "FSDP 2": FSDP2, "TP 2": TP2}.items()
-    for attn in ("sdpa", "flex")
-}
+SLOW = (
+    {
+        "qwen3 with experts in EP 2": Cell(ParallelDims(dp_shard=2, ep=2), **EXPERTS),
+        "llama3 in CP 2": Cell(ParallelDims(cp=2)),
+        "llama3 in FSDP 2 x TP 2, tied, bf16": Cell(FSDP2_TP2, tied=True, precision=BF16),
+    }
+    | {
+        f"{family} in PP 2, bf16": Cell(ParallelDims(pp=2), family=family, precision=BF16, num_microbatches=2)
+        for family in family_names()
+    }
+    | {
+        f"{family} {flavor} in {layout}, {attn}": Cell(dims, family=family, flavor=flavor, attn=attn)
+        for family in family_names()
+        for flavor in load_family(family).FLAVORS
+        if flavor.startswith("debugmodel")
+        for layout, dims in {"one rank": ONE, "FSDP 2": FSDP2, "TP 2": TP2}.items()
+        for attn in ("sdpa", "flex")
+    }
+)
 
 
 def differences(cell: Cell) -> list[str]:
@@ -44,3 +53,23 @@ def differences(cell: Cell) -> list[str]:
 def test_the_captures_agree(name: str) -> None:
     cell = (FAST | SLOW)[name]
     assert run_on(cell.dims.num_ranks, differences, cell) == [[]] * cell.dims.num_ranks
+
+
+def words_of_a_stage(cell: Cell) -> str:
+    """Change what the first stage rests on, and run it."""
+    steps = build_graph(cell)
+    stages, (batches, num_tokens) = steps.step.stages, microbatches(cell, 0, 1)  # type: ignore[union-attr]
+    if 0 not in stages:
+        return ""
+    steps.model.get_submodule("layers.0").attention_norm.eps = 0.5
+    stages[0].begin()
+    try:
+        stages[0].forward(0, lambda: steps._inputs(batches[0], num_tokens), None)
+    except UserError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_stage_checks_what_it_rests_on() -> None:
+    said, _ = run_on(2, words_of_a_stage, dataclasses.replace(FAST["llama3 in PP 2, tied"], capture="dynamo"))
+    assert "the graph rests on model.layers.0.attention_norm.eps == 1e-05 (" in said and "it is 0.5 now" in said

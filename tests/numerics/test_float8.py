@@ -47,7 +47,9 @@ def cell_of(dims: ParallelDims, recipe: Recipe | None, **changes: object) -> Cel
     return Cell(dims, **{"precision": BF16, "ffn_dim": 128, "float8": recipe, "num_microbatches": 2} | changes)
 
 
+EP2 = ParallelDims(dp_shard=2, ep=2)
 CURRENT, PAST, ROWS = Recipe(), Recipe(DELAYED), Recipe(ROWWISE, E4M3)
+QWEN3 = {"family": "qwen3", "flavor": "debugmodel_moe"}
 CELLS = {
     "current": cell_of(ONE, CURRENT),
     "delayed": cell_of(ONE, PAST),
@@ -56,7 +58,11 @@ CELLS = {
     "current-e4m3-fp32-recompute-full": cell_of(ONE, Recipe(gradient=E4M3), precision=FP32, recompute=Recompute(1)),
     "delayed-recompute-op": cell_of(ONE, PAST, recompute=Recompute(by_op=True)),
     "delayed-budget": cell_of(ONE, PAST, recompute=Recompute(budget=Budget(0.3))),
-    "experts": cell_of(ONE, PAST, family="qwen3", flavor="debugmodel_moe"),
+    "experts-delayed": cell_of(ONE, PAST, **QWEN3),
+    "experts-rowwise-recompute-full": cell_of(ONE, ROWS, family="deepseek_v3", recompute=Recompute(1)),
+    "experts-biased": cell_of(ONE, CURRENT, family="gpt_oss", num_steps=2),
+    "experts-EP-2-recompute-op": cell_of(EP2, CURRENT, num_steps=2, recompute=Recompute(by_op=True), **QWEN3),
+    "norms": cell_of(ONE, None, family="own_models.float8_norms", recompute=Recompute(1)),
     "FSDP-2-current": cell_of(FSDP2, CURRENT),
     "FSDP-2-delayed-recompute-full": cell_of(FSDP2, PAST, recompute=Recompute(every=1)),
     "FSDP-2-rowwise": cell_of(FSDP2, ROWS),
@@ -71,7 +77,15 @@ SLOW = {
     "HSDP-2x2": cell_of(HSDP, PAST),
     "FSDP-2-x-TP-2": cell_of(FSDP2_TP2, PAST),
     "TP-2-rowwise": cell_of(TP2, ROWS),
-    "EP-2": cell_of(ParallelDims(dp_shard=2, ep=2), PAST, family="qwen3", flavor="debugmodel_moe"),
+    "experts-FSDP-2": cell_of(FSDP2, CURRENT, family="gpt_oss", num_microbatches=1),
+    "experts-EP-2-delayed": cell_of(EP2, PAST, **QWEN3),
+    "experts-EP-2-rowwise": cell_of(EP2, ROWS, family="deepseek_v3", recompute=Recompute(1)),
+    "experts-EP-2-x-FSDP-2": cell_of(ParallelDims(dp_shard=4, ep=2), PAST, family="llama4", num_microbatches=1),
+    "experts-FSDP-3": cell_of(ParallelDims(dp_shard=3), CURRENT, num_microbatches=1, **QWEN3),
+    "experts-TP-2": cell_of(TP2, CURRENT, family="gpt_oss"),
+    "experts-wide-budget": cell_of(ONE, Recipe(ROWWISE_WIDE, E4M3), recompute=Recompute(budget=Budget(0.3)), **QWEN3),
+    "norms-FSDP-2": cell_of(FSDP2, None, family="own_models.float8_norms"),
+    "norms-TP-2": cell_of(TP2, None, family="own_models.float8_norms"),
     "flex": cell_of(ONE, PAST, attn="flex"),
 }
 
@@ -85,6 +99,23 @@ def differences(cell: Cell) -> list[str]:
     [pytest.param(cell, id=name, marks=[pytest.mark.slow] * (name in SLOW)) for name, cell in (CELLS | SLOW).items()],
 )
 def test_the_graph_is_eager_bit_for_bit(cell: Cell) -> None:
+    assert run_on(cell.dims.num_ranks, differences, cell) == [[]] * cell.dims.num_ranks
+
+
+CAPTURED = {
+    "linear": cell_of(ONE, PAST, recompute=Recompute(1), num_steps=2),
+    "experts": cell_of(ONE, CURRENT, num_steps=2, **QWEN3),
+    "norms": cell_of(ONE, None, family="own_models.float8_norms", num_steps=2),
+    "experts-rowwise-EP-2": cell_of(EP2, ROWS, num_steps=2, **QWEN3),
+}
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="Dynamo captures steps from torch 2.13 on")
+@pytest.mark.parametrize(
+    "cell", [pytest.param(cell, id=n, marks=[pytest.mark.slow] * (cell.dims == EP2)) for n, cell in CAPTURED.items()]
+)
+def test_what_dynamo_captures_is_eager_too(cell: Cell) -> None:
+    cell = dataclasses.replace(cell, capture="dynamo")
     assert run_on(cell.dims.num_ranks, differences, cell) == [[]] * cell.dims.num_ranks
 
 

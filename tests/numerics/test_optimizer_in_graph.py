@@ -32,7 +32,7 @@ from torchtitan_graph.config import job
 from torchtitan_graph.graph.edit import call
 from torchtitan_graph.models.layers.init import initialize
 from torchtitan_graph.models.spec import load_family
-from torchtitan_graph.optim import build_lr_scheduler, build_optimizer
+from torchtitan_graph.optim import build_lr_scheduler, build_optimizer, forget_rehearsal
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.storage import cast_parameters, materialize, plan_storage
 from torchtitan_graph.steps import Steps, Update
@@ -62,7 +62,11 @@ class Job:
         materialize(self.model, self.storages, options.device)
         initialize(self.model, SEED)
         self.steps = Steps(self.model, layout, False, None, None)  # type: ignore[arg-type]
+        if config.name == "torch.optim.Muon":  # takes matrices alone
+            for parameter in self.model.parameters():
+                parameter.requires_grad_(parameter.dim() == 2)
         self.optimizer = build_optimizer(self.model, config)
+        forget_rehearsal(self.optimizer)
         self.schedule = build_lr_scheduler(self.optimizer, job.LRScheduler(warmup_steps=2), 4)
         self.update = Update(self.steps, self.optimizer, MAX_NORM)
         self.in_graph = in_graph
@@ -71,6 +75,8 @@ class Job:
         generator = torch.Generator().manual_seed(100 * number + dist.get_rank())
         for name, parameter in self.model.named_parameters():
             padded = torch.randn(self.storages[name].padded_shape, generator=generator)
+            if not parameter.requires_grad:
+                continue
             parameter.grad = self.storages[name].unflatten([padded])
         if self.in_graph:
             norm = self.update(torch.tensor(loss))
@@ -111,6 +117,28 @@ def test_every_family(model: str, layout: str) -> None:
     cell = Cell(LAYOUTS[layout], **MODELS[model])
     for different in run_on(cell.dims.num_ranks, differences, cell, job.Optimizer(lr=1e-2)):
         assert different == []
+
+
+OTHERS = {
+    "Adam, for-loop": job.Optimizer("Adam", lr=1e-2, implementation="for-loop"),
+    "AdamW, foreach, in groups": dataclasses.replace(GROUPED, name="AdamW", implementation="foreach"),
+    "SGD": job.Optimizer("torch.optim.SGD", lr=1e-2, options={"momentum": 0.9, "nesterov": True}),
+    "SGD, foreach, without state": job.Optimizer("torch.optim.SGD", lr=1e-2, options={"foreach": True}),
+    "RMSprop, foreach": job.Optimizer("torch.optim.RMSprop", options={"momentum": 0.9, "foreach": True}),
+    "Adagrad": job.Optimizer("torch.optim.Adagrad", options={"lr_decay": 0.1}),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_optimizer_in_FSDP(name: str) -> None:
+    """That one too which makes its state in its first step."""
+    assert run_on(2, differences, Cell(FSDP2), OTHERS[name]) == [[], []]
+
+
+def test_Muon_takes_whole_matrices() -> None:
+    assert run_on(1, differences, Cell(), job.Optimizer("torch.optim.Muon", lr=1e-2)) == [[]]
+    with pytest.raises(Exception, match="'torch.optim.Muon': not with compile.optimizer_in_graph where ranks hold"):
+        run_on(2, differences, Cell(FSDP2), job.Optimizer("torch.optim.Muon", lr=1e-2))
 
 
 def test_groups_of_settings_and_experts_on_a_mesh_of_their_own() -> None:
@@ -172,8 +200,8 @@ def test_a_run_goes_on_either_way() -> None:
     assert run_on(1, now_and_then_in_the_graph) == [[]]
 
 
-def after_a_step_that_is_not_taken(loss: float, gradient: float) -> tuple[list[str], float]:
-    each = Job(Cell(FSDP2), job.Optimizer(lr=1e-2), True)
+def after_a_step_that_is_not_taken(loss: float, gradient: float, by: str = "fused") -> tuple[list[str], float]:
+    each = Job(Cell(FSDP2), job.Optimizer(lr=1e-2, implementation=by), True)
     each.step(1)
     before, bad = each.seen(), dist.get_rank() == 1
     right = each.storages["norm.weight"].unflatten
@@ -186,13 +214,19 @@ def after_a_step_that_is_not_taken(loss: float, gradient: float) -> tuple[list[s
 
 
 @pytest.mark.parametrize(
-    ("loss", "gradient", "is_taken"),
-    [(float("nan"), 1.0, False), (float("inf"), 1.0, False), (1.0, float("nan"), False), (1.0, 1.0, True)],
+    ("loss", "gradient", "is_taken", "by"),
+    [
+        (float("nan"), 1.0, False, "fused"),
+        (float("inf"), 1.0, False, "fused"),
+        (1.0, float("nan"), False, "fused"),
+        (1.0, 1.0, True, "fused"),
+        (1.0, float("nan"), False, "foreach"),
+    ],
 )
 def test_a_step_that_is_not_finite_on_one_rank_changes_nothing_on_any(
-    loss: float, gradient: float, is_taken: bool
+    loss: float, gradient: float, is_taken: bool, by: str
 ) -> None:
-    for different, norm in run_on(2, after_a_step_that_is_not_taken, loss, gradient):
+    for different, norm in run_on(2, after_a_step_that_is_not_taken, loss, gradient, by):
         assert bool(different) == is_taken
         assert (norm == norm) == (gradient == 1.0)
 

@@ -45,6 +45,7 @@ from torchtitan_graph.parallel.pipeline import Stage
 from torchtitan_graph.parallel.recompute import Budget, Recompute, recompute_eager
 from torchtitan_graph.parallel.schedule import SCHEDULES, V
 from torchtitan_graph.parallel.storage import Reshard, shard_eager
+from torchtitan_graph.quantize.products import DELAYED, Recipe
 from torchtitan_graph.steps import build_steps
 from torchtitan_graph.steps.inputs import of_this_rank, prepare
 
@@ -130,6 +131,42 @@ def test_every_schedule_is_torchs(schedule):
     if SCHEDULES[schedule] == V and torch.__version__ < "2.12":
         pytest.skip("torch 2.11's own V schedules send from a rank to itself, which gloo can't")
     check_bits(cell(PP2, schedule))
+
+
+FLOAT8 = {"precision": BF16, "float8": Recipe(DELAYED), "ffn_dim": 128}
+
+
+@pytest.mark.parametrize(
+    ("dims", "schedule", "other"),
+    [
+        (PP2, "1F1B", {}),
+        pytest.param(PP2, "ZBVZeroBubble", {"precision": FP32}, marks=pytest.mark.slow),
+        pytest.param(PP2_FSDP2, "1F1B", {"family": "qwen3", "flavor": "debugmodel_moe"}, marks=pytest.mark.slow),
+        pytest.param(PP2_DDP2, "Interleaved1F1B", {"recompute": Recompute(1)}, marks=pytest.mark.slow),
+    ],
+)
+def test_stages_in_float8_are_torchs(dims, schedule, other):
+    check_bits(cell(dims, schedule, **FLOAT8 | other))
+
+
+def two_steps(cell: Cell) -> tuple[float, dict[str, torch.Tensor]]:
+    """Give the loss of a second step, on other rows, and what the first has told it."""
+    steps, losses = build_graph(cell), []
+    for k in (1, 2):
+        losses.append(steps.train(*microbatches(cell, 0, k)).loss)
+        for p in steps.model.parameters():
+            p.grad = None
+    return losses[1].item(), {n: b for n, b in steps.model.named_buffers() if n.endswith("amax_history")}
+
+
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_what_stages_see_in_float8_is_what_one_rank_sees(tp):
+    other = FLOAT8 | {"precision": FP32}
+    whole = run_on(tp, two_steps, cell(ParallelDims(tp=tp), "1F1B", **other))
+    of_stages = run_on(2 * tp, two_steps, cell(ParallelDims(pp=2, tp=tp), "1F1B", **other))
+    for (expected, seen), (_, first), (found, last) in zip(whole, of_stages[:tp], of_stages[tp:], strict=True):
+        assert found == expected and first.keys().isdisjoint(last) and (first | last).keys() == seen.keys()
+        assert all(torch.equal(x, seen[name]) and (x[:2] > 0).all() for name, x in (first | last).items())
 
 
 @pytest.mark.slow

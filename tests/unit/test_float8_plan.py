@@ -11,9 +11,10 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.models import llama3
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.spec import build_model
-from torchtitan_graph.quantize.layers import Float8Linear, convert
+from torchtitan_graph.quantize.layers import LayerNormMLP, Linear
 from torchtitan_graph.quantize.plan import check_cut, plan_float8
 from torchtitan_graph.quantize.products import DELAYED, E4M3, E5M2, ROWWISE, TENSORWISE, Recipe, linear
+from torchtitan_graph.quantize.state import Float8, convert
 
 CPU = torch.device("cpu")
 FLOAT8 = ("--model.converters", "float8")
@@ -29,12 +30,12 @@ def model(name: str = "llama3", flavor: str = "debugmodel") -> Decoder:
 
 def test_every_linear_layer_but_those_filtered_and_gates_is_converted() -> None:
     found = plan_float8(configured(), model(), CPU)
-    assert found is not None and len(found.names) == 6 * 7 + 1 and "output" in found.names
+    assert found is not None and len(found.layers) == 6 * 7 + 1 and "output" in found.layers
     found = plan_float8(configured(filter_fqns="output,attention.w"), model(), CPU)
-    assert found is not None and found.names[:2] == ("layers.0.feed_forward.w1", "layers.0.feed_forward.w2")
-    assert len(found.names) == 6 * 3
+    assert found is not None and [*found.layers][:2] == ["layers.0.feed_forward.w1", "layers.0.feed_forward.w2"]
+    assert len(found.layers) == 6 * 3
     found = plan_float8(configured(filter_fqns="router.gate"), model("qwen3", "debugmodel_moe"), CPU)
-    assert found is not None and not any("gate" in name for name in found.names)
+    assert found is not None and not any("gate" in name for name in found.layers)
     assert plan_float8(load([]), model(), CPU) is None
 
 
@@ -50,7 +51,7 @@ def test_every_linear_layer_but_those_filtered_and_gates_is_converted() -> None:
 )
 def test_options_say_the_recipe(options: dict[str, str], recipe: Recipe) -> None:
     found = plan_float8(configured(**options), model(), CPU)
-    assert found is not None and found.recipe == recipe
+    assert found is not None and {*found.layers.values()} == {recipe}
 
 
 @pytest.mark.parametrize(
@@ -100,7 +101,6 @@ def test_parts_that_tensor_parallelism_leaves_are_checked(degree: int, filtered:
 @pytest.mark.parametrize(
     ("words", "world_size", "message"),
     [
-        (["--parallelism.pipeline_parallel_degree", "2"], 2, "pipeline_parallel_degree = 2: .* not built with"),
         (
             ["--parallelism.enable_async_tensor_parallel", "--parallelism.tensor_parallel_degree", "2"],
             2,
@@ -112,8 +112,8 @@ def test_parts_that_tensor_parallelism_leaves_are_checked(degree: int, filtered:
         (["--compile.fusions", "swiglu"], 1, "compile.fusions = .'swiglu'.: .* not built with"),
         (["--training.seq_len", "100", "--training.local_batch_size", "1"], 1, "computes 100 tokens at a time"),
         (["--model.converters", "float8,mx"], 1, "mx: MX formats are not built"),
-        (["--model.converters", "quantize.grouped_mm.float8"], 1, "products of experts in float8 are not built"),
-        (["--model.converters", "fp8"], 1, "fp8 is unknown; legal is float8"),
+        (["--model.converters", "quantize.grouped_mm.mx"], 1, "mx: .* torchao.* use quantize.grouped_mm.float8"),
+        (["--model.converters", "fp8"], 1, "fp8 is unknown; legal are float8 and quantize.grouped_mm.float8"),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(words: list[str], world_size: int, message: str) -> None:
@@ -121,6 +121,54 @@ def test_what_is_not_built_is_refused_by_name(words: list[str], world_size: int,
     with pytest.raises(UserError, match=message):
         check(load([*converters, *words]), world_size)
     assert check(load([*FLOAT8]), 1) == []
+
+
+GROUPED = "quantize.grouped_mm.float8"
+
+
+def experts_of(config: JobConfig, device: torch.device = CPU) -> dict[str, Recipe]:
+    found = plan_float8(config, model("qwen3", "debugmodel_moe"), device)
+    return dict(found.layers) if found is not None else {}
+
+
+def test_experts_are_converted_by_name() -> None:
+    config = load(["--model.converters", GROUPED, f"--{GROUPED}.fqns", "layers.1.,layers.3.moe.experts"])
+    assert experts_of(config) == dict.fromkeys(["layers.1.moe.experts", "layers.3.moe.experts"], Recipe(ROWWISE, E4M3))
+    config.model.converters.append("float8")
+    config.quantize.grouped_mm.float8.recipe_name = "tensorwise_delayed"
+    found = experts_of(config)
+    assert found.pop("layers.1.moe.experts") == found.pop("layers.3.moe.experts") == Recipe(DELAYED, E5M2)
+    assert {*found.values()} == {Recipe(TENSORWISE, E5M2)} and not any("gate" in name for name in found)
+    assert check(config, 1) == []
+
+
+@pytest.mark.parametrize(
+    ("fqns", "name", "device", "message"),
+    [
+        ("", "qwen3", "cpu", r"grouped_mm.float8.fqns names no experts; set it to \['experts'\]"),
+        ("expert_s", "qwen3", "cpu", r"fqns = 'expert_s': is in no experts' name; did you mean experts\?"),
+        ("shared_experts", "qwen3", "cpu", "'shared_experts': is in no experts' name"),
+        ("experts", "llama3", "cpu", "llama3 has no experts"),
+        ("experts", "qwen3", "cuda", "emulated alone, on a GPU too; set quantize.grouped_mm.float8.emulate"),
+    ],
+)
+def test_experts_that_can_not_be_meant_are_refused(fqns: str, name: str, device: str, message: str) -> None:
+    config = load(["--model.converters", GROUPED, f"--{GROUPED}.fqns", fqns, "--model.name", name])
+    with pytest.raises(UserError, match=message):
+        plan_float8(config, model(name, "debugmodel_moe" if name == "qwen3" else "debugmodel"), torch.device(device))
+
+
+def test_options_of_what_is_not_converted_are_noticed() -> None:
+    (notice,) = check(load([*FLOAT8, f"--{GROUPED}.fqns", "experts"]), 1)
+    assert "nothing of experts is quantised while model.converters does not name quantize.grouped_mm" in notice
+
+
+def test_what_a_models_own_layers_are_not_built_with_is_refused() -> None:
+    own = model()
+    own.layers[0].feed_forward = LayerNormMLP(nn.RMSNorm(256), own.layers[0].feed_forward, Recipe())
+    assert plan_float8(load([]), own, CPU) is None
+    with pytest.raises(UserError, match="cpu_offload = True: the model's own float8 layer layers.0.feed_forward.w1 is"):
+        plan_float8(load(["--training.enable_cpu_offload"]), own, CPU)
 
 
 def test_a_converted_layer_has_the_same_parameters_and_state() -> None:
@@ -131,8 +179,8 @@ def test_a_converted_layer_has_the_same_parameters_and_state() -> None:
         plan = plan_float8(configured(), new, CPU)
         assert plan is not None
         before = dict(new.named_parameters())
-        convert(new, plan.__class__(plan.names, recipe))
-        assert isinstance(new[0], Float8Linear) and dict(new.named_parameters()) == before
+        convert(new, Float8(dict.fromkeys(plan.layers, recipe)))
+        assert isinstance(new[0], Linear) and dict(new.named_parameters()) == before
         assert new.state_dict().keys() - old.state_dict().keys() == more
         x = torch.randn(16, 32)
         past = torch.zeros(2) if more else None

@@ -102,6 +102,15 @@ def test_every_way_to_run_it_gives_the_same_bits(recipe: Recipe, is_hit: bool) -
     assert torch.equal(others[0], expected[0]) == (is_hit and not recipe.by_row)  # a workspace is taken as it is
 
 
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_what_is_infinite_is_not_saturated(recipe: Recipe) -> None:
+    """Else a loss would stay finite, and delayed scaling keep an infinite magnitude."""
+    x = numbers(T, D)
+    x[0, 0] = float("inf")
+    past = torch.tensor([3.0, 3.0]) if recipe.scaling == DELAYED else None
+    assert not linear(x, numbers(F, D, seed=1), recipe, past=past)[0].isfinite().all()
+
+
 def test_a_workspace_is_taken_made_or_made_anew() -> None:
     weight = numbers(F, D)
     q, scale, is_made = workspace_of(weight, None, None)

@@ -157,17 +157,25 @@ def test_what_stages_gather_and_reduce_once_is_of_the_step() -> None:
     assert gathered in of(again).sent and gathered not in of(again).sent_once and reduced in of(again).sent_once
 
 
-@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
+@pytest.mark.parametrize(
+    ("axis", "optimizer", "said"),
+    [
+        ("tensor", "--optimizer.implementation foreach", "optimizer step: passes"),
+        ("pipeline", "", "optimizer step: passes"),
+        ("tensor", "--optimizer.name torch.optim.SGD", "optimizer step: not traced in a dry run"),
+    ],
+)
 def test_the_optimizers_step_is_traced_too_where_it_is_a_graph(
-    axis: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    axis: str, optimizer: str, said: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logger, "propagate", True)
     options = ["--compile.optimizer_in_graph", f"--parallelism.{axis}_parallel_degree", "2", "--training.seq_len", "64"]
+    options += optimizer.split()
     trainer = Trainer(load(["--comm.mode", "fake_backend", *options]), 4)
     init_fake_process_group(4)
     with caplog.at_level(logging.INFO):
         trainer.setup_dry()
-    assert "optimizer step: passes" in caplog.text
+    assert said in caplog.text
     assert all(p.is_meta for p in trainer.model.parameters()), "nothing is allocated"
 
 

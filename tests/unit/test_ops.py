@@ -164,3 +164,15 @@ def test_the_operators_keep_torchs_rules_for_operators(transposed: bool) -> None
     torch.library.opcheck(grouped_add, (randn(sum(sizes), F).requires_grad_(), randn(len(sizes), F), ends(sizes)))
     torch.library.opcheck(regroup, (randn(int(COUNTS_RE.sum()), D).requires_grad_(), COUNTS_RE, transposed))
     torch.library.opcheck(row_splits, (COUNTS_RE, COUNTS_RE))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_the_largest_of_each_group_is_that_of_its_rows(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, found = randn(sum(sizes), F, dtype=dtype), []
+    for rows in x.split(sizes):
+        found.append(torch.cat([rows.abs(), x.new_zeros(1, F)]).amax(0))
+    assert torch.equal(ops.grouped_largest(x, ends(sizes)), torch.stack(found))
+    if len(x):
+        x[0, 0] = float("nan")  # and so the loss: a run stops
+        assert ops.grouped_largest(x, ends(sizes)).isnan().sum() == 1

@@ -4,6 +4,7 @@ import runpy
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -214,3 +215,27 @@ def test_show_graph_builds_any_rank_of_any_job(
     assert all(
         line.rpartition(" | ")[0].count(" at ") == 1 for line in lines if "layers.0" in line and "role" not in line
     )
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="Dynamo captures steps from torch 2.13 on")
+@pytest.mark.parametrize("counts", [False, True])
+def test_compare_captures_tells_by_its_exit_code(
+    counts: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    forward = llama3.Model.forward
+
+    def counting(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        model.calls = 1
+        return forward(model, *args, **kwargs)
+
+    monkeypatch.setenv("NGPU", "2")
+    if counts:
+        monkeypatch.setattr(llama3.Model, "forward", counting)
+    with pytest.raises(SystemExit) as end:
+        run_script("compare_captures.py", "--training.seq_len", 64, "--values", monkeypatch=monkeypatch)
+    said = capsys.readouterr().out
+    assert end.value.code == int(counts)
+    if counts:
+        assert "graph 1 of 1: dynamo does not take it" in said and "changes model.calls (test_scripts.py:" in said
+    else:
+        assert "graph 1 of 1: the same" in said and "\n  rests on model.config.dim == 256 (" in said

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 from torchtitan_graph import device as devices
 from torchtitan_graph.config import JobConfig, load
@@ -14,6 +15,7 @@ from torchtitan_graph.models import llama3
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.steps import Steps, check_steps, step_options
+from torchtitan_graph.steps.options import lengths_of_rows
 
 
 def built(*options: str) -> tuple[JobConfig, Decoder]:
@@ -106,3 +108,11 @@ def test_counts_of_several_dtypes_keep_them() -> None:
     summed = steps._sum_state(state)
     assert list(summed) == ["a", "b", "c"]
     assert all(torch.equal(summed[name], x) and summed[name].dtype == x.dtype for name, x in state.items())
+
+
+def test_rows_of_several_lengths_need_a_newer_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0"))
+    asked = ["--training.dynamic_seq_len", "--training.seq_len", "48"]
+    assert lengths_of_rows(load([*asked, "--compile.mode", "eager"])) == range(16, 49, 16)
+    with pytest.raises(UserError, match="training.dynamic_seq_len = true: a graph .* needs torch 2.13 or newer"):
+        lengths_of_rows(load(asked))

@@ -32,7 +32,7 @@ from torchtitan_graph.graph.trace import TracedResult
 from torchtitan_graph.loss import cross_entropy
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.init import initial_weight, initialize
-from torchtitan_graph.models.layers.moe import AuxiliaryLoss, ExpertTraining, set_up_experts
+from torchtitan_graph.models.layers.moe import AuxiliaryLoss, Experts, ExpertTraining, set_up_experts
 from torchtitan_graph.models.spec import load_family, tiny_config
 from torchtitan_graph.optim import build_lr_scheduler, build_optimizer, clip_grad_norm
 from torchtitan_graph.parallel.layout import DATA_AXES, EP, EXPERT_FSDP, EXPERT_TP, PP, TP, Layout, ParallelDims
@@ -40,8 +40,8 @@ from torchtitan_graph.parallel.pipeline import StageGraph
 from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.parallel.schedule import Schedule, plan_pipeline
 from torchtitan_graph.parallel.storage import Precision, Reshard, cast_parameters
-from torchtitan_graph.quantize.layers import Float8
 from torchtitan_graph.quantize.products import Recipe
+from torchtitan_graph.quantize.state import Float8
 from torchtitan_graph.steps import (
     Graphs,
     StepOptions,
@@ -101,7 +101,8 @@ class Cell:
     num_steps: int = NUM_STEPS
     capture: str = "make_fx"
     pipeline: tuple[tuple[str, Any], ...] = ()  # options of `job.Parallelism`: its schedule and stages
-    float8: Recipe | None = None  # of all linear layers in blocks
+    float8: Recipe | None = None  # of all linear layers in blocks, and of all experts
+    lengths: range | None = None  # that rows may have, where these differ
 
     def __post_init__(self) -> None:
         if not self.vocab_size:
@@ -115,7 +116,8 @@ class Cell:
         """Give what `build_steps` is told of this cell."""
         return StepOptions(
             device=DEVICE,
-            rows=(NUM_ROWS // self.num_parts, SEQ_LEN),
+            rows=(NUM_ROWS // self.num_parts, self.lengths[-1] if self.lengths else SEQ_LEN),
+            lengths=self.lengths,
             mode=mode,
             num_microbatches=self.num_microbatches,
             precision=self.precision,
@@ -143,7 +145,7 @@ class Cell:
         if self.float8 is None:
             return None
         layers = dict(build_model(self).layers.named_modules(prefix="layers"))
-        return Float8(tuple(name for name, m in layers.items() if type(m) is nn.Linear), self.float8)
+        return Float8({n: self.float8 for n, m in layers.items() if type(m) is nn.Linear or isinstance(m, Experts)})
 
     def schedule(self) -> Schedule | None:
         """Give the schedule of the stages, where there are any."""

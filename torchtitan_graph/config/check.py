@@ -6,7 +6,7 @@ import re
 from fsspec import available_protocols, get_filesystem_class
 
 from torchtitan_graph.config import quantize
-from torchtitan_graph.config.job import OPTIONS, JobConfig, get, source_name
+from torchtitan_graph.config.job import OPTIONS, ROW_MULTIPLE, JobConfig, get, source_name
 from torchtitan_graph.config.job import named as _name
 from torchtitan_graph.config.resolve import problem_list
 from torchtitan_graph.errors import UserError
@@ -48,6 +48,7 @@ RUN_DEFINING = (
     "training.dataset",
     "training.dataset_path",
     "training.seq_len",
+    "training.dynamic_seq_len",
     "training.dtype",
     "debug.seed",
 )
@@ -191,8 +192,13 @@ def _check_precompiled(config: JobConfig) -> list[str]:
     """Refuse what looks at tracing or passes together with graphs that are read instead."""
     if config.compile.precompiled is None:
         return []
-    looks = ("debug.verify_passes", "debug.dump_graphs", "debug.trace_every_block", "debug.stack_traces")
-    looks += ("compile.record_call_hierarchy",)
+    looks = (
+        "debug.verify_passes",
+        "debug.dump_graphs",
+        "debug.trace_every_block",
+        "debug.stack_traces",
+        "compile.record_call_hierarchy",
+    )
     problems = [
         f"{_name(config, key)}: with compile.precompiled nothing is traced and no pass runs; leave one of them out"
         for key in looks
@@ -212,10 +218,50 @@ def _check_capture(config: JobConfig) -> list[str]:
     stands_in_the_way = {
         "compile.mode": ("has no graph; use graph", config.compile.mode == "eager"),
         "compile.precompiled": ("a file does not hold Dynamo's guards", config.compile.precompiled is not None),
-        _PP: ("a stage's parts do not check them; use another axis", config.parallelism.pipeline_parallel_degree > 1),
     }
     return [
         f"{_name(config, key)}: not with compile.capture = dynamo: {why}, or set that to make_fx"
+        for key, (why, is_so) in stands_in_the_way.items()
+        if is_so
+    ]
+
+
+def _check_lengths(config: JobConfig) -> list[str]:
+    """Refuse what does not go with rows whose length differs from batch to batch."""
+    training, degrees, options = config.training, config.parallelism, config.compile
+    if not training.dynamic_seq_len:
+        return []
+    cp, tp = degrees.context_parallel_degree, degrees.tensor_parallel_degree
+    problems = []
+    if training.seq_len % ROW_MULTIPLE:
+        name = _name(config, "training.seq_len")
+        problems.append(f"{name}: with training.dynamic_seq_len rows have a multiple of {ROW_MULTIPLE} tokens")
+    for name, parts in {"tensor_parallel_degree": cp * tp, "context_parallel_degree": 2 * cp if cp > 1 else 1}.items():
+        if ROW_MULTIPLE % parts:
+            problems.append(
+                f"{_name(config, f'parallelism.{name}')}: with training.dynamic_seq_len rows have a multiple of"
+                f" {ROW_MULTIPLE} tokens, which {parts} must divide"
+            )
+    if options.mode == "eager":
+        return problems
+    stands_in_the_way = {
+        _PP: ("what stages send is of one size; use another axis", degrees.pipeline_parallel_degree > 1),
+        "compile.precompiled": ("a file holds graphs of one length; leave it out", options.precompiled is not None),
+        "compile.cuda_graphs": ("a recording has one length; set it to false", options.cuda_graphs),
+        "compile.codegen": ("code is made for one length; set it to off", options.codegen not in (None, "off")),
+        "compile.enable": ("code is made for one length; set it to false", options.enable and options.codegen is None),
+        "compile.fusions": ("code is made for one length; remove it", bool(options.fusions)),
+        "compile.dedupe_layers": ("a call has tensors alone; set it to false", options.dedupe_layers),
+        "compile.capture": ("Dynamo is given one length; use make_fx", options.capture == "dynamo"),
+        "model.attn": ("block masks have one length; use sdpa", config.model.attn == "flex"),
+        "parallelism.context_parallel_degree": ("a rank's blocks have one length; use another axis", cp > 1),
+        "parallelism.enable_async_tensor_parallel": (
+            "products are cut for one length; set it to false",
+            degrees.enable_async_tensor_parallel,
+        ),
+    }
+    return problems + [
+        f"{_name(config, key)}: not with training.dynamic_seq_len: {why}, or set that to false"
         for key, (why, is_so) in stands_in_the_way.items()
         if is_so
     ]
@@ -239,7 +285,7 @@ def _check_tables(config: JobConfig, world_size: int) -> list[str]:
             f"{_name(config, 'debug.verify_passes')}: a dry run sends nothing, so there are no numbers to compare; "
             "remove it, or comm.mode = fake_backend"
         )
-    problems += _check_precompiled(config) + _check_capture(config)
+    problems += _check_precompiled(config) + _check_capture(config) + _check_lengths(config)
     if config.comm.mode == "fake_backend" and config.comm.fake_rank >= world_size:
         name = _name(config, "comm.fake_rank")
         problems.append(f"{name}: must be from 0 to {world_size - 1}, as NGPU, the number of ranks, is {world_size}")
@@ -449,16 +495,21 @@ def _check_async_tensor_parallel(config: JobConfig) -> list[str]:
     ]
 
 
+# Optimizers that have their state in tensors, and don't branch on it.
+_TRACED = ("Adam", "AdamW", "torch.optim.Adagrad", "torch.optim.Muon", "torch.optim.RMSprop", "torch.optim.SGD")
+
+
 def _check_optimizer_in_graph(config: JobConfig) -> list[str]:
     if not config.compile.optimizer_in_graph:
         return []
     optimizer, metrics = config.optimizer, config.metrics
     stands_in_the_way = {
         "compile.mode": ("the step is no graph there; use graph", config.compile.mode != "graph"),
-        "optimizer.name": ("only Adam and AdamW can be traced; use one of them", "." in optimizer.name),
-        "optimizer.implementation": (
-            "reads its step count on the host; use fused",
-            optimizer.implementation != "fused",
+        "optimizer.name": (f"can't be traced; legal are {', '.join(_TRACED)}", optimizer.name not in _TRACED),
+        "optimizer.options": ("only Adam and AdamW are traced fused", bool(optimizer.options.get("fused"))),
+        "compile.cuda_graphs": (
+            f"{optimizer.name} reads numbers on the host; use a fused Adam or AdamW",
+            config.compile.cuda_graphs and (optimizer.implementation != "fused" or "." in optimizer.name),
         ),
         "training.enable_cpu_offload": (
             "the update is computed on the host, and its graph would be for the GPU; leave it out",

@@ -104,7 +104,9 @@ class Model:
         " architecture, or what flavor is checked against. No weights are loaded by this option alone.",
     )
     converters: list[str] = option(
-        [], "float8: linear layers multiply in float8, see [quantize.linear.float8] and docs/13_float8.md."
+        [],
+        "float8: linear layers multiply in float8, see [quantize.linear.float8] and docs/13_float8.md;"
+        " quantize.grouped_mm.float8: experts do.",
     )
     num_mtp_layers: int = option(
         0, "Layers that each predict one more token while training (deepseek_v3; its release has 1).", minimum=0
@@ -217,6 +219,9 @@ def source_name(source: DataSource) -> str:
     return source.name or PurePath(source.dataset_path or source.dataset or "").name
 
 
+ROW_MULTIPLE = 16  # of dynamic_seq_len: attention's and float8's kernels want rows aligned, and lengths are fewer
+
+
 @dataclass
 class Training:
     """Data, batch and precision of the run."""
@@ -244,6 +249,11 @@ class Training:
         also=(-1,),
     )
     seq_len: int = option(2048, "Tokens per row.", minimum=1)
+    dynamic_seq_len: bool = option(
+        False,
+        "Rows hold whole documents, as many as seq_len has room for; only a longer one is cut. A rank's batch is as"
+        " long as its longest row, up to a multiple of 16, and one graph serves all lengths.",
+    )
     mtp_loss_weight: float = option(
         0.3, "Weight of the mean loss of the model.num_mtp_layers tokens further ahead.", minimum=0
     )
@@ -523,7 +533,8 @@ class Compile:
     )
     optimizer_in_graph: bool = option(
         False,
-        "Clip and take the optimizer's step as a graph too, with the same bits on a CPU: for Adam and AdamW, fused.",
+        "Clip and take the optimizer's step as a graph too, with the same bits on a CPU: Adam, AdamW, and of "
+        "torch.optim Adagrad, Muon, RMSprop and SGD.",
     )
     cuda_graphs: bool = option(
         False,
@@ -543,7 +554,7 @@ class Compile:
 
 @dataclass
 class Float8:
-    """How linear layers multiply in float8, with model.converters = ["float8"]."""
+    """How linear layers multiply in float8, with "float8" in model.converters."""
 
     recipe_name: str | None = option(
         None,
@@ -573,10 +584,36 @@ class QuantizeLinear:
 
 
 @dataclass
+class GroupedFloat8:
+    """How experts multiply in float8, with "quantize.grouped_mm.float8" in model.converters."""
+
+    fqns: list[str] = option(
+        [], "Parts of names; experts with one of them in their name, such as experts for all, multiply in float8."
+    )
+    recipe_name: str | None = option(
+        None,
+        "As of quantize.linear.float8; each expert's weight has a scale of its own. Not set: rowwise.",
+        choices=("tensorwise", "tensorwise_delayed", "rowwise", "rowwise_with_gw_hp"),
+    )
+    gradient_format: str | None = option(None, "As of quantize.linear.float8.", choices=("e5m2", "e4m3"))
+    emulate: bool = option(
+        False, "Multiply in fp32 what float8 stands for; a CPU always does, and a GPU has no other way yet."
+    )
+
+
+@dataclass
+class QuantizeGrouped:
+    """Experts."""
+
+    float8: GroupedFloat8 = field(default_factory=GroupedFloat8)
+
+
+@dataclass
 class Quantize:
     """Products of fewer bits."""
 
     linear: QuantizeLinear = field(default_factory=QuantizeLinear)
+    grouped_mm: QuantizeGrouped = field(default_factory=QuantizeGrouped)
 
 
 @dataclass

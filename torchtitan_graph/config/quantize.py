@@ -3,19 +3,13 @@
 from collections.abc import Sequence
 
 from torchtitan_graph.config.job import OPTIONS, JobConfig, get, named
-from torchtitan_graph.config.option import show
+from torchtitan_graph.config.option import nearest, show
 
-CONVERTERS = ("float8", "quantize.linear.float8")  # two names for one
-_TABLE = "quantize.linear.float8."
-_NOT_BUILT = {
-    "mx": "MX formats are",
-    "quantize.linear.mx": "MX formats are",
-    "quantize.grouped_mm.mx": "MX formats are",
-    "quantize.grouped_mm.float8": "products of experts in float8 are",
-}
+LINEARS = ("float8", "quantize.linear.float8")  # two names for one
+EXPERTS = "quantize.grouped_mm.float8"
+_MX = ("mx", "quantize.linear.mx", "quantize.grouped_mm.mx")
 # What can't be set beside float8, and to what instead.
 _NOT_TOGETHER = {
-    "parallelism.pipeline_parallel_degree": ("a pipeline's stages", 1),
     "parallelism.enable_async_tensor_parallel": ("products cut into parts", False),
     "training.enable_cpu_offload": ("parameters in the host's memory", False),
     "compile.codegen": ("code by Inductor", "off"),
@@ -24,30 +18,35 @@ _NOT_TOGETHER = {
 }
 
 
-def is_float8(converters: Sequence[str]) -> bool:
+def converts_linears(converters: Sequence[str]) -> bool:
     """Return whether by model.converters linear layers multiply in float8."""
-    return not {*converters}.isdisjoint(CONVERTERS)
+    return not {*converters}.isdisjoint(LINEARS)
+
+
+def converts_experts(converters: Sequence[str]) -> bool:
+    """Return whether by model.converters experts multiply in float8."""
+    return EXPERTS in converters
 
 
 def find_problems(config: JobConfig) -> list[str]:
     """Return what is wrong with how a model is to be quantised, a line each."""
     converters, problems = named(config, "model.converters"), []
     for name in dict.fromkeys(config.model.converters):
-        if name in _NOT_BUILT:
-            problems.append(f"{converters}: {name}: {_NOT_BUILT[name]} not built; remove it, or use float8")
-        elif name not in CONVERTERS:
-            problems.append(f"{converters}: {name} is unknown; legal is {CONVERTERS[0]}")
-    if problems or not is_float8(config.model.converters):
-        return problems
-    for key, (what, instead) in _NOT_TOGETHER.items():
-        if get(config, key) != OPTIONS[key].default and get(config, key) != instead:
+        if name in _MX:
             problems.append(
-                f"{named(config, key)}: model.converters = ['float8'] is not built with {what}; set it to"
-                f" {show(instead)}, or remove the converter"
+                f"{converters}: {name}: MX formats are not built: they want torchao's kernels and a GPU that multiplies"
+                f" them, of compute capability 10.0; remove it, or use {EXPERTS if 'grouped' in name else LINEARS[0]}"
             )
+        elif name not in (*LINEARS, EXPERTS):
+            near = nearest(name, [*LINEARS, EXPERTS])
+            hint = f"; did you mean {near}?" if near else ""
+            problems.append(f"{converters}: {name} is unknown; legal are {LINEARS[0]} and {EXPERTS}{hint}")
+    if problems or not config.model.converters:
+        return problems
+    problems += not_together(config, converters, "or remove the converter")
     degrees, training = config.parallelism, config.training
     tokens = training.local_batch_size * training.seq_len // degrees.context_parallel_degree
-    if tokens % 16:
+    if tokens % 16 and converts_linears(config.model.converters):
         problems.append(
             f"{named(config, 'training.seq_len')}: a rank computes {tokens} tokens at a time, and products in float8"
             " want a multiple of 16; change it or training.local_batch_size, or remove model.converters"
@@ -55,9 +54,28 @@ def find_problems(config: JobConfig) -> list[str]:
     return problems
 
 
+def not_together(config: JobConfig, what: str, instead: str) -> list[str]:
+    """Return what can't be set beside float8 layers, a line each; `what` says why there are some, `instead` what else
+    to do."""
+    return [
+        f"{named(config, key)}: {what} is not built with {other}; set it to {show(legal)}, {instead}"
+        for key, (other, legal) in _NOT_TOGETHER.items()
+        if get(config, key) not in (OPTIONS[key].default, legal)
+    ]
+
+
 def unused(config: JobConfig) -> list[str]:
-    """Return the notices about options that are set while nothing is quantised."""
-    if is_float8(config.model.converters):
-        return []
-    keys = [key for key, option in OPTIONS.items() if key.startswith(_TABLE) and get(config, key) != option.default]
-    return [f"{named(config, key)}: nothing is quantised while model.converters does not name float8" for key in keys]
+    """Return the notices about options that are set while what they are about is not quantised."""
+    done, notices = config.model.converters, []
+    tables = (
+        ("quantize.linear.float8", "no linear layer", converts_linears(done), LINEARS[0]),
+        ("quantize.grouped_mm.float8", "nothing of experts", converts_experts(done), EXPERTS),
+    )
+    for table, what, is_done, name in tables:
+        keys = [key for key in OPTIONS if key.startswith(f"{table}.") and get(config, key) != OPTIONS[key].default]
+        notices += [
+            f"{named(config, key)}: {what} is quantised while model.converters does not name {name}"
+            for key in keys
+            if not is_done
+        ]
+    return notices

@@ -83,11 +83,9 @@ UNSUPPORTED = {
     "quantize.linear.mx.recipe_name": _ignore("mxfp8_cublas", _NO_MX),
     "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice": _ignore("triton", _NO_MX),
     "quantize.linear.mx.filter_fqns": _ignore(["output"], _NO_MX),
-    "quantize.grouped_mm.float8.fqns": _ignore([], "nothing of experts is quantised"),
     "quantize.grouped_mm.mx.recipe_name": _ignore("mxfp8", _NO_MX),
     "quantize.grouped_mm.mx.fqns": _ignore([], _NO_MX),
     "float8.force_recompute_fp8_weight_in_bwd": _gone("weights are quantised outside the graph"),
-    "float8.moe_fqns_prototype": _gone("nothing of experts is quantised"),
     "memory_estimation.enable": _refuse(False, "not built yet; try comm.mode = fake_backend for a dry run"),
     "memory_estimation.disable_fake_mode": _ignore(False, _ESTIMATE),
     "fault_tolerance.enable": _refuse(False, "not built; restart the job, it resumes from the newest checkpoint"),
@@ -144,6 +142,7 @@ RENAMED = {
     "validation.enabled": "validation.enable",
     "memory_estimation.enabled": "memory_estimation.enable",
     **{f"float8.{name}": f"quantize.linear.float8.{name}" for name in _LINEAR_FLOAT8},
+    "float8.moe_fqns_prototype": "quantize.grouped_mm.float8.fqns",
     **{f"mx.{name}": f"quantize.linear.mx.{name}" for name in _LINEAR_MX},
 }
 

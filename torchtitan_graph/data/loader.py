@@ -31,7 +31,8 @@ class DataLoader:
     """Iterate over this rank's microbatches: batch m holds rows m*n*B + rank*B to m*n*B + (rank+1)*B - 1 of n ranks.
 
     Never ends. Without repeat, a lane that is through gives rows without targets; the corpus is through when
-    `num_lanes` rows of the global sequence in a row had none.
+    `num_lanes` rows of the global sequence in a row had none. With `multiple`, rows hold whole documents, and a batch
+    is as long as its longest row, up to a multiple of that.
     """
 
     def __init__(
@@ -49,13 +50,15 @@ class DataLoader:
         persistent_workers: bool = False,
         pin_memory: bool = False,
         prefetch_factor: int | None = None,
+        multiple: int | None = None,
     ) -> None:
         self._mixture = corpus if isinstance(corpus, Mixture) else Mixture({"": corpus}, [1.0])
-        rows = _Rows(self._mixture, tokenizer, seq_len, repeat, local_batch_size, dp_rank, dp_degree)
+        rows = _Rows(self._mixture, tokenizer, seq_len, repeat, local_batch_size, dp_rank, dp_degree, multiple)
         self._rows = rows
         self.source_names = self._mixture.names
         self._targets = torch.zeros(len(self.source_names), dtype=torch.int64)
-        self._identity = {"corpus": corpus.digest, "tokenizer": tokenizer.digest, "seed": seed, "seq_len": seq_len}
+        length: int | str = seq_len if multiple is None else f"up to {seq_len}, of whole documents"
+        self._identity = {"corpus": corpus.digest, "tokenizer": tokenizer.digest, "seed": seed, "seq_len": length}
         self.num_lanes = corpus.num_lanes
         with warnings.catch_warnings():  # torchdata 0.11 calls what newer torch deprecates
             warnings.filterwarnings("ignore", "'set_vital' is deprecated")
@@ -190,8 +193,10 @@ class _Rows(IterableDataset):
         local_batch_size: int,
         dp_rank: int,
         dp_degree: int,
+        multiple: int | None,
     ) -> None:
         self._mixture, self._tokenizer, self._seq_len, self._repeat = mixture, tokenizer, seq_len, repeat
+        self._multiple = multiple
         self._local_batch_size, self._dp_rank = local_batch_size, dp_rank
         self.global_batch_size = local_batch_size * dp_degree
         # In shared memory, for workers that persist: they see where a new iteration starts.
@@ -219,12 +224,18 @@ class _Rows(IterableDataset):
         first_row, origin, cursors = self.start()  # once: it may be set anew while workers still read ahead
         lanes: dict[int, Lane] = {}
         while True:
-            rows, behind = [], []
+            rows, behind, longest = [], [], 1
             for row in self.row_numbers(first_row, batch):
                 _, number, row_in_lane = self._mixture.place(row, origin)
                 if number not in lanes:
                     lanes[number] = Lane(
-                        self._mixture, self._tokenizer, self._seq_len, self._repeat, number, cursors[number]
+                        self._mixture,
+                        self._tokenizer,
+                        self._seq_len,
+                        self._repeat,
+                        number,
+                        cursors[number],
+                        whole=self._multiple is not None,
                     )
                 lane = lanes[number]
                 while lane.cursor.row < row_in_lane:
@@ -232,5 +243,8 @@ class _Rows(IterableDataset):
                 assert lane.cursor.row == row_in_lane
                 rows.append(torch.from_numpy(lane.next_row()))
                 behind.append(lane.cursor)
-            yield Batch(*torch.stack(rows, dim=1)), behind
+                longest = max(longest, lane.filled)
+            multiple = self._multiple or self._seq_len
+            length = -(-longest // multiple) * multiple
+            yield Batch(*torch.stack([row[:, :length] for row in rows], dim=1)), behind
             batch += stride

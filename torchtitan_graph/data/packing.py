@@ -28,21 +28,32 @@ class Lane:
     """Rows of `seq_len` tokens from one lane of a corpus, starting at a cursor.
 
     A document is [bos] + ids + [eos]; a row takes the next `seq_len` tokens, wherever documents begin or end, so
-    every token is an input once. With `repeat` the lane goes on with its next epoch; otherwise its last row is padded,
+    every token is an input once. If documents stay `whole`, a row ends where the next one has no room; only one that is
+    longer than a row is cut. With `repeat` the lane goes on with its next epoch; otherwise its last row is padded,
     and padding follows for ever.
     """
 
     def __init__(
-        self, corpus: Corpus, tokenizer: Tokenizer, seq_len: int, repeat: bool, number: int, cursor: Cursor
+        self,
+        corpus: Corpus,
+        tokenizer: Tokenizer,
+        seq_len: int,
+        repeat: bool,
+        number: int,
+        cursor: Cursor,
+        whole: bool = False,
     ) -> None:
+        self._whole = whole
         self._corpus, self._tokenizer, self._seq_len, self._repeat = corpus, tokenizer, seq_len, repeat
         self._number = number
         self.cursor = cursor
+        self.filled = 0
         self._tokens = np.empty(0, np.int64)  # of the document under way
         self._documents: Iterator[tuple[int, Document]] | None = None
 
     def next_row(self) -> np.ndarray:
-        """Return the next row: tokens, labels, positions and documents, as (4, L)."""
+        """Return the next row: tokens, labels, positions and documents, as (4, L); `filled` says how much of it is no
+        padding."""
         row = np.empty((4, self._seq_len), np.int64)
         tokens_L, labels_L, positions_L, documents_L = row
         place = 0
@@ -59,6 +70,7 @@ class Lane:
             labels_L[place:] = IGNORE_INDEX
             positions_L[place:] = np.arange(self._seq_len - place)
             documents_L[place:] = documents_L[place - 1] + 1 if place else 0
+        self.filled = place
         return row
 
     def skip_row(self) -> None:
@@ -67,10 +79,12 @@ class Lane:
 
     def _next_pieces(self) -> list[tuple[np.ndarray, int]]:
         """Take a row's worth of tokens: the part of each document, and the target of the part's last token."""
-        pieces = []
+        pieces: list[tuple[np.ndarray, int]] = []
         wanted = self._seq_len
         while wanted and self._document_under_way():
             offset = self.cursor.offset
+            if self._whole and pieces and len(self._tokens) - offset > wanted:
+                break
             piece = self._tokens[offset : offset + wanted]
             offset += len(piece)
             target = int(self._tokens[offset]) if offset < len(self._tokens) else IGNORE_INDEX

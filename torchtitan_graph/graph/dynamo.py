@@ -8,7 +8,7 @@ first step, and whenever parameters are bound again) and refuses the second.
 
 Dynamo is given fake tensors in the places of the state. Its graph is then run under the tracer as the forward pass
 would be: it finds parameters and arguments where the function found them. Of its nodes nothing is kept but the module
-that they are of, annotations, and their lines of source where these are asked for. So signature, phases, DTensors and
+that they are of, annotations and their lines of source. So signature, phases, DTensors and
 refusals are the tracer's own, and the two captures can be compared node by node. Every block is captured: those that
 are alike are not stamped.
 """
@@ -20,24 +20,29 @@ import functools
 import inspect
 import re
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch.fx import GraphModule, Interpreter
+from torch.fx import GraphModule, Interpreter, Node
 
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.graph.dynamic import DynamicShapes
 from torchtitan_graph.graph.signature import layout_of
 from torchtitan_graph.graph.state import is_traced, live_state
 from torchtitan_graph.graph.torch_private import (
+    WRAPPERS,
     FakeTensorMode,
     NotCaptured,
     StrictCapture,
     capture_strictly,
+    dynamic_marks,
     fake_mode_for_dynamo,
+    made_for,
     reparametrize,
+    run_wrapped,
 )
 from torchtitan_graph.graph.trace import Capture, InParts, TracedResult, fakes_of, make_fx_capture
 
@@ -50,6 +55,7 @@ def dynamo_capture(
     device: Any,
     blocks: Mapping[str, nn.Module] = types.MappingProxyType({}),
     stack_traces: bool = False,
+    dynamic_shapes: DynamicShapes | None = None,
     call_hierarchy: bool = False,
 ) -> TracedResult:
     """Let Dynamo take `fn`, or its forward if it is `InParts`: a `Capture`. `blocks` are captured one by one.
@@ -61,6 +67,9 @@ def dynamo_capture(
         raise UserError(
             f"compile.capture = 'dynamo': needs torch 2.13 or newer, and this is {torch.__version__}; use 'make_fx'"
         )
+    if dynamic_shapes or any(dynamic_marks(x) for x in pytree.tree_leaves(arguments) if isinstance(x, Tensor)):
+        # It would decide by the size that it is given, and its guards are not checked at each call.
+        raise UserError("compile.capture = 'dynamo': takes no dynamic dimensions; use 'make_fx', or remove the mark")
     if call_hierarchy:
         raise UserError(
             "compile.record_call_hierarchy = true: not with compile.capture = 'dynamo', which runs no function of the "
@@ -70,7 +79,7 @@ def dynamo_capture(
     forward = fn.forward if isinstance(fn, InParts) else fn
     taken = arguments[: len(inspect.signature(forward).parameters)] if isinstance(fn, InParts) else arguments
     try:
-        replay, guards = _captured(forward, module, taken, device, stack_traces)
+        replay, strict, constants = _captured(forward, module, taken, device)
     except UserError:
         raise
     except Exception as error:
@@ -79,15 +88,15 @@ def dynamo_capture(
             raise UserError(f"compile.capture = 'dynamo': {error}; change that, or use 'make_fx'") from error
         raise
     traced = in_make_fx(fn.with_forward(replay) if isinstance(fn, InParts) else replay, module, arguments)
-    return dataclasses.replace(traced, guards=lambda *args: guards(args[: len(taken)]))
+    return dataclasses.replace(traced, guards=Guards(strict, constants, traced.parameters, len(taken)))
 
 
 def _captured(
-    fn: Callable[..., Any], module: nn.Module, arguments: tuple[Any, ...], device: Any, stack_traces: bool
-) -> tuple[Callable[..., Any], Callable[[tuple[Any, ...]], None]]:
-    """Give Dynamo's graph, to be called as `fn` is, and what checks that it still holds for a call's arguments."""
+    fn: Callable[..., Any], module: nn.Module, arguments: tuple[Any, ...], device: Any
+) -> tuple[Callable[..., Any], StrictCapture, dict[int, Tensor]]:
+    """Give Dynamo's graph, to be called as `fn` is, what Dynamo says of it, and which of its inputs are constants."""
     if not inspect.isfunction(fn):
-        fn = functools.wraps(fn)(lambda *args, inner=fn: inner(*args))
+        fn = functools.wraps(fn)(lambda *args, function=fn: function(*args))
     mode = fake_mode_for_dynamo()
     state = {name: _faked(x, mode, device) for (_, name), x in live_state(module, None).items()}
     fakes = pytree.tree_map_only(Tensor, lambda x: _faked(x, mode, device), arguments)
@@ -95,21 +104,21 @@ def _captured(
         strict = capture_strictly(fn, fakes)
         found = strict.inputs(*fakes)
     names = {str(id(child)): name for name, child in module.named_modules()}
-    if changed := sorted({_by_name(each) for each in strict.changed if not each.endswith("._parameters")}):
+    if changed := {_by_name(each): line for each, line in strict.changed.items() if not each.endswith("._parameters")}:
+        told = ", ".join(f"{each} ({line})" if line else each for each, line in sorted(changed.items()))
         raise UserError(
-            f"compile.capture = 'dynamo': the captured function changes {', '.join(changed)}, which a graph would not: "
+            f"compile.capture = 'dynamo': the captured function changes {told}, which a graph would not: "
             "return the new value instead, and write it back outside"
         )
-    _keep_metadata(strict.gm, names, stack_traces)
+    _keep_metadata(strict.gm, names)
     # Tensors that the function takes from elsewhere are constants of the graph.
     constants = {i: x for i, x in enumerate(found) if isinstance(x, Tensor) and not is_traced(x)}
 
     @functools.wraps(fn)
     def replay(*args: Any) -> Any:
-        values = Interpreter(strict.gm).run(*strict.inputs(*args), enable_io_processing=False)
-        return strict.result(values, args)
+        return strict.result(_run(strict.gm, *strict.inputs(*args)), args)
 
-    return replay, functools.partial(_check, strict, constants)
+    return replay, strict, constants
 
 
 def _faked(tensor: Tensor, mode: FakeTensorMode, device: Any) -> Tensor:
@@ -125,40 +134,84 @@ def _faked(tensor: Tensor, mode: FakeTensorMode, device: Any) -> Tensor:
     )
 
 
-def _keep_metadata(gm: GraphModule, names: Mapping[str, str], stack_traces: bool) -> None:
+def _keep_metadata(gm: GraphModule, names: Mapping[str, str]) -> None:
     """Leave on nodes what the tracer is to take over. Dynamo keys its stack of modules by their identity, with a number
-    behind it where one is called again. A node in a body (an autograd function's, a mask rule's) says nothing: the node
-    that calls the body does."""
+    behind it where one is called again. What a region computes is kept alike; but a node in another body (an autograd
+    function's, a mask rule's) says nothing: the node that calls the body does."""
+    regions = [getattr(gm, node.args[0].target) for node in gm.graph.nodes if node.target in WRAPPERS]
     for node in gm.graph.nodes:
         if node.op != "placeholder":
             calls = (key.partition("@")[0] for key in node.meta.get("nn_module_stack", {}))
             stack = [names[call] for call in calls if call in names]
             words = {**node.meta.get("custom", {}), **({"module": stack[-1]} if stack else {})}
-            kept = {"stack_trace": node.meta.get("stack_trace")} if stack_traces else {}
-            node.meta = {"custom": words, **kept} if words else kept
+            kept = {"stack_trace": node.meta["stack_trace"]} if node.meta.get("stack_trace") else {}
+            node.meta = {"custom": words, **kept}
     for body in gm.children():
+        if any(body is region for region in regions):
+            _keep_metadata(body, names)  # type: ignore[arg-type]
+            continue
         for inner in body.modules():
             for node in inner.graph.nodes if isinstance(inner, GraphModule) else ():
                 node.meta = {}
 
 
-def _check(strict: StrictCapture, constants: Mapping[int, Tensor], arguments: tuple[Any, ...]) -> None:
-    """Refuse a call if something that the graph rests on is not as it was."""
-    if failed := strict.violated(arguments):
-        raise UserError(f"the graph rests on {_by_name(failed)}: set it back to what it was, or capture again")
-    found = strict.inputs(*arguments)
-    if replaced := [strict.sources[i] for i, x in constants.items() if found[i] is not x]:
-        raise UserError(
-            f"{', '.join(map(_by_name, replaced))} is another tensor than the one that was captured, which is a "
-            "constant of the graph: write to it in place, make it a buffer, or capture again"
-        )
+class Guards:
+    """What a graph rests on beside its inputs: called with a call's arguments, it refuses what is not as it was.
+
+    Args:
+        constants: of the tensors that Dynamo's graph takes, those that are constants of ours, by number.
+        parameters: the names of the arguments.
+        num_taken: how many of the arguments the function that Dynamo took has.
+    """
+
+    def __init__(
+        self, strict: StrictCapture, constants: Mapping[int, Tensor], parameters: Sequence[str], num_taken: int
+    ) -> None:
+        self._strict, self._constants = strict, constants
+        self._parameters, self._num_taken = parameters, num_taken
+
+    def __call__(self, *arguments: Any, **by_name: Any) -> None:
+        named = [by_name[name] for name in self._parameters[len(arguments) :] if name in by_name]
+        taken = (*arguments, *named)[: self._num_taken]
+        if failed := self._strict.violated(taken):
+            raise UserError(f"the graph rests on {_by_name(failed)}: set it back to what it was, or capture again")
+        found = self._strict.inputs(*taken)
+        if replaced := [self._strict.sources[i] for i, x in self._constants.items() if found[i] is not x]:
+            raise UserError(
+                f"{', '.join(map(_by_name, replaced))} is another tensor than the one that was captured, which is a "
+                "constant of the graph: write to it in place, make it a buffer, or capture again"
+            )
+
+    @property
+    def values(self) -> list[str]:
+        """The values among them, as `model.layers.0.flag == False (the line that reads it)`, but for types and such."""
+        return [_by_name(each) for each in self._strict.guards if re.match(r"(not )?[LG]\[[^ ]* ==", each)]
+
+
+class _Replay(Interpreter):
+    """Runs a graph of Dynamo's under the tracer, regions in their places: the graph that comes of it has none."""
+
+    def run_node(self, n: Node) -> Any:
+        with made_for(n):
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            return getattr(self, n.op)(n.target, args, kwargs)
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target in WRAPPERS:
+            return run_wrapped(target, args, kwargs, _run)
+        return super().call_function(target, args, kwargs)
+
+
+def _run(gm: GraphModule, *inputs: Any) -> Any:
+    return _Replay(gm).run(*inputs, enable_io_processing=False)
 
 
 def _by_name(source: str) -> str:
     """Write Dynamo's name of a value as the function's author does: model.layers.0 for L['model']._modules[...]."""
     source = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", source)
     source = re.sub(r"\.__dict__\['([^']+)'\]", r".\1", source)
-    return re.sub(r"\b[LG]\['([^']+)'\]", r"\1", source)
+    source = re.sub(r"\b[LG]\['([^']+)'\]", r"\1", source)
+    return re.sub(r"\b__import_(\w+)", lambda found: found[1].replace("_dot_", "."), source)
 
 
 CAPTURES: Mapping[str, Capture] = {"make_fx": make_fx_capture, "dynamo": dynamo_capture}

@@ -52,9 +52,11 @@ class Flops:
     matmul: int
     attention: Mapping[str, int]
 
-    def of(self, visible: Mapping[str, float]) -> float:
-        """Give the operations where a block's mask leaves the fraction `visible` of all pairs."""
-        return self.matmul + sum(count * visible[block] for block, count in self.attention.items())
+    def of(self, visible: Mapping[str, float], length: float = 1.0) -> float:
+        """Give the operations where a block's mask leaves the fraction `visible` of all pairs, and rows have the part
+        `length` of the tokens that they were traced with."""
+        attention = sum(count * visible[block] for block, count in self.attention.items())
+        return self.matmul * length + attention * length**2
 
     def __add__(self, other: Flops) -> Flops:
         return Flops(self.matmul + other.matmul, {**self.attention, **other.attention})  # no block is in two graphs

@@ -58,7 +58,7 @@ class Entry(NamedTuple):
     name: str
     qualname: str
     path: str
-    count: int
+    count: int  # type: ignore[assignment]  # a tuple's method has that name
 
     def __str__(self) -> str:
         last = self.qualname.rpartition(".")[2]

@@ -149,14 +149,14 @@ def made_by(name: str) -> Iterator[None]:
         _pass = before
 
 
-def move(node: Node, old: str, new: str, places: Callable[[Place], Place] | None) -> None:
+def move(node: Node, old: str, new: str, places: Callable[[Place], Place]) -> None:
     """Let a node, copied from one block's graph, stand in another: `old` and `new` are the blocks' names; `places`
     gives of each place the new one."""
     name = module(node)
     if name == old or name.startswith(f"{old}."):
         write(node, module=new + name[len(old) :])
         node.meta["custom"] = node.meta["custom"] | {"module": module(node)}
-    for key in _HIERARCHIES if places is not None else ():
+    for key in _HIERARCHIES:
         if key in node.meta:
             node.meta[key] = tuple(map(places, node.meta[key]))
 
@@ -171,7 +171,8 @@ def settle(gm: GraphModule) -> None:
     """Read what the tracer left on the nodes into the keys above, once, right after tracing.
 
     A backward node gets the module, the annotations and the stack trace of the forward node with its autograd
-    sequence number, in nested subgraphs as well. The phase itself comes from the tracer's mark on the engine.
+    sequence number, in nested subgraphs as well; one of a module that backward calls, to compute again what a
+    checkpointed region did not keep, has its own. The phase itself comes from the tracer's mark on the engine.
     """
     _settle(gm, inherited=None)
 
@@ -185,11 +186,13 @@ def _settle(gm: GraphModule, inherited: Node | None) -> None:
         custom = dict(node.meta.get("custom") or {})
         is_backward = custom.pop("phase", None) == "backward"
         place, source = custom.pop("place", None), None
+        if not custom.get("module"):
+            custom.pop("module", None)
         seq_nr = node.meta.get("seq_nr")
         if is_backward:
             # The second of two gradients that the engine sums itself, or the forward node.
             source = node.args[1] if _is_sum(node, numbers) else _forward_of(seq_nr, forward, numbers)
-            if isinstance(source, Node):
+            if isinstance(source, Node) and "module" not in custom:
                 custom = dict(source.meta["custom"])
                 _copy_stack_trace(node, source)
         elif seq_nr is not None and (not numbers or seq_nr > numbers[-1]):

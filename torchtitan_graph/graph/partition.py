@@ -84,8 +84,9 @@ def partition(gm: GraphModule, *, gather_once: bool, split_backward: bool) -> Pa
         return _cut(gm, inside | free, list(dict.fromkeys([*gives, *crossing])))
 
     dx = [node for name, node in outputs["output"].items() if name == "dx"]
-    results = [node for kind in ("loss", "state") for node in outputs[kind].values()]
+    results = [node for kind in ("loss", "state") for node in outputs[kind].values() if node not in late]
     results += [node for name, node in outputs["output"].items() if name == "y"]
+    told = [node for node in outputs["state"].values() if node in late]
     found = {
         "gather": part(gather, (), readers=set(nodes) - gather),
         "forward": part(forward, results, readers=backward),
@@ -93,10 +94,10 @@ def partition(gm: GraphModule, *, gather_once: bool, split_backward: bool) -> Pa
     if split_backward:
         first = _needed_for(dx, backward)
         second = set(backward) - first
-        found["input"] = part(first, [*dx, *(n for n in sums if n in first)], readers=second)
-        found["weight"] = part(second, [n for n in sums if n in second])
+        found["input"] = part(first, [*dx, *(n for n in (*sums, *told) if n in first)], readers=second)
+        found["weight"] = part(second, [n for n in (*sums, *told) if n in second])
     else:
-        found["backward"] = part(set(backward), [*dx, *sums])
+        found["backward"] = part(set(backward), [*dx, *sums, *told])
     found["reduce"] = part(reduce, outputs["grad"].values())
     names = {kind: {name: node.name for name, node in by_name.items()} for kind, by_name in outputs.items()}
     return Parts(found, names, tuple(n.name for n in sums))

@@ -25,6 +25,8 @@ from torchtitan_graph.log import logger
 from torchtitan_graph.ops import reads_host
 
 _OWN = torch.ops.torchtitan_graph
+# What gives as much whatever the number of rows.
+_BY_GROUP = (_OWN.grouped_outer.default, _OWN.grouped_sum.default, _OWN.grouped_largest.default)
 _KNOWN = ("aten", "prims", "_c10d_functional", "torchtitan_graph")  # whose operators we know; others are user code
 _UNSAFE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.cudagraph_unsafe}
 
@@ -208,7 +210,7 @@ def _unrecorded(calls: Sequence[Node]) -> set[Node]:
         reads_rows = not away.isdisjoint(node.all_input_nodes)
         if node.target is _OWN.exchange.default:
             away.update([node] * (not node.args[2]))
-        elif reads_rows and node.target not in (_OWN.grouped_outer.default, _OWN.grouped_sum.default):
+        elif reads_rows and node.target not in _BY_GROUP:
             away.add(node)
         if reads_rows or not _is_recordable(node):
             found.add(node)

@@ -24,6 +24,7 @@ _HEAD = '''"""{title}
 {size} Run it on random inputs: python THIS_FILE.
 """
 
+import operator
 from math import inf, nan
 
 import torch
@@ -175,6 +176,8 @@ def _target(node: Node) -> str:
     """Name what a node calls; a Python function (what Inductor compiled) without its address."""
     if isinstance(node.target, OpOverload):
         return str(node.target)
+    if getattr(operator, getattr(node.target, "__name__", ""), None) is node.target:  # of sizes
+        return f"operator.{node.target.__name__}"  # type: ignore[union-attr]
     space = "higher_order" if isinstance(node.target, HigherOrderOperator) else "python"
     return f"{space}.{getattr(node.target, '__name__', node.target)}"
 

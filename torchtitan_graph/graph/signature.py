@@ -110,6 +110,11 @@ def layout_of(value: torch.Tensor) -> Plain | Wrapped:
     )
 
 
+def is_dynamic(layout: Layout) -> bool:
+    """Tell whether a size may differ from call to call."""
+    return isinstance(layout, Plain) and any(isinstance(size, str) for size in layout.shape)
+
+
 @dataclasses.dataclass(frozen=True)
 class Slot:
     """One logical input or output of a graph; it spans `layout.num_tensors` placeholders or output values.

@@ -39,6 +39,7 @@ from torchtitan_graph.graph.torch_private import (
     FakeTensorMode,
     current_words,
     is_traceable_wrapper_subclass,
+    keeps_its_own_way,
     trace_set_aside,
     trace_to_graph,
 )
@@ -72,7 +73,7 @@ class BlockGraph:
 
     gm: GraphModule
     block: str
-    place: Place | None
+    place: Place
     spec: pytree.TreeSpec
     constants: dict[int, Any]
     results: list[Node]
@@ -111,7 +112,7 @@ class _Call:
         self.tensors = [*self.state.values(), *(x for x in self.leaves if isinstance(x, Tensor))]
         self.layouts = [layout_of(x) for x in self.tensors]
         self.is_grad, self.words = torch.is_grad_enabled(), current_words()
-        self.place = stamps.recorder.place() if stamps.recorder is not None else None
+        self.place = stamps.recorder.place() if stamps.recorder is not None else ()
         self.copies: dict[Node, Node] = {}
         self.places: dict[Place, Place] = {}  # of the traced block, those of this call
         self.has_backward = False
@@ -267,6 +268,8 @@ class Stamps:
 
     def call(self, name: str, block: nn.Module, forward: Callable, *args: Any, **kwargs: Any) -> Any:
         """Stand for a block's forward."""
+        if keeps_its_own_way():  # a stamp keeps nothing that could be computed again
+            raise TraceInFull(f"{name} is called in a checkpointed region")
         call = _Call(self, name, block, forward, args, kwargs)
         differentiable = [id(x) for x in call.tensors if x.requires_grad]
         if len(set(differentiable)) < len(differentiable):
@@ -366,7 +369,7 @@ def _replace(gm: GraphModule, node: Node, call: _Call, phase: str) -> None:
 
 def _copy(gm: GraphModule, before: Node, call: _Call, nodes: Sequence[Node]) -> None:
     graph, copies = call.graph, call.copies
-    places = graph.place and call.place and functools.partial(_moved, graph, call)
+    places = functools.partial(_moved, graph, call)
     with gm.graph.inserting_before(before):
         for node in nodes:
             copies[node] = copy = copy_node(gm.graph, node, copies.__getitem__)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -18,6 +18,7 @@ from torchtitan_graph.graph.state import sharing_memory
 from torchtitan_graph.graph.torch_private import accumulate, annotated, free_gradient_dtype
 from torchtitan_graph.graph.trace import Capture, InParts, TracedResult, make_fx_capture, run_traced
 
+SLOT = ".amax"  # ends the names of slots, see `make_train_step`: they tell largest magnitudes
 IGNORE_INDEX = -100  # a label that is no target, as of torch's cross_entropy and of data/batch.py
 
 
@@ -115,6 +116,16 @@ def _slots(model: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in model.named_buffers() if buffer.requires_grad}
 
 
+def combine(total: Mapping[str, Tensor], more: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Add a microbatch's state, or some of it, to that of those before it: counts add up, of what is told in slots the
+    larger counts."""
+    added = {
+        name: torch.maximum(total.get(name, torch.zeros_like(x)), x) if name.endswith(SLOT) else total.get(name, 0) + x
+        for name, x in more.items()
+    }
+    return {**total, **added}
+
+
 def _as_parameter(gradient: Tensor, parameter: Tensor) -> Tensor:
     """Finish a gradient that tensor parallelism left as partial sums: a replicated norm's, from its sequences."""
     if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:  # type: ignore[attr-defined]
@@ -193,24 +204,38 @@ def make_stage_step(
     its gradient: None in the last. The loss is what this stage adds to it, None if that is nothing.
     """
 
-    def stage_step(batch: Inputs, masks: Any, num_tokens: Tensor, x: Tensor | None, dy: Tensor | None) -> Any:
-        own = {p for name in stage.names for p in model.get_submodule(name).parameters()}
-        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad and p in own}
-        free_gradient_dtype(parameters.values(), sum_in)
+    def forward(batch: Inputs, masks: Any, num_tokens: Tensor, x: Tensor | None) -> Any:
         y, beside = _run_stage(model, stage, batch, masks, x)
         losses = ([loss(y, batch.labels_BL, num_tokens)] if stage.last else []) + beside.losses
-        value = sum(losses[1:], losses[0]) if losses else None
-        begins = [(y, dy)] * (not stage.last) + [(value, None)] * bool(losses)  # backward does, with these gradients
+        return y, sum(losses[1:], losses[0]) if losses else None, beside.state
+
+    def stage_step(
+        forward: Callable[..., Any],
+        batch: Inputs,
+        masks: Any,
+        num_tokens: Tensor,
+        x: Tensor | None,
+        dy: Tensor | None,
+    ) -> Any:
+        own = {p for name in stage.names for p in model.get_submodule(name).parameters()}
+        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad and p in own}
+        told_in = {slot for name in stage.names for slot in _slots(model.get_submodule(name)).values()}
+        slots = {name: slot for name, slot in _slots(model).items() if slot in told_in}
+        free_gradient_dtype(parameters.values(), sum_in)
+        y, value, state = forward(batch, masks, num_tokens, x)
+        # Backward begins here, with these gradients.
+        begins = [(y, dy)] * (not stage.last) + [(value, None)] * (value is not None)
         outputs, given = zip(*begins, strict=True)
-        wanted = [*parameters.values(), *([] if x is None else [x])]
+        wanted = [*parameters.values(), *slots.values(), *([] if x is None else [x])]
         gradients = list(torch.autograd.grad(outputs, wanted, given, allow_unused=True))
         dx = None if x is None else gradients.pop()
-        found = {name: g for name, g in zip(parameters, gradients, strict=True) if g is not None}
+        found = {name: g for name, g in zip([*parameters, *slots], gradients, strict=True) if g is not None}
+        state |= {name: found.pop(name) for name in slots}
         with annotated(phase="backward"):
             finished = {name: _as_parameter(g, parameters[name]) for name, g in found.items()}
-        return None if stage.last else y, value, dx, finished, beside.state
+        return None if stage.last else y, value, dx, finished, state
 
-    return stage_step
+    return InParts(stage_step, forward)
 
 
 def _run_stage(model: nn.Module, stage: StageModules, batch: Inputs, masks: Any, x: Tensor | None) -> Any:
@@ -239,10 +264,10 @@ def trace_stage_evaluation(
 ) -> TracedResult:
     """Trace a pipeline stage's `step(batch, masks, num_tokens, x)`: y, of the last stage the loss."""
 
-    @torch.no_grad()
     def step(batch: Inputs, masks: Any, num_tokens: Tensor, x: Tensor | None) -> Tensor:
-        y, _ = _run_stage(model, stage, batch, masks, x)
-        return loss(y, batch.labels_BL, num_tokens) if stage.last else y
+        with torch.no_grad():  # no decorator: Dynamo would begin in torch's own function
+            y, _ = _run_stage(model, stage, batch, masks, x)
+            return loss(y, batch.labels_BL, num_tokens) if stage.last else y
 
     return capture(step, model, arguments, device=device)
 

@@ -1,22 +1,24 @@
 """Every private torch name that the project uses: why, and what would replace it. Releases differ only here."""
 
-import ast
 import contextlib
 import copy
 import dataclasses
 import datetime
 import difflib
 import functools
+import importlib
 import json
 import math
 import os
 import re
 import reprlib
+import traceback
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.fx.traceback as fx_traceback
@@ -26,7 +28,9 @@ from torch._guards import TracingContext, tracing
 from torch._higher_order_ops.flex_attention import flex_attention as _flex_attention
 from torch._higher_order_ops.flex_attention import flex_attention_backward as _flex_attention_backward
 from torch._higher_order_ops.utils import registered_hop_fake_fns
+from torch._higher_order_ops.wrap import tag_activation_checkpoint, wrap
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.device_mesh import DeviceMesh
@@ -42,7 +46,7 @@ from torch.fx.graph import _BoxedCodeGen
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, _apply_kernel_options, flex_attention
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils.checkpoint import SAC_IGNORED_OPS
+from torch.utils.checkpoint import SAC_IGNORED_OPS, checkpoint
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.hierarchy import Recorder
@@ -50,6 +54,7 @@ from torchtitan_graph.graph.hierarchy import Recorder
 __all__ = [
     "METADATA_GLOBALS",
     "DTensorSpec",
+    "WRAPPERS",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
@@ -59,6 +64,7 @@ __all__ = [
     "ScoreFunction",
     "StorageInfo",
     "StrictCapture",
+    "SymbolicFakeTensorMode",
     "StridedShard",
     "accumulate",
     "add_runtime_checks",
@@ -66,6 +72,7 @@ __all__ = [
     "boxed",
     "capture_strictly",
     "close_rule",
+    "compute",
     "compile_by_inductor",
     "current_words",
     "dense_flex_attention",
@@ -77,14 +84,18 @@ __all__ = [
     "fake_mode_for_dynamo",
     "free_gradient_dtype",
     "has_gradient_hooks",
+    "hint",
     "ignore_profiler_in_recomputation",
     "count_step",
     "inductor_options",
     "init_fake_process_group",
     "is_profiling",
+    "is_symbolic",
     "is_traceable_wrapper_subclass",
+    "keeps_its_own_way",
     "lazy_graph_module",
     "make_dtensor",
+    "made_for",
     "mask_parts",
     "mask_whole",
     "multiply",
@@ -99,6 +110,7 @@ __all__ = [
     "reparametrize",
     "require",
     "run_flex_attention_with",
+    "run_wrapped",
     "save_memory_snapshot",
     "scaled_mm",
     "set_arguments",
@@ -153,6 +165,19 @@ def annotated(**words: Any) -> Iterator[None]:
         fx_traceback.current_meta["custom"] = before
 
 
+@contextlib.contextmanager
+def made_for(node: torch.fx.Node) -> Iterator[None]:
+    """Let nodes made inside carry what this one does, and what nodes made now would carry. FX's Interpreter leaves out
+    the second: what a region computes again in backward would then be of forward."""
+    before = fx_traceback.current_meta
+    words = {**(before.get("custom") or {}), **node.meta.get("custom", {})}
+    fx_traceback.current_meta = {**before, **node.meta, "custom": words}
+    try:
+        yield
+    finally:
+        fx_traceback.current_meta = before
+
+
 def current_words() -> dict[str, Any]:
     """Give the words that nodes made now would carry."""
     return dict(fx_traceback.current_meta.get("custom") or {})
@@ -186,7 +211,8 @@ def _marked_backward() -> Iterator[types.CodeType]:
     def run(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         # A leaf or a gradient edge has no grad_fn; the engine reports it better than we could.
         setup_stacktrace_preservation_hooks([t.grad_fn for t in tensors if getattr(t, "grad_fn", None) is not None])
-        with annotated(phase="backward"):
+        # No module: one that is called in there computes something again, for a checkpointed region.
+        with annotated(phase="backward", module=""):
             return inner(tensors, *args, **kwargs)
 
     torch.autograd._engine_run_backward = run  # type: ignore[assignment]
@@ -253,6 +279,17 @@ def _recorded(recorder: Recorder | None, base: types.CodeType, engine: types.Cod
         PythonKeyTracer.create_node = created  # type: ignore[method-assign]
 
 
+_NOT_THE_AUTHOR_S = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+
+
+def _author_s_frames(tracer: Any, stack: traceback.StackSummary) -> traceback.StackSummary:
+    """Of the stack that made a node, keep the traced function's own frames. `make_fx` would keep those of functions
+    that are named `forward`."""
+    begin = max((i for i, frame in enumerate(stack) if frame.name == "marked"), default=-1) + 1
+    own = [frame for frame in stack[begin:] if not frame.filename.startswith(_NOT_THE_AUTHOR_S)]
+    return traceback.StackSummary.from_list(own)
+
+
 def trace_to_graph(
     fn: Callable[..., Any],
     fake_inputs: list[torch.Tensor],
@@ -277,6 +314,9 @@ def trace_to_graph(
         _marked_backward() as engine,
         # Code is generated when the graph first runs, not after every pass: a third of the time to build a large one.
         _use_lazy_graph_module(True),
+        mock.patch.object(torch.fx.proxy.TracerBase, "_filter_traceback_frames", _author_s_frames),
+        # Else a selective checkpoint computes nothing again, and leaves that to a pass of torch.compile's.
+        mock.patch.object(torch.utils.checkpoint, "_is_compiling", lambda func, args, kwargs: False),
     ):
 
         def marked(*flat: torch.Tensor) -> Any:
@@ -285,6 +325,12 @@ def trace_to_graph(
                 return fn(*flat)
 
         return _without_made_up(make_fx(marked, record_stack_traces=stack_traces)(*fake_inputs))
+
+
+def keeps_its_own_way() -> bool:
+    """Tell whether what backward needs is now kept by functions of the caller's, as `torch.utils.checkpoint` does it:
+    public API only sets them."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def export_dims() -> tuple[type, type]:
@@ -307,7 +353,8 @@ class Mark(NamedTuple):
 
 
 def dynamic_marks(tensor: torch.Tensor) -> list[Mark]:
-    """Give the marks on a tensor. `mark_dynamic` and its like keep them in attributes, which no function reads back."""
+    """Give the marks on a tensor, of dimensions that it does not have too. `mark_dynamic` and its like keep them in
+    attributes, which no function reads back."""
     bounds = {x.dim: (x.min, x.max) for x in getattr(tensor, "_dynamo_dynamic_range", ())}
     bounds |= getattr(tensor, "_dynamo_unbacked_bounds", {})
     kinds = (
@@ -319,8 +366,25 @@ def dynamic_marks(tensor: torch.Tensor) -> list[Mark]:
     found: dict[int, Mark] = {}
     for attribute, unbacked, required in kinds:
         for i in getattr(tensor, attribute, ()):
-            found[i % tensor.dim()] = Mark(i % tensor.dim(), unbacked, required, *bounds.get(i, (None, None)))
+            dim = i + tensor.dim() if i < 0 else i
+            found[dim] = Mark(dim, unbacked, required, *bounds.get(i, (None, None)))
     return [found[i] for i in sorted(found)]
+
+
+class SymbolicFakeTensorMode(FakeTensorMode):
+    """A mode for tensors without numbers whose sizes are symbols.
+
+    The C++ that tells the shape of a padded tensor takes no symbols. torch has the same in Python, and calls it only
+    under its Python dispatcher, which would also replace `matmul` by parts that may round in another way than eager's.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is not torch.ops.aten.constant_pad_nd.default:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        from torch._refs import constant_pad_nd  # late, for few runs need it
+
+        with self:
+            return constant_pad_nd(*args, **(kwargs or {}))
 
 
 # Promise that a relation of symbols holds: documented, but with an underscore.
@@ -340,6 +404,46 @@ def new_symbol(env: ShapeEnv, name: str, size: int, unbacked: bool) -> Any:
     return env.create_symintnode(
         env.create_symbol(size, source, dynamic_dim=DimDynamic.DYNAMIC), hint=size, source=source
     )
+
+
+def is_symbolic(x: Any) -> bool:
+    """Tell a number that a trace has a symbol for. torch names the three classes together in a module of its own."""
+    return isinstance(x, torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def hint(x: Any) -> Any:
+    """Give a number as it was when it was traced; `int` of a symbol would fix it. There is no public name for that."""
+    return x.node.hint if is_symbolic(x) else x
+
+
+def _pad_of_unknown_size(fake_mode: Any, _: Any, x: torch.Tensor, pad: Sequence[int], value: Any = 0) -> Any:
+    """Say what padding gives where a size is a symbol: torch's kernel in C++ takes it for one number. Where channels
+    may come last, and of sizes that are known, it does. Replaced by torch's own rule for symbols."""
+    if not any(map(is_symbolic, x.shape)) or hint(x.stride()[1 % x.dim()]) == 1:
+        return NotImplemented
+    shape = list(x.shape)
+    for i in range(len(pad) // 2):
+        shape[-1 - i] += pad[2 * i] + pad[2 * i + 1]
+    with fake_mode:
+        return x.new_empty(shape)
+
+
+op_implementations_dict.setdefault(torch.ops.aten.constant_pad_nd.default, _pad_of_unknown_size)
+
+
+def compute(graph: torch.fx.Graph, expression: Any, of: Mapping[Any, torch.fx.Node]) -> torch.fx.Node:
+    """Insert the arithmetic of an expression of symbols, and give its last node, as torch does for its own checks."""
+    from torch.utils._sympy.interp import sympy_interp
+    from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+    tracer, known = torch.fx.proxy.GraphAppendingTracer(graph), set(graph.nodes)
+    proxies = {symbol: torch.fx.Proxy(node, tracer) for symbol, node in of.items()}
+    made = sympy_interp(PythonReferenceAnalysis, proxies, expression)
+    for node in graph.nodes:
+        if node not in known:
+            args = torch.fx.node.map_arg(node.args, lambda x: x.meta["val"])
+            node.meta["val"] = node.target(*args)  # type: ignore[operator]
+    return made.node
 
 
 def add_runtime_checks(gm: torch.fx.GraphModule, env: ShapeEnv) -> None:
@@ -393,7 +497,8 @@ class StrictCapture(NamedTuple):
 
     gm        the graph
     sources   where each of its inputs is found, as an expression of the function's names in L and globals in G
-    changed   the same of what the function changes that is no result
+    changed   the same of what the function changes that is no result, and the line where
+    guards    what has to be so, each an expression of these names and the line that reads them
     inputs    (*arguments) -> the graph's inputs
     result    (the graph's outputs, arguments) -> the function's result
     violated  (arguments) -> one of the guards that is not so; empty if all are
@@ -401,7 +506,8 @@ class StrictCapture(NamedTuple):
 
     gm: torch.fx.GraphModule
     sources: list[str]
-    changed: list[str]
+    changed: dict[str, str]
+    guards: list[str]
     inputs: Callable[..., tuple[Any, ...]]
     result: Callable[[Any, tuple[Any, ...]], Any]
     violated: Callable[[tuple[Any, ...]], str]
@@ -415,22 +521,28 @@ def capture_strictly(fn: Callable[..., Any], arguments: tuple[Any, ...]) -> Stri
         NotCaptured: why Dynamo can't.
     """
     import torch._dynamo.config  # late, for it takes a second
+    import torch._dynamo.variables.builder as dynamo_builder
     from torch._dynamo.convert_frame import _get_frame, fullgraph_capture
     from torch._dynamo.exc import TorchDynamoException
     from torch._dynamo.functional_export import create_fx_graph_from_captured_output
     from torch._dynamo.hooks import Hooks
     from torch._dynamo.utils import dynamo_timed, get_metrics_context
 
+    regions = importlib.import_module("torch._higher_order_ops.invoke_subgraph")  # an operator has the module's name
     strict: dict[str, Any] = dict(specialize_int=True, specialize_float=True, automatic_dynamic_shapes=False)
     strict |= dict(skip_nnmodule_hook_guards=False)  # a hook that is added later is to be noticed
-    strict |= dict(replay_side_effects=False, side_effect_replay_policy="warn")  # named, see `changed`
+    strict |= dict(replay_side_effects=False, side_effect_replay_policy="warn")  # told of, see `_seen_changes`
+    strict |= dict(skip_fwd_side_effects_in_bwd_under_checkpoint=True)  # else a region may not append to a list
     with (
         torch._dynamo.config.patch(strict),
-        warnings.catch_warnings(record=True) as said,
+        mock.patch.object(regions, "invoke_subgraph_placeholder", _call),
+        mock.patch.object(dynamo_builder, "is_invoke_subgraph", lambda value: False),
+        warnings.catch_warnings(),
+        _seen_changes() as changed,
         get_metrics_context(),
         dynamo_timed("fullgraph_capture"),
     ):
-        warnings.simplefilter("always")
+        warnings.simplefilter("ignore")
         try:
             out = fullgraph_capture(fn, arguments, {})
         except TorchDynamoException as error:
@@ -452,47 +564,116 @@ def capture_strictly(fn: Callable[..., Any], arguments: tuple[Any, ...]) -> Stri
     return StrictCapture(
         gm,
         [node._dynamo_source.name for node in gm.graph.find_nodes(op="placeholder")],
-        [each for one in said if "side effects" in str(one.message) for each in _listed(str(one.message))],
+        changed,
+        ["".join(_with_line(each)) for each in _said(manager.root)],
         gm._dynamo_bytecode_flatten,
         gm._dynamo_bytecode_unflatten,
         violated,
     )
 
 
+def _call(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Stand for a `nested_compile_region`, as it does without Dynamo: it may then return and change what it likes.
+    Dynamo's operator would give all layers the first one's names, and compute forward again in backward."""
+    return fn(*args, **kwargs)
+
+
+WRAPPERS = (tag_activation_checkpoint, wrap)  # Dynamo's operators that take a graph, and give what it gives
+
+
+def run_wrapped(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
+    """Run in place of one of these `run(graph, *inputs)`, a checkpointed region's by `torch.utils.checkpoint` as
+    without Dynamo. torch's own kernel of that region, made for `torch.compile`, computes more again than backward
+    needs, and fails where the region writes to a value of its own.
+    """
+    body, *inputs = args
+    run = functools.partial(run, body)
+    if target is wrap:
+        return run(*inputs)
+    chosen = {"context_fn": found} if (found := body.meta.get("_checkpoint_context_fn")) else {}
+    return checkpoint(run, *inputs, **kwargs, **chosen)
+
+
 def _why(error: Any) -> str:
     """Give a sentence or two of Dynamo's page of an error, and the author's line."""
     first, *more = str(error).strip().splitlines()
     explained = [line.strip().removeprefix("Explanation: ") for line in more if "Explanation: " in line]
-    frames = getattr(error, "real_stack", None) or ()
-    where = "".join(f", {Path(frame.filename).name}:{frame.lineno} in {frame.name}" for frame in list(frames)[-1:])
-    return f"{' '.join([f'{first}:', *explained[:1]]).rstrip(':.')} (Dynamo{where})"
+    where = _line(getattr(error, "real_stack", None) or ())
+    return f"{' '.join([f'{first}:', *explained[:1]]).rstrip(':.')} (Dynamo{where and ', '}{where})"
+
+
+def _line(frames: Iterable[Any]) -> str:
+    """Give the author's line that a stack of Dynamo's leads to, nothing if it has none."""
+    own = [frame for frame in frames if not Path(frame.filename).is_relative_to(Path(torch.__file__).parent)]
+    return "".join(f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}" for frame in own[-1:])
+
+
+@contextlib.contextmanager
+def _seen_changes() -> Iterator[dict[str, str]]:
+    """Give what the functions that Dynamo takes meanwhile change: attributes, or a list or dict itself; and where.
+
+    Dynamo warns of the objects alone, and forgets the rest when it is done."""
+    from torch._dynamo.output_graph import OutputGraph
+
+    found: dict[str, str] = {}
+    of_torch = OutputGraph.get_replayed_side_effect_source_refs
+
+    def seen(graph: Any, **options: bool) -> list[str]:
+        sources, effects = of_torch(graph, **options), graph.side_effects
+        for x in effects._get_modified_vars():
+            with contextlib.suppress(NotImplementedError):  # what the function made itself has no name
+                if x.source is not None and x.source.name in sources:
+                    names = [f"{x.source.name}.{name}" for name in effects.store_attr_mutations.get(x, ())]
+                    line = _line(next(reversed(effects.mutation_user_stacks.get(x, [])), ()))
+                    found.update(dict.fromkeys(names or [x.source.name], line))
+        return sources
+
+    OutputGraph.get_replayed_side_effect_source_refs = seen  # type: ignore[method-assign, assignment]
+    try:
+        yield found
+    finally:
+        OutputGraph.get_replayed_side_effect_source_refs = of_torch  # type: ignore[method-assign]
+
+
+def _said(manager: Any) -> list[str]:
+    """List what a tree of guards checks."""
+    own = [each for guard in manager.get_leaf_guards() for each in guard.verbose_code_parts()]
+    pairs = manager.get_key_value_managers().values() if hasattr(manager, "get_key_value_managers") else ()
+    below = [*manager.get_child_managers(), *(each for pair in pairs for each in pair if each is not None)]
+    return [*own, *(each for child in below for each in _said(child))]
 
 
 def _is_of_python(guard: Any) -> bool:
-    """Tell a guard of Dynamo that is none on a tensor, nor on what parameters have: they are stored in another layout
-    than they are captured in."""
-    of_state = re.search(r"\._(parameters|buffers)\['[^']+'\]", guard.orig_guard.name)
-    return guard.guard_type not in _NOT_GUARDED and not of_state
+    """Tell a guard of Dynamo that is none on a tensor, nor on what parameters have (they are stored in another layout
+    than they are captured in), nor on what `_call` stood for."""
+    left_out = r"\._(parameters|buffers)\['[^']+'\]|invoke_subgraph_placeholder"
+    is_tensor = isinstance(guard.value, torch.Tensor)
+    return guard.guard_type not in _NOT_GUARDED and not is_tensor and not re.search(left_out, guard.orig_guard.name)
+
+
+def _with_line(guard: str) -> tuple[str, str]:
+    """Give a guard's expression, and in brackets the author's line if it has one."""
+    code, *comments = re.split(r"\s+# ", re.sub(r"\s*\(HINT: .*\)$", "", guard.strip()))
+    comments = [re.sub(r"[^ ]*/([^ /]+/[^ /]+:)", r"\1", each) for each in comments]  # no more of a path than it takes
+    return code, f" ({', '.join(comments)})" if comments else ""
 
 
 def _with_value(guard: str, scope: dict[str, Any]) -> str:
     """Say a guard that is not so in words: the expression, the author's line, what the value is now."""
-    code, *comments = re.split(r"\s+# ", guard.strip())
-    comments = [re.sub(r"[^ ]*/([^ /]+/[^ /]+:)", r"\1", each) for each in comments]  # no more of a path than it takes
-    where = f" ({', '.join(comments)})" if comments else ""
+    code, where = _with_line(guard)
     if identity := re.match(r"___check_(type|obj)_id\((.+), \d+\)(?:, type=(.+))?", code):
         what, subject, kind = identity.groups()
         return f"{subject} being {f'a {kind}' if what == 'type' else 'the same object'}{where}"
+    if own := re.match(r"not ___dict_contains\('(\w+)', (.+)\.__dict__\)", code):
+        return f"{own[2]}.{own[1]} being that of its class{where}"
+    if gone := re.match(r"(?:KeyError|AttributeError|IndexError) on (.+)", code):
+        return f"{gone[1]}{where}, which is gone"
+    code = re.sub(r"^(len\(.+\)) != ", r"\1 == ", code)  # of a dict Dynamo gives the reason, not the guard
     try:
-        value = eval(code.removeprefix("not ").partition(" == ")[0], scope)  # of Dynamo's making
+        value = eval(re.split(r" (?:==|is) ", code.removeprefix("not "))[0], scope)  # of Dynamo's making
     except Exception:  # it uses names of Dynamo's own
         return f"{code}{where}"
     return f"{code}{where}, and it is {reprlib.repr(value)} now"
-
-
-def _listed(message: str) -> list[str]:
-    """Read the list that a warning of Dynamo ends with."""
-    return ast.literal_eval(message[message.index("[") :])
 
 
 def lazy_graph_module(root: torch.nn.Module, graph: torch.fx.Graph) -> torch.fx.GraphModule:

@@ -26,11 +26,11 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
-from torchtitan_graph.graph.dynamic import DynamicShapes, Sizes, place
+from torchtitan_graph.graph.dynamic import DynamicShapes, Sizes, keep_traced_sizes, place
 from torchtitan_graph.graph.edit import aliased
 from torchtitan_graph.graph.hierarchy import Recorder
 from torchtitan_graph.graph.observe import Watchable
-from torchtitan_graph.graph.signature import Signature, Slot, layout_of, signature_of
+from torchtitan_graph.graph.signature import Signature, Slot, is_dynamic, layout_of, signature_of
 from torchtitan_graph.graph.stamp import TraceInFull, opaque
 from torchtitan_graph.graph.state import (
     BoundState,
@@ -47,6 +47,7 @@ from torchtitan_graph.graph.torch_private import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    SymbolicFakeTensorMode,
     dynamic_marks,
     has_gradient_hooks,
     mask_parts,
@@ -136,6 +137,7 @@ class Capture(Protocol):
         device: Any,
         blocks: Mapping[str, torch.nn.Module] = ...,
         stack_traces: bool = ...,
+        dynamic_shapes: DynamicShapes | None = ...,
         call_hierarchy: bool = ...,
     ) -> TracedResult: ...
 
@@ -148,16 +150,24 @@ def make_fx_capture(
     device: Any,
     blocks: Mapping[str, torch.nn.Module] = types.MappingProxyType({}),
     stack_traces: bool = False,
+    dynamic_shapes: DynamicShapes | None = None,
     call_hierarchy: bool = False,
 ) -> TracedResult:
     """Run the function on fake tensors and record every operator: `minimal_fx_tracer` in the form of a `Capture`."""
-    tracer = minimal_fx_tracer(
-        fn, module, device=device, blocks=blocks, stack_traces=stack_traces, call_hierarchy=call_hierarchy
+    trace = minimal_fx_tracer(
+        fn,
+        module,
+        device=device,
+        blocks=blocks,
+        stack_traces=stack_traces,
+        dynamic_shapes=dynamic_shapes,
+        call_hierarchy=call_hierarchy,
     )
-    traced = tracer(*arguments)
+    traced = trace(*arguments)
     if traced.sizes is not None:
-        what = traced.sizes.what_differs(traced.gm)
-        raise UserError(f"{what}: a training step's passes need fixed sizes, and numbers that stay tensors")
+        if unknown := traced.sizes.what_is_unknown(traced.gm):
+            raise UserError(f"{unknown}: a training step's passes need sizes to reckon with, and numbers in tensors")
+        keep_traced_sizes(traced.gm)
     return traced
 
 
@@ -199,7 +209,7 @@ def minimal_fx_tracer(
     @uncollected()
     def trace(*args: Any, **kwargs: Any) -> TracedResult:
         given = take_call(_positional_parameters(fn), args, kwargs)
-        _check_state(module)
+        _check_state(module, optimizer)
         values = [(kind, name, tensor) for (kind, name), tensor in live_state(module, optimizer).items()]
         values += [("input", given.names[i], x) for i, x in enumerate(given.leaves) if i not in given.constants]
         sizes = Sizes({name: x for kind, name, x in values if kind == "input"}, dynamic_shapes)
@@ -216,7 +226,8 @@ def minimal_fx_tracer(
         run = _on_flat_tensors(fn, module, optimizer, given, slots, values, out)
 
         def graph(blocks: Mapping[str, torch.nn.Module], env: ShapeEnv | None = None) -> GraphModule:
-            fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
+            kind = FakeTensorMode if env is None else SymbolicFakeTensorMode
+            fake_mode = kind(allow_non_fake_inputs=True, shape_env=env)
             names = {id(child): name for name, child in module.named_modules()} if module is not None else {}
             recorder = Recorder(names) if call_hierarchy else None
             with opaque(blocks, module, fake_mode, stack_traces, recorder) as stamps:
@@ -228,10 +239,10 @@ def minimal_fx_tracer(
             gm = None if sizes.dimensions else _unless_read(graph, blocks)
             symbolic = gm is None
             gm = gm or graph({}, sizes.env)
+            gm.meta["signature"] = Signature(slots, out.slots)
             if symbolic:
                 sizes.settle(gm)
                 out.constants = {i: sizes.returned(x) for i, x in out.constants.items()}
-        gm.meta["signature"] = Signature(slots, out.slots)
         _name_placeholders(gm)
         meta.settle(gm)
         may_write = {
@@ -239,7 +250,20 @@ def minimal_fx_tracer(
         }
         of_argument = zip(given.names, given.owners, strict=True)
         may_write |= {("input", leaf) for leaf, argument in of_argument if argument in donated}
-        _refuse_unsupported(gm, may_write)
+        try:
+            _refuse_unsupported(gm, may_write)
+        except UserError:
+            if not stack_traces:  # once more, to name the line
+                minimal_fx_tracer(
+                    fn,
+                    module,
+                    optimizer,
+                    device=device,
+                    stack_traces=True,
+                    donated=donated,
+                    dynamic_shapes=dynamic_shapes,
+                )(*args, **kwargs)
+            raise
         return TracedResult(
             gm,
             given.in_spec,
@@ -333,7 +357,7 @@ def _unless_read(
             return graph(blocks)
         except TraceInFull as reason:
             logger.info(f"every block is traced, not every kind: {reason}")
-            return graph({})
+        return graph({})  # here, where nothing of the first is held: a checkpoint that it left begun would go on
     except DataDependentOutputException:
         return None
 
@@ -359,6 +383,19 @@ def _refusing_reads(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
         raise UserError(
             f"the traced function makes a tensor whose shape depends on values ({error.func}), which no trace has: "
             "take torch.where or a mask of fixed shape, or do it outside"
+        ) from error
+    except (TypeError, RuntimeError, IndexError) as error:
+        first = str(error).partition("\n")[0]
+        if "use_reentrant=True" in str(error):
+            raise UserError(
+                "the traced function calls torch.utils.checkpoint with use_reentrant=True, or without the argument, "
+                "which only works with .backward(): pass use_reentrant=False"
+            ) from error
+        if isinstance(error, UserError) or not ("SymInt" in first or "symbolic" in first):
+            raise
+        raise UserError(
+            f"the traced function does with a dynamic size, or a number that it reads, what takes a plain number only"
+            f"{place(traceback.extract_tb(error.__traceback__))}: {first}; leave it out, or let the dimension be fixed"
         ) from error
 
 
@@ -470,10 +507,11 @@ def _example_inputs(gm: GraphModule) -> dict[str, torch.Tensor]:
 
 def _refuse_strides(gm: GraphModule, strides: list[tuple[int, ...]], error: RuntimeError) -> None:
     """Name the argument whose strides are not those traced, where a view in the graph has failed for them."""
-    owners = [slot.name for slot in signature_of(gm).inputs for _ in range(slot.layout.num_tensors)]
-    for name, found, node in zip(owners, strides, gm.graph.find_nodes(op="placeholder"), strict=True):
+    owners = [slot for slot in signature_of(gm).inputs for _ in range(slot.layout.num_tensors)]
+    for slot, found, node in zip(owners, strides, gm.graph.find_nodes(op="placeholder"), strict=True):
         wanted = node.meta["val"].stride()
-        if all(isinstance(n, int) for n in wanted) and found != wanted:
+        if not is_dynamic(slot.layout) and found != wanted:
+            name = slot.name
             raise UserError(f"{name} has strides {found}, traced with {wanted}: make it so, or trace again") from error
 
 
@@ -582,8 +620,8 @@ def _autocast() -> dict[str, torch.dtype]:
     return {kind: torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)}
 
 
-def _check_state(module: torch.nn.Module | None) -> None:
-    marked = [name for name, p in module.named_parameters() if dynamic_marks(p)] if module is not None else []
+def _check_state(module: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None) -> None:
+    marked = [name for (_, name), x in live_state(module, optimizer).items() if dynamic_marks(x)]
     if marked:
         raise UserError(f"{', '.join(marked)} has a dimension marked dynamic: only an argument's may be")
     hooked = [name for name, p in module.named_parameters() if has_gradient_hooks(p)] if module is not None else []
@@ -632,8 +670,8 @@ def _refuse_unsupported(gm: GraphModule, may_write: Collection[tuple[str, str]])
             if _draws(node):
                 raise UserError(
                     f"the traced function draws random numbers ({node.target}, in "
-                    f"{meta.module(node) or 'the function itself'}): a graph that recomputes or reorders would draw "
-                    "others; draw outside and pass the numbers in"
+                    f"{meta.module(node) or 'the function itself'}{_line(node)}): a graph that recomputes or reorders "
+                    "would draw others; draw outside and pass the numbers in"
                 )
     placeholders = iter(gm.graph.find_nodes(op="placeholder"))
     owner = {next(placeholders): slot for slot in signature_of(gm).inputs for _ in range(slot.layout.num_tensors)}
@@ -652,10 +690,15 @@ def _refuse_unsupported(gm: GraphModule, may_write: Collection[tuple[str, str]])
                 kind, name = root[source]
                 if is_write and root[source] not in may_write:
                     raise UserError(
-                        f"the traced function writes in place to {name} ({node.target}): a graph's inputs are not "
-                        "its own; return the new value from the function and write it back outside"
+                        f"the traced function writes in place to {name} ({node.target}{_line(node)}): a graph's inputs "
+                        "are not its own; return the new value from the function and write it back outside"
                     )
                 root.setdefault(node, root[source])
+
+
+def _line(node: Node) -> str:
+    line = meta.source_line(node)
+    return f", {line}" if line else ""
 
 
 def _draws(node: Node) -> bool:

@@ -15,7 +15,7 @@ from torchtitan_graph.graph.observe import Watchable
 from torchtitan_graph.graph.partition import Parts
 from torchtitan_graph.graph.signature import signature_of
 from torchtitan_graph.graph.state import BoundState, sharing_memory
-from torchtitan_graph.graph.step import AddGradients, StepOutput
+from torchtitan_graph.graph.step import AddGradients, StepOutput, combine
 from torchtitan_graph.graph.trace import TracedResult, run_traced
 from torchtitan_graph.parallel.layout import PP, Layout
 from torchtitan_graph.parallel.schedule import Schedule
@@ -53,6 +53,7 @@ class Stage:
         self._input_names, self._state_names = names[True], names[False]
         state = tuple(slot for slot in signature.inputs if slot.kind != "input")
         self._state = BoundState(state, train.options, train.modes, model, None)
+        self._guarded: list[Tensor] | None = None  # the state that was bound when guards were last checked
         self._layouts = {slot.name: slot.layout for slot in signature.outputs if slot.kind == "grad"}
         self._run = {name: Watchable(part.gm) for name, part in self.parts.items()}
         self._reads = {name: frozenset(part.reads) for name, part in self.parts.items()}
@@ -68,22 +69,25 @@ class Stage:
 
     def begin(self) -> None:
         """Begin a step: gather the weights, if that is done once."""
-        self._common = dict(zip(self._state_names, self._state.tensors(), strict=True))
+        self._bound = self._state.tensors()
+        self._common = dict(zip(self._state_names, self._bound, strict=True))
         self._common |= self._call("gather", {})
         self._sums, self.losses, self.state = {}, [], {}
 
     def forward(self, i: int, inputs: Inputs, x: Tensor | None) -> Tensor | None:
         """Take microbatch `i` and what the stage before gave of it; give what the next stage takes."""
-        outputs = self.graph.parts.outputs
-        tensors = [leaf for leaf in pytree.tree_leaves((inputs(), x)) if isinstance(leaf, Tensor)]
+        outputs, given = self.graph.parts.outputs, (*inputs(), x)
+        if self.graph.train.guards is not None and self._guarded is not self._bound:
+            self.graph.train.guards(*given)
+            self._guarded = self._bound
+        tensors = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
         names = self._input_names[:-1] if "y" in outputs["output"] else self._input_names  # dy, the last, comes later
         held = dict(zip(names, tensors, strict=True))
-        given = self._call("forward", held, self._backward)
-        for name, value in outputs["state"].items():
-            self.state[name] = self.state.get(name, 0) + given[value]
-        self.losses += [given[value] for value in outputs["loss"].values()]
-        self._held[i] = {name: x for name, x in (held | given).items() if self._is_read(name, self._backward)}
-        return given.get(outputs["output"].get("y", ""))
+        made = self._call("forward", held, self._backward)
+        self._take_state(made)
+        self.losses += [made[value] for value in outputs["loss"].values()]
+        self._held[i] = {name: x for name, x in (held | made).items() if self._is_read(name, self._backward)}
+        return made.get(outputs["output"].get("y", ""))
 
     def backward_input(self, i: int, dy: Tensor | None) -> Tensor | None:
         """Take the gradient of what `forward` gave; give that of what it took. Unless backward is split, it is all of
@@ -92,6 +96,7 @@ class Stage:
         if dy is not None:
             held[self._input_names[-1]] = dy
         given = self._call(self._backward[0], held, self._backward[1:])
+        self._take_state(given)
         dx = self.graph.parts.outputs["output"].get("dx", "")
         kept = {*self.graph.parts.sums, *(name for name in given if self._is_read(name, self._backward[1:]))}
         kept |= {dx} if self._shared is None else set()  # it may be on its way while a sum is written to
@@ -103,7 +108,9 @@ class Stage:
         execution."""
         held = self._held.pop(i)
         for part in self._backward[1:]:
-            held |= self._call(part, held)
+            given = self._call(part, held)
+            self._take_state(given)
+            held |= given
         if self._shared is None:
             sums = set(self.graph.parts.sums)
             others = [x for name, x in (held | self._common).items() if name not in sums]
@@ -115,6 +122,10 @@ class Stage:
                 self._sums[name] += term
             else:
                 self._sums[name] = made.clone() if term is made and name in self._shared else term
+
+    def _take_state(self, given: Mapping[str, Tensor]) -> None:
+        there = self.graph.parts.outputs["state"].items()
+        self.state = combine(self.state, {name: given[value] for name, value in there if value in given})
 
     def reduce(self) -> None:
         """Reduce the gradients to this rank's shards, and add them to the live parameters'."""

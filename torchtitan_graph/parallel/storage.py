@@ -256,7 +256,7 @@ def set_local(parameter: DTensor, full: Tensor) -> None:
     local.copy_(full)
 
 
-def buckets(model: nn.Module, blocks: Iterable[str], others: Iterable[str] = ()) -> list[list[str]]:
+def buckets(model: nn.Module, blocks: Iterable[str], others: Mapping[str, Storage] | None = None) -> list[list[str]]:
     """Group the parameters as FSDP2 does when each block is sharded, then the root; each group in FSDP2's order, and
     `others`, which rest as they do, after them. A block's experts, where they lie on a mesh of their own, are a group
     of their own.
@@ -269,6 +269,7 @@ def buckets(model: nn.Module, blocks: Iterable[str], others: Iterable[str] = ())
     for name, parameter in model.named_parameters():
         of_kind = experts if is_expert(parameter) else groups
         of_kind.get(block_of(name, groups) or "", root).append(name)
-    for name in others:
-        groups.get(block_of(name, groups) or "", root).append(name)
+    for name, storage in (others or {}).items():
+        of_kind = experts if storage.shard_axis == EXPERT_FSDP else groups
+        of_kind.get(block_of(name, groups) or "", root).append(name)
     return [*(names for block in groups for names in (experts[block], groups[block]) if names), root]

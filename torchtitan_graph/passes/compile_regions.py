@@ -29,6 +29,8 @@ _EXCHANGE, _ROW_SPLITS = torch.ops.torchtitan_graph.exchange.default, torch.ops.
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _OPS = torch.ops.torchtitan_graph
 _HOST_COPIES = (_OPS.offload.default, _OPS.reload.default, _OPS.arrived.default, _OPS.landed.default)
+# torch's own call of a subgraph, with gradients: Inductor's code of it is wrong on a CPU (2.13).
+_SUBGRAPH = torch.ops.higher_order.invoke_subgraph
 _KERNEL_OPTIONS = 6  # their place among the forward operator's arguments
 
 # FLEX, LOSS, WHOLE or a pattern of module names -> Inductor's options there; None: not compiled, only one subgraph
@@ -90,7 +92,7 @@ def tag_regions(gm: GraphModule, patterns: Sequence[str]) -> None:
     """
     modules = [pattern for pattern in patterns if pattern not in (FLEX, LOSS, WHOLE)]
     loss = _after_modules(gm) if LOSS in patterns else set()
-    away = _away(gm)
+    away = _away(gm).union(gm.graph.find_nodes(op="call_function", target=_SUBGRAPH))
     num_left = 0
     for node in gm.graph.nodes:
         name = region_of(meta.module(node), modules)
@@ -231,7 +233,7 @@ def _segments(gm: GraphModule) -> list[list[Node]]:
 
 
 class _Part(NamedTuple):
-    """A segment, copied into a graph of its own under names that do not tell which layer's it is.
+    """A segment, copied into a graph of its own under its operators' names, which do not tell which layer's it is.
 
     nodes    its calls, in order
     inputs   the nodes that it reads, and `outputs` those that are read of it
@@ -270,7 +272,7 @@ def _cut_out(gm: GraphModule, nodes: list[Node], options: Mapping[str, Any] | No
         args, kwargs = map_arg(node.args, copies.__getitem__), map_arg(node.kwargs, copies.__getitem__)
         if node.target is _FORWARD and _on_cpu(node):
             args = _without_logsumexp(args)
-        copies[node] = graph.create_node(node.op, node.target, args, kwargs, name=f"value_{len(copies)}")
+        copies[node] = graph.create_node(node.op, node.target, args, kwargs)
     outputs = [node for node in nodes if any(user not in inside for user in node.users)]
     graph.output(tuple(copies[node] for node in outputs))
     owners = [memories.owner[node] for node in outputs]

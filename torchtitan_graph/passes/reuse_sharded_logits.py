@@ -88,7 +88,11 @@ def _with_backward(loss: _Loss, readers: list[Node]) -> _Loss | None:
     mul = next(iter(add.users))
     if [*put.users] != [add] or [*add.users] != [mul] or mul.target is not aten.mul.Tensor or mul.args[0] is not add:
         return None
-    if rows.target is not aten.arange.default or rows.args != (len(value(zeros)),) or len(put.args) > 3:
+    count = rows.args[0]
+    num_rows = value(count) if isinstance(count, Node) else count  # a node where rows differ from call to call
+    if rows.target is not aten.arange.default or len(rows.args) > 1 or len(put.args) > 3:
+        return None
+    if num_rows != len(value(zeros)):
         return None
     end, narrow = mul, value(loss.logits).dtype
     if narrow != value(mul).dtype:

@@ -1,35 +1,24 @@
-"""The float8 linear layer, and the state that belongs to it: workspaces, and what delayed scaling has seen."""
+"""Layers whose products are of float8 numbers, and what each keeps of its weights."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from torchtitan_graph.parallel.layout import FSDP, Layout
-from torchtitan_graph.parallel.storage import Precision, Storage
-from torchtitan_graph.quantize.products import (
-    DELAYED,
-    E4M3,
-    Recipe,
-    largest,
-    linear,
-    quantize,
-    scale_for,
-)
+from torchtitan_graph.models.layers.feed_forward import FeedForward
+from torchtitan_graph.models.layers.moe import Experts
+from torchtitan_graph.quantize.grouped import grouped_linear
+from torchtitan_graph.quantize.products import DELAYED, E4M3, Quantised, Recipe, linear, quantise_input
 
-AMAX = ".amax"  # ends the name of the state in which a layer tells the largest magnitudes of a step
 HISTORY = 16  # steps whose largest magnitudes delayed scaling keeps
 
 
-class Float8Linear(nn.Linear):
-    """A linear layer that multiplies in float8. Its parameters are the names and numbers of the layer that it replaces.
+class Kept(nn.Module):
+    """What is kept of a weight, beside it.
 
-    weight_q, weight_scale  the weight's workspace; without, each call quantises the weight. Not saved
+    weight_q, weight_scale  its workspace; without, each call quantises the weight. Not saved
     amax, amax_history      with delayed scaling: what the gradient of the first tells, of activations and of the
                             result's gradient, the second keeps of the last steps. That is saved
     """
@@ -39,10 +28,9 @@ class Float8Linear(nn.Linear):
     amax: Tensor | None
     amax_history: Tensor | None
 
-    def __init__(self, old: nn.Linear, recipe: Recipe):
+    def __init__(self, recipe: Recipe, device: torch.device):
         nn.Module.__init__(self)
-        self.in_features, self.out_features, self.recipe = old.in_features, old.out_features, recipe
-        self.weight, self.bias, device = old.weight, old.bias, old.weight.device
+        self.recipe = recipe
         is_delayed = recipe.scaling == DELAYED
         slot = torch.zeros(2, device=device, requires_grad=True) if is_delayed else None
         self.register_buffer("weight_q", None, persistent=False)
@@ -56,107 +44,112 @@ class Float8Linear(nn.Linear):
             if buffer is not None:
                 buffer.zero_()
 
-    def add_workspace(self) -> None:
-        """Hold a workspace, of this rank's part of the weight under tensor parallelism."""
-        weight = _part(self.weight)
+    def add_workspace(self, weight: Tensor) -> None:
+        """Hold a workspace of this rank's part of a weight; of experts it has a scale for each."""
         self.weight_q = torch.empty_like(weight, dtype=E4M3, requires_grad=False)
-        self.weight_scale = torch.empty((), device=weight.device)
+        self.weight_scale = torch.empty(weight.shape[:-2], device=weight.device)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def state(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        """Give workspace, slot and past as functions of `products` take them."""
         past = None if self.amax_history is None else self.amax_history.amax(0)
-        y, *_ = linear(x, self.weight, self.recipe, self.weight_q, self.weight_scale, self.amax, past)
+        return self.weight_q, self.weight_scale, self.amax, past
+
+
+class Linear(Kept):
+    """A linear layer that multiplies in float8. Its parameters are the names and numbers of the layer that it replaces.
+
+    (..., D) -> (..., F)
+    """
+
+    def __init__(self, old: nn.Linear, recipe: Recipe):
+        super().__init__(recipe, old.weight.device)
+        self.weight, self.bias = old.weight, old.bias
+
+    def forward(self, x: Tensor, given: Quantised | None = None) -> Tensor:
+        """Take x quantised too, where other layers read it as well."""
+        y, *_ = linear(x, self.weight, self.recipe, *self.state(), given)
         return y if self.bias is None else y + self.bias
 
 
-def _part(tensor: Tensor) -> Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+class LayerNormLinear(nn.Module):
+    """A norm, such as RMSNorm or LayerNorm, and the linear layers that read its result: it is quantised once for all.
+
+    (..., D) -> a tuple with (..., F) of each layer, in their order
+    """
+
+    def __init__(self, norm: nn.Module, layers: Mapping[str, nn.Linear], recipe: Recipe):
+        super().__init__()
+        self.norm = norm
+        self.layers = nn.ModuleDict({name: Linear(old, recipe) for name, old in layers.items()})
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return _read_by(self.norm(x), *self.layers.values())
 
 
-@dataclasses.dataclass(frozen=True)
-class Float8:
-    """Which linear layers of a model multiply in float8, by name, and how."""
+class LayerNormMLP(nn.Module):
+    """A norm and the SwiGLU feed-forward layer that reads its result: it is quantised once for `w1` and `w3`.
 
-    names: tuple[str, ...]
-    recipe: Recipe
+    (..., D) -> (..., D)
+    """
 
+    def __init__(self, norm: nn.Module, old: FeedForward, recipe: Recipe):
+        super().__init__()
+        self.norm, self.activation = norm, old.activation
+        self.w1, self.w2, self.w3 = (Linear(each, recipe) for each in (old.w1, old.w2, old.w3))
 
-def convert(model: nn.Module, float8: Float8) -> None:
-    """Replace linear layers by those that multiply in float8, in place; parameters stay the same ones."""
-    for name in float8.names:
-        owner, _, leaf = name.rpartition(".")
-        old = model.get_submodule(name)
-        assert isinstance(old, nn.Linear), name
-        setattr(model.get_submodule(owner), leaf, Float8Linear(old, float8.recipe))
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(self.activation(*_read_by(self.norm(x), self.w1, self.w3)))
 
 
-def add_workspaces(model: nn.Module, storages: Mapping[str, Storage]) -> dict[str, Storage]:
-    """Let the layers whose weights have one scale hold workspaces, and give how these lie at rest, as their weights."""
-    found = {}
-    by_parameter: dict[Tensor, Storage] = dict(zip(model.parameters(), storages.values(), strict=True))
-    for name, layer in _layers(model).items():
-        if not layer.recipe.by_row:
-            layer.add_workspace()
-            storage = by_parameter[layer.weight]
-            found[f"{name}.weight_q"] = dataclasses.replace(
-                storage, precision=Precision(E4M3, E4M3, E4M3), is_trained=False
-            )
+def _read_by(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
+    """Give x to layers of one recipe. What delayed scaling keeps of x is the same in all of them: the first one's."""
+    first = layers[0]
+    assert isinstance(first, Linear)
+    given = quantise_input(x, first.recipe, first.state()[-1])
+    return tuple(layer(x, given) for layer in layers)
+
+
+class GroupedLinear(Kept):
+    """A linear layer for each of E groups of rows, which multiplies in float8, without bias.
+
+    rows (S, D) that lie by group, and where each group ends (E,) -> (S, F)
+    """
+
+    def __init__(self, weight_EFD: nn.Parameter, recipe: Recipe):
+        super().__init__(recipe, weight_EFD.device)
+        self.weight = weight_EFD
+
+    def forward(self, x_SD: Tensor, offsets_E: Tensor) -> Tensor:
+        y_SF, *_ = grouped_linear(x_SD, self.weight, offsets_E, self.recipe, *self.state())
+        return y_SF
+
+
+class Float8Experts(Experts):
+    """Experts that multiply in float8. Their parameters are those of the ones that they replace; what is kept of each
+    weight is in `kept`, by its name."""
+
+    def __init__(self, old: Experts, recipe: Recipe):
+        nn.Module.__init__(self)
+        self.activation = old.activation
+        for name in ("w1", "w2", "w3", "b1", "b2", "b3"):
+            setattr(self, name, getattr(old, name))
+        self.kept = nn.ModuleDict({name: Kept(recipe, old.w1.device) for name in ("w1", "w2", "w3")})
+
+    def product(self, x: Tensor, weight: str, offsets_E: Tensor) -> Tensor:
+        kept = self.kept[weight]
+        assert isinstance(kept, Kept)
+        y, *_ = grouped_linear(x, getattr(self, weight), offsets_E, kept.recipe, *kept.state())
+        return y
+
+
+def kept_weights(model: nn.Module) -> dict[str, tuple[Kept, Tensor]]:
+    """Give what a model keeps of its float8 weights, by name, and the weights."""
+    found: dict[str, tuple[Kept, Tensor]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, (Linear, GroupedLinear)):
+            found[name] = module, module.weight
+        elif isinstance(module, Float8Experts):
+            for leaf, kept in module.kept.items():
+                assert isinstance(kept, Kept)
+                found[f"{name}.kept.{leaf}"] = kept, getattr(module, leaf)
     return found
-
-
-def _layers(model: nn.Module) -> dict[str, Float8Linear]:
-    return {name: m for name, m in model.named_modules() if isinstance(m, Float8Linear)}
-
-
-class Quantized:
-    """The state of a model's float8 layers, which changes from one optimizer step to the next, outside the graph."""
-
-    def __init__(self, model: nn.Module, layout: Layout, compute: torch.dtype) -> None:
-        """Take a model at rest, and the dtype that its weights are computed in: a workspace is made as a call without
-        one would make it."""
-        layers = _layers(model)
-        self._cached = [layer for layer in layers.values() if layer.weight_q is not None]
-        self._delayed = {f"{name}{AMAX}": layer for name, layer in layers.items() if layer.amax is not None}
-        self._layout, self._compute, self._is_fresh = layout, compute, False
-
-    @torch.no_grad()
-    def refresh(self, anew: bool = True) -> None:
-        """Quantise the weights, in place; all ranks together. If not `anew`, only if a step was taken since.
-
-        A scale is one of all ranks that hold a part of the weight. Under tensor parallelism each rank multiplies its
-        own part, by that part's scale.
-        """
-        if not self._cached or (self._is_fresh and not anew):
-            return
-        weights = [_part(layer.weight) for layer in self._cached]
-        magnitudes = torch.stack([_largest(weight.to(self._compute)) for weight in weights])
-        if self._layout.degree(FSDP) > 1:
-            dist.all_reduce(magnitudes, dist.ReduceOp.MAX, self._layout.group(FSDP))
-        for layer, weight, scale in zip(self._cached, weights, scale_for(magnitudes, E4M3), strict=True):
-            assert layer.weight_q is not None and layer.weight_scale is not None
-            _part(layer.weight_q).copy_(quantize(weight.to(self._compute), scale, E4M3))
-            layer.weight_scale.copy_(scale)
-        self._is_fresh = True
-
-    @torch.no_grad()
-    def take(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Keep the largest magnitudes of a step's microbatches, over all ranks, and give the rest of its state."""
-        self._is_fresh = False
-        if self._delayed:
-            seen = torch.stack([state[name] for name in self._delayed])
-            dist.all_reduce(seen, dist.ReduceOp.MAX)
-            for layer, row in zip(self._delayed.values(), seen, strict=True):
-                assert layer.amax_history is not None
-                layer.amax_history.copy_(torch.cat([row[None], layer.amax_history[:-1]]))
-        return {name: x for name, x in state.items() if name not in self._delayed}
-
-
-def _largest(weight: Tensor) -> Tensor:
-    return largest(weight) if weight.numel() else torch.zeros((), device=weight.device)
-
-
-def combine(total: Mapping[str, Tensor], more: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Add a microbatch's state to that of those before it: counts add up, of magnitudes the larger counts."""
-    return {
-        name: torch.maximum(total.get(name, torch.zeros_like(x)), x) if name.endswith(AMAX) else total.get(name, 0) + x
-        for name, x in more.items()
-    }

@@ -2,42 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
 import torch
 from torch import nn
 
 from torchtitan_graph.config import JobConfig
 from torchtitan_graph.config.option import nearest
-from torchtitan_graph.config.quantize import is_float8
+from torchtitan_graph.config.quantize import EXPERTS, converts_experts, converts_linears, not_together
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
+from torchtitan_graph.models.layers.moe import Experts
 from torchtitan_graph.parallel.layout import TP
 from torchtitan_graph.parallel.parallelize import parameter_roles
 from torchtitan_graph.parallel.plan import SPLIT_DIM, Plan
-from torchtitan_graph.quantize.layers import Float8
-from torchtitan_graph.quantize.products import DELAYED, E4M3, E5M2, TENSORWISE, Recipe
+from torchtitan_graph.quantize.layers import kept_weights
+from torchtitan_graph.quantize.products import DELAYED, E4M3, E5M2, ROWWISE, TENSORWISE, Recipe
+from torchtitan_graph.quantize.state import Float8
 
 MULTIPLE = 16  # of which the kernels want both sizes of a matrix to be
-_FILTER = "quantize.linear.float8.filter_fqns"
+_FILTER, _FQNS = "quantize.linear.float8.filter_fqns", "quantize.grouped_mm.float8.fqns"
 
 
 def plan_float8(config: JobConfig, model: nn.Module, device: torch.device) -> Float8 | None:
-    """Find the linear layers to convert, or none where model.converters does not say so.
-
-    Layers of a class of their own, such as a router's gate, stay as they are.
+    """Find the layers to convert, or none where model.converters does not say so.
 
     Raises:
-        UserError: a part of a name that no linear layer has, none that is left, sizes that the kernels can't take, a
-            layer that delayed scaling can't follow, or a GPU without float8.
+        UserError: a part of a name that no such layer has, none that is left, sizes that the kernels can't take, a
+            layer that delayed scaling can't follow, a GPU without float8, or what the model's own float8 layers are not
+            built with.
     """
-    if not is_float8(config.model.converters):
-        return None
+    layers: dict[str, Recipe] = {}
+    own = next(iter(kept_weights(model)), None)
+    if own and (problems := not_together(config, f"the model's own float8 layer {own}", "or take a model without it")):
+        raise UserError("\n".join(problems))
+    if converts_linears(config.model.converters):
+        layers |= _plan_linears(config, model, device)
+    if converts_experts(config.model.converters):
+        layers |= _plan_experts(config, model, device)
+    return Float8(layers) if layers else None
+
+
+def _plan_linears(config: JobConfig, model: nn.Module, device: torch.device) -> dict[str, Recipe]:
+    """Find the linear layers. Those of a class of their own, such as a router's gate, stay as they are."""
     options = config.quantize.linear.float8
     linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-    for part in options.filter_fqns:
-        if not any(part in name for name in linears):
-            near = nearest(part, [*linears, *(name.rpartition(".")[2] for name in linears)])
-            hint = f"; did you mean {near}?" if near else f"; they are such as {', '.join([*linears][:4])}"
-            raise UserError(f"{_FILTER} = {part!r}: is in no linear layer's name{hint}")
+    _check_parts(_FILTER, options.filter_fqns, linears, "linear layer's")
     names = [
         name
         for name, m in linears.items()
@@ -62,20 +72,53 @@ def plan_float8(config: JobConfig, model: nn.Module, device: torch.device) -> Fl
             f"model.converters = ['float8']: {torch.cuda.get_device_name(device)} does not multiply in float8; set"
             " quantize.linear.float8.emulate = true, which is slow, or remove the converter"
         )
-    recipe = Recipe(scaling, emulate=options.emulate)
-    formats = {"e4m3": E4M3, "e5m2": E5M2, None: E4M3 if recipe.by_row else E5M2}
     logger.info(f"float8: {len(names)} linear layers, {scaling}; as they were: {len(linears) - len(names)}")
-    return Float8(tuple(names), recipe._replace(gradient=formats[options.gradient_format]))
+    return dict.fromkeys(names, _recipe(scaling, options.gradient_format, options.emulate))
+
+
+def _plan_experts(config: JobConfig, model: nn.Module, device: torch.device) -> dict[str, Recipe]:
+    options = config.quantize.grouped_mm.float8
+    experts = {name: m for name, m in model.named_modules() if isinstance(m, Experts)}
+    asked = f"model.converters = [{EXPERTS!r}]"
+    if not experts:
+        raise UserError(f"{asked}: {config.model.name} has no experts in this flavour; remove it")
+    if not options.fqns:
+        raise UserError(f"{asked}: {_FQNS} names no experts; set it to ['experts'] for all, or remove the converter")
+    _check_parts(_FQNS, options.fqns, experts, "experts'")
+    if device.type == "cuda" and not options.emulate:
+        raise UserError(
+            f"{asked}: experts' products in float8 are emulated alone, on a GPU too; set"
+            " quantize.grouped_mm.float8.emulate = true, which is slow, or remove the converter"
+        )
+    names = [name for name in experts if any(part in name for part in options.fqns)]
+    scaling = options.recipe_name or ROWWISE
+    logger.info(f"float8: experts of {len(names)} layers, {scaling}; as they were: {len(experts) - len(names)}")
+    return dict.fromkeys(names, _recipe(scaling, options.gradient_format, options.emulate))
+
+
+def _recipe(scaling: str, gradient: str | None, emulate: bool) -> Recipe:
+    recipe = Recipe(scaling, emulate=emulate)
+    formats = {"e4m3": E4M3, "e5m2": E5M2, None: E4M3 if recipe.by_row else E5M2}
+    return recipe._replace(gradient=formats[gradient])
+
+
+def _check_parts(option: str, parts: Sequence[str], names: Collection[str], whose: str) -> None:
+    for part in parts:
+        if not any(part in name for name in names):
+            near = nearest(part, [*names, *(name.rpartition(".")[2] for name in names)])
+            hint = f"; did you mean {near}?" if near else f"; they are such as {', '.join([*names][:4])}"
+            raise UserError(f"{option} = {part!r}: is in no {whose} name{hint}")
 
 
 def check_cut(float8: Float8, model: nn.Module, plan: Plan, degree: int) -> None:
-    """Check that tensor parallelism leaves each rank parts that the kernels can take.
+    """Check that tensor parallelism leaves each rank parts of linear layers that the kernels can take.
 
     Raises:
         UserError: a part of another size, or a layer whose logits are sharded over the vocabulary.
     """
     roles = parameter_roles(model, plan)
-    for name in float8.names if degree > 1 else ():
+    linears = [name for name in float8.layers if isinstance(model.get_submodule(name), nn.Linear)]
+    for name in linears if degree > 1 else ():
         role = roles.get(f"{name}.weight", {}).get(TP) or plan.get(name, {}).get(TP, "")
         cut = f"parallelism.tensor_parallel_degree = {degree}: model.converters = ['float8']"
         if role == "vocabulary":

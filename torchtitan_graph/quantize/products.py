@@ -50,6 +50,14 @@ def scale_for(magnitude: Tensor, dtype: torch.dtype) -> Tensor:
     return magnitude.clamp(min=1e-12) / torch.finfo(dtype).max
 
 
+def scale_by(past: Tensor | None, i: int, magnitude: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scale by what earlier steps saw, where they saw anything; else by the magnitude itself."""
+    if past is not None:
+        # What is not finite scales by itself: saturated, it would reach no loss, and the next step would scale by it.
+        magnitude = torch.where((past[i] > 0) & magnitude.isfinite(), past[i], magnitude)
+    return scale_for(magnitude, dtype)
+
+
 def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Divide by the scale, and round to the format; what is larger than it holds becomes its largest number."""
     limit = torch.finfo(dtype).max  # a cast alone would give nan, or inf
@@ -62,17 +70,29 @@ def quantized(x: Tensor, dtype: torch.dtype, by_row: bool = False) -> tuple[Tens
     return quantize(x, scale, dtype), scale
 
 
+def largest_of_weight(weight: Tensor) -> Tensor:
+    """Give the largest magnitude of a weight, fp32: a scalar, or of experts (E, F, D) one for each."""
+    return largest(weight) if weight.dim() == 2 else weight.abs().amax((1, 2)).float()
+
+
+def over(scale: Tensor) -> Tensor:
+    """Give a weight's scale, or scales, in the shape that multiplies it."""
+    return scale if scale.dim() == 0 else scale[:, None, None]
+
+
 def workspace_of(weight: Tensor, q: Tensor | None, scale: Tensor | None) -> tuple[Tensor, Tensor, bool]:
-    """Give a weight's workspace, its quantised form and that one's scale, and whether it was made here.
+    """Give a weight's workspace, its quantised form and that one's scale (of experts one for each), and whether it was
+    made here.
 
     One that is given is taken as it is (hit): whoever keeps it refreshes it when the weight changes. With none given
     (miss), or that of another weight, by shape, format, kind of scale or device (invalid), it is made of the weight.
     """
     if q is not None and scale is not None:
         found = (q.shape, q.dtype, q.device, scale.shape, scale.dtype, scale.device)
-        if found == (weight.shape, E4M3, weight.device, torch.Size(()), torch.float32, weight.device):
+        if found == (weight.shape, E4M3, weight.device, weight.shape[:-2], torch.float32, weight.device):
             return q, scale, False
-    return *quantized(weight, E4M3), True
+    made = scale_for(largest_of_weight(weight), E4M3)
+    return quantize(weight, over(made), E4M3), made, True
 
 
 def product(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch.dtype, emulate: bool) -> Tensor:
@@ -85,6 +105,24 @@ def product(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch
     return ((a.float() * scale_a) @ (b.float() * scale_b).t()).to(dtype)
 
 
+class Quantised(NamedTuple):
+    """What linear layers read of x (..., D): its rows, quantised, their scale, and (not by rows) the magnitude."""
+
+    q_TD: Tensor
+    scale: Tensor
+    magnitude: Tensor | None = None
+
+
+def quantise_input(x: Tensor, recipe: Recipe, past: Tensor | None = None) -> Quantised:
+    """Quantise what linear layers read; `past` is as of `linear`. Nothing is differentiated."""
+    x_TD = x.detach().flatten(0, -2)
+    if recipe.by_row:
+        return Quantised(*quantized(x_TD, E4M3, True))
+    magnitude = largest(x_TD)
+    scale = scale_by(past, 0, magnitude, E4M3)
+    return Quantised(quantize(x_TD, scale, E4M3), scale, magnitude)
+
+
 def linear(
     x: Tensor,
     weight: Tensor,
@@ -93,6 +131,7 @@ def linear(
     scale: Tensor | None = None,
     slot: Tensor | None = None,
     past: Tensor | None = None,
+    given: Quantised | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Multiply x (..., D) by the weight (F, D), transposed; give (..., F) in x's dtype, and the workspace if it was
     made here (see `workspace_of`; scaling by rows has none).
@@ -102,12 +141,13 @@ def linear(
         slot, past: with delayed scaling, of activations and of the result's gradient (2,): the gradient of `slot` is
             set to their largest magnitudes, which so leave a step as values, once also if the layer is computed again;
             `past` are those to scale by, 0 where there are none yet.
+        given: x quantised, where other layers read it too.
     """
-    x_TD = x.flatten(0, -2)
+    x_TD, read = x.flatten(0, -2), given or quantise_input(x, recipe, past)
     if recipe.by_row:
-        y_TF, made = _Rowwise.apply(x_TD, weight, recipe), (None, None)
+        y_TF, made = _Rowwise.apply(x_TD, weight, read.q_TD, read.scale, recipe), (None, None)
     else:
-        y_TF, *made = _Tensorwise.apply(x_TD, weight, q, scale, slot, past, recipe)
+        y_TF, *made = _Tensorwise.apply(x_TD, weight, *read, q, scale, slot, past, recipe)
     return y_TF.unflatten(0, x.shape[:-1]), *made
 
 
@@ -117,6 +157,9 @@ class _Tensorwise(torch.autograd.Function):
         ctx: Any,
         x_TD: Tensor,
         weight_FD: Tensor,
+        xq_TD: Tensor,
+        x_scale: Tensor,
+        magnitude: Tensor,
         q_FD: Tensor | None,
         scale: Tensor | None,
         slot: Tensor | None,
@@ -124,9 +167,6 @@ class _Tensorwise(torch.autograd.Function):
         recipe: Recipe,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         w_FD, w_scale, is_made = workspace_of(weight_FD, q_FD, scale)
-        magnitude = largest(x_TD)
-        x_scale = _scale_by(past, 0, magnitude, E4M3)
-        xq_TD = quantize(x_TD, x_scale, E4M3)
         ctx.recipe, ctx.dtypes, ctx.is_delayed = recipe, (x_TD.dtype, weight_FD.dtype), slot is not None
         ctx.save_for_backward(xq_TD, x_scale, w_FD, w_scale, magnitude, past)
         y_TF = product(xq_TD, x_scale, w_FD, w_scale, x_TD.dtype, recipe.emulate)
@@ -140,29 +180,24 @@ class _Tensorwise(torch.autograd.Function):
         xq_TD, x_scale, w_FD, w_scale, x_magnitude, past = ctx.saved_tensors
         recipe, (x_dtype, w_dtype), dx, dw = ctx.recipe, ctx.dtypes, None, None
         magnitude = largest(dy_TF)
-        dy_scale = _scale_by(past, 1, magnitude, recipe.gradient)
+        dy_scale = scale_by(past, 1, magnitude, recipe.gradient)
         dyq_TF = quantize(dy_TF, dy_scale, recipe.gradient)
         if ctx.needs_input_grad[0]:
             dx = product(dyq_TF, dy_scale, w_FD.t(), w_scale, x_dtype, recipe.emulate)
         if ctx.needs_input_grad[1]:
             dw = product(dyq_TF.t(), dy_scale, xq_TD.t(), x_scale, w_dtype, recipe.emulate)
         seen = torch.stack([x_magnitude, magnitude]) if ctx.is_delayed else None
-        return dx, dw, None, None, seen, None, None
-
-
-def _scale_by(past: Tensor | None, i: int, magnitude: Tensor, dtype: torch.dtype) -> Tensor:
-    """Scale by what earlier steps saw, where they saw anything; else by the magnitude itself."""
-    return scale_for(magnitude if past is None else torch.where(past[i] > 0, past[i], magnitude), dtype)
+        return dx, dw, None, None, None, None, None, seen, None, None
 
 
 class _Rowwise(torch.autograd.Function):
     """Each product has other rows, so each quantises both its operands anew."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weight_FD: Tensor, recipe: Recipe) -> Tensor:
+    def forward(ctx: Any, x_TD: Tensor, weight_FD: Tensor, xq_TD: Tensor, x_scale_T1: Tensor, recipe: Recipe) -> Tensor:
         ctx.recipe = recipe
         ctx.save_for_backward(x_TD, weight_FD)
-        return _product_by_row(x_TD, E4M3, weight_FD, E4M3, x_TD.dtype, recipe)
+        return product(xq_TD, x_scale_T1, *quantized(weight_FD, E4M3, True), x_TD.dtype, recipe.emulate)
 
     @staticmethod
     def backward(ctx: Any, dy_TF: Tensor) -> tuple[Tensor | None, ...]:
@@ -173,7 +208,7 @@ class _Rowwise(torch.autograd.Function):
             dw = (dy_TF.t() @ x_TD).to(weight_FD.dtype)
         elif ctx.needs_input_grad[1]:
             dw = _product_by_row(dy_TF.t(), recipe.gradient, x_TD.t(), E4M3, weight_FD.dtype, recipe)
-        return dx, dw, None
+        return dx, dw, None, None, None
 
 
 def _product_by_row(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -19,6 +19,7 @@ from torchtitan_graph.graph.pieces import Replayed
 from torchtitan_graph.graph.step import (
     StepOutput,
     bind_train_step,
+    combine,
     make_eager_step,
     make_eval_step,
 )
@@ -30,11 +31,13 @@ from torchtitan_graph.parallel.layout import PP, Layout, sum_over
 from torchtitan_graph.parallel.pipeline import Pipeline
 from torchtitan_graph.parallel.recompute import recompute_eager
 from torchtitan_graph.parallel.storage import (
+    Storage,
     cast_parameters,
     materialize,
     shard_eager,
 )
-from torchtitan_graph.quantize.layers import Quantized, combine
+from torchtitan_graph.quantize.layers import kept_weights
+from torchtitan_graph.quantize.state import Quantized
 from torchtitan_graph.steps.graphs import Graphs, build_graphs
 from torchtitan_graph.steps.inputs import loss_is_parallel, of_this_rank, prepare
 from torchtitan_graph.steps.options import StepOptions
@@ -53,6 +56,7 @@ class Steps:
     step: Step | Pipeline
     evaluation: Evaluation | None
     flops: Flops | None = None
+    seq_len: int = 1  # of the rows that these are counted for
     recorders: Recorders | None = None
     quantized: Quantized | None = None
 
@@ -71,17 +75,17 @@ class Steps:
         Returns:
             the loss of this rank's microbatches, and the state that the step changes, of all ranks' (`SideOutputs`).
         """
-        if isinstance(self.step, Pipeline):
-            output = self.step.train([partial(self._inputs, batch, num_tokens) for batch in microbatches])
-            return StepOutput(output.loss, self._sum_state(output.state))
         if self.quantized is not None:
             self.quantized.refresh()
         loss: Tensor | None = None
         state: dict[str, Tensor] = {}
-        for batch in microbatches:
-            output = self._run(self.step, batch, num_tokens)
-            loss = output.loss if loss is None else loss + output.loss
-            state = combine(state, output.state)
+        if isinstance(self.step, Pipeline):
+            loss, state = self.step.train([partial(self._inputs, batch, num_tokens) for batch in microbatches])
+        else:
+            for batch in microbatches:
+                output = self._run(self.step, batch, num_tokens)
+                loss = output.loss if loss is None else loss + output.loss
+                state = combine(state, output.state)
         assert loss is not None, "a step has microbatches"
         if self.quantized is not None:
             state = self.quantized.take(state)
@@ -90,11 +94,11 @@ class Steps:
     def evaluate(self, batch: Batch) -> Tensor:
         """Give the sum of the loss over this rank's targets of a batch."""
         one = torch.ones((), dtype=torch.int64, device=batch.tokens_BL.device)
+        if self.quantized is not None:
+            self.quantized.refresh(anew=False)
         if isinstance(self.step, Pipeline):
             return self.step.evaluate(partial(self._inputs, batch, one))
         assert self.evaluation is not None, "built when the options have eval_rows"
-        if self.quantized is not None:
-            self.quantized.refresh(anew=False)
         return self._run(self.evaluation, batch, one)
 
     def clip(self, max_norm: float) -> Tensor:
@@ -110,8 +114,14 @@ class Steps:
         where there is no graph to count them on."""
         if self.flops is None:
             return None
-        visible = (self.model.visible_pairs(batch.documents_BL, batch.positions_BL) for batch in microbatches)
-        return self.layout.mean_over_stages(sum(map(self.flops.of, visible)))
+        of_batches = (
+            self.flops.of(
+                self.model.visible_pairs(batch.documents_BL, batch.positions_BL),
+                batch.tokens_BL.shape[1] / self.seq_len,
+            )
+            for batch in microbatches
+        )
+        return self.layout.mean_over_stages(sum(of_batches))
 
     def _run(self, step: Callable[..., Any], batch: Batch, num_tokens: Tensor) -> Any:
         with loss_context(self.loss_parallel):
@@ -149,11 +159,14 @@ def build_steps(
     shard_eager(model, model.blocks, layout, *at_rest)
     evaluate = make_eval_step(model, options.loss) if options.eval_rows else None
     step, of_loss = make_eager_step(model, options.loss), loss_is_parallel(layout, options)
-    return Steps(model, layout, of_loss, step, evaluate, quantized=_quantized(model, layout, options))
+    quantized = _quantized(model, {}, layout, options)
+    return Steps(model, layout, of_loss, step, evaluate, quantized=quantized)
 
 
-def _quantized(model: Decoder, layout: Layout, options: StepOptions) -> Quantized | None:
-    return Quantized(model, layout, options.precision.compute) if options.float8 is not None else None
+def _quantized(
+    model: Decoder, storages: Mapping[str, Storage], layout: Layout, options: StepOptions
+) -> Quantized | None:
+    return Quantized(model, storages, layout, options.precision.compute) if kept_weights(model) else None
 
 
 def bind_graphs(graphs: Graphs, model: Decoder, layout: Layout, options: StepOptions) -> Steps:
@@ -174,5 +187,6 @@ def bind_graphs(graphs: Graphs, model: Decoder, layout: Layout, options: StepOpt
     else:
         step = bind_train_step(graphs.train, model, new, accumulates=options.num_microbatches > 1)
     loss_parallel = loss_is_parallel(layout, options)
-    quantized = _quantized(model, layout, options)
-    return Steps(model, layout, loss_parallel, step, evaluate, graphs.flops, options.recorders, quantized)
+    quantized = _quantized(model, graphs.storages, layout, options)
+    flops, seq_len = graphs.flops, options.rows[1]
+    return Steps(model, layout, loss_parallel, step, evaluate, flops, seq_len, options.recorders, quantized)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping
+from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -14,6 +15,8 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from torchtitan_graph.compiler import Inspection, PassPlan, passes, run_passes
+from torchtitan_graph.errors import UserError
+from torchtitan_graph.graph.dynamic import SizeError
 from torchtitan_graph.graph.flops import Flops, count_flops
 from torchtitan_graph.graph.liveness import input_memory
 from torchtitan_graph.graph.step import (
@@ -29,7 +32,7 @@ from torchtitan_graph.parallel.pipeline import StageGraph
 from torchtitan_graph.parallel.recompute import Budget
 from torchtitan_graph.parallel.storage import Storage
 from torchtitan_graph.steps.budget import INPUTS, at_rest, meet, tell
-from torchtitan_graph.steps.inputs import example_inputs, lay_out, loss_is_parallel, once_per_kind
+from torchtitan_graph.steps.inputs import SEQ_LEN, example_inputs, lay_out, loss_is_parallel, once_per_kind, shapes_of
 from torchtitan_graph.steps.options import StepOptions
 from torchtitan_graph.steps.precompiled import Rewritten
 from torchtitan_graph.steps.stages import build_stages, make_code, rewrite_stages
@@ -150,10 +153,31 @@ def trace_steps(
     device, evaluate, capture = options.device, None, once_per_kind(capture, model, options)
     example, other = _arguments(model, layout, options)
     with loss_context(loss_is_parallel(layout, options)):
-        sum_in = options.precision.sum_in
-        train = trace_train_step(model, options.loss, *example, device=device, capture=capture, sum_in=sum_in)
+        train = _trace_training(model, options, example, capture)
         if other is not None:
             evaluate = trace_eval_step(model, options.loss, *other, device=device, capture=capture)
     logger.info(f"traced in {time.perf_counter() - begin:.1f} s, {len(train.gm.graph.nodes)} nodes")
     flops = count_flops(train.gm, model.blocks, layout.gathers_rows)
     return Traced(train, evaluate, plan, flops, pytree.tree_leaves(example))
+
+
+def _trace_training(model: Decoder, options: StepOptions, example: Any, capture: Capture) -> TracedResult:
+    """Trace the training step: for all lengths that its rows may have."""
+
+    def trace(capture: Capture) -> TracedResult:
+        sum_in = options.precision.sum_in
+        return trace_train_step(model, options.loss, *example, device=options.device, capture=capture, sum_in=sum_in)
+
+    if (lengths := options.lengths) is None:
+        return trace(capture)
+    try:
+        traced = trace(partial(capture, dynamic_shapes=shapes_of(example[1], lengths)))
+        assert traced.sizes is not None
+        for length in lengths:
+            traced.sizes.check_named({SEQ_LEN: length})
+        return traced
+    except SizeError as error:
+        raise UserError(
+            f"training.dynamic_seq_len = true: rows have {lengths[0]} to {lengths[-1]} tokens, a multiple of "
+            f"{lengths.step}. {error}. Change that line of the model, or set the option to false"
+        ) from error

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils._pytree as pytree
 from torch import Tensor
 
 from torchtitan_graph.compiler import PassPlan
 from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
 from torchtitan_graph.graph.cost import Costs
+from torchtitan_graph.graph.dynamic import DynamicShapes
 from torchtitan_graph.graph.trace import Capture
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.moe import set_up_experts
@@ -22,8 +24,10 @@ from torchtitan_graph.parallel.parallelize import context_modules, parallelize
 from torchtitan_graph.parallel.sequence import block_length, places_of
 from torchtitan_graph.parallel.storage import Reshard, buckets, cast_parameters, plan_storage
 from torchtitan_graph.passes.overlap_products import Ring
-from torchtitan_graph.quantize.layers import add_workspaces, convert
+from torchtitan_graph.quantize.state import add_workspaces, convert
 from torchtitan_graph.steps.options import StepOptions
+
+SEQ_LEN = "seq_len"  # the tokens of a row, where they differ from batch to batch
 
 
 def prepare(model: Decoder, family: ModuleType, layout: Layout, options: StepOptions) -> None:
@@ -45,7 +49,7 @@ def lay_out(
     prepare(model, family, layout, options)
     cast_parameters(model, options.precision.compute)
     storages = plan_storage(model, layout, options.precision, options.cpu_offload)
-    quantised = add_workspaces(model, storages) if options.float8 is not None else {}
+    quantised = add_workspaces(model, storages)
     return PassPlan(
         storages | quantised,
         model.blocks,
@@ -78,6 +82,13 @@ def costs_on(layout: Layout, options: StepOptions) -> Costs:
 
 def ring_of(layout: Layout) -> Ring:
     return Ring(layout.group(TP).group_name, layout.degree(TP), layout.rank(TP))
+
+
+def shapes_of(masks: Any, lengths: range) -> DynamicShapes:
+    """Name, in a training step's arguments, the dimensions that are as long as the rows."""
+    length = torch.export.Dim(SEQ_LEN, min=lengths[0], max=lengths[-1])
+    shapes = {f"batch.{name}": {1: length} for name in Batch._fields}
+    return shapes | {f"masks{pytree.keystr((pytree.MappingKey(name),))}": {2: length, 3: length} for name in masks}
 
 
 def of_this_rank(whole: Batch, model: Decoder, layout: Layout) -> tuple[Batch, Any]:

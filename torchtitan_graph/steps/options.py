@@ -25,8 +25,8 @@ from torchtitan_graph.parallel.storage import (
     Reshard,
 )
 from torchtitan_graph.passes.compile_regions import Regions
-from torchtitan_graph.quantize.layers import Float8
 from torchtitan_graph.quantize.plan import plan_float8
+from torchtitan_graph.quantize.state import Float8
 from torchtitan_graph.steps.choices import plan_extra, plan_offload, plan_regions, plan_saved
 from torchtitan_graph.steps.precompiled import Precompiled
 
@@ -36,6 +36,7 @@ class StepOptions:
     """How a model's steps are computed, beside its layout.
 
     rows, eval_rows  of a microbatch of training, and of evaluation if there is one: (number of rows, tokens per row)
+    lengths          of a row of training, the tokens that it may have, those of `rows` at most; None: always as many
     mode             "graph", or "eager": FSDP2 and autograd, the reference
     offload          modules whose activations lie in the host's memory till backward
     cpu_offload      parameters, gradients and the optimizer's state rest in the host's memory
@@ -57,12 +58,13 @@ class StepOptions:
     recorders        keep the training step's work for replays, on a device that can
     rates            of the devices that the steps are for: what collectives are placed by
     compiles         regions become code; not in a dry run, where nothing runs
-    float8           the linear layers that multiply in float8, if any
+    float8           the layers that multiply in float8, if any
     """
 
     device: torch.device
     rows: tuple[int, int]
     eval_rows: tuple[int, int] | None = None
+    lengths: range | None = None
     mode: str = "graph"
     num_microbatches: int = 1
     precision: Precision = Precision()
@@ -93,6 +95,21 @@ class StepOptions:
     float8: Float8 | None = None
 
 
+def lengths_of_rows(config: JobConfig) -> range | None:
+    """Give how many tokens the rows of a training batch may have, where that is not always the same.
+
+    Raises:
+        UserError: an older torch, whose traces of attention's backward are of one length.
+    """
+    training = config.training
+    if training.dynamic_seq_len and config.compile.mode == "graph" and torch.__version__ < "2.13":
+        raise UserError(
+            f"training.dynamic_seq_len = true: a graph for several lengths needs torch 2.13 or newer, and this is "
+            f"{torch.__version__}; use compile.mode = eager, or set it to false"
+        )
+    return range(job.ROW_MULTIPLE, training.seq_len + 1, job.ROW_MULTIPLE) if training.dynamic_seq_len else None
+
+
 def rows_per_microbatch(config: JobConfig) -> int:
     """Give the rows that a rank computes at a time; of a pipeline, that a stage does."""
     of_stage = config.parallelism.pipeline_parallel_microbatch_size
@@ -119,6 +136,7 @@ def step_options(config: JobConfig, model: Decoder, num_microbatches: int, devic
     return StepOptions(
         device=device,
         rows=(rows_per_microbatch(config), training.seq_len),
+        lengths=lengths_of_rows(config),
         eval_rows=(validation.local_batch_size, validation.seq_len) if validation.enable else None,
         mode=config.compile.mode,
         num_microbatches=num_microbatches,

@@ -6,6 +6,7 @@ import collections
 import contextlib
 import copy
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -16,9 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
-from torch.optim import Optimizer
+from torch.optim import Adam, AdamW, Optimizer
 
 from torchtitan_graph.compiler import Extra, Inspection, run_passes, update_passes
+from torchtitan_graph.errors import UserError
+from torchtitan_graph.graph.blocks import block_of
 from torchtitan_graph.graph.cost import Costs
 from torchtitan_graph.graph.pieces import Replayed
 from torchtitan_graph.graph.signature import signature_of
@@ -48,11 +51,18 @@ class Update:
         stack_traces: bool = False,
         verify: bool = False,
     ) -> None:
-        """Take a fused Adam or AdamW with its state."""
+        """Take an optimizer of torch's; one that is not fused may be without its state.
+
+        Raises:
+            UserError: its update is of whole matrices, of which ranks hold parts.
+        """
+        _check_parts(optimizer)
         self._steps, self._live, self._max_norm = steps, optimizer, max_norm
         self._extra, self._dump_to, self._stack_traces = extra, dump_to, stack_traces
         self._costs, self._verify = costs, verify
-        self._twin = _twin_of(optimizer)
+        self._is_fused = type(optimizer) in (Adam, AdamW) and bool(optimizer.defaults.get("fused"))
+        self._twin = _twin_of(optimizer, self._is_fused)
+        self._begins = True
         self._run: Callable[[dict[str, Tensor], Tensor], Tensor] | None = None
 
     def __call__(self, loss: Tensor) -> Tensor:
@@ -60,6 +70,9 @@ class Update:
 
         If it, or a rank's loss, is not finite, no parameter and no state changes.
         """
+        begins, self._begins = self._begins, False
+        if begins and not self._live.state:
+            return self._make_state(loss)
         self._follow()
         gradients = {n: p.grad for n, p in self._steps.model.named_parameters() if p.grad is not None}
         if self._run is None:
@@ -80,10 +93,14 @@ class Update:
             for name, gradient in gradients.items():
                 parameters[name].grad = gradient
             norm = self._steps.clip(self._max_norm)
-            # The kernel's own way to take no step: torch's gradient scaler sets it.
-            self._twin.found_inf = _is_not_finite(loss, norm)  # type: ignore[attr-defined]
-            with _on_parts(self._twin):
-                self._twin.step()
+            stops = _is_not_finite(loss, norm)
+            if self._is_fused:
+                # The kernel's own way to take no step: torch's gradient scaler sets it.
+                self._twin.found_inf = stops  # type: ignore[attr-defined]
+                with _on_parts(self._twin, [parameters[name] for name in gradients]):
+                    self._twin.step()
+            else:
+                self._step_on_copies(stops, {parameters[name]: name for name in gradients})
             return norm
 
         tracer = partial(minimal_fx_tracer, device=device, stack_traces=self._stack_traces, donated=("gradients",))
@@ -95,6 +112,33 @@ class Update:
         watch = Inspection("optimizer step", self._dump_to, _made_up(traced.gm) if self._verify else None, self._costs)
         gm = run_passes(traced.gm, update_passes(self._extra), (), device, watch)
         return dataclasses.replace(traced, gm=gm)
+
+    def _make_state(self, loss: Tensor) -> Tensor:
+        """Take the first step outside the graph, for only the class knows what state it makes."""
+        norm = self._steps.clip(self._max_norm)
+        if not _is_not_finite(loss, norm):
+            self._live.step()
+        return norm
+
+    @torch.no_grad()
+    def _step_on_copies(self, stops: Tensor, names: dict[Tensor, str]) -> None:
+        """Step on copies, block by block, and write them back unless the step is not to be taken: only fused kernels
+        have a word for that."""
+        blocks: dict[str, list[Tensor]] = {}  # what is in no block is large, and goes alone
+        for parameter, name in names.items():
+            blocks.setdefault(block_of(name, self._steps.model.blocks) or name, []).append(parameter)
+        is_kept = functools.cache(lambda device: (stops > 0).to(device))
+        rates = [group["lr"].item() for group in self._twin.param_groups]  # read anew in each run, as plain numbers
+        for parameters in blocks.values():
+            with _on_parts(self._twin, parameters, Tensor.clone, rates) as parts:
+                self._twin.step()
+                made = [(p, parts[p], self._twin.state[parts[p]]) for p in parameters]
+            for p, part, values in made:
+                held = self._twin.state[p]
+                assert held.keys() == values.keys(), f"state {values.keys() - held.keys()} is made in the first step"
+                for old, new in ((p, part), *((held[key], new) for key, new in values.items())):
+                    live = _part(old).detach()
+                    live.copy_(torch.where(is_kept(live.device), live, new))
 
     def _follow(self) -> None:
         """Let the traced optimizer have the settings of the live one, which schedules and checkpoints know."""
@@ -113,14 +157,26 @@ def _made_up(gm: GraphModule) -> list[Tensor]:
     return [torch.rand(x.shape, generator=generator).to(x.device, x.dtype) for x in values]
 
 
-def _twin_of(optimizer: Optimizer) -> Optimizer:
+def _check_parts(optimizer: Optimizer) -> None:
+    parameters = (p for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor))
+    axes = ((p.device_mesh.size(i), each) for p in parameters for i, each in enumerate(p.placements))
+    if isinstance(optimizer, torch.optim.Muon) and any(size > 1 and not each.is_replicate() for size, each in axes):
+        raise UserError(
+            "optimizer.name = 'torch.optim.Muon': not with compile.optimizer_in_graph where ranks hold parts of a "
+            "parameter, for its update is of whole matrices; set that to false"
+        )
+
+
+def _twin_of(optimizer: Optimizer, is_fused: bool) -> Optimizer:
     """Give an optimizer of the same parameters and state whose learning rates are tensors, and so inputs of a graph.
 
-    A CPU's kernel reads a rate in fp64, and so loses no bit of it; that of a GPU takes one in fp32.
+    A CPU's kernel reads a rate in fp64, and so loses no bit of it; that of a GPU takes one in fp32. An optimizer that
+    is not fused has it as a number, read on the host.
     """
     twin = copy.copy(optimizer)
     device = next(p.device for group in optimizer.param_groups for p in group["params"])  # a group may be empty
-    dtype = torch.float64 if device.type == "cpu" else torch.float32
+    on_gpu = is_fused and device.type != "cpu"
+    dtype, device = (torch.float32, device) if on_gpu else (torch.float64, torch.device("cpu"))
     twin.param_groups = [
         group | {"lr": torch.tensor(group["lr"], dtype=dtype, device=device)} for group in optimizer.param_groups
     ]
@@ -128,22 +184,32 @@ def _twin_of(optimizer: Optimizer) -> Optimizer:
 
 
 @contextlib.contextmanager
-def _on_parts(optimizer: Optimizer) -> Iterator[None]:
-    """Let an optimizer of DTensors step on the parts that this rank has, in the same order: its update is elementwise.
+def _on_parts(
+    optimizer: Optimizer,
+    parameters: Sequence[Tensor],
+    taken: Callable[[Tensor], Tensor] = lambda x: x,
+    rates: Sequence[float] = (),
+) -> Iterator[dict[Tensor, Tensor]]:
+    """Let an optimizer of DTensors step on the parts that this rank has, in the same order: its update is elementwise,
+    or the parts are whole. Of parameters and state it gets what `taken` gives of them.
 
     On torch 2.11 a trace of DTensors' own update has a second one, of tensors of the whole shape that nobody has.
     """
     groups, state = optimizer.param_groups, optimizer.state
     parts: dict[Tensor, Tensor] = {}
-    for p in (p for group in groups for p in group["params"] if p.grad is not None):
-        parts[p] = _part(p).detach()
+    for p in parameters:
+        parts[p] = taken(_part(p).detach())
+        assert p.grad is not None, "those without a gradient take no step"
         parts[p].grad = _part(p.grad)
-    optimizer.param_groups = [g | {"params": [parts[p] for p in g["params"] if p in parts]} for g in groups]
+    of_parts = [g | {"params": [parts[p] for p in g["params"] if p in parts]} for g in groups]
+    for group, rate in zip(of_parts, rates, strict=False):
+        group["lr"] = rate
+    optimizer.param_groups = of_parts
     optimizer.state = collections.defaultdict(
-        dict, {part: {key: _part(x) for key, x in state[p].items()} for p, part in parts.items()}
+        dict, {part: {key: taken(_part(x)) for key, x in state[p].items()} for p, part in parts.items()}
     )
     try:
-        yield
+        yield parts
     finally:
         optimizer.param_groups, optimizer.state = groups, state
 

@@ -134,9 +134,7 @@ def test_what_looks_at_tracing_is_refused_where_graphs_are_read(other: str) -> N
     assert check(load(["--compile.precompiled", "graphs"]), 1) == []
 
 
-@pytest.mark.parametrize(
-    "other", ["compile.mode eager", "compile.precompiled graphs", "parallelism.pipeline_parallel_degree 2"]
-)
+@pytest.mark.parametrize("other", ["compile.mode eager", "compile.precompiled graphs"])
 def test_dynamo_is_refused_where_its_guards_are_not_checked(other: str) -> None:
     found = problems(f"--compile.capture dynamo --{other}", 2)
     assert any(f"{other.split()[0]} = " in each and "not with compile.capture = dynamo" in each for each in found)
@@ -167,8 +165,8 @@ def test_all_problems_are_reported_together() -> None:
     ("arguments", "words"),
     [
         ("--compile.mode eager", "compile.mode = 'eager': not with compile.optimizer_in_graph: the step is no graph"),
-        ("--optimizer.name torch.optim.SGD", "only Adam and AdamW can be traced; use one of them"),
-        ("--optimizer.implementation foreach", "optimizer.implementation = 'foreach'"),
+        ("--optimizer.name torch.optim.RAdam", "optimizer.name = 'torch.optim.RAdam': not with compile.optimizer_in"),
+        ("--optimizer.implementation foreach --compile.cuda_graphs", "cuda_graphs = True: not with compile.optimizer"),
         ("--metrics.histogram_freq 2 --metrics.enable_tensorboard", "metrics.histogram_freq = 2"),
         ("--training.enable_cpu_offload", "enable_cpu_offload = True: not with compile.optimizer_in_graph: the update"),
     ],
@@ -176,6 +174,33 @@ def test_all_problems_are_reported_together() -> None:
 def test_what_an_optimizer_in_the_graph_does_not_go_with_is_named(arguments: str, words: str) -> None:
     check(load(arguments.split()), 1)
     assert words in problems(f"--compile.optimizer_in_graph {arguments}", 1)[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--training.seq_len 40", "training.seq_len = 40: with training.dynamic_seq_len rows have a multiple of 16"),
+        ("--parallelism.pipeline_parallel_degree 2", "pipeline_parallel_degree = 2: not with training.dynamic_seq_len"),
+        ("--compile.precompiled graphs", "compile.precompiled = 'graphs': not with training.dynamic_seq_len"),
+        ("--compile.cuda_graphs", "compile.cuda_graphs = True: not with training.dynamic_seq_len: a recording"),
+        ("--compile.codegen blocks", "compile.codegen = 'blocks': not with training.dynamic_seq_len"),
+        ("--compile.enable", "compile.enable = True: not with training.dynamic_seq_len: code is made"),
+        ("--compile.dedupe_layers", "compile.dedupe_layers = True: not with training.dynamic_seq_len"),
+        ("--compile.capture dynamo", "compile.capture = 'dynamo': not with training.dynamic_seq_len"),
+        (
+            "--compile.mode eager --parallelism.tensor_parallel_degree 32",
+            "tensor_parallel_degree = 32: with training.dynamic_seq_len rows have a multiple of 16 tokens",
+        ),
+        ("--model.attn flex", "model.attn = 'flex': not with training.dynamic_seq_len: block masks have one length"),
+        (
+            "--parallelism.tensor_parallel_degree 2 --parallelism.enable_async_tensor_parallel",
+            "enable_async_tensor_parallel = True: not with training.dynamic_seq_len: products are cut",
+        ),
+        ("--parallelism.context_parallel_degree 2", "context_parallel_degree = 2: not with training.dynamic_seq_len"),
+    ],
+)
+def test_what_rows_of_several_lengths_do_not_go_with_is_named(arguments: str, words: str) -> None:
+    assert any(words in problem for problem in problems(f"--training.dynamic_seq_len {arguments}", 2))
 
 
 @pytest.mark.parametrize(

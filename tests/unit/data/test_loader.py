@@ -184,6 +184,22 @@ def test_without_repeat_every_token_is_an_input_once(make_loader, texts_source, 
     assert sorted(tokens) == sorted([256] * 152 + [byte for document in documents for byte in document])
 
 
+def test_with_a_multiple_a_batch_is_as_long_as_its_longest_row(make_loader):
+    cut, loader = (make_loader(local_batch_size=2, multiple=multiple) for multiple in (None, 4))
+    lengths = set()
+    for _ in range(STEPS):
+        batch = next(loader)
+        length = batch.tokens_BL.shape[1]
+        is_padding_B = (batch.documents_BL == batch.documents_BL[:, -1:]) & (batch.labels_BL == IGNORE_INDEX)
+        assert length % 4 == 0 and (is_padding_B.sum(1) - 1).min() < 4  # a document's last token has no target
+        assert all(tensor.is_contiguous() for tensor in batch)
+        lengths.add(length)
+        assert next(cut).tokens_BL.shape[1] == 32
+    assert len(lengths) > 1 and max(lengths) <= 32
+    with pytest.raises(UserError, match="seq_len = 32, this run has 'up to 32, of whole documents'"):
+        loader.load_state_dict(merge_states([cut.state_dict()]))
+
+
 def test_batch_is_contiguous_int64(make_loader):
     for tensor in next(make_loader()):
         assert tensor.shape == (8, 32) and tensor.dtype == torch.int64 and tensor.is_contiguous()

@@ -15,10 +15,10 @@ TOKENIZER = ByteTokenizer()
 TEXTS = st.lists(st.text("abcdefgh", max_size=25), min_size=1, max_size=15)
 
 
-def lane_of(texts_source, texts, seq_len, repeat=False, cursor=None) -> Lane:
+def lane_of(texts_source, texts, seq_len, repeat=False, cursor=None, whole=False) -> Lane:
     corpus = ShuffledCorpus(texts_source(texts), "all", seed=0)
     assert corpus.num_lanes == 1
-    return Lane(corpus, TOKENIZER, seq_len, repeat, 0, cursor or Cursor())
+    return Lane(corpus, TOKENIZER, seq_len, repeat, 0, cursor or Cursor(), whole)
 
 
 def documents_of(texts_source, texts, epochs=1) -> list[list[int]]:
@@ -82,13 +82,31 @@ def test_with_repeat_the_next_epoch_follows_in_the_same_row_and_another_order(te
     assert stream[:per_epoch] != stream[per_epoch : 2 * per_epoch]
 
 
+@settings(max_examples=60, deadline=None)
+@given(TEXTS, st.integers(2, 30))
+def test_whole_documents_begin_a_row_or_follow_one_that_leaves_room(texts_source, texts, seq_len):
+    lane = lane_of(texts_source, texts, seq_len, whole=True)
+    expected: list[list[int]] = [[]]
+    for document in documents_of(texts_source, texts):
+        for start in range(0, len(document), seq_len):  # one that is longer than a row is cut
+            piece = document[start : start + seq_len]
+            if len(expected[-1]) + len(document) - start > seq_len and expected[-1]:
+                expected.append([])
+            expected[-1] += piece
+    for tokens in expected:
+        row = lane.next_row()
+        assert lane.filled == len(tokens)
+        assert row[0].tolist() == tokens + [TOKENIZER.eos_id] * (seq_len - len(tokens))
+        assert (row[1, len(tokens) :] == IGNORE_INDEX).all()
+
+
 @settings(max_examples=50, deadline=None)
-@given(TEXTS, st.integers(1, 12), st.integers(0, 20), st.booleans())
-def test_a_cursor_resumes_its_lane(texts_source, texts, seq_len, rows_before, repeat):
-    lane = lane_of(texts_source, texts, seq_len, repeat)
+@given(TEXTS, st.integers(1, 12), st.integers(0, 20), st.booleans(), st.booleans())
+def test_a_cursor_resumes_its_lane(texts_source, texts, seq_len, rows_before, repeat, whole):
+    lane = lane_of(texts_source, texts, seq_len, repeat, whole=whole)
     for number in range(rows_before):
         lane.next_row() if number % 2 else lane.skip_row()
-    resumed = lane_of(texts_source, texts, seq_len, repeat, lane.cursor)
+    resumed = lane_of(texts_source, texts, seq_len, repeat, lane.cursor, whole)
     for _ in range(5):
         np.testing.assert_array_equal(resumed.next_row(), lane.next_row())
         assert resumed.cursor == lane.cursor

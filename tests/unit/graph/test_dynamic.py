@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo import mark_dynamic, maybe_mark_dynamic
 from torch._dynamo.decorators import mark_unbacked
@@ -26,6 +27,11 @@ def double(x: Tensor, y: Tensor) -> Tensor:
 
 def marked(x: Tensor, mark: Callable = mark_dynamic, **how: Any) -> Tensor:
     mark(x, 0, **how)
+    return x
+
+
+def mark_beyond(x: Tensor) -> Tensor:
+    mark_dynamic(x, 2)
     return x
 
 
@@ -76,9 +82,44 @@ def test_what_may_be_dynamic_may_turn_out_fixed() -> None:
         run(rows(8))
 
 
+def test_what_may_be_dynamic_and_is_one_stays_one() -> None:
+    run = run_traced(minimal_fx_tracer(lambda x: x + 1)(marked(rows(1), maybe_mark_dynamic)))
+    assert torch.equal(run(rows(1)), rows(1) + 1)
+    with pytest.raises(UserError, match=r"x has shape \[2, 4\]"):
+        run(rows(2))
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: F.pad(x, (0, 0, 0, -x.shape[0] % 8)),
+        lambda x: F.pad(x, (1, 2)) @ torch.ones(7, 3),
+    ],
+)
+def test_operators_whose_kernels_take_no_symbols(fn: Callable) -> None:
+    run = run_traced(minimal_fx_tracer(fn)(marked(rows(6))))
+    for n in (6, 3, 9):
+        assert torch.equal(run(rows(n)), fn(rows(n))), n
+
+
+def test_a_dimension_may_be_less_than_another() -> None:
+    shapes = {"x": {0: Dim("n")}, "y": {0: Dim("n") - 1}}
+    run = run_traced(minimal_fx_tracer(lambda x, y: x[1:] + y, dynamic_shapes=shapes)(rows(6), rows(5)))
+    assert torch.equal(run(rows(4), rows(3)), rows(4)[1:] + rows(3))
+
+
 def test_arguments_may_lie_across() -> None:
     run = run_traced(minimal_fx_tracer(lambda x: x.t() @ x)(marked(torch.ones(4, 6).t())))
     assert torch.equal(run(rows(4, 9).t()), rows(4, 9) @ rows(4, 9).t())
+
+
+def test_a_size_is_never_read_of_a_stride() -> None:
+    def fn(x: Tensor) -> Tensor:
+        return x.new_ones(2 * x.shape[1]) * x.sum()
+
+    run = run_traced(minimal_fx_tracer(fn, dynamic_shapes={"x": {1: "n"}})(rows(3, 6)))
+    for x in (rows(3, 9)[:, :4], rows(4, 3).t()):
+        assert torch.equal(run(x), fn(x))
 
 
 def test_a_size_may_be_a_result() -> None:
@@ -123,6 +164,21 @@ def test_a_call_of_other_sizes_is_refused(fn: Callable, first: tuple, then: tupl
         run(*map(rows, then))
 
 
+def promising(x: Tensor, y: Tensor) -> Tensor:
+    torch._check(x.shape[0] == y.shape[0])
+    torch._check(x.shape[0] != 3)
+    return x + y
+
+
+@pytest.mark.parametrize(("sizes", "relation"), [((1, 4), "x.shape.0. == y.shape.0."), ((3, 3), "!= 3")])
+def test_what_is_promised_of_unbacked_sizes_is_checked(sizes: tuple[int, int], relation: str) -> None:
+    """Also where a call that breaks it would have a result: a row is added to many."""
+    run = run_traced(minimal_fx_tracer(promising)(*(marked(rows(5), mark_unbacked) for _ in range(2))))
+    assert torch.equal(run(rows(1), rows(1)), 2 * rows(1))
+    with pytest.raises(UserError, match=rf"the trace holds where .*{relation} \(test_dynamic.py"):
+        run(*map(rows, sizes))
+
+
 def test_a_size_beyond_its_bounds_is_refused() -> None:
     run = run_traced(minimal_fx_tracer(torch.relu, dynamic_shapes={"args[0]": {0: Dim("n", min=4, max=8)}})(rows(6)))
     with pytest.raises(UserError, match=r"args\[0\].shape\[0\] is 9: the trace holds for 4 to 8"):
@@ -161,6 +217,13 @@ def fixed(x: Tensor) -> Tensor:
             r"x.shape.0. may be 3, as declared, but .* holds only where x.*> 5 \(",
         ),
         (lambda x: x + 1, (marked(rows(6), min=1),), r"x.shape.0. is declared from 1 on: .* 2 and more"),
+        (
+            lambda x: x + 1,
+            (marked(rows(6), max=4),),
+            r"is 6, which is not within what is declared of it, any to 4",
+        ),
+        (lambda x: x + 1, (mark_beyond(rows(6)),), "x: dimension 2 is marked dynamic, and it has 2 dimensions"),
+        (lambda x: {x.shape[0]: x}, (marked(rows(6)),), r"with a dynamic size,.* \(test_dynamic.py:.*unhashable"),
         (lambda x: x[0, 0].long().item(), (rows(6),), "the result holds u0, a number that only a run knows"),
     ],
 )
@@ -174,6 +237,9 @@ def test_what_can_not_be_dynamic_is_refused_by_name(fn: Callable, first: tuple, 
     [
         ({"z": {0: "n"}}, "z is no tensor among the arguments: x, y"),
         ({"x": {2: "n"}}, "x has no dimension 2: 0 to 1"),
+        ({"x": {"0": "n"}}, "x has no dimension '0': 0 to 1"),
+        ({"x": "n"}, "x is 'n': legal are a dict of its dimensions' names, and a list of names"),
+        (({0: "n"}, None), r"dynamic_shapes is .*: legal is a dict of tensors' names, as in {'x': {0: 'rows'}}"),
         ({"x": {0: 8}}, r"x.shape.0. is 8: legal are a name"),
         ({"x": {0: "n"}, "y": {0: "n"}}, r"y.shape.0. is 12, but n is 6, as x.shape.0.'s size is"),
         ({"y": {0: 2 * Dim("n")}}, r"y.shape.0. is 2\*n, but no dimension is n"),
@@ -193,16 +259,39 @@ def test_marks_that_are_not_arguments_are_refused() -> None:
     mark_dynamic(net.weight, 0)
     with pytest.raises(UserError, match="weight has a dimension marked dynamic: only an argument's may be"):
         minimal_fx_tracer(functools.partial(net), net)(rows(6))
+    norm = nn.BatchNorm1d(4).eval()
+    mark_dynamic(norm.running_mean, 0)
+    with pytest.raises(UserError, match="running_mean has a dimension marked dynamic"):
+        minimal_fx_tracer(functools.partial(norm), norm)(rows(6))
 
 
-def test_a_training_step_takes_none_of_it() -> None:
+def test_a_training_step_needs_sizes_to_reckon_with() -> None:
     net = nn.Linear(4, 4)
-    with pytest.raises(UserError, match=r"x.shape.0. is to be dynamic: a training step's passes need fixed sizes"):
-        make_fx_capture(lambda x: net(x), net, (marked(rows(6)),), device="cpu")
+    with pytest.raises(UserError, match=r"x.shape.0. is unbacked: a training step's passes need sizes to reckon with"):
+        make_fx_capture(lambda x: net(x), net, (marked(rows(6), mark_unbacked),), device="cpu")
     with pytest.raises(
         UserError, match=r"reads a tensor's value \(aten._local_scalar_dense.default\): a training step"
     ):
         make_fx_capture(lambda x: net(x) * x.sum().item(), net, (rows(6),), device="cpu")
+
+
+def test_a_training_step_computes_each_size_once_and_has_numbers_in_its_values() -> None:
+    net = nn.Linear(4, 4)
+
+    def step(x: Tensor) -> Tensor:
+        y = net(x).view(x.shape[0] * 2, 2)
+        return torch.cat([y, torch.zeros(2 * y.shape[0] // 2, 2), y.new_ones(x.shape[0] * 2, 2)])
+
+    traced = make_fx_capture(step, net, (rows(6),), device="cpu", dynamic_shapes={"x": {0: "n"}})
+    nodes = list(traced.gm.graph.nodes)
+    sizes = [node for node in nodes if isinstance(node.meta.get("val"), int)]
+    assert sorted(node.meta["val"] for node in sizes) == [6, 12]
+    first = next(i for i, node in enumerate(nodes) if node.op != "placeholder")
+    assert nodes[first : first + len(sizes)] == sizes  # they hold no value
+    assert [tuple(node.meta["val"].shape) for node in nodes if node.target is torch.ops.aten.cat.default] == [(36, 2)]
+    run = run_traced(traced, net)
+    for n in (6, 3):
+        assert torch.equal(run(rows(n)), step(rows(n)).detach())
 
 
 # --- numbers that are read ------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.alike import description
@@ -264,3 +265,15 @@ def test_hooks_and_what_wraps_forward_count() -> None:
     inner = wrapped.forward
     wrapped.forward = lambda x: inner(x) * 2  # type: ignore[method-assign]
     assert len({description(block, block.forward, ()) for block in (plain, Block(), hooked, wrapped)}) == 3
+
+
+class Checkpointed(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.layers:
+            x = checkpoint(block, x, use_reentrant=False)  # type: ignore[assignment]
+        return x
+
+
+def test_blocks_that_are_computed_again_in_backward_are_traced_in_full(log: pytest.LogCaptureFixture) -> None:
+    check(Checkpointed(Block(), Block()), log, IN_FULL + "layers.0 is called in a checkpointed region")

@@ -10,6 +10,7 @@ from torchtitan_graph.graph.signature import signature_of
 from torchtitan_graph.graph.step import (
     SideOutputs,
     bind_train_step,
+    combine,
     make_eager_step,
     make_eval_step,
     make_train_step,
@@ -164,3 +165,10 @@ def test_evaluation_is_a_graph_of_its_own_without_backward() -> None:
     found = run_traced(traced, module=tiny)(*inputs(3))
     assert torch.equal(found, make_eval_step(tiny, cross_entropy)(*inputs(3)))
     assert torch.equal(found, make_train_step(tiny, cross_entropy)(*inputs(3))[0])
+
+
+def test_counts_of_microbatches_add_up_and_of_magnitudes_the_larger_counts() -> None:
+    first = {"load": torch.tensor([1, 2]), "wq.amax": torch.tensor([3.0, 1.0])}
+    found = combine(combine({}, first), {"wq.amax": torch.tensor([2.0, 4.0])})
+    assert {name: x.tolist() for name, x in found.items()} == {"load": [1, 2], "wq.amax": [3.0, 4.0]}
+    assert combine(found, first)["load"].tolist() == [2, 4]

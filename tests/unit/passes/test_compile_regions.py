@@ -8,7 +8,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 from toy import GATHER, WAIT, Toy, batch, bitwise, blocks, calls, run_toy, text, toy, trace_toy
@@ -22,6 +24,7 @@ from torchtitan_graph.graph import edit, meta
 from torchtitan_graph.graph.liveness import peak_memory
 from torchtitan_graph.graph.step import trace_eval_step, trace_train_step
 from torchtitan_graph.graph.torch_private import FakeTensorMode, boxed
+from torchtitan_graph.graph.trace import minimal_fx_tracer
 from torchtitan_graph.loss import cross_entropy
 from torchtitan_graph.models import llama3
 from torchtitan_graph.models.spec import load_family
@@ -103,6 +106,19 @@ def as_if_on_a_gpu(gm: GraphModule) -> None:
         node.args[0].meta["val"] = node.args[0].meta["val"].to("meta")
 
 
+def test_a_region_takes_its_inputs_as_they_are_used_and_gives_each_result_once(uncompiled: Compiled) -> None:
+    """Under the names of its operators."""
+    compile_regions(cleanup(trace_toy(toy())), {"layers.*": {}})
+    assert uncompiled
+    for part in uncompiled:
+        read = [x for node in part.graph.nodes for x in node.all_input_nodes if x.op == "placeholder"]
+        assert list(dict.fromkeys(read)) == part.graph.find_nodes(op="placeholder")
+        results = part.graph.output_node().args[0]
+        assert len(set(results)) == len(results)  # type: ignore[arg-type]
+        called = [node for node in part.graph.nodes if node.op == "call_function"]
+        assert all(node.name.startswith(node.target.__name__.partition(".")[0]) for node in called)
+
+
 # --- policy ---------------------------------------------------------------------------------------------------------
 
 
@@ -138,6 +154,43 @@ def test_a_module_is_a_region_in_forward_and_one_in_backward() -> None:
         assert {f"{'.'.join(meta.module(n).split('.')[:2])} {meta.phase(n)}" for n in nodes} == {name}
     silu = torch.ops.aten.silu.default
     assert set(calls(gm, silu)) <= set(regions["layers.0 forward"] + regions["layers.1 forward"])
+
+
+def tanh_of(x: Tensor, weight: Tensor) -> tuple[Tensor]:
+    return (torch.tanh(x @ weight),)
+
+
+def test_a_call_of_a_subgraph_is_in_no_region() -> None:
+    def step(x: Tensor, weight: Tensor) -> Tensor:
+        (y,) = invoke_subgraph(tanh_of, "once", x, weight)
+        return torch.autograd.grad((y * 2).sum(), weight)[0]
+
+    gm = minimal_fx_tracer(step)(torch.ones(2, 2), torch.ones(2, 2, requires_grad=True)).gm
+    tag_regions(gm, [WHOLE])
+    called = calls(gm, torch.ops.higher_order.invoke_subgraph)
+    assert len(called) == 2 and not any(map(meta.region, called)) and any(map(meta.region, gm.graph.nodes))
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_inductor_is_still_wrong_about_subgraphs_on_a_cpu() -> None:
+    """Why the test above: when this fails, torch has mended it, and a call of a subgraph may be compiled."""
+    torch.manual_seed(0)
+    layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
+    region = torch.compiler.nested_compile_region(lambda x, weight, bias: torch.tanh(F.linear(x, weight, bias)))
+
+    def loss(x: Tensor) -> Tensor:
+        for layer in layers:
+            x = region(x, layer.weight, layer.bias)
+        return x.square().sum()
+
+    x = torch.randn(4, 8)
+    expected, *found = (
+        torch.autograd.grad(fn(x), list(layers.parameters()))
+        for fn in (loss, torch.compile(loss, backend="aot_eager"), torch.compile(loss))
+    )
+    exact, compiled = (distance(list(each), list(expected)) for each in found)
+    assert exact == 0 and compiled > 0.1
 
 
 def test_the_loss_is_what_lies_between_the_last_modules_forward_and_its_backward() -> None:

@@ -195,12 +195,16 @@ class Experts(nn.Module):
         """Take rows that lie by expert, `load_E` of them for each."""
         offsets_E = load_E.cumsum(0).to(torch.int32)
 
-        def linear(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-            y = grouped_mm(x, w, offsets_E, transposed=True)
+        def linear(x: Tensor, weight: str, b: Tensor | None) -> Tensor:
+            y = self.product(x, weight, offsets_E)
             return y if b is None else grouped_add(y, b, offsets_E)
 
-        gate_SF, up_SF = linear(x_SD, self.w1, self.b1), linear(x_SD, self.w3, self.b3)
-        return linear(self.activation(gate_SF, up_SF), self.w2, self.b2)
+        gate_SF, up_SF = linear(x_SD, "w1", self.b1), linear(x_SD, "w3", self.b3)
+        return linear(self.activation(gate_SF, up_SF), "w2", self.b2)
+
+    def product(self, x: Tensor, weight: str, offsets_E: Tensor) -> Tensor:
+        """Multiply rows by the weight of that name, transposed; `offsets_E[e]` is where expert e's end."""
+        return grouped_mm(x, getattr(self, weight), offsets_E, transposed=True)
 
 
 class MoE(nn.Module):
@@ -240,7 +244,7 @@ class MoE(nn.Module):
         x_TD, A = x_BLD.flatten(0, 1), self.config.top_k
         scores_TA, chosen_TA, logits_TE = self.router(x_TD)
         expert_S, order_S = chosen_TA.flatten().sort(stable=True)
-        inverse_S = torch.empty_like(order_S).scatter(0, order_S, torch.arange(len(order_S), device=x_BLD.device))
+        inverse_S = torch.empty_like(order_S).scatter(0, order_S, torch.arange(order_S.shape[0], device=x_BLD.device))
         numbers_E = torch.arange(self.config.num_experts, device=x_BLD.device)
         offsets_E = torch.searchsorted(expert_S, numbers_E, right=True)
         load_E = offsets_E.diff(prepend=offsets_E.new_zeros(1))

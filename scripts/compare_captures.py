@@ -1,0 +1,63 @@
+"""Capture a configuration's steps by make_fx and by Dynamo, and say where the graphs differ; nothing is allocated.
+
+    python scripts/compare_captures.py --job.config_file my.toml
+
+What train.py takes is taken here as well; NGPU=64 in front compares one rank of 64. It ends with 0 if the graphs are
+the same, with 1 if they differ or only one capture takes the step, with 2 if the configuration is refused.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from torchtitan_graph.check.captures import Comparing
+from torchtitan_graph.config import check, load
+from torchtitan_graph.errors import UserError
+from torchtitan_graph.graph.torch_private import init_fake_process_group
+from torchtitan_graph.log import init_logging, logger
+from torchtitan_graph.trainer import Trainer
+
+
+def compare(words: Sequence[str]) -> Comparing:
+    """Build the graphs of a configuration both ways, as a dry run does.
+
+    Raises:
+        UserError: as a run of that configuration, or neither capture takes a step.
+    """
+    config = load([*words, "--comm.mode", "fake_backend"])
+    world_size = int(os.environ.get("NGPU", "1"))
+    init_logging()
+    for notice in check(config, world_size):
+        logger.warning(notice)
+    trainer = Trainer(config, world_size)
+    trainer.capture = comparing = Comparing()
+    init_fake_process_group(world_size, config.comm.fake_rank)
+    try:
+        trainer.setup_dry()
+    finally:
+        dist.destroy_process_group()
+    return comparing
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--values", action="store_true", help="list what the graph rests on beside its inputs")
+    options, of_training = parser.parse_known_args(argv)
+    try:
+        found = compare(of_training).found
+    except UserError as error:
+        logger.error(str(error))
+        return 2
+    for number, each in enumerate(found, 1):
+        rests_on = [f"  rests on {value}" for value in each.values if options.values]
+        print(f"graph {number} of {len(found)}:", "\n".join([*each.lines(), *rests_on]))
+    return 0 if all(each.is_same for each in found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""Groups of rows in float8: the same numbers in every way to run them, and those of their definition."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from test_float8_products import RECIPES, _most_off, numbers
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
+
+from torchtitan_graph.models.layers.moe import Experts, MoEConfig
+from torchtitan_graph.quantize.grouped import grouped_linear
+from torchtitan_graph.quantize.layers import GroupedLinear
+from torchtitan_graph.quantize.products import DELAYED, E4M3, E5M2, ROWWISE_WIDE, Recipe, quantized, workspace_of
+from torchtitan_graph.quantize.state import Float8, convert
+
+S, D, F, ENDS = 40, 24, 12, (7, 7, 30, 40)  # the second group has no row
+OFFSETS = torch.tensor(ENDS, dtype=torch.int32)
+GROUPS = [slice(begin, end) for begin, end in zip((0, *ENDS[:-1]), ENDS, strict=True)]
+EVERY = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+WAYS = {f"{name}-{is_hit}": (RECIPES[name], is_hit) for name in ("current", "delayed") for is_hit in ("hit", "miss")}
+WAYS |= {f"{name}-miss": (RECIPES[name], "miss") for name in ("rowwise", "rowwise-wide")}
+
+
+@pytest.mark.parametrize(("recipe", "hit"), WAYS.values(), ids=WAYS)
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does
+def test_every_way_to_run_it_gives_the_same_bits(recipe: Recipe, hit: str) -> None:
+    weight = numbers(len(ENDS), F, D, seed=1).requires_grad_()
+    x, dy = numbers(S, D).requires_grad_(), numbers(S, F, seed=2)
+    workspace = workspace_of(weight.detach(), None, None)[:2] if hit == "hit" else (None, None)
+    is_delayed = recipe.scaling == DELAYED
+    past, slots = (torch.tensor([3.0, 0.0]), [torch.zeros(2, requires_grad=True)]) if is_delayed else (None, [])
+
+    def forward(x: Tensor, weight: Tensor, *slot: Tensor) -> Tensor:
+        return grouped_linear(x, weight, OFFSETS, recipe, *workspace, *(slot or (None,)), past)[0]
+
+    def again(*args: Tensor) -> Tensor:
+        return checkpoint(forward, *args, use_reentrant=False)
+
+    def step(call: Callable[..., Tensor], *args: Tensor) -> tuple[Tensor, ...]:
+        y = call(*args)
+        return y.detach(), *torch.autograd.grad(y, args, dy)
+
+    torch._dynamo.reset()
+    args = (x, weight, *slots)
+    expected = step(forward, *args)
+    ways = {
+        "recomputed": step(again, *args),
+        "traced": make_fx(lambda *a: step(forward, *a))(*args)(*args),
+        "traced and recomputed": make_fx(lambda *a: step(again, *a))(*args)(*args),
+        "compiled": step(torch.compile(forward, backend="aot_eager", fullgraph=True), *args),
+    }
+    for way, found in ways.items():
+        assert all(map(torch.equal, expected, found)), way
+    if is_delayed:
+        assert torch.equal(expected[3], torch.stack([x.abs().max(), dy.abs().max()]).float())
+    others = step(forward, x, (weight.detach() * 2).requires_grad_(), *slots)
+    assert torch.equal(others[0], expected[0]) == (hit == "hit")  # a workspace is taken as it is
+
+
+@EVERY
+def test_each_group_is_a_linear_layer_but_for_the_rounding_of_its_operands(recipe: Recipe) -> None:
+    """Against the same products in fp64: of the numbers that float8 stands for, exactly those; of those that it was
+    given, within the largest error that rounding both operands can make."""
+    wide = torch.float32
+    x, weight = numbers(S, D, dtype=wide), numbers(len(ENDS), F, D, seed=1, dtype=wide)
+    dy, leaves = numbers(S, F, seed=2, dtype=wide), [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+    slot = torch.zeros(2, requires_grad=True) if recipe.scaling == DELAYED else None
+    y, *_ = grouped_linear(*leaves, OFFSETS, recipe, slot=slot, past=None if slot is None else torch.zeros(2))
+    y_SF, (dx_SD, dw_EFD) = y.detach(), torch.autograd.grad(y, leaves, dy)
+
+    def rounded(a: Tensor, part: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Give what a part of `a` stands for, with the whole's scale or its rows', and how far off it may be."""
+        if recipe.by_row:
+            a = part
+        q, scale = quantized(torch.cat([a, part]), dtype, recipe.by_row)  # the part, by the scale of the whole
+        off = _most_off(torch.cat([a, part]), dtype, recipe.by_row)
+        return ((q.double() * scale.double())[len(a) :], off[len(a) :])
+
+    for e, rows in enumerate(GROUPS):
+        w, g = weight[e], recipe.gradient
+        products = [
+            (y_SF[rows], x, x[rows], E4M3, w, w, E4M3),
+            (dx_SD[rows], dy, dy[rows], g, w.t(), w.t(), E4M3),
+            (dw_EFD[e], dy.t(), dy[rows].t(), g, x.t(), x[rows].t(), E4M3),
+        ]
+        for i, (found, a_whole, a, a_dtype, b_whole, b, b_dtype) in enumerate(products):
+            exact = a.double() @ b.double().t()
+            if not len(a) or not a.shape[1]:
+                assert not found.any()
+                continue
+            if i == 2 and recipe.scaling == ROWWISE_WIDE:
+                torch.testing.assert_close(found.double(), exact, rtol=0, atol=1e-4)
+                continue
+            if i == 2 and not recipe.by_row:  # columns: the whole has others
+                a_whole, b_whole = (each.reshape(-1, 1).expand(-1, a.shape[1]) for each in (a_whole, b_whole))
+            (am, a_off), (bm, b_off) = rounded(a_whole, a, a_dtype), rounded(b_whole, b, b_dtype)
+            meant = am @ bm.t()
+            torch.testing.assert_close(found.double(), meant, rtol=0, atol=1e-5 * float(meant.abs().max()))
+            bound = a_off @ b.double().abs().t() + a.double().abs() @ b_off.t() + a_off @ b_off.t()
+            assert ((found.double() - exact).abs() <= bound + 1e-4).all()
+            assert not ((found.double() - exact).abs() <= bound / 50 + 1e-4).all()  # the bound is not idle
+
+
+@EVERY
+def test_a_rank_may_have_no_rows(recipe: Recipe) -> None:
+    slot = torch.zeros(2, requires_grad=True) if recipe.scaling == DELAYED else None
+    x, weight = torch.zeros(0, D).requires_grad_(), numbers(len(ENDS), F, D).requires_grad_()
+    y, *_ = grouped_linear(x, weight, OFFSETS * 0, recipe, slot=slot, past=slot)
+    dx, dw = torch.autograd.grad(y.sum(), (x, weight))
+    assert y.shape == (0, F) and dx.shape == (0, D) and not dw.any() and dw.shape == weight.shape
+
+
+def test_a_workspace_has_a_scale_for_each_expert() -> None:
+    weight = numbers(3, F, D) * torch.tensor([1.0, 8.0, 64.0])[:, None, None]
+    q, scale, is_made = workspace_of(weight, None, None)
+    assert is_made and scale.shape == (3,)
+    for e in range(3):
+        expected, one = quantized(weight[e], E4M3)
+        assert torch.equal(q[e].float(), expected.float()) and scale[e] == one
+    assert workspace_of(weight, q, scale)[0] is q
+    for bad_q, bad_scale in [(q[:-1], scale), (q.to(E5M2), scale), (q, scale[:1]), (q, scale[0]), (q, scale.double())]:
+        assert workspace_of(weight, bad_q, bad_scale)[2]
+
+
+def test_experts_multiply_by_the_functions_and_keep_their_parameters_and_biases() -> None:
+    model = torch.nn.ModuleDict({"experts": Experts(D, MoEConfig(4, 2, F, biased=True))})
+    for p in model.parameters():
+        torch.nn.init.normal_(p)
+    x, load, before = numbers(S, D, dtype=torch.float32), torch.tensor([7, 0, 23, 10]), dict(model.named_parameters())
+    plain = model["experts"](x, load)
+    convert(model, Float8({"experts": Recipe()}))
+    assert dict(model.named_parameters()) == before
+    experts = model["experts"]
+
+    def product(x: Tensor, name: str) -> Tensor:
+        bias = before[f"experts.b{name[-1]}"][torch.repeat_interleave(torch.arange(4), load)]
+        return GroupedLinear(before[f"experts.{name}"], Recipe())(x, OFFSETS) + bias
+
+    found = experts(x, load)
+    assert torch.equal(found, product(experts.activation(product(x, "w1"), product(x, "w3")), "w2"))
+    assert not torch.equal(found, plain) and (found - plain).norm() < 0.1 * plain.norm()

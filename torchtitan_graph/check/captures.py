@@ -1,0 +1,198 @@
+"""Capture a function in both ways, and say where the graphs differ and what only one of them notices."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import itertools
+import re
+import time
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from torchtitan_graph.errors import UserError
+from torchtitan_graph.graph.dynamo import CAPTURES, Guards
+from torchtitan_graph.graph.show import line_of
+from torchtitan_graph.graph.stamp import described
+from torchtitan_graph.graph.trace import TracedResult
+from torchtitan_graph.passes.cleanup import cleanup
+
+aten = torch.ops.aten
+_COPIES = (aten.clone, aten.copy, aten.copy_, aten._to_copy, aten.lift_fresh_copy, aten.contiguous)
+
+
+class Difference(NamedTuple):
+    """A node that only one graph has, or in which they differ, as each capture has it."""
+
+    kind: str
+    make_fx: str | None
+    dynamo: str | None
+
+    def __str__(self) -> str:
+        return f"{self.kind}\n      make_fx  {self.make_fx or 'nothing'}\n      dynamo   {self.dynamo or 'nothing'}"
+
+
+class Comparison(NamedTuple):
+    """What both captures made of a function.
+
+    seconds      the CPU time that each took
+    refused      why one took nothing, by its name
+    num_nodes    of the graph, cleaned up
+    differences  where the graphs differ
+    values       what the graph rests on beside its inputs, which Dynamo's graph checks and the other's does not
+    """
+
+    seconds: dict[str, float]
+    refused: dict[str, str]
+    num_nodes: int
+    differences: list[Difference]
+    values: list[str]
+
+    @property
+    def is_same(self) -> bool:
+        return not self.refused and not self.differences
+
+    def lines(self) -> list[str]:
+        """Say it in words, but for the values."""
+        took = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.seconds.items())
+        if self.refused:
+            return [f"{name} does not take it: {why}" for name, why in self.refused.items()]
+        if self.differences:
+            return [f"they differ in {len(self.differences)} places ({took})", *(f"  {x}" for x in self.differences)]
+        checked = f"; {len(self.values)} values of Python that it rests on are checked by dynamo's alone"
+        return [f"the same, {self.num_nodes} nodes ({took}){checked if self.values else ''}"]
+
+
+class Comparing:
+    """A `Capture` that takes each function both ways: it gives make_fx's graph, and keeps what it found."""
+
+    def __init__(self) -> None:
+        self.found: list[Comparison] = []
+
+    def __call__(
+        self,
+        fn: Callable[..., Any],
+        module: nn.Module,
+        arguments: tuple[Any, ...],
+        *,
+        device: Any,
+        blocks: Mapping[str, nn.Module] = types.MappingProxyType({}),
+        stack_traces: bool = False,
+    ) -> TracedResult:
+        """Capture both ways.
+
+        Raises:
+            UserError: neither can; the reason is make_fx's.
+        """
+        traced: dict[str, TracedResult] = {}
+        seconds: dict[str, float] = {}
+        refused: dict[str, UserError] = {}
+
+        def take(name: str, stack_traces: bool) -> TracedResult:
+            found = CAPTURES[name](fn, module, arguments, device=device, blocks=blocks, stack_traces=stack_traces)
+            return dataclasses.replace(found, gm=cleanup(found.gm))
+
+        for name in CAPTURES:
+            begin = time.process_time()
+            try:
+                traced[name] = take(name, stack_traces)
+            except UserError as error:
+                refused[name] = error
+            seconds[name] = time.process_time() - begin
+        if not traced:
+            raise refused["make_fx"]
+        found = [] if refused else list(differing(traced["make_fx"].gm, traced["dynamo"].gm))
+        if found and not stack_traces:  # lines of source take time: only where there is something to say of them
+            found = list(differing(take("make_fx", True).gm, take("dynamo", True).gm))
+        guards = [x.guards for x in traced.values() if isinstance(x.guards, Guards)]
+        values = dict.fromkeys(value for each in guards for value in each.values)
+        words = {name: str(error) for name, error in refused.items()}
+        first = next(iter(traced.values()))
+        self.found.append(Comparison(seconds, words, len(first.gm.graph.nodes), found, list(values)))
+        return first
+
+
+def compare_captures(
+    fn: Callable[..., Any], module: nn.Module, arguments: tuple[Any, ...], device: Any = "cpu"
+) -> Comparison:
+    """Capture `fn(*arguments)`, which closes over `module`, both ways.
+
+    Raises:
+        UserError: neither can.
+    """
+    comparing = Comparing()
+    comparing(fn, module, arguments, device=device)
+    return comparing.found[0]
+
+
+# --- node by node -----------------------------------------------------------------------------------------------------
+
+
+def differing(first: GraphModule, second: GraphModule) -> Iterator[Difference]:
+    """Give the nodes in which two cleaned graphs differ, module by module: by operator, by what of their arguments is
+    no node, and by what they give. Of graphs that have the same nodes, the first that reads another."""
+    ours, theirs = _by_module(first), _by_module(second)
+    is_same = True
+    for place in dict.fromkeys((*ours, *theirs)):
+        a, b = ours.get(place, []), theirs.get(place, [])
+        for difference in _differing_of(a, b):
+            is_same = False
+            yield difference
+    if is_same:
+        pairs = zip(first.graph.nodes, _wired(first), second.graph.nodes, _wired(second), strict=True)
+        other = next(((x, y) for x, wired, y, its in pairs if wired != its), None)
+        if other is not None:
+            yield Difference("other arguments", *map(line_of, other))
+
+
+class _Seen(NamedTuple):
+    """A node as it is compared: all of it but its name and the nodes that it reads."""
+
+    node: Node
+    target: Any
+    constants: str
+    layouts: tuple
+
+
+def _by_module(gm: GraphModule) -> dict[tuple[str, str], list[_Seen]]:
+    found: dict[tuple[str, str], list[_Seen]] = {}
+    for node, (target, arguments, layouts, phase, module, *_) in zip(gm.graph.nodes, described(gm), strict=True):
+        held = getattr(gm, str(node.target)) if node.op == "get_attr" else None
+        what = _digest(held) if isinstance(held, Tensor) else target
+        seen = _Seen(node, what, re.sub(r"%\d+", "%", arguments), layouts)
+        found.setdefault((phase, module), []).append(seen)
+    return found
+
+
+def _wired(gm: GraphModule) -> list[str]:
+    return [arguments for _, arguments, *_ in described(gm)]
+
+
+def _digest(x: Tensor) -> tuple:
+    """Tell a constant by its numbers: each capture may have made its own."""
+    held = b"" if x.is_meta else x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return "constant", x.shape, x.dtype, hashlib.sha256(held).digest()
+
+
+def _differing_of(ours: list[_Seen], theirs: list[_Seen]) -> Iterator[Difference]:
+    """Compare what two graphs have of one module and phase: operators first, then what is beside them."""
+    matcher = difflib.SequenceMatcher(None, [x.target for x in ours], [y.target for y in theirs], autojunk=False)
+    for _, i, j, k, m in matcher.get_opcodes():
+        for x, y in itertools.zip_longest(ours[i:j], theirs[k:m]):
+            if x is None or y is None or (x.target, x.constants, x.layouts) != (y.target, y.constants, y.layouts):
+                yield Difference(_kind(x, y), x and line_of(x.node), y and line_of(y.node))
+
+
+def _kind(x: _Seen | None, y: _Seen | None) -> str:
+    if x is not None and y is not None:
+        if x.target != y.target:
+            return "other operator"
+        return "other constant" if x.constants != y.constants else "other shape, dtype or strides"
+    (extra,) = filter(None, (x, y))
+    return "extra copy" if getattr(extra.target, "overloadpacket", None) in _COPIES else "extra operator"

@@ -1,0 +1,131 @@
+"""Products of groups of rows with a matrix each, as experts have them, in float8: emulated, on a GPU too.
+
+Any rank may have any number of rows of a group, or none: nothing here depends on how many there are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchtitan_graph.ops import grouped_add, grouped_largest, grouped_mm, grouped_outer
+from torchtitan_graph.quantize.products import (
+    E4M3,
+    ROWWISE_WIDE,
+    Recipe,
+    over,
+    quantize,
+    quantized,
+    scale_by,
+    scale_for,
+    workspace_of,
+)
+
+
+def grouped_linear(
+    x_SD: Tensor,
+    weight_EFD: Tensor,
+    offsets_E: Tensor,
+    recipe: Recipe,
+    q: Tensor | None = None,
+    scale: Tensor | None = None,
+    slot: Tensor | None = None,
+    past: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Multiply each group's rows by its own matrix, transposed; give (S, F) in x's dtype, and the workspace if it was
+    made here.
+
+    With one scale for a tensor, that of the rows is of all groups, and each matrix has its own: the workspace is
+    (E, F, D) and (E,). By rows, each product scales along what it sums: in the weight's gradient a column of a group.
+
+    Args:
+        offsets_E: where each group ends.
+        q, scale, slot, past: as of `products.linear`.
+    """
+    if recipe.by_row:
+        return _Rowwise.apply(x_SD, weight_EFD, offsets_E, recipe), None, None
+    return _Tensorwise.apply(x_SD, weight_EFD, offsets_E, q, scale, slot, past, recipe)
+
+
+def _largest(x_SD: Tensor) -> Tensor:
+    """Give the largest magnitude of any number of rows; of none 0."""
+    return torch.cat([x_SD.abs().amax(-1), x_SD.new_zeros(1)]).amax().float()
+
+
+class _Tensorwise(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_SD: Tensor,
+        weight_EFD: Tensor,
+        offsets_E: Tensor,
+        q_EFD: Tensor | None,
+        scale_E: Tensor | None,
+        slot: Tensor | None,
+        past: Tensor | None,
+        recipe: Recipe,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        w_EFD, w_scale_E, is_made = workspace_of(weight_EFD, q_EFD, scale_E)
+        magnitude = _largest(x_SD)
+        x_scale = scale_by(past, 0, magnitude, E4M3)
+        xq_SD = quantize(x_SD, x_scale, E4M3)
+        ctx.recipe, ctx.dtypes, ctx.is_delayed = recipe, (x_SD.dtype, weight_EFD.dtype), slot is not None
+        ctx.save_for_backward(xq_SD, x_scale, w_EFD, w_scale_E, magnitude, past, offsets_E)
+        y_SF = grouped_mm(xq_SD.float() * x_scale, w_EFD.float() * over(w_scale_E), offsets_E, True).to(x_SD.dtype)
+        if not is_made:
+            return y_SF, None, None
+        ctx.mark_non_differentiable(w_EFD, w_scale_E)
+        return y_SF, w_EFD, w_scale_E
+
+    @staticmethod
+    def backward(ctx: Any, dy_SF: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        xq_SD, x_scale, w_EFD, w_scale_E, x_magnitude, past, offsets_E = ctx.saved_tensors
+        recipe, (x_dtype, w_dtype), dx, dw = ctx.recipe, ctx.dtypes, None, None
+        magnitude = _largest(dy_SF)
+        dy_scale = scale_by(past, 1, magnitude, recipe.gradient)
+        dy = quantize(dy_SF.contiguous(), dy_scale, recipe.gradient).float() * dy_scale
+        if ctx.needs_input_grad[0]:
+            dx = grouped_mm(dy, w_EFD.float() * over(w_scale_E), offsets_E, False).to(x_dtype)
+        if ctx.needs_input_grad[1]:
+            dw = grouped_outer(dy, xq_SD.float() * x_scale, offsets_E).to(w_dtype)
+        seen = torch.stack([x_magnitude, magnitude]) if ctx.is_delayed else None
+        return dx, dw, None, None, None, seen, None, None
+
+
+class _Rowwise(torch.autograd.Function):
+    """Each product has other rows, so each quantises both its operands anew."""
+
+    @staticmethod
+    def forward(ctx: Any, x_SD: Tensor, weight_EFD: Tensor, offsets_E: Tensor, recipe: Recipe) -> Tensor:
+        ctx.recipe = recipe
+        ctx.save_for_backward(x_SD, weight_EFD, offsets_E)
+        return grouped_mm(_by_row(x_SD, E4M3), _by_row(weight_EFD, E4M3), offsets_E, True).to(x_SD.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy_SF: Tensor) -> tuple[Tensor | None, ...]:
+        (x_SD, weight_EFD, offsets_E), recipe, dx, dw = ctx.saved_tensors, ctx.recipe, None, None
+        dy_SF = dy_SF.contiguous()
+        if ctx.needs_input_grad[0]:
+            columns = _by_row(weight_EFD.transpose(1, 2), E4M3).transpose(1, 2)
+            dx = grouped_mm(_by_row(dy_SF, recipe.gradient), columns, offsets_E, False).to(x_SD.dtype)
+        if ctx.needs_input_grad[1] and recipe.scaling == ROWWISE_WIDE:
+            dw = grouped_outer(dy_SF, x_SD.to(dy_SF.dtype), offsets_E).to(weight_EFD.dtype)
+        elif ctx.needs_input_grad[1]:
+            dy, x = _by_column(dy_SF, offsets_E, recipe.gradient), _by_column(x_SD, offsets_E, E4M3)
+            dw = grouped_outer(dy, x, offsets_E).to(weight_EFD.dtype)
+        return dx, dw, None, None
+
+
+def _by_row(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Give what the numbers stand for once each row is quantised."""
+    q, scale = quantized(x, dtype, True)
+    return q.float() * scale
+
+
+def _by_column(x_SF: Tensor, offsets_E: Tensor, dtype: torch.dtype) -> Tensor:
+    """Give what they stand for once each column of each group's rows is."""
+    scale_EF = scale_for(grouped_largest(x_SF, offsets_E).float(), dtype)
+    scale_SF = grouped_add(torch.zeros_like(x_SF, dtype=torch.float32), scale_EF, offsets_E)
+    return quantize(x_SF, scale_SF, dtype).float() * scale_SF

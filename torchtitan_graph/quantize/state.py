@@ -1,0 +1,131 @@
+"""What changes of a model's float8 layers from one optimizer step to the next: workspaces, and what delayed scaling has
+seen."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from torchtitan_graph.graph.step import SLOT
+from torchtitan_graph.models.layers.moe import Experts
+from torchtitan_graph.parallel.layout import DP_REPLICATE, FSDP, TP, Layout
+from torchtitan_graph.parallel.storage import Precision, Storage
+from torchtitan_graph.quantize.layers import Float8Experts, Kept, Linear, kept_weights
+from torchtitan_graph.quantize.products import E4M3, Recipe, largest_of_weight, over, quantize, scale_for
+
+_WORKSPACE = ".weight_q"
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8:
+    """Which linear layers and experts of a model multiply in float8, by name, and how."""
+
+    layers: Mapping[str, Recipe]
+
+
+def convert(model: nn.Module, float8: Float8) -> None:
+    """Replace layers by those that multiply in float8, in place, as far as a pipeline's stage has them; parameters stay
+    the same ones."""
+    there = dict(model.named_modules())
+    for name in float8.layers.keys() & there.keys():
+        owner, _, leaf = name.rpartition(".")
+        old, recipe = there[name], float8.layers[name]
+        new = Float8Experts(old, recipe) if isinstance(old, Experts) else Linear(old, recipe)  # type: ignore[arg-type]
+        setattr(there[owner], leaf, new)
+
+
+def add_workspaces(model: nn.Module, storages: Mapping[str, Storage]) -> dict[str, Storage]:
+    """Let the layers whose weights have one scale hold workspaces, and give how these lie at rest, as their weights."""
+    found = {}
+    by_parameter: dict[Tensor, Storage] = dict(zip(model.parameters(), storages.values(), strict=True))
+    for name, (kept, weight) in kept_weights(model).items():
+        if not kept.recipe.by_row:
+            kept.add_workspace(_part(weight))
+            precision = Precision(E4M3, E4M3, E4M3)
+            found[name + _WORKSPACE] = dataclasses.replace(by_parameter[weight], precision=precision, is_trained=False)
+    return found
+
+
+def _part(tensor: Tensor) -> Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+class Quantized:
+    """The state of a model's float8 layers, which changes from one optimizer step to the next, outside the graph."""
+
+    def __init__(self, model: nn.Module, storages: Mapping[str, Storage], layout: Layout, compute: torch.dtype) -> None:
+        """Take a model at rest, or a pipeline stage of it, how its workspaces lie, and the dtype that its weights are
+        computed in: a workspace is made as a call without one would make it."""
+        kept = kept_weights(model)
+        self._cached = [
+            _Cached(*each, storages[name + _WORKSPACE]) for name, each in kept.items() if each[0].weight_q is not None
+        ]
+        self._delayed = {f"{name}{SLOT}": each for name, (each, _) in kept.items() if each.amax is not None}
+        self._layout, self._compute, self._is_fresh = layout, compute, False
+
+    @torch.no_grad()
+    def refresh(self, anew: bool = True) -> None:
+        """Quantise the weights, in place; all ranks together. If not `anew`, only if a step was taken since.
+
+        A scale is one of all ranks that hold a part of the weight, or of an expert's. Under tensor parallelism each
+        rank multiplies its own part, by that part's scale.
+        """
+        if self._is_fresh and not anew:
+            return
+        by_axis: dict[str, list[_Cached]] = {}
+        for each in self._cached:
+            by_axis.setdefault(each.storage.shard_axis, []).append(each)
+        for alike in by_axis.values():
+            _refresh(alike, self._compute)
+        self._is_fresh = True
+
+    @torch.no_grad()
+    def take(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Keep the largest magnitudes of a step's microbatches, over all ranks, and give the rest of its state."""
+        self._is_fresh = False
+        if self._delayed:
+            seen = torch.stack([state[name] for name in self._delayed])
+            for axis in (FSDP, DP_REPLICATE, TP):  # of a pipeline, the ranks of this stage
+                if self._layout.degree(axis) > 1:
+                    dist.all_reduce(seen, dist.ReduceOp.MAX, self._layout.group(axis))
+            for kept, row in zip(self._delayed.values(), seen, strict=True):
+                assert kept.amax_history is not None
+                kept.amax_history.copy_(torch.cat([row[None], kept.amax_history[:-1]]))
+        return {name: x for name, x in state.items() if name not in self._delayed}
+
+
+class _Cached(NamedTuple):
+    """What is kept of a weight, the weight, and how its workspace lies."""
+
+    kept: Kept
+    weight: Tensor
+    storage: Storage
+
+    def own(self, scales: Tensor) -> Tensor:
+        """Give the scales of the experts that this rank has a part of; a view."""
+        return scales.narrow(0, *self.storage.local_range) if scales.dim() and self.storage.dim == 0 else scales
+
+
+def _refresh(weights: Sequence[_Cached], compute: torch.dtype) -> None:
+    """Quantise weights that the same ranks hold parts of; one message agrees on their scales."""
+    magnitudes = []
+    for each in weights:
+        assert each.kept.weight_scale is not None
+        magnitudes.append(torch.zeros_like(each.kept.weight_scale))
+        if (part := _part(each.weight)).numel():
+            each.own(magnitudes[-1]).copy_(largest_of_weight(part.to(compute)))
+    agreed, storage = torch.cat([x.flatten() for x in magnitudes]), weights[0].storage
+    if storage.shard_degree > 1:
+        dist.all_reduce(agreed, dist.ReduceOp.MAX, storage.shard_group)
+    scales = scale_for(agreed, E4M3).split([x.numel() for x in magnitudes])
+    for each, scale in zip(weights, scales, strict=True):
+        q, kept_scale = each.kept.weight_q, each.kept.weight_scale
+        assert q is not None and kept_scale is not None
+        kept_scale.copy_(scale.view_as(kept_scale))
+        _part(q).copy_(quantize(_part(each.weight).to(compute), over(each.own(kept_scale)), E4M3))

@@ -23,7 +23,7 @@ from unittest import mock
 import torch
 import torch.fx.traceback as fx_traceback
 from torch._C import DispatchKey
-from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
+from torch._functorch._aot_autograd import logging_utils
 from torch._guards import TracingContext, tracing
 from torch._higher_order_ops.flex_attention import flex_attention as _flex_attention
 from torch._higher_order_ops.flex_attention import flex_attention_backward as _flex_attention_backward
@@ -210,10 +210,16 @@ def _marked_backward() -> Iterator[types.CodeType]:
 
     def run(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         # A leaf or a gradient edge has no grad_fn; the engine reports it better than we could.
-        setup_stacktrace_preservation_hooks([t.grad_fn for t in tensors if getattr(t, "grad_fn", None) is not None])
+        logging_utils.setup_stacktrace_preservation_hooks(
+            [t.grad_fn for t in tensors if getattr(t, "grad_fn", None) is not None]
+        )
         # No module: one that is called in there computes something again, for a checkpointed region.
-        with annotated(phase="backward", module=""):
-            return inner(tensors, *args, **kwargs)
+        try:
+            with annotated(phase="backward", module=""):
+                return inner(tensors, *args, **kwargs)
+        except BaseException:
+            logging_utils.callback_set = False  # else no later backward would forget its last stack
+            raise
 
     torch.autograd._engine_run_backward = run  # type: ignore[assignment]
     try:

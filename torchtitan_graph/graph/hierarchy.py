@@ -39,7 +39,7 @@ from torch.fx import Node
 _PROJECT = Path(__file__).parent.parent
 _LEFT_OUT = tuple(
     os.path.join(folder, "") for folder in (Path(torch.__file__).parent, _PROJECT / "graph", _PROJECT / "parallel")
-)
+) + ("<eval_with_key>", "<string>", "<frozen")  # generated code
 _STANDARD = os.path.join(sysconfig.get_path("stdlib"), "")
 _TAKES_ANYTHING = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 
@@ -188,7 +188,7 @@ class Recorder:
         if id(code) not in self._is_scope:
             file = code.co_filename
             left_out = (
-                file.startswith((*_LEFT_OUT, "<"))
+                file.startswith(_LEFT_OUT)
                 or (file.startswith(_STANDARD) and "site-packages" not in file)
                 or (bool(code.co_freevars) and code.co_flags & _TAKES_ANYTHING == _TAKES_ANYTHING)
                 or code.co_name in ("<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>")

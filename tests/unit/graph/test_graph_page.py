@@ -28,9 +28,16 @@ def test_the_second_block_takes_other_sizes() -> None:
         names["run"](torch.zeros(65, 4))
 
 
+def test_the_third_block_tells_where_nodes_were_made(capsys: pytest.CaptureFixture[str]) -> None:
+    first = BLOCKS[0].replace("minimal_fx_tracer(step,", "minimal_fx_tracer(step, call_hierarchy=True,")
+    assert first != BLOCKS[0]
+    exec(first + BLOCKS[2], {})
+    assert " backward " in capsys.readouterr().out
+
+
 def test_the_pass_does_what_it_says() -> None:
     names: dict = {}
-    exec(BLOCKS[2], names)
+    exec(BLOCKS[3], names)
     gm = minimal_fx_tracer(lambda x: (x * 1).sin())(torch.ones(2)).gm
     expected = gm(torch.ones(2))
     gm = names["drop_unit_products"](gm)

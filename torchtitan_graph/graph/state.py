@@ -14,7 +14,12 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.signature import Slot, layout_of
-from torchtitan_graph.graph.torch_private import FakeTensor, is_traceable_wrapper_subclass, reparametrize
+from torchtitan_graph.graph.torch_private import (
+    FakeTensor,
+    is_traceable_wrapper_subclass,
+    mark_as_parameter,
+    reparametrize,
+)
 
 
 def live_state(
@@ -85,7 +90,11 @@ def swapped_state(
     optimizer: torch.optim.Optimizer | None,
     traced: dict[tuple[str, str], torch.Tensor],
 ) -> Iterator[None]:
-    """Put the traced tensors in the places of the live ones while the function runs."""
+    """Put the traced tensors in the places of the live ones while the function runs. Those of parameters are parameters
+    to `isinstance`, for the function may ask."""
+    for (kind, _), t in traced.items():
+        if kind == "param":
+            mark_as_parameter(t)
     if module is None:
         yield
         return

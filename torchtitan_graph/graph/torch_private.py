@@ -96,6 +96,7 @@ __all__ = [
     "lazy_graph_module",
     "make_dtensor",
     "made_for",
+    "mark_as_parameter",
     "mask_parts",
     "mask_whole",
     "multiply",
@@ -391,6 +392,12 @@ class SymbolicFakeTensorMode(FakeTensorMode):
 
         with self:
             return constant_pad_nd(*args, **(kwargs or {}))
+
+
+def mark_as_parameter(tensor: torch.Tensor) -> None:
+    """Let `isinstance(tensor, torch.nn.Parameter)` hold of a tensor that is no leaf, as a real parameter must be. torch
+    has the mark for subclasses of tensors, and no public name for it."""
+    tensor._is_param = True  # type: ignore[attr-defined]
 
 
 # Promise that a relation of symbols holds: documented, but with an underscore.

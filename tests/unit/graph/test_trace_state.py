@@ -53,6 +53,25 @@ def test_the_graph_reads_the_live_state() -> None:
     assert torch.equal(run(x), model(x))
 
 
+class Asks(nn.Module):
+    """Goes another way where its weight is no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        number = sum(isinstance(p, nn.Parameter) for p in (self.inner.weight, self.inner.weight * 1, x))
+        return self.inner(x) * number
+
+
+@pytest.mark.parametrize("blocks", [(), ("0", "1")])
+def test_a_parameter_is_one_in_the_trace_too(blocks: tuple[str, ...]) -> None:
+    model, x = nn.Sequential(Asks(), Asks()), torch.randn(3, 2)
+    traced = minimal_fx_tracer(lambda x: model(x), model, blocks={name: model.get_submodule(name) for name in blocks})
+    assert torch.equal(run_traced(traced(x), module=model)(x), model(x))
+
+
 def test_a_tied_parameter_gets_the_sum_of_its_gradients() -> None:
     model, x = Scaled(), torch.randn(3, 2)
 

@@ -7,6 +7,7 @@ the same, with 1 if they differ or only one capture takes the step, with 2 if th
 """
 
 import argparse
+import functools
 import os
 import sys
 from collections.abc import Sequence
@@ -33,7 +34,8 @@ def compare(words: Sequence[str]) -> Comparing:
     for notice in check(config, world_size):
         logger.warning(notice)
     trainer = Trainer(config, world_size)
-    trainer.capture = comparing = Comparing()
+    comparing = Comparing()
+    trainer.capture = functools.partial(comparing, **trainer.capture.keywords)
     init_fake_process_group(world_size, config.comm.fake_rank)
     try:
         trainer.setup_dry()

@@ -217,6 +217,18 @@ def test_show_graph_builds_any_rank_of_any_job(
     )
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="a graph for several lengths needs torch 2.13")
+def test_compare_captures_tells_what_one_of_them_can_t(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        run_script(
+            "compare_captures.py", "--training.seq_len", 64, "--training.dynamic_seq_len", monkeypatch=monkeypatch
+        )
+    assert end.value.code == 1
+    assert "dynamo does not take it: compile.capture = 'dynamo': takes no dynamic dimensions" in capsys.readouterr().out
+
+
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="Dynamo captures steps from torch 2.13 on")
 @pytest.mark.parametrize("counts", [False, True])
 def test_compare_captures_tells_by_its_exit_code(

@@ -84,8 +84,9 @@ class Comparing:
         device: Any,
         blocks: Mapping[str, nn.Module] = types.MappingProxyType({}),
         stack_traces: bool = False,
+        **others: Any,
     ) -> TracedResult:
-        """Capture both ways.
+        """Capture both ways. `others` are what else a `Capture` takes: what only one of them can do, the other refuses.
 
         Raises:
             UserError: neither can; the reason is make_fx's.
@@ -95,7 +96,8 @@ class Comparing:
         refused: dict[str, UserError] = {}
 
         def take(name: str, stack_traces: bool) -> TracedResult:
-            found = CAPTURES[name](fn, module, arguments, device=device, blocks=blocks, stack_traces=stack_traces)
+            how = dict(device=device, blocks=blocks, stack_traces=stack_traces, **others)
+            found = CAPTURES[name](fn, module, arguments, **how)
             return dataclasses.replace(found, gm=cleanup(found.gm))
 
         for name in CAPTURES:

@@ -218,6 +218,10 @@ def _check_capture(config: JobConfig) -> list[str]:
     stands_in_the_way = {
         "compile.mode": ("has no graph; use graph", config.compile.mode == "eager"),
         "compile.precompiled": ("a file does not hold Dynamo's guards", config.compile.precompiled is not None),
+        "compile.record_call_hierarchy": (
+            "Dynamo runs no function of the model's; set it to false",
+            config.compile.record_call_hierarchy,
+        ),
     }
     return [
         f"{_name(config, key)}: not with compile.capture = dynamo: {why}, or set that to make_fx"

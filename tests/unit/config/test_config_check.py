@@ -125,7 +125,14 @@ def test_a_dry_run_has_no_numbers_to_verify_passes_on() -> None:
 
 @pytest.mark.parametrize(
     "other",
-    ["debug.verify_passes", "debug.dump_graphs", "debug.trace_every_block", "debug.stack_traces", "compile.mode"],
+    [
+        "debug.verify_passes",
+        "debug.dump_graphs",
+        "debug.trace_every_block",
+        "debug.stack_traces",
+        "compile.record_call_hierarchy",
+        "compile.mode",
+    ],
 )
 def test_what_looks_at_tracing_is_refused_where_graphs_are_read(other: str) -> None:
     value = " eager" if other == "compile.mode" else ""
@@ -134,7 +141,7 @@ def test_what_looks_at_tracing_is_refused_where_graphs_are_read(other: str) -> N
     assert check(load(["--compile.precompiled", "graphs"]), 1) == []
 
 
-@pytest.mark.parametrize("other", ["compile.mode eager", "compile.precompiled graphs"])
+@pytest.mark.parametrize("other", ["compile.mode eager", "compile.precompiled graphs", "compile.record_call_hierarchy"])
 def test_dynamo_is_refused_where_its_guards_are_not_checked(other: str) -> None:
     found = problems(f"--compile.capture dynamo --{other}", 2)
     assert any(f"{other.split()[0]} = " in each and "not with compile.capture = dynamo" in each for each in found)

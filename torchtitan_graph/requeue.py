@@ -106,8 +106,8 @@ def _limit(attempts: list[dict[str, Any]], ends_at: list[int], why: str) -> Deci
 def main() -> int:
     """Return 0 if the attempt should begin, or the job's work is done or goes on in another attempt; else 1, or 2."""
     when, *options = sys.argv[1:] or [""]
-    if when not in ("begin", "end") or not {"SLURM_JOB_ID", "SLURM_JOB_NODELIST"} <= os.environ.keys():
-        usage = "python -m torchtitan_graph.requeue begin|end [--table.key value ...]"
+    if when not in ("begin", "end", "stopped") or not {"SLURM_JOB_ID", "SLURM_JOB_NODELIST"} <= os.environ.keys():
+        usage = "python -m torchtitan_graph.requeue begin|end|stopped [--table.key value ...]"
         print(f"usage, in a SLURM job: {usage}", file=sys.stderr)
         return CONFIGURATION
     job_id, restart = os.environ["SLURM_JOB_ID"], int(os.environ.get("SLURM_RESTART_COUNT") or 0)

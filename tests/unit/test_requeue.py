@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -22,7 +23,26 @@ def test_a_wrong_call_is_told_how_it_is_done(
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.setattr(sys, "argv", ["requeue", *words])
     assert requeue.main() == 2
-    assert "requeue begin|end [--table.key value ...]" in capsys.readouterr().err
+    assert "requeue begin|end|stopped [--table.key value ...]" in capsys.readouterr().err
+
+
+def test_what_the_batch_script_asks_is_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    script = (Path(requeue.__file__).parents[1] / "multinode_trainer.slurm").read_text()
+    ends = sorted(set(re.findall(r"\bend=(\w+)", script)))
+    assert ends == ["end", "stopped"] and 'torchtitan_graph.requeue "$end"' in script
+    asked: list[tuple[str, ...]] = []
+    monkeypatch.setattr(requeue, "_slurm", lambda *words: asked.append(words) or "n1")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n1")
+    for restart, end in enumerate(ends):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", str(restart))
+        for when in ("begin", end):
+            monkeypatch.setattr(sys, "argv", ["requeue", when, "--job.dump_folder", str(tmp_path)])
+            assert requeue.main() == 0
+        assert "requeue: go on: " in capsys.readouterr().err
+    assert asked.count(("scontrol", "requeue", "7")) == len(ends)
 
 
 class FakeJob:

@@ -1,13 +1,9 @@
 """Groups of rows in float8: the same numbers in every way to run them, and those of their definition."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from test_float8_products import RECIPES, _most_off, numbers
+from test_float8_products import RECIPES, _most_off, in_every_way, numbers, step
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils.checkpoint import checkpoint
 
 from torchtitan_graph.models.layers.moe import Experts, MoEConfig
 from torchtitan_graph.quantize.grouped import grouped_linear
@@ -35,27 +31,10 @@ def test_every_way_to_run_it_gives_the_same_bits(recipe: Recipe, hit: str) -> No
     def forward(x: Tensor, weight: Tensor, *slot: Tensor) -> Tensor:
         return grouped_linear(x, weight, OFFSETS, recipe, *workspace, *(slot or (None,)), past)[0]
 
-    def again(*args: Tensor) -> Tensor:
-        return checkpoint(forward, *args, use_reentrant=False)
-
-    def step(call: Callable[..., Tensor], *args: Tensor) -> tuple[Tensor, ...]:
-        y = call(*args)
-        return y.detach(), *torch.autograd.grad(y, args, dy)
-
-    torch._dynamo.reset()
-    args = (x, weight, *slots)
-    expected = step(forward, *args)
-    ways = {
-        "recomputed": step(again, *args),
-        "traced": make_fx(lambda *a: step(forward, *a))(*args)(*args),
-        "traced and recomputed": make_fx(lambda *a: step(again, *a))(*args)(*args),
-        "compiled": step(torch.compile(forward, backend="aot_eager", fullgraph=True), *args),
-    }
-    for way, found in ways.items():
-        assert all(map(torch.equal, expected, found)), way
+    expected = in_every_way(forward, dy, x, weight, *slots)
     if is_delayed:
         assert torch.equal(expected[3], torch.stack([x.abs().max(), dy.abs().max()]).float())
-    others = step(forward, x, (weight.detach() * 2).requires_grad_(), *slots)
+    others = step(forward, dy, x, (weight.detach() * 2).requires_grad_(), *slots)
     assert torch.equal(others[0], expected[0]) == (hit == "hit")  # a workspace is taken as it is
 
 

@@ -64,6 +64,30 @@ def test_numbers_are_rounded_to_the_format_and_saturate() -> None:
     assert largest(torch.tensor([[float("nan")]])).isnan()  # and so the loss: a run stops
 
 
+def step(call: Callable[..., Tensor], dy: Tensor, *args: Tensor) -> tuple[Tensor, ...]:
+    y = call(*args)
+    return y.detach(), *torch.autograd.grad(y, args, dy)
+
+
+def in_every_way(forward: Callable[..., Tensor], dy: Tensor, *args: Tensor) -> tuple[Tensor, ...]:
+    """Give a function's result and its gradients, which are the same in every way to run it."""
+
+    def again(*args: Tensor) -> Tensor:
+        return checkpoint(forward, *args, use_reentrant=False)
+
+    torch._dynamo.reset()
+    expected = step(forward, dy, *args)
+    ways = {
+        "recomputed": step(again, dy, *args),
+        "traced": make_fx(lambda *a: step(forward, dy, *a))(*args)(*args),
+        "traced and recomputed": make_fx(lambda *a: step(again, dy, *a))(*args)(*args),
+        "compiled": step(torch.compile(forward, backend="aot_eager", fullgraph=True), dy, *args),
+    }
+    for way, found in ways.items():
+        assert all(map(torch.equal, expected, found)), way
+    return expected
+
+
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("is_hit", [False, True], ids=["miss", "hit"])
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does
@@ -78,27 +102,11 @@ def test_every_way_to_run_it_gives_the_same_bits(recipe: Recipe, is_hit: bool) -
     def forward(x: Tensor, weight: Tensor, *slot: Tensor) -> Tensor:
         return linear(x, weight, recipe, *workspace, *(slot or (None,)), past)[0]
 
-    def again(*args: Tensor) -> Tensor:
-        return checkpoint(forward, *args, use_reentrant=False)
-
-    def step(call: Callable[..., Tensor], *args: Tensor) -> tuple[Tensor, ...]:
-        y = call(*args)
-        return y.detach(), *torch.autograd.grad(y, args, dy)
-
-    torch._dynamo.reset()
     args = (x, weight) if slot is None else (x, weight, slot)
-    expected = step(forward, *args)
-    ways = {
-        "recomputed": step(again, *args),
-        "traced": make_fx(lambda *a: step(forward, *a))(*args)(*args),
-        "traced and recomputed": make_fx(lambda *a: step(again, *a))(*args)(*args),
-        "compiled": step(torch.compile(forward, backend="aot_eager", fullgraph=True), *args),
-    }
-    for way, found in ways.items():
-        assert all(map(torch.equal, expected, found)), way
+    expected = in_every_way(forward, dy, *args)
     if slot is not None:
         assert torch.equal(expected[3], torch.stack([x.abs().max(), dy.abs().max()]).float())
-    others = step(forward, x, (weight.detach() * 2).requires_grad_(), *args[2:])
+    others = step(forward, dy, x, (weight.detach() * 2).requires_grad_(), *args[2:])
     assert torch.equal(others[0], expected[0]) == (is_hit and not recipe.by_row)  # a workspace is taken as it is
 
 

@@ -30,6 +30,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ from torchtitan_graph.config import job
 from torchtitan_graph.data.batch import Batch
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.liveness import input_memory, peak_memory
+from torchtitan_graph.graph.step import make_eager_step
 from torchtitan_graph.graph.torch_private import init_fake_process_group
 from torchtitan_graph.loss import cross_entropy
 from torchtitan_graph.models.layers.decoder import Decoder
@@ -50,10 +52,11 @@ from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.join import join
 from torchtitan_graph.parallel.layout import Layout, ParallelDims
 from torchtitan_graph.parallel.recompute import Budget, Recompute
-from torchtitan_graph.parallel.storage import Precision
+from torchtitan_graph.parallel.storage import Precision, shard_eager
 from torchtitan_graph.passes.compile_regions import LOSS, WHOLE
 from torchtitan_graph.steps import StepOptions, Steps, bind_graphs, build_graphs, build_steps, trace_steps
 from torchtitan_graph.steps.choices import FUSIONS, check_disabled, plan_regions
+from torchtitan_graph.steps.inputs import loss_is_parallel, prepare
 
 # What a debug flavour is made of three sizes by; llama3's debug flavour has very narrow heads.
 SIZES: dict[str, dict[str, Any]] = {
@@ -61,7 +64,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "mid": {"dim": 512, "num_layers": 8, "vocab_size": 8192},
     "large": {"dim": 1024, "num_layers": 12, "vocab_size": 16384},
 }
-MODES = ("eager", "compile", "graph", "blocks", "whole")
+MODES = ("eager", "compile", "compile_whole", "graph", "blocks", "whole")
+EAGER = ("eager", "compile", "compile_whole")
 # What is compiled of the graph; blocks and whole as compile.codegen says.
 REGIONS = {"regional": ("layers.*.feed_forward", "layers.*.moe"), "blocks": ("layers.*", LOSS), "whole": (WHOLE,)}
 
@@ -124,10 +128,10 @@ def options_of(
     return StepOptions(
         device=device,
         rows=(args.rows, args.seq_len),
-        mode="eager" if mode in ("eager", "compile") else "graph",
+        mode="eager" if mode in EAGER else "graph",
         precision=precision,
         recompute=recompute_of(policy),
-        loss=torch.compile(cross_entropy) if mode == "compile" else cross_entropy,
+        loss=torch.compile(cross_entropy) if mode.startswith("compile") else cross_entropy,
         regions=regions,
         disabled=[*args.disable, *(["reuse_logits", "reuse_sharded_logits"] if "cross_entropy" in fusions else [])],
     )
@@ -144,6 +148,8 @@ def build(
         assert not isinstance(graphs.train, dict), "no layout here has stages"
         predicted = peak_memory(graphs.train.gm).num_bytes + input_memory(graphs.train.gm)
         steps = bind_graphs(graphs, model, layout, options)
+    elif mode == "compile_whole":
+        steps = compile_whole(model, family, layout, options)
     else:
         steps = build_steps(model, family, layout, options)
     if mode == "compile":
@@ -151,6 +157,15 @@ def build(
             block.compile()
     initialize(model, 0)
     return steps, predicted
+
+
+def compile_whole(model: Decoder, family: ModuleType, layout: Layout, options: StepOptions) -> Steps:
+    """Build eager steps that compile the model's forward as one. Its dense weights are one group of FSDP2's: hooks on
+    blocks would break the graph at each of them, and leave what `compile` measures."""
+    prepare(model, family, layout, options)
+    shard_eager(model, {}, layout, options.precision, options.reshard, options.device)
+    model.forward = torch.compile(model.forward)  # type: ignore[method-assign]
+    return Steps(model, layout, loss_is_parallel(layout, options), make_eager_step(model, options.loss), None)
 
 
 def peak_bytes(run: Callable[[], None]) -> int:
@@ -311,7 +326,7 @@ def check_arguments(args: argparse.Namespace) -> None:
     graphs = ("graph", *REGIONS)
     policy, fusions = rf"({'|'.join(graphs)})@(\d\d?|100|selective|full)", rf"({'|'.join(FUSIONS)})"
     modes = [mode for mode in args.modes if not re.fullmatch(rf"{policy}|{fusions}(\+{fusions})*", mode)]
-    known = ("eager", "compile", *graphs, *FUSIONS)
+    known = (*EAGER, *graphs, *FUSIONS)
     for name, given, legal in (
         ("dtypes", args.dtypes, ("float32", "bfloat16")),
         ("modes", modes, (*known, f"each of {', '.join(graphs)} with @0 to @100, @selective or @full")),
@@ -346,7 +361,8 @@ def main() -> None:
     parser.add_argument("--layouts", type=words, default=["fsdp1", "fsdp2"], help="(default fsdp1,fsdp2)")
     parser.add_argument("--dtypes", type=words, default=["float32", "bfloat16"], help="compute dtypes")
     modes = (
-        "eager, compile, graph; graphs that Inductor compiles: regional (feed-forwards), blocks, whole;"
+        "eager; eager with torch.compile of each block (compile) or of the whole forward (compile_whole), and of the"
+        " loss; graph; graphs that Inductor compiles: regional (feed-forwards), blocks, whole;"
         " fusions alone: rms_norm, swiglu+rope; a graph that computes more again: graph@selective, graph@full, with a"
         " memory budget graph@50, blocks@50"
     )

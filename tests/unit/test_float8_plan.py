@@ -71,7 +71,7 @@ def test_filters_that_can_not_be_meant_are_refused(options: dict[str, str], mess
 
 
 def test_sizes_that_the_kernels_can_not_take_are_refused() -> None:
-    with pytest.raises(UserError, match="output is 250 x 256, and both sizes must be multiples of 16; name it in"):
+    with pytest.raises(UserError, match="output is 250 x 256, and both sizes must be multiples of 16; name such"):
         plan_float8(configured(), build_model("llama3", "debugmodel", "sdpa", 250), CPU)
 
 
@@ -86,7 +86,7 @@ def test_delayed_scaling_of_an_output_that_is_called_again_is_refused() -> None:
     ("degree", "filtered", "message"),
     [
         (2, "wo", "not built for output, sharded over the vocabulary; name it in"),
-        (32, "output,w2", "cuts the 256 rows or columns of layers.0.attention.wq into parts of 8, which must be"),
+        (32, "output,w2,wk", "of 16, 8 of 256 in layers.0.attention.wq, .*, 24 of 768 in .*w1 and 26 more; choose"),
         (8, "output", ""),
         (1, "wo", ""),
     ],
@@ -111,6 +111,8 @@ def test_parts_that_tensor_parallelism_leaves_are_checked(degree: int, filtered:
         (["--compile.enable"], 1, "compile.enable = True: .* not built with"),
         (["--compile.fusions", "swiglu"], 1, "compile.fusions = .'swiglu'.: .* not built with"),
         (["--training.seq_len", "100", "--training.local_batch_size", "1"], 1, "computes 100 tokens at a time"),
+        (["--training.seq_len", "24", "--parallelism.pipeline_parallel_degree", "2"], 2, "24 tokens .*microbatch_size"),
+        (["--quantize.linear.float8.filter_fqns", "output,auto_filter_small_kn"], 1, "_kn stood for .*; name"),
         (["--model.converters", "float8,mx"], 1, "mx: MX formats are not built"),
         (["--model.converters", "quantize.grouped_mm.mx"], 1, "mx: .* torchao.* use quantize.grouped_mm.float8"),
         (["--model.converters", "fp8"], 1, "fp8 is unknown; legal are float8 and quantize.grouped_mm.float8"),

@@ -1,7 +1,7 @@
 """When to save, what to load, and what a checkpoint holds."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -28,6 +28,11 @@ DUE, FAILED = 1, 2
 
 # What checkpoint.exclude_from_loading calls parts of the trainer's state.
 TRAINER_PARTS = {"dataloader": ("data",), "train_state": ("step", "tokens_seen", "tokens_by_source", "rng")}
+
+
+# Buffers of this name are what float8's delayed scaling has seen of the steps before. A run goes on with them; a model
+# is whole without them.
+_HISTORY = ".amax_history"
 
 
 class Checkpointer:
@@ -151,7 +156,10 @@ class Checkpointer:
         model_only = saved["model_only"] or (not resumed and self.config.initial_load_model_only)
         self.loaded_optimizer = not model_only and "optimizer" not in excluded
         tensors = self._tensors(model_only=not self.loaded_optimizer)
-        _check_same_model(path, metadata, tensors, convert=model_only, group=self.group)
+        if model_only:
+            tensors = _but_histories(tensors, metadata)
+        kinds = ("model", "optim") if self.loaded_optimizer else ("model",)
+        _check_same_model(path, metadata, tensors, kinds, convert=model_only, group=self.group)
         try:
             load_tensors(path, metadata, tensors, self.group)
         except RanksFailed as error:
@@ -211,8 +219,9 @@ def load_model(path: Path, model: nn.Module) -> None:
     problem = "there is no such folder" if not path.is_dir() else find_problem(path) or find_damage(path)
     if problem:
         raise UserError(f"{path} is no checkpoint: {problem}")
-    metadata, tensors = read_metadata(path), _model_tensors(model)
-    _check_same_model(path, metadata, tensors, convert=True, group=None)
+    metadata = read_metadata(path)
+    tensors = _but_histories(_model_tensors(model), metadata)
+    _check_same_model(path, metadata, tensors, ("model",), convert=True, group=None)
     load_tensors(path, metadata, tensors)
 
 
@@ -222,29 +231,56 @@ def _model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return tensors | {f"model.{name}": buffer for name, buffer in model.named_buffers() if name in kept}
 
 
+def _but_histories(tensors: dict[str, torch.Tensor], metadata: Metadata) -> dict[str, torch.Tensor]:
+    """Leave out the histories that a checkpoint lacks: a run that starts from its parameters has seen nothing."""
+    saved = saved_tensors(metadata)
+    return {name: tensor for name, tensor in tensors.items() if name in saved or not name.endswith(_HISTORY)}
+
+
 def _check_same_model(
     path: Path,
     metadata: Metadata,
     tensors: dict[str, torch.Tensor],
+    kinds: Collection[str],
     convert: bool,
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Raise on every rank one UserError with everything in which a checkpoint's tensors and all ranks' differ."""
-    here = held_by_all({name: chunk_of(tensor) for name, tensor in tensors.items()}, group)
-    if problems := on_rank_0(lambda: _find_differences(metadata, here, convert), group):
-        more = f"\n  ... and {len(problems) - 20} more" if len(problems) > 20 else ""
-        raise UserError(f"checkpoint {path} is of another model:\n  " + "\n  ".join(problems[:20]) + more)
-
-
-def _find_differences(metadata: Metadata, here: dict[str, Held], convert: bool) -> list[str]:
-    """Compare a checkpoint's tensors with those of all ranks together.
+    """Raise on every rank one UserError with everything in which a checkpoint's tensors and all ranks' differ.
 
     Only the kinds are compared that are to be loaded: "model", and perhaps "optim".
     """
-    kinds = {name.partition(".")[0] for name in here}
+    here = held_by_all({name: chunk_of(tensor) for name, tensor in tensors.items()}, group)
+    if problems := on_rank_0(lambda: _find_differences(metadata, here, kinds, convert), group):
+        more = [f"... and {len(problems) - 20} more"] if len(problems) > 20 else []
+        lines = [*problems[:20], *more, *_advice(problems)]
+        raise UserError(f"checkpoint {path} is of another {_of_what(problems)}:\n  " + "\n  ".join(lines))
+
+
+def _of_what(problems: list[str]) -> str:
+    return "optimizer" if all("optim." in problem for problem in problems) else "model"
+
+
+def _advice(problems: list[str]) -> list[str]:
+    """Say what to do where the configuration of the run, not its model, has changed."""
+    if _of_what(problems) == "optimizer":
+        return [
+            "go on with the run's own [optimizer], or without its state: checkpoint.load_step = N, with"
+            " checkpoint.exclude_from_loading = ['optimizer']"
+        ]
+    if any(problem.endswith(_HISTORY) for problem in problems):
+        return [
+            "amax_history is what the recipe tensorwise_delayed goes on with: set model.converters and [quantize] as"
+            " the run had them, or begin another run from its parameters, by checkpoint.initial_load_path"
+        ]
+    return []
+
+
+def _find_differences(metadata: Metadata, here: dict[str, Held], kinds: Collection[str], convert: bool) -> list[str]:
+    """Compare a checkpoint's tensors of these kinds with those of all ranks together."""
     saved = {name: entry for name, entry in saved_tensors(metadata).items() if name.partition(".")[0] in kinds}
     problems = [f"missing: {name}" for name in here if name not in saved]
-    problems += [f"unexpected: {name}" for name in saved if name not in here]
+    # Parameters that start a run may come from one with histories.
+    problems += [f"unexpected: {x}" for x in saved if x not in here and not (convert and x.endswith(_HISTORY))]
     problems += find_gaps(here)
     for name, held in here.items():
         if name not in saved or len(held.shapes) > 1 or len(held.dtypes) > 1:

@@ -237,9 +237,11 @@ def _check_lengths(config: JobConfig) -> list[str]:
         return []
     cp, tp = degrees.context_parallel_degree, degrees.tensor_parallel_degree
     problems = []
-    if training.seq_len % ROW_MULTIPLE:
-        name = _name(config, "training.seq_len")
-        problems.append(f"{name}: with training.dynamic_seq_len rows have a multiple of {ROW_MULTIPLE} tokens")
+    if training.seq_len % ROW_MULTIPLE or training.seq_len == ROW_MULTIPLE:
+        problems.append(
+            f"{_name(config, 'training.seq_len')}: with training.dynamic_seq_len rows have a multiple of {ROW_MULTIPLE}"
+            f" tokens, and up to {2 * ROW_MULTIPLE} or more"
+        )
     for name, parts in {"tensor_parallel_degree": cp * tp, "context_parallel_degree": 2 * cp if cp > 1 else 1}.items():
         if ROW_MULTIPLE % parts:
             problems.append(

@@ -7,6 +7,7 @@ from torchtitan_graph.config.option import nearest, show
 
 LINEARS = ("float8", "quantize.linear.float8")  # two names for one
 EXPERTS = "quantize.grouped_mm.float8"
+_AUTO = "auto_filter_small_kn"
 _MX = ("mx", "quantize.linear.mx", "quantize.grouped_mm.mx")
 # What can't be set beside float8, and to what instead.
 _NOT_TOGETHER = {
@@ -44,12 +45,20 @@ def find_problems(config: JobConfig) -> list[str]:
     if problems or not config.model.converters:
         return problems
     problems += not_together(config, converters, "or remove the converter")
+    if _AUTO in config.quantize.linear.float8.filter_fqns:
+        problems.append(
+            f"{named(config, 'quantize.linear.float8.filter_fqns')}: {_AUTO} stood for layers that are not worth it on"
+            " one kind of GPU, which is not known here; name parts of their names, such as attention.wk"
+        )
     degrees, training = config.parallelism, config.training
-    tokens = training.local_batch_size * training.seq_len // degrees.context_parallel_degree
+    key = "training.local_batch_size"
+    if degrees.pipeline_parallel_degree > 1:
+        key = "parallelism.pipeline_parallel_microbatch_size"
+    tokens = get(config, key) * training.seq_len // degrees.context_parallel_degree
     if tokens % 16 and converts_linears(config.model.converters):
         problems.append(
             f"{named(config, 'training.seq_len')}: a rank computes {tokens} tokens at a time, and products in float8"
-            " want a multiple of 16; change it or training.local_batch_size, or remove model.converters"
+            f" want a multiple of 16; change it or {key}, or remove model.converters"
         )
     return problems
 

@@ -47,6 +47,7 @@ def _gone(why: str) -> Unsupported:
 
 
 _GATHERS = "weights with one scale are gathered in float8 anyway, all their scales in one message; same numbers"
+_DELAYED = "one recipe is for all: set quantize.linear.float8.recipe_name = 'tensorwise_delayed' in its place"
 _NO_MX = "nothing is quantised in MX formats"
 _ESTIMATE = "memory is not estimated"
 _REPLICAS = "there are no fault-tolerant replicas"
@@ -85,6 +86,8 @@ UNSUPPORTED = {
     "quantize.linear.mx.filter_fqns": _ignore(["output"], _NO_MX),
     "quantize.grouped_mm.mx.recipe_name": _ignore("mxfp8", _NO_MX),
     "quantize.grouped_mm.mx.fqns": _ignore([], _NO_MX),
+    "float8.enable_float8_linear": _refuse(False, "set model.converters = ['float8'] in its place"),
+    **{f"float8.scaling_type_{name}": _refuse("dynamic", _DELAYED) for name in ("input", "weight", "grad_output")},
     "float8.force_recompute_fp8_weight_in_bwd": _gone("weights are quantised outside the graph"),
     "memory_estimation.enable": _refuse(False, "not built yet; try comm.mode = fake_backend for a dry run"),
     "memory_estimation.disable_fake_mode": _ignore(False, _ESTIMATE),
@@ -113,6 +116,16 @@ UNSUPPORTED_VALUES = {
     ("comm.mode", "local_tensor"): "not built yet; use fake_backend for a dry run",
 }
 
+_ONCE_EXPERIMENTAL = (
+    "enable_async_tensor_parallel",
+    "pipeline_parallel_degree",
+    "pipeline_parallel_schedule",
+    "pipeline_parallel_schedule_csv",
+    "pipeline_parallel_split_points",
+    "context_parallel_degree",
+    "context_parallel_rotate_method",
+    "enable_compiled_autograd",
+)
 _LINEAR_FLOAT8 = (
     "enable_fsdp_float8_all_gather",
     "precompute_float8_dynamic_scale_for_fsdp",
@@ -135,8 +148,7 @@ RENAMED = {
     "training.tensor_parallel_degree": "parallelism.tensor_parallel_degree",
     "training.warmup_steps": "lr_scheduler.warmup_steps",
     "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
-    "experimental.pipeline_parallel_degree": "parallelism.pipeline_parallel_degree",
-    "experimental.context_parallel_degree": "parallelism.context_parallel_degree",
+    **{f"experimental.{name}": f"parallelism.{name}" for name in _ONCE_EXPERIMENTAL},
     "checkpoint.enable_checkpoint": "checkpoint.enable",
     "checkpoint.model_weights_only": "checkpoint.last_save_model_only",
     "validation.enabled": "validation.enable",

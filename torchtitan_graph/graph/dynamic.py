@@ -15,6 +15,7 @@ pass that gives a size of the batch to an operator takes it from a node, never f
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -71,6 +72,20 @@ class Dimension(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.tensor}.shape[{self.dim}]"
+
+    @property
+    def root(self) -> str | None:
+        """The name of the dimension that this one is, or derives from."""
+        return self.of[0] if self.of else self.name
+
+    def of_root(self, size: Any) -> Any:
+        """Give this dimension's size where its root has this one."""
+        return self.of[1](size) if self.of else size
+
+    def check(self, size: int, root: Dimension, its_size: int) -> None:
+        """Refuse a size that does not agree with that of the root."""
+        if size != (expected := self.of_root(its_size)):
+            raise SizeError(f"{self} is {size}, but {self.name} is {expected}, for {root} is {its_size}")
 
 
 class Condition(NamedTuple):
@@ -222,7 +237,7 @@ class Sizes:
 
     def check_named(self, sizes: Mapping[str, int]) -> None:
         """Check sizes of a call by the names of dimensions, all of which have one."""
-        self._check(tuple(x.of[1](sizes[x.of[0]]) if x.of else sizes[x.name or ""] for x in self.dimensions))
+        self._check(tuple(x.of_root(sizes[x.root or ""]) for x in self.dimensions))
 
     def _check(self, sizes: tuple[int, ...]) -> dict[sympy.Symbol, sympy.Integer]:
         given = {symbol: sympy.Integer(n) for symbol, n in zip(self._names, sizes, strict=True)}
@@ -233,11 +248,13 @@ class Sizes:
             if size < low or (x.high is not None and size > x.high):
                 legal = f"{low} and more" if x.high is None else f"{low} to {x.high}"
                 raise SizeError(f"{x} is {size}: the trace holds for {legal}; trace again for this size")
+        for i, root in self._roots.items():
+            self.dimensions[i].check(sizes[i], self.dimensions[root], sizes[root])
         for expression, where in self._conditions:
             if expression.free_symbols <= given.keys() and expression.xreplace(given) == sympy.false:
                 found = ", ".join(f"{self._names[s]} is {given[s]}" for s in sorted(expression.free_symbols, key=str))
                 raise SizeError(
-                    f"{found}: the trace holds where {self._words(expression)}{where}; keep to that, or trace again"
+                    f"{found}: the trace holds where {self.words(expression)}{where}; keep to that, or trace again"
                 )
         self._seen.add(sizes)
         return given
@@ -256,29 +273,29 @@ class Sizes:
                 if f"expression {check.expr} on node" in str(error):
                     what = self._names.get(symbol, "a number that it reads from a tensor")
                     return UserError(
-                        f"the traced function needs {self._words(check.expr)}{where}, where "
+                        f"the traced function needs {self.words(check.expr)}{where}, where "
                         f"{symbol} is {what}; that is not so in this call"
                     )
         return None
 
     def _relate(self) -> None:
         """Make dimensions of one name equal, and those that derive from another what they are of it."""
-        first: dict[str, tuple[Dimension, Any]] = {}
-        for x, size in zip(self.dimensions, self._symbols, strict=True):
+        first: dict[str, int] = {}
+        for i, x in enumerate(self.dimensions):
             if x.name is not None and x.of is None:
-                first.setdefault(x.name, (x, size))
-        for x, size in zip(self.dimensions, self._symbols, strict=True):
-            if x.name is None:
+                first.setdefault(x.name, i)
+        self._roots: dict[int, int] = {}  # of a dimension, the other one that has its root's name
+        for i, x in enumerate(self.dimensions):
+            if x.root is None:
                 continue
-            root = x.of[0] if x.of else x.name
-            if root not in first:
-                raise UserError(f"dynamic_shapes: {x} is {x.name}, but no dimension is {root}: name that one as well")
-            other, its_size = first[root]
-            expected, wanted = (x.of[1](n) if x.of else n for n in (other.size, its_size))
-            if x.size != expected:
-                raise UserError(f"dynamic_shapes: {x} is {x.size}, but {x.name} is {expected}, as {other}'s size is")
-            if other is not x:
-                require(size == wanted)
+            if x.root not in first:
+                raise UserError(f"dynamic_shapes: {x} is {x.name}, but no dimension is {x.root}: name that one as well")
+            root = first[x.root]
+            other = self.dimensions[root]
+            x.check(x.size, other, other.size)
+            if root != i:
+                self._roots[i] = root
+                require(self._symbols[i] == x.of_root(self._symbols[root]))
 
     def _check_traced(self, x: Dimension, symbol: sympy.Symbol) -> None:
         found = self.env.replace(symbol)
@@ -289,11 +306,11 @@ class Sizes:
                 "depend on that number, or leave the dimension out"
             )
         sources = [y for y, s in zip(self.dimensions, self._names, strict=True) if s in found.free_symbols]
-        others = {y.of[0] if y.of else y.name for y in sources}
+        others = {y.root for y in sources}
         if x.of is None and x.name is not None and others - {x.name}:
             where = next((c.where for c in self._conditions if symbol in c.expression.free_symbols), "")
             raise SizeError(
-                f"dynamic_shapes: the traced function needs {x} == {self._words(found)}{where}: give {x.name} that "
+                f"dynamic_shapes: the traced function needs {x} == {self.words(found)}{where}: give {x.name} that "
                 "name, or say so by torch.export.Dim (2 * Dim(...))"
             )
         for bound in (x.low, x.high):
@@ -301,10 +318,10 @@ class Sizes:
                 if expression.free_symbols == {symbol} and expression.xreplace({symbol: bound}) == sympy.false:
                     raise SizeError(
                         f"{self._names[symbol]} may be {bound}, as declared, but the trace holds only where "
-                        f"{self._words(expression)}{where}: declare other bounds"
+                        f"{self.words(expression)}{where}: declare other bounds"
                     )
 
-    def _words(self, expression: sympy.Basic) -> str:
+    def words(self, expression: sympy.Basic) -> str:
         """Write an expression with the names of dimensions in place of symbols."""
         named = expression.xreplace({symbol: sympy.Symbol(name) for symbol, name in self._names.items()})
         if isinstance(named, sympy.Rel):
@@ -349,7 +366,7 @@ def _as_traced(x: Any, known: dict[Any, torch.Tensor]) -> Any:
 
 def place(frames: traceback.StackSummary) -> str:
     """Give the place in a user's code that a stack leads to."""
-    own = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
+    own = (str(Path(torch.__file__).parent), str(Path(__file__).parent), contextlib.__file__, "<")
     found = [f for f in frames if not f.filename.startswith(own)]
     return f" ({Path(found[-1].filename).name}:{found[-1].lineno}: {found[-1].line})" if found else ""
 

@@ -43,8 +43,8 @@ class Plain:
             size == own for size, own in zip(found, self.shape, strict=True) if not isinstance(own, str)
         )
         if not fits or value.dtype != self.dtype:
-            shapes = f"{list(found)} and {value.dtype}, traced with {self} and {self.dtype}"
-            raise UserError(f"has shape {shapes}")
+            traced = ", ".join("any" if isinstance(size, str) else str(size) for size in self.shape)
+            raise UserError(f"has shape {list(found)} and {value.dtype}, traced with [{traced}] and {self.dtype}")
         return [value]
 
     def unflatten(self, tensors: list[torch.Tensor]) -> Any:

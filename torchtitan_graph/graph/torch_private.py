@@ -467,7 +467,7 @@ def add_runtime_checks(gm: torch.fx.GraphModule, env: ShapeEnv) -> None:
 
 
 def _without_made_up(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """Drop unused operators on tensors that nothing was written to.
+    """Drop unused operators on tensors that nothing was written to, and those that failed where the function went on.
 
     To learn a result's shape, torch 2.11's DTensor runs operators on empty tensors of the whole shape, and the trace
     records that: products that nobody needs, and labels that are no classes. That of 2.13 and 2.15 does not.
@@ -475,7 +475,9 @@ def _without_made_up(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
     made_up: dict[torch.fx.Node, None] = {}
     for node in gm.graph.nodes:
         sources = node.all_input_nodes
-        if node.target == torch.ops.aten.empty_strided.default or (sources and all(n in made_up for n in sources)):
+        is_empty = node.target == torch.ops.aten.empty_strided.default
+        has_failed = node.op == "call_function" and "val" not in node.meta
+        if is_empty or has_failed or (sources and all(n in made_up for n in sources)):
             made_up[node] = None
     for node in reversed(made_up):
         if not node.users and not node.is_impure():

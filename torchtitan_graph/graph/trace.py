@@ -235,7 +235,7 @@ def minimal_fx_tracer(
             stamps.put_in(gm)
             return gm
 
-        with _refusing_reads(optimizer):
+        with _refusing_reads(optimizer, sizes):
             gm = None if sizes.dimensions else _unless_read(graph, blocks)
             symbolic = gm is None
             gm = gm or graph({}, sizes.env)
@@ -363,21 +363,21 @@ def _unless_read(
 
 
 @contextlib.contextmanager
-def _refusing_reads(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+def _refusing_reads(optimizer: torch.optim.Optimizer | None, sizes: Sizes) -> Iterator[None]:
     """Refuse, in words of the function's author, what depends on numbers that no trace has."""
     try:
         yield
     except GuardOnDataDependentSymNode as error:
         files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-        if optimizer is not None and any(inspect.getfile(type(optimizer)) == file for file in files):
+        if optimizer is not None and inspect.unwrap(type(optimizer).step).__code__.co_filename in files:
             raise UserError(
                 f"{type(optimizer).__name__} branches on a number of its state, which no trace has; one that does not "
                 "is fused: such as AdamW(fused=True, lr=torch.tensor(...))"
             ) from error
         raise UserError(
-            f"the traced function reads a tensor's value or an unbacked size and decides by it ({error.cond}"
-            f"{place(traceback.extract_tb(error.__traceback__))}), which no trace has: keep it a tensor (torch.where), "
-            "promise what holds by torch._check, or decide outside"
+            "the traced function reads a tensor's value or an unbacked size and decides by it"
+            f" ({sizes.words(error.cond)}{place(traceback.extract_tb(error.__traceback__))}), which no trace has: keep"
+            " it a tensor (torch.where), promise what holds by torch._check, or decide outside"
         ) from error
     except DynamicOutputShapeException as error:
         raise UserError(
@@ -390,6 +390,12 @@ def _refusing_reads(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
             raise UserError(
                 "the traced function calls torch.utils.checkpoint with use_reentrant=True, or without the argument, "
                 "which only works with .backward(): pass use_reentrant=False"
+            ) from error
+        if ".numpy() is not supported" in first:
+            raise UserError(
+                "the traced function makes a NumPy array of a tensor"
+                f"{place(traceback.extract_tb(error.__traceback__))}, which holds numbers that no trace has: compute"
+                " with torch, or outside"
             ) from error
         if isinstance(error, UserError) or not ("SymInt" in first or "symbolic" in first):
             raise

@@ -68,7 +68,7 @@ def check_optimizer(model: nn.Module, config: job.Optimizer, in_part: bool = Fal
     try:
         return cls(groups, **arguments)  # type: ignore[arg-type]
     except Exception as error:
-        if config.name not in BUILT_IN:
+        if not cls.__module__.startswith("torch."):
             raise  # the user's own code: only the traceback says where
         raise UserError(f"{refused}: {error}") from error
 

@@ -55,12 +55,12 @@ def _plan_linears(config: JobConfig, model: nn.Module, device: torch.device) -> 
     ]
     if not names:
         raise UserError(f"{_FILTER} = {options.filter_fqns!r}: leaves no linear layer; remove model.converters instead")
-    for name in names:
-        if any(size % MULTIPLE for size in linears[name].weight.shape):
-            raise UserError(
-                f"model.converters = ['float8']: {name} is {' x '.join(map(str, linears[name].weight.shape))}, and"
-                f" both sizes must be multiples of {MULTIPLE}; name it in {_FILTER}"
-            )
+    shapes = {name: linears[name].weight.shape for name in names}
+    if odd := [f"{name} is {F} x {D}" for name, (F, D) in shapes.items() if F % MULTIPLE or D % MULTIPLE]:
+        raise UserError(
+            f"model.converters = ['float8']: {_some(odd)}, and both sizes must be multiples of {MULTIPLE}; name such"
+            f" layers in {_FILTER}"
+        )
     scaling = options.recipe_name or TENSORWISE
     if scaling == DELAYED and config.model.num_mtp_layers and "output" in names:
         raise UserError(
@@ -118,14 +118,24 @@ def check_cut(float8: Float8, model: nn.Module, plan: Plan, degree: int) -> None
     """
     roles = parameter_roles(model, plan)
     linears = [name for name in float8.layers if isinstance(model.get_submodule(name), nn.Linear)]
+    odd = []
     for name in linears if degree > 1 else ():
         role = roles.get(f"{name}.weight", {}).get(TP) or plan.get(name, {}).get(TP, "")
-        cut = f"parallelism.tensor_parallel_degree = {degree}: model.converters = ['float8']"
         if role == "vocabulary":
-            raise UserError(f"{cut} is not built for {name}, sharded over the vocabulary; name it in {_FILTER}")
+            raise UserError(
+                f"parallelism.tensor_parallel_degree = {degree}: model.converters = ['float8'] is not built for {name},"
+                f" sharded over the vocabulary; name it in {_FILTER}"
+            )
         size = model.get_parameter(f"{name}.weight").shape[SPLIT_DIM[role]] if role in SPLIT_DIM else 0
         if size // degree % MULTIPLE:
-            raise UserError(
-                f"{cut}: cuts the {size} rows or columns of {name} into parts of {size // degree}, which must be"
-                f" multiples of {MULTIPLE}; choose another degree, or name it in {_FILTER}"
-            )
+            odd.append(f"{size // degree} of {size} in {name}")
+    if odd:
+        raise UserError(
+            f"parallelism.tensor_parallel_degree = {degree}: model.converters = ['float8']: leaves rows or columns that"
+            f" are no multiples of {MULTIPLE}, {_some(odd)}; choose another degree, or name such layers in {_FILTER}"
+        )
+
+
+def _some(words: Sequence[str]) -> str:
+    shown = ", ".join(words[:4])
+    return f"{shown} and {len(words) - 4} more" if len(words) > 4 else shown

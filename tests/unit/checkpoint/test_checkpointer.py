@@ -15,6 +15,8 @@ from torchtitan_graph.config import job
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.optim import build_lr_scheduler, build_optimizer
+from torchtitan_graph.quantize.layers import Linear
+from torchtitan_graph.quantize.products import DELAYED, Recipe
 
 
 @pytest.fixture(autouse=True)
@@ -354,6 +356,43 @@ def test_all_differences_to_another_model_are_told_at_once(tmp_path: Path) -> No
     assert "unexpected: optim.1.bias.exp_avg\n" in message
     assert "model.0.weight: shape [3, 3], but here [5, 3]" in message
     assert run.bits() == before
+
+
+def test_what_delayed_scaling_saw_belongs_to_a_run_that_goes_on_alone(tmp_path: Path) -> None:
+    def run(folder: str, is_delayed: bool, **options: Any) -> Run:
+        run = Run(tmp_path / folder, **(full() | options))
+        if is_delayed:
+            run.model[0] = Linear(run.model[0], Recipe(DELAYED))
+        return run
+
+    source, plain = run("delayed", True), run("plain", False)
+    source.model[0].amax_history.fill_(3.0)
+    for saving in (source, plain):
+        saving.checkpointer.save(2, {"step": 2})
+    again = run("delayed", True)
+    assert again.load() and torch.equal(again.model[0].amax_history, source.model[0].amax_history)
+    for folder, is_delayed in (("delayed", False), ("plain", True)):
+        begins = {"initial_load_path": str(tmp_path / folder / "step-2")}
+        new = run(f"from {folder}", is_delayed, **begins)
+        assert new.load() is None and new.bits()[:4] == source.bits()[:4]
+        assert not is_delayed or not new.model[0].amax_history.any()
+        with pytest.raises(UserError, match=r"0.amax_history\n  amax_history is .* checkpoint.initial_load_path"):
+            run(folder, is_delayed).load()
+    load_model(tmp_path / "delayed" / "step-2", plain.model)
+
+
+def test_state_of_another_optimizer_is_never_dropped_silently(tmp_path: Path) -> None:
+    source = Run(tmp_path, **full()).train(2)
+
+    def with_sgd(**options: Any) -> Run:
+        run = Run(tmp_path, seed=1, **options)
+        run.checkpointer.optimizer = torch.optim.SGD(run.model.parameters())
+        return run
+
+    with pytest.raises(UserError, match=r"(?s)another optimizer:.*unexpected: optim.*exclude_from_loading"):
+        with_sgd().load()
+    run = with_sgd(load_step=2, exclude_from_loading=["optimizer"])
+    assert run.load() == {"step": 2} and run.bits()[:4] == source.bits()[:4]
 
 
 def test_another_dtype_is_refused_when_going_on_and_converted_when_starting(tmp_path: Path) -> None:

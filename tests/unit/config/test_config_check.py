@@ -187,6 +187,7 @@ def test_what_an_optimizer_in_the_graph_does_not_go_with_is_named(arguments: str
     ("arguments", "words"),
     [
         ("--training.seq_len 40", "training.seq_len = 40: with training.dynamic_seq_len rows have a multiple of 16"),
+        ("--training.seq_len 16", "have a multiple of 16 tokens, and up to 32 or more"),
         ("--parallelism.pipeline_parallel_degree 2", "pipeline_parallel_degree = 2: not with training.dynamic_seq_len"),
         ("--compile.precompiled graphs", "compile.precompiled = 'graphs': not with training.dynamic_seq_len"),
         ("--compile.cuda_graphs", "compile.cuda_graphs = True: not with training.dynamic_seq_len: a recording"),

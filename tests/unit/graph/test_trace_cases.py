@@ -93,6 +93,13 @@ def own_value_in_place(x: Tensor) -> Tensor:
     return y
 
 
+def tries(x: Tensor) -> Tensor:
+    try:
+        return x.view(3, 3)
+    except RuntimeError:
+        return x * 2
+
+
 def twice_differentiated(x: Tensor) -> Tensor:
     (first,) = torch.autograd.grad((x**3).sum(), x, create_graph=True)
     return torch.autograd.grad(first.sum(), x)[0]
@@ -130,6 +137,7 @@ EQUAL: dict[str, tuple[Callable[..., Any], tuple, tuple | None]] = {  # function
     "inference mode inside": (in_inference_mode, (randn(2),), None),
     "autocast inside": (in_autocast, (leaf(3, 3),), (leaf(3, 3, seed=1),)),
     "own value in place": (own_value_in_place, (randn(2, 3),), None),
+    "an operator that fails": (tries, (randn(2, 3),), None),
     "differentiated twice": (twice_differentiated, (leaf(3),), None),
     "autograd function": (lambda x: torch.autograd.grad(Cubed.apply(x).sum(), x)[0], (leaf(3),), None),
     "not a leaf": (lambda x: torch.autograd.grad((x * x).sum(), x)[0], (leaf(3) * 2,), None),

@@ -429,9 +429,10 @@ def test_an_optimizer_that_makes_its_state_in_the_trace_is_refused() -> None:
         assert not optimizer.state
 
 
-def test_an_optimizer_that_branches_on_its_step_counter_is_refused_naming_what_works() -> None:
-    model, optimizer = warmed_up(lambda model: torch.optim.RAdam(model.parameters()))
-    with pytest.raises(UserError, match=r"RAdam branches on .*: such as AdamW\(fused=True, lr=torch.tensor\(...\)\)"):
+@pytest.mark.parametrize("name", ["RAdam", "Adafactor"])
+def test_an_optimizer_that_branches_on_its_step_counter_is_refused_naming_what_works(name: str) -> None:
+    model, optimizer = warmed_up(lambda model: getattr(torch.optim, name)(model.parameters()))
+    with pytest.raises(UserError, match=rf"{name} branches on .*: such as AdamW\(fused=True, lr=torch.tensor\(...\)\)"):
         minimal_fx_tracer(train_step(model, optimizer), module=model, optimizer=optimizer)(*data(0))
 
 

@@ -131,6 +131,8 @@ def test_a_class_that_could_not_be_resumed_is_refused(name: str, message: str) -
             "optimizer.param_groups: beta1: own.Sign does not take it",
         ),
         ({"options": {"momentum": 0.5}}, "is for an optimizer with a dotted name"),
+        ({"name": "torch.optim.Muon"}, "Muon only supports 2D parameters"),
+        ({"name": "torch.optim.SGD", "options": {"nesterov": True}}, "Nesterov momentum requires a momentum"),
     ],
 )
 def test_what_the_class_does_not_take_is_refused(changes: dict, message: str) -> None:

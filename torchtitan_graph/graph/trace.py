@@ -274,7 +274,7 @@ def minimal_fx_tracer(
             out.spec,
             out.constants,
             optimizer_options(module, optimizer),
-            {f"{name}{'.' if name else ''}{attribute}": x for _, name, attribute, x in modes_of(module)},
+            {name: x for _, name, _, x in modes_of(module)},
             _autocast(),
             sizes if symbolic else None,
         )

@@ -77,7 +77,10 @@ def dynamo_capture(
         )
     in_make_fx = functools.partial(make_fx_capture, device=device, stack_traces=stack_traces)
     forward = fn.forward if isinstance(fn, InParts) else fn
-    taken = arguments[: len(inspect.signature(forward).parameters)] if isinstance(fn, InParts) else arguments
+    taken = arguments
+    if isinstance(fn, InParts):
+        kinds = [each.kind for each in inspect.signature(forward).parameters.values()]
+        taken = arguments if inspect.Parameter.VAR_POSITIONAL in kinds else arguments[: len(kinds)]
     try:
         replay, strict, constants = _captured(forward, module, taken, device)
     except UserError:
@@ -104,7 +107,7 @@ def _captured(
         strict = capture_strictly(fn, fakes)
         found = strict.inputs(*fakes)
     names = {str(id(child)): name for name, child in module.named_modules()}
-    if changed := {_by_name(each): line for each, line in strict.changed.items() if not each.endswith("._parameters")}:
+    if changed := {_by_name(each): line for each, line in strict.changed.items()}:
         told = ", ".join(f"{each} ({line})" if line else each for each, line in sorted(changed.items()))
         raise UserError(
             f"compile.capture = 'dynamo': the captured function changes {told}, which a graph would not: "

@@ -31,7 +31,7 @@ from torch.fx.node import map_arg
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.alike import description
 from torchtitan_graph.graph.edit import copy_node
-from torchtitan_graph.graph.hierarchy import Entry, Place, Recorder
+from torchtitan_graph.graph.hierarchy import Place, Recorder
 from torchtitan_graph.graph.signature import Layout, layout_of
 from torchtitan_graph.graph.state import swapped_state, unassigned_data
 from torchtitan_graph.graph.torch_private import (
@@ -390,11 +390,6 @@ def _moved(graph: BlockGraph, call: _Call, place: Place) -> Place:
         )
         call.places[place] = (*call.place, *inside)
     return call.places[place]
-
-
-def _renamed(entry: Entry, graph: BlockGraph, call: _Call) -> Entry:
-    is_module = entry.type == "module"
-    return entry._replace(path=call.name + entry.path[len(graph.block) :]) if is_module else entry
 
 
 def _is_sum(node: Node) -> bool:

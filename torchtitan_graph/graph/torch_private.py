@@ -30,7 +30,6 @@ from torch._higher_order_ops.flex_attention import flex_attention_backward as _f
 from torch._higher_order_ops.utils import registered_hop_fake_fns
 from torch._higher_order_ops.wrap import tag_activation_checkpoint, wrap
 from torch._subclasses import FakeTensor, FakeTensorMode
-from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.device_mesh import DeviceMesh
@@ -429,21 +428,6 @@ def hint(x: Any) -> Any:
     return x.node.hint if is_symbolic(x) else x
 
 
-def _pad_of_unknown_size(fake_mode: Any, _: Any, x: torch.Tensor, pad: Sequence[int], value: Any = 0) -> Any:
-    """Say what padding gives where a size is a symbol: torch's kernel in C++ takes it for one number. Where channels
-    may come last, and of sizes that are known, it does. Replaced by torch's own rule for symbols."""
-    if not any(map(is_symbolic, x.shape)) or hint(x.stride()[1 % x.dim()]) == 1:
-        return NotImplemented
-    shape = list(x.shape)
-    for i in range(len(pad) // 2):
-        shape[-1 - i] += pad[2 * i] + pad[2 * i + 1]
-    with fake_mode:
-        return x.new_empty(shape)
-
-
-op_implementations_dict.setdefault(torch.ops.aten.constant_pad_nd.default, _pad_of_unknown_size)
-
-
 def compute(graph: torch.fx.Graph, expression: Any, of: Mapping[Any, torch.fx.Node]) -> torch.fx.Node:
     """Insert the arithmetic of an expression of symbols, and give its last node, as torch does for its own checks."""
     from torch.utils._sympy.interp import sympy_interp
@@ -560,6 +544,8 @@ def capture_strictly(fn: Callable[..., Any], arguments: tuple[Any, ...]) -> Stri
             out = fullgraph_capture(fn, arguments, {})
         except TorchDynamoException as error:
             raise NotCaptured(_why(error)) from error
+        if out.backend_input is None:
+            raise NotCaptured("the function computes nothing of tensors")
         found = out.graph_capture_output
         gm: Any = create_fx_graph_from_captured_output(out, fn, arguments, {})
         hooks = Hooks(guard_filter_fn=lambda guards: [_is_of_python(each) for each in guards])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import logging
 from collections.abc import Callable
@@ -232,6 +233,22 @@ class Config:
         self.width = width
 
 
+class Table(dict):
+    """A dictionary with an attribute."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+
+
+def carrying(width: int) -> Callable[[], int]:
+    def function() -> int:
+        return function.width  # type: ignore[attr-defined]
+
+    function.width = width  # type: ignore[attr-defined]
+    return function
+
+
 def deep() -> list:
     return functools.reduce(lambda inner, _: [inner], range(5000), [])
 
@@ -246,6 +263,11 @@ def deep() -> list:
         ((1, 2), [1, 2], False),
         (Config([3]), Config([3]), True),
         (Config([3]), Config([4]), False),
+        (Table(3), Table(3), True),
+        (Table(3), Table(4), False),
+        (carrying(3), carrying(3), True),
+        (carrying(3), carrying(4), False),
+        (collections.defaultdict(int), collections.defaultdict(float), False),
         (torch.ones(1), torch.ones(1), False),
         (torch.Generator(), torch.Generator(), False),
     ],

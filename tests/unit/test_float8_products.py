@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
@@ -182,3 +182,15 @@ def test_an_operand_without_gradient_costs_no_product() -> None:
     for recipe in (Recipe(), Recipe(ROWWISE)):
         gm = make_fx(partial(step, recipe))(numbers(T, D), weight)
         assert len(gm.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)) == 2
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_it_takes_any_shape_that_a_linear_layer_takes(recipe: Recipe) -> None:
+    weight, slot = numbers(F, D, seed=1).requires_grad_(), torch.zeros(2, requires_grad=True)
+    for shape in ((D,), (0, D), (2, 0, D), (2, 3, 4, D)):
+        x = numbers(*shape).requires_grad_()
+        y, *_ = linear(x, weight, recipe, slot=slot if recipe.scaling == DELAYED else None)
+        y.sum().backward()
+        assert y.shape == nn.functional.linear(x, weight).shape and x.grad is not None and x.grad.shape == shape
+        rows, *_ = linear(x.view(-1, D), weight, recipe)
+        assert torch.equal(y.view(-1, F), rows)

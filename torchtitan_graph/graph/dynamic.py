@@ -15,6 +15,7 @@ pass that gives a size of the batch to an operator takes it from a node, never f
 
 from __future__ import annotations
 
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -52,7 +53,7 @@ _SMALLEST = 2  # torch takes sizes 0 and 1 for other cases: a symbol is never on
 class Dimension(NamedTuple):
     """A dimension that may differ: `tensor.shape[dim]`, as it is when it is traced.
 
-    name       what `dynamic_shapes` calls it, None where it is marked on the tensor
+    name       what `dynamic_shapes` calls it, or the `shape_id` of a mark; None where there is none
     of         another dimension's name and the function of it that this one is, None for one of its own
     unbacked   the trace may not use its size
     required   it is an error if the function takes it for one number
@@ -228,7 +229,11 @@ class Sizes:
         given = {symbol: sympy.Integer(n) for symbol, n in zip(self._names, sizes, strict=True)}
         if sizes in self._seen:
             return given
+        by_name: dict[str | None, tuple[Dimension, int]] = {}
         for x, size in zip(self.dimensions, sizes, strict=True):
+            other, its_size = by_name.setdefault(x.name, (x, size))
+            if x.name is not None and size != its_size:
+                raise SizeError(f"{other} is {its_size}, but {x} is {size}: both are {x.name}, and must be equal")
             low = x.low if x.low is not None else 0 if x.unbacked else _SMALLEST
             if size < low or (x.high is not None and size > x.high):
                 legal = f"{low} and more" if x.high is None else f"{low} to {x.high}"
@@ -347,11 +352,17 @@ def _as_traced(x: Any, known: dict[Any, torch.Tensor]) -> Any:
     return known[key]
 
 
+_STANDARD = sysconfig.get_path("stdlib")
+_NOT_THE_AUTHOR_S = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
+
+
 def place(frames: traceback.StackSummary) -> str:
     """Give the place in a user's code that a stack leads to."""
-    own = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
-    found = [f for f in frames if not f.filename.startswith(own)]
-    return f" ({Path(found[-1].filename).name}:{found[-1].lineno}: {found[-1].line})" if found else ""
+    for frame in reversed(frames):
+        is_standard = frame.filename.startswith(_STANDARD) and "site-packages" not in frame.filename
+        if not is_standard and not frame.filename.startswith(_NOT_THE_AUTHOR_S):
+            return f" ({Path(frame.filename).name}:{frame.lineno}: {frame.line})"
+    return ""
 
 
 def _marked(name: str, tensor: torch.Tensor) -> list[Dimension]:
@@ -362,14 +373,27 @@ def _marked(name: str, tensor: torch.Tensor) -> list[Dimension]:
             f"{name} is a {type(tensor).__name__} with a dynamic dimension, which is not supported: pass its plain "
             "tensor, or leave the mark out"
         )
-    for i, *_ in marks:
-        if not 0 <= i < tensor.dim():
-            raise UserError(f"{name}: dimension {i} is marked dynamic, and it has {tensor.dim()} dimensions")
-    return [
-        x
-        for i, unbacked, required, low, high in marks
-        for x in _checked(Dimension(name, i, tensor.shape[i], unbacked=unbacked, required=required, low=low, high=high))
+    for mark in marks:
+        if not 0 <= mark.dim < tensor.dim():
+            raise UserError(f"{name}: dimension {mark.dim} is marked dynamic, and it has {tensor.dim()} dimensions")
+        if mark.specialized:
+            raise UserError(
+                f"{name}.shape[{mark.dim}] is marked with specialize_on, but one graph serves all sizes: leave it out"
+            )
+    declared = [
+        Dimension(
+            name,
+            mark.dim,
+            tensor.shape[mark.dim],
+            name=mark.name,
+            unbacked=mark.unbacked,
+            required=mark.required,
+            low=mark.low,
+            high=mark.high,
+        )
+        for mark in marks
     ]
+    return [x for each in declared for x in _checked(each)]
 
 
 def _declared(tensors: Mapping[str, torch.Tensor], shapes: DynamicShapes) -> list[Dimension]:

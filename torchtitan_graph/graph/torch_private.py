@@ -349,13 +349,15 @@ def export_dims() -> tuple[type, type]:
 
 class Mark(NamedTuple):
     """A dimension that `torch._dynamo`'s functions marked: whether its size may be used, must not be one number, and
-    lies between what."""
+    lies between what; what those are called that are equal; and whether code was asked for some of its sizes."""
 
     dim: int
     unbacked: bool
     required: bool
     low: int | None
     high: int | None
+    name: str | None
+    specialized: bool
 
 
 def dynamic_marks(tensor: torch.Tensor) -> list[Mark]:
@@ -363,6 +365,7 @@ def dynamic_marks(tensor: torch.Tensor) -> list[Mark]:
     attributes, which no function reads back."""
     bounds = {x.dim: (x.min, x.max) for x in getattr(tensor, "_dynamo_dynamic_range", ())}
     bounds |= getattr(tensor, "_dynamo_unbacked_bounds", {})
+    names, specialized = getattr(tensor, "_dynamo_shape_ids", {}), getattr(tensor, "_specialize_on", {})
     kinds = (
         ("_dynamo_dynamic_indices", False, True),
         ("_dynamo_weak_dynamic_indices", False, False),
@@ -373,7 +376,8 @@ def dynamic_marks(tensor: torch.Tensor) -> list[Mark]:
     for attribute, unbacked, required in kinds:
         for i in getattr(tensor, attribute, ()):
             dim = i + tensor.dim() if i < 0 else i
-            found[dim] = Mark(dim, unbacked, required, *bounds.get(i, (None, None)))
+            low, high = bounds.get(i, (None, None))
+            found[dim] = Mark(dim, unbacked, required, low, high, names.get(i), bool(specialized.get(i)))
     return [found[i] for i in sorted(found)]
 
 

@@ -75,6 +75,17 @@ def test_an_unbacked_size_may_be_none_and_one() -> None:
         assert torch.equal(run(rows(n)), rows(n).sum(1) + 1)
 
 
+@pytest.mark.parametrize(
+    ("how", "shapes"), [({"shape_id": "n"}, None), (None, {"x": {0: "n"}, "y": {0: "n"}})], ids=["marks", "declared"]
+)
+def test_sizes_of_one_name_are_equal(how: dict | None, shapes: dict | None) -> None:
+    first = [rows(5) if how is None else marked(rows(5), mark_unbacked, **how) for _ in range(2)]
+    run = run_traced(minimal_fx_tracer(lambda x, y: x + y, dynamic_shapes=shapes)(*first))
+    assert torch.equal(run(rows(3), rows(3)), 2 * rows(3))
+    with pytest.raises(UserError, match=r"x.shape.0. is 4, but y.shape.0. is 3: both are n, and must be equal"):
+        run(rows(4), rows(3))
+
+
 def test_what_may_be_dynamic_may_turn_out_fixed() -> None:
     run = run_traced(minimal_fx_tracer(lambda x: x.view(3, 2, 4))(marked(rows(6), maybe_mark_dynamic)))
     assert run(rows(6)).shape == (3, 2, 4)
@@ -214,6 +225,7 @@ def fixed(x: Tensor) -> Tensor:
             r"is 6, which is not within what is declared of it, any to 4",
         ),
         (lambda x: x + 1, (mark_beyond(rows(6)),), "x: dimension 2 is marked dynamic, and it has 2 dimensions"),
+        (lambda x: x + 1, (marked(rows(6), specialize_on=[bool]),), r"x.shape.0. is marked with specialize_on, but"),
         (lambda x: {x.shape[0]: x}, (marked(rows(6)),), r"with a dynamic size,.* \(test_dynamic.py:.*unhashable"),
         (lambda x: x[0, 0].long().item(), (rows(6),), "the result holds u0, a number that only a run knows"),
     ],

@@ -18,6 +18,7 @@ from torchtitan_graph.quantize.state import Float8, convert
 
 CPU = torch.device("cpu")
 FLOAT8 = ("--model.converters", "float8")
+PP = "parallelism.pipeline_parallel_degree"
 
 
 def configured(**options: str) -> JobConfig:
@@ -122,6 +123,11 @@ def test_parts_that_tensor_parallelism_leaves_are_checked(degree: int, filtered:
         (["--compile.enable"], 1, "compile.enable = True: .* not built with"),
         (["--compile.fusions", "swiglu"], 1, "compile.fusions = .'swiglu'.: .* not built with"),
         (["--training.seq_len", "100", "--training.local_batch_size", "1"], 1, "computes 100 tokens at a time"),
+        (
+            ["--training.seq_len", "24", "--training.local_batch_size", "2", f"--{PP}", "2"],
+            2,
+            "computes 24 tokens at a time, .* or parallelism.pipeline_parallel_microbatch_size",
+        ),
         (["--model.converters", "float8,mx"], 1, "mx: MX formats are not built"),
         (["--model.converters", "quantize.grouped_mm.mx"], 1, "mx: .* torchao.* use quantize.grouped_mm.float8"),
         (["--model.converters", "fp8"], 1, "fp8 is unknown; legal are float8 and quantize.grouped_mm.float8"),

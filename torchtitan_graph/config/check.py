@@ -23,15 +23,14 @@ _DEGREES = (  # that multiply to the number of processes
 _ONLY_DRY = {"fake_rank": "builds another rank", "fake_device": "estimates for another device"}
 _PP = "parallelism.pipeline_parallel_degree"
 _PARTS = "parallelism.module_fqns_per_model_part"
-_OF_THE_GRAPH = (
+_OF_TRACING = (
     "debug.verify_passes",
     "debug.dump_graphs",
     "debug.trace_every_block",
     "debug.stack_traces",
     "compile.record_call_hierarchy",
-    "compile.disable_passes",
-    "compile.extra_passes",
 )
+_OF_THE_GRAPH = (*_OF_TRACING, "compile.disable_passes", "compile.extra_passes")
 # What writes the tags of an activation_checkpoint.mode, and what acts on them.
 _PASSES_OF_MODE = {
     "selective": ("tag_recomputation", "rematerialize"),
@@ -192,16 +191,9 @@ def _check_precompiled(config: JobConfig) -> list[str]:
     """Refuse what looks at tracing or passes together with graphs that are read instead."""
     if config.compile.precompiled is None:
         return []
-    looks = (
-        "debug.verify_passes",
-        "debug.dump_graphs",
-        "debug.trace_every_block",
-        "debug.stack_traces",
-        "compile.record_call_hierarchy",
-    )
     problems = [
         f"{_name(config, key)}: with compile.precompiled nothing is traced and no pass runs; leave one of them out"
-        for key in looks
+        for key in _OF_TRACING
         if get(config, key)
     ]
     if config.compile.mode == "eager":

@@ -44,12 +44,14 @@ def find_problems(config: JobConfig) -> list[str]:
     if problems or not config.model.converters:
         return problems
     problems += not_together(config, converters, "or remove the converter")
-    degrees, training = config.parallelism, config.training
-    tokens = training.local_batch_size * training.seq_len // degrees.context_parallel_degree
+    degrees, rows = config.parallelism, "training.local_batch_size"
+    if degrees.pipeline_parallel_degree > 1:
+        rows = "parallelism.pipeline_parallel_microbatch_size"
+    tokens = get(config, rows) * config.training.seq_len // degrees.context_parallel_degree
     if tokens % 16 and converts_linears(config.model.converters):
         problems.append(
             f"{named(config, 'training.seq_len')}: a rank computes {tokens} tokens at a time, and products in float8"
-            " want a multiple of 16; change it or training.local_batch_size, or remove model.converters"
+            f" want a multiple of 16; change it or {rows}, or remove model.converters"
         )
     return problems
 

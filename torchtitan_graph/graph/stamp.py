@@ -301,7 +301,6 @@ class Stamps:
         if self.kinds or self.num_alone:
             kinds, blocks = len(self.kinds) + self.num_alone, len(_calls) + self.num_alone
             logger.info(f"traced {kinds} kind{'s' * (kinds != 1)} of block for {blocks} blocks")
-        _calls.clear()
 
 
 @contextlib.contextmanager
@@ -318,7 +317,6 @@ def opaque(
         TraceInFull: here or inside; then no graph comes of this trace.
     """
     stamps = Stamps(module, fake_mode, stack_traces, recorder)
-    _calls.clear()
     if blocks and any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
         raise TraceInFull("torch.autocast is on")
     looks = {name: _look(block) for name, block in blocks.items()}
@@ -330,6 +328,7 @@ def opaque(
             block.forward = functools.partial(stands, block.forward)
         yield stamps
     finally:
+        _calls.clear()  # they hold the model
         for block, forward in before.items():
             if forward is None:
                 vars(block).pop("forward", None)

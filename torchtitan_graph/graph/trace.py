@@ -232,7 +232,7 @@ def minimal_fx_tracer(
             recorder = Recorder(names) if call_hierarchy else None
             with opaque(blocks, module, fake_mode, stack_traces, recorder) as stamps:
                 gm = trace_to_graph(run, fakes_of(plain, fake_mode, device), fake_mode, module, stack_traces, recorder)
-            stamps.put_in(gm)
+                stamps.put_in(gm)
             return gm
 
         with _refusing_reads(optimizer):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.graph import stamp
 from torchtitan_graph.graph.alike import description
 from torchtitan_graph.graph.stamp import described
 from torchtitan_graph.graph.trace import minimal_fx_tracer
@@ -221,6 +222,7 @@ def test_an_error_inside_a_block_is_told_as_ever(kind: type[Block]) -> None:
     for stamps in (True, False):
         with pytest.raises(UserError) as error:
             traced(Model(*(kind() for _ in range(3))), stamps)
+        assert not stamp._calls  # nothing of the model is held
         words.append(str(error.value))
     assert words[0] == words[1]
 

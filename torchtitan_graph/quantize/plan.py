@@ -106,8 +106,8 @@ def _check_called_once(model: nn.Module, names: Collection[str], table: str, ins
     for name, m in model.named_modules(remove_duplicate=False):
         if first[m] in names and first[m] != name:
             raise UserError(
-                f"{table}.recipe_name = {DELAYED!r}: {first[m]} is {name} too, and one history can't follow both; {instead}, or"
-                " choose another recipe"
+                f"{table}.recipe_name = {DELAYED!r}: {first[m]} is {name} too, and one history can't"
+                f" follow both; {instead}, or choose another recipe"
             )
 
 

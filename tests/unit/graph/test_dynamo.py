@@ -329,7 +329,9 @@ def test_what_dynamo_cannot_take_is_told_with_its_line() -> None:
 
 def test_a_function_without_tensors_is_refused() -> None:
     model = net()
-    with pytest.raises(UserError, match="'dynamo': the function computes nothing of tensors; change that, or use 'make"):
+    with pytest.raises(
+        UserError, match="'dynamo': the function computes nothing of tensors; change that, or use 'make"
+    ):
         dynamo_capture(lambda x: x.dim(), model, (X,), device="cpu")
 
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph.dynamic import DynamicShapes
+from torchtitan_graph.graph.dimensions import DynamicShapes
 from torchtitan_graph.graph.signature import layout_of
 from torchtitan_graph.graph.state import is_traced, live_state
 from torchtitan_graph.graph.torch_private import (
@@ -44,7 +44,8 @@ from torchtitan_graph.graph.torch_private import (
     reparametrize,
     run_wrapped,
 )
-from torchtitan_graph.graph.trace import Capture, InParts, TracedResult, fakes_of, make_fx_capture
+from torchtitan_graph.graph.trace import Capture, InParts, fakes_of, make_fx_capture
+from torchtitan_graph.graph.traced import TracedResult
 
 
 def dynamo_capture(

@@ -114,7 +114,9 @@ def swapped_state(
 @contextlib.contextmanager
 def _same_members(module: torch.nn.Module) -> Iterator[None]:
     """Take back parameters, buffers and submodules that the function adds: they are tensors of the trace."""
-    members = [place for child in module.modules() for place in (child._parameters, child._buffers, child._modules)]
+    members: list[dict[str, Any]] = []
+    for child in module.modules():
+        members += [child._parameters, child._buffers, child._modules]
     before = [dict(place) for place in members]
     try:
         yield

@@ -23,7 +23,8 @@ from torchtitan_graph.graph.step import (
     trace_eval_step,
     trace_train_step,
 )
-from torchtitan_graph.graph.trace import Capture, TracedResult, make_fx_capture
+from torchtitan_graph.graph.trace import Capture, make_fx_capture
+from torchtitan_graph.graph.traced import TracedResult
 from torchtitan_graph.log import logger
 from torchtitan_graph.loss import loss_context
 from torchtitan_graph.models.layers.decoder import Decoder

@@ -14,7 +14,8 @@ from torch._dynamo.decorators import mark_unbacked
 from torch.export import Dim
 
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph.trace import make_fx_capture, minimal_fx_tracer, run_traced
+from torchtitan_graph.graph.trace import make_fx_capture, minimal_fx_tracer
+from torchtitan_graph.graph.traced import run_traced
 
 
 def rows(size: int, *rest: int) -> Tensor:

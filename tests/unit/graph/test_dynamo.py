@@ -15,7 +15,8 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.dynamo import CAPTURES, dynamo_capture
 from torchtitan_graph.graph.stamp import described
-from torchtitan_graph.graph.trace import InParts, TracedResult, make_fx_capture, run_traced
+from torchtitan_graph.graph.trace import InParts, make_fx_capture
+from torchtitan_graph.graph.traced import TracedResult, run_traced
 from torchtitan_graph.passes.cleanup import cleanup
 
 pytestmark = pytest.mark.skipif(torch.__version__ < "2.13", reason="Dynamo captures steps from torch 2.13 on")

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.signature import signature_of
-from torchtitan_graph.graph.trace import TracedResult, minimal_fx_tracer, run_traced
+from torchtitan_graph.graph.trace import minimal_fx_tracer
+from torchtitan_graph.graph.traced import TracedResult, run_traced
 
 
 def inputs(traced: TracedResult) -> list[str]:

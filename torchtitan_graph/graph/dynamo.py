@@ -108,7 +108,9 @@ def _captured(
         strict = capture_strictly(fn, fakes)
         found = strict.inputs(*fakes)
     names = {str(id(child)): name for name, child in module.named_modules()}
-    if changed := {_by_name(each): line for each, line in strict.changed.items()}:
+    # Tensor parallelism's wrapper (parallel/parallelize.py) lets a module have its local parts during a call.
+    found_changed = {each: line for each, line in strict.changed.items() if not line.endswith(" in _on_locals")}
+    if changed := {_by_name(each): line for each, line in found_changed.items()}:
         told = ", ".join(f"{each} ({line})" if line else each for each, line in sorted(changed.items()))
         raise UserError(
             f"compile.capture = 'dynamo': the captured function changes {told}, which a graph would not: "

@@ -7,7 +7,7 @@ from matrix import BF16, FSDP2, FSDP2_TP2, ONE, TP2, Cell, bits_that_differ, bui
 
 from pool import run_on
 from torchtitan_graph.graph.liveness import peak_memory
-from torchtitan_graph.graph.trace import TracedResult
+from torchtitan_graph.graph.traced import TracedResult
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.recompute import Recompute
 

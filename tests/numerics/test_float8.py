@@ -5,6 +5,7 @@ import dataclasses
 
 import pytest
 import torch
+import torch.distributed as dist
 from matrix import (
     BF16,
     CPU,
@@ -27,7 +28,7 @@ from matrix import (
     trace,
     train,
 )
-from torch import Tensor
+from torch import Tensor, nn
 
 from pool import run_on
 from torchtitan_graph.compiler import Inspection, passes, run_passes
@@ -37,7 +38,9 @@ from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.recompute import Budget, Recompute
 from torchtitan_graph.parallel.storage import Reshard
+from torchtitan_graph.quantize.layers import Linear
 from torchtitan_graph.quantize.products import DELAYED, E4M3, ROWWISE, ROWWISE_WIDE, Recipe
+from torchtitan_graph.quantize.state import Quantized
 from torchtitan_graph.steps import Steps, build_steps
 
 c10d = torch.ops._c10d_functional
@@ -53,7 +56,6 @@ QWEN3 = {"family": "qwen3", "flavor": "debugmodel_moe"}
 CELLS = {
     "current": cell_of(ONE, CURRENT),
     "delayed": cell_of(ONE, PAST),
-    "rowwise": cell_of(ONE, ROWS),
     "rowwise-wide": cell_of(ONE, Recipe(ROWWISE_WIDE, E4M3), num_microbatches=1),
     "current-e4m3-fp32-recompute-full": cell_of(ONE, Recipe(gradient=E4M3), precision=FP32, recompute=Recompute(1)),
     "delayed-recompute-op": cell_of(ONE, PAST, recompute=Recompute(by_op=True)),
@@ -71,6 +73,7 @@ CELLS = {
     "CP-2-delayed": cell_of(ParallelDims(cp=2), PAST),
 }
 SLOW = {
+    "rowwise": cell_of(ONE, ROWS),
     "FSDP-2-stay-gathered": cell_of(FSDP2, CURRENT, reshard=Reshard(blocks=False)),
     "FSDP-2-reshard-all": cell_of(FSDP2, CURRENT, reshard=Reshard(root=True)),
     "FSDP-3": cell_of(ParallelDims(dp_shard=3), PAST, num_microbatches=1),
@@ -130,6 +133,23 @@ def stale_differences(cell: Cell) -> list[str]:
 def test_weights_that_are_not_quantised_anew_after_a_step_are_seen() -> None:
     (different,) = run_on(1, stale_differences, CELLS["current"])
     assert "step 2: loss" in different and "step 1: loss" not in different
+
+
+def seen_by_all(all_dims: list[ParallelDims]) -> list[list[float]]:
+    """Give what delayed scaling keeps where each rank has seen something else."""
+    found, rank = [], dist.get_rank()
+    for dims in all_dims:
+        model = nn.Sequential(Linear(nn.Linear(16, 16), PAST))
+        told = {"0.amax": torch.tensor([1.0 + rank, 2.0 - rank])}
+        Quantized(model, {}, layout_of(dims), torch.float32).take(told)
+        found.append(model[0].amax_history[:2].flatten().tolist())
+    return found
+
+
+def test_all_ranks_keep_the_largest_that_any_has_seen() -> None:
+    """Graph and eager share this: between them nothing would differ."""
+    all_dims = [FSDP2, DDP2, TP2, ParallelDims(cp=2), EP2]
+    assert run_on(2, seen_by_all, all_dims) == [[[2.0, 2.0, 0.0, 0.0]] * len(all_dims)] * 2
 
 
 def verified(cell: Cell) -> None:

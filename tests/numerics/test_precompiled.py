@@ -18,7 +18,7 @@ from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.as_data import traced_from_data
 from torchtitan_graph.graph.signature import signature_of
 from torchtitan_graph.graph.torch_private import init_fake_process_group
-from torchtitan_graph.graph.trace import TracedResult
+from torchtitan_graph.graph.traced import TracedResult
 from torchtitan_graph.models.layers.init import initialize
 from torchtitan_graph.models.layers.moe import AuxiliaryLoss
 from torchtitan_graph.models.spec import load_family

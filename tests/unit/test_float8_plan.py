@@ -18,6 +18,7 @@ from torchtitan_graph.quantize.state import Float8, convert
 
 CPU = torch.device("cpu")
 FLOAT8 = ("--model.converters", "float8")
+PP = "parallelism.pipeline_parallel_degree"
 
 
 def configured(**options: str) -> JobConfig:
@@ -80,6 +81,17 @@ def test_delayed_scaling_of_an_output_that_is_called_again_is_refused() -> None:
     config.model.num_mtp_layers = 1
     with pytest.raises(UserError, match="'tensorwise_delayed': with model.num_mtp_layers the layer output"):
         plan_float8(config, model(), CPU)
+
+
+def test_a_layer_in_two_places_is_converted_in_both_and_has_no_history() -> None:
+    shared = nn.Sequential(nn.Linear(16, 16), nn.Sequential(nn.ReLU()))
+    shared[1].append(shared[0])
+    found = plan_float8(configured(), shared, CPU)
+    assert found is not None and [*found.layers] == ["0"]
+    with pytest.raises(UserError, match="'tensorwise_delayed': 0 is 1.1 too, and one history can't follow both; name"):
+        plan_float8(configured(recipe_name="tensorwise_delayed"), shared, CPU)
+    convert(shared, found)
+    assert isinstance(shared[0], Linear) and shared[1][1] is shared[0]
 
 
 @pytest.mark.parametrize(

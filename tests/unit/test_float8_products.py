@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
@@ -58,6 +58,7 @@ def test_the_product_is_bitwise_that_of_the_kernel(a: torch.dtype, b: torch.dtyp
 def test_numbers_are_rounded_to_the_format_and_saturate() -> None:
     x = torch.tensor([448.0, -500.0, 1.0, 1.06, 2.0**-9, 0.0])
     assert quantize(x, torch.tensor(1.0), E4M3).float().tolist() == [448.0, -448.0, 1.0, 1.0, 2.0**-9, 0.0]
+    assert quantize(torch.tensor([6e4, -1e6]), torch.tensor(1.0), E5M2).float().tolist() == [57344.0, -57344.0]
     q, scale = quantized(torch.zeros(2, 2), E4M3)
     assert scale > 0 and q.float().eq(0).all()
     assert quantized(torch.tensor([[1.0, 3.0], [0.5, 8.0]]), E4M3, True)[1].mul(448).flatten().tolist() == [3.0, 8.0]
@@ -88,8 +89,17 @@ def in_every_way(forward: Callable[..., Tensor], dy: Tensor, *args: Tensor) -> t
     return expected
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-@pytest.mark.parametrize("is_hit", [False, True], ids=["miss", "hit"])
+WAYS = {
+    f"{name}-{'hit' if is_hit else 'miss'}": (each, is_hit)
+    for name, each in RECIPES.items()
+    for is_hit in (False, True)
+}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "is_hit"),
+    [pytest.param(*way, id=name) for name, way in WAYS.items() if not (way[0].by_row and way[1])],  # those have none
+)
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does
 def test_every_way_to_run_it_gives_the_same_bits(recipe: Recipe, is_hit: bool) -> None:
     weight = numbers(F, D, seed=1)
@@ -107,7 +117,7 @@ def test_every_way_to_run_it_gives_the_same_bits(recipe: Recipe, is_hit: bool) -
     if slot is not None:
         assert torch.equal(expected[3], torch.stack([x.abs().max(), dy.abs().max()]).float())
     others = step(forward, dy, x, (weight.detach() * 2).requires_grad_(), *args[2:])
-    assert torch.equal(others[0], expected[0]) == (is_hit and not recipe.by_row)  # a workspace is taken as it is
+    assert torch.equal(others[0], expected[0]) == is_hit  # a workspace is taken as it is
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
@@ -182,3 +192,15 @@ def test_an_operand_without_gradient_costs_no_product() -> None:
     for recipe in (Recipe(), Recipe(ROWWISE)):
         gm = make_fx(partial(step, recipe))(numbers(T, D), weight)
         assert len(gm.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)) == 2
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_it_takes_any_shape_that_a_linear_layer_takes(recipe: Recipe) -> None:
+    weight, slot = numbers(F, D, seed=1).requires_grad_(), torch.zeros(2, requires_grad=True)
+    for shape in ((D,), (0, D), (2, 0, D), (2, 3, 4, D)):
+        x = numbers(*shape).requires_grad_()
+        y, *_ = linear(x, weight, recipe, slot=slot if recipe.scaling == DELAYED else None)
+        y.sum().backward()
+        assert y.shape == nn.functional.linear(x, weight).shape and x.grad is not None and x.grad.shape == shape
+        rows, *_ = linear(x.view(-1, D), weight, recipe)
+        assert torch.equal(y.view(-1, F), rows)

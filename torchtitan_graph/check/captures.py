@@ -20,7 +20,7 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.dynamo import CAPTURES, Guards
 from torchtitan_graph.graph.show import line_of
 from torchtitan_graph.graph.stamp import described
-from torchtitan_graph.graph.trace import TracedResult
+from torchtitan_graph.graph.traced import TracedResult
 from torchtitan_graph.passes.cleanup import cleanup
 
 aten = torch.ops.aten

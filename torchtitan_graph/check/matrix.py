@@ -28,7 +28,7 @@ from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
 from torchtitan_graph.device import RATES
 from torchtitan_graph.graph.dynamo import CAPTURES
 from torchtitan_graph.graph.step import StepOutput
-from torchtitan_graph.graph.trace import TracedResult
+from torchtitan_graph.graph.traced import TracedResult
 from torchtitan_graph.loss import cross_entropy
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.init import initial_weight, initialize

@@ -61,11 +61,12 @@ def _described(x: Any, seen: dict[int, tuple[str, Any]]) -> Hashable:
         return _Itself(x)
     seen[id(x)] = f"object {len(seen)}", x  # it may hold itself
     if isinstance(x, dict):
-        return type(x), tuple((_described(k, seen), _described(v, seen)) for k, v in x.items())
+        items = tuple((_described(k, seen), _described(v, seen)) for k, v in x.items())
+        return type(x), _attributes(x, seen), _described(getattr(x, "default_factory", None), seen), items
     if isinstance(x, (list, tuple)):
-        return type(x), tuple(_described(each, seen) for each in x)
+        return type(x), _attributes(x, seen), tuple(_described(each, seen) for each in x)
     if isinstance(x, (set, frozenset)):
-        return type(x), frozenset(_described(each, seen) for each in x)
+        return type(x), _attributes(x, seen), frozenset(_described(each, seen) for each in x)
     if isinstance(x, functools.partial):
         return "partial", _described((x.func, x.args, x.keywords), seen)
     if isinstance(x, types.MethodType):
@@ -73,7 +74,12 @@ def _described(x: Any, seen: dict[int, tuple[str, Any]]) -> Hashable:
     if isinstance(x, types.FunctionType):
         cells = [cell.cell_contents for cell in x.__closure__ or ()]
         held = _described((cells, x.__defaults__, x.__kwdefaults__), seen)
-        return "function", x.__code__, _Itself(x.__globals__), held
+        return "function", x.__code__, _Itself(x.__globals__), held, _attributes(x, seen)
     if type(x).__new__ is object.__new__ and not any("__slots__" in vars(cls) for cls in type(x).__mro__):
-        return type(x), _described(vars(x), seen)
+        return type(x), _attributes(x, seen)
     return _Itself(x)
+
+
+def _attributes(x: Any, seen: dict[int, tuple[str, Any]]) -> Hashable:
+    """Describe what an object holds by name: a function may, and what is of a subclass of `dict` and its like."""
+    return _described(getattr(x, "__dict__", None), seen)

@@ -24,9 +24,10 @@ import torchtitan_graph.ops
 import torchtitan_graph.row_loss  # noqa: F401 (both register operators)
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
+from torchtitan_graph.graph.arguments import take_call
 from torchtitan_graph.graph.signature import Layout, Plain, Signature, Slot, signature_of
 from torchtitan_graph.graph.torch_private import FakeTensor, FakeTensorMode, lazy_graph_module
-from torchtitan_graph.graph.trace import TracedResult, take_call
+from torchtitan_graph.graph.traced import TracedResult
 from torchtitan_graph.graph.traffic import GROUP_ARGUMENTS
 
 NAMESPACES = ("aten", "prims", "_c10d_functional", "_dtensor", "symm_mem", "torchtitan_graph")

@@ -15,9 +15,9 @@ pass that gives a size of the batch to an operator takes it from a node, never f
 
 from __future__ import annotations
 
-import contextlib
+import sysconfig
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,63 +29,18 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
+from torchtitan_graph.graph.dimensions import SMALLEST, Dimension, DynamicShapes, SizeError, declared_by, marked
 from torchtitan_graph.graph.edit import erase_dead
 from torchtitan_graph.graph.signature import Layout, Plain, layout_of, signature_of
 from torchtitan_graph.graph.torch_private import (
     FakeTensorMode,
     add_runtime_checks,
     compute,
-    dynamic_marks,
-    export_dims,
     hint,
     is_symbolic,
-    is_traceable_wrapper_subclass,
     new_symbol,
     require,
 )
-
-# Of a tensor's name and a dimension, what that is called: see `Sizes`. A sequence has all dimensions.
-DynamicShapes = Mapping[str, Mapping[int, Any] | Sequence[Any]]
-
-_SMALLEST = 2  # torch takes sizes 0 and 1 for other cases: a symbol is never one of them
-
-
-class Dimension(NamedTuple):
-    """A dimension that may differ: `tensor.shape[dim]`, as it is when it is traced.
-
-    name       what `dynamic_shapes` calls it, None where it is marked on the tensor
-    of         another dimension's name and the function of it that this one is, None for one of its own
-    unbacked   the trace may not use its size
-    required   it is an error if the function takes it for one number
-    low, high  the sizes that are declared, None where nothing is
-    """
-
-    tensor: str
-    dim: int
-    size: int
-    name: str | None = None
-    of: tuple[str, Callable[[Any], Any]] | None = None
-    unbacked: bool = False
-    required: bool = True
-    low: int | None = None
-    high: int | None = None
-
-    def __str__(self) -> str:
-        return f"{self.tensor}.shape[{self.dim}]"
-
-    @property
-    def root(self) -> str | None:
-        """The name of the dimension that this one is, or derives from."""
-        return self.of[0] if self.of else self.name
-
-    def of_root(self, size: Any) -> Any:
-        """Give this dimension's size where its root has this one."""
-        return self.of[1](size) if self.of else size
-
-    def check(self, size: int, root: Dimension, its_size: int) -> None:
-        """Refuse a size that does not agree with that of the root."""
-        if size != (expected := self.of_root(its_size)):
-            raise SizeError(f"{self} is {size}, but {self.name} is {expected}, for {root} is {its_size}")
 
 
 class Condition(NamedTuple):
@@ -93,10 +48,6 @@ class Condition(NamedTuple):
 
     expression: sympy.Basic
     where: str
-
-
-class SizeError(UserError):
-    """A function that is not for the sizes that it is to be traced for, or a call whose sizes are not among those."""
 
 
 class _Found(list[Any]):
@@ -128,8 +79,8 @@ class Sizes:
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], dynamic_shapes: DynamicShapes | None = None) -> None:
-        self.dimensions = [x for name, tensor in tensors.items() for x in _marked(name, tensor)]
-        self.dimensions += _declared(tensors, dynamic_shapes or {})
+        self.dimensions = [x for name, tensor in tensors.items() for x in marked(name, tensor)]
+        self.dimensions += declared_by(tensors, dynamic_shapes or {})
         self.env = ShapeEnv()
         self.env.guards = self._found = _Found()
         self._promised = _FoundOf()
@@ -244,7 +195,7 @@ class Sizes:
         if sizes in self._seen:
             return given
         for x, size in zip(self.dimensions, sizes, strict=True):
-            low = x.low if x.low is not None else 0 if x.unbacked else _SMALLEST
+            low = x.low if x.low is not None else 0 if x.unbacked else SMALLEST
             if size < low or (x.high is not None and size > x.high):
                 legal = f"{low} and more" if x.high is None else f"{low} to {x.high}"
                 raise SizeError(f"{x} is {size}: the trace holds for {legal}; trace again for this size")
@@ -364,87 +315,14 @@ def _as_traced(x: Any, known: dict[Any, torch.Tensor]) -> Any:
     return known[key]
 
 
+_STANDARD = sysconfig.get_path("stdlib")
+_NOT_THE_AUTHOR_S = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
+
+
 def place(frames: traceback.StackSummary) -> str:
     """Give the place in a user's code that a stack leads to."""
-    own = (str(Path(torch.__file__).parent), str(Path(__file__).parent), contextlib.__file__, "<")
-    found = [f for f in frames if not f.filename.startswith(own)]
-    return f" ({Path(found[-1].filename).name}:{found[-1].lineno}: {found[-1].line})" if found else ""
-
-
-def _marked(name: str, tensor: torch.Tensor) -> list[Dimension]:
-    """Give the dimensions that are marked on a tensor."""
-    marks = dynamic_marks(tensor)
-    if marks and is_traceable_wrapper_subclass(tensor):
-        raise UserError(
-            f"{name} is a {type(tensor).__name__} with a dynamic dimension, which is not supported: pass its plain "
-            "tensor, or leave the mark out"
-        )
-    for i, *_ in marks:
-        if not 0 <= i < tensor.dim():
-            raise UserError(f"{name}: dimension {i} is marked dynamic, and it has {tensor.dim()} dimensions")
-    return [
-        x
-        for i, unbacked, required, low, high in marks
-        for x in _checked(Dimension(name, i, tensor.shape[i], unbacked=unbacked, required=required, low=low, high=high))
-    ]
-
-
-def _declared(tensors: Mapping[str, torch.Tensor], shapes: DynamicShapes) -> list[Dimension]:
-    """Give the dimensions that `dynamic_shapes` names."""
-    found = []
-    if not isinstance(shapes, Mapping):
-        raise UserError(
-            f"dynamic_shapes is {shapes!r}: legal is a dict of tensors' names, as in {{{next(iter(tensors), 'x')!r}: "
-            "{0: 'rows'}}"
-        )
-    for name, dims in shapes.items():
-        if name not in tensors:
-            raise UserError(f"dynamic_shapes: {name} is no tensor among the arguments: {', '.join(tensors)}")
-        tensor = tensors[name]
-        if is_traceable_wrapper_subclass(tensor):
-            raise UserError(f"dynamic_shapes: {name} is a {type(tensor).__name__}, which is not supported there")
-        if not isinstance(dims, Mapping | list | tuple | None):
-            raise UserError(
-                f"dynamic_shapes: {name} is {dims!r}: legal are a dict of its dimensions' names, and a list of names"
-            )
-        for i, what in dims.items() if isinstance(dims, Mapping) else enumerate(dims or ()):
-            if type(i) is not int or not 0 <= i < tensor.dim():
-                raise UserError(f"dynamic_shapes: {name} has no dimension {i!r}: 0 to {tensor.dim() - 1}")
-            if i in (mark.dim for mark in dynamic_marks(tensor)):
-                raise UserError(f"dynamic_shapes: {name}.shape[{i}] is marked on the tensor as well: do one of them")
-            found += [x for declared in _named(Dimension(name, i, tensor.shape[i]), what) for x in _checked(declared)]
-    return found
-
-
-def _named(x: Dimension, what: Any) -> list[Dimension]:
-    """Give a dimension as `dynamic_shapes` has it, nothing for one that stays as it is."""
-    derived, hint = export_dims()
-    if what is None:
-        return []
-    if isinstance(what, str):
-        return [x._replace(name=what)]
-    if isinstance(what, derived):
-        return [x._replace(name=what.__name__, of=(what.root.__name__, what.fn))]  # type: ignore[attr-defined]
-    if isinstance(what, torch.export.Dim):
-        low, high = (int(n) if str(n).isdigit() else None for n in (what.min, what.max))
-        return [x._replace(name=what.__name__, low=low or None, high=high)]
-    if isinstance(what, hint):
-        kind = what.type.name  # type: ignore[attr-defined]
-        return [] if kind == "STATIC" else [x._replace(required=kind == "DYNAMIC", low=what.min, high=what.max)]  # type: ignore[attr-defined]
-    raise UserError(f"dynamic_shapes: {x} is {what!r}: legal are a name, a torch.export.Dim, and None")
-
-
-def _checked(x: Dimension) -> list[Dimension]:
-    """Give the dimension, or nothing if it stays as it is: one that may be dynamic, and is of a size that can't."""
-    if not x.unbacked and x.size < _SMALLEST:
-        if not x.required:
-            return []
-        raise UserError(
-            f"{x} is to be dynamic, but is {x.size}: trace with {_SMALLEST} or more, for one is another case"
-        )
-    if not x.unbacked and x.low is not None and x.low < _SMALLEST:
-        raise UserError(f"{x} is declared from {x.low} on: a trace holds for {_SMALLEST} and more; declare that")
-    if (x.low is not None and x.size < x.low) or (x.high is not None and x.size > x.high):
-        low, high = ("any" if n is None else n for n in (x.low, x.high))
-        raise UserError(f"{x} is {x.size}, which is not within what is declared of it, {low} to {high}")
-    return [x]
+    for frame in reversed(frames):
+        is_standard = frame.filename.startswith(_STANDARD) and "site-packages" not in frame.filename
+        if not is_standard and not frame.filename.startswith(_NOT_THE_AUTHOR_S):
+            return f" ({Path(frame.filename).name}:{frame.lineno}: {frame.line})"
+    return ""

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph.dynamic import DynamicShapes
+from torchtitan_graph.graph.dimensions import DynamicShapes
 from torchtitan_graph.graph.signature import layout_of
 from torchtitan_graph.graph.state import is_traced, live_state
 from torchtitan_graph.graph.torch_private import (
@@ -44,7 +44,8 @@ from torchtitan_graph.graph.torch_private import (
     reparametrize,
     run_wrapped,
 )
-from torchtitan_graph.graph.trace import Capture, InParts, TracedResult, fakes_of, make_fx_capture
+from torchtitan_graph.graph.trace import Capture, InParts, fakes_of, make_fx_capture
+from torchtitan_graph.graph.traced import TracedResult
 
 
 def dynamo_capture(
@@ -77,7 +78,10 @@ def dynamo_capture(
         )
     in_make_fx = functools.partial(make_fx_capture, device=device, stack_traces=stack_traces)
     forward = fn.forward if isinstance(fn, InParts) else fn
-    taken = arguments[: len(inspect.signature(forward).parameters)] if isinstance(fn, InParts) else arguments
+    taken = arguments
+    if isinstance(fn, InParts):
+        kinds = [each.kind for each in inspect.signature(forward).parameters.values()]
+        taken = arguments if inspect.Parameter.VAR_POSITIONAL in kinds else arguments[: len(kinds)]
     try:
         replay, strict, constants = _captured(forward, module, taken, device)
     except UserError:
@@ -104,7 +108,9 @@ def _captured(
         strict = capture_strictly(fn, fakes)
         found = strict.inputs(*fakes)
     names = {str(id(child)): name for name, child in module.named_modules()}
-    if changed := {_by_name(each): line for each, line in strict.changed.items() if not each.endswith("._parameters")}:
+    # Tensor parallelism's wrapper (parallel/parallelize.py) lets a module have its local parts during a call.
+    found_changed = {each: line for each, line in strict.changed.items() if not line.endswith(" in _on_locals")}
+    if changed := {_by_name(each): line for each, line in found_changed.items()}:
         told = ", ".join(f"{each} ({line})" if line else each for each, line in sorted(changed.items()))
         raise UserError(
             f"compile.capture = 'dynamo': the captured function changes {told}, which a graph would not: "

@@ -31,7 +31,7 @@ from torch.fx.node import map_arg
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.alike import description
 from torchtitan_graph.graph.edit import copy_node
-from torchtitan_graph.graph.hierarchy import Entry, Place, Recorder
+from torchtitan_graph.graph.hierarchy import Place, Recorder
 from torchtitan_graph.graph.signature import Layout, layout_of
 from torchtitan_graph.graph.state import swapped_state, unassigned_data
 from torchtitan_graph.graph.torch_private import (
@@ -301,7 +301,6 @@ class Stamps:
         if self.kinds or self.num_alone:
             kinds, blocks = len(self.kinds) + self.num_alone, len(_calls) + self.num_alone
             logger.info(f"traced {kinds} kind{'s' * (kinds != 1)} of block for {blocks} blocks")
-        _calls.clear()
 
 
 @contextlib.contextmanager
@@ -318,7 +317,6 @@ def opaque(
         TraceInFull: here or inside; then no graph comes of this trace.
     """
     stamps = Stamps(module, fake_mode, stack_traces, recorder)
-    _calls.clear()
     if blocks and any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
         raise TraceInFull("torch.autocast is on")
     looks = {name: _look(block) for name, block in blocks.items()}
@@ -330,6 +328,7 @@ def opaque(
             block.forward = functools.partial(stands, block.forward)
         yield stamps
     finally:
+        _calls.clear()  # they hold the model
         for block, forward in before.items():
             if forward is None:
                 vars(block).pop("forward", None)
@@ -390,11 +389,6 @@ def _moved(graph: BlockGraph, call: _Call, place: Place) -> Place:
         )
         call.places[place] = (*call.place, *inside)
     return call.places[place]
-
-
-def _renamed(entry: Entry, graph: BlockGraph, call: _Call) -> Entry:
-    is_module = entry.type == "module"
-    return entry._replace(path=call.name + entry.path[len(graph.block) :]) if is_module else entry
 
 
 def _is_sum(node: Node) -> bool:

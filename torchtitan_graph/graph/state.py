@@ -77,11 +77,12 @@ def _options_of(group: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def modes_of(module: torch.nn.Module | None) -> Iterator[tuple[Any, str, str, bool]]:
-    """Yield (object, name, attribute, value) of what a trace takes from modules and parameters beside tensors."""
+    """Yield (object, the attribute's name in the module, in the object, value) of what a trace takes from modules and
+    parameters beside tensors."""
     for name, child in module.named_modules() if module is not None else ():
-        yield child, name, "training", child.training
+        yield child, f"{name}.training".lstrip("."), "training", child.training
     for name, p in module.named_parameters() if module is not None else ():
-        yield p, name, "requires_grad", p.requires_grad
+        yield p, f"{name}.requires_grad", "requires_grad", p.requires_grad
 
 
 @contextlib.contextmanager
@@ -99,15 +100,31 @@ def swapped_state(
         yield
         return
     by_name = {name: t for (kind, name), t in traced.items() if kind in ("param", "buffer")}
-    with _swapped_optimizer(module, optimizer, traced), reparametrize(module, by_name):
+    with _same_members(module), _swapped_optimizer(module, optimizer, traced), reparametrize(module, by_name):
         yield
         held = dict(module.named_parameters()) | dict(module.named_buffers())
-        rebound = sorted(name for name, t in by_name.items() if held.get(name) is not t)
+        rebound = sorted(name for name in by_name.keys() | held.keys() if held.get(name) is not by_name.get(name))
         if rebound:
             raise UserError(
                 f"the traced function assigns new tensors to {', '.join(rebound)}: a graph would lose the update "
                 "silently; return the new value from the function and write it back outside"
             )
+
+
+@contextlib.contextmanager
+def _same_members(module: torch.nn.Module) -> Iterator[None]:
+    """Take back parameters, buffers and submodules that the function adds: they are tensors of the trace."""
+    members: list[dict[str, Any]] = []
+    for child in module.modules():
+        members += [child._parameters, child._buffers, child._modules]
+    before = [dict(place) for place in members]
+    try:
+        yield
+    finally:
+        for place, held in zip(members, before, strict=True):
+            if place.keys() != held.keys() or any(place[key] is not x for key, x in held.items()):
+                place.clear()
+                place.update(held)
 
 
 @contextlib.contextmanager
@@ -254,12 +271,12 @@ class BoundState:
                 )
         state = live_state(self._module, self._optimizer)
         _check_names(self._slots, state)
-        self._modes = list(modes_of(self._module))
-        for _, owner, attribute, value in self._modes:
-            name = f"{owner}.{attribute}".lstrip(".")
+        modes = list(modes_of(self._module))
+        for _, name, _, value in modes:
             if self._traced_modes.get(name, value) is not value:
                 raise UserError(f"{name} is {value}, traced with {not value}: set it back, or trace again")
         self._tensors = [t for slot in self._slots for t in flatten(slot, state[slot.kind, slot.name])]
+        self._modes = modes  # not before all fits, else the next call would find nothing changed
         self._places = list(_places(self._module, self._optimizer))
         self._locals = [(t, t._local_tensor) for _, _, t in self._places if isinstance(t, DTensor)]
         groups = self._optimizer.param_groups if self._optimizer is not None else []

@@ -16,7 +16,8 @@ from torchtitan_graph.graph.pieces import Recorder, Replayed
 from torchtitan_graph.graph.signature import signature_of
 from torchtitan_graph.graph.state import sharing_memory
 from torchtitan_graph.graph.torch_private import accumulate, annotated, free_gradient_dtype
-from torchtitan_graph.graph.trace import Capture, InParts, TracedResult, make_fx_capture, run_traced
+from torchtitan_graph.graph.trace import Capture, InParts, make_fx_capture
+from torchtitan_graph.graph.traced import TracedResult, run_traced
 
 SLOT = ".amax"  # ends the names of slots, see `make_train_step`: they tell largest magnitudes
 IGNORE_INDEX = -100  # a label that is no target, as of torch's cross_entropy and of data/batch.py

@@ -30,7 +30,6 @@ from torch._higher_order_ops.flex_attention import flex_attention_backward as _f
 from torch._higher_order_ops.utils import registered_hop_fake_fns
 from torch._higher_order_ops.wrap import tag_activation_checkpoint, wrap
 from torch._subclasses import FakeTensor, FakeTensorMode
-from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.device_mesh import DeviceMesh
@@ -350,13 +349,15 @@ def export_dims() -> tuple[type, type]:
 
 class Mark(NamedTuple):
     """A dimension that `torch._dynamo`'s functions marked: whether its size may be used, must not be one number, and
-    lies between what."""
+    lies between what; what those are called that are equal; and whether code was asked for some of its sizes."""
 
     dim: int
     unbacked: bool
     required: bool
     low: int | None
     high: int | None
+    name: str | None
+    specialized: bool
 
 
 def dynamic_marks(tensor: torch.Tensor) -> list[Mark]:
@@ -364,6 +365,7 @@ def dynamic_marks(tensor: torch.Tensor) -> list[Mark]:
     attributes, which no function reads back."""
     bounds = {x.dim: (x.min, x.max) for x in getattr(tensor, "_dynamo_dynamic_range", ())}
     bounds |= getattr(tensor, "_dynamo_unbacked_bounds", {})
+    names, specialized = getattr(tensor, "_dynamo_shape_ids", {}), getattr(tensor, "_specialize_on", {})
     kinds = (
         ("_dynamo_dynamic_indices", False, True),
         ("_dynamo_weak_dynamic_indices", False, False),
@@ -374,7 +376,8 @@ def dynamic_marks(tensor: torch.Tensor) -> list[Mark]:
     for attribute, unbacked, required in kinds:
         for i in getattr(tensor, attribute, ()):
             dim = i + tensor.dim() if i < 0 else i
-            found[dim] = Mark(dim, unbacked, required, *bounds.get(i, (None, None)))
+            low, high = bounds.get(i, (None, None))
+            found[dim] = Mark(dim, unbacked, required, low, high, names.get(i), bool(specialized.get(i)))
     return [found[i] for i in sorted(found)]
 
 
@@ -427,21 +430,6 @@ def is_symbolic(x: Any) -> bool:
 def hint(x: Any) -> Any:
     """Give a number as it was when it was traced; `int` of a symbol would fix it. There is no public name for that."""
     return x.node.hint if is_symbolic(x) else x
-
-
-def _pad_of_unknown_size(fake_mode: Any, _: Any, x: torch.Tensor, pad: Sequence[int], value: Any = 0) -> Any:
-    """Say what padding gives where a size is a symbol: torch's kernel in C++ takes it for one number. Where channels
-    may come last, and of sizes that are known, it does. Replaced by torch's own rule for symbols."""
-    if not any(map(is_symbolic, x.shape)) or hint(x.stride()[1 % x.dim()]) == 1:
-        return NotImplemented
-    shape = list(x.shape)
-    for i in range(len(pad) // 2):
-        shape[-1 - i] += pad[2 * i] + pad[2 * i + 1]
-    with fake_mode:
-        return x.new_empty(shape)
-
-
-op_implementations_dict.setdefault(torch.ops.aten.constant_pad_nd.default, _pad_of_unknown_size)
 
 
 def compute(graph: torch.fx.Graph, expression: Any, of: Mapping[Any, torch.fx.Node]) -> torch.fx.Node:
@@ -562,6 +550,8 @@ def capture_strictly(fn: Callable[..., Any], arguments: tuple[Any, ...]) -> Stri
             out = fullgraph_capture(fn, arguments, {})
         except TorchDynamoException as error:
             raise NotCaptured(_why(error)) from error
+        if out.backend_input is None:
+            raise NotCaptured("the function computes nothing of tensors")
         found = out.graph_capture_output
         gm: Any = create_fx_graph_from_captured_output(out, fn, arguments, {})
         hooks = Hooks(guard_filter_fn=lambda guards: [_is_of_python(each) for each in guards])

@@ -16,7 +16,7 @@ from torchtitan_graph.graph.partition import Parts
 from torchtitan_graph.graph.signature import signature_of
 from torchtitan_graph.graph.state import BoundState, sharing_memory
 from torchtitan_graph.graph.step import AddGradients, StepOutput, combine
-from torchtitan_graph.graph.trace import TracedResult, run_traced
+from torchtitan_graph.graph.traced import TracedResult, run_traced
 from torchtitan_graph.parallel.layout import PP, Layout
 from torchtitan_graph.parallel.schedule import Schedule
 

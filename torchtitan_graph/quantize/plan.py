@@ -62,6 +62,8 @@ def _plan_linears(config: JobConfig, model: nn.Module, device: torch.device) -> 
             f" layers in {_FILTER}"
         )
     scaling = options.recipe_name or TENSORWISE
+    if scaling == DELAYED:
+        _check_called_once(model, names, _FILTER.rpartition(".")[0], f"name it in {_FILTER}")
     if scaling == DELAYED and config.model.num_mtp_layers and "output" in names:
         raise UserError(
             f"quantize.linear.float8.recipe_name = {scaling!r}: with model.num_mtp_layers the layer output is called"
@@ -92,8 +94,21 @@ def _plan_experts(config: JobConfig, model: nn.Module, device: torch.device) -> 
         )
     names = [name for name in experts if any(part in name for part in options.fqns)]
     scaling = options.recipe_name or ROWWISE
+    if scaling == DELAYED:
+        _check_called_once(model, names, _FQNS.rpartition(".")[0], f"leave it out of {_FQNS}")
     logger.info(f"float8: experts of {len(names)} layers, {scaling}; as they were: {len(experts) - len(names)}")
     return dict.fromkeys(names, _recipe(scaling, options.gradient_format, options.emulate))
+
+
+def _check_called_once(model: nn.Module, names: Collection[str], table: str, instead: str) -> None:
+    """Refuse a layer that stands in several places, for delayed scaling adds up what it tells in one slot."""
+    first = {m: name for name, m in model.named_modules()}
+    for name, m in model.named_modules(remove_duplicate=False):
+        if first[m] in names and first[m] != name:
+            raise UserError(
+                f"{table}.recipe_name = {DELAYED!r}: {first[m]} is {name} too, and one history can't"
+                f" follow both; {instead}, or choose another recipe"
+            )
 
 
 def _recipe(scaling: str, gradient: str | None, emulate: bool) -> Recipe:

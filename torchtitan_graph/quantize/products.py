@@ -41,7 +41,9 @@ class Recipe(NamedTuple):
 
 
 def largest(x: Tensor, by_row: bool = False) -> Tensor:
-    """Give the largest magnitude, fp32: a scalar, or (rows, 1) of a matrix."""
+    """Give the largest magnitude, fp32: a scalar, or (rows, 1) of a matrix; of nothing 0."""
+    if not x.numel():
+        return x.new_zeros((x.shape[0], 1) if by_row else (), dtype=torch.float32)
     return (x.abs().amax(-1, keepdim=True) if by_row else x.abs().amax()).float()
 
 
@@ -60,7 +62,7 @@ def scale_by(past: Tensor | None, i: int, magnitude: Tensor, dtype: torch.dtype)
 
 def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Divide by the scale, and round to the format; what is larger than it holds becomes its largest number."""
-    limit = torch.finfo(dtype).max  # a cast alone would give nan, or inf
+    limit = torch.finfo(dtype).max  # a cast alone gives inf in e5m2, in e4m3 what the device likes
     return (x.float() / scale).clamp(-limit, limit).to(dtype)
 
 
@@ -115,7 +117,7 @@ class Quantised(NamedTuple):
 
 def quantise_input(x: Tensor, recipe: Recipe, past: Tensor | None = None) -> Quantised:
     """Quantise what linear layers read; `past` is as of `linear`. Nothing is differentiated."""
-    x_TD = x.detach().flatten(0, -2)
+    x_TD = _rows(x.detach())
     if recipe.by_row:
         return Quantised(*quantized(x_TD, E4M3, True))
     magnitude = largest(x_TD)
@@ -143,12 +145,17 @@ def linear(
             `past` are those to scale by, 0 where there are none yet.
         given: x quantised, where other layers read it too.
     """
-    x_TD, read = x.flatten(0, -2), given or quantise_input(x, recipe, past)
+    x_TD, read = _rows(x), given or quantise_input(x, recipe, past)
     if recipe.by_row:
         y_TF, made = _Rowwise.apply(x_TD, weight, read.q_TD, read.scale, recipe), (None, None)
     else:
         y_TF, *made = _Tensorwise.apply(x_TD, weight, *read, q, scale, slot, past, recipe)
-    return y_TF.unflatten(0, x.shape[:-1]), *made
+    return y_TF.view(*x.shape[:-1], weight.shape[0]), *made
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Give (..., D) as rows (T, D); one vector is one row."""
+    return x.flatten(0, -2) if x.dim() > 1 else x[None]
 
 
 class _Tensorwise(torch.autograd.Function):

@@ -33,11 +33,14 @@ def convert(model: nn.Module, float8: Float8) -> None:
     """Replace layers by those that multiply in float8, in place, as far as a pipeline's stage has them; parameters stay
     the same ones."""
     there = dict(model.named_modules())
+    new: dict[nn.Module, nn.Module] = {}
     for name in float8.layers.keys() & there.keys():
-        owner, _, leaf = name.rpartition(".")
         old, recipe = there[name], float8.layers[name]
-        new = Float8Experts(old, recipe) if isinstance(old, Experts) else Linear(old, recipe)  # type: ignore[arg-type]
-        setattr(there[owner], leaf, new)
+        new[old] = Float8Experts(old, recipe) if isinstance(old, Experts) else Linear(old, recipe)  # type: ignore[arg-type]
+    for name, old in [*model.named_modules(remove_duplicate=False)]:  # a layer may have several
+        if old in new:
+            owner, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, new[old])
 
 
 def add_workspaces(model: nn.Module, storages: Mapping[str, Storage]) -> dict[str, Storage]:

@@ -23,7 +23,8 @@ from torchtitan_graph.graph.step import (
     make_eager_step,
     make_eval_step,
 )
-from torchtitan_graph.graph.trace import Capture, make_fx_capture, run_traced
+from torchtitan_graph.graph.trace import Capture, make_fx_capture
+from torchtitan_graph.graph.traced import run_traced
 from torchtitan_graph.loss import loss_context
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.optim import clip_grad_norm

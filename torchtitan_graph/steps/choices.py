@@ -14,6 +14,7 @@ from torch import nn
 
 from torchtitan_graph.compiler import Extra, Pass, PassPlan, passes, update_passes
 from torchtitan_graph.config import job
+from torchtitan_graph.config.graph import chosen_codegen
 from torchtitan_graph.config.option import nearest
 from torchtitan_graph.config.own import find_own
 from torchtitan_graph.errors import UserError
@@ -102,7 +103,7 @@ def plan_regions(options: job.Compile, model: nn.Module, device: torch.device) -
         UserError: a pattern that no module's name matches, a fusion that the model has no use for, options of something
             that is not compiled, or options that Inductor does not have.
     """
-    codegen = options.codegen or ("blocks" if options.enable else "off")
+    codegen = chosen_codegen(options)
     chosen = options.components if codegen != "off" else []
     is_whole = codegen == "whole"
     patterns = options.regions if "model" in chosen and not is_whole else []

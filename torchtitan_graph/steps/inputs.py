@@ -14,7 +14,7 @@ from torch import Tensor
 from torchtitan_graph.compiler import PassPlan
 from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
 from torchtitan_graph.graph.cost import Costs
-from torchtitan_graph.graph.dynamic import DynamicShapes
+from torchtitan_graph.graph.dimensions import DynamicShapes
 from torchtitan_graph.graph.trace import Capture
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.moe import set_up_experts

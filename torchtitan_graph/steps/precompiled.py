@@ -27,7 +27,7 @@ import torch
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.as_data import Malformed, traced_from_data, traced_to_data
 from torchtitan_graph.graph.flops import Flops
-from torchtitan_graph.graph.trace import TracedResult
+from torchtitan_graph.graph.traced import TracedResult
 from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.layout import PP, TP, Layout, ParallelDims
 from torchtitan_graph.parallel.storage import Storage

@@ -25,7 +25,8 @@ from torchtitan_graph.graph.step import (
     trace_stage_evaluation,
     trace_stage_step,
 )
-from torchtitan_graph.graph.trace import Capture, TracedResult
+from torchtitan_graph.graph.trace import Capture
+from torchtitan_graph.graph.traced import TracedResult
 from torchtitan_graph.log import logger
 from torchtitan_graph.loss import loss_context
 from torchtitan_graph.models.layers.decoder import Decoder

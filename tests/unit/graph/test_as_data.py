@@ -13,7 +13,8 @@ from torch import nn
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.as_data import Malformed, traced_from_data, traced_to_data
-from torchtitan_graph.graph.trace import TracedResult, minimal_fx_tracer, run_traced
+from torchtitan_graph.graph.trace import minimal_fx_tracer
+from torchtitan_graph.graph.traced import TracedResult, run_traced
 
 CPU = torch.device("cpu")
 X = torch.arange(8.0).reshape(2, 4)

@@ -14,7 +14,8 @@ from torch._dynamo.decorators import mark_unbacked
 from torch.export import Dim
 
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph.trace import make_fx_capture, minimal_fx_tracer, run_traced
+from torchtitan_graph.graph.trace import make_fx_capture, minimal_fx_tracer
+from torchtitan_graph.graph.traced import run_traced
 
 
 def rows(size: int, *rest: int) -> Tensor:
@@ -73,6 +74,17 @@ def test_an_unbacked_size_may_be_none_and_one() -> None:
     run = run_traced(minimal_fx_tracer(lambda x: x.sum(1) + 1)(marked(rows(5), mark_unbacked)))
     for n in (0, 1, 7):
         assert torch.equal(run(rows(n)), rows(n).sum(1) + 1)
+
+
+@pytest.mark.parametrize(
+    ("how", "shapes"), [({"shape_id": "n"}, None), (None, {"x": {0: "n"}, "y": {0: "n"}})], ids=["marks", "declared"]
+)
+def test_sizes_of_one_name_are_equal(how: dict | None, shapes: dict | None) -> None:
+    first = [rows(5) if how is None else marked(rows(5), mark_unbacked, **how) for _ in range(2)]
+    run = run_traced(minimal_fx_tracer(lambda x, y: x + y, dynamic_shapes=shapes)(*first))
+    assert torch.equal(run(rows(3), rows(3)), 2 * rows(3))
+    with pytest.raises(UserError, match=r"x.shape.0. is 4, but y.shape.0. is 3: both are n, and must be equal"):
+        run(rows(4), rows(3))
 
 
 def test_what_may_be_dynamic_may_turn_out_fixed() -> None:
@@ -217,6 +229,7 @@ def fixed(x: Tensor) -> Tensor:
             r"is 6, which is not within what is declared of it, any to 4",
         ),
         (lambda x: x + 1, (mark_beyond(rows(6)),), "x: dimension 2 is marked dynamic, and it has 2 dimensions"),
+        (lambda x: x + 1, (marked(rows(6), specialize_on=[bool]),), r"x.shape.0. is marked with specialize_on, but"),
         (lambda x: {x.shape[0]: x}, (marked(rows(6)),), r"with a dynamic size,.* \(test_dynamic.py:.*unhashable"),
         (lambda x: x[0, 0].long().item(), (rows(6),), "the result holds u0, a number that only a run knows"),
         (lambda x: torch.from_numpy(x.numpy()), (rows(6),), r"a NumPy array of a tensor \(test_dynamic.py:\d+: "),
@@ -236,7 +249,7 @@ def test_what_can_not_be_dynamic_is_refused_by_name(fn: Callable, first: tuple, 
         ({"x": "n"}, "x is 'n': legal are a dict of its dimensions' names, and a list of names"),
         (({0: "n"}, None), r"dynamic_shapes is .*: legal is a dict of tensors' names, as in {'x': {0: 'rows'}}"),
         ({"x": {0: 8}}, r"x.shape.0. is 8: legal are a name"),
-        ({"x": {0: "n"}, "y": {0: "n"}}, r"y.shape.0. is 12, but n is 6, for x.shape.0. is 6"),
+        ({"x": {0: "n"}, "y": {0: "n"}}, r"x.shape.0. is 6, but y.shape.0. is 12: both are n"),
         ({"y": {0: 2 * Dim("n")}}, r"y.shape.0. is 2\*n, but no dimension is n"),
         (
             {"x": {0: "n"}, "y": {0: "m"}},

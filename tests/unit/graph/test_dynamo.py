@@ -15,7 +15,8 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.dynamo import CAPTURES, dynamo_capture
 from torchtitan_graph.graph.stamp import described
-from torchtitan_graph.graph.trace import InParts, TracedResult, make_fx_capture, run_traced
+from torchtitan_graph.graph.trace import InParts, make_fx_capture
+from torchtitan_graph.graph.traced import TracedResult, run_traced
 from torchtitan_graph.passes.cleanup import cleanup
 
 pytestmark = pytest.mark.skipif(torch.__version__ < "2.13", reason="Dynamo captures steps from torch 2.13 on")
@@ -165,6 +166,12 @@ def test_an_argument_that_differs_is_named(arguments: tuple[Any, ...], words: st
         run_traced(traced, module=model)(*arguments)
 
 
+def test_forward_may_take_any_number_of_arguments() -> None:
+    model = net()
+    traced = dynamo_capture(stepping(model, lambda *xs: model(xs[0] + xs[1]).sum()), model, (X, X), device="cpu")
+    assert torch.equal(run_traced(traced, module=model)(X, X + 1)[0], model(X + X + 1).sum())
+
+
 def test_a_dataclass_comes_and_goes() -> None:
     model, given = net(), Setting(X, 2)
     traced = dynamo_capture(lambda s: Setting(model(s.x) * s.factor, s.factor + 1), model, (given,), device="cpu")
@@ -293,6 +300,23 @@ def test_a_counter_that_a_graph_would_lose_is_refused() -> None:
         captured(model, forward)
 
 
+def without_bias(model: Net, x: Tensor) -> Tensor:
+    model.first.bias = None
+    return model(x)
+
+
+def with_another_weight(model: Net, x: Tensor) -> Tensor:
+    model.last._parameters["weight"] = model.last.weight * 2
+    return model(x)
+
+
+@pytest.mark.parametrize(("deed", "name"), [(without_bias, "first"), (with_another_weight, "last")])
+def test_parameters_that_a_graph_would_go_on_with_are_refused(deed: Callable[..., Tensor], name: str) -> None:
+    model = net()
+    with pytest.raises(UserError, match=rf"changes model.{name}._parameters \(test_dynamo.py:\d+ in {deed.__name__}\)"):
+        captured(model, lambda x: deed(model, x).sum())
+
+
 def test_what_dynamo_cannot_take_is_told_with_its_line() -> None:
     model = net()
 
@@ -302,6 +326,14 @@ def test_what_dynamo_cannot_take_is_told_with_its_line() -> None:
 
     with pytest.raises(UserError, match=r"compile.capture = 'dynamo': .*test_dynamo.py:\d+ in forward.*use 'make_fx'"):
         captured(model, forward)
+
+
+def test_a_function_without_tensors_is_refused() -> None:
+    model = net()
+    with pytest.raises(
+        UserError, match="'dynamo': the function computes nothing of tensors; change that, or use 'make"
+    ):
+        dynamo_capture(lambda x: x.dim(), model, (X,), device="cpu")
 
 
 def test_what_no_graph_can_hold_is_told_as_by_the_other_capture() -> None:

@@ -20,7 +20,7 @@ from torchtitan_graph.data.batch import Batch
 from torchtitan_graph.graph.liveness import held_memory, peak_memory, size_of
 from torchtitan_graph.graph.step import trace_train_step
 from torchtitan_graph.graph.torch_private import FakeTensorMode, make_fx
-from torchtitan_graph.graph.trace import TracedResult, run_traced
+from torchtitan_graph.graph.traced import TracedResult, run_traced
 from torchtitan_graph.loss import cross_entropy
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.spec import load_family, tiny_config

@@ -24,7 +24,8 @@ from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.dynamo import CAPTURES
 from torchtitan_graph.graph.stamp import described
 from torchtitan_graph.graph.torch_private import flex_attention_op
-from torchtitan_graph.graph.trace import InParts, run_traced
+from torchtitan_graph.graph.trace import InParts
+from torchtitan_graph.graph.traced import run_traced
 from torchtitan_graph.passes.cleanup import cleanup
 
 HERE = CAPTURES if torch.__version__ >= "2.13" else {"make_fx": CAPTURES["make_fx"]}

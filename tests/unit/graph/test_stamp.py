@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import logging
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.graph import stamp
 from torchtitan_graph.graph.alike import description
 from torchtitan_graph.graph.stamp import described
 from torchtitan_graph.graph.trace import minimal_fx_tracer
@@ -220,6 +222,7 @@ def test_an_error_inside_a_block_is_told_as_ever(kind: type[Block]) -> None:
     for stamps in (True, False):
         with pytest.raises(UserError) as error:
             traced(Model(*(kind() for _ in range(3))), stamps)
+        assert not stamp._calls  # nothing of the model is held
         words.append(str(error.value))
     assert words[0] == words[1]
 
@@ -230,6 +233,22 @@ def test_an_error_inside_a_block_is_told_as_ever(kind: type[Block]) -> None:
 class Config:
     def __init__(self, width: object) -> None:
         self.width = width
+
+
+class Table(dict):
+    """A dictionary with an attribute."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+
+
+def carrying(width: int) -> Callable[[], int]:
+    def function() -> int:
+        return function.width  # type: ignore[attr-defined]
+
+    function.width = width  # type: ignore[attr-defined]
+    return function
 
 
 def deep() -> list:
@@ -246,6 +265,11 @@ def deep() -> list:
         ((1, 2), [1, 2], False),
         (Config([3]), Config([3]), True),
         (Config([3]), Config([4]), False),
+        (Table(3), Table(3), True),
+        (Table(3), Table(4), False),
+        (carrying(3), carrying(3), True),
+        (carrying(3), carrying(4), False),
+        (collections.defaultdict(int), collections.defaultdict(float), False),
         (torch.ones(1), torch.ones(1), False),
         (torch.Generator(), torch.Generator(), False),
     ],

@@ -17,7 +17,7 @@ from torchtitan_graph.graph.step import (
     trace_eval_step,
     trace_train_step,
 )
-from torchtitan_graph.graph.trace import run_traced
+from torchtitan_graph.graph.traced import run_traced
 from torchtitan_graph.loss import cross_entropy
 
 

@@ -12,7 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph.trace import minimal_fx_tracer, run_traced
+from torchtitan_graph.graph.trace import minimal_fx_tracer
+from torchtitan_graph.graph.traced import run_traced
 
 
 def traced(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:

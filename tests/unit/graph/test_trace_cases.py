@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph.trace import minimal_fx_tracer, run_traced
+from torchtitan_graph.graph.trace import minimal_fx_tracer
+from torchtitan_graph.graph.traced import run_traced
 
 
 class Pair(NamedTuple):
@@ -261,8 +262,9 @@ def test_a_module_that_changes_after_the_trace_is_refused_by_name(change: Callab
     run = run_traced(minimal_fx_tracer(functools.partial(gradients, net), module=net)(randn(2, 3)), module=net)
     run(randn(2, 3))
     change(net)
-    with pytest.raises(UserError, match=message):
-        run(randn(2, 3))
+    for _ in range(2):  # an error leaves nothing that the next call takes for what was traced
+        with pytest.raises(UserError, match=message):
+            run(randn(2, 3))
 
 
 @pytest.mark.parametrize("traced_in", [False, True])

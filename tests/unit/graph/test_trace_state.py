@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.signature import signature_of
-from torchtitan_graph.graph.trace import TracedResult, minimal_fx_tracer, run_traced
+from torchtitan_graph.graph.trace import minimal_fx_tracer
+from torchtitan_graph.graph.traced import TracedResult, run_traced
 
 
 def inputs(traced: TracedResult) -> list[str]:
@@ -187,6 +188,7 @@ class Stateful(nn.Module):
         super().__init__()
         self.child = nn.Linear(2, 2)
         self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("empty", None)
         self.seen: list = []
         self.last = None
         self.deed = deed
@@ -203,6 +205,14 @@ def rebind(self: Any, y: Tensor) -> None:
 
 def replace_parameter(self: Any, y: Tensor) -> None:
     self.child.weight = nn.Parameter(self.child.weight * 2)
+
+
+def fill_empty(self: Any, y: Tensor) -> None:
+    self.empty = y
+
+
+def add_module(self: Any, y: Tensor) -> None:
+    self.added = nn.BatchNorm1d(2)  # its tensors are of the trace
 
 
 def keep(self: Any, y: Tensor) -> None:
@@ -238,6 +248,8 @@ def fail(self: Any, y: Tensor) -> None:
     [
         (rebind, "assigns new tensors to count: .*write it back outside"),
         (replace_parameter, "assigns new tensors to child.weight"),
+        (fill_empty, "assigns new tensors to empty"),
+        (add_module, "assigns new tensors to added.bias, added.num_batches_tracked, "),
         (keep, "keeps a tensor in last: .*return it from the function"),
         (keep_new, "keeps a tensor in child.other"),
         (append, "keeps a tensor in seen"),
@@ -254,7 +266,8 @@ def test_changed_state_is_refused_by_name_and_the_module_stays_real(deed: Callab
     after = model.state_dict(keep_vars=True)
     assert after.keys() == before.keys()
     assert all(after[name] is live and torch.equal(live, value) for name, (live, value) in before.items())
-    assert model.last is None
+    assert model.last is None and model.empty is None
+    assert not hasattr(model, "added")
     assert model.seen == []
     assert not hasattr(model.child, "other")
 

@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_map_only
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.signature import layout_of, signature_of
-from torchtitan_graph.graph.trace import minimal_fx_tracer, run_traced
+from torchtitan_graph.graph.trace import minimal_fx_tracer
+from torchtitan_graph.graph.traced import run_traced
 
 
 class Two(Tensor):

@@ -1,0 +1,156 @@
+"""A call's arguments and result as leaves: what they are called, and what of them no graph can take."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils._pytree as pytree
+from torch.nn.attention.flex_attention import BlockMask
+
+from torchtitan_graph.errors import UserError
+from torchtitan_graph.graph.torch_private import mask_parts, mask_whole
+
+_CONSTANT_TYPES = (int, float, bool, str, type(None))
+
+
+def _mask_with_keys(mask: BlockMask) -> tuple[list[tuple[pytree.KeyEntry, torch.Tensor]], tuple]:
+    tensors, remainder = mask_parts(mask)
+    return [(pytree.GetAttrKey(name), x) for name, x in tensors.items()], remainder
+
+
+def _mask_leaves(mask: BlockMask) -> tuple[list[torch.Tensor], tuple]:
+    tensors, remainder = mask_parts(mask)
+    return list(tensors.values()), remainder
+
+
+if BlockMask not in pytree.SUPPORTED_NODES:
+    # A mask is an input like any other: another batch's documents then run through the same graph.
+    pytree.register_pytree_node(BlockMask, _mask_leaves, mask_whole, flatten_with_keys_fn=_mask_with_keys)
+
+
+class Given(NamedTuple):
+    """The arguments that a function is traced for; `owners` are those that the leaves are of, by name, and all but
+    these and `leaves` as in `TracedResult`."""
+
+    leaves: list[Any]
+    in_spec: pytree.TreeSpec
+    arguments: dict[str, pytree.TreeSpec]
+    parameters: tuple[str, ...]
+    names: tuple[str, ...]
+    constants: dict[int, Any]
+    owners: list[str]
+
+
+def take_call(parameters: tuple[str, ...], args: tuple, kwargs: dict[str, Any]) -> Given:
+    """Flatten a call's arguments, and refuse those that a graph can't take."""
+    paths, in_spec = pytree.tree_flatten_with_path(ordered(args, kwargs))
+    leaves = [leaf for _, leaf in paths]
+    names = tuple(_leaf_name(path, parameters) for path, _ in paths)
+    arguments = {name: pytree.tree_structure(x) for name, x in _by_name(args, kwargs, parameters).items()}
+    constants = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
+    for name, leaf in zip(names, leaves, strict=True):
+        _check_argument(name, leaf)
+    owners = [name for name, spec in arguments.items() for _ in range(spec.num_leaves)]
+    return Given(leaves, in_spec, arguments, parameters, names, constants, owners)
+
+
+def ordered(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Give a call's arguments in one order, however its keywords are."""
+    return args, dict(sorted(kwargs.items()))
+
+
+def positional_parameters(fn: Callable[..., Any]) -> tuple[str, ...]:
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):  # a builtin, such as torch.sin, has no signature
+        return ()
+    return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
+
+
+def _by_name(args: tuple, kwargs: dict[str, Any], parameters: tuple[str, ...]) -> dict[str, Any]:
+    """Name a call's arguments as the function's author does, in the order in which they are flattened."""
+    names = (*parameters[: len(args)], *(f"args[{i}]" for i in range(len(parameters), len(args))))
+    return dict(zip(names, args, strict=True)) | dict(sorted(kwargs.items()))
+
+
+def _leaf_name(path: tuple, parameters: tuple[str, ...]) -> str:
+    """Name a leaf of (args, kwargs): `batch.tokens_BL`, not `args[0].tokens_BL`."""
+    kind, first, *rest = path
+    if kind.idx == 1:
+        return f"{first.key}{pytree.keystr(tuple(rest))}"
+    name = parameters[first.idx] if first.idx < len(parameters) else f"args[{first.idx}]"
+    return name + pytree.keystr(tuple(rest))
+
+
+def leaves_by_name(
+    args: tuple,
+    kwargs: dict[str, Any],
+    parameters: tuple[str, ...],
+    arguments: Mapping[str, pytree.TreeSpec],
+    names: tuple[str, ...],
+) -> list[Any]:
+    """Give the leaves of a call in the traced order, where its arguments come in another form: by keyword, not by
+    position, or the reverse. What was traced is as in `Given`.
+
+    Raises:
+        UserError: other arguments, or others inside them; names the difference.
+    """
+    given, traced_leaves = _by_name(args, kwargs, parameters), set(names)
+    found: dict[str, Any] = {}
+    words = []
+    for name, value in given.items():
+        if name not in arguments:
+            words.append(f"{name} was not traced{_nearest(name, arguments)}")
+            continue
+        leaves = {name + pytree.keystr(path): leaf for path, leaf in pytree.tree_flatten_with_path(value)[0]}
+        own = {leaf for leaf in traced_leaves if leaf == name or leaf.startswith((f"{name}[", f"{name}."))}
+        words += [f"{leaf} is missing" for leaf in names if leaf in own and leaf not in leaves]
+        words += [f"{leaf} was not traced{_nearest(leaf, own)}" for leaf in leaves if leaf not in own]
+        if own == leaves.keys() and pytree.tree_structure(value) != arguments[name]:
+            words.append(f"{name} has another structure: its keys in another order, or other containers or constants")
+        found |= leaves
+    words = [f"{name} is missing" for name in arguments if name not in given] + words
+    if words:
+        shown = "; ".join(words[:8]) + (f"; and {len(words) - 8} more" if len(words) > 8 else "")
+        raise UserError(f"the call's arguments are not those traced: {shown}. Trace again for others")
+    return [found[name] for name in names]
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, names, n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def _check_argument(name: str, leaf: Any) -> None:
+    if isinstance(leaf, torch.nn.Module):
+        raise UserError(f"{name} is an nn.Module: pass it as module=, then its parameters become inputs of the graph")
+    if isinstance(leaf, torch.Tensor):
+        _check_dense(name, leaf)
+    elif not isinstance(leaf, _CONSTANT_TYPES):
+        raise UserError(
+            f"{name} is a {type(leaf).__name__}; a traced function takes tensors and int, float, bool, str or None: "
+            "capture it in the function's closure, or register its type with torch.utils._pytree "
+            "(register_pytree_node if it holds tensors, register_constant if it does not)"
+        )
+
+
+def check_result(name: str, leaf: Any) -> None:
+    if isinstance(leaf, torch.Tensor):
+        _check_dense(name, leaf)
+    elif isinstance(leaf, torch.SymFloat | torch.SymBool):
+        raise UserError(f"{name} is {leaf}, a number that only a run knows: return the tensor that it is read from")
+    elif not isinstance(leaf, (*_CONSTANT_TYPES, torch.SymInt)):
+        raise UserError(
+            f"{name} is a {type(leaf).__name__}; a traced function gives tensors and int, float, bool, str or None: "
+            "register its type with torch.utils._pytree (register_pytree_node), or return what it holds"
+        )
+
+
+def _check_dense(name: str, tensor: torch.Tensor) -> None:
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        kind = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
+        raise UserError(f"{name} is a {kind} tensor: a traced function takes and gives dense ones")

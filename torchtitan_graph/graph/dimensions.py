@@ -1,0 +1,153 @@
+"""The dimensions that may differ from call to call, as a user says it: by marks on tensors, and by names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from torchtitan_graph.errors import UserError
+from torchtitan_graph.graph.torch_private import dynamic_marks, export_dims, is_traceable_wrapper_subclass
+
+# Of a tensor's name and a dimension, what that is called: see `Sizes`. A sequence has all dimensions.
+DynamicShapes = Mapping[str, Mapping[int, Any] | Sequence[Any]]
+
+SMALLEST = 2  # torch takes sizes 0 and 1 for other cases: a symbol is never one of them
+
+
+class SizeError(UserError):
+    """A function that is not for the sizes that it is to be traced for, or a call whose sizes are not among those."""
+
+
+class Dimension(NamedTuple):
+    """A dimension that may differ: `tensor.shape[dim]`, as it is when it is traced.
+
+    name       what `dynamic_shapes` calls it, or the `shape_id` of a mark; None where there is none
+    of         another dimension's name and the function of it that this one is, None for one of its own
+    unbacked   the trace may not use its size
+    required   it is an error if the function takes it for one number
+    low, high  the sizes that are declared, None where nothing is
+    """
+
+    tensor: str
+    dim: int
+    size: int
+    name: str | None = None
+    of: tuple[str, Callable[[Any], Any]] | None = None
+    unbacked: bool = False
+    required: bool = True
+    low: int | None = None
+    high: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.tensor}.shape[{self.dim}]"
+
+    @property
+    def root(self) -> str | None:
+        """The name of the dimension that this one is, or derives from."""
+        return self.of[0] if self.of else self.name
+
+    def of_root(self, size: Any) -> Any:
+        """Give this dimension's size where its root has this one."""
+        return self.of[1](size) if self.of else size
+
+    def check(self, size: int, root: Dimension, its_size: int) -> None:
+        """Refuse a size that does not agree with that of the root."""
+        expected = self.of_root(its_size)
+        if size != expected and self.of is None:
+            raise SizeError(f"{root} is {its_size}, but {self} is {size}: both are {self.name}, and must be equal")
+        if size != expected:
+            raise SizeError(f"{self} is {size}, but {self.name} is {expected}, for {root} is {its_size}")
+
+
+def marked(name: str, tensor: torch.Tensor) -> list[Dimension]:
+    """Give the dimensions that are marked on a tensor."""
+    marks = dynamic_marks(tensor)
+    if marks and is_traceable_wrapper_subclass(tensor):
+        raise UserError(
+            f"{name} is a {type(tensor).__name__} with a dynamic dimension, which is not supported: pass its plain "
+            "tensor, or leave the mark out"
+        )
+    for mark in marks:
+        if not 0 <= mark.dim < tensor.dim():
+            raise UserError(f"{name}: dimension {mark.dim} is marked dynamic, and it has {tensor.dim()} dimensions")
+        if mark.specialized:
+            raise UserError(
+                f"{name}.shape[{mark.dim}] is marked with specialize_on, but one graph serves all sizes: leave it out"
+            )
+    declared = [
+        Dimension(
+            name,
+            mark.dim,
+            tensor.shape[mark.dim],
+            name=mark.name,
+            unbacked=mark.unbacked,
+            required=mark.required,
+            low=mark.low,
+            high=mark.high,
+        )
+        for mark in marks
+    ]
+    return [x for each in declared for x in _checked(each)]
+
+
+def declared_by(tensors: Mapping[str, torch.Tensor], shapes: DynamicShapes) -> list[Dimension]:
+    """Give the dimensions that `dynamic_shapes` names."""
+    found = []
+    if not isinstance(shapes, Mapping):
+        raise UserError(
+            f"dynamic_shapes is {shapes!r}: legal is a dict of tensors' names, as in {{{next(iter(tensors), 'x')!r}: "
+            "{0: 'rows'}}"
+        )
+    for name, dims in shapes.items():
+        if name not in tensors:
+            raise UserError(f"dynamic_shapes: {name} is no tensor among the arguments: {', '.join(tensors)}")
+        tensor = tensors[name]
+        if is_traceable_wrapper_subclass(tensor):
+            raise UserError(f"dynamic_shapes: {name} is a {type(tensor).__name__}, which is not supported there")
+        if not isinstance(dims, Mapping | list | tuple | None):
+            raise UserError(
+                f"dynamic_shapes: {name} is {dims!r}: legal are a dict of its dimensions' names, and a list of names"
+            )
+        for i, what in dims.items() if isinstance(dims, Mapping) else enumerate(dims or ()):
+            if type(i) is not int or not 0 <= i < tensor.dim():
+                raise UserError(f"dynamic_shapes: {name} has no dimension {i!r}: 0 to {tensor.dim() - 1}")
+            if i in (mark.dim for mark in dynamic_marks(tensor)):
+                raise UserError(f"dynamic_shapes: {name}.shape[{i}] is marked on the tensor as well: do one of them")
+            found += [x for declared in _named(Dimension(name, i, tensor.shape[i]), what) for x in _checked(declared)]
+    return found
+
+
+def _named(x: Dimension, what: Any) -> list[Dimension]:
+    """Give a dimension as `dynamic_shapes` has it, nothing for one that stays as it is."""
+    derived, hint = export_dims()
+    if what is None:
+        return []
+    if isinstance(what, str):
+        return [x._replace(name=what)]
+    if isinstance(what, derived):
+        return [x._replace(name=what.__name__, of=(what.root.__name__, what.fn))]  # type: ignore[attr-defined]
+    if isinstance(what, torch.export.Dim):
+        low, high = (int(n) if str(n).isdigit() else None for n in (what.min, what.max))
+        return [x._replace(name=what.__name__, low=low or None, high=high)]
+    if isinstance(what, hint):
+        kind = what.type.name  # type: ignore[attr-defined]
+        return [] if kind == "STATIC" else [x._replace(required=kind == "DYNAMIC", low=what.min, high=what.max)]  # type: ignore[attr-defined]
+    raise UserError(f"dynamic_shapes: {x} is {what!r}: legal are a name, a torch.export.Dim, and None")
+
+
+def _checked(x: Dimension) -> list[Dimension]:
+    """Give the dimension, or nothing if it stays as it is: one that may be dynamic, and is of a size that can't."""
+    if not x.unbacked and x.size < SMALLEST:
+        if not x.required:
+            return []
+        raise UserError(
+            f"{x} is to be dynamic, but is {x.size}: trace with {SMALLEST} or more, for one is another case"
+        )
+    if not x.unbacked and x.low is not None and x.low < SMALLEST:
+        raise UserError(f"{x} is declared from {x.low} on: a trace holds for {SMALLEST} and more; declare that")
+    if (x.low is not None and x.size < x.low) or (x.high is not None and x.size > x.high):
+        low, high = ("any" if n is None else n for n in (x.low, x.high))
+        raise UserError(f"{x} is {x.size}, which is not within what is declared of it, {low} to {high}")
+    return [x]

@@ -303,6 +303,49 @@ def test_a_number_that_is_read_is_read_at_each_call() -> None:
         run(rows(6), torch.tensor(7))
 
 
+def counting(x: Tensor, n: Tensor) -> Tensor:
+    count = torch.tensor(1.0)
+    count.add_(n.item())
+    return x * count.item()
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        counting,
+        lambda x, n: x * (torch.tensor(0.9) * n.item()).item(),
+        lambda x, n: x * (torch.tensor(0.9) * (x.shape[0] * 0.5)).item(),
+        lambda x, n: x * torch.div(2.0, n.item() + 1.0),
+    ],
+)
+def test_what_a_number_of_the_function_s_own_meets_is_read_too(fn: Callable) -> None:
+    run = run_traced(minimal_fx_tracer(fn)(marked(rows(6)), torch.tensor(3.0)))
+    for n in (3, 7):
+        assert torch.equal(run(rows(n), torch.tensor(n + 0.5)), fn(rows(n), torch.tensor(n + 0.5)))
+
+
+def test_a_branch_on_it_is_refused() -> None:
+    def branch(x: Tensor) -> Tensor:
+        return x * 2 if torch.tensor(0.9) * (x.shape[0] * 0.5) > 2 else x
+
+    with pytest.raises(UserError, match=r"decides by it .*test_dynamic.py"):
+        minimal_fx_tracer(branch)(marked(rows(6)))
+
+
+def test_a_write_to_several_numbers_of_its_own_is_refused() -> None:
+    """torch gives what such a number was before to who reads it."""
+
+    def own_counters(x: Tensor) -> Tensor:
+        counts = [torch.tensor(1.0), torch.tensor(2.0)]
+        torch._foreach_mul_(counts, x.sum() if x.shape[1] == 4 else 3.0)
+        return x * counts[1].item()
+
+    with pytest.raises(UserError, match=r"writes to a number of its own \(aten._foreach_mul_.Tensor, .*test_dynamic"):
+        minimal_fx_tracer(own_counters)(rows(6))
+    run = run_traced(minimal_fx_tracer(own_counters)(rows(6, 5)))
+    assert torch.equal(run(rows(6, 5)), rows(6, 5) * 6)  # by a number that the trace knows
+
+
 OPTIMIZERS: dict[str, Callable] = {
     "SGD": functools.partial(torch.optim.SGD, momentum=0.9, weight_decay=0.1),
     "Adam": functools.partial(torch.optim.Adam, amsgrad=True),
@@ -310,14 +353,15 @@ OPTIMIZERS: dict[str, Callable] = {
     "Adagrad": functools.partial(torch.optim.Adagrad, lr_decay=0.1),
     "RMSprop": functools.partial(torch.optim.RMSprop, momentum=0.9, centered=True),
     "Muon": torch.optim.Muon,
+    "NAdam": functools.partial(torch.optim.NAdam, betas=(torch.tensor(0.9), torch.tensor(0.99))),
 }
 
 
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_that_reads_its_counter_is_traced_bit_for_bit(name: str, foreach: bool) -> None:
-    if name == "Muon" and foreach:
-        pytest.skip("Muon has one form")
+    if name in ("Muon", "NAdam") and foreach:
+        pytest.skip("Muon has one form, and numbers that are tensors want one tensor at a time")
     options = {"lr": 0.1} | ({} if name == "Muon" else {"foreach": foreach})
     net = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     other = copy.deepcopy(net)

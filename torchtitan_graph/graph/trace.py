@@ -391,7 +391,8 @@ def _refusing_reads(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
                 "the traced function calls torch.utils.checkpoint with use_reentrant=True, or without the argument, "
                 "which only works with .backward(): pass use_reentrant=False"
             ) from error
-        if isinstance(error, UserError) or not ("SymInt" in first or "symbolic" in first):
+        of_symbols = any(word in first for word in ("SymInt", "symbolic", "isIntList"))
+        if isinstance(error, UserError) or not of_symbols:
             raise
         raise UserError(
             f"the traced function does with a dynamic size, or a number that it reads, what takes a plain number only"

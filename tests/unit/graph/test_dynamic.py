@@ -214,6 +214,11 @@ def fixed(x: Tensor) -> Tensor:
             r"is 6, which is not within what is declared of it, any to 4",
         ),
         (lambda x: x + 1, (mark_beyond(rows(6)),), "x: dimension 2 is marked dynamic, and it has 2 dimensions"),
+        (
+            lambda x: torch.autograd.grad(F.interpolate(x[None, : x.shape[0] // 2], scale_factor=2.0).sum(), x),
+            (marked(rows(6).requires_grad_()),),
+            r"with a dynamic size,.* takes a plain number only \(test_dynamic.py",
+        ),
         (lambda x: {x.shape[0]: x}, (marked(rows(6)),), r"with a dynamic size,.* \(test_dynamic.py:.*unhashable"),
         (lambda x: x[0, 0].long().item(), (rows(6),), "the result holds u0, a number that only a run knows"),
     ],

@@ -451,6 +451,14 @@ def run_traced(
                 if "view size is not compatible" in str(error):
                     _refuse_strides(traced.gm, strides, error)
                 raise
+            except ZeroDivisionError as error:  # in Python, where a kernel has inf
+                if not traced.sizes:
+                    raise
+                found = ", ".join(map(str, traced.sizes.dimensions)) or "a number that it reads"
+                raise UserError(
+                    f"the graph divides a number by one that is 0 in this call, which it computes of {found}: trace "
+                    "again for these sizes"
+                ) from error
             return _unflatten_result(traced, signature.outputs, values, sizes)
 
     return run
@@ -677,7 +685,7 @@ def _refuse_unsupported(gm: GraphModule, may_write: Collection[tuple[str, str]])
     placeholders = iter(gm.graph.find_nodes(op="placeholder"))
     owner = {next(placeholders): slot for slot in signature_of(gm).inputs for _ in range(slot.layout.num_tensors)}
     root: dict[Node, tuple[str, str]] = {node: (slot.kind, slot.name) for node, slot in owner.items()}
-    known: set[Node] = set()  # numbers that the function brings, by torch.tensor: reading one is a constant of the trace
+    known: set[Node] = set()  # small tensors that the function brings: reading one gives a constant of the trace
     for node in gm.graph.nodes:
         inputs = node.all_input_nodes
         if node.target is torch.ops.aten.lift_fresh_copy.default or (inputs and known.issuperset(inputs)):

@@ -26,8 +26,9 @@ def check_steps(
     """Check, before any process group exists, that the model can be laid out and its attention fits this machine.
 
     Raises:
-        UserError: as `check_plan` and `check_cut`, a parameter is a scalar, or one of two blocks, none (of a pipeline's stage) takes
-            gradients, or rows, masks or flex attention's scores can't fit; a dry run allocates none.
+        UserError: as `check_plan` and `check_cut`, a parameter is a scalar, or one of two blocks, none (of a
+            pipeline's stage) takes gradients, or rows, masks or flex attention's scores can't fit; a dry run allocates
+            none.
     """
     check_plan(model, family.PLAN, dims)
     _check_parameters(config, model)

@@ -170,6 +170,18 @@ def test_what_is_promised_of_unbacked_sizes_is_checked(sizes: tuple[int, int], r
         run(*map(rows, sizes))
 
 
+def test_a_size_that_makes_a_divisor_zero_is_refused() -> None:
+    """The gradient of `std` divides by the number of rows less one: eagerly to inf, in Python not."""
+
+    def step(x: Tensor) -> Tensor:
+        return torch.autograd.grad(x.std(0).sum(), x)[0]
+
+    run = run_traced(minimal_fx_tracer(step)(marked(rows(5).requires_grad_(), mark_unbacked)))
+    assert torch.equal(run(rows(3).requires_grad_()), step(rows(3).requires_grad_()))
+    with pytest.raises(UserError, match=r"by one that is 0 in this call, which it computes of x.shape\[0\]: trace"):
+        run(rows(1).requires_grad_())
+
+
 def test_a_size_beyond_its_bounds_is_refused() -> None:
     run = run_traced(minimal_fx_tracer(torch.relu, dynamic_shapes={"args[0]": {0: Dim("n", min=4, max=8)}})(rows(6)))
     with pytest.raises(UserError, match=r"args\[0\].shape\[0\] is 9: the trace holds for 4 to 8"):

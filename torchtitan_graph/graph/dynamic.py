@@ -357,7 +357,7 @@ def place(frames: traceback.StackSummary) -> str:
 def _marked(name: str, tensor: torch.Tensor) -> list[Dimension]:
     """Give the dimensions that are marked on a tensor."""
     marks = dynamic_marks(tensor)
-    if marks and is_traceable_wrapper_subclass(tensor):
+    if is_traceable_wrapper_subclass(tensor) and any(map(dynamic_marks, (tensor, *layout_of(tensor).flatten(tensor)))):
         raise UserError(
             f"{name} is a {type(tensor).__name__} with a dynamic dimension, which is not supported: pass its plain "
             "tensor, or leave the mark out"

@@ -231,6 +231,23 @@ def test_a_step_that_is_not_finite_on_one_rank_changes_nothing_on_any(
         assert (norm == norm) == (gradient == 1.0)
 
 
+def after_a_first_step_that_is_not_taken() -> list[str]:
+    eager, traced = (Job(Cell(), OTHERS["SGD"], in_graph) for in_graph in (False, True))
+    before = traced.seen()
+    traced.step(1, float("nan"))
+    different = bits_that_differ(before, traced.seen())
+    eager.schedule.step()
+    for k in (2, 3):
+        eager.step(k)
+        traced.step(k)
+    return different + bits_that_differ(eager.seen(), traced.seen())
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
+def test_the_first_step_that_is_taken_makes_the_state() -> None:
+    assert run_on(1, after_a_first_step_that_is_not_taken) == [[]]
+
+
 def addresses_and_nodes() -> tuple[bool, list[str], list[str]]:
     each = Job(Cell(FSDP2), job.Optimizer(lr=1e-2), True)
 

@@ -38,6 +38,25 @@ def test_a_model_without_a_parameter_to_train_is_refused(mode: str) -> None:
         check(config, model)
 
 
+def test_blocks_that_share_a_parameter_are_refused() -> None:
+    """Inside a block, and outside of all, they may."""
+    config, model = built()
+    for block in model.blocks.values():
+        block.ffn_norm = block.attention_norm
+    check(config, model)
+    model.blocks["layers.2"].feed_forward = model.blocks["layers.0"].feed_forward
+    words = "'llama3': layers.2.feed_forward.w1.weight is layers.0.feed_forward.w1.weight, and a block can't share"
+    with pytest.raises(UserError, match=words):
+        check(config, model)
+
+
+def test_a_scalar_is_refused() -> None:
+    config, model = built()
+    model.norm.factor = torch.nn.Parameter(torch.ones((), device="meta"))
+    with pytest.raises(UserError, match="norm.factor is a scalar, which can't be sharded; give it one dimension"):
+        check(config, model)
+
+
 def test_a_stage_without_a_parameter_to_train_is_refused() -> None:
     config, model = built("--parallelism.pipeline_parallel_degree", "2")
     first, *others = model.modules_in_order

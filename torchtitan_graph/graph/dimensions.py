@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.graph.signature import layout_of
 from torchtitan_graph.graph.torch_private import dynamic_marks, export_dims, is_traceable_wrapper_subclass
 
 # Of a tensor's name and a dimension, what that is called: see `Sizes`. A sequence has all dimensions.
@@ -64,7 +65,7 @@ class Dimension(NamedTuple):
 def marked(name: str, tensor: torch.Tensor) -> list[Dimension]:
     """Give the dimensions that are marked on a tensor."""
     marks = dynamic_marks(tensor)
-    if marks and is_traceable_wrapper_subclass(tensor):
+    if is_traceable_wrapper_subclass(tensor) and any(map(dynamic_marks, (tensor, *layout_of(tensor).flatten(tensor)))):
         raise UserError(
             f"{name} is a {type(tensor).__name__} with a dynamic dimension, which is not supported: pass its plain "
             "tensor, or leave the mark out"

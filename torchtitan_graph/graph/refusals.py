@@ -72,7 +72,7 @@ def refusing_reads(optimizer: torch.optim.Optimizer | None, sizes: Sizes) -> Ite
                 f"{place(traceback.extract_tb(error.__traceback__))}, which holds numbers that no trace has: compute"
                 " with torch, or outside"
             ) from error
-        if not ("SymInt" in first or "symbolic" in first):
+        if not any(word in first for word in ("SymInt", "symbolic", "isIntList")):
             raise
         raise UserError(
             f"the traced function does with a dynamic size, or a number that it reads, what takes a plain number only"
@@ -93,7 +93,17 @@ def refuse_unsupported(gm: GraphModule, may_write: Collection[tuple[str, str]]) 
     placeholders = iter(gm.graph.find_nodes(op="placeholder"))
     owner = {next(placeholders): slot for slot in signature_of(gm).inputs for _ in range(slot.layout.num_tensors)}
     root: dict[Node, tuple[str, str]] = {node: (slot.kind, slot.name) for node, slot in owner.items()}
+    known: set[Node] = set()  # small tensors that the function brings: reading one gives a constant of the trace
     for node in gm.graph.nodes:
+        inputs = node.all_input_nodes
+        if node.target is torch.ops.aten.lift_fresh_copy.default or (inputs and known.issuperset(inputs)):
+            known.add(node)
+        elif any(is_write and x in known for x, is_write in aliased(node)) and _writes_to_many(node):
+            # Of one tensor torch notices that its numbers are no longer known, of a list it does not.
+            raise UserError(
+                f"the traced function writes to a number of its own ({node.target}{_line(node)}), and reading it would "
+                "give what was there before: make it by torch.full, or write to one tensor at a time"
+            )
         if node.op == "get_attr":
             root[node] = ("constant", "a tensor that it closes over")
             if isinstance(getattr(gm, str(node.target)), FakeTensor):
@@ -121,6 +131,14 @@ def refuse_strides(gm: GraphModule, strides: list[tuple[int, ...]], error: Runti
         if not is_dynamic(slot.layout) and found != wanted:
             name = slot.name
             raise UserError(f"{name} has strides {found}, traced with {wanted}: make it so, or trace again") from error
+
+
+def _writes_to_many(node: Node) -> bool:
+    """Tell whether an operator writes to the tensors of a list."""
+    return isinstance(node.target, torch._ops.OpOverload) and any(
+        a.alias_info is not None and a.alias_info.is_write and isinstance(a.type, torch.ListType)
+        for a in node.target._schema.arguments
+    )
 
 
 def _line(node: Node) -> str:

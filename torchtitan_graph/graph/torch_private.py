@@ -22,6 +22,7 @@ from unittest import mock
 
 import torch
 import torch.fx.traceback as fx_traceback
+import torch.utils._pytree as pytree
 from torch._C import DispatchKey
 from torch._functorch._aot_autograd import logging_utils
 from torch._guards import TracingContext, tracing
@@ -386,15 +387,26 @@ class SymbolicFakeTensorMode(FakeTensorMode):
 
     The C++ that tells the shape of a padded tensor takes no symbols. torch has the same in Python, and calls it only
     under its Python dispatcher, which would also replace `matmul` by parts that may round in another way than eager's.
+
+    What is computed of small tensors with numbers, such as `torch.tensor(2.0)`, torch computes while it traces. It
+    would do so with floats and booleans that only a run knows too (with integers it does not), and take nan for them.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if any(isinstance(x, torch.SymFloat | torch.SymBool) for x in pytree.tree_leaves((args, kwargs))):
+            args, kwargs = pytree.tree_map_only(torch.Tensor, self._without_numbers, (args, kwargs))
         if func is not torch.ops.aten.constant_pad_nd.default:
             return super().__torch_dispatch__(func, types, args, kwargs)
         from torch._refs import constant_pad_nd  # late, for few runs need it
 
         with self:
             return constant_pad_nd(*args, **(kwargs or {}))
+
+    def _without_numbers(self, tensor: torch.Tensor) -> FakeTensor:
+        fake = tensor if isinstance(tensor, FakeTensor) else self.from_tensor(tensor)
+        if fake.constant is not None:
+            self.fake_tensor_converter.invalidate_constant_aliases(fake.constant)
+        return fake
 
 
 def mark_as_parameter(tensor: torch.Tensor) -> None:

@@ -107,6 +107,14 @@ def run_traced(
                 if "view size is not compatible" in str(error):
                     refuse_strides(traced.gm, strides, error)
                 raise
+            except ZeroDivisionError as error:  # in Python, where a kernel has inf
+                if not traced.sizes:
+                    raise
+                found = ", ".join(map(str, traced.sizes.dimensions)) or "a number that it reads"
+                raise UserError(
+                    f"the graph divides a number by one that is 0 in this call, which it computes of {found}: trace "
+                    "again for these sizes"
+                ) from error
             return _unflatten_result(traced, signature.outputs, values, sizes)
 
     return run

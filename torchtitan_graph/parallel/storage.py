@@ -171,7 +171,7 @@ def materialize(model: nn.Module, storages: Mapping[str, Storage], device: torch
     """Replace the model's meta parameters by allocated ones at rest, in place; tied ones by one. Buffers are zero, and
     whole on every rank but for those that `storages` has."""
     new: dict[nn.Parameter, nn.Parameter] = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
+    for name, p in [*model.named_parameters(remove_duplicate=False)]:  # a module in two places changes in both
         if p not in new:
             new[p] = nn.Parameter(storages[name].empty(device), requires_grad=p.requires_grad)
         owner, _, leaf = name.rpartition(".")

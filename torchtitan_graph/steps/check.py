@@ -10,6 +10,7 @@ from torchtitan_graph import device as devices
 from torchtitan_graph.config import JobConfig
 from torchtitan_graph.data.batch import BYTES_PER_TOKEN
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.graph.blocks import block_of
 from torchtitan_graph.models.layers.attention import flex_cpu_bytes
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.masks import dense_mask_bytes
@@ -25,10 +26,12 @@ def check_steps(
     """Check, before any process group exists, that the model can be laid out and its attention fits this machine.
 
     Raises:
-        UserError: as `check_plan` and `check_cut`, no parameter (of a pipeline's stage) takes gradients, or rows, masks
-            or flex attention's scores can't fit; a dry run allocates none.
+        UserError: as `check_plan` and `check_cut`, a parameter is a scalar, or one of two blocks, none (of a
+            pipeline's stage) takes gradients, or rows, masks or flex attention's scores can't fit; a dry run allocates
+            none.
     """
     check_plan(model, family.PLAN, dims)
+    _check_parameters(config, model)
     if options.float8 is not None:
         check_cut(options.float8, model, family.PLAN, dims.tp)
     if not any(p.requires_grad for p in model.parameters()):
@@ -48,6 +51,24 @@ def check_steps(
     _check_rows_fit(config, model, options.precision.compute.itemsize)
     if config.model.attn == "flex" and options.device.type == "cpu":
         _check_scores_fit(options, model.config.num_heads // dims.tp, dims.cp)
+
+
+def _check_parameters(config: JobConfig, model: Decoder) -> None:
+    """Refuse a scalar, and a parameter that is in a block and in another or outside: as FSDP2, which shards block by
+    block."""
+    first: dict[torch.Tensor, tuple[str, str | None]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.dim() == 0:
+            raise UserError(
+                f"model.name = {config.model.name!r}: {name} is a scalar, which can't be sharded; give it one dimension"
+            )
+        block = block_of(name, model.blocks)
+        other, its_block = first.setdefault(parameter, (name, block))
+        if block != its_block:
+            raise UserError(
+                f"model.name = {config.model.name!r}: {name} is {other}, and a block can't share a parameter with "
+                "what is outside of it; let each have its own"
+            )
 
 
 def _check_rows_fit(config: JobConfig, model: Decoder, itemsize: int) -> None:

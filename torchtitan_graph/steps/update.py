@@ -71,8 +71,7 @@ class Update:
 
         If it, or a rank's loss, is not finite, no parameter and no state changes.
         """
-        begins, self._begins = self._begins, False
-        if begins and not self._live.state:
+        if self._begins and not any(self._live.state.values()):
             return self._make_state(loss)
         self._follow()
         gradients = {n: p.grad for n, p in self._steps.model.named_parameters() if p.grad is not None}
@@ -119,6 +118,7 @@ class Update:
         norm = self._steps.clip(self._max_norm)
         if not _is_not_finite(loss, norm):
             self._live.step()
+            self._begins = False
         return norm
 
     @torch.no_grad()

@@ -182,6 +182,18 @@ def test_what_is_promised_of_unbacked_sizes_is_checked(sizes: tuple[int, int], r
         run(*map(rows, sizes))
 
 
+def test_a_size_that_makes_a_divisor_zero_is_refused() -> None:
+    """The gradient of `std` divides by the number of rows less one: eagerly to inf, in Python not."""
+
+    def step(x: Tensor) -> Tensor:
+        return torch.autograd.grad(x.std(0).sum(), x)[0]
+
+    run = run_traced(minimal_fx_tracer(step)(marked(rows(5).requires_grad_(), mark_unbacked)))
+    assert torch.equal(run(rows(3).requires_grad_()), step(rows(3).requires_grad_()))
+    with pytest.raises(UserError, match=r"by one that is 0 in this call, which it computes of x.shape\[0\]: trace"):
+        run(rows(1).requires_grad_())
+
+
 def test_a_size_beyond_its_bounds_is_refused() -> None:
     run = run_traced(minimal_fx_tracer(torch.relu, dynamic_shapes={"args[0]": {0: Dim("n", min=4, max=8)}})(rows(6)))
     with pytest.raises(UserError, match=r"args\[0\].shape\[0\] is 9: the trace holds for 4 to 8"):
@@ -230,6 +242,11 @@ def fixed(x: Tensor) -> Tensor:
         ),
         (lambda x: x + 1, (mark_beyond(rows(6)),), "x: dimension 2 is marked dynamic, and it has 2 dimensions"),
         (lambda x: x + 1, (marked(rows(6), specialize_on=[bool]),), r"x.shape.0. is marked with specialize_on, but"),
+        (
+            lambda x: torch.autograd.grad(F.interpolate(x[None, : x.shape[0] // 2], scale_factor=2.0).sum(), x),
+            (marked(rows(6).requires_grad_()),),
+            r"with a dynamic size,.* takes a plain number only \(test_dynamic.py",
+        ),
         (lambda x: {x.shape[0]: x}, (marked(rows(6)),), r"with a dynamic size,.* \(test_dynamic.py:.*unhashable"),
         (lambda x: x[0, 0].long().item(), (rows(6),), "the result holds u0, a number that only a run knows"),
         (lambda x: torch.from_numpy(x.numpy()), (rows(6),), r"a NumPy array of a tensor \(test_dynamic.py:\d+: "),
@@ -320,6 +337,49 @@ def test_a_number_that_is_read_is_read_at_each_call() -> None:
         run(rows(6), torch.tensor(7))
 
 
+def counting(x: Tensor, n: Tensor) -> Tensor:
+    count = torch.tensor(1.0)
+    count.add_(n.item())
+    return x * count.item()
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        counting,
+        lambda x, n: x * (torch.tensor(0.9) * n.item()).item(),
+        lambda x, n: x * (torch.tensor(0.9) * (x.shape[0] * 0.5)).item(),
+        lambda x, n: x * torch.div(2.0, n.item() + 1.0),
+    ],
+)
+def test_what_a_number_of_the_function_s_own_meets_is_read_too(fn: Callable) -> None:
+    run = run_traced(minimal_fx_tracer(fn)(marked(rows(6)), torch.tensor(3.0)))
+    for n in (3, 7):
+        assert torch.equal(run(rows(n), torch.tensor(n + 0.5)), fn(rows(n), torch.tensor(n + 0.5)))
+
+
+def test_a_branch_on_it_is_refused() -> None:
+    def branch(x: Tensor) -> Tensor:
+        return x * 2 if torch.tensor(0.9) * (x.shape[0] * 0.5) > 2 else x
+
+    with pytest.raises(UserError, match=r"decides by it .*test_dynamic.py"):
+        minimal_fx_tracer(branch)(marked(rows(6)))
+
+
+def test_a_write_to_several_numbers_of_its_own_is_refused() -> None:
+    """torch gives what such a number was before to who reads it."""
+
+    def own_counters(x: Tensor) -> Tensor:
+        counts = [torch.tensor(1.0), torch.tensor(2.0)]
+        torch._foreach_mul_(counts, x.sum() if x.shape[1] == 4 else 3.0)
+        return x * counts[1].item()
+
+    with pytest.raises(UserError, match=r"writes to a number of its own \(aten._foreach_mul_.Tensor, .*test_dynamic"):
+        minimal_fx_tracer(own_counters)(rows(6))
+    run = run_traced(minimal_fx_tracer(own_counters)(rows(6, 5)))
+    assert torch.equal(run(rows(6, 5)), rows(6, 5) * 6)  # by a number that the trace knows
+
+
 OPTIMIZERS: dict[str, Callable] = {
     "SGD": functools.partial(torch.optim.SGD, momentum=0.9, weight_decay=0.1),
     "Adam": functools.partial(torch.optim.Adam, amsgrad=True),
@@ -327,14 +387,15 @@ OPTIMIZERS: dict[str, Callable] = {
     "Adagrad": functools.partial(torch.optim.Adagrad, lr_decay=0.1),
     "RMSprop": functools.partial(torch.optim.RMSprop, momentum=0.9, centered=True),
     "Muon": torch.optim.Muon,
+    "NAdam": functools.partial(torch.optim.NAdam, betas=(torch.tensor(0.9), torch.tensor(0.99))),
 }
 
 
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_that_reads_its_counter_is_traced_bit_for_bit(name: str, foreach: bool) -> None:
-    if name == "Muon" and foreach:
-        pytest.skip("Muon has one form")
+    if name in ("Muon", "NAdam") and foreach:
+        pytest.skip("Muon has one form, and numbers that are tensors want one tensor at a time")
     options = {"lr": 0.1} | ({} if name == "Muon" else {"foreach": foreach})
     net = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     other = copy.deepcopy(net)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import mark_dynamic
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._pytree import tree_map_only
@@ -50,6 +51,14 @@ class Two(Tensor):
 
 def two(x: Tensor, word: str = "w") -> Two:
     return Two(x, 10 * x, word)
+
+
+@pytest.mark.parametrize("of", [lambda x: x, lambda x: x.left])
+def test_a_mark_on_it_or_inside_it_is_refused(of: Callable[[Two], Tensor]) -> None:
+    x = two(torch.zeros(4))
+    mark_dynamic(of(x), 0)
+    with pytest.raises(UserError, match="args.0. is a Two with a dynamic dimension, which is not supported"):
+        minimal_fx_tracer(torch.relu)(x)
 
 
 def test_a_subclass_comes_in_and_goes_out_as_itself() -> None:

@@ -83,6 +83,15 @@ def test_initialize_draws_every_parameter_of_a_sharded_model(one_rank: None) -> 
         assert torch.equal(p.to_local(), expected), name  # type: ignore[attr-defined]
 
 
+def test_a_module_that_lies_twice_in_a_block_stays_one(one_rank: None) -> None:
+    with torch.device("meta"):
+        model = llama3.Model(CONFIG)
+    model.layers[0].ffn_norm = model.layers[0].attention_norm
+    materialize(model, plan_storage(model, ParallelDims().layout("cpu"), Precision()), CPU)
+    assert not model.layers[0].ffn_norm.weight.is_meta
+    assert model.layers[0].ffn_norm.weight is model.layers[0].attention_norm.weight
+
+
 # --- buffers ----------------------------------------------------------------------------------------------------------
 
 

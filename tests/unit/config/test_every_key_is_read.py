@@ -17,7 +17,13 @@ from torchtitan_graph.config.option import options
 
 PACKAGE = Path(torchtitan_graph.__file__).parent
 # In config/: by load(), which finds the other options in it, by shard_degree(), which infers it, by source_name().
-READ_HERE = {"compile.codegen", "job.config_file", "parallelism.data_parallel_shard_degree", "training.sources.name"}
+READ_HERE = {
+    "compile.codegen",
+    "compile.enable",
+    "job.config_file",
+    "parallelism.data_parallel_shard_degree",
+    "training.sources.name",
+}
 
 
 # The keys of an entry of an array of tables count as well, as optimizer.param_groups.lr.

@@ -42,6 +42,7 @@ class Memory {
     this.most = this.held[memory.peak] || 0;
     $("memory-at").max = Math.max(0, numCalls - 1);
     const name = numCalls ? graph.call("name", memory.peak) : "";
+    $("memory-words").dataset.value = this.most;
     $("memory-words").textContent = this.most
       ? `${bytes(this.most)} at the peak, while ${name} (${graph.moduleOfCall(memory.peak)}) runs; beside the graph's ` +
         "inputs (parameters, batch). Point at the curve to see the bytes, click to see what holds them. Colours: what runs."

@@ -14,7 +14,7 @@ class Passes {
       empty: "No passes were watched.",
     });
     const sums = (id, title, list) => new Table($(id), {
-      label: title, columns: [{ title, width: 190, grow: true }, ...kinds.map((each) => ({ ...each, width: 78 }))],
+      label: title, columns: [{ title, width: 190, grow: true }, ...kinds.map((each) => ({ ...each, width: 70 }))],
       cell: (i, column, cell) => this.sumCell(list()[i], column, cell), empty: "It changed nothing.",
       onChoose: (i) => this.list((k) => this.keyOf(id, k) === list()[i].key, list()[i].key),
     });

@@ -30,6 +30,14 @@ class Tree {
       this.open.add(this.root.key);
       this.show();
     });
+    $("unfold-all").addEventListener("click", () => {
+      const add = (entry) => {
+        this.open.add(entry.key);
+        this.below(entry).forEach(add);
+      };
+      add(this.root);
+      this.show();
+    });
   }
 
   use(graph) {
@@ -61,9 +69,10 @@ class Tree {
     this.open = new Set([this.root.key]);
     this.sort = null;
     // Begin where there is something to choose among.
-    for (let each = this.root, rows = 1; rows < 8 && this.below(each).length; rows += this.below(each).length) {
+    const calls = (entry) => this.value(entry, "calls", ALL);
+    for (let each = this.root, rows = 1; rows < 8 && this.below(each).length; ) {
       this.open.add(each.key);
-      const calls = (entry) => this.value(entry, "calls", ALL);
+      rows += this.below(each).length;
       each = this.below(each).reduce((a, b) => (calls(b) > calls(a) ? b : a));
     }
     this.show();
@@ -105,7 +114,7 @@ class Tree {
         const { title, help } = MEASURES[key];
         const words = `${title}${sub ? ", " + sub : ""}: ${help}`;
         found.push({
-          title: k ? "\u00a0" : title, sub, num: true, group: !k, width: this.split === "total" ? 100 : 76, key, parts,
+          title: k ? "\u00a0" : title, sub, num: true, group: !k, width: this.split === "total" ? 100 : 78, key, parts,
           help: words, sort: `${key} ${k}`,
         });
       });

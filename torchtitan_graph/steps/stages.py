@@ -165,6 +165,7 @@ def _rewrite(
         tensors if options.verify else None,
         plan.costs,
         options.dump_only,
+        look=options.look,
     )
     done = _run_passes(number, train, plan, options, watch)
     if evaluate is not None:

@@ -226,10 +226,14 @@ class Trainer:
             rows, repeat = self.config.validation.local_batch_size, bool(corpus["sources"])
             self.validation_data = self._open_data(self.config.validation, corpus, repeat, rows)
 
+    def build_dry(self) -> Graphs:
+        """Build the graphs, on a fake process group."""
+        self._join()
+        return build_graphs(self.model, self.family, self.layout, self.options, self.capture)
+
     def setup_dry(self) -> list[str]:
         """Build the graphs, on a fake process group, and tell what this rank needs."""
-        self._join()
-        graphs = build_graphs(self.model, self.family, self.layout, self.options, self.capture)
+        graphs = self.build_dry()
         told = forecast(self.model, graphs, self.layout, self.options, self.config.optimizer)
         if self.config.compile.optimizer_in_graph and "." in self.config.optimizer.name:
             logger.info("optimizer step: not traced in a dry run, for its first step tells what state it has")

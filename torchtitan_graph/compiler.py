@@ -164,7 +164,7 @@ Look = Callable[[str, str, float, GraphModule], None]
 class Inspection:
     """What to watch while passes run.
 
-    graph     what the log calls the graph
+    graph     what the log and profiles call the graph; it is written in its `meta["name"]`
     dump_to   folder for the readable graph after each pass, numbered
     dump_only the passes after which, by name, if not after each; "traced" is before any
     say       what the table is told to: the log
@@ -222,6 +222,7 @@ def run_passes(
             gm.recompile()  # a pass may have left it out: what runs in training is made from the graph
             _verify(each, before, gm, watch.verify_on, device)
             logger.info(f"{watch.graph}: pass {each.name}: verified")
+    gm.meta["name"] = watch.graph
     if table is not None:
         watch.say("\n".join([f"{watch.graph}: passes", *table.lines()]))
         if told := table.communication():

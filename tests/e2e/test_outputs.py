@@ -9,6 +9,7 @@ from runs import Result, numbers, records, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from torchtitan_graph.config import load
+from torchtitan_graph.graph.measured import find_trace, measured
 from torchtitan_graph.graph.show import without_bytes
 
 STEP_KEYS = [
@@ -53,6 +54,9 @@ def test_profiles_hold_the_steps_operators(reference: tuple[Path, Result], step:
     names = {event["name"] for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]}
     assert {"aten::mm", "gloo:all_gather"} & names, names
     assert {"forward layers.1.attention", "backward layers.0.feed_forward.w1"} <= names
+    assert find_trace(reference[0], rank).parent.name == "step-4"
+    seconds, step_s = measured(path), records(reference[0])[0]["step_time_s"]
+    assert any(name.startswith("wait_tensor") for name in seconds) and 0 < sum(seconds.values()) < 10 * step_s
 
 
 def test_resolved_configuration_gives_the_same_run_again(tmp_path: Path) -> None:

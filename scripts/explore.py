@@ -16,13 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.fx import GraphModule
-from torchtitan_graph.graph.measured import find_trace, measured
 
 import torchtitan_graph
 from torchtitan_graph.config import JobConfig, check, load
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.explorer import PassWatch, Strings, graph_data, page
 from torchtitan_graph.forecast import forecast
+from torchtitan_graph.graph.measured import find_trace, measured
 from torchtitan_graph.graph.scopes import charges, in_a_row
 from torchtitan_graph.graph.torch_private import init_fake_process_group
 from torchtitan_graph.log import init_logging, logger
@@ -32,8 +32,6 @@ from torchtitan_graph.steps.choices import check_disabled
 from torchtitan_graph.trainer import Trainer
 
 STAGE = "One microbatch, with what the stage does once a step; its parts run one after another, each holding its own."
-# What the page is made of: each call's place, and its line of source.
-RECORDS = ("--comm.mode", "fake_backend", "--compile.record_call_hierarchy", "--debug.stack_traces")
 
 
 def config_of(what: Path) -> Path:
@@ -51,6 +49,25 @@ def config_of(what: Path) -> Path:
     raise UserError(f"{what}: is no run's folder, for it has no config.toml{near}")
 
 
+def with_records(config: JobConfig) -> JobConfig:
+    """Let a configuration's graphs say what the page shows: of each call its place, and its line of source. Graphs that
+    are there already are traced again, to the same.
+
+    Raises:
+        UserError: a run of it has no graph that can say so.
+    """
+    if config.compile.mode == "eager":
+        raise UserError("compile.mode = eager: such a run has no graph to explore; see --compile.mode graph")
+    if config.compile.capture != "make_fx":
+        raise UserError(
+            f"compile.capture = {config.compile.capture}: its nodes do not know which calls made them; explore the "
+            "same step with --compile.capture make_fx"
+        )
+    config.compile.precompiled = None
+    config.compile.record_call_hierarchy = config.debug.stack_traces = True
+    return config
+
+
 def profile_of(run: Path, rank: int, world_size: int) -> Mapping[str, Mapping[str, float]]:
     """Give the seconds that a rank's newest profile in a run's folder measured; none where there is no profile.
 
@@ -60,10 +77,9 @@ def profile_of(run: Path, rank: int, world_size: int) -> Mapping[str, Mapping[st
     if not any(run.glob("*/step-*/rank*.json.gz")):
         return {}
     trace = find_trace(run, rank)
-    if (num_ranks := len(list(trace.parent.glob("rank*.json.gz")))) != world_size:
-        raise UserError(
-            f"{trace}: the run had {num_ranks} ranks, and NGPU is {world_size}; put NGPU={num_ranks} in front"
-        )
+    num_ranks = len(list(trace.parent.glob("rank*.json.gz")))
+    if num_ranks != world_size:
+        raise UserError(f"{trace}: the run had {num_ranks} ranks, not {world_size}; put NGPU={num_ranks} in front")
     return measured(trace)
 
 
@@ -78,7 +94,9 @@ def build(config: JobConfig, world_size: int, seconds: Mapping[str, Mapping[str,
     """
     check_disabled(config.compile.disable_passes)
     trainer, watch = Trainer(config, world_size), PassWatch()
-    trainer.options = dataclasses.replace(trainer.options, look=watch.look, eval_rows=None)
+    # Nothing is written but the page, and no number is computed.
+    silent = dict(dump_to=None, picture=None, verify=False, eval_rows=None)
+    trainer.options = dataclasses.replace(trainer.options, look=watch.look, **silent)
     init_fake_process_group(world_size, config.comm.fake_rank)
     try:
         graphs = trainer.build_dry()
@@ -122,7 +140,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"-o {options.output}: name a file in a folder that is there")
     init_logging()
     try:
-        config = load(["--job.config_file", str(config_of(options.what)), *of_training, *RECORDS])
+        words = ["--job.config_file", str(config_of(options.what)), *of_training, "--comm.mode", "fake_backend"]
+        config = with_records(load(words))
         world_size = int(os.environ.get("NGPU", "1"))
         for notice in check(config, world_size):
             logger.warning(notice)

@@ -61,6 +61,12 @@ def graph_data(
     number_of = {scope.place: i for i, scope in enumerate(scopes)}
     number = {charge.node: i for i, charge in enumerate(charged)}
     by_name = {charge.node.name: i for charge, i in reversed(list(zip(charged, range(len(charged)), strict=True)))}
+
+    def given(source: str) -> int:
+        """Give the number of what is read; of a graph's input, below 0, that of its name. What a part is given goes by
+        the name that it has in the part before."""
+        return by_name.get(source, -1 - s(source))
+
     return {
         "name": name,
         "notes": list(notes),
@@ -87,10 +93,7 @@ def graph_data(
             "places": [s(_places(charge.node, charge.place)) for charge in charged],
             "begin": [charge.begin for charge in charged],
             "end": [charge.end for charge in charged],
-            # What a part is given goes by the name that it has in the part before.
-            "inputs": [
-                [by_name.get(x.name, -1 - s(x.name)) for x in charge.node.all_input_nodes] for charge in charged
-            ],
+            "inputs": [[given(x.name) for x in charge.node.all_input_nodes] for charge in charged],
             **{key: [getattr(charge.cost, key) for charge in charged] for key in MEASURES},
         },
         "memory": _memory(gms, number),

@@ -42,7 +42,7 @@ class Strings:
 
 def graph_data(
     name: str,
-    gm: GraphModule,
+    gms: Sequence[GraphModule],
     charged: Sequence[Charge],
     costs: Costs,
     passes: Sequence[Passed],
@@ -52,13 +52,21 @@ def graph_data(
     """Give what the page shows of a graph.
 
     Args:
-        charged: its calls, as `scopes.charges` gives them for the same costs.
+        gms: the graph; of a pipeline's stage its parts, in the order in which they run.
+        charged: its calls, as `scopes.charges` gives them for the same costs, of parts by `scopes.in_a_row`.
         passes: what made it, from "traced" on; none if nothing was watched.
         notes: lines of text to put beside it.
     """
     s, scopes = strings.number, list(tree(charged).walk())
     number_of = {scope.place: i for i, scope in enumerate(scopes)}
     number = {charge.node: i for i, charge in enumerate(charged)}
+    by_name = {charge.node.name: i for charge, i in reversed(list(zip(charged, range(len(charged)), strict=True)))}
+
+    def given(source: str) -> int:
+        """Give the number of what is read; of a graph's input, below 0, that of its name. What a part is given goes by
+        the name that it has in the part before."""
+        return by_name.get(source, -1 - s(source))
+
     return {
         "name": name,
         "notes": list(notes),
@@ -85,10 +93,10 @@ def graph_data(
             "places": [s(_places(charge.node, charge.place)) for charge in charged],
             "begin": [charge.begin for charge in charged],
             "end": [charge.end for charge in charged],
-            "inputs": [[number.get(x, -1 - s(x.name)) for x in charge.node.all_input_nodes] for charge in charged],
+            "inputs": [[given(x.name) for x in charge.node.all_input_nodes] for charge in charged],
             **{key: [getattr(charge.cost, key) for charge in charged] for key in MEASURES},
         },
-        "memory": _memory(gm, number),
+        "memory": _memory(gms, number),
         "collectives": _collectives(charged, number, costs, strings),
         "passes": [_passed(each, strings) for each in passes],
     }
@@ -100,21 +108,28 @@ def _places(node: Node, charged_to: Place) -> str:
     return "\n".join(map(shown, places)) if len(places) > 1 else ""
 
 
-def _memory(gm: GraphModule, number: dict[Node, int]) -> dict[str, Any]:
-    """Give the graph's memories: the call that each belongs to, and the calls from and up to which it is held. Between
+def _memory(gms: Sequence[GraphModule], number: dict[Node, int]) -> dict[str, Any]:
+    """Give the graphs' memories: the call that each belongs to, and the calls from and up to which it is held. Between
     calls stand nodes that hold nothing."""
-    calls = [i for i, node in enumerate(gm.graph.nodes) if node in number]
-    lives = lifetimes(gm)
-    scratch = {number[node]: size for node in number if (size := scratch_of(node))}
-    return {
-        "owner": [number[each.owner] for each in lives],
-        "begin": [bisect.bisect_left(calls, each.begin) for each in lives],
-        "end": [bisect.bisect_right(calls, each.end) - 1 for each in lives],
-        "bytes": [each.num_bytes for each in lives],
-        "scratch_at": list(scratch),
-        "scratch": list(scratch.values()),
-        "peak": number.get(peak_memory(gm).node, len(number) - 1),
-    }
+    columns = ("owner", "begin", "end", "bytes", "scratch_at", "scratch")
+    found: dict[str, Any] = {"peak": 0, **{key: [] for key in columns}}
+    most = -1
+    for gm in gms:
+        calls = [(i, node) for i, node in enumerate(gm.graph.nodes) if node in number]
+        places, first = [i for i, _ in calls], number[calls[0][1]] if calls else 0
+        for each in lifetimes(gm):
+            found["owner"].append(number[each.owner])
+            found["begin"].append(first + bisect.bisect_left(places, each.begin))
+            found["end"].append(first + bisect.bisect_right(places, each.end) - 1)
+            found["bytes"].append(each.num_bytes)
+        for _, node in calls:
+            if size := scratch_of(node):
+                found["scratch_at"].append(number[node])
+                found["scratch"].append(size)
+        peak = peak_memory(gm)
+        if peak.num_bytes > most:
+            most, found["peak"] = peak.num_bytes, number.get(peak.node, first + max(len(calls) - 1, 0))
+    return found
 
 
 def _collectives(

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from torch.fx import GraphModule, Node
@@ -24,7 +24,7 @@ from torch.fx import GraphModule, Node
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.blocks import block_of
-from torchtitan_graph.graph.cost import WAIT, Clock, Costs, touched
+from torchtitan_graph.graph.cost import Clock, Costs, touched
 from torchtitan_graph.graph.flops import attention_flops, matmul_flops
 from torchtitan_graph.graph.hierarchy import Place, call_hierarchy
 from torchtitan_graph.graph.liveness import lifetimes, peak_memory, scratch_of
@@ -132,31 +132,47 @@ def charges(
             f"the profile measured {len(unknown)} nodes that are not in this graph, such as {name}"
             f"{f' (there is {near[0]})' if near else ''}: it is of another graph. Profile a run of this configuration"
         )
-    held, clock, sent = _held_at_peak(gm), Clock(costs), dict[str, int]()
-    found = []
+    held, clock, found = _held_at_peak(gm), Clock(costs), []
     for node in calls:
-        begin, stood = _ns(clock.now), _ns(sum(clock.exposed.values()))
+        now, sent, stood = _told(clock)
         clock.tell(node)
-        end, link, arrives, sending = _ns(clock.now), costs.link(node), 0, 0
-        if link is not None:
-            before = sent.get(link.axis, 0)
-            sent[link.axis] = _ns(clock.sent[link.axis])
-            sending = sent[link.axis] - before
-            wait = next((user for user in node.users if user.target is WAIT), None)
-            arrives = _ns(clock.now + clock.left(wait)) if wait is not None else begin + sending
+        then, sent_too, stood_too = _told(clock)
+        begin, end, sending, link = now, then, sent_too - sent, costs.link(node)
+        if sending:  # on a stream of its own, from when that is free
+            wait = next((user for user in node.users if user.all_input_nodes[0] is node), None)
+            end = _ns(clock.now + clock.left(wait)) if wait is not None else begin + sending
+            begin = end - sending
         cost = Cost(
             calls=1,
             flops=_flops(node, visible or {}),
-            moved=0 if link is not None or not costs.computing(node) else touched(node),
+            moved=touched(node) if costs.computing(node) and link is None else 0,
             held=held.get(node, 0),
             received=received(node, link.degree) if link is not None else 0,
             sending=sending,
-            exposed=_ns(sum(clock.exposed.values())) - stood,
-            time=end - begin,
+            exposed=stood_too - stood,
+            time=then - now,
             measured=_ns(measured.get(node.name, 0.0)),
         )
-        runs = (arrives - sending, arrives) if link is not None else (begin, end)
-        found.append(Charge(node, _scope_of(node), _part(node), cost, *runs))
+        found.append(Charge(node, _scope_of(node), _part(node), cost, begin, end))
+    return found
+
+
+def _told(clock: Clock) -> tuple[int, int, int]:
+    """Give the time so far, what was sent on other streams, and how long that was waited for."""
+    return _ns(clock.now), _ns(sum(clock.sent.values())), _ns(sum(clock.exposed.values()))
+
+
+def in_a_row(graphs: Sequence[Sequence[Charge]]) -> list[Charge]:
+    """Charge graphs that run one after another, as the parts of a pipeline's stage, as one. Each holds its values for
+    itself: at the peak are those of the graph that holds most."""
+    most = max(graphs, key=lambda charged: total(each.cost for each in charged).held, default=())
+    found: list[Charge] = []
+    for charged in graphs:
+        now = max((each.end for each in found), default=0)
+        for each in charged:
+            held = each.cost.held if charged is most else 0
+            cost = each.cost._replace(held=held)
+            found.append(each._replace(cost=cost, begin=each.begin + now, end=each.end + now))
     return found
 
 

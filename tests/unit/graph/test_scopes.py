@@ -14,7 +14,7 @@ from torchtitan_graph.graph.cost import Costs, Estimate, estimate, operations_of
 from torchtitan_graph.graph.flops import Flops
 from torchtitan_graph.graph.hierarchy import call_hierarchy, shown
 from torchtitan_graph.graph.liveness import held_memory, lifetimes, peak_memory, scratch_of, size_of
-from torchtitan_graph.graph.scopes import PARTS, Charge, Cost, Scope, charges, total, tree
+from torchtitan_graph.graph.scopes import PARTS, Charge, Cost, Scope, charges, in_a_row, total, tree
 from torchtitan_graph.graph.torch_private import init_fake_process_group
 from torchtitan_graph.graph.trace import make_fx_capture
 from torchtitan_graph.graph.traffic import traffic
@@ -58,7 +58,7 @@ def told_by_others(gm: GraphModule, costs: Costs, seconds: dict[str, float]) -> 
         moved=total(each.cost for each in charges(gm, costs)).moved,  # nobody else adds it up
         held=peak_memory(gm).num_bytes,
         received=sum(each.num_bytes for each in traffic(gm, costs.links).values()),
-        sending=sum(round(sent * 1e9) for sent in time.sent.values()),
+        sending=round(sum(time.sent.values()) * 1e9),
         exposed=round(sum(time.exposed.values()) * 1e9),
         time=round(time.seconds * 1e9),
         measured=sum(round(each * 1e9) for each in seconds.values()),
@@ -139,3 +139,11 @@ def test_a_profile_of_another_graph_is_refused() -> None:
     gm, costs, _ = built("experts")
     with pytest.raises(UserError, match=r"measured 2 nodes that are not in this graph, such as mm_ \(there is mm\w*\)"):
         charges(gm, costs, measured={"mm": 1.0, "mm_": 2.0, "nothing": 1.0})
+
+
+def test_graphs_that_run_in_a_row_are_one() -> None:
+    small, large = (charges(*built(name)[:2]) for name in ("experts", "sharded twice, computed again"))
+    both, costs = in_a_row([small, large]), [total(each.cost for each in charged) for charged in (small, large)]
+    assert total(each.cost for each in both)._replace(held=0) == total(costs)._replace(held=0)
+    assert total(each.cost for each in both).held == max(cost.held for cost in costs)
+    assert both[len(small)].begin == max(each.end for each in small) + large[0].begin

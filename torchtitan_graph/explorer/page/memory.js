@@ -149,11 +149,12 @@ class Memory {
     const [top, bottom] = [22, height - 20];
     const y = (value) => bottom - (value / this.most) * (bottom - top);
     const columns = Math.min(width, n);
+    const fills = PART_COLORS.map(color);
     for (let c = 0; c < columns; c++) {
       const [from, to] = [Math.floor((c * n) / columns), Math.max(Math.floor(((c + 1) * n) / columns), 1)];
       let most = 0;
       for (let i = from; i < Math.max(to, from + 1); i++) most = Math.max(most, held[i]);
-      context.fillStyle = color(PART_COLORS[graph.calls.part[from]]);
+      context.fillStyle = fills[graph.calls.part[from]];
       context.fillRect((c * width) / columns, y(most), Math.ceil(width / columns) + 0.5, bottom - y(most));
     }
     context.fillStyle = color("soft");
@@ -174,7 +175,7 @@ class Memory {
     context.textAlign = "left";
     if (width > 700) {
       graph.parts.forEach((part, k) => {
-        context.fillStyle = color(PART_COLORS[k]);
+        context.fillStyle = fills[k];
         context.fillRect(at, height - 14, 10, 10);
         context.fillStyle = color("soft");
         context.fillText(part, at + 14, height - 5);

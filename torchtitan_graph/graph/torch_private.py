@@ -778,7 +778,7 @@ def is_profiling() -> bool:
 def begin_range(name: str, words: Mapping[str, str]) -> Any:
     """Begin a range that a profiler shows, with words beside its name if it records shapes; its `__exit__` ends it.
 
-    `torch.profiler.record_function`, which is public, takes one word, does not show it, and takes several times as long.
+    `torch.profiler.record_function`, which is public, takes one word, does not show it, and is several times as slow.
     """
     span = _RecordFunctionFast(name, (), dict(words))
     span.__enter__()

@@ -157,14 +157,18 @@ def _with_own(ordered: Sequence[Pass], extra: Sequence[Extra]) -> list[Pass]:
     return [each for ours in ordered for each in (ours, *(own for after, own in extra if after == ours.name))]
 
 
+Look = Callable[[str, str, float, GraphModule], None]
+
+
 @dataclasses.dataclass(frozen=True)
 class Inspection:
     """What to watch while passes run.
 
-    graph     what the log calls the graph
+    graph     what the log and profiles call the graph; it is written in its `meta["name"]`
     dump_to   folder for the readable graph after each pass, numbered
     dump_only the passes after which, by name, if not after each; "traced" is before any
     say       what the table is told to: the log
+    look      is told, before any pass ("traced") and after each, the graph's name, the pass's, its seconds, the graph
     verify_on the graph's inputs that are not parameters: each pass is checked on them
     costs     how long nodes and collectives take: with it the log has a table, not a line
     """
@@ -175,6 +179,7 @@ class Inspection:
     costs: Costs | None = None
     dump_only: Sequence[str] = ()
     say: Callable[[str], None] = logger.info
+    look: Look | None = None
 
     def dump(self, gm: GraphModule, number: int, name: str) -> None:
         """Write the graph, if it is one to be looked at."""
@@ -193,6 +198,8 @@ def run_passes(
             UserError.
     """
     watch.dump(gm, 0, "traced")
+    if watch.look is not None:
+        watch.look(watch.graph, "traced", 0.0, gm)
     table = PassTable(gm, watch.costs) if watch.costs is not None else None
     num_nodes, in_all = len(gm.graph.nodes), 0.0
     has_places = any(map(call_hierarchy, gm.graph.nodes))
@@ -209,10 +216,13 @@ def run_passes(
         if table is not None:
             table.add(each.name, seconds, gm)
         watch.dump(gm, number, each.name)
+        if watch.look is not None:
+            watch.look(watch.graph, each.name, seconds, gm)
         if watch.verify_on is not None:
             gm.recompile()  # a pass may have left it out: what runs in training is made from the graph
             _verify(each, before, gm, watch.verify_on, device)
             logger.info(f"{watch.graph}: pass {each.name}: verified")
+    gm.meta["name"] = watch.graph
     if table is not None:
         watch.say("\n".join([f"{watch.graph}: passes", *table.lines()]))
         if told := table.communication():

@@ -2,13 +2,15 @@
 
 import gzip
 import json
+import runpy
 from pathlib import Path
 
 import pytest
-from runs import Result, numbers, records, train
+from runs import REPOSITORY, Result, numbers, records, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from torchtitan_graph.config import load
+from torchtitan_graph.graph.measured import find_trace, measured
 from torchtitan_graph.graph.show import without_bytes
 
 STEP_KEYS = [
@@ -53,6 +55,26 @@ def test_profiles_hold_the_steps_operators(reference: tuple[Path, Result], step:
     names = {event["name"] for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]}
     assert {"aten::mm", "gloo:all_gather"} & names, names
     assert {"forward layers.1.attention", "backward layers.0.feed_forward.w1"} <= names
+    assert find_trace(reference[0], rank).parent.name == "step-4"
+    seconds, step_s = measured(path)["training step"], records(reference[0])[0]["step_time_s"]
+    assert any(name.startswith("wait_tensor") for name in seconds) and 0 < sum(seconds.values()) < 10 * step_s
+
+
+def test_what_was_measured_stands_beside_the_estimates(
+    reference: tuple[Path, Result], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Of the very nodes of the run's graph, which a dry run builds again; of another graph's it is refused."""
+    main = runpy.run_path(str(REPOSITORY / "scripts" / "show_graph.py"))["main"]
+    wanted = ["--job.config_file", str(reference[0] / "config.toml"), "--by", "module", "--profile", str(reference[0])]
+    monkeypatch.setenv("NGPU", "2")
+    assert main(wanted) == 0
+    _, titles, _, whole, *rows = capsys.readouterr().out.partition("training step; ")[2].splitlines()
+    assert "measured" in titles and any("attention:Attention" in row for row in rows)
+    expected = sum(measured(find_trace(reference[0]))["training step"].values())
+    unit = {"us": 1e-6, "ms": 1e-3, "s": 1.0}[titles.split()[-1]]
+    assert sum(float(x.replace(",", "")) for x in whole.split()[-2:]) * unit == pytest.approx(expected, rel=1e-3)
+    monkeypatch.setenv("NGPU", "1")
+    assert main(wanted) == 2 and "it is of another graph" in capsys.readouterr().err
 
 
 def test_resolved_configuration_gives_the_same_run_again(tmp_path: Path) -> None:

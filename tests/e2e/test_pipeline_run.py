@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from runs import train
 
+from torchtitan_graph.graph.measured import find_trace, measured
+
 OPTIONS = ("--training.mixed_precision_param", "float32", "--validation.enable", "--validation.freq", "5")
 STAGES = ("--parallelism.pipeline_parallel_degree", "2", "--parallelism.pipeline_parallel_schedule", "ZBVZeroBubble")
 
@@ -21,6 +23,7 @@ def test_two_stages_train_as_one_rank_does(tmp_path: Path) -> None:
     one = train("--job.dump_folder", str(tmp_path / "one"), *OPTIONS, "--checkpoint.last_save_in_hf")
     assert one.code == 0, one.output
     looked_at = ("--metrics.enable_tensorboard", "--metrics.histogram_freq", "5", "--debug.dump_graphs")
+    looked_at += ("--profiling.enable_profiling", "--profiling.profile_freq", "5")
     # Four stages for two layers: the first has only the embedding, the last only the output.
     two = train("--job.dump_folder", str(tmp_path / "two"), *OPTIONS, *STAGES, *looked_at, ranks=2)
     assert two.code == 0, two.output
@@ -34,3 +37,7 @@ def test_two_stages_train_as_one_rank_does(tmp_path: Path) -> None:
     assert numbers(tmp_path / "read")[-1]["validation_loss"] == pytest.approx(last, rel=1e-5)
     graphs = {path.parent.name for path in (tmp_path / "two" / "graphs").glob("*/*.py")}
     assert graphs == {f"stage_{stage}" for stage in range(4)}
+    for rank, stages in enumerate(((0, 3), (1, 2))):
+        seconds = measured(find_trace(tmp_path / "two", rank))
+        parts = [(f"stage {stage}, forward", f"stage {stage}, weight") for stage in stages]
+        assert all(sum(seconds[part].values()) > 0 for each in parts for part in each)

@@ -3,8 +3,9 @@
 from pathlib import Path
 
 from runs import Result, numbers, precompile, records, saved, train
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-OPTIONS = ("--validation.enable", "--validation.freq", "3")
+OPTIONS = ("--validation.enable", "--validation.freq", "3", "--compile.record_call_hierarchy")
 
 
 def test_a_precompiled_run_is_the_one_that_traces(reference: tuple[Path, Result], tmp_path: Path) -> None:
@@ -14,9 +15,12 @@ def test_a_precompiled_run_is_the_one_that_traces(reference: tuple[Path, Result]
     assert made.code == 0 and "1 different graphs for 2 ranks" in made.output, made.output
     assert "compile.optimizer_in_graph: that graph is not stored; each run traces it in its first step" in made.output
     assert {path.suffix for path in (tmp_path / "graphs").iterdir()} == {".json", ".gz"}
-    found = train("--job.dump_folder", str(run), *OPTIONS, *graphs, ranks=2)
+    watched = ("--metrics.enable_tensorboard", "--profiling.enable_profiling", "--profiling.profile_freq", "4")
+    found = train("--job.dump_folder", str(run), *OPTIONS, *graphs, *watched, ranks=2)
     assert found.code == 0 and "read from" in found.output and "traced" not in found.output, found.output
     assert numbers(run) == numbers(reference[0])
+    (table,) = EventAccumulator(str(run / "tb")).Reload().Tensors("scopes/text_summary")
+    assert b"attention:Attention" in table.tensor_proto.string_val[0], "the hierarchy was stored"
     losses = [[r["validation_loss"] for r in records(f) if "validation_loss" in r] for f in (run, reference[0])]
     assert losses[0] == losses[1] != []
     assert saved(run, 4) == saved(reference[0], 4)

@@ -217,6 +217,36 @@ def test_show_graph_builds_any_rank_of_any_job(
     )
 
 
+def test_show_graph_tells_what_modules_cost_in_each_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("NGPU", "2")
+    options = ["--training.seq_len", 64, "--training.local_batch_size", 2]
+    options += ["--parallelism.pipeline_parallel_degree", 2, "--compile.codegen", "blocks"]
+    options += ["--activation_checkpoint.mode", "none"]
+    with pytest.raises(SystemExit) as end:
+        run_script("show_graph.py", *options, "--by", "module", "--depth", 2, monkeypatch=monkeypatch)
+    assert end.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    (title,) = (i for i, line in enumerate(lines) if line.startswith("stage 0, a microbatch with what is done once"))
+    rows = [line.split() for line in lines[title + 3 :] if line]
+    assert [row[0] for row in rows] == ["all", ":Model", "tok_embeddings:Embedding", "0:Block", "1:Block", "2:Block"]
+    assert "held" not in lines[title + 1]
+    forward, backward = (float(rows[0][i]) for i in (3, 4))
+    assert backward == pytest.approx(2 * forward, rel=0.01), "of products, and of none that is lost in a region"
+    for arguments, said in {
+        ("--by", "layer"): "invalid choice: 'layer'",
+        ("--by", "module", "--depth", -1): "--depth -1: must be at least 0",
+        ("--by", "module", "--phase", "forward", "--statistics"): "leave out --phase, --statistics",
+        ("--depth", 2): "--depth and --profile are of the table that --by asks for",
+    }.items():
+        assert said in refusal("show_graph.py", *arguments, monkeypatch=monkeypatch, capsys=capsys)
+    with pytest.raises(SystemExit) as end:
+        run_script("show_graph.py", "--by", "module", "--profile", tmp_path, monkeypatch=monkeypatch)
+    assert end.value.code == 2
+    assert "is no trace, and no run's folder with one of rank 0" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="a graph for several lengths needs torch 2.13")
 def test_compare_captures_tells_what_one_of_them_can_t(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture

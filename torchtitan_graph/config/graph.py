@@ -9,7 +9,6 @@ _OF_TRACING = (
     "debug.dump_graphs",
     "debug.trace_every_block",
     "debug.stack_traces",
-    "compile.record_call_hierarchy",
 )
 _OF_THE_GRAPH = (*_OF_TRACING, "compile.disable_passes", "compile.extra_passes")
 # What writes the tags of an activation_checkpoint.mode, and what acts on them.

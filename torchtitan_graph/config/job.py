@@ -528,8 +528,8 @@ class Compile:
     )
     record_call_hierarchy: bool = option(
         False,
-        "Record on each graph node the calls of modules and functions that it was made in: for dumps, show_graph.py "
-        "and passes of your own.",
+        "Record on each graph node the calls of modules and functions that it was made in: for dumps, show_graph.py, "
+        "profiles, a table in TensorBoard, and passes of your own.",
     )
     optimizer_in_graph: bool = option(
         False,

@@ -91,7 +91,7 @@ class Costs:
             return 0.0
         operations = operations_of(node)
         peak = self.rates.half if _dtype(node).itemsize <= 2 else self.rates.full
-        return max(LAUNCH, operations / (peak * PRODUCTS), _touched(node) / (self.rates.memory * MEMORY))
+        return max(LAUNCH, operations / (peak * PRODUCTS), touched(node) / (self.rates.memory * MEMORY))
 
     def link(self, node: Node) -> Link | None:
         """Give a collective's link; None of other nodes, and of groups that are no axis."""
@@ -122,7 +122,8 @@ def _dtype(node: Node) -> torch.dtype:
     return min((x.dtype for x in tensors if x.is_floating_point()), key=lambda d: d.itemsize, default=torch.float32)
 
 
-def _touched(node: Node) -> int:
+def touched(node: Node) -> int:
+    """Give the bytes that a node reads and writes, as Note [Estimate] has it."""
     made = num_bytes(node.meta.get("val"))  # an operator may give nothing: an optimizer's writes in place
     if node.target in _SELECT:
         return 2 * made

@@ -112,6 +112,27 @@ def held_memory(
     return held
 
 
+class Lifetime(NamedTuple):
+    """When a memory is held: from the node of number `begin` to that of number `end`, both included."""
+
+    owner: Node
+    begin: int
+    end: int
+    num_bytes: int
+
+
+def lifetimes(gm: GraphModule) -> list[Lifetime]:
+    """Give when each of a graph's memories is held, in the order in which they are taken. What is held while a node
+    runs is the sum over those that it lies in, and what it needs beside them (`scratch_of`)."""
+    memories, number = Memories(gm), {node: i for i, node in enumerate(gm.graph.nodes)}
+    return [
+        Lifetime(owner, begin, number[memories.last_use[owner]], size)
+        for node, begin in number.items()
+        for owner in memories.taken(node)
+        if (size := size_of(owner))
+    ]
+
+
 def most_within(nodes: Iterable[Node], memories: Memories) -> int:
     """Give what some of a graph's nodes hold at most while they run: of what they make, and of what is read by them
     last."""

@@ -11,6 +11,7 @@ import operator
 import re
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,22 +20,25 @@ from torch.fx import Graph, GraphModule, Node
 from torch.profiler import record_function
 
 from torchtitan_graph.graph import meta
-from torchtitan_graph.graph.torch_private import boxed, is_profiling
+from torchtitan_graph.graph.hierarchy import call_hierarchy, shown
+from torchtitan_graph.graph.torch_private import begin_range, boxed, is_profiling
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 Edit = Callable[[Graph], None]
+_UNSAFE = re.compile(r'[\x00-\x1f"\\]')
 
 
 class Watchable:
-    """A graph as a function of one list, which it empties; watched where a profiler or a stopwatch runs."""
+    """A graph as a function of one list, which it empties; watched where a profiler or a stopwatch runs. A profiler is
+    told the graph's `meta["name"]`."""
 
     def __init__(self, gm: GraphModule) -> None:
-        self._gm = gm
+        self._gm, self._add_spans = gm, partial(add_spans, name=gm.meta.get("name", "graph"))
         self._copies: dict[tuple[Edit, ...], Callable[[list[Tensor]], list[Tensor]]] = {}
 
     def __call__(self, inputs: list[Tensor]) -> list[Tensor]:
-        edits: tuple[Edit, ...] = (add_spans,) * is_profiling() + (add_marks,) * (_stopwatch is not None)
+        edits: tuple[Edit, ...] = (self._add_spans,) * is_profiling() + (add_marks,) * (_stopwatch is not None)
         if edits not in self._copies:
             self._copies[edits] = boxed(self._gm, edits)
         mark()
@@ -43,8 +47,9 @@ class Watchable:
         return outputs
 
 
-def add_spans(graph: Graph) -> None:
-    """Let a profiler see modules: `forward layers.0` around `forward layers.0.attention` around its operators."""
+def add_spans(graph: Graph, name: str) -> None:
+    """Let a profiler see modules, `forward layers.0` around `forward layers.0.attention`, and in them the nodes of the
+    graph of that name, with the words of `_words`. What runs a graph of its own, as compiled code does, is one node."""
     is_open: list[tuple[str, Node]] = []
     for node in list(graph.nodes):
         if node.op != "output" and (node.op != "call_function" or node.target is operator.getitem):
@@ -56,13 +61,33 @@ def add_spans(graph: Graph) -> None:
         with graph.inserting_before(node):
             while len(is_open) > num_kept:
                 graph.call_function(_end_span, (is_open.pop()[1],))
-            for name in names[num_kept:]:
-                is_open.append((name, graph.call_function(_begin_span, (name,))))
+            for each in names[num_kept:]:
+                is_open.append((each, graph.call_function(_begin_span, (each,))))
+            if node.op != "output":
+                begun = graph.call_function(begin_range, (node.name, _words(node, name)))
+        if node.op != "output":
+            with graph.inserting_after(node):
+                graph.call_function(_end_span, (begun,))
+
+
+def _words(node: Node, graph: str) -> dict[str, str]:
+    """Say which node it is, and where and by whom it was made; `graph/measured.py` reads the first two. A trace's
+    writer escapes nothing."""
+    places = " | ".join(map(shown, call_hierarchy(node)))
+    words = {
+        "node": node.name,
+        "graph": graph,
+        "phase": meta.phase(node),
+        "origin": meta.origin(node),
+        "module": meta.module(node),
+        "scope": places,
+    }
+    return {key: _UNSAFE.sub("?", text) for key, text in words.items() if text}
 
 
 def _span_names(node: Node) -> list[str]:
     """Give the spans around a node, the outermost first; a number in a module's name belongs to the word before."""
-    phase, parts = meta.phase(node), re.findall(r"[^.]+(?:\.\d+)?", meta.module(node))
+    phase, parts = meta.phase(node), re.findall(r"[^.]+(?:\.\d+)?", _UNSAFE.sub("?", meta.module(node)))
     return [phase] + [f"{phase} {'.'.join(parts[: i + 1])}" for i in range(len(parts))]
 
 

@@ -71,13 +71,17 @@ def dump(gm: GraphModule, folder: Path, number: int, name: str) -> None:
 
 def line_of(node: Node) -> str:
     """Give what a node calls, on what, and after # what its value is and where it comes from."""
+    return f"{node.name} = {call_of(node)}  # {_words(node)}"
+
+
+def call_of(node: Node) -> str:
+    """Give what a node calls, on what: `aten.mm.default(x, t)`."""
+    if node.target is operator.getitem:
+        return "{}[{}]".format(*node.args)
     group = group_of(node)
     shown = {group: name_of_group(group)} if group is not None else {}
     arguments = [f"{key}{_argument(x, shown)}" for key, x in [*(("", a) for a in node.args), *_named(node)]]
-    called = f"{_target(node)}({', '.join(arguments)})"
-    if node.target is operator.getitem:
-        called = "{}[{}]".format(*node.args)
-    return f"{node.name} = {called}  # {_words(node)}"
+    return f"{target_of(node)}({', '.join(arguments)})"
 
 
 def _named(node: Node) -> Iterator[tuple[str, Any]]:
@@ -96,13 +100,18 @@ def name_of_group(name: str) -> str:
 
 
 def _words(node: Node) -> str:
-    marks = {"tag": meta.tag(node), "role": meta.role(node), "param": meta.param(node), "region": meta.region(node)}
-    words = [shape_of(node.meta.get("val")), meta.phase(node), meta.module(node)]
-    words += [f"{key}={value!r}" for key, value in marks.items() if value]
+    words = [marks_of(node)]
     if places := call_hierarchy(node):
         words += [f"origin={meta.origin(node)!r}", f"in {' | '.join(map(shown, places))}"]
     source = meta.source_line(node)
     return " ".join([word for word in words if word] + ([f"at {source}"] if source else []))
+
+
+def marks_of(node: Node) -> str:
+    """Give a node's value, phase and module, and what passes wrote on it."""
+    marks = {"tag": meta.tag(node), "role": meta.role(node), "param": meta.param(node), "region": meta.region(node)}
+    words = [shape_of(node.meta.get("val")), meta.phase(node), meta.module(node)]
+    return " ".join(filter(None, [*words, *(f"{key}={value!r}" for key, value in marks.items() if value)]))
 
 
 def _lines(gm: GraphModule) -> Iterator[str]:
@@ -172,7 +181,7 @@ def _nested(name: str, gm: GraphModule) -> Iterator[str]:
     yield ""
 
 
-def _target(node: Node) -> str:
+def target_of(node: Node) -> str:
     """Name what a node calls; a Python function (what Inductor compiled) without its address."""
     if isinstance(node.target, OpOverload):
         return str(node.target)

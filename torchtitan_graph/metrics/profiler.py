@@ -93,9 +93,14 @@ def _maybe_trace(config: job.Profiling, traces: Path, rank: int, start_step: int
     if not config.enable_profiling:
         yield Profiler(lambda: None)
         return
-    idle = config.profile_freq - config.profiler_warmup - config.profiler_active
+    idle, done = config.profile_freq - config.profiler_warmup - config.profiler_active, 0
 
     def write(profiler: profile) -> None:
+        nonlocal done
+        begun = (profiler.step_num - 1) // config.profile_freq * config.profile_freq + idle + config.profiler_warmup
+        if profiler.step_num == max(begun, done):
+            return  # the run ends before the cycle's first step: a trace of none
+        done = profiler.step_num
         folder = traces / f"step-{start_step + profiler.step_num}"
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"rank{rank}.json.gz"

@@ -110,6 +110,7 @@ def _rewrite(traced: Traced, layout: Layout, options: StepOptions, *, makes_code
         verify_on=traced.inputs if options.verify else None,
         costs=traced.plan.costs,
         dump_only=options.dump_only,
+        look=options.look,
     )
 
     def rewritten(gm: GraphModule, watch: Inspection, plan: PassPlan = traced.plan) -> GraphModule:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_graph import device as devices
-from torchtitan_graph.compiler import Extra
+from torchtitan_graph.compiler import Extra, Look
 from torchtitan_graph.config import JobConfig, job
 from torchtitan_graph.device import CudaRecorder, Recorders
 from torchtitan_graph.errors import UserError
@@ -49,6 +49,7 @@ class StepOptions:
     trace_every_block  trace alike blocks too, each of them
     dump_to          folder for the readable graph after each pass
     dump_only        the passes after which, by name, if not after each
+    look             is told the graphs of training after each pass, as `Inspection.look`
     seed             of the numbers that passes are verified on
     mtp_weight       of the loss of the layers that predict more tokens
     pipeline         the schedule of its stages, where there are any
@@ -83,6 +84,7 @@ class StepOptions:
     trace_every_block: bool = False
     dump_to: Path | None = None
     dump_only: Sequence[str] = ()
+    look: Look | None = None
     seed: int = 0
     mtp_weight: float = 0.3
     pipeline: Schedule | None = None

@@ -166,10 +166,11 @@ def _rewrite(
         tensors if options.verify else None,
         plan.costs,
         options.dump_only,
+        look=options.look,
     )
     done = _run_passes(number, train, plan, options, watch)
     if evaluate is not None:
-        evaluate = _run_passes(number, evaluate, plan, options, Inspection(f"stage {number}, evaluation"))
+        evaluate = _run_passes(number, evaluate, plan, options, Inspection(f"evaluation of stage {number}"))
     _tell(number, done, layout, options)
     return Rewritten(done, evaluate, flops)
 
@@ -204,9 +205,11 @@ def _finish(number: int, steps: Rewritten, like: _Like, plan: PassPlan, options:
         for name, part in stage.parts.by_name.items()
         if name not in ONCE_A_STEP
     }
+    for name in ONCE_A_STEP:
+        stage.parts.by_name[name].gm.meta["name"] = f"stage {number}, {name}"
     evaluate = steps.evaluate
     if evaluate is not None:
-        final = make_code(evaluate.gm, plan, options, f"stage {number}, evaluation")
+        final = make_code(evaluate.gm, plan, options, f"evaluation of stage {number}")
         evaluate = dataclasses.replace(evaluate, gm=final)
     return stage._replace(parts=stage.parts._replace(by_name={**stage.parts.by_name, **made}), evaluate=evaluate)
 

@@ -63,7 +63,7 @@ def test_a_profiler_sees_every_module_around_its_operators(traced: tuple[GraphMo
     found = spans(*traced)
     (tanh, *_), (layer,) = ([each for each in found if each[0] == name] for name in ("aten::tanh", "forward layers.0"))
     around = [name for name, begin, end in found if begin <= tanh[1] and tanh[2] <= end and name != "aten::tanh"]
-    assert around == ["forward", "forward layers.0", "forward layers.0.1"]
+    assert around == ["forward", "forward layers.0", "forward layers.0.1", "tanh"], "the last is the node"
     assert layer[2] > tanh[2]
     backward = [name for name, *_ in found if name.startswith("backward")]
     assert backward[0] == "backward"
@@ -73,8 +73,9 @@ def test_a_profiler_sees_every_module_around_its_operators(traced: tuple[GraphMo
 
 def test_every_span_that_begins_ends(traced: tuple[GraphModule, list[Tensor]]) -> None:
     graph = traced[0].graph
-    observe.add_spans(graph)
-    begun = graph.find_nodes(op="call_function", target=observe._begin_span)
+    observe.add_spans(graph, "graph")
+    begins = (observe._begin_span, observe.begin_range)
+    begun = [node for begin in begins for node in graph.find_nodes(op="call_function", target=begin)]
     ended = [node.args[0] for node in graph.find_nodes(op="call_function", target=observe._end_span)]
     assert begun and sorted(begun) == sorted(ended)  # type: ignore[type-var]
 
@@ -90,10 +91,18 @@ def test_a_watched_graph_gives_the_same_bits(traced: tuple[GraphModule, list[Ten
 
 
 def test_nobody_watching_runs_the_graph_as_it_is(traced: tuple[GraphModule, list[Tensor]]) -> None:
+    """Before it was watched, and after: by one and the same code, without a word of spans."""
     gm, inputs = traced
     graph = Watchable(gm)
     graph(list(inputs))
     assert list(graph._copies) == [()]
+    plain = graph._copies[()]
+    with profile():
+        graph(list(inputs))
+    graph(list(inputs))
+    assert graph._copies[()] is plain and len(graph._copies) == 2
+    codes = ["begin_range" in each.code for each in graph._copies.values()]  # type: ignore[attr-defined]
+    assert codes == [False, True]
 
 
 @pytest.fixture

@@ -240,10 +240,11 @@ def tensors(folder: Path, tag: str) -> list[bytes]:
 
 
 def test_tensorboard_shows_the_configuration_and_the_model(tmp_path: Path) -> None:
-    build(tmp_path, options={"enable_tensorboard": True}, model_table="| module |").close()
+    build(tmp_path, options={"enable_tensorboard": True}, model_table="| module |", scope_table="all  1\n").close()
     (config,) = tensors(tmp_path / "tb", "config/text_summary")
     assert b"    [metrics]\n    log_freq = 4\n" in config
     assert tensors(tmp_path / "tb", "model/text_summary") == [b"| module |"]
+    assert tensors(tmp_path / "tb", "scopes/text_summary") == [b"    all  1"]
 
 
 def charts(folder: Path) -> dict[str, list[str]]:

@@ -39,6 +39,23 @@ def test_one_trace_per_cycle_of_its_last_steps(tmp_path: Path) -> None:
     assert steps_in(traces[1]) == ["step 107", "step 108"]
 
 
+@pytest.mark.parametrize(("num_steps", "steps"), [(2, []), (3, [3]), (4, [4]), (6, [4])])
+def test_a_run_that_ends_in_a_cycle_leaves_no_trace_without_a_step(
+    num_steps: int, steps: list[int], tmp_path: Path
+) -> None:
+    config = job.Profiling(enable_profiling=True, profile_freq=4, profiler_warmup=1, profiler_active=2)
+    train(config, tmp_path, num_steps)
+    assert [path.name for path in tmp_path.glob("*/*")] == [f"step-{step}" for step in steps]
+
+
+@pytest.mark.filterwarnings("ignore:Profiler won't be using warmup")
+def test_every_step_may_be_traced(tmp_path: Path) -> None:
+    config = job.Profiling(enable_profiling=True, profile_freq=1, profiler_warmup=0, profiler_active=1)
+    train(config, tmp_path, num_steps=2)
+    traces = sorted((tmp_path / "profile_traces").rglob("*.json.gz"))
+    assert [steps_in(path) for path in traces] == [["step 1"], ["step 2"]]
+
+
 def test_nothing_is_written_when_it_is_off(tmp_path: Path) -> None:
     train(job.Profiling(profile_freq=2, profiler_warmup=1), tmp_path, num_steps=4)
     assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,158 @@
+"""Write a page to explore a step with: python scripts/explore.py my.toml -o step.html
+
+RUN_OR_CONFIG is a configuration, or the folder of a run, whose saved configuration is taken. What train.py takes is
+taken here as well, as --training.seq_len 512; NGPU=64 in front shows one rank of 64. The graphs are built as a dry run
+does: nothing is allocated or sent. The page is one HTML file, and opens without a network.
+"""
+
+import argparse
+import dataclasses
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.fx import GraphModule
+
+import torchtitan_graph
+from torchtitan_graph.config import JobConfig, check, load
+from torchtitan_graph.errors import UserError
+from torchtitan_graph.explorer import PassWatch, Strings, graph_data, page
+from torchtitan_graph.forecast import forecast
+from torchtitan_graph.graph.measured import find_trace, measured
+from torchtitan_graph.graph.scopes import charges, in_a_row
+from torchtitan_graph.graph.torch_private import init_fake_process_group
+from torchtitan_graph.log import init_logging, logger
+from torchtitan_graph.run.files import write_text
+from torchtitan_graph.steps import Graphs, costs_on
+from torchtitan_graph.steps.choices import check_disabled
+from torchtitan_graph.trainer import Trainer
+
+STAGE = "One microbatch, with what the stage does once a step; its parts run one after another, each holding its own."
+
+
+def config_of(what: Path) -> Path:
+    """Find the configuration that is meant.
+
+    Raises:
+        UserError: there is none.
+    """
+    if not what.is_dir():
+        return what  # the loader says what is wrong with it
+    if (what / "config.toml").is_file():
+        return what / "config.toml"
+    runs = sorted(file.parent for file in what.glob("*/config.toml"))
+    near = f"; these are runs: {', '.join(map(str, runs[:5]))}" if runs else ""
+    raise UserError(f"{what}: is no run's folder, for it has no config.toml{near}")
+
+
+def with_records(config: JobConfig) -> JobConfig:
+    """Let a configuration's graphs say what the page shows: of each call its place, and its line of source. Graphs that
+    are there already are traced again, to the same.
+
+    Raises:
+        UserError: a run of it has no graph that can say so.
+    """
+    if config.compile.mode == "eager":
+        raise UserError("compile.mode = eager: such a run has no graph to explore; see --compile.mode graph")
+    if config.compile.capture != "make_fx":
+        raise UserError(
+            f"compile.capture = {config.compile.capture}: its nodes do not know which calls made them; explore the "
+            "same step with --compile.capture make_fx"
+        )
+    config.compile.precompiled = None
+    config.compile.record_call_hierarchy = config.debug.stack_traces = True
+    return config
+
+
+def profile_of(run: Path, rank: int, world_size: int) -> Mapping[str, Mapping[str, float]]:
+    """Give the seconds that a rank's newest profile in a run's folder measured; none where there is no profile.
+
+    Raises:
+        UserError: the run had another number of ranks.
+    """
+    if not any(run.glob("*/step-*/rank*.json.gz")):
+        return {}
+    trace = find_trace(run, rank)
+    num_ranks = len(list(trace.parent.glob("rank*.json.gz")))
+    if num_ranks != world_size:
+        raise UserError(f"{trace}: the run had {num_ranks} ranks, not {world_size}; put NGPU={num_ranks} in front")
+    return measured(trace)
+
+
+def build(config: JobConfig, world_size: int, seconds: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+    """Build a configuration's graphs, as a dry run does; give the page's data.
+
+    Args:
+        seconds: that a profiler measured, by the graph's name, then by the node's.
+
+    Raises:
+        UserError: as a run of that configuration; or the profile is of other graphs.
+    """
+    check_disabled(config.compile.disable_passes)
+    trainer, watch = Trainer(config, world_size), PassWatch()
+    # Nothing is written but the page, and no number is computed.
+    silent = dict(dump_to=None, picture=None, verify=False, eval_rows=None)
+    trainer.options = dataclasses.replace(trainer.options, look=watch.look, **silent)
+    init_fake_process_group(world_size, config.comm.fake_rank)
+    try:
+        graphs = trainer.build_dry()
+        told = forecast(trainer.model, graphs, trainer.layout, trainer.options, config.optimizer)
+        costs = costs_on(trainer.layout, trainer.options)
+        positions_BL = torch.arange(trainer.options.rows[1]).expand(1, -1)
+        visible = trainer.model.visible_pairs(torch.zeros_like(positions_BL), positions_BL)
+        strings, shown = Strings(), []
+        if seconds and not any(gm.meta["name"] in seconds for gms in _graphs(graphs).values() for gm in gms):
+            raise UserError(f"the profile is of {', '.join(sorted(seconds))}, and of no graph of this configuration")
+        for name, gms in _graphs(graphs).items():
+            charged = in_a_row([charges(gm, costs, visible, seconds.get(gm.meta["name"])) for gm in gms])
+            notes = [STAGE] if len(gms) > 1 else []
+            shown.append(graph_data(name, gms, charged, costs, watch.graphs[name].passes, strings, notes))
+        facts = [
+            f"rank {dist.get_rank()} of {world_size}, {trainer.layout}; estimates by the rates of {costs.rates.name}; "
+            f"torchtitan_graph {torchtitan_graph.__version__}, torch {torch.__version__}",
+        ]
+        title = f"{config.model.name} {config.model.flavor or 'as in config.json'}"
+        return {"title": title, "facts": facts, "needs": told.lines(), "strings": strings.table, "graphs": shown}
+    finally:
+        dist.destroy_process_group()
+
+
+def _graphs(graphs: Graphs) -> dict[str, list[GraphModule]]:
+    """Give what is shown, by the name that passes were watched under."""
+    if isinstance(graphs.train, dict):
+        stages = {f"stage {number}": stage.parts.by_name for number, stage in graphs.train.items()}
+        return {name: [part.gm for part in parts.values()] for name, parts in stages.items()}
+    return {"training step": [graphs.train.gm]}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("what", metavar="RUN_OR_CONFIG", type=Path, help="a TOML file, or a run's folder")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE.html", default=Path("explorer.html"))
+    options, of_training = parser.parse_known_args(argv)
+    if not options.output.parent.is_dir() or options.output.is_dir():
+        parser.error(f"-o {options.output}: name a file in a folder that is there")
+    init_logging()
+    try:
+        words = ["--job.config_file", str(config_of(options.what)), *of_training, "--comm.mode", "fake_backend"]
+        config = with_records(load(words))
+        world_size = int(os.environ.get("NGPU", "1"))
+        for notice in check(config, world_size):
+            logger.warning(notice)
+        data = build(config, world_size, profile_of(options.what, config.comm.fake_rank, world_size))
+    except UserError as error:
+        logger.error(str(error))
+        return 2
+    write_text(options.output, page(data))
+    logger.info(f"wrote {options.output}: {options.output.stat().st_size / 2**20:.1f} MiB; open it in a browser")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""What the explorer's script writes and refuses, and what is seen of passes; tests/e2e/test_explorer.py opens it."""
+
+import base64
+import json
+import re
+import runpy
+import zlib
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.fx import GraphModule
+
+from torchtitan_graph.compiler import Inspection, Pass, run_passes
+from torchtitan_graph.explorer import PassWatch
+from torchtitan_graph.explorer.watch import Change
+from torchtitan_graph.graph.edit import call
+from torchtitan_graph.graph.trace import minimal_fx_tracer
+
+REPOSITORY = Path(__file__).parents[2]
+aten = torch.ops.aten
+
+
+def explore(*arguments: object) -> int:
+    script = runpy.run_path(str(REPOSITORY / "scripts" / "explore.py"))
+    return script["main"]([*map(str, arguments)])
+
+
+def data_of(path: Path) -> dict[str, Any]:
+    found = re.search(r'<script type="text/plain" id="data">(.*?)</script>', path.read_text(encoding="utf-8"))
+    assert found is not None
+    return json.loads(zlib.decompress(base64.b64decode(found[1])))
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    (tmp_path / "run").mkdir()
+    path = tmp_path / "run" / "config.toml"
+    path.write_text('[model]\nname = "llama3"\nflavor = "debugmodel"\n')
+    return path
+
+
+def test_a_stage_of_a_pipeline_is_written(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NGPU", "2")
+    degree, out = "--parallelism.pipeline_parallel_degree", tmp_path / "page.html"
+    small = ["--training.seq_len", "64", "--training.local_batch_size", "2", "--validation.no-enable"]
+    assert explore(config.parent, "-o", out, degree, 2, *small) == 0
+    data = data_of(out)
+    (stage,) = data["graphs"]
+    assert stage["name"] == "stage 0"
+    assert {*stage["scopes"]["parent"]} > {-1, 0} and stage["passes"][1]["name"] == "cleanup"
+    assert any("rope.py" in data["strings"][i] for i in stage["calls"]["source"])
+    assert sum(stage["calls"]["held"]) > 0 and not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["{run}/confg.toml"], "can't be read: No such file or directory; did you mean config.toml"),
+        (["{run}/.."], "is no run's folder, for it has no config.toml; these are runs: "),
+        (["{run}", "--training.sequence_len", "64"], "is not an option; did you mean training.seq_len?"),
+        (
+            ["{run}", "--compile.capture", "dynamo"],
+            "compile.capture = dynamo: its nodes do not know which calls made them",
+        ),
+        (["{run}", "--compile.mode", "eager"], "compile.mode = eager: such a run has no graph to explore"),
+        (["{run}", "--compile.disable_passes", "bucket_collective"], "did you mean 'bucket_collectives'"),
+    ],
+)
+def test_what_cannot_be_shown_is_refused_before_any_work(
+    arguments: list[str], words: str, config: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    what, *options = arguments
+    if what == "{run}":
+        what = str(config)
+    out = tmp_path / "page.html"
+    assert explore(what.format(run=config.parent), *options, "-o", out) == 2
+    assert words in capsys.readouterr().err and not out.exists()
+
+
+def test_a_page_is_not_written_where_there_is_no_folder(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        explore(config, "-o", tmp_path / "nowhere" / "page.html")
+    assert "nowhere/page.html: name a file in a folder that is there" in capsys.readouterr().err
+
+
+def traced() -> GraphModule:
+    return minimal_fx_tracer(lambda x: (x.sin() + x.cos(), x.exp() * 2))(torch.ones(2)).gm
+
+
+def replaced(gm: GraphModule) -> GraphModule:
+    """Compute the cosine as a sine, once more negated; the exponential first of all."""
+    sin, cos = (gm.graph.find_nodes(op="call_function", target=t)[0] for t in (aten.sin.default, aten.cos.default))
+    with gm.graph.inserting_after(cos):
+        new = call(gm.graph, cos, aten.neg.default, sin)
+    cos.replace_all_uses_with(new)
+    gm.graph.erase_node(cos)
+    sin.prepend(gm.graph.find_nodes(op="call_function", target=aten.exp.default)[0])
+    return gm
+
+
+def test_passes_are_watched() -> None:
+    watch = PassWatch()
+    ordered = [Pass("nothing", lambda gm: gm), Pass("replaced", replaced)]
+    inspection = Inspection(look=watch.look)
+    for _ in range(2):  # the second time, as while a budget is tried out, replaces the first
+        gm = run_passes(traced(), ordered, (), torch.device("cpu"), inspection)
+    watched = watch.graphs["training step"]
+    assert watched.gm is gm
+    assert [(each.name, each.num_calls, len(each.changes)) for each in watched.passes] == [
+        ("traced", 8, 0),
+        ("nothing", 8, 0),
+        ("replaced", 8, 4),
+    ]
+    changes = watched.passes[-1].changes
+    assert Counter(change.kind for change in changes) == Counter(["added", "removed", "changed", "moved"])
+    by_kind = {change.kind: change for change in changes}
+    assert by_kind["moved"].name == "exp"
+    assert by_kind["added"] == Change(
+        "added", "neg_default", "aten.neg.default", "", "", "aten.neg.default(sin)  # float32[2] forward"
+    )
+    assert by_kind["removed"].before == "aten.cos.default(detach)  # float32[2] forward"
+    assert (by_kind["changed"].before, by_kind["changed"].after) == (
+        "aten.add.Tensor(sin, cos)  # float32[2] forward",
+        "aten.add.Tensor(sin, neg_default)  # float32[2] forward",
+    )

@@ -1,0 +1,50 @@
+"""The page: a template, its style and its script, and the data, in one file that asks nothing of any network.
+
+All names and lines are data. They travel compressed, in letters and digits that mean nothing to HTML, and the script
+puts them on the page as text, never as markup. The page's own policy lets the browser connect to nothing, and run only
+the script that was put in.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import re
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_FOLDER = Path(__file__).parent / "page"
+_SCRIPTS = ("base.js", "table.js", "tree.js", "memory.js", "timeline.js", "passes.js", "main.js")
+
+
+def page(data: Mapping[str, Any]) -> str:
+    """Give the page of some data: `title`, `facts` (pairs of words), `strings`, and `graphs`, see `graph_data`."""
+    style = (_FOLDER / "style.css").read_text()
+    scripts = "\n".join((_FOLDER / name).read_text() for name in _SCRIPTS)
+    script = f'"use strict";\n(() => {{\n{scripts}\n}})();\n'
+    packed = zlib.compress(json.dumps(data, separators=(",", ":"), allow_nan=False).encode(), 6)
+    policy = [
+        "default-src 'none'",
+        f"script-src '{_hash(script)}'",
+        f"style-src '{_hash(style)}'",
+        "img-src data:",
+        "base-uri 'none'",
+        "form-action 'none'",
+    ]
+    fillings = {
+        "POLICY": "; ".join(policy),
+        "TITLE": html.escape(str(data["title"])),
+        "STYLE": style,
+        "SCRIPT": script,
+        "DATA": base64.b64encode(packed).decode(),
+    }
+    # In one sweep: what is put in is not looked at again.
+    return re.sub(r"\{\{([A-Z]+)\}\}", lambda place: fillings[place[1]], (_FOLDER / "page.html").read_text())
+
+
+def _hash(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

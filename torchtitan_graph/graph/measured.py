@@ -1,0 +1,94 @@
+"""What a profile of real steps says of the nodes of their graphs: seconds, by name."""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import gzip
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torchtitan_graph.errors import UserError
+
+_LAUNCHES = ("cuda_runtime", "cuda_driver")
+_ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+
+Event = Mapping[str, Any]
+
+
+def find_trace(path: Path, rank: int = 0) -> Path:
+    """Give a rank's newest trace in a run's folder; a trace itself as it is.
+
+    Raises:
+        UserError: there is none.
+    """
+    if path.is_file():
+        return path
+    traces = {int(p.parent.name.removeprefix("step-")): p for p in path.glob(f"*/step-*/rank{rank}.json.gz")}
+    if not traces:
+        raise UserError(
+            f"{path}: is no trace, and no run's folder with one of rank {rank}; a run with "
+            "profiling.enable_profiling = true writes them"
+        )
+    return traces[max(traces)]
+
+
+def measured(trace: Path) -> dict[str, dict[str, float]]:
+    """Read from a trace how many seconds each node took: by the graph's `meta["name"]`, then by the node's name. It is
+    the mean over the runs recorded.
+
+    On a CPU that is the time of the node's call, in which a `wait_tensor` waits for other ranks. Where anything ran on
+    a GPU it is the sum of the kernels and copies that the call launched, which may run beside those of other nodes.
+
+    Args:
+        trace: a file that `profiling.enable_profiling` wrote.
+
+    Raises:
+        UserError: the file is no trace, or says nothing of nodes.
+    """
+    events = _read(trace)
+    calls = [event for event in events if {"node", "graph"} <= event.get("args", {}).keys()]
+    if not calls:
+        raise UserError(
+            f"{trace}: no event says of which node it is; profile with profiling.enable_profiling = true, "
+            "compile.mode = 'graph' and compile.cuda_graphs = false"
+        )
+    on_gpu: dict[int, float] = collections.defaultdict(float)  # microseconds, by the number of their launch
+    for event in events:
+        if event.get("cat") in _ON_GPU:
+            on_gpu[event["args"]["correlation"]] += event["dur"]
+    took = _of_launches(calls, events, on_gpu) if on_gpu else [call["dur"] for call in calls]
+    runs: dict[str, dict[str, list[float]]] = {}
+    for call, microseconds in zip(calls, took, strict=True):
+        runs.setdefault(call["args"]["graph"], {}).setdefault(call["args"]["node"], []).append(microseconds)
+    return {graph: {node: sum(each) / len(each) / 1e6 for node, each in nodes.items()} for graph, nodes in runs.items()}
+
+
+def _read(trace: Path) -> list[Event]:
+    """Give the events of a trace that last."""
+    try:
+        content = trace.read_bytes()
+        events = json.loads(gzip.decompress(content) if trace.suffix == ".gz" else content)["traceEvents"]
+        return [event for event in events if event["ph"] == "X"]
+    except FileNotFoundError as error:
+        raise UserError(f"{trace}: is not there") from error
+    except (OSError, EOFError, ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{trace}: is no trace of torch's profiler ({type(error).__name__}: {error})") from error
+
+
+def _of_launches(calls: Iterable[Event], events: Iterable[Event], on_gpu: Mapping[int, float]) -> list[float]:
+    """Give what ran on a GPU for each call: what was launched while it ran, by its thread."""
+    launches: dict[Any, list[tuple[float, float]]] = collections.defaultdict(list)  # by thread: when, microseconds
+    for event in events:
+        if event.get("cat") in _LAUNCHES and (number := event["args"].get("correlation")) in on_gpu:
+            launches[event["pid"], event["tid"]].append((event["ts"], on_gpu[number]))
+    for each in launches.values():
+        each.sort()
+    took = []
+    for call in calls:
+        of_thread = launches[call["pid"], call["tid"]]
+        begin, end = (bisect.bisect_left(of_thread, (at,)) for at in (call["ts"], call["ts"] + call["dur"]))
+        took.append(sum(microseconds for _, microseconds in of_thread[begin:end]))
+    return took

@@ -10,7 +10,7 @@ _OF_TRACING = (
     "debug.trace_every_block",
     "debug.stack_traces",
 )
-_OF_THE_GRAPH = (*_OF_TRACING, "compile.disable_passes", "compile.extra_passes")
+_OF_THE_GRAPH = (*_OF_TRACING, "compile.record_call_hierarchy", "compile.disable_passes", "compile.extra_passes")
 # What writes the tags of an activation_checkpoint.mode, and what acts on them.
 _PASSES_OF_MODE = {
     "selective": ("tag_recomputation", "rematerialize"),

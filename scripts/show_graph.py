@@ -6,6 +6,7 @@ line has the value's dtype and shape, phase, module, line of source, and after |
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import difflib
 import fnmatch
@@ -15,7 +16,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,10 +26,13 @@ import torch.distributed as dist
 from torchtitan_graph.compiler import PassPlan, passes
 from torchtitan_graph.config import JobConfig, check, load
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.graph.measured import find_trace
 from torchtitan_graph.graph.show import without_bytes
 from torchtitan_graph.graph.torch_private import init_fake_process_group
 from torchtitan_graph.log import init_logging, logger
+from torchtitan_graph.steps import costs_on
 from torchtitan_graph.steps.choices import check_disabled, plan_extra
+from torchtitan_graph.steps.table import DEPTH, step_table
 from torchtitan_graph.trainer import Trainer
 
 _LINE = re.compile(
@@ -136,27 +140,51 @@ def passes_of(config: JobConfig) -> list[str]:
     return ["traced", *(each.name for each in ordered if each.name not in config.compile.disable_passes)]
 
 
-def build(words: Sequence[str], folder: Path, wanted: Sequence[str], parser: argparse.ArgumentParser) -> None:
-    """Build the graphs of a configuration, as a dry run does, and write those after the wanted passes, or the last.
+@contextlib.contextmanager
+def dry(words: Sequence[str]) -> Iterator[Trainer]:
+    """Give the trainer of a configuration's dry run, without evaluation, on a fake process group.
 
     Raises:
         UserError: as a run of that configuration.
     """
-    config = load([*words, "--comm.mode", "fake_backend", "--debug.dump_graphs", "--job.dump_folder", str(folder)])
-    world_size = int(os.environ.get("NGPU", "1"))
+    config, world_size = load([*words, "--comm.mode", "fake_backend"]), int(os.environ.get("NGPU", "1"))
     init_logging()
     for notice in check(config, world_size):
         logger.warning(notice)
     check_disabled(config.compile.disable_passes)
-    names = passes_of(config)
-    chosen = [check_name(name, names, parser) for name in wanted] or names[-1:]
     trainer = Trainer(config, world_size)
-    trainer.options = dataclasses.replace(trainer.options, dump_only=chosen, eval_rows=None)
+    trainer.options = dataclasses.replace(trainer.options, eval_rows=None)
     init_fake_process_group(world_size, config.comm.fake_rank)
     try:
-        trainer.setup_dry()
+        yield trainer
     finally:
         dist.destroy_process_group()
+
+
+def build(words: Sequence[str], folder: Path, wanted: Sequence[str], parser: argparse.ArgumentParser) -> None:
+    """Build the graphs of a configuration, and write those after the wanted passes, or the last.
+
+    Raises:
+        UserError: as a run of that configuration.
+    """
+    with dry([*words, "--debug.dump_graphs", "--job.dump_folder", str(folder)]) as trainer:
+        names = passes_of(trainer.config)
+        chosen = [check_name(name, names, parser) for name in wanted] or names[-1:]
+        trainer.options = dataclasses.replace(trainer.options, dump_only=chosen)
+        trainer.setup_dry()
+
+
+def table(words: Sequence[str], by: str, depth: int, profile: Path | None) -> list[str]:
+    """Give what modules or functions cost, forward and backward side by side.
+
+    Raises:
+        UserError: as a run of that configuration; or the profile is none of it.
+    """
+    with dry([*words, "--compile.record_call_hierarchy"]) as trainer:
+        trace = find_trace(profile, trainer.config.comm.fake_rank) if profile is not None else None
+        graphs, options = trainer.build_dry(), trainer.options
+        costs = costs_on(trainer.layout, options)
+        return step_table(trainer.model, graphs, options.rows[1], costs, by=by, depth=depth, trace=trace)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -172,7 +200,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--op", default="*", help="only such operators, as 'aten.mm.*'")
     parser.add_argument("--statistics", action="store_true", help="count nodes and bytes by operator and by module")
     parser.add_argument("--timeline", type=Path, metavar="FILE.svg", help="draw what is held, node by node")
+    parser.add_argument("--by", choices=("module", "function", "scope"), help="a table of what each costs; scope: both")
+    parser.add_argument("--depth", type=int, help=f"with --by: how many calls below the whole (default {DEPTH})")
+    parser.add_argument(
+        "--profile", type=Path, metavar="RUN_OR_TRACE", help="with --by: what a run of the configuration took, measured"
+    )
     options, of_training = parser.parse_known_args(argv)
+    if options.by:
+        others = ("graphs", "stage", "after", "diff", "module", "phase", "op", "statistics", "timeline")
+        if given := [name for name in others if getattr(options, name) != parser.get_default(name)]:
+            parser.error(f"--by {options.by}: is a table of the whole step; leave out --{', --'.join(given)}")
+        if options.depth is not None and options.depth < 0:
+            parser.error(f"--depth {options.depth}: must be at least 0, the whole alone")
+        depth = DEPTH if options.depth is None else options.depth
+        try:
+            print("\n".join(table(of_training, options.by, depth, options.profile)))
+        except UserError as error:
+            logger.error(str(error))
+            return 2
+        return 0
+    if options.depth is not None or options.profile:
+        parser.error("--depth and --profile are of the table that --by asks for")
     if options.timeline and not options.timeline.parent.is_dir():
         parser.error(f"--timeline {options.timeline}: there is no folder {options.timeline.parent}")
     with tempfile.TemporaryDirectory() as empty:

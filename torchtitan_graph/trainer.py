@@ -70,6 +70,7 @@ from torchtitan_graph.steps import (
 )
 from torchtitan_graph.steps.fingerprint import fingerprint
 from torchtitan_graph.steps.precompiled import Precompiled, open_precompiled, steps_to_data
+from torchtitan_graph.steps.table import step_table
 
 
 class Trainer:
@@ -122,6 +123,7 @@ class Trainer:
         self.dump_folder = Path(config.job.dump_folder)
         if config.comm.mode != "fake_backend":  # a dry run loads nothing
             self._check_what_is_loaded()
+        self.scope_table = ""  # what the step's modules and functions cost, where it is shown
         self.step = self.tokens_seen = 0
         self.stop_signal = 0  # the signal that asked a rank to stop; the same on all ranks
         self.tokens_by_source: dict[str, int] = {}
@@ -197,6 +199,9 @@ class Trainer:
         told = forecast(self.model, graphs, self.layout, self.options, self.config.optimizer)
         logger.info("\n".join(["this rank:", *told.lines()]))
         check_fits(told, self._forecast_with)
+        if self.config.compile.record_call_hierarchy and self.config.metrics.enable_tensorboard:
+            costs = costs_on(self.layout, self.options)
+            self.scope_table = "\n".join(step_table(self.model, graphs, self.options.rows[1], costs))
         return bind_graphs(graphs, self.model, self.layout, self.options)
 
     def _forecast_with(self, recompute: Recompute) -> Forecast:
@@ -316,6 +321,7 @@ class Trainer:
                 flops_per_step=None,
                 peak_flops=peak,
                 model_table=self.model_table,
+                scope_table=self.scope_table,
                 of_all_stages=self.layout.of_all_stages,
             ) as metrics,
             maybe_profile(config.profiling, self.dump_folder, self.rank, self.step) as profiler,

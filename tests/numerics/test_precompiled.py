@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.as_data import traced_from_data
 from torchtitan_graph.graph.signature import signature_of
 from torchtitan_graph.graph.torch_private import init_fake_process_group
-from torchtitan_graph.graph.trace import TracedResult
+from torchtitan_graph.graph.trace import TracedResult, make_fx_capture
 from torchtitan_graph.models.layers.init import initialize
 from torchtitan_graph.models.layers.moe import AuxiliaryLoss
 from torchtitan_graph.models.spec import load_family
@@ -82,7 +83,8 @@ def world(cell: Cell, rank: int) -> Layout:
 def rewritten(cell: Cell, layout: Layout) -> tuple[dict[int, Rewritten], Any]:
     options = cell.options("graph")
     options = dataclasses.replace(options, eval_rows=options.rows)
-    return rewrite_steps(build_model(cell), load_family(cell.family), layout, options)
+    capture = partial(make_fx_capture, call_hierarchy=True)
+    return rewrite_steps(build_model(cell), load_family(cell.family), layout, options, capture)
 
 
 def lines(gm: GraphModule) -> list[Any]:
@@ -102,7 +104,7 @@ def lines(gm: GraphModule) -> list[Any]:
             for x in values
         ]
         types = [type(x) for x in pytree.tree_leaves((node.args, node.kwargs))]
-        origin = [node.meta.get(key) for key in (*meta.KEYS, "custom")]
+        origin = [node.meta.get(key) for key in (*meta.KEYS, *meta.HIERARCHIES, "custom")]
         target = node.target if node.op == "call_function" else str(node.target)
         found.append(
             (node.op, node.name, target, repr(node.args), repr(node.kwargs), types, layouts, str(spec), origin, held)

@@ -197,7 +197,6 @@ def _check_precompiled(config: JobConfig) -> list[str]:
         "debug.dump_graphs",
         "debug.trace_every_block",
         "debug.stack_traces",
-        "compile.record_call_hierarchy",
     )
     problems = [
         f"{_name(config, key)}: with compile.precompiled nothing is traced and no pass runs; leave one of them out"

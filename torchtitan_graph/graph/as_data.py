@@ -23,7 +23,8 @@ from torch.fx import Graph, GraphModule, Node
 import torchtitan_graph.ops
 import torchtitan_graph.row_loss  # noqa: F401 (both register operators)
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph import meta
+from torchtitan_graph.graph.malformed import check, size
+from torchtitan_graph.graph.origins import Origins, read_origins
 from torchtitan_graph.graph.signature import Layout, Plain, Signature, Slot, signature_of
 from torchtitan_graph.graph.torch_private import FakeTensor, FakeTensorMode, lazy_graph_module
 from torchtitan_graph.graph.trace import TracedResult, take_call
@@ -48,15 +49,6 @@ _CONSTANTS = (bool, int, float, type(None))
 _MOST_CONSTANTS = 64  # numbers of a tensor that a graph closes over
 
 Places = Mapping[str, str]  # a group's name -> what it is called in every world, such as "mesh.fsdp"
-
-
-class Malformed(ValueError):
-    """Data that no graph was stored as."""
-
-
-def _check(sound: bool, what: str) -> None:
-    if not sound:
-        raise Malformed(what)
 
 
 # --- a traced step as data ------------------------------------------------------------------------------------------
@@ -116,7 +108,7 @@ class _Writer:
     def __init__(self, groups: Places, device: torch.device) -> None:
         self._groups, self._device = groups, device
         self._tensors: dict[tuple, int] = {}
-        self._origins: dict[tuple, int] = {}
+        self._origins = Origins()
         self._targets: dict[str, int] = {}
         self._modules: dict[GraphModule, int] = {}
         self._graphs: list[Any] = []
@@ -125,7 +117,7 @@ class _Writer:
         return {
             "modules": self._graphs,
             "tensors": list(self._tensors),
-            "origins": list(self._origins),
+            **self._origins.tables(),
             "targets": list(self._targets),
         }
 
@@ -140,7 +132,9 @@ class _Writer:
             write = functools.partial(self.write, place=place)
             args, kwargs = self._arguments(node, write)
             target = self._target(node) if node.op == "call_function" else str(node.target)
-            nodes.append([node.op, node.name, target, args, kwargs, write(node.meta.get("val")), self._origin(node)])
+            nodes.append(
+                [node.op, node.name, target, args, kwargs, write(node.meta.get("val")), self._origins.number(node)]
+            )
         return {"nodes": nodes, "held": held}
 
     def _held(self, node: Node, x: Any) -> Any:
@@ -179,11 +173,6 @@ class _Writer:
         if not text:
             raise _cannot(f"{node}, which calls {target}: legal are operators of {', '.join(NAMESPACES)}")
         return self._targets.setdefault(text, len(self._targets))
-
-    def _origin(self, node: Node) -> int:
-        words = {k: x for k, x in node.meta.get("custom", {}).items() if isinstance(x, (str, *_CONSTANTS))}
-        key = (*(node.meta.get(key) for key in meta.KEYS), tuple(words.items()))
-        return self._origins.setdefault(key, len(self._origins))
 
     def _device_of(self, device: torch.device) -> str:
         return "own" if device.type == self._device.type else device.type
@@ -235,24 +224,24 @@ def traced_from_data(
     gm = reader.graph(data["graph"])
 
     def slot(name: str, kind: str, *plain: Any) -> Slot:
-        _check(isinstance(name, str) and isinstance(kind, str), "a slot's name")
+        check(isinstance(name, str) and isinstance(kind, str), "a slot's name")
         if not plain:
             return Slot(name, kind, layouts[name])
         shape, dtype = plain
-        return Slot(name, kind, Plain(tuple(map(_size, shape)), _DTYPES[dtype]))
+        return Slot(name, kind, Plain(tuple(map(size, shape)), _DTYPES[dtype]))
 
     signature = Signature(tuple(slot(*each) for each in data["inputs"]), tuple(slot(*each) for each in data["outputs"]))
     found = len(gm.graph.find_nodes(op="placeholder")), len(gm.graph.output_node().args[0])  # type: ignore[arg-type]
     said = tuple(sum(each.layout.num_tensors for each in slots) for slots in (signature.inputs, signature.outputs))
-    _check(found == said, "a graph's inputs and outputs")
+    check(found == said, "a graph's inputs and outputs")
     gm.meta["signature"] = signature
     given = take_call(tuple(map(_identifier, data["parameters"])), arguments, {})
     names = [name for i, name in enumerate(given.names) if i not in given.constants]
-    _check([each.name for each in signature.inputs if each.kind == "input"] == names, "a step's arguments")
+    check([each.name for each in signature.inputs if each.kind == "input"] == names, "a step's arguments")
     out_spec = pytree.tree_structure(_containers(data["result"]))
-    out_constants = {_size(i): reader.read(x, []) for i, x in data["out_constants"]}
-    _check(out_spec.num_leaves == len(signature.outputs) + len(out_constants), "a step's result")
-    _check(all(type(x) is bool for x in data["modes"].values()), "modes")
+    out_constants = {size(i): reader.read(x, []) for i, x in data["out_constants"]}
+    check(out_spec.num_leaves == len(signature.outputs) + len(out_constants), "a step's result")
+    check(all(type(x) is bool for x in data["modes"].values()), "modes")
     return TracedResult(
         gm,
         given.in_spec,
@@ -270,12 +259,7 @@ def traced_from_data(
 
 def _identifier(x: Any) -> str:
     """Give a name that may stand in Python code."""
-    _check(isinstance(x, str) and x.isascii() and x.isidentifier() and not keyword.iskeyword(x), f"the name {x!r}")
-    return x
-
-
-def _size(x: Any) -> int:
-    _check(type(x) is int and 0 <= x < 2**48, f"the size {x!r}")
+    check(isinstance(x, str) and x.isascii() and x.isidentifier() and not keyword.iskeyword(x), f"the name {x!r}")
     return x
 
 
@@ -286,7 +270,7 @@ class _Reader:
         with self._fake_mode:
             self._tensors = [self._tensor(*each) for each in data["tensors"]]
         self._targets = [_find_target(each) for each in data["targets"]]
-        self._origins = [_origin(*each) for each in data["origins"]]
+        self._origins = read_origins(data)
         self._modules: list[GraphModule] = []
         for each in data["modules"]:  # those that a module holds come before it
             self._modules.append(self.graph(each))
@@ -294,46 +278,46 @@ class _Reader:
     def graph(self, data: Any) -> GraphModule:
         root, graph, nodes = torch.nn.Module(), Graph(), list[Node]()
         for name, x in data["held"].items():
-            _check(not hasattr(root, _identifier(name)), f"the name {name!r}")
+            check(not hasattr(root, _identifier(name)), f"the name {name!r}")
             if isinstance(x, int):
-                root.add_module(name, self._modules[_size(x)])
+                root.add_module(name, self._modules[size(x)])
             else:
                 root.register_buffer(name, self._constant(*x), persistent=False)
         for op, name, target, args, kwargs, val, origin in data["nodes"]:
             if op == "call_function":
-                found = self._targets[_size(target)]
+                found = self._targets[size(target)]
             else:
                 found = _identifier(target)
                 legal = {"placeholder": not args, "get_attr": target in data["held"], "output": target == "output"}
-                _check(legal.get(op, False), f"the operation {op!r} of {target!r}")
+                check(legal.get(op, False), f"the operation {op!r} of {target!r}")
             inputs = tuple(self.read(each, nodes) for each in args)
             named = {_identifier(key): self.read(each, nodes) for key, each in kwargs.items()}
             node = graph.create_node(op, found, inputs, named, name=_identifier(name))
-            _check(node.name == name, f"the name {name!r}, which is taken")
+            check(node.name == name, f"the name {name!r}, which is taken")
             if op != "output":
                 node.meta["val"] = self.read(val, [])
-            node.meta |= self._origins[_size(origin)]
+            node.meta |= self._origins[size(origin)]
             nodes.append(node)
-        _check(bool(nodes) and nodes[-1].op == "output", "a graph without an end")
+        check(bool(nodes) and nodes[-1].op == "output", "a graph without an end")
         return lazy_graph_module(root, graph)
 
     def _tensor(self, shape: Any, stride: Any, offset: Any, dtype: Any, device: Any, nbytes: Any) -> Tensor:
-        sizes, strides = [_size(x) for x in shape], [_size(x) for x in stride]
-        _check(len(sizes) == len(strides), "strides")
+        sizes, strides = [size(x) for x in shape], [size(x) for x in stride]
+        check(len(sizes) == len(strides), "strides")
         kind, where = _DTYPES[dtype], self._read_device(device)
         reach = sum((n - 1) * s for n, s in zip(sizes, strides, strict=True)) + 1 if 0 not in sizes else 0
-        _check((_size(offset) + reach) * kind.itemsize <= _size(nbytes), "a tensor's memory")
+        check((size(offset) + reach) * kind.itemsize <= size(nbytes), "a tensor's memory")
         whole = torch.empty(nbytes // kind.itemsize, dtype=kind, device=where)
         return whole.as_strided(sizes, strides, offset)
 
     def _constant(self, shape: Any, dtype: Any, device: Any, values: Any) -> Tensor:
-        _check(len(values) <= _MOST_CONSTANTS and all(type(x) in _CONSTANTS for x in values), "a constant")
+        check(len(values) <= _MOST_CONSTANTS and all(type(x) in _CONSTANTS for x in values), "a constant")
         return (
-            torch.tensor(values, dtype=_DTYPES[dtype]).reshape([_size(x) for x in shape]).to(self._read_device(device))
+            torch.tensor(values, dtype=_DTYPES[dtype]).reshape([size(x) for x in shape]).to(self._read_device(device))
         )
 
     def _read_device(self, kind: Any) -> torch.device:
-        _check(kind in ("own", "cpu", "meta"), f"the device {kind!r}")
+        check(kind in ("own", "cpu", "meta"), f"the device {kind!r}")
         return self._device if kind == "own" else torch.device(kind)
 
     def read(self, x: Any, nodes: list[Node]) -> Any:
@@ -343,9 +327,9 @@ class _Reader:
             return [self.read(each, nodes) for each in x]
         kind, held = _only(x)
         if kind == "node":
-            return nodes[_size(held)]
+            return nodes[size(held)]
         if kind == "tensor":
-            return self._tensors[_size(held)]
+            return self._tensors[size(held)]
         if kind == "tuple":
             return tuple(self.read(each, nodes) for each in held)
         if kind == "dict":
@@ -360,7 +344,7 @@ class _Reader:
 
 def _only(x: Any) -> tuple[str, Any]:
     """Give what a value is, and what it holds."""
-    _check(isinstance(x, dict) and len(x) == 1, f"the value {x!r:.80}")
+    check(isinstance(x, dict) and len(x) == 1, f"the value {x!r:.80}")
     return next(iter(x.items()))
 
 
@@ -369,12 +353,12 @@ def _containers(x: Any) -> Any:
     if isinstance(x, list):
         return list(map(_containers, x))
     if not isinstance(x, dict):
-        _check(x == 0, "a step's result")
+        check(x == 0, "a step's result")
         return x
     kind, held = _only(x)
     if kind == "tuple":
         return tuple(map(_containers, held))
-    _check(kind == "dict" and all(isinstance(key, str) for key, _ in held), "a step's result")
+    check(kind == "dict" and all(isinstance(key, str) for key, _ in held), "a step's result")
     return {key: _containers(each) for key, each in held}
 
 
@@ -383,15 +367,7 @@ def _find_target(text: str) -> Any:
         return _FUNCTIONS[text]
     namespace, _, rest = text.partition("::")
     name, _, overload = rest.partition(".")
-    _check(namespace in NAMESPACES, f"the operator {text!r:.80}")
+    check(namespace in NAMESPACES, f"the operator {text!r:.80}")
     packet = getattr(getattr(torch.ops, namespace), name, None)
-    _check(isinstance(packet, torch._ops.OpOverloadPacket) and overload in packet.overloads(), f"the operator {text!r}")
+    check(isinstance(packet, torch._ops.OpOverloadPacket) and overload in packet.overloads(), f"the operator {text!r}")
     return getattr(packet, overload)
-
-
-def _origin(*words: Any) -> dict[str, Any]:
-    *own, custom = words
-    _check(all(isinstance(x, (str, type(None))) for x in own), "what is said of a node")
-    _check(all(isinstance(k, str) and isinstance(x, (str, *_CONSTANTS)) for k, x in custom), "a node's annotations")
-    found = {key: x for key, x in zip(meta.KEYS, own, strict=True) if x is not None}
-    return found | {"custom": dict(custom)}

@@ -35,18 +35,18 @@ def find_trace(path: Path, rank: int = 0) -> Path:
     return traces[max(traces)]
 
 
-def measured(trace: Path, graph: str = "training step") -> dict[str, float]:
-    """Read from a trace how many seconds each node of a graph took, by name: the mean over the runs recorded.
+def measured(trace: Path) -> dict[str, dict[str, float]]:
+    """Read from a trace how many seconds each node took: by the graph's `meta["name"]`, then by the node's name. It is
+    the mean over the runs recorded.
 
     On a CPU that is the time of the node's call, in which a `wait_tensor` waits for other ranks. Where anything ran on
     a GPU it is the sum of the kernels and copies that the call launched, which may run beside those of other nodes.
 
     Args:
         trace: a file that `profiling.enable_profiling` wrote.
-        graph: as the graph's `meta["name"]`. Of a pipeline's stage, "stage 0", all of its parts.
 
     Raises:
-        UserError: the file is no trace, or not of this graph; names those there are.
+        UserError: the file is no trace, or says nothing of nodes.
     """
     events = _read(trace)
     calls = [event for event in events if {"node", "graph"} <= event.get("args", {}).keys()]
@@ -55,23 +55,15 @@ def measured(trace: Path, graph: str = "training step") -> dict[str, float]:
             f"{trace}: no event says of which node it is; profile with profiling.enable_profiling = true, "
             "compile.mode = 'graph' and compile.cuda_graphs = false"
         )
-    names = sorted({call["args"]["graph"] for call in calls})
-    of_graph = {name for name in names if name == graph or name.startswith(f"{graph}, ")}
-    if not of_graph:
-        raise UserError(f"{trace}: is not of {graph}; there are {', '.join(names)}")
-    found = [call for call in calls if call["args"]["graph"] in of_graph]
     on_gpu: dict[int, float] = collections.defaultdict(float)  # microseconds, by the number of their launch
     for event in events:
         if event.get("cat") in _ON_GPU:
             on_gpu[event["args"]["correlation"]] += event["dur"]
-    took = _of_launches(found, events, on_gpu) if on_gpu else [call["dur"] for call in found]
-    runs: dict[tuple[str, str], list[float]] = collections.defaultdict(list)
-    for call, microseconds in zip(found, took, strict=True):
-        runs[call["args"]["graph"], call["args"]["node"]].append(microseconds)
-    seconds: dict[str, float] = collections.defaultdict(float)
-    for (_, node), each in runs.items():  # two parts of a stage may both make a view
-        seconds[node] += sum(each) / len(each) / 1e6
-    return dict(seconds)
+    took = _of_launches(calls, events, on_gpu) if on_gpu else [call["dur"] for call in calls]
+    runs: dict[str, dict[str, list[float]]] = {}
+    for call, microseconds in zip(calls, took, strict=True):
+        runs.setdefault(call["args"]["graph"], {}).setdefault(call["args"]["node"], []).append(microseconds)
+    return {graph: {node: sum(each) / len(each) / 1e6 for node, each in nodes.items()} for graph, nodes in runs.items()}
 
 
 def _read(trace: Path) -> list[Event]:

@@ -31,6 +31,7 @@ RECOMPUTED = "recomputed"
 
 _TORCH = Path(torch.__file__).parent
 KEYS = ("phase", "module", "tag", "role", "param", "region", "operations", "scratch", "same_as", "origin")
+HIERARCHIES = ("call_hierarchy", "fwd_call_hierarchy")
 
 
 def phase(node: Node) -> str:
@@ -96,7 +97,7 @@ def write(node: Node, **values: str | float | None) -> None:
 
 def inherit(node: Node, source: Node) -> None:
     """Let a node that a pass made stand where `source` stands: same phase, module, stack trace; own tag and role."""
-    for key in ("phase", "module", "stack_trace", "custom", "seq_nr", "origin", *_HIERARCHIES):
+    for key in ("phase", "module", "stack_trace", "custom", "seq_nr", "origin", *HIERARCHIES):
         if key in source.meta:
             node.meta[key] = source.meta[key]
     if _pass:
@@ -106,7 +107,7 @@ def inherit(node: Node, source: Node) -> None:
 def stand_for(node: Node, sources: Iterable[Node]) -> None:
     """Let a node that was made of several have the places of all."""
     each = list(sources)
-    for key in _HIERARCHIES:
+    for key in HIERARCHIES:
         if places := dict.fromkeys(place for source in each for place in source.meta.get(key, ())):
             node.meta[key] = tuple(places)
 
@@ -134,7 +135,6 @@ def recomputed(node: Node) -> None:
         node.meta["fwd_call_hierarchy"] = node.meta["call_hierarchy"]
 
 
-_HIERARCHIES = ("call_hierarchy", "fwd_call_hierarchy")
 _pass = ""  # that runs
 
 
@@ -156,7 +156,7 @@ def move(node: Node, old: str, new: str, places: Callable[[Place], Place]) -> No
     if name == old or name.startswith(f"{old}."):
         write(node, module=new + name[len(old) :])
         node.meta["custom"] = node.meta["custom"] | {"module": module(node)}
-    for key in _HIERARCHIES:
+    for key in HIERARCHIES:
         if key in node.meta:
             node.meta[key] = tuple(map(places, node.meta[key]))
 

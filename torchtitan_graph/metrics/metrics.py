@@ -68,6 +68,7 @@ class Metrics:
             attribute of that name before `end_step` where steps differ.
         peak_flops: FLOP/s this device can do; None: not known, and then there is no MFU.
         model_table: Markdown, shown in TensorBoard beside the configuration.
+        scope_table: text, shown there too, if it is not empty.
         of_all_stages: takes a step's state, and gives that of all stages of a pipeline; all ranks call it together.
     """
 
@@ -83,6 +84,7 @@ class Metrics:
         flops_per_step: float | None = None,
         peak_flops: float | None = None,
         model_table: str = "",
+        scope_table: str = "",
         of_all_stages: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = dict,
     ) -> None:
         options = config.metrics
@@ -108,6 +110,8 @@ class Metrics:
             if options.enable_tensorboard:
                 folder = dump_folder / options.save_tb_folder
                 texts = {"config": verbatim(dump_toml(config)), "model": model_table}
+                if scope_table:
+                    texts["scopes"] = verbatim(scope_table)
                 self._tensorboard = TensorBoard(
                     folder if rank == 0 else folder / f"rank_{rank}", start_step, texts, layout=rank == 0
                 )

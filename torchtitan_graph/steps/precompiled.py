@@ -25,8 +25,9 @@ from typing import Any, NamedTuple
 import torch
 
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph.as_data import Malformed, traced_from_data, traced_to_data
+from torchtitan_graph.graph.as_data import traced_from_data, traced_to_data
 from torchtitan_graph.graph.flops import Flops
+from torchtitan_graph.graph.malformed import Malformed
 from torchtitan_graph.graph.trace import TracedResult
 from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.layout import PP, TP, Layout, ParallelDims
@@ -38,7 +39,7 @@ from torchtitan_graph.passes.tag_budget import Curve, Point
 AXES = (PP, TP)
 
 INDEX = "index.json"
-_FORMAT = 2
+_FORMAT = 3
 _LARGEST = 2**31  # bytes of a file of graphs, unpacked: that of 405B takes a hundredth
 
 

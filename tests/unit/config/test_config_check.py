@@ -130,7 +130,6 @@ def test_a_dry_run_has_no_numbers_to_verify_passes_on() -> None:
         "debug.dump_graphs",
         "debug.trace_every_block",
         "debug.stack_traces",
-        "compile.record_call_hierarchy",
         "compile.mode",
     ],
 )

@@ -1,5 +1,6 @@
 """A traced step as data: what is refused when it is stored, and when it is read."""
 
+import ast
 import copy
 import json
 from collections import OrderedDict
@@ -9,10 +10,16 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph.as_data import Malformed, traced_from_data, traced_to_data
+from torchtitan_graph.graph import meta
+from torchtitan_graph.graph.as_data import traced_from_data, traced_to_data
+from torchtitan_graph.graph.hierarchy import call_hierarchy, fwd_call_hierarchy
+from torchtitan_graph.graph.malformed import Malformed
+from torchtitan_graph.graph.show import readable
 from torchtitan_graph.graph.trace import TracedResult, minimal_fx_tracer, run_traced
 
 CPU = torch.device("cpu")
@@ -27,7 +34,7 @@ def traced(module: nn.Module) -> TracedResult:
         loss = torch.cat((y.square(), y.neg()), dim=1).sum(1, keepdim=True).mean(dtype=torch.float64)
         return {"loss": loss, "none": None, "grads": torch.autograd.grad(loss, list(module.parameters()))}
 
-    return minimal_fx_tracer(step, module=module)(X, 2.0)
+    return minimal_fx_tracer(step, module=module, call_hierarchy=True)(X, 2.0)
 
 
 def module() -> nn.Module:
@@ -51,6 +58,10 @@ def test_what_is_read_runs_as_what_was_stored() -> None:
     assert mine["none"] is theirs["none"] is None and torch.equal(mine["loss"], theirs["loss"])
     assert all(torch.equal(a, b) for a, b in zip(mine["grads"], theirs["grads"], strict=True))
     assert stored(again) == stored(step)
+    for mine, theirs in zip(step.gm.graph.nodes, again.gm.graph.nodes, strict=True):
+        said = [(call_hierarchy(each), fwd_call_hierarchy(each), meta.origin(each)) for each in (mine, theirs)]
+        assert said[0] == said[1]
+    assert any(map(fwd_call_hierarchy, again.gm.graph.nodes))
     with pytest.raises(UserError, match="scale is 3.0, traced with 2.0"):
         run_traced(again, module=model)(X, 3.0)
 
@@ -88,6 +99,49 @@ def test_no_code_is_read(fault: str, tmp_path: Path) -> None:
     with pytest.raises((Malformed, KeyError, IndexError)):
         read(data)
     assert not mark.exists()
+
+
+PLACES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "code in a name": (lambda data: data["scopes"][0].__setitem__(2, "x\nimport os"), "the scope 'x.nimport os'"),
+    "code in a file": (lambda data: data["scopes"][0].__setitem__(4, "x\rimport os"), "the scope 'step'"),
+    "another type": (lambda data: data["scopes"][0].__setitem__(1, "class"), "the scope 'step'"),
+    "a count below 0": (lambda data: data["scopes"][0].__setitem__(5, -1), "the size -1"),
+    "a parent that is none": (lambda data: data["scopes"][0].__setitem__(0, True), "the size True"),
+    "no end of scopes": (lambda data: data.update(scopes=[[i, *data["scopes"][0][1:]] for i in range(1001)]), "deep"),
+    "a place that is none": (lambda data: data["origins"][0].__setitem__(-3, [-1]), "the size -1"),
+    "code in a module": (lambda data: data["origins"][0].__setitem__(1, "x\nimport os"), "what is said of a node"),
+}
+
+
+@pytest.mark.parametrize("fault", PLACES)
+def test_a_malformed_place_is_named(fault: str) -> None:
+    data = stored(traced(module()))
+    break_it, words = PLACES[fault]
+    break_it(data)
+    with pytest.raises(Malformed, match=words):
+        read(data)
+
+
+WHOLE = stored(traced(module()))
+ANYTHING = st.none() | st.booleans() | st.integers(-2, 2**70) | st.text(max_size=4) | st.lists(st.integers(-1, 9))
+
+
+@settings(max_examples=150, deadline=None)
+@given(table=st.sampled_from(["scopes", "origins"]), where=st.tuples(*[st.integers(0, 99)] * 2), junk=ANYTHING)
+def test_what_is_read_of_places_is_one_or_an_error(table: str, where: tuple[int, int], junk: Any) -> None:
+    """And in a dump it stays a comment."""
+    data = copy.deepcopy(WHOLE)
+    row = data[table][where[0] % len(data[table])]
+    row[where[1] % len(row)] = junk
+    try:
+        gm = read(data).gm
+    except (Malformed, TypeError, IndexError, ValueError):
+        return
+    for node in gm.graph.nodes:
+        for entry in (entry for place in (*call_hierarchy(node), *fwd_call_hierarchy(node)) for entry in place):
+            assert entry.type in ("module", "function") and "".join(entry[:4]).isprintable() and entry.count >= 0
+    function = next(x for x in ast.parse(readable(gm)).body if isinstance(x, ast.FunctionDef))
+    assert len(function.body) == 1 + sum(node.op == "call_function" for node in gm.graph.nodes)
 
 
 def places(data: Any) -> list[tuple[Any, Any]]:

@@ -63,10 +63,14 @@ class Shown:
     def keys(self, selector: str, *keys: str) -> None:
         self.one(selector).send_keys(*keys)
 
-    def draw_all(self, table: str, number: int) -> None:
-        """Let a table be as high as its rows, which are drawn where they are seen."""
-        self.run("document.getElementById(arguments[0]).style.maxHeight = 'none'", table)
+    def all_rows(self, table: str, number: int) -> list[list[str]]:
+        """Give all rows of a table, while it is as high as they are; rows are drawn where they are seen."""
+        height = "document.getElementById(arguments[0]).style.maxHeight = arguments[1]"
+        self.run(height, table, "none")
         self.wait(lambda: len(self.rows(table)) == number)
+        rows = self.rows(table)
+        self.run(height, table, "")
+        return rows
 
     def pick(self, select: str, option: int) -> None:
         self.run(
@@ -156,8 +160,7 @@ def test_the_tree_shows_what_python_computes(shown: Shown) -> None:
         for scope in root.walk()
     ]
     shown.click("#unfold-all")
-    shown.draw_all("tree", len(expected))
-    assert [row[1:] for row in shown.rows("tree")] == expected
+    assert [row[1:] for row in shown.all_rows("tree", len(expected))] == expected
     assert all(getattr(root.cost, key) for key in Cost._fields)
     # Folded again there is the root alone; and sorted, the costliest child comes first.
     shown.click("#fold-all")
@@ -197,8 +200,7 @@ def test_a_name_is_found_and_its_operations_are_shown(shown: Shown) -> None:
     assert "layers.1" not in shown.text("ops-title") and "w2: Linear" in shown.text("ops-title")
     (scope,) = [s for s in shown.roots[STEP].walk() if s.place and s.place[-1].path == "layers.1.feed_forward.w2"]
     below = sorted(charge.node.name for each in scope.walk() for charge in each.charges)
-    shown.draw_all("ops", len(below))
-    assert sorted(row[0] for row in shown.rows("ops")) == below
+    assert sorted(row[0] for row in shown.all_rows("ops", len(below))) == below
     shown.run("document.querySelector('#ops .row').click()")
     first = next(c for c in scope.charges if c.node.name == shown.rows("ops")[0][0])
     assert f"{first.cost.moved:,} bytes" in shown.text("op") or not first.cost.moved
@@ -241,7 +243,8 @@ def test_collectives_are_summed_by_axis(shown: Shown) -> None:
 def test_passes_show_nodes_before_and_after(shown: Shown) -> None:
     shown.graph(STEP, "passes")
     (watched,) = shown.watches[STEP].graphs.values()
-    shown.draw_all("pass-table", len(watched.passes))
+    shown.run("document.getElementById('pass-table').style.maxHeight = 'none'")
+    shown.wait(lambda: len(shown.rows("pass-table")) == len(watched.passes))
     kinds = ("added", "removed", "changed", "moved")
     for row, each in zip(shown.rows("pass-table"), watched.passes, strict=True):
         numbers = Counter(change.kind for change in each.changes)

@@ -1,6 +1,7 @@
 """What the explorer's script writes and refuses, and what is seen of passes; tests/e2e/test_explorer.py opens it."""
 
 import base64
+import gzip
 import json
 import re
 import runpy
@@ -42,17 +43,41 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_stage_of_a_pipeline_is_written(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def write_profile(run: Path, num_ranks: int) -> None:
+    """Write what `profiling.enable_profiling` does, of one operation that took 1.5 and 2.5 milliseconds."""
+    args = {"graph": "stage 0, forward", "node": "embedding"}
+    events = [{"ph": "X", "pid": 1, "tid": 1, "ts": 0.0, "dur": dur, "args": args} for dur in (1500.0, 2500.0)]
+    folder = run / "profile_traces" / "step-4"
+    folder.mkdir(parents=True)
+    for rank in range(num_ranks):
+        (folder / f"rank{rank}.json.gz").write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
+
+
+def test_a_run_of_a_pipeline_is_written_with_its_measured_times(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("NGPU", "2")
+    write_profile(config.parent, num_ranks=2)
     degree, out = "--parallelism.pipeline_parallel_degree", tmp_path / "page.html"
     small = ["--training.seq_len", "64", "--training.local_batch_size", "2", "--validation.no-enable"]
     assert explore(config.parent, "-o", out, degree, 2, *small) == 0
     data = data_of(out)
     (stage,) = data["graphs"]
-    assert stage["name"] == "stage 0"
-    assert {*stage["scopes"]["parent"]} > {-1, 0} and stage["passes"][1]["name"] == "cleanup"
+    names = [data["strings"][i] for i in stage["calls"]["name"]]
+    measured = {name: ns for name, ns in zip(names, stage["calls"]["measured"], strict=True) if ns}
+    assert measured == {"embedding": 2_000_000} and stage["is_measured"]
+    assert stage["name"] == "stage 0" and stage["passes"][1]["name"] == "cleanup"
     assert any("rope.py" in data["strings"][i] for i in stage["calls"]["source"])
     assert sum(stage["calls"]["held"]) > 0 and not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_profile_of_other_ranks_is_refused(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("NGPU", raising=False)
+    write_profile(config.parent, num_ranks=2)
+    assert explore(config.parent, "-o", tmp_path / "page.html") == 2
+    assert "the run had 2 ranks, not 1; put NGPU=2 in front" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

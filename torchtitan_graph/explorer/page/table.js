@@ -50,12 +50,11 @@ class Table {
   }
 
   headCell(column, k) {
-    const words = [column.title, column.sub ? el("small", {}, column.sub) : null];
     const order = this.sorted === column.sort && column.sort !== undefined;
+    const words = [column.title, order ? " ▾" : "", column.sub ? el("small", {}, column.sub) : ""];
     const inside = column.sort === undefined || !this.onSort
-      ? el("span", {}, ...words.filter(Boolean))
-      : el("button", { tabindex: "-1", onclick: () => this.onSort(column.sort) },
-          ...words.filter(Boolean), order ? el("span", { class: "soft" }, " ▾") : "");
+      ? el("span", {}, ...words)
+      : el("button", { tabindex: "-1", onclick: () => this.onSort(column.sort) }, ...words);
     return el("div", {
       class: this.classes(column, k), role: "columnheader", title: column.help || "",
       "aria-sort": order ? "descending" : "none",

@@ -46,7 +46,7 @@ class Tree {
     this.measures = new Set(there.filter((key) => !["sending", "exposed"].includes(key)));
     $("measures").replaceChildren(...KEYS.map((key) => this.measureBox(key, there.includes(key))));
     $("cost-words").textContent = graph.is_measured
-      ? "Measured: of a profiled step. Time: an estimate."
+      ? "Measured: the profiler's, of a run. Time: an estimate, by the rates above."
       : "Not measured: give a run's folder with a profile in it to see measured times beside the estimates.";
     this.begin();
   }

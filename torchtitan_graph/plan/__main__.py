@@ -22,22 +22,28 @@ from torchtitan_graph.log import init_logging, logger
 from torchtitan_graph.plan.build import build, configuration
 from torchtitan_graph.plan.report import as_data, lines
 from torchtitan_graph.plan.simulate import by_rates, simulate
-from torchtitan_graph.rates import find_rates
+from torchtitan_graph.rates import RATES, find_rates
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print the forecast that the arguments ask for. Return the exit code: 0 done, 2 something to change."""
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Give the parser of what is not an option of training."""
+    made = argparse.ArgumentParser(
         prog="python -m torchtitan_graph.plan",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
         epilog="Other options are those of python -m torchtitan_graph.train --help.",
     )
-    parser.add_argument("--world", type=int, required=True, help="the number of devices")
-    parser.add_argument("--device", required=True, help="h100, h100_500w, h200, a100, b200, cpu, or a file of your own")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the forecast as data too")
-    options, of_training = parser.parse_known_args(argv)
+    names = ", ".join(name.lower() for name in RATES)
+    made.add_argument("--world", type=int, required=True, help="the number of devices")
+    made.add_argument("--device", required=True, help=f"{names}, or a file of your own, such as my.toml")
+    made.add_argument("--json", type=Path, metavar="FILE", help="write the forecast as data too")
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the forecast that the arguments ask for. Return the exit code: 0 done, 2 something to change."""
+    options, of_training = parser().parse_known_args(argv)
     init_logging()
     begin = time.perf_counter()
     try:

@@ -169,15 +169,12 @@ def main() -> int:
                "on_H100_as_sold": sold, "step": dataclasses.asdict(plan.step)}  # fmt: skip
         rows.append(row)
         print(
-            f"{figure.name:75} {figure.tokens:6.0f} {found:8.0f} {row['error']:+7.1%}  {row['GiB']:5.1f} of"
-            f" {figure.gib or '':5} GiB, as sold {sold:6.0f} {sold / figure.tokens - 1:+.0%}{', fitted' * figure.fitted}",
+            f"{figure.name:75} {figure.tokens:6.0f} {found:8.0f} {row['error']:+7.1%}  {row['GiB']:5.1f} GiB"
+            f" ({figure.gib or '?'}), on H100 {sold:6.0f} {sold / figure.tokens - 1:+.0%}{', fitted' * figure.fitted}",
             flush=True,
         )
-    for name, chosen in (
-        ("fitted", [r for r in rows if r["fitted"]]),
-        ("others", [r for r in rows if not r["fitted"]]),
-    ):
-        if chosen:
+    for is_fitted, name in ((True, "fitted"), (False, "others")):
+        if chosen := [row for row in rows if row["fitted"] == is_fitted]:
             errors = [abs(row["error"]) for row in chosen]
             print(f"{name}: mean error {statistics.mean(errors):.1%}, largest {max(errors):.1%}, of {len(errors)}")
     if options.json is not None:

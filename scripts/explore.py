@@ -101,14 +101,14 @@ def build(config: JobConfig, world_size: int, seconds: Mapping[str, Mapping[str,
     try:
         graphs = trainer.build_dry()
         told = forecast(trainer.model, graphs, trainer.layout, trainer.options, config.optimizer)
-        costs = costs_on(trainer.layout, trainer.options)
         positions_BL = torch.arange(trainer.options.rows[1]).expand(1, -1)
         visible = trainer.model.visible_pairs(torch.zeros_like(positions_BL), positions_BL)
+        costs = dataclasses.replace(costs_on(trainer.layout, trainer.options), visible=visible)
         strings, shown = Strings(), []
         if seconds and not any(gm.meta["name"] in seconds for gms in _graphs(graphs).values() for gm in gms):
             raise UserError(f"the profile is of {', '.join(sorted(seconds))}, and of no graph of this configuration")
         for name, gms in _graphs(graphs).items():
-            charged = in_a_row([charges(gm, costs, visible, seconds.get(gm.meta["name"])) for gm in gms])
+            charged = in_a_row([charges(gm, costs, seconds.get(gm.meta["name"])) for gm in gms])
             notes = [STAGE] if len(gms) > 1 else []
             shown.append(graph_data(name, gms, charged, costs, watch.graphs[name].passes, strings, notes))
         facts = [

@@ -231,11 +231,6 @@ class Trainer:
             rows, repeat = self.config.validation.local_batch_size, bool(corpus["sources"])
             self.validation_data = self._open_data(self.config.validation, corpus, repeat, rows)
 
-    def build_dry(self) -> Graphs:
-        """Build the graphs, on a fake process group."""
-        self._join()
-        return build_graphs(self.model, self.family, self.layout, self.options, self.capture)
-
     def setup_dry(self) -> list[str]:
         """Build the graphs, on a fake process group, and tell what this rank needs."""
         graphs = self.build_dry()
@@ -245,6 +240,11 @@ class Trainer:
         elif self.config.compile.optimizer_in_graph:
             self._trace_update(graphs)
         return told.lines()
+
+    def build_dry(self) -> Graphs:
+        """Build this rank's graphs, on a fake process group; nothing is allocated."""
+        self._join()
+        return build_graphs(self.model, self.family, self.layout, self.options, self.capture)
 
     def _trace_update(self, graphs: Graphs) -> None:
         """Trace the optimizer's step as well, on parameters that take no memory."""

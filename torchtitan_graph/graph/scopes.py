@@ -109,15 +109,13 @@ class Scope:
 def charges(
     gm: GraphModule,
     costs: Costs,
-    visible: Mapping[str, float] | None = None,
     measured: Mapping[str, float] | None = None,
 ) -> list[Charge]:
     """Charge each call of a graph. See Note [Costs by scope].
 
     Args:
-        costs: what nodes take on a kind of device, and the groups' links.
-        visible: the fraction of all pairs of positions that each block's mask leaves its attention; where it is not
-            told, and in compiled regions, attention counts as causal.
+        costs: what nodes take on a kind of device, the groups' links, and what masks leave; attention counts as causal
+            where that is not told, and in compiled regions.
         measured: the seconds that a profiler measured, by the nodes' names.
 
     Raises:
@@ -144,7 +142,7 @@ def charges(
             begin = end - sending
         cost = Cost(
             calls=1,
-            flops=_flops(node, visible or {}),
+            flops=_flops(node, costs.visible),
             moved=touched(node) if costs.computing(node) and link is None else 0,
             held=held.get(node, 0),
             received=received(node, link.degree) if link is not None else 0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Mapping
 from pathlib import Path
@@ -46,14 +47,14 @@ def step_table(
         UserError: the profile is no trace, or of other graphs.
     """
     positions_BL = torch.arange(seq_len).expand(1, -1)
-    visible = model.visible_pairs(torch.zeros_like(positions_BL), positions_BL)
+    costs = dataclasses.replace(costs, visible=model.visible_pairs(torch.zeros_like(positions_BL), positions_BL))
     profile = measured(trace) if trace is not None else None
     lines = []
     for title, parts in _graphs(graphs).items():
         charged: list[Charge] = []
         for gm in parts:
             seconds = None if profile is None else _of_graph(profile, gm)
-            charged += charges(gm, costs, visible, seconds)
+            charged += charges(gm, costs, seconds)
         if len(parts) > 1:
             charged = [each._replace(cost=each.cost._replace(held=0)) for each in charged]
         told = charged if by == "scope" else by_type(charged, by)

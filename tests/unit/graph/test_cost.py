@@ -7,21 +7,23 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from torchtitan_graph.device import Rates
+from torchtitan_graph import rates
 from torchtitan_graph.graph import cost
-from torchtitan_graph.graph.cost import Costs, Estimate, Link, estimate
+from torchtitan_graph.graph.cost import Costs, Estimate, Link, estimate, fused_works
+from torchtitan_graph.graph.liveness import Memories, readers_of_memory
 from torchtitan_graph.graph.torch_private import FakeTensorMode, make_fx
 
 c10d = torch.ops._c10d_functional
 N = 1024  # rows and columns: 4 MiB
-RATES = Rates("test", half=4e12, full=1e12, memory=1e11, near=1e10, far=1e9)
+# Round numbers, no latency of the host.
+RATES = rates.RATES["CPU"]._replace(half=4e12, full=1e12, memory=1e11, near=1e10, far=1e9)
 LINKS = {"a": Link("fsdp", 8, 8), "b": Link("tp", 4, 1)}
 COSTS = Costs(RATES, LINKS)
 
-PRODUCT = 2 * N**3 / (1e12 * cost.PRODUCTS)
-ADD = 3 * 4 * N**2 / (1e11 * cost.MEMORY)  # two read, one written
-GATHER = 3 * cost.NEAR_HOP + 7 * 4 * N**2 / (1e10 * cost.WIRE)  # seven others' parts, within a machine
-SUM = 2 * cost.FAR_HOP + 2 * 3 / 4 * 4 * N**2 / (1e9 * cost.WIRE)  # to and fro between four machines
+PRODUCT = 2 * N**3 / (1e12 * RATES.product_share)
+ADD = 3 * 4 * N**2 / (1e11 * RATES.memory_share)  # two read, one written
+GATHER = 3 * RATES.near_hop + 7 * 4 * N**2 / (1e10 * RATES.network_share)  # seven others' parts, within a machine
+SUM = 2 * RATES.far_hop + 2 * 3 / 4 * 4 * N**2 / (1e9 * RATES.network_share)  # to and fro between four machines
 
 
 def graph_of(fn: Callable[..., object]) -> GraphModule:
@@ -51,7 +53,7 @@ def close(found: Estimate, seconds: float, **exposed: float) -> bool:
         (lambda x, y: x @ y, PRODUCT),
         (lambda x, y: x.t(), 0.0),
         (lambda x, y: x + y, ADD),
-        (lambda x, y: x[0] + y[0], cost.LAUNCH),
+        (lambda x, y: x[0] + y[0], RATES.kernel),
     ],
     ids=["products", "views", "bytes", "a launch at least"],
 )
@@ -101,9 +103,9 @@ def test_each_rank_in_a_machine_brings_a_port(near: int, seconds: float) -> None
     (node,) = graph_of(lambda x, y: gather(x)).graph.find_nodes(
         op="call_function", target=c10d.all_gather_into_tensor.default
     )
-    hops = 3 * (cost.NEAR_HOP if near == 8 else cost.FAR_HOP)
+    hops = 3 * (RATES.near_hop if near == 8 else RATES.far_hop)
     found = Costs(RATES, {"a": Link("fsdp", 8, near)}).seconds(node)
-    assert found - hops == pytest.approx(8 * 4 * N**2 * seconds / cost.WIRE)
+    assert found - hops == pytest.approx(8 * 4 * N**2 * seconds / RATES.network_share)
 
 
 def test_an_exchange_sends_what_leaves_the_machine_over_its_own_port() -> None:
@@ -111,8 +113,59 @@ def test_an_exchange_sends_what_leaves_the_machine_over_its_own_port() -> None:
     gm = graph_of(lambda x, y: c10d.all_to_all_single(x, even, even, "a"))
     (node,) = gm.graph.find_nodes(op="call_function", target=c10d.all_to_all_single.default)
     found = Costs(RATES, {"a": Link("ep", 8, 4)}).seconds(node)
-    assert found == pytest.approx(3 * cost.FAR_HOP + 4 * N**2 * 4 / 8 / (1e9 * cost.WIRE))
+    assert found == pytest.approx(3 * RATES.far_hop + 4 * N**2 * 4 / 8 / (1e9 * RATES.network_share))
 
 
 def test_a_group_that_is_no_axis_is_not_counted() -> None:
     assert estimate(graph_of(lambda x, y: wait(gather(x))), Costs(RATES, {})).sent == {}
+
+
+def test_kernels_begin_when_the_host_has_started_them() -> None:
+    """Two short sums: the host's starts are what takes time; a product that is long enough hides them."""
+    slow = Costs(RATES._replace(launch=1e-3), LINKS)
+    found = estimate(graph_of(lambda x, y: (x[0] + y[0], x[1] + y[1])), slow)
+    assert close(found, 2e-3 + RATES.kernel)
+    assert found.seconds - sum(found.computed.values()) == pytest.approx(2e-3 - RATES.kernel)
+    hidden = estimate(graph_of(lambda x, y: (x @ y, x[1] + y[1])), slow)
+    assert close(hidden, 1e-3 + PRODUCT + RATES.kernel)
+
+
+def test_what_a_kernel_is_for_adds_up() -> None:
+    found = estimate(graph_of(lambda x, y: (wait(gather(x)), x @ y, x + y)), COSTS)
+    assert found.computed == pytest.approx({cost.PRODUCT: PRODUCT, cost.OTHER: ADD})
+    assert sum(found.computed.values()) + sum(found.exposed.values()) == pytest.approx(found.seconds)
+    assert (found + found).seconds == (found * 2).seconds == pytest.approx(2 * found.seconds)
+    assert (found + found).exposed == (found * 2).exposed and (found + found).computed == (found * 2).computed
+
+
+def test_copies_to_the_host_run_beside_products() -> None:
+    own = torch.ops.torchtitan_graph
+
+    def away(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        copy = own.offload(x)
+        z = x @ y
+        return own.arrived(copy, x), z
+
+    rates_ = RATES._replace(host=1e8)
+    found = estimate(graph_of(away), Costs(rates_, LINKS))
+    assert found.seconds == pytest.approx(4 * N**2 / 1e8)
+    assert found.exposed == pytest.approx({"to the host": 4 * N**2 / 1e8 - PRODUCT})
+
+
+@pytest.mark.parametrize(("is_causal", "part"), [(True, 0.5), (False, 1.0)])
+def test_attention_computes_what_its_kernel_looks_at(is_causal: bool, part: float) -> None:
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    with FakeTensorMode():
+        gm = make_fx(lambda q: attend(q, q, q, 0.0, is_causal)[0])(torch.empty(1, 8, N, 128))
+    seconds = part * 4 * 8 * N**2 * 128 / (1e12 * RATES.attention_share)
+    assert estimate(gm, COSTS).computed == pytest.approx({cost.ATTENTION: seconds})
+
+
+@pytest.mark.parametrize(("share", "moved"), [(0.0, 5 * 4 * N**2), (1.0, 3 * 4 * N**2), (0.5, 4 * 4 * N**2)])
+def test_of_fused_neighbours_a_share_of_what_stays_inside_is_not_moved(share: float, moved: int) -> None:
+    """x + y, and its root: what lies between is written and read, unless they are one kernel."""
+    gm = graph_of(lambda x, y: ((x + y).sqrt(), x @ y))
+    memories, nodes = Memories(gm), [n for n in gm.graph.nodes if n.op == "call_function"]
+    first, product = fused_works(nodes, memories.owner, readers_of_memory(gm))
+    assert (first.kind, product.kind) == (cost.OTHER, cost.PRODUCT)
+    assert Costs(RATES._replace(fusion_share=share)).kernel(first) == pytest.approx(moved / (1e11 * RATES.memory_share))

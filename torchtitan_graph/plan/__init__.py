@@ -1,0 +1,1 @@
+"""Plan a run before it is paid for."""

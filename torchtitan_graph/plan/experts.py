@@ -134,7 +134,7 @@ def peak_with_loads(gm: GraphModule, found: Mapping[str, Busiest]) -> int:
 
 def _over_mean(node: Node, found: Mapping[str, Busiest]) -> float:
     layer = layer_of(node)
-    return found[layer].over_mean if layer in found else 1.0
+    return found[layer].over_mean if layer is not None and layer in found else 1.0
 
 
 def _is_there(node: Node) -> bool:

@@ -1,0 +1,207 @@
+"""Compare what `python -m torchtitan_graph.plan --device cpu` foretells with what real processes then do, on this CPU.
+
+    OMP_NUM_THREADS=1 python scripts/check_plan.py
+    OMP_NUM_THREADS=1 python scripts/check_plan.py --only llama3,tp --json plan.jsonl
+
+Each cell is a job of train_configs/, shortened, on one rank or on several gloo processes: all families, fp32 and bf16,
+FSDP, HSDP, tensor, context, expert and pipeline parallel. The exit code is 1 where the peak memory of the rank that
+needs most is off by more than 5 %, or the time of a step by more than 15 %.
+
+Memory is what a rank holds between steps, and the most that a step allocates on top, by the profiler's record of every
+allocation. Time is the median of steps: of one rank in seconds of its own CPU, which others on the machine don't
+lengthen much; of several ranks by the clock, on the slowest one, so the machine should have nothing else to do.
+Operators are replayed before and after the measurement; the forecast's time is the mean.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from benchmark import make_batch, peak_bytes
+
+from torchtitan_graph.config import load
+from torchtitan_graph.parallel.join import join
+from torchtitan_graph.plan.on_cpu import Replays
+from torchtitan_graph.plan.build import build, configuration
+from torchtitan_graph.plan.simulate import simulate
+from torchtitan_graph.rates import RATES
+from torchtitan_graph.steps import rows_per_microbatch
+from torchtitan_graph.trainer import Trainer
+
+MEMORY_WITHIN, TIME_WITHIN = 0.05, 0.15
+_DEBUG = "train_configs/{}_debug.toml"
+_BF16, _FULL = "--training.mixed_precision_param bfloat16", "--activation_checkpoint.mode full"
+_TP, _EP = "--parallelism.tensor_parallel_degree", "--parallelism.expert_parallel_degree"
+_PP, _CP = "--parallelism.pipeline_parallel_degree", "--parallelism.context_parallel_degree"
+
+# A name, the job's file, the number of ranks, what else is set.
+CELLS: dict[str, tuple[str, int, str]] = {
+    "llama3 fp32": ("llama3", 1, "--training.local_batch_size 1 --training.global_batch_size 2"),
+    "llama3 bf16 full": ("llama3", 1, f"{_BF16} {_FULL}"),
+    "llama4 bf16": ("llama4", 1, _BF16),
+    "qwen3 fp32": ("qwen3", 1, ""),
+    "qwen3 experts bf16": ("qwen3_moe", 1, _BF16),
+    "deepseek_v3 fp32": ("deepseek_v3", 1, ""),
+    "gpt_oss bf16": ("gpt_oss", 1, _BF16),
+    "gpt_oss flex fp32": ("gpt_oss", 1, "--model.attn flex"),
+    "llama3 fsdp2 bf16": ("llama3", 2, _BF16),
+    "qwen3 tp2 fp32": ("qwen3", 2, f"{_TP} 2"),
+    "deepseek_v3 fsdp2 ep2 bf16": ("deepseek_v3", 2, f"{_BF16} {_EP} 2"),
+    "llama3 pp2 fp32": ("llama3", 2, f"{_PP} 2 --training.local_batch_size 4"),
+    "llama3 cp2 fp32": ("llama3", 2, f"{_CP} 2"),
+    "llama4 fsdp4 bf16": ("llama4", 4, _BF16),
+    "llama3 fsdp2 tp2 fp32": ("llama3", 4, f"{_TP} 2"),
+}
+
+
+class Measured(NamedTuple):
+    """What a rank did: bytes at its peak, and seconds of a step by its own CPU and by the clock."""
+
+    peak: int
+    cpu_s: float
+    clock_s: float
+
+
+class Cell(NamedTuple):
+    """A forecast beside a measurement."""
+
+    name: str
+    world_size: int
+    peak: int
+    told_peak: int
+    step_s: float
+    told_s: float
+
+    @property
+    def memory_off(self) -> float:
+        return self.told_peak / self.peak - 1
+
+    @property
+    def time_off(self) -> float:
+        return self.told_s / self.step_s - 1
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name:28}{self.world_size:2}  {self.peak / 2**20:8.1f} MiB, told {self.told_peak / 2**20:8.1f}"
+            f" {self.memory_off:+6.1%}  {self.step_s * 1e3:8.1f} ms, told {self.told_s * 1e3:8.1f} {self.time_off:+6.1%}"
+        )
+
+
+def words_of(name: str) -> tuple[list[str], int]:
+    """Give a cell's options, and its number of ranks."""
+    family, world_size, more = CELLS[name]
+    shared = "--debug.moe_force_load_balance --validation.no-enable --checkpoint.no-enable"
+    return ["--job.config_file", _DEBUG.format(family), *shared.split(), *more.split()], world_size
+
+
+def train(rank: int, world_size: int, words: Sequence[str], num_steps: int, port: int, folder: str) -> None:
+    """Train a few steps as one rank, and write what they took to a file."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    config = load([*words, "--job.dump_folder", folder])
+    trainer = Trainer(config, world_size)
+    join("gloo")
+    trainer.setup()
+    rows = rows_per_microbatch(config), config.training.seq_len
+    vocab_size = trainer.model.config.vocab_size
+    batches = [make_batch(*rows, vocab_size, trainer.device) for _ in range(trainer.num_microbatches)]
+    num_tokens = torch.tensor(trainer.rows_per_step * config.training.seq_len)
+
+    def step() -> None:
+        trainer.steps.train(batches, num_tokens)
+        trainer.steps.clip(config.training.max_norm)
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+
+    for _ in range(2):
+        step()
+    at_rest = _bytes_at_rest(trainer) + sum(x.nbytes for batch in batches[:1] for x in batch)
+    peak = at_rest + int(statistics.median(peak_bytes(step) for _ in range(3)))
+    cpu, clock = [], []
+    for _ in range(num_steps):
+        dist.barrier()
+        begin = time.process_time(), time.perf_counter()
+        step()
+        cpu.append(time.process_time() - begin[0])
+        clock.append(time.perf_counter() - begin[1])
+    found = Measured(peak, statistics.median(cpu), statistics.median(clock))
+    Path(folder, f"rank_{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _bytes_at_rest(trainer: Trainer) -> int:
+    """Give the bytes of parameters and of the optimizer's state, but for its counts of steps."""
+    parameters = {id(p): p for p in trainer.model.parameters()}
+    state = [x for p in parameters.values() for x in trainer.optimizer.state.get(p, {}).values() if x.dim()]
+    return sum(_local(x).nbytes for x in [*parameters.values(), *state])
+
+
+def _local(x: Any) -> torch.Tensor:
+    return x.to_local() if hasattr(x, "to_local") else x
+
+
+def measure(words: Sequence[str], world_size: int, num_steps: int, port: int) -> list[Measured]:
+    """Let real processes train, and give what each rank took."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(train, (world_size, words, num_steps, port, folder), nprocs=world_size)
+        ranks = range(world_size)
+        return [Measured(*json.loads(Path(folder, f"rank_{rank}.json").read_text())) for rank in ranks]
+
+
+def compare(name: str, num_steps: int, port: int) -> Cell:
+    """Forecast a cell, run it, and forecast its time once more."""
+    words, world_size = words_of(name)
+    rates = RATES["CPU"]
+    job = build(configuration(words, world_size), world_size, rates)
+    before = Replays(world_size)
+    told = [simulate(job, before.prices(rates), before.rates(rates))]
+    ranks = measure(words, world_size, num_steps, port)
+    after = Replays(world_size)
+    told.append(simulate(job, after.prices(rates), after.rates(rates)))
+    step_s = ranks[0].cpu_s if world_size == 1 else max(rank.clock_s for rank in ranks)
+    told_peak = max(rank.told.in_all for rank in job.ranks)
+    seconds = statistics.mean(plan.step.seconds for plan in told)
+    return Cell(name, world_size, max(rank.peak for rank in ranks), told_peak, step_s, seconds)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="words that a cell's name must have, one of them")
+    parser.add_argument("--steps", type=int, default=9, help="measured steps (default 9)")
+    parser.add_argument("--port", type=int, default=29561, help="of the processes' store, on loopback")
+    parser.add_argument("--json", type=Path, help="append the figures to this file, a line for each cell")
+    args = parser.parse_args()
+    wanted = [word for word in args.only.split(",") if word]
+    names = [name for name in CELLS if not wanted or any(word in name for word in wanted)]
+    if not names:
+        parser.error(f"--only {args.only}: no cell has such a word; the cells are {', '.join(CELLS)}")
+    torch.set_num_threads(1)
+    bad = 0
+    for name in names:
+        cell = compare(name, args.steps, args.port)
+        is_off = abs(cell.memory_off) > MEMORY_WITHIN or abs(cell.time_off) > TIME_WITHIN
+        bad += is_off
+        print(f"{cell}{'  OFF' * is_off}", flush=True)
+        if args.json:
+            with args.json.open("a") as file:
+                file.write(json.dumps(cell._asdict()) + "\n")
+    print(f"{len(names) - bad} of {len(names)} within {MEMORY_WITHIN:.0%} of memory and {TIME_WITHIN:.0%} of time")
+    return bool(bad)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

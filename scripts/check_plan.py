@@ -33,8 +33,8 @@ from benchmark import make_batch, peak_bytes
 
 from torchtitan_graph.config import load
 from torchtitan_graph.parallel.join import join
-from torchtitan_graph.plan.on_cpu import Replays
 from torchtitan_graph.plan.build import build, configuration
+from torchtitan_graph.plan.on_cpu import ThisCpu
 from torchtitan_graph.plan.simulate import simulate
 from torchtitan_graph.rates import RATES
 from torchtitan_graph.steps import rows_per_microbatch
@@ -167,14 +167,17 @@ def compare(name: str, num_steps: int, port: int) -> Cell:
     words, world_size = words_of(name)
     rates = RATES["CPU"]
     job = build(configuration(words, world_size), world_size, rates)
-    before = Replays(world_size)
-    told = [simulate(job, before.prices(rates), before.rates(rates))]
+
+    def told_s() -> float:
+        cpu = ThisCpu(world_size)
+        cpu.learn(job)
+        return simulate(job, cpu.prices(rates), cpu.rates(rates, job)).step.seconds
+
+    before = told_s()
     ranks = measure(words, world_size, num_steps, port)
-    after = Replays(world_size)
-    told.append(simulate(job, after.prices(rates), after.rates(rates)))
+    seconds = (before + told_s()) / 2
     step_s = ranks[0].cpu_s if world_size == 1 else max(rank.clock_s for rank in ranks)
     told_peak = max(rank.told.in_all for rank in job.ranks)
-    seconds = statistics.mean(plan.step.seconds for plan in told)
     return Cell(name, world_size, max(rank.peak for rank in ranks), told_peak, step_s, seconds)
 
 

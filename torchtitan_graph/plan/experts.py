@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from torch.fx import GraphModule, Node
 import torchtitan_graph.ops  # noqa: F401 (registers the exchange)
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
+from torchtitan_graph.graph.cost import Costs, Link, Work
 from torchtitan_graph.graph.liveness import held_memory, size_of
 
 ALL_LAYERS = ""
@@ -117,10 +119,40 @@ def layer_of(node: Node) -> str | None:
     return ".".join(parts[:2]) if "experts" in parts else None
 
 
-def with_loads(seconds: Callable[[Node], float], found: Mapping[str, Busiest]) -> Callable[[Node], float]:
-    """Give what nodes take on the rank that is the busiest of its layer, where `seconds` is what they take when loads
-    are even. Gathers of weights and reductions of their gradients take as long as ever."""
-    return lambda node: seconds(node) * (_over_mean(node, found) if meta.role(node) is None else 1.0)
+@dataclass(frozen=True)
+class UnevenCosts(Costs):
+    """What nodes take on the rank that is the busiest of its layer, where `even` says it for even loads. Gathers of
+    weights and reductions of their gradients take as long as ever."""
+
+    even: Costs = field(default_factory=Costs)
+    found: Mapping[str, Busiest] = field(default_factory=dict)
+
+    def computing(self, node: Node) -> float:
+        return self.even.computing(node) * self._times(node)
+
+    def works(self, node: Node) -> Sequence[Work]:
+        return self.even.works(node)
+
+    def sending(self, node: Node, link: Link) -> float:
+        return self.even.sending(node, link) * self._times(node)
+
+    def starting(self, node: Node, link: Link) -> float:
+        return self.even.starting(node, link) * self._times(node)
+
+    def _times(self, node: Node) -> float:
+        return _over_mean(node, self.found) if meta.role(node) is None else 1.0
+
+
+def uneven(even: Costs, found: Mapping[str, Busiest]) -> Costs:
+    """Give what nodes take where loads are as found."""
+    return UnevenCosts(even.rates, even.links, even.visible, even, found)
+
+
+def rows_sent(gm: GraphModule) -> int:
+    """Give the rows that a graph sends to experts in one exchange: as many as each rank gets where loads are even. 0 of
+    a graph without an exchange."""
+    there = (node for node in gm.graph.find_nodes(op="call_function", target=_EXCHANGE) if not node.args[2])
+    return next((node.meta["val"].shape[0] for node in there), 0)
 
 
 def peak_with_loads(gm: GraphModule, found: Mapping[str, Busiest]) -> int:

@@ -5,10 +5,12 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from torchtitan_graph.rates import RATES, Rates
 
 GIB = 2**30
 
@@ -42,42 +44,8 @@ _PEAK_FLOPS: list[tuple[str, float]] = [
 ]
 
 
-class Rates(NamedTuple):
-    """What one device of a kind does in a second at most, in one direction; and how many lie in a machine.
-
-    half    FLOP/s of products in bf16 and fp16
-    full    of those in wider dtypes
-    memory  bytes/s read and written
-    near    bytes/s received from devices of the same machine
-    far     from those of others
-    """
-
-    name: str
-    half: float
-    full: float
-    memory: float
-    near: float
-    far: float
-    num_near: int = 8
-
-
-# From the vendors' data sheets, boards with NVLink, one port of the network for each GPU as in the vendors' own
-# machines. The CPU's are one core's with AMX, as measured in docs/log.md; its links' are a guess at gloo's.
-RATES: dict[str, Rates] = {
-    each.name: each
-    for each in (
-        Rates("H100", 989e12, 67e12, 3.35e12, 450e9, 50e9),
-        Rates("H200", 989e12, 67e12, 4.8e12, 450e9, 50e9),
-        Rates("A100", 312e12, 19.5e12, 2.04e12, 300e9, 25e9),
-        Rates("B200", 2250e12, 75e12, 7.7e12, 900e9, 50e9),
-        Rates("CPU", 450e9, 92e9, 35e9, 1.5e9, 1e9, num_near=2**20),
-    )
-}
-
-
 def rates() -> Rates:
-    """Return the rates of this process' device, as torchrun has placed it; of a GPU that is not in the table, those of
-    H100."""
+    """Return the rates of this process' device, as torchrun has placed it; of a GPU that has no file, those of H100."""
     name = torch.cuda.get_device_name(device()) if device_type() == "cuda" else "CPU"
     words = set(re.split(r"[^A-Za-z0-9]+", name))
     found = next((RATES[name] for name in RATES if name in words), RATES["H100"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 import torch
@@ -15,8 +15,9 @@ from torchtitan_graph.device import GIB
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.cost import Estimate, estimate
-from torchtitan_graph.graph.liveness import host_memory, input_memory, peak_memory
+from torchtitan_graph.graph.liveness import at_peak, host_memory, input_memory, peak_memory
 from torchtitan_graph.graph.partition import ONCE_A_STEP
+from torchtitan_graph.graph.torch_private import PipelineAction
 from torchtitan_graph.graph.trace import TracedResult
 from torchtitan_graph.graph.traffic import Traffic, traffic
 from torchtitan_graph.log import logger
@@ -26,7 +27,7 @@ from torchtitan_graph.parallel.pipeline import StageGraph
 from torchtitan_graph.parallel.recompute import Budget, Recompute
 from torchtitan_graph.steps import Graphs, StepOptions, costs_on
 from torchtitan_graph.steps.budget import INPUTS, OPTIMIZER, at_rest, trained_bytes
-from torchtitan_graph.steps.held import peak_of_stages
+from torchtitan_graph.steps.held import RUNS, peak_of_stages
 
 STEP, GRADIENTS, OFFLOADED = "step at its peak", "gradients", "offloaded activations"
 
@@ -38,6 +39,7 @@ class Forecast:
     held        bytes by what for; with those of the optimizer unless it is a class of one's own
     on_host     the same in the host's memory, at most
     where       what runs when the step holds most
+    at_peak     what it holds then, by what for: in all `held[STEP]`
     sent        collectives of a microbatch by (axis, kind)
     sent_once   of a pipeline, those of a whole step: of weights, of gradients, and what stages hand to one another
     time        an estimate of a microbatch, and of its communication
@@ -48,6 +50,7 @@ class Forecast:
     held: dict[str, int]
     on_host: dict[str, int]
     where: str
+    at_peak: dict[str, int]
     sent: dict[tuple[str, str], Traffic]
     sent_once: dict[tuple[str, str], Traffic]
     time: Estimate
@@ -135,9 +138,19 @@ def _exposed(time: Estimate, span: str, device: str) -> list[str]:
 
 
 def forecast(
-    model: Decoder, graphs: Graphs, layout: Layout, options: StepOptions, optimizer: job.Optimizer
+    model: Decoder,
+    graphs: Graphs,
+    layout: Layout,
+    options: StepOptions,
+    optimizer: job.Optimizer,
+    stage_rank: int | None = None,
 ) -> Forecast:
-    """Read from this rank's graphs what it holds, sends and computes in a training step."""
+    """Read from this rank's graphs what it holds, sends and computes in a training step.
+
+    Args:
+        stage_rank: the rank along pp that has these graphs, if it is not this one.
+    """
+    stage_rank = layout.rank(PP) if stage_rank is None else stage_rank
     rest = partial(
         at_rest,
         graphs.storages,
@@ -153,8 +166,13 @@ def forecast(
     sent_once: dict[tuple[str, str], Traffic] = {}
     if isinstance(graphs.train, dict):
         assert options.pipeline is not None
-        held[STEP], where = peak_of_stages(graphs.train, options.pipeline, layout.rank(PP))
-        offloaded = _offloaded_of_stages(graphs.train, options, layout)
+        peak = peak_of_stages(graphs.train, options.pipeline, stage_rank)
+        held[STEP], where, by = peak.num_bytes, peak.where, dict(peak.by)
+        if peak.part is not None:
+            stage_number, name = peak.part
+            del by[RUNS]
+            by = _sum(by, at_peak(graphs.train[stage_number].parts.by_name[name].gm))
+        offloaded = _offloaded_of_stages(graphs.train, options.pipeline.actions[stage_rank])
         for stage in graphs.train.values():
             for name, part in stage.parts.by_name.items():
                 if name in ONCE_A_STEP:
@@ -162,10 +180,10 @@ def forecast(
                 else:
                     time += estimate(part.gm, costs)
                 _add(sent_once if name in ONCE_A_STEP else sent, traffic(part.gm, axes))
-        _add(sent_once, _messages(graphs.train, options, layout))
+        _add(sent_once, _messages(graphs.train, options.pipeline.actions[stage_rank]))
     else:
         held[INPUTS] = input_memory(graphs.train.gm)
-        held[STEP], where = _peak(graphs.train)
+        (held[STEP], where), by = _peak(graphs.train), at_peak(graphs.train.gm)
         offloaded = host_memory(graphs.train.gm)
         sent = traffic(graphs.train.gm, axes)
         time = estimate(graphs.train.gm, costs)
@@ -173,7 +191,7 @@ def forecast(
         on_host[OFFLOADED] = offloaded
     operations = _operations(model, graphs, options)
     return Forecast(
-        held, on_host, where, sent, sent_once, time, time_once, costs.rates.name, operations, optimizer.name
+        held, on_host, where, by, sent, sent_once, time, time_once, costs.rates.name, operations, optimizer.name
     )
 
 
@@ -183,10 +201,12 @@ def _add(sent: dict[tuple[str, str], Traffic], more: Mapping[tuple[str, str], Tr
         sent[key] = Traffic(before.number + number, before.num_bytes + num_bytes)
 
 
-def _messages(graphs: Mapping[int, StageGraph], options: StepOptions, layout: Layout) -> dict[tuple[str, str], Traffic]:
-    """Count what this rank receives from other stages in a step."""
-    assert options.pipeline is not None
-    actions = options.pipeline.actions[layout.rank(PP)]
+def _sum(a: dict[str, int], b: dict[str, int]) -> dict[str, int]:
+    return {key: a.get(key, 0) + b.get(key, 0) for key in a | b if a.get(key, 0) + b.get(key, 0)}
+
+
+def _messages(graphs: Mapping[int, StageGraph], actions: Iterable[PipelineAction]) -> dict[tuple[str, str], Traffic]:
+    """Count what a rank receives from other stages in a step."""
     received = [graphs[a.stage].passed.nbytes for a in actions if a.kind.startswith("RECV")]
     return {(PP, "message"): Traffic(len(received), sum(received))}
 
@@ -196,12 +216,11 @@ def _peak(step: TracedResult) -> tuple[int, str]:
     return found.num_bytes, " ".join(filter(None, [meta.phase(found.node), meta.module(found.node), found.node.name]))
 
 
-def _offloaded_of_stages(graphs: Mapping[int, StageGraph], options: StepOptions, layout: Layout) -> int:
+def _offloaded_of_stages(graphs: Mapping[int, StageGraph], actions: Iterable[PipelineAction]) -> int:
     """Give the most that the microbatches between forward and backward have in the host's memory."""
-    assert options.pipeline is not None
     sizes = {number: host_memory(graph.train.gm) for number, graph in graphs.items()}
     held = most = 0
-    for action in options.pipeline.actions[layout.rank(PP)]:
+    for action in actions:
         if action.kind in ("F", "B", "W"):
             held += sizes[action.stage] if action.kind == "F" else -sizes[action.stage]
             most = max(most, held)

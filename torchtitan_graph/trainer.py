@@ -228,14 +228,18 @@ class Trainer:
 
     def setup_dry(self) -> list[str]:
         """Build the graphs, on a fake process group, and tell what this rank needs."""
-        self._join()
-        graphs = build_graphs(self.model, self.family, self.layout, self.options, self.capture)
+        graphs = self.build_dry()
         told = forecast(self.model, graphs, self.layout, self.options, self.config.optimizer)
         if self.config.compile.optimizer_in_graph and "." in self.config.optimizer.name:
             logger.info("optimizer step: not traced in a dry run, for its first step tells what state it has")
         elif self.config.compile.optimizer_in_graph:
             self._trace_update(graphs)
         return told.lines()
+
+    def build_dry(self) -> Graphs:
+        """Build this rank's graphs, on a fake process group; nothing is allocated."""
+        self._join()
+        return build_graphs(self.model, self.family, self.layout, self.options, self.capture)
 
     def _trace_update(self, graphs: Graphs) -> None:
         """Trace the optimizer's step as well, on parameters that take no memory."""

@@ -25,7 +25,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from torchtitan_graph.config import job
 from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
-from torchtitan_graph.device import RATES
 from torchtitan_graph.graph.dynamo import CAPTURES
 from torchtitan_graph.graph.step import StepOutput
 from torchtitan_graph.graph.trace import TracedResult
@@ -42,6 +41,7 @@ from torchtitan_graph.parallel.schedule import Schedule, plan_pipeline
 from torchtitan_graph.parallel.storage import Precision, Reshard, cast_parameters
 from torchtitan_graph.quantize.products import Recipe
 from torchtitan_graph.quantize.state import Float8
+from torchtitan_graph.rates import RATES
 from torchtitan_graph.steps import (
     Graphs,
     StepOptions,

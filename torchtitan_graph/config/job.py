@@ -5,6 +5,7 @@ from pathlib import PurePath
 from typing import Any
 
 from torchtitan_graph.config.option import INSIDE, option, options
+from torchtitan_graph.rates import RATES
 
 
 @dataclass
@@ -644,8 +645,8 @@ class Comm:
     fake_rank: int = option(0, "The rank that a dry run builds.", minimum=0)
     fake_device: str = option(
         "H100",
-        "The device whose rates a dry run estimates communication by; eight share a machine.",
-        choices=("H100", "H200", "A100", "B200", "CPU"),
+        "The device whose rates a dry run estimates by; eight share a machine.",
+        choices=tuple(RATES),
     )
 
 

@@ -1,13 +1,14 @@
 """How long a graph takes, and how much of its communication nothing hides: an estimate, from shapes alone.
 
 Note [Estimate]
-A node takes as long as its products at the device's peak or its bytes through memory, whichever is longer, and no less
-than a launch. A collective takes a hop's latency for each doubling of its group, and its bytes over the slower of two
-ways: within machines, and between them, where each rank of the group in a machine has a port of its own. Of all peaks
-a fixed share is reached. Collectives of one group run one after another, beside the arithmetic, from where they start;
-a `wait_tensor` stands still until its own is done. Not seen: a host that is slower than its GPU, kernels that
-collectives slow down, ranks that are late, experts that get more rows than others, the way to the host's memory.
-No figure depends on the rank: what is placed by it stands in the same order on all of them.
+A kernel takes as long as its products at the device's peak or its bytes through memory, whichever is longer, and never
+less than the least that a kernel takes; it starts when the host has got so far. A collective takes a hop's latency for
+each doubling of its group, and its bytes over the slower of two ways: within machines, and between them, where each
+rank of the group in a machine has a port of its own. Of all peaks a share is reached. Collectives of one group run one
+after another, beside the arithmetic, from where they start; a `wait_tensor` stands still until its own is done. So do
+copies to the host's memory, and from it. The figures are a device's `Rates`, each with its source. Not seen: kernels
+that collectives slow down, ranks that are late, experts that get more rows than others. No figure depends on the rank:
+what is placed by it stands in the same order on all of them.
 """
 
 from __future__ import annotations
@@ -15,27 +16,53 @@ from __future__ import annotations
 import collections
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
 
-from torchtitan_graph.device import RATES, Rates
 from torchtitan_graph.graph import meta
+from torchtitan_graph.graph.blocks import block_of
 from torchtitan_graph.graph.edit import is_view, value
-from torchtitan_graph.graph.flops import attention_flops, matmul_flops
+from torchtitan_graph.graph.flops import attention_flops, matmul_flops, runs_backward
 from torchtitan_graph.graph.traffic import group_of, is_permutation, kind_of, num_bytes, received
+from torchtitan_graph.rates import RATES, Rates
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
-
-# The share of a peak that is reached, and what starts cost in seconds.
-PRODUCTS, MEMORY, WIRE = 0.6, 0.8, 0.75
-LAUNCH, NEAR_HOP, FAR_HOP = 4e-6, 6e-6, 12e-6
+_OWN = torch.ops.torchtitan_graph
+# Copies beside the arithmetic, by the way they take; and what waits for them, or lets the host wait.
+_COPIES: Mapping[object, str] = {_OWN.offload.default: "to the host", _OWN.reload.default: "from the host"}
+_ARRIVED, _LANDED = _OWN.arrived.default, _OWN.landed.default
+# The host reads numbers of the device there, and waits for it.
+_READ_BY_HOST = (_OWN.row_splits.default, _OWN.exchange.default)
 
 # They read no more of their first argument than they give.
 _SELECT = (torch.ops.aten.embedding.default, torch.ops.aten.index_select.default, torch.ops.aten.gather.default)
+
+# Bytes that pass through memory for each byte of a trained parameter: Adam reads it, its gradient and two moments, and
+# writes three of them; the norm reads gradients, clipping reads and writes them; a sum reads two and writes one.
+_UPDATE, _CLIP, _ACCUMULATE = 7, 3, 3
+
+PRODUCT, ATTENTION, OTHER = "products", "attention", "other"
+
+
+class Work(NamedTuple):
+    """What a kernel asks of a device.
+
+    kind        PRODUCT, ATTENTION or OTHER
+    operations  of products; attention's for the pairs that its kernel looks at, scores computed again included
+    num_bytes   read and written
+    least       the same if all neighbours that are compiled with it were fused; else as many
+    width       bytes of each number that is multiplied, of the narrower operand
+    """
+
+    kind: str
+    operations: float
+    num_bytes: float
+    least: float
+    width: int
 
 
 class Link(NamedTuple):
@@ -48,19 +75,32 @@ class Link(NamedTuple):
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of a run of a graph: in all, of communication by axis, and what of it nothing hides."""
+    """Seconds of a run of a graph: in all, of communication by axis, what of it nothing hides, and of kernels by their
+    kind. What is left of all seconds the device waits for the host."""
 
     seconds: float
     sent: Mapping[str, float]
     exposed: Mapping[str, float]
+    computed: Mapping[str, float] = field(default_factory=dict)
 
     def __add__(self, other: Estimate) -> Estimate:
         """Run one after the other."""
-        sent, exposed = (
+        sent, exposed, computed = (
             collections.Counter(a) + collections.Counter(b)
-            for a, b in ((self.sent, other.sent), (self.exposed, other.exposed))
+            for a, b in (
+                (self.sent, other.sent),
+                (self.exposed, other.exposed),
+                (self.computed, other.computed),
+            )
         )
-        return Estimate(self.seconds + other.seconds, sent, exposed)
+        return Estimate(self.seconds + other.seconds, sent, exposed, computed)
+
+    def __mul__(self, times: float) -> Estimate:
+        """Run several times."""
+        sent, exposed, computed = (
+            {key: x * times for key, x in each.items()} for each in (self.sent, self.exposed, self.computed)
+        )
+        return Estimate(self.seconds * times, sent, exposed, computed)
 
     def __str__(self) -> str:
         axes = [f"{axis} {_ms(self.exposed.get(axis, 0.0))} of {_ms(sent)}" for axis, sent in self.sent.items()]
@@ -75,23 +115,59 @@ def _ms(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class Costs:
-    """What nodes take on a kind of device, with the groups' links by name. See Note [Estimate]."""
+    """What nodes take on a kind of device, with the groups' links by name. See Note [Estimate].
+
+    visible  by block the fraction of all pairs of positions that its mask leaves, where it is known
+    """
 
     rates: Rates = RATES["CPU"]
     links: Mapping[str, Link] = field(default_factory=dict)
+    visible: Mapping[str, float] = field(default_factory=dict)
 
     def seconds(self, node: Node) -> float:
-        """Give how long a node takes; of a collective, on its own stream. Attention counts as causal."""
+        """Give how long a node takes; of a collective or a copy to or from the host, on its own stream."""
         link = self.link(node)
+        if node.target in _COPIES:
+            return num_bytes(node.meta.get("val")) / self.rates.host
         return self.sending(node, link) if link else self.computing(node)
 
     def computing(self, node: Node) -> float:
-        """Give how long a node takes that is no collective."""
-        if node.op != "call_function" or node.target in (WAIT, operator.getitem) or is_view(node):
-            return 0.0
-        operations = operations_of(node)
-        peak = self.rates.half if _dtype(node).itemsize <= 2 else self.rates.full
-        return max(LAUNCH, operations / (peak * PRODUCTS), _touched(node) / (self.rates.memory * MEMORY))
+        """Give how long the kernels of a node take that is no collective."""
+        return sum(map(self.kernel, self.works(node)))
+
+    def works(self, node: Node) -> Sequence[Work]:
+        """Give what a node's kernels ask for: none of views and collectives, several of a compiled region."""
+        return meta.works(node) if meta.region(node) else works_of(node, self.visible)
+
+    def kernel(self, work: Work) -> float:
+        """Give how long a kernel takes."""
+        rates = self.rates
+        share = rates.attention_share
+        if work.kind != ATTENTION:
+            share = rates.fp8_share if work.width < 2 else rates.product_share
+        moved = work.num_bytes - rates.fusion_share * (work.num_bytes - work.least)
+        return max(
+            rates.kernel,
+            work.operations / (rates.peak(work.width) * share),
+            self.moving(moved),
+        )
+
+    def moving(self, num_bytes: float) -> float:
+        """Give how long bytes take that are read or written of the device's memory."""
+        return num_bytes / (self.rates.memory * self.rates.memory_share)
+
+    def starting(self, node: Node) -> float:
+        """Give how long a collective keeps the arithmetic waiting where it starts, whatever its link."""
+        return 0.0
+
+    def optimizer(self, trained: int, on_host: bool = False) -> float:
+        """Give how long clipping and Adam's step take for so many bytes of parameters."""
+        moved = (_UPDATE + _CLIP) * trained
+        return moved / self.rates.host_memory if on_host else self.moving(moved)
+
+    def accumulating(self, trained: int) -> float:
+        """Give how long it takes to add a microbatch's gradients of so many bytes to those of others."""
+        return self.moving(_ACCUMULATE * trained)
 
     def link(self, node: Node) -> Link | None:
         """Give a collective's link; None of other nodes, and of groups that are no axis."""
@@ -101,20 +177,83 @@ class Costs:
     def sending(self, node: Node, link: Link) -> float:
         """Give how long a collective takes over a link."""
         size, (_, degree, near) = received(node, link.degree), link
-        hop = NEAR_HOP if near == degree else FAR_HOP
+        hop = self.rates.near_hop if near == degree else self.rates.far_hop
         if is_permutation(node):  # all wait for those that send to another machine
-            return hop + size / (self.rates.near if near == degree else self.rates.far) / WIRE
+            return self.message(size, near == degree)
         if "all_to_all" in kind_of(node) or kind_of(node) == "exchange":
             within, between = size * (near - 1) / max(degree - 1, 1), size * (degree - near) / max(degree - 1, 1)
         else:  # a ring, or several, through each machine: all bytes come in once, over the ports of all that are there
             within, between = size * (near > 1), size / near * (near < degree)
-        wire = max(within / self.rates.near, between / self.rates.far) / WIRE
-        return hop * math.ceil(math.log2(degree)) + wire
+        return hop * math.ceil(math.log2(degree)) + max(self._travel(within, True), self._travel(between, False))
+
+    def message(self, size: float, is_near: bool) -> float:
+        """Give how long a message takes from one device to another."""
+        return (self.rates.near_hop if is_near else self.rates.far_hop) + self._travel(size, is_near)
+
+    def _travel(self, size: float, is_near: bool) -> float:
+        return size / (self.rates.near if is_near else self.rates.far) / self.rates.network_share
+
+
+def works_of(node: Node, visible: Mapping[str, float] | None = None) -> Sequence[Work]:
+    """Give what a node asks of a device that is no compiled region. Of flex attention, whose kernel leaves out what the
+    mask does, the part `visible` of its block counts, else what a causal mask leaves."""
+    is_call = node.op == "call_function" and node.target not in (WAIT, operator.getitem, _ARRIVED, _LANDED)
+    if not is_call or node.target in _COPIES or is_view(node):
+        return ()
+    kind, operations = OTHER, float(matmul_flops(node))
+    if operations:
+        kind = PRODUCT
+    elif all_pairs := attention_flops(node):
+        # Backward's kernels compute the scores again, one product more than the four that count.
+        kind, operations = ATTENTION, all_pairs * _pairs(node, visible or {}) * (1.25 if runs_backward(node) else 1.0)
+    moved = float(touched(node))
+    return (Work(kind, operations, moved, moved, _dtype(node).itemsize),)
+
+
+def _pairs(node: Node, visible: Mapping[str, float]) -> float:
+    """Give the part of all pairs of positions that an attention's kernel looks at."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return visible.get(block_of(node, visible) or "", 0.5)
+    names = [argument.name for argument in node.target._schema.arguments]
+    place = names.index("is_causal")
+    is_causal = node.args[place] if place < len(node.args) else node.kwargs.get("is_causal", False)
+    return 0.5 if is_causal else 1.0  # a mask of its own is added to every score
+
+
+def fused_works(
+    nodes: Iterable[Node], owner: Mapping[Node, Node], readers: Mapping[Node, Set[Node]]
+) -> tuple[Work, ...]:
+    """Give what nodes ask of a device that are compiled together, in their order: products and attention are kernels of
+    their own; what stands between two of them is one, which reads and writes at least what enters and leaves it.
+
+    Args:
+        owner: tells in whose memory a value lies.
+        readers: tells who reads each memory.
+    """
+    found: list[Work | list[Node]] = [[]]
+    for node in nodes:
+        for work in works_of(node):
+            if work.kind != OTHER:
+                found += [work, []]
+            else:
+                found[-1].append(node)  # type: ignore[union-attr]
+    each = (work if isinstance(work, Work) else _fused(work, owner, readers) for work in found)
+    return tuple(work for work in each if work.num_bytes)
+
+
+def _fused(nodes: Sequence[Node], owner: Mapping[Node, Node], readers: Mapping[Node, Set[Node]]) -> Work:
+    made = {owner[node] for node in nodes}
+    enters = {owner[x] for node in nodes for x in node.all_input_nodes} - made
+    leaves = {x for x in made if not readers.get(x, set()) <= set(nodes)}
+    least = sum(num_bytes(x.meta.get("val")) for x in enters | leaves)
+    moved = sum(map(touched, nodes))
+    return Work(OTHER, 0.0, float(moved), float(min(least, moved)), 4)
 
 
 def operations_of(node: Node) -> float:
-    """Count a node's operations, attention's as causal; of a compiled region those that it was made of."""
-    return meta.operations(node) or matmul_flops(node) or attention_flops(node) / 2
+    """Count a node's operations, attention's as its kernel computes them; of a compiled region those that it was made
+    of."""
+    return sum(work.operations for work in (meta.works(node) if meta.region(node) else works_of(node)))
 
 
 def _dtype(node: Node) -> torch.dtype:
@@ -122,7 +261,8 @@ def _dtype(node: Node) -> torch.dtype:
     return min((x.dtype for x in tensors if x.is_floating_point()), key=lambda d: d.itemsize, default=torch.float32)
 
 
-def _touched(node: Node) -> int:
+def touched(node: Node) -> int:
+    """Give the bytes that a node reads and writes."""
     made = num_bytes(node.meta.get("val"))  # an operator may give nothing: an optimizer's writes in place
     if node.target in _SELECT:
         return 2 * made
@@ -136,7 +276,9 @@ class Clock:
         self.costs, self.now = costs, 0.0
         self.sent: dict[str, float] = collections.defaultdict(float)
         self.exposed: dict[str, float] = collections.defaultdict(float)
-        self._free: dict[str, float] = collections.defaultdict(float)  # when a group's stream has nothing more to do
+        self.computed: dict[str, float] = collections.defaultdict(float)
+        self._host = 0.0  # when the host has started all that was told so far
+        self._free: dict[str, float] = collections.defaultdict(float)  # when a stream has nothing more to do
         self._done: dict[Node, tuple[str, float]] = {}  # a collective -> its axis, and when it is there
 
     def left(self, wait: Node) -> float:
@@ -146,17 +288,34 @@ class Clock:
 
     def tell(self, node: Node) -> None:
         """Let a node run, or start, or be waited for."""
-        if node.target is WAIT:
+        if node.target is WAIT or node.target is _ARRIVED:
             if left := self.left(node):
                 self.exposed[self._done[node.all_input_nodes[0]][0]] += left
                 self.now += left
         elif link := self.costs.link(node):
-            group, seconds = str(group_of(node)), self.costs.sending(node, link)
-            self._free[group] = max(self.now, self._free[group]) + seconds
-            self._done[node] = link.axis, self._free[group]
-            self.sent[link.axis] += seconds
+            self._start(node, str(group_of(node)), link.axis)
+        elif way := _COPIES.get(node.target):
+            self._start(node, way, way)
         else:
-            self.now += self.costs.computing(node)
+            works = self.costs.works(node)
+            self._host += self.costs.rates.launch * len(works)
+            if works:
+                self.now = max(self.now, self._host)
+            seconds = self.costs.computing(node)
+            self.now += seconds
+            if works:
+                self.computed[max(works, key=lambda work: work.operations).kind] += seconds
+        if node.target in _READ_BY_HOST or node.target is _LANDED:
+            self._host = max(self._host, self.now)
+
+    def _start(self, node: Node, stream: str, axis: str) -> None:
+        seconds = self.costs.seconds(node)
+        self._host += self.costs.rates.launch
+        self.now += (taken := self.costs.starting(node))
+        self.exposed[axis] += taken
+        self._free[stream] = max(self.now, self._host, self._free[stream]) + seconds
+        self._done[node] = axis, self._free[stream]
+        self.sent[axis] += seconds
 
 
 def estimate(gm: GraphModule, costs: Costs) -> Estimate:
@@ -164,4 +323,4 @@ def estimate(gm: GraphModule, costs: Costs) -> Estimate:
     clock = Clock(costs)
     for node in gm.graph.nodes:
         clock.tell(node)
-    return Estimate(clock.now, dict(clock.sent), dict(clock.exposed))
+    return Estimate(clock.now, dict(clock.sent), dict(clock.exposed), dict(clock.computed))

@@ -89,15 +89,20 @@ def flops_of(node: Node) -> int:
 
 def attention_flops(node: Node) -> int:
     """Count an attention's operations, forward or backward, as if every position saw every other; 0 of other nodes."""
-    if node.target in _BACKWARD:
+    if runs_backward(node):
         # The gradient of the output comes first, then query, key and value; flex has query, key, value first.
         return 2 * _products(node, 0 if node.target is _BACKWARD[-1] else 1)
     return _products(node, 0) if node.target in ATTENTION else 0
 
 
+def runs_backward(node: Node) -> bool:
+    """Tell an attention's backward."""
+    return node.target in _BACKWARD
+
+
 def matmul_flops(node: Node) -> int:
     """Count a matrix product's operations; 0 of other nodes."""
-    if node.target in (aten.mm.default, aten.bmm.default):
+    if node.target in (aten.mm.default, aten.bmm.default, aten._scaled_mm.default):
         return 2 * math.prod(value(node).shape) * _shape(node, 0)[-1]
     if node.target in (aten.addmm.default, aten.baddbmm.default):
         return 2 * math.prod(value(node).shape) * _shape(node, 1)[-1]

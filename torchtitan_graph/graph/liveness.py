@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 import torchtitan_graph.ops  # noqa: F401 (registers the copies to the host's memory)
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import aliased, is_view, value
-from torchtitan_graph.graph.signature import signature_of
+from torchtitan_graph.graph.signature import output_nodes, signature_of
 from torchtitan_graph.graph.torch_private import is_gloo
 from torchtitan_graph.graph.traffic import group_of, num_bytes
 
@@ -47,6 +47,36 @@ def peak_memory(gm: GraphModule) -> Peak:
     held = held_memory(gm, size_of)
     node = max(held, key=held.__getitem__)
     return Peak(held[node], node)
+
+
+# What a memory is for, at the peak.
+GATHERED, COMMUNICATION, NEW_GRADIENTS = "gathered weights", "communication buffers", "new gradients"
+ACTIVATIONS, BACKWARD, WORKSPACE = "activations", "backward's own values", "workspace"
+
+
+def at_peak(gm: GraphModule) -> dict[str, int]:
+    """Give the bytes of `peak_memory` by what they are for: weights that were gathered, what else collectives give,
+    gradients that leave the graph, forward's values, backward's, and what the node that runs then needs meanwhile."""
+    peak, memories = peak_memory(gm).node, Memories(gm)
+    order = {node: i for i, node in enumerate(gm.graph.nodes)}
+    grads = {memories.owner[node] for node in output_nodes(gm, "grad").values()}
+    found: dict[str, int] = collections.Counter()
+    for node in gm.graph.nodes:
+        for owner in memories.taken(node):
+            if order[node] <= order[peak] <= order[memories.last_use[owner]]:
+                found[_purpose(owner, grads)] += size_of(owner)
+    found[WORKSPACE] += scratch_of(peak)
+    return {purpose: size for purpose, size in found.items() if size}
+
+
+def _purpose(owner: Node, grads: Container[Node]) -> str:
+    if owner in grads:
+        return NEW_GRADIENTS
+    if meta.role(owner) == meta.GATHER:
+        return GATHERED
+    if meta.role(owner) == meta.REDUCE or group_of(owner) is not None:
+        return COMMUNICATION
+    return BACKWARD if meta.phase(owner) == "backward" else ACTIVATIONS
 
 
 def host_memory(gm: GraphModule) -> int:

@@ -5,7 +5,7 @@ module   name of the innermost submodule whose call made the node ("" outside an
 tag      a memory policy's word: SAVE | RECOMPUTE (read by `rematerialize`) | OFFLOAD (by `offload_activations`)
 role     what a layout pass made: GATHER | REDUCE, with the parameter it serves
 region   the part of the graph that is compiled together, by name (read by `compile_regions`)
-operations  what such a part, compiled, computes: its FLOPs
+works    what the kernels of such a part, compiled, ask of a device: `cost.Work`
 scratch  bytes that it needs beside its results while it runs
 same_as  of a result of such a part, the number of the first result that lies in the same memory
 origin   of what neither forward nor autograd made: RECOMPUTED, or the name of the pass that made it
@@ -30,7 +30,7 @@ GATHER, REDUCE = "gather", "reduce"
 RECOMPUTED = "recomputed"
 
 _TORCH = Path(torch.__file__).parent
-KEYS = ("phase", "module", "tag", "role", "param", "region", "operations", "scratch", "same_as", "origin")
+KEYS = ("phase", "module", "tag", "role", "param", "region", "works", "scratch", "same_as", "origin")
 
 
 def phase(node: Node) -> str:
@@ -57,8 +57,8 @@ def region(node: Node) -> str | None:
     return node.meta.get("region")
 
 
-def operations(node: Node) -> float:
-    return node.meta.get("operations", 0.0)
+def works(node: Node) -> tuple[Any, ...]:
+    return node.meta.get("works", ())
 
 
 def scratch(node: Node) -> int:
@@ -84,7 +84,7 @@ def source_line(node: Node) -> str | None:
     return None
 
 
-def write(node: Node, **values: str | float | None) -> None:
+def write(node: Node, **values: str | float | tuple[Any, ...] | None) -> None:
     """Set some of the keys above; None removes one."""
     for key, value in values.items():
         assert key in KEYS, key

@@ -51,24 +51,57 @@ class Schedule:
         twice as long as forward.
         """
         time_of = seconds or (lambda action: _ALIKE[action.kind])
-        orders = [[action for action in actions if action.kind in _ALIKE] for actions in self.actions]
-        ready: dict[tuple[str, int, int], float] = {}  # when x or dy is there for (F or B, stage, microbatch)
-        now, places = [0.0] * len(orders), [0] * len(orders)
+        busy = sum(time_of(action) for actions in self.actions for action in actions if action.kind in _ALIKE)
+        return 1 - busy / (len(self.actions) * max(self.ends(time_of)))
+
+    def ends(
+        self,
+        seconds: Callable[[PipelineAction], float],
+        message: Callable[[PipelineAction], float] = lambda action: 0.0,
+    ) -> list[float]:
+        """Give when each rank has done all its actions.
+
+        Args:
+            seconds: of an action that computes.
+            message: how long what an action sends is on its way; messages in one direction between two ranks go one
+                after the other, each when it is sent and the receiver asks for it.
+        """
+        now, places = [0.0] * len(self.actions), [0] * len(self.actions)
+        sent: dict[tuple[str, int, int], tuple[PipelineAction, float]] = {}  # (F or B, the stage it is for, microbatch)
+        asked: dict[tuple[str, int, int], float] = {}
+        there: dict[tuple[str, int, int], float] = {}  # when x or dy is there
+        free: dict[tuple[int, int], float] = {}  # when the way from a rank to another is
         last = len(self.stages) - 1
-        while any(place < len(order) for place, order in zip(places, orders, strict=True)):
-            for rank, order in enumerate(orders):
+
+        def travel(what: tuple[str, int, int]) -> None:
+            action, when = sent.pop(what)
+            way = self.rank_of[action.stage], self.rank_of[what[1]]
+            there[what] = free[way] = max(when, asked.pop(what), free.get(way, 0.0)) + message(action)
+
+        while any(place < len(order) for place, order in zip(places, self.actions, strict=True)):
+            for rank, order in enumerate(self.actions):
                 while places[rank] < len(order):
                     kind, stage, i = action = order[places[rank]]
-                    waits = stage > 0 if kind == "F" else stage < last and kind != "W"
-                    what = "F" if kind == "F" else "B"
-                    if waits and (what, stage, i) not in ready:
-                        break  # until other ranks have come further
-                    now[rank] = max(now[rank], ready[what, stage, i] if waits else 0.0) + time_of(action)
-                    if kind != "W":
-                        ready[what, stage + 1 if kind == "F" else stage - 1, i] = now[rank]
+                    way = "F" if kind in ("F", "SEND_F", "RECV_F") else "B"
+                    if kind.startswith("SEND"):
+                        what = way, stage + 1 if way == "F" else stage - 1, i
+                        sent[what] = action, now[rank]
+                    elif kind.startswith("RECV"):
+                        what = way, stage, i
+                        asked[what] = now[rank]
+                    else:
+                        waits = stage > 0 if kind == "F" else stage < last and kind != "W"
+                        if waits and (way, stage, i) not in there:
+                            break  # until other ranks have come further
+                        begin = there[way, stage, i] if waits else 0.0
+                        now[rank] = max(now[rank], begin) + seconds(action)
+                        what = way, stage + 1 if way == "F" else stage - 1, i
+                        if kind != "W" and 0 <= what[1] <= last and self.rank_of[what[1]] == rank:
+                            there[what] = now[rank]
+                    if what in sent and what in asked:
+                        travel(what)
                     places[rank] += 1
-        busy = sum(time_of(action) for order in orders for action in order)
-        return 1 - busy / (len(now) * max(now))
+        return now
 
 
 def plan_pipeline(options: job.Parallelism, modules: Sequence[str], num_microbatches: int) -> Schedule:

@@ -14,9 +14,9 @@ from torch.fx.node import map_arg
 
 import torchtitan_graph.ops  # noqa: F401 (registers the exchange)
 from torchtitan_graph.graph import meta
-from torchtitan_graph.graph.cost import operations_of
+from torchtitan_graph.graph.cost import Work, fused_works, works_of
 from torchtitan_graph.graph.edit import call, erase_dead, is_view, value
-from torchtitan_graph.graph.liveness import Memories, most_within, size_of
+from torchtitan_graph.graph.liveness import Memories, most_within, readers_of_memory, size_of
 from torchtitan_graph.graph.torch_private import boxed, compile_by_inductor
 from torchtitan_graph.graph.traffic import is_permutation
 from torchtitan_graph.log import logger
@@ -56,8 +56,8 @@ def compile_regions(gm: GraphModule, regions: Regions, compiles: bool = True) ->
     tag_regions(gm, list(regions))
     if any(map(meta.region, gm.graph.nodes)):
         _settle_strides(gm)
-    memories = Memories(gm)
-    parts = [_cut_out(gm, nodes, _options(regions, nodes[0]), memories) for nodes in _segments(gm)]
+    memories, readers = Memories(gm), readers_of_memory(gm)
+    parts = [_cut_out(gm, nodes, _options(regions, nodes[0]), memories, readers) for nodes in _segments(gm)]
     kinds: dict[str, list[_Part]] = {}
     for part in parts:
         kinds.setdefault(part.kind, []).append(part)
@@ -240,6 +240,7 @@ class _Part(NamedTuple):
     same_as  of each output, the first that lies in the same memory
     scratch  bytes that it holds at its peak beside its outputs, in this order of its nodes: an estimate, for Inductor
              fuses some of them, and gives dead inputs' memory to results
+    works    what its kernels ask of a device: an estimate too
     kind     its code and layouts: parts of a kind compile to the same
     """
 
@@ -249,6 +250,7 @@ class _Part(NamedTuple):
     outputs: list[Node]
     same_as: list[int]
     scratch: int
+    works: tuple[Work, ...]
     options: Mapping[str, Any] | None
     kind: str
 
@@ -257,7 +259,13 @@ class _Part(NamedTuple):
         return next(node for node in reversed(self.nodes) if node.target is not operator.getitem)
 
 
-def _cut_out(gm: GraphModule, nodes: list[Node], options: Mapping[str, Any] | None, memories: Memories) -> _Part:
+def _cut_out(
+    gm: GraphModule,
+    nodes: list[Node],
+    options: Mapping[str, Any] | None,
+    memories: Memories,
+    readers: Mapping[Node, set[Node]],
+) -> _Part:
     inside, graph, held = set(nodes), Graph(), torch.nn.Module()
     copies: dict[Node, Node] = {}
     inputs: list[Node] = []
@@ -278,8 +286,13 @@ def _cut_out(gm: GraphModule, nodes: list[Node], options: Mapping[str, Any] | No
     owners = [memories.owner[node] for node in outputs]
     scratch = most_within(nodes, memories) - sum(map(size_of, set(owners)))
     part = GraphModule(held, graph)
+    works = (
+        fused_works(nodes, memories.owner, readers)
+        if options is not None
+        else tuple(work for node in nodes for work in works_of(node))
+    )
     kind = "\n".join([repr(options), *map(_layout, inputs), *_code(part)])
-    return _Part(nodes, part, inputs, outputs, [*map(owners.index, owners)], max(scratch, 0), options, kind)
+    return _Part(nodes, part, inputs, outputs, [*map(owners.index, owners)], max(scratch, 0), works, options, kind)
 
 
 def _compile(alike: Sequence[_Part], number: str) -> Compiled:
@@ -324,7 +337,7 @@ def _replace(gm: GraphModule, part: _Part, compiled: Compiled, results: dict[Nod
         meta.inherit(node, part.last)
         meta.stand_for(node, part.nodes)
         meta.write(node, region=region)
-    meta.write(done, operations=sum(map(operations_of, part.nodes)), scratch=part.scratch)
+    meta.write(done, works=part.works, scratch=part.scratch)
     with gm.graph.inserting_after(done):
         for i, output in reversed(list(enumerate(part.outputs))):
             results[output] = gm.graph.call_function(operator.getitem, (done, i))

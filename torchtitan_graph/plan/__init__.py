@@ -1,1 +1,1 @@
-"""Plan a run before it is paid for."""
+"""Forecast a run of any number of devices on one machine, before it is paid for."""

@@ -3,40 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from torchtitan_graph.graph.edit import value
-from torchtitan_graph.graph.liveness import input_memory, output_memory, peak_memory
+from torchtitan_graph.graph.liveness import GATHERED, input_memory, output_memory, peak_memory
 from torchtitan_graph.parallel.pipeline import StageGraph
 from torchtitan_graph.parallel.schedule import Schedule
 
 
-def peak_of_stages(graphs: Mapping[int, StageGraph], schedule: Schedule, rank: int) -> tuple[int, str]:
+class StagesPeak(NamedTuple):
+    """The most bytes that a rank of a pipeline holds in a step beside what lies there from step to step, by what for,
+    and what runs then; `part` is the stage and the name of that part, None while weights are gathered."""
+
+    by: Mapping[str, int]
+    where: str
+    part: tuple[int, str] | None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.by.values())
+
+
+KEPT, SUMS, TAKEN, RUNS = "kept for backward", "sums of gradients", "batches and messages", "what runs"
+
+
+def peak_of_stages(graphs: Mapping[int, StageGraph], schedule: Schedule, rank: int) -> StagesPeak:
     """Go through what this rank of a pipeline does in a step: weights that are gathered once, sums of gradients, what
-    each microbatch keeps for backward, and what runs. Give the most bytes that are held, and what runs then."""
+    each microbatch keeps for backward, and what runs."""
     parts = {number: graph.parts.by_name for number, graph in graphs.items()}
     gives = {(number, name): output_memory(part.gm) for number in parts for name, part in parts[number].items()}
     needs = {(number, name): peak_memory(part.gm).num_bytes for number in parts for name, part in parts[number].items()}
     inputs = {number: input_memory(graph.train.gm) for number, graph in graphs.items()}
-    held = sum(gives[number, "gather"] for number in parts)
-    peak, where, has_sums = held, "gathered weights", set()
+    held = {GATHERED: sum(gives[number, "gather"] for number in parts), TAKEN: 0, KEPT: 0, SUMS: 0}
+    peak, has_sums = StagesPeak(dict(held), GATHERED, None), set()
     for action in schedule.actions[rank]:
         stage = action.stage
         received = (graphs[stage].passed.nbytes if stage else 0) + inputs[stage]
         backward = ("backward",) if "backward" in parts[stage] else ("input", "weight")
         runs = {"F": ("forward",), "B": backward, "I": ("input",), "W": ("weight",)}.get(action.kind, ())
         for name in runs:
-            held += received if name == "forward" else 0
-            if held + needs[stage, name] > peak:
-                peak, where = held + needs[stage, name], f"{name} of microbatch {action.microbatch} in stage {stage}"
+            held[TAKEN] += received if name == "forward" else 0
+            if sum(held.values()) + needs[stage, name] > peak.num_bytes:
+                where = f"{name} of microbatch {action.microbatch} in stage {stage}"
+                peak = StagesPeak(held | {RUNS: needs[stage, name]}, where, (stage, name))
             if name in ("forward", "input"):
-                held += gives[stage, name]
+                held[KEPT] += gives[stage, name]
                 continue
             # What the microbatch kept is let go of; of its gradients the sums stay.
-            held -= received + sum(gives[stage, each] for each in ("forward", "input")[: 1 + (name == "weight")])
+            held[TAKEN] -= received
+            held[KEPT] -= sum(gives[stage, each] for each in ("forward", "input")[: 1 + (name == "weight")])
             if stage not in has_sums:
                 has_sums.add(stage)
-                held += _bytes_of_sums(graphs[stage])
-    return peak, where
+                held[SUMS] += _bytes_of_sums(graphs[stage])
+    return peak
 
 
 def in_flight(schedule: Schedule, stage: int) -> int:

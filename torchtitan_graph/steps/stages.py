@@ -137,7 +137,7 @@ def _within(
             made = _run_passes(number, copied, with_budget(fraction), options, told)
             graphs[number] = _cut(made, like[number], plan, options)
         assert options.pipeline is not None
-        return peak_of_stages(graphs, options.pipeline, layout.rank(PP))[0]
+        return peak_of_stages(graphs, options.pipeline, layout.rank(PP)).num_bytes
 
     def with_budget(fraction: float) -> PassPlan:
         recompute = dataclasses.replace(plan.recompute, budget=Budget(fraction))

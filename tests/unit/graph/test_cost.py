@@ -7,21 +7,21 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from torchtitan_graph.device import Rates
-from torchtitan_graph.graph import cost
+from torchtitan_graph import rates
 from torchtitan_graph.graph.cost import Costs, Estimate, Link, estimate
 from torchtitan_graph.graph.torch_private import FakeTensorMode, make_fx
 
 c10d = torch.ops._c10d_functional
 N = 1024  # rows and columns: 4 MiB
-RATES = Rates("test", half=4e12, full=1e12, memory=1e11, near=1e10, far=1e9)
+# Round numbers, no latency of the host.
+RATES = rates.RATES["CPU"]._replace(half=4e12, full=1e12, memory=1e11, near=1e10, far=1e9)
 LINKS = {"a": Link("fsdp", 8, 8), "b": Link("tp", 4, 1)}
 COSTS = Costs(RATES, LINKS)
 
-PRODUCT = 2 * N**3 / (1e12 * cost.PRODUCTS)
-ADD = 3 * 4 * N**2 / (1e11 * cost.MEMORY)  # two read, one written
-GATHER = 3 * cost.NEAR_HOP + 7 * 4 * N**2 / (1e10 * cost.WIRE)  # seven others' parts, within a machine
-SUM = 2 * cost.FAR_HOP + 2 * 3 / 4 * 4 * N**2 / (1e9 * cost.WIRE)  # to and fro between four machines
+PRODUCT = 2 * N**3 / (1e12 * RATES.product_share)
+ADD = 3 * 4 * N**2 / (1e11 * RATES.memory_share)  # two read, one written
+GATHER = 3 * RATES.near_hop + 7 * 4 * N**2 / (1e10 * RATES.network_share)  # seven others' parts, within a machine
+SUM = 2 * RATES.far_hop + 2 * 3 / 4 * 4 * N**2 / (1e9 * RATES.network_share)  # to and fro between four machines
 
 
 def graph_of(fn: Callable[..., object]) -> GraphModule:
@@ -51,7 +51,7 @@ def close(found: Estimate, seconds: float, **exposed: float) -> bool:
         (lambda x, y: x @ y, PRODUCT),
         (lambda x, y: x.t(), 0.0),
         (lambda x, y: x + y, ADD),
-        (lambda x, y: x[0] + y[0], cost.LAUNCH),
+        (lambda x, y: x[0] + y[0], RATES.kernel),
     ],
     ids=["products", "views", "bytes", "a launch at least"],
 )
@@ -101,9 +101,9 @@ def test_each_rank_in_a_machine_brings_a_port(near: int, seconds: float) -> None
     (node,) = graph_of(lambda x, y: gather(x)).graph.find_nodes(
         op="call_function", target=c10d.all_gather_into_tensor.default
     )
-    hops = 3 * (cost.NEAR_HOP if near == 8 else cost.FAR_HOP)
+    hops = 3 * (RATES.near_hop if near == 8 else RATES.far_hop)
     found = Costs(RATES, {"a": Link("fsdp", 8, near)}).seconds(node)
-    assert found - hops == pytest.approx(8 * 4 * N**2 * seconds / cost.WIRE)
+    assert found - hops == pytest.approx(8 * 4 * N**2 * seconds / RATES.network_share)
 
 
 def test_an_exchange_sends_what_leaves_the_machine_over_its_own_port() -> None:
@@ -111,7 +111,7 @@ def test_an_exchange_sends_what_leaves_the_machine_over_its_own_port() -> None:
     gm = graph_of(lambda x, y: c10d.all_to_all_single(x, even, even, "a"))
     (node,) = gm.graph.find_nodes(op="call_function", target=c10d.all_to_all_single.default)
     found = Costs(RATES, {"a": Link("ep", 8, 4)}).seconds(node)
-    assert found == pytest.approx(3 * cost.FAR_HOP + 4 * N**2 * 4 / 8 / (1e9 * cost.WIRE))
+    assert found == pytest.approx(3 * RATES.far_hop + 4 * N**2 * 4 / 8 / (1e9 * RATES.network_share))
 
 
 def test_a_group_that_is_no_axis_is_not_counted() -> None:

@@ -12,7 +12,6 @@ from torch.fx import GraphModule, Node
 from toy import WAIT, aten, c10d, calls, place, text
 
 from torchtitan_graph.check.matrix import BF16, FP32
-from torchtitan_graph.device import RATES
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.cost import Costs, Link, estimate
 from torchtitan_graph.graph.liveness import held_memory, in_one_part, peak_memory, peaks, size_of
@@ -23,6 +22,7 @@ from torchtitan_graph.models.spec import tiny_config
 from torchtitan_graph.parallel.layout import Layout
 from torchtitan_graph.parallel.storage import Precision
 from torchtitan_graph.passes.fill_waits import fill_waits
+from torchtitan_graph.rates import RATES
 from torchtitan_graph.steps import StepOptions, build_graphs
 
 EXCHANGE = torch.ops.torchtitan_graph.exchange.default

@@ -8,7 +8,6 @@ from test_bucket_collectives import bucketed
 from torch.fx import GraphModule, Node
 from toy import ALL_REDUCE, GATHER, REDUCE_SCATTER, WAIT, aten, calls, phase_of, place, text
 
-from torchtitan_graph.device import RATES
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.cost import Costs
 from torchtitan_graph.graph.edit import call
@@ -17,6 +16,7 @@ from torchtitan_graph.models import llama3
 from torchtitan_graph.models.spec import tiny_config
 from torchtitan_graph.parallel.layout import Layout
 from torchtitan_graph.passes.overlap_collectives import overlap_collectives
+from torchtitan_graph.rates import RATES
 from torchtitan_graph.steps import StepOptions, build_graphs
 
 

@@ -10,7 +10,6 @@ from torch.fx import GraphModule, Node
 from toy import GATHER, REDUCE_SCATTER, WAIT, calls, place, text
 
 from torchtitan_graph.check.matrix import SLOW
-from torchtitan_graph.device import RATES
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.cost import Costs, estimate
 from torchtitan_graph.graph.liveness import peak_memory
@@ -19,6 +18,7 @@ from torchtitan_graph.models import deepseek_v3, llama3
 from torchtitan_graph.models.spec import tiny_config
 from torchtitan_graph.parallel.layout import Layout
 from torchtitan_graph.passes import overlap_products
+from torchtitan_graph.rates import RATES
 from torchtitan_graph.steps import StepOptions, build_graphs
 
 FAST = RATES["CPU"]._replace(near=1e15)

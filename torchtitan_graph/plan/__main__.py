@@ -1,0 +1,65 @@
+"""Forecast a job on any cluster, on this machine: its memory, its speed and what it sends.
+
+    python -m torchtitan_graph.plan --job.config_file F --world 512 --device h100
+
+It builds the graphs that the run would execute, passes included, as a dry run does; nothing is allocated or sent. All
+options of training are taken too. A device is a file of figures with their sources: torchtitan_graph/rates/h100.toml
+and others beside it, or one of your own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchtitan_graph.device import host_peak_memory_gib
+from torchtitan_graph.errors import UserError
+from torchtitan_graph.log import init_logging, logger
+from torchtitan_graph.plan.build import build, configuration
+from torchtitan_graph.plan.report import as_data, lines
+from torchtitan_graph.plan.simulate import by_rates, simulate
+from torchtitan_graph.rates import find_rates
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the forecast that the arguments ask for. Return the exit code: 0 done, 2 something to change."""
+    parser = argparse.ArgumentParser(
+        prog="python -m torchtitan_graph.plan",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        epilog="Other options are those of python -m torchtitan_graph.train --help.",
+    )
+    parser.add_argument("--world", type=int, required=True, help="the number of devices")
+    parser.add_argument("--device", required=True, help="h100, h100_500w, h200, a100, b200, cpu, or a file of your own")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the forecast as data too")
+    options, of_training = parser.parse_known_args(argv)
+    init_logging()
+    begin = time.perf_counter()
+    try:
+        rates = find_rates(options.device)
+        if options.world < 1:
+            raise UserError(f"--world {options.world}: must be at least 1")
+        if options.json is not None and not options.json.parent.is_dir():
+            raise UserError(f"--json {options.json}: there is no folder {options.json.parent}")
+        job = build(configuration(of_training, options.world), options.world, rates)
+        plan = simulate(job, by_rates(job, rates), rates)
+    except UserError as error:
+        logger.error(str(error))
+        return 2
+    print("\n".join(lines(plan)))
+    if options.json is not None:
+        options.json.write_text(json.dumps(as_data(plan), indent=1) + "\n")
+    logger.info(
+        f"forecast of {options.world} ranks done in {time.perf_counter() - begin:.1f} s, "
+        f"peak memory of this process {host_peak_memory_gib():.2f} GiB"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""The graphs of a job's ranks, built as a run would build them, in a world of one process."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from torchtitan_graph.config import JobConfig, check, load
+from torchtitan_graph.forecast import Forecast, forecast
+from torchtitan_graph.graph.alike import description
+from torchtitan_graph.graph.cost import Link
+from torchtitan_graph.graph.torch_private import init_fake_process_group
+from torchtitan_graph.log import logger
+from torchtitan_graph.models.layers.decoder import Decoder
+from torchtitan_graph.parallel.layout import ParallelDims
+from torchtitan_graph.passes.compile_regions import region_of
+from torchtitan_graph.rates import Rates
+from torchtitan_graph.steps import Graphs, StepOptions
+from torchtitan_graph.steps.choices import check_disabled
+from torchtitan_graph.steps.held import in_flight
+from torchtitan_graph.trainer import Trainer
+
+
+class Rank(NamedTuple):
+    """What one rank of a job would run.
+
+    rank     its number among all ranks
+    graphs   its steps
+    links    of its groups, by their names in the graphs
+    told     what it holds, sends and computes
+    visible  by block the fraction of all pairs of positions that attention looks at, in rows of one document
+    """
+
+    rank: int
+    graphs: Graphs
+    links: Mapping[str, Link]
+    told: Forecast
+    visible: Mapping[str, float]
+
+
+class Job(NamedTuple):
+    """A job as its ranks would run it: `ranks` has one for each place along pp, the first of its stage."""
+
+    config: JobConfig
+    dims: ParallelDims
+    options: StepOptions
+    rows_per_step: int
+    ranks: Sequence[Rank]
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.rows_per_step * self.config.training.seq_len
+
+
+def configuration(words: Sequence[str], world_size: int) -> JobConfig:
+    """Read a job's configuration, and check it for this number of ranks.
+
+    Raises:
+        UserError: as a run of it.
+    """
+    config = load([*words, "--comm.mode", "fake_backend"])
+    for notice in check(config, world_size):
+        logger.warning(notice)
+    check_disabled(config.compile.disable_passes)
+    return config
+
+
+def build(config: JobConfig, world_size: int, rates: Rates, make: Callable[..., Trainer] = Trainer) -> Job:
+    """Build the graphs of a job's ranks on devices of a kind. Ranks of a pipeline whose stages are alike share theirs.
+
+    Args:
+        make: gives a trainer for a configuration and a number of ranks.
+
+    Raises:
+        UserError: as a run of that configuration.
+    """
+    first = _trainer(make, config, world_size, rates)
+    places: dict[Hashable, list[int]] = {}
+    for place in range(first.dims.pp):
+        places.setdefault(_kind(place, first.model, first.options), []).append(place)
+    ranks: dict[int, Rank] = {}
+    for number, alike in enumerate(places.values(), start=1):
+        if len(places) > 1:
+            logger.info(f"graphs {number} of {len(places)}, of the pipeline's rank {', '.join(map(str, alike))}")
+        trainer = first if number == 1 else _trainer(make, config, world_size, rates)
+        ranks |= _ranks_at(alike, trainer, world_size)
+    return Job(config, first.dims, first.options, first.rows_per_step, [ranks[place] for place in sorted(ranks)])
+
+
+def _trainer(make: Callable[..., Trainer], config: JobConfig, world_size: int, rates: Rates) -> Trainer:
+    trainer = make(config, world_size)
+    trainer.options = dataclasses.replace(trainer.options, rates=rates, eval_rows=None, dump_to=None, picture=None)
+    return trainer
+
+
+def _ranks_at(places: Sequence[int], trainer: Trainer, world_size: int) -> dict[int, Rank]:
+    """Build the graphs of the first of some places along pp, and let the others have the same."""
+    num_ranks = world_size // trainer.dims.pp
+    init_fake_process_group(world_size, places[0] * num_ranks)
+    try:
+        graphs = trainer.build_dry()
+        layout, options, model = trainer.layout, trainer.options, trainer.model
+        links = layout.links(options.rates.num_near)
+        positions = torch.arange(options.rows[1]).expand(1, -1)
+        visible = model.visible_pairs(torch.zeros_like(positions), positions)
+        found = {}
+        for place in places:
+            own = _renumbered(graphs, options, place)
+            told = forecast(model, own, layout, options, trainer.config.optimizer, place)
+            found[place] = Rank(place * num_ranks, own, links, told, visible)
+    finally:
+        dist.destroy_process_group()
+    return found
+
+
+def _renumbered(graphs: Graphs, options: StepOptions, place: int) -> Graphs:
+    """Let the stages of a place along pp have the graphs of others that are alike."""
+    if not isinstance(graphs.train, dict):
+        return graphs
+    assert options.pipeline is not None
+    stages = zip(options.pipeline.stages_of(place), graphs.train.values(), strict=True)
+    return graphs._replace(train=dict(stages))
+
+
+def _kind(place: int, model: Decoder, options: StepOptions) -> Hashable:
+    """Give what is equal for places along pp whose stages have equal graphs: the kinds of their blocks, and what
+    options say of each. What passes of the user's do is not known."""
+    if options.pipeline is None:
+        return 0
+    if options.extra or options.budget_gib is not None:
+        return place
+    described = []
+    for stage in options.pipeline.stages_of(place):
+        held = in_flight(options.pipeline, stage) if options.recompute.budget is not None else 0
+        described.append((held, *(_kind_of_module(name, model, options) for name in options.pipeline.stages[stage])))
+    return tuple(described)
+
+
+def _kind_of_module(name: str, model: Decoder, options: StepOptions) -> Hashable:
+    if name not in model.blocks:
+        return name
+    block, recompute = model.blocks[name], options.recompute
+    named = {
+        "offload": options.offload,
+        "save": recompute.saved,
+        "again": recompute.again,
+        "float8": options.float8.layers if options.float8 is not None else (),
+    }
+    inside = [f"{name}.{inner}".rstrip(".") for inner, _ in block.named_modules()]
+    said = tuple((what, tuple(m[len(name) :] for m in inside if m in names)) for what, names in named.items())
+    regions = tuple((region_of(m, list(options.regions)) or "").removeprefix(name) for m in inside)
+    again = recompute.whole_block(list(model.blocks).index(name))
+    sizes = tuple((key, p.shape, p.dtype, p.requires_grad) for key, p in block.named_parameters())
+    return description(block, block.forward, ()), sizes, again, said, regions

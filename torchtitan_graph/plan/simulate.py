@@ -1,0 +1,179 @@
+"""How long a step takes: its kernels, its collectives beside them, its pipeline's schedule and its optimizer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torchtitan_graph.graph.cost import Costs, Estimate, Link, estimate
+from torchtitan_graph.graph.partition import ONCE_A_STEP
+from torchtitan_graph.graph.torch_private import PipelineAction
+from torchtitan_graph.graph.trace import TracedResult
+from torchtitan_graph.parallel.layout import PP
+from torchtitan_graph.parallel.schedule import Schedule
+from torchtitan_graph.plan.build import Job, Rank
+from torchtitan_graph.rates import Rates
+from torchtitan_graph.steps.budget import trained_bytes
+
+Prices = Callable[[Rank], Costs]  # what the nodes of a rank's graphs take
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step.
+
+    seconds    from its begin to the next one's
+    computed   of the kernels of all microbatches, by their kind
+    sent       of communication, by axis
+    exposed    what of it nothing hides, by axis; along pp what messages add
+    host       for which the device waits for the host to start kernels
+    optimizer  of clipping, and of the optimizer's step
+    bubble     for which a rank of a pipeline waits for others, if messages took no time
+    """
+
+    seconds: float
+    computed: Mapping[str, float]
+    sent: Mapping[str, float]
+    exposed: Mapping[str, float]
+    host: float
+    optimizer: float
+    bubble: float = 0.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A forecast: of the rank that needs most memory, with the time of a step that is the same on all.
+
+    fullest   its place in `job.ranks`
+    needs     bytes that each of `job.ranks` needs, the device's `reserved_gib` included
+    mfu       model FLOPs of a step over what the device could do in bf16, 0 to 1; of a pipeline the mean of its stages
+    """
+
+    job: Job
+    rates: Rates
+    step: StepTime
+    fullest: int
+    needs: tuple[int, ...]
+    mfu: float
+
+    @property
+    def rank(self) -> Rank:
+        return self.job.ranks[self.fullest]
+
+    @property
+    def fits(self) -> bool:
+        return max(self.needs) <= self.rates.memory_gib * 2**30
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks."""
+        return self.job.tokens_per_step / self.step.seconds
+
+
+def by_rates(job: Job, rates: Rates) -> Prices:
+    """Give the prices of a kind of device. What a CUDA graph replays the host does not start."""
+    rates = rates._replace(launch=0.0) if job.config.compile.cuda_graphs else rates
+    return lambda rank: Costs(rates, rank.links, rank.visible)
+
+
+def simulate(job: Job, prices: Prices, rates: Rates) -> Plan:
+    """Forecast a job from its ranks' graphs.
+
+    Args:
+        prices: what the nodes of a rank's graphs take.
+        rates: of the device: its memory and its peak.
+    """
+    needs = tuple(rank.told.in_all + int(rates.reserved_gib * 2**30) for rank in job.ranks)
+    fullest = needs.index(max(needs))
+    is_whole = job.options.pipeline is None
+    step = _whole(job, prices(job.ranks[0])) if is_whole else _pipelined(job, prices, fullest)
+    operations = sum(rank.told.operations for rank in job.ranks) / len(job.ranks) * job.options.num_microbatches
+    return Plan(job, rates, step, fullest, needs, operations / (step.seconds * rates.half))
+
+
+def _optimizer(rank: Rank, costs: Costs) -> float:
+    storages = rank.graphs.storages.values()
+    return sum(costs.optimizer(trained_bytes(s for s in storages if s.on_host == away), away) for away in (False, True))
+
+
+def _whole(job: Job, costs: Costs) -> StepTime:
+    """Microbatches one after the other; their gradients are added up."""
+    (rank,), number = job.ranks, job.options.num_microbatches
+    assert isinstance(rank.graphs.train, TracedResult)
+    time = estimate(rank.graphs.train.gm, costs) * number
+    added, optimizer = (
+        costs.accumulating(trained_bytes(rank.graphs.storages.values())) * (number - 1),
+        _optimizer(rank, costs),
+    )
+    return _step_time(time, time.seconds + added + optimizer, optimizer)
+
+
+def _step_time(time: Estimate, seconds: float, optimizer: float, bubble: float = 0.0) -> StepTime:
+    host = time.seconds - sum(time.exposed.values()) - sum(time.computed.values())
+    return StepTime(seconds, time.computed, time.sent, time.exposed, host, optimizer, bubble)
+
+
+# --- a pipeline -------------------------------------------------------------------------------------------------------
+
+
+def _pipelined(job: Job, prices: Prices, shown: int) -> StepTime:
+    """Every rank's actions, in the order of the schedule; `shown` is the rank whose times are told."""
+    schedule = job.options.pipeline
+    assert schedule is not None
+    estimates: dict[int, Estimate] = {}  # of a part, by the identity of its graph: stages that are alike share theirs
+    parts: dict[tuple[int, str], Estimate] = {}
+    passed: dict[int, int] = {}
+    near = all(link.near == link.degree for link in _links_along_pp(job))
+    costs_of = [prices(rank) for rank in job.ranks]
+    for rank, costs in zip(job.ranks, costs_of, strict=True):
+        assert isinstance(rank.graphs.train, dict)
+        for number, stage in rank.graphs.train.items():
+            passed[number] = stage.passed.nbytes
+            for name, part in stage.parts.by_name.items():
+                if id(part.gm) not in estimates:
+                    estimates[id(part.gm)] = estimate(part.gm, costs)
+                parts[number, name] = estimates[id(part.gm)]
+    names = {number: [name for stage, name in parts if stage == number] for number, _ in parts}
+    runs = {place: _runs(schedule, place, names) for place in range(len(job.ranks))}
+
+    def seconds(action: PipelineAction) -> float:
+        place = schedule.rank_of[action.stage]
+        return sum(parts[key].seconds for key in runs[place][action])
+
+    def message(action: PipelineAction) -> float:
+        return costs_of[shown].message(passed[action.stage], near)
+
+    without, ends = max(schedule.ends(seconds)), schedule.ends(seconds, message)
+    optimizer = max(map(_optimizer, job.ranks, costs_of))
+    time = sum((parts[key] for keys in runs[shown].values() for key in keys), Estimate(0.0, {}, {}))
+    received = [a for a in schedule.actions[shown] if a.kind.startswith("RECV")]
+    added = max(ends) - without
+    time = dataclasses.replace(
+        time, seconds=time.seconds + added, sent={**time.sent, PP: sum(map(message, received))},
+        exposed={**time.exposed, PP: added},
+    )  # fmt: skip
+    bubble = without - (time.seconds - added)
+    return _step_time(time, max(ends) + optimizer, optimizer, bubble)
+
+
+def _links_along_pp(job: Job) -> list[Link]:
+    return [link for link in job.ranks[0].links.values() if PP in link.axis.split("/")]
+
+
+def _runs(
+    schedule: Schedule, place: int, names: Mapping[int, list[str]]
+) -> dict[PipelineAction, list[tuple[int, str]]]:
+    """Give the parts that each computing action of a place along pp runs: weights of all its stages are gathered
+    before the first, a stage's gradients are reduced after its last."""
+    actions = [action for action in schedule.actions[place] if action.kind in ("F", "B", "I", "W")]
+    last = {action.stage: action for action in actions if action.kind in ("B", "W")}
+    found: dict[PipelineAction, list[tuple[int, str]]] = {}
+    for action in actions:
+        backward = [name for name in names[action.stage] if name not in ("forward", *ONCE_A_STEP)]
+        which = {"F": ["forward"], "B": backward, "I": backward[:1], "W": backward[1:]}[action.kind]
+        found[action] = [(action.stage, name) for name in which]
+    found[actions[0]] = [(stage, "gather") for stage in schedule.stages_of(place)] + found[actions[0]]
+    for stage, action in last.items():
+        found[action] = [*found[action], (stage, "reduce")]
+    return found

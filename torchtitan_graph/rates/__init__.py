@@ -1,0 +1,131 @@
+"""What devices and their networks do in a second: read from a file for each kind of machine, which says its sources.
+
+`h100.toml` beside this file is read as the device H100. A file of one's own has the same keys, all of them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torchtitan_graph.errors import UserError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+class Rates(NamedTuple):
+    """What one device of a kind does in a second at most, in one direction; what share of that is reached; and how many
+    devices lie in a machine.
+
+    fp8, half, full   FLOP/s of products in float8, in bf16 and fp16, and in wider dtypes
+    memory            bytes/s read and written
+    memory_gib        GiB that torch sees
+    reserved_gib      GiB of these that no tensor gets: contexts, libraries' workspaces, what the allocator rounds up
+    near, far         bytes/s received from devices of the same machine, and from those of others
+    host              bytes/s copied from the host's memory, or to it
+    host_memory       bytes/s that the host reads and writes of its memory for each device
+    num_near          devices in a machine
+    product_share, fp8_share, attention_share, memory_share, network_share
+                      the part of a peak that is reached; of products, of those in float8, of attention's
+    fusion_share      of the bytes that neighbours would not move if all of them were fused, the part that a compiled
+                      region does not move
+    launch            seconds that the host takes to start an operator
+    kernel            seconds that an operator takes at least
+    near_hop, far_hop seconds of a message's way within a machine, and between two
+    """
+
+    name: str
+    fp8: float
+    half: float
+    full: float
+    memory: float
+    memory_gib: float
+    reserved_gib: float
+    near: float
+    far: float
+    host: float
+    host_memory: float
+    num_near: int
+    product_share: float
+    fp8_share: float
+    attention_share: float
+    memory_share: float
+    network_share: float
+    fusion_share: float
+    launch: float
+    kernel: float
+    near_hop: float
+    far_hop: float
+
+    def peak(self, width: int) -> float:
+        """Give the FLOP/s of products of numbers of `width` bytes."""
+        return self.fp8 if width < 2 else self.half if width == 2 else self.full
+
+
+_MAY_BE_ZERO = ("reserved_gib", "launch", "kernel", "near_hop", "far_hop", "fusion_share")
+
+
+def read_rates(path: Path) -> Rates:
+    """Read a device's file.
+
+    Raises:
+        UserError: it can't be read, a key is missing or unknown, or a value is not legal; names the file and the key.
+    """
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: can't be read ({getattr(error, 'strerror', None) or error})") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: is not valid TOML: {error or 'nested too deeply'}") from error
+    for key in table:
+        if key not in Rates._fields:
+            near = difflib.get_close_matches(key, Rates._fields, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"legal are {', '.join(Rates._fields)}"
+            raise UserError(f"{path}: {key}: unknown; {hint}")
+    if missing := [key for key in Rates._fields if key not in table]:
+        raise UserError(f"{path}: {', '.join(missing)}: missing; a file has all of {', '.join(Rates._fields)}")
+    for key, value in table.items():
+        if why := _problem(key, value):
+            raise UserError(f"{path}: {key} = {value!r:.80}: must be {why}")
+    return Rates(**{key: value if key in ("name", "num_near") else float(value) for key, value in table.items()})
+
+
+def _problem(key: str, value: Any) -> str | None:
+    """Say what a key's value must be, if it is not."""
+    if key == "name":
+        return None if isinstance(value, str) and value.strip() else "a name"
+    if key == "num_near":
+        return None if type(value) is int and value > 0 else "a whole number of at least 1"
+    is_number = type(value) in (int, float) and abs(value) < 2**1000 and math.isfinite(value)
+    if key.endswith("_share"):
+        return (
+            None if is_number and (0 < value <= 1 or value == 0 and key in _MAY_BE_ZERO) else "a part, above 0 up to 1"
+        )
+    if key in _MAY_BE_ZERO:
+        return None if is_number and value >= 0 else "a number of at least 0"
+    return None if is_number and value > 0 else "a number above 0"
+
+
+RATES: dict[str, Rates] = {each.name: each for each in map(read_rates, sorted(Path(__file__).parent.glob("*.toml")))}
+
+
+def find_rates(name: str) -> Rates:
+    """Find a device by its name, whatever its case, or by its file.
+
+    Raises:
+        UserError: there is no such device, or as `read_rates`.
+    """
+    known = {each.lower(): each for each in RATES}
+    if name.lower() in known:
+        return RATES[known[name.lower()]]
+    if name.endswith(".toml"):
+        return read_rates(Path(name))
+    near = difflib.get_close_matches(name.lower(), known, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise UserError(f"{name}: no such device; legal are {', '.join(known)}, or a file such as my.toml{hint}")

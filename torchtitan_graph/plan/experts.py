@@ -136,8 +136,17 @@ class UnevenCosts(Costs):
     def sending(self, node: Node, link: Link) -> float:
         return self.even.sending(node, link) * self._times(node)
 
-    def starting(self, node: Node, link: Link) -> float:
-        return self.even.starting(node, link) * self._times(node)
+    def starting(self, node: Node) -> float:
+        return self.even.starting(node) * self._times(node)
+
+    def optimizer(self, trained: int, on_host: bool = False) -> float:
+        return self.even.optimizer(trained, on_host)
+
+    def accumulating(self, trained: int) -> float:
+        return self.even.accumulating(trained)
+
+    def message(self, size: float, is_near: bool) -> float:
+        return self.even.message(size, is_near)
 
     def _times(self, node: Node) -> float:
         return _over_mean(node, self.found) if meta.role(node) is None else 1.0

@@ -60,8 +60,10 @@ def check_arguments(args: argparse.Namespace) -> None:
         if given is not None and not (0 < given < math.inf):
             raise UserError(f"--{name} {given:g}: must be a number above 0")
     if args.node_mtbf_hours is not None and args.storage_gb_per_s is None:
-        raise UserError("--node_mtbf_hours: a failure costs what was trained since the last checkpoint, and what those"
-                        " cost depends on the storage; give --storage_gb_per_s too")
+        raise UserError(
+            "--node_mtbf_hours: a failure costs what was trained since the last checkpoint, and what those"
+            " cost depends on the storage; give --storage_gb_per_s too"
+        )
     if args.expert_load is not None:
         read_loads(args.expert_load)
 

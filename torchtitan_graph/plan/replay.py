@@ -14,7 +14,6 @@ With one thread a call's time is that of its thread, which other processes on th
 from __future__ import annotations
 
 import functools
-import math
 import operator
 import statistics
 import time
@@ -32,8 +31,9 @@ import torchtitan_graph.row_loss  # noqa: F401 (registers the loss by rows)
 from torchtitan_graph.graph.cost import WAIT
 from torchtitan_graph.graph.traffic import group_of
 
-COLDNESS = 0.5  # how cold a step's caches are: 0 as right after the same call, 1 as after other work
+COLDNESS = 0.3  # how cold a step's caches are: 0 as right after the same call, 1 as after other work
 _EVICTED_BYTES = 24 << 20  # more than a core's own caches hold
+_BUFFER = 32 << 20  # bytes: no cache holds as many
 _LEAST_S, _MOST_CALLS = 0.01, 9  # a call is repeated for so long, or so often
 
 aten = torch.ops.aten
@@ -113,16 +113,23 @@ class Replay:
     @functools.cached_property
     def seconds_per_new_byte(self) -> float:
         """Seconds that a byte of memory takes which the system gives, and clears, on first use."""
-        size = 32 << 20
+        first = statistics.median(self._filled(torch.empty(2 * _BUFFER, dtype=torch.uint8)) for _ in range(5)) / 2
+        return max(0.0, first - self._again) / _BUFFER
 
-        def seconds(fresh: torch.Tensor) -> float:
-            begin = self.clock()
-            fresh.fill_(1)
-            return self.clock() - begin
+    @functools.cached_property
+    def seconds_per_byte(self) -> float:
+        """Seconds that a byte of memory takes which is written or read."""
+        return self._again / _BUFFER
 
-        buffer = torch.ones(size, dtype=torch.uint8)
-        first = statistics.median(seconds(torch.empty(size * 2, dtype=torch.uint8)) for _ in range(5)) / 2
-        return max(0.0, first - statistics.median(seconds(buffer) for _ in range(5))) / size
+    @functools.cached_property
+    def _again(self) -> float:
+        buffer = torch.ones(_BUFFER, dtype=torch.uint8)
+        return statistics.median(self._filled(buffer) for _ in range(5))
+
+    def _filled(self, buffer: torch.Tensor) -> float:
+        begin = self.clock()
+        buffer.fill_(1)
+        return self.clock() - begin
 
 
 def is_run(node: Node) -> bool:
@@ -239,11 +246,3 @@ def _other_work() -> torch.Tensor:
 
 def _evict() -> None:
     _other_work().add_(1)
-
-
-# --- a whole graph --------------------------------------------------------------------------------------------------
-
-
-def arithmetic_s(gm: GraphModule, replay: Replay, coldness: float = COLDNESS) -> float:
-    """Give the seconds that a graph's operators take, one after the other."""
-    return math.fsum(replay.times(node).at(coldness) for node in gm.graph.nodes)

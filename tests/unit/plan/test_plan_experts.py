@@ -29,7 +29,8 @@ def test_a_run_s_last_record_that_has_loads_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["[1, -1]", "[0, 0]", "[]", "3", "[1, true]", '{"layers.1": 3}', "{}", "[1, NaN]", "[1, Infinity]", "[", '["a"]']
+    "text",
+    ["[1, -1]", "[0, 0]", "[]", "3", "[1, true]", '{"layers.1": 3}', "{}", "[1, NaN]", "[1, Infinity]", "[", '["a"]'],
 )
 def test_what_is_no_load_is_refused_by_name(tmp_path: Path, text: str) -> None:
     with pytest.raises(UserError, match="--expert_load .*loads.json"):

@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from torchtitan_graph.config import JobConfig, load
-from torchtitan_graph.config.job import get
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.plan.layers import _periods, depths, keep_layers
-from torchtitan_graph.plan.search import VARIED, Figures, Search, degrees
+from torchtitan_graph.plan.search import Figures, Search, degrees
 
 GIB = 2**30
 

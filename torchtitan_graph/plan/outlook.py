@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--expert_load",
         type=Path,
         metavar="FILE",
-        help="JSON, a list of the experts' loads or one by layer, or a run's metrics.jsonl: tells what uneven loads cost",
+        help="loads of the experts: JSON, one list or one by layer, or a run's metrics.jsonl; tells what they cost",
     )
 
 

@@ -79,6 +79,7 @@ def _line(a: float, b: float, x: float) -> float:
     return a + (b - a) * x
 
 
+Progress = Callable[[str], None]
 Settings = Mapping[str, Any]  # options of a job, by name
 Forecast = Callable[[JobConfig, "int | None"], Figures]  # of a job, with so many of the model's layers, or all
 
@@ -185,7 +186,7 @@ class Search:
         forecast: Forecast,
         depths: tuple[int, int, float] | None,
         varied: Sequence[str] = VARIED,
-        progress: Callable[[str], None] = lambda line: None,
+        progress: Progress = lambda line: None,
     ) -> None:
         self.config, self.world_size, self.rows, self.memory = config, world_size, rows, memory
         self.num_near, self.has_experts = num_near, has_experts

@@ -301,10 +301,10 @@ class Clock:
             self._host += self.costs.rates.launch * len(works)
             if works:
                 self.now = max(self.now, self._host)
-            seconds = self.costs.computing(node)
-            self.now += seconds
-            if works:
-                self.computed[max(works, key=lambda work: work.operations).kind] += seconds
+                seconds, alone = self.costs.computing(node), [self.costs.kernel(work) for work in works]
+                self.now += seconds
+                for work, part in zip(works, alone, strict=True):
+                    self.computed[work.kind] += part * seconds / (sum(alone) or 1.0)
         if node.target in _READ_BY_HOST or node.target is _LANDED:
             self._host = max(self._host, self.now)
 

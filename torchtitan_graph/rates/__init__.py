@@ -93,7 +93,8 @@ def read_rates(path: Path) -> Rates:
     for key, value in table.items():
         if why := _problem(key, value):
             raise UserError(f"{path}: {key} = {value!r:.80}: must be {why}")
-    return Rates(**{key: value if key in ("name", "num_near") else float(value) for key, value in table.items()})
+    values: dict[str, Any] = {key: float(x) if type(x) is int and key != "num_near" else x for key, x in table.items()}
+    return Rates(**values)
 
 
 def _problem(key: str, value: Any) -> str | None:

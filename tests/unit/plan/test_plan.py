@@ -1,0 +1,178 @@
+"""Forecasts against closed forms, and against what a dry run says."""
+
+import dataclasses
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchtitan_graph.config import load
+from torchtitan_graph.forecast import STEP
+from torchtitan_graph.graph.cost import estimate
+from torchtitan_graph.graph.torch_private import PipelineAction, init_fake_process_group
+from torchtitan_graph.log import logger
+from torchtitan_graph.parallel.schedule import plan_pipeline
+from torchtitan_graph.plan import build as building
+from torchtitan_graph.plan.__main__ import main
+from torchtitan_graph.plan.build import Job, build, configuration
+from torchtitan_graph.plan.report import as_data, lines
+from torchtitan_graph.plan.simulate import by_rates, simulate
+from torchtitan_graph.rates import RATES
+from torchtitan_graph.trainer import Trainer
+
+H100 = RATES["H100"]
+DEBUG = ["--training.seq_len", "64", "--training.local_batch_size", "4", "--compile.optimizer_in_graph", "false"]
+PIPELINE = ["--parallelism.pipeline_parallel_degree", "3", "--training.global_batch_size", "4"]
+LAYOUTS = {
+    "one": (1, ["--training.global_batch_size", "8"]),
+    "FSDP-2 TP-2": (4, ["--parallelism.tensor_parallel_degree", "2"]),
+    "PP-3": (3, PIPELINE),
+}
+
+
+def job(world_size: int, words: list[str]) -> Job:
+    return build(configuration([*DEBUG, *words], world_size), world_size, H100)
+
+
+@pytest.fixture(scope="module")
+def jobs() -> Callable[[str], Job]:
+    made: dict[str, Job] = {}
+
+    def get(name: str) -> Job:
+        if name not in made:
+            made[name] = job(*LAYOUTS[name])
+        return made[name]
+
+    return get
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_memory_is_what_a_dry_run_says(name: str, jobs: Callable[[str], Job]) -> None:
+    world_size, words = LAYOUTS[name]
+    plan = simulate(found := jobs(name), by_rates(found, H100), H100)
+    for place, rank in enumerate(found.ranks):
+        trainer = Trainer(load([*DEBUG, *words, "--comm.mode", "fake_backend"]), world_size)
+        trainer.options = dataclasses.replace(trainer.options, rates=H100)
+        init_fake_process_group(world_size, rank.rank)
+        try:
+            said = trainer.setup_dry()
+        finally:
+            torch.distributed.destroy_process_group()
+        assert rank.told.lines()[: len(rank.told.held) + 2] == said[: len(rank.told.held) + 2]
+        assert sum(rank.told.at_peak.values()) == rank.told.held[STEP]
+        assert plan.needs[place] == rank.told.in_all + int(H100.reserved_gib * 2**30)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_parts_of_a_step_are_the_step(name: str, jobs: Callable[[str], Job]) -> None:
+    found = jobs(name)
+    step = simulate(found, by_rates(found, H100), H100).step
+    parts = sum(step.computed.values()) + sum(step.exposed.values()) + step.host + step.bubble + step.optimizer
+    assert 0 <= step.seconds - parts < 0.2 * step.seconds
+    assert all(step.exposed[axis] <= step.sent[axis] + step.bubble for axis in step.exposed)
+
+
+def test_a_step_is_its_microbatches_and_the_optimizer(jobs: Callable[[str], Job]) -> None:
+    found = jobs("one")
+    costs = by_rates(found, H100)(found.ranks[0])
+    plan = simulate(found, by_rates(found, H100), H100)
+    once = estimate(found.ranks[0].graphs.train.gm, costs).seconds  # type: ignore[union-attr]
+    trained = found.ranks[0].told.held["parameters"]
+    assert plan.step.optimizer == pytest.approx(10 * trained / (H100.memory * H100.memory_share))
+    added = 3 * trained / (H100.memory * H100.memory_share)
+    assert plan.step.seconds == pytest.approx(2 * once + added + plan.step.optimizer)
+    assert plan.tokens_per_second == pytest.approx(8 * 64 / plan.step.seconds)
+    half = simulate(found, by_rates(found, H100), H100._replace(half=H100.half / 2))
+    assert half.mfu == pytest.approx(2 * plan.mfu)  # negative control: by the peak, whatever the step takes
+
+
+def test_a_cuda_graph_has_no_launches(jobs: Callable[[str], Job]) -> None:
+    found = jobs("one")
+    config = dataclasses.replace(found.config, compile=dataclasses.replace(found.config.compile, cuda_graphs=True))
+    replayed = found._replace(config=config)
+    assert simulate(found, by_rates(found, H100), H100).step.host > 0
+    assert simulate(replayed, by_rates(replayed, H100), H100).step.host == pytest.approx(0.0, abs=1e-9)
+
+
+def test_a_pipeline_waits_as_its_schedule_does(jobs: Callable[[str], Job]) -> None:
+    """With messages that take no time, as the action lists; a slow network adds to it, and is told as such."""
+    found = jobs("PP-3")
+    fast, slow = (
+        H100._replace(near=speed, far=speed, near_hop=hop, far_hop=hop) for speed, hop in ((1e30, 0), (1e5, 0))
+    )
+    plans = [simulate(found, by_rates(found, rates), rates) for rates in (fast, slow)]
+    quick, late = (plan.step for plan in plans)
+    assert quick.exposed["pp"] == pytest.approx(0, abs=1e-9) and quick.bubble > 0
+    passed = found.ranks[0].graphs.train[0].passed.nbytes  # type: ignore[index]
+    message = passed / 1e5 / slow.network_share
+    num_messages = 8 if plans[1].fullest == 1 else 4  # of four microbatches, to and fro in the middle
+    assert late.sent["pp"] == pytest.approx(num_messages * message)
+    assert late.exposed["pp"] >= 2 * 2 * message - quick.seconds  # of the first microbatch, there and back
+
+
+def test_messages_are_waited_for() -> None:
+    """Two stages, one microbatch: F, there, F B, back, B."""
+    found = load(["--parallelism.pipeline_parallel_degree", "2"])
+    modules = ["tok_embeddings", *(f"layers.{i}" for i in range(4)), "norm", "output"]
+    schedule = plan_pipeline(found.parallelism, modules, 1)
+
+    def seconds(action: PipelineAction) -> float:
+        return {"F": 1.0, "B": 2.0}[action.kind]
+
+    assert schedule.ends(seconds) == [6.0, 4.0]
+    assert schedule.ends(seconds, lambda action: 10.0) == [26.0, 14.0]
+    several = plan_pipeline(found.parallelism, modules, 4)
+    # The last rank asks for a microbatch when the forward of the one before is done: F, four times there and F, B.
+    assert several.ends(seconds, lambda action: 10.0 if action.kind == "SEND_F" else 0.0)[1] == 1 + 4 * (10 + 1) + 2
+
+
+def test_stages_that_are_alike_are_built_once_and_right(
+    jobs: Callable[[str], Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--parallelism.pipeline_parallel_degree", "4", "--training.global_batch_size", "4"]
+    shared = job(4, words)
+    monkeypatch.setattr(building, "_kind", lambda place, model, options: place)
+    alone = job(4, words)
+    assert len({id(each) for rank in shared.ranks for each in rank.graphs.train.values()}) < 4  # type: ignore[union-attr]
+    for one, other in zip(shared.ranks, alone.ranks, strict=True):
+        assert (one.rank, one.told) == (other.rank, other.told)
+    plans = [simulate(each, by_rates(each, H100), H100) for each in (shared, alone)]
+    assert plans[0].step == plans[1].step and plans[0].needs == plans[1].needs
+
+
+def test_the_report_says_what_the_data_say(jobs: Callable[[str], Job]) -> None:
+    found = jobs("FSDP-2 TP-2")
+    plan = simulate(found, by_rates(found, H100), H100)
+    text, data = "\n".join(lines(plan)), json.loads(json.dumps(as_data(plan)))
+    assert f"{data['tokens_per_second']:.0f} in all" in text and "fits" in text
+    assert {each["axis"] for each in data["received"]} == {"fsdp", "tp"} and data["rates"]["name"] == "H100"
+    small = H100._replace(memory_gib=1.0)
+    assert "DOES NOT FIT" in "\n".join(lines(simulate(found, by_rates(found, small), small)))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--world", "2", "--device", "h10"], "did you mean h100"),
+        (["--world", "0", "--device", "h100"], "--world 0"),
+        (["--world", "3", "--device", "h100", "--parallelism.tensor_parallel_degree", "2"], "tensor_parallel_degree"),
+        (["--world", "2", "--device", "h100", "--training.stepz", "2"], "did you mean"),
+        (["--world", "2", "--device", "h100", "--json", "no_such_folder/x.json"], "there is no folder"),
+    ],
+)
+def test_what_is_wrong_is_said_before_any_work(
+    words: list[str], said: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logger, "propagate", True)
+    with caplog.at_level(logging.ERROR):
+        assert main(words) == 2
+    assert said in caplog.text
+
+
+def test_a_forecast_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--world", "2", "--device", "h100", "--json", str(tmp_path / "plan.json"), *DEBUG]) == 0
+    assert "tokens/s a rank" in capsys.readouterr().out
+    assert json.loads((tmp_path / "plan.json").read_text())["world_size"] == 2

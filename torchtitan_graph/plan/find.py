@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torchtitan_graph.plan.search as searching
 from torchtitan_graph.config import JobConfig
 from torchtitan_graph.config.dump import dump_changes
 from torchtitan_graph.device import GIB
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.log import logger
 from torchtitan_graph.models.layers.moe import MoE
 from torchtitan_graph.parallel.layout import PP
 from torchtitan_graph.plan.build import build
@@ -52,14 +53,10 @@ def figures(plan: Plan) -> Figures:
 
 
 def search(
-    config: JobConfig,
-    world_size: int,
-    rates: Rates,
-    cpu: ThisCpu | None,
-    varied: Sequence[str],
-    say: searching.Progress,
+    config: JobConfig, world_size: int, rates: Rates, cpu: ThisCpu | None, varied: Sequence[str] = VARIED
 ) -> tuple[Search, Found]:
-    """Search for the fastest way to run a job. `cpu`: its operators are replayed here, not priced by `rates`.
+    """Search for the fastest way to run a job, and say on stderr how far it is. `cpu`: its operators are replayed here,
+    not priced by `rates`.
 
     Raises:
         UserError: the job itself can't be built, nothing is legal, or nothing fits.
@@ -84,9 +81,14 @@ def search(
         forecast=forecast,
         depths=None if by_layer else depths(first.model, first.options.recompute),
         varied=varied,
-        progress=say,
+        progress=lambda line: print(line, file=sys.stderr, flush=True),
     )
-    return of, of.run()
+    level = logger.level
+    logger.setLevel("WARNING")  # each candidate is traced and passed: that is too much to be told
+    try:
+        return of, of.run()
+    finally:
+        logger.setLevel(level)
 
 
 def _shallow(layers: int, config: JobConfig, world_size: int) -> Trainer:

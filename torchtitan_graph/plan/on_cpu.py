@@ -12,7 +12,7 @@ import itertools
 import math
 import os
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,15 +20,16 @@ import torch
 from torch.fx import GraphModule, Node
 
 from torchtitan_graph import device as devices
-from torchtitan_graph.graph.cost import Costs, Link
+from torchtitan_graph.graph.cost import OTHER, Costs, Link, Work
 from torchtitan_graph.graph.liveness import held_memory, size_of
 from torchtitan_graph.graph.traffic import is_permutation, kind_of, received
 from torchtitan_graph.optim import clip_grad_norm
 from torchtitan_graph.plan.build import Job, Rank
-from torchtitan_graph.plan.replay import Replay
+from torchtitan_graph.plan.replay import Replay, is_run
 from torchtitan_graph.plan.simulate import Prices
 from torchtitan_graph.rates import Rates
 
+_ON_THE_HOST = Work(OTHER, 0.0, 0.0, 0.0, 4)  # a view, which takes no time but Python's
 _MAPPED_BYTES = 32 << 20  # glibc asks the system for as much at once, each time: a replay pays for it too
 
 
@@ -66,6 +67,9 @@ class ReplayedCosts(Costs):
     def computing(self, node: Node) -> float:
         fresh = self.new_bytes.get(node, 0) * self.replay.seconds_per_new_byte
         return (self.replay.times(node).at() + fresh) * self.crowding
+
+    def works(self, node: Node) -> Sequence[Work]:
+        return super().works(node) or (_ON_THE_HOST,) * is_run(node)
 
     def sending(self, node: Node, link: Link) -> float:
         wire = _MESSAGE if is_permutation(node) else GLOO.get(kind_of(node), _SUM)

@@ -110,9 +110,17 @@ def train(rank: int, world_size: int, words: Sequence[str], num_steps: int, port
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
-    config = load([*words, "--job.dump_folder", folder])
-    trainer = Trainer(config, world_size)
     join("gloo")
+    found = train_here([*words, "--job.dump_folder", folder], num_steps)
+    Path(folder, f"rank_{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def train_here(words: Sequence[str], num_steps: int) -> Measured:
+    """Train a few steps as the rank that this process is, and give what they took."""
+    config = load(words)
+    trainer = Trainer(config, dist.get_world_size())
     trainer.setup()
     rows = rows_per_microbatch(config), config.training.seq_len
     vocab_size = trainer.model.config.vocab_size
@@ -135,10 +143,7 @@ def train(rank: int, world_size: int, words: Sequence[str], num_steps: int, port
         step()
         cpu.append(time.process_time() - begin[0])
         clock.append(time.perf_counter() - begin[1])
-    found = Measured(peak, statistics.median(cpu), statistics.median(clock))
-    Path(folder, f"rank_{rank}.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    return Measured(peak, statistics.median(cpu), statistics.median(clock))
 
 
 def _bytes_at_rest(trainer: Trainer) -> int:

@@ -6,7 +6,8 @@ A step's time, memory and communication grow by the same with every period of al
 few layers, twice, and the line through both tells the whole depth; a pipeline, whose stages are short, is built whole.
 Three things are never slower, or never smaller, than their neighbours, and so need not be built: if the leanest way to
 compute some rows does not fit, more rows don't; what recomputes less is not slower, nor is what keeps gathered weights.
-The best is then built whole, and takes its place by what that says: so the winner's figures are never extrapolated.
+What makes the peak may change with depth, so a peak just above what there is, is not left to the line. The best is
+built whole too, and takes its place by what that says: the winner's figures are never extrapolated.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ _POLICIES = (
     {_MODE: "selective", _OPTION: "op"},
     {_MODE: "full"},
 )
+_CLOSE = 1.05  # what seems to need so much more than there is, is built whole to know
 _RESHARDS = ("never", "default", "always")
 
 
@@ -272,6 +274,8 @@ class Search:
                 assert self.depths is not None
                 few, more, x = self.depths
                 each.figures = self.forecast(config, few).at(self.forecast(config, more), x)
+                if self.memory < each.figures.peak < self.memory * _CLOSE:
+                    each.figures, each.whole = self.forecast(config, None), True
         except UserError as error:
             first, *problems = str(error).splitlines()
             each.why = f"illegal: {(problems or [first])[0].strip()}"

@@ -1,7 +1,7 @@
 """Forecast runs whose speed others have published, and compare: python scripts/published.py [--only 8B] [--json FILE]
 
-The figures are torchtitan's: of December 2024 on H100 with HBM2e at 500 W (its benchmarks/llama3_h100_202412), of 2024 on
-A100 (an earlier docs/performance.md), of June 2025 on H200 (benchmarks/llama3_8b_h200_2025-06). They are of its own
+The figures are torchtitan's: of December 2024 on H100 with HBM2e at 500 W (its benchmarks/llama3_h100_202412), of 2024
+on A100 (an earlier docs/performance.md), of June 2025 on H200 (benchmarks/llama3_8b_h200_2025-06). They are of its own
 program, in eager mode or through torch.compile, not of this one's graph. docs/14_planning.md tells what was fitted to
 them, and where the forecast misses.
 """
@@ -85,8 +85,8 @@ class Published(NamedTuple):
     def name(self) -> str:
         degrees = [f"{axis} {n}" for axis, n in (("tp", self.tp), ("cp", self.cp), ("pp", self.pp)) if n > 1]
         schedule = [self.schedule] if self.pp > 1 else []
-        return ", ".join([f"{self.model} {self.world} {self.board}", f"{self.rows} x {self.seq_len}", *degrees, *schedule,
-                          *self.how])  # fmt: skip
+        job = [f"{self.model} {self.world} {self.board}", f"{self.rows} x {self.seq_len}"]
+        return ", ".join([*job, *degrees, *schedule, *self.how])
 
 
 _BOARD, _LONG = "H100_500W", ((32768, 1), (65536, 2), (131072, 4), (262144, 8))
@@ -99,7 +99,7 @@ FIGURES = (
     Published(_BOARD, "8B", 128, 2, 8192, (OP, COMPILED), 6514, 62.0),
     Published(_BOARD, "8B", 128, 2, 8192, (OP, COMPILED, FLOAT8), 8380, 61.8),
     *(
-        Published(_BOARD, "8B", 8, 1, seq_len, _ALL, tokens, gib, cp=cp)
+        Published(_BOARD, "8B", 8, 1, seq_len, _ALL, tokens, gib, cp=cp, fitted=cp == 1)
         for (seq_len, cp), tokens, gib in zip(_LONG, (3890, 2540, 1071, 548), (83.9, 84.2, 84.0, 84.5), strict=True)
     ),
     Published(_BOARD, "70B", 256, 16, 8192, _ALL, 829, 71.9, tp=8),
@@ -169,15 +169,12 @@ def main() -> int:
                "on_H100_as_sold": sold, "step": dataclasses.asdict(plan.step)}  # fmt: skip
         rows.append(row)
         print(
-            f"{figure.name:75} {figure.tokens:6.0f} {found:8.0f} {row['error']:+7.1%}  {row['GiB']:5.1f} of"
-            f" {figure.gib or '':5} GiB, as sold {sold:6.0f} {sold / figure.tokens - 1:+.0%}{', fitted' * figure.fitted}",
+            f"{figure.name:75} {figure.tokens:6.0f} {found:8.0f} {row['error']:+7.1%}  {row['GiB']:5.1f} GiB"
+            f" ({figure.gib or '?'}), on H100 {sold:6.0f} {sold / figure.tokens - 1:+.0%}{', fitted' * figure.fitted}",
             flush=True,
         )
-    for name, chosen in (
-        ("fitted", [r for r in rows if r["fitted"]]),
-        ("others", [r for r in rows if not r["fitted"]]),
-    ):
-        if chosen:
+    for is_fitted, name in ((True, "fitted"), (False, "others")):
+        if chosen := [row for row in rows if row["fitted"] == is_fitted]:
             errors = [abs(row["error"]) for row in chosen]
             print(f"{name}: mean error {statistics.mean(errors):.1%}, largest {max(errors):.1%}, of {len(errors)}")
     if options.json is not None:

@@ -59,6 +59,7 @@ def precompile(config: JobConfig, world_size: int) -> None:
         raise UserError("compile.precompiled is not set: say in which folder the graphs are to be written")
     folder, config.compile.precompiled = Path(config.compile.precompiled), None
     config.comm.mode = "fake_backend"  # nothing is sent, nothing is loaded
+    config.comm.fake_device = "CPU"  # what is traced is for the device that is here
     begin, writer = time.perf_counter(), None
     trainer = trainer_of(config, world_size)
     ranks = ranks_to_trace(trainer.dims)

@@ -11,6 +11,7 @@ from runs import REPOSITORY, Command
 
 from torchtitan_graph.config import check, dump_toml, load
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.plan.__main__ import parser
 
 DOCS = sorted((REPOSITORY / "docs").glob("*.md"))
 PAGES = [*(REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")), *DOCS]
@@ -58,6 +59,9 @@ def outcome_of(line: str) -> list[str]:
         return [str(end.value)] if end.value.code else []
     if program in ("./run_train.sh", "torchtitan_graph.train"):
         return check(load(arguments), int(env.get("NGPU", "1")))
+    if program == "torchtitan_graph.plan":
+        known, of_training = parser().parse_known_args(arguments)
+        return check(load([*of_training, "--comm.mode", "fake_backend"]), known.world)
     if program == "cat":  # a file of the run before it
         return []
     # A script, or a module with a command line of its own: its options are words of its source.
@@ -178,7 +182,11 @@ def worked_examples(page: Path) -> list[tuple[str, list[str]]]:
     return [(line.replace("\\\n", ""), [x.strip() for x in shown.splitlines() if x.strip()]) for line, shown in found]
 
 
-EXAMPLES = worked_examples(REPOSITORY / "docs" / "12_choosing_degrees.md")
+EXAMPLES = [
+    example
+    for name in ("12_choosing_degrees.md", "14_planning.md")
+    for example in worked_examples(REPOSITORY / "docs" / name)
+]
 
 
 @pytest.mark.parametrize("line", [line for line, _ in EXAMPLES])

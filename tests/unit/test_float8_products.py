@@ -45,14 +45,14 @@ def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> 
 @pytest.mark.parametrize("by_row", [False, True])
 def test_the_product_is_bitwise_that_of_the_kernel(a: torch.dtype, b: torch.dtype, by_row: bool) -> None:
     (x, sx), (w, sw) = quantized(numbers(T, D), a, by_row), quantized(numbers(F, D, seed=1), b, by_row)
-    found = product(x, sx, w, sw, torch.bfloat16, False)
+    found = product(x, sx, w, sw, torch.bfloat16, Recipe())
     try:
         kernel = torch._scaled_mm(x, w.t(), scale_a=sx, scale_b=sw.t(), out_dtype=torch.bfloat16)
     except RuntimeError as error:  # 2.11's for a CPU has one scale alone
         assert by_row and "only supports per-tensor scaling for CPU" in str(error)
         return
     assert torch.equal(found, kernel)
-    assert not torch.equal(product(x, 2 * sx, w, sw, torch.bfloat16, False), kernel)
+    assert not torch.equal(product(x, 2 * sx, w, sw, torch.bfloat16, Recipe()), kernel)
 
 
 def test_numbers_are_rounded_to_the_format_and_saturate() -> None:

@@ -24,34 +24,40 @@ from torchtitan_graph.plan.build import CPU, build, configuration
 from torchtitan_graph.plan.on_cpu import ThisCpu
 from torchtitan_graph.plan.report import as_data, lines
 from torchtitan_graph.plan.simulate import by_rates, simulate
-from torchtitan_graph.rates import find_rates
+from torchtitan_graph.rates import RATES, find_rates
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print the forecast that the arguments ask for. Return the exit code: 0 done, 2 something to change."""
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Give the parser of what is not an option of training."""
+    made = argparse.ArgumentParser(
         prog="python -m torchtitan_graph.plan",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
         epilog="Other options are those of python -m torchtitan_graph.train --help.",
     )
-    parser.add_argument("--world", type=int, required=True, help="the number of devices")
-    parser.add_argument("--device", required=True, help="h100, h100_500w, h200, a100, b200, cpu, or a file of your own")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the forecast as data too")
-    parser.add_argument(
+    names = ", ".join(name.lower() for name in RATES)
+    made.add_argument("--world", type=int, required=True, help="the number of devices")
+    made.add_argument("--device", required=True, help=f"{names}, or a file of your own, such as my.toml")
+    made.add_argument("--json", type=Path, metavar="FILE", help="write the forecast as data too")
+    made.add_argument(
         "--search",
         nargs="?",
         const="",
         metavar="WHAT",
         help="find the fastest way to run the job that fits, by varying all of dp_replicate,tp,cp,pp,ep,schedule,rows,"
-        "recompute,reshard, or those named; the forecast is that of the best",
+        "recompute,reshard, or those named; the forecast is then that of the best",
     )
-    parser.add_argument(
+    made.add_argument(
         "--out", type=Path, metavar="FILE", help="with --search: where to write the best, as TOML; else it is printed"
     )
-    outlook.add_arguments(parser)
-    options, of_training = parser.parse_known_args(argv)
+    outlook.add_arguments(made)
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the forecast that the arguments ask for. Return the exit code: 0 done, 2 something to change."""
+    options, of_training = parser().parse_known_args(argv)
     init_logging()
     begin = time.perf_counter()
     try:

@@ -90,6 +90,9 @@ def build(config: JobConfig, world_size: int, rates: Rates, make: Callable[..., 
     Raises:
         UserError: as a run of that configuration.
     """
+    # Float8 is traced as a GPU multiplies it, or emulated, as a CPU does.
+    comm = dataclasses.replace(config.comm, fake_device="CPU" if rates.name.upper().startswith("CPU") else "H100")
+    config = dataclasses.replace(config, comm=comm)
     first = _trainer(make, config, world_size, rates)
     places: dict[Hashable, list[int]] = {}
     for place in range(first.dims.pp):

@@ -73,7 +73,9 @@ def _plan_linears(config: JobConfig, model: nn.Module, device: torch.device) -> 
             " quantize.linear.float8.emulate = true, which is slow, or remove the converter"
         )
     logger.info(f"float8: {len(names)} linear layers, {scaling}; as they were: {len(linears) - len(names)}")
-    return dict.fromkeys(names, _recipe(scaling, options.gradient_format, options.emulate))
+    is_dry = config.comm.mode == "fake_backend" and config.comm.fake_device != "CPU"
+    recipe = _recipe(scaling, options.gradient_format, options.emulate)
+    return dict.fromkeys(names, recipe._replace(is_traced_for_gpu=is_dry))
 
 
 def _plan_experts(config: JobConfig, model: nn.Module, device: torch.device) -> dict[str, Recipe]:

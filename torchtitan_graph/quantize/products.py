@@ -29,11 +29,13 @@ class Recipe(NamedTuple):
               precision
     gradient  the format of gradients; activations and weights are E4M3
     emulate   multiply the numbers that float8 stands for in fp32, on a GPU too
+    is_traced_for_gpu  take a GPU's kernel on any device: of a dry run, where nothing runs
     """
 
     scaling: str = TENSORWISE
     gradient: torch.dtype = E5M2
     emulate: bool = False
+    is_traced_for_gpu: bool = False
 
     @property
     def by_row(self) -> bool:
@@ -95,12 +97,12 @@ def workspace_of(weight: Tensor, q: Tensor | None, scale: Tensor | None) -> tupl
     return quantize(weight, over(made), E4M3), made, True
 
 
-def product(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch.dtype, emulate: bool) -> Tensor:
+def product(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch.dtype, recipe: Recipe) -> Tensor:
     """Multiply a (M, K) by b (N, K), transposed, and give (M, N); scales are scalars, or (M, 1) and (N, 1).
 
     Emulated, and on a CPU always, in fp32: bitwise what a CPU's own `_scaled_mm` gives, which is slow.
     """
-    if a.device.type == "cuda" and not emulate:
+    if (a.device.type == "cuda" or recipe.is_traced_for_gpu) and not recipe.emulate:
         return scaled_mm(a, scale_a, b, scale_b, dtype)
     return ((a.float() * scale_a) @ (b.float() * scale_b).t()).to(dtype)
 
@@ -169,7 +171,7 @@ class _Tensorwise(torch.autograd.Function):
         w_FD, w_scale, is_made = workspace_of(weight_FD, q_FD, scale)
         ctx.recipe, ctx.dtypes, ctx.is_delayed = recipe, (x_TD.dtype, weight_FD.dtype), slot is not None
         ctx.save_for_backward(xq_TD, x_scale, w_FD, w_scale, magnitude, past)
-        y_TF = product(xq_TD, x_scale, w_FD, w_scale, x_TD.dtype, recipe.emulate)
+        y_TF = product(xq_TD, x_scale, w_FD, w_scale, x_TD.dtype, recipe)
         if not is_made:
             return y_TF, None, None
         ctx.mark_non_differentiable(w_FD, w_scale)
@@ -183,9 +185,9 @@ class _Tensorwise(torch.autograd.Function):
         dy_scale = scale_by(past, 1, magnitude, recipe.gradient)
         dyq_TF = quantize(dy_TF, dy_scale, recipe.gradient)
         if ctx.needs_input_grad[0]:
-            dx = product(dyq_TF, dy_scale, w_FD.t(), w_scale, x_dtype, recipe.emulate)
+            dx = product(dyq_TF, dy_scale, w_FD.t(), w_scale, x_dtype, recipe)
         if ctx.needs_input_grad[1]:
-            dw = product(dyq_TF.t(), dy_scale, xq_TD.t(), x_scale, w_dtype, recipe.emulate)
+            dw = product(dyq_TF.t(), dy_scale, xq_TD.t(), x_scale, w_dtype, recipe)
         seen = torch.stack([x_magnitude, magnitude]) if ctx.is_delayed else None
         return dx, dw, None, None, None, None, None, seen, None, None
 
@@ -197,7 +199,7 @@ class _Rowwise(torch.autograd.Function):
     def forward(ctx: Any, x_TD: Tensor, weight_FD: Tensor, xq_TD: Tensor, x_scale_T1: Tensor, recipe: Recipe) -> Tensor:
         ctx.recipe = recipe
         ctx.save_for_backward(x_TD, weight_FD)
-        return product(xq_TD, x_scale_T1, *quantized(weight_FD, E4M3, True), x_TD.dtype, recipe.emulate)
+        return product(xq_TD, x_scale_T1, *quantized(weight_FD, E4M3, True), x_TD.dtype, recipe)
 
     @staticmethod
     def backward(ctx: Any, dy_TF: Tensor) -> tuple[Tensor | None, ...]:
@@ -214,4 +216,4 @@ class _Rowwise(torch.autograd.Function):
 def _product_by_row(
     a: Tensor, a_dtype: torch.dtype, b: Tensor, b_dtype: torch.dtype, dtype: torch.dtype, recipe: Recipe
 ) -> Tensor:
-    return product(*quantized(a, a_dtype, True), *quantized(b, b_dtype, True), dtype, recipe.emulate)
+    return product(*quantized(a, a_dtype, True), *quantized(b, b_dtype, True), dtype, recipe)

@@ -1,4 +1,4 @@
-"""The peak that is told of a CPU run is what its ranks hold; scripts/check_plan.py compares more runs, and their times."""
+"""The peak that is told of a CPU run is what its ranks hold; scripts/check_plan.py compares more runs, and times."""
 
 import runpy
 from pathlib import Path

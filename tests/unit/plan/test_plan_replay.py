@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.fx import GraphModule
 
 from torchtitan_graph.check.matrix import Cell, build_model
 from torchtitan_graph.config import load
@@ -16,7 +17,7 @@ from torchtitan_graph.plan.on_cpu import GLOO, ThisCpu
 from torchtitan_graph.plan.replay import Replay, Times, is_run, key_of
 from torchtitan_graph.plan.simulate import simulate
 from torchtitan_graph.rates import RATES
-from torchtitan_graph.steps import Graphs, build_graphs
+from torchtitan_graph.steps import build_graphs
 
 CPU = RATES["CPU"]
 
@@ -28,10 +29,13 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replaying, "_MOST_CALLS", 1)
 
 
-def graphs(cell: Cell) -> Graphs:
+def graph(cell: Cell) -> GraphModule:
     init_fake_process_group(cell.dims.num_ranks)
     try:
-        return build_graphs(build_model(cell), load_family(cell.family), cell.dims.layout("cpu"), cell.options("graph"))
+        layout, family = cell.dims.layout("cpu"), load_family(cell.family)
+        train = build_graphs(build_model(cell), family, layout, cell.options("graph")).train
+        assert not isinstance(train, dict), "no stages here"
+        return train.gm
     finally:
         dist.destroy_process_group()
 
@@ -39,7 +43,7 @@ def graphs(cell: Cell) -> Graphs:
 @pytest.mark.parametrize("family", family_names())
 def test_every_operator_of_a_family_runs_on_made_up_numbers(family: str) -> None:
     dims = ParallelDims(dp_shard=2, ep=2) if family in ("deepseek_v3", "gpt_oss", "llama4") else ParallelDims(tp=2)
-    gm = graphs(Cell(dims, family=family, attn="flex" if family == "gpt_oss" else "sdpa")).train.gm
+    gm = graph(Cell(dims, family=family, attn="flex" if family == "gpt_oss" else "sdpa"))
     replay = Replay()
     number = replay.learn([gm])
     run = [node for node in gm.graph.nodes if is_run(node)]

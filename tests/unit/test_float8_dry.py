@@ -1,0 +1,31 @@
+"""A dry run for a GPU has the GPU's products in float8; one for a CPU emulates them, as a run there does."""
+
+import pytest
+import torch
+
+from torchtitan_graph.config import load
+from torchtitan_graph.graph.flops import matmul_flops
+from torchtitan_graph.graph.torch_private import init_fake_process_group
+from torchtitan_graph.trainer import Trainer
+
+aten = torch.ops.aten
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_products_are_those_of_the_device_that_is_estimated_for(recipe: str) -> None:
+    words = ["--model.converters", "float8", "--quantize.linear.float8.recipe_name", recipe]
+    words += ["--quantize.linear.float8.filter_fqns", "output", "--training.seq_len", "64"]
+    words += ["--activation_checkpoint.mode", "none", "--comm.mode"]
+    found = {}
+    for device in ("H100", "CPU"):
+        trainer = Trainer(load([*words, "fake_backend", "--comm.fake_device", device]), 1)
+        init_fake_process_group(1)
+        try:
+            graphs = trainer.build_dry()
+        finally:
+            torch.distributed.destroy_process_group()
+        nodes = graphs.train.gm.graph.nodes  # type: ignore[union-attr]
+        found[device] = [n for n in nodes if n.target is aten._scaled_mm.default], sum(map(matmul_flops, nodes))
+    narrow, operations = found["H100"]
+    assert len(narrow) == 3 * 7 * 6 and not found["CPU"][0]  # thrice, seven in a block
+    assert operations == found["CPU"][1]

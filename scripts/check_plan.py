@@ -160,8 +160,7 @@ def _local(x: Any) -> torch.Tensor:
 def measure(words: Sequence[str], world_size: int, num_steps: int, port: int) -> list[Measured]:
     """Let real processes train, and give what each rank took."""
     with tempfile.TemporaryDirectory() as folder:
-        # Forked: to import torch takes longer than all the steps.
-        mp.start_processes(train, (world_size, words, num_steps, port, folder), world_size, start_method="fork")
+        mp.spawn(train, (world_size, words, num_steps, port, folder), nprocs=world_size)
         ranks = range(world_size)
         return [Measured(*json.loads(Path(folder, f"rank_{rank}.json").read_text())) for rank in ranks]
 

@@ -320,7 +320,7 @@ def test_the_balance_of_experts_is_a_key_where_there_are_experts(tmp_path: Path)
 
 
 def test_the_loads_of_experts_are_written_where_they_are_asked_for(tmp_path: Path) -> None:
-    run(build(tmp_path, options=job.Metrics(log_freq=1, log_expert_loads=True)), 1, 1, state=LOADS)
+    run(build(tmp_path, options={"log_freq": 1, "log_expert_loads": True}), 1, 1, state=LOADS)
     assert lines(tmp_path / "metrics.jsonl")[0]["expert_loads"] == {"layers.0": [6, 2], "layers.1": [4, 4]}
 
 

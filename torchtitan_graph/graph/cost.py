@@ -86,7 +86,7 @@ class Estimate:
     def __add__(self, other: Estimate) -> Estimate:
         """Run one after the other."""
         sent, exposed, computed = (
-            collections.Counter(a) + collections.Counter(b)
+            {key: a.get(key, 0.0) + b.get(key, 0.0) for key in {**a, **b}}
             for a, b in (
                 (self.sent, other.sent),
                 (self.exposed, other.exposed),

@@ -8,7 +8,9 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from torchtitan_graph import rates
-from torchtitan_graph.graph.cost import Costs, Estimate, Link, estimate
+from torchtitan_graph.graph import cost
+from torchtitan_graph.graph.cost import Costs, Estimate, Link, estimate, fused_works
+from torchtitan_graph.graph.liveness import Memories, readers_of_memory
 from torchtitan_graph.graph.torch_private import FakeTensorMode, make_fx
 
 c10d = torch.ops._c10d_functional
@@ -116,3 +118,54 @@ def test_an_exchange_sends_what_leaves_the_machine_over_its_own_port() -> None:
 
 def test_a_group_that_is_no_axis_is_not_counted() -> None:
     assert estimate(graph_of(lambda x, y: wait(gather(x))), Costs(RATES, {})).sent == {}
+
+
+def test_kernels_begin_when_the_host_has_started_them() -> None:
+    """Two short sums: the host's starts are what takes time; a product that is long enough hides them."""
+    slow = Costs(RATES._replace(launch=1e-3), LINKS)
+    found = estimate(graph_of(lambda x, y: (x[0] + y[0], x[1] + y[1])), slow)
+    assert close(found, 2e-3 + RATES.kernel)
+    assert found.seconds - sum(found.computed.values()) == pytest.approx(2e-3 - RATES.kernel)
+    hidden = estimate(graph_of(lambda x, y: (x @ y, x[1] + y[1])), slow)
+    assert close(hidden, 1e-3 + PRODUCT + RATES.kernel)
+
+
+def test_what_a_kernel_is_for_adds_up() -> None:
+    found = estimate(graph_of(lambda x, y: (wait(gather(x)), x @ y, x + y)), COSTS)
+    assert found.computed == pytest.approx({cost.PRODUCT: PRODUCT, cost.OTHER: ADD})
+    assert sum(found.computed.values()) + sum(found.exposed.values()) == pytest.approx(found.seconds)
+    assert (found + found).seconds == (found * 2).seconds == pytest.approx(2 * found.seconds)
+    assert (found + found).exposed == (found * 2).exposed and (found + found).computed == (found * 2).computed
+
+
+def test_copies_to_the_host_run_beside_products() -> None:
+    own = torch.ops.torchtitan_graph
+
+    def away(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        copy = own.offload(x)
+        z = x @ y
+        return own.arrived(copy, x), z
+
+    rates_ = RATES._replace(host=1e8)
+    found = estimate(graph_of(away), Costs(rates_, LINKS))
+    assert found.seconds == pytest.approx(4 * N**2 / 1e8)
+    assert found.exposed == pytest.approx({"to the host": 4 * N**2 / 1e8 - PRODUCT})
+
+
+@pytest.mark.parametrize(("is_causal", "part"), [(True, 0.5), (False, 1.0)])
+def test_attention_computes_what_its_kernel_looks_at(is_causal: bool, part: float) -> None:
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    with FakeTensorMode():
+        gm = make_fx(lambda q: attend(q, q, q, 0.0, is_causal)[0])(torch.empty(1, 8, N, 128))
+    seconds = part * 4 * 8 * N**2 * 128 / (1e12 * RATES.attention_share)
+    assert estimate(gm, COSTS).computed == pytest.approx({cost.ATTENTION: seconds})
+
+
+@pytest.mark.parametrize(("share", "moved"), [(0.0, 5 * 4 * N**2), (1.0, 3 * 4 * N**2), (0.5, 4 * 4 * N**2)])
+def test_of_fused_neighbours_a_share_of_what_stays_inside_is_not_moved(share: float, moved: int) -> None:
+    """x + y, and its root: what lies between is written and read, unless they are one kernel."""
+    gm = graph_of(lambda x, y: ((x + y).sqrt(), x @ y))
+    memories, nodes = Memories(gm), [n for n in gm.graph.nodes if n.op == "call_function"]
+    first, product = fused_works(nodes, memories.owner, readers_of_memory(gm))
+    assert (first.kind, product.kind) == (cost.OTHER, cost.PRODUCT)
+    assert Costs(RATES._replace(fusion_share=share)).kernel(first) == pytest.approx(moved / (1e11 * RATES.memory_share))

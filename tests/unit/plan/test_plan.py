@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from torchtitan_graph.config import load
 from torchtitan_graph.forecast import STEP
 from torchtitan_graph.graph.cost import estimate
 from torchtitan_graph.graph.torch_private import PipelineAction, init_fake_process_group
-from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.schedule import plan_pipeline
 from torchtitan_graph.plan import build as building
 from torchtitan_graph.plan.__main__ import main
@@ -143,12 +141,14 @@ def test_stages_that_are_alike_are_built_once_and_right(
     assert plans[0].step == plans[1].step and plans[0].needs == plans[1].needs
 
 
-def test_the_report_says_what_the_data_say(jobs: Callable[[str], Job]) -> None:
-    found = jobs("FSDP-2 TP-2")
+@pytest.mark.parametrize(("name", "axes"), [("FSDP-2 TP-2", {"fsdp", "tp"}), ("PP-3", {"pp"})])
+def test_the_report_says_what_the_data_say(name: str, axes: set[str], jobs: Callable[[str], Job]) -> None:
+    found = jobs(name)
     plan = simulate(found, by_rates(found, H100), H100)
     text, data = "\n".join(lines(plan)), json.loads(json.dumps(as_data(plan)))
     assert f"{data['tokens_per_second']:.0f} in all" in text and "fits" in text
-    assert {each["axis"] for each in data["received"]} == {"fsdp", "tp"} and data["rates"]["name"] == "H100"
+    assert data["step"] == dataclasses.asdict(plan.step) and data["rates"]["name"] == "H100"
+    assert {each["axis"] for each in data["received"]} == axes == {*data["step"]["sent"]}
     small = H100._replace(memory_gib=1.0)
     assert "DOES NOT FIT" in "\n".join(lines(simulate(found, by_rates(found, small), small)))
 
@@ -163,13 +163,9 @@ def test_the_report_says_what_the_data_say(jobs: Callable[[str], Job]) -> None:
         (["--world", "2", "--device", "h100", "--json", "no_such_folder/x.json"], "there is no folder"),
     ],
 )
-def test_what_is_wrong_is_said_before_any_work(
-    words: list[str], said: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logger, "propagate", True)
-    with caplog.at_level(logging.ERROR):
-        assert main(words) == 2
-    assert said in caplog.text
+def test_what_is_wrong_is_said_before_any_work(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_a_forecast_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,12 +1,17 @@
 """Uneven experts: files of loads, the busiest rank, and what that makes of times and memory."""
 
+import argparse
 import json
 from pathlib import Path
 
 import pytest
 
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.plan.build import build, configuration
 from torchtitan_graph.plan.experts import ALL_LAYERS, Busiest, busiest, busiest_by_layer, read_loads
+from torchtitan_graph.plan.outlook import add_arguments, check_arguments, look_ahead
+from torchtitan_graph.plan.simulate import by_rates, simulate
+from torchtitan_graph.rates import RATES
 
 
 def written(folder: Path, text: str, name: str = "loads.json") -> Path:
@@ -61,3 +66,36 @@ def test_loads_must_fit_the_model() -> None:
             busiest_by_layer(loads, layers, 2)
     with pytest.raises(UserError, match="no experts; leave it out"):
         busiest_by_layer({ALL_LAYERS: [1.0]}, {}, 1)
+
+
+def test_a_step_waits_for_the_busiest_rank_and_a_checkpoint_has_all_parameters_and_moments(tmp_path: Path) -> None:
+    words = "--model.name deepseek_v3 --training.seq_len 64 --training.local_batch_size 1"
+    words += " --parallelism.expert_parallel_degree 2"
+    rates = RATES["H100"]._replace(kernel=0.0, launch=0.0)
+    job = build(configuration(words.split(), 2), 2, rates)
+    prices = by_rates(job, rates)
+    plan = simulate(job, prices, rates)
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+
+    def ahead(loads: str):  # type: ignore[no-untyped-def]
+        path = written(tmp_path, loads)
+        given = ["--expert_load", str(path), "--storage_gb_per_s", "2", "--node_mtbf_hours", "1000"]
+        options = parser.parse_args(given)
+        check_arguments(options)
+        return look_ahead(options, plan, prices)
+
+    even, uneven = ahead("[1, 1, 1, 1, 1, 1, 1, 1]"), ahead("[3, 3, 3, 3, 1, 1, 1, 1]")
+    assert even.uneven.step_s == pytest.approx(plan.step.seconds)
+    assert even.uneven.more_bytes == 0
+    assert {each.over_mean for each in uneven.uneven.by_layer.values()} == {1.5}
+    assert plan.step.seconds < uneven.uneven.step_s < 1.5 * plan.step.seconds
+    assert uneven.uneven.more_bytes > 0
+    storages = job.ranks[0].graphs.storages.values()
+    assert even.saving.num_bytes == sum(each.shape.numel() for each in storages) * 4 * 3
+    assert even.saving.waits == pytest.approx(even.saving.num_bytes / 2e9)
+    assert any("the busiest rank of ep has 1.5 times the mean" in line for line in uneven.lines())
+    with pytest.raises(UserError, match="--node_mtbf_hours: .*give --storage_gb_per_s too"):
+        check_arguments(parser.parse_args(["--node_mtbf_hours", "5"]))
+    with pytest.raises(UserError, match="--storage_gb_per_s -1: must be a number above 0"):
+        check_arguments(parser.parse_args(["--storage_gb_per_s", "-1"]))

@@ -69,8 +69,8 @@ def test_loads_must_fit_the_model() -> None:
 
 
 def test_a_step_waits_for_the_busiest_rank_and_a_checkpoint_has_all_parameters_and_moments(tmp_path: Path) -> None:
-    words = "--model.name deepseek_v3 --training.seq_len 64 --training.local_batch_size 1"
-    words += " --parallelism.expert_parallel_degree 2"
+    words = "--model.name deepseek_v3 --training.seq_len 4096 --training.local_batch_size 1"
+    words += " --activation_checkpoint.mode none --parallelism.expert_parallel_degree 2"
     rates = RATES["H100"]._replace(kernel=0.0, launch=0.0)
     job = build(configuration(words.split(), 2), 2, rates)
     prices = by_rates(job, rates)

@@ -325,5 +325,8 @@ def why_slower(each: Candidate, best: Candidate) -> str:
     by = each.figures.step_s / best.figures.step_s - 1
     more = {name: s - best.figures.parts.get(name, 0.0) for name, s in each.figures.parts.items()}
     what = max(more, key=more.__getitem__, default="")
-    because = f": {what} takes {more[what] * 1e3:.3g} ms more" if what and more[what] > 0 else ""
+    modes = [policy[_MODE] for policy in _POLICIES]
+    mine, its = (c.settings.get(_MODE, modes[0]) for c in (each, best))
+    name = "recomputation" if what == "arithmetic" and modes.index(mine) > modes.index(its) else what
+    because = f": {name} takes {more[what] * 1e3:.3g} ms more" if what and more[what] > 0 else ""
     return f"slower by {by:.1%}{because}"

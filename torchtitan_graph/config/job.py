@@ -77,6 +77,11 @@ class Metrics:
         minimum=0,
     )
     grad_norm_alarm: float = option(20.0, "As loss_alarm, for the gradient norm.", minimum=0)
+    log_expert_loads: bool = option(
+        False,
+        "Write to metrics.jsonl, as expert_loads, how many tokens went to each expert of each layer: what"
+        " python -m torchtitan_graph.plan reads with --expert_load.",
+    )
     straggler_share: float = option(
         0.2,
         "Compare the ranks at logged steps, and warn where one is busy longer than the median rank by more than this"

@@ -157,7 +157,7 @@ class Costs:
         return num_bytes / (self.rates.memory * self.rates.memory_share)
 
     def starting(self, node: Node) -> float:
-        """Give how long a collective keeps the arithmetic waiting where it starts, whatever its link."""
+        """Give how long a collective keeps the arithmetic waiting where it starts: a part of its own time."""
         return 0.0
 
     def optimizer(self, trained: int, on_host: bool = False) -> float:
@@ -307,7 +307,7 @@ class Clock:
         self._host += self.costs.rates.launch
         self.now += (taken := self.costs.starting(node))
         self.exposed[axis] += taken
-        self._free[stream] = max(self.now, self._host, self._free[stream]) + seconds
+        self._free[stream] = max(self.now, self._host, self._free[stream]) + seconds - taken
         self._done[node] = axis, self._free[stream]
         self.sent[axis] += seconds
 

@@ -1017,15 +1017,20 @@ def _no_score_change(score: torch.Tensor, b: Any, h: Any, q: Any, kv: Any) -> to
     return score
 
 
-def init_fake_process_group(world_size: int, rank: int = 0) -> None:
+_fake_stands_for = ""
+
+
+def init_fake_process_group(world_size: int, rank: int = 0, stands_for: str = "nccl") -> None:
     """Start a process group of any size in which this process is one rank and nothing is sent. Tests' own, so far.
 
     One may follow another in a process, so what DTensor remembers is cleared: it takes meshes of the same ranks for
-    one, and would go on with the groups of the world before.
+    one, and would go on with the groups of the world before. `stands_for`: the backend whose copies a forecast counts.
     """
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    global _fake_stands_for
+    _fake_stands_for = stands_for
     _clear_sharding_prop_cache()
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
 
@@ -1037,10 +1042,11 @@ def ranks_of_group(name: str) -> list[int]:
 
 
 def is_gloo(group: str) -> bool:
-    """Tell whether gloo carries a group's collectives, by the group's name; of an unknown one it does not. Replaced as
-    `ranks_of_group`."""
+    """Tell whether gloo carries a group's collectives, or a fake group stands for gloo, by the group's name; of an
+    unknown one it does not. Replaced as `ranks_of_group`."""
     try:
-        return torch.distributed.get_backend(_resolve_process_group(group)) == "gloo"  # type: ignore[arg-type, unused-ignore]
+        backend = torch.distributed.get_backend(_resolve_process_group(group))  # type: ignore[arg-type, unused-ignore]
+        return (_fake_stands_for if backend == "fake" else backend) == "gloo"
     except RuntimeError:  # a graph of another process
         return False
 

@@ -98,6 +98,7 @@ class Metrics:
         self._of_all_stages = of_all_stages
         self.flops_per_step = flops_per_step
         self.peak_flops = peak_flops
+        self._log_expert_loads = options.log_expert_loads
         self._json: Path | None = None
         self._tensorboard: TensorBoard | None = None
         self._dashboards: list[Dashboard] = []
@@ -211,6 +212,8 @@ class Metrics:
         by_layer = {name: busiest_over_mean(load_E) for name, load_E in loads.items()}
         if by_layer:
             record["expert_imbalance"] = sum(by_layer.values()) / len(by_layer)
+        if loads and self._log_expert_loads:
+            record["expert_loads"] = {name: load_E.tolist() for name, load_E in loads.items()}
         record |= self._pending_ranks
         if self._tokens_by_source:
             record["tokens_by_source"] = self._tokens_by_source

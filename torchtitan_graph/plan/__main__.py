@@ -19,7 +19,9 @@ from pathlib import Path
 from torchtitan_graph.device import host_peak_memory_gib
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import init_logging, logger
-from torchtitan_graph.plan.build import build, configuration
+from torchtitan_graph.plan import find, outlook
+from torchtitan_graph.plan.build import CPU, build, configuration
+from torchtitan_graph.plan.on_cpu import ThisCpu
 from torchtitan_graph.plan.report import as_data, lines
 from torchtitan_graph.plan.simulate import by_rates, simulate
 from torchtitan_graph.rates import RATES, find_rates
@@ -38,6 +40,18 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--world", type=int, required=True, help="the number of devices")
     made.add_argument("--device", required=True, help=f"{names}, or a file of your own, such as my.toml")
     made.add_argument("--json", type=Path, metavar="FILE", help="write the forecast as data too")
+    made.add_argument(
+        "--search",
+        nargs="?",
+        const="",
+        metavar="WHAT",
+        help="find the fastest way to run the job that fits, by varying all of dp_replicate,tp,cp,pp,ep,schedule,rows,"
+        "recompute,reshard, or those named; the forecast is then that of the best",
+    )
+    made.add_argument(
+        "--out", type=Path, metavar="FILE", help="with --search: where to write the best, as TOML; else it is printed"
+    )
+    outlook.add_arguments(made)
     return made
 
 
@@ -52,19 +66,42 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(f"--world {options.world}: must be at least 1")
         if options.json is not None and not options.json.parent.is_dir():
             raise UserError(f"--json {options.json}: there is no folder {options.json.parent}")
-        job = build(configuration(of_training, options.world), options.world, rates)
-        plan = simulate(job, by_rates(job, rates), rates)
+        if options.out is not None and (options.search is None or not options.out.absolute().parent.is_dir()):
+            raise UserError(f"--out {options.out}: needs --search, and a folder that is there")
+        varied = None if options.search is None else find.check_varied(options.search)
+        outlook.check_arguments(options)
+        config = configuration(of_training, options.world)
+        cpu = ThisCpu(options.world) if rates.name == CPU else None
+        rates = rates if cpu is None else cpu.rates(rates)
+        if varied is not None:
+            of, found = find.search(config, options.world, rates, cpu, varied)
+            print("\n".join(find.lines(of, found)))
+            best = find.best_toml(of, found.best)
+            print(best) if options.out is None else find.write(best, options.out)
+            config = of.configured(found.best.settings)
+        job = build(config, options.world, rates)
+        if cpu is not None:
+            cpu.learn(job, progress)
+        prices = by_rates(job, rates) if cpu is None else cpu.prices(rates)
+        plan = simulate(job, prices, rates)
+        ahead = outlook.look_ahead(options, plan, prices)
     except UserError as error:
         logger.error(str(error))
         return 2
-    print("\n".join(lines(plan)))
+    print("\n".join([*lines(plan), *ahead.lines()]))
     if options.json is not None:
-        options.json.write_text(json.dumps(as_data(plan), indent=1) + "\n")
+        options.json.write_text(json.dumps({**as_data(plan), **ahead.data()}, indent=1) + "\n")
     logger.info(
         f"forecast of {options.world} ranks done in {time.perf_counter() - begin:.1f} s, "
         f"peak memory of this process {host_peak_memory_gib():.2f} GiB"
     )
     return 0
+
+
+def progress(done: int, number: int) -> None:
+    """Tell now and then how many operators have been replayed."""
+    if done == number or done % 100 == 0:
+        logger.info(f"replayed {done} of {number} operators on this CPU")
 
 
 if __name__ == "__main__":

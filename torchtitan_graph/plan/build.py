@@ -8,12 +8,14 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.fx import GraphModule
 
 from torchtitan_graph.config import JobConfig, check, load
 from torchtitan_graph.forecast import Forecast, forecast
 from torchtitan_graph.graph.alike import description
 from torchtitan_graph.graph.cost import Link
 from torchtitan_graph.graph.torch_private import init_fake_process_group
+from torchtitan_graph.graph.trace import TracedResult
 from torchtitan_graph.log import logger
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.parallel.layout import ParallelDims
@@ -23,6 +25,8 @@ from torchtitan_graph.steps import Graphs, StepOptions
 from torchtitan_graph.steps.choices import check_disabled
 from torchtitan_graph.steps.held import in_flight
 from torchtitan_graph.trainer import Trainer
+
+CPU = "CPU"  # the device that this process may be
 
 
 class Rank(NamedTuple):
@@ -40,6 +44,14 @@ class Rank(NamedTuple):
     links: Mapping[str, Link]
     told: Forecast
     visible: Mapping[str, float]
+
+    @property
+    def modules(self) -> list[GraphModule]:
+        """The graphs of a training step; of a pipeline, those of its stages' parts."""
+        train = self.graphs.train
+        if isinstance(train, TracedResult):
+            return [train.gm]
+        return [part.gm for stage in train.values() for part in stage.parts.by_name.values()]
 
 
 class Job(NamedTuple):
@@ -97,13 +109,16 @@ def build(config: JobConfig, world_size: int, rates: Rates, make: Callable[..., 
 def _trainer(make: Callable[..., Trainer], config: JobConfig, world_size: int, rates: Rates) -> Trainer:
     trainer = make(config, world_size)
     trainer.options = dataclasses.replace(trainer.options, rates=rates, eval_rows=None, dump_to=None, picture=None)
+    if rates.name == CPU:
+        trainer.options = dataclasses.replace(trainer.options, compiles=True)  # a replay runs what is compiled
     return trainer
 
 
 def _ranks_at(places: Sequence[int], trainer: Trainer, world_size: int) -> dict[int, Rank]:
     """Build the graphs of the first of some places along pp, and let the others have the same."""
     num_ranks = world_size // trainer.dims.pp
-    init_fake_process_group(world_size, places[0] * num_ranks)
+    stands_for = "gloo" if trainer.options.rates.name == CPU else "nccl"
+    init_fake_process_group(world_size, places[0] * num_ranks, stands_for)
     try:
         graphs = trainer.build_dry()
         layout, options, model = trainer.layout, trainer.options, trainer.model

@@ -315,7 +315,14 @@ def test_loads_are_those_of_all_stages_also_in_a_last_step_that_nobody_expected(
 
 def test_the_balance_of_experts_is_a_key_where_there_are_experts(tmp_path: Path) -> None:
     run(build(tmp_path), 1, 1, state=LOADS)
-    assert lines(tmp_path / "metrics.jsonl")[0]["expert_imbalance"] == 1.25
+    record = lines(tmp_path / "metrics.jsonl")[0]
+    assert record["expert_imbalance"] == 1.25
+    assert "expert_loads" not in record
+
+
+def test_the_loads_of_experts_are_written_where_they_are_asked_for(tmp_path: Path) -> None:
+    run(build(tmp_path, options={"log_freq": 1, "log_expert_loads": True}), 1, 1, state=LOADS)
+    assert lines(tmp_path / "metrics.jsonl")[0]["expert_loads"] == {"layers.0": [6, 2], "layers.1": [4, 4]}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # TensorBoard's use of PIL

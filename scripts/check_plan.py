@@ -1,0 +1,212 @@
+"""Compare what `python -m torchtitan_graph.plan --device cpu` foretells with what real processes then do, on this CPU.
+
+    OMP_NUM_THREADS=1 python scripts/check_plan.py
+    OMP_NUM_THREADS=1 python scripts/check_plan.py --only llama3,tp --json plan.jsonl
+
+Each cell is a job of train_configs/, shortened, on one rank or on several gloo processes: all families, fp32 and bf16,
+FSDP, HSDP, tensor, context, expert and pipeline parallel. The exit code is 1 where the peak memory of the rank that
+needs most is off by more than 5 %, or the time of a step by more than 15 %.
+
+Memory is what a rank holds between steps, and the most that a step allocates on top, by the profiler's record of every
+allocation. Time is the median of steps, in seconds of a rank's own CPU, gloo's thread included, on the rank that is
+busiest: others on the machine don't lengthen them much, and waits for other ranks are not in them, nor in what is told.
+With --clock it is the time by the clock, waits included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from benchmark import make_batch, peak_bytes
+
+from torchtitan_graph.config import load
+from torchtitan_graph.parallel.join import join
+from torchtitan_graph.plan.build import build, configuration
+from torchtitan_graph.plan.on_cpu import ThisCpu
+from torchtitan_graph.plan.simulate import simulate
+from torchtitan_graph.rates import RATES
+from torchtitan_graph.steps import rows_per_microbatch
+from torchtitan_graph.trainer import Trainer
+
+MEMORY_WITHIN, TIME_WITHIN = 0.05, 0.15
+_DEBUG = "train_configs/{}_debug.toml"
+_BF16, _FULL = "--training.mixed_precision_param bfloat16", "--activation_checkpoint.mode full"
+_TP, _EP = "--parallelism.tensor_parallel_degree", "--parallelism.expert_parallel_degree"
+_PP, _CP = "--parallelism.pipeline_parallel_degree", "--parallelism.context_parallel_degree"
+
+# A name, the job's file, the number of ranks, what else is set.
+CELLS: dict[str, tuple[str, int, str]] = {
+    "llama3 fp32": ("llama3", 1, "--training.local_batch_size 1 --training.global_batch_size 2"),
+    "llama3 bf16 full": ("llama3", 1, f"{_BF16} {_FULL}"),
+    "llama4 bf16": ("llama4", 1, _BF16),
+    "qwen3 fp32": ("qwen3", 1, ""),
+    "deepseek_v3 fp32": ("deepseek_v3", 1, ""),
+    "gpt_oss bf16": ("gpt_oss", 1, _BF16),
+    "gpt_oss flex fp32": ("gpt_oss", 1, "--model.attn flex"),
+    "llama3 fsdp2 bf16": ("llama3", 2, _BF16),
+    "qwen3 tp2 fp32": ("qwen3", 2, f"{_TP} 2"),
+    "deepseek_v3 fsdp2 ep2 bf16": ("deepseek_v3", 2, f"{_BF16} {_EP} 2"),
+    "llama3 pp2 fp32": ("llama3", 2, f"{_PP} 2 --training.local_batch_size 4"),
+    "llama3 cp2 fp32": ("llama3", 2, f"{_CP} 2"),
+    "llama4 fsdp4 bf16": ("llama4", 4, _BF16),
+    "llama3 fsdp2 tp2 fp32": ("llama3", 4, f"{_TP} 2"),
+}
+
+
+class Measured(NamedTuple):
+    """What a rank did: bytes at its peak, and seconds of a step by its own CPU and by the clock."""
+
+    peak: int
+    cpu_s: float
+    clock_s: float
+
+
+class Cell(NamedTuple):
+    """A forecast beside a measurement: bytes at the peak, and seconds."""
+
+    name: str
+    world_size: int
+    peak: int
+    told_peak: int
+    step_s: float
+    told_s: float
+    clock_s: float
+
+    @property
+    def memory_off(self) -> float:
+        return self.told_peak / self.peak - 1
+
+    @property
+    def time_off(self) -> float:
+        return self.told_s / self.step_s - 1
+
+    def __str__(self) -> str:
+        memory = f"{self.peak / 2**20:8.1f} MiB, told {self.told_peak / 2**20:8.1f} {self.memory_off:+6.1%}"
+        seconds = f"{self.step_s * 1e3:8.1f} ms, told {self.told_s * 1e3:8.1f} {self.time_off:+6.1%}"
+        return f"{self.name:28}{self.world_size:2}  {memory}  {seconds}  by the clock {self.clock_s * 1e3:8.1f}"
+
+
+def words_of(name: str) -> tuple[list[str], int]:
+    """Give a cell's options, and its number of ranks."""
+    family, world_size, more = CELLS[name]
+    shared = "--debug.moe_force_load_balance --validation.no-enable --checkpoint.no-enable --training.seq_len 256"
+    return ["--job.config_file", _DEBUG.format(family), *shared.split(), *more.split()], world_size
+
+
+def train(rank: int, world_size: int, words: Sequence[str], num_steps: int, port: int, folder: str) -> None:
+    """Train a few steps as one rank, and write what they took to a file."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    join("gloo")
+    found = train_here([*words, "--job.dump_folder", folder], num_steps)
+    Path(folder, f"rank_{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def train_here(words: Sequence[str], num_steps: int) -> Measured:
+    """Train a few steps as the rank that this process is, and give what they took."""
+    config = load(words)
+    trainer = Trainer(config, dist.get_world_size())
+    trainer.setup()
+    rows = rows_per_microbatch(config), config.training.seq_len
+    vocab_size = trainer.model.config.vocab_size
+    batches = [make_batch(*rows, vocab_size, trainer.device) for _ in range(trainer.num_microbatches)]
+    num_tokens = torch.tensor(trainer.rows_per_step * config.training.seq_len)
+
+    def step() -> None:
+        trainer.steps.train(batches, num_tokens)
+        trainer.steps.clip(config.training.max_norm)
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+
+    step()
+    at_rest = _bytes_at_rest(trainer) + sum(x.nbytes for batch in batches[:1] for x in batch)
+    peak = at_rest + peak_bytes(step)
+    cpu, clock = [], []
+    for _ in range(num_steps):
+        dist.barrier()
+        begin = time.process_time(), time.perf_counter()
+        step()
+        cpu.append(time.process_time() - begin[0])
+        clock.append(time.perf_counter() - begin[1])
+    return Measured(peak, statistics.median(cpu), statistics.median(clock))
+
+
+def _bytes_at_rest(trainer: Trainer) -> int:
+    """Give the bytes of parameters and of the optimizer's state, but for its counts of steps."""
+    parameters = {id(p): p for p in trainer.model.parameters()}
+    state = [x for p in parameters.values() for x in trainer.optimizer.state.get(p, {}).values() if x.dim()]
+    return sum(_local(x).nbytes for x in [*parameters.values(), *state])
+
+
+def _local(x: Any) -> torch.Tensor:
+    return x.to_local() if hasattr(x, "to_local") else x
+
+
+def measure(words: Sequence[str], world_size: int, num_steps: int, port: int) -> list[Measured]:
+    """Let real processes train, and give what each rank took."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(train, (world_size, words, num_steps, port, folder), nprocs=world_size)
+        ranks = range(world_size)
+        return [Measured(*json.loads(Path(folder, f"rank_{rank}.json").read_text())) for rank in ranks]
+
+
+def compare(name: str, num_steps: int, port: int, by_clock: bool) -> Cell:
+    """Forecast a cell, and run it."""
+    words, world_size = words_of(name)
+    rates = RATES["CPU"]
+    job = build(configuration(words, world_size), world_size, rates)
+
+    cpu = ThisCpu(world_size, crowding=None if by_clock else 1.0)
+    cpu.learn(job)
+    step = simulate(job, cpu.prices(rates), rates).step
+    seconds = step.seconds if by_clock else step.seconds - step.bubble
+    ranks = measure(words, world_size, num_steps, port)
+    clock_s = max(rank.clock_s for rank in ranks)
+    step_s = clock_s if by_clock else max(rank.cpu_s for rank in ranks)
+    told_peak = max(rank.told.in_all for rank in job.ranks)
+    return Cell(name, world_size, max(rank.peak for rank in ranks), told_peak, step_s, seconds, clock_s)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="words that a cell's name must have, one of them")
+    parser.add_argument("--steps", type=int, default=5, help="measured steps (default 5)")
+    parser.add_argument("--clock", action="store_true", help="judge time by the clock: on a machine with nothing else")
+    parser.add_argument("--port", type=int, default=29561, help="of the processes' store, on loopback")
+    parser.add_argument("--json", type=Path, help="append the figures to this file, a line for each cell")
+    args = parser.parse_args()
+    wanted = [word for word in args.only.split(",") if word]
+    names = [name for name in CELLS if not wanted or any(word in name for word in wanted)]
+    if not names:
+        parser.error(f"--only {args.only}: no cell has such a word; the cells are {', '.join(CELLS)}")
+    torch.set_num_threads(1)
+    bad = 0
+    for name in names:
+        cell = compare(name, args.steps, args.port, args.clock)
+        is_off = abs(cell.memory_off) > MEMORY_WITHIN or abs(cell.time_off) > TIME_WITHIN
+        bad += is_off
+        print(f"{cell}{'  OFF' * is_off}", flush=True)
+        if args.json:
+            with args.json.open("a") as file:
+                file.write(json.dumps(cell._asdict()) + "\n")
+    print(f"{len(names) - bad} of {len(names)} within {MEMORY_WITHIN:.0%} of memory and {TIME_WITHIN:.0%} of time")
+    return bool(bad)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,40 @@
+"""The peak that is told of a CPU run is what its ranks hold; scripts/check_plan.py compares more runs, and times."""
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pool import run_on
+from torchtitan_graph.plan.build import build, configuration
+from torchtitan_graph.rates import RATES
+
+SCRIPTS = Path(__file__).parents[3] / "scripts"
+TINY = "--training.seq_len 64 --training.local_batch_size 2 --debug.moe_force_load_balance --model.name {}"
+CELLS = {
+    "FSDP-2": TINY.format("llama3") + " --training.mixed_precision_param bfloat16",
+    "PP-2": TINY.format("llama3") + " --parallelism.pipeline_parallel_degree 2",
+}
+
+
+def peak_here(words: list[str], folder: str) -> int:
+    """Train a step as this rank, and give the most bytes that it held."""
+    import sys
+
+    sys.path.insert(0, str(SCRIPTS))
+    try:
+        script: dict[str, Any] = runpy.run_path(str(SCRIPTS / "check_plan.py"))
+    finally:
+        sys.path.remove(str(SCRIPTS))
+    return script["train_here"]([*words, "--job.dump_folder", folder], 1).peak
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_the_peak_of_real_ranks_is_the_one_told(name: str, tmp_path: Path) -> None:
+    words = CELLS[name].split()
+    job = build(configuration(words, 2), 2, RATES["CPU"])
+    told, measured = max(rank.told.in_all for rank in job.ranks), max(run_on(2, peak_here, words, str(tmp_path)))
+    assert told == pytest.approx(measured, rel=0.05)
+    # Negative control: bf16 takes half as much.
+    assert told / 2 != pytest.approx(measured, rel=0.05)

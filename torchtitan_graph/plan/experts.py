@@ -1,0 +1,186 @@
+"""Experts that get more tokens than others: how many rows the busiest rank multiplies, and what that costs.
+
+Note [Busiest rank]
+Each rank of ep holds as many experts, in their order. A rank's rows are those that are sent to its experts: where loads
+are even, as many on each; a graph is forecast so. All ranks wait for the one with most rows, at the exchange that
+brings results home and in backward again. So what an experts' layer does, its exchanges too, takes as many times
+longer as the busiest rank has more rows than the mean, layer by layer; and that rank's memory of these rows grows so.
+Without expert parallelism a rank has all experts, and as many rows however they fall.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import GraphModule, Node
+
+import torchtitan_graph.ops  # noqa: F401 (registers the exchange)
+from torchtitan_graph.errors import UserError
+from torchtitan_graph.graph import meta
+from torchtitan_graph.graph.cost import Costs, Link, Work
+from torchtitan_graph.graph.liveness import held_memory, size_of
+
+ALL_LAYERS = ""
+_EXCHANGE = torch.ops.torchtitan_graph.exchange.default
+
+
+class Busiest(NamedTuple):
+    """The rank of ep with most rows in a layer: its number, and its rows over the mean of the ranks'."""
+
+    rank: int
+    over_mean: float
+
+
+def read_loads(path: Path) -> dict[str, list[float]]:
+    """Read the experts' loads by layer from a file.
+
+    JSON: a list with a number for each expert, for every layer (then under `ALL_LAYERS`), or lists by the layers'
+    names, as {"layers.1": [...]}. Or the metrics.jsonl of a run with metrics.log_expert_loads: its last record that has
+    them. Only their proportions count.
+
+    Raises:
+        UserError: it can't be read, or is none of these; names the file, and what is wrong.
+    """
+    where = f"--expert_load {str(path)!r}"
+    try:
+        text = path.read_text(encoding="utf-8")
+        found = _last_record(text, where) if path.suffix == ".jsonl" else json.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{where}: can't be read as JSON ({error})") from error
+    by_layer = found if isinstance(found, dict) else {ALL_LAYERS: found}
+    for layer, loads in by_layer.items():
+        if not _are_loads(loads):
+            of = f" of {layer!r}" if layer else ""
+            raise UserError(f"{where}: the loads{of} must be a list, a number of at least 0 for each expert, not all 0")
+    if not by_layer:
+        raise UserError(f"{where}: has no layer")
+    return {layer: [float(x) for x in loads] for layer, loads in by_layer.items()}
+
+
+def _last_record(text: str, where: str) -> Any:
+    for line in reversed(text.splitlines()):
+        if (record := json.loads(line)) and "expert_loads" in record:
+            return record["expert_loads"]
+    raise UserError(f"{where}: no record has expert_loads; train with metrics.log_expert_loads = true")
+
+
+def _are_loads(loads: object) -> bool:
+    return (
+        isinstance(loads, list)
+        and all(isinstance(x, (int, float)) and not isinstance(x, bool) and 0 <= x < math.inf for x in loads)
+        and sum(loads) > 0
+    )
+
+
+def busiest(loads_E: Sequence[float], ep: int) -> Busiest:
+    """Find the rank of ep that gets most rows. See Note [Busiest rank]."""
+    each = len(loads_E) // ep
+    rows = [sum(loads_E[rank * each : (rank + 1) * each]) for rank in range(ep)]
+    rank = max(range(ep), key=rows.__getitem__)
+    return Busiest(rank, rows[rank] * ep / sum(rows))
+
+
+def busiest_by_layer(loads: Mapping[str, Sequence[float]], layers: Mapping[str, int], ep: int) -> dict[str, Busiest]:
+    """Find the busiest rank of each layer.
+
+    Args:
+        loads: of `read_loads`.
+        layers: the layers that have experts, by name, and how many.
+
+    Raises:
+        UserError: a layer's loads are missing, are of other experts, or of a layer that has none.
+    """
+    if not layers:
+        raise UserError("--expert_load: this model has no experts; leave it out")
+    if unknown := next((name for name in loads if name not in (ALL_LAYERS, *layers)), None):
+        raise UserError(f"--expert_load: {unknown} has no experts; layers that do are {', '.join(layers)}")
+    found = {}
+    for name, num_experts in layers.items():
+        of_layer = loads.get(name, loads.get(ALL_LAYERS))
+        if of_layer is None:
+            raise UserError(f"--expert_load: no loads of {name}; layers with experts are {', '.join(layers)}")
+        if len(of_layer) != num_experts:
+            raise UserError(f"--expert_load: {len(of_layer)} loads of {name}, which has {num_experts} experts")
+        found[name] = busiest(of_layer, ep)
+    return found
+
+
+def layer_of(node: Node) -> str | None:
+    """Give the layer whose experts a node works for, by name; None of what is outside of experts."""
+    parts = meta.module(node).split(".")
+    return ".".join(parts[:2]) if "experts" in parts else None
+
+
+@dataclass(frozen=True)
+class UnevenCosts(Costs):
+    """What nodes take on the rank that is the busiest of its layer, where `even` says it for even loads. Gathers of
+    weights and reductions of their gradients take as long as ever."""
+
+    even: Costs = field(default_factory=Costs)
+    found: Mapping[str, Busiest] = field(default_factory=dict)
+
+    def computing(self, node: Node) -> float:
+        return self.even.computing(node) * self._times(node)
+
+    def works(self, node: Node) -> Sequence[Work]:
+        return self.even.works(node)
+
+    def sending(self, node: Node, link: Link) -> float:
+        return self.even.sending(node, link) * self._times(node)
+
+    def starting(self, node: Node) -> float:
+        return self.even.starting(node) * self._times(node)
+
+    def optimizer(self, trained: int, on_host: bool = False) -> float:
+        return self.even.optimizer(trained, on_host)
+
+    def accumulating(self, trained: int) -> float:
+        return self.even.accumulating(trained)
+
+    def message(self, size: float, is_near: bool) -> float:
+        return self.even.message(size, is_near)
+
+    def _times(self, node: Node) -> float:
+        return _over_mean(node, self.found) if meta.role(node) is None else 1.0
+
+
+def uneven(even: Costs, found: Mapping[str, Busiest]) -> Costs:
+    """Give what nodes take where loads are as found."""
+    return UnevenCosts(even.rates, even.links, even.visible, even, found)
+
+
+def rows_sent(gm: GraphModule) -> int:
+    """Give the rows that a graph sends to experts in one exchange: as many as each rank gets where loads are even. 0 of
+    a graph without an exchange."""
+    there = (node for node in gm.graph.find_nodes(op="call_function", target=_EXCHANGE) if not node.args[2])
+    return next((node.meta["val"].shape[0] for node in there), 0)
+
+
+def peak_with_loads(gm: GraphModule, found: Mapping[str, Busiest]) -> int:
+    """Give the most bytes that a graph holds on such a rank."""
+
+    def size(node: Node) -> int:
+        return math.ceil(size_of(node) * (_over_mean(node, found) if _is_there(node) else 1.0))
+
+    return max(held_memory(gm, size).values())
+
+
+def _over_mean(node: Node, found: Mapping[str, Busiest]) -> float:
+    layer = layer_of(node)
+    return found[layer].over_mean if layer is not None and layer in found else 1.0
+
+
+def _is_there(node: Node) -> bool:
+    """Tell rows that are with their experts, of which a rank has any number, from weights, and from rows at home."""
+    x = node.meta.get("val")
+    if not isinstance(x, torch.Tensor) or x.dim() != 2 or not x.is_floating_point() or meta.role(node) is not None:
+        return False
+    return not (node.target is _EXCHANGE and node.args[2])

@@ -1,0 +1,101 @@
+"""What checkpoints and failures cost a run: the best interval between checkpoints, and the share of time that trains.
+
+Note [Failures]
+Failures come at random, with a mean time M between them (of all nodes: one node's over their number). A run trains for
+T, saves for C, and so on; a failure takes it back to the last whole checkpoint, and it trains again R later. R ends
+well only if nothing fails meanwhile. The mean time of a stretch of T is then, exactly,
+
+    M exp(R / M) (exp((T + C) / M) - 1)                      J. T. Daly, FGCS 22 (2006), equation 20
+
+Its share of T is the goodput. It is largest where (T / M - 1) exp((T + C) / M) + 1 = 0, close to sqrt(2 C M) where C is
+small beside M (J. W. Young, CACM 17 (1974)).
+
+A save in a thread stops training for the copy alone, C, but is whole only after W. A failure before that falls back one
+checkpoint further, which costs W more on average: R + W takes R's place, to first order in W / M.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Saving:
+    """A checkpoint, in seconds: `waits`, for which training stands still, and `written`, until it is whole."""
+
+    num_bytes: float
+    waits: float
+    written: float
+
+
+@dataclass(frozen=True)
+class Failures:
+    """What to expect of a run that fails now and then.
+
+    mtbf_s      mean time between failures of all nodes
+    interval_s  the best time of training between two saves, and `interval_steps` the same in steps
+    goodput     share of the time in which the run comes forward
+    saving, redone, restarting   shares of the time that saves, work done again, and restarts take
+    """
+
+    mtbf_s: float
+    interval_s: float
+    interval_steps: int
+    goodput: float
+    saving: float
+    redone: float
+    restarting: float
+
+
+def saving(num_bytes: float, largest_of_rank: float, bytes_per_s: float, copied_per_s: float | None) -> Saving:
+    """Say what a checkpoint takes.
+
+    Args:
+        num_bytes: that all ranks write together, and `largest_of_rank` those of the one that writes most.
+        bytes_per_s: that the storage takes from all ranks together.
+        copied_per_s: bytes that a rank copies to the host's memory, where a thread writes them; None: it waits.
+    """
+    written = num_bytes / bytes_per_s
+    if copied_per_s is None:
+        return Saving(num_bytes, written, written)
+    copied = largest_of_rank / copied_per_s
+    return Saving(num_bytes, copied, copied + written)
+
+
+def best_interval(cost_s: float, mtbf_s: float) -> float:
+    """Give the time of training between two saves, of `cost_s` each, at which a run comes forward fastest. See Note
+    [Failures]."""
+    low, high = 0.0, 1.0  # of T / M: the derivative's sign changes once between
+    for _ in range(80):
+        middle = (low + high) / 2
+        if (middle - 1) * math.exp(middle + cost_s / mtbf_s) + 1 < 0:
+            low = middle
+        else:
+            high = middle
+    return high * mtbf_s
+
+
+def goodput(interval_s: float, cost_s: float, restart_s: float, mtbf_s: float) -> float:
+    """Give the share of time in which a run comes forward. See Note [Failures]."""
+    if (exponent := (interval_s + cost_s + restart_s) / mtbf_s) > 700:
+        return 0.0  # it never gets through a stretch
+    lost = math.exp(exponent) - math.exp(restart_s / mtbf_s)
+    return interval_s / (mtbf_s * lost)
+
+
+def expect(saved: Saving, step_s: float, node_mtbf_s: float, num_nodes: int, restart_s: float) -> Failures:
+    """Say how a run of `num_nodes` goes that saves at the best interval: whole steps, and no save before the last one
+    is written.
+
+    Args:
+        restart_s: from a failure until the run trains again.
+    """
+    mtbf_s, further_back = node_mtbf_s / num_nodes, saved.written - saved.waits
+    interval = max(best_interval(saved.waits, mtbf_s), further_back)
+    steps = max(1, round(interval / step_s))
+    interval = steps * step_s
+    found = goodput(interval, saved.waits, restart_s + further_back, mtbf_s)
+    saves = found * saved.waits / interval
+    restarts = min(1 - found - saves, restart_s / mtbf_s)  # to first order: one for each failure
+    return Failures(mtbf_s, interval, steps, found, saves, 1 - found - saves - restarts, restarts)

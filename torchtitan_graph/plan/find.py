@@ -1,0 +1,129 @@
+"""`--search`: the candidates of a job, forecast with few layers, and the best of them as a TOML file."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchtitan_graph.config import JobConfig
+from torchtitan_graph.config.dump import dump_changes
+from torchtitan_graph.device import GIB
+from torchtitan_graph.errors import UserError
+from torchtitan_graph.log import logger
+from torchtitan_graph.models.layers.moe import MoE
+from torchtitan_graph.parallel.layout import PP
+from torchtitan_graph.plan.build import build
+from torchtitan_graph.plan.layers import depths, keep_layers
+from torchtitan_graph.plan.on_cpu import ThisCpu
+from torchtitan_graph.plan.search import VARIED, Candidate, Figures, Found, Search
+from torchtitan_graph.plan.simulate import Plan, by_rates, simulate
+from torchtitan_graph.rates import Rates
+from torchtitan_graph.trainer import Trainer
+
+_SHOWN = 10  # of those that lost, by each reason
+
+
+def check_varied(words: str) -> tuple[str, ...]:
+    """Read what a search may vary, as `tp,rows`; nothing: all.
+
+    Raises:
+        UserError: a word is none of those.
+    """
+    varied = tuple(word for word in words.split(",") if word)
+    if unknown := [word for word in varied if word not in VARIED]:
+        raise UserError(f"--search {unknown[0]}: legal are {', '.join(VARIED)}, joined by commas; nothing: all of them")
+    return varied or VARIED
+
+
+def figures(plan: Plan) -> Figures:
+    """Give what a search judges a forecast by."""
+    step = plan.step
+    parts = {
+        "arithmetic": sum(step.computed.values()),
+        **{f"exposed {axis} communication": s for axis, s in step.exposed.items() if axis != PP},
+        "messages between stages": step.exposed.get(PP, 0.0),
+        "bubble": step.bubble,
+        "the host": step.host,
+        "the optimizer": step.optimizer,
+    }
+    return Figures(step.seconds, max(plan.needs), {name: s for name, s in parts.items() if s})
+
+
+def search(
+    config: JobConfig, world_size: int, rates: Rates, cpu: ThisCpu | None, varied: Sequence[str] = VARIED
+) -> tuple[Search, Found]:
+    """Search for the fastest way to run a job, and say on stderr how far it is. `cpu`: its operators are replayed here,
+    not priced by `rates`.
+
+    Raises:
+        UserError: the job itself can't be built, nothing is legal, or nothing fits.
+    """
+    first = Trainer(config, world_size)
+
+    def forecast(config: JobConfig, layers: int | None) -> Figures:
+        make = Trainer if layers is None else functools.partial(_shallow, layers)
+        job = build(config, world_size, rates, make)
+        if cpu is not None:
+            cpu.learn(job)
+        return figures(simulate(job, by_rates(job, rates) if cpu is None else cpu.prices(rates), rates))
+
+    by_layer = first.options.float8 is not None or first.options.budget_gib is not None
+    of = Search(
+        config,
+        world_size,
+        num_near=rates.num_near,
+        has_experts=any(isinstance(module, MoE) for module in first.model.modules()),
+        rows=first.rows_per_step,
+        memory=rates.memory_gib * GIB,
+        forecast=forecast,
+        depths=None if by_layer else depths(first.model, first.options.recompute),
+        varied=varied,
+        progress=lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    level = logger.level
+    logger.setLevel("WARNING")  # each candidate is traced and passed: that is too much to be told
+    try:
+        return of, of.run()
+    finally:
+        logger.setLevel(level)
+
+
+def _shallow(layers: int, config: JobConfig, world_size: int) -> Trainer:
+    trainer = Trainer(config, world_size)
+    keep_layers(trainer.model, layers)
+    return trainer
+
+
+def best_toml(of: Search, best: Candidate) -> str:
+    """Give the best configuration as a TOML file that trains as it is: what differs from the defaults."""
+    config = of.configured(best.settings)
+    config.comm = dataclasses.replace(of.config.comm, mode="default")
+    return dump_changes(config)
+
+
+def lines(of: Search, found: Found) -> list[str]:
+    """Tell what won, and why the others lost."""
+    best = found.best
+    assert best.figures is not None
+    by_reason: dict[str, list[Candidate]] = {"slower": [*found.fitting[1:]], "does not fit": [], "illegal": []}
+    for each in found.others:
+        by_reason["does not fit" if each.why.startswith("does not fit") else "illegal"].append(each)
+    told = [
+        f"{of.num_built} candidates built; {len(found.fitting)} fit. Best:",
+        f"  {best}: {best.figures.step_s:.4g} s a step, {best.figures.peak / GIB:.4g} GiB of {of.memory / GIB:.4g}",
+    ]
+    for reason, candidates in by_reason.items():
+        told += [f"{reason}: {len(candidates)}"] * bool(candidates)
+        told += [f"  {each}: {each.why}" for each in candidates[:_SHOWN]]
+        told += [f"  and {len(candidates) - _SHOWN} more"] * (len(candidates) > _SHOWN)
+    return told
+
+
+def write(text: str, path: Path) -> None:
+    """Write a file that is whole or not there."""
+    new = path.with_name(f"{path.name}.tmp")
+    new.write_text(text)
+    new.replace(path)

@@ -1,0 +1,148 @@
+"""A CPU as a device: its operators by replay, its optimizer's step measured, gloo's collectives by a table.
+
+Note [A rank's core]
+A rank has a core, and gloo's thread of it works on the same core: it copies through loopback. So what a collective
+costs is taken from the arithmetic, and none of it is hidden; and ranks that are more than the cores take turns.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import os
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch.fx import GraphModule, Node
+
+from torchtitan_graph import device as devices
+from torchtitan_graph.graph.cost import OTHER, Costs, Link, Work
+from torchtitan_graph.graph.liveness import held_memory, size_of
+from torchtitan_graph.graph.traffic import is_permutation, kind_of, received
+from torchtitan_graph.optim import clip_grad_norm
+from torchtitan_graph.plan.build import Job, Rank
+from torchtitan_graph.plan.replay import Replay, is_run
+from torchtitan_graph.plan.simulate import Prices
+from torchtitan_graph.rates import Rates
+
+_ON_THE_HOST = Work(OTHER, 0.0, 0.0, 0.0, 4)  # a view, which takes no time but Python's
+_MAPPED_BYTES = 32 << 20  # glibc asks the system for as much at once, each time: a replay pays for it too
+
+
+class Wire(NamedTuple):
+    """What a gloo collective takes of each rank's core: seconds for each doubling of the group, and bytes/s of those
+    that it receives."""
+
+    latency: float
+    rate: float
+
+
+# By kind, over loopback: measured with two and four ranks, docs/log.md.
+_SUM, _EXCHANGE, _MESSAGE = Wire(0.5e-3, 1.9e9), Wire(0.35e-3, 2.2e9), Wire(0.15e-3, 2.3e9)
+GLOO: Mapping[str, Wire] = {
+    "all_gather_into_tensor": Wire(0.45e-3, 1.0e9),
+    "reduce_scatter_tensor": Wire(0.5e-3, 0.8e9),  # gloo adds up all of it, and gives a part
+    "all_reduce": _SUM,
+    "all_to_all_single": _EXCHANGE,
+    "exchange": _EXCHANGE,
+}
+
+
+@dataclass(frozen=True)
+class ReplayedCosts(Costs):
+    """What nodes take on this CPU.
+
+    crowding   how many ranks share a core
+    new_bytes  what the process has not held before in a run of its graph, by node
+    """
+
+    replay: Replay = field(default_factory=Replay)
+    crowding: float = 1.0
+    new_bytes: Mapping[Node, int] = field(default_factory=dict)
+
+    def computing(self, node: Node) -> float:
+        fresh = self.new_bytes.get(node, 0) * self.replay.seconds_per_new_byte
+        return (self.replay.times(node).at() + fresh) * self.crowding
+
+    def works(self, node: Node) -> Sequence[Work]:
+        return super().works(node) or (_ON_THE_HOST,) * is_run(node)
+
+    def sending(self, node: Node, link: Link) -> float:
+        wire = _MESSAGE if is_permutation(node) else GLOO.get(kind_of(node), _SUM)
+        steps = math.ceil(math.log2(link.degree))
+        return (wire.latency * steps + received(node, link.degree) / wire.rate) * self.crowding
+
+    def starting(self, node: Node) -> float:
+        return self.seconds(node)
+
+    def message(self, size: float, is_near: bool) -> float:
+        return (_MESSAGE.latency + size / _MESSAGE.rate) * self.crowding
+
+    def moving(self, num_bytes: float) -> float:
+        return num_bytes * self.replay.seconds_per_byte * self.crowding
+
+    def optimizer(self, trained: int, on_host: bool = False) -> float:
+        return trained * seconds_of_update(self.replay) * self.crowding
+
+
+class ThisCpu:
+    """This machine's CPU as a device, for a job of so many ranks on it. What it has measured it keeps."""
+
+    def __init__(self, num_ranks: int, crowding: float | None = None) -> None:
+        """Take all ranks to be on this machine; `crowding` is how many share a core, if its cores don't say it."""
+        one = 1 if num_ranks > 1 else torch.get_num_threads()
+        num_threads = int(os.environ.get("OMP_NUM_THREADS", one))
+        self.num_ranks, self.replay = num_ranks, Replay(num_threads)
+        self.crowding = crowding or max(1.0, num_ranks * num_threads / (os.cpu_count() or 1))
+        self._new: dict[GraphModule, Mapping[Node, int]] = {}
+
+    def learn(self, job: Job, progress: Callable[[int, int], None] | None = None) -> int:
+        """Run every different operator of a job's ranks; give how many were new."""
+        return self.replay.learn(itertools.chain.from_iterable(rank.modules for rank in job.ranks), progress)
+
+    def prices(self, rates: Rates) -> Prices:
+        """Give what the nodes of a rank's graphs take."""
+
+        def of(rank: Rank) -> Costs:
+            new: dict[Node, int] = {}
+            for gm in rank.modules:
+                if gm not in self._new:
+                    self._new[gm] = _new_bytes(gm)
+                new |= self._new[gm]
+            return ReplayedCosts(rates, rank.links, rank.visible, self.replay, self.crowding, new)
+
+        return of
+
+    def rates(self, rates: Rates) -> Rates:
+        """Give a CPU's rates with the part of this machine's memory that a rank has."""
+        return rates._replace(memory_gib=devices.memory_total_gib() / self.num_ranks)
+
+
+@functools.lru_cache(maxsize=4)
+def seconds_of_update(replay: Replay) -> float:
+    """Give the seconds that clipping and AdamW's step take for each byte of parameters, of many and large ones."""
+    parameters = [torch.nn.Parameter(torch.randn(2**18)) for _ in range(16)]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-6, fused=True)
+    times = []
+    for _ in range(5):
+        begin = replay.clock()
+        clip_grad_norm(parameters, 1.0)
+        optimizer.step()
+        times.append(replay.clock() - begin)
+    return statistics.median(times[1:]) / sum(p.nbytes for p in parameters)
+
+
+def _new_bytes(gm: GraphModule) -> dict[Node, int]:
+    """Give by node the bytes that the process has not held before in the run of a graph."""
+    found, most = {}, 0
+    for node, held in held_memory(gm, size_of).items():
+        if held > most:
+            found[node] = held - most if size_of(node) < _MAPPED_BYTES else 0
+            most = held
+    return found

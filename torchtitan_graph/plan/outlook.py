@@ -1,0 +1,179 @@
+"""What follows from a forecast when more is known: the storage's rate, how often nodes fail, how uneven experts are."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torchtitan_graph.device import GIB
+from torchtitan_graph.errors import UserError
+from torchtitan_graph.graph.liveness import peak_memory
+from torchtitan_graph.graph.trace import TracedResult
+from torchtitan_graph.parallel.storage import Storage
+from torchtitan_graph.plan.build import Job
+from torchtitan_graph.plan.experts import Busiest, busiest_by_layer, peak_with_loads, read_loads, rows_sent, uneven
+from torchtitan_graph.plan.failures import Failures, Saving, expect, saving
+from torchtitan_graph.plan.simulate import Plan, Prices, simulate
+
+_HOUR, _GB = 3600.0, 1e9
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this file."""
+    parser.add_argument(
+        "--storage_gb_per_s",
+        type=float,
+        metavar="GB/S",
+        help="GB that the storage takes in a second from all ranks together: tells what a checkpoint takes",
+    )
+    parser.add_argument(
+        "--node_mtbf_hours",
+        type=float,
+        metavar="HOURS",
+        help="mean time between failures of one node; with --storage_gb_per_s: tells the best interval between"
+        " checkpoints, and the share of time that trains",
+    )
+    parser.add_argument(
+        "--restart_minutes",
+        type=float,
+        default=10.0,
+        metavar="MINUTES",
+        help="from a failure until the run trains again (default 10)",
+    )
+    parser.add_argument(
+        "--expert_load",
+        type=Path,
+        metavar="FILE",
+        help="loads of the experts: JSON, one list or one by layer, or a run's metrics.jsonl; tells what they cost",
+    )
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Refuse before any work what these options can't be."""
+    for name in ("storage_gb_per_s", "node_mtbf_hours", "restart_minutes"):
+        given = getattr(args, name)
+        if given is not None and not (0 < given < math.inf):
+            raise UserError(f"--{name} {given:g}: must be a number above 0")
+    if args.node_mtbf_hours is not None and args.storage_gb_per_s is None:
+        raise UserError(
+            "--node_mtbf_hours: a failure costs what was trained since the last checkpoint, and what those"
+            " cost depends on the storage; give --storage_gb_per_s too"
+        )
+    if args.expert_load is not None:
+        read_loads(args.expert_load)
+
+
+@dataclasses.dataclass(frozen=True)
+class Uneven:
+    """A step with uneven experts: the busiest rank by layer, the step's seconds, and the bytes that such a rank needs
+    more; None of a pipeline."""
+
+    by_layer: Mapping[str, Busiest]
+    ep: int
+    mean_rows: int
+    step_s: float
+    even_s: float
+    more_bytes: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Outlook:
+    """What was asked for; None of what was not."""
+
+    saving: Saving | None = None
+    failures: Failures | None = None
+    uneven: Uneven | None = None
+    is_async: bool = False
+
+    def lines(self) -> list[str]:
+        return [*self._of_saving(), *self._of_failures(), *self._of_experts()]
+
+    def data(self) -> dict[str, Any]:
+        """Give it as plain data, for JSON."""
+        return {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
+
+    def _of_saving(self) -> Iterator[str]:
+        if (saved := self.saving) is not None:
+            written = f"; whole after {saved.written:.3g} s" if self.is_async else ""
+            yield f"  a checkpoint: {saved.num_bytes / GIB:.4g} GiB; training waits {saved.waits:.3g} s{written}"
+
+    def _of_failures(self) -> Iterator[str]:
+        if (found := self.failures) is not None:
+            yield (
+                f"  failures: one in {found.mtbf_s / _HOUR:.3g} hours; best save every {found.interval_steps} steps,"
+                f" {found.interval_s / 60:.3g} minutes"
+            )
+            yield (
+                f"  goodput {found.goodput:.1%}; saves take {found.saving:.1%}, work done again {found.redone:.1%},"
+                f" restarts {found.restarting:.1%}"
+            )
+
+    def _of_experts(self) -> Iterator[str]:
+        if (found := self.uneven) is None:
+            return
+        name, worst = max(found.by_layer.items(), key=lambda each: each[1].over_mean)
+        mean = sum(each.over_mean for each in found.by_layer.values()) / len(found.by_layer)
+        if found.ep == 1:
+            yield "  experts: each rank has all of them, so its rows are as many however they fall"
+            return
+        yield (
+            f"  experts: the busiest rank of ep has {mean:.3g} times the mean {found.mean_rows} rows of a microbatch,"
+            f" averaged over layers; most in {name}, rank {worst.rank}: {worst.over_mean * found.mean_rows:.0f} rows"
+        )
+        more = "" if found.more_bytes is None else f", and {found.more_bytes / GIB:.3f} GiB more on that rank"
+        by = found.step_s / found.even_s - 1
+        yield f"  with these loads a step takes {found.step_s:.4g} s, {by:+.1%}{more}"
+
+
+def look_ahead(args: argparse.Namespace, plan: Plan, prices: Prices) -> Outlook:
+    """Tell what was asked for of a forecast.
+
+    Raises:
+        UserError: the loads don't fit the model.
+    """
+    job, saved, failures = plan.job, None, None
+    is_async = job.config.checkpoint.async_mode != "disabled"
+    if args.storage_gb_per_s is not None:
+        copied_per_s = plan.rates.host if is_async else None
+        saved = saving(*_checkpoint_bytes(job), args.storage_gb_per_s * _GB, copied_per_s)
+    if saved is not None and args.node_mtbf_hours is not None:
+        num_nodes = -(-job.dims.num_ranks // plan.rates.num_near)
+        restart_s = args.restart_minutes * 60
+        failures = expect(saved, plan.step.seconds, args.node_mtbf_hours * _HOUR, num_nodes, restart_s)
+    found = None if args.expert_load is None else _uneven(read_loads(args.expert_load), plan, prices)
+    return Outlook(saved, failures, found, is_async)
+
+
+def _checkpoint_bytes(job: Job) -> tuple[int, int]:
+    """Give the bytes of a checkpoint of parameters and two moments, and those of the rank that has most of them. What
+    is quantised is made anew."""
+    whole: dict[str, int] = {}
+    largest = 0
+    for rank in job.ranks:
+        kept = {name: s for name, s in rank.graphs.storages.items() if s.precision.storage.itemsize > 1}
+        whole |= {name: each.shape.numel() * _bytes_each(each) for name, each in kept.items()}
+        largest = max(largest, sum(each.padded_shape.numel() * _bytes_each(each) for each in kept.values()))
+    return sum(whole.values()), largest
+
+
+def _bytes_each(storage: Storage) -> int:
+    return storage.precision.storage.itemsize * (3 if storage.is_trained else 1)
+
+
+def _uneven(loads: Mapping[str, list[float]], plan: Plan, prices: Prices) -> Uneven:
+    job = plan.job
+    storages = itertools.chain.from_iterable(rank.graphs.storages.items() for rank in job.ranks)
+    layers = {".".join(name.split(".")[:2]): s.shape[0] for name, s in storages if "experts" in name.split(".")}
+    ep = job.dims.ep
+    found = busiest_by_layer(loads, layers, ep)
+    slow = simulate(job, lambda rank: uneven(prices(rank), found), plan.rates)
+    more = None
+    if isinstance(train := plan.rank.graphs.train, TracedResult):
+        more = peak_with_loads(train.gm, found) - peak_memory(train.gm).num_bytes
+    sent = (rows_sent(gm) for rank in job.ranks for gm in rank.modules)
+    return Uneven(found, ep, max(sent), slow.step.seconds, plan.step.seconds, more)

@@ -1,0 +1,248 @@
+"""What a graph's operators take on this CPU: each different one is run here, once, on made-up numbers.
+
+Note [Replay]
+Operators are the same where target, shapes, strides, dtypes and constants are; a model has some hundred of them,
+however deep it is. Each runs a few times with its inputs in the caches, and a few times with caches that something else
+has filled. A step lies between: its inputs were made some operators ago. How far between is one number, `COLDNESS`,
+fitted once, on one model (docs/log.md says which, and when). What a process allocates in a step it has mostly given
+back to the system after the step before, so the step's peak is also paid for page by page, at a rate that is measured
+as well.
+
+With one thread a call's time is that of its thread, which other processes on the machine don't lengthen much.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+import torchtitan_graph.ops
+import torchtitan_graph.row_loss  # noqa: F401 (registers the loss by rows)
+from torchtitan_graph.graph.cost import WAIT
+from torchtitan_graph.graph.traffic import group_of
+
+COLDNESS = 0.3  # how cold a step's caches are: 0 as right after the same call, 1 as after other work
+_EVICTED_BYTES = 24 << 20  # more than a core's own caches hold
+_BUFFER = 32 << 20  # bytes: no cache holds as many
+_LEAST_S, _MOST_CALLS = 0.01, 9  # a call is repeated for so long, or so often
+
+aten = torch.ops.aten
+_FLEX = (torch.ops.higher_order.flex_attention, torch.ops.higher_order.flex_attention_backward)
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one call: with what it reads in the caches, and not."""
+
+    warm: float
+    cold: float
+
+    def at(self, coldness: float = COLDNESS) -> float:
+        return self.warm + coldness * (self.cold - self.warm)
+
+
+class Replay:
+    """The times of operators on this CPU, kept for all graphs that it is asked about."""
+
+    def __init__(self, num_threads: int = 1) -> None:
+        self.num_threads = num_threads
+        self.clock = time.thread_time if num_threads == 1 else time.perf_counter
+        self.known: dict[object, Times] = {}
+
+    def times(self, node: Node) -> Times:
+        """Give what a node takes, run if none like it was before; of inputs, waits and collectives nothing."""
+        if not is_run(node):
+            return Times(0.0, 0.0)
+        key = key_of(node)
+        if key not in self.known:
+            self.known[key] = self._run(node)
+        return self.known[key]
+
+    def learn(self, graphs: Iterable[GraphModule], progress: Callable[[int, int], None] | None = None) -> int:
+        """Run every different operator of some graphs; give how many were new. `progress` is told how many of them are
+        done."""
+        nodes = {key_of(node): node for gm in graphs for node in gm.graph.nodes if is_run(node)}
+        new = {key: node for key, node in nodes.items() if key not in self.known}
+        for done, (key, node) in enumerate(new.items(), start=1):
+            self.known[key] = self._run(node)
+            if progress is not None:
+                progress(done, len(new))
+        return len(new)
+
+    def _run(self, node: Node) -> Times:
+        threads, state = torch.get_num_threads(), torch.get_rng_state()
+        torch.set_num_threads(self.num_threads)
+        try:
+            with torch.no_grad():
+                call = _call_of(node)
+                call()
+                return Times(self._median(call, is_cold=False), self._median(call, is_cold=True))
+        except Exception as error:
+            raise RuntimeError(f"{node.name}, {node.target}, can't be run on made-up numbers") from error
+        finally:
+            torch.set_num_threads(threads)
+            torch.set_rng_state(state)
+
+    def _median(self, call: Callable[[], object], is_cold: bool) -> float:
+        times: list[float] = []
+        least, most = (2, 2) if is_cold else (3, _MOST_CALLS)
+        while len(times) < most and (len(times) < least or sum(times) < _LEAST_S):
+            if is_cold:
+                _evict()
+            begin = self.clock()
+            result = call()
+            times.append(self.clock() - begin)
+            del result
+        return max(0.0, statistics.median(times) - self._of_the_clock)
+
+    @functools.cached_property
+    def _of_the_clock(self) -> float:
+        pairs = [(self.clock(), self.clock()) for _ in range(99)]
+        return statistics.median(end - begin for begin, end in pairs)
+
+    @functools.cached_property
+    def seconds_per_new_byte(self) -> float:
+        """Seconds that a byte of memory takes which the system gives, and clears, on first use."""
+        first = statistics.median(self._filled(torch.empty(2 * _BUFFER, dtype=torch.uint8)) for _ in range(5)) / 2
+        return max(0.0, first - self._again) / _BUFFER
+
+    @functools.cached_property
+    def seconds_per_byte(self) -> float:
+        """Seconds that a byte of memory takes which is written or read."""
+        return self._again / _BUFFER
+
+    @functools.cached_property
+    def _again(self) -> float:
+        buffer = torch.ones(_BUFFER, dtype=torch.uint8)
+        return statistics.median(self._filled(buffer) for _ in range(5))
+
+    def _filled(self, buffer: torch.Tensor) -> float:
+        begin = self.clock()
+        buffer.fill_(1)
+        return self.clock() - begin
+
+
+def is_run(node: Node) -> bool:
+    """Tell whether a node computes something on its own: it is no input, no pick, no wait and no collective."""
+    return (
+        node.op == "call_function"
+        and node.target not in (WAIT, operator.getitem)
+        and group_of(node) is None
+        and getattr(node.target, "__name__", "") != "_inputs"
+    )
+
+
+def key_of(node: Node) -> object:
+    """Give what two nodes share that take the same time."""
+    constants = [x for x in pytree.tree_leaves((node.args, node.kwargs)) if not isinstance(x, Node)]
+    return node.target, tuple(map(_layout, _tensors_in(node))), str(constants), *_bodies(node)
+
+
+def _tensors_in(node: Node) -> Iterator[torch.Tensor]:
+    for source in node.all_input_nodes:
+        yield from (x for x in pytree.tree_leaves(source.meta.get("val")) if isinstance(x, torch.Tensor))
+
+
+def _layout(x: torch.Tensor) -> tuple[object, ...]:
+    return tuple(x.shape), x.stride(), x.dtype, x.storage_offset()
+
+
+def _bodies(node: Node) -> list[str]:
+    """Give the code of the subgraphs that a node calls, such as a mask's rule."""
+    return [body.code for source in node.all_input_nodes if isinstance(body := _attribute(source), GraphModule)]
+
+
+def _attribute(node: Node) -> object:
+    """Give what a `get_attr` node stands for; None of other nodes."""
+    if node.op != "get_attr":
+        return None
+    return operator.attrgetter(str(node.target))(node.graph.owning_module)
+
+
+# --- made-up numbers ------------------------------------------------------------------------------------------------
+
+
+def _call_of(node: Node) -> Callable[[], object]:
+    """Give a call of the node's function on made-up numbers. One that empties the list which it is given gets a new
+    list each time."""
+    made = {source: _made_up(node, source) for source in node.all_input_nodes}
+    args, kwargs = map_arg(node.args, made.__getitem__), map_arg(node.kwargs, made.__getitem__)
+    target: Any = node.target
+    if any(isinstance(x, list) and isinstance(source, Node) for x, source in zip(args, node.args, strict=True)):
+        return lambda: target(*(list(x) if isinstance(x, list) else x for x in args), **kwargs)
+    return lambda: target(*args, **kwargs)
+
+
+def _made_up(node: Node, source: Node) -> Any:
+    if source.op == "get_attr":
+        return _attribute(source)
+    value = source.meta["val"]
+    if isinstance(value, (tuple, list)):
+        return [_tensor(node, source, x) if isinstance(x, torch.Tensor) else x for x in value]
+    return _tensor(node, source, value) if isinstance(value, torch.Tensor) else value
+
+
+def _tensor(node: Node, source: Node, like: torch.Tensor) -> torch.Tensor:
+    """Make a tensor of that layout. Floats are normal; integers are legal as what they are: a place, a group's end."""
+    count = max(1, like.untyped_storage().nbytes() // like.element_size())
+    if like.is_floating_point():
+        wide = torch.float32 if like.element_size() == 1 else like.dtype  # float8 has no random numbers of its own
+        flat = torch.randn(count, dtype=wide).to(like.dtype)
+    elif like.dtype == torch.bool:
+        flat = torch.ones(count, dtype=torch.bool)
+    else:
+        flat = _integers(node, source, like, count).to(like.dtype)
+    return torch.as_strided(flat, like.shape, like.stride(), like.storage_offset())
+
+
+def _integers(node: Node, source: Node, like: torch.Tensor, count: int) -> torch.Tensor:
+    name, tensors = str(node.target), list(_tensors_in(node))
+    floats = [x for x in tensors if x.is_floating_point()]
+    if node.target in _FLEX and like.dtype == torch.int32:  # which blocks a query's sees: all, in order
+        width = max(x.shape[-1] for x in tensors if x.dtype == torch.int32)
+        is_list = like.dim() == 4
+        return torch.arange(count) % like.shape[-1] if is_list else torch.full((count,), width)
+    if "grouped" in name or "searchsorted" in name:  # where groups end: equal ones
+        rows = floats[0].shape[0] if floats else count
+        return torch.linspace(0, rows, count + 1)[1:].long()
+    if "regroup" in name:
+        rows = floats[0].shape[0]
+        return torch.arange(rows, rows + count).div(count, rounding_mode="floor")  # as even as may be, in sum `rows`
+    return torch.randint(_num_places(node, source, floats, tensors), (count,))
+
+
+def _num_places(node: Node, source: Node, floats: list[torch.Tensor], tensors: list[torch.Tensor]) -> int:
+    """Give how many places an index may name: those of the dimension that the operator looks along, or of the smallest
+    one that there is."""
+    name, args = str(node.target), node.args
+    if "embedding_dense_backward" in name:
+        return int(args[2])  # type: ignore[arg-type]
+    if "embedding" in name:
+        return tensors[0].shape[0]
+    if any(word in name for word in ("nll_loss", "cross_entropy")):
+        return max(x.shape[1] for x in floats if x.dim() == 2)
+    if any(word in name for word in ("gather", "scatter", "index_select", "index_add")) and isinstance(args[1], int):
+        return tensors[0].shape[args[1]] if tensors[0].dim() else 1
+    if "aten.index" in name and isinstance(args[1], (list, tuple)):
+        return min(n for n, given in zip(tensors[0].shape, args[1], strict=False) if given is not None)
+    sizes = [n for x in floats or tensors for n in x.shape]
+    return max(1, min(sizes, default=2))
+
+
+@functools.cache
+def _other_work() -> torch.Tensor:
+    return torch.zeros(_EVICTED_BYTES // 4)
+
+
+def _evict() -> None:
+    _other_work().add_(1)

@@ -1,0 +1,332 @@
+"""Find the fastest way to run a job on a cluster: degrees, rows at a time, recomputation, when weights are freed.
+
+Note [Search]
+Which candidates are legal is the trainer's own word: each is a configuration that goes through `check` and `Trainer`.
+A step's time, memory and communication grow by the same with every period of alike layers, so a candidate is built with
+few layers, twice, and the line through both tells the whole depth; a pipeline, whose stages are short, is built whole.
+Three things are never slower, or never smaller, than their neighbours, and so need not be built: if the leanest way to
+compute some rows does not fit, more rows don't; what recomputes less is not slower, nor is what keeps gathered weights.
+What makes the peak may change with depth, so a peak just above what there is, is not left to the line. The best is
+built whole too, and takes its place by what that says: the winner's figures are never extrapolated.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torchtitan_graph.config import JobConfig, check
+from torchtitan_graph.config.job import get, put
+from torchtitan_graph.errors import UserError
+from torchtitan_graph.parallel.schedule import SCHEDULES
+
+_PP, _REPLICATE = "parallelism.pipeline_parallel_degree", "parallelism.data_parallel_replicate_degree"
+_SHARD, _CP = "parallelism.data_parallel_shard_degree", "parallelism.context_parallel_degree"
+_TP, _EP = "parallelism.tensor_parallel_degree", "parallelism.expert_parallel_degree"
+_SCHEDULE, _ROWS = "parallelism.pipeline_parallel_schedule", "training.local_batch_size"
+_STAGE_ROWS = "parallelism.pipeline_parallel_microbatch_size"
+_RESHARD = "parallelism.fsdp_reshard_after_forward"
+_MODE, _OPTION = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
+
+SHORT = {
+    _PP: "pp",
+    _REPLICATE: "dp_replicate",
+    _SHARD: "dp_shard",
+    _CP: "cp",
+    _TP: "tp",
+    _EP: "ep",
+    _SCHEDULE: "schedule",
+    _STAGE_ROWS: "rows",
+    _ROWS: "rows",
+    _RESHARD: "reshard",
+}
+AXES = ("dp_replicate", "tp", "cp", "pp", "ep")
+VARIED = (*AXES, "schedule", "rows", "recompute", "reshard")
+
+# From what costs least time and most memory to the contrary.
+_POLICIES = (
+    {_MODE: "none"},
+    {_MODE: "selective", _OPTION: "op"},
+    {_MODE: "full"},
+)
+_CLOSE = 1.05  # what seems to need so much more than there is, is built whole to know
+_RESHARDS = ("never", "default", "always")
+
+
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """What a candidate is judged by.
+
+    step_s   seconds of an optimizer step
+    peak     bytes that the rank needs that needs most
+    parts    seconds of the step by what they go to: arithmetic, exposed communication by axis, bubble, optimizer, ...
+    """
+
+    step_s: float
+    peak: float
+    parts: Mapping[str, float]
+
+    def at(self, other: Figures, x: float) -> Figures:
+        """Give the figures on the line from these, at 0, to others, at 1."""
+        names = dict.fromkeys([*self.parts, *other.parts])
+        parts = {n: _line(self.parts.get(n, 0.0), other.parts.get(n, 0.0), x) for n in names}
+        return Figures(_line(self.step_s, other.step_s, x), _line(self.peak, other.peak, x), parts)
+
+
+def _line(a: float, b: float, x: float) -> float:
+    return a + (b - a) * x
+
+
+Progress = Callable[[str], None]
+Settings = Mapping[str, Any]  # options of a job, by name
+Forecast = Callable[[JobConfig, "int | None"], Figures]  # of a job, with so many of the model's layers, or all
+
+
+@dataclasses.dataclass
+class Candidate:
+    """A way to run the job: what it sets, and either its figures, or why it is out."""
+
+    settings: Settings
+    figures: Figures | None = None
+    why: str = ""
+    whole: bool = False  # its figures are those of all layers, not extrapolated
+
+    def __str__(self) -> str:
+        shown = {SHORT[key]: value for key, value in self.settings.items() if key in SHORT and value != 1}
+        if _STAGE_ROWS in self.settings:
+            shown["rows"] = self.settings[_STAGE_ROWS]
+        elif self.settings.get(_PP, 1) == 1:
+            shown.pop("schedule", None)
+        policy = self.settings.get(_MODE)
+        words = [f"{name} {value}" for name, value in shown.items()]
+        if policy is not None:
+            words.append(f"recompute {self.settings.get(_OPTION, policy)}")
+        return ", ".join(words) or "one rank"
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What a search found: those that fit, the fastest first, and all others."""
+
+    fitting: Sequence[Candidate]
+    others: Sequence[Candidate]
+
+    @property
+    def best(self) -> Candidate:
+        return self.fitting[0]
+
+
+# --- what there is to choose from -----------------------------------------------------------------------------------
+
+
+def degrees(world_size: int, num_near: int, has_experts: bool, fixed: Settings) -> Iterator[dict[str, int]]:
+    """Give all ways to divide a job's ranks: the degrees that multiply to their number, and of experts those that
+    divide the ranks they reuse. Tensor and expert parallel stay inside a machine of `num_near`."""
+
+    def divisors(n: int) -> list[int]:
+        return [d for d in range(1, n + 1) if n % d == 0]
+
+    def choices(key: str, legal: Sequence[int]) -> Sequence[int]:
+        return (fixed[key],) if key in fixed else legal
+
+    all_of = divisors(world_size)
+    inside = [d for d in all_of if d <= num_near]
+    for pp, replicate, cp, tp in itertools.product(
+        choices(_PP, all_of), choices(_REPLICATE, all_of), choices(_CP, all_of), choices(_TP, inside)
+    ):
+        rest, left = divmod(world_size, pp * replicate * cp * tp)
+        if left:
+            continue
+        reused = [d for d in divisors(rest * cp * tp) if d <= num_near] if has_experts else [1]
+        for ep in choices(_EP, reused):
+            yield {_PP: pp, _REPLICATE: replicate, _SHARD: rest, _CP: cp, _TP: tp, _EP: ep}
+
+
+def rows_at_a_time(rows: int) -> list[int]:
+    """Give the powers of two that divide a rank's rows of a step, and all of them."""
+    return sorted({*(2**i for i in range(rows.bit_length()) if rows % 2**i == 0), rows})
+
+
+def ways(of: Settings, fixed: Settings) -> list[list[dict[str, Any]]]:
+    """Give what else may differ, by how much is computed again, and then by when gathered weights are freed: the first
+    of each is not slower than the second, nor smaller."""
+    policies = [{}] if _MODE in fixed else list(_POLICIES)
+    gathers = of[_SHARD] * of[_CP] > 1
+    reshards = [{}] if _RESHARD in fixed or not gathers else [{_RESHARD: how} for how in _RESHARDS]
+    return [[{**policy, **reshard} for reshard in reshards] for policy in policies]
+
+
+# --- the search -----------------------------------------------------------------------------------------------------
+
+
+class Search:
+    """One search.
+
+    Args:
+        config: the job; options that are not varied stay as they are.
+        varied: of `VARIED`, what may differ from it.
+        rows: of a step, on all ranks together.
+        memory: bytes that a rank may fill.
+        forecast: gives a candidate's figures, or raises the trainer's `UserError`.
+        depths: the two numbers of layers to build, and where on the line between them all layers are; None: whole.
+        progress: told a line now and then.
+    """
+
+    def __init__(
+        self,
+        config: JobConfig,
+        world_size: int,
+        *,
+        num_near: int,
+        has_experts: bool,
+        rows: int,
+        memory: float,
+        forecast: Forecast,
+        depths: tuple[int, int, float] | None,
+        varied: Sequence[str] = VARIED,
+        progress: Progress = lambda line: None,
+    ) -> None:
+        self.config, self.world_size, self.rows, self.memory = config, world_size, rows, memory
+        self.num_near, self.has_experts = num_near, has_experts
+        self.forecast, self.depths, self.progress = forecast, depths, progress
+        self.fixed = self._fixed(varied)
+        self.num_built = 0
+
+    def _fixed(self, varied: Sequence[str]) -> dict[str, Any]:
+        of: dict[str, list[str]] = {"recompute": [_MODE, _OPTION]}
+        for key, name in SHORT.items():
+            of.setdefault(name, []).append(key)
+        return {key: get(self.config, key) for name in VARIED if name not in varied for key in of[name]}
+
+    def run(self) -> Found:
+        """Find the fastest that fits.
+
+        Raises:
+            UserError: none is legal, or none fits: names what would need least.
+        """
+        found: list[Candidate] = []
+        for of in degrees(self.world_size, self.num_near, self.has_experts, self.fixed):
+            found += self._with_degrees(of)
+        fitting = self._check_best([each for each in found if each.figures and not each.why])
+        others = [each for each in found if each not in fitting]
+        if not fitting:
+            raise UserError(self._why_none(others))
+        for each in fitting[1:]:
+            each.why = why_slower(each, fitting[0])
+        return Found(fitting, others)
+
+    def _with_degrees(self, of: dict[str, int]) -> list[Candidate]:
+        """Judge all candidates of some degrees."""
+        data = of[_REPLICATE] * of[_SHARD]
+        if self.rows % data:
+            why = f"illegal: {self.rows} rows of a step don't divide over {data} data-parallel ranks"
+            return [Candidate(of, why=why)]
+        all_rows = rows_at_a_time(self.rows // data)
+        if _ROWS in self.fixed:
+            all_rows = [self.fixed[_STAGE_ROWS if of[_PP] > 1 else _ROWS]]
+        schedules: Sequence[str | None] = [None]
+        if of[_PP] > 1:
+            schedules = [self.fixed[_SCHEDULE]] if _SCHEDULE in self.fixed else list(SCHEDULES)
+        found: list[Candidate] = []
+        for schedule in schedules:
+            is_too_much = False
+            for rows in all_rows:
+                if is_too_much and rows * data < self.rows:
+                    continue  # fewer rows did not fit; a single microbatch may, which sums no gradients
+                base: dict[str, Any] = {**of, _ROWS: rows}
+                if schedule is not None:
+                    base = {**of, _SCHEDULE: schedule, _ROWS: self.rows // data, _STAGE_ROWS: rows}
+                judged = self._with_rows(base)
+                found += judged
+                is_too_much = all(each.why.startswith("does not fit") for each in judged)
+                if judged[0].why.startswith("illegal") and schedule is None:
+                    break  # it is the degrees that are
+        return found
+
+    def _with_rows(self, base: dict[str, Any]) -> list[Candidate]:
+        """Judge the ways to compute some rows, from the fastest; stop where no slower one can be of use."""
+        found: list[Candidate] = []
+        for of_policy in ways(base, self.fixed):
+            for way in of_policy:
+                found.append(self._judge({**base, **way}))
+                if found[-1].why.startswith("illegal"):
+                    return found
+                if not found[-1].why:
+                    break  # what follows frees weights sooner, to gather them again
+            if way is of_policy[0] and not found[-1].why:
+                break  # what follows computes more again, and frees no later
+        return found
+
+    def _judge(self, settings: dict[str, Any]) -> Candidate:
+        """Forecast a candidate."""
+        each = Candidate(settings)
+        config = self.configured(settings)
+        is_whole = self.depths is None or settings[_PP] > 1
+        try:
+            check(config, self.world_size)
+            if is_whole:
+                each.figures, each.whole = self.forecast(config, None), True
+            else:
+                assert self.depths is not None
+                few, more, x = self.depths
+                each.figures = self.forecast(config, few).at(self.forecast(config, more), x)
+                if self.memory < each.figures.peak < self.memory * _CLOSE:
+                    each.figures, each.whole = self.forecast(config, None), True
+        except UserError as error:
+            first, *problems = str(error).splitlines()
+            each.why = f"illegal: {(problems or [first])[0].strip()}"
+            return each
+        self.num_built += 1
+        self._judge_memory(each)
+        self.progress(f"{self.num_built}: {each}: {each.why or f'{each.figures.step_s:.4g} s a step'}")
+        return each
+
+    def configured(self, settings: Settings) -> JobConfig:
+        """Give the job's configuration with a candidate's settings; it trains as it is."""
+        config = copy.deepcopy(self.config)
+        for key, value in {**settings, "training.global_batch_size": self.rows}.items():
+            put(config, key, value)
+        return config
+
+    def _judge_memory(self, each: Candidate) -> None:
+        assert each.figures is not None
+        if each.figures.peak > self.memory:
+            needs, has = each.figures.peak / 2**30, self.memory / 2**30
+            each.why = f"does not fit: needs {needs:.4g} GiB of {has:.4g}"
+
+    def _check_best(self, fitting: list[Candidate]) -> list[Candidate]:
+        """Sort by time, and build the first whole until it stays the first."""
+        while True:
+            fitting.sort(key=lambda each: each.figures.step_s if each.figures else math.inf)
+            if not fitting or fitting[0].whole:
+                return fitting
+            best = fitting[0]
+            best.figures, best.whole = self.forecast(self.configured(best.settings), None), True
+            self._judge_memory(best)
+            self.progress(f"whole: {best}: {best.why or f'{best.figures.step_s:.4g} s a step'}")
+            if best.why:
+                fitting = fitting[1:]
+
+    def _why_none(self, others: Sequence[Candidate]) -> str:
+        built = [each for each in others if each.figures is not None]
+        if not built:
+            return f"--search: no candidate is legal; the first, {others[0]}: {others[0].why}"
+        least = min(built, key=lambda each: each.figures.peak if each.figures else math.inf)
+        return f"--search: none of {len(built)} candidates fits; the least, {least}, {least.why}"
+
+
+def why_slower(each: Candidate, best: Candidate) -> str:
+    """Say by how much a candidate is slower than the best, and what takes most of that."""
+    assert each.figures is not None and best.figures is not None
+    by = each.figures.step_s / best.figures.step_s - 1
+    more = {name: s - best.figures.parts.get(name, 0.0) for name, s in each.figures.parts.items()}
+    what = max(more, key=more.__getitem__, default="")
+    modes = [policy[_MODE] for policy in _POLICIES]
+    mine, its = (c.settings.get(_MODE, modes[0]) for c in (each, best))
+    name = "recomputation" if what == "arithmetic" and modes.index(mine) > modes.index(its) else what
+    because = f": {name} takes {more[what] * 1e3:.3g} ms more" if what and more[what] > 0 else ""
+    return f"slower by {by:.1%}{because}"

@@ -27,7 +27,7 @@ SUMS = r"product |fmha|flash|layer_norm|GammaBeta|triton_(tem|per|red)|cutlass|g
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     # As scripts/check_gpu.py does.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     monkeypatch.setattr(matrix, "DEVICE", torch.device("cuda"))
 

@@ -7,35 +7,42 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_kernels import FLAVORS
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchtitan_graph.check import matrix
 from torchtitan_graph.check.matrix import BF16, FP32, Cell
+from torchtitan_graph.graph.trace import TracedResult
 
 FUSED = {"cudnn", "flash", "efficient"}
 
 
-def operators(cell: Cell) -> collections.Counter[str]:
-    """Count a traced step's operators, forward and backward."""
-    _, graphs = matrix.final_graphs(cell)
-    calls = graphs.train.gm.graph.find_nodes  # type: ignore[union-attr]
-    return collections.Counter(
-        str(node.target).split(".")[1]
-        for node in calls(op="call_function", target=None) or graphs.train.gm.graph.nodes  # type: ignore[union-attr]
-        if node.op == "call_function" and str(node.target).startswith("aten.")
-    )
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    monkeypatch.setattr(matrix, "DEVICE", torch.device("cuda"))
+
+
+def operators(cell: Cell) -> tuple[dict[str, int], dict[str, int]]:
+    """Count a traced step's operators for attention, by kernel, forward and backward, and those for norms."""
+    graphs = matrix.final_graphs(cell)[1]
+    assert isinstance(graphs.train, TracedResult)
+    found = collections.Counter(str(node.target) for node in graphs.train.gm.graph.nodes if node.op == "call_function")
+    attention = {op.split("_")[4]: n for op, n in found.items() if op.startswith("aten._scaled_dot_product_")}
+    return attention, {op: n for op, n in found.items() if "rms_norm" in op}
 
 
 @pytest.mark.parametrize("family, flavor", FLAVORS)
-def test_attention_and_norms_are_fused(family: str, flavor: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    monkeypatch.setattr(matrix, "DEVICE", torch.device("cuda"))
+def test_attention_and_norms_are_fused(family: str, flavor: str) -> None:
     for width in (64, 128):
-        names = ("head_dim", "nope_dim", "rope_dim", "v_dim", "kv_lora_rank")
-        changes = tuple((name, width // 2 if name == "rope_dim" else width) for name in names)
+        names = ("head_dim", "nope_dim", "v_dim", "kv_lora_rank")
+        changes = (*((name, width) for name in names), ("rope_dim", width // 2))
         for name, precision in (("fp32", FP32), ("bf16", BF16)):
-            found = operators(Cell(family=family, flavor=flavor, precision=precision, changes=changes))
-            attention = {op.split("_")[4]: n for op, n in found.items() if op.startswith("_scaled_dot_product_")}
-            norms = {op: n for op, n in found.items() if "rms_norm" in op}
-            null_gpu.tell(f"{width:4d} {name}: attention by {attention}, norms by {norms}")
-            assert attention.keys() <= FUSED and norms
-            assert not any("_softmax" in op and "log" not in op for op in found if op == "_safe_softmax")
+            attention, norms = operators(Cell(family=family, flavor=flavor, precision=precision, changes=changes))
+            null_gpu.tell(f"{width:4d} wide, {name}: attention {attention}, norms {norms}")
+            assert attention and attention.keys() <= FUSED and norms
+
+
+def test_attention_that_is_not_fused_is_found() -> None:
+    with sdpa_kernel(SDPBackend.MATH):
+        attention, _ = operators(Cell())
+    assert not attention

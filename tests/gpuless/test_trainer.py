@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from torchtitan_graph import train as entry
+from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.trainer import Trainer
 
 REPOSITORY = Path(__file__).parents[2]
@@ -53,3 +54,9 @@ def test_a_step_waits_once(options: str, tmp_path: Path) -> None:
     _, *after_the_first = train(tmp_path, "--metrics.log_freq", "100", *options.split())
     for waits in after_the_first[:-1]:  # the last one is logged
         assert waits == {READ: 1}
+
+
+def test_a_number_that_is_read_in_the_step_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Decoder, "after_step", lambda model, state: next(model.parameters()).sum().item())
+    _, *after_the_first = train(tmp_path, "--metrics.log_freq", "100")
+    assert all(waits.total() == 2 for waits in after_the_first[:-1])

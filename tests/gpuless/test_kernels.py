@@ -19,8 +19,8 @@ from torchtitan_graph.steps import Steps
 FLAVORS = [(f, x) for f in family_names() for x in load_family(f).FLAVORS if x.startswith("debugmodel")]
 # Heads that the GPU's kernels take: a power of two, at least 16 wide.
 HEADS = (("head_dim", 32), ("nope_dim", 32), ("rope_dim", 32), ("v_dim", 32), ("kv_lora_rank", 32))
-# What sums, and so may round otherwise: products, attention, norms, experts, embeddings. Elementwise kernels differ in how many rows they take at
-# a time, and so do the loss's, see passes/reuse_logits.py: that is no other number.
+# What sums, and so may round otherwise: products, attention, norms, experts, embeddings; and waits. Elementwise kernels
+# differ in how many rows they take at a time, and so do the loss's, see passes/reuse_logits.py; their bits stay.
 SUMS = r"^wait |^product |fmha|flash|layer_norm|GammaBeta|triton_(tem|per|red)|cutlass|gemm|embedding_backward"
 
 

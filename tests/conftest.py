@@ -1,5 +1,9 @@
+from collections.abc import Iterator
+
 import pytest
 import torch
+
+from torchtitan_graph.log import logger
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -8,6 +12,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _logger_as_before() -> Iterator[None]:
+    """Take away the handler that a program's `main` set up in a test: its stream is closed when the test ends."""
+    before = logger.handlers, logger.level, logger.propagate
+    yield
+    logger.handlers, logger.level, logger.propagate = before
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

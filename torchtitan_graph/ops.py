@@ -12,18 +12,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 _LIBRARY = "torchtitan_graph"
 
 
-def _takes_grouped_kernel(x: Tensor, w: Tensor, width: int) -> bool:
-    """Tell whether torch's grouped kernel can multiply these, to a result of rows of `width`."""
-    is_aligned = _is_aligned(x) and _is_aligned(w) and width * x.element_size() % 16 == 0
-    return x.numel() > 0 and _has_grouped_kernel(x) and is_aligned
-
-
 def _has_grouped_kernel(x: Tensor) -> bool:
+    """Tell whether torch's grouped kernel multiplies what is like `x`."""
     return x.is_cuda and x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (9, 0)
 
 
@@ -31,16 +27,36 @@ def reads_host(op: object, args: Sequence[Any]) -> bool:
     """Tell whether an operator of ours, called with arguments like these, waits for the device to read numbers of it on
     the host."""
     own = torch.ops.torchtitan_graph
-    if op is own.grouped_mm.default:
-        x_SD, w, _, transposed = args
-        w_EDF = w.transpose(1, 2) if transposed else w
-        return not _takes_grouped_kernel(x_SD, w_EDF, w_EDF.shape[2])
-    if op is own.grouped_outer.default:
-        x_SD, y_SF, _ = args
-        return not _takes_grouped_kernel(x_SD.t(), y_SF, y_SF.shape[1])
+    if op in (own.grouped_mm.default, own.grouped_outer.default):
+        return not _has_grouped_kernel(args[0])
     if op is own.grouped_sum.default:
         return not args[0].is_cuda
     return op in (own.row_splits.default, own.exchange.default)
+
+
+def _grouped_kernel(x: Tensor, w: Tensor, offsets_E: Tensor) -> Tensor:
+    """Multiply by torch's grouped kernel, (S, D) x (E, D, F) -> (S, F) or (D, S) x (S, F) -> (E, D, F), whatever the
+    widths. It wants every row, or every column, to begin at a multiple of 16 bytes: others are copied between zeros."""
+    rows, columns = x.shape[-2], w.shape[-1]
+    if x.numel() == 0:  # no row for any of them
+        shape = (rows, columns) if w.dim() == 3 else (offsets_E.shape[0], rows, columns)
+        return x.new_zeros(shape)
+    # Of experts' products S, whose number only the data know, is what `offsets_E` cuts: it stays as it is.
+    x = _in_eights(x, -1 if w.dim() == 3 else -2)
+    w = _in_eights(w, *((-1, -2) if w.dim() == 3 else (-1,)))
+    out = F.grouped_mm(x, w, offs=offsets_E)
+    return out[..., :rows, :columns].contiguous()
+
+
+def _in_eights(x: Tensor, *dims: int) -> Tensor:
+    """Give a matrix with zeros behind it, up to multiples of eight in those dims (of -1 and -2)."""
+    pads = [(-x.shape[dim] % 8 if dim in dims else 0) for dim in (-1, -2)]
+    if any(pads):
+        is_turned = x.stride(-1) != 1
+        x = x.transpose(-1, -2) if is_turned else x  # what lies by columns stays so
+        padded = F.pad(x, [0, pads[1 if is_turned else 0], 0, pads[0 if is_turned else 1]])
+        return padded.transpose(-1, -2) if is_turned else padded
+    return x if _is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def _is_aligned(x: Tensor) -> bool:
@@ -63,13 +79,13 @@ def _groups(offsets_E: Tensor) -> list[tuple[int, int]]:
 def grouped_mm(x_SD: Tensor, w: Tensor, offsets_E: Tensor, transposed: bool) -> Tensor:
     """Multiply each group's rows by its own matrix: (S, D) x (E, D, F), or transposed (E, F, D), -> (S, F).
 
-    bf16 on a recent GPU takes torch's grouped kernel, if the widths are multiples of eight. Elsewhere the groups are
-    multiplied one after another, without padding, at the price of reading the offsets on the host, which on a GPU waits
-    for it.
+    bf16 on a recent GPU takes torch's grouped kernel; widths that are no multiples of eight cost copies. Elsewhere the
+    groups are multiplied one after another, without padding, at the price of reading the offsets on the host, which on
+    a GPU waits for it.
     """
     w_EDF = w.transpose(1, 2) if transposed else w
-    if _takes_grouped_kernel(x_SD, w_EDF, w_EDF.shape[2]):
-        return torch.nn.functional.grouped_mm(x_SD, w_EDF, offs=offsets_E)
+    if _has_grouped_kernel(x_SD):
+        return _grouped_kernel(x_SD, w_EDF, offsets_E)
     out_SF = x_SD.new_empty(x_SD.shape[0], w_EDF.shape[2])
     for (begin, end), w_DF in zip(_groups(offsets_E), w_EDF, strict=True):
         torch.mm(x_SD[begin:end], w_DF, out=out_SF[begin:end])
@@ -79,8 +95,8 @@ def grouped_mm(x_SD: Tensor, w: Tensor, offsets_E: Tensor, transposed: bool) -> 
 @torch.library.custom_op(f"{_LIBRARY}::grouped_outer", mutates_args=())
 def grouped_outer(x_SD: Tensor, y_SF: Tensor, offsets_E: Tensor) -> Tensor:
     """Sum the outer products of each group's rows: (S, D), (S, F) -> (E, D, F); zeros for an empty group."""
-    if _takes_grouped_kernel(x_SD.t(), y_SF, y_SF.shape[1]):
-        return torch.nn.functional.grouped_mm(x_SD.t(), y_SF, offs=offsets_E)
+    if _has_grouped_kernel(x_SD):
+        return _grouped_kernel(x_SD.t(), y_SF, offsets_E)
     out_EDF = x_SD.new_empty(offsets_E.shape[0], x_SD.shape[1], y_SF.shape[1])
     for (begin, end), out_DF in zip(_groups(offsets_E), out_EDF, strict=True):
         torch.mm(x_SD[begin:end].t(), y_SF[begin:end], out=out_DF)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import math
 import shutil
 import time
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -71,6 +72,25 @@ from torchtitan_graph.steps import (
 from torchtitan_graph.steps.fingerprint import fingerprint
 from torchtitan_graph.steps.precompiled import Precompiled, open_precompiled, steps_to_data
 from torchtitan_graph.steps.table import step_table
+
+
+class Read(NamedTuple):
+    """What the host knows of a step, once the device is through with it.
+
+    losses      of each rank
+    of_saves    each rank's news of its saves
+    signal      that asked a rank to stop, or 0
+    grad_norm   of all ranks, before clipping
+    num_tokens  targets of all ranks
+    by_source   those of each corpus, where the data is a mixture of several
+    """
+
+    losses: list[float]
+    of_saves: list[int]
+    signal: int
+    grad_norm: float
+    num_tokens: float
+    by_source: list[float]
 
 
 class Trainer:
@@ -371,12 +391,15 @@ class Trainer:
         if not microbatches:
             return False
         with metrics.watch_work(self.step + 1):
-            output = self.steps.train(microbatches, num_tokens)
+            output = self.steps.train([self._to_device(batch) for batch in microbatches], num_tokens)
         if self.update is not None:  # touches no parameter if a loss or the norm is not finite
             grad_norm = self.update(output.loss)
         else:
             grad_norm = self.steps.clip(self.config.training.max_norm)
-        loss = self._sum_if_finite(output.loss, grad_norm)
+        if self.device.type != "cpu":
+            metrics.flops_per_step = self.steps.count_flops(microbatches)
+        read = self._read(output.loss, grad_norm, num_tokens)
+        loss = self._loss_if_finite(read)
         lr = self.lr_scheduler.get_last_lr()[0]
         metrics.maybe_log_histograms(self.step + 1, self.model)
         if self.update is None:
@@ -385,14 +408,12 @@ class Trainer:
         self.lr_scheduler.step()
         self.model.after_step(output.state)
         self.step += 1
-        self.tokens_seen += int(num_tokens)
-        self._count_sources()
-        if self.device.type != "cpu":
-            metrics.flops_per_step = self.steps.count_flops(microbatches)
+        self.tokens_seen += int(read.num_tokens)
+        self._count_sources(read.by_source)
         metrics.end_step(
             self.step,
             loss=loss,
-            grad_norm=float(grad_norm),
+            grad_norm=read.grad_norm,
             lr=float(lr),
             tokens_seen=self.tokens_seen,
             data_loading_s=data_loading_s,
@@ -402,54 +423,68 @@ class Trainer:
         )
         return True
 
-    def _count_sources(self) -> None:
+    def _read(self, loss: Tensor, grad_norm: Tensor, num_tokens: Tensor) -> Read:
+        """Read what the host has to know of a step in one copy: it waits for the device here, and only here.
+
+        What a rank has to tell travels along: a signal, so that all stop after the same step, and news of its saves.
+        """
+        # Numbers become arguments of kernels: `new_tensor` would copy them from the host's memory, and wait for that.
+        mine = [loss, loss.new_full((), self.checkpointer.news()), loss.new_full((), stop.received())]
+        gathered = loss.new_empty(dist.get_world_size(), len(mine))
+        dist.all_gather(list(gathered.unbind()), torch.stack(mine))
+        parts = [gathered.T, grad_norm, num_tokens]
+        if len(self.train_data.source_names) > 1:
+            targets = self.train_data.take_targets().to(self.device, non_blocking=True)
+            parts.append(self.layout.sum_over_rows(targets))
+        here = [x.to(self.device, torch.float64, non_blocking=True).flatten() for x in parts]  # counts are exact in it
+        numbers = iter(torch.cat(here).tolist())
+        losses, of_saves, signals = (list(itertools.islice(numbers, len(gathered))) for _ in mine)
+        return Read(losses, [int(x) for x in of_saves], int(max(signals)), next(numbers), next(numbers), list(numbers))
+
+    def _count_sources(self, targets: list[float]) -> None:
         """Add the step's targets of all ranks to each source's, where the data is a mixture."""
-        names = self.train_data.source_names
-        if len(names) > 1:
-            counts = self.layout.sum_over_rows(self.train_data.take_targets().to(self.device)).tolist()
-            before = self.tokens_by_source
-            self.tokens_by_source = {name: before.get(name, 0) + n for name, n in zip(names, counts, strict=True)}
+        before, names = self.tokens_by_source, self.train_data.source_names
+        if targets:
+            counted = zip(names, targets, strict=True)
+            self.tokens_by_source = {name: before.get(name, 0) + int(n) for name, n in counted}
 
     def _next_step(self) -> tuple[list[Batch], Tensor]:
-        """Take the microbatches of the next step that has targets, and count those of all ranks; none at the end."""
+        """Take the microbatches of the next step that has targets, and count those of all ranks; none at the end.
+
+        The microbatches are in the host's memory, the count is on the device.
+        """
         empty_rows = 0
         while empty_rows < self.train_data.num_lanes:
             begin = time.perf_counter()
             microbatches = [next(self.train_data) for _ in range(self.num_microbatches)]
             self.own_data_s += time.perf_counter() - begin
-            num_tokens = self._count_targets(microbatches)
-            if num_tokens > 0:
+            own, num_tokens = self._count_targets(microbatches)
+            if own or num_tokens > 0:  # a rank that has some needs no look at the sum, for which it would wait
                 stop.begin_steps()
-                return [self._to_device(batch) for batch in microbatches], num_tokens
+                return microbatches, num_tokens
             empty_rows += self.rows_per_step
         return [], torch.zeros(())
 
-    def _count_targets(self, microbatches: list[Batch]) -> Tensor:
-        """Count the targets of all ranks: the one denominator, known before the first microbatch."""
-        count = sum((batch.labels_BL != IGNORE_INDEX).sum() for batch in microbatches)
-        return self.layout.sum_over_rows(count.to(self.device))  # type: ignore[union-attr]
+    def _count_targets(self, microbatches: list[Batch]) -> tuple[int, Tensor]:
+        """Count the targets of this rank, and on the device those of all: the one denominator, known before the first
+        microbatch."""
+        own = sum(int((batch.labels_BL != IGNORE_INDEX).sum()) for batch in microbatches)
+        return own, self.layout.sum_over_rows(torch.full((), own, device=self.device))
 
     def _to_device(self, batch: Batch) -> Batch:
         return Batch(*(x.to(self.device, non_blocking=True) for x in batch))
 
-    def _sum_if_finite(self, loss: Tensor, grad_norm: Tensor) -> float:
-        """Give the loss of all ranks; stop before the optimizer touches a parameter if it or the norm is not finite.
-
-        What a rank has to tell travels along: a signal, so that all stop after the same step, and news of its saves.
-        """
-        news = loss.new_tensor([self.checkpointer.news(), stop.received()])
-        gathered = loss.new_empty(dist.get_world_size(), 3)
-        dist.all_gather(list(gathered.unbind()), torch.cat([loss[None], news]))
-        by_rank, of_saves, signals = gathered.T.tolist()
-        self.stop_signal = int(max(signals))
-        self.checkpointer.hear([int(x) for x in of_saves])
-        if all(map(math.isfinite, by_rank)) and math.isfinite(float(grad_norm)):
-            return self.layout.total_loss(by_rank)
-        ranks = [r for r, x in enumerate(by_rank) if not math.isfinite(x)]
+    def _loss_if_finite(self, read: Read) -> float:
+        """Give the loss of all ranks; stop before the optimizer touches a parameter if it or the norm is not finite."""
+        self.stop_signal = read.signal
+        self.checkpointer.hear(read.of_saves)
+        if all(map(math.isfinite, [*read.losses, read.grad_norm])):
+            return self.layout.total_loss(read.losses)
+        ranks = [r for r, x in enumerate(read.losses) if not math.isfinite(x)]
         gradients = ranks_with_non_finite_gradients(self.model.parameters(), self.device)
         raise NonFiniteError(
             f"step {self.step + 1}: the loss is not finite on ranks {ranks or 'none'}, the gradient norm is "
-            f"{float(grad_norm)}, with non-finite gradients at rest on ranks {gradients or 'none'}; no parameter was "
+            f"{read.grad_norm}, with non-finite gradients at rest on ranks {gradients or 'none'}; no parameter was "
             "touched. Resume from the last checkpoint with a lower optimizer.lr or longer lr_scheduler.warmup_steps, "
             "and look at the step's data"
         )
@@ -461,7 +496,7 @@ class Trainer:
         loss_sum, num_targets, empty_rows, taken = 0.0, 0, 0, 0
         while empty_rows < data.num_lanes and taken != config.steps:
             batch = next(data)
-            count = int(self._count_targets([batch]))
+            count = int(self._count_targets([batch])[1])
             taken += 1
             empty_rows = 0 if count else empty_rows + config.local_batch_size * self.dims.data
             if count:

@@ -5,7 +5,6 @@ import logging
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,12 +18,9 @@ class Terminal(io.StringIO):
 
 
 @pytest.fixture(autouse=True)
-def restore_logger(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_ERROR_FILE"):
         monkeypatch.delenv(name, raising=False)
-    before = logger.handlers, logger.level, logger.propagate
-    yield
-    logger.handlers, logger.level, logger.propagate = before
 
 
 def logged(monkeypatch: pytest.MonkeyPatch, level: int, color: bool = True, terminal: bool = False) -> str:

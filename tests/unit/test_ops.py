@@ -83,8 +83,8 @@ def like_a_recent_gpu(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
 
 
 @pytest.mark.parametrize("transposed", [True, False])
-@pytest.mark.parametrize(("width", "to"), [(16, 24), (16, 34), (34, 16)])
-def test_widths_that_the_grouped_kernel_refuses_are_multiplied_all_the_same(
+@pytest.mark.parametrize(("width", "to"), [(16, 24), (16, 34), (34, 16), (33, 35)])
+def test_the_grouped_kernel_takes_any_width(
     width: int, to: int, transposed: bool, like_a_recent_gpu: list[torch.Size]
 ) -> None:
     sizes = SIZES[0]
@@ -92,7 +92,7 @@ def test_widths_that_the_grouped_kernel_refuses_are_multiplied_all_the_same(
     w = randn(len(sizes), *((to, width) if transposed else (width, to)), dtype=torch.bfloat16).requires_grad_()
     found = grouped_mm(x, w, ends(sizes), transposed)
     gradients = torch.autograd.grad(found.square().sum(), (x, w))
-    assert len(like_a_recent_gpu) == (3 if to % 8 == width % 8 == 0 else 0)
+    assert len(like_a_recent_gpu) == 3  # the product, and a gradient of each factor: none reads the offsets
     plain = torch.stack([x[i] @ (w[e].T if transposed else w[e]) for i, e in enumerate(numbers(sizes))])
     expected = torch.autograd.grad(plain.square().sum(), (x, w))
     for one, other in zip((found, *gradients), (plain, *expected), strict=True):

@@ -1,0 +1,106 @@
+"""Run tests/gpuless: the CUDA path on a machine without a GPU, on a stand-in that launches nothing.
+
+    python -m venv gpuless && gpuless/bin/pip install torch -e '.[dev]'
+    gpuless/bin/python scripts/check_cuda_without_gpu.py [-k WORDS]
+
+It needs a CUDA build of torch, the newest that pip gives, in an environment of its own, a C++ compiler, and no GPU.
+Each test has a process of its own. docs/16_cuda_without_a_gpu.md tells what is checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parents[1] / "tests" / "gpuless"
+SOURCE = TESTS / "null_gpu.cpp"
+SITE = Path(sysconfig.get_path("platlib"))
+# Of the CUDA runtime, cuBLAS, NCCL and the driver.
+SYMBOL = r"(?:__cuda|cuda|cublas|nccl|cu[A-Z])\w*"
+
+
+def build(folder: Path) -> Path:
+    """Compile the null GPU against the headers in torch's wheels; give the library, named as the driver's is."""
+    headers = [*SITE.glob("nvidia/cu*/include"), SITE / "nvidia/nccl/include", SITE / "triton/backends/nvidia/include"]
+    wanted: set[str] = set(re.findall(r"\b(cu[A-Z]\w*)\(", (SITE / "triton/backends/nvidia/driver.c").read_text()))
+    for name in ("c10_cuda", "torch_cuda", "torch_python", "caffe2_nvrtc"):
+        library = SITE / f"torch/lib/lib{name}.so"
+        symbols = subprocess.run(["nm", "-D", library], capture_output=True, text=True, check=True).stdout
+        wanted.update(re.findall(rf" U ({SYMBOL})", symbols))
+    answered = re.findall(rf"\b({SYMBOL})\b", SOURCE.read_text())
+    folder.mkdir(parents=True, exist_ok=True)
+    generated = "".join(f"UNANSWERED({name})\n" for name in sorted(wanted.difference(answered)))
+    (folder / "unanswered.inc").write_text(generated)
+    library = folder / "libcuda.so.1"
+    command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", f"-I{folder}", *(f"-I{path}" for path in headers)]
+    subprocess.run([*command, "-Wl,-soname,libcuda.so.1", SOURCE, "-o", library, "-ldl"], check=True)
+    return library
+
+
+def why_not() -> str | None:
+    """Say what is missing here, if anything is."""
+    import torch
+
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} has no CUDA; in an environment of its own: pip install torch -e '.[dev]'"
+    if missing := [tool for tool in ("g++", "nm") if shutil.which(tool) is None]:
+        return f"{', '.join(missing)}: not found; install a C++ compiler and binutils"
+    return None
+
+
+def environment(library: Path) -> dict[str, str]:
+    """Give the environment of a process that takes the null GPU for one."""
+    return os.environ | {
+        "NULL_GPU": "1",
+        "LD_PRELOAD": str(library),
+        "TRITON_LIBCUDA_PATH": str(library.parent),
+        "TORCHINDUCTOR_CACHE_DIR": str(library.parent / "inductor"),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # processes that compile would be forked before there is a GPU
+        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",  # memory is 0 when it is given out, not what somebody left there
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def pytest(arguments: list[str], env: dict[str, str]) -> tuple[int, str]:
+    """Run pytest in a process of its own; give its exit code and what it says."""
+    ours = ["-o", "filterwarnings=ignore", "-o", "timeout=1800", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *ours, *arguments]
+    done = subprocess.run(command, cwd=TESTS.parents[1], env=env, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-k", default="", help="only tests whose names match, as of pytest")
+    args = parser.parse_args()
+    if reason := why_not():
+        raise SystemExit(f"check_cuda_without_gpu: not run: {reason}")
+    failed = []
+    with tempfile.TemporaryDirectory() as folder:
+        env = environment(build(Path(folder)))
+        code, text = pytest(["--collect-only", "-q", "-k", args.k, str(TESTS)], env)
+        tests = [line for line in text.splitlines() if "::" in line and not line.startswith("ERROR")]
+        if code or not tests:
+            raise SystemExit(f"{text}\ncheck_cuda_without_gpu: no test could be collected")
+        for number, test in enumerate(tests, 1):
+            begin = time.perf_counter()
+            code, text = pytest(["-q", "-s", test], env)
+            told = ["  " + line.partition("told: ")[2] for line in text.splitlines() if "told: " in line]
+            result = "FAILED" if code else "ok"
+            print(f"{number}/{len(tests)} {test.partition('::')[2]}: {result}  ({time.perf_counter() - begin:.0f} s)")
+            print("\n".join([text] if code else told), end="\n" * bool(code or told), flush=True)
+            failed += [test] * bool(code)
+    if failed:
+        raise SystemExit(f"check_cuda_without_gpu: {len(failed)} of {len(tests)} failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

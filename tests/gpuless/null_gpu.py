@@ -1,0 +1,29 @@
+"""What the null GPU was asked to do. Only in a process that has it preloaded, see null_gpu.cpp."""
+
+import collections
+import ctypes
+import re
+import subprocess
+
+_LIBRARY = ctypes.CDLL("libcuda.so.1")  # the one that is there already
+_LIBRARY.null_gpu_take.restype = ctypes.c_char_p
+
+Counts = collections.Counter[str]
+
+
+def take() -> Counts:
+    """Give what happened since the last call, and how often: "kernel NAME <<<grid, block>>>", "product ...",
+    "collective ...", "copy ...", "wait ...". Kernels have their mangled names."""
+    lines = (line.split("\t", 1) for line in _LIBRARY.null_gpu_take().decode().splitlines())
+    return collections.Counter({what: int(number) for number, what in lines})
+
+
+def plain(names: list[str]) -> list[str]:
+    """Give names as they are in the source, short enough to read."""
+    text = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True).stdout
+    return [re.sub(r"\(anonymous namespace\)::|at::native::", "", line)[:200] for line in text.splitlines()]
+
+
+def tell(text: str) -> None:
+    """Say something under the test's line of the report."""
+    print(f"told: {text}", flush=True)

@@ -1,0 +1,68 @@
+"""One rank of four under torch's own NCCL group: what it sends in a step, as a graph and in eager mode."""
+
+import collections
+from collections.abc import Callable
+from functools import partial
+
+import null_gpu
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.fx import GraphModule
+
+from torchtitan_graph.check import matrix
+from torchtitan_graph.check.matrix import BF16, Cell
+from torchtitan_graph.parallel.layout import ParallelDims
+from torchtitan_graph.steps import Steps, inputs
+
+LAYOUTS = {
+    "FSDP": Cell(ParallelDims(dp_shard=4), BF16),
+    "HSDP": Cell(ParallelDims(dp_replicate=2, dp_shard=2), BF16),
+    "TP": Cell(ParallelDims(dp_shard=2, tp=2), BF16),
+    "CP": Cell(ParallelDims(dp_shard=2, cp=2), BF16),
+}
+
+
+def sent(cell: Cell, build: Callable[[Cell], Steps]) -> dict[str, int]:
+    """Give the bytes of a step's collectives, by their kind."""
+    steps, data = build(cell), matrix.microbatches(cell, 0, 1)
+    null_gpu.take()
+    steps.train(*data)
+    total = collections.Counter[str]()
+    for what, number in null_gpu.take().items():
+        if what.startswith("collective "):
+            _, kind, size, *_ = what.split()
+            total[kind] += number * int(size)
+    return dict(total)
+
+
+@pytest.fixture(autouse=True)
+def first_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The other ranks never come: nobody waits for them, or for what they say over gloo.
+    monkeypatch.setattr(distributed_c10d, "_store_based_barrier", lambda *args, **kwargs: None)
+    monkeypatch.setattr(inputs, "files_group", lambda: None)
+    monkeypatch.setattr(inputs, "on_rank_0", lambda run, group: run())
+    monkeypatch.setattr(matrix, "DEVICE", torch.device("cuda"))
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=4)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_graph_sends_what_eager_does(layout: str) -> None:
+    eager, graph = sent(LAYOUTS[layout], matrix.build_eager), sent(LAYOUTS[layout], matrix.build_graph)
+    null_gpu.tell(f"eager {eager}")
+    null_gpu.tell(f"graph {graph}")
+    assert eager and graph == eager
+
+
+def test_a_reduction_sent_twice_is_found() -> None:
+    def again(gm: GraphModule) -> GraphModule:
+        target = torch.ops._c10d_functional.reduce_scatter_tensor.default
+        node = gm.graph.find_nodes(op="call_function", target=target)[0]
+        with gm.graph.inserting_after(node):
+            gm.graph.node_copy(node)
+        gm.recompile()
+        return gm
+
+    cell = LAYOUTS["FSDP"]
+    assert sent(cell, matrix.build_graph) != sent(cell, partial(matrix.build_graph, edit=again))

@@ -15,7 +15,7 @@ from torchtitan_graph.device import GIB
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.cost import Estimate, estimate
-from torchtitan_graph.graph.liveness import at_peak, host_memory, input_memory, peak_memory
+from torchtitan_graph.graph.liveness import at_node, host_memory, input_memory, peak_memory
 from torchtitan_graph.graph.partition import ONCE_A_STEP
 from torchtitan_graph.graph.torch_private import PipelineAction
 from torchtitan_graph.graph.traced import TracedResult
@@ -169,9 +169,9 @@ def forecast(
         peak = peak_of_stages(graphs.train, options.pipeline, stage_rank)
         held[STEP], where, by = peak.num_bytes, peak.where, dict(peak.by)
         if peak.part is not None:
-            stage_number, name = peak.part
+            stage_number, name, node = peak.part
             del by[RUNS]
-            by = _sum(by, at_peak(graphs.train[stage_number].parts.by_name[name].gm))
+            by = _sum(by, at_node(graphs.train[stage_number].parts.by_name[name].gm, node))
         offloaded = _offloaded_of_stages(graphs.train, options.pipeline.actions[stage_rank])
         for stage in graphs.train.values():
             for name, part in stage.parts.by_name.items():
@@ -183,7 +183,8 @@ def forecast(
         _add(sent_once, _messages(graphs.train, options.pipeline.actions[stage_rank]))
     else:
         held[INPUTS] = input_memory(graphs.train.gm)
-        (held[STEP], where), by = _peak(graphs.train), at_peak(graphs.train.gm)
+        held[STEP], where = _peak(graphs.train)
+        by = at_node(graphs.train.gm, peak_memory(graphs.train.gm).node)
         offloaded = host_memory(graphs.train.gm)
         sent = traffic(graphs.train.gm, axes)
         time = estimate(graphs.train.gm, costs)

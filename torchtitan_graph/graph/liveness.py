@@ -54,18 +54,18 @@ GATHERED, COMMUNICATION, NEW_GRADIENTS = "gathered weights", "communication buff
 ACTIVATIONS, BACKWARD, WORKSPACE = "activations", "backward's own values", "workspace"
 
 
-def at_peak(gm: GraphModule) -> dict[str, int]:
-    """Give the bytes of `peak_memory` by what they are for: weights that were gathered, what else collectives give,
-    gradients that leave the graph, forward's values, backward's, and what the node that runs then needs meanwhile."""
-    peak, memories = peak_memory(gm).node, Memories(gm)
+def at_node(gm: GraphModule, running: Node) -> dict[str, int]:
+    """Give the bytes that a graph holds while a node runs, by what they are for: weights that were gathered, what else
+    collectives give, gradients that leave the graph, the values of forward and backward, and what the node needs."""
+    memories = Memories(gm)
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
     grads = {memories.owner[node] for node in output_nodes(gm, "grad").values()}
     found: dict[str, int] = collections.Counter()
     for node in gm.graph.nodes:
         for owner in memories.taken(node):
-            if order[node] <= order[peak] <= order[memories.last_use[owner]]:
+            if order[node] <= order[running] <= order[memories.last_use[owner]]:
                 found[_purpose(owner, grads)] += size_of(owner)
-    found[WORKSPACE] += scratch_of(peak)
+    found[WORKSPACE] += scratch_of(running)
     return {purpose: size for purpose, size in found.items() if size}
 
 

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from torch.fx import Node
+
 from torchtitan_graph.graph.edit import value
-from torchtitan_graph.graph.liveness import GATHERED, input_memory, output_memory, peak_memory
+from torchtitan_graph.graph.liveness import (
+    GATHERED,
+    Memories,
+    held_memory,
+    input_memory,
+    output_memory,
+    owners,
+    size_of,
+)
+from torchtitan_graph.graph.partition import Part
 from torchtitan_graph.parallel.pipeline import StageGraph
 from torchtitan_graph.parallel.schedule import Schedule
 
 
 class StagesPeak(NamedTuple):
     """The most bytes that a rank of a pipeline holds in a step beside what lies there from step to step, by what for,
-    and what runs then; `part` is the stage and the name of that part, None while weights are gathered."""
+    and what runs then; `part` is the stage, the name of that part and its node, None while weights are gathered."""
 
     by: Mapping[str, int]
     where: str
-    part: tuple[int, str] | None
+    part: tuple[int, str, Node] | None
 
     @property
     def num_bytes(self) -> int:
@@ -32,7 +44,7 @@ def peak_of_stages(graphs: Mapping[int, StageGraph], schedule: Schedule, rank: i
     each microbatch keeps for backward, and what runs."""
     parts = {number: graph.parts.by_name for number, graph in graphs.items()}
     gives = {(number, name): output_memory(part.gm) for number in parts for name, part in parts[number].items()}
-    needs = {(number, name): peak_memory(part.gm).num_bytes for number in parts for name, part in parts[number].items()}
+    needs = {(number, name): _most(parts[number], name) for number in parts for name in parts[number]}
     inputs = {number: input_memory(graph.train.gm) for number, graph in graphs.items()}
     held = {GATHERED: sum(gives[number, "gather"] for number in parts), TAKEN: 0, KEPT: 0, SUMS: 0}
     peak, has_sums = StagesPeak(dict(held), GATHERED, None), set()
@@ -43,9 +55,11 @@ def peak_of_stages(graphs: Mapping[int, StageGraph], schedule: Schedule, rank: i
         runs = {"F": ("forward",), "B": backward, "I": ("input",), "W": ("weight",)}.get(action.kind, ())
         for name in runs:
             held[TAKEN] += received if name == "forward" else 0
-            if sum(held.values()) + needs[stage, name] > peak.num_bytes:
+            made, let_go, node = needs[stage, name]
+            now = held | {KEPT: held[KEPT] - let_go, RUNS: made}
+            if sum(now.values()) > peak.num_bytes:
                 where = f"{name} of microbatch {action.microbatch} in stage {stage}"
-                peak = StagesPeak(held | {RUNS: needs[stage, name]}, where, (stage, name))
+                peak = StagesPeak(now, where, (stage, name, node))
             if name in ("forward", "input"):
                 held[KEPT] += gives[stage, name]
                 continue
@@ -56,6 +70,37 @@ def peak_of_stages(graphs: Mapping[int, StageGraph], schedule: Schedule, rank: i
                 has_sums.add(stage)
                 held[SUMS] += _bytes_of_sums(graphs[stage])
     return peak
+
+
+def _most(parts: Mapping[str, Part], name: str) -> tuple[int, int, Node]:
+    """Tell when a part, and what earlier parts of the microbatch kept for it, hold most: the bytes of what it has made
+    by then, of what was kept and it has let go of, and the node that runs."""
+    gm, freed_after = parts[name].gm, _last_reads(parts, name)
+    held, freed, found = held_memory(gm, size_of), 0, []
+    for node in gm.graph.nodes:
+        found.append((held[node], freed, node))
+        freed += freed_after[node]
+    return max(found, key=lambda each: each[0] - each[1])
+
+
+def _last_reads(parts: Mapping[str, Part], name: str) -> collections.Counter[Node]:
+    """Give the bytes that are free after each node of a part, of what was kept for it and no later part reads."""
+    gm, order = parts[name].gm, [each for each in parts if each in ("forward", "backward", "input", "weight")]
+    if name not in order[1:]:
+        return collections.Counter()
+    before, after = order[: order.index(name)], order[order.index(name) + 1 :]
+    read_later = {value for each in after for value in parts[each].reads}
+    last_use, number = Memories(gm).last_use, {node: i for i, node in enumerate(gm.graph.nodes)}
+    last = {str(x.target): number[last_use[x]] for x in gm.graph.find_nodes(op="placeholder")}
+    nodes, found = list(gm.graph.nodes), collections.Counter[Node]()
+    for each in before:
+        owner, lying = owners(parts[each].gm), collections.defaultdict[Node, list[str]](list)
+        for value_name, x in zip(parts[each].gives, parts[each].gm.graph.output_node().args[0], strict=True):  # type: ignore[arg-type]
+            lying[owner[x]].append(value_name)  # type: ignore[index]
+        for memory, values in lying.items():
+            if (here := [last[x] for x in values if x in last]) and read_later.isdisjoint(values):
+                found[nodes[max(here)]] += size_of(memory)
+    return found
 
 
 def in_flight(schedule: Schedule, stage: int) -> int:

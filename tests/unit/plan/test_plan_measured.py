@@ -14,7 +14,9 @@ SCRIPTS = Path(__file__).parents[3] / "scripts"
 TINY = "--training.seq_len 64 --training.local_batch_size 2 --debug.moe_force_load_balance --model.name {}"
 CELLS = {
     "FSDP-2": TINY.format("llama3") + " --training.mixed_precision_param bfloat16",
-    "PP-2": TINY.format("llama3") + " --parallelism.pipeline_parallel_degree 2",
+    # Long rows, several in flight: backward lets go of what forward kept while it makes gradients.
+    "PP-2": TINY.format("llama3")
+    + " --parallelism.pipeline_parallel_degree 2 --training.seq_len 256 --training.local_batch_size 4",
 }
 
 
@@ -35,6 +37,6 @@ def test_the_peak_of_real_ranks_is_the_one_told(name: str, tmp_path: Path) -> No
     words = CELLS[name].split()
     job = build(configuration(words, 2), 2, RATES["CPU"])
     told, measured = max(rank.told.in_all for rank in job.ranks), max(run_on(2, peak_here, words, str(tmp_path)))
-    assert told == pytest.approx(measured, rel=0.05)
+    assert told == pytest.approx(measured, rel=0.03)
     # Negative control: bf16 takes half as much.
-    assert told / 2 != pytest.approx(measured, rel=0.05)
+    assert told / 2 != pytest.approx(measured, rel=0.03)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import triton
+from test_operators import with_heads
 
 from torchtitan_graph.check import matrix
 from torchtitan_graph.check.matrix import BF16, Cell
@@ -48,7 +49,7 @@ def test_flex_attention_fits_the_device(width: int, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(matrix, "DEVICE", torch.device("cuda"))
     monkeypatch.setattr(matrix, "NUM_ROWS", 1)
     monkeypatch.setattr(matrix, "SEQ_LEN", 1024)
-    matrix.final_graphs(Cell(attn="flex", precision=BF16, changes=(("head_dim", width),)))
+    matrix.final_graphs(Cell(attn="flex", precision=BF16, changes=with_heads("llama3", "debugmodel", width)))
     found = {kernel.metadata.name: inspect(kernel, tmp_path) for kernel in kernels}
     for name, numbers in found.items():
         null_gpu.tell(f"{width} wide: {name}: {numbers}")

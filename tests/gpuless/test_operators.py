@@ -1,6 +1,7 @@
 """Which kernels torch's own choice gives attention and norms on an H100, by family, dtype and width of heads."""
 
 import collections
+import dataclasses
 
 import null_gpu
 import pytest
@@ -12,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torchtitan_graph.check import matrix
 from torchtitan_graph.check.matrix import BF16, FP32, Cell
 from torchtitan_graph.graph.trace import TracedResult
+from torchtitan_graph.models.spec import load_family, tiny_config
 
 FUSED = {"cudnn", "flash", "efficient"}
 
@@ -20,6 +22,15 @@ FUSED = {"cudnn", "flash", "efficient"}
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     monkeypatch.setattr(matrix, "DEVICE", torch.device("cuda"))
+
+
+def with_heads(family: str, flavor: str, width: int) -> tuple[tuple[str, int], ...]:
+    """Give the changes of a tiny configuration that make its heads so wide."""
+    config = tiny_config(load_family(family).FLAVORS[flavor])
+    if any(hasattr(config, name) for name in ("nope_dim", "rope_dim")):
+        return tuple((name, width) for name in ("nope_dim", "v_dim", "kv_lora_rank")) + (("rope_dim", width // 2),)
+    is_chosen = "head_dim" in {field.name for field in dataclasses.fields(config)}
+    return (("head_dim", width),) if is_chosen else (("dim", width * config.num_heads),)
 
 
 def operators(cell: Cell) -> tuple[collections.Counter[str], dict[str, int]]:
@@ -37,8 +48,7 @@ def operators(cell: Cell) -> tuple[collections.Counter[str], dict[str, int]]:
 @pytest.mark.parametrize("family, flavor", FLAVORS)
 def test_attention_and_norms_are_fused(family: str, flavor: str) -> None:
     for width in (64, 128):
-        names = ("head_dim", "nope_dim", "v_dim", "kv_lora_rank")
-        changes = (*((name, width) for name in names), ("rope_dim", width // 2))
+        changes = with_heads(family, flavor, width)
         for name, precision in (("fp32", FP32), ("bf16", BF16)):
             attention, norms = operators(Cell(family=family, flavor=flavor, precision=precision, changes=changes))
             null_gpu.tell(f"{width:4d} wide, {name}: attention {dict(attention)}, norms {norms}")

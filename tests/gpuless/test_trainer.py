@@ -16,6 +16,9 @@ from torchtitan_graph.trainer import Trainer
 REPOSITORY = Path(__file__).parents[2]
 ARGUMENTS = "--training.steps 4 --training.seq_len 128 --training.local_batch_size 2 --validation.no-enable"
 # What a step waits for, by the function and the source of its line.
+EXPERTS = "--model.name qwen3 --model.flavor debugmodel_moe"
+BF16 = "--training.mixed_precision_param bfloat16"
+OFFSETS = ("_groups", "ends = offsets_E.tolist()")  # of experts in fp32, which torch has no grouped kernel for
 READ = ("_read", "numbers = iter(torch.cat(here).tolist())")
 
 
@@ -49,11 +52,17 @@ def train(folder: Path, *options: str) -> list[collections.Counter[tuple[str, st
     return steps
 
 
-@pytest.mark.parametrize("options", ["", "--compile.mode eager", "--compile.optimizer_in_graph"])
+@pytest.mark.parametrize("options", ["", "--compile.mode eager", "--compile.optimizer_in_graph", f"{EXPERTS} {BF16}"])
 def test_a_step_waits_once(options: str, tmp_path: Path) -> None:
     _, *after_the_first = train(tmp_path, "--metrics.log_freq", "100", *options.split())
     for waits in after_the_first[:-1]:  # the last one is logged
         assert waits == {READ: 1}
+
+
+def test_experts_in_fp32_wait_for_their_offsets_too(tmp_path: Path) -> None:
+    options = f"--metrics.log_freq 100 {EXPERTS} --training.mixed_precision_param float32"
+    _, *after_the_first = train(tmp_path, *options.split())
+    assert all(waits.keys() == {READ, OFFSETS} and waits[READ] == 1 for waits in after_the_first[:-1])
 
 
 def test_a_number_that_is_read_in_the_step_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,9 +119,10 @@ def test_what_is_offloaded_is_held_by_the_host(dims: ParallelDims, monkeypatch: 
     before, after = (of(dataclasses.replace(stay, offload=names)) for names in ((), ("layers.0", "layers.1")))
     assert not before.on_host and after.on_host[OFFLOADED] > 0
     assert "host" not in "\n".join(before.lines()) and "GiB, in the host's memory" in "\n".join(after.lines())
-    if dims.pp > 1:  # all that the four microbatches keep
+    if dims.pp > 1:
         fewer = of(dataclasses.replace(stay, num_microbatches=2, offload=("layers.0", "layers.1")))
-        assert before.held[STEP] - after.held[STEP] == pytest.approx(after.on_host[OFFLOADED], rel=0.4)
+        # Most is held in backward of the second microbatch, when it and two others keep values; it lets go of its own.
+        assert 2 / 4 <= (before.held[STEP] - after.held[STEP]) / after.on_host[OFFLOADED] <= 3 / 4
         assert fewer.on_host[OFFLOADED] == after.on_host[OFFLOADED]
     else:
         assert 0 < before.held[STEP] - after.held[STEP] <= after.on_host[OFFLOADED]

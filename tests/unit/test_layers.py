@@ -24,7 +24,7 @@ def write_package(folder: Path, **imports: str) -> None:
     """Write an empty package with the layers' modules; `imports` gives some of them a line of code."""
     package = folder / "torchtitan_graph"
     siblings = ("steps", "passes", "models", "data", "optim", "checkpoint", "metrics", "quantize", "run")
-    for module in ("check", "check_pass", *siblings, "parallel", "graph", "config"):
+    for module in ("check", "check_pass", "plan", "explorer", *siblings, "parallel", "graph", "config", "rates"):
         (package / module).mkdir(parents=True)
         (package / module / "__init__.py").touch()
     top = ("train", "translate", "requeue", "preflight", "launch", "precompile")

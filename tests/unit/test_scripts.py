@@ -120,7 +120,11 @@ def test_a_second_run_of_the_same_command_overwrites_nothing(
         ("benchmark.py", ["--rows", 0], "--rows 0: must be at least 1"),
         ("benchmark.py", ["--dtypes", "float3"], "--dtypes float3: legal are float32, bfloat16"),
         ("benchmark.py", ["--models", "llama3:nope"], "--models llama3:nope: legal for llama3 are small, mid, large,"),
-        ("benchmark.py", ["--modes", "eager,rope+nope"], "--modes rope+nope: legal are eager, compile, graph,"),
+        (
+            "benchmark.py",
+            ["--modes", "eager,rope+nope"],
+            "--modes rope+nope: legal are eager, compile, compile_whole, graph,",
+        ),
         ("benchmark.py", ["--layouts", "hsdp2"], "--layouts hsdp2: legal are fsdp1,"),
         ("benchmark.py", ["--disable", "nope"], "'nope': legal are"),
         ("benchmark.py", ["--json", "nowhere/x.jsonl"], "--json nowhere/x.jsonl: there is no folder for it"),

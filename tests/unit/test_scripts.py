@@ -123,7 +123,7 @@ def test_a_second_run_of_the_same_command_overwrites_nothing(
         (
             "benchmark.py",
             ["--modes", "eager,rope+nope"],
-            "--modes rope+nope: legal are eager, compile, compile_whole, graph,",
+            "--modes rope+nope: legal are eager, compile, compile_whole,",
         ),
         ("benchmark.py", ["--layouts", "hsdp2"], "--layouts hsdp2: legal are fsdp1,"),
         ("benchmark.py", ["--disable", "nope"], "'nope': legal are"),

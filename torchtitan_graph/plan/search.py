@@ -22,6 +22,7 @@ from typing import Any
 from torchtitan_graph.config import JobConfig, check
 from torchtitan_graph.config.job import get, put
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.parallel.layout import CP, DP_REPLICATE, DP_SHARD, EP, PP, TP
 from torchtitan_graph.parallel.schedule import SCHEDULES
 
 _PP, _REPLICATE = "parallelism.pipeline_parallel_degree", "parallelism.data_parallel_replicate_degree"
@@ -33,18 +34,18 @@ _RESHARD = "parallelism.fsdp_reshard_after_forward"
 _MODE, _OPTION = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
 
 SHORT = {
-    _PP: "pp",
-    _REPLICATE: "dp_replicate",
-    _SHARD: "dp_shard",
-    _CP: "cp",
-    _TP: "tp",
-    _EP: "ep",
+    _PP: PP,
+    _REPLICATE: DP_REPLICATE,
+    _SHARD: DP_SHARD,
+    _CP: CP,
+    _TP: TP,
+    _EP: EP,
     _SCHEDULE: "schedule",
     _STAGE_ROWS: "rows",
     _ROWS: "rows",
     _RESHARD: "reshard",
 }
-AXES = ("dp_replicate", "tp", "cp", "pp", "ep")
+AXES = (DP_REPLICATE, TP, CP, PP, EP)
 VARIED = (*AXES, "schedule", "rows", "recompute", "reshard")
 
 # From what costs least time and most memory to the contrary.

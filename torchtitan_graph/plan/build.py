@@ -15,7 +15,7 @@ from torchtitan_graph.forecast import Forecast, forecast
 from torchtitan_graph.graph.alike import description
 from torchtitan_graph.graph.cost import Link
 from torchtitan_graph.graph.torch_private import init_fake_process_group
-from torchtitan_graph.graph.trace import TracedResult
+from torchtitan_graph.graph.traced import TracedResult
 from torchtitan_graph.log import logger
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.parallel.layout import ParallelDims

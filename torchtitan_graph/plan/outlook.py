@@ -13,7 +13,7 @@ from typing import Any
 from torchtitan_graph.device import GIB
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.liveness import peak_memory
-from torchtitan_graph.graph.trace import TracedResult
+from torchtitan_graph.graph.traced import TracedResult
 from torchtitan_graph.parallel.storage import Storage
 from torchtitan_graph.plan.build import Job
 from torchtitan_graph.plan.experts import Busiest, busiest_by_layer, peak_with_loads, read_loads, rows_sent, uneven

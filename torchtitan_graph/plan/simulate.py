@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torchtitan_graph.graph.cost import Costs, Estimate, Link, estimate
 from torchtitan_graph.graph.partition import ONCE_A_STEP
 from torchtitan_graph.graph.torch_private import PipelineAction
-from torchtitan_graph.graph.trace import TracedResult
+from torchtitan_graph.graph.traced import TracedResult
 from torchtitan_graph.parallel.layout import PP
 from torchtitan_graph.parallel.schedule import Schedule
 from torchtitan_graph.plan.build import Job, Rank

@@ -201,20 +201,28 @@ def test_sharded_stages_are_torchs(schedule, precision, other):
 
 
 def messages(cell: Cell) -> list[tuple[str, torch.Size]]:
-    """Give what a rank sends and receives in a step, in its order."""
+    """Give what a rank sends and receives in a step, and when a stage reduces its gradients, in its order."""
     found: list[tuple[str, torch.Size]] = []
 
     def noting(name, start):
         return lambda x, **to: (found.append((name, x.shape)), start(x, **to))[1]
 
-    with patch.multiple(dist, isend=noting("sent", dist.isend), irecv=noting("got", dist.irecv)):
+    sending = patch.multiple(dist, isend=noting("sent", dist.isend), irecv=noting("got", dist.irecv))
+    reduce = Stage.reduce
+    with (
+        sending,
+        patch.object(Stage, "reduce", lambda self: (found.append(("reduced", torch.Size())), reduce(self))[1]),
+    ):
         build_graph(cell).train(*microbatches(cell, layout_of(cell.dims).data_rank, 1))
     return found
 
 
 def test_two_ranks_messages_come_in_one_order():
     """Each waits for its receiver on NCCL; the gradient of a tied weight, which goes both ways, is among them."""
-    first, second = run_on(2, messages, cell(PP2, "1F1B", tied=True))
+    both = run_on(2, messages, cell(PP2, "1F1B", tied=True))
+    # The first rank waits for the last gradient: it is on its way before the second one reduces its weights'.
+    assert [name for name, _ in both[1]][-4:] == ["sent", "reduced", "got", "sent"]
+    first, second = ([each for each in found if each[0] != "reduced"] for found in both)
     assert second == [("got" if name == "sent" else "sent", shape) for name, shape in first]
     assert [shape for _, shape in first[-2:]] == [(509, 64)] * 2
 

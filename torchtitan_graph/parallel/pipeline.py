@@ -18,7 +18,7 @@ from torchtitan_graph.graph.state import BoundState, sharing_memory
 from torchtitan_graph.graph.step import AddGradients, StepOutput, combine
 from torchtitan_graph.graph.traced import TracedResult, run_traced
 from torchtitan_graph.parallel.layout import PP, Layout
-from torchtitan_graph.parallel.schedule import Schedule
+from torchtitan_graph.parallel.schedule import COMPUTING, Schedule
 
 Inputs = Callable[[], tuple[Any, ...]]  # gives a microbatch: batch, masks, num_tokens
 
@@ -183,8 +183,11 @@ class Pipeline:
             stage.begin()
         messages = _Messages(self.schedule.rank_of, self.layout, self._device)
         num_left = dict.fromkeys(self.stages, len(microbatches))
+        through: list[Stage] = []  # with their last backward: what another rank waits for is sent before they reduce
         for kind, number, i in self.schedule.actions[self.rank]:
             stage = self.stages[number]
+            if kind in COMPUTING:
+                _reduce(through)
             if kind == "SEND_F":
                 messages.send("F", number + 1, i)
             if kind == "SEND_B":
@@ -203,7 +206,8 @@ class Pipeline:
                 stage.backward_weight(i)
                 num_left[number] -= 1
                 if not num_left[number]:
-                    stage.reduce()
+                    through.append(stage)
+        _reduce(through)
         messages.wait()
         self._add_tied_gradient()
         losses = [loss for stage in self.stages.values() for loss in stage.losses]
@@ -242,6 +246,11 @@ class Pipeline:
         for start in exchange if self.rank == self._ends[0] else reversed(exchange):
             _wait(start(group=group))
         gradient += other.to(gradient.device)
+
+
+def _reduce(stages: list[Stage]) -> None:
+    while stages:
+        stages.pop(0).reduce()
 
 
 class _Messages:

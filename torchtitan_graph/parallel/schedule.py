@@ -18,7 +18,8 @@ from torchtitan_graph.graph.torch_private import PipelineAction, pipeline_order,
 ONE, V, LOOPED = "one", "two", "several"
 SCHEDULES = {"GPipe": ONE, "1F1B": ONE, "Interleaved1F1B": LOOPED, "ZBVZeroBubble": V, "DualPipeV": V}
 
-_ALIKE = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # what an action takes, where all stages are alike
+COMPUTING = ("F", "B", "I", "W")  # the actions that do not only send or receive
+_ALIKE = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # what they take, where all stages are alike
 
 _ACTION = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})", re.ASCII)
 _SIDE_BY_SIDE = re.compile(r"\((.*)\)OVERLAP_F_B")
@@ -58,11 +59,13 @@ class Schedule:
         self,
         seconds: Callable[[PipelineAction], float],
         message: Callable[[PipelineAction], float] = lambda action: 0.0,
+        before: Callable[[PipelineAction], float] = lambda action: 0.0,
     ) -> list[float]:
         """Give when each rank has done all its actions.
 
         Args:
             seconds: of an action that computes.
+            before: what a rank has to do before it waits for what such an action takes.
             message: how long what an action sends is on its way; messages in one direction between two ranks go one
                 after the other, each when it is sent and the receiver asks for it.
         """
@@ -94,7 +97,7 @@ class Schedule:
                         if waits and (way, stage, i) not in there:
                             break  # until other ranks have come further
                         begin = there[way, stage, i] if waits else 0.0
-                        now[rank] = max(now[rank], begin) + seconds(action)
+                        now[rank] = max(now[rank] + before(action), begin) + seconds(action)
                         what = way, stage + 1 if way == "F" else stage - 1, i
                         if kind != "W" and 0 <= what[1] <= last and self.rank_of[what[1]] == rank:
                             there[what] = now[rank]

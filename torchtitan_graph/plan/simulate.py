@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torchtitan_graph.graph.cost import Costs, Estimate, Link, estimate
 from torchtitan_graph.graph.partition import ONCE_A_STEP
 from torchtitan_graph.graph.torch_private import PipelineAction
 from torchtitan_graph.graph.traced import TracedResult
 from torchtitan_graph.parallel.layout import PP
-from torchtitan_graph.parallel.schedule import Schedule
+from torchtitan_graph.parallel.schedule import COMPUTING, Schedule
 from torchtitan_graph.plan.build import Job, Rank
 from torchtitan_graph.rates import Rates
 from torchtitan_graph.steps.budget import trained_bytes
@@ -135,45 +136,68 @@ def _pipelined(job: Job, prices: Prices, shown: int) -> StepTime:
                     estimates[id(part.gm)] = estimate(part.gm, costs)
                 parts[number, name] = estimates[id(part.gm)]
     names = {number: [name for stage, name in parts if stage == number] for number, _ in parts}
-    runs = {place: _runs(schedule, place, names) for place in range(len(job.ranks))}
+    runs = [_runs(schedule, place, names) for place in range(len(job.ranks))]
+
+    def taken(keys: Sequence[Key]) -> float:
+        return sum(parts[key].seconds for key in keys)
 
     def seconds(action: PipelineAction) -> float:
-        place = schedule.rank_of[action.stage]
-        return sum(parts[key].seconds for key in runs[place][action])
+        return taken(runs[schedule.rank_of[action.stage]].during[action])
+
+    def before(action: PipelineAction) -> float:
+        return taken(runs[schedule.rank_of[action.stage]].before.get(action, ()))
+
+    def end(ends: Sequence[float]) -> float:
+        return max(each + taken(run.after) for each, run in zip(ends, runs, strict=True))
 
     def message(action: PipelineAction) -> float:
         return costs_of[shown].message(passed[action.stage], near)
 
-    without, ends = max(schedule.ends(seconds)), schedule.ends(seconds, message)
+    without, whole = end(schedule.ends(seconds, before=before)), end(schedule.ends(seconds, message, before))
     optimizer = max(map(_optimizer, job.ranks, costs_of))
-    time = sum((parts[key] for keys in runs[shown].values() for key in keys), Estimate(0.0, {}, {}))
+    time = sum((parts[key] for key in runs[shown].everything()), Estimate(0.0, {}, {}))
     received = [a for a in schedule.actions[shown] if a.kind.startswith("RECV")]
-    added = max(ends) - without
+    added = whole - without
     time = dataclasses.replace(
         time, seconds=time.seconds + added, sent={**time.sent, PP: sum(map(message, received))},
         exposed={**time.exposed, PP: added},
     )  # fmt: skip
     bubble = without - (time.seconds - added)
-    return _step_time(time, max(ends) + optimizer, optimizer, bubble)
+    return _step_time(time, whole + optimizer, optimizer, bubble)
 
 
 def _links_along_pp(job: Job) -> list[Link]:
     return [link for link in job.ranks[0].links.values() if PP in link.axis.split("/")]
 
 
-def _runs(
-    schedule: Schedule, place: int, names: Mapping[int, list[str]]
-) -> dict[PipelineAction, list[tuple[int, str]]]:
-    """Give the parts that each computing action of a place along pp runs: weights of all its stages are gathered
-    before the first, a stage's gradients are reduced after its last."""
-    actions = [action for action in schedule.actions[place] if action.kind in ("F", "B", "I", "W")]
-    last = {action.stage: action for action in actions if action.kind in ("B", "W")}
-    found: dict[PipelineAction, list[tuple[int, str]]] = {}
+Key = tuple[int, str]  # a stage, and the name of one of its parts
+
+
+class _Runs(NamedTuple):
+    """The parts that a place along pp runs: during its computing actions, before them, and after all."""
+
+    during: Mapping[PipelineAction, list[Key]]
+    before: Mapping[PipelineAction, list[Key]]
+    after: list[Key]
+
+    def everything(self) -> list[Key]:
+        """Give all these parts."""
+        return [key for keys in (*self.during.values(), *self.before.values(), self.after) for key in keys]
+
+
+def _runs(schedule: Schedule, place: int, names: Mapping[int, list[str]]) -> _Runs:
+    """Give what a place along pp runs: the weights of all its stages are gathered before the first action, and a
+    stage's gradients reduced when its last one's message is sent, before the next."""
+    actions = [action for action in schedule.actions[place] if action.kind in COMPUTING]
+    during: dict[PipelineAction, list[Key]] = {}
     for action in actions:
         backward = [name for name in names[action.stage] if name not in ("forward", *ONCE_A_STEP)]
         which = {"F": ["forward"], "B": backward, "I": backward[:1], "W": backward[1:]}[action.kind]
-        found[action] = [(action.stage, name) for name in which]
-    found[actions[0]] = [(stage, "gather") for stage in schedule.stages_of(place)] + found[actions[0]]
-    for stage, action in last.items():
-        found[action] = [*found[action], (stage, "reduce")]
-    return found
+        during[action] = [(action.stage, name) for name in which]
+    before: dict[PipelineAction, list[Key]] = {actions[0]: [(stage, "gather") for stage in schedule.stages_of(place)]}
+    after: list[Key] = []
+    last = {action.stage: number for number, action in enumerate(actions) if action.kind in ("B", "W")}
+    for stage, number in last.items():
+        late = before.setdefault(actions[number + 1], []) if number + 1 < len(actions) else after
+        late.append((stage, "reduce"))
+    return _Runs(during, before, after)

@@ -122,6 +122,8 @@ def test_messages_are_waited_for() -> None:
 
     assert schedule.ends(seconds) == [6.0, 4.0]
     assert schedule.ends(seconds, lambda action: 10.0) == [26.0, 14.0]
+    # What the second rank does first, for 3 seconds, it does while it waits for the first one's forward.
+    assert schedule.ends(seconds, before=lambda action: 3.0 if action[:2] == ("F", 1) else 0.0) == [8.0, 6.0]
     several = plan_pipeline(found.parallelism, modules, 4)
     # The last rank asks for a microbatch when the forward of the one before is done: F, four times there and F, B.
     assert several.ends(seconds, lambda action: 10.0 if action.kind == "SEND_F" else 0.0)[1] == 1 + 4 * (10 + 1) + 2

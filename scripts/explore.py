@@ -101,8 +101,7 @@ def build(config: JobConfig, world_size: int, seconds: Mapping[str, Mapping[str,
     try:
         graphs = trainer.build_dry()
         told = forecast(trainer.model, graphs, trainer.layout, trainer.options, config.optimizer)
-        positions_BL = torch.arange(trainer.options.rows[1]).expand(1, -1)
-        visible = trainer.model.visible_pairs(torch.zeros_like(positions_BL), positions_BL)
+        visible = trainer.model.visible_in_one_document(trainer.options.rows[1])
         costs = dataclasses.replace(costs_on(trainer.layout, trainer.options), visible=visible)
         strings, shown = Strings(), []
         if seconds and not any(gm.meta["name"] in seconds for gms in _graphs(graphs).values() for gm in gms):

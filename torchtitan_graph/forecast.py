@@ -229,6 +229,4 @@ def _offloaded_of_stages(graphs: Mapping[int, StageGraph], actions: Iterable[Pip
 
 
 def _operations(model: Decoder, graphs: Graphs, options: StepOptions) -> float:
-    rows, seq_len = options.rows
-    positions = torch.arange(seq_len).expand(1, -1)
-    return graphs.flops.of(model.visible_pairs(torch.zeros_like(positions), positions))
+    return graphs.flops.of(model.visible_in_one_document(options.rows[1]))

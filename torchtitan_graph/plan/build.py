@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch.fx import GraphModule
 
@@ -123,8 +122,7 @@ def _ranks_at(places: Sequence[int], trainer: Trainer, world_size: int) -> dict[
         graphs = trainer.build_dry()
         layout, options, model = trainer.layout, trainer.options, trainer.model
         links = layout.links(options.rates.num_near)
-        positions = torch.arange(options.rows[1]).expand(1, -1)
-        visible = model.visible_pairs(torch.zeros_like(positions), positions)
+        visible = model.visible_in_one_document(options.rows[1])
         found = {}
         for place in places:
             own = _renumbered(graphs, options, place)

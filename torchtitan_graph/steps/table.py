@@ -7,7 +7,6 @@ import operator
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from torch.fx import GraphModule
 
 from torchtitan_graph.errors import UserError
@@ -46,8 +45,7 @@ def step_table(
     Raises:
         UserError: the profile is no trace, or of other graphs.
     """
-    positions_BL = torch.arange(seq_len).expand(1, -1)
-    costs = dataclasses.replace(costs, visible=model.visible_pairs(torch.zeros_like(positions_BL), positions_BL))
+    costs = dataclasses.replace(costs, visible=model.visible_in_one_document(seq_len))
     profile = measured(trace) if trace is not None else None
     lines = []
     for title, parts in _graphs(graphs).items():

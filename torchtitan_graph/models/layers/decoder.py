@@ -192,6 +192,11 @@ class Decoder(nn.Module):
         fractions = {name: float(n.sum()) / (B * L * L) for name, n in numbers.items()}
         return {name: fractions[getattr(block, "mask", "causal")] for name, block in self.blocks.items()}
 
+    def visible_in_one_document(self, seq_len: int) -> dict[str, float]:
+        """Give the same of a row that is one document."""
+        positions_BL = torch.arange(seq_len).expand(1, -1)
+        return self.visible_pairs(torch.zeros_like(positions_BL), positions_BL)
+
     def masks(self, documents_BL: Tensor, positions_BL: Tensor, places_L: Tensor | None = None) -> dict[str, Mask]:
         """Build the attention masks of one batch; made once, outside the graph, and shared by all layers.
 

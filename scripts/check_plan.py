@@ -8,9 +8,8 @@ FSDP, HSDP, tensor, context, expert and pipeline parallel. The exit code is 1 wh
 needs most is off by more than 5 %, or the time of a step by more than 15 %.
 
 Memory is what a rank holds between steps, and the most that a step allocates on top, by the profiler's record of every
-allocation. Time is the median of steps, in seconds of a rank's own CPU, gloo's thread included, on the rank that is
-busiest: others on the machine don't lengthen them much, and waits for other ranks are not in them, nor in what is told.
-With --clock it is the time by the clock, waits included.
+allocation. Time is by the clock, so the machine must have nothing else to do: medians of steps, on the slowest rank,
+and of rounds, in each of which a forecast with a replay of its own stands beside a run.
 """
 
 from __future__ import annotations
@@ -66,11 +65,10 @@ CELLS: dict[str, tuple[str, int, str]] = {
 
 
 class Measured(NamedTuple):
-    """What a rank did: bytes at its peak, and seconds of a step by its own CPU and by the clock."""
+    """What a rank did: bytes at its peak, and seconds of a step."""
 
     peak: int
-    cpu_s: float
-    clock_s: float
+    step_s: float
 
 
 class Cell(NamedTuple):
@@ -82,7 +80,6 @@ class Cell(NamedTuple):
     told_peak: int
     step_s: float
     told_s: float
-    clock_s: float
 
     @property
     def memory_off(self) -> float:
@@ -95,7 +92,7 @@ class Cell(NamedTuple):
     def __str__(self) -> str:
         memory = f"{self.peak / 2**20:8.1f} MiB, told {self.told_peak / 2**20:8.1f} {self.memory_off:+6.1%}"
         seconds = f"{self.step_s * 1e3:8.1f} ms, told {self.told_s * 1e3:8.1f} {self.time_off:+6.1%}"
-        return f"{self.name:28}{self.world_size:2}  {memory}  {seconds}  by the clock {self.clock_s * 1e3:8.1f}"
+        return f"{self.name:28}{self.world_size:2}  {memory}  {seconds}"
 
 
 def words_of(name: str) -> tuple[list[str], int]:
@@ -136,14 +133,13 @@ def train_here(words: Sequence[str], num_steps: int) -> Measured:
     step()
     at_rest = _bytes_at_rest(trainer) + sum(x.nbytes for batch in batches[:1] for x in batch)
     peak = at_rest + peak_bytes(step)
-    cpu, clock = [], []
+    times = []
     for _ in range(num_steps):
         dist.barrier()
-        begin = time.process_time(), time.perf_counter()
+        begin = time.perf_counter()
         step()
-        cpu.append(time.process_time() - begin[0])
-        clock.append(time.perf_counter() - begin[1])
-    return Measured(peak, statistics.median(cpu), statistics.median(clock))
+        times.append(time.perf_counter() - begin)
+    return Measured(peak, statistics.median(times))
 
 
 def _bytes_at_rest(trainer: Trainer) -> int:
@@ -165,28 +161,27 @@ def measure(words: Sequence[str], world_size: int, num_steps: int, port: int) ->
         return [Measured(*json.loads(Path(folder, f"rank_{rank}.json").read_text())) for rank in ranks]
 
 
-def compare(name: str, num_steps: int, port: int, by_clock: bool) -> Cell:
+def compare(name: str, num_rounds: int, num_steps: int, port: int) -> Cell:
     """Forecast a cell, and run it."""
     words, world_size = words_of(name)
     rates = RATES["CPU"]
     job = build(configuration(words, world_size), world_size, rates)
-
-    cpu = ThisCpu(world_size, crowding=None if by_clock else 1.0)
-    cpu.learn(job)
-    step = simulate(job, cpu.prices(rates), rates).step
-    seconds = step.seconds if by_clock else step.seconds - step.bubble
-    ranks = measure(words, world_size, num_steps, port)
-    clock_s = max(rank.clock_s for rank in ranks)
-    step_s = clock_s if by_clock else max(rank.cpu_s for rank in ranks)
-    told_peak = max(rank.told.in_all for rank in job.ranks)
-    return Cell(name, world_size, max(rank.peak for rank in ranks), told_peak, step_s, seconds, clock_s)
+    told, ranks, times = [], [], []
+    for _ in range(num_rounds):
+        cpu = ThisCpu(world_size)
+        cpu.learn(job)
+        told.append(simulate(job, cpu.prices(rates), rates).step.seconds)
+        ranks = measure(words, world_size, num_steps, port)
+        times.append(max(rank.step_s for rank in ranks))
+    told_peak, peak = max(rank.told.in_all for rank in job.ranks), max(rank.peak for rank in ranks)
+    return Cell(name, world_size, peak, told_peak, statistics.median(times), statistics.median(told))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="words that a cell's name must have, one of them")
-    parser.add_argument("--steps", type=int, default=5, help="measured steps (default 5)")
-    parser.add_argument("--clock", action="store_true", help="judge time by the clock: on a machine with nothing else")
+    parser.add_argument("--rounds", type=int, default=3, help="forecasts and runs of each cell (default 3)")
+    parser.add_argument("--steps", type=int, default=7, help="measured steps of a run (default 7)")
     parser.add_argument("--port", type=int, default=29561, help="of the processes' store, on loopback")
     parser.add_argument("--json", type=Path, help="append the figures to this file, a line for each cell")
     args = parser.parse_args()
@@ -197,7 +192,7 @@ def main() -> int:
     torch.set_num_threads(1)
     bad = 0
     for name in names:
-        cell = compare(name, args.steps, args.port, args.clock)
+        cell = compare(name, args.rounds, args.steps, args.port)
         is_off = abs(cell.memory_off) > MEMORY_WITHIN or abs(cell.time_off) > TIME_WITHIN
         bad += is_off
         print(f"{cell}{'  OFF' * is_off}", flush=True)

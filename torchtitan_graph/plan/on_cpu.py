@@ -2,7 +2,7 @@
 
 Note [A rank's core]
 A rank has a core, and gloo's thread of it works on the same core: it copies through loopback. So what a collective
-costs is taken from the arithmetic, and none of it is hidden; and ranks that are more than the cores take turns.
+takes is added to the arithmetic, and none of it is hidden; and ranks that are more than the cores take turns.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from torchtitan_graph.plan.replay import Replay, is_run
 from torchtitan_graph.plan.simulate import Prices
 from torchtitan_graph.rates import Rates
 
-_ON_THE_HOST = Work(OTHER, 0.0, 0.0, 0.0, 4)  # a view, which takes no time but Python's
 _MAPPED_BYTES = 32 << 20  # glibc asks the system for as much at once, each time: a replay pays for it too
+_ON_THE_HOST = Work(OTHER, 0.0, 0.0, 0.0, 4)  # a view, which takes no time but Python's
 
 
 class Wire(NamedTuple):
-    """What a gloo collective takes of each rank's core: seconds for each doubling of the group, and bytes/s of those
-    that it receives."""
+    """What a gloo collective takes by the clock, of ranks with a core each: seconds for each doubling of the group, and
+    bytes/s of those that it receives."""
 
     latency: float
     rate: float
 
 
 # By kind, over loopback: measured with two and four ranks, docs/log.md.
-_SUM, _EXCHANGE, _MESSAGE = Wire(0.5e-3, 1.9e9), Wire(0.35e-3, 2.2e9), Wire(0.15e-3, 2.3e9)
+_SUM, _EXCHANGE, _MESSAGE = Wire(1.0e-3, 1.0e9), Wire(0.45e-3, 1.0e9), Wire(0.14e-3, 3.0e9)
 GLOO: Mapping[str, Wire] = {
-    "all_gather_into_tensor": Wire(0.45e-3, 1.0e9),
-    "reduce_scatter_tensor": Wire(0.5e-3, 0.8e9),  # gloo adds up all of it, and gives a part
+    "all_gather_into_tensor": Wire(0.8e-3, 0.65e9),
+    "reduce_scatter_tensor": Wire(0.9e-3, 0.4e9),  # gloo adds up all of it, and gives a part
     "all_reduce": _SUM,
     "all_to_all_single": _EXCHANGE,
     "exchange": _EXCHANGE,
@@ -92,12 +92,14 @@ class ReplayedCosts(Costs):
 class ThisCpu:
     """This machine's CPU as a device, for a job of so many ranks on it. What it has measured it keeps."""
 
-    def __init__(self, num_ranks: int, crowding: float | None = None) -> None:
-        """Take all ranks to be on this machine; `crowding` is how many share a core, if its cores don't say it."""
+    def __init__(self, num_ranks: int) -> None:
+        """Take all ranks to be on this machine."""
         one = 1 if num_ranks > 1 else torch.get_num_threads()
         num_threads = int(os.environ.get("OMP_NUM_THREADS", one))
-        self.num_ranks, self.replay = num_ranks, Replay(num_threads)
-        self.crowding = crowding or max(1.0, num_ranks * num_threads / (os.cpu_count() or 1))
+        num_cores = os.cpu_count() or 1
+        self.num_ranks = num_ranks
+        self.replay = Replay(num_threads, min(num_ranks, max(1, num_cores // num_threads)) - 1)
+        self.crowding = max(1.0, num_ranks * num_threads / num_cores)
         self._new: dict[GraphModule, Mapping[Node, int]] = {}
 
     def learn(self, job: Job, progress: Callable[[int, int], None] | None = None) -> int:
@@ -125,17 +127,28 @@ class ThisCpu:
 @functools.lru_cache(maxsize=4)
 def seconds_of_update(replay: Replay) -> float:
     """Give the seconds that clipping and AdamW's step take for each byte of parameters, of many and large ones."""
+    update, num_bytes = _update()
+    with replay.company(lambda: _update()[0]):
+        times = []
+        for _ in range(5):
+            begin = replay.clock()
+            update()
+            times.append(replay.clock() - begin)
+    return statistics.median(times[1:]) / num_bytes
+
+
+def _update() -> tuple[Callable[[], object], int]:
+    """Give a step of an optimizer, and the bytes of its parameters."""
     parameters = [torch.nn.Parameter(torch.randn(2**18)) for _ in range(16)]
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
     optimizer = torch.optim.AdamW(parameters, lr=1e-6, fused=True)
-    times = []
-    for _ in range(5):
-        begin = replay.clock()
+
+    def update() -> None:
         clip_grad_norm(parameters, 1.0)
         optimizer.step()
-        times.append(replay.clock() - begin)
-    return statistics.median(times[1:]) / sum(p.nbytes for p in parameters)
+
+    return update, sum(p.nbytes for p in parameters)
 
 
 def _new_bytes(gm: GraphModule) -> dict[Node, int]:

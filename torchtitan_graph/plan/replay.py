@@ -9,13 +9,18 @@ back to the system after the step before, so the step's peak is also paid for pa
 as well.
 
 With one thread a call's time is that of its thread, which other processes on the machine don't lengthen much.
+
+Ranks of one machine share its memory and its larger caches. So where a job has several, as many cores as it takes make
+the same call at the same time, on numbers of their own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -54,8 +59,9 @@ class Times:
 class Replay:
     """The times of operators on this CPU, kept for all graphs that it is asked about."""
 
-    def __init__(self, num_threads: int = 1) -> None:
-        self.num_threads = num_threads
+    def __init__(self, num_threads: int = 1, num_beside: int = 0) -> None:
+        """Run calls with so many threads, while `num_beside` other cores make the same call."""
+        self.num_threads, self.num_beside = num_threads, num_beside
         self.clock = time.thread_time if num_threads == 1 else time.perf_counter
         self.known: dict[object, Times] = {}
 
@@ -83,19 +89,40 @@ class Replay:
         threads, state = torch.get_num_threads(), torch.get_rng_state()
         torch.set_num_threads(self.num_threads)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self.company(lambda: _call_of(node)):
                 call = _call_of(node)
                 call()
-                return Times(self._median(call, is_cold=False), self._median(call, is_cold=True))
+                return Times(self._seconds(call, is_cold=False), self._seconds(call, is_cold=True))
         except Exception as error:
             raise RuntimeError(f"{node.name}, {node.target}, can't be run on made-up numbers") from error
         finally:
             torch.set_num_threads(threads)
             torch.set_rng_state(state)
 
-    def _median(self, call: Callable[[], object], is_cold: bool) -> float:
+    @contextlib.contextmanager
+    def company(self, make: Callable[[], Callable[[], object]]) -> Iterator[None]:
+        """Let other cores do what `make` gives, each on what it made itself, over and over until this ends."""
+        stop = threading.Event()
+
+        def work(call: Callable[[], object]) -> None:
+            torch.set_num_threads(self.num_threads)
+            with torch.no_grad():
+                while not stop.is_set():
+                    call()
+
+        threads = [threading.Thread(target=work, args=(make(),), daemon=True) for _ in range(self.num_beside)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
+
+    def _seconds(self, call: Callable[[], object], is_cold: bool) -> float:
         times: list[float] = []
-        least, most = (2, 2) if is_cold else (3, _MOST_CALLS)
+        least, most = (3, 3) if is_cold else (5, _MOST_CALLS)
         while len(times) < most and (len(times) < least or sum(times) < _LEAST_S):
             if is_cold:
                 _evict()
@@ -103,7 +130,8 @@ class Replay:
             result = call()
             times.append(self.clock() - begin)
             del result
-        return max(0.0, statistics.median(times) - self._of_the_clock)
+        # The lower quartile, for now and then some calls wait for new pages from the system.
+        return max(0.0, sorted(times)[len(times) // 4] - self._of_the_clock)
 
     @functools.cached_property
     def _of_the_clock(self) -> float:

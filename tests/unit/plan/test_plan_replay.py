@@ -1,5 +1,8 @@
 """Prices by replay: every operator of every family runs on made-up numbers, and alike ones once."""
 
+import threading
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -62,6 +65,23 @@ def test_an_operator_that_can_t_run_is_named() -> None:
         Replay().times(node)
 
 
+def test_other_cores_do_the_same_until_a_replay_ends() -> None:
+    made: list[list[int]] = []
+
+    def make() -> Callable[[], object]:
+        made.append([])
+        return lambda mine=made[-1]: mine.append(threading.get_ident())
+
+    before = threading.active_count()
+    with pytest.raises(ValueError, match="planted"), Replay(num_beside=2).company(make):
+        while not all(made):
+            pass
+        raise ValueError("planted")
+    assert threading.active_count() == before
+    assert len(made) == 2
+    assert len({*made[0], *made[1], threading.get_ident()}) == 3
+
+
 def test_caches_are_between_warm_and_cold() -> None:
     assert Times(1.0, 3.0).at(0.0) == 1.0
     assert Times(1.0, 3.0).at(0.5) == 2.0
@@ -82,7 +102,8 @@ def test_a_collective_takes_the_rank_s_own_core() -> None:
     job = build(load(words), 2, CPU)
     (rank,) = job.ranks
     gm = rank.modules[0]
-    alone, crowded = ThisCpu(2, crowding=1.0), ThisCpu(2, crowding=3.0)
+    alone, crowded = ThisCpu(2), ThisCpu(2)
+    alone.crowding, crowded.crowding = 1.0, 3.0
     alone.learn(job)
     crowded.replay.known = alone.replay.known
     costs = alone.prices(CPU)(rank)

@@ -83,12 +83,9 @@ def precompile(config: JobConfig, world_size: int) -> None:
 
 
 def trainer_of(config: JobConfig, world_size: int) -> Trainer:
-    """Build a trainer for the device that is here, not the one that a dry run would estimate for. A CPU's activations
-    are in the host's memory as they are."""
+    """Build a trainer for the device that is here, not the one that a dry run would estimate for."""
     trainer = Trainer(config, world_size)
     trainer.options = dataclasses.replace(trainer.options, rates=rates())
-    if trainer.device.type == "cpu":
-        trainer.options = dataclasses.replace(trainer.options, offload=())
     return trainer
 
 

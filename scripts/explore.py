@@ -22,7 +22,7 @@ from torchtitan_graph.config import JobConfig, check, load
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.explorer import PassWatch, Strings, graph_data, page
 from torchtitan_graph.forecast import forecast
-from torchtitan_graph.graph.measured import find_trace, measured
+from torchtitan_graph.graph.measured import find_trace, has_traces, measured
 from torchtitan_graph.graph.scopes import charges, in_a_row
 from torchtitan_graph.graph.torch_private import init_fake_process_group
 from torchtitan_graph.log import init_logging, logger
@@ -31,6 +31,7 @@ from torchtitan_graph.steps import Graphs, costs_on
 from torchtitan_graph.steps.choices import check_disabled
 from torchtitan_graph.trainer import Trainer
 
+EVALUATION = "One microbatch of evaluation: forward alone."
 STAGE = "One microbatch, with what the stage does once a step; its parts run one after another, each holding its own."
 
 
@@ -54,10 +55,8 @@ def with_records(config: JobConfig) -> JobConfig:
     are there already are traced again, to the same.
 
     Raises:
-        UserError: a run of it has no graph that can say so.
+        UserError: its graphs can't say so.
     """
-    if config.compile.mode == "eager":
-        raise UserError("compile.mode = eager: such a run has no graph to explore; see --compile.mode graph")
     if config.compile.capture != "make_fx":
         raise UserError(
             f"compile.capture = {config.compile.capture}: its nodes do not know which calls made them; explore the "
@@ -72,15 +71,9 @@ def profile_of(run: Path, rank: int, world_size: int) -> Mapping[str, Mapping[st
     """Give the seconds that a rank's newest profile in a run's folder measured; none where there is no profile.
 
     Raises:
-        UserError: the run had another number of ranks.
+        UserError: as `find_trace`.
     """
-    if not any(run.glob("*/step-*/rank*.json.gz")):
-        return {}
-    trace = find_trace(run, rank)
-    num_ranks = len(list(trace.parent.glob("rank*.json.gz")))
-    if num_ranks != world_size:
-        raise UserError(f"{trace}: the run had {num_ranks} ranks, not {world_size}; put NGPU={num_ranks} in front")
-    return measured(trace)
+    return measured(find_trace(run, rank, world_size)) if run.is_dir() and has_traces(run) else {}
 
 
 def build(config: JobConfig, world_size: int, seconds: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
@@ -95,20 +88,23 @@ def build(config: JobConfig, world_size: int, seconds: Mapping[str, Mapping[str,
     check_disabled(config.compile.disable_passes)
     trainer, watch = Trainer(config, world_size), PassWatch()
     # Nothing is written but the page, and no number is computed.
-    silent = dict(dump_to=None, picture=None, verify=False, eval_rows=None)
+    silent = dict(dump_to=None, picture=None, verify=False)
     trainer.options = dataclasses.replace(trainer.options, look=watch.look, **silent)
     init_fake_process_group(world_size, config.comm.fake_rank)
     try:
         graphs = trainer.build_dry()
         told = forecast(trainer.model, graphs, trainer.layout, trainer.options, config.optimizer)
-        visible = trainer.model.visible_in_one_document(trainer.options.rows[1])
-        costs = dataclasses.replace(costs_on(trainer.layout, trainer.options), visible=visible)
+        costs, (_, seq_len) = costs_on(trainer.layout, trainer.options), trainer.options.rows
         strings, shown = Strings(), []
-        if seconds and not any(gm.meta["name"] in seconds for gms in _graphs(graphs).values() for gm in gms):
+        found = [(name, gms, seq_len, [STAGE] * (len(gms) > 1)) for name, gms in _of_training(graphs).items()]
+        if trainer.options.eval_rows is not None:
+            eval_len = trainer.options.eval_rows[1]
+            found += [(name, [gm], eval_len, [EVALUATION]) for name, gm in _of_evaluation(graphs).items()]
+        if seconds and not any(gm.meta["name"] in seconds for _, gms, *_ in found for gm in gms):
             raise UserError(f"the profile is of {', '.join(sorted(seconds))}, and of no graph of this configuration")
-        for name, gms in _graphs(graphs).items():
+        for name, gms, length, notes in found:
+            costs = dataclasses.replace(costs, visible=trainer.model.visible_in_one_document(length))
             charged = in_a_row([charges(gm, costs, seconds.get(gm.meta["name"])) for gm in gms])
-            notes = [STAGE] if len(gms) > 1 else []
             shown.append(graph_data(name, gms, charged, costs, watch.graphs[name].passes, strings, notes))
         facts = [
             f"rank {dist.get_rank()} of {world_size}, {trainer.layout}; estimates by the rates of {costs.rates.name}; "
@@ -120,12 +116,21 @@ def build(config: JobConfig, world_size: int, seconds: Mapping[str, Mapping[str,
         dist.destroy_process_group()
 
 
-def _graphs(graphs: Graphs) -> dict[str, list[GraphModule]]:
-    """Give what is shown, by the name that passes were watched under."""
+def _of_training(graphs: Graphs) -> dict[str, list[GraphModule]]:
+    """Give what is shown of a training step, by the name that passes were watched under."""
     if isinstance(graphs.train, dict):
         stages = {f"stage {number}": stage.parts.by_name for number, stage in graphs.train.items()}
         return {name: [part.gm for part in parts.values()] for name, parts in stages.items()}
     return {"training step": [graphs.train.gm]}
+
+
+def _of_evaluation(graphs: Graphs) -> dict[str, GraphModule]:
+    """Give the same of evaluation."""
+    if isinstance(graphs.train, dict):
+        stages = {f"evaluation of stage {number}": stage.evaluate for number, stage in graphs.train.items()}
+    else:
+        stages = {"evaluation step": graphs.evaluate}
+    return {name: step.gm for name, step in stages.items() if step is not None}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

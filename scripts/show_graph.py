@@ -147,7 +147,8 @@ def dry(words: Sequence[str]) -> Iterator[Trainer]:
     Raises:
         UserError: as a run of that configuration.
     """
-    config, world_size = load([*words, "--comm.mode", "fake_backend"]), int(os.environ.get("NGPU", "1"))
+    config = load([*words, "--comm.mode", "fake_backend", "--compile.precompiled", ""])  # traced again, to the same
+    world_size = int(os.environ.get("NGPU", "1"))
     init_logging()
     for notice in check(config, world_size):
         logger.warning(notice)
@@ -181,13 +182,15 @@ def table(words: Sequence[str], by: str, depth: int, profile: Path | None) -> li
         UserError: as a run of that configuration; or the profile is none of it.
     """
     with dry([*words, "--compile.record_call_hierarchy"]) as trainer:
-        trace = find_trace(profile, trainer.config.comm.fake_rank) if profile is not None else None
+        rank, world_size = trainer.config.comm.fake_rank, trainer.dims.num_ranks
+        trace = find_trace(profile, rank, world_size) if profile is not None else None
         graphs, options = trainer.build_dry(), trainer.options
         costs = costs_on(trainer.layout, options)
         return step_table(trainer.model, graphs, options.rows[1], costs, by=by, depth=depth, trace=trace)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def make_parser() -> argparse.ArgumentParser:
+    """Give the parser of what is not an option of training."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -205,6 +208,53 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--profile", type=Path, metavar="RUN_OR_TRACE", help="with --by: what a run of the configuration took, measured"
     )
+    return parser
+
+
+def show(options: argparse.Namespace, folder: Path, parser: argparse.ArgumentParser) -> None:
+    """Print what is asked for of the graphs in a folder."""
+    stages = sorted(folder.glob("stage_*"), key=lambda path: int(path.name.partition("_")[2]))
+    if stages:
+        folder = stages[0] if options.stage is None else folder / f"stage_{options.stage}"
+    elif options.stage is not None:
+        parser.error(f"--stage {options.stage}: these graphs are not of a pipeline's stages")
+    if not (paths := sorted(folder.glob("*.py"))):
+        parser.error(
+            f"{folder.name}: no graphs are here; legal are {', '.join(path.name for path in stages) or 'none'}"
+        )
+    if options.diff:
+        old, new = (without_bytes(find_graph(folder, name, parser).read_text()) for name in options.diff)
+        print("\n".join(difflib.unified_diff(old, new, *options.diff, n=0, lineterm="")))
+        return
+    path = find_graph(folder, options.after, parser) if options.after else paths[-1]
+    text = path.read_text()
+    if not (lines := read_lines(text)):
+        parser.error(f"{path}: is no graph that debug.dump_graphs wrote")
+    if options.timeline:
+        options.timeline.write_text(timeline(lines, path.stem))
+    wanted = [
+        line
+        for line in lines
+        if fnmatch.fnmatch(line.module, options.module)
+        and options.phase in (None, line.phase)
+        and fnmatch.fnmatch(line.operator, options.op)
+    ]
+    if not wanted:
+        near = difflib.get_close_matches(options.module, {line.module for line in lines}, n=3)
+        parser.error(
+            f"no node is of --module {options.module!r}, --op {options.op!r} and the phase; there are modules"
+            f" such as {', '.join(near or sorted({line.module for line in lines if line.module})[:3])}"
+        )
+    if options.statistics:
+        print("\n".join(statistics(wanted)))
+    elif len(wanted) == len(lines):
+        print(text)
+    else:
+        print("\n".join(line.text for line in wanted))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = make_parser()
     options, of_training = parser.parse_known_args(argv)
     if options.by:
         others = ("graphs", "stage", "after", "diff", "module", "phase", "op", "statistics", "timeline")
@@ -235,44 +285,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             folder = Path(empty, "graphs")
         elif of_training:
             parser.error(f"{of_training[0]}: with --graphs nothing is built")
-        stages = sorted(folder.glob("stage_*"), key=lambda path: int(path.name.partition("_")[2]))
-        if stages:
-            folder = stages[0] if options.stage is None else folder / f"stage_{options.stage}"
-        elif options.stage is not None:
-            parser.error(f"--stage {options.stage}: these graphs are not of a pipeline's stages")
-        if not (paths := sorted(folder.glob("*.py"))):
-            parser.error(
-                f"{folder.name}: no graphs are here; legal are {', '.join(path.name for path in stages) or 'none'}"
-            )
-        if options.diff:
-            old, new = (without_bytes(find_graph(folder, name, parser).read_text()) for name in options.diff)
-            print("\n".join(difflib.unified_diff(old, new, *options.diff, n=0, lineterm="")))
-            return 0
-        path = find_graph(folder, options.after, parser) if options.after else paths[-1]
-        text = path.read_text()
-        if not (lines := read_lines(text)):
-            parser.error(f"{path}: is no graph that debug.dump_graphs wrote")
-        if options.timeline:
-            options.timeline.write_text(timeline(lines, path.stem))
-        wanted = [
-            line
-            for line in lines
-            if fnmatch.fnmatch(line.module, options.module)
-            and options.phase in (None, line.phase)
-            and fnmatch.fnmatch(line.operator, options.op)
-        ]
-        if not wanted:
-            near = difflib.get_close_matches(options.module, {line.module for line in lines}, n=3)
-            parser.error(
-                f"no node is of --module {options.module!r}, --op {options.op!r} and the phase; there are modules"
-                f" such as {', '.join(near or sorted({line.module for line in lines if line.module})[:3])}"
-            )
-        if options.statistics:
-            print("\n".join(statistics(wanted)))
-        elif len(wanted) == len(lines):
-            print(text)
-        else:
-            print("\n".join(line.text for line in wanted))
+        show(options, folder, parser)
     return 0
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch.fx import GraphModule
 
 from torchtitan_graph import device as devices
 from torchtitan_graph.config import job
@@ -15,10 +16,9 @@ from torchtitan_graph.device import GIB
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.cost import Estimate, estimate
-from torchtitan_graph.graph.liveness import at_node, host_memory, input_memory, peak_memory
+from torchtitan_graph.graph.liveness import Peak, at_node, host_memory, input_memory, peak_memory
 from torchtitan_graph.graph.partition import ONCE_A_STEP
 from torchtitan_graph.graph.torch_private import PipelineAction
-from torchtitan_graph.graph.traced import TracedResult
 from torchtitan_graph.graph.traffic import Traffic, traffic
 from torchtitan_graph.log import logger
 from torchtitan_graph.models.layers.decoder import Decoder
@@ -26,7 +26,7 @@ from torchtitan_graph.parallel.layout import PP, Layout
 from torchtitan_graph.parallel.pipeline import StageGraph
 from torchtitan_graph.parallel.recompute import Budget, Recompute
 from torchtitan_graph.steps import Graphs, StepOptions, costs_on
-from torchtitan_graph.steps.budget import INPUTS, OPTIMIZER, at_rest, trained_bytes
+from torchtitan_graph.steps.budget import EARLIER, INPUTS, OPTIMIZER, at_rest, trained_bytes
 from torchtitan_graph.steps.held import RUNS, peak_of_stages
 
 STEP, GRADIENTS, OFFLOADED = "step at its peak", "gradients", "offloaded activations"
@@ -38,7 +38,7 @@ class Forecast:
 
     held        bytes by what for; with those of the optimizer unless it is a class of one's own
     on_host     the same in the host's memory, at most
-    where       what runs when the step holds most
+    where       what runs when a step holds most; evaluation's, where that holds more than training's
     at_peak     what it holds then, by what for: in all `held[STEP]`
     sent        collectives of a microbatch by (axis, kind)
     sent_once   of a pipeline, those of a whole step: of weights, of gradients, and what stages hand to one another
@@ -63,12 +63,16 @@ class Forecast:
     def in_all(self) -> int:
         return sum(self.held.values())
 
+    @property
+    def untold(self) -> str:
+        """What is not in it, in words."""
+        return "" if OPTIMIZER in self.held | self.on_host else f", and what {self.optimizer} keeps"
+
     def lines(self) -> list[str]:
         """Tell it in lines."""
-        more = "" if OPTIMIZER in self.held | self.on_host else f", and what {self.optimizer} keeps"
         return [
             *(f"  {name:34}{size / GIB:10.3f} GiB" for name, size in self.held.items()),
-            f"  {'in all':34}{self.in_all / GIB:10.3f} GiB{more}",
+            f"  {'in all':34}{self.in_all / GIB:10.3f} GiB{self.untold}",
             f"  most is held in {self.where}; new gradients count, what operators need only while they run does not",
             *(f"  {name:34}{size / GIB:10.3f} GiB, in the host's memory" for name, size in self.on_host.items()),
             *_received(self.sent, "a microbatch"),
@@ -110,9 +114,9 @@ def check_fits(told: Forecast, with_policy: Callable[[Recompute], Forecast]) -> 
         + (
             f"these would fit: {'; '.join(fitting)}"
             if fitting
-            else f"the least, activation_checkpoint.{least}, is {others[least][0]:.4g} GiB; take a smaller"
-            " training.local_batch_size or training.seq_len, more processes, or a higher"
-            " parallelism.tensor_parallel_degree"
+            else f"the least, activation_checkpoint.{least}, is {others[least][0]:.4g} GiB, most of it held in"
+            f" {told.where}; take a smaller local_batch_size or seq_len, in training or in validation, more processes,"
+            " or a higher parallelism.tensor_parallel_degree"
         )
     )
 
@@ -160,7 +164,8 @@ def forecast(
     held, on_host = rest(), rest(on_host=True)
     if on_host:
         on_host[GRADIENTS] = trained_bytes(graphs.storages.values())  # all rest there, or none
-    axes, costs = layout.axes_by_group, costs_on(layout, options)
+    axes, visible = layout.axes_by_group, model.visible_in_one_document(options.rows[1])
+    costs = dataclasses.replace(costs_on(layout, options), visible=visible)
     time = time_once = Estimate(0.0, {}, {})
     sent: dict[tuple[str, str], Traffic] = {}
     sent_once: dict[tuple[str, str], Traffic] = {}
@@ -183,14 +188,20 @@ def forecast(
         _add(sent_once, _messages(graphs.train, options.pipeline.actions[stage_rank]))
     else:
         held[INPUTS] = input_memory(graphs.train.gm)
-        held[STEP], where = _peak(graphs.train)
-        by = at_node(graphs.train.gm, peak_memory(graphs.train.gm).node)
+        most = peak_memory(graphs.train.gm)
+        held[STEP], where, by = most.num_bytes, _shown(most), at_node(graphs.train.gm, most.node)
         offloaded = host_memory(graphs.train.gm)
         sent = traffic(graphs.train.gm, axes)
         time = estimate(graphs.train.gm, costs)
+    for gm, inputs in _evaluations(graphs):
+        most = peak_memory(gm)
+        if inputs + most.num_bytes > sum(held.get(each, 0) for each in (STEP, INPUTS, EARLIER)):
+            held = {name: size for name, size in held.items() if name != EARLIER}
+            held |= {INPUTS: inputs, STEP: most.num_bytes}
+            where, by = f"evaluation, {_shown(most)}", at_node(gm, most.node)
     if offloaded:
         on_host[OFFLOADED] = offloaded
-    operations = _operations(model, graphs, options)
+    operations = graphs.flops.of(visible)
     return Forecast(
         held, on_host, where, by, sent, sent_once, time, time_once, costs.rates.name, operations, optimizer.name
     )
@@ -212,9 +223,18 @@ def _messages(graphs: Mapping[int, StageGraph], actions: Iterable[PipelineAction
     return {(PP, "message"): Traffic(len(received), sum(received))}
 
 
-def _peak(step: TracedResult) -> tuple[int, str]:
-    found = peak_memory(step.gm)
-    return found.num_bytes, " ".join(filter(None, [meta.phase(found.node), meta.module(found.node), found.node.name]))
+def _evaluations(graphs: Graphs) -> Iterator[tuple[GraphModule, int]]:
+    """Give the graphs of evaluation, of a pipeline one for each stage, and the bytes that their inputs lie in."""
+    if graphs.evaluate is not None:
+        yield graphs.evaluate.gm, input_memory(graphs.evaluate.gm)
+    for number, stage in graphs.train.items() if isinstance(graphs.train, dict) else ():
+        if stage.evaluate is not None and stage.eval_passed is not None:
+            received = stage.eval_passed.nbytes if number else 0
+            yield stage.evaluate.gm, input_memory(stage.evaluate.gm) + received
+
+
+def _shown(peak: Peak) -> str:
+    return " ".join(filter(None, [meta.phase(peak.node), meta.module(peak.node), peak.node.name]))
 
 
 def _offloaded_of_stages(graphs: Mapping[int, StageGraph], actions: Iterable[PipelineAction]) -> int:
@@ -226,7 +246,3 @@ def _offloaded_of_stages(graphs: Mapping[int, StageGraph], actions: Iterable[Pip
             held += sizes[action.stage] if action.kind == "F" else -sizes[action.stage]
             most = max(most, held)
     return most
-
-
-def _operations(model: Decoder, graphs: Graphs, options: StepOptions) -> float:
-    return graphs.flops.of(model.visible_in_one_document(options.rows[1]))

@@ -59,7 +59,6 @@ def precompile(config: JobConfig, world_size: int) -> None:
         raise UserError("compile.precompiled is not set: say in which folder the graphs are to be written")
     folder, config.compile.precompiled = Path(config.compile.precompiled), None
     config.comm.mode = "fake_backend"  # nothing is sent, nothing is loaded
-    config.comm.fake_device = "CPU"  # what is traced is for the device that is here
     begin, writer = time.perf_counter(), None
     trainer = trainer_of(config, world_size)
     ranks = ranks_to_trace(trainer.dims)
@@ -83,12 +82,10 @@ def precompile(config: JobConfig, world_size: int) -> None:
 
 
 def trainer_of(config: JobConfig, world_size: int) -> Trainer:
-    """Build a trainer for the device that is here, not the one that a dry run would estimate for. A CPU's activations
-    are in the host's memory as they are."""
-    trainer = Trainer(config, world_size)
+    """Build a trainer for the device that is here, not the one that a dry run would estimate for."""
+    comm = dataclasses.replace(config.comm, fake_device="CPU")  # in place of no GPU
+    trainer = Trainer(dataclasses.replace(config, comm=comm), world_size)
     trainer.options = dataclasses.replace(trainer.options, rates=rates())
-    if trainer.device.type == "cpu":
-        trainer.options = dataclasses.replace(trainer.options, offload=())
     return trainer
 
 

@@ -231,7 +231,7 @@ class Trainer:
         recompute = dataclasses.replace(recompute, saved=named.saved, again=named.again)
         options = dataclasses.replace(self.options, recompute=recompute, budget_gib=None)
         options = dataclasses.replace(
-            options, dump_to=None, picture=None, verify=False, eval_rows=None, precompiled=None, compiles=False
+            options, dump_to=None, picture=None, verify=False, precompiled=None, compiles=False
         )
         graphs = build_graphs(model, family, self.layout, options, self.capture)
         return forecast(model, graphs, self.layout, options, self.config.optimizer)

@@ -55,7 +55,7 @@ def test_profiles_hold_the_steps_operators(reference: tuple[Path, Result], step:
     names = {event["name"] for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]}
     assert {"aten::mm", "gloo:all_gather"} & names, names
     assert {"forward layers.1.attention", "backward layers.0.feed_forward.w1"} <= names
-    assert find_trace(reference[0], rank).parent.name == "step-4"
+    assert find_trace(reference[0], rank, 2).parent.name == "step-4"
     seconds, step_s = measured(path)["training step"], records(reference[0])[0]["step_time_s"]
     assert any(name.startswith("wait_tensor") for name in seconds) and 0 < sum(seconds.values()) < 10 * step_s
 
@@ -70,11 +70,13 @@ def test_what_was_measured_stands_beside_the_estimates(
     assert main(wanted) == 0
     _, titles, _, whole, *rows = capsys.readouterr().out.partition("training step; ")[2].splitlines()
     assert "measured" in titles and any("attention:Attention" in row for row in rows)
-    expected = sum(measured(find_trace(reference[0]))["training step"].values())
+    trace = find_trace(reference[0], 0, 2)
+    expected = sum(measured(trace)["training step"].values())
     unit = {"us": 1e-6, "ms": 1e-3, "s": 1.0}[titles.split()[-1]]
     assert sum(float(x.replace(",", "")) for x in whole.split()[-2:]) * unit == pytest.approx(expected, rel=1e-3)
     monkeypatch.setenv("NGPU", "1")
-    assert main(wanted) == 2 and "it is of another graph" in capsys.readouterr().err
+    assert main(wanted) == 2 and "the run had 2 ranks, not 1; put NGPU=2 in front" in capsys.readouterr().err
+    assert main([*wanted[:-1], str(trace)]) == 2 and "it is of another graph" in capsys.readouterr().err
 
 
 def test_resolved_configuration_gives_the_same_run_again(tmp_path: Path) -> None:

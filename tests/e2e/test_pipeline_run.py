@@ -38,6 +38,6 @@ def test_two_stages_train_as_one_rank_does(tmp_path: Path) -> None:
     graphs = {path.parent.name for path in (tmp_path / "two" / "graphs").glob("*/*.py")}
     assert graphs == {f"stage_{stage}" for stage in range(4)}
     for rank, stages in enumerate(((0, 3), (1, 2))):
-        seconds = measured(find_trace(tmp_path / "two", rank))
+        seconds = measured(find_trace(tmp_path / "two", rank, 2))
         parts = [(f"stage {stage}, forward", f"stage {stage}, weight") for stage in stages]
         assert all(sum(seconds[part].values()) > 0 for each in parts for part in each)

@@ -59,10 +59,14 @@ def test_a_run_of_a_pipeline_is_written_with_its_measured_times(
     monkeypatch.setenv("NGPU", "2")
     write_profile(config.parent, num_ranks=2)
     degree, out = "--parallelism.pipeline_parallel_degree", tmp_path / "page.html"
-    small = ["--training.seq_len", "64", "--training.local_batch_size", "2", "--validation.no-enable"]
+    small = ["--training.seq_len", "64", "--training.local_batch_size", "2", "--validation.enable"]
+    small += ["--validation.seq_len", "64", "--validation.local_batch_size", "1"]
     assert explore(config.parent, "-o", out, degree, 2, *small) == 0
     data = data_of(out)
-    (stage,) = data["graphs"]
+    stage, evaluation = data["graphs"]
+    assert evaluation["name"] == "evaluation of stage 0" and evaluation["passes"][1]["name"] == "cleanup"
+    assert not evaluation["is_measured"] and {data["strings"][i] for i in evaluation["calls"]["origin"]} >= {"forward"}
+    assert "backward" not in {data["strings"][i] for i in evaluation["calls"]["origin"]}
     names = [data["strings"][i] for i in stage["calls"]["name"]]
     measured = {name: ns for name, ns in zip(names, stage["calls"]["measured"], strict=True) if ns}
     assert measured == {"embedding": 2_000_000} and stage["is_measured"]
@@ -90,7 +94,10 @@ def test_a_profile_of_other_ranks_is_refused(
             ["{run}", "--compile.capture", "dynamo"],
             "compile.capture = dynamo: its nodes do not know which calls made them",
         ),
-        (["{run}", "--compile.mode", "eager"], "compile.mode = eager: such a run has no graph to explore"),
+        (
+            ["{run}", "--compile.mode", "eager"],
+            "a dry run reads what a step needs from its graph, and an eager step has none",
+        ),
         (["{run}", "--compile.disable_passes", "bucket_collective"], "did you mean 'bucket_collectives'"),
     ],
 )

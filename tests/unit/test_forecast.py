@@ -32,7 +32,7 @@ from torchtitan_graph.parallel.layout import FSDP, PP, TP, ParallelDims
 from torchtitan_graph.parallel.recompute import Budget, Recompute
 from torchtitan_graph.parallel.storage import Reshard
 from torchtitan_graph.steps import build_graphs
-from torchtitan_graph.steps.budget import PARAMETERS
+from torchtitan_graph.steps.budget import EARLIER, PARAMETERS
 from torchtitan_graph.trainer import Trainer
 
 
@@ -43,7 +43,13 @@ def nothing_is_sent() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def of(cell: Cell, rank: int = 0, optimizer: str = "AdamW", frozen: str = "nothing") -> Forecast:
+def of(
+    cell: Cell,
+    rank: int = 0,
+    optimizer: str = "AdamW",
+    frozen: str = "nothing",
+    eval_rows: tuple[int, int] | None = None,
+) -> Forecast:
     """Forecast a rank of a cell, one of its modules frozen."""
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -51,7 +57,7 @@ def of(cell: Cell, rank: int = 0, optimizer: str = "AdamW", frozen: str = "nothi
     layout, model = cell.dims.layout("cpu"), build_model(cell)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not name.startswith(frozen))
-    options = cell.options("graph")
+    options = dataclasses.replace(cell.options("graph"), eval_rows=eval_rows)
     graphs = build_graphs(model, load_family(cell.family), layout, options)
     return forecast(model, graphs, layout, options, job.Optimizer(name=optimizer))
 
@@ -66,6 +72,17 @@ def test_shards_and_moments_are_counted_and_what_is_unknown_is_said() -> None:
     own = of(cell, optimizer="my.Own")
     assert OPTIMIZER not in own.held and "and what my.Own keeps" in "\n".join(own.lines())
     assert of(dataclasses.replace(cell, num_microbatches=2)).held["gradients of earlier microbatches"] == whole // 4
+
+
+@pytest.mark.parametrize("dims", [ParallelDims(), ParallelDims(pp=2)], ids=["one", "PP-2"])
+def test_evaluation_counts_where_it_holds_more(dims: ParallelDims) -> None:
+    """Of its rows the logits: in fp32, as many as there are tokens and words."""
+    cell = Cell(dims, vocab_size=512, num_microbatches=2)
+    few, many = (of(cell, dims.pp - 1, eval_rows=(rows, SEQ_LEN)) for rows in (1, 64))
+    assert not few.where.startswith("evaluation")
+    assert many.where.startswith("evaluation, forward") and many.held[STEP] >= 64 * SEQ_LEN * 512 * 4
+    assert sum(many.at_peak.values()) == many.held[STEP] and EARLIER not in many.held
+    assert (many.held[PARAMETERS], many.held[OPTIMIZER]) == (few.held[PARAMETERS], few.held[OPTIMIZER])
 
 
 @pytest.mark.parametrize("on_host", [False, True], ids=["device", "host"])

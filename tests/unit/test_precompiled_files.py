@@ -139,11 +139,13 @@ def test_a_file_that_someone_else_wrote_is_refused(tmp_path: Path) -> None:
         taken(folder)
 
 
-def test_on_a_cpu_no_activations_are_moved_as_in_training() -> None:
+def test_on_a_cpu_nothing_is_moved_as_in_training() -> None:
     """Though graphs are made as in a dry run, which shows what a GPU would."""
-    config = load(["--comm.mode", "fake_backend", "--activation_checkpoint.offload", "layers.*"])
-    assert Trainer(config, 1).options.offload
-    assert not trainer_of(config, 1).options.offload
+    words = ["--activation_checkpoint.offload", "layers.*", "--training.enable_cpu_offload"]
+    config = load(["--comm.mode", "fake_backend", *words])
+    dry, here = Trainer(config, 1).options, trainer_of(config, 1).options
+    assert dry.offload and dry.cpu_offload
+    assert not here.offload and not here.cpu_offload
 
 
 # --- what graphs depend on ------------------------------------------------------------------------------------------

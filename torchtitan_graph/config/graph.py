@@ -22,6 +22,11 @@ COMPONENTS = ("model", "loss", "flex")
 def find_problems(config: JobConfig) -> list[str]:
     """Return what is wrong with how a step is to be made a graph, a line each."""
     problems = [*_check_precompiled(config), *_check_capture(config), *_check_lengths(config)]
+    if config.comm.mode == "fake_backend" and config.compile.mode == "eager":
+        problems.append(
+            f"{_name(config, 'compile.mode')}: a dry run reads what a step needs from its graph, and an eager step has"
+            " none, and needs more; use compile.mode = graph"
+        )
     return problems + _check_compile(config) + _check_budget(config)
 
 

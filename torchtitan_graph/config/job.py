@@ -276,7 +276,7 @@ class Training:
         False,
         "On a GPU, keep parameters, gradients and the optimizer's state in the host's memory: shards are copied to the"
         " GPU before they are gathered, reduced gradients back, and the optimizer steps on the host. On a CPU it does"
-        " nothing; a dry run counts it.",
+        " nothing; a dry run counts it, unless comm.fake_device is CPU.",
     )
     gc_freq: int = option(
         50, "Steps between Python's garbage collections, so that all ranks collect together.", minimum=1
@@ -450,7 +450,7 @@ class ActivationCheckpoint:
         [],
         "Modules whose large activations lie in the host's memory from forward to backward, as patterns of names such"
         " as layers.*; * stands for any one part. What the last block's backward reads stays on the GPU. On a CPU it"
-        " does nothing; a dry run counts it.",
+        " does nothing; a dry run counts it, unless comm.fake_device is CPU.",
     )
     memory_budget: float = option(
         0.5,
@@ -645,7 +645,7 @@ class Comm:
     fake_rank: int = option(0, "The rank that a dry run builds.", minimum=0)
     fake_device: str = option(
         "H100",
-        "The device whose rates a dry run estimates by; eight share a machine.",
+        "The device that a dry run is for, and by whose rates it estimates; eight GPUs share a machine.",
         choices=tuple(RATES),
     )
 

@@ -165,9 +165,10 @@ class Costs:
         moved = (_UPDATE + _CLIP) * trained
         return moved / self.rates.host_memory if on_host else self.moving(moved)
 
-    def accumulating(self, trained: int) -> float:
+    def accumulating(self, trained: int, on_host: bool = False) -> float:
         """Give how long it takes to add a microbatch's gradients of so many bytes to those of others."""
-        return self.moving(_ACCUMULATE * trained)
+        moved = _ACCUMULATE * trained
+        return moved / self.rates.host_memory if on_host else self.moving(moved)
 
     def link(self, node: Node) -> Link | None:
         """Give a collective's link; None of other nodes, and of groups that are no axis."""

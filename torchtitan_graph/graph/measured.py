@@ -12,27 +12,36 @@ from typing import Any
 
 from torchtitan_graph.errors import UserError
 
+_FOLDER = "**/step-*"  # of a step's traces: `profiling.save_traces_folder` may lie deeper
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 
 Event = Mapping[str, Any]
 
 
-def find_trace(path: Path, rank: int = 0) -> Path:
-    """Give a rank's newest trace in a run's folder; a trace itself as it is.
+def has_traces(path: Path) -> bool:
+    """Tell whether a run's folder has any trace."""
+    return any(path.glob(f"{_FOLDER}/rank*.json.gz"))
+
+
+def find_trace(path: Path, rank: int, world_size: int) -> Path:
+    """Give a rank's newest trace in the folder of a run of so many ranks; a trace itself as it is.
 
     Raises:
-        UserError: there is none.
+        UserError: there is none, or the run had another number of ranks.
     """
     if path.is_file():
         return path
-    traces = {int(p.parent.name.removeprefix("step-")): p for p in path.glob(f"*/step-*/rank{rank}.json.gz")}
+    traces = {int(p.parent.name.removeprefix("step-")): p for p in path.glob(f"{_FOLDER}/rank{rank}.json.gz")}
     if not traces:
         raise UserError(
             f"{path}: is no trace, and no run's folder with one of rank {rank}; a run with "
             "profiling.enable_profiling = true writes them"
         )
-    return traces[max(traces)]
+    trace = traces[max(traces)]
+    if (num_ranks := len(list(trace.parent.glob("rank*.json.gz")))) != world_size:
+        raise UserError(f"{trace}: the run had {num_ranks} ranks, not {world_size}; put NGPU={num_ranks} in front")
+    return trace
 
 
 def measured(trace: Path) -> dict[str, dict[str, float]]:

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch.distributed as dist
 from torch.fx import GraphModule
 
 from torchtitan_graph.config import JobConfig, check, load
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.forecast import Forecast, forecast
-from torchtitan_graph.graph.alike import description
+from torchtitan_graph.graph.blocks import block_of
 from torchtitan_graph.graph.cost import Link
 from torchtitan_graph.graph.torch_private import init_fake_process_group
 from torchtitan_graph.graph.traced import TracedResult
 from torchtitan_graph.log import logger
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.parallel.layout import ParallelDims
-from torchtitan_graph.passes.compile_regions import region_of
+from torchtitan_graph.plan.layers import kind_of
 from torchtitan_graph.rates import Rates
 from torchtitan_graph.steps import Graphs, StepOptions
 from torchtitan_graph.steps.choices import check_disabled
@@ -36,6 +38,7 @@ class Rank(NamedTuple):
     links    of its groups, by their names in the graphs
     told     what it holds, sends and computes
     visible  by block the fraction of all pairs of positions that attention looks at, in rows of one document
+    names    of its modules, by what they are called in the graphs, which may be those of a rank with alike stages
     """
 
     rank: int
@@ -43,6 +46,7 @@ class Rank(NamedTuple):
     links: Mapping[str, Link]
     told: Forecast
     visible: Mapping[str, float]
+    names: Mapping[str, str]
 
     @property
     def modules(self) -> list[GraphModule]:
@@ -73,7 +77,12 @@ def configuration(words: Sequence[str], world_size: int) -> JobConfig:
     Raises:
         UserError: as a run of it.
     """
-    config = load([*words, "--comm.mode", "fake_backend"])
+    # What is read from a folder was made for the run's own device; it is traced again.
+    config = load([*words, "--comm.mode", "fake_backend", "--compile.precompiled", ""])
+    if config.comm.fake_rank:
+        raise UserError(
+            f"comm.fake_rank = {config.comm.fake_rank}: a plan builds a rank of each place along pp; leave it out"
+        )
     for notice in check(config, world_size):
         logger.warning(notice)
     check_disabled(config.compile.disable_passes)
@@ -91,8 +100,8 @@ def build(config: JobConfig, world_size: int, rates: Rates, make: Callable[..., 
     """
     # Float8 is traced as a GPU multiplies it, or emulated, as a CPU does.
     comm = dataclasses.replace(config.comm, fake_device="CPU" if rates.name.upper().startswith("CPU") else "H100")
-    config = dataclasses.replace(config, comm=comm)
-    first = _trainer(make, config, world_size, rates)
+    make = partial(_trainer, make, dataclasses.replace(config, comm=comm), world_size, rates)
+    first = make()
     places: dict[Hashable, list[int]] = {}
     for place in range(first.dims.pp):
         places.setdefault(_kind(place, first.model, first.options), []).append(place)
@@ -100,14 +109,14 @@ def build(config: JobConfig, world_size: int, rates: Rates, make: Callable[..., 
     for number, alike in enumerate(places.values(), start=1):
         if len(places) > 1:
             logger.info(f"graphs {number} of {len(places)}, of the pipeline's rank {', '.join(map(str, alike))}")
-        trainer = first if number == 1 else _trainer(make, config, world_size, rates)
+        trainer = first if number == 1 else make()
         ranks |= _ranks_at(alike, trainer, world_size)
     return Job(config, first.dims, first.options, first.rows_per_step, [ranks[place] for place in sorted(ranks)])
 
 
 def _trainer(make: Callable[..., Trainer], config: JobConfig, world_size: int, rates: Rates) -> Trainer:
     trainer = make(config, world_size)
-    trainer.options = dataclasses.replace(trainer.options, rates=rates, eval_rows=None, dump_to=None, picture=None)
+    trainer.options = dataclasses.replace(trainer.options, rates=rates, dump_to=None, picture=None)
     if rates.name == CPU:
         trainer.options = dataclasses.replace(trainer.options, compiles=True)  # a replay runs what is compiled
     return trainer
@@ -125,21 +134,38 @@ def _ranks_at(places: Sequence[int], trainer: Trainer, world_size: int) -> dict[
         visible = model.visible_in_one_document(options.rows[1])
         found = {}
         for place in places:
-            own = _renumbered(graphs, options, place)
+            names = _names(options, places[0], place) or {name: name for name in model.modules_in_order}
+            own = _renamed(graphs, options, names, place)
             told = forecast(model, own, layout, options, trainer.config.optimizer, place)
-            found[place] = Rank(place * num_ranks, own, links, told, visible)
+            found[place] = Rank(place * num_ranks, own, links, told, visible, names)
     finally:
         dist.destroy_process_group()
     return found
 
 
-def _renumbered(graphs: Graphs, options: StepOptions, place: int) -> Graphs:
-    """Let the stages of a place along pp have the graphs of others that are alike."""
+def _names(options: StepOptions, built: int, place: int) -> dict[str, str]:
+    """Give the names of the modules of a place along pp by those of the place that was built for it; none without
+    stages."""
+    if options.pipeline is None:
+        return {}
+    theirs, own = (
+        [name for stage in options.pipeline.stages_of(each) for name in options.pipeline.stages[stage]]
+        for each in (built, place)
+    )
+    return dict(zip(theirs, own, strict=True))
+
+
+def _renamed(graphs: Graphs, options: StepOptions, names: Mapping[str, str], place: int) -> Graphs:
+    """Let the stages of a place along pp have the graphs of others that are alike, and parameters of their own."""
     if not isinstance(graphs.train, dict):
         return graphs
     assert options.pipeline is not None
     stages = zip(options.pipeline.stages_of(place), graphs.train.values(), strict=True)
-    return graphs._replace(train=dict(stages))
+    storages = {}
+    for name, storage in graphs.storages.items():
+        module = block_of(name, names) or ""  # none: a tied embedding that lies where the output is
+        storages[names.get(module, "") + name[len(module) :]] = storage
+    return graphs._replace(train=dict(stages), storages=storages)
 
 
 def _kind(place: int, model: Decoder, options: StepOptions) -> Hashable:
@@ -152,23 +178,5 @@ def _kind(place: int, model: Decoder, options: StepOptions) -> Hashable:
     described = []
     for stage in options.pipeline.stages_of(place):
         held = in_flight(options.pipeline, stage) if options.recompute.budget is not None else 0
-        described.append((held, *(_kind_of_module(name, model, options) for name in options.pipeline.stages[stage])))
+        described.append((held, *(kind_of(name, model, options) for name in options.pipeline.stages[stage])))
     return tuple(described)
-
-
-def _kind_of_module(name: str, model: Decoder, options: StepOptions) -> Hashable:
-    if name not in model.blocks:
-        return name
-    block, recompute = model.blocks[name], options.recompute
-    named = {
-        "offload": options.offload,
-        "save": recompute.saved,
-        "again": recompute.again,
-        "float8": options.float8.layers if options.float8 is not None else (),
-    }
-    inside = [f"{name}.{inner}".rstrip(".") for inner, _ in block.named_modules()]
-    said = tuple((what, tuple(m[len(name) :] for m in inside if m in names)) for what, names in named.items())
-    regions = tuple((region_of(m, list(options.regions)) or "").removeprefix(name) for m in inside)
-    again = recompute.whole_block(list(model.blocks).index(name))
-    sizes = tuple((key, p.shape, p.dtype, p.requires_grad) for key, p in block.named_parameters())
-    return description(block, block.forward, ()), sizes, again, said, regions

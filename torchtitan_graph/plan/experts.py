@@ -142,8 +142,11 @@ class UnevenCosts(Costs):
     def optimizer(self, trained: int, on_host: bool = False) -> float:
         return self.even.optimizer(trained, on_host)
 
-    def accumulating(self, trained: int) -> float:
-        return self.even.accumulating(trained)
+    def accumulating(self, trained: int, on_host: bool = False) -> float:
+        return self.even.accumulating(trained, on_host)
+
+    def moving(self, num_bytes: float) -> float:
+        return self.even.moving(num_bytes)
 
     def message(self, size: float, is_near: bool) -> float:
         return self.even.message(size, is_near)

@@ -69,7 +69,7 @@ def best_interval(cost_s: float, mtbf_s: float) -> float:
     low, high = 0.0, 1.0  # of T / M: the derivative's sign changes once between
     for _ in range(80):
         middle = (low + high) / 2
-        if (middle - 1) * math.exp(middle + cost_s / mtbf_s) + 1 < 0:
+        if middle - 1 + math.exp(-middle - cost_s / mtbf_s) < 0:  # divided by what grows without bound
             low = middle
         else:
             high = middle

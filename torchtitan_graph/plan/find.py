@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from torchtitan_graph.config import JobConfig
 from torchtitan_graph.config.dump import dump_changes
@@ -47,6 +46,7 @@ def figures(plan: Plan) -> Figures:
         "messages between stages": step.exposed.get(PP, 0.0),
         "bubble": step.bubble,
         "the host": step.host,
+        "sums of gradients": step.sums,
         "the optimizer": step.optimizer,
     }
     return Figures(step.seconds, max(plan.needs), {name: s for name, s in parts.items() if s})
@@ -79,7 +79,7 @@ def search(
         rows=first.rows_per_step,
         memory=rates.memory_gib * GIB,
         forecast=forecast,
-        depths=None if by_layer else depths(first.model, first.options.recompute),
+        depths=None if by_layer else depths(first.model, first.options),
         varied=varied,
         progress=lambda line: print(line, file=sys.stderr, flush=True),
     )
@@ -120,10 +120,3 @@ def lines(of: Search, found: Found) -> list[str]:
         told += [f"  {each}: {each.why}" for each in candidates[:_SHOWN]]
         told += [f"  and {len(candidates) - _SHOWN} more"] * (len(candidates) > _SHOWN)
     return told
-
-
-def write(text: str, path: Path) -> None:
-    """Write a file that is whole or not there."""
-    new = path.with_name(f"{path.name}.tmp")
-    new.write_text(text)
-    new.replace(path)

@@ -10,12 +10,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from torchtitan_graph.config import JobConfig
 from torchtitan_graph.device import GIB
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.graph.cost import Costs
 from torchtitan_graph.graph.liveness import peak_memory
 from torchtitan_graph.graph.traced import TracedResult
 from torchtitan_graph.parallel.storage import Storage
-from torchtitan_graph.plan.build import Job
+from torchtitan_graph.plan.build import Job, Rank
 from torchtitan_graph.plan.experts import Busiest, busiest_by_layer, peak_with_loads, read_loads, rows_sent, uneven
 from torchtitan_graph.plan.failures import Failures, Saving, expect, saving
 from torchtitan_graph.plan.simulate import Plan, Prices, simulate
@@ -53,8 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def check_arguments(args: argparse.Namespace) -> None:
-    """Refuse before any work what these options can't be."""
+def check_arguments(args: argparse.Namespace, config: JobConfig) -> None:
+    """Refuse before any work what these options can't be of such a job."""
     for name in ("storage_gb_per_s", "node_mtbf_hours", "restart_minutes"):
         given = getattr(args, name)
         if given is not None and not (0 < given < math.inf):
@@ -63,6 +65,11 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise UserError(
             "--node_mtbf_hours: a failure costs what was trained since the last checkpoint, and what those"
             " cost depends on the storage; give --storage_gb_per_s too"
+        )
+    if args.storage_gb_per_s is not None and "." in config.optimizer.name:
+        raise UserError(
+            f"--storage_gb_per_s: what optimizer.name = {config.optimizer.name!r} keeps is not known before its first "
+            "step, nor so a checkpoint's size; leave it out, or take AdamW"
         )
     if args.expert_load is not None:
         read_loads(args.expert_load)
@@ -171,7 +178,11 @@ def _uneven(loads: Mapping[str, list[float]], plan: Plan, prices: Prices) -> Une
     layers = {".".join(name.split(".")[:2]): s.shape[0] for name, s in storages if "experts" in name.split(".")}
     ep = job.dims.ep
     found = busiest_by_layer(loads, layers, ep)
-    slow = simulate(job, lambda rank: uneven(prices(rank), found), plan.rates)
+
+    def of(rank: Rank) -> Costs:
+        return uneven(prices(rank), {name: found[own] for name, own in rank.names.items() if own in found})
+
+    slow = simulate(job, of, plan.rates)
     more = None
     if isinstance(train := plan.rank.graphs.train, TracedResult):
         more = peak_with_loads(train.gm, found) - peak_memory(train.gm).num_bytes

@@ -28,7 +28,7 @@ def _memory(plan: Plan) -> list[str]:
         + f", at the step's peak in {told.where}:",
         *(f"  {name:34}{size / GIB:10.3f} GiB" for name, size in parts.items()),
         f"  {'reserved, no tensors':34}{rates.reserved_gib:10.3f} GiB",
-        f"  {'in all':34}{max(plan.needs) / GIB:10.3f} GiB of {rates.memory_gib:.4g}: {verdict}",
+        f"  {'in all':34}{max(plan.needs) / GIB:10.3f} GiB of {rates.memory_gib:.4g}: {verdict}{told.untold}",
         *(f"  {name:34}{size / GIB:10.3f} GiB, in the host's memory" for name, size in told.on_host.items()),
     ]
 
@@ -56,10 +56,9 @@ def _time(plan: Plan) -> list[str]:
         **{f"waits for {axis}": seconds for axis, seconds in step.exposed.items()},
         "waits for the host": step.host,
         "waits for other stages": step.bubble,
+        "sums of gradients": step.sums,
         "clipping and optimizer": step.optimizer,
     }
-    rest = step.seconds - sum(parts.values())
-    parts["sums of gradients, other ranks"] = rest
     microbatches = f"{job.options.num_microbatches} x {job.options.rows[0]} rows of {job.options.rows[1]} tokens"
     return [
         f"a step of {microbatches} on {plan.rates.name}:",
@@ -116,6 +115,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
             "where": told.where,
             "needs": list(plan.needs),
             "fits": plan.fits,
+            "untold": told.untold.removeprefix(", and "),
         },
         "received": [*sent(number, told.sent), *sent(1, told.sent_once)],
         "flops": told.operations * number,

@@ -201,6 +201,8 @@ class Search:
         of: dict[str, list[str]] = {"recompute": [_MODE, _OPTION]}
         for key, name in SHORT.items():
             of.setdefault(name, []).append(key)
+        if self.config.parallelism.pipeline_parallel_schedule_csv is not None:
+            varied = [name for name in varied if name != "schedule"]  # the file is the schedule
         return {key: get(self.config, key) for name in VARIED if name not in varied for key in of[name]}
 
     def run(self) -> Found:

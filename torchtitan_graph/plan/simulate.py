@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from torch.fx import GraphModule
+
 from torchtitan_graph.graph.cost import Costs, Estimate, Link, estimate
 from torchtitan_graph.graph.partition import ONCE_A_STEP
 from torchtitan_graph.graph.torch_private import PipelineAction
@@ -16,6 +18,7 @@ from torchtitan_graph.parallel.schedule import COMPUTING, Schedule
 from torchtitan_graph.plan.build import Job, Rank
 from torchtitan_graph.rates import Rates
 from torchtitan_graph.steps.budget import trained_bytes
+from torchtitan_graph.steps.held import bytes_of_sums
 
 Prices = Callable[[Rank], Costs]  # what the nodes of a rank's graphs take
 
@@ -30,6 +33,7 @@ class StepTime:
     exposed    what of it nothing hides, by axis; along pp what messages add
     host       for which the device waits for the host to start kernels
     optimizer  of clipping, and of the optimizer's step
+    sums       to add up the microbatches' gradients
     bubble     for which a rank of a pipeline waits for others, if messages took no time
     """
 
@@ -39,6 +43,7 @@ class StepTime:
     exposed: Mapping[str, float]
     host: float
     optimizer: float
+    sums: float
     bubble: float = 0.0
 
 
@@ -93,9 +98,10 @@ def simulate(job: Job, prices: Prices, rates: Rates) -> Plan:
     return Plan(job, rates, step, fullest, needs, operations / (step.seconds * rates.half))
 
 
-def _optimizer(rank: Rank, costs: Costs) -> float:
+def _of_trained(rank: Rank, price: Callable[[int, bool], float]) -> float:
+    """Give what is done with a rank's parameters that are trained, on its device and on the host."""
     storages = rank.graphs.storages.values()
-    return sum(costs.optimizer(trained_bytes(s for s in storages if s.on_host == away), away) for away in (False, True))
+    return sum(price(trained_bytes(s for s in storages if s.on_host == away), away) for away in (False, True))
 
 
 def _whole(job: Job, costs: Costs) -> StepTime:
@@ -103,16 +109,13 @@ def _whole(job: Job, costs: Costs) -> StepTime:
     (rank,), number = job.ranks, job.options.num_microbatches
     assert isinstance(rank.graphs.train, TracedResult)
     time = estimate(rank.graphs.train.gm, costs) * number
-    added, optimizer = (
-        costs.accumulating(trained_bytes(rank.graphs.storages.values())) * (number - 1),
-        _optimizer(rank, costs),
-    )
-    return _step_time(time, time.seconds + added + optimizer, optimizer)
+    sums, optimizer = _of_trained(rank, costs.accumulating) * (number - 1), _of_trained(rank, costs.optimizer)
+    return _step_time(time, time.seconds + sums + optimizer, optimizer, sums)
 
 
-def _step_time(time: Estimate, seconds: float, optimizer: float, bubble: float = 0.0) -> StepTime:
+def _step_time(time: Estimate, seconds: float, optimizer: float, sums: float, bubble: float = 0.0) -> StepTime:
     host = time.seconds - sum(time.exposed.values()) - sum(time.computed.values())
-    return StepTime(seconds, time.computed, time.sent, time.exposed, host, optimizer, bubble)
+    return StepTime(seconds, time.computed, time.sent, time.exposed, host, optimizer, sums, bubble)
 
 
 # --- a pipeline -------------------------------------------------------------------------------------------------------
@@ -122,27 +125,33 @@ def _pipelined(job: Job, prices: Prices, shown: int) -> StepTime:
     """Every rank's actions, in the order of the schedule; `shown` is the rank whose times are told."""
     schedule = job.options.pipeline
     assert schedule is not None
-    estimates: dict[int, Estimate] = {}  # of a part, by the identity of its graph: stages that are alike share theirs
-    parts: dict[tuple[int, str], Estimate] = {}
+    known: dict[GraphModule, list[tuple[Costs, Estimate]]] = {}  # stages that are alike share their parts' graphs
+    parts: dict[Key, Estimate] = {}
     passed: dict[int, int] = {}
+    adding: dict[int, tuple[float, float]] = {}  # a microbatch's gradients, by stage: the first's, and a later one's
     near = all(link.near == link.degree for link in _links_along_pp(job))
     costs_of = [prices(rank) for rank in job.ranks]
     for rank, costs in zip(job.ranks, costs_of, strict=True):
         assert isinstance(rank.graphs.train, dict)
         for number, stage in rank.graphs.train.items():
             passed[number] = stage.passed.nbytes
+            summed, cast = bytes_of_sums(stage)
+            adding[number] = costs.moving(cast), costs.moving(cast) + costs.accumulating(summed)
             for name, part in stage.parts.by_name.items():
-                if id(part.gm) not in estimates:
-                    estimates[id(part.gm)] = estimate(part.gm, costs)
-                parts[number, name] = estimates[id(part.gm)]
+                parts[number, name] = _estimate(part.gm, costs, known.setdefault(part.gm, []))
     names = {number: [name for stage, name in parts if stage == number] for number, _ in parts}
     runs = [_runs(schedule, place, names) for place in range(len(job.ranks))]
+    giving = [action for actions in schedule.actions for action in actions if action.kind in ("B", "W")]
+    firsts = {action.stage: action for action in reversed(giving)}
 
     def taken(keys: Sequence[Key]) -> float:
         return sum(parts[key].seconds for key in keys)
 
+    def summing(action: PipelineAction) -> float:
+        return adding[action.stage][action != firsts[action.stage]] if action.kind in ("B", "W") else 0.0
+
     def seconds(action: PipelineAction) -> float:
-        return taken(runs[schedule.rank_of[action.stage]].during[action])
+        return taken(runs[schedule.rank_of[action.stage]].during[action]) + summing(action)
 
     def before(action: PipelineAction) -> float:
         return taken(runs[schedule.rank_of[action.stage]].before.get(action, ()))
@@ -154,7 +163,7 @@ def _pipelined(job: Job, prices: Prices, shown: int) -> StepTime:
         return costs_of[shown].message(passed[action.stage], near)
 
     without, whole = end(schedule.ends(seconds, before=before)), end(schedule.ends(seconds, message, before))
-    optimizer = max(map(_optimizer, job.ranks, costs_of))
+    optimizer = max(_of_trained(rank, costs.optimizer) for rank, costs in zip(job.ranks, costs_of, strict=True))
     time = sum((parts[key] for key in runs[shown].everything()), Estimate(0.0, {}, {}))
     received = [a for a in schedule.actions[shown] if a.kind.startswith("RECV")]
     added = whole - without
@@ -162,8 +171,17 @@ def _pipelined(job: Job, prices: Prices, shown: int) -> StepTime:
         time, seconds=time.seconds + added, sent={**time.sent, PP: sum(map(message, received))},
         exposed={**time.exposed, PP: added},
     )  # fmt: skip
-    bubble = without - (time.seconds - added)
-    return _step_time(time, whole + optimizer, optimizer, bubble)
+    sums = sum(map(summing, runs[shown].during))
+    bubble = without - (time.seconds - added) - sums
+    return _step_time(time, whole + optimizer, optimizer, sums, bubble)
+
+
+def _estimate(gm: GraphModule, costs: Costs, known: list[tuple[Costs, Estimate]]) -> Estimate:
+    """Estimate a graph, unless it is known for the same costs."""
+    found = next((each for of, each in known if of == costs), None)
+    if found is None:
+        known.append((costs, found := estimate(gm, costs)))
+    return found
 
 
 def _links_along_pp(job: Job) -> list[Link]:

@@ -20,6 +20,7 @@ from torchtitan_graph.parallel.storage import Storage
 from torchtitan_graph.passes.tag_budget import Curve
 
 PARAMETERS, QUANTISED, OPTIMIZER, INPUTS = "parameters", "quantised weights", "optimizer state", "batch and masks"
+EARLIER = "gradients of earlier microbatches"
 _MIB = 2**20
 _TRIES = 5  # of what stages may keep: to a 32nd of what could be saved
 _GIB = "activation_checkpoint.memory_budget_gib"
@@ -48,7 +49,7 @@ def at_rest(
     if quantised:
         held[QUANTISED] = quantised
     if accumulates:
-        held["gradients of earlier microbatches"] = trained
+        held[EARLIER] = trained
     if knows_optimizer:
         held[OPTIMIZER] = 2 * trained
     return held

@@ -127,7 +127,8 @@ def _rewrite(traced: Traced, layout: Layout, options: StepOptions, *, makes_code
 
     evaluate = traced.evaluate
     if evaluate is not None:
-        evaluate = dataclasses.replace(evaluate, gm=rewritten(evaluate.gm, Inspection("evaluation step")))
+        told = Inspection("evaluation step", look=options.look)
+        evaluate = dataclasses.replace(evaluate, gm=rewritten(evaluate.gm, told))
     if options.budget_gib is None:
         train = rewritten(traced.train.gm, watch)
     else:

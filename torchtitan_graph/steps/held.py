@@ -68,7 +68,7 @@ def peak_of_stages(graphs: Mapping[int, StageGraph], schedule: Schedule, rank: i
             held[KEPT] -= sum(gives[stage, each] for each in ("forward", "input")[: 1 + (name == "weight")])
             if stage not in has_sums:
                 has_sums.add(stage)
-                held[SUMS] += _bytes_of_sums(graphs[stage])
+                held[SUMS] += bytes_of_sums(graphs[stage])[0]
     return peak
 
 
@@ -113,7 +113,10 @@ def in_flight(schedule: Schedule, stage: int) -> int:
     return max(most, 1)
 
 
-def _bytes_of_sums(graph: StageGraph) -> int:
-    """Give the bytes of a stage's summed gradients, which have the dtype of their reduction."""
-    sums = [node for node in graph.train.gm.graph.nodes if node.name in graph.parts.sums]
-    return sum(value(node).numel() for node in sums) * graph.reduce_dtype.itemsize
+def bytes_of_sums(graph: StageGraph) -> tuple[int, int]:
+    """Give the bytes of a stage's summed gradients, which have the dtype of their reduction; and those that casts to it
+    read and write, of each microbatch."""
+    made = [value(node) for node in graph.train.gm.graph.nodes if node.name in graph.parts.sums]
+    sums = sum(x.numel() for x in made) * graph.reduce_dtype.itemsize
+    cast = sum(x.numel() * (x.itemsize + graph.reduce_dtype.itemsize) for x in made if x.dtype != graph.reduce_dtype)
+    return sums, cast

@@ -49,7 +49,7 @@ class StepOptions:
     trace_every_block  trace alike blocks too, each of them
     dump_to          folder for the readable graph after each pass
     dump_only        the passes after which, by name, if not after each
-    look             is told the graphs of training after each pass, as `Inspection.look`
+    look             is told the graphs after each pass, as `Inspection.look`
     seed             of the numbers that passes are verified on
     mtp_weight       of the loss of the layers that predict more tokens
     pipeline         the schedule of its stages, where there are any
@@ -180,14 +180,14 @@ def _offload(config: JobConfig, model: Decoder, pipeline: Schedule | None, devic
     stages = pipeline.stages if pipeline is not None else [list(model.blocks)]
     last = {next((name for name in reversed(stage) if name in model.blocks), "") for stage in stages}
     modules = plan_offload(config.activation_checkpoint.offload, model, model.blocks, last)
-    if modules and device.type == "cpu" and config.comm.mode != "fake_backend":
+    if modules and _is_cpu(config, device):
         logger.info("activation_checkpoint.offload: a CPU's memory is the host's, so nothing is moved")
         return ()
     return modules
 
 
 def _cpu_offload(config: JobConfig, device: torch.device) -> bool:
-    if config.training.enable_cpu_offload and device.type == "cpu" and config.comm.mode != "fake_backend":
+    if config.training.enable_cpu_offload and _is_cpu(config, device):
         logger.info("training.enable_cpu_offload: a CPU's memory is the host's, so nothing is moved")
         return False
     return config.training.enable_cpu_offload
@@ -202,13 +202,16 @@ def _recompute(options: job.ActivationCheckpoint, model: Decoder) -> Recompute:
 
 
 def _recorders(config: JobConfig, device: torch.device) -> Recorders | None:
-    if not config.compile.cuda_graphs or config.comm.mode == "fake_backend":
+    if not config.compile.cuda_graphs:
         return None
-    if device.type != "cuda":
-        raise UserError(
-            f"compile.cuda_graphs = true: needs a GPU, and this process computes on {device.type}; set it to false"
-        )
-    return Recorders(CudaRecorder)
+    if _is_cpu(config, device):
+        raise UserError("compile.cuda_graphs = true: needs a GPU, and this process computes on cpu; set it to false")
+    return None if config.comm.mode == "fake_backend" else Recorders(CudaRecorder)
+
+
+def _is_cpu(config: JobConfig, device: torch.device) -> bool:
+    """Tell whether the steps are for a CPU: this process' own, and not in place of a GPU, as in a dry run for one."""
+    return device.type == "cpu" and (config.comm.mode != "fake_backend" or config.comm.fake_device == "CPU")
 
 
 def _pipeline(config: JobConfig, model: Decoder, num_microbatches: int) -> Schedule | None:

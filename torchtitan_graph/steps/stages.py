@@ -170,7 +170,8 @@ def _rewrite(
     )
     done = _run_passes(number, train, plan, options, watch)
     if evaluate is not None:
-        evaluate = _run_passes(number, evaluate, plan, options, Inspection(f"evaluation of stage {number}"))
+        watch = Inspection(f"evaluation of stage {number}", look=options.look)
+        evaluate = _run_passes(number, evaluate, plan, options, watch)
     _tell(number, done, layout, options)
     return Rewritten(done, evaluate, flops)
 

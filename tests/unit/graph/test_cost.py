@@ -152,6 +152,13 @@ def test_copies_to_the_host_run_beside_products() -> None:
     assert found.exposed == pytest.approx({"to the host": 4 * N**2 / 1e8 - PRODUCT})
 
 
+def test_what_rests_on_the_host_is_updated_and_summed_there() -> None:
+    costs = Costs(RATES._replace(host_memory=1e9))
+    assert (costs.optimizer(10**9, True), costs.accumulating(10**9, True)) == pytest.approx((10.0, 3.0))
+    on_device = 1e9 / (1e11 * RATES.memory_share)
+    assert (costs.optimizer(10**9), costs.accumulating(10**9)) == pytest.approx((10 * on_device, 3 * on_device))
+
+
 @pytest.mark.parametrize(("is_causal", "part"), [(True, 0.5), (False, 1.0)])
 def test_attention_computes_what_its_kernel_looks_at(is_causal: bool, part: float) -> None:
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default

@@ -207,7 +207,10 @@ def test_the_newest_trace_of_a_rank_is_found(tmp_path: Path) -> None:
         folder = tmp_path / "traces" / f"step-{step}"
         folder.mkdir(parents=True)
         (folder / "rank1.json.gz").touch()
-    assert find_trace(tmp_path, rank=1).parent.name == "step-10"
-    assert find_trace(tmp_path / "traces/step-8/rank1.json.gz").parent.name == "step-8"
+    assert find_trace(tmp_path, 1, 1).parent.name == "step-10"
+    assert find_trace(tmp_path / "traces/step-8/rank1.json.gz", 0, 2).parent.name == "step-8"
+    assert find_trace(tmp_path.parent, 1, 1).parent.name == "step-10", "the folder of traces may lie deeper"
+    with pytest.raises(UserError, match="the run had 1 ranks, not 2; put NGPU=1 in front"):
+        find_trace(tmp_path, 1, 2)
     with pytest.raises(UserError, match="no run's folder with one of rank 0; .*profiling.enable_profiling = true"):
-        find_trace(tmp_path)
+        find_trace(tmp_path, 0, 1)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan_graph.config import load
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.plan.build import build, configuration
 from torchtitan_graph.plan.experts import ALL_LAYERS, Busiest, busiest, busiest_by_layer, read_loads
@@ -82,7 +83,7 @@ def test_a_step_waits_for_the_busiest_rank_and_a_checkpoint_has_all_parameters_a
         path = written(tmp_path, loads)
         given = ["--expert_load", str(path), "--storage_gb_per_s", "2", "--node_mtbf_hours", "1000"]
         options = parser.parse_args(given)
-        check_arguments(options)
+        check_arguments(options, job.config)
         return look_ahead(options, plan, prices)
 
     even, uneven = ahead("[1, 1, 1, 1, 1, 1, 1, 1]"), ahead("[3, 3, 3, 3, 1, 1, 1, 1]")
@@ -96,6 +97,9 @@ def test_a_step_waits_for_the_busiest_rank_and_a_checkpoint_has_all_parameters_a
     assert even.saving.waits == pytest.approx(even.saving.num_bytes / 2e9)
     assert any("the busiest rank of ep has 1.5 times the mean" in line for line in uneven.lines())
     with pytest.raises(UserError, match="--node_mtbf_hours: .*give --storage_gb_per_s too"):
-        check_arguments(parser.parse_args(["--node_mtbf_hours", "5"]))
+        check_arguments(parser.parse_args(["--node_mtbf_hours", "5"]), job.config)
     with pytest.raises(UserError, match="--storage_gb_per_s -1: must be a number above 0"):
-        check_arguments(parser.parse_args(["--storage_gb_per_s", "-1"]))
+        check_arguments(parser.parse_args(["--storage_gb_per_s", "-1"]), job.config)
+    own = load(["--optimizer.name", "my.Own"])
+    with pytest.raises(UserError, match="--storage_gb_per_s: what optimizer.name = 'my.Own' keeps is not known"):
+        check_arguments(parser.parse_args(["--storage_gb_per_s", "1"]), own)

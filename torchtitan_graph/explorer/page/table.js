@@ -54,7 +54,7 @@ class Table {
     const words = [column.title, order ? " ▾" : "", column.sub ? el("small", {}, column.sub) : ""];
     const inside = column.sort === undefined || !this.onSort
       ? el("span", {}, ...words)
-      : el("button", { tabindex: "-1", onclick: () => this.onSort(column.sort) }, ...words);
+      : el("button", { onclick: () => this.onSort(column.sort) }, ...words);
     return el("div", {
       class: this.classes(column, k), role: "columnheader", title: column.help || "",
       "aria-sort": order ? "descending" : "none",

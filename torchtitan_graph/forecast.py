@@ -63,12 +63,16 @@ class Forecast:
     def in_all(self) -> int:
         return sum(self.held.values())
 
+    @property
+    def untold(self) -> str:
+        """Words of what is held and not known: an optimizer's own state."""
+        return "" if OPTIMIZER in self.held | self.on_host else f", and what {self.optimizer} keeps"
+
     def lines(self) -> list[str]:
         """Tell it in lines."""
-        more = "" if OPTIMIZER in self.held | self.on_host else f", and what {self.optimizer} keeps"
         return [
             *(f"  {name:34}{size / GIB:10.3f} GiB" for name, size in self.held.items()),
-            f"  {'in all':34}{self.in_all / GIB:10.3f} GiB{more}",
+            f"  {'in all':34}{self.in_all / GIB:10.3f} GiB{self.untold}",
             f"  most is held in {self.where}; new gradients count, what operators need only while they run does not",
             *(f"  {name:34}{size / GIB:10.3f} GiB, in the host's memory" for name, size in self.on_host.items()),
             *_received(self.sent, "a microbatch"),

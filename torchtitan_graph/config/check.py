@@ -1,6 +1,7 @@
 """Checks that need several options, or the number of processes."""
 
 import math
+import os
 
 from torchtitan_graph.config import checkpoint, graph, quantize
 from torchtitan_graph.config.job import OPTIONS, JobConfig, get, source_name
@@ -47,6 +48,20 @@ def check(config: JobConfig, world_size: int) -> list[str]:
     if problems:
         raise UserError(problem_list(problems))
     return [*config.notices, *_notices(config)]
+
+
+def ranks_asked_for() -> int | None:
+    """Return NGPU, how many ranks a command is asked for; None where it is not set.
+
+    Raises:
+        UserError: it is no number of ranks.
+    """
+    given = os.environ.get("NGPU")
+    if given is None:
+        return None
+    if not given.isdecimal() or int(given) == 0:
+        raise UserError(f"NGPU = {given!r}: must be the number of ranks, a whole number of at least 1")
+    return int(given)
 
 
 def shard_degree(config: JobConfig, world_size: int) -> int:

@@ -28,7 +28,7 @@ def _memory(plan: Plan) -> list[str]:
         + f", at the step's peak in {told.where}:",
         *(f"  {name:34}{size / GIB:10.3f} GiB" for name, size in parts.items()),
         f"  {'reserved, no tensors':34}{rates.reserved_gib:10.3f} GiB",
-        f"  {'in all':34}{max(plan.needs) / GIB:10.3f} GiB of {rates.memory_gib:.4g}: {verdict}",
+        f"  {'in all':34}{max(plan.needs) / GIB:10.3f} GiB of {rates.memory_gib:.4g}: {verdict}{told.untold}",
         *(f"  {name:34}{size / GIB:10.3f} GiB, in the host's memory" for name, size in told.on_host.items()),
     ]
 

@@ -25,7 +25,9 @@ def test_no_other_interval_is_better(cost_s: float, mtbf_s: float) -> None:
 
 def test_without_failures_only_saves_take_time() -> None:
     assert goodput(900.0, 100.0, 60.0, 1e12) == pytest.approx(0.9)
+    assert goodput(900.0, 100.0, 60.0, 1e300) == pytest.approx(0.9)
     assert goodput(1e6, 100.0, 60.0, 10.0) == 0.0, "a stretch that never ends well"
+    assert 0 < best_interval(1e6, 10.0) <= 10.0, "nor a save"
 
 
 def run_that_fails(interval_s: float, waits: float, written: float, restart_s: float, mtbf_s: float) -> float:

@@ -150,7 +150,7 @@ def test_the_best_is_a_file_that_loads_and_trains_as_it_is(tmp_path: Path) -> No
     of = search(120.0, varied=("tp", "rows"))
     found = of.run()
     path = tmp_path / "best.toml"
-    find.write(find.best_toml(of, found.best), path)
+    path.write_text(find.best_toml(of, found.best))
     config = load(["--job.config_file", str(path)])
     assert config.comm.mode == "default"
     assert {key: get(config, key) for key in found.best.settings} == dict(found.best.settings)
@@ -164,6 +164,7 @@ def test_what_the_trainer_refuses_is_told_in_its_words() -> None:
         return made_up(config, layers)
 
     found = search(120.0, refuses, varied=("tp", "pp", "schedule")).run()
+    assert all("rows" in str(each) for each in found.fitting), "also a single one"
     illegal = {str(each): each.why for each in found.others if each.why.startswith("illegal")}
     assert any("tok_embeddings.weight; choose a degree that does" in why for why in illegal.values()), illegal
 

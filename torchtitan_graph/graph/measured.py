@@ -6,11 +6,16 @@ import bisect
 import collections
 import gzip
 import json
-from collections.abc import Iterable, Mapping
+import operator
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch.fx import GraphModule
+
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.graph.show import shape_of
 
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -18,24 +23,32 @@ _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 Event = Mapping[str, Any]
 
 
-def find_trace(path: Path, rank: int = 0) -> Path:
+def find_trace(path: Path, rank: int = 0, num_ranks: int | None = None) -> Path:
     """Give a rank's newest trace in a run's folder; a trace itself as it is.
 
+    Args:
+        num_ranks: that the run must have had.
+
     Raises:
-        UserError: there is none.
+        UserError: there is none, or the run had another number of ranks.
     """
     if path.is_file():
         return path
-    traces = {int(p.parent.name.removeprefix("step-")): p for p in path.glob(f"*/step-*/rank{rank}.json.gz")}
+    found = [(p.parent.name.removeprefix("step-"), p) for p in path.glob(f"*/step-*/rank{rank}.json.gz")]
+    traces = {int(step): trace for step, trace in found if step.isdecimal()}
     if not traces:
         raise UserError(
             f"{path}: is no trace, and no run's folder with one of rank {rank}; a run with "
             "profiling.enable_profiling = true writes them"
         )
-    return traces[max(traces)]
+    newest = traces[max(traces)]
+    of = len(list(newest.parent.glob("rank*.json.gz")))
+    if num_ranks not in (None, of):
+        raise UserError(f"{newest}: the run had {of} ranks, not {num_ranks}; put NGPU={of} in front")
+    return newest
 
 
-def measured(trace: Path) -> dict[str, dict[str, float]]:
+def measured(trace: Path, gms: Sequence[GraphModule] = ()) -> dict[str, dict[str, float]]:
     """Read from a trace how many seconds each node took: by the graph's `meta["name"]`, then by the node's name. It is
     the mean over the runs recorded.
 
@@ -44,9 +57,11 @@ def measured(trace: Path) -> dict[str, dict[str, float]]:
 
     Args:
         trace: a file that `profiling.enable_profiling` wrote.
+        gms: graphs that it must be of.
 
     Raises:
-        UserError: the file is no trace, or says nothing of nodes.
+        UserError: the file is no trace, or says nothing of nodes; or it is of other graphs: a node was not measured, or
+            had another shape.
     """
     events = _read(trace)
     calls = [event for event in events if {"node", "graph"} <= event.get("args", {}).keys()]
@@ -63,7 +78,27 @@ def measured(trace: Path) -> dict[str, dict[str, float]]:
     runs: dict[str, dict[str, list[float]]] = {}
     for call, microseconds in zip(calls, took, strict=True):
         runs.setdefault(call["args"]["graph"], {}).setdefault(call["args"]["node"], []).append(microseconds)
+    values = {(call["args"]["graph"], call["args"]["node"]): call["args"].get("value") for call in calls}
+    for gm in gms:
+        _check_is_of(gm, values)
     return {graph: {node: sum(each) / len(each) / 1e6 for node, each in nodes.items()} for graph, nodes in runs.items()}
+
+
+def _check_is_of(gm: GraphModule, values: Mapping[tuple[str, str], str | None]) -> None:
+    """Refuse a profile of another graph of the same name. `values` are shapes by graph and node; parts of tuples are
+    not measured."""
+    name, other = gm.meta["name"], "it is of another graph. Profile a run of this configuration"
+    calls = [node for node in gm.graph.nodes if node.op == "call_function" and node.target is not operator.getitem]
+    if missing := [node for node in calls if (name, node.name) not in values]:
+        graphs = ", ".join(sorted({graph for graph, _ in values}))
+        raise UserError(
+            f"the profile, of {graphs}, has nothing of {len(missing)} of the {len(calls)} nodes of {name}, such as "
+            f"{missing[0]}: {other}"
+        )
+    for node in calls:
+        was, now = values[name, node.name], shape_of(node.meta.get("val"))
+        if was is not None and was != now:
+            raise UserError(f"the profile's {node} of {name} is {was}, and would be {now}: {other}")
 
 
 def _read(trace: Path) -> list[Event]:
@@ -74,7 +109,7 @@ def _read(trace: Path) -> list[Event]:
         return [event for event in events if event["ph"] == "X"]
     except FileNotFoundError as error:
         raise UserError(f"{trace}: is not there") from error
-    except (OSError, EOFError, ValueError, TypeError, KeyError) as error:
+    except (OSError, EOFError, zlib.error, ValueError, TypeError, KeyError, RecursionError) as error:
         raise UserError(f"{trace}: is no trace of torch's profiler ({type(error).__name__}: {error})") from error
 
 

@@ -3,8 +3,11 @@
 import base64
 import gzip
 import json
+import os
 import re
 import runpy
+import subprocess
+import sys
 import zlib
 from collections import Counter
 from pathlib import Path
@@ -106,6 +109,14 @@ def test_a_page_is_not_written_where_there_is_no_folder(
     assert "nowhere; name a file in one that is there" in capsys.readouterr().err
     assert explore(config, "-o", tmp_path) == 2
     assert "is a folder; name a file" in capsys.readouterr().err
+
+
+def test_a_page_is_made_whatever_the_locale() -> None:
+    """Its template has letters that ASCII has not."""
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    program = "import runpy, sys; runpy.run_path(sys.argv[1])['page']({'title': ''})"
+    file = REPOSITORY / "torchtitan_graph" / "explorer" / "page.py"
+    subprocess.run([sys.executable, "-c", program, str(file)], env={**os.environ, **locale}, check=True)
 
 
 def traced() -> GraphModule:

@@ -13,8 +13,10 @@ def run_command(main: Callable[[], int]) -> NoReturn:
     """Exit with what `main` returns. A pipe that nobody reads any more, as of `| head`, and Ctrl-C end it as they end
     other programs: without a traceback, with the exit code that a shell gives for SIGPIPE and SIGINT."""
     try:
-        code = main()
-        sys.stdout.flush()
+        try:
+            code = main()
+        finally:  # also after --help, which exits
+            sys.stdout.flush()
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
     except BrokenPipeError:

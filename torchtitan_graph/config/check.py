@@ -10,6 +10,7 @@ from torchtitan_graph.config.resolve import problem_list
 from torchtitan_graph.errors import UserError
 
 SMALLEST_WEIGHT = 10000  # parts of the sum: a mixture rounds weights to parts of somewhat more rows
+MOST_RANKS = 2**31 - 1  # that torch's groups can count
 _SHARD = "data_parallel_shard_degree"
 _DEGREES = (  # that multiply to the number of processes
     "pipeline_parallel_degree",
@@ -59,8 +60,8 @@ def ranks_asked_for() -> int | None:
     given = os.environ.get("NGPU")
     if given is None:
         return None
-    if not given.isdecimal() or int(given) == 0:
-        raise UserError(f"NGPU = {given!r}: must be the number of ranks, a whole number of at least 1")
+    if not given.isdecimal() or not 0 < int(given) <= MOST_RANKS:
+        raise UserError(f"NGPU = {given!r}: must be the number of ranks, a whole number from 1 to {MOST_RANKS}")
     return int(given)
 
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchtitan_graph.command import run_command
+from torchtitan_graph.config.check import MOST_RANKS
 from torchtitan_graph.device import host_peak_memory_gib
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import init_logging, logger
@@ -64,8 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     begin = time.perf_counter()
     try:
         rates = find_rates(options.device)
-        if not 1 <= options.world < 2**31:
-            raise UserError(f"--world {options.world}: must be the number of ranks, from 1 to {2**31 - 1}")
+        if not 1 <= options.world <= MOST_RANKS:
+            raise UserError(f"--world {options.world}: must be the number of ranks, from 1 to {MOST_RANKS}")
         if options.out is not None and options.search is None:
             raise UserError(f"--out {options.out}: is where --search writes the best; add --search, or leave it out")
         for name in ("json", "out"):
@@ -74,7 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         varied = None if options.search is None else find.check_varied(options.search)
         outlook.check_arguments(options)
         config = configuration(of_training, options.world)
-        outlook.check_model(options, Trainer(config, options.world).model)
+        if options.expert_load is not None:
+            outlook.check_loads(options.expert_load, Trainer(config, options.world).model)
         cpu = ThisCpu(options.world) if rates.name == CPU else None
         rates = rates if cpu is None else cpu.rates(rates)
         if varied is not None:

@@ -79,14 +79,13 @@ def check_arguments(args: argparse.Namespace) -> None:
         read_loads(args.expert_load)
 
 
-def check_model(args: argparse.Namespace, model: Decoder) -> None:
+def check_loads(path: Path, model: Decoder) -> None:
     """Refuse loads of other experts than a model's, before its graphs are built.
 
     Raises:
         UserError: they don't fit.
     """
-    if args.expert_load is not None:
-        busiest_by_layer(read_loads(args.expert_load), experts_of(model), ep=1)
+    busiest_by_layer(read_loads(path), experts_of(model), ep=1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,14 +8,13 @@ the same, with 1 if they differ or only one capture takes the step, with 2 if th
 
 import argparse
 import functools
-import os
-import sys
 from collections.abc import Sequence
 
 import torch.distributed as dist
 
 from torchtitan_graph.check.captures import Comparing
-from torchtitan_graph.config import check, load
+from torchtitan_graph.command import run_command
+from torchtitan_graph.config import DRY, check, load, ranks_asked_for
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.torch_private import init_fake_process_group
 from torchtitan_graph.log import init_logging, logger
@@ -28,8 +27,8 @@ def compare(words: Sequence[str]) -> Comparing:
     Raises:
         UserError: as a run of that configuration, or neither capture takes a step.
     """
-    config = load([*words, "--comm.mode", "fake_backend"])
-    world_size = int(os.environ.get("NGPU", "1"))
+    config = load([*words, *DRY])
+    world_size = ranks_asked_for() or 1
     init_logging()
     for notice in check(config, world_size):
         logger.warning(notice)
@@ -62,4 +61,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -7,9 +7,7 @@ does: nothing is allocated or sent. The page is one HTML file, and opens without
 
 import argparse
 import dataclasses
-import os
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,8 @@ import torch.distributed as dist
 from torch.fx import GraphModule
 
 import torchtitan_graph
-from torchtitan_graph.config import JobConfig, check, load
+from torchtitan_graph.command import run_command
+from torchtitan_graph.config import DRY, JobConfig, check, load, ranks_asked_for
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.explorer import PassWatch, Strings, graph_data, page
 from torchtitan_graph.forecast import forecast
@@ -26,7 +25,7 @@ from torchtitan_graph.graph.measured import find_trace, has_traces, measured
 from torchtitan_graph.graph.scopes import charges, in_a_row
 from torchtitan_graph.graph.torch_private import init_fake_process_group
 from torchtitan_graph.log import init_logging, logger
-from torchtitan_graph.run.files import write_text
+from torchtitan_graph.run.files import check_result, write_result
 from torchtitan_graph.steps import Graphs, costs_on
 from torchtitan_graph.steps.choices import check_disabled
 from torchtitan_graph.trainer import Trainer
@@ -67,20 +66,11 @@ def with_records(config: JobConfig) -> JobConfig:
     return config
 
 
-def profile_of(run: Path, rank: int, world_size: int) -> Mapping[str, Mapping[str, float]]:
-    """Give the seconds that a rank's newest profile in a run's folder measured; none where there is no profile.
-
-    Raises:
-        UserError: as `find_trace`.
-    """
-    return measured(find_trace(run, rank, world_size)) if run.is_dir() and has_traces(run) else {}
-
-
-def build(config: JobConfig, world_size: int, seconds: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+def build(config: JobConfig, world_size: int, trace: Path | None) -> dict[str, Any]:
     """Build a configuration's graphs, as a dry run does; give the page's data.
 
     Args:
-        seconds: that a profiler measured, by the graph's name, then by the node's.
+        trace: a profile of a run of it.
 
     Raises:
         UserError: as a run of that configuration; or the profile is of other graphs.
@@ -100,8 +90,7 @@ def build(config: JobConfig, world_size: int, seconds: Mapping[str, Mapping[str,
         if trainer.options.eval_rows is not None:
             eval_len = trainer.options.eval_rows[1]
             found += [(name, [gm], eval_len, [EVALUATION]) for name, gm in _of_evaluation(graphs).items()]
-        if seconds and not any(gm.meta["name"] in seconds for _, gms, *_ in found for gm in gms):
-            raise UserError(f"the profile is of {', '.join(sorted(seconds))}, and of no graph of this configuration")
+        seconds = measured(trace, [gm for _, gms, *_ in found for gm in gms]) if trace is not None else {}
         for name, gms, length, notes in found:
             costs = dataclasses.replace(costs, visible=trainer.model.visible_in_one_document(length))
             charged = in_a_row([charges(gm, costs, seconds.get(gm.meta["name"])) for gm in gms])
@@ -138,25 +127,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("what", metavar="RUN_OR_CONFIG", type=Path, help="a TOML file, or a run's folder")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE.html", default=Path("explorer.html"))
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE.html",
+        default=Path("explorer.html"),
+        help="where to write the page (default explorer.html)",
+    )
     options, of_training = parser.parse_known_args(argv)
-    if not options.output.parent.is_dir() or options.output.is_dir():
-        parser.error(f"-o {options.output}: name a file in a folder that is there")
     init_logging()
     try:
-        words = ["--job.config_file", str(config_of(options.what)), *of_training, "--comm.mode", "fake_backend"]
+        check_result("-o", options.output)
+        words = ["--job.config_file", str(config_of(options.what)), *of_training, *DRY]
         config = with_records(load(words))
-        world_size = int(os.environ.get("NGPU", "1"))
+        world_size = ranks_asked_for() or 1
         for notice in check(config, world_size):
             logger.warning(notice)
-        data = build(config, world_size, profile_of(options.what, config.comm.fake_rank, world_size))
+        was_profiled = options.what.is_dir() and has_traces(options.what)
+        trace = find_trace(options.what, config.comm.fake_rank, world_size) if was_profiled else None
+        data = build(config, world_size, trace)
+        write_result("-o", options.output, page(data))
     except UserError as error:
         logger.error(str(error))
         return 2
-    write_text(options.output, page(data))
     logger.info(f"wrote {options.output}: {options.output.stat().st_size / 2**20:.1f} MiB; open it in a browser")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -12,9 +12,7 @@ import difflib
 import fnmatch
 import html
 import math
-import os
 import re
-import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -23,13 +21,15 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from torchtitan_graph.command import run_command
 from torchtitan_graph.compiler import PassPlan, passes
-from torchtitan_graph.config import JobConfig, check, load
+from torchtitan_graph.config import DRY, JobConfig, check, load, ranks_asked_for
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.measured import find_trace
 from torchtitan_graph.graph.show import without_bytes
 from torchtitan_graph.graph.torch_private import init_fake_process_group
 from torchtitan_graph.log import init_logging, logger
+from torchtitan_graph.run.files import check_result, write_result
 from torchtitan_graph.steps import costs_on
 from torchtitan_graph.steps.choices import check_disabled, plan_extra
 from torchtitan_graph.steps.table import DEPTH, step_table
@@ -133,6 +133,18 @@ def find_graph(folder: Path, name: str, parser: argparse.ArgumentParser) -> Path
     return paths[names.index(check_name(name, names, parser))]
 
 
+def read(path: Path) -> str:
+    """Read a graph.
+
+    Raises:
+        UserError: it can't be read.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: can't be read ({getattr(error, 'strerror', None) or error})") from error
+
+
 def passes_of(config: JobConfig) -> list[str]:
     """Name the graphs that a configuration's dry run can write; a stage's code is made after it is cut."""
     is_cut = config.parallelism.pipeline_parallel_degree > 1
@@ -147,9 +159,8 @@ def dry(words: Sequence[str]) -> Iterator[Trainer]:
     Raises:
         UserError: as a run of that configuration.
     """
-    config = load([*words, "--comm.mode", "fake_backend", "--compile.precompiled", ""])  # traced again, to the same
-    world_size = int(os.environ.get("NGPU", "1"))
-    init_logging()
+    config, world_size = load([*words, *DRY]), ranks_asked_for() or 1
+    config.compile.precompiled = None  # of the passes it has the last alone; traced again, graphs are the same
     for notice in check(config, world_size):
         logger.warning(notice)
     check_disabled(config.compile.disable_passes)
@@ -182,8 +193,8 @@ def table(words: Sequence[str], by: str, depth: int, profile: Path | None) -> li
         UserError: as a run of that configuration; or the profile is none of it.
     """
     with dry([*words, "--compile.record_call_hierarchy"]) as trainer:
-        rank, world_size = trainer.config.comm.fake_rank, trainer.dims.num_ranks
-        trace = find_trace(profile, rank, world_size) if profile is not None else None
+        of_rank = (trainer.config.comm.fake_rank, trainer.dims.num_ranks)
+        trace = find_trace(profile, *of_rank) if profile is not None else None
         graphs, options = trainer.build_dry(), trainer.options
         costs = costs_on(trainer.layout, options)
         return step_table(trainer.model, graphs, options.rows[1], costs, by=by, depth=depth, trace=trace)
@@ -211,27 +222,69 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = make_parser()
+    options, of_training = parser.parse_known_args(argv)
+    given = [name for name in vars(options) if getattr(options, name) != parser.get_default(name)]
+    alone = {"by": ("depth", "profile"), "diff": ("graphs", "stage")}  # what else such a table, or difference, looks at
+    for name, others in alone.items():
+        if name in given and (rest := [other for other in given if other not in (name, *others)]):
+            parser.error(f"--{name}: looks at whole graphs; leave out --{', --'.join(rest)}")
+    if options.by is None and ("depth" in given or "profile" in given):
+        parser.error("--depth and --profile are of the table that --by asks for")
+    if (options.depth or 0) < 0:
+        parser.error(f"--depth {options.depth}: must be at least 0, the whole alone")
+    if options.graphs is not None and of_training:
+        parser.error(f"{of_training[0]}: with --graphs nothing is built")
+    init_logging()
+    try:
+        if options.by:
+            depth = DEPTH if options.depth is None else options.depth
+            print("\n".join(table(of_training, options.by, depth, options.profile)))
+            return 0
+        if options.timeline:
+            check_result("--timeline", options.timeline)
+        with tempfile.TemporaryDirectory() as empty:
+            folder = options.graphs
+            if folder is None:
+                wanted = options.diff or ([options.after] if options.after else [])
+                build(of_training, Path(empty), wanted, parser)
+                folder = Path(empty, "graphs")
+            show(options, folder, parser)
+    except UserError as error:
+        logger.error(str(error))
+        return 2
+    return 0
+
+
 def show(options: argparse.Namespace, folder: Path, parser: argparse.ArgumentParser) -> None:
-    """Print what is asked for of the graphs in a folder."""
-    stages = sorted(folder.glob("stage_*"), key=lambda path: int(path.name.partition("_")[2]))
+    """Print, of the graphs in a folder, what the options ask for.
+
+    Raises:
+        UserError: a file can't be read, or the picture not be written.
+    """
+    if not folder.is_dir():
+        parser.error(f"--graphs {folder}: there is no such folder")
+    stages = {path.name.partition("_")[2]: path for path in folder.glob("stage_*")}
     if stages:
-        folder = stages[0] if options.stage is None else folder / f"stage_{options.stage}"
+        number = min(stages, key=lambda each: (len(each), each)) if options.stage is None else str(options.stage)
+        if number not in stages:
+            parser.error(f"--stage {number}: is not here; legal are {', '.join(sorted(stages))}")
+        folder = stages[number]
     elif options.stage is not None:
         parser.error(f"--stage {options.stage}: these graphs are not of a pipeline's stages")
     if not (paths := sorted(folder.glob("*.py"))):
-        parser.error(
-            f"{folder.name}: no graphs are here; legal are {', '.join(path.name for path in stages) or 'none'}"
-        )
+        parser.error(f"--graphs {folder}: has no graphs; a run with debug.dump_graphs = true writes them to graphs/")
     if options.diff:
-        old, new = (without_bytes(find_graph(folder, name, parser).read_text()) for name in options.diff)
+        old, new = (without_bytes(read(find_graph(folder, name, parser))) for name in options.diff)
         print("\n".join(difflib.unified_diff(old, new, *options.diff, n=0, lineterm="")))
         return
     path = find_graph(folder, options.after, parser) if options.after else paths[-1]
-    text = path.read_text()
+    text = read(path)
     if not (lines := read_lines(text)):
         parser.error(f"{path}: is no graph that debug.dump_graphs wrote")
     if options.timeline:
-        options.timeline.write_text(timeline(lines, path.stem))
+        write_result("--timeline", options.timeline, timeline(lines, path.stem))
     wanted = [
         line
         for line in lines
@@ -253,41 +306,5 @@ def show(options: argparse.Namespace, folder: Path, parser: argparse.ArgumentPar
         print("\n".join(line.text for line in wanted))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = make_parser()
-    options, of_training = parser.parse_known_args(argv)
-    if options.by:
-        others = ("graphs", "stage", "after", "diff", "module", "phase", "op", "statistics", "timeline")
-        if given := [name for name in others if getattr(options, name) != parser.get_default(name)]:
-            parser.error(f"--by {options.by}: is a table of the whole step; leave out --{', --'.join(given)}")
-        if options.depth is not None and options.depth < 0:
-            parser.error(f"--depth {options.depth}: must be at least 0, the whole alone")
-        depth = DEPTH if options.depth is None else options.depth
-        try:
-            print("\n".join(table(of_training, options.by, depth, options.profile)))
-        except UserError as error:
-            logger.error(str(error))
-            return 2
-        return 0
-    if options.depth is not None or options.profile:
-        parser.error("--depth and --profile are of the table that --by asks for")
-    if options.timeline and not options.timeline.parent.is_dir():
-        parser.error(f"--timeline {options.timeline}: there is no folder {options.timeline.parent}")
-    with tempfile.TemporaryDirectory() as empty:
-        folder = options.graphs
-        if folder is None:
-            wanted = options.diff or ([options.after] if options.after else [])
-            try:
-                build(of_training, Path(empty), wanted, parser)
-            except UserError as error:
-                logger.error(str(error))
-                return 2
-            folder = Path(empty, "graphs")
-        elif of_training:
-            parser.error(f"{of_training[0]}: with --graphs nothing is built")
-        show(options, folder, parser)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -65,7 +65,7 @@ class Forecast:
 
     @property
     def untold(self) -> str:
-        """What is not in it, in words."""
+        """Words of what is held and not known: an optimizer's own state."""
         return "" if OPTIMIZER in self.held | self.on_host else f", and what {self.optimizer} keeps"
 
     def lines(self) -> list[str]:

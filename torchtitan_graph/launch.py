@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from torchtitan_graph import stop
-from torchtitan_graph.config import check, load
+from torchtitan_graph.config import check, load, ranks_asked_for
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import init_logging, logger
 from torchtitan_graph.patience import is_away
@@ -266,14 +266,11 @@ def _is_child(pid: int) -> bool:
 
 def _num_ranks() -> int:
     """Return how many processes to start here: NGPU, else the GPUs there are, else 2."""
-    given = os.environ.get("NGPU")
-    if given is None:
-        import torch
+    if (given := ranks_asked_for()) is not None:
+        return given
+    import torch
 
-        return torch.cuda.device_count() or 2
-    if not given.isdecimal() or int(given) == 0:
-        raise UserError(f"NGPU = {given!r}: must be a whole number of at least 1; not set, it is the number of GPUs")
-    return int(given)
+    return torch.cuda.device_count() or 2
 
 
 def _shown_ranks(num_ranks: int) -> str:

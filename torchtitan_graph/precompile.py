@@ -11,7 +11,6 @@ other rank, no data and no memory for parameters.
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from torchtitan_graph.config import JobConfig, check, load
+from torchtitan_graph.config import JobConfig, check, load, ranks_asked_for
 from torchtitan_graph.device import rates
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.torch_private import init_fake_process_group
@@ -38,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     init_logging()
     try:
-        config, world_size = load(words), int(os.environ.get("NGPU", "1"))
+        config, world_size = load(words), ranks_asked_for() or 1
         for notice in check(config, world_size):
             logger.warning(notice)
         check_disabled(config.compile.disable_passes)

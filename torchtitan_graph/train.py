@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from torchtitan_graph import device as devices
 from torchtitan_graph.checkpoint import SaveError
-from torchtitan_graph.config import JobConfig, check, dump_toml, load
+from torchtitan_graph.config import JobConfig, check, dump_toml, load, ranks_asked_for
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.torch_private import init_fake_process_group
 from torchtitan_graph.log import init_logging, logger
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder = None if fake else wait_for_storage(lambda: check_place(config.job.dump_folder))
         if folder is not None:
             refuse_to_repeat(folder)
-        world_size = int(os.environ.get("NGPU" if fake else "WORLD_SIZE", "1"))
+        world_size = (ranks_asked_for() or 1) if fake else int(os.environ.get("WORLD_SIZE", "1"))
         init_logging(color=not config.metrics.disable_color_printing)
         for notice in check(config, world_size):
             logger.warning(notice) if _is_rank_0() else None

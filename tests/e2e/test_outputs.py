@@ -1,8 +1,11 @@
 """What a run writes can be read, and says what it should."""
 
+import base64
 import gzip
 import json
+import re
 import runpy
+import zlib
 from pathlib import Path
 
 import pytest
@@ -61,10 +64,10 @@ def test_profiles_hold_the_steps_operators(reference: tuple[Path, Result], step:
 
 
 def test_what_was_measured_stands_beside_the_estimates(
-    reference: tuple[Path, Result], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    reference: tuple[Path, Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """Of the very nodes of the run's graph, which a dry run builds again; of another graph's it is refused."""
-    main = runpy.run_path(str(REPOSITORY / "scripts" / "show_graph.py"))["main"]
+    main, explore = (runpy.run_path(str(REPOSITORY / "scripts" / f"{x}.py"))["main"] for x in ("show_graph", "explore"))
     wanted = ["--job.config_file", str(reference[0] / "config.toml"), "--by", "module", "--profile", str(reference[0])]
     monkeypatch.setenv("NGPU", "2")
     assert main(wanted) == 0
@@ -74,6 +77,14 @@ def test_what_was_measured_stands_beside_the_estimates(
     expected = sum(measured(trace)["training step"].values())
     unit = {"us": 1e-6, "ms": 1e-3, "s": 1.0}[titles.split()[-1]]
     assert sum(float(x.replace(",", "")) for x in whole.split()[-2:]) * unit == pytest.approx(expected, rel=1e-3)
+    page = tmp_path / "page.html"
+    assert explore([str(reference[0]), "-o", str(page)]) == 0
+    packed = re.search(r'id="data">(.*?)</script>', page.read_text(encoding="utf-8"))
+    (graph,) = json.loads(zlib.decompress(base64.b64decode(packed[1])))["graphs"]  # type: ignore[index]
+    assert sum(graph["calls"]["measured"]) == pytest.approx(expected * 1e9, rel=1e-4)  # each in whole nanoseconds
+    # The same nodes, in rows of another length.
+    assert explore([str(reference[0]), "-o", str(page), "--training.seq_len", "32"]) == 2
+    assert "it is of another graph" in capsys.readouterr().err
     monkeypatch.setenv("NGPU", "1")
     assert main(wanted) == 2 and "the run had 2 ranks, not 1; put NGPU=2 in front" in capsys.readouterr().err
     assert main([*wanted[:-1], str(trace)]) == 2 and "it is of another graph" in capsys.readouterr().err

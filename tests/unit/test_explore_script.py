@@ -3,8 +3,11 @@
 import base64
 import gzip
 import json
+import os
 import re
 import runpy
+import subprocess
+import sys
 import zlib
 from collections import Counter
 from pathlib import Path
@@ -44,20 +47,17 @@ def config(tmp_path: Path) -> Path:
 
 
 def write_profile(run: Path, num_ranks: int) -> None:
-    """Write what `profiling.enable_profiling` does, of one operation that took 1.5 and 2.5 milliseconds."""
-    args = {"graph": "stage 0, forward", "node": "embedding"}
-    events = [{"ph": "X", "pid": 1, "tid": 1, "ts": 0.0, "dur": dur, "args": args} for dur in (1500.0, 2500.0)]
+    """Write what `profiling.enable_profiling` does, of one operation."""
+    args = {"graph": "training step", "node": "embedding"}
+    events = [{"ph": "X", "pid": 1, "tid": 1, "ts": 0.0, "dur": 1500.0, "args": args}]
     folder = run / "profile_traces" / "step-4"
     folder.mkdir(parents=True)
     for rank in range(num_ranks):
         (folder / f"rank{rank}.json.gz").write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
 
 
-def test_a_run_of_a_pipeline_is_written_with_its_measured_times(
-    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_of_a_pipeline_is_written(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NGPU", "2")
-    write_profile(config.parent, num_ranks=2)
     degree, out = "--parallelism.pipeline_parallel_degree", tmp_path / "page.html"
     small = ["--training.seq_len", "64", "--training.local_batch_size", "2", "--validation.enable"]
     small += ["--validation.seq_len", "64", "--validation.local_batch_size", "1"]
@@ -67,10 +67,7 @@ def test_a_run_of_a_pipeline_is_written_with_its_measured_times(
     assert evaluation["name"] == "evaluation of stage 0" and evaluation["passes"][1]["name"] == "cleanup"
     assert not evaluation["is_measured"] and {data["strings"][i] for i in evaluation["calls"]["origin"]} >= {"forward"}
     assert "backward" not in {data["strings"][i] for i in evaluation["calls"]["origin"]}
-    names = [data["strings"][i] for i in stage["calls"]["name"]]
-    measured = {name: ns for name, ns in zip(names, stage["calls"]["measured"], strict=True) if ns}
-    assert measured == {"embedding": 2_000_000} and stage["is_measured"]
-    assert stage["name"] == "stage 0" and stage["passes"][1]["name"] == "cleanup"
+    assert not stage["is_measured"] and stage["name"] == "stage 0" and stage["passes"][1]["name"] == "cleanup"
     assert any("rope.py" in data["strings"][i] for i in stage["calls"]["source"])
     assert sum(stage["calls"]["held"]) > 0 and not list(tmp_path.glob("*.tmp"))
 
@@ -115,9 +112,18 @@ def test_what_cannot_be_shown_is_refused_before_any_work(
 def test_a_page_is_not_written_where_there_is_no_folder(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit):
-        explore(config, "-o", tmp_path / "nowhere" / "page.html")
-    assert "nowhere/page.html: name a file in a folder that is there" in capsys.readouterr().err
+    assert explore(config, "-o", tmp_path / "nowhere" / "page.html") == 2
+    assert "nowhere; name a file in one that is there" in capsys.readouterr().err
+    assert explore(config, "-o", tmp_path) == 2
+    assert "is a folder; name a file" in capsys.readouterr().err
+
+
+def test_a_page_is_made_whatever_the_locale() -> None:
+    """Its template has letters that ASCII has not."""
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    program = "import runpy, sys; runpy.run_path(sys.argv[1])['page']({'title': ''})"
+    file = REPOSITORY / "torchtitan_graph" / "explorer" / "page.py"
+    subprocess.run([sys.executable, "-c", program, str(file)], env={**os.environ, **locale}, check=True)
 
 
 def traced() -> GraphModule:

@@ -51,7 +51,7 @@ def test_peaks_are_those_that_mfu_is_told_by() -> None:
 
 
 def test_a_file_of_ones_own_is_read(tmp_path: Path) -> None:
-    assert read(tmp_path, text(name='"Mine"', near=2)) == RATES["H100"]._replace(name="Mine", near=2.0)
+    assert read(tmp_path, text(name='"Mine"', near=2 * 10**9)) == RATES["H100"]._replace(name="Mine", near=2e9)
 
 
 @pytest.mark.parametrize(
@@ -60,13 +60,16 @@ def test_a_file_of_ones_own_is_read(tmp_path: Path) -> None:
         (text(near=None), "near: missing"),
         (text(nearr=1), "nearr: unknown; did you mean near"),
         (text(zzzzz=1), "zzzzz: unknown; legal are name, fp8"),
-        (text(half=-1), "half = -1: must be a number above 0"),
-        (text(launch=-1e-6), "launch = -1e-06: must be a number of at least 0"),
+        (text(half=-1), "half = -1: must be FLOP/s, from 1e.07"),
+        (text(half=989), "half = 989: must be FLOP/s, from 1e.07"),  # TFLOP/s
+        (text(memory_gib=80e9), "must be GiB, from 0.001 to 1e.06"),  # bytes
+        (text(launch=6), "launch = 6: must be 0, or seconds"),  # microseconds
+        (text(launch=-1e-6), "launch = -1e-06: must be 0, or seconds"),
         (text(memory_share=1.5), "memory_share = 1.5: must be a part"),
         (text(num_near=0), "num_near = 0: must be a whole number"),
         (text(num_near=8.0), "num_near = 8.0: must be a whole number"),
-        (text(far="true"), "far = True: must be a number above 0"),
-        (text(far="inf"), "far = inf: must be a number above 0"),
+        (text(far="true"), "far = True: must be bytes/s"),
+        (text(far="inf"), "far = inf: must be bytes/s"),
         (text(name=3), "name = 3: must be a name"),
         ("half = ", "is not valid TOML"),
     ],
@@ -90,6 +93,13 @@ def test_any_value_is_taken_or_refused_by_its_key(
         assert "mine.toml" in str(error) and (key in str(error) or "TOML" in str(error))
     else:
         assert getattr(found, key) == value and type(value) is not bool
+
+
+def test_a_file_of_figures_is_not_this_machine(tmp_path: Path) -> None:
+    """--device cpu times operators here: the figures of a file that says it is the same would not be looked at."""
+    (tmp_path / "mine.toml").write_text(text(name='"CPU"'))
+    with pytest.raises(UserError, match="mine.toml: name = 'CPU': means this machine"):
+        find_rates(str(tmp_path / "mine.toml"))
 
 
 @pytest.mark.parametrize(

@@ -199,6 +199,9 @@ def test_show_graph_filters_counts_and_compares(
         ("--module", "layers.*"): "no node is of --module 'layers.*', --op '*'",
         ("--stage", 3): "--stage 3: these graphs are not of a pipeline's stages",
         ("--timeline", tmp_path / "no" / "held.svg"): f"there is no folder {tmp_path / 'no'}",
+        ("--diff", "traced", "spoiled", "--statistics"): "--diff: looks at whole graphs; leave out --statistics",
+        ("--graphs", tmp_path / "no"): f"--graphs {tmp_path / 'no'}: there is no such folder",
+        ("--graphs", tmp_path): f"--graphs {tmp_path}: has no graphs",
     }.items():
         assert said in refusal("show_graph.py", "--graphs", folder, *arguments, monkeypatch=monkeypatch, capsys=capsys)
 
@@ -228,6 +231,7 @@ def test_show_graph_tells_what_modules_cost_in_each_stage(
     options = ["--training.seq_len", 64, "--training.local_batch_size", 2]
     options += ["--parallelism.pipeline_parallel_degree", 2, "--compile.codegen", "blocks"]
     options += ["--activation_checkpoint.mode", "none"]
+    options += ["--compile.precompiled", tmp_path / "none"]  # made again, whatever it holds
     with pytest.raises(SystemExit) as end:
         run_script("show_graph.py", *options, "--by", "module", "--depth", 2, monkeypatch=monkeypatch)
     assert end.value.code == 0

@@ -1,6 +1,7 @@
 """Checks that need several options, or the number of processes."""
 
 import math
+import os
 
 from torchtitan_graph.config import checkpoint, graph, quantize
 from torchtitan_graph.config.job import OPTIONS, JobConfig, get, source_name
@@ -9,6 +10,7 @@ from torchtitan_graph.config.resolve import problem_list
 from torchtitan_graph.errors import UserError
 
 SMALLEST_WEIGHT = 10000  # parts of the sum: a mixture rounds weights to parts of somewhat more rows
+MOST_RANKS = 2**31 - 1  # that torch's groups can count
 _SHARD = "data_parallel_shard_degree"
 _DEGREES = (  # that multiply to the number of processes
     "pipeline_parallel_degree",
@@ -47,6 +49,20 @@ def check(config: JobConfig, world_size: int) -> list[str]:
     if problems:
         raise UserError(problem_list(problems))
     return [*config.notices, *_notices(config)]
+
+
+def ranks_asked_for() -> int | None:
+    """Return NGPU, how many ranks a command is asked for; None where it is not set.
+
+    Raises:
+        UserError: it is no number of ranks.
+    """
+    given = os.environ.get("NGPU")
+    if given is None:
+        return None
+    if not given.isdecimal() or not 0 < int(given) <= MOST_RANKS:
+        raise UserError(f"NGPU = {given!r}: must be the number of ranks, a whole number from 1 to {MOST_RANKS}")
+    return int(given)
 
 
 def shard_degree(config: JobConfig, world_size: int) -> int:

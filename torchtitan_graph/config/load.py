@@ -14,6 +14,8 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.patience import is_away, wait_for_storage
 
 MAX_DEPTH = 100  # of tables and lists in a file
+# What a command adds to a job's options that builds its graphs and runs none: so passes can't be verified.
+DRY = ("--comm.mode", "fake_backend", "--debug.no-verify_passes")
 
 
 def load(argv: Sequence[str]) -> JobConfig:

@@ -23,8 +23,8 @@ _SCRIPTS = ("base.js", "table.js", "tree.js", "memory.js", "timeline.js", "passe
 
 def page(data: Mapping[str, Any]) -> str:
     """Give the page of some data: `title`, `facts` (pairs of words), `strings`, and `graphs`, see `graph_data`."""
-    style = (_FOLDER / "style.css").read_text()
-    scripts = "\n".join((_FOLDER / name).read_text() for name in _SCRIPTS)
+    style = (_FOLDER / "style.css").read_text(encoding="utf-8")
+    scripts = "\n".join((_FOLDER / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     script = f'"use strict";\n(() => {{\n{scripts}\n}})();\n'
     packed = zlib.compress(json.dumps(data, separators=(",", ":"), allow_nan=False).encode(), 6)
     policy = [
@@ -43,7 +43,9 @@ def page(data: Mapping[str, Any]) -> str:
         "DATA": base64.b64encode(packed).decode(),
     }
     # In one sweep: what is put in is not looked at again.
-    return re.sub(r"\{\{([A-Z]+)\}\}", lambda place: fillings[place[1]], (_FOLDER / "page.html").read_text())
+    return re.sub(
+        r"\{\{([A-Z]+)\}\}", lambda place: fillings[place[1]], (_FOLDER / "page.html").read_text(encoding="utf-8")
+    )
 
 
 def _hash(text: str) -> str:

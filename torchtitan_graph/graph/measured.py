@@ -6,11 +6,16 @@ import bisect
 import collections
 import gzip
 import json
-from collections.abc import Iterable, Mapping
+import operator
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch.fx import GraphModule
+
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.graph.show import shape_of
 
 _FOLDER = "**/step-*"  # of a step's traces: `profiling.save_traces_folder` may lie deeper
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
@@ -32,7 +37,8 @@ def find_trace(path: Path, rank: int, world_size: int) -> Path:
     """
     if path.is_file():
         return path
-    traces = {int(p.parent.name.removeprefix("step-")): p for p in path.glob(f"{_FOLDER}/rank{rank}.json.gz")}
+    found = [(p.parent.name.removeprefix("step-"), p) for p in path.glob(f"{_FOLDER}/rank{rank}.json.gz")]
+    traces = {int(step): trace for step, trace in found if step.isdecimal()}
     if not traces:
         raise UserError(
             f"{path}: is no trace, and no run's folder with one of rank {rank}; a run with "
@@ -44,7 +50,7 @@ def find_trace(path: Path, rank: int, world_size: int) -> Path:
     return trace
 
 
-def measured(trace: Path) -> dict[str, dict[str, float]]:
+def measured(trace: Path, gms: Sequence[GraphModule] = ()) -> dict[str, dict[str, float]]:
     """Read from a trace how many seconds each node took: by the graph's `meta["name"]`, then by the node's name. It is
     the mean over the runs recorded.
 
@@ -53,9 +59,11 @@ def measured(trace: Path) -> dict[str, dict[str, float]]:
 
     Args:
         trace: a file that `profiling.enable_profiling` wrote.
+        gms: graphs that it must be of.
 
     Raises:
-        UserError: the file is no trace, or says nothing of nodes.
+        UserError: the file is no trace, or says nothing of nodes; or it is of other graphs: a node was not measured, or
+            had another shape.
     """
     events = _read(trace)
     calls = [event for event in events if {"node", "graph"} <= event.get("args", {}).keys()]
@@ -72,7 +80,27 @@ def measured(trace: Path) -> dict[str, dict[str, float]]:
     runs: dict[str, dict[str, list[float]]] = {}
     for call, microseconds in zip(calls, took, strict=True):
         runs.setdefault(call["args"]["graph"], {}).setdefault(call["args"]["node"], []).append(microseconds)
+    values = {(call["args"]["graph"], call["args"]["node"]): call["args"].get("value") for call in calls}
+    for gm in gms:
+        _check_is_of(gm, values)
     return {graph: {node: sum(each) / len(each) / 1e6 for node, each in nodes.items()} for graph, nodes in runs.items()}
+
+
+def _check_is_of(gm: GraphModule, values: Mapping[tuple[str, str], str | None]) -> None:
+    """Refuse a profile of another graph of the same name. `values` are shapes by graph and node; parts of tuples are
+    not measured."""
+    name, other = gm.meta["name"], "it is of another graph. Profile a run of this configuration"
+    calls = [node for node in gm.graph.nodes if node.op == "call_function" and node.target is not operator.getitem]
+    if missing := [node for node in calls if (name, node.name) not in values]:
+        graphs = ", ".join(sorted({graph for graph, _ in values}))
+        raise UserError(
+            f"the profile, of {graphs}, has nothing of {len(missing)} of the {len(calls)} nodes of {name}, such as "
+            f"{missing[0]}: {other}"
+        )
+    for node in calls:
+        was, now = values[name, node.name], shape_of(node.meta.get("val"))
+        if was is not None and was != now:
+            raise UserError(f"the profile's {node} of {name} is {was}, and would be {now}: {other}")
 
 
 def _read(trace: Path) -> list[Event]:
@@ -83,7 +111,7 @@ def _read(trace: Path) -> list[Event]:
         return [event for event in events if event["ph"] == "X"]
     except FileNotFoundError as error:
         raise UserError(f"{trace}: is not there") from error
-    except (OSError, EOFError, ValueError, TypeError, KeyError) as error:
+    except (OSError, EOFError, zlib.error, ValueError, TypeError, KeyError, RecursionError) as error:
         raise UserError(f"{trace}: is no trace of torch's profiler ({type(error).__name__}: {error})") from error
 
 

@@ -21,6 +21,7 @@ from torch.profiler import record_function
 
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.hierarchy import call_hierarchy, shown
+from torchtitan_graph.graph.show import shape_of
 from torchtitan_graph.graph.torch_private import begin_range, boxed, is_profiling
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -71,8 +72,8 @@ def add_spans(graph: Graph, name: str) -> None:
 
 
 def _words(node: Node, graph: str) -> dict[str, str]:
-    """Say which node it is, and where and by whom it was made; `graph/measured.py` reads the first two. A trace's
-    writer escapes nothing."""
+    """Say which node it is, and where and by whom it was made; `graph/measured.py` reads the first two, and the
+    value's shape. A trace's writer escapes nothing."""
     places = " | ".join(map(shown, call_hierarchy(node)))
     words = {
         "node": node.name,
@@ -80,6 +81,7 @@ def _words(node: Node, graph: str) -> dict[str, str]:
         "phase": meta.phase(node),
         "origin": meta.origin(node),
         "module": meta.module(node),
+        "value": shape_of(node.meta.get("val")),
         "scope": places,
     }
     return {key: _UNSAFE.sub("?", text) for key, text in words.items() if text}

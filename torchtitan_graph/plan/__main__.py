@@ -10,11 +10,13 @@ and others beside it, or one of your own.
 from __future__ import annotations
 
 import argparse
-import sys
+import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from torchtitan_graph.command import run_command
+from torchtitan_graph.config.check import MOST_RANKS
 from torchtitan_graph.device import host_peak_memory_gib
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import init_logging, logger
@@ -24,7 +26,8 @@ from torchtitan_graph.plan.on_cpu import ThisCpu
 from torchtitan_graph.plan.report import as_data, lines
 from torchtitan_graph.plan.simulate import by_rates, simulate
 from torchtitan_graph.rates import RATES, find_rates
-from torchtitan_graph.run.files import write_json, write_text
+from torchtitan_graph.run.files import check_result, write_result
+from torchtitan_graph.trainer import Trainer
 
 
 def parser() -> argparse.ArgumentParser:
@@ -62,22 +65,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     begin = time.perf_counter()
     try:
         rates = find_rates(options.device)
-        if options.world < 1:
-            raise UserError(f"--world {options.world}: must be at least 1")
-        if options.json is not None and not options.json.parent.is_dir():
-            raise UserError(f"--json {options.json}: there is no folder {options.json.parent}")
-        if options.out is not None and (options.search is None or not options.out.absolute().parent.is_dir()):
-            raise UserError(f"--out {options.out}: needs --search, and a folder that is there")
+        if not 1 <= options.world <= MOST_RANKS:
+            raise UserError(f"--world {options.world}: must be the number of ranks, from 1 to {MOST_RANKS}")
+        if options.out is not None and options.search is None:
+            raise UserError(f"--out {options.out}: is where --search writes the best; add --search, or leave it out")
+        for name in ("json", "out"):
+            if (path := getattr(options, name)) is not None:
+                check_result(f"--{name}", path)
         varied = None if options.search is None else find.check_varied(options.search)
         config = configuration(of_training, options.world)
         outlook.check_arguments(options, config)
+        if options.expert_load is not None:
+            outlook.check_loads(options.expert_load, Trainer(config, options.world).model)
         cpu = ThisCpu(options.world) if rates.name == CPU else None
         rates = rates if cpu is None else cpu.rates(rates)
         if varied is not None:
             of, found = find.search(config, options.world, rates, cpu, varied)
             print("\n".join(find.lines(of, found)))
             best = find.best_toml(of, found.best)
-            print(best) if options.out is None else write_text(options.out, best)
+            print(best) if options.out is None else write_result("--out", options.out, best)
             config = of.configured(found.best.settings)
         job = build(config, options.world, rates)
         if cpu is not None:
@@ -85,12 +91,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         prices = by_rates(job, rates) if cpu is None else cpu.prices(rates)
         plan = simulate(job, prices, rates)
         ahead = outlook.look_ahead(options, plan, prices)
+        print("\n".join([*lines(plan), *ahead.lines()]))
+        if options.json is not None:
+            write_result("--json", options.json, json.dumps({**as_data(plan), **ahead.data()}, indent=1) + "\n")
     except UserError as error:
         logger.error(str(error))
         return 2
-    print("\n".join([*lines(plan), *ahead.lines()]))
-    if options.json is not None:
-        write_json(options.json, {**as_data(plan), **ahead.data()})
     logger.info(
         f"forecast of {options.world} ranks done in {time.perf_counter() - begin:.1f} s, "
         f"peak memory of this process {host_peak_memory_gib():.2f} GiB"
@@ -105,4 +111,4 @@ def progress(done: int, number: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.fx import GraphModule
 
-from torchtitan_graph.config import JobConfig, check, load
+from torchtitan_graph.config import DRY, JobConfig, check, load
+from torchtitan_graph.config.job import OPTIONS
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.forecast import Forecast, forecast
 from torchtitan_graph.graph.blocks import block_of
@@ -75,14 +76,14 @@ def configuration(words: Sequence[str], world_size: int) -> JobConfig:
     """Read a job's configuration, and check it for this number of ranks.
 
     Raises:
-        UserError: as a run of it.
+        UserError: as a run of it; or the run has no graph, or an option is one that only a dry run looks at.
     """
-    # What is read from a folder was made for the run's own device; it is traced again.
-    config = load([*words, "--comm.mode", "fake_backend", "--compile.precompiled", ""])
-    if config.comm.fake_rank:
-        raise UserError(
-            f"comm.fake_rank = {config.comm.fake_rank}: a plan builds a rank of each place along pp; leave it out"
-        )
+    config = load([*words, *DRY])
+    if (rank := config.comm.fake_rank) != OPTIONS["comm.fake_rank"].default:
+        raise UserError(f"comm.fake_rank = {rank}: is of a dry run; a forecast is of all ranks, so leave it out")
+    if (device := config.comm.fake_device) != OPTIONS["comm.fake_device"].default:
+        raise UserError(f"comm.fake_device = {device}: is of a dry run; here --device says it, so leave it out")
+    config.compile.precompiled = None  # they are of one layout; traced again, graphs are the same
     for notice in check(config, world_size):
         logger.warning(notice)
     check_disabled(config.compile.disable_passes)

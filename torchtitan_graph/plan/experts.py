@@ -10,6 +10,7 @@ Without expert parallelism a rank has all experts, and as many rows however they
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,8 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.cost import Costs, Link, Work
 from torchtitan_graph.graph.liveness import held_memory, size_of
+from torchtitan_graph.models.layers.decoder import Decoder
+from torchtitan_graph.models.layers.moe import MoE
 
 ALL_LAYERS = ""
 _EXCHANGE = torch.ops.torchtitan_graph.exchange.default
@@ -67,16 +70,17 @@ def read_loads(path: Path) -> dict[str, list[float]]:
 
 def _last_record(text: str, where: str) -> Any:
     for line in reversed(text.splitlines()):
-        if (record := json.loads(line)) and "expert_loads" in record:
-            return record["expert_loads"]
+        with contextlib.suppress(ValueError):  # a line may be torn, or just being written
+            if isinstance(record := json.loads(line), dict) and "expert_loads" in record:
+                return record["expert_loads"]
     raise UserError(f"{where}: no record has expert_loads; train with metrics.log_expert_loads = true")
 
 
 def _are_loads(loads: object) -> bool:
     return (
         isinstance(loads, list)
-        and all(isinstance(x, (int, float)) and not isinstance(x, bool) and 0 <= x < math.inf for x in loads)
-        and sum(loads) > 0
+        and all(isinstance(x, (int, float)) and not isinstance(x, bool) and 0 <= x < 2**1000 for x in loads)
+        and 0 < sum(loads) < math.inf
     )
 
 
@@ -86,6 +90,12 @@ def busiest(loads_E: Sequence[float], ep: int) -> Busiest:
     rows = [sum(loads_E[rank * each : (rank + 1) * each]) for rank in range(ep)]
     rank = max(range(ep), key=rows.__getitem__)
     return Busiest(rank, rows[rank] * ep / sum(rows))
+
+
+def experts_of(model: Decoder) -> dict[str, int]:
+    """Give the layers that have experts, by name, and how many."""
+    experts = {name: module.config.num_experts for name, module in model.named_modules() if isinstance(module, MoE)}
+    return {".".join(name.split(".")[:2]): number for name, number in experts.items()}
 
 
 def busiest_by_layer(loads: Mapping[str, Sequence[float]], layers: Mapping[str, int], ep: int) -> dict[str, Busiest]:

@@ -78,9 +78,9 @@ def best_interval(cost_s: float, mtbf_s: float) -> float:
 
 def goodput(interval_s: float, cost_s: float, restart_s: float, mtbf_s: float) -> float:
     """Give the share of time in which a run comes forward. See Note [Failures]."""
-    if (exponent := (interval_s + cost_s + restart_s) / mtbf_s) > 700:
+    if (interval_s + cost_s + restart_s) / mtbf_s > 700:
         return 0.0  # it never gets through a stretch
-    lost = math.exp(exponent) - math.exp(restart_s / mtbf_s)
+    lost = math.exp(restart_s / mtbf_s) * math.expm1((interval_s + cost_s) / mtbf_s)
     return interval_s / (mtbf_s * lost)
 
 

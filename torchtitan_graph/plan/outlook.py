@@ -16,13 +16,23 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.cost import Costs
 from torchtitan_graph.graph.liveness import peak_memory
 from torchtitan_graph.graph.traced import TracedResult
+from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.parallel.storage import Storage
 from torchtitan_graph.plan.build import Job, Rank
-from torchtitan_graph.plan.experts import Busiest, busiest_by_layer, peak_with_loads, read_loads, rows_sent, uneven
+from torchtitan_graph.plan.experts import (
+    Busiest,
+    busiest_by_layer,
+    experts_of,
+    peak_with_loads,
+    read_loads,
+    rows_sent,
+    uneven,
+)
 from torchtitan_graph.plan.failures import Failures, Saving, expect, saving
 from torchtitan_graph.plan.simulate import Plan, Prices, simulate
 
 _HOUR, _GB = 3600.0, 1e9
+_RESTART_MINUTES = 10.0  # assumed: a job is scheduled, and its processes start and load a checkpoint
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,9 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--restart_minutes",
         type=float,
-        default=10.0,
         metavar="MINUTES",
-        help="from a failure until the run trains again (default 10)",
+        help=f"with --node_mtbf_hours: from a failure until the run trains again (default {_RESTART_MINUTES:g})",
     )
     parser.add_argument(
         "--expert_load",
@@ -71,8 +80,19 @@ def check_arguments(args: argparse.Namespace, config: JobConfig) -> None:
             f"--storage_gb_per_s: what optimizer.name = {config.optimizer.name!r} keeps is not known before its first "
             "step, nor so a checkpoint's size; leave it out, or take AdamW"
         )
+    if args.restart_minutes is not None and args.node_mtbf_hours is None:
+        raise UserError("--restart_minutes: is what a failure costs; give --node_mtbf_hours too")
     if args.expert_load is not None:
         read_loads(args.expert_load)
+
+
+def check_loads(path: Path, model: Decoder) -> None:
+    """Refuse loads of other experts than a model's, before its graphs are built.
+
+    Raises:
+        UserError: they don't fit.
+    """
+    busiest_by_layer(read_loads(path), experts_of(model), ep=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +170,7 @@ def look_ahead(args: argparse.Namespace, plan: Plan, prices: Prices) -> Outlook:
         saved = saving(*_checkpoint_bytes(job), args.storage_gb_per_s * _GB, copied_per_s)
     if saved is not None and args.node_mtbf_hours is not None:
         num_nodes = -(-job.dims.num_ranks // plan.rates.num_near)
-        restart_s = args.restart_minutes * 60
+        restart_s = (args.restart_minutes or _RESTART_MINUTES) * 60
         failures = expect(saved, plan.step.seconds, args.node_mtbf_hours * _HOUR, num_nodes, restart_s)
     found = None if args.expert_load is None else _uneven(read_loads(args.expert_load), plan, prices)
     return Outlook(saved, failures, found, is_async)

@@ -97,7 +97,8 @@ class Candidate:
     whole: bool = False  # its figures are those of all layers, not extrapolated
 
     def __str__(self) -> str:
-        shown = {SHORT[key]: value for key, value in self.settings.items() if key in SHORT and value != 1}
+        given = [(SHORT[key], value) for key, value in self.settings.items() if key in SHORT]
+        shown = {name: value for name, value in given if value != 1 or name == "rows"}
         if _STAGE_ROWS in self.settings:
             shown["rows"] = self.settings[_STAGE_ROWS]
         elif self.settings.get(_PP, 1) == 1:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,6 +68,13 @@ class Rates(NamedTuple):
 
 
 _MAY_BE_ZERO = ("reserved_gib", "launch", "kernel", "near_hop", "far_hop", "fusion_share")
+# What a figure is at least and at most, so that one in another unit is found out: 989 for 989e12 FLOP/s, 6 for 6e-6 s.
+_UNITS: dict[str, tuple[str, float, float]] = {
+    **dict.fromkeys(("fp8", "half", "full"), ("FLOP/s", 1e7, 1e19)),
+    **dict.fromkeys(("memory", "near", "far", "host", "host_memory"), ("bytes/s", 1e5, 1e16)),
+    **dict.fromkeys(("memory_gib", "reserved_gib"), ("GiB", 1e-3, 1e6)),
+    **dict.fromkeys(("launch", "kernel", "near_hop", "far_hop"), ("seconds", 1e-12, 0.1)),
+}
 
 
 def read_rates(path: Path) -> Rates:
@@ -103,14 +109,14 @@ def _problem(key: str, value: Any) -> str | None:
         return None if isinstance(value, str) and value.strip() else "a name"
     if key == "num_near":
         return None if type(value) is int and value > 0 else "a whole number of at least 1"
-    is_number = type(value) in (int, float) and abs(value) < 2**1000 and math.isfinite(value)
+    is_number = type(value) in (int, float)
+    if is_number and value == 0 and key in _MAY_BE_ZERO:
+        return None
+    or_zero = "0, or " if key in _MAY_BE_ZERO else ""
     if key.endswith("_share"):
-        return (
-            None if is_number and (0 < value <= 1 or value == 0 and key in _MAY_BE_ZERO) else "a part, above 0 up to 1"
-        )
-    if key in _MAY_BE_ZERO:
-        return None if is_number and value >= 0 else "a number of at least 0"
-    return None if is_number and value > 0 else "a number above 0"
+        return None if is_number and 0 < value <= 1 else f"{or_zero}a part, above 0 up to 1"
+    unit, least, most = _UNITS[key]
+    return None if is_number and least <= value <= most else f"{or_zero}{unit}, from {least:g} to {most:g}"
 
 
 RATES: dict[str, Rates] = {each.name: each for each in map(read_rates, sorted(Path(__file__).parent.glob("*.toml")))}
@@ -126,7 +132,13 @@ def find_rates(name: str) -> Rates:
     if name.lower() in known:
         return RATES[known[name.lower()]]
     if name.endswith(".toml"):
-        return read_rates(Path(name))
+        found = read_rates(Path(name))
+        if found.name == "CPU" and found != RATES["CPU"]:
+            raise UserError(
+                f"{name}: name = 'CPU': means this machine, where operators are timed, and figures not looked at;"
+                " give your own another name"
+            )
+        return found
     near = difflib.get_close_matches(name.lower(), known, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
-    raise UserError(f"{name}: no such device; legal are {', '.join(known)}, or a file such as my.toml{hint}")
+    raise UserError(f"--device {name!r}: no such device; legal are {', '.join(known)}, or a file such as my.toml{hint}")

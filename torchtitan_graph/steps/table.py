@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
-from collections.abc import Mapping
+import itertools
 from pathlib import Path
 
 from torch.fx import GraphModule
 
-from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.cost import Costs
 from torchtitan_graph.graph.measured import measured
 from torchtitan_graph.graph.scope_table import by_type, scope_table
@@ -46,13 +44,13 @@ def step_table(
         UserError: the profile is no trace, or of other graphs.
     """
     costs = dataclasses.replace(costs, visible=model.visible_in_one_document(seq_len))
-    profile = measured(trace) if trace is not None else None
+    shown = _graphs(graphs)
+    profile = measured(trace, list(itertools.chain.from_iterable(shown.values()))) if trace is not None else {}
     lines = []
-    for title, parts in _graphs(graphs).items():
+    for title, parts in shown.items():
         charged: list[Charge] = []
         for gm in parts:
-            seconds = None if profile is None else _of_graph(profile, gm)
-            charged += charges(gm, costs, seconds)
+            charged += charges(gm, costs, profile.get(gm.meta["name"]))
         if len(parts) > 1:
             charged = [each._replace(cost=each.cost._replace(held=0)) for each in charged]
         told = charged if by == "scope" else by_type(charged, by)
@@ -69,16 +67,3 @@ def _graphs(graphs: Graphs) -> dict[str, list[GraphModule]]:
         ]
         for number, stage in graphs.train.items()
     }
-
-
-def _of_graph(profile: Mapping[str, Mapping[str, float]], gm: GraphModule) -> Mapping[str, float]:
-    """Give the seconds that a profile has of a graph's nodes; parts of tuples have none."""
-    name = gm.meta["name"]
-    found = profile.get(name, {})
-    calls = [node.name for node in gm.graph.nodes if node.op == "call_function" and node.target is not operator.getitem]
-    if missing := [node for node in calls if node not in found]:
-        raise UserError(
-            f"the profile has nothing of {len(missing)} of the {len(calls)} nodes of {name}, such as {missing[0]}: it "
-            f"is of another graph, for it has {', '.join(sorted(profile))}. Profile a run of this configuration"
-        )
-    return found

@@ -80,6 +80,20 @@ def test_every_node_is_measured(tmp_path: Path) -> None:
     assert 0 < sum(found.values()) < SLOW_S
 
 
+def test_a_profile_of_another_graph_is_refused(tmp_path: Path) -> None:
+    gm, inputs = traced()
+    trace = recorded(gm, inputs, tmp_path / "trace.json")
+    assert measured(trace, [gm]) == measured(trace)
+    node = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.tanh.default)[0]
+    node.meta["val"] = torch.empty(3, 4)
+    with pytest.raises(UserError, match=r"tanh of training step is float32\[2, 4\], and would be float32"):
+        measured(trace, [gm])
+    with gm.graph.inserting_before(node):
+        gm.graph.call_function(torch.ops.aten.sin.default, node.args)
+    with pytest.raises(UserError, match="has nothing of 1 of the .* nodes of training step, such as sin_default"):
+        measured(trace, [gm])
+
+
 def test_an_event_says_where_its_node_was_made(tmp_path: Path) -> None:
     gm, inputs = traced()
     trace = recorded(gm, inputs, tmp_path / "trace.json")
@@ -194,7 +208,8 @@ def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no event says of which node it is.* compile.cuda_graphs = false"):
         measured(gpu_trace(tmp_path, kernel(10.0, 8.0, 1)))
     whole = trace.read_bytes()
-    for content in (whole[:-9], b"{", gzip.compress(b"[1]"), gzip.compress(b'{"traceEvents": [7]}')):
+    torn = whole[:20] + b"\xff" * 20 + whole[40:]
+    for content in (whole[:-9], b"{", gzip.compress(b"[1]"), gzip.compress(b'{"traceEvents": [7]}'), torn):
         trace.write_bytes(content)
         with pytest.raises(UserError, match="is no trace of torch's profiler"):
             measured(trace)
@@ -207,6 +222,8 @@ def test_the_newest_trace_of_a_rank_is_found(tmp_path: Path) -> None:
         folder = tmp_path / "traces" / f"step-{step}"
         folder.mkdir(parents=True)
         (folder / "rank1.json.gz").touch()
+    (tmp_path / "traces" / "step-9.old").mkdir()
+    (tmp_path / "traces" / "step-9.old" / "rank1.json.gz").touch()
     assert find_trace(tmp_path, 1, 1).parent.name == "step-10"
     assert find_trace(tmp_path / "traces/step-8/rank1.json.gz", 0, 2).parent.name == "step-8"
     assert find_trace(tmp_path.parent, 1, 1).parent.name == "step-10", "the folder of traces may lie deeper"

@@ -180,12 +180,16 @@ def test_the_report_says_what_the_data_say(name: str, axes: set[str], jobs: Call
     [
         (["--world", "2", "--device", "h10"], "did you mean h100"),
         (["--world", "0", "--device", "h100"], "--world 0"),
+        (["--world", str(2**31), "--device", "h100"], "must be the number of ranks"),
+        (["--world", "2", "--device", "h100", "--comm.fake_rank", "1"], "a forecast is of all ranks"),
+        (["--world", "2", "--device", "h100", "--comm.fake_device", "A100"], "here --device says it"),
         (["--world", "3", "--device", "h100", "--parallelism.tensor_parallel_degree", "2"], "tensor_parallel_degree"),
         (["--world", "2", "--device", "h100", "--training.stepz", "2"], "did you mean"),
         (["--world", "2", "--device", "h100", "--json", "no_such_folder/x.json"], "there is no folder"),
         (["--world", "2", "--device", "h100", "--compile.mode", "eager"], "an eager step has none"),
-        (["--world", "2", "--device", "h100", "--comm.fake_rank", "1"], "a plan builds a rank of each place along pp"),
         (["--world", "1", "--device", "cpu", "--compile.cuda_graphs"], "needs a GPU, and this process computes on cpu"),
+        (["--world", "2", "--device", "h100", "--json", "."], "--json .: is a folder"),
+        (["--world", "2", "--device", "h100", "--out", "best.toml"], "add --search"),
     ],
 )
 def test_what_is_wrong_is_said_before_any_work(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -208,6 +212,17 @@ def test_what_is_not_known_of_an_optimizer_is_said(jobs: Callable[[str], Job]) -
     plan = simulate(found._replace(ranks=[rank._replace(told=told)]), by_rates(found, H100), H100)
     assert "fits, and what my.Own keeps" in "\n".join(lines(plan))
     assert as_data(plan)["memory"]["untold"] == "what my.Own keeps"
+
+
+def test_loads_of_other_experts_are_refused_before_any_graph_is_built(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "loads.json").write_text("[1, 2]")
+    words = ["--world", "2", "--device", "h100", "--expert_load", str(tmp_path / "loads.json"), "--search"]
+    assert main([*words, "--model.name", "deepseek_v3"]) == 2
+    error = capsys.readouterr().err
+    assert "2 loads of layers.1, which has 8 experts" in error and "passes" not in error
+    assert main(words) == 2 and "this model has no experts; leave it out" in capsys.readouterr().err
 
 
 def test_a_forecast_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

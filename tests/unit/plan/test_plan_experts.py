@@ -30,13 +30,29 @@ def test_a_run_s_last_record_that_has_loads_counts(tmp_path: Path) -> None:
     records = [{"expert_loads": {"layers.1": [9, 1]}}, {"expert_loads": {"layers.1": [5, 3]}}, {"validation_loss": 2.0}]
     lines = "".join(json.dumps(record) + "\n" for record in records)
     assert read_loads(written(tmp_path, lines, "metrics.jsonl")) == {"layers.1": [5.0, 3.0]}
+    torn = lines + '5\n{"expert_loads": {"layers.1": [7'
+    assert read_loads(written(tmp_path, torn, "metrics.jsonl")) == {"layers.1": [5.0, 3.0]}
     with pytest.raises(UserError, match="no record has expert_loads; train with metrics.log_expert_loads = true"):
         read_loads(written(tmp_path, '{"loss": 1}\n', "metrics.jsonl"))
 
 
 @pytest.mark.parametrize(
     "text",
-    ["[1, -1]", "[0, 0]", "[]", "3", "[1, true]", '{"layers.1": 3}', "{}", "[1, NaN]", "[1, Infinity]", "[", '["a"]'],
+    [
+        "[1, -1]",
+        "[0, 0]",
+        "[]",
+        "3",
+        "[1, true]",
+        '{"layers.1": 3}',
+        "{}",
+        "[1, NaN]",
+        "[1, Infinity]",
+        "[",
+        '["a"]',
+        "[1e308, 1e308]",
+        f"[{10**400}]",
+    ],
 )
 def test_what_is_no_load_is_refused_by_name(tmp_path: Path, text: str) -> None:
     with pytest.raises(UserError, match="--expert_load .*loads.json"):
@@ -98,6 +114,8 @@ def test_a_step_waits_for_the_busiest_rank_and_a_checkpoint_has_all_parameters_a
     assert any("the busiest rank of ep has 1.5 times the mean" in line for line in uneven.lines())
     with pytest.raises(UserError, match="--node_mtbf_hours: .*give --storage_gb_per_s too"):
         check_arguments(parser.parse_args(["--node_mtbf_hours", "5"]), job.config)
+    with pytest.raises(UserError, match="--restart_minutes: .*give --node_mtbf_hours too"):
+        check_arguments(parser.parse_args(["--restart_minutes", "5"]), job.config)
     with pytest.raises(UserError, match="--storage_gb_per_s -1: must be a number above 0"):
         check_arguments(parser.parse_args(["--storage_gb_per_s", "-1"]), job.config)
     own = load(["--optimizer.name", "my.Own"])

@@ -25,6 +25,7 @@ def test_no_other_interval_is_better(cost_s: float, mtbf_s: float) -> None:
 
 def test_without_failures_only_saves_take_time() -> None:
     assert goodput(900.0, 100.0, 60.0, 1e12) == pytest.approx(0.9)
+    assert goodput(900.0, 100.0, 60.0, 1e300) == pytest.approx(0.9)
     assert goodput(1e6, 100.0, 60.0, 10.0) == 0.0, "a stretch that never ends well"
     assert best_interval(1e6, 10.0) == pytest.approx(10.0), "the longer a save, the rarer: up to the time between them"
 

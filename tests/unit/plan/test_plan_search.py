@@ -168,6 +168,7 @@ def test_what_the_trainer_refuses_is_told_in_its_words() -> None:
         return made_up(config, layers)
 
     found = search(120.0, refuses, varied=("tp", "pp", "schedule")).run()
+    assert all("rows" in str(each) for each in found.fitting), "also a single one"
     illegal = {str(each): each.why for each in found.others if each.why.startswith("illegal")}
     assert any("tok_embeddings.weight; choose a degree that does" in why for why in illegal.values()), illegal
 

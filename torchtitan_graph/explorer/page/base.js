@@ -150,6 +150,13 @@ async function read() {
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 const PART_COLORS = ["forward", "backward", "recomputed", "pf", "pb"];
 
+// What a colour means.
+function swatch(name, words) {
+  const box = el("span", { class: "swatch" });
+  box.style.background = `var(--${name})`;
+  return [box, words];
+}
+
 // A canvas as wide as its place, sharp on every screen: gives its context, and its size in CSS pixels.
 function sharp(canvas, height) {
   const ratio = window.devicePixelRatio || 1;

@@ -51,6 +51,7 @@ class Memory {
   }
 
   show() {
+    $("memory-legend").replaceChildren(...this.graph.parts.flatMap((words, k) => swatch(PART_COLORS[k], words)));
     this.at(this.now);
   }
 
@@ -171,16 +172,5 @@ class Memory {
     context.textAlign = x > width - 130 ? "right" : "left";
     const words = `${this.now === graph.memory.peak ? "the peak, " : ""}${bytes(held[this.now])}`;
     context.fillText(words, x + (x > width - 130 ? -6 : 6), 12);
-    let at = width / 2 - 190;
-    context.textAlign = "left";
-    if (width > 700) {
-      graph.parts.forEach((part, k) => {
-        context.fillStyle = fills[k];
-        context.fillRect(at, height - 14, 10, 10);
-        context.fillStyle = color("soft");
-        context.fillText(part, at + 14, height - 5);
-        at += 28 + context.measureText(part).width;
-      });
-    }
   }
 }

@@ -93,22 +93,22 @@ class Timeline {
     return wait < 0 ? 0 : this.graph.cost.exposed[wait];
   }
 
+  // A wait ends when its collective does; that may stand behind others of its group.
+  wordsOf(k) {
+    const [sending, exposed] = [this.graph.cost.sending[this.graph.collectives.call[k]], this.exposed(k)];
+    const queue = exposed > sending ? ", also for what its group sends before it" : "";
+    return `sends for ${time(sending)}; its wait stands still for ${time(exposed)}${queue}`;
+  }
+
   show() {
     if (!this.order.length) return;
     this.draw();
     this.sums.show(this.bySum.length, true);
     this.table.show(this.order.length, true);
-    const swatches = ["forward", "backward", "recomputed", "passes in forward", "passes in backward"];
     $("sent-legend").replaceChildren(
-      ...swatches.flatMap((words, k) => this.swatch(PART_COLORS[k], words)),
-      ...this.swatch("wait", "standing still for a collective"), ...this.swatch("sent", "a collective"),
+      ...this.graph.parts.flatMap((words, k) => swatch(PART_COLORS[k], words)),
+      ...swatch("wait", "standing still for a collective"), ...swatch("sent", "a collective"),
     );
-  }
-
-  swatch(name, words) {
-    const box = el("span", { class: "swatch" });
-    box.style.background = `var(--${name})`;
-    return [box, words];
   }
 
   look(from, to) {
@@ -168,7 +168,7 @@ class Timeline {
     if (call === undefined) return "";
     const { graph } = this;
     const words = [graph.call("name", call), graph.path(graph.calls.scope[call])];
-    if (k >= 0) words.push(`sends for ${time(graph.cost.sending[call])}, of which ${time(this.exposed(k))} exposed`);
+    if (k >= 0) words.push(this.wordsOf(k));
     else words.push(`${time(graph.cost.time[call])}${graph.cost.exposed[call] ? ", waiting" : ""}`);
     return words.join("\n");
   }
@@ -246,7 +246,7 @@ class Timeline {
       ["scope", graph.path(graph.calls.scope[call])],
       ["value", graph.call("value", call)],
       ["over", `${graph.strings[graph.collectives.axis[k]]}, ${graph.strings[graph.collectives.ranks[k]]}`],
-      ["sending", `${time(graph.cost.sending[call])}, of which ${time(this.exposed(k))} exposed`],
+      ["estimate", this.wordsOf(k)],
       ["beside it", beside.slice(0, 12).map(([words, ns]) => `${time(ns)}  ${words}`).join("\n") || "nothing computes"],
     ]);
   }

@@ -114,7 +114,7 @@ class Tree {
         const { title, help } = MEASURES[key];
         const words = `${title}${sub ? ", " + sub : ""}: ${help}`;
         found.push({
-          title: k ? "\u00a0" : title, sub, num: true, group: !k, width: this.split === "total" ? 100 : 78, key, parts,
+          title: k ? "\u00a0" : title, sub, num: true, group: !k, width: this.split === "total" ? 100 : 82, key, parts,
           help: words, sort: `${key} ${k}`,
         });
       });

@@ -6,6 +6,7 @@ import bisect
 import collections
 import gzip
 import json
+import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torchtitan_graph.errors import UserError
 
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+_MOST = 1e20  # microseconds: more than any clock says
 
 Event = Mapping[str, Any]
 
@@ -26,7 +28,8 @@ def find_trace(path: Path, rank: int = 0) -> Path:
     """
     if path.is_file():
         return path
-    traces = {int(p.parent.name.removeprefix("step-")): p for p in path.glob(f"*/step-*/rank{rank}.json.gz")}
+    found = [(p.parent.name.removeprefix("step-"), p) for p in path.glob(f"*/step-*/rank{rank}.json.gz")]
+    traces = {int(step): p for step, p in found if step.isdecimal()}
     if not traces:
         raise UserError(
             f"{path}: is no trace, and no run's folder with one of rank {rank}; a run with "
@@ -49,7 +52,7 @@ def measured(trace: Path) -> dict[str, dict[str, float]]:
         UserError: the file is no trace, or says nothing of nodes.
     """
     events = _read(trace)
-    calls = [event for event in events if {"node", "graph"} <= event.get("args", {}).keys()]
+    calls = [event for event in events if {"node", "graph"} <= event["args"].keys()]
     if not calls:
         raise UserError(
             f"{trace}: no event says of which node it is; profile with profiling.enable_profiling = true, "
@@ -57,7 +60,7 @@ def measured(trace: Path) -> dict[str, dict[str, float]]:
         )
     on_gpu: dict[int, float] = collections.defaultdict(float)  # microseconds, by the number of their launch
     for event in events:
-        if event.get("cat") in _ON_GPU:
+        if event.get("cat") in _ON_GPU and "correlation" in event["args"]:
             on_gpu[event["args"]["correlation"]] += event["dur"]
     took = _of_launches(calls, events, on_gpu) if on_gpu else [call["dur"] for call in calls]
     runs: dict[str, dict[str, list[float]]] = {}
@@ -67,15 +70,30 @@ def measured(trace: Path) -> dict[str, dict[str, float]]:
 
 
 def _read(trace: Path) -> list[Event]:
-    """Give the events of a trace that last."""
+    """Give the events of a trace that last, each with its `args`."""
     try:
         content = trace.read_bytes()
         events = json.loads(gzip.decompress(content) if trace.suffix == ".gz" else content)["traceEvents"]
-        return [event for event in events if event["ph"] == "X"]
+        found = [{"args": {}, **event} for event in events if event["ph"] == "X"]
+        if strange := next((event for event in found if not _is_sound(event)), None):
+            raise ValueError(f"an event is {strange!r:.200}")
+        return found
     except FileNotFoundError as error:
         raise UserError(f"{trace}: is not there") from error
-    except (OSError, EOFError, ValueError, TypeError, KeyError) as error:
+    except (OSError, EOFError, ValueError, TypeError, KeyError, RecursionError, zlib.error) as error:
         raise UserError(f"{trace}: is no trace of torch's profiler ({type(error).__name__}: {error})") from error
+
+
+def _is_sound(event: Event) -> bool:
+    """Tell an event that has all that is read of it: times in microseconds, a thread, names, a launch's number."""
+    args, times = event["args"], (event.get("ts"), event.get("dur"))
+    return (
+        all(type(each) in (int, float) and 0 <= each < _MOST for each in times)
+        and isinstance(args, dict)
+        and all(isinstance(args[key], str) for key in ("node", "graph") if key in args)
+        and all(isinstance(event.get(key), (int, str)) for key in ("pid", "tid"))
+        and isinstance(args.get("correlation", 0), int)
+    )
 
 
 def _of_launches(calls: Iterable[Event], events: Iterable[Event], on_gpu: Mapping[int, float]) -> list[float]:

@@ -10,7 +10,6 @@ and others beside it, or one of your own.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from torchtitan_graph.plan.on_cpu import ThisCpu
 from torchtitan_graph.plan.report import as_data, lines
 from torchtitan_graph.plan.simulate import by_rates, simulate
 from torchtitan_graph.rates import RATES, find_rates
+from torchtitan_graph.run.files import write_json, write_text
 
 
 def parser() -> argparse.ArgumentParser:
@@ -64,10 +64,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         rates = find_rates(options.device)
         if options.world < 1:
             raise UserError(f"--world {options.world}: must be at least 1")
-        if options.json is not None and not options.json.parent.is_dir():
-            raise UserError(f"--json {options.json}: there is no folder {options.json.parent}")
-        if options.out is not None and (options.search is None or not options.out.absolute().parent.is_dir()):
-            raise UserError(f"--out {options.out}: needs --search, and a folder that is there")
+        if rates.name == CPU and rates != RATES[CPU]:
+            raise UserError(
+                f"--device {options.device}: name = 'CPU' is this machine's, whose operators are run and not priced; "
+                "give the file another name, to forecast by its figures"
+            )
+        for option, path in (("--json", options.json), ("--out", options.out)):
+            if path is not None and path.is_dir():
+                raise UserError(f"{option} {path}: is a folder; name a file in it")
+            if path is not None and not path.parent.is_dir():
+                raise UserError(f"{option} {path}: there is no folder {path.parent}")
+        if options.out is not None and options.search is None:
+            raise UserError(f"--out {options.out}: needs --search")
         varied = None if options.search is None else find.check_varied(options.search)
         outlook.check_arguments(options)
         config = configuration(of_training, options.world)
@@ -77,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             of, found = find.search(config, options.world, rates, cpu, varied)
             print("\n".join(find.lines(of, found)))
             best = find.best_toml(of, found.best)
-            print(best) if options.out is None else find.write(best, options.out)
+            print(best) if options.out is None else write_text(options.out, best)
             config = of.configured(found.best.settings)
         job = build(config, options.world, rates)
         if cpu is not None:
@@ -90,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     print("\n".join([*lines(plan), *ahead.lines()]))
     if options.json is not None:
-        options.json.write_text(json.dumps({**as_data(plan), **ahead.data()}, indent=1) + "\n")
+        write_json(options.json, {**as_data(plan), **ahead.data()})
     logger.info(
         f"forecast of {options.world} ranks done in {time.perf_counter() - begin:.1f} s, "
         f"peak memory of this process {host_peak_memory_gib():.2f} GiB"

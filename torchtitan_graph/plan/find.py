@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from torchtitan_graph.config import JobConfig
 from torchtitan_graph.config.dump import dump_changes
@@ -120,10 +119,3 @@ def lines(of: Search, found: Found) -> list[str]:
         told += [f"  {each}: {each.why}" for each in candidates[:_SHOWN]]
         told += [f"  and {len(candidates) - _SHOWN} more"] * (len(candidates) > _SHOWN)
     return told
-
-
-def write(text: str, path: Path) -> None:
-    """Write a file that is whole or not there."""
-    new = path.with_name(f"{path.name}.tmp")
-    new.write_text(text)
-    new.replace(path)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,6 +68,7 @@ class Rates(NamedTuple):
 
 
 _MAY_BE_ZERO = ("reserved_gib", "launch", "kernel", "near_hop", "far_hop", "fusion_share")
+_LEAST, _MOST = 1e-12, 1e30  # no device is near them, and no forecast leaves what a float can hold
 
 
 def read_rates(path: Path) -> Rates:
@@ -103,14 +103,13 @@ def _problem(key: str, value: Any) -> str | None:
         return None if isinstance(value, str) and value.strip() else "a name"
     if key == "num_near":
         return None if type(value) is int and value > 0 else "a whole number of at least 1"
-    is_number = type(value) in (int, float) and abs(value) < 2**1000 and math.isfinite(value)
-    if key.endswith("_share"):
-        return (
-            None if is_number and (0 < value <= 1 or value == 0 and key in _MAY_BE_ZERO) else "a part, above 0 up to 1"
-        )
-    if key in _MAY_BE_ZERO:
-        return None if is_number and value >= 0 else "a number of at least 0"
-    return None if is_number and value > 0 else "a number above 0"
+    is_legal = type(value) in (int, float) and (
+        _LEAST <= value <= (1 if key.endswith("_share") else _MOST) or (value == 0 and key in _MAY_BE_ZERO)
+    )
+    if is_legal:
+        return None
+    least = f"0, or from {_LEAST:g}" if key in _MAY_BE_ZERO else f"above 0, from {_LEAST:g}"
+    return f"a part, {least} to 1" if key.endswith("_share") else f"a number, {least} to {_MOST:g}"
 
 
 RATES: dict[str, Rates] = {each.name: each for each in map(read_rates, sorted(Path(__file__).parent.glob("*.toml")))}

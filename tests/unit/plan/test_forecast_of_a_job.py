@@ -163,6 +163,9 @@ def test_the_report_says_what_the_data_say(name: str, axes: set[str], jobs: Call
         (["--world", "3", "--device", "h100", "--parallelism.tensor_parallel_degree", "2"], "tensor_parallel_degree"),
         (["--world", "2", "--device", "h100", "--training.stepz", "2"], "did you mean"),
         (["--world", "2", "--device", "h100", "--json", "no_such_folder/x.json"], "there is no folder"),
+        (["--world", "2", "--device", "h100", "--json", "."], "--json .: is a folder"),
+        (["--world", "2", "--device", "h100", "--search", "--out", "tests"], "--out tests: is a folder"),
+        (["--world", "2", "--device", "h100", "--out", "best.toml"], "--out best.toml: needs --search"),
     ],
 )
 def test_what_is_wrong_is_said_before_any_work(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

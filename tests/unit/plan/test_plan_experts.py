@@ -31,11 +31,16 @@ def test_a_run_s_last_record_that_has_loads_counts(tmp_path: Path) -> None:
     assert read_loads(written(tmp_path, lines, "metrics.jsonl")) == {"layers.1": [5.0, 3.0]}
     with pytest.raises(UserError, match="no record has expert_loads; train with metrics.log_expert_loads = true"):
         read_loads(written(tmp_path, '{"loss": 1}\n', "metrics.jsonl"))
+    strange = [lines.rstrip(), '{"name": "a\u2028b"}', "", "5", "null", '"expert_loads"', '["expert_loads"]', "  "]
+    assert read_loads(written(tmp_path, "\n".join(strange), "metrics.jsonl")) == {"layers.1": [5.0, 3.0]}
+    with pytest.raises(UserError, match="metrics.jsonl.*can't be read as JSON"):
+        read_loads(written(tmp_path, lines + '{"expert_loads": {"layers.1": [1,', "metrics.jsonl"))
 
 
 @pytest.mark.parametrize(
     "text",
-    ["[1, -1]", "[0, 0]", "[]", "3", "[1, true]", '{"layers.1": 3}', "{}", "[1, NaN]", "[1, Infinity]", "[", '["a"]'],
+    ["[1, -1]", "[0, 0]", "[]", "3", "[1, true]", '{"layers.1": 3}', "{}", "[1, NaN]", "[1, Infinity]", "[", '["a"]']
+    + ["[1, 1e308]", f"[1, 1{'0' * 400}]", '{"layers.1": [1, 2], "layers.1": [2, 1]}'],
 )
 def test_what_is_no_load_is_refused_by_name(tmp_path: Path, text: str) -> None:
     with pytest.raises(UserError, match="--expert_load .*loads.json"):
@@ -97,5 +102,6 @@ def test_a_step_waits_for_the_busiest_rank_and_a_checkpoint_has_all_parameters_a
     assert any("the busiest rank of ep has 1.5 times the mean" in line for line in uneven.lines())
     with pytest.raises(UserError, match="--node_mtbf_hours: .*give --storage_gb_per_s too"):
         check_arguments(parser.parse_args(["--node_mtbf_hours", "5"]))
-    with pytest.raises(UserError, match="--storage_gb_per_s -1: must be a number above 0"):
-        check_arguments(parser.parse_args(["--storage_gb_per_s", "-1"]))
+    for given in ("-1", "0", "nan", "1e-300", "1e300"):
+        with pytest.raises(UserError, match="--storage_gb_per_s .*: must be a number above 0, from 1e-9 to 1e9"):
+            check_arguments(parser.parse_args(["--storage_gb_per_s", given]))

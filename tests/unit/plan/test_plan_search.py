@@ -150,7 +150,7 @@ def test_the_best_is_a_file_that_loads_and_trains_as_it_is(tmp_path: Path) -> No
     of = search(120.0, varied=("tp", "rows"))
     found = of.run()
     path = tmp_path / "best.toml"
-    find.write(find.best_toml(of, found.best), path)
+    path.write_text(find.best_toml(of, found.best))
     config = load(["--job.config_file", str(path)])
     assert config.comm.mode == "default"
     assert {key: get(config, key) for key in found.best.settings} == dict(found.best.settings)

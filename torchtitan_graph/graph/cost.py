@@ -274,9 +274,7 @@ class Clock:
         self._host = 0.0  # when the host has started all that was told so far
         # When a stream has nothing more to do; and when it would have, if the host had started all at once.
         self._free: dict[str, tuple[float, float]] = collections.defaultdict(lambda: (0.0, 0.0))
-        self._done: dict[
-            Node, tuple[str, float, float]
-        ] = {}  # a collective -> its axis, and both of its end
+        self._done: dict[Node, tuple[str, float, float]] = {}  # a collective -> its axis, and both of its end
 
     def left(self, wait: Node) -> float:
         """Give how long a wait would stand still now."""

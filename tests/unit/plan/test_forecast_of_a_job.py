@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from torchtitan_graph import rates
 from torchtitan_graph.config import load
 from torchtitan_graph.forecast import STEP
 from torchtitan_graph.graph.cost import estimate
@@ -171,6 +172,14 @@ def test_the_report_says_what_the_data_say(name: str, axes: set[str], jobs: Call
 def test_what_is_wrong_is_said_before_any_work(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_file_called_cpu_is_not_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine = tmp_path / "mine.toml"
+    shipped = (Path(rates.__file__).parent / "cpu.toml").read_text()
+    mine.write_text(shipped.replace("memory_gib = 16.0", "memory_gib = 32.0"))
+    assert main(["--world", "2", "--device", str(mine)]) == 2
+    assert "name = 'CPU' is this machine's" in capsys.readouterr().err
 
 
 def test_a_forecast_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

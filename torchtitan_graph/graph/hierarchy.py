@@ -189,7 +189,8 @@ class Recorder:
     def _forward_of(self, kind: type[nn.Module]) -> list[CodeType]:
         """Give the code of a class' forward: its own, and that of what decorates it."""
         if kind not in self._forwards:
-            found, forward = [], kind.forward
+            found: list[CodeType] = []
+            forward: Any = kind.forward
             while forward is not None:
                 found.append(getattr(forward, "__code__", None))
                 forward = getattr(forward, "__wrapped__", None)

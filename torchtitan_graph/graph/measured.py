@@ -74,7 +74,7 @@ def _read(trace: Path) -> list[Event]:
     try:
         content = trace.read_bytes()
         events = json.loads(gzip.decompress(content) if trace.suffix == ".gz" else content)["traceEvents"]
-        found = [{"args": {}, **event} for event in events if event["ph"] == "X"]
+        found: list[Event] = [{"args": {}, **event} for event in events if event["ph"] == "X"]
         if strange := next((event for event in found if not _is_sound(event)), None):
             raise ValueError(f"an event is {strange!r:.200}")
         return found

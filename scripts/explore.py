@@ -87,10 +87,10 @@ def build(config: JobConfig, world_size: int, trace: Path | None) -> dict[str, A
         costs, (_, seq_len) = costs_on(trainer.layout, trainer.options), trainer.options.rows
         strings, shown = Strings(), []
         found = [(name, gms, seq_len, [STAGE] * (len(gms) > 1)) for name, gms in _of_training(graphs).items()]
+        seconds = measured(trace, [gm for _, gms, *_ in found for gm in gms]) if trace is not None else {}
         if trainer.options.eval_rows is not None:
             eval_len = trainer.options.eval_rows[1]
             found += [(name, [gm], eval_len, [EVALUATION]) for name, gm in _of_evaluation(graphs).items()]
-        seconds = measured(trace, [gm for _, gms, *_ in found for gm in gms]) if trace is not None else {}
         for name, gms, length, notes in found:
             costs = dataclasses.replace(costs, visible=trainer.model.visible_in_one_document(length))
             charged = in_a_row([charges(gm, costs, seconds.get(gm.meta["name"])) for gm in gms])

@@ -273,19 +273,21 @@ class Clock:
         self.exposed: dict[str, float] = collections.defaultdict(float)
         self.computed: dict[str, float] = collections.defaultdict(float)
         self._host = 0.0  # when the host has started all that was told so far
-        self._free: dict[str, float] = collections.defaultdict(float)  # when a stream has nothing more to do
-        self._done: dict[Node, tuple[str, float]] = {}  # a collective -> its axis, and when it is there
+        # When a stream has nothing more to do; and when it would have, if the host had started all at once.
+        self._free: dict[str, tuple[float, float]] = collections.defaultdict(lambda: (0.0, 0.0))
+        self._done: dict[Node, tuple[str, float, float]] = {}  # a collective -> its axis, and both of its end
 
     def left(self, wait: Node) -> float:
         """Give how long a wait would stand still now."""
-        _, done = self._done.get(wait.all_input_nodes[0], ("", 0.0))
+        _, done, _ = self._done.get(wait.all_input_nodes[0], ("", 0.0, 0.0))
         return max(0.0, done - self.now)
 
     def tell(self, node: Node) -> None:
         """Let a node run, or start, or be waited for."""
         if node.target is WAIT or node.target is _ARRIVED:
             if left := self.left(node):
-                self.exposed[self._done[node.all_input_nodes[0]][0]] += left
+                axis, _, alone = self._done[node.all_input_nodes[0]]
+                self.exposed[axis] += max(0.0, alone - self.now)  # the rest is for the host
                 self.now += left
         elif link := self.costs.link(node):
             self._start(node, str(group_of(node)), link.axis)
@@ -308,8 +310,9 @@ class Clock:
         self._host += self.costs.rates.launch
         self.now += (taken := self.costs.starting(node))
         self.exposed[axis] += taken
-        self._free[stream] = max(self.now, self._host, self._free[stream]) + seconds - taken
-        self._done[node] = axis, self._free[stream]
+        free, alone = self._free[stream]
+        self._free[stream] = max(self.now, self._host, free) + seconds - taken, max(self.now, alone) + seconds - taken
+        self._done[node] = (axis, *self._free[stream])
         self.sent[axis] += seconds
 
 

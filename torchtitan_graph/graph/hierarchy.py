@@ -13,11 +13,12 @@ of that, what the engine itself calls has the count of its origin, or 0.
 
 Left out are functions of torch, of the standard library, of this project's tracer (`graph/`, `parallel/`) and of
 generated code; comprehensions, which have no frame of their own from Python 3.12 on; decorators' closures, which take
-(*args, **kwargs); and a module's own `forward`, which is the module.
+(*args, **kwargs); and a module's own `forward`, which is the module, with what decorates it.
 
 How: when a node is made, Python's frames are walked from the innermost outwards, to the first that the last node had
-too. The last node's frames are held, so that no other can have their identity. The k-th frame of the wrapper of
-`Module.__call__` belongs to the k-th module that runs.
+too; not to a generator's, which may be called from elsewhere now. The last node's frames are held, so that no other can
+have their identity, and so is what is counted. The k-th frame of the wrapper of `Module.__call__` belongs to the k-th
+module that runs.
 """
 
 from __future__ import annotations
@@ -80,13 +81,13 @@ class Scope:
 
     def __init__(self, place: Place, counts: bool = True) -> None:
         self.place, self._is_counting = place, counts
-        self._counts: dict[int, int] = {}
+        self._counts: dict[int, tuple[object, int]] = {}  # by identity, of what was called, and how often
         self._generators: dict[int, tuple[FrameType, Scope]] = {}  # that it started: they go and come back
 
     def module(self, name: str, module: nn.Module) -> Scope:
         """Begin a module's call."""
         kind = f"{type(module).__module__}.{type(module).__qualname__}"
-        return self._child(id(module), Entry("module", name.rpartition(".")[2], kind, name, 0))
+        return self._child(module, Entry("module", name.rpartition(".")[2], kind, name, 0))
 
     def function(self, frame: FrameType) -> Scope:
         """Begin a function's call, or go on with a generator's."""
@@ -96,14 +97,14 @@ class Scope:
         # Python 3.10 has only the name.
         qualname = f"{frame.f_globals.get('__name__')}.{getattr(code, 'co_qualname', code.co_name)}"
         place = f"{code.co_filename}:{code.co_firstlineno}"
-        scope = self._child(id(code), Entry("function", code.co_name, qualname, place, 0))
+        scope = self._child(code, Entry("function", code.co_name, qualname, place, 0))
         if code.co_flags & inspect.CO_GENERATOR:
             self._generators[id(frame)] = frame, scope
         return scope
 
-    def _child(self, key: int, entry: Entry) -> Scope:
-        count = self._counts.get(key, 0) if self._is_counting else 0
-        self._counts[key] = count + 1
+    def _child(self, called: object, entry: Entry) -> Scope:
+        _, count = self._counts.get(id(called), (called, 0)) if self._is_counting else (called, 0)
+        self._counts[id(called)] = called, count + 1
         return Scope((*self.place, entry._replace(count=count)))
 
 
@@ -124,6 +125,7 @@ class Recorder:
         self._held: list[tuple[FrameType, Scope]] = []  # of the last node, the outermost first
         self._depth: dict[int, int] = {}  # a held frame's place in the list, by its identity
         self._is_scope: dict[int, tuple[CodeType, bool]] = {}  # by identity: to hash a code object is to hash all of it
+        self._forwards: dict[type, list[CodeType]] = {}  # of a class
 
     def of(self, module: nn.Module, place: Place) -> Recorder:
         """Give what records a module's call alone, which is at a place."""
@@ -158,7 +160,7 @@ class Recorder:
         frame: FrameType | None = sys._getframe(1)
         depth = -1
         while frame is not None and frame.f_code is not self._base:
-            depth = self._depth.get(id(frame), -1)
+            depth = -1 if frame.f_code.co_flags & inspect.CO_GENERATOR else self._depth.get(id(frame), -1)
             if depth >= 0:
                 break
             if self._makes_scope(frame.f_code):
@@ -176,13 +178,24 @@ class Recorder:
             elif each.f_code is self._wrapper:
                 module = self._running[number]
                 scope, number = parent.module(self._names.get(id(module), ""), module), number + 1
-            elif owner is not None and each.f_code is getattr(type(owner).forward, "__code__", None):
+            elif owner is not None and any(each.f_code is code for code in self._forward_of(type(owner))):
                 scope = parent
             else:
                 scope = parent.function(each)
             self._depth[id(each)] = len(self._held)
             self._held.append((each, scope))
         return self._held[-1][1].place if self._held else self._root.place
+
+    def _forward_of(self, kind: type[nn.Module]) -> list[CodeType]:
+        """Give the code of a class' forward: its own, and that of what decorates it."""
+        if kind not in self._forwards:
+            found: list[CodeType] = []
+            forward: Any = kind.forward
+            while forward is not None:
+                found.append(getattr(forward, "__code__", None))
+                forward = getattr(forward, "__wrapped__", None)
+            self._forwards[kind] = found
+        return self._forwards[kind]
 
     def _makes_scope(self, code: CodeType) -> bool:
         if id(code) not in self._is_scope:

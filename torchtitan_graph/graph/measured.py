@@ -20,6 +20,7 @@ from torchtitan_graph.graph.show import shape_of
 _FOLDER = "**/step-*"  # of a step's traces: `profiling.save_traces_folder` may lie deeper
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+_MOST = 1e20  # microseconds: more than any clock says
 
 Event = Mapping[str, Any]
 
@@ -66,7 +67,7 @@ def measured(trace: Path, gms: Sequence[GraphModule] = ()) -> dict[str, dict[str
             had another shape.
     """
     events = _read(trace)
-    calls = [event for event in events if {"node", "graph"} <= event.get("args", {}).keys()]
+    calls = [event for event in events if {"node", "graph"} <= event["args"].keys()]
     if not calls:
         raise UserError(
             f"{trace}: no event says of which node it is; profile with profiling.enable_profiling = true, "
@@ -74,7 +75,7 @@ def measured(trace: Path, gms: Sequence[GraphModule] = ()) -> dict[str, dict[str
         )
     on_gpu: dict[int, float] = collections.defaultdict(float)  # microseconds, by the number of their launch
     for event in events:
-        if event.get("cat") in _ON_GPU:
+        if event.get("cat") in _ON_GPU and "correlation" in event["args"]:
             on_gpu[event["args"]["correlation"]] += event["dur"]
     took = _of_launches(calls, events, on_gpu) if on_gpu else [call["dur"] for call in calls]
     runs: dict[str, dict[str, list[float]]] = {}
@@ -104,15 +105,30 @@ def _check_is_of(gm: GraphModule, values: Mapping[tuple[str, str], str | None]) 
 
 
 def _read(trace: Path) -> list[Event]:
-    """Give the events of a trace that last."""
+    """Give the events of a trace that last, each with its `args`."""
     try:
         content = trace.read_bytes()
         events = json.loads(gzip.decompress(content) if trace.suffix == ".gz" else content)["traceEvents"]
-        return [event for event in events if event["ph"] == "X"]
+        found: list[Event] = [{"args": {}, **event} for event in events if event["ph"] == "X"]
+        if strange := next((event for event in found if not _is_sound(event)), None):
+            raise ValueError(f"an event is {strange!r:.200}")
+        return found
     except FileNotFoundError as error:
         raise UserError(f"{trace}: is not there") from error
     except (OSError, EOFError, zlib.error, ValueError, TypeError, KeyError, RecursionError) as error:
         raise UserError(f"{trace}: is no trace of torch's profiler ({type(error).__name__}: {error})") from error
+
+
+def _is_sound(event: Event) -> bool:
+    """Tell an event that has all that is read of it: times in microseconds, a thread, names, a launch's number."""
+    args, times = event["args"], (event.get("ts"), event.get("dur"))
+    return (
+        all(type(each) in (int, float) and 0 <= each < _MOST for each in times)
+        and isinstance(args, dict)
+        and all(isinstance(args[key], str) for key in ("node", "graph") if key in args)
+        and all(isinstance(event.get(key), (int, str)) for key in ("pid", "tid"))
+        and isinstance(args.get("correlation", 0), int)
+    )
 
 
 def _of_launches(calls: Iterable[Event], events: Iterable[Event], on_gpu: Mapping[int, float]) -> list[float]:

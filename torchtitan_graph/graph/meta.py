@@ -170,6 +170,8 @@ def unsettle(node: Node) -> None:
     """Let the next `settle` say where a copied sum of gradients comes from."""
     node.meta.pop("phase")
     node.meta |= {"custom": {"phase": "backward"}, "seq_nr": sys.maxsize}  # of a sum, the counter as it is: see _is_sum
+    if "call_hierarchy" in node.meta:
+        node.meta["custom"]["place"], node.meta["is_grad"] = (), False
 
 
 def settle(gm: GraphModule) -> None:

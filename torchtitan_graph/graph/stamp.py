@@ -31,7 +31,7 @@ from torch.fx.node import map_arg
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.alike import description
 from torchtitan_graph.graph.edit import copy_node
-from torchtitan_graph.graph.hierarchy import Place, Recorder
+from torchtitan_graph.graph.hierarchy import Entry, Place, Recorder
 from torchtitan_graph.graph.signature import Layout, layout_of
 from torchtitan_graph.graph.state import swapped_state, unassigned_data
 from torchtitan_graph.graph.torch_private import (
@@ -384,11 +384,14 @@ def _moved(graph: BlockGraph, call: _Call, place: Place) -> Place:
     """Give the place in a block's call that another's has in the block that was traced. Nodes share their places."""
     if place not in call.places:
         n = len(graph.place)
-        inside = (
-            e._replace(path=call.name + e.path[len(graph.block) :]) if e.type == "module" else e for e in place[n:]
-        )
-        call.places[place] = (*call.place, *inside)
+        call.places[place] = (*call.place, *(_renamed(e, graph.block, call.name) for e in place[n:]))
     return call.places[place]
+
+
+def _renamed(entry: Entry, old: str, new: str) -> Entry:
+    """Let a module of a block be that of another. One that the block made itself, or was given, has no path there."""
+    is_inside = entry.type == "module" and entry.path.startswith(f"{old}.")
+    return entry._replace(path=new + entry.path[len(old) :]) if is_inside else entry
 
 
 def _is_sum(node: Node) -> bool:

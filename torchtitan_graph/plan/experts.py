@@ -30,6 +30,7 @@ from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.moe import MoE
 
 ALL_LAYERS = ""
+_MOST = 1e200  # a load: the sum of all is a float too
 _EXCHANGE = torch.ops.torchtitan_graph.exchange.default
 
 
@@ -52,8 +53,8 @@ def read_loads(path: Path) -> dict[str, list[float]]:
     """
     where = f"--expert_load {str(path)!r}"
     try:
-        text = path.read_text(encoding="utf-8")
-        found = _last_record(text, where) if path.suffix == ".jsonl" else json.loads(text)
+        text = path.read_text(encoding="utf-8-sig")
+        found = _last_record(text, where) if path.suffix == ".jsonl" else _read_json(text)
     except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, UserError):
             raise
@@ -61,26 +62,40 @@ def read_loads(path: Path) -> dict[str, list[float]]:
     by_layer = found if isinstance(found, dict) else {ALL_LAYERS: found}
     for layer, loads in by_layer.items():
         if not _are_loads(loads):
-            of = f" of {layer!r}" if layer else ""
-            raise UserError(f"{where}: the loads{of} must be a list, a number of at least 0 for each expert, not all 0")
+            of = f" of {layer!r:.80}" if layer else ""
+            raise UserError(
+                f"{where}: the loads{of} must be a list, for each expert a number from 0 to {_MOST:g}, not all 0"
+            )
     if not by_layer:
         raise UserError(f"{where}: has no layer")
     return {layer: [float(x) for x in loads] for layer, loads in by_layer.items()}
 
 
 def _last_record(text: str, where: str) -> Any:
-    for line in reversed(text.splitlines()):
+    for line in reversed(text.split("\n")):
         with contextlib.suppress(ValueError):  # a line may be torn, or just being written
             if isinstance(record := json.loads(line), dict) and "expert_loads" in record:
                 return record["expert_loads"]
     raise UserError(f"{where}: no record has expert_loads; train with metrics.log_expert_loads = true")
 
 
+def _read_json(text: str) -> Any:
+    """Read JSON in which no table has a name twice."""
+
+    def table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"{twice!r:.80} is there twice")
+        return dict(pairs)
+
+    return json.loads(text, object_pairs_hook=table)
+
+
 def _are_loads(loads: object) -> bool:
     return (
         isinstance(loads, list)
-        and all(isinstance(x, (int, float)) and not isinstance(x, bool) and 0 <= x < 2**1000 for x in loads)
-        and 0 < sum(loads) < math.inf
+        and all(isinstance(x, (int, float)) and not isinstance(x, bool) and 0 <= x <= _MOST for x in loads)
+        and any(loads)
     )
 
 

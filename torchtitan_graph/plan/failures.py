@@ -7,8 +7,8 @@ well only if nothing fails meanwhile. The mean time of a stretch of T is then, e
 
     M exp(R / M) (exp((T + C) / M) - 1)                      J. T. Daly, FGCS 22 (2006), equation 20
 
-Its share of T is the goodput. It is largest where (T / M - 1) exp((T + C) / M) + 1 = 0, close to sqrt(2 C M) where C is
-small beside M (J. W. Young, CACM 17 (1974)).
+Its share of T is the goodput. It is largest where T / M = 1 - exp(-(T + C) / M), close to sqrt(2 C M) where C is small
+beside M (J. W. Young, CACM 17 (1974)).
 
 A save in a thread stops training for the copy alone, C, but is whole only after W. A failure before that falls back one
 checkpoint further, which costs W more on average: R + W takes R's place, to first order in W / M.
@@ -66,10 +66,10 @@ def saving(num_bytes: float, largest_of_rank: float, bytes_per_s: float, copied_
 def best_interval(cost_s: float, mtbf_s: float) -> float:
     """Give the time of training between two saves, of `cost_s` each, at which a run comes forward fastest. See Note
     [Failures]."""
-    low, high = 0.0, 1.0  # of T / M: the derivative's sign changes once between
+    low, high = 0.0, 1.0  # of T / M: the two sides are equal once between
     for _ in range(80):
         middle = (low + high) / 2
-        if middle - 1 + math.exp(-middle - cost_s / mtbf_s) < 0:  # divided by what grows without bound
+        if middle < -math.expm1(-(middle + cost_s / mtbf_s)):
             low = middle
         else:
             high = middle
@@ -92,8 +92,7 @@ def expect(saved: Saving, step_s: float, node_mtbf_s: float, num_nodes: int, res
         restart_s: from a failure until the run trains again.
     """
     mtbf_s, further_back = node_mtbf_s / num_nodes, saved.written - saved.waits
-    interval = max(best_interval(saved.waits, mtbf_s), further_back)
-    steps = max(1, round(interval / step_s))
+    steps = max(1, round(best_interval(saved.waits, mtbf_s) / step_s), math.ceil(further_back / step_s))
     interval = steps * step_s
     found = goodput(interval, saved.waits, restart_s + further_back, mtbf_s)
     saves = found * saved.waits / interval

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -68,8 +67,8 @@ def check_arguments(args: argparse.Namespace, config: JobConfig) -> None:
     """Refuse before any work what these options can't be of such a job."""
     for name in ("storage_gb_per_s", "node_mtbf_hours", "restart_minutes"):
         given = getattr(args, name)
-        if given is not None and not (0 < given < math.inf):
-            raise UserError(f"--{name} {given:g}: must be a number above 0")
+        if given is not None and not (1e-9 <= given <= 1e9):
+            raise UserError(f"--{name} {given:g}: must be a number above 0, from 1e-9 to 1e9")
     if args.node_mtbf_hours is not None and args.storage_gb_per_s is None:
         raise UserError(
             "--node_mtbf_hours: a failure costs what was trained since the last checkpoint, and what those"

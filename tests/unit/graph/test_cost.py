@@ -130,6 +130,13 @@ def test_kernels_begin_when_the_host_has_started_them() -> None:
     assert close(hidden, 1e-3 + PRODUCT + RATES.kernel)
 
 
+def test_what_a_late_host_starts_exposes_its_own_time_alone() -> None:
+    late, free = ({"launch": 1e-3}, {"near": 1e30, "near_hop": 0.0})
+    gm = graph_of(lambda x, y: wait(gather(x)))
+    assert close(estimate(gm, Costs(RATES._replace(**late), LINKS)), 1e-3 + GATHER, fsdp=GATHER)
+    assert close(estimate(gm, Costs(RATES._replace(**late, **free), LINKS)), 1e-3, fsdp=0.0)
+
+
 def test_what_a_kernel_is_for_adds_up() -> None:
     found = estimate(graph_of(lambda x, y: (wait(gather(x)), x @ y, x + y)), COSTS)
     assert found.computed == pytest.approx({cost.PRODUCT: PRODUCT, cost.OTHER: ADD})

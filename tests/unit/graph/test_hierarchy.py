@@ -20,6 +20,7 @@ from torchtitan_graph.graph.edit import call
 from torchtitan_graph.graph.hierarchy import call_hierarchy, fwd_call_hierarchy, shown
 from torchtitan_graph.graph.stamp import described
 from torchtitan_graph.graph.trace import minimal_fx_tracer
+from torchtitan_graph.passes.cleanup import cleanup
 
 aten = torch.ops.aten
 
@@ -131,6 +132,19 @@ def by_a_generator(x: Tensor) -> Tensor:
     return sum(pieces(x), sum([piece.cos() for piece in pieces(x)]))
 
 
+def first(them: Iterator[Tensor]) -> Tensor:
+    return next(them)
+
+
+def second(them: Iterator[Tensor]) -> Tensor:
+    return next(them)
+
+
+def by_several_callers(x: Tensor) -> Tensor:
+    them = pieces(x)
+    return first(them) + second(them)
+
+
 def by_a_decorator(x: Tensor) -> Tensor:
     return decorated(x)
 
@@ -149,6 +163,7 @@ LOOP = [f"in_a_loop() > either(){n}" for n in ("", "#1", "#2")]
         (without_a_node, ["without_a_node() > either()"]),
         (under_two_parents, [f"under_two_parents() > {x}" for x in ("either()", *LOOP)]),
         (by_a_generator, [f"by_a_generator() > pieces(){n}" for n in ("", "", "#1", "#1")]),
+        (by_several_callers, [f"by_several_callers() > {caller}() > pieces()" for caller in ("first", "second")]),
         (by_a_decorator, ["by_a_decorator() > decorated()", "by_a_decorator() > decorated()#1"]),
         (by_itself, [" > ".join(["by_itself()"] * n) for n in (1, 2, 3)]),
     ],
@@ -163,6 +178,21 @@ def test_a_module_that_is_called_again_is_counted() -> None:
     shared = nn.Linear(4, 4, bias=False)
     found = places(lambda x: shared(shared(x)), aten.mm.default, nn.ModuleDict({"shared": shared}))
     assert found == ["<lambda>() > shared:Linear", "<lambda>() > shared:Linear#1"]
+
+
+class Decorated(nn.Module):
+    @doubled
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sin()
+
+
+def test_a_decorated_forward_is_its_module() -> None:
+    model = nn.ModuleDict({"one": Decorated()})
+    assert places(lambda x: model["one"](x), aten.sin.default, model) == ["<lambda>() > one:Decorated"] * 2
+
+
+def test_modules_of_the_moment_are_not_taken_for_each_other() -> None:
+    assert places(lambda x: Decorated()(Decorated()(x)), aten.sin.default) == ["<lambda>() > :Decorated"] * 4
 
 
 class Twice(torch.autograd.Function):
@@ -203,10 +233,30 @@ def test_what_is_computed_again_stands_where_it_stood() -> None:
     assert all(fwd_call_hierarchy(node) == call_hierarchy(node) for node in again)
 
 
-def test_blocks_that_are_copied_have_their_own_paths() -> None:
-    model = Model()
+class Reader(Attention):
+    """Reads what it is given twice, once by a module of its own making."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + x * Decorated()(x)
+
+
+class Readers(Model):
+    """Its last block's result is read once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Reader() for _ in range(3))
+        self.out = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(super().forward(x))
+
+
+@pytest.mark.parametrize("kind", [Model, Readers])
+def test_blocks_that_are_copied_have_their_own_paths(kind: type[Model]) -> None:
+    model = kind()
     blocks = {f"layers.{i}": block for i, block in enumerate(model.layers)}
-    found = [nodes(traced(step_of(model), model, blocks=each), aten.flip.default) for each in ({}, blocks)]
+    found = [nodes(cleanup(traced(step_of(model), model, blocks=each))) for each in ({}, blocks)]
     assert [*map(call_hierarchy, found[0])] == [*map(call_hierarchy, found[1])]
     assert [*map(fwd_call_hierarchy, found[0])] == [*map(fwd_call_hierarchy, found[1])]
 

@@ -217,8 +217,34 @@ def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
         measured(tmp_path / "none.json")
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("dur", "x"), ("dur", float("nan")), ("dur", -1.0), ("ts", 10**400), ("ts", None), ("args", None), ("tid", [1])]
+    + [("node", ["mm"]), ("graph", None), ("correlation", {})],
+)  # fmt: skip
+def test_an_event_of_another_form_is_refused(tmp_path: Path, key: str, value: Any) -> None:
+    strange = [node("mm", 10.0, 8.0), launch(12.0, 1), kernel(13.0, 1.0, 1)]
+    for each in strange:
+        where = each["args"] if key in ("node", "graph", "correlation") else each
+        if key in where:
+            where[key] = value
+    with pytest.raises(UserError, match="is no trace of torch's profiler .*an event is"):
+        measured(gpu_trace(tmp_path, *strange))
+
+
+def test_a_damaged_or_bottomless_file_is_refused(tmp_path: Path) -> None:
+    trace = gpu_trace(tmp_path, node("mm", 10.0, 8.0))
+    whole = bytearray(trace.read_bytes())
+    whole[20:60] = bytes(40)
+    deep = gzip.compress(b'{"traceEvents": ' + b"[" * 100_000)
+    for content in (bytes(whole), deep):
+        trace.write_bytes(content)
+        with pytest.raises(UserError, match="is no trace of torch's profiler"):
+            measured(trace)
+
+
 def test_the_newest_trace_of_a_rank_is_found(tmp_path: Path) -> None:
-    for step in (9, 10, 8):
+    for step in (9, 10, 8, "12.copy"):
         folder = tmp_path / "traces" / f"step-{step}"
         folder.mkdir(parents=True)
         (folder / "rank1.json.gz").touch()

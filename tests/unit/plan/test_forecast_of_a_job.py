@@ -189,6 +189,7 @@ def test_the_report_says_what_the_data_say(name: str, axes: set[str], jobs: Call
         (["--world", "2", "--device", "h100", "--compile.mode", "eager"], "an eager step has none"),
         (["--world", "1", "--device", "cpu", "--compile.cuda_graphs"], "needs a GPU, and this process computes on cpu"),
         (["--world", "2", "--device", "h100", "--json", "."], "--json .: is a folder"),
+        (["--world", "2", "--device", "h100", "--search", "--out", "tests"], "--out tests: is a folder"),
         (["--world", "2", "--device", "h100", "--out", "best.toml"], "add --search"),
     ],
 )

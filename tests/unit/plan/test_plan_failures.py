@@ -78,6 +78,22 @@ def test_a_save_in_a_thread_waits_for_the_copy_alone() -> None:
     assert (in_thread.waits, in_thread.written) == (1.0, 41.0)
 
 
+@pytest.mark.parametrize("mtbf_s", [1e-9, 1.7, 1e6, 1e15, 1e20])
+@pytest.mark.parametrize("bytes_per_s", [1.0, 5e9, 1e18])
+@pytest.mark.parametrize("copied_per_s", [None, 64e9])
+def test_no_forecast_is_nonsense(mtbf_s: float, bytes_per_s: float, copied_per_s: float | None) -> None:
+    """Whether a run never comes forward, or never fails."""
+    saved = saving(5e12, 5e9, bytes_per_s, copied_per_s)
+    told = expect(saved, 12.0, mtbf_s, 1, 600.0)
+    shares = told.goodput, told.saving, told.redone, told.restarting
+    assert sum(shares) == pytest.approx(1) and min(shares) > -1e-9
+    assert told.interval_s >= saved.written - saved.waits, "a save is whole before the next one"
+    if mtbf_s == 1e20 and bytes_per_s > 1:
+        assert told.goodput == pytest.approx(1) and told.interval_s == pytest.approx(
+            max(math.sqrt(2 * saved.waits * mtbf_s), saved.written - saved.waits), rel=1e-3, abs=12.0
+        )
+
+
 def test_shares_add_up_and_steps_are_whole() -> None:
     told = expect(saving(5e12, 5e9, 400e9, None), 12.0, 6334 * HOUR, 2048, 600.0)
     assert told.goodput + told.saving + told.redone + told.restarting == pytest.approx(1)

@@ -298,10 +298,10 @@ class Clock:
             self._host += self.costs.rates.launch * len(works)
             if works:
                 self.now = max(self.now, self._host)
-                seconds, alone = self.costs.computing(node), [self.costs.kernel(work) for work in works]
+                seconds, kernels = self.costs.computing(node), [self.costs.kernel(work) for work in works]
                 self.now += seconds
-                for work, part in zip(works, alone, strict=True):
-                    self.computed[work.kind] += part * seconds / (sum(alone) or 1.0)
+                for work, part in zip(works, kernels, strict=True):
+                    self.computed[work.kind] += part * seconds / (sum(kernels) or 1.0)
         if node.target in _READ_BY_HOST or node.target is _LANDED:
             self._host = max(self._host, self.now)
 

@@ -192,7 +192,7 @@ class Recorder:
             found: list[CodeType] = []
             forward: Any = kind.forward
             while forward is not None:
-                found.append(getattr(forward, "__code__", None))
+                found += [code] if (code := getattr(forward, "__code__", None)) is not None else []
                 forward = getattr(forward, "__wrapped__", None)
             self._forwards[kind] = found
         return self._forwards[kind]

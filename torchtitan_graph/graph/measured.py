@@ -121,7 +121,8 @@ def _read(trace: Path) -> list[Event]:
 
 def _is_sound(event: Event) -> bool:
     """Tell an event that has all that is read of it: times in microseconds, a thread, names, a launch's number."""
-    args, times = event["args"], (event.get("ts"), event.get("dur"))
+    args: Any = event["args"]
+    times: list[Any] = [event.get("ts"), event.get("dur")]
     return (
         all(type(each) in (int, float) and 0 <= each < _MOST for each in times)
         and isinstance(args, dict)

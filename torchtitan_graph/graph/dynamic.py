@@ -263,7 +263,7 @@ class Sizes:
             if x.name is not None and x.of is None:
                 first.setdefault(x.name, i)
         self._roots: dict[int, int] = {}  # of a dimension, the other one that has its root's name
-        for i, x in enumerate(self.dimensions):
+        for i, x in sorted(enumerate(self.dimensions), key=lambda pair: pair[1].of is not None and pair[1].unbacked):
             if x.root is None:
                 continue
             if x.root not in first:

@@ -41,6 +41,7 @@ from torchtitan_graph.graph.torch_private import (
     StrictCapture,
     capture_strictly,
     fake_mode_for_dynamo,
+    is_symbolic,
     made_for,
     reparametrize,
     run_wrapped,
@@ -122,6 +123,7 @@ def _captured(
             f"compile.capture = 'dynamo': the captured function changes {told}, which a graph would not: "
             "return the new value instead, and write it back outside"
         )
+    _drop_sizes_of_rules(strict.gm)
     _keep_metadata(strict.gm, names)
     # Tensors that the function takes from elsewhere are constants of the graph.
     constants = {i: x for i, x in enumerate(found) if isinstance(x, Tensor) and not is_traced(x)}
@@ -148,6 +150,30 @@ def _faked(tensor: Tensor, mode: FakeTensorMode, device: Any, strided: Any = Non
         if isinstance(tensor, nn.Parameter)
         else fake.requires_grad_(tensor.requires_grad)
     )
+
+
+def _drop_sizes_of_rules(gm: GraphModule) -> None:
+    """Drop the sizes that Dynamo hands, beside each tensor, to what flex attention's functions close over.
+
+    flex_attention(q, k, v, score, (..., rule), scale, options, (n, bias), (n, m, documents))
+    flex_attention(q, k, v, score, (..., rule), scale, options, (bias,), (documents,))
+    """
+    for inner in gm.modules():
+        nodes = inner.graph.nodes if isinstance(inner, GraphModule) else ()
+        for node in (each for each in nodes if each.target is torch.ops.higher_order.flex_attention):
+            *first, of_score, of_rule = node.args
+            given = []
+            for body, lifted in ((node.args[3], of_score), (node.args[4][-1], of_rule)):
+                function, kept = getattr(inner, body.target), []
+                places = function.graph.find_nodes(op="placeholder")[-len(lifted) :] if lifted else []
+                for x, place in zip(lifted, places, strict=True):
+                    if place.users or not is_symbolic(x.meta["example_value"]):
+                        kept.append(x)
+                    else:
+                        function.graph.erase_node(place)
+                function.recompile()
+                given.append(tuple(kept))
+            node.args = (*first, *given)
 
 
 def _keep_metadata(gm: GraphModule, names: Mapping[str, str]) -> None:

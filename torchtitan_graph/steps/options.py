@@ -113,8 +113,8 @@ def lengths_of_rows(config: JobConfig, device: torch.device) -> range | None:
         )
     if in_graph and config.model.attn == "flex" and needed_regions(device):
         raise UserError(
-            f"model.attn = 'flex': not with training.dynamic_seq_len on {device.type}, where a graph's flex attention is"
-            " compiled, for one length; use sdpa or compile.mode = eager, or set that to false"
+            f"model.attn = 'flex': not with training.dynamic_seq_len on {device.type}, where a graph's flex attention"
+            " is compiled, for one length; use sdpa or compile.mode = eager, or set that to false"
         )
     return range(job.ROW_MULTIPLE, training.seq_len + 1, job.ROW_MULTIPLE) if training.dynamic_seq_len else None
 

@@ -16,6 +16,7 @@ from torchtitan_graph.graph.torch_private import dynamic_marks, export_dims, is_
 DynamicShapes = Mapping[str, Mapping[int, Any] | Sequence[Any]]
 
 # Of a block mask's tensors, by number from the last on: the dimensions that count blocks of queries, and of keys.
+_BLOCKS: dict[str, tuple[int | None, int | None]]
 _BLOCKS = {"kv_num_blocks": (-1, None), "kv_indices": (-2, -1), "q_num_blocks": (None, -1), "q_indices": (-1, -2)}
 _BLOCKS |= {f"full_{name}": dims for name, dims in _BLOCKS.items()}
 
@@ -152,8 +153,9 @@ def _of_mask(name: str, leaves: Mapping[str, Any], dims: Any) -> list[Dimension]
             found.append(x._replace(of=(x.root, x.of_root)))
             in_blocks = partial(_in_blocks, x.of_root, block)
             for part, counted in _BLOCKS.items():
-                if counted[i] is not None and (tensor := leaves.get(f"{name}.{part}")) is not None:
-                    at, words = tensor.dim() + counted[i], f"{x.name} in blocks of {block}"
+                tensor, last = leaves.get(f"{name}.{part}"), counted[i]
+                if tensor is not None and last is not None:
+                    at, words = tensor.dim() + last, f"{x.name} in blocks of {block}"
                     of = Dimension(f"{name}.{part}", at, tensor.shape[at], words, (x.root, in_blocks), unbacked=True)
                     found.append(of)
     return found

@@ -161,10 +161,12 @@ def _drop_sizes_of_rules(gm: GraphModule) -> None:
     for inner in gm.modules():
         nodes = inner.graph.nodes if isinstance(inner, GraphModule) else ()
         for node in (each for each in nodes if each.target is torch.ops.higher_order.flex_attention):
-            *first, of_score, of_rule = node.args
+            args: Any = node.args
+            *first, of_score, of_rule = args
             given = []
-            for body, lifted in ((node.args[3], of_score), (node.args[4][-1], of_rule)):
-                function, kept = getattr(inner, body.target), []
+            for body, lifted in ((args[3], of_score), (args[4][-1], of_rule)):
+                function: Any = getattr(inner, body.target)
+                kept = []
                 places = function.graph.find_nodes(op="placeholder")[-len(lifted) :] if lifted else []
                 for x, place in zip(lifted, places, strict=True):
                     if place.users or not is_symbolic(x.meta["example_value"]):

@@ -20,8 +20,10 @@ from torchtitan_graph.quantize.products import Recipe
 pytestmark = pytest.mark.skipif(torch.__version__ < "2.13", reason="older traces of attention are of one length")
 LENGTHS = range(16, 65, 16)
 EXPERTS = {"family": "qwen3", "flavor": "debugmodel_moe"}
+BLOCKS = range(96, 145, 16)  # rows that end inside a block of a mask, and at its end
 CASES = {
     "llama3 in TP 2": Cell(ParallelDims(tp=2)),
+    "llama3 in FSDP 2 with block masks, by Dynamo": Cell(FSDP2, attn="flex", lengths=BLOCKS, capture="dynamo"),
     "gpt_oss, whose sinks are padded": Cell(family="gpt_oss"),
     "qwen3 with experts in FSDP 2, bf16, recomputed": Cell(
         FSDP2, **EXPERTS, precision=BF16, num_microbatches=2, recompute=Recompute(every=1)
@@ -37,16 +39,26 @@ SLOW = {
     "llama3 in float8": Cell(precision=BF16, float8=Recipe(), ffn_dim=128),
     "llama4": Cell(family="llama4"),
     "deepseek_v3 in EP 2": Cell(ParallelDims(dp_shard=2, ep=2), family="deepseek_v3"),
+    "deepseek_v3 in EP 2, by Dynamo": Cell(ParallelDims(dp_shard=2, ep=2), family="deepseek_v3", capture="dynamo"),
+    "gpt_oss with block masks": Cell(family="gpt_oss", attn="flex", lengths=BLOCKS),
+    "llama4 with block masks, by Dynamo": Cell(family="llama4", attn="flex", lengths=BLOCKS, capture="dynamo"),
+    "llama3 in FSDP 2 x TP 2, tied, bf16, by Dynamo": Cell(
+        ParallelDims(dp_shard=2, tp=2), tied=True, precision=BF16, capture="dynamo"
+    ),
+    "qwen3 with experts, recomputed, by Dynamo": Cell(
+        **EXPERTS, precision=BF16, num_microbatches=2, recompute=Recompute(every=1), capture="dynamo"
+    ),
 }
 
 
 def batches(cell: Cell, data_rank: int, step: int) -> tuple[list[Batch], Tensor]:
     """Make microbatches of lengths of their own: on each rank others, none that was traced in the first step."""
     found = []
+    assert cell.lengths is not None
     for i in range(cell.num_microbatches):
         for rank in range(cell.dims.data):
             generator = torch.Generator().manual_seed(100 * step + 10 * i + rank)
-            length = LENGTHS[(step + i + rank) % len(LENGTHS)]
+            length = cell.lengths[(step + i + rank) % len(cell.lengths)]
             tokens_BL = torch.randint(cell.vocab_size, (NUM_ROWS // cell.num_parts, length), generator=generator)
             documents_BL = (torch.arange(length) >= length // 3).long().expand_as(tokens_BL).contiguous()
             positions_BL = torch.arange(length) - documents_BL * (length // 3)
@@ -57,7 +69,7 @@ def batches(cell: Cell, data_rank: int, step: int) -> tuple[list[Batch], Tensor]
 
 
 def differences(cell: Cell) -> list[str]:
-    cell = dataclasses.replace(cell, lengths=LENGTHS, num_steps=4)
+    cell = dataclasses.replace(cell, lengths=cell.lengths or LENGTHS, num_steps=4)
     return bits_that_differ(train(cell, build_eager(cell), batches), train(cell, build_graph(cell), batches))
 
 

@@ -256,15 +256,15 @@ def test_show_graph_tells_what_modules_cost_in_each_stage(
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="a graph for several lengths needs torch 2.13")
-def test_compare_captures_tells_what_one_of_them_can_t(
+def test_compare_captures_compares_graphs_for_several_lengths(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     with pytest.raises(SystemExit) as end:
         run_script(
             "compare_captures.py", "--training.seq_len", 64, "--training.dynamic_seq_len", monkeypatch=monkeypatch
         )
-    assert end.value.code == 1
-    assert "dynamo does not take it: compile.capture = 'dynamo': takes no dynamic dimensions" in capsys.readouterr().out
+    assert end.value.code == 0
+    assert "the same, " in capsys.readouterr().out
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="Dynamo captures steps from torch 2.13 on")

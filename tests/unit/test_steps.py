@@ -17,6 +17,8 @@ from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.steps import Steps, check_steps, step_options
 from torchtitan_graph.steps.options import lengths_of_rows
 
+CPU = torch.device("cpu")
+
 
 def built(*options: str) -> tuple[JobConfig, Decoder]:
     config = load(options)
@@ -132,6 +134,13 @@ def test_counts_of_several_dtypes_keep_them() -> None:
 def test_rows_of_several_lengths_need_a_newer_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0"))
     asked = ["--training.dynamic_seq_len", "--training.seq_len", "48"]
-    assert lengths_of_rows(load([*asked, "--compile.mode", "eager"])) == range(16, 49, 16)
+    assert lengths_of_rows(load([*asked, "--compile.mode", "eager"]), CPU) == range(16, 49, 16)
     with pytest.raises(UserError, match="training.dynamic_seq_len = true: a graph .* needs torch 2.13 or newer"):
-        lengths_of_rows(load(asked))
+        lengths_of_rows(load(asked), CPU)
+
+
+def test_rows_of_several_lengths_refuse_flex_attention_where_it_is_compiled() -> None:
+    asked = ["--training.dynamic_seq_len", "--training.seq_len", "48", "--model.attn", "flex"]
+    assert lengths_of_rows(load(asked), CPU) == range(16, 49, 16)
+    with pytest.raises(UserError, match="model.attn = 'flex': not with training.dynamic_seq_len on cuda, where"):
+        lengths_of_rows(load(asked), torch.device("cuda"))

@@ -166,8 +166,6 @@ def _check_lengths(config: JobConfig) -> list[str]:
         "compile.enable": ("code is made for one length; set it to false", options.enable and options.codegen is None),
         "compile.fusions": ("code is made for one length; remove it", bool(options.fusions)),
         "compile.dedupe_layers": ("a call has tensors alone; set it to false", options.dedupe_layers),
-        "compile.capture": ("Dynamo is given one length; use make_fx", options.capture == "dynamo"),
-        "model.attn": ("block masks have one length; use sdpa", config.model.attn == "flex"),
         "parallelism.context_parallel_degree": ("a rank's blocks have one length; use another axis", cp > 1),
         "parallelism.enable_async_tensor_parallel": (
             "products are cut for one length; set it to false",

@@ -17,14 +17,14 @@ from torchtitan_graph.graph.torch_private import mask_parts, mask_whole
 _CONSTANT_TYPES = (int, float, bool, str, type(None))
 
 
-def _mask_with_keys(mask: BlockMask) -> tuple[list[tuple[pytree.KeyEntry, torch.Tensor]], tuple]:
-    tensors, remainder = mask_parts(mask)
-    return [(pytree.GetAttrKey(name), x) for name, x in tensors.items()], remainder
+def _mask_with_keys(mask: BlockMask) -> tuple[list[tuple[pytree.KeyEntry, Any]], tuple]:
+    parts, remainder = mask_parts(mask)
+    return [(pytree.GetAttrKey(name), x) for name, x in parts.items()], remainder
 
 
-def _mask_leaves(mask: BlockMask) -> tuple[list[torch.Tensor], tuple]:
-    tensors, remainder = mask_parts(mask)
-    return list(tensors.values()), remainder
+def _mask_leaves(mask: BlockMask) -> tuple[list[Any], tuple]:
+    parts, remainder = mask_parts(mask)
+    return list(parts.values()), remainder
 
 
 if BlockMask not in pytree.SUPPORTED_NODES:
@@ -43,6 +43,10 @@ class Given(NamedTuple):
     names: tuple[str, ...]
     constants: dict[int, Any]
     owners: list[str]
+
+    @property
+    def by_name(self) -> dict[str, Any]:
+        return dict(zip(self.names, self.leaves, strict=True))
 
 
 def take_call(parameters: tuple[str, ...], args: tuple, kwargs: dict[str, Any]) -> Given:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,11 @@ from torchtitan_graph.graph.torch_private import dynamic_marks, export_dims, is_
 # Of a tensor's name and a dimension, what that is called: see `Sizes`. A sequence has all dimensions.
 DynamicShapes = Mapping[str, Mapping[int, Any] | Sequence[Any]]
 
+# Of a block mask's tensors, by number from the last on: the dimensions that count blocks of queries, and of keys.
+_BLOCKS: dict[str, tuple[int | None, int | None]]
+_BLOCKS = {"kv_num_blocks": (-1, None), "kv_indices": (-2, -1), "q_num_blocks": (None, -1), "q_indices": (-1, -2)}
+_BLOCKS |= {f"full_{name}": dims for name, dims in _BLOCKS.items()}
+
 SMALLEST = 2  # torch takes sizes 0 and 1 for other cases: a symbol is never one of them
 
 
@@ -22,17 +28,17 @@ class SizeError(UserError):
 
 
 class Dimension(NamedTuple):
-    """A dimension that may differ: `tensor.shape[dim]`, as it is when it is traced.
+    """A dimension that may differ: `tensor.shape[dim]`, as it is when it is traced; without `dim` a number.
 
     name       what `dynamic_shapes` calls it, or the `shape_id` of a mark; None where there is none
     of         another dimension's name and the function of it that this one is, None for one of its own
-    unbacked   the trace may not use its size
+    unbacked   the trace may not use its size: so it may be 0 and 1
     required   it is an error if the function takes it for one number
     low, high  the sizes that are declared, None where nothing is
     """
 
     tensor: str
-    dim: int
+    dim: int | None
     size: int
     name: str | None = None
     of: tuple[str, Callable[[Any], Any]] | None = None
@@ -42,7 +48,11 @@ class Dimension(NamedTuple):
     high: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.tensor}.shape[{self.dim}]"
+        return self.tensor if self.dim is None else f"{self.tensor}.shape[{self.dim}]"
+
+    def in_call(self, leaves: Mapping[str, Any]) -> int:
+        """Give its size in a call's arguments, by name."""
+        return leaves[self.tensor] if self.dim is None else leaves[self.tensor].shape[self.dim]
 
     @property
     def root(self) -> str | None:
@@ -93,15 +103,18 @@ def marked(name: str, tensor: torch.Tensor) -> list[Dimension]:
     return [x for each in declared for x in _checked(each)]
 
 
-def declared_by(tensors: Mapping[str, torch.Tensor], shapes: DynamicShapes) -> list[Dimension]:
+def declared_by(leaves: Mapping[str, Any], shapes: DynamicShapes) -> list[Dimension]:
     """Give the dimensions that `dynamic_shapes` names."""
-    found = []
+    tensors, found = {name: x for name, x in leaves.items() if isinstance(x, torch.Tensor)}, []
     if not isinstance(shapes, Mapping):
         raise UserError(
             f"dynamic_shapes is {shapes!r}: legal is a dict of tensors' names, as in {{{next(iter(tensors), 'x')!r}: "
             "{0: 'rows'}}"
         )
     for name, dims in shapes.items():
+        if f"{name}.seq_lengths[0]" in leaves:
+            found += _of_mask(name, leaves, dims)
+            continue
         if name not in tensors:
             raise UserError(f"dynamic_shapes: {name} is no tensor among the arguments: {', '.join(tensors)}")
         tensor = tensors[name]
@@ -118,6 +131,38 @@ def declared_by(tensors: Mapping[str, torch.Tensor], shapes: DynamicShapes) -> l
                 raise UserError(f"dynamic_shapes: {name}.shape[{i}] is marked on the tensor as well: do one of them")
             found += [x for declared in _named(Dimension(name, i, tensor.shape[i]), what) for x in _checked(declared)]
     return found
+
+
+def _of_mask(name: str, leaves: Mapping[str, Any], dims: Any) -> list[Dimension]:
+    """Give what follows from a block mask's own dimensions: its lengths, and the number of blocks in them.
+
+    A trace is not to depend on how many blocks there are: rows that end in the first are no other case.
+    """
+    found: list[Dimension] = []
+    if not isinstance(dims, Mapping) or not dims.keys() <= {2, 3}:
+        raise UserError(
+            f"dynamic_shapes: {name} is {dims!r}: of a BlockMask legal are names of its queries and keys, as in "
+            "{2: 'rows', 3: 'rows'}"
+        )
+    for dim, what in dims.items():
+        i = dim - 2
+        own, block = f"{name}.seq_lengths[{i}]", leaves[f"{name}.BLOCK_SIZE[{i}]"]
+        for x in _named(Dimension(own, None, leaves[own]), what):
+            if x.name is None or x.root is None:
+                raise UserError(f"dynamic_shapes: dimension {dim} of {name} is {what!r}: give it another one's name")
+            found.append(x._replace(of=(x.root, x.of_root)))
+            in_blocks = partial(_in_blocks, x.of_root, block)
+            for part, counted in _BLOCKS.items():
+                tensor, last = leaves.get(f"{name}.{part}"), counted[i]
+                if tensor is not None and last is not None:
+                    at, words = tensor.dim() + last, f"{x.name} in blocks of {block}"
+                    of = Dimension(f"{name}.{part}", at, tensor.shape[at], words, (x.root, in_blocks), unbacked=True)
+                    found.append(of)
+    return found
+
+
+def _in_blocks(length: Callable[[Any], Any], block: int, root: Any) -> Any:
+    return (length(root) + block - 1) // block
 
 
 def _named(x: Dimension, what: Any) -> list[Dimension]:

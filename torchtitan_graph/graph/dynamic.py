@@ -35,6 +35,7 @@ from torchtitan_graph.graph.signature import Layout, Plain, layout_of, signature
 from torchtitan_graph.graph.torch_private import (
     FakeTensorMode,
     add_runtime_checks,
+    author_s_stack,
     compute,
     hint,
     is_symbolic,
@@ -50,7 +51,7 @@ class Condition(NamedTuple):
     where: str
 
 
-class _Found(list[Any]):
+class Compared(list[Any]):
     """What a trace compared symbols to, and where the traced function did."""
 
     def __init__(self) -> None:
@@ -59,41 +60,55 @@ class _Found(list[Any]):
 
     def append(self, guard: Any) -> None:
         super().append(guard)
-        self.where.append(place(traceback.extract_stack()))
+        self.where.append(place(author_s_stack()))
 
 
-class _FoundOf(dict[Any, _Found]):
+def compare(condition: Any, where: str) -> None:
+    """Let a trace rest on a relation of its symbols that the traced function needs at that place."""
+    if is_symbolic(condition):
+        found = condition.node.shape_env.guards
+        before = len(found)
+        assert condition, f"{condition}{where} does not hold of the sizes that are traced"
+        found.where[before:] = [where] * (len(found) - before)
+
+
+class _PromisedOf(dict[Any, Compared]):
     """What was promised of a number that only a run knows, by the number's symbol."""
 
-    def setdefault(self, symbol: sympy.Symbol, _: list) -> _Found:  # type: ignore[override]
-        return super().setdefault(symbol, _Found())
+    def setdefault(self, symbol: sympy.Symbol, _: list) -> Compared:  # type: ignore[override]
+        return super().setdefault(symbol, Compared())
 
 
 class Sizes:
     """The symbols of a trace; afterwards, what a call's sizes are checked against.
 
     Args:
-        tensors: the arguments that are tensors, by name.
+        leaves: the leaves of the arguments, tensors and others, by name.
         dynamic_shapes: of such a name and a dimension, what it is called: dimensions of one name are equal. A
-            `torch.export.Dim` has bounds as well, and may derive from another (`2 * n`).
+            `torch.export.Dim` has bounds as well, and may derive from another (`2 * n`). A `BlockMask` has a name too.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], dynamic_shapes: DynamicShapes | None = None) -> None:
-        self.dimensions = [x for name, tensor in tensors.items() for x in marked(name, tensor)]
-        self.dimensions += declared_by(tensors, dynamic_shapes or {})
+    def __init__(self, leaves: Mapping[str, Any], dynamic_shapes: DynamicShapes | None = None) -> None:
+        tensors = {name: x for name, x in leaves.items() if isinstance(x, torch.Tensor)}
+        found = [x for name, tensor in tensors.items() for x in marked(name, tensor)]
+        found += declared_by(leaves, dynamic_shapes or {})
+        self.dimensions = sorted(found, key=_is_computed)  # those with symbols of their own come first
         self.env = ShapeEnv()
-        self.env.guards = self._found = _Found()
-        self._promised = _FoundOf()
+        self.env.guards = self._found = Compared()
+        self._promised = _PromisedOf()
         self.env.deferred_runtime_asserts = self._promised  # type: ignore[assignment]
-        self._symbols = [new_symbol(self.env, str(x), x.size, x.unbacked) for x in self.dimensions]
-        self._at = {(x.tensor, x.dim): size for x, size in zip(self.dimensions, self._symbols, strict=True)}
-        first = {x.name: str(x) for x in reversed(self.dimensions) if x.name is not None}  # of those that are equal
+        self._own = [x for x in self.dimensions if not _is_computed(x)]
+        self._symbols = [new_symbol(self.env, str(x), x.size, x.unbacked) for x in self._own]
+        first = {x.name: str(x) for x in reversed(self._own) if x.name is not None}  # of those that are equal
         self._names = {
-            size.node.expr: first.get(x.name, str(x)) for x, size in zip(self.dimensions, self._symbols, strict=True)
+            size.node.expr: first.get(x.name, str(x)) for x, size in zip(self._own, self._symbols, strict=True)
         }
         self._conditions: list[Condition] = []
         self._seen: set[tuple[int, ...]] = set()
         self._relate()
+        computed = enumerate(self.dimensions[len(self._own) :], len(self._own))
+        sizes = [*self._symbols, *(x.of_root(self._symbols[self._roots[i]]) for i, x in computed)]
+        self._at = {(x.tensor, x.dim): size for x, size in zip(self.dimensions, sizes, strict=True)}
 
     def layout(self, name: str, tensor: torch.Tensor) -> Layout:
         """Give an argument's layout, with the symbols' names where its sizes may differ."""
@@ -117,6 +132,14 @@ class Sizes:
                 inside, symbolic = inside * tensor.shape[i], symbolic * shape[i]
         return shape, stride
 
+    def number(self, name: str, number: Any) -> Any:
+        """Give a symbol for an argument that is a number, where it may differ."""
+        return self._at.get((name, None), number)
+
+    def varies(self, name: str) -> bool:
+        """Tell whether an argument is a number that may differ."""
+        return (name, None) in self._at
+
     def settle(self, gm: GraphModule) -> None:
         """Keep what the trace found about the symbols, and let the graph check the numbers that it reads.
 
@@ -126,7 +149,7 @@ class Sizes:
         """
         found = [self._found, *self._promised.values()]  # what is promised of an unbacked size no guard says
         self._conditions = [Condition(g.expr, where) for of in found for g, where in zip(of, of.where, strict=True)]
-        for x, symbol in zip(self.dimensions, self._names, strict=True):
+        for x, symbol in zip(self._own, self._names, strict=True):
             self._check_traced(x, symbol)
         add_runtime_checks(gm, self.env)
         self.env.freeze()
@@ -143,7 +166,7 @@ class Sizes:
         """
         roots: dict[Any, tuple[Node, Dimension, Any]] = {}
         nodes = dict(_inputs(gm))
-        for x, symbol, size in zip(self.dimensions, self._names, self._symbols, strict=True):
+        for x, symbol, size in zip(self._own, self._names, self._symbols, strict=True):
             root = self.env.replace(symbol)
             if root.is_Symbol and not x.unbacked:
                 roots.setdefault(root, (nodes[x.tensor], x, size))
@@ -178,24 +201,24 @@ class Sizes:
             return found
         raise UserError(f"the result holds {found}, a number that only a run knows: return its tensor")
 
-    def check(self, tensors: Mapping[str, torch.Tensor]) -> dict[sympy.Symbol, sympy.Integer]:
+    def check(self, leaves: Mapping[str, Any]) -> dict[sympy.Symbol, sympy.Integer]:
         """Give a call's sizes by symbol, for which the trace holds.
 
         Raises:
             UserError: it does not; names the relation.
         """
-        return self._check(tuple(tensors[x.tensor].shape[x.dim] for x in self.dimensions))
+        return self._check(tuple(x.in_call(leaves) for x in self.dimensions))
 
     def check_named(self, sizes: Mapping[str, int]) -> None:
         """Check sizes of a call by the names of dimensions, all of which have one."""
         self._check(tuple(x.of_root(sizes[x.root or ""]) for x in self.dimensions))
 
     def _check(self, sizes: tuple[int, ...]) -> dict[sympy.Symbol, sympy.Integer]:
-        given = {symbol: sympy.Integer(n) for symbol, n in zip(self._names, sizes, strict=True)}
+        given = {symbol: sympy.Integer(n) for symbol, n in zip(self._names, sizes, strict=False)}
         if sizes in self._seen:
             return given
         for x, size in zip(self.dimensions, sizes, strict=True):
-            low = x.low if x.low is not None else 0 if x.unbacked else SMALLEST
+            low = x.low if x.low is not None else 0 if x.unbacked or x.of else SMALLEST
             if size < low or (x.high is not None and size > x.high):
                 legal = f"{low} and more" if x.high is None else f"{low} to {x.high}"
                 raise SizeError(f"{x} is {size}: the trace holds for {legal}; trace again for this size")
@@ -212,10 +235,14 @@ class Sizes:
 
     def what_is_unknown(self, gm: GraphModule) -> str | None:
         """Say of which number the trace has no value, if there is one."""
-        if unbacked := next((x for x in self.dimensions if x.unbacked), None):
+        if unbacked := next((x for x in self.dimensions if x.unbacked and x.of is None), None):
             return f"{unbacked} is unbacked"
         node = next((n for n in gm.graph.nodes if n.target is torch.ops.aten._local_scalar_dense.default), None)
         return node and f"{meta.module(node) or 'the traced function'} reads a tensor's value ({node.target})"
+
+    def of_unbacked(self) -> dict[Any, int]:
+        """Give the sizes that were traced of symbols that are unbacked."""
+        return {symbol: x.size for x, symbol in zip(self._own, self._names, strict=True) if x.unbacked}
 
     def failed(self, error: RuntimeError) -> UserError | None:
         """Say in words which check of a number that the graph reads has failed, if that is the error."""
@@ -236,7 +263,7 @@ class Sizes:
             if x.name is not None and x.of is None:
                 first.setdefault(x.name, i)
         self._roots: dict[int, int] = {}  # of a dimension, the other one that has its root's name
-        for i, x in enumerate(self.dimensions):
+        for i, x in sorted(enumerate(self.dimensions), key=lambda pair: pair[1].of is not None and pair[1].unbacked):
             if x.root is None:
                 continue
             if x.root not in first:
@@ -246,7 +273,8 @@ class Sizes:
             x.check(x.size, other, other.size)
             if root != i:
                 self._roots[i] = root
-                require(self._symbols[i] == x.of_root(self._symbols[root]))
+            if root != i and x.of is None:
+                require(self._symbols[i] == self._symbols[root])
 
     def _check_traced(self, x: Dimension, symbol: sympy.Symbol) -> None:
         found = self.env.replace(symbol)
@@ -256,7 +284,7 @@ class Sizes:
                 f"{x} is to be dynamic, but the traced function takes it for {found}{next(pins, '')}: let it not "
                 "depend on that number, or leave the dimension out"
             )
-        sources = [y for y, s in zip(self.dimensions, self._names, strict=True) if s in found.free_symbols]
+        sources = [y for y, s in zip(self._own, self._names, strict=True) if s in found.free_symbols]
         others = {y.root for y in sources}
         if x.of is None and x.name is not None and others - {x.name}:
             where = next((c.where for c in self._conditions if symbol in c.expression.free_symbols), "")
@@ -280,6 +308,11 @@ class Sizes:
         return str(named)
 
 
+def _is_computed(x: Dimension) -> bool:
+    """Tell a dimension that has no symbol of its own in a trace: one that is computed of another's."""
+    return x.of is not None and not x.unbacked
+
+
 def _inputs(gm: GraphModule) -> Iterator[tuple[str, Node]]:
     """Give the placeholders of arguments that are plain tensors, by name."""
     placeholders = iter(gm.graph.find_nodes(op="placeholder"))
@@ -289,25 +322,25 @@ def _inputs(gm: GraphModule) -> Iterator[tuple[str, Node]]:
             yield slot.name, nodes[0]
 
 
-def keep_traced_sizes(gm: GraphModule) -> None:
+def keep_traced_sizes(gm: GraphModule, sizes: Sizes) -> None:
     """Give each node's value the sizes that it was traced with, as numbers; those of the graph's arguments stay."""
-    mode, known = FakeTensorMode(allow_non_fake_inputs=True), dict[Any, torch.Tensor]()
+    mode, known, unbacked = FakeTensorMode(allow_non_fake_inputs=True), dict[Any, torch.Tensor](), sizes.of_unbacked()
     with mode:
         for inner in gm.modules():
             for node in inner.graph.nodes if isinstance(inner, GraphModule) else ():
                 if "val" in node.meta:
-                    node.meta["val"] = pytree.tree_map(lambda x: _as_traced(x, known), node.meta["val"])
+                    node.meta["val"] = pytree.tree_map(lambda x: _as_traced(x, known, unbacked), node.meta["val"])
     gm.recompile()
 
 
-def _as_traced(x: Any, known: dict[Any, torch.Tensor]) -> Any:
+def _as_traced(x: Any, known: dict[Any, torch.Tensor], unbacked: Mapping[Any, int]) -> Any:
     """Give a size as a number; a tensor in memory of numbers, one for all that lie alike."""
     if is_symbolic(x):
-        return hint(x)
+        return hint(x, unbacked)
     if not isinstance(x, torch.Tensor):
         return x
-    shape, stride = ([hint(n) for n in sizes] for sizes in (x.shape, x.stride()))
-    offset, num_bytes = hint(x.storage_offset()), hint(x.untyped_storage().nbytes())
+    shape, stride = ([hint(n, unbacked) for n in sizes] for sizes in (x.shape, x.stride()))
+    offset, num_bytes = (hint(n, unbacked) for n in (x.storage_offset(), x.untyped_storage().nbytes()))
     key = (*shape, None, *stride, offset, num_bytes, x.dtype, x.device)
     if key not in known:
         whole = torch.empty(num_bytes // x.element_size(), dtype=x.dtype, device=x.device)

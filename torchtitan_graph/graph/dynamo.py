@@ -29,7 +29,9 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.graph.arguments import positional_parameters, take_call
 from torchtitan_graph.graph.dimensions import DynamicShapes
+from torchtitan_graph.graph.dynamic import Compared, Sizes, compare
 from torchtitan_graph.graph.signature import layout_of
 from torchtitan_graph.graph.state import is_traced, live_state
 from torchtitan_graph.graph.torch_private import (
@@ -38,8 +40,8 @@ from torchtitan_graph.graph.torch_private import (
     NotCaptured,
     StrictCapture,
     capture_strictly,
-    dynamic_marks,
     fake_mode_for_dynamo,
+    is_symbolic,
     made_for,
     reparametrize,
     run_wrapped,
@@ -68,22 +70,29 @@ def dynamo_capture(
         raise UserError(
             f"compile.capture = 'dynamo': needs torch 2.13 or newer, and this is {torch.__version__}; use 'make_fx'"
         )
-    if dynamic_shapes or any(dynamic_marks(x) for x in pytree.tree_leaves(arguments) if isinstance(x, Tensor)):
-        # It would decide by the size that it is given, and its guards are not checked at each call.
-        raise UserError("compile.capture = 'dynamo': takes no dynamic dimensions; use 'make_fx', or remove the mark")
     if call_hierarchy:
         raise UserError(
             "compile.record_call_hierarchy = true: not with compile.capture = 'dynamo', which runs no function of the "
             "model's while it captures; use 'make_fx'"
         )
-    in_make_fx = functools.partial(make_fx_capture, device=device, stack_traces=stack_traces)
+    in_make_fx = functools.partial(
+        make_fx_capture, device=device, stack_traces=stack_traces, dynamic_shapes=dynamic_shapes
+    )
+    given = take_call(positional_parameters(fn), arguments, {})
+    sizes = Sizes(given.by_name, dynamic_shapes)
+    mode = fake_mode_for_dynamo(sizes.env)
+    leaves = [
+        _faked(x, mode, device, sizes.strided(name, x)) if isinstance(x, Tensor) else sizes.number(name, x)
+        for name, x in zip(given.names, given.leaves, strict=True)
+    ]
+    fakes = pytree.tree_unflatten(leaves, given.in_spec)[0]
     forward = fn.forward if isinstance(fn, InParts) else fn
-    taken = arguments
+    num_taken = len(arguments)
     if isinstance(fn, InParts):
         kinds = [each.kind for each in inspect.signature(forward).parameters.values()]
-        taken = arguments if inspect.Parameter.VAR_POSITIONAL in kinds else arguments[: len(kinds)]
+        num_taken = num_taken if inspect.Parameter.VAR_POSITIONAL in kinds else min(num_taken, len(kinds))
     try:
-        replay, strict, constants = _captured(forward, module, taken, device)
+        replay, strict, constants = _captured(forward, module, fakes[:num_taken], mode, device)
     except UserError:
         raise
     except Exception as error:
@@ -92,20 +101,18 @@ def dynamo_capture(
             raise UserError(f"compile.capture = 'dynamo': {error}; change that, or use 'make_fx'") from error
         raise
     traced = in_make_fx(fn.with_forward(replay) if isinstance(fn, InParts) else replay, module, arguments)
-    return dataclasses.replace(traced, guards=Guards(strict, constants, traced.parameters, len(taken)))
+    return dataclasses.replace(traced, guards=Guards(strict, constants, traced.parameters, num_taken))
 
 
 def _captured(
-    fn: Callable[..., Any], module: nn.Module, arguments: tuple[Any, ...], device: Any
+    fn: Callable[..., Any], module: nn.Module, fakes: tuple[Any, ...], mode: FakeTensorMode, device: Any
 ) -> tuple[Callable[..., Any], StrictCapture, dict[int, Tensor]]:
     """Give Dynamo's graph, to be called as `fn` is, what Dynamo says of it, and which of its inputs are constants."""
     if not inspect.isfunction(fn):
         fn = functools.wraps(fn)(lambda *args, function=fn: function(*args))
-    mode = fake_mode_for_dynamo()
     state = {name: _faked(x, mode, device) for (_, name), x in live_state(module, None).items()}
-    fakes = pytree.tree_map_only(Tensor, lambda x: _faked(x, mode, device), arguments)
     with reparametrize(module, state):
-        strict = capture_strictly(fn, fakes)
+        strict = capture_strictly(fn, fakes, Compared)
         found = strict.inputs(*fakes)
     names = {str(id(child)): name for name, child in module.named_modules()}
     # Tensor parallelism's wrapper (parallel/parallelize.py) lets a module have its local parts during a call.
@@ -116,28 +123,59 @@ def _captured(
             f"compile.capture = 'dynamo': the captured function changes {told}, which a graph would not: "
             "return the new value instead, and write it back outside"
         )
+    _drop_sizes_of_rules(strict.gm)
     _keep_metadata(strict.gm, names)
     # Tensors that the function takes from elsewhere are constants of the graph.
     constants = {i: x for i, x in enumerate(found) if isinstance(x, Tensor) and not is_traced(x)}
 
     @functools.wraps(fn)
     def replay(*args: Any) -> Any:
+        for relation, where in strict.holds(args):
+            compare(relation, where)
         return strict.result(_run(strict.gm, *strict.inputs(*args)), args)
 
     return replay, strict, constants
 
 
-def _faked(tensor: Tensor, mode: FakeTensorMode, device: Any) -> Tensor:
-    """Give a tensor without numbers like this one; on `device`, which Dynamo's graph names."""
+def _faked(tensor: Tensor, mode: FakeTensorMode, device: Any, strided: Any = None) -> Tensor:
+    """Give a tensor without numbers like this one; on `device`, which Dynamo's graph names. A plain one has the sizes
+    and strides of `strided`."""
     layout = layout_of(tensor)
     with mode:
-        plain = [(x, (x.shape, x.stride())) for x in layout.flatten(tensor)]
+        parts = layout.flatten(tensor)
+        plain = [(x, strided if x is tensor and strided else (x.shape, x.stride())) for x in parts]
         fake = layout.unflatten(fakes_of(plain, mode, device)).detach()
     return (
         nn.Parameter(fake, tensor.requires_grad)
         if isinstance(tensor, nn.Parameter)
         else fake.requires_grad_(tensor.requires_grad)
     )
+
+
+def _drop_sizes_of_rules(gm: GraphModule) -> None:
+    """Drop the sizes that Dynamo hands, beside each tensor, to what flex attention's functions close over.
+
+    flex_attention(q, k, v, score, (..., rule), scale, options, (n, bias), (n, m, documents))
+    flex_attention(q, k, v, score, (..., rule), scale, options, (bias,), (documents,))
+    """
+    for inner in gm.modules():
+        nodes = inner.graph.nodes if isinstance(inner, GraphModule) else ()
+        for node in (each for each in nodes if each.target is torch.ops.higher_order.flex_attention):
+            args: Any = node.args
+            *first, of_score, of_rule = args
+            given = []
+            for body, lifted in ((args[3], of_score), (args[4][-1], of_rule)):
+                function: Any = getattr(inner, body.target)
+                kept = []
+                places = function.graph.find_nodes(op="placeholder")[-len(lifted) :] if lifted else []
+                for x, place in zip(lifted, places, strict=True):
+                    if place.users or not is_symbolic(x.meta["example_value"]):
+                        kept.append(x)
+                    else:
+                        function.graph.erase_node(place)
+                function.recompile()
+                given.append(tuple(kept))
+            node.args = (*first, *given)
 
 
 def _keep_metadata(gm: GraphModule, names: Mapping[str, str]) -> None:
@@ -205,6 +243,8 @@ class _Replay(Interpreter):
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target in WRAPPERS:
             return run_wrapped(target, args, kwargs, _run)
+        if target is torch.ops.aten._assert_scalar.default:  # what Dynamo makes of it
+            return torch._check(args[0])
         return super().call_function(target, args, kwargs)
 
 

@@ -42,7 +42,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer, disable_proxy_modes_tracing, make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, constrain_range
 from torch.fx.graph import _BoxedCodeGen
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, _apply_kernel_options, flex_attention
 from torch.nn.utils.stateless import _reparametrize_module
@@ -70,6 +70,7 @@ __all__ = [
     "accumulate",
     "add_runtime_checks",
     "annotated",
+    "author_s_stack",
     "begin_range",
     "boxed",
     "capture_strictly",
@@ -394,6 +395,8 @@ class SymbolicFakeTensorMode(FakeTensorMode):
     would do so with floats and booleans that only a run knows too (with integers it does not), and take nan for them.
     """
 
+    supports_higher_order_operators = True  # torch finds flex attention's rule for its own class alone
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if any(isinstance(x, torch.SymFloat | torch.SymBool) for x in pytree.tree_leaves((args, kwargs))):
             args, kwargs = pytree.tree_map_only(torch.Tensor, self._without_numbers, (args, kwargs))
@@ -429,7 +432,7 @@ def new_symbol(env: ShapeEnv, name: str, size: int, unbacked: bool) -> Any:
     if unbacked:
         with env.ignore_fresh_unbacked_symbols():  # else the first operator is taken for what made it
             symbol = env.create_unbacked_symint(source)
-        require(symbol >= 0)
+        constrain_range(symbol, min=0)
         return symbol
     return env.create_symintnode(
         env.create_symbol(size, source, dynamic_dim=DimDynamic.DYNAMIC), hint=size, source=source
@@ -441,9 +444,12 @@ def is_symbolic(x: Any) -> bool:
     return isinstance(x, torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
-def hint(x: Any) -> Any:
-    """Give a number as it was when it was traced; `int` of a symbol would fix it. There is no public name for that."""
-    return x.node.hint if is_symbolic(x) else x
+def hint(x: Any, unbacked: Mapping[Any, int]) -> Any:
+    """Give a number as it was when it was traced; `int` of a symbol would fix it. There is no public name for that, and
+    of unbacked symbols torch does not know it."""
+    if not is_symbolic(x):
+        return x
+    return x.node.hint if x.node.has_hint() else int(x.node.expr.xreplace(unbacked))
 
 
 def compute(graph: torch.fx.Graph, expression: Any, of: Mapping[Any, torch.fx.Node]) -> torch.fx.Node:
@@ -493,14 +499,26 @@ def set_arguments(node: torch.fx.Node, args: tuple, kwargs: dict[str, Any]) -> N
     node._update_args_kwargs(args, kwargs)
 
 
-def fake_mode_for_dynamo() -> FakeTensorMode:
-    """Give a mode whose fake tensors Dynamo takes as a function's arguments and state."""
-    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+def fake_mode_for_dynamo(env: ShapeEnv) -> FakeTensorMode:
+    """Give a mode whose fake tensors Dynamo takes as a function's arguments and state; `env` has their sizes that are
+    symbols. Dynamo makes others of its own for these."""
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
 
 
-# Guards on tensors: a graph's signature says more of them. The last is what is set around a call, see below.
+def author_s_stack() -> traceback.StackSummary:
+    """Give the stack in the traced function's author's words: while Dynamo reads a function, what it reads; while a
+    node is run again, what made that node; else Python's. torch keeps the first two for its own messages."""
+    if read := TracingContext.extract_stack():
+        return read
+    made = re.findall(r'File "(.*)", line (\d+), in (.*)\n +(.*)', fx_traceback.current_meta.get("stack_trace") or "")
+    frames = [traceback.FrameSummary(path, int(number), name, line=line) for path, number, name, line in made]
+    return traceback.StackSummary.from_list(frames) if frames else traceback.extract_stack()
+
+
+# Guards on tensors: a graph's signature says more of them. On sizes: see `StrictCapture.relations`. The last is what is
+# set around a call, see below.
 _NOT_GUARDED = {"TENSOR_MATCH", "DIMENSION_DYNAMIC_MARKING_GUARD", "NO_TENSOR_ALIASING", "DUPLICATE_INPUT"}
-_NOT_GUARDED |= {"DTENSOR_SPEC_MATCH", "GLOBAL_STATE"}
+_NOT_GUARDED |= {"DTENSOR_SPEC_MATCH", "SHAPE_ENV", "GLOBAL_STATE"}
 # Of that state: the graph is run under `no_grad` and without autocast, which the tracer checks; threads change nothing.
 _MAY_CHANGE = {"grad_mode", "autocast_state", "num_threads"}
 
@@ -518,6 +536,7 @@ class StrictCapture(NamedTuple):
     guards    what has to be so, each an expression of these names and the line that reads them
     inputs    (*arguments) -> the graph's inputs
     result    (the graph's outputs, arguments) -> the function's result
+    holds     (arguments) -> what it supposes of sizes, of those of these arguments, and where the function needs it
     violated  (arguments) -> one of the guards that is not so; empty if all are
     """
 
@@ -527,23 +546,35 @@ class StrictCapture(NamedTuple):
     guards: list[str]
     inputs: Callable[..., tuple[Any, ...]]
     result: Callable[[Any, tuple[Any, ...]], Any]
+    holds: Callable[[tuple[Any, ...]], list[tuple[Any, str]]]
     violated: Callable[[tuple[Any, ...]], str]
 
 
-def capture_strictly(fn: Callable[..., Any], arguments: tuple[Any, ...]) -> StrictCapture:
+def capture_strictly(
+    fn: Callable[..., Any], arguments: tuple[Any, ...], new_guards: Callable[[], list[Any]]
+) -> StrictCapture:
     """Let Dynamo take a function as one graph, from torch 2.13 on. `torch.export` would replace it if it kept guards
     and took a function that closes over its module; `torch.compile(fullgraph=True)` if it gave its graph.
+
+    Args:
+        new_guards: makes the list to which Dynamo appends what it compares sizes to; `where` lists the places.
 
     Raises:
         NotCaptured: why Dynamo can't.
     """
     import torch._dynamo.config  # late, for it takes a second
+    import torch._dynamo.output_graph as dynamo_output
     import torch._dynamo.variables.builder as dynamo_builder
     from torch._dynamo.convert_frame import _get_frame, fullgraph_capture
     from torch._dynamo.exc import TorchDynamoException
     from torch._dynamo.functional_export import create_fx_graph_from_captured_output
     from torch._dynamo.hooks import Hooks
     from torch._dynamo.utils import dynamo_timed, get_metrics_context
+
+    def new_env(**options: Any) -> ShapeEnv:
+        env = ShapeEnv(**options)
+        env.guards = new_guards()
+        return env
 
     regions = importlib.import_module("torch._higher_order_ops.invoke_subgraph")  # an operator has the module's name
     strict: dict[str, Any] = dict(specialize_int=True, specialize_float=True, automatic_dynamic_shapes=False)
@@ -554,6 +585,7 @@ def capture_strictly(fn: Callable[..., Any], arguments: tuple[Any, ...]) -> Stri
         torch._dynamo.config.patch(strict),
         mock.patch.object(regions, "invoke_subgraph_placeholder", _call),
         mock.patch.object(dynamo_builder, "is_invoke_subgraph", lambda value: False),
+        mock.patch.object(dynamo_output, "ShapeEnv", new_env),
         warnings.catch_warnings(),
         _seen_changes() as changed,
         get_metrics_context(),
@@ -570,7 +602,21 @@ def capture_strictly(fn: Callable[..., Any], arguments: tuple[Any, ...]) -> Stri
         gm: Any = create_fx_graph_from_captured_output(out, fn, arguments, {})
         hooks = Hooks(guard_filter_fn=lambda guards: [_is_of_python(each) for each in guards])
         manager = found.build_guards(fn.__code__, hooks=hooks).guard_manager
-    state = found.output_graph.global_state_guard
+    state, env = found.output_graph.global_state_guard, found.output_graph.shape_env
+    # A size that is 0 or 1 Dynamo takes for that number, and compares it to nothing.
+    sizes_of = {source.name: x["size"] for source, x in found.output_graph.input_source_to_sizes_strides.items()}
+    fixed = [(name, i, n) for name, size in sizes_of.items() for i, n in enumerate(size) if type(n) is int and n < 2]
+
+    def holds(arguments: tuple[Any, ...]) -> list[tuple[Any, str]]:
+        from torch.utils._sympy.interp import sympy_interp
+        from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+        scope = {"L": _get_frame(fn, arguments).locals, "G": found.f_globals}
+        symbols = {symbol for guard in env.guards for symbol in guard.expr.free_symbols}
+        sizes = {symbol: eval(env.var_to_sources[symbol][0].name, scope) for symbol in symbols}  # of Dynamo's making
+        compared = [sympy_interp(PythonReferenceAnalysis, sizes, guard.expr) for guard in env.guards]
+        equal = [(eval(name, scope).shape[i] == n, "") for name, i, n in fixed]
+        return [*zip(compared, env.guards.where, strict=True), *equal]
 
     def violated(arguments: tuple[Any, ...]) -> str:
         if changed := set(() if state.check() else state.reason().split()) - _MAY_CHANGE:
@@ -587,6 +633,7 @@ def capture_strictly(fn: Callable[..., Any], arguments: tuple[Any, ...]) -> Stri
         ["".join(_with_line(each)) for each in _said(manager.root)],
         gm._dynamo_bytecode_flatten,
         gm._dynamo_bytecode_unflatten,
+        holds,
         violated,
     )
 
@@ -899,20 +946,26 @@ def close_rule(tensors: Iterable[torch.Tensor], remainder: Any) -> Any:
     return put(remainder)
 
 
-def mask_parts(mask: BlockMask) -> tuple[dict[str, torch.Tensor], tuple]:
-    """Split a block mask into its tensors by name, those of its rule included, and a comparable remainder."""
+_OF_QUERIES_AND_KEYS = ("seq_lengths", "BLOCK_SIZE")  # of a block mask: two numbers each
+
+
+def mask_parts(mask: BlockMask) -> tuple[dict[str, Any], tuple]:
+    """Split a block mask into its tensors by name, those of its rule included, its lengths and blocks, which are
+    numbers, and a comparable remainder."""
     of_rule, rule = open_rule(mask.mask_mod)
     tensors = {name: x for name in BlockMask._TENSOR_ATTRS if (x := getattr(mask, name)) is not None}
-    constants = {name: getattr(mask, name) for name in BlockMask._CONTEXT_ATTRS if name != "mask_mod"}
-    remainder = (tuple(tensors), tuple(constants.items()), rule)
-    return tensors | {f"mask_mod_{i}": x for i, x in enumerate(of_rule)}, remainder
+    numbers = {f"{name}[{i}]": getattr(mask, name)[i] for name in _OF_QUERIES_AND_KEYS for i in range(2)}
+    left = [name for name in BlockMask._CONTEXT_ATTRS if name not in (*_OF_QUERIES_AND_KEYS, "mask_mod")]
+    remainder = (tuple(tensors), tuple((name, getattr(mask, name)) for name in left), rule)
+    return tensors | numbers | {f"mask_mod_{i}": x for i, x in enumerate(of_rule)}, remainder
 
 
-def mask_whole(tensors: Iterable[torch.Tensor], remainder: tuple) -> BlockMask:
+def mask_whole(given: Iterable[Any], remainder: tuple) -> BlockMask:
     """Put a block mask together again."""
     names, constants, rule = remainder
-    given = iter(tensors)
+    given = iter(given)
     parts = dict.fromkeys(BlockMask._TENSOR_ATTRS) | {name: next(given) for name in names} | dict(constants)
+    parts |= {name: (next(given), next(given)) for name in _OF_QUERIES_AND_KEYS}
     return BlockMask(**parts, mask_mod=close_rule(given, rule))
 
 

@@ -103,7 +103,7 @@ def make_fx_capture(
     if traced.sizes is not None:
         if unknown := traced.sizes.what_is_unknown(traced.gm):
             raise UserError(f"{unknown}: a training step's passes need sizes to reckon with, and numbers in tensors")
-        keep_traced_sizes(traced.gm)
+        keep_traced_sizes(traced.gm, traced.sizes)
     return traced
 
 
@@ -148,7 +148,7 @@ def minimal_fx_tracer(
         check_state(module, optimizer)
         values = [(kind, name, tensor) for (kind, name), tensor in live_state(module, optimizer).items()]
         values += [("input", given.names[i], x) for i, x in enumerate(given.leaves) if i not in given.constants]
-        sizes = Sizes({name: x for kind, name, x in values if kind == "input"}, dynamic_shapes)
+        sizes = Sizes(given.by_name, dynamic_shapes)
         slots = tuple(
             Slot(name, kind, sizes.layout(name, tensor) if kind == "input" else layout_of(tensor))
             for kind, name, tensor in values
@@ -159,7 +159,8 @@ def minimal_fx_tracer(
             for t in slot.layout.flatten(tensor)
         ]
         out = _Result()
-        run = _on_flat_tensors(fn, module, optimizer, given, slots, values, out)
+        numbers = {i: sizes.number(given.names[i], x) for i, x in given.constants.items()}
+        run = _on_flat_tensors(fn, module, optimizer, given._replace(constants=numbers), slots, values, out)
 
         def graph(blocks: Mapping[str, torch.nn.Module], env: ShapeEnv | None = None) -> GraphModule:
             kind = FakeTensorMode if env is None else SymbolicFakeTensorMode

@@ -132,6 +132,8 @@ def _flat_inputs(
     if in_spec != traced.in_spec:
         leaves = leaves_by_name(args, kwargs, traced.parameters, traced.arguments, traced.names)
     for i, constant in traced.constants.items():
+        if traced.sizes is not None and traced.sizes.varies(traced.names[i]):
+            continue
         if type(leaves[i]) is not type(constant) or repr(leaves[i]) != repr(constant):  # nan is nan, 0 is not -0
             found = "a tensor" if isinstance(leaves[i], torch.Tensor) else repr(leaves[i])
             raise UserError(
@@ -146,7 +148,7 @@ def _flat_inputs(
     flat = [t for slot, tensor in zip(slots, tensors, strict=True) for t in flatten(slot, tensor)]
     if traced.sizes is None:
         return flat, {}
-    return flat, traced.sizes.check({slot.name: tensor for slot, tensor in zip(slots, tensors, strict=True)})
+    return flat, traced.sizes.check(dict(zip(traced.names, leaves, strict=True)))
 
 
 def _unflatten_result(

@@ -156,15 +156,17 @@ def trace_steps(
     device, evaluate, capture = options.device, None, once_per_kind(capture, model, options)
     example, other = _arguments(model, layout, options)
     with loss_context(loss_is_parallel(layout, options)):
-        train = _trace_training(model, options, example, capture)
+        train = _trace_training(model, layout, options, example, capture)
         if other is not None:
             evaluate = trace_eval_step(model, options.loss, *other, device=device, capture=capture)
     logger.info(f"traced in {time.perf_counter() - begin:.1f} s, {len(train.gm.graph.nodes)} nodes")
     flops = count_flops(train.gm, model.blocks, layout.gathers_rows)
-    return Traced(train, evaluate, plan, flops, pytree.tree_leaves(example))
+    return Traced(train, evaluate, plan, flops, [x for x in pytree.tree_leaves(example) if isinstance(x, Tensor)])
 
 
-def _trace_training(model: Decoder, options: StepOptions, example: Any, capture: Capture) -> TracedResult:
+def _trace_training(
+    model: Decoder, layout: Layout, options: StepOptions, example: Any, capture: Capture
+) -> TracedResult:
     """Trace the training step: for all lengths that its rows may have."""
 
     def trace(capture: Capture) -> TracedResult:
@@ -173,8 +175,9 @@ def _trace_training(model: Decoder, options: StepOptions, example: Any, capture:
 
     if (lengths := options.lengths) is None:
         return trace(capture)
+    _, shorter, _ = example_inputs(model, (options.rows[0], lengths[-2]), layout, options)
     try:
-        traced = trace(partial(capture, dynamic_shapes=shapes_of(example[1], lengths)))
+        traced = trace(partial(capture, dynamic_shapes=shapes_of(example[1], shorter, lengths)))
         assert traced.sizes is not None
         for length in lengths:
             traced.sizes.check_named({SEQ_LEN: length})

@@ -84,11 +84,18 @@ def ring_of(layout: Layout) -> Ring:
     return Ring(layout.group(TP).group_name, layout.degree(TP), layout.rank(TP))
 
 
-def shapes_of(masks: Any, lengths: range) -> DynamicShapes:
-    """Name, in a training step's arguments, the dimensions that are as long as the rows."""
+def shapes_of(masks: Any, shorter: Any, lengths: range) -> DynamicShapes:
+    """Name, in a training step's arguments, the dimensions that are as long as the rows: of what a block mask's rule
+    closes over, those that are not so long in the masks of `shorter` rows."""
     length = torch.export.Dim(SEQ_LEN, min=lengths[0], max=lengths[-1])
     shapes = {f"batch.{name}": {1: length} for name in Batch._fields}
-    return shapes | {f"masks{pytree.keystr((pytree.MappingKey(name),))}": {2: length, 3: length} for name in masks}
+    shapes |= {f"masks{pytree.keystr((pytree.MappingKey(name),))}": {2: length, 3: length} for name in masks}
+    leaves, others = (pytree.tree_flatten_with_path(x)[0] for x in (masks, shorter))
+    for (path, x), (_, y) in zip(leaves, others, strict=True):
+        if ".mask_mod_" in (name := pytree.keystr(path)):
+            sizes = enumerate(zip(x.shape, y.shape, strict=True))
+            shapes[f"masks{name}"] = {i: length for i, (size, other) in sizes if size != other}
+    return shapes
 
 
 def of_this_rank(whole: Batch, model: Decoder, layout: Layout) -> tuple[Batch, Any]:

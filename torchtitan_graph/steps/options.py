@@ -27,7 +27,7 @@ from torchtitan_graph.parallel.storage import (
 from torchtitan_graph.passes.compile_regions import Regions
 from torchtitan_graph.quantize.plan import plan_float8
 from torchtitan_graph.quantize.state import Float8
-from torchtitan_graph.steps.choices import plan_extra, plan_offload, plan_regions, plan_saved
+from torchtitan_graph.steps.choices import needed_regions, plan_extra, plan_offload, plan_regions, plan_saved
 from torchtitan_graph.steps.precompiled import Precompiled
 
 
@@ -97,17 +97,24 @@ class StepOptions:
     float8: Float8 | None = None
 
 
-def lengths_of_rows(config: JobConfig) -> range | None:
+def lengths_of_rows(config: JobConfig, device: torch.device) -> range | None:
     """Give how many tokens the rows of a training batch may have, where that is not always the same.
 
     Raises:
-        UserError: an older torch, whose traces of attention's backward are of one length.
+        UserError: an older torch, whose traces of attention's backward are of one length; or flex attention on a
+            device where it is compiled, for one length.
     """
     training = config.training
-    if training.dynamic_seq_len and config.compile.mode == "graph" and torch.__version__ < "2.13":
+    in_graph = training.dynamic_seq_len and config.compile.mode == "graph"
+    if in_graph and torch.__version__ < "2.13":
         raise UserError(
             f"training.dynamic_seq_len = true: a graph for several lengths needs torch 2.13 or newer, and this is "
             f"{torch.__version__}; use compile.mode = eager, or set it to false"
+        )
+    if in_graph and config.model.attn == "flex" and needed_regions(device):
+        raise UserError(
+            f"model.attn = 'flex': not with training.dynamic_seq_len on {device.type}, where a graph's flex attention"
+            " is compiled, for one length; use sdpa or compile.mode = eager, or set that to false"
         )
     return range(job.ROW_MULTIPLE, training.seq_len + 1, job.ROW_MULTIPLE) if training.dynamic_seq_len else None
 
@@ -138,7 +145,7 @@ def step_options(config: JobConfig, model: Decoder, num_microbatches: int, devic
     return StepOptions(
         device=device,
         rows=(rows_per_microbatch(config), training.seq_len),
-        lengths=lengths_of_rows(config),
+        lengths=lengths_of_rows(config, device),
         eval_rows=(validation.local_batch_size, validation.seq_len) if validation.enable else None,
         mode=config.compile.mode,
         num_microbatches=num_microbatches,

@@ -193,12 +193,10 @@ def test_what_an_optimizer_in_the_graph_does_not_go_with_is_named(arguments: str
         ("--compile.codegen blocks", "compile.codegen = 'blocks': not with training.dynamic_seq_len"),
         ("--compile.enable", "compile.enable = True: not with training.dynamic_seq_len: code is made"),
         ("--compile.dedupe_layers", "compile.dedupe_layers = True: not with training.dynamic_seq_len"),
-        ("--compile.capture dynamo", "compile.capture = 'dynamo': not with training.dynamic_seq_len"),
         (
             "--compile.mode eager --parallelism.tensor_parallel_degree 32",
             "tensor_parallel_degree = 32: with training.dynamic_seq_len rows have a multiple of 16 tokens",
         ),
-        ("--model.attn flex", "model.attn = 'flex': not with training.dynamic_seq_len: block masks have one length"),
         (
             "--parallelism.tensor_parallel_degree 2 --parallelism.enable_async_tensor_parallel",
             "enable_async_tensor_parallel = True: not with training.dynamic_seq_len: products are cut",

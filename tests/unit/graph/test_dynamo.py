@@ -350,14 +350,6 @@ def test_an_older_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         captured(net())
 
 
-@pytest.mark.parametrize("mark", [torch._dynamo.mark_dynamic, torch._dynamo.decorators.mark_unbacked])
-def test_a_dim_that_is_marked_dynamic_is_refused(mark: Callable[[Tensor, int], None]) -> None:
-    model, x = net(), X.clone()
-    mark(x, 0)
-    with pytest.raises(UserError, match="'dynamo': takes no dynamic dimensions; use 'make_fx', or remove the mark"):
-        dynamo_capture(loss_of(model), model, (x,), device="cpu")
-
-
 def test_a_function_may_look_at_what_an_argument_is() -> None:
     """Dynamo captures on fake tensors, whose type no argument has."""
     model = net()

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch.fx import GraphModule, Node
 
+import torchtitan_graph.row_loss  # noqa: F401 (registers the loss by rows)
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.blocks import block_of
 from torchtitan_graph.graph.edit import is_view, value
@@ -37,6 +38,17 @@ _COPIES: Mapping[object, str] = {_OWN.offload.default: "to the host", _OWN.reloa
 _ARRIVED, _LANDED = _OWN.arrived.default, _OWN.landed.default
 # The host reads numbers of the device there, and waits for it.
 _READ_BY_HOST = (_OWN.row_splits.default, _OWN.exchange.default)
+
+# They go through the logits some rows at a time, in several kernels each: bytes of fp32 that these read and write for
+# each logit, beside the logits and results themselves. Logits in fp32 are not cast, which saves _CAST of them. A part
+# is larger than a GPU's caches. See row_loss.py.
+_BY_ROWS: Mapping[object, int] = {
+    _OWN.cross_entropy.default: 12,
+    _OWN.cross_entropy_backward_.default: 32,
+    _OWN.exponentials.default: 16,
+    _OWN.sharded_cross_entropy_backward_.default: 56,
+}
+_CAST = 8
 
 # They read no more of their first argument than they give.
 _SELECT = (torch.ops.aten.embedding.default, torch.ops.aten.index_select.default, torch.ops.aten.gather.default)
@@ -261,7 +273,11 @@ def touched(node: Node) -> int:
     made = num_bytes(node.meta.get("val"))  # an operator may give nothing: an optimizer's writes in place
     if node.target in _SELECT:
         return 2 * made
-    return made + sum(num_bytes(x.meta.get("val")) for x in node.all_input_nodes)
+    moved = made + sum(num_bytes(x.meta.get("val")) for x in node.all_input_nodes)
+    if node.target in _BY_ROWS:
+        logits_TV = value(node.args[0])  # type: ignore[arg-type]
+        moved += (_BY_ROWS[node.target] - _CAST * (logits_TV.itemsize >= 4)) * logits_TV.numel()
+    return moved
 
 
 class Clock:

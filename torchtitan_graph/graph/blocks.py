@@ -1,4 +1,4 @@
-"""A model's blocks: to which of them a name or a node belongs.
+"""A model's blocks: to which of them a name or a node belongs; and the loss, which is in none.
 
 A block goes by its module's name in the whole model, such as `layers.3`, also where a rank holds only some of them.
 Weights are gathered, gradients reduced and activations recomputed block by block.
@@ -6,9 +6,10 @@ Weights are gathered, gradients reduced and activations recomputed block by bloc
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Container
 
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from torchtitan_graph.graph import meta
 
@@ -28,3 +29,10 @@ def block_of(what: str | Node, blocks: Container[str]) -> str | None:
 def number_of(block: str) -> int:
     """Give the place of a block in the whole model: the 3 of `layers.3`."""
     return int(block.rpartition(".")[2])
+
+
+def loss_of(gm: GraphModule) -> set[Node]:
+    """Give the loss: the calls from the last module's forward to the first module's backward."""
+    nodes = [n for n in gm.graph.nodes if n.op == "call_function" and meta.role(n) is None]
+    last = max((i for i, n in enumerate(nodes) if meta.phase(n) == "forward" and meta.module(n)), default=-1)
+    return set(itertools.takewhile(lambda n: not meta.module(n), nodes[last + 1 :]))

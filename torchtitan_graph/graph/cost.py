@@ -58,6 +58,7 @@ _SELECT = (torch.ops.aten.embedding.default, torch.ops.aten.index_select.default
 _UPDATE, _CLIP, _ACCUMULATE = 7, 3, 3
 
 PRODUCT, ATTENTION, OTHER = "products", "attention", "other"
+COMPUTE, MEMORY, LAUNCH = "compute", "memory", "launch"  # what a kernel's time is
 
 
 class Work(NamedTuple):
@@ -75,6 +76,13 @@ class Work(NamedTuple):
     num_bytes: float
     least: float
     width: int
+
+
+class Kernel(NamedTuple):
+    """A kernel: the nodes that it computes, in their order, and what it asks for."""
+
+    nodes: Sequence[Node]
+    work: Work
 
 
 class Link(NamedTuple):
@@ -153,16 +161,24 @@ class Costs:
 
     def kernel(self, work: Work) -> float:
         """Give how long a kernel takes."""
+        return max(self.terms(work).values())
+
+    def terms(self, work: Work) -> dict[str, float]:
+        """Give how long a kernel's arithmetic takes alone, its bytes, and the least that a kernel takes: by COMPUTE,
+        MEMORY and LAUNCH."""
         rates = self.rates
         share = rates.attention_share
         if work.kind != ATTENTION:
             share = rates.fp8_share if work.width < 2 else rates.product_share
-        moved = work.num_bytes - rates.fusion_share * (work.num_bytes - work.least)
-        return max(
-            rates.kernel,
-            work.operations / (rates.peak(work.width) * share),
-            self.moving(moved),
-        )
+        return {
+            COMPUTE: work.operations / (rates.peak(work.width) * share),
+            MEMORY: self.moving(self.moved(work)),
+            LAUNCH: rates.kernel,
+        }
+
+    def moved(self, work: Work) -> float:
+        """Give the bytes that a kernel reads and writes, where it is fused as far as a compiler does that."""
+        return work.num_bytes - self.rates.fusion_share * (work.num_bytes - work.least)
 
     def moving(self, num_bytes: float) -> float:
         """Give how long bytes take that are read or written of the device's memory."""
@@ -174,12 +190,12 @@ class Costs:
 
     def optimizer(self, trained: int, on_host: bool = False) -> float:
         """Give how long clipping and Adam's step take for so many bytes of parameters."""
-        moved = (_UPDATE + _CLIP) * trained
+        moved = update_bytes(trained)
         return moved / self.rates.host_memory if on_host else self.moving(moved)
 
     def accumulating(self, trained: int, on_host: bool = False) -> float:
         """Give how long it takes to add a microbatch's gradients of so many bytes to those of others."""
-        moved = _ACCUMULATE * trained
+        moved = sum_bytes(trained)
         return moved / self.rates.host_memory if on_host else self.moving(moved)
 
     def link(self, node: Node) -> Link | None:
@@ -205,6 +221,16 @@ class Costs:
 
     def _travel(self, size: float, is_near: bool) -> float:
         return size / (self.rates.near if is_near else self.rates.far) / self.rates.network_share
+
+
+def update_bytes(trained: int) -> int:
+    """Give the bytes that clipping and Adam's step read and write for so many bytes of parameters."""
+    return (_UPDATE + _CLIP) * trained
+
+
+def sum_bytes(trained: int) -> int:
+    """Give the bytes that are read and written to add gradients of so many bytes to others."""
+    return _ACCUMULATE * trained
 
 
 def works_of(node: Node, visible: Mapping[str, float] | None = None) -> Sequence[Work]:
@@ -233,32 +259,36 @@ def _pairs(node: Node, visible: Mapping[str, float]) -> float:
     return 0.5 if is_causal else 1.0  # a mask of its own is added to every score
 
 
-def fused_works(
-    nodes: Iterable[Node], owner: Mapping[Node, Node], readers: Mapping[Node, Set[Node]]
-) -> tuple[Work, ...]:
-    """Give what nodes ask of a device that are compiled together, in their order: products and attention are kernels of
-    their own; what stands between two of them is one, which reads and writes at least what enters and leaves it.
+def fused_kernels(
+    nodes: Iterable[Node],
+    owner: Mapping[Node, Node],
+    readers: Mapping[Node, Set[Node]],
+    visible: Mapping[str, float] | None = None,
+) -> list[Kernel]:
+    """Give the kernels of nodes that are compiled together, in their order: products and attention are kernels of their
+    own; what stands between two of them is one, which reads and writes at least what enters and leaves it.
 
     Args:
         owner: tells in whose memory a value lies.
         readers: tells who reads each memory.
+        visible: as of `works_of`.
     """
-    found: list[Work | list[Node]] = [[]]
+    found: list[Kernel | list[Node]] = [[]]
     for node in nodes:
-        for work in works_of(node):
+        for work in works_of(node, visible):
             if work.kind != OTHER:
-                found += [work, []]
+                found += [Kernel((node,), work), []]
             else:
                 found[-1].append(node)  # type: ignore[union-attr]
-    each = (work if isinstance(work, Work) else _fused(work, owner, readers) for work in found)
-    return tuple(work for work in each if work.num_bytes)
+    each = (part if isinstance(part, Kernel) else Kernel(part, _fused(part, owner, readers)) for part in found)
+    return [kernel for kernel in each if kernel.work.num_bytes]
 
 
 def _fused(nodes: Sequence[Node], owner: Mapping[Node, Node], readers: Mapping[Node, Set[Node]]) -> Work:
-    made = {owner[node] for node in nodes}
-    enters = {owner[x] for node in nodes for x in node.all_input_nodes} - made
-    leaves = {x for x in made if not readers.get(x, set()) <= set(nodes)}
-    least = sum(num_bytes(x.meta.get("val")) for x in enters | leaves)
+    inside, made = set(nodes), {owner[node] for node in nodes}
+    enters = {owner[x] for node in nodes for x in node.all_input_nodes} - inside
+    leaves = {x for x in made if not readers.get(x, set()) <= inside}
+    least = sum(num_bytes(x.meta.get("val")) for x in (*enters, *leaves))  # what is written in place is in both
     moved = sum(map(touched, nodes))
     return Work(OTHER, 0.0, float(moved), float(min(least, moved)), 4)
 

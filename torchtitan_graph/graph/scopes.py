@@ -142,7 +142,7 @@ def charges(
             begin = end - sending
         cost = Cost(
             calls=1,
-            flops=_flops(node, costs.visible),
+            flops=operations_of(node, costs.visible),
             moved=touched(node) if costs.computing(node) and link is None else 0,
             held=held.get(node, 0),
             received=received(node, link.degree) if link is not None else 0,
@@ -211,7 +211,8 @@ def _part(node: Node) -> str:
     return PASSES_BACKWARD if meta.phase(node) == BACKWARD else PASSES_FORWARD
 
 
-def _flops(node: Node, visible: Mapping[str, float]) -> int:
+def operations_of(node: Node, visible: Mapping[str, float]) -> int:
+    """Give a node's operations, attention's for what the mask of its block leaves, or as causal."""
     if known := meta.operations(node) or matmul_flops(node):
         return round(known)
     return round(attention_flops(node) * visible.get(block_of(node, visible) or "", _CAUSAL))

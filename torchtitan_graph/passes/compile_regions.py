@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,7 +13,8 @@ from torch.fx.node import map_arg
 
 import torchtitan_graph.ops  # noqa: F401 (registers the exchange)
 from torchtitan_graph.graph import meta
-from torchtitan_graph.graph.cost import Work, fused_works, works_of
+from torchtitan_graph.graph.blocks import loss_of
+from torchtitan_graph.graph.cost import Work, fused_kernels, works_of
 from torchtitan_graph.graph.edit import call, erase_dead, is_view, value
 from torchtitan_graph.graph.flops import attention_flops, matmul_flops
 from torchtitan_graph.graph.liveness import Memories, most_within, readers_of_memory, size_of
@@ -92,7 +92,7 @@ def tag_regions(gm: GraphModule, patterns: Sequence[str]) -> None:
     any number, are in none.
     """
     modules = [pattern for pattern in patterns if pattern not in (FLEX, LOSS, WHOLE)]
-    loss = _after_modules(gm) if LOSS in patterns else set()
+    loss = _whole_loss(gm) if LOSS in patterns else set()
     away = _away(gm).union(gm.graph.find_nodes(op="call_function", target=_SUBGRAPH))
     num_left = 0
     for node in gm.graph.nodes:
@@ -135,12 +135,10 @@ def _options(regions: Regions, node: Node) -> Mapping[str, Any] | None:
     return next(options for pattern, options in regions.items() if name in (pattern, region_of(name, [pattern])))
 
 
-def _after_modules(gm: GraphModule) -> set[Node]:
-    """Give the nodes from the last module's forward to the first module's backward: the loss. One that goes through the
-    logits by rows holds less than Inductor's would, and stays: then none."""
-    nodes = [n for n in gm.graph.nodes if n.op == "call_function" and meta.role(n) is None]
-    last = max((i for i, n in enumerate(nodes) if meta.phase(n) == "forward" and meta.module(n)), default=-1)
-    loss = set(itertools.takewhile(lambda n: not meta.module(n), nodes[last + 1 :]))
+def _whole_loss(gm: GraphModule) -> set[Node]:
+    """Give the loss. One that goes through the logits by rows holds less than Inductor's would, and stays: then no
+    node."""
+    loss = loss_of(gm)
     return set() if any(getattr(n.target, "namespace", "") == "torchtitan_graph" for n in loss) else loss
 
 
@@ -288,7 +286,7 @@ def _cut_out(
     scratch = most_within(nodes, memories) - sum(map(size_of, set(owners)))
     part = GraphModule(held, graph)
     works = (
-        fused_works(nodes, memories.owner, readers)
+        tuple(kernel.work for kernel in fused_kernels(nodes, memories.owner, readers))
         if options is not None
         else tuple(work for node in nodes for work in works_of(node))
     )

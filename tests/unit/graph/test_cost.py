@@ -9,7 +9,7 @@ from torch.fx import GraphModule
 
 from torchtitan_graph import rates
 from torchtitan_graph.graph import cost
-from torchtitan_graph.graph.cost import Costs, Estimate, Link, estimate, fused_works
+from torchtitan_graph.graph.cost import Costs, Estimate, Link, estimate, fused_kernels
 from torchtitan_graph.graph.liveness import Memories, readers_of_memory
 from torchtitan_graph.graph.torch_private import FakeTensorMode, make_fx
 
@@ -180,6 +180,6 @@ def test_of_fused_neighbours_a_share_of_what_stays_inside_is_not_moved(share: fl
     """x + y, and its root: what lies between is written and read, unless they are one kernel."""
     gm = graph_of(lambda x, y: ((x + y).sqrt(), x @ y))
     memories, nodes = Memories(gm), [n for n in gm.graph.nodes if n.op == "call_function"]
-    first, product = fused_works(nodes, memories.owner, readers_of_memory(gm))
+    first, product = (kernel.work for kernel in fused_kernels(nodes, memories.owner, readers_of_memory(gm)))
     assert (first.kind, product.kind) == (cost.OTHER, cost.PRODUCT)
     assert Costs(RATES._replace(fusion_share=share)).kernel(first) == pytest.approx(moved / (1e11 * RATES.memory_share))

@@ -1,0 +1,59 @@
+"""What bounds a job's step, before any GPU is there: python scripts/roofline.py my.toml --device h100
+
+The step's graph is built as a dry run does, passes and optimizer included, and every operator's FLOPs and bytes are
+counted, unfused and fused: by class of operator and by module, with what bounds each, and MFU. All options of training
+are taken too. docs/14_planning.md explains the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchtitan_graph.errors import UserError
+from torchtitan_graph.log import init_logging, logger
+from torchtitan_graph.plan.build import CPU, configuration
+from torchtitan_graph.plan.roofline import as_data, lines, roofline
+from torchtitan_graph.rates import RATES, find_rates
+from torchtitan_graph.run.files import write_text
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the roofline that the arguments ask for. Return the exit code: 0 done, 2 something to change."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        epilog="Other options are those of python -m torchtitan_graph.train --help.",
+    )
+    names = ", ".join(name.lower() for name in RATES if name != CPU)
+    parser.add_argument("config", metavar="CONFIG", type=Path, help="a TOML file")
+    parser.add_argument("--device", default="h100", help=f"{names}, or a file of your own, such as my.toml")
+    parser.add_argument("--world", type=int, default=1, help="the number of devices; one if not given")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the same as data too")
+    options, of_training = parser.parse_known_args(argv)
+    init_logging()
+    try:
+        rates = find_rates(options.device)
+        if rates.name == CPU:
+            raise UserError(f"--device {options.device}: a CPU has no peaks that a file could hold; legal are {names}")
+        if options.world < 1:
+            raise UserError(f"--world {options.world}: must be at least 1")
+        if options.json is not None and not options.json.parent.is_dir():
+            raise UserError(f"--json {options.json}: there is no folder {options.json.parent}")
+        config = configuration(["--job.config_file", str(options.config), *of_training], options.world)
+        found = roofline(config, options.world, rates)
+    except UserError as error:
+        logger.error(str(error))
+        return 2
+    print("\n".join(lines(found)))
+    if options.json is not None:
+        write_text(options.json, json.dumps(as_data(found), indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

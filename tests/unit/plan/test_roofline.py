@@ -1,0 +1,153 @@
+"""The roofline against closed forms, and against the forecast that prices the same graph."""
+
+import json
+import runpy
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from torchtitan_graph.graph.cost import ATTENTION, COMPUTE, LAUNCH, MEMORY, PRODUCT
+from torchtitan_graph.plan.build import build, configuration
+from torchtitan_graph.plan.roofline import (
+    CLASSES,
+    COMMUNICATION,
+    FUSED,
+    LOSS,
+    OPTIMIZER,
+    REALISTIC,
+    UNCOMPILED,
+    UNFUSED,
+    Roofline,
+    as_data,
+    lines,
+    roofline,
+)
+from torchtitan_graph.plan.simulate import by_rates, simulate
+from torchtitan_graph.rates import RATES
+
+H100 = RATES["H100"]
+REPOSITORY = Path(__file__).parents[3]
+# llama3's debug model: six layers, 16 heads of 16; two microbatches.
+B, L, D, F, V, LAYERS, STEPS = 2, 128, 256, 768, 256, 6, 2
+SIZES = ["--training.seq_len", str(L), "--training.local_batch_size", str(B), "--compile.codegen", "blocks"]
+ONE = [*SIZES, "--training.global_batch_size", str(B * STEPS), "--activation_checkpoint.mode", "none"]
+FOUR = [*SIZES, "--parallelism.tensor_parallel_degree", "2"]  # with what backward computes again
+
+
+def found(words: Sequence[str], world_size: int = 1) -> Roofline:
+    return roofline(configuration(words, world_size), world_size, H100)
+
+
+@pytest.fixture(scope="module")
+def one() -> Roofline:
+    return found(ONE)
+
+
+@pytest.fixture(scope="module")
+def of_four() -> Roofline:
+    return found(FOUR, 4)
+
+
+@pytest.mark.parametrize("name", ["one", "of_four"])
+def test_realistic_and_unfused_is_what_a_forecast_says(name: str, request: pytest.FixtureRequest) -> None:
+    """Of the job that compiles nothing, to the last of its kernels, waits and launches."""
+    given: Roofline = request.getfixturevalue(name)
+    plan = simulate(given.job, by_rates(given.job, H100), H100)
+    assert given.seconds(UNCOMPILED) == pytest.approx(plan.step.seconds)
+    assert given.mfu(UNCOMPILED) == pytest.approx(plan.mfu)
+
+
+@pytest.mark.parametrize("name", ["one", "of_four"])
+def test_nothing_is_lost_between_modules_and_classes(name: str, request: pytest.FixtureRequest) -> None:
+    given: Roofline = request.getfixturevalue(name)
+    for how, costed in given.steps.items():
+        sums = [given.by_class(how).values(), given.by_module(how).values(), costed.values()]
+        for figure in ("flops", "moved", "received", "time"):
+            each = [sum(getattr(cost, figure) for cost in costs) for costs in sums]
+            assert each == pytest.approx([each[0]] * 3)
+        assert sum(cost.flops for cost in costed.values()) == pytest.approx(given.flops)
+        assert {kind for _, kind in costed} <= set(CLASSES)
+
+
+def test_fused_moves_less_and_peaks_are_faster(one: Roofline) -> None:
+    unfused, fused = one.by_class(UNFUSED), one.by_class(FUSED)
+    for kind in (PRODUCT, ATTENTION, OPTIMIZER):
+        assert fused[kind].moved == unfused[kind].moved
+    assert all(fused[kind].moved < unfused[kind].moved for kind in ("norms", LOSS, "pointwise and others"))
+    assert one.mfu(UNCOMPILED) < one.mfu(REALISTIC) < one.mfu(FUSED)
+    assert one.mfu(UNCOMPILED) < one.mfu(UNFUSED) < one.mfu(FUSED) < 1
+
+
+def test_a_linear_layer_is_three_products(one: Roofline) -> None:
+    """Its result, and two gradients: each reads two of the three matrices, in bf16, and writes the third."""
+    cost = one.steps[UNFUSED]["layers.*.feed_forward.w1", PRODUCT]
+    times = 3 * LAYERS * STEPS
+    assert cost.flops == times * 2 * B * L * D * F
+    assert cost.moved == times * 2 * (B * L * D + D * F + B * L * F)
+    assert cost.seconds == pytest.approx({MEMORY: cost.moved / H100.memory})
+    # Of so few tokens no product is as long as a kernel takes at least.
+    assert one.steps[UNCOMPILED]["layers.*.feed_forward.w1", PRODUCT].seconds.keys() == {LAUNCH}
+
+
+def test_attention_counts_what_a_causal_mask_leaves(one: Roofline) -> None:
+    """Flex, on an H100: two products forward and four backward, which computes the scores again beside them."""
+    cost = one.steps[UNFUSED]["layers.*.attention", ATTENTION]
+    pairs = L * (L + 1) / 2
+    assert one.job.config.model.attn == "flex"
+    assert cost.flops == pytest.approx(LAYERS * STEPS * (2 + 4) * 2 * B * D * pairs)
+    slow = H100._replace(half=1e9)
+    seconds = roofline(one.job.config, 1, slow).steps[UNFUSED]["layers.*.attention", ATTENTION].seconds
+    assert seconds == pytest.approx({COMPUTE: LAYERS * STEPS * (2 + 5) * 2 * B * D * pairs / 1e9})
+
+
+def test_a_loss_by_rows_goes_through_its_logits_as_its_kernels_do(one: Roofline) -> None:
+    """A cast, the logarithms; in backward again, then their gradient, which is zeros first, and the logits', cast."""
+    logits = STEPS * B * L * one.job.ranks[0].graphs.storages["output.weight"].shape[0]
+    forward, backward = (2 + 4) + (4 + 4), (2 + 4) + (4 + 4) + 4 + (4 + 4 + 4) + (4 + 2)
+    unfused, fused = (one.by_class(how)[LOSS].moved / logits for how in (UNFUSED, FUSED))
+    assert unfused == pytest.approx(forward + backward, rel=0.02)  # and a little for each row
+    assert fused < unfused / 4  # it is read once and written once, beside weights that are cast
+
+
+def test_ranks_wait_for_one_another(of_four: Roofline) -> None:
+    received = sum(each.num_bytes for each in of_four.job.ranks[0].told.sent.values())
+    cost = of_four.by_class(UNFUSED)[COMMUNICATION]
+    assert cost.received == received * of_four.job.options.num_microbatches and cost.moved == 0
+    assert cost.seconds.keys() == {COMMUNICATION}
+
+
+def test_the_table_says_what_the_data_say(one: Roofline) -> None:
+    text, data = "\n".join(lines(one)), json.loads(json.dumps(as_data(one)))
+    assert data["steps"][REALISTIC]["mfu"] == pytest.approx(one.mfu(REALISTIC))
+    assert f"{data['steps'][REALISTIC]['seconds'] * 1e3:10.2f}{one.mfu(REALISTIC):10.1%}" in text
+    modules = data["steps"][UNFUSED]["modules"]
+    assert f"{modules['output']['bytes'] / 1e9:9.2f}" in next(x for x in text.splitlines() if x.startswith("  output "))
+    assert "layers.*.feed_forward.w1" in text and max(map(len, text.splitlines())) <= 160
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--device cpu", "--device cpu: a CPU has no peaks that a file could hold; legal are a100, b200, h100,"),
+        ("--device h10", "h10: no such device; legal are a100, b200, cpu, h100,"),
+        ("--world 0", "--world 0: must be at least 1"),
+        ("--json no/where.json", "--json no/where.json: there is no folder no"),
+        ("--training.seqlen 3", "is not an option; did you mean"),
+        (
+            "--world 2 --parallelism.pipeline_parallel_degree 2",
+            "parallelism.pipeline_parallel_degree = 2: a roofline is of a step that one rank computes alone; leave it",
+        ),
+    ],
+)
+def test_what_has_no_roofline_is_refused(words: str, says: str, capfd: pytest.CaptureFixture[str]) -> None:
+    script = runpy.run_path(str(REPOSITORY / "scripts" / "roofline.py"))
+    assert script["main"]([str(REPOSITORY / "train_configs" / "llama3_debug.toml"), *words.split()]) == 2
+    out, err = capfd.readouterr()
+    assert says in out + err and not out.startswith("a step")
+
+
+def test_the_forecast_of_a_compiled_job_is_another(one: Roofline) -> None:
+    """Negative control: with its regions the same job's graph is another, and takes less time."""
+    compiled = build(one.job.config, 1, H100)
+    assert simulate(compiled, by_rates(compiled, H100), H100).step.seconds < 0.99 * one.seconds(UNCOMPILED)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 
 from torchtitan_graph.graph.torch_private import (
     dense_flex_attention,
@@ -51,8 +52,9 @@ def _forward(q_BNLH: Tensor, k: Tensor, v: Tensor, score: Any, mask: tuple, *res
 
 def _backward(
     q_BNLH: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Any, d_lse: Any, score: Any, joint: Any,
-    mask: tuple, *rest: Any,
+    mask: tuple, scale: float, options: Any, of_score: tuple, of_rule: tuple,
 ) -> tuple[Any, ...]:  # fmt: skip
+    rest = scale, options, _asking(of_score, joint), of_rule
     if not _is_long(q_BNLH, k):
         return dense_flex_attention_backward(q_BNLH, k, v, out, lse, d_out, d_lse, score, joint, mask, *rest)
     dq, dk, dv = torch.empty_like(q_BNLH), torch.zeros_like(k), torch.zeros_like(v)
@@ -74,6 +76,16 @@ def _backward(
         sums = (x if x is None else x + y for x, y in zip(of_buffers, others, strict=True))
         of_buffers = tuple(sums) if of_buffers else others
     return dq, dk, dv, of_buffers
+
+
+def _asking(of_score: tuple, joint: Any) -> tuple:
+    """Let what a score function closes over ask for the gradients that its backward gives: inputs of a graph don't."""
+    if not isinstance(joint, GraphModule) or not of_score:
+        return of_score
+    *_, output = joint.graph.nodes
+    gradients: Any = output.args[0]
+    pairs = zip(of_score, gradients[-len(of_score) :], strict=True)
+    return tuple(x if gradient is None else x.detach().requires_grad_() for x, gradient in pairs)
 
 
 def _is_long(q_BNLH: Tensor, k: Tensor) -> bool:

@@ -36,14 +36,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: BlockMask) -> Te
 
 
 def step(forward: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: BlockMask) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(forward(q, k, v, bias, mask), (q, k, v))
+    return torch.autograd.grad(forward(q, k, v, bias, mask), (q, k, v, bias))
 
 
 def inputs(length: int) -> tuple[Any, ...]:
     generator = torch.Generator().manual_seed(length)
     q, k, v = torch.randn(3, 2, 2, length, 8, generator=generator)
     bias = torch.randn(length, generator=generator)
-    return *(x.clone().requires_grad_() for x in (q, k, v)), bias, document_mask(length)
+    return *(x.clone().requires_grad_() for x in (q, k, v, bias)), document_mask(length)
 
 
 @pytest.mark.parametrize("traced_at", [40, 16])

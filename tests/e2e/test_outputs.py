@@ -80,7 +80,7 @@ def test_what_was_measured_stands_beside_the_estimates(
     page = tmp_path / "page.html"
     assert explore([str(reference[0]), "-o", str(page)]) == 0
     packed = re.search(r'id="data">(.*?)</script>', page.read_text(encoding="utf-8"))
-    (graph,) = json.loads(zlib.decompress(base64.b64decode(packed[1])))["graphs"]  # type: ignore[index]
+    graph, _ = json.loads(zlib.decompress(base64.b64decode(packed[1])))["graphs"]  # type: ignore[index]
     assert sum(graph["calls"]["measured"]) == pytest.approx(expected * 1e9, rel=1e-4)  # each in whole nanoseconds
     # The same nodes, in rows of another length.
     assert explore([str(reference[0]), "-o", str(page), "--training.seq_len", "32"]) == 2

@@ -44,6 +44,7 @@ from torchtitan_graph.graph.torch_private import (
     is_symbolic,
     made_for,
     reparametrize,
+    require,
     run_wrapped,
 )
 from torchtitan_graph.graph.trace import Capture, InParts, fakes_of, make_fx_capture
@@ -244,7 +245,7 @@ class _Replay(Interpreter):
         if target in WRAPPERS:
             return run_wrapped(target, args, kwargs, _run)
         if target is torch.ops.aten._assert_scalar.default:  # what Dynamo makes of it
-            return torch._check(args[0])
+            return require(args[0])
         return super().call_function(target, args, kwargs)
 
 

@@ -79,7 +79,7 @@ def llama(trace: Callable = trace_train_step, seq_len: int = 24) -> tuple[GraphM
     gm = cleanup(trace(model, cross_entropy, *rest, device="cpu").gm)
     return gm, [
         *(torch.randn(p.shape, generator=generator) * 0.2 for p in model.parameters()),
-        *pytree.tree_leaves(rest),
+        *(leaf for leaf in pytree.tree_leaves(rest) if isinstance(leaf, Tensor)),
     ]
 
 

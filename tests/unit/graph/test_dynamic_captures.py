@@ -1,47 +1,17 @@
-"""Dimensions that differ from call to call where Dynamo captures: the tracer's graph, bit for bit, or a refusal."""
+"""Dimensions that differ from call to call, in every capture: one graph, bit for bit as eager, or one refusal."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
+from sized import CAPTURES, branching, captured, double, marked, rows
 from torch import Tensor, nn
-from torch._dynamo import mark_dynamic, maybe_mark_dynamic
+from torch._dynamo import maybe_mark_dynamic
 from torch._dynamo.decorators import mark_unbacked
 from torch.export import Dim
 
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph.dynamo import CAPTURES, dynamo_capture
-from torchtitan_graph.graph.stamp import described
 from torchtitan_graph.graph.trace import InParts
-from torchtitan_graph.graph.traced import run_traced
-from torchtitan_graph.passes.cleanup import cleanup
-
-pytestmark = pytest.mark.skipif(torch.__version__ < "2.13", reason="Dynamo captures steps from torch 2.13 on")
-
-
-def rows(size: int, *rest: int) -> Tensor:
-    return torch.randn(size, *rest or (4,), generator=torch.Generator().manual_seed(size))
-
-
-def marked(x: Tensor, mark: Callable = mark_dynamic, **how: Any) -> Tensor:
-    mark(x, 0, **how)
-    return x
-
-
-def captured(fn: Callable, *arguments: Any, shapes: Any = None, module: nn.Module | None = None) -> Callable[..., Any]:
-    """Capture both ways, see that the graphs are the same, and give Dynamo's."""
-    module = module or nn.Module()
-    found = {
-        name: capture(fn, module, arguments, device="cpu", dynamic_shapes=shapes) for name, capture in CAPTURES.items()
-    }
-    first, second = (described(cleanup(traced.gm)) for traced in found.values())
-    assert first == second
-    return run_traced(found["dynamo"], module)
-
-
-def double(x: Tensor, y: Tensor) -> Tensor:
-    return (torch.cat([x, x]) + y) * x.shape[0]
 
 
 @pytest.mark.parametrize(
@@ -50,13 +20,14 @@ def double(x: Tensor, y: Tensor) -> Tensor:
         None,
         {"x": {0: "n"}, "y": {0: 2 * Dim("n")}},
         {"x": {0: Dim("n", min=3, max=9)}, "y": {0: Dim.AUTO}},
+        {"x": (Dim.DYNAMIC, None), "y": {0: Dim.DYNAMIC, 1: Dim.STATIC}},
     ],
 )
 def test_one_graph_serves_several_sizes(shapes: dict | None) -> None:
     first = (rows(6), rows(12)) if shapes else (marked(rows(6)), marked(rows(12)))
-    run = captured(double, *first, shapes=shapes)
-    for n in (6, 3, 9):
-        assert torch.equal(run(rows(n), rows(2 * n)), double(rows(n), rows(2 * n))), n
+    for run in captured(double, *first, shapes=shapes):
+        for n in (6, 3, 9):
+            assert torch.equal(run(rows(n), rows(2 * n)), double(rows(n), rows(2 * n))), n
 
 
 def test_a_step_with_gradients_serves_several_lengths() -> None:
@@ -73,24 +44,21 @@ def test_a_step_with_gradients_serves_several_lengths() -> None:
         tokens = torch.randint(16, (2, length), generator=torch.Generator().manual_seed(length))
         return tokens, torch.tensor(2 * length)
 
-    run = captured(InParts(step, forward), *inputs(6), shapes={"tokens": {1: "length"}}, module=net)
-    for length in (6, 4, 11):
-        assert all(map(torch.equal, run(*inputs(length)), step(forward, *inputs(length)))), length
+    for run in captured(InParts(step, forward), *inputs(6), shapes={"tokens": {1: "length"}}, module=net):
+        for length in (6, 4, 11):
+            assert all(map(torch.equal, run(*inputs(length)), step(forward, *inputs(length)))), length
 
 
 def test_a_size_may_be_a_result_and_what_may_be_dynamic_fixed() -> None:
-    run = captured(lambda x: {"sum": x.sum(), "twice": [2 * x.shape[0], "rows"]}, marked(rows(6)))
-    assert run(rows(9))["twice"] == [18, "rows"]
-    run = captured(lambda x: x.view(3, 2, 4), marked(rows(6), maybe_mark_dynamic))
-    with pytest.raises(UserError, match=r"x.shape.0. is 8: the trace holds where 4\*x.shape.0. == 24 \(test_"):
-        run(rows(8))
+    for run in captured(lambda x: {"sum": x.sum(), "twice": [2 * x.shape[0], "rows"]}, marked(rows(6))):
+        assert run(rows(9))["twice"] == [18, "rows"]
+    for run in captured(lambda x: x.view(3, 2, 4), marked(rows(6), maybe_mark_dynamic)):
+        assert run(rows(6)).shape == (3, 2, 4)
+        with pytest.raises(UserError, match=r"x.shape.0. is 8: the trace holds where 4\*x.shape.0. == 24 \(test_"):
+            run(rows(8))
 
 
-# --- what a call has to keep: what Dynamo decided by, which leaves no operator in the graph ---------------------------
-
-
-def branching(x: Tensor) -> Tensor:
-    return x * 2 if x.shape[0] > 5 else x
+# --- what a call has to keep; what Dynamo decided by leaves no operator in the graph ----------------------------------
 
 
 def multiple_of_3(x: Tensor) -> Tensor:
@@ -105,7 +73,7 @@ def multiple_of_3(x: Tensor) -> Tensor:
             branching,
             (6,),
             (4,),
-            r"x.shape.0. is 4: the trace holds where x.shape.0. > 5 \(test_dynamic.*: ret",
+            r"x.shape.0. is 4: the trace holds where x.shape.0. > 5 \(sized.py:\d+: ret",
         ),
         (double, (6, 12), (5, 11), r"x.shape.0. is 5, y.shape.0. is 11: the trace holds where 2\*x.shape.0. == y"),
         (multiple_of_3, (6,), (8,), r"x.shape.0. is 8: the trace holds where Mod\(x.shape.0., 3\) == 0 \(test_"),
@@ -113,9 +81,9 @@ def multiple_of_3(x: Tensor) -> Tensor:
     ],
 )
 def test_a_call_of_other_sizes_is_refused(fn: Callable, first: tuple, then: tuple, message: str) -> None:
-    run = captured(fn, *(marked(rows(n)) for n in first))
-    with pytest.raises(UserError, match=message):
-        run(*map(rows, then))
+    for run in captured(fn, *(marked(rows(n)) for n in first)):
+        with pytest.raises(UserError, match=message):
+            run(*map(rows, then))
 
 
 def looping(x: Tensor) -> Tensor:
@@ -137,13 +105,13 @@ def with_a_table(x: Tensor) -> Tensor:
             branching,
             (6,),
             {"x": {0: Dim("n", min=3)}},
-            r"x.shape.0. may be 3, as declared, but .* holds only where x.*> 5 \(test_dynamic_dynamo.py:\d+: return x",
+            r"x.shape.0. may be 3, as declared, but .* holds only where x.*> 5 \(sized.py:\d+: return x",
         ),
         (
             double,
             (6, 12),
             {"x": {0: "n"}, "y": {0: "m"}},
-            r"needs y.shape.0. == 2\*x.shape.0. \(test_dynamic_dynamo.py:.*: give m that name",
+            r"needs y.shape.0. == 2\*x.shape.0. \(sized.py:.*: give m that name",
         ),
         (double, (6, 12), {"x": {0: "n"}, "y": {0: "n"}}, r"x.shape.0. is 6, but y.shape.0. is 12: both are n"),
     ],
@@ -155,5 +123,6 @@ def test_what_can_not_be_dynamic_is_refused_by_name(fn: Callable, first: tuple, 
 
 
 def test_a_training_step_needs_sizes_to_reckon_with() -> None:
-    with pytest.raises(UserError, match=r"x.shape.0. is unbacked: a training step's passes need sizes to reckon with"):
-        dynamo_capture(lambda x: x + 1, nn.Module(), (marked(rows(6), mark_unbacked),), device="cpu")
+    for capture in CAPTURES.values():
+        with pytest.raises(UserError, match=r"x.shape.0. is unbacked: a training step's passes need sizes to reckon"):
+            capture(lambda x: x + 1, nn.Module(), (marked(rows(6), mark_unbacked),), device="cpu")

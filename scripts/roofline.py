@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from torchtitan_graph.command import run_command
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import init_logging, logger
 from torchtitan_graph.plan.build import CPU, configuration
 from torchtitan_graph.plan.roofline import as_data, lines, roofline
 from torchtitan_graph.rates import RATES, find_rates
-from torchtitan_graph.run.files import write_text
+from torchtitan_graph.run.files import check_result, write_result
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,20 +40,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         rates = find_rates(options.device)
         if rates.name == CPU:
             raise UserError(f"--device {options.device}: a CPU has no peaks that a file could hold; legal are {names}")
-        if options.world < 1:
-            raise UserError(f"--world {options.world}: must be at least 1")
-        if options.json is not None and not options.json.parent.is_dir():
-            raise UserError(f"--json {options.json}: there is no folder {options.json.parent}")
+        if options.json is not None:
+            check_result("--json", options.json)
         config = configuration(["--job.config_file", str(options.config), *of_training], options.world)
         found = roofline(config, options.world, rates)
+        print("\n".join(lines(found)))
+        if options.json is not None:
+            write_result("--json", options.json, json.dumps(as_data(found), indent=1) + "\n")
     except UserError as error:
         logger.error(str(error))
         return 2
-    print("\n".join(lines(found)))
-    if options.json is not None:
-        write_text(options.json, json.dumps(as_data(found), indent=1) + "\n")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

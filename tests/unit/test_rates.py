@@ -66,6 +66,7 @@ def test_a_file_of_ones_own_is_read(tmp_path: Path) -> None:
         (text(launch=6), "launch = 6: must be 0, or seconds"),  # microseconds
         (text(launch=-1e-6), "launch = -1e-06: must be 0, or seconds"),
         (text(memory_share=1.5), "memory_share = 1.5: must be a part"),
+        (text(fp8_share="1e-300"), "fp8_share = 1e-300: must be a part"),
         (text(num_near=0), "num_near = 0: must be a whole number"),
         (text(num_near=8.0), "num_near = 8.0: must be a whole number"),
         (text(far="true"), "far = True: must be bytes/s"),

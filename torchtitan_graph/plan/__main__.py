@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchtitan_graph.command import run_command
-from torchtitan_graph.config.check import MOST_RANKS
 from torchtitan_graph.device import host_peak_memory_gib
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import init_logging, logger
@@ -65,8 +64,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     begin = time.perf_counter()
     try:
         rates = find_rates(options.device)
-        if not 1 <= options.world <= MOST_RANKS:
-            raise UserError(f"--world {options.world}: must be the number of ranks, from 1 to {MOST_RANKS}")
         if options.out is not None and options.search is None:
             raise UserError(f"--out {options.out}: is where --search writes the best; add --search, or leave it out")
         for name in ("json", "out"):

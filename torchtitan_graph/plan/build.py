@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.fx import GraphModule
 
 from torchtitan_graph.config import DRY, JobConfig, check, load
+from torchtitan_graph.config.check import MOST_RANKS
 from torchtitan_graph.config.job import OPTIONS
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.forecast import Forecast, forecast
@@ -76,8 +77,10 @@ def configuration(words: Sequence[str], world_size: int) -> JobConfig:
     """Read a job's configuration, and check it for this number of ranks.
 
     Raises:
-        UserError: as a run of it; or the run has no graph, or an option is one that only a dry run looks at.
+        UserError: as a run of it; or it has too many ranks, or an option is one that only a dry run looks at.
     """
+    if not 1 <= world_size <= MOST_RANKS:
+        raise UserError(f"--world {world_size}: must be the number of ranks, from 1 to {MOST_RANKS}")
     config = load([*words, *DRY])
     if (rank := config.comm.fake_rank) != OPTIONS["comm.fake_rank"].default:
         raise UserError(f"comm.fake_rank = {rank}: is of a dry run; a forecast is of all ranks, so leave it out")

@@ -81,8 +81,6 @@ def check_arguments(args: argparse.Namespace, config: JobConfig) -> None:
         )
     if args.restart_minutes is not None and args.node_mtbf_hours is None:
         raise UserError("--restart_minutes: is what a failure costs; give --node_mtbf_hours too")
-    if args.expert_load is not None:
-        read_loads(args.expert_load)
 
 
 def check_loads(path: Path, model: Decoder) -> None:

@@ -194,15 +194,14 @@ def _step(job: Job, rank: Rank, costs: Costs, kernels: Sequence[Kernel]) -> Cost
     found: Costed = collections.defaultdict(Cost)
     for key, cost in _microbatch(rank.graphs.train.gm, costs, {kernel.nodes[-1]: kernel for kernel in kernels}):
         found[key].add(cost, job.options.num_microbatches)
-    storages, times = list(rank.graphs.storages.values()), job.options.num_microbatches - 1
-    if times:
-        trained = trained_bytes(storages)
-        seconds = {MEMORY: costs.accumulating(trained)}
-        found["sums of gradients", OPTIMIZER].add(Cost(moved=sum_bytes(trained), seconds=seconds), times)
+    storages, num_sums = rank.graphs.storages.values(), job.options.num_microbatches - 1
     for away in (False, True):
         trained = trained_bytes(s for s in storages if s.on_host == away)
-        seconds = {MEMORY: costs.optimizer(trained, away)}
-        found[OPTIMIZER, OPTIMIZER].add(Cost(moved=update_bytes(trained), seconds=seconds))
+        update = Cost(moved=update_bytes(trained), seconds={MEMORY: costs.optimizer(trained, away)})
+        found[OPTIMIZER, OPTIMIZER].add(update)
+        if num_sums:
+            added = Cost(moved=sum_bytes(trained), seconds={MEMORY: costs.accumulating(trained, away)})
+            found["sums of gradients", OPTIMIZER].add(added, num_sums)
     return dict(found)
 
 

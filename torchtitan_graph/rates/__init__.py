@@ -114,7 +114,7 @@ def _problem(key: str, value: Any) -> str | None:
         return None
     or_zero = "0, or " if key in _MAY_BE_ZERO else ""
     if key.endswith("_share"):
-        return None if is_number and 0 < value <= 1 else f"{or_zero}a part, above 0 up to 1"
+        return None if is_number and 1e-6 <= value <= 1 else f"{or_zero}a part, from 1e-06 to 1"
     unit, least, most = _UNITS[key]
     return None if is_number and least <= value <= most else f"{or_zero}{unit}, from {least:g} to {most:g}"
 

@@ -53,11 +53,16 @@ def one() -> Roofline:
 
 
 @pytest.fixture(scope="module")
+def on_host() -> Roofline:
+    return found([*ONE, "--training.enable_cpu_offload"])
+
+
+@pytest.fixture(scope="module")
 def of_four() -> Roofline:
     return found(FOUR, 4)
 
 
-@pytest.mark.parametrize("name", ["one", "of_four"])
+@pytest.mark.parametrize("name", ["one", "on_host", "of_four"])
 def test_realistic_and_unfused_is_what_a_forecast_says(name: str, request: pytest.FixtureRequest) -> None:
     """Of the job that compiles nothing, to the last of its kernels, waits and launches."""
     given: Roofline = request.getfixturevalue(name)
@@ -138,7 +143,7 @@ def test_the_table_says_what_the_data_say(one: Roofline) -> None:
     [
         ("--device cpu", "--device cpu: a CPU has no peaks that a file could hold; legal are a100, b200, h100,"),
         ("--device h10", "'h10': no such device; legal are a100, b200, cpu, h100,"),
-        ("--world 0", "--world 0: must be at least 1"),
+        ("--world 0", "--world 0: must be the number of ranks"),
         ("--json no/where.json", "--json no/where.json: there is no folder no"),
         ("--training.seqlen 3", "is not an option; did you mean"),
         (

@@ -515,7 +515,7 @@ def author_s_stack() -> traceback.StackSummary:
     return traceback.StackSummary.from_list(frames) if frames else traceback.extract_stack()
 
 
-# Guards on tensors: a graph's signature says more of them. On sizes: see `StrictCapture.relations`. The last is what is
+# Guards on tensors: a graph's signature says more of them. On sizes: see `StrictCapture.holds`. The last is what is
 # set around a call, see below.
 _NOT_GUARDED = {"TENSOR_MATCH", "DIMENSION_DYNAMIC_MARKING_GUARD", "NO_TENSOR_ALIASING", "DUPLICATE_INPUT"}
 _NOT_GUARDED |= {"DTENSOR_SPEC_MATCH", "SHAPE_ENV", "GLOBAL_STATE"}

@@ -225,11 +225,27 @@ def _marked_backward() -> Iterator[types.CodeType]:
             logging_utils.callback_set = False  # else no later backward would forget its last stack
             raise
 
+    hooked = torch.Tensor.register_hook
+
+    def register_hook(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
+        # The engine calls it before it tells the helper's hooks which operator is next: the one that made the tensor.
+        @functools.wraps(hook)
+        def call(grad: torch.Tensor) -> Any:
+            fx_traceback.set_grad_fn_seq_nr(torch._C._current_autograd_node()._sequence_nr())
+            try:
+                return hook(grad)
+            finally:
+                fx_traceback.reset_grad_fn_seq_nr()
+
+        return hooked(tensor, call)
+
     torch.autograd._engine_run_backward = run  # type: ignore[assignment]
+    torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]
     try:
         yield run.__code__
     finally:
         torch.autograd._engine_run_backward = inner
+        torch.Tensor.register_hook = hooked  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

@@ -292,3 +292,21 @@ def test_what_a_pass_makes_names_it_and_has_a_place() -> None:
 def test_dynamo_is_refused() -> None:
     with pytest.raises(UserError, match="compile.record_call_hierarchy = true: not with compile.capture = 'dynamo'"):
         dynamo_capture(rotary, nn.Linear(1, 1), (torch.ones(2),), device="cpu", call_hierarchy=True)
+
+
+def test_a_hook_on_a_tensor_belongs_to_the_operator_that_made_the_tensor() -> None:
+    class Hooked(Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            q = self.q(x)
+            q.register_hook(scale)
+            return q.cos()
+
+    def scale(grad: Tensor) -> Tensor:
+        return grad * 3
+
+    model = nn.Sequential(Hooked(), Hooked())
+    made = [node for node in nodes(traced(step_of(model), model), aten.mul.Tensor) if 3 in node.args]
+    owners = [f"step() > :Sequential > {name}:Hooked > q:Linear" for name in "10"]
+    assert [[shown(place) for place in fwd_call_hierarchy(node)] for node in made] == [[owner] for owner in owners]
+    assert [shown(place) for node in made for place in call_hierarchy(node)] == [f"{owner} > scale()" for owner in owners]
+    assert [meta.module(node) for node in made] == ["1.q", "0.q"]

@@ -18,7 +18,7 @@ from torchtitan_graph.parallel.schedule import COMPUTING, Schedule
 from torchtitan_graph.plan.build import Job, Rank
 from torchtitan_graph.rates import Rates
 from torchtitan_graph.steps.budget import trained_bytes
-from torchtitan_graph.steps.held import bytes_of_sums
+from torchtitan_graph.steps.held import cast_for_sums, sums_of
 
 Prices = Callable[[Rank], Costs]  # what the nodes of a rank's graphs take
 
@@ -135,8 +135,8 @@ def _pipelined(job: Job, prices: Prices, shown: int) -> StepTime:
         assert isinstance(rank.graphs.train, dict)
         for number, stage in rank.graphs.train.items():
             passed[number] = stage.passed.nbytes
-            summed, cast = bytes_of_sums(stage)
-            adding[number] = costs.moving(cast), costs.moving(cast) + costs.accumulating(summed)
+            cast, summed = costs.moving(cast_for_sums(stage)), costs.accumulating(sum(sums_of(stage).values()))
+            adding[number] = cast, cast + summed
             for name, part in stage.parts.by_name.items():
                 parts[number, name] = _estimate(part.gm, costs, known.setdefault(part.gm, []))
     names = {number: [name for stage, name in parts if stage == number] for number, _ in parts}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from torchtitan_graph.graph.edit import value
 from torchtitan_graph.graph.liveness import (
@@ -41,10 +41,11 @@ KEPT, SUMS, TAKEN, RUNS = "kept for backward", "sums of gradients", "batches and
 
 def peak_of_stages(graphs: Mapping[int, StageGraph], schedule: Schedule, rank: int) -> StagesPeak:
     """Go through what this rank of a pipeline does in a step: weights that are gathered once, sums of gradients, what
-    each microbatch keeps for backward, and what runs."""
+    each microbatch keeps for backward, and what runs; in the end the sums are reduced, which all are still there."""
     parts = {number: graph.parts.by_name for number, graph in graphs.items()}
     gives = {(number, name): output_memory(part.gm) for number in parts for name, part in parts[number].items()}
-    needs = {(number, name): _most(parts[number], name) for number in parts for name in parts[number]}
+    sums = {number: sums_of(graph) for number, graph in graphs.items()}
+    needs = {(number, name): _most(parts[number], name, sums[number]) for number in parts for name in parts[number]}
     inputs = {number: input_memory(graph.train.gm) for number, graph in graphs.items()}
     held = {GATHERED: sum(gives[number, "gather"] for number in parts), TAKEN: 0, KEPT: 0, SUMS: 0}
     peak, has_sums = StagesPeak(dict(held), GATHERED, None), set()
@@ -68,14 +69,20 @@ def peak_of_stages(graphs: Mapping[int, StageGraph], schedule: Schedule, rank: i
             held[KEPT] -= sum(gives[stage, each] for each in ("forward", "input")[: 1 + (name == "weight")])
             if stage not in has_sums:
                 has_sums.add(stage)
-                held[SUMS] += bytes_of_sums(graphs[stage])[0]
+                held[SUMS] += sum(sums[stage].values())
+    for stage in parts:
+        made, let_go, node = needs[stage, "reduce"]
+        now = held | {SUMS: held[SUMS] - let_go, RUNS: made}
+        if sum(now.values()) > peak.num_bytes:
+            peak = StagesPeak(now, f"the reduction of stage {stage}, {node.name}", (stage, "reduce", node))
     return peak
 
 
-def _most(parts: Mapping[str, Part], name: str) -> tuple[int, int, Node]:
-    """Tell when a part, and what earlier parts of the microbatch kept for it, hold most: the bytes of what it has made
-    by then, of what was kept and it has let go of, and the node that runs."""
-    gm, freed_after = parts[name].gm, _last_reads(parts, name)
+def _most(parts: Mapping[str, Part], name: str, sums: Mapping[str, int]) -> tuple[int, int, Node]:
+    """Tell when a part, and what was kept for it or summed, hold most: the bytes of what it has made by then, of what
+    was there and it has let go of, and the node that runs."""
+    gm = parts[name].gm
+    freed_after = _last_reads_of_sums(gm, sums) if name == "reduce" else _last_reads(parts, name)
     held, freed, found = held_memory(gm, size_of), 0, []
     for node in gm.graph.nodes:
         found.append((held[node], freed, node))
@@ -103,6 +110,14 @@ def _last_reads(parts: Mapping[str, Part], name: str) -> collections.Counter[Nod
     return found
 
 
+def _last_reads_of_sums(gm: GraphModule, sums: Mapping[str, int]) -> collections.Counter[Node]:
+    """Give the bytes of sums that are free after each node of the reduction."""
+    last_use, found = Memories(gm).last_use, collections.Counter[Node]()
+    for x in gm.graph.find_nodes(op="placeholder"):
+        found[last_use[x]] += sums.get(str(x.target), 0)
+    return found
+
+
 def in_flight(schedule: Schedule, stage: int) -> int:
     """Give the most microbatches of which a stage keeps values at once."""
     held = most = 0
@@ -113,10 +128,16 @@ def in_flight(schedule: Schedule, stage: int) -> int:
     return max(most, 1)
 
 
-def bytes_of_sums(graph: StageGraph) -> tuple[int, int]:
-    """Give the bytes of a stage's summed gradients, which have the dtype of their reduction; and those that casts to it
-    read and write, of each microbatch."""
-    made = [value(node) for node in graph.train.gm.graph.nodes if node.name in graph.parts.sums]
-    sums = sum(x.numel() for x in made) * graph.reduce_dtype.itemsize
-    cast = sum(x.numel() * (x.itemsize + graph.reduce_dtype.itemsize) for x in made if x.dtype != graph.reduce_dtype)
-    return sums, cast
+def sums_of(graph: StageGraph) -> dict[str, int]:
+    """Give the bytes of a stage's summed gradients, which have the dtype of their reduction, by their values' names."""
+    return {name: x.numel() * graph.reduce_dtype.itemsize for name, x in _terms(graph).items()}
+
+
+def cast_for_sums(graph: StageGraph) -> int:
+    """Give the bytes that are read and written where a microbatch's gradients are cast to that dtype."""
+    itemsize, terms = graph.reduce_dtype.itemsize, _terms(graph).values()
+    return sum(x.numel() * (x.itemsize + itemsize) for x in terms if x.dtype != graph.reduce_dtype)
+
+
+def _terms(graph: StageGraph) -> dict[str, Any]:
+    return {node.name: value(node) for node in graph.train.gm.graph.nodes if node.name in graph.parts.sums}

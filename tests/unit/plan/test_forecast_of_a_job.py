@@ -117,6 +117,14 @@ def test_a_pipeline_waits_as_its_schedule_does(jobs: Callable[[str], Job]) -> No
     assert late.exposed["pp"] >= 2 * 2 * message - quick.seconds  # of the first microbatch, there and back
 
 
+def test_sums_of_gradients_are_there_while_they_are_reduced() -> None:
+    """Of one microbatch on two ranks of a stage: weights in bf16 and sums in fp32 are whole, and no sum was before."""
+    words = ["--parallelism.pipeline_parallel_degree", "2", "--training.local_batch_size", "1"]
+    told = job(4, words).ranks[0].told
+    assert told.where.startswith("the reduction of stage 0, ")
+    assert told.held[STEP] == sum(told.at_peak.values()) > 3 * told.held["parameters"]
+
+
 def test_messages_are_waited_for() -> None:
     """Two stages, one microbatch: F, there, F B, back, B."""
     found = load(["--parallelism.pipeline_parallel_degree", "2"])

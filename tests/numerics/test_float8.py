@@ -39,7 +39,7 @@ from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.recompute import Budget, Recompute
 from torchtitan_graph.parallel.storage import Reshard
 from torchtitan_graph.quantize.layers import Linear
-from torchtitan_graph.quantize.products import DELAYED, E4M3, ROWWISE, ROWWISE_WIDE, Recipe
+from torchtitan_graph.quantize.products import DELAYED, E4M3, MX, ROWWISE, ROWWISE_WIDE, Recipe
 from torchtitan_graph.quantize.state import Quantized
 from torchtitan_graph.steps import Steps, build_steps
 
@@ -52,6 +52,7 @@ def cell_of(dims: ParallelDims, recipe: Recipe | None, **changes: object) -> Cel
 
 EP2 = ParallelDims(dp_shard=2, ep=2)
 CURRENT, PAST, ROWS = Recipe(), Recipe(DELAYED), Recipe(ROWWISE, E4M3)
+BLOCKS = Recipe(MX, E4M3, emulate=True)
 QWEN3 = {"family": "qwen3", "flavor": "debugmodel_moe"}
 CELLS = {
     "current": cell_of(ONE, CURRENT),
@@ -65,15 +66,18 @@ CELLS = {
     "experts-biased": cell_of(ONE, CURRENT, family="gpt_oss", num_steps=2),
     "experts-EP-2-recompute-op": cell_of(EP2, CURRENT, num_steps=2, recompute=Recompute(by_op=True), **QWEN3),
     "norms": cell_of(ONE, None, family="own_models.float8_norms", recompute=Recompute(1)),
+    "mx-recompute-full": cell_of(ONE, BLOCKS, recompute=Recompute(1)),
     "FSDP-2-current": cell_of(FSDP2, CURRENT),
     "FSDP-2-delayed-recompute-full": cell_of(FSDP2, PAST, recompute=Recompute(every=1)),
-    "FSDP-2-rowwise": cell_of(FSDP2, ROWS),
+    "FSDP-2-mx": cell_of(FSDP2, BLOCKS),
     "DDP-2-delayed": cell_of(DDP2, PAST),
     "TP-2-current": cell_of(TP2, CURRENT),
     "CP-2-delayed": cell_of(ParallelDims(cp=2), PAST),
 }
 SLOW = {
     "rowwise": cell_of(ONE, ROWS),
+    "FSDP-2-rowwise": cell_of(FSDP2, ROWS),
+    "TP-2-mx": cell_of(TP2, BLOCKS),
     "FSDP-2-stay-gathered": cell_of(FSDP2, CURRENT, reshard=Reshard(blocks=False)),
     "FSDP-2-reshard-all": cell_of(FSDP2, CURRENT, reshard=Reshard(root=True)),
     "FSDP-3": cell_of(ParallelDims(dp_shard=3), PAST, num_microbatches=1),
@@ -107,6 +111,7 @@ def test_the_graph_is_eager_bit_for_bit(cell: Cell) -> None:
 
 CAPTURED = {
     "linear": cell_of(ONE, PAST, recompute=Recompute(1), num_steps=2),
+    "mx": cell_of(ONE, BLOCKS, num_steps=2),
     "experts": cell_of(ONE, CURRENT, num_steps=2, **QWEN3),
     "norms": cell_of(ONE, None, family="own_models.float8_norms", num_steps=2),
     "experts-rowwise-EP-2": cell_of(EP2, ROWS, num_steps=2, **QWEN3),
@@ -167,7 +172,7 @@ def losses(cell: Cell) -> Tensor:
 
 
 def test_the_loss_follows_that_of_bf16() -> None:
-    cells = [cell_of(ONE, recipe) for recipe in (None, CURRENT, PAST, ROWS)]
+    cells = [cell_of(ONE, recipe) for recipe in (None, CURRENT, PAST, ROWS, BLOCKS)]
     expected, *found = (run_on(1, losses, cell)[0] for cell in cells)
     learned = expected[0] - expected[-1]
     assert learned > 0.1

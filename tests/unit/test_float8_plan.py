@@ -1,6 +1,7 @@
 """What of a model multiplies in float8, and what is refused by name."""
 
 import contextlib
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.spec import build_model
 from torchtitan_graph.quantize.layers import LayerNormMLP, Linear
 from torchtitan_graph.quantize.plan import check_cut, plan_float8
-from torchtitan_graph.quantize.products import DELAYED, E4M3, E5M2, ROWWISE, TENSORWISE, Recipe, linear
+from torchtitan_graph.quantize.products import DELAYED, E4M3, E5M2, MX, ROWWISE, TENSORWISE, Recipe, linear
 from torchtitan_graph.quantize.state import Float8, convert
 
 CPU = torch.device("cpu")
@@ -125,9 +126,15 @@ def test_parts_that_tensor_parallelism_leaves_are_checked(degree: int, filtered:
         (["--training.seq_len", "100", "--training.local_batch_size", "1"], 1, "computes 100 tokens at a time"),
         (["--training.seq_len", "24", "--parallelism.pipeline_parallel_degree", "2"], 2, "24 tokens .*microbatch_size"),
         (["--quantize.linear.float8.filter_fqns", "output,auto_filter_small_kn"], 1, "_kn stood for .*; name"),
-        (["--model.converters", "float8,mx"], 1, "mx: MX formats are not built"),
-        (["--model.converters", "quantize.grouped_mm.mx"], 1, "mx: .* torchao.* use quantize.grouped_mm.float8"),
-        (["--model.converters", "fp8"], 1, "fp8 is unknown; legal are float8 and quantize.grouped_mm.float8"),
+        (["--model.converters", "float8,mx"], 1, "linear layers can't be converted by both float8 and mx"),
+        (["--model.converters", "quantize.grouped_mm.mx"], 1, "mx: experts are not .* use quantize.grouped_mm.float8"),
+        (["--model.converters", "fp8"], 1, "fp8 is unknown; legal are float8, mx and quantize.grouped_mm.float8"),
+        (
+            ["--model.converters", "mx", "--training.seq_len", "80", "--training.local_batch_size", "1"],
+            1,
+            "80 tokens .* MXFP8 want a multiple of 32",
+        ),
+        (["--model.converters", "mx", "--quantize.linear.mx.recipe_name", "mxfp4"], 1, "one of mxfp8_cublas, mxfp8, mxfp8_emulated"),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(words: list[str], world_size: int, message: str) -> None:
@@ -201,3 +208,41 @@ def test_a_converted_layer_has_the_same_parameters_and_state() -> None:
         y = linear(x, old[0].weight, recipe, slot=new[0].amax, past=past)[0] + old[0].bias
         assert torch.equal(new[0](x), y) and not torch.equal(y, old[0](x))
         assert E4M3 not in {b.dtype for b in new.buffers()}
+
+
+def with_mx(*words: str) -> JobConfig:
+    return load(["--model.converters", "mx", *words])
+
+
+def test_linear_layers_are_converted_to_mx() -> None:
+    found = plan_float8(with_mx(), model(), CPU)
+    assert found is not None and len(found.layers) == 6 * 7 and "output" not in found.layers  # as in torchtitan
+    assert {*found.layers.values()} == {Recipe(MX, E4M3, emulate=True)}
+    found = plan_float8(with_mx("--quantize.linear.mx.filter_fqns", "wq"), model(), CPU)
+    assert found is not None and "output" in found.layers and "layers.0.attention.wq" not in found.layers
+    assert plan_float8(with_mx(), nn.Sequential(nn.Linear(32, 64)), CPU) is not None  # has no output
+
+
+@pytest.mark.parametrize(
+    ("words", "device", "message"),
+    [
+        ((), "cuda", "recipe_name = 'mxfp8_cublas': .* emulated alone, .* set it to mxfp8_emulated"),
+        (("--comm.mode", "fake_backend"), "cpu", "recipe_name = 'mxfp8_cublas': .* emulated alone"),
+        (("--quantize.linear.mx.filter_fqns", "outptu"), "cpu", "mx.filter_fqns = 'outptu': .* did you mean output"),
+        (("--quantize.linear.mx.filter_fqns", "w"), "cpu", "output is 250 x 256, .* 32; name such layers in .*mx.filt"),
+    ],
+)
+def test_mx_that_can_not_be_meant_is_refused(words: Sequence[str], device: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        plan_float8(with_mx(*words), build_model("llama3", "debugmodel", "sdpa", 250), torch.device(device))
+    assert plan_float8(with_mx("--quantize.linear.mx.recipe_name", "mxfp8_emulated"), model(), torch.device("cuda"))
+
+
+def test_parts_that_tensor_parallelism_leaves_of_mx_layers_are_checked() -> None:
+    found = plan_float8(with_mx(), model(), CPU)
+    assert found is not None
+    check_cut(found, model(), llama3.PLAN, 8)
+    with pytest.raises(
+        UserError, match=r"\['mx'\]: leaves .* no multiples of 32, 16 of 256 .*in .*linear.mx.filter_fqns"
+    ):
+        check_cut(found, model(), llama3.PLAN, 16)

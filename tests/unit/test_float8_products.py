@@ -1,6 +1,7 @@
 """A linear layer in float8: the same numbers in every way to run it, and those of its definition."""
 
 import itertools
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -14,11 +15,15 @@ from torchtitan_graph.quantize.products import (
     DELAYED,
     E4M3,
     E5M2,
+    MX,
     ROWWISE,
     ROWWISE_WIDE,
     Recipe,
+    by_rows,
+    in_blocks,
     largest,
     linear,
+    meant,
     product,
     quantize,
     quantized,
@@ -26,7 +31,7 @@ from torchtitan_graph.quantize.products import (
     workspace_of,
 )
 
-T, D, F = 32, 64, 48
+T, D, F = 32, 64, 48  # MX formats' blocks of 32 end in the middle of F
 RECIPES = {
     "current": Recipe(),
     "current-e4m3": Recipe(gradient=E4M3),
@@ -34,6 +39,7 @@ RECIPES = {
     "rowwise": Recipe(ROWWISE, E4M3),
     "rowwise-e5m2": Recipe(ROWWISE),
     "rowwise-wide": Recipe(ROWWISE_WIDE, E4M3),
+    "mx": Recipe(MX, E4M3, emulate=True),
 }
 
 
@@ -156,8 +162,7 @@ def test_it_is_a_linear_layer_but_for_the_rounding_of_its_operands(recipe: Recip
     found = y.detach(), *torch.autograd.grad(y, leaves, dy)
 
     def stands_for(a: Tensor, dtype: torch.dtype) -> Tensor:
-        q, scale = quantized(a, dtype, recipe.by_row)
-        return q.double() * scale.double()
+        return meant(*(by_rows(a, dtype, recipe) if recipe.by_row else quantized(a, dtype))).double()
 
     products = [
         (x, E4M3, weight, E4M3),
@@ -169,18 +174,49 @@ def test_it_is_a_linear_layer_but_for_the_rounding_of_its_operands(recipe: Recip
         if i == 2 and recipe.scaling == ROWWISE_WIDE:
             torch.testing.assert_close(y.double(), exact, rtol=0, atol=1e-4)
             continue
-        meant = stands_for(a, a_dtype) @ stands_for(b, b_dtype).t()
-        torch.testing.assert_close(y.double(), meant, rtol=0, atol=1e-5 * float(meant.abs().max()))
-        # Half a spacing of each operand, relative; below the smallest normal number half that one's, absolute.
-        off = [_most_off(each, dtype, recipe.by_row) for each, dtype in ((a, a_dtype), (b, b_dtype))]
+        rounded = stands_for(a, a_dtype) @ stands_for(b, b_dtype).t()
+        torch.testing.assert_close(y.double(), rounded, rtol=0, atol=1e-5 * float(rounded.abs().max()))
+        off = [_most_off(each, dtype, recipe) for each, dtype in ((a, a_dtype), (b, b_dtype))]
         bound = off[0] @ b.double().abs().t() + a.double().abs() @ off[1].t() + off[0] @ off[1].t()
         assert ((y.double() - exact).abs() <= bound + 1e-4).all()
         assert not ((y.double() - exact).abs() <= bound / 30 + 1e-4).all()  # the bound is not idle
 
 
-def _most_off(x: Tensor, dtype: torch.dtype, by_row: bool) -> Tensor:
-    kind, scale = torch.finfo(dtype), scale_for(largest(x, by_row), dtype).double()
-    return torch.maximum(x.double().abs() * kind.eps / 2, scale * kind.smallest_normal * kind.eps / 2)
+def _most_off(x: Tensor, dtype: torch.dtype, recipe: Recipe) -> Tensor:
+    """Give half a spacing of each number, relative; below the smallest normal number half that one's, absolute; in MX
+    formats perhaps more, for what is larger than the format holds."""
+    kind, scale = torch.finfo(dtype), scale_for(largest(x, recipe.by_row), dtype).double()
+    if recipe.scaling == MX:
+        scale = in_blocks(x, dtype)[1].double().repeat_interleave(32, 1)[:, : x.shape[1]]
+    off = torch.maximum(x.double().abs() * kind.eps / 2, scale * kind.smallest_normal * kind.eps / 2)
+    return off.maximum(x.double().abs() - scale * kind.max) if recipe.scaling == MX else off
+
+
+@pytest.mark.parametrize(("dtype", "largest_power"), [(E4M3, 8), (E5M2, 15)])
+def test_blocks_are_scaled_as_the_specification_says(dtype: torch.dtype, largest_power: int) -> None:
+    """Number by number, by Python's own floats; each 32 numbers alone, whatever the others are."""
+    x = numbers(4, 70, seed=3, dtype=torch.float32) * 10.0 ** torch.arange(-30, 40).remainder(60)[None].sub(25)
+    x[0, :32] = 0
+    x[1, 32] = 1e-42
+    q, scale = in_blocks(x, dtype)
+    assert q.shape == (4, 96) and scale.shape == (4, 3) and not q[:, 70:].float().any()
+    for row, numbers_q, scales in zip(x.tolist(), q.float().tolist(), scale.tolist(), strict=True):
+        for i, found in enumerate(scales):
+            block = row[32 * i : 32 * i + 32]
+            most = max(map(abs, block))
+            power = math.frexp(most)[1] - 1 - largest_power if most else -126
+            assert found == 2.0 ** max(power, -126)
+            limit = torch.finfo(dtype).max
+            expected = torch.tensor([min(max(y / found, -limit), limit) for y in block], dtype=torch.float32)
+            assert numbers_q[32 * i : 32 * i + len(block)] == expected.to(dtype).float().tolist()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_block_with_what_is_not_finite_is_lost_and_no_other(bad: float) -> None:
+    x = numbers(2, 64)
+    x[1, 40] = bad
+    lost = meant(*in_blocks(x, E4M3)).isnan()
+    assert lost[1, 32:].all() and lost.sum() == 32
 
 
 def test_an_operand_without_gradient_costs_no_product() -> None:

@@ -111,8 +111,8 @@ class Model:
     )
     converters: list[str] = option(
         [],
-        "float8: linear layers multiply in float8, see [quantize.linear.float8] and docs/13_float8.md;"
-        " quantize.grouped_mm.float8: experts do.",
+        "float8: linear layers multiply in float8, see [quantize.linear.float8] and docs/13_float8.md; mx: they do in"
+        " MXFP8; quantize.grouped_mm.float8: experts multiply in float8.",
     )
     num_mtp_layers: int = option(
         0, "Layers that each predict one more token while training (deepseek_v3; its release has 1).", minimum=0
@@ -583,10 +583,26 @@ class Float8:
 
 
 @dataclass
+class MX:
+    """How linear layers multiply in MX formats, with "mx" in model.converters."""
+
+    recipe_name: str = option(
+        "mxfp8_cublas",
+        "All are e4m3 with a power of two for each 32 numbers that a product runs along. A CPU multiplies in fp32 what"
+        " they stand for; mxfp8_emulated: a GPU too, which has no other way yet. mxfp8: mxfp8_cublas, as it was called.",
+        choices=("mxfp8_cublas", "mxfp8", "mxfp8_emulated"),
+    )
+    filter_fqns: list[str] = option(
+        ["output"], "Parts of names; linear layers with one of them in their name are left as they are."
+    )
+
+
+@dataclass
 class QuantizeLinear:
     """Linear layers."""
 
     float8: Float8 = field(default_factory=Float8)
+    mx: MX = field(default_factory=MX)
 
 
 @dataclass

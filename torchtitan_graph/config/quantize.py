@@ -6,9 +6,10 @@ from torchtitan_graph.config.job import OPTIONS, JobConfig, get, named
 from torchtitan_graph.config.option import nearest, show
 
 LINEARS = ("float8", "quantize.linear.float8")  # two names for one
+LINEARS_MX = ("mx", "quantize.linear.mx")  # as well
 EXPERTS = "quantize.grouped_mm.float8"
+_EXPERTS_MX = "quantize.grouped_mm.mx"
 _AUTO = "auto_filter_small_kn"
-_MX = ("mx", "quantize.linear.mx", "quantize.grouped_mm.mx")
 # What can't be set beside float8, and to what instead.
 _NOT_TOGETHER = {
     "parallelism.enable_async_tensor_parallel": ("products cut into parts", False),
@@ -24,6 +25,11 @@ def converts_linears(converters: Sequence[str]) -> bool:
     return not {*converters}.isdisjoint(LINEARS)
 
 
+def converts_to_mx(converters: Sequence[str]) -> bool:
+    """Return whether by model.converters linear layers multiply in MX formats."""
+    return not {*converters}.isdisjoint(LINEARS_MX)
+
+
 def converts_experts(converters: Sequence[str]) -> bool:
     """Return whether by model.converters experts multiply in float8."""
     return EXPERTS in converters
@@ -33,32 +39,35 @@ def find_problems(config: JobConfig) -> list[str]:
     """Return what is wrong with how a model is to be quantised, a line each."""
     converters, problems = named(config, "model.converters"), []
     for name in dict.fromkeys(config.model.converters):
-        if name in _MX:
-            problems.append(
-                f"{converters}: {name}: MX formats are not built: they want torchao's kernels and a GPU that multiplies"
-                f" them, of compute capability 10.0; remove it, or use {EXPERTS if 'grouped' in name else LINEARS[0]}"
-            )
-        elif name not in (*LINEARS, EXPERTS):
-            near = nearest(name, [*LINEARS, EXPERTS])
+        if name == _EXPERTS_MX:
+            problems.append(f"{converters}: {name}: experts are not built in MX formats; remove it, or use {EXPERTS}")
+        elif name not in (*LINEARS, *LINEARS_MX, EXPERTS):
+            near = nearest(name, [*LINEARS, *LINEARS_MX, EXPERTS])
             hint = f"; did you mean {near}?" if near else ""
-            problems.append(f"{converters}: {name} is unknown; legal are {LINEARS[0]} and {EXPERTS}{hint}")
+            legal = f"{LINEARS[0]}, {LINEARS_MX[0]} and {EXPERTS}"
+            problems.append(f"{converters}: {name} is unknown; legal are {legal}{hint}")
+    if converts_linears(config.model.converters) and converts_to_mx(config.model.converters):
+        problems.append(f"{converters}: linear layers can't be converted by both {LINEARS[0]} and {LINEARS_MX[0]}")
     if problems or not config.model.converters:
         return problems
     problems += not_together(config, converters, "or remove the converter")
-    if _AUTO in config.quantize.linear.float8.filter_fqns:
-        problems.append(
-            f"{named(config, 'quantize.linear.float8.filter_fqns')}: {_AUTO} stood for layers that are not worth it on"
-            " one kind of GPU, which is not known here; name parts of their names, such as attention.wk"
-        )
+    problems += [
+        f"{named(config, key)}: {_AUTO} stood for layers that are not worth it on one kind of GPU, which is not known"
+        " here; name parts of their names, such as attention.wk"
+        for key in ("quantize.linear.float8.filter_fqns", "quantize.linear.mx.filter_fqns")
+        if _AUTO in get(config, key)
+    ]
     degrees, training = config.parallelism, config.training
     key = "training.local_batch_size"
     if degrees.pipeline_parallel_degree > 1:
         key = "parallelism.pipeline_parallel_microbatch_size"
     tokens = get(config, key) * training.seq_len // degrees.context_parallel_degree
-    if tokens % 16 and converts_linears(config.model.converters):
+    is_mx = converts_to_mx(config.model.converters)
+    format_, multiple = ("MXFP8", 32) if is_mx else ("float8", 16)
+    if tokens % multiple and (is_mx or converts_linears(config.model.converters)):
         problems.append(
-            f"{named(config, 'training.seq_len')}: a rank computes {tokens} tokens at a time, and products in float8"
-            f" want a multiple of 16; change it or {key}, or remove model.converters"
+            f"{named(config, 'training.seq_len')}: a rank computes {tokens} tokens at a time, and products in {format_}"
+            f" want a multiple of {multiple}; change it or {key}, or remove model.converters"
         )
     return problems
 
@@ -78,6 +87,7 @@ def unused(config: JobConfig) -> list[str]:
     done, notices = config.model.converters, []
     tables = (
         ("quantize.linear.float8", "no linear layer", converts_linears(done), LINEARS[0]),
+        ("quantize.linear.mx", "no linear layer", converts_to_mx(done), LINEARS_MX[0]),
         ("quantize.grouped_mm.float8", "nothing of experts", converts_experts(done), EXPERTS),
     )
     for table, what, is_done, name in tables:

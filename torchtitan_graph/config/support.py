@@ -48,7 +48,7 @@ def _gone(why: str) -> Unsupported:
 
 _GATHERS = "weights with one scale are gathered in float8 anyway, all their scales in one message; same numbers"
 _DELAYED = "one recipe is for all: set quantize.linear.float8.recipe_name = 'tensorwise_delayed' in its place"
-_NO_MX = "nothing is quantised in MX formats"
+_NO_MX = "experts are not quantised in MX formats"
 _ESTIMATE = "memory is not estimated"
 _REPLICAS = "there are no fault-tolerant replicas"
 
@@ -81,9 +81,7 @@ UNSUPPORTED = {
     "compile.backend": _refuse("inductor", "regions are compiled by Inductor alone; remove it"),
     "quantize.linear.float8.enable_fsdp_float8_all_gather": _ignore(False, _GATHERS),
     "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": _ignore(False, _GATHERS),
-    "quantize.linear.mx.recipe_name": _ignore("mxfp8_cublas", _NO_MX),
-    "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice": _ignore("triton", _NO_MX),
-    "quantize.linear.mx.filter_fqns": _ignore(["output"], _NO_MX),
+    "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice": _ignore("triton", "casts are operations of the graph"),
     "quantize.grouped_mm.mx.recipe_name": _ignore("mxfp8", _NO_MX),
     "quantize.grouped_mm.mx.fqns": _ignore([], _NO_MX),
     "float8.enable_float8_linear": _refuse(False, "set model.converters = ['float8'] in its place"),

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.ops import grouped_add, grouped_largest, grouped_mm, grouped_outer
 from torchtitan_graph.quantize.products import (
     E4M3,
+    MX,
     ROWWISE_WIDE,
     Recipe,
     over,
@@ -43,7 +45,12 @@ def grouped_linear(
     Args:
         offsets_E: where each group ends.
         q, scale, slot, past: as of `products.linear`.
+
+    Raises:
+        UserError: a recipe of MX formats.
     """
+    if recipe.scaling == MX:
+        raise UserError("products of groups are not built in MX formats; choose another recipe")
     if recipe.by_row:
         return _Rowwise.apply(x_SD, weight_EFD, offsets_E, recipe), None, None
     return _Tensorwise.apply(x_SD, weight_EFD, offsets_E, q, scale, slot, past, recipe)

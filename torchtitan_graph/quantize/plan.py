@@ -8,8 +8,17 @@ import torch
 from torch import nn
 
 from torchtitan_graph.config import JobConfig
+from torchtitan_graph.config.job import OPTIONS
 from torchtitan_graph.config.option import nearest
-from torchtitan_graph.config.quantize import EXPERTS, converts_experts, converts_linears, not_together
+from torchtitan_graph.config.quantize import (
+    EXPERTS,
+    LINEARS,
+    LINEARS_MX,
+    converts_experts,
+    converts_linears,
+    converts_to_mx,
+    not_together,
+)
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.models.layers.moe import Experts
@@ -17,11 +26,12 @@ from torchtitan_graph.parallel.layout import TP
 from torchtitan_graph.parallel.parallelize import parameter_roles
 from torchtitan_graph.parallel.plan import SPLIT_DIM, Plan
 from torchtitan_graph.quantize.layers import kept_weights
-from torchtitan_graph.quantize.products import DELAYED, E4M3, E5M2, ROWWISE, TENSORWISE, Recipe
+from torchtitan_graph.quantize.products import BLOCK, DELAYED, E4M3, E5M2, MX, ROWWISE, TENSORWISE, Recipe
 from torchtitan_graph.quantize.state import Float8
 
-MULTIPLE = 16  # of which the kernels want both sizes of a matrix to be
+MULTIPLE = 16  # of which the kernels want both sizes of a matrix to be; in MX formats of a block
 _FILTER, _FQNS = "quantize.linear.float8.filter_fqns", "quantize.grouped_mm.float8.fqns"
+_FILTER_MX = "quantize.linear.mx.filter_fqns"
 
 
 def plan_float8(config: JobConfig, model: nn.Module, device: torch.device) -> Float8 | None:
@@ -38,30 +48,17 @@ def plan_float8(config: JobConfig, model: nn.Module, device: torch.device) -> Fl
         raise UserError("\n".join(problems))
     if converts_linears(config.model.converters):
         layers |= _plan_linears(config, model, device)
+    if converts_to_mx(config.model.converters):
+        layers |= _plan_mx(config, model, device)
     if converts_experts(config.model.converters):
         layers |= _plan_experts(config, model, device)
     return Float8(layers) if layers else None
 
 
 def _plan_linears(config: JobConfig, model: nn.Module, device: torch.device) -> dict[str, Recipe]:
-    """Find the linear layers. Those of a class of their own, such as a router's gate, stay as they are."""
     options = config.quantize.linear.float8
-    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-    _check_parts(_FILTER, options.filter_fqns, linears, "linear layer's")
-    names = [
-        name
-        for name, m in linears.items()
-        if type(m) is nn.Linear and not any(part in name for part in options.filter_fqns)
-    ]
-    if not names:
-        raise UserError(f"{_FILTER} = {options.filter_fqns!r}: leaves no linear layer; remove model.converters instead")
-    shapes = {name: linears[name].weight.shape for name in names}
-    if odd := [f"{name} is {F} x {D}" for name, (F, D) in shapes.items() if F % MULTIPLE or D % MULTIPLE]:
-        raise UserError(
-            f"model.converters = ['float8']: {_some(odd)}, and both sizes must be multiples of {MULTIPLE}; name such"
-            f" layers in {_FILTER}"
-        )
     scaling = options.recipe_name or TENSORWISE
+    names = _find_linears(model, scaling, options.filter_fqns)
     if scaling == DELAYED:
         _check_called_once(model, names, _FILTER.rpartition(".")[0], f"name it in {_FILTER}")
     if scaling == DELAYED and config.model.num_mtp_layers and "output" in names:
@@ -74,10 +71,48 @@ def _plan_linears(config: JobConfig, model: nn.Module, device: torch.device) -> 
             f"model.converters = ['float8']: {torch.cuda.get_device_name(device)} does not multiply in float8; set"
             " quantize.linear.float8.emulate = true, which is slow, or remove the converter"
         )
-    logger.info(f"float8: {len(names)} linear layers, {scaling}; as they were: {len(linears) - len(names)}")
-    is_dry = config.comm.mode == "fake_backend" and config.comm.fake_device != "CPU"
     recipe = _recipe(scaling, options.gradient_format, options.emulate)
-    return dict.fromkeys(names, recipe._replace(is_traced_for_gpu=is_dry))
+    return dict.fromkeys(names, recipe._replace(is_traced_for_gpu=_is_dry_for_gpu(config)))
+
+
+def _plan_mx(config: JobConfig, model: nn.Module, device: torch.device) -> dict[str, Recipe]:
+    name = config.quantize.linear.mx.recipe_name
+    if name != "mxfp8_emulated" and (device.type == "cuda" or _is_dry_for_gpu(config)):
+        raise UserError(
+            f"quantize.linear.mx.recipe_name = {name!r}: products in MX formats are emulated alone, on a GPU too; set"
+            " it to mxfp8_emulated, which is slow, or use model.converters = ['float8']"
+        )
+    names = _find_linears(model, MX, config.quantize.linear.mx.filter_fqns)
+    return dict.fromkeys(names, Recipe(MX, E4M3, emulate=True))
+
+
+def _is_dry_for_gpu(config: JobConfig) -> bool:
+    return config.comm.mode == "fake_backend" and config.comm.fake_device != "CPU"
+
+
+def _find_linears(model: nn.Module, scaling: str, filtered: Sequence[str]) -> list[str]:
+    """Find the linear layers. Those of a class of their own, such as a router's gate, stay as they are."""
+    option, converter, multiple = _words_of(scaling)
+    chosen = [part for part in filtered if part not in OPTIONS[option].default]
+    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    _check_parts(option, chosen, linears, "linear layer's")
+    names = [name for name, m in linears.items() if type(m) is nn.Linear and not any(part in name for part in filtered)]
+    if not names:
+        raise UserError(f"{option} = {filtered!r}: leaves no linear layer; remove model.converters instead")
+    shapes = {name: linears[name].weight.shape for name in names}
+    if odd := [f"{name} is {F} x {D}" for name, (F, D) in shapes.items() if F % multiple or D % multiple]:
+        raise UserError(
+            f"model.converters = [{converter!r}]: {_some(odd)}, and both sizes must be multiples of {multiple}; name"
+            f" such layers in {option}"
+        )
+    logger.info(f"{converter}: {len(names)} linear layers, {scaling}; as they were: {len(linears) - len(names)}")
+    return names
+
+
+def _words_of(scaling: str) -> tuple[str, str, int]:
+    """Give the option that filters the linear layers of a recipe, their converter, and what their sizes must be
+    multiples of."""
+    return (_FILTER_MX, LINEARS_MX[0], BLOCK) if scaling == MX else (_FILTER, LINEARS[0], MULTIPLE)
 
 
 def _plan_experts(config: JobConfig, model: nn.Module, device: torch.device) -> dict[str, Recipe]:
@@ -136,20 +171,22 @@ def check_cut(float8: Float8, model: nn.Module, plan: Plan, degree: int) -> None
     roles = parameter_roles(model, plan)
     linears = [name for name in float8.layers if isinstance(model.get_submodule(name), nn.Linear)]
     odd = []
+    option, converter, multiple = _words_of(float8.layers[linears[0]].scaling if linears else TENSORWISE)
     for name in linears if degree > 1 else ():
         role = roles.get(f"{name}.weight", {}).get(TP) or plan.get(name, {}).get(TP, "")
         if role == "vocabulary":
             raise UserError(
-                f"parallelism.tensor_parallel_degree = {degree}: model.converters = ['float8'] is not built for {name},"
-                f" sharded over the vocabulary; name it in {_FILTER}"
+                f"parallelism.tensor_parallel_degree = {degree}: model.converters = [{converter!r}] is not built for"
+                f" {name}, sharded over the vocabulary; name it in {option}"
             )
         size = model.get_parameter(f"{name}.weight").shape[SPLIT_DIM[role]] if role in SPLIT_DIM else 0
-        if size // degree % MULTIPLE:
+        if size // degree % multiple:
             odd.append(f"{size // degree} of {size} in {name}")
     if odd:
         raise UserError(
-            f"parallelism.tensor_parallel_degree = {degree}: model.converters = ['float8']: leaves rows or columns that"
-            f" are no multiples of {MULTIPLE}, {_some(odd)}; choose another degree, or name such layers in {_FILTER}"
+            f"parallelism.tensor_parallel_degree = {degree}: model.converters = [{converter!r}]: leaves rows or columns"
+            f" that are no multiples of {multiple}, {_some(odd)}; choose another degree, or name such layers in"
+            f" {option}"
         )
 
 

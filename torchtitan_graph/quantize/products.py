@@ -2,7 +2,8 @@
 
 A number x is stored as q = x / scale in float8, and stands for q * scale. The scale brings the largest magnitude of a
 tensor, or of each row that a product runs along, to the format's largest: OCP 8-bit Floating Point Specification;
-Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433.
+Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433. In MX formats each block of a row has a scale, a power of
+two: https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf, section 6.3.
 
 The autograd functions take and give tensors and plain values only: nothing of a module, no cache. So every tracer and
 torch.compile can follow them, and what is computed again is computed the same.
@@ -10,15 +11,18 @@ torch.compile can follow them, and what is computed again is computed the same.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchtitan_graph.graph.torch_private import scaled_mm
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TENSORWISE, DELAYED, ROWWISE, ROWWISE_WIDE = "tensorwise", "tensorwise_delayed", "rowwise", "rowwise_with_gw_hp"
+MX = "mxfp8"
+BLOCK = 32  # numbers of a row that have one scale, in MX formats
 
 
 class Recipe(NamedTuple):
@@ -26,7 +30,7 @@ class Recipe(NamedTuple):
 
     scaling   a name above: one scale for a tensor, from its own largest magnitude or, delayed, from those of earlier
               steps (weights: always their own); or one for each row, and then perhaps the weight's gradient in full
-              precision
+              precision; or, in MX formats, one for each block of a row
     gradient  the format of gradients; activations and weights are E4M3
     emulate   multiply the numbers that float8 stands for in fp32, on a GPU too
     is_traced_for_gpu  take a GPU's kernel on any device: of a dry run, where nothing runs
@@ -39,13 +43,14 @@ class Recipe(NamedTuple):
 
     @property
     def by_row(self) -> bool:
-        return self.scaling in (ROWWISE, ROWWISE_WIDE)
+        """Whether scales are of rows, or of blocks of them: each product has other rows, and quantises anew."""
+        return self.scaling in (ROWWISE, ROWWISE_WIDE, MX)
 
 
 def largest(x: Tensor, by_row: bool = False) -> Tensor:
-    """Give the largest magnitude, fp32: a scalar, or (rows, 1) of a matrix; of nothing 0."""
+    """Give the largest magnitude, fp32: a scalar, or (..., 1) of rows; of nothing 0."""
     if not x.numel():
-        return x.new_zeros((x.shape[0], 1) if by_row else (), dtype=torch.float32)
+        return x.new_zeros((*x.shape[:-1], 1) if by_row else (), dtype=torch.float32)
     return (x.abs().amax(-1, keepdim=True) if by_row else x.abs().amax()).float()
 
 
@@ -74,6 +79,35 @@ def quantized(x: Tensor, dtype: torch.dtype, by_row: bool = False) -> tuple[Tens
     return quantize(x, scale, dtype), scale
 
 
+def in_blocks(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Quantise a matrix as MX formats do; zeros fill its rows' last blocks. Give the scales too, fp32 (rows, blocks).
+
+    A scale is the largest power of two that the block's largest magnitude reaches, over that of the format; what is
+    then larger than the format holds becomes its largest number. It is at least 2**-126; with anything in the block
+    that is not finite it is nan.
+    """
+    if missing := -x.shape[-1] % BLOCK:
+        x = nn.functional.pad(x, (0, missing))
+    blocks = x.unflatten(-1, (x.shape[-1] // BLOCK, BLOCK))
+    magnitude = largest(blocks, True)
+    exponent = magnitude.view(torch.int32) >> 23  # fp32's own: a magnitude has no sign
+    exponent = (exponent - math.frexp(torch.finfo(dtype).max)[1] + 1).clamp(min=1)
+    scale = torch.where(magnitude.isfinite(), (exponent << 23).view(torch.float32), math.nan)
+    return quantize(blocks, scale, dtype).flatten(-2), scale.squeeze(-1)
+
+
+def by_rows(x: Tensor, dtype: torch.dtype, recipe: Recipe) -> tuple[Tensor, Tensor]:
+    """Quantise a matrix by its rows, as a recipe by rows says; give the scales too."""
+    return in_blocks(x, dtype) if recipe.scaling == MX else quantized(x, dtype, True)
+
+
+def meant(q: Tensor, scale: Tensor) -> Tensor:
+    """Give what quantised numbers stand for, fp32; the scale is a scalar, (rows, 1) or (rows, blocks)."""
+    if scale.dim() == 2 and scale.shape[1] > 1:
+        return (q.unflatten(-1, (scale.shape[1], BLOCK)).float() * scale[..., None]).flatten(-2)
+    return q.float() * scale
+
+
 def largest_of_weight(weight: Tensor) -> Tensor:
     """Give the largest magnitude of a weight, fp32: a scalar, or of experts (E, F, D) one for each."""
     return largest(weight) if weight.dim() == 2 else weight.abs().amax((1, 2)).float()
@@ -100,17 +134,17 @@ def workspace_of(weight: Tensor, q: Tensor | None, scale: Tensor | None) -> tupl
 
 
 def product(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch.dtype, recipe: Recipe) -> Tensor:
-    """Multiply a (M, K) by b (N, K), transposed, and give (M, N); scales are scalars, or (M, 1) and (N, 1).
+    """Multiply a (M, K) by b (N, K), transposed, and give (M, N); scales are scalars, (M, 1) and (N, 1), or of blocks.
 
     Emulated, and on a CPU always, in fp32: bitwise what a CPU's own `_scaled_mm` gives, which is slow.
     """
     if (a.device.type == "cuda" or recipe.is_traced_for_gpu) and not recipe.emulate:
         return scaled_mm(a, scale_a, b, scale_b, dtype)
-    return ((a.float() * scale_a) @ (b.float() * scale_b).t()).to(dtype)
+    return (meant(a, scale_a) @ meant(b, scale_b).t()).to(dtype)
 
 
 class Quantised(NamedTuple):
-    """What linear layers read of x (..., D): its rows, quantised, their scale, and (not by rows) the magnitude."""
+    """What linear layers read of x (..., D): its rows, quantised, their scales, and (not by rows) the magnitude."""
 
     q_TD: Tensor
     scale: Tensor
@@ -121,7 +155,7 @@ def quantise_input(x: Tensor, recipe: Recipe, past: Tensor | None = None) -> Qua
     """Quantise what linear layers read; `past` is as of `linear`. Nothing is differentiated."""
     x_TD = _rows(x.detach())
     if recipe.by_row:
-        return Quantised(*quantized(x_TD, E4M3, True))
+        return Quantised(*by_rows(x_TD, E4M3, recipe))
     magnitude = largest(x_TD)
     scale = scale_by(past, 0, magnitude, E4M3)
     return Quantised(quantize(x_TD, scale, E4M3), scale, magnitude)
@@ -203,10 +237,10 @@ class _Rowwise(torch.autograd.Function):
     """Each product has other rows, so each quantises both its operands anew."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weight_FD: Tensor, xq_TD: Tensor, x_scale_T1: Tensor, recipe: Recipe) -> Tensor:
+    def forward(ctx: Any, x_TD: Tensor, weight_FD: Tensor, xq_TD: Tensor, x_scale: Tensor, recipe: Recipe) -> Tensor:
         ctx.recipe = recipe
         ctx.save_for_backward(x_TD, weight_FD)
-        return product(xq_TD, x_scale_T1, *quantized(weight_FD, E4M3, True), x_TD.dtype, recipe)
+        return product(xq_TD, x_scale, *by_rows(weight_FD, E4M3, recipe), x_TD.dtype, recipe)
 
     @staticmethod
     def backward(ctx: Any, dy_TF: Tensor) -> tuple[Tensor | None, ...]:
@@ -223,4 +257,4 @@ class _Rowwise(torch.autograd.Function):
 def _product_by_row(
     a: Tensor, a_dtype: torch.dtype, b: Tensor, b_dtype: torch.dtype, dtype: torch.dtype, recipe: Recipe
 ) -> Tensor:
-    return product(*quantized(a, a_dtype, True), *quantized(b, b_dtype, True), dtype, recipe)
+    return product(*by_rows(a, a_dtype, recipe), *by_rows(b, b_dtype, recipe), dtype, recipe)

@@ -57,7 +57,7 @@ def test_every_default_of_the_old_schema_is_ours_and_harmless() -> None:
             " training.compile training.seed training.deterministic training.dataset"
             " parallelism.enable_compiled_autograd checkpoint.enable_checkpoint float8.filter_fqns"
             " float8.force_recompute_fp8_weight_in_bwd mx.recipe_name validation.enabled"
-            " quantize.linear.float8.filter_fqns",
+            " quantize.linear.float8.filter_fqns quantize.linear.mx.recipe_name",
         ),
     ],
 )

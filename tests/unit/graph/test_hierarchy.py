@@ -308,5 +308,7 @@ def test_a_hook_on_a_tensor_belongs_to_the_operator_that_made_the_tensor() -> No
     made = [node for node in nodes(traced(step_of(model), model), aten.mul.Tensor) if 3 in node.args]
     owners = [f"step() > :Sequential > {name}:Hooked > q:Linear" for name in "10"]
     assert [[shown(place) for place in fwd_call_hierarchy(node)] for node in made] == [[owner] for owner in owners]
-    assert [shown(place) for node in made for place in call_hierarchy(node)] == [f"{owner} > scale()" for owner in owners]
+    assert [shown(place) for node in made for place in call_hierarchy(node)] == [
+        f"{owner} > scale()" for owner in owners
+    ]
     assert [meta.module(node) for node in made] == ["1.q", "0.q"]

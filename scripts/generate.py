@@ -63,6 +63,8 @@ def describe(checkpoint: Path, config: Path | None = None) -> Described:
         family, model = new_model(file.parent)
         return Described(family, model, _tokenizer_of(file.parent, model), file.parent)
     job = load(["--job.config_file", str(file)])
+    if job.model.attn == "auto":
+        job.model.attn = "sdpa"  # flex would be compiled for lengths that change with each token
     path = job.model.hf_assets_path
     if path and not find_assets(path).exists():  # it began where the run was started: perhaps at a folder above
         above = (folder / path for folder in file.resolve().parents)

@@ -60,7 +60,7 @@ TOKENIZER = str(REPOSITORY / "tests" / "assets" / "tokenizer")
 def test_file_is_accepted_without_a_notice(file: Path) -> None:
     config = load(["--job.config_file", str(file)])
     assert check(config, RANKS[file.stem]) == []
-    build_model(config.model.name, config.model.flavor, config.model.attn, 2048)
+    build_model(config.model.name, config.model.flavor, "sdpa", 2048)
     assert dump_toml(config).count(str(file)) >= 10
 
 

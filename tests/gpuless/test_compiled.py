@@ -13,7 +13,8 @@ import triton
 from test_operators import with_heads
 
 from torchtitan_graph.check import matrix
-from torchtitan_graph.check.matrix import BF16, Cell
+from torchtitan_graph.check.matrix import BF16, FP32, Cell
+from torchtitan_graph.parallel.storage import Precision
 
 SHARED = 232448  # bytes that a block may have on an H100
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -36,8 +37,12 @@ def inspect(kernel: Any, folder: Path) -> dict[str, int]:
     }
 
 
-@pytest.mark.parametrize("width", [64, 128])
-def test_flex_attention_fits_the_device(width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("precision", [BF16, FP32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("family, width", [("llama3", 64), ("llama3", 128), ("deepseek_v3", 128)])
+def test_flex_attention_fits_the_device(
+    family: str, width: int, precision: Precision, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the widths of all released heads; deepseek_v3's keys are half as wide again."""
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     kernels, plain = [], triton.compile
 
@@ -49,9 +54,11 @@ def test_flex_attention_fits_the_device(width: int, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(matrix, "DEVICE", torch.device("cuda"))
     monkeypatch.setattr(matrix, "NUM_ROWS", 1)
     monkeypatch.setattr(matrix, "SEQ_LEN", 1024)
-    matrix.final_graphs(Cell(attn="flex", precision=BF16, changes=with_heads("llama3", "debugmodel", width)))
+    matrix.final_graphs(
+        Cell(family=family, attn="flex", precision=precision, changes=with_heads(family, "debugmodel", width))
+    )
     found = {kernel.metadata.name: inspect(kernel, tmp_path) for kernel in kernels}
     for name, numbers in found.items():
-        null_gpu.tell(f"{width} wide: {name}: {numbers}")
+        null_gpu.tell(f"{name}: {numbers}")
     assert sum("tem" in name for name in found) == 2  # forward and backward
     assert all(numbers["shared"] <= SHARED for numbers in found.values())

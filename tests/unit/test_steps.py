@@ -12,6 +12,7 @@ from torchtitan_graph.config import JobConfig, load
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.models import llama3
+from torchtitan_graph.models.hf.architecture import choose_attention
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.steps import Steps, check_steps, step_options
@@ -23,7 +24,7 @@ CPU = torch.device("cpu")
 def built(*options: str) -> tuple[JobConfig, Decoder]:
     config = load(options)
     with torch.device("meta"):
-        return config, llama3.Model(llama3.FLAVORS["debugmodel"], config.model.attn)
+        return config, llama3.Model(llama3.FLAVORS["debugmodel"], choose_attention(config))
 
 
 def check(config: JobConfig, model: Decoder, device: str = "cpu") -> None:

@@ -117,7 +117,12 @@ class Model:
     num_mtp_layers: int = option(
         0, "Layers that each predict one more token while training (deepseek_v3; its release has 1).", minimum=0
     )
-    attn: str = option("sdpa", "Implementation of attention; both mask other documents.", choices=("sdpa", "flex"))
+    attn: str = option(
+        "auto",
+        "Implementation of attention; all mask other documents. auto: on a GPU flex, compiled, which leaves out what"
+        " masks hide; on a CPU sdpa.",
+        choices=("auto", "sdpa", "flex"),
+    )
 
 
 @dataclass

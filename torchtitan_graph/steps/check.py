@@ -49,7 +49,7 @@ def check_steps(
     if config.comm.mode == "fake_backend":
         return
     _check_rows_fit(config, model, options.precision.compute.itemsize)
-    if config.model.attn == "flex" and options.device.type == "cpu":
+    if model.attn == "flex" and options.device.type == "cpu":
         _check_scores_fit(options, model.config.num_heads // dims.tp, dims.cp)
 
 
@@ -74,7 +74,7 @@ def _check_parameters(config: JobConfig, model: Decoder) -> None:
 def _check_rows_fit(config: JobConfig, model: Decoder, itemsize: int) -> None:
     """Refuse rows whose tokens, or dense masks, can't fit into this device's memory."""
     num_masks, what, hint = 0, "the tokens", ""
-    if config.model.attn == "sdpa":
+    if model.attn == "sdpa":
         num_masks = len(model.mask_rules(*torch.zeros(2, 1, 1, dtype=torch.int64)))
         what = "with model.attn = 'sdpa' the attention mask and the tokens"
         hint = ", a larger parallelism.context_parallel_degree, or attn = 'flex', which needs no dense mask"

@@ -319,7 +319,7 @@ def test_an_explicit_attention_wins_over_a_flavour_name() -> None:
 
 def test_a_users_own_model_keeps_its_flavour_names() -> None:
     config = load(["--model.name", "my.model", "--model.flavor", "tiny_flex"])
-    assert (config.model.name, config.model.flavor, config.model.attn) == ("my.model", "tiny_flex", "sdpa")
+    assert (config.model.name, config.model.flavor, config.model.attn) == ("my.model", "tiny_flex", "auto")
 
 
 def test_help_explains_every_option(capsys: pytest.CaptureFixture[str]) -> None:

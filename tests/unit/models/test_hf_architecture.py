@@ -8,6 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from torchtitan_graph import device as devices
 from torchtitan_graph.config import JobConfig, dump_toml, load
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.models import deepseek_v3, gpt_oss, llama3, llama4, qwen3
@@ -218,3 +219,30 @@ def test_a_stored_output_must_be_what_the_embedding_is_tied_to(tmp_path: Path) -
     to_hf(model, tmp_path / "equal")
     (tmp_path / "equal" / "config.json").write_text(file.read_text())
     assert torch.equal(from_hf(tmp_path / "equal").output.weight, model.output.weight)
+
+
+DRY = ["--comm.mode", "fake_backend"]
+
+
+@pytest.mark.parametrize(
+    ("machine", "words", "chosen"),
+    [
+        ("cpu", [], "sdpa"),
+        ("cuda", [], "flex"),
+        ("cpu", DRY, "flex"),  # a dry run stands for an H100
+        ("cpu", [*DRY, "--comm.fake_device", "CPU"], "sdpa"),
+        ("cuda", [*DRY, "--comm.fake_device", "CPU"], "flex"),  # as graphs are made before a run
+        ("cuda", ["--training.dynamic_seq_len", "--training.seq_len", "64"], "sdpa"),
+        ("cuda", ["--compile.disable_passes", "compile_regions"], "sdpa"),
+        ("cuda", ["--model.attn", "sdpa"], "sdpa"),
+        ("cpu", ["--model.attn", "flex"], "flex"),
+    ],
+)
+def test_attention_is_chosen_by_the_device_of_the_job(
+    machine: str, words: list[str], chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "device_type", lambda: machine)
+    config = load(words)
+    _, model = choose_model(config, None, 300)
+    assert (model.attn, config.model.attn) == (chosen, chosen)
+    assert choose_model(config, None, 300)[1].attn == chosen

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
+from torchtitan_graph import device as devices
 from torchtitan_graph.config import JobConfig
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.log import logger
 from torchtitan_graph.models.hf.files import read_json
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.spec import HF_CONTRACT, check_vocabulary, family_names, flavor_config, load_family
@@ -19,7 +21,8 @@ TOKENIZER_ONLY = "to take only the tokenizer from there, name the file tokenizer
 
 
 def choose_model(job_config: JobConfig, assets: Path | None, tokenizer_vocab_size: int) -> tuple[ModuleType, Decoder]:
-    """Find the family and build its model on meta; `job_config.model` takes up the name and the flavour that are found.
+    """Find the family and build its model on meta; `job_config.model` takes up the name and the flavour that are found,
+    and the implementation of attention that is chosen.
 
     With a config.json in the folder `assets` (`model.hf_assets_path`), that is the architecture if `model.flavor` is
     not set, and must agree with the flavour if it is. Weights are not looked at.
@@ -29,6 +32,7 @@ def choose_model(job_config: JobConfig, assets: Path | None, tokenizer_vocab_siz
             contradicts `model.name` or `model.flavor`, or is not of a family or a form that is known.
     """
     options, flavor = job_config.model, job_config.model.flavor
+    options.attn = choose_attention(job_config)
     file = (assets or Path()) / "config.json"
     raw = read_json(file) if assets is not None and file.is_file() else None
     if raw is not None and flavor is None and "model.name" not in job_config.sources:
@@ -52,6 +56,29 @@ def choose_model(job_config: JobConfig, assets: Path | None, tokenizer_vocab_siz
     source = f"model.flavor = {options.flavor!r}" if raw is None else str(file)
     config = with_mtp_layers(config, options.num_mtp_layers, options.name)
     return family, _on_meta(family, config, options.attn, source)
+
+
+def choose_attention(job_config: JobConfig) -> str:
+    """Give "sdpa" or "flex" for `model.attn`, by the device that the job runs on; a dry run's is the one it stands for.
+
+    Rows are packed from documents, so every mask is more than causal. Of the GPU's kernels only flex attention's,
+    compiled, leave out what it hides, hold no mask of rows x rows, and take grouped keys and values as they are. They
+    have one length of rows. Uncompiled, it holds every score.
+    """
+    chosen, training = job_config.model.attn, job_config.training
+    if chosen != "auto":
+        return chosen
+    is_dry = job_config.comm.mode == "fake_backend" and job_config.comm.fake_device != "CPU"
+    if devices.device_type() == "cpu" and not is_dry:
+        chosen, why = "sdpa", "on a CPU"
+    elif training.dynamic_seq_len:
+        chosen, why = "sdpa", "for block masks have one length, and training.dynamic_seq_len is true"
+    elif "compile_regions" in job_config.compile.disable_passes:
+        chosen, why = "sdpa", "for compile_regions, which compiles flex, is among compile.disable_passes"
+    else:
+        chosen, why = "flex", "on a GPU"
+    logger.info(f"model.attn = auto: {chosen}, {why}")
+    return chosen
 
 
 def with_mtp_layers(config: Any, number: int, name: str = "") -> Any:

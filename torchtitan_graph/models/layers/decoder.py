@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.step import SideOutputs
 from torchtitan_graph.models.layers.masks import (
     Mask,
@@ -22,6 +23,7 @@ from torchtitan_graph.models.layers.masks import (
 from torchtitan_graph.models.layers.moe import MoE, Routing, move_correction_bias
 from torchtitan_graph.parallel.plan import Plan
 
+ATTENTION = ("sdpa", "flex")  # its implementations
 LOAD = ".load"  # ends the name of the state in which a mixture of experts counts the slots of each
 
 
@@ -112,10 +114,15 @@ class Decoder(nn.Module):
 
     A family gives the blocks, and defines `rope(positions_BL)`. Where blocks see different positions, it extends
     `mask_rules`. Blocks of its own are called as `Block` is, and give what it gives.
+
+    Raises:
+        UserError: `attn` is none of ATTENTION.
     """
 
     def __init__(self, config: DecoderConfig, attn: str, blocks: Sequence[nn.Module]):
         super().__init__()
+        if attn not in ATTENTION:
+            raise UserError(f"attn = {attn!r}: a model computes attention by {' or '.join(ATTENTION)}")
         self.config: Any = config
         self.attn = attn
         self.ahead_weight = 0.0  # of the losses of `AheadBlock`s

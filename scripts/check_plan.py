@@ -61,6 +61,19 @@ CELLS: dict[str, tuple[str, int, str]] = {
     "llama3 cp2 fp32": ("llama3", 2, f"{_CP} 2"),
     "llama4 fsdp4 bf16": ("llama4", 4, _BF16),
     "llama3 fsdp2 tp2 fp32": ("llama3", 4, f"{_TP} 2"),
+    # Chosen when nothing of the model of cost was changed any more.
+    "llama3 bf16": ("llama3", 1, _BF16),
+    "llama4 fp32 full": ("llama4", 1, _FULL),
+    "qwen3 bf16": ("qwen3", 1, _BF16),
+    "qwen3_moe fp32": ("qwen3_moe", 1, ""),
+    "deepseek_v3 bf16 full": ("deepseek_v3", 1, f"{_BF16} {_FULL}"),
+    "gpt_oss fp32": ("gpt_oss", 1, ""),
+    "gpt_oss fsdp2 bf16": ("gpt_oss", 2, _BF16),
+    "qwen3_moe ep2 fp32": ("qwen3_moe", 2, f"{_EP} 2"),
+    "llama4 tp2 bf16": ("llama4", 2, f"{_BF16} {_TP} 2"),
+    "deepseek_v3 pp2 fp32": ("deepseek_v3", 2, f"{_PP} 2 --training.local_batch_size 4"),
+    "qwen3 cp2 bf16": ("qwen3", 2, f"{_BF16} {_CP} 2"),
+    "llama3 hsdp2x2 bf16": ("llama3", 4, f"{_BF16} --parallelism.data_parallel_replicate_degree 2"),
 }
 
 

@@ -594,7 +594,7 @@ class MX:
     recipe_name: str = option(
         "mxfp8_cublas",
         "All are e4m3 with a power of two for each 32 numbers that a product runs along. A CPU multiplies in fp32 what"
-        " they stand for; mxfp8_emulated: a GPU too, which has no other way yet. mxfp8: mxfp8_cublas, as it was called.",
+        " they stand for; mxfp8_emulated: a GPU too, which has no other way yet. mxfp8 is mxfp8_cublas.",
         choices=("mxfp8_cublas", "mxfp8", "mxfp8_emulated"),
     )
     filter_fqns: list[str] = option(

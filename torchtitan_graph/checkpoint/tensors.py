@@ -6,6 +6,7 @@ unpickler that knows a fixed list of records, and tensors are read with `weights
 """
 
 import contextlib
+import enum
 import io
 import math
 import pickle
@@ -103,7 +104,16 @@ class _MetadataUnpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no index of tensors needs; nothing was run")
+
+
+def _member(kind: Any, name: str) -> Any:
+    """Give a member of an enumeration, which Python 3.11.0 to 3.11.3 writes as what `getattr` gives."""
+    if not isinstance(kind, enum.EnumMeta):
+        raise pickle.UnpicklingError(f"it wants {name} of {kind!r:.80}, which is no enumeration; nothing was run")
+    return kind[name]
 
 
 class _Writer(dcp.FileSystemWriter):

@@ -1,5 +1,7 @@
 """Loading a checkpoint runs nothing from it."""
 
+import enum
+import io
 import os
 import pickle
 from pathlib import Path
@@ -8,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
 
 from torchtitan_graph.checkpoint.tensors import load_tensors, read_metadata, save_tensors
 from torchtitan_graph.errors import UserError
@@ -71,6 +74,32 @@ def test_torch_lends_its_dtypes_and_nothing_else(checkpoint: Path, name: str) ->
         b"\x80\x04\x8c" + bytes([len(module)]) + module + b"\x8c" + bytes([len(attribute)]) + attribute + b"\x93."
     )
     with pytest.raises(UserError, match="nothing was run"):
+        read_metadata(checkpoint)
+
+
+class OfEarly311(pickle.Pickler):
+    """Writes members of enumerations as Python 3.11.0 to 3.11.3 does."""
+
+    def reducer_override(self, x: Any) -> Any:
+        return (getattr, (type(x), x.name)) if isinstance(x, enum.Enum) else NotImplemented
+
+
+def test_members_of_enumerations_are_read_as_every_python_writes_them(checkpoint: Path) -> None:
+    metadata, file = read_metadata(checkpoint), io.BytesIO()
+    OfEarly311(file).dump(metadata)
+    assert b"getattr" in file.getvalue()
+    (checkpoint / ".metadata").write_bytes(file.getvalue())
+    assert read_metadata(checkpoint) == metadata
+
+
+@pytest.mark.parametrize("kind", [torch.Size, Metadata])
+def test_attributes_of_anything_else_are_refused(checkpoint: Path, kind: type) -> None:
+    class Attribute:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return getattr, (kind, "__init__")
+
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(Attribute()))
+    with pytest.raises(UserError, match="__init__ of .*, which is no enumeration; nothing was run"):
         read_metadata(checkpoint)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
 import itertools
@@ -21,7 +22,14 @@ from torch import Tensor
 
 from torchtitan_graph import device as devices
 from torchtitan_graph import stop
-from torchtitan_graph.checkpoint import Checkpointer, SaveError, begins_anew, check_choice
+from torchtitan_graph.checkpoint import (
+    Checkpointer,
+    SaveError,
+    begins_anew,
+    check_choice,
+    check_loadable,
+    find_likely,
+)
 from torchtitan_graph.checkpoint.folder import find_full_disk
 from torchtitan_graph.config import JobConfig, dump_toml, job, shard_degree
 from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
@@ -54,6 +62,7 @@ from torchtitan_graph.parallel.agree import FILES_TIMEOUT, files_group, on_rank_
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.patience import wait_for_storage
+from torchtitan_graph.quantize.state import convert
 from torchtitan_graph.run.folder import RunFolder
 from torchtitan_graph.run.hang import HangWatch
 from torchtitan_graph.steps import (
@@ -142,7 +151,7 @@ class Trainer:
         check_optimizer(self.model, config.optimizer)
         self.dump_folder = Path(config.job.dump_folder)
         if config.comm.mode != "fake_backend":  # a dry run loads nothing
-            self._check_what_is_loaded()
+            wait_for_storage(self._check_what_is_loaded)
         self.scope_table = ""  # what the step's modules and functions cost, where it is shown
         self.step = self.tokens_seen = 0
         self.stop_signal = 0  # the signal that asked a rank to stop; the same on all ranks
@@ -166,6 +175,20 @@ class Trainer:
             with self._of_initial_load_in_hf() as path:
                 check_weights(self.model, self.family, path, quantized=config.initial_load_in_hf_quantized)
 
+    def _check_tensors_to_load(self) -> None:
+        config = self.config.checkpoint
+        folder = self.dump_folder / config.folder
+        path = find_likely(folder, config, self.config.training.steps)
+        if path is None:
+            return
+        model = copy.deepcopy(self.model)
+        if self.options.float8 is not None:
+            convert(model, self.options.float8)
+        optimizer = None  # of a class of the user's the first step tells what state it has
+        if "." not in self.config.optimizer.name:
+            optimizer = build_optimizer(model, self.config.optimizer)
+        check_loadable(path, folder, config, model, optimizer)
+
     def setup(self) -> None:
         """Build the mesh, the step and the state; the process group is there."""
         with self._report_when_out_of_memory():
@@ -174,6 +197,8 @@ class Trainer:
     def _setup(self) -> None:
         config = self.config
         self._join()
+        if config.checkpoint.enable or config.checkpoint.initial_load_path:
+            on_rank_0(partial(wait_for_storage, self._check_tensors_to_load), files_group())
         wait_for_storage(self._open_corpora)
         num_parameters = sum(p.numel() for p in self.model.parameters())
         flavor = config.model.flavor or "as in config.json"

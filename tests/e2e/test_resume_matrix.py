@@ -11,6 +11,7 @@ from runs import HERE, TINY, digest
 from torch.distributed.tensor import DTensor
 
 from pool import run_on
+from torchtitan_graph.checkpoint.checkpointer import tensors_of
 from torchtitan_graph.config import load
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.run.folder import RunFolder
@@ -54,7 +55,7 @@ def state_of(trainer: Trainer) -> dict[str, Any]:
     """Return all that the next step depends on, its rows and its loss; tensors as digests of the whole."""
     state: dict[str, Any] = {
         name: digest((tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach())
-        for name, tensor in trainer.checkpointer._tensors(model_only=False).items()
+        for name, tensor in tensors_of(trainer.model, trainer.optimizer).items()
     }
     by_rank: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(by_rank, state)  # stages hold different tensors

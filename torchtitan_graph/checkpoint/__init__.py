@@ -1,7 +1,7 @@
 """Save a run and go on from it: on another number of ranks, in another layout, after a kill at any moment."""
 
-from torchtitan_graph.checkpoint.checkpointer import Checkpointer, load_model, save_model
-from torchtitan_graph.checkpoint.choose import begins_anew, check_choice
+from torchtitan_graph.checkpoint.checkpointer import Checkpointer, check_loadable, load_model, save_model
+from torchtitan_graph.checkpoint.choose import begins_anew, check_choice, find_likely
 from torchtitan_graph.checkpoint.folder import newest_below
 from torchtitan_graph.checkpoint.save import SAVE_POINTS, SaveError
 
@@ -11,6 +11,8 @@ __all__ = [
     "SaveError",
     "begins_anew",
     "check_choice",
+    "check_loadable",
+    "find_likely",
     "load_model",
     "newest_below",
     "save_model",

@@ -13,10 +13,17 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchtitan_graph.checkpoint.choose import choose_undamaged, find_held
-from torchtitan_graph.checkpoint.folder import find_damage, find_problem, read_train_state, step_folder
+from torchtitan_graph.checkpoint.folder import (
+    METADATA,
+    TRAIN_STATE,
+    find_damage,
+    find_problem,
+    read_train_state,
+    step_folder,
+)
 from torchtitan_graph.checkpoint.save import SaveError, Saver
 from torchtitan_graph.checkpoint.tensors import load_tensors, read_metadata, saved_tensors
-from torchtitan_graph.checkpoint.whole import Held, find_gaps, held_by_all
+from torchtitan_graph.checkpoint.whole import Held, find_gaps, held_by_all, parts_of, unite
 from torchtitan_graph.config import job
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
@@ -117,8 +124,9 @@ class Checkpointer:
         self._begin, self._time_is_up = time.monotonic(), False
         model_only = last and self.config.last_save_model_only
         state = self._train_state(step, model_only, train_state)
+        tensors = tensors_of(self.model, None if model_only else self.optimizer)
         nothing_follows = last or self.config.create_seed_checkpoint
-        self.saver.save(step_folder(self.folder, step), self._tensors(model_only), state, last=nothing_follows)
+        self.saver.save(step_folder(self.folder, step), tensors, state, last=nothing_follows)
         if last:
             self.saver.wait()
 
@@ -147,15 +155,13 @@ class Checkpointer:
         if path is None:
             return None
         begin = time.perf_counter()
-        resumed = self.config.enable and path.parent == self.folder
         try:
             saved, metadata = on_all_ranks(lambda: (read_train_state(path), read_metadata(path)), self.group)
         except RanksFailed as error:
             raise UserError(f"checkpoint {path} can't be read ({error})") from error
-        excluded = self.config.exclude_from_loading if not resumed or self.config.load_step >= 0 else []
-        model_only = saved["model_only"] or (not resumed and self.config.initial_load_model_only)
+        resumed, model_only, excluded = _what_is_loaded(path, self.folder, self.config, saved)
         self.loaded_optimizer = not model_only and "optimizer" not in excluded
-        tensors = self._tensors(model_only=not self.loaded_optimizer)
+        tensors = tensors_of(self.model, self.optimizer if self.loaded_optimizer else None)
         if model_only:
             tensors = _but_histories(tensors, metadata)
         kinds = ("model", "optim") if self.loaded_optimizer else ("model",)
@@ -173,19 +179,6 @@ class Checkpointer:
         left_out = {key for part in excluded for key in TRAINER_PARTS.get(part, ())}
         return {key: value for key, value in saved["train_state"].items() if key not in left_out}
 
-    def _tensors(self, model_only: bool) -> dict[str, torch.Tensor]:
-        """Return the live tensors by the names that a checkpoint has for them."""
-        tensors = _model_tensors(self.model)
-        if model_only:
-            return tensors
-        mine = {param for group in self.optimizer.param_groups for param in group["params"]}
-        for name, param in self.model.named_parameters():
-            if param.requires_grad:
-                assert param in mine, f"the optimizer lacks {name}: build it with build_optimizer"
-                state = self.optimizer.state.get(param, {})  # an optimizer may do without
-                tensors |= {f"optim.{name}.{key}": value for key, value in state.items()}
-        return tensors
-
     def _train_state(self, step: int, model_only: bool, train_state: dict[str, Any]) -> dict[str, Any]:
         """Return the content of train_state.json. The last two entries are for a reader, and not loaded."""
         return {
@@ -198,6 +191,60 @@ class Checkpointer:
             ],
             "torch": torch.__version__,
         }
+
+
+def _what_is_loaded(
+    path: Path, folder: Path, config: job.Checkpoint, saved: dict[str, Any]
+) -> tuple[bool, bool, list[str]]:
+    """Tell of a checkpoint whether the run goes on from it, whether it gives the model alone, and what is left out."""
+    resumed = config.enable and path.parent == folder
+    excluded = config.exclude_from_loading if not resumed or config.load_step >= 0 else []
+    return resumed, saved["model_only"] or (not resumed and config.initial_load_model_only), excluded
+
+
+def check_loadable(
+    path: Path, folder: Path, config: job.Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> None:
+    """Refuse a checkpoint of another model or optimizer by names and shapes, before a step is built for it. What is
+    damaged is not refused: `Checkpointer.load` may take an older one.
+
+    Args:
+        path, folder: what will be loaded, and where the run's own checkpoints are.
+        model: the whole one, on meta.
+        optimizer: of that model, with its state; None if that is not known yet, and so not compared.
+
+    Raises:
+        UserError: as `Checkpointer.load`.
+    """
+    if find_damage(path, (TRAIN_STATE, METADATA)):
+        return
+    saved, metadata = read_train_state(path), read_metadata(path)
+    _, model_only, excluded = _what_is_loaded(path, folder, config, saved)
+    if model_only or "optimizer" in excluded:
+        optimizer = None
+    tensors = tensors_of(model, optimizer)
+    if model_only:
+        tensors = _but_histories(tensors, metadata)
+    entries = saved_tensors(metadata)
+    # In which dtype parameters rest is not known yet.
+    tensors = {name: x.to(entries[name].properties.dtype) if name in entries else x for name, x in tensors.items()}
+    here = unite([parts_of({name: chunk_of(tensor) for name, tensor in tensors.items()})])
+    kinds = ("model",) if optimizer is None else ("model", "optim")
+    _refuse_another(path, _find_differences(metadata, here, kinds, convert=model_only))
+
+
+def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
+    """Return the tensors of a model, and of its optimizer if given, by the names that a checkpoint has for them."""
+    tensors = _model_tensors(model)
+    if optimizer is None:
+        return tensors
+    mine = {param for group in optimizer.param_groups for param in group["params"]}
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            assert param in mine, f"the optimizer lacks {name}: build it with build_optimizer"
+            state = optimizer.state.get(param, {})  # an optimizer may do without
+            tensors |= {f"optim.{name}.{key}": value for key, value in state.items()}
+    return tensors
 
 
 def save_model(folder: Path, model: nn.Module) -> Path:
@@ -250,7 +297,11 @@ def _check_same_model(
     Only the kinds are compared that are to be loaded: "model", and perhaps "optim".
     """
     here = held_by_all({name: chunk_of(tensor) for name, tensor in tensors.items()}, group)
-    if problems := on_rank_0(lambda: _find_differences(metadata, here, kinds, convert), group):
+    _refuse_another(path, on_rank_0(lambda: _find_differences(metadata, here, kinds, convert), group))
+
+
+def _refuse_another(path: Path, problems: list[str]) -> None:
+    if problems:
         more = [f"... and {len(problems) - 20} more"] if len(problems) > 20 else []
         lines = [*problems[:20], *more, *_advice(problems)]
         raise UserError(f"checkpoint {path} is of another {_of_what(problems)}:\n  " + "\n  ".join(lines))

@@ -87,8 +87,29 @@ def check_choice(folder: Path, config: job.Checkpoint, num_steps: int) -> None:
     if config.load_step >= 0 and config.remote_folder is None and not unfinished.exists():
         problems: dict[str, str] = {}
         _check_load_step(folder, config.load_step, _own_steps(folder, problems), problems, num_steps)
-    elif begins_anew(folder, config) and "://" not in (config.initial_load_path or ""):
-        _choose_initial(folder, config, {})
+    elif begins_anew(folder, config):
+        if "://" not in (config.initial_load_path or ""):
+            _choose_initial(folder, config, {})
+    else:
+        find_likely(folder, config, num_steps)
+
+
+def find_likely(folder: Path, config: job.Checkpoint, num_steps: int) -> Path | None:
+    """Return what `choose_undamaged` will choose if nothing is damaged, by names and small files; None where these do
+    not tell: of what is at an address, or of a save that was killed when it was all but done. Nothing is changed.
+
+    Raises:
+        UserError: there are only checkpoints that can't be trained on exactly.
+    """
+    if begins_anew(folder, config):
+        is_here = config.initial_load_path and "://" not in config.initial_load_path and not config.initial_load_in_hf
+        return Path(config.initial_load_path or "") if is_here else None
+    if config.remote_folder is not None or any(folder.glob("step-*.tmp")):
+        return None
+    steps = _own_steps(folder, {})
+    if config.load_step >= 0:
+        return steps[config.load_step].path if config.load_step in steps else None
+    return _find_newest(folder, steps, num_steps).path if steps else None
 
 
 def find_held(folder: Path, config: job.Checkpoint) -> str | None:
@@ -120,7 +141,13 @@ def _choose(folder: Path, config: job.Checkpoint, num_steps: int | None, problem
         _check_load_step(folder, config.load_step, steps, problems, num_steps)
         return _choose_load_step(config.load_step, steps)
     if steps:
-        return _choose_newest(folder, steps, num_steps)
+        chosen, newest = _find_newest(folder, steps, num_steps), max(steps)
+        if chosen is not steps[newest]:
+            logger.warning(
+                f"{steps[newest].place} holds only the model (checkpoint.last_save_model_only = true): going on from "
+                f"{chosen.path.name}; it is kept, as step-{newest}-model where step {newest} is saved again"
+            )
+        return chosen
     initial = _initial_places(folder, config)
     if own := [f"{place}: {problem}" for place, problem in problems.items() if place not in initial]:
         where, other = f"{folder} holds", "another job.dump_folder"
@@ -184,7 +211,8 @@ def _find_wrong_name(state: dict[str, Any], step: int) -> str | None:
     return None if state["step"] == step else f"it is of step {state['step']}, and was renamed"
 
 
-def _choose_newest(folder: Path, steps: dict[int, Candidate], num_steps: int | None) -> Candidate:
+def _find_newest(folder: Path, steps: dict[int, Candidate], num_steps: int | None) -> Candidate:
+    """Return the newest that can be trained on exactly, or the newest of all if nothing is left to train."""
     newest = max(steps)
     full = [step for step, candidate in steps.items() if not candidate.model_only]
     if newest in full or (num_steps is not None and newest >= num_steps):
@@ -195,10 +223,6 @@ def _choose_newest(folder: Path, steps: dict[int, Candidate], num_steps: int | N
             "(checkpoint.last_save_model_only = true), so training can't go on from it exactly; to begin a new run "
             "with its parameters, set checkpoint.initial_load_path to it and use another job.dump_folder"
         )
-    logger.warning(
-        f"{steps[newest].place} holds only the model (checkpoint.last_save_model_only = true): going on from "
-        f"{steps[full[-1]].path.name}; it is kept, as step-{newest}-model where step {newest} is saved again"
-    )
     return steps[full[-1]]
 
 

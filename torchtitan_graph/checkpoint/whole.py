@@ -38,15 +38,20 @@ class Held(NamedTuple):
 
 def held_by_all(chunks: Mapping[str, Chunk], group: dist.ProcessGroup | None) -> dict[str, Held]:
     """Return on rank 0 what all ranks hold, by name; on the others nothing. All ranks together."""
-    mine = {
-        name: Part(Box(chunk.offsets, tuple(chunk.local.shape)), chunk.shape, chunk.local.dtype)
-        for name, chunk in chunks.items()
-    }
+    mine = parts_of(chunks)
     if not dist.is_initialized():
         return unite([mine])
     by_rank: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(mine, by_rank, dst=0, group=group)
     return unite(by_rank or [])
+
+
+def parts_of(chunks: Mapping[str, Chunk]) -> dict[str, Part]:
+    """Return what this rank holds, by name."""
+    return {
+        name: Part(Box(chunk.offsets, tuple(chunk.local.shape)), chunk.shape, chunk.local.dtype)
+        for name, chunk in chunks.items()
+    }
 
 
 def unite(by_rank: Iterable[Mapping[str, Part]]) -> dict[str, Held]:

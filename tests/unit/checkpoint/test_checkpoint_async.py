@@ -14,7 +14,7 @@ from torch import nn
 from pool import run_on
 from torchtitan_graph.checkpoint import Checkpointer, SaveError
 from torchtitan_graph.checkpoint import save as saving
-from torchtitan_graph.checkpoint.checkpointer import DUE, FAILED
+from torchtitan_graph.checkpoint.checkpointer import DUE, FAILED, tensors_of
 from torchtitan_graph.config import job
 from torchtitan_graph.log import logger
 from torchtitan_graph.optim import build_lr_scheduler, build_optimizer
@@ -33,7 +33,7 @@ def checkpointer_of(folder: Path, size: int = 2, **options: Any) -> Checkpointer
 
 def fill(of: Checkpointer, value: float) -> None:
     with torch.no_grad():
-        for tensor in of._tensors(model_only=False).values():
+        for tensor in tensors_of(of.model, of.optimizer).values():
             tensor.fill_(value)
 
 
@@ -41,7 +41,9 @@ def saved_values(folder: Path, step: int) -> set[float]:
     loaded = checkpointer_of(folder, load_step=step)
     fill(loaded, -1.0)
     loaded.load()
-    return {value for tensor in loaded._tensors(model_only=False).values() for value in tensor.flatten().tolist()}
+    return {
+        value for tensor in tensors_of(loaded.model, loaded.optimizer).values() for value in tensor.flatten().tolist()
+    }
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from torch import nn
 
 from pool import run_on
 from torchtitan_graph.checkpoint import Checkpointer, SaveError, load_model
+from torchtitan_graph.checkpoint.checkpointer import tensors_of
 from torchtitan_graph.checkpoint.folder import MANIFEST, TRAIN_STATE, find_damage, find_problem, read_manifest
 from torchtitan_graph.config import job
 from torchtitan_graph.errors import UserError
@@ -38,7 +39,7 @@ def checkpointer_of(folder: Path, size: int = 2, **options: Any) -> Checkpointer
 
 def fill(of: Checkpointer, value: float) -> Checkpointer:
     with torch.no_grad():
-        for tensor in of._tensors(model_only=False).values():
+        for tensor in tensors_of(of.model, of.optimizer).values():
             tensor.fill_(value)
     return of
 
@@ -48,7 +49,7 @@ def load(folder: Path, **options: Any) -> int | None:
     run = fill(checkpointer_of(folder, **options), -1.0)
     state = run.load()
     step = -1 if state is None else state["step"]
-    for tensor in run._tensors(model_only=False).values():
+    for tensor in tensors_of(run.model, run.optimizer).values():
         assert torch.equal(tensor, torch.full_like(tensor, step))
     return None if state is None else step
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchtitan_graph.checkpoint import Checkpointer, check_choice, load_model
+from torchtitan_graph.checkpoint import Checkpointer, check_choice, check_loadable, find_likely, load_model
 from torchtitan_graph.checkpoint.folder import name_for_model
 from torchtitan_graph.config import job
 from torchtitan_graph.errors import UserError
@@ -356,6 +356,49 @@ def test_all_differences_to_another_model_are_told_at_once(tmp_path: Path) -> No
     assert "unexpected: optim.1.bias.exp_avg\n" in message
     assert "model.0.weight: shape [3, 3], but here [5, 3]" in message
     assert run.bits() == before
+
+
+def refuse_early(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, **options: Any) -> None:
+    config = job.Checkpoint(enable=True, **options)
+    path = find_likely(folder, config, num_steps=5)
+    assert path is not None
+    check_loadable(path, folder, config, model, optimizer)
+
+
+def test_another_model_or_optimizer_is_refused_before_it_is_built(tmp_path: Path) -> None:
+    """In whatever dtype its parameters will rest."""
+    Run(tmp_path, **full()).train(2)
+    with torch.device("meta"):
+        same, other = Run(tmp_path / "b"), Run(tmp_path / "b", width=5)
+    plain = torch.optim.SGD(same.model.parameters(), momentum=0.9)
+    refuse_early(tmp_path, same.model, same.optimizer)
+    refuse_early(tmp_path, same.model.bfloat16(), None)
+    refuse_early(tmp_path, same.model, plain, load_step=2, exclude_from_loading=["optimizer"])
+    with pytest.raises(UserError, match=r"step-2 is of another model:\n(.*\n)*.*shape \[3, 3\], but here \[5, 3\]"):
+        refuse_early(tmp_path, other.model, other.optimizer)
+    with pytest.raises(UserError, match="step-2 is of another optimizer:\n(.*\n)*.*go on with the run's own"):
+        refuse_early(tmp_path, same.model, plain)
+    assert find_likely(tmp_path / "b", job.Checkpoint(enable=True), num_steps=5) is None
+    initial = job.Checkpoint(enable=True, initial_load_path=str(tmp_path / "step-2"))
+    assert find_likely(tmp_path / "b", initial, num_steps=5) == tmp_path / "step-2"
+
+
+def test_what_is_damaged_is_not_refused_before_it_is_loaded(tmp_path: Path) -> None:
+    Run(tmp_path, **full()).train(4)
+    index = tmp_path / "step-4" / ".metadata"
+    index.write_bytes(index.read_bytes()[:-1] + b"x")
+    with torch.device("meta"):
+        other = Run(tmp_path / "b", width=5)
+    refuse_early(tmp_path, other.model, other.optimizer)
+
+
+def test_only_models_are_refused_before_a_step_is_built(tmp_path: Path) -> None:
+    Run(tmp_path, interval=100).train(2)
+    with pytest.raises(UserError, match="step-2 holds only the model"):
+        check_choice(tmp_path, job.Checkpoint(enable=True), num_steps=5)
+    check_choice(tmp_path, job.Checkpoint(enable=True), num_steps=2)  # nothing is left to train
+    (tmp_path / "step-4.tmp").mkdir()
+    check_choice(tmp_path, job.Checkpoint(enable=True), num_steps=5)
 
 
 def test_what_delayed_scaling_saw_belongs_to_a_run_that_goes_on_alone(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from pool import run_on
 from torchtitan_graph.checkpoint import Checkpointer, SaveError
 from torchtitan_graph.checkpoint import remote as remotes
+from torchtitan_graph.checkpoint.checkpointer import tensors_of
 from torchtitan_graph.checkpoint.folder import MANIFEST, TRAIN_STATE
 from torchtitan_graph.checkpoint.remote import Remote
 from torchtitan_graph.config import job
@@ -50,7 +51,7 @@ def checkpointer_of(folder: Path, **options: Any) -> Checkpointer:
 
 def fill(of: Checkpointer, value: float) -> Checkpointer:
     with torch.no_grad():
-        for tensor in of._tensors(model_only=False).values():
+        for tensor in tensors_of(of.model, of.optimizer).values():
             tensor.fill_(value)
     return of
 
@@ -67,7 +68,7 @@ def load(folder: Path, num_steps: int | None = None, **options: Any) -> int | No
     run = fill(checkpointer_of(folder, **options), -1.0)
     state = run.load(num_steps)
     step = -1 if state is None else state["step"]
-    for tensor in run._tensors(model_only=not run.loaded_optimizer).values():
+    for tensor in tensors_of(run.model, run.optimizer if run.loaded_optimizer else None).values():
         assert torch.equal(tensor, torch.full_like(tensor, step))
     return None if state is None else step
 

@@ -181,8 +181,9 @@ class Trainer:
         path = find_likely(folder, config, self.config.training.steps)
         if path is None:
             return
-        model = copy.deepcopy(self.model)
-        if self.options.float8 is not None:
+        model = self.model
+        if self.options.float8 is not None:  # whose history is looked for too
+            model = copy.deepcopy(model)
             convert(model, self.options.float8)
         optimizer = None  # of a class of the user's the first step tells what state it has
         if "." not in self.config.optimizer.name:

@@ -157,12 +157,12 @@ RENAMED = {
 }
 
 # Flavours that were named after an implementation of attention, which model.attn chooses here. The variable-length
-# kernels computed attention inside each document; sdpa under the document mask computes the same up to rounding.
+# kernels computed attention inside each document: so does any implementation here, up to rounding.
 FLAVOR_SUFFIXES = (
     ("_flex_attn", "flex"),
-    ("_varlen_attn", "sdpa"),
+    ("_varlen_attn", "auto"),
     ("_flex", "flex"),
-    ("_varlen", "sdpa"),
+    ("_varlen", "auto"),
     ("_irope", "flex"),
 )
 # Flavours of a family that had another name.

@@ -151,7 +151,7 @@ class Trainer:
         check_optimizer(self.model, config.optimizer)
         self.dump_folder = Path(config.job.dump_folder)
         if config.comm.mode != "fake_backend":  # a dry run loads nothing
-            wait_for_storage(self._check_what_is_loaded)
+            self._check_what_is_loaded()
         self.scope_table = ""  # what the step's modules and functions cost, where it is shown
         self.step = self.tokens_seen = 0
         self.stop_signal = 0  # the signal that asked a rank to stop; the same on all ranks

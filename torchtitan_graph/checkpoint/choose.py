@@ -87,11 +87,8 @@ def check_choice(folder: Path, config: job.Checkpoint, num_steps: int) -> None:
     if config.load_step >= 0 and config.remote_folder is None and not unfinished.exists():
         problems: dict[str, str] = {}
         _check_load_step(folder, config.load_step, _own_steps(folder, problems), problems, num_steps)
-    elif begins_anew(folder, config):
-        if "://" not in (config.initial_load_path or ""):
-            _choose_initial(folder, config, {})
-    else:
-        find_likely(folder, config, num_steps)
+    elif begins_anew(folder, config) and "://" not in (config.initial_load_path or ""):
+        _choose_initial(folder, config, {})
 
 
 def find_likely(folder: Path, config: job.Checkpoint, num_steps: int) -> Path | None:

@@ -1,8 +1,18 @@
 """The configuration of a run: options, TOML files, the command line, and all checks on them."""
 
-from torchtitan_graph.config.check import check, ranks_asked_for, shard_degree, smallest_world
+from torchtitan_graph.config.check import check, is_dry_for_gpu, ranks_asked_for, shard_degree, smallest_world
 from torchtitan_graph.config.dump import dump_toml
 from torchtitan_graph.config.job import JobConfig
 from torchtitan_graph.config.load import DRY, load
 
-__all__ = ["DRY", "JobConfig", "check", "dump_toml", "load", "ranks_asked_for", "shard_degree", "smallest_world"]
+__all__ = [
+    "DRY",
+    "JobConfig",
+    "check",
+    "dump_toml",
+    "is_dry_for_gpu",
+    "load",
+    "ranks_asked_for",
+    "shard_degree",
+    "smallest_world",
+]

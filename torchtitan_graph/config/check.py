@@ -71,6 +71,11 @@ def shard_degree(config: JobConfig, world_size: int) -> int:
     return given if given != -1 else max(1, world_size // _other_degrees(config))
 
 
+def is_dry_for_gpu(config: JobConfig) -> bool:
+    """Return whether this is a dry run that stands for one on a GPU, whatever this process computes on."""
+    return config.comm.mode == "fake_backend" and config.comm.fake_device != "CPU"
+
+
 def smallest_world(config: JobConfig) -> int:
     """Return the smallest number of processes that the degrees allow."""
     others, experts = _other_degrees(config), config.parallelism.expert_parallel_degree

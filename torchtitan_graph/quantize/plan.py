@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import nn
 
-from torchtitan_graph.config import JobConfig
+from torchtitan_graph.config import JobConfig, is_dry_for_gpu
 from torchtitan_graph.config.job import OPTIONS
 from torchtitan_graph.config.option import nearest
 from torchtitan_graph.config.quantize import (
@@ -72,22 +72,18 @@ def _plan_linears(config: JobConfig, model: nn.Module, device: torch.device) -> 
             " quantize.linear.float8.emulate = true, which is slow, or remove the converter"
         )
     recipe = _recipe(scaling, options.gradient_format, options.emulate)
-    return dict.fromkeys(names, recipe._replace(is_traced_for_gpu=_is_dry_for_gpu(config)))
+    return dict.fromkeys(names, recipe._replace(is_traced_for_gpu=is_dry_for_gpu(config)))
 
 
 def _plan_mx(config: JobConfig, model: nn.Module, device: torch.device) -> dict[str, Recipe]:
     name = config.quantize.linear.mx.recipe_name
-    if name != "mxfp8_emulated" and (device.type == "cuda" or _is_dry_for_gpu(config)):
+    if name != "mxfp8_emulated" and (device.type == "cuda" or is_dry_for_gpu(config)):
         raise UserError(
             f"quantize.linear.mx.recipe_name = {name!r}: products in MX formats are emulated alone, on a GPU too; set"
             " it to mxfp8_emulated, which is slow, or use model.converters = ['float8']"
         )
     names = _find_linears(model, MX, config.quantize.linear.mx.filter_fqns)
     return dict.fromkeys(names, Recipe(MX, E4M3, emulate=True))
-
-
-def _is_dry_for_gpu(config: JobConfig) -> bool:
-    return config.comm.mode == "fake_backend" and config.comm.fake_device != "CPU"
 
 
 def _find_linears(model: nn.Module, scaling: str, filtered: Sequence[str]) -> list[str]:

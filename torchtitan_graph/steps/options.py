@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchtitan_graph import device as devices
 from torchtitan_graph.compiler import Extra, Look
-from torchtitan_graph.config import JobConfig, job
+from torchtitan_graph.config import JobConfig, is_dry_for_gpu, job
 from torchtitan_graph.device import CudaRecorder, Recorders
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
@@ -218,7 +218,7 @@ def _recorders(config: JobConfig, device: torch.device) -> Recorders | None:
 
 def _is_cpu(config: JobConfig, device: torch.device) -> bool:
     """Tell whether the steps are for a CPU: this process' own, and not in place of a GPU, as in a dry run for one."""
-    return device.type == "cpu" and (config.comm.mode != "fake_backend" or config.comm.fake_device == "CPU")
+    return device.type == "cpu" and not is_dry_for_gpu(config)
 
 
 def _pipeline(config: JobConfig, model: Decoder, num_microbatches: int) -> Schedule | None:

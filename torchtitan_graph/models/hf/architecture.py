@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from torchtitan_graph import device as devices
-from torchtitan_graph.config import JobConfig
+from torchtitan_graph.config import JobConfig, is_dry_for_gpu
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.models.hf.files import read_json
@@ -68,8 +68,7 @@ def choose_attention(job_config: JobConfig) -> str:
     chosen, training = job_config.model.attn, job_config.training
     if chosen != "auto":
         return chosen
-    is_dry = job_config.comm.mode == "fake_backend" and job_config.comm.fake_device != "CPU"
-    if devices.device_type() == "cpu" and not is_dry:
+    if devices.device_type() == "cpu" and not is_dry_for_gpu(job_config):
         chosen, why = "sdpa", "on a CPU"
     elif training.dynamic_seq_len:
         chosen, why = "sdpa", "for block masks have one length, and training.dynamic_seq_len is true"

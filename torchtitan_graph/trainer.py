@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
-import itertools
 import math
 import shutil
 import time
@@ -13,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -57,6 +56,7 @@ from torchtitan_graph.optim import (
     check_optimizer,
     forget_rehearsal,
     ranks_with_non_finite_gradients,
+    takes_stops,
 )
 from torchtitan_graph.parallel.agree import FILES_TIMEOUT, files_group, on_rank_0
 from torchtitan_graph.parallel.layout import ParallelDims
@@ -80,26 +80,8 @@ from torchtitan_graph.steps import (
 )
 from torchtitan_graph.steps.fingerprint import fingerprint
 from torchtitan_graph.steps.precompiled import Precompiled, open_precompiled, steps_to_data
+from torchtitan_graph.steps.reading import Read, Reading
 from torchtitan_graph.steps.table import step_table
-
-
-class Read(NamedTuple):
-    """What the host knows of a step, once the device is through with it.
-
-    losses      of each rank
-    of_saves    each rank's news of its saves
-    signal      that asked a rank to stop, or 0
-    grad_norm   of all ranks, before clipping
-    num_tokens  targets of all ranks
-    by_source   those of each corpus, where the data is a mixture of several
-    """
-
-    losses: list[float]
-    of_saves: list[int]
-    signal: int
-    grad_norm: float
-    num_tokens: float
-    by_source: list[float]
 
 
 class Trainer:
@@ -214,6 +196,7 @@ class Trainer:
         initialize(self.model, self.seed, self.device)
         self.optimizer = build_optimizer(self.model, config.optimizer, in_part=self.dims.pp > 1)
         self.lr_scheduler = build_lr_scheduler(self.optimizer, config.lr_scheduler, config.training.steps)
+        self.takes_stops = takes_stops(self.optimizer, self.device)
         self.update = self._build_update() if config.compile.optimizer_in_graph else None
         self.checkpointer = Checkpointer(
             self.dump_folder / config.checkpoint.folder,
@@ -424,11 +407,16 @@ class Trainer:
             grad_norm = self.steps.clip(self.config.training.max_norm)
         if self.device.type != "cpu":
             metrics.flops_per_step = self.steps.count_flops(microbatches)
-        read = self._read(output.loss, grad_norm, num_tokens)
-        loss = self._loss_if_finite(read)
+        reading = self._begin_to_read(output.loss, grad_norm, num_tokens)
         lr = self.lr_scheduler.get_last_lr()[0]
         metrics.maybe_log_histograms(self.step + 1, self.model)
-        if self.update is None:
+        if self.update is None and self.takes_stops:
+            # The host waits when the optimizer is launched, so that the device has work while it goes on.
+            self.optimizer.found_inf = reading.stops  # type: ignore[attr-defined]
+            self.optimizer.step()
+        read = reading.wait()
+        loss = self._loss_if_finite(read)
+        if self.update is None and not self.takes_stops:
             self.optimizer.step()
         self.optimizer.zero_grad()
         self.lr_scheduler.step()
@@ -449,8 +437,8 @@ class Trainer:
         )
         return True
 
-    def _read(self, loss: Tensor, grad_norm: Tensor, num_tokens: Tensor) -> Read:
-        """Read what the host has to know of a step in one copy: it waits for the device here, and only here.
+    def _begin_to_read(self, loss: Tensor, grad_norm: Tensor, num_tokens: Tensor) -> Reading:
+        """Send what the host has to know of a step on its way, in one copy: for it alone the host waits.
 
         What a rank has to tell travels along: a signal, so that all stop after the same step, and news of its saves.
         """
@@ -458,14 +446,11 @@ class Trainer:
         mine = [loss, loss.new_full((), self.checkpointer.news()), loss.new_full((), stop.received())]
         gathered = loss.new_empty(dist.get_world_size(), len(mine))
         dist.all_gather(list(gathered.unbind()), torch.stack(mine))
-        parts = [gathered.T, grad_norm, num_tokens]
+        by_source = None
         if len(self.train_data.source_names) > 1:
             targets = self.train_data.take_targets().to(self.device, non_blocking=True)
-            parts.append(self.layout.sum_over_rows(targets))
-        here = [x.to(self.device, torch.float64, non_blocking=True).flatten() for x in parts]  # counts are exact in it
-        numbers = iter(torch.cat(here).tolist())
-        losses, of_saves, signals = (list(itertools.islice(numbers, len(gathered))) for _ in mine)
-        return Read(losses, [int(x) for x in of_saves], int(max(signals)), next(numbers), next(numbers), list(numbers))
+            by_source = self.layout.sum_over_rows(targets)
+        return Reading(gathered, grad_norm, num_tokens, by_source)
 
     def _count_sources(self, targets: list[float]) -> None:
         """Add the step's targets of all ranks to each source's, where the data is a mixture."""
@@ -501,7 +486,7 @@ class Trainer:
         return Batch(*(x.to(self.device, non_blocking=True) for x in batch))
 
     def _loss_if_finite(self, read: Read) -> float:
-        """Give the loss of all ranks; stop before the optimizer touches a parameter if it or the norm is not finite."""
+        """Give the loss of all ranks; stop if it or the norm is not finite: no parameter is touched then."""
         self.stop_signal = read.signal
         self.checkpointer.hear(read.of_saves)
         if all(map(math.isfinite, [*read.losses, read.grad_norm])):

@@ -6,6 +6,7 @@ import traceback
 import warnings
 from pathlib import Path
 
+import null_gpu
 import pytest
 import torch
 
@@ -19,21 +20,36 @@ ARGUMENTS = "--training.steps 4 --training.seq_len 128 --training.local_batch_si
 EXPERTS = "--model.name qwen3 --model.flavor debugmodel_moe"
 BF16 = "--training.mixed_precision_param bfloat16"
 OFFSETS = ("_groups", "ends = offsets_E.tolist()")  # of experts in fp32, which torch has no grouped kernel for
-READ = ("_read", "numbers = iter(torch.cat(here).tolist())")
+READ = ("wait", "self._copied.synchronize()")
+LAUNCHED = ("wait", "after the optimizer was launched")
 
 
 def train(folder: Path, *options: str) -> list[collections.Counter[tuple[str, str]]]:
-    """Train, and give the waits of each step, by the function and the line of ours that waits."""
+    """Train, and give the waits of each step, by the function and the line of ours that waits; and LAUNCHED where the
+    optimizer was launched before the last of them."""
     steps: list[collections.Counter[tuple[str, str]]] = []
-    inner = Trainer.train_step
+    waited: list[int] = []  # as the null GPU has it
+    of_step: null_gpu.Counts = collections.Counter()
+    inner, synchronize = Trainer.train_step, torch.cuda.Event.synchronize
+
+    def note_wait() -> None:
+        stack = [f for f in traceback.extract_stack() if "/torchtitan_graph/" in f.filename]
+        steps[-1][stack[-1].name, stack[-1].line or ""] += 1
 
     def note(message: Warning | str, *rest: object, **kwargs: object) -> None:
         if "synchroniz" in str(message):
-            stack = [f for f in traceback.extract_stack() if "/torchtitan_graph/" in f.filename]
-            steps[-1][stack[-1].name, stack[-1].line or ""] += 1
+            note_wait()
+
+    def wait(event: torch.cuda.Event) -> None:  # torch does not warn of events
+        note_wait()
+        of_step.update(null_gpu.take())
+        steps[-1][LAUNCHED] = int(any("FusedAdam" in what for what in of_step))
+        synchronize(event)
 
     def step(self: Trainer, *args: object) -> bool:
         steps.append(collections.Counter())
+        null_gpu.take()
+        of_step.clear()
         with warnings.catch_warnings():
             warnings.simplefilter("always")
             warnings.showwarning = note
@@ -42,13 +58,17 @@ def train(folder: Path, *options: str) -> list[collections.Counter[tuple[str, st
                 return inner(self, *args)  # type: ignore[arg-type]
             finally:
                 torch.cuda.set_sync_debug_mode("default")
+                of_step.update(null_gpu.take())
+                waited.append(sum(number for what, number in of_step.items() if what.startswith("wait")))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "train_step", step)
+        patch.setattr(torch.cuda.Event, "synchronize", wait)
         patch.setattr(sys, "argv", ["train"])
         config = str(REPOSITORY / "train_configs" / "llama3_debug.toml")
         code = entry.main(["--job.config_file", config, "--job.dump_folder", str(folder), *ARGUMENTS.split(), *options])
     assert code == 0 and len(steps) == 4
+    assert waited[1:] == [waits.total() - waits[LAUNCHED] for waits in steps[1:]], "a wait has no line"
     return steps
 
 
@@ -56,16 +76,21 @@ def train(folder: Path, *options: str) -> list[collections.Counter[tuple[str, st
 def test_a_step_waits_once(options: str, tmp_path: Path) -> None:
     _, *after_the_first = train(tmp_path, "--metrics.log_freq", "100", *options.split())
     for waits in after_the_first[:-1]:  # the last one is logged
-        assert waits == {READ: 1}
+        assert waits == {READ: 1, LAUNCHED: 1}
+
+
+def test_an_optimizer_that_is_not_fused_is_launched_after_the_wait(tmp_path: Path) -> None:
+    _, *after_the_first = train(tmp_path, *["--metrics.log_freq", "100", "--optimizer.implementation", "foreach"])
+    assert all(waits[READ] == 1 and not waits[LAUNCHED] for waits in after_the_first[:-1])
 
 
 def test_experts_in_fp32_wait_for_their_offsets_too(tmp_path: Path) -> None:
     options = f"--metrics.log_freq 100 {EXPERTS} --training.mixed_precision_param float32"
     _, *after_the_first = train(tmp_path, *options.split())
-    assert all(waits.keys() == {READ, OFFSETS} and waits[READ] == 1 for waits in after_the_first[:-1])
+    assert all(waits.keys() == {READ, OFFSETS, LAUNCHED} and waits[READ] == 1 for waits in after_the_first[:-1])
 
 
 def test_a_number_that_is_read_in_the_step_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Decoder, "after_step", lambda model, state: next(model.parameters()).sum().item())
     _, *after_the_first = train(tmp_path, "--metrics.log_freq", "100")
-    assert all(waits.total() == 2 for waits in after_the_first[:-1])
+    assert all(waits.total() - waits[LAUNCHED] == 2 for waits in after_the_first[:-1])

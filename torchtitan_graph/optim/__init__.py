@@ -1,7 +1,7 @@
 """Optimizer, learning-rate schedule and gradient clipping on the live (sharded) parameters."""
 
 from torchtitan_graph.optim.clip import clip_grad_norm, ranks_with_non_finite_gradients
-from torchtitan_graph.optim.optimizer import build_optimizer, check_optimizer
+from torchtitan_graph.optim.optimizer import build_optimizer, check_optimizer, is_fused, takes_stops
 from torchtitan_graph.optim.own_class import forget_rehearsal
 from torchtitan_graph.optim.schedule import build_lr_scheduler
 
@@ -11,5 +11,7 @@ __all__ = [
     "check_optimizer",
     "clip_grad_norm",
     "forget_rehearsal",
+    "is_fused",
     "ranks_with_non_finite_gradients",
+    "takes_stops",
 ]

@@ -27,8 +27,8 @@ def clip_grad_norm(
     """Scale the gradients in place so that their global 2-norm is at most `max_norm`; return the norm before that.
 
     The norm runs over all shards of all gradients, each counted once whatever it is sharded over or replicated on.
-    It is a plain scalar tensor, equal on every rank, on the gradients' device: nothing here waits for the device, so
-    a caller that must stop on a non-finite norm reads it before the optimizer's step. `max_norm <= 0` only measures,
+    It is a plain scalar tensor, equal on every rank, on the gradients' device: nothing here waits for the device, and a
+    step with a norm that is not finite is the caller's not to take. `max_norm <= 0` only measures,
     and a norm that is not finite scales nothing: what is not finite stays on the ranks that had it.
 
     Args:

@@ -73,6 +73,20 @@ def check_optimizer(model: nn.Module, config: job.Optimizer, in_part: bool = Fal
         raise UserError(f"{refused}: {error}") from error
 
 
+def is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether its kernels are fused ones, which take `found_inf`: a number that, being 1.0, lets them do nothing.
+
+    That is their own way to take no step: torch's gradient scaler sets it.
+    """
+    return type(optimizer) in BUILT_IN.values() and bool(optimizer.defaults.get("fused"))
+
+
+def takes_stops(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
+    """Tell whether its kernels take `found_inf` from `device` as it is: a copy would be waited for."""
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    return is_fused(optimizer) and all(param.device.type == device.type for param in params)
+
+
 def _groups(model: nn.Module, config: job.Optimizer, taken: set[str], in_part: bool) -> list[dict[str, Any]]:
     """Return the groups for torch: what no entry of `optimizer.param_groups` matches, then each entry's parameters."""
     rest = {name: param for name, param in model.named_parameters() if param.requires_grad}

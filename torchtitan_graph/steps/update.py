@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
-from torch.optim import Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 
 from torchtitan_graph.compiler import Extra, Inspection, run_passes, update_passes
 from torchtitan_graph.errors import UserError
@@ -29,6 +29,7 @@ from torchtitan_graph.graph.torch_private import count_step
 from torchtitan_graph.graph.trace import minimal_fx_tracer
 from torchtitan_graph.graph.traced import TracedResult, run_traced
 from torchtitan_graph.log import logger
+from torchtitan_graph.optim import is_fused
 from torchtitan_graph.steps.build import Steps
 
 c10d = torch.ops._c10d_functional
@@ -61,7 +62,7 @@ class Update:
         self._steps, self._live, self._max_norm = steps, optimizer, max_norm
         self._extra, self._dump_to, self._stack_traces = extra, dump_to, stack_traces
         self._costs, self._verify = costs, verify
-        self._is_fused = type(optimizer) in (Adam, AdamW) and bool(optimizer.defaults.get("fused"))
+        self._is_fused = is_fused(optimizer)
         self._twin = _twin_of(optimizer, self._is_fused)
         self._begins = True
         self._run: Callable[[dict[str, Tensor], Tensor], Tensor] | None = None
@@ -95,7 +96,6 @@ class Update:
             norm = self._steps.clip(self._max_norm)
             stops = _is_not_finite(loss, norm)
             if self._is_fused:
-                # The kernel's own way to take no step: torch's gradient scaler sets it.
                 self._twin.found_inf = stops  # type: ignore[attr-defined]
                 with _on_parts(self._twin, [parameters[name] for name in gradients]):
                     self._twin.step()

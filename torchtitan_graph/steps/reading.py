@@ -1,0 +1,55 @@
+"""What the host has to know of a step: in one copy, for which it waits when the device has its next work already."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Read(NamedTuple):
+    """What the host knows of a step, once the device is through with it.
+
+    losses      of each rank
+    of_saves    each rank's news of its saves
+    signal      that asked a rank to stop, or 0
+    grad_norm   of all ranks, before clipping
+    num_tokens  targets of all ranks
+    by_source   those of each corpus, where the data is a mixture of several
+    """
+
+    losses: list[float]
+    of_saves: list[int]
+    signal: int
+    grad_norm: float
+    num_tokens: float
+    by_source: list[float]
+
+
+class Reading:
+    """These numbers on their way to the host. `stops` is on the device: 1.0 if the step is not to be taken, or 0.0."""
+
+    def __init__(self, gathered: Tensor, grad_norm: Tensor, num_tokens: Tensor, by_source: Tensor | None = None):
+        """Begin to copy.
+
+        Args:
+            gathered: (ranks, 3): loss, news of saves and signal of each.
+            by_source: (corpora,) targets of all ranks; may be in the host's memory.
+        """
+        device, self._num_ranks = gathered.device, len(gathered)
+        parts = [gathered.T, grad_norm, num_tokens, *([] if by_source is None else [by_source])]
+        # Counts are exact in fp64.
+        there = torch.cat([x.to(device, torch.float64, non_blocking=True).flatten() for x in parts])
+        self.stops = (~there[: self._num_ranks].isfinite().all() | ~there[3 * self._num_ranks].isfinite()).float()
+        self._here = there.to("cpu", non_blocking=True)  # a GPU's come into pinned memory
+        self._copied = torch.cuda.Event() if there.is_cuda else None
+        if self._copied is not None:
+            self._copied.record()
+
+    def wait(self) -> Read:
+        """Wait for the copy, and not for what was launched after it."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        numbers, ranks = self._here.tolist(), self._num_ranks
+        losses, of_saves, signals = (numbers[i * ranks : (i + 1) * ranks] for i in range(3))
+        grad_norm, num_tokens, *by_source = numbers[3 * ranks :]
+        return Read(losses, [int(x) for x in of_saves], int(max(signals)), grad_norm, num_tokens, by_source)

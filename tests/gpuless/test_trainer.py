@@ -19,6 +19,7 @@ ARGUMENTS = "--training.steps 4 --training.seq_len 128 --training.local_batch_si
 # What a step waits for, by the function and the source of its line.
 EXPERTS = "--model.name qwen3 --model.flavor debugmodel_moe"
 BF16 = "--training.mixed_precision_param bfloat16"
+FLOAT8 = f"{EXPERTS} {BF16} --model.converters quantize.grouped_mm.float8 --quantize.grouped_mm.float8.fqns experts"
 OFFSETS = ("_groups", "ends = offsets_E.tolist()")  # of experts in fp32, which torch has no grouped kernel for
 READ = ("wait", "self._copied.synchronize()")
 LAUNCHED = ("wait", "after the optimizer was launched")
@@ -72,7 +73,9 @@ def train(folder: Path, *options: str) -> list[collections.Counter[tuple[str, st
     return steps
 
 
-@pytest.mark.parametrize("options", ["", "--compile.mode eager", "--compile.optimizer_in_graph", f"{EXPERTS} {BF16}"])
+@pytest.mark.parametrize(
+    "options", ["", "--compile.mode eager", "--compile.optimizer_in_graph", f"{EXPERTS} {BF16}", FLOAT8]
+)
 def test_a_step_waits_once(options: str, tmp_path: Path) -> None:
     _, *after_the_first = train(tmp_path, "--metrics.log_freq", "100", *options.split())
     for waits in after_the_first[:-1]:  # the last one is logged

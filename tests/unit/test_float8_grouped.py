@@ -9,7 +9,17 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.layers.moe import Experts, MoEConfig
 from torchtitan_graph.quantize.grouped import grouped_linear
 from torchtitan_graph.quantize.layers import GroupedLinear
-from torchtitan_graph.quantize.products import DELAYED, E4M3, E5M2, MX, ROWWISE_WIDE, Recipe, quantized, workspace_of
+from torchtitan_graph.quantize.products import (
+    DELAYED,
+    E4M3,
+    E5M2,
+    MX,
+    ROWWISE,
+    ROWWISE_WIDE,
+    Recipe,
+    quantized,
+    workspace_of,
+)
 from torchtitan_graph.quantize.state import Float8, convert
 
 S, D, F, ENDS = 40, 24, 12, (7, 7, 30, 40)  # the second group has no row
@@ -126,3 +136,33 @@ def test_experts_multiply_by_the_functions_and_keep_their_parameters_and_biases(
 def test_mx_formats_are_refused() -> None:
     with pytest.raises(UserError, match="of groups are not built in MX formats"):
         GroupedLinear(torch.nn.Parameter(numbers(4, F, D)), Recipe(MX))(numbers(S, D), OFFSETS)
+
+
+def kernel(a, b, scale_a, _, swizzle_a, scale_b, __, swizzle_b, offs, bias, out_dtype, *rest):  # type: ignore[no-untyped-def]
+    """A GPU's product of groups, by its definition, in fp64; it refuses what the GPU's would."""
+    assert a.stride(-1) == 1 and a.stride(-2) % 16 == 0 and b.stride(-2) == 1 and b.stride(-1) % 16 == 0
+    assert not any(size % 16 for size in (b.shape[1:] if b.dim() == 3 else (*a.shape, *b.shape)))
+    assert a.dtype == b.dtype == E4M3 and offs.dtype == torch.int32 and offs[-1] <= a.shape[b.dim() - 3]
+    (a_scale,), (b_scale,), parts = scale_a, scale_b, [slice(i, j) for i, j in zip([0, *offs], offs, strict=False)]
+    if b.dim() == 3:
+        a, b = a.double() * a_scale[:, None], b.double() * b_scale[:, None]
+        return torch.cat([a[part] @ b[g] for g, part in enumerate(parts)]).to(out_dtype)
+    assert not any(end % 16 for end in offs), "a group begins where the kernel can't read"
+    a_scale, b_scale = a_scale.view(len(offs), -1, 1).double(), b_scale.view(len(offs), 1, -1).double()
+    a, b = a.double(), b.double()
+    return torch.stack([(a[:, p] * a_scale[g]) @ (b[p] * b_scale[g]) for g, p in enumerate(parts)]).to(out_dtype)
+
+
+@pytest.mark.parametrize("width", [16, 24])
+def test_a_gpus_products_get_what_emulation_multiplies(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "_scaled_grouped_mm_v2", kernel)
+    wide = torch.float32
+    x, weight = numbers(S, width, dtype=wide), numbers(len(ENDS), F, width, seed=1, dtype=wide)
+    dy = numbers(S, F, seed=2, dtype=wide)
+    found = []
+    for recipe in (Recipe(ROWWISE, E4M3), Recipe(ROWWISE, E4M3, is_traced_for_gpu=True)):
+        leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+        y, *_ = grouped_linear(*leaves, OFFSETS, recipe)
+        found.append([y, *torch.autograd.grad(y, leaves, dy)])
+    for emulated, of_kernel in zip(*found, strict=True):
+        torch.testing.assert_close(of_kernel, emulated.bfloat16().float(), rtol=2**-8, atol=1e-5)

@@ -168,19 +168,38 @@ def test_experts_are_converted_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fqns", "name", "device", "message"),
+    ("fqns", "name", "message"),
     [
-        ("", "qwen3", "cpu", r"grouped_mm.float8.fqns names no experts; set it to \['experts'\]"),
-        ("expert_s", "qwen3", "cpu", r"fqns = 'expert_s': is in no experts' name; did you mean experts\?"),
-        ("shared_experts", "qwen3", "cpu", "'shared_experts': is in no experts' name"),
-        ("experts", "llama3", "cpu", "llama3 has no experts"),
-        ("experts", "qwen3", "cuda", "emulated alone, on a GPU too; set quantize.grouped_mm.float8.emulate"),
+        ("", "qwen3", r"grouped_mm.float8.fqns names no experts; set it to \['experts'\]"),
+        ("expert_s", "qwen3", r"fqns = 'expert_s': is in no experts' name; did you mean experts\?"),
+        ("shared_experts", "qwen3", "'shared_experts': is in no experts' name"),
+        ("experts", "llama3", "llama3 has no experts"),
     ],
 )
-def test_experts_that_can_not_be_meant_are_refused(fqns: str, name: str, device: str, message: str) -> None:
+def test_experts_that_can_not_be_meant_are_refused(fqns: str, name: str, message: str) -> None:
     config = load(["--model.converters", GROUPED, f"--{GROUPED}.fqns", fqns, "--model.name", name])
     with pytest.raises(UserError, match=message):
-        plan_float8(config, model(name, "debugmodel_moe" if name == "qwen3" else "debugmodel"), torch.device(device))
+        plan_float8(config, model(name, "debugmodel_moe" if name == "qwen3" else "debugmodel"), CPU)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "recipe_name tensorwise",
+            "'tensorwise': a GPU's .* by rows; set it to 'rowwise', or set .*emulate",
+        ),
+        ("gradient_format e5m2", "gradient_format = 'e5m2': .* of e4m3; remove it, or set .*float8.emulate = true"),
+    ],
+)
+def test_what_a_gpus_products_of_experts_do_not_take_is_refused_and_emulated(words: str, message: str) -> None:
+    option, value = words.split()
+    words = f"--model.converters {GROUPED} --{GROUPED}.fqns experts --{GROUPED}.{option} {value}"
+    with pytest.raises(UserError, match=message):
+        experts_of(load(words.split()), torch.device("cuda"))
+    with pytest.raises(UserError, match=message):
+        experts_of(load([*words.split(), "--comm.mode", "fake_backend"]))
+    assert experts_of(load([*words.split(), f"--{GROUPED}.emulate"]), torch.device("cuda"))
 
 
 def test_options_of_what_is_not_converted_are_noticed() -> None:

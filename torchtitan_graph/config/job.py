@@ -624,7 +624,7 @@ class GroupedFloat8:
     )
     gradient_format: str | None = option(None, "As of quantize.linear.float8.", choices=("e5m2", "e4m3"))
     emulate: bool = option(
-        False, "Multiply in fp32 what float8 stands for; a CPU always does, and a GPU has no other way yet."
+        False, "Multiply in fp32 what float8 stands for; a CPU always does. A GPU has products by rows, in e4m3."
     )
 
 

@@ -15,7 +15,8 @@ from collections.abc import Container, Mapping, Sequence
 import torch
 from torch.fx import GraphModule, Node
 
-import torchtitan_graph.ops  # noqa: F401 (registers the grouped operators)
+import torchtitan_graph.float8_ops
+import torchtitan_graph.ops  # noqa: F401 (both register grouped operators)
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.blocks import block_of
 from torchtitan_graph.graph.edit import value
@@ -41,7 +42,8 @@ _BACKWARD = (
     torch.ops.higher_order.flex_attention_backward,
 )
 
-GROUPED_MM = torch.ops.torchtitan_graph.grouped_mm.default
+_OWN = torch.ops.torchtitan_graph
+GROUPED_MM = _OWN.grouped_mm.default
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,10 +116,10 @@ def matmul_flops(node: Node) -> int:
     if node.target is aten.convolution_backward.default:
         forward = _convolution(_shape(node, 1), _shape(node, 2), _shape(node, 0), node.args[7])
         return forward * sum(node.args[10][:2])  # type: ignore[arg-type, index, misc]
-    if node.target is GROUPED_MM:
+    if node.target in (GROUPED_MM, _OWN.scaled_grouped_mm.default):
         return 2 * _shape(node, 0).numel() * value(node).shape[-1]
-    if node.target is torch.ops.torchtitan_graph.grouped_outer.default:
-        return 2 * _shape(node, 0).numel() * _shape(node, 1)[-1]
+    if node.target in (_OWN.grouped_outer.default, _OWN.scaled_grouped_outer.default):
+        return 2 * _shape(node, 0).numel() * value(node).shape[-1]
     return 0
 
 

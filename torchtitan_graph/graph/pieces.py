@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+import torchtitan_graph.float8_ops  # noqa: F401 (registers its operators)
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import aliased, value
 from torchtitan_graph.graph.liveness import owners
@@ -26,7 +27,12 @@ from torchtitan_graph.ops import reads_host
 
 _OWN = torch.ops.torchtitan_graph
 # What gives as much whatever the number of rows.
-_BY_GROUP = (_OWN.grouped_outer.default, _OWN.grouped_sum.default, _OWN.grouped_largest.default)
+_BY_GROUP = (
+    _OWN.grouped_outer.default,
+    _OWN.grouped_sum.default,
+    _OWN.grouped_largest.default,
+    _OWN.scaled_grouped_outer.default,
+)
 _KNOWN = ("aten", "prims", "_c10d_functional", "torchtitan_graph")  # whose operators we know; others are user code
 _UNSAFE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.cudagraph_unsafe}
 

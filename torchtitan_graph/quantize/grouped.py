@@ -1,6 +1,7 @@
-"""Products of groups of rows with a matrix each, as experts have them, in float8: emulated, on a GPU too.
+"""Products of groups of rows with a matrix each, as experts have them, in float8.
 
-Any rank may have any number of rows of a group, or none: nothing here depends on how many there are.
+Any rank may have any number of rows of a group, or none: nothing here depends on how many there are. Emulated unless a
+GPU scales by rows: its kernels know no other scales.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.float8_ops import scaled_grouped_mm, scaled_grouped_outer
 from torchtitan_graph.ops import grouped_add, grouped_largest, grouped_mm, grouped_outer
 from torchtitan_graph.quantize.products import (
     E4M3,
@@ -22,6 +24,7 @@ from torchtitan_graph.quantize.products import (
     quantized,
     scale_by,
     scale_for,
+    takes_kernel,
     workspace_of,
 )
 
@@ -108,31 +111,40 @@ class _Rowwise(torch.autograd.Function):
     def forward(ctx: Any, x_SD: Tensor, weight_EFD: Tensor, offsets_E: Tensor, recipe: Recipe) -> Tensor:
         ctx.recipe = recipe
         ctx.save_for_backward(x_SD, weight_EFD, offsets_E)
-        return grouped_mm(_by_row(x_SD, E4M3), _by_row(weight_EFD, E4M3), offsets_E, True).to(x_SD.dtype)
+        return _by_rows(x_SD, E4M3, weight_EFD, offsets_E, recipe).to(x_SD.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy_SF: Tensor) -> tuple[Tensor | None, ...]:
         (x_SD, weight_EFD, offsets_E), recipe, dx, dw = ctx.saved_tensors, ctx.recipe, None, None
         dy_SF = dy_SF.contiguous()
         if ctx.needs_input_grad[0]:
-            columns = _by_row(weight_EFD.transpose(1, 2), E4M3).transpose(1, 2)
-            dx = grouped_mm(_by_row(dy_SF, recipe.gradient), columns, offsets_E, False).to(x_SD.dtype)
+            dx = _by_rows(dy_SF, recipe.gradient, weight_EFD.transpose(1, 2), offsets_E, recipe).to(x_SD.dtype)
         if ctx.needs_input_grad[1] and recipe.scaling == ROWWISE_WIDE:
             dw = grouped_outer(dy_SF, x_SD.to(dy_SF.dtype), offsets_E).to(weight_EFD.dtype)
         elif ctx.needs_input_grad[1]:
-            dy, x = _by_column(dy_SF, offsets_E, recipe.gradient), _by_column(x_SD, offsets_E, E4M3)
-            dw = grouped_outer(dy, x, offsets_E).to(weight_EFD.dtype)
+            dw = _by_columns(dy_SF, recipe.gradient, x_SD, offsets_E, recipe).to(weight_EFD.dtype)
         return dx, dw, None, None
 
 
-def _by_row(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Give what the numbers stand for once each row is quantised."""
-    q, scale = quantized(x, dtype, True)
-    return q.float() * scale
+def _by_rows(x_SD: Tensor, dtype: torch.dtype, w_EFD: Tensor, offsets_E: Tensor, recipe: Recipe) -> Tensor:
+    """Multiply each group's rows by its own matrix, transposed, each row of both quantised: (S, F)."""
+    (xq_SD, scale_S1), (wq_EFD, scale_EF1) = quantized(x_SD, dtype, True), quantized(w_EFD, E4M3, True)
+    if takes_kernel(x_SD.device, recipe):
+        return scaled_grouped_mm(xq_SD, scale_S1.squeeze(-1), wq_EFD, scale_EF1.squeeze(-1), offsets_E)
+    return grouped_mm(xq_SD.float() * scale_S1, wq_EFD.float() * scale_EF1, offsets_E, True)
 
 
-def _by_column(x_SF: Tensor, offsets_E: Tensor, dtype: torch.dtype) -> Tensor:
-    """Give what they stand for once each column of each group's rows is."""
+def _by_columns(dy_SF: Tensor, dtype: torch.dtype, x_SD: Tensor, offsets_E: Tensor, recipe: Recipe) -> Tensor:
+    """Sum the outer products of each group's rows, each column of a group quantised: (E, F, D)."""
+    dyq_SF, dy_scale_EF, dy_scale_SF = _columns(dy_SF, offsets_E, dtype)
+    xq_SD, x_scale_ED, x_scale_SD = _columns(x_SD, offsets_E, E4M3)
+    if takes_kernel(x_SD.device, recipe):
+        return scaled_grouped_outer(dyq_SF, dy_scale_EF, xq_SD, x_scale_ED, offsets_E)
+    return grouped_outer(dyq_SF.float() * dy_scale_SF, xq_SD.float() * x_scale_SD, offsets_E)
+
+
+def _columns(x_SF: Tensor, offsets_E: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantise each column of each group's rows; give the scales too, (E, F) and at each number."""
     scale_EF = scale_for(grouped_largest(x_SF, offsets_E).float(), dtype)
     scale_SF = grouped_add(torch.zeros_like(x_SF, dtype=torch.float32), scale_EF, offsets_E)
-    return quantize(x_SF, scale_SF, dtype).float() * scale_SF
+    return quantize(x_SF, scale_SF, dtype), scale_EF, scale_SF

@@ -26,7 +26,17 @@ from torchtitan_graph.parallel.layout import TP
 from torchtitan_graph.parallel.parallelize import parameter_roles
 from torchtitan_graph.parallel.plan import SPLIT_DIM, Plan
 from torchtitan_graph.quantize.layers import kept_weights
-from torchtitan_graph.quantize.products import BLOCK, DELAYED, E4M3, E5M2, MX, ROWWISE, TENSORWISE, Recipe
+from torchtitan_graph.quantize.products import (
+    BLOCK,
+    DELAYED,
+    E4M3,
+    E5M2,
+    MX,
+    ROWWISE,
+    TENSORWISE,
+    Recipe,
+    takes_kernel,
+)
 from torchtitan_graph.quantize.state import Float8
 
 MULTIPLE = 16  # of which the kernels want both sizes of a matrix to be; in MX formats of a block
@@ -120,17 +130,36 @@ def _plan_experts(config: JobConfig, model: nn.Module, device: torch.device) -> 
     if not options.fqns:
         raise UserError(f"{asked}: {_FQNS} names no experts; set it to ['experts'] for all, or remove the converter")
     _check_parts(_FQNS, options.fqns, experts, "experts'")
-    if device.type == "cuda" and not options.emulate:
-        raise UserError(
-            f"{asked}: experts' products in float8 are emulated alone, on a GPU too; set"
-            " quantize.grouped_mm.float8.emulate = true, which is slow, or remove the converter"
-        )
     names = [name for name in experts if any(part in name for part in options.fqns)]
     scaling = options.recipe_name or ROWWISE
     if scaling == DELAYED:
         _check_called_once(model, names, _FQNS.rpartition(".")[0], f"leave it out of {_FQNS}")
     logger.info(f"float8: experts of {len(names)} layers, {scaling}; as they were: {len(experts) - len(names)}")
-    return dict.fromkeys(names, _recipe(scaling, options.gradient_format, options.emulate))
+    recipe = _recipe(scaling, options.gradient_format, options.emulate)
+    recipe = recipe._replace(is_traced_for_gpu=is_dry_for_gpu(config))
+    if takes_kernel(device, recipe):
+        _check_kernel_of_groups(recipe, device)
+    return dict.fromkeys(names, recipe)
+
+
+def _check_kernel_of_groups(recipe: Recipe, device: torch.device) -> None:
+    """Refuse what a GPU's products of groups of rows do not take."""
+    table = "quantize.grouped_mm.float8"
+    instead = f"or set {table}.emulate = true, which is slow"
+    if not recipe.by_row:
+        raise UserError(
+            f"{table}.recipe_name = {recipe.scaling!r}: a GPU's products of experts scale by rows; set it to"
+            f" {ROWWISE!r}, {instead}"
+        )
+    if recipe.gradient != E4M3:
+        raise UserError(
+            f"{table}.gradient_format = 'e5m2': a GPU's products of experts are of e4m3; remove it, {instead}"
+        )
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0):
+        raise UserError(
+            f"model.converters = [{EXPERTS!r}]: {torch.cuda.get_device_name(device)} has no products of experts in"
+            f" float8, which want compute capability 9.0; remove the converter, {instead}"
+        )
 
 
 def _check_called_once(model: nn.Module, names: Collection[str], table: str, instead: str) -> None:

@@ -133,12 +133,17 @@ def workspace_of(weight: Tensor, q: Tensor | None, scale: Tensor | None) -> tupl
     return quantize(weight, over(made), E4M3), made, True
 
 
+def takes_kernel(device: torch.device, recipe: Recipe) -> bool:
+    """Tell whether products are a GPU's own."""
+    return (device.type == "cuda" or recipe.is_traced_for_gpu) and not recipe.emulate
+
+
 def product(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch.dtype, recipe: Recipe) -> Tensor:
     """Multiply a (M, K) by b (N, K), transposed, and give (M, N); scales are scalars, (M, 1) and (N, 1), or of blocks.
 
     Emulated, and on a CPU always, in fp32: bitwise what a CPU's own `_scaled_mm` gives, which is slow.
     """
-    if (a.device.type == "cuda" or recipe.is_traced_for_gpu) and not recipe.emulate:
+    if takes_kernel(a.device, recipe):
         return scaled_mm(a, scale_a, b, scale_b, dtype)
     return (meant(a, scale_a) @ meant(b, scale_b).t()).to(dtype)
 

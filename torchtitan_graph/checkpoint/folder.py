@@ -204,9 +204,9 @@ def check_writable(folder: Path) -> None:
 def clean_up(folder: Path) -> None:
     """Finish or delete what a killed save left in `folder`."""
     for path in folder.glob("step-*.tmp"):
-        if find_problem(path) is None and not path.with_suffix("").exists():
+        if find_problem(path) is None and find_problem(path.with_suffix("")):
             logger.warning(f"finishing the save of {path.with_suffix('')}, which was killed when it was all but done")
-            _rename(path, path.with_suffix(""))
+            commit(path)
         else:
             logger.warning(f"deleting {path}, which a killed save left unfinished")
             _delete(path)
@@ -255,7 +255,7 @@ def commit(tmp: Path) -> None:
     A model without the rest is what a run ended with. It is kept, under another name, when a longer run comes by.
     """
     final = tmp.with_suffix("")
-    if final.exists():
+    if os.path.lexists(final):  # a link that leads nowhere too
         kept = name_for_model(final.name, {path.name for path in final.parent.iterdir()})
         _rename(final, final.with_name(kept) if is_model_only(final) else final.with_suffix(".deleting"))
     _rename(tmp, final)
@@ -295,8 +295,8 @@ def excess_steps(steps: Iterable[int], newest: int | None, keep_latest_k: int, k
 
 
 def _delete(path: Path) -> None:
-    """Delete a folder, or a link to one but not what it leads to."""
-    path.unlink() if path.is_symlink() else shutil.rmtree(path)
+    """Delete a folder, or a file that has its name, or a link but not what it leads to."""
+    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def _rename(old: Path, new: Path) -> None:

@@ -53,8 +53,17 @@ def _step_and_undo(optimizer: torch.optim.Optimizer, params: list[torch.Tensor])
     settings = _group_settings(optimizer)
     for param in params:
         param.grad = torch.zeros_like(param)
-    with torch.random.fork_rng([torch.cuda.current_device()] if params[0].is_cuda else []):
-        optimizer.step()
+    odd = [key for key in ("capturable", "differentiable") if optimizer.defaults.get(key)]
+    try:
+        with torch.random.fork_rng([torch.cuda.current_device()] if params[0].is_cuda else []):
+            optimizer.step()
+    except (AssertionError, RuntimeError) as error:
+        if not odd:
+            raise
+        raise UserError(
+            f"optimizer.options: {type(optimizer).__qualname__} can't take a step with {', '.join(odd)} ({error});"
+            " remove it"
+        ) from error
     optimizer.zero_grad()
     with torch.no_grad():
         for param, value in zip(params, before, strict=True):

@@ -383,3 +383,29 @@ def test_what_a_link_in_the_folder_leads_to_is_not_deleted(suffix: str, run: Pat
     assert load(run) == 3
     assert not link.is_symlink()
     assert (tmp_path / "precious" / "file").exists()
+
+
+def _lead_nowhere(path: Path) -> None:
+    path.symlink_to(path.parent.parent / "gone")
+
+
+def _lead_to_itself(path: Path) -> None:
+    path.symlink_to(path)
+
+
+@pytest.mark.parametrize("other", [Path.touch, Path.mkdir, _lead_nowhere, _lead_to_itself])
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_what_has_a_checkpoints_name_and_is_none_makes_place(
+    is_killed: bool, other: Callable[[Path], None], run: Path
+) -> None:
+    """For a save, and for one that was killed when it was all but done."""
+    if is_killed:
+        (run / "step-3").rename(run / "step-3.tmp")
+    else:
+        shutil.rmtree(run / "step-3")
+    other(run / "step-3")
+    if not is_killed:
+        assert load(run) == 2
+        fill(checkpointer_of(run), 3.0).save(3, {"step": 3})
+    assert load(run) == 3
+    assert sorted(path.name for path in run.iterdir()) == ["step-1", "step-2", "step-3"]

@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from pool import mesh, run_on
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.hf import load_weights, save_weights
-from torchtitan_graph.models.hf.files import Folder
+from torchtitan_graph.models.hf.files import Folder, NewFolder
 from torchtitan_graph.models.hf.places import live_tensors
 from torchtitan_graph.models.layers.stored import Stored
 from torchtitan_graph.parallel.chunk import box_of
@@ -282,6 +282,20 @@ def test_a_folder_that_is_none_is_refused(files: dict[str, str | dict], message:
         text = content if isinstance(content, str) else json.dumps({"weight_map": content})
         (tmp_path / name).write_text(text)
     assert message in error_of(tmp_path)
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_folder_is_written_where_a_link_leads(is_there: bool, tmp_path: Path) -> None:
+    disk, link = tmp_path / "disk", tmp_path / "link"
+    link.symlink_to(disk)
+    if is_there:
+        disk.mkdir()
+    for content in ({}, {"again": 1}):
+        new = NewFolder(link, replace=True)
+        new.write_json("config.json", content)
+        new.commit()
+        assert json.loads((disk / "config.json").read_text()) == content
+    assert {path.name for path in tmp_path.iterdir()} == {"disk", "link"} and link.is_symlink()
 
 
 def test_a_folder_that_is_there_is_not_written_over(folder: Path) -> None:

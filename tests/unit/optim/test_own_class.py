@@ -116,6 +116,13 @@ def test_a_class_that_could_not_be_resumed_is_refused(name: str, message: str) -
     assert message in str(caught.value) and name in str(caught.value)
 
 
+@pytest.mark.parametrize("option", ["capturable", "differentiable"])
+def test_an_option_that_no_step_can_be_taken_with_is_named(option: str) -> None:
+    options = job.Optimizer(name="torch.optim.RMSprop", options={option: True})
+    with pytest.raises(UserError, match=f"optimizer.options: RMSprop can't take a step with {option} .*; remove it"):
+        build_optimizer(make_model(), options)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -104,6 +104,7 @@ class NewFolder:
         Raises:
             UserError: `path` is a file, or holds something and `replace` is false.
         """
+        path = path.resolve()  # a link stays, and what it leads to is made
         if path.is_file() or (path.is_dir() and any(path.iterdir()) and not replace):
             raise UserError(f"{path} is there already: name a new folder")
         self.path = path

@@ -119,7 +119,10 @@ def declared_by(leaves: Mapping[str, Any], shapes: DynamicShapes) -> list[Dimens
             raise UserError(f"dynamic_shapes: {name} is no tensor among the arguments: {', '.join(tensors)}")
         tensor = tensors[name]
         if is_traceable_wrapper_subclass(tensor):
-            raise UserError(f"dynamic_shapes: {name} is a {type(tensor).__name__}, which is not supported there")
+            raise UserError(
+                f"dynamic_shapes: {name} is a {type(tensor).__name__}, which is not supported there: pass its plain "
+                "tensor, or leave it out"
+            )
         if not isinstance(dims, Mapping | list | tuple | None):
             raise UserError(
                 f"dynamic_shapes: {name} is {dims!r}: legal are a dict of its dimensions' names, and a list of names"

@@ -106,7 +106,7 @@ def make_train_step(
         wanted = parameters | slots
         gradients = torch.autograd.grad(value, list(wanted.values()), allow_unused=True)
         found = {name: g for name, g in zip(wanted, gradients, strict=True) if g is not None}
-        state = state | {name: found.pop(name) for name in slots}
+        state = state | {name: _told(slot, found.pop(name, None)) for name, slot in slots.items()}
         with annotated(phase="backward"):
             return value, {name: _as_parameter(g, parameters[name]) for name, g in found.items()}, state
 
@@ -231,7 +231,7 @@ def make_stage_step(
         gradients = list(torch.autograd.grad(outputs, wanted, given, allow_unused=True))
         dx = None if x is None else gradients.pop()
         found = {name: g for name, g in zip([*parameters, *slots], gradients, strict=True) if g is not None}
-        state |= {name: found.pop(name) for name in slots}
+        state |= {name: _told(slot, found.pop(name, None)) for name, slot in slots.items()}
         with annotated(phase="backward"):
             finished = {name: _as_parameter(g, parameters[name]) for name, g in found.items()}
         return None if stage.last else y, value, dx, finished, state
@@ -347,9 +347,9 @@ def _part(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def _told(slot: Tensor) -> Tensor:
-    assert slot.grad is not None
-    return slot.grad
+def _told(slot: Tensor, gradient: Tensor | None) -> Tensor:
+    """Give what a layer told in a slot, 0 where the loss does not depend on it: it has seen nothing."""
+    return torch.zeros_like(slot) if gradient is None else gradient
 
 
 def make_eager_step(model: nn.Module, loss: Loss) -> Callable[[Inputs, Any, Tensor], StepOutput]:
@@ -361,7 +361,7 @@ def make_eager_step(model: nn.Module, loss: Loss) -> Callable[[Inputs, Any, Tens
         value, state = _forward(model, loss, batch, masks, num_tokens)
         value.backward()
         for name, slot in slots.items():
-            state[name], slot.grad = _told(slot), None
+            state[name], slot.grad = _told(slot, slot.grad), None
         return StepOutput(value.detach(), state)
 
     return step

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 from torchtitan_graph.graph.pieces import Recorder, Replayed
 from torchtitan_graph.graph.signature import signature_of
 from torchtitan_graph.graph.state import sharing_memory
-from torchtitan_graph.graph.torch_private import accumulate, annotated, free_gradient_dtype
+from torchtitan_graph.graph.torch_private.tensors import accumulate, free_gradient_dtype
+from torchtitan_graph.graph.torch_private.tracing import annotated
 from torchtitan_graph.graph.trace import Capture, InParts, make_fx_capture
 from torchtitan_graph.graph.traced import TracedResult, run_traced
 

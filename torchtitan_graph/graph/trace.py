@@ -35,12 +35,8 @@ from torchtitan_graph.graph.state import (
     unassigned_data,
     unchanged_attributes,
 )
-from torchtitan_graph.graph.torch_private import (
-    DataDependentOutputException,
-    FakeTensorMode,
-    SymbolicFakeTensorMode,
-    trace_to_graph,
-)
+from torchtitan_graph.graph.torch_private.sizes import SymbolicFakeTensorMode
+from torchtitan_graph.graph.torch_private.tracing import DataDependentOutputException, FakeTensorMode, trace_to_graph
 from torchtitan_graph.graph.traced import TracedResult, autocast
 from torchtitan_graph.graph.uncollected import uncollected
 from torchtitan_graph.log import logger

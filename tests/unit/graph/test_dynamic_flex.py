@@ -57,6 +57,20 @@ def test_one_graph_serves_several_lengths(capture: str, traced_at: int) -> None:
         assert all(map(torch.equal, run(*inputs(length)), step(attend, *inputs(length)))), length
 
 
+def attend_by_length(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: BlockMask) -> Tensor:
+    n = q.shape[2]
+    out, _ = flex_attention_op(q, k, v, mask, 0.5, lambda score, b, h, q, kv: score + bias[kv] * (q - kv + n))
+    return out.square().sum()
+
+
+@pytest.mark.parametrize("capture", CAPTURES)
+def test_a_score_function_may_compute_with_a_length(capture: str) -> None:
+    module, fn = nn.Module(), InParts(step, attend_by_length)
+    run = run_traced(CAPTURES[capture](fn, module, inputs(40), device="cpu", dynamic_shapes=SHAPES), module)
+    for length in (40, 16):
+        assert all(map(torch.equal, run(*inputs(length)), step(attend_by_length, *inputs(length)))), length
+
+
 def test_both_captures_give_one_graph() -> None:
     module, graphs = nn.Module(), []
     for capture in CAPTURES.values():

@@ -114,9 +114,6 @@ def capture_strictly(
         manager = found.build_guards(fn.__code__, hooks=hooks).guard_manager
     state, env = found.output_graph.global_state_guard, found.output_graph.shape_env
     guards: Any = env.guards  # as `new_guards` made it
-    # A size that is 0 or 1 Dynamo takes for that number, and compares it to nothing.
-    sizes_of = {source.name: x["size"] for source, x in found.output_graph.input_source_to_sizes_strides.items()}
-    fixed = [(name, i, n) for name, size in sizes_of.items() for i, n in enumerate(size) if type(n) is int and n < 2]
 
     def holds(arguments: tuple[Any, ...]) -> list[tuple[Any, str]]:
         from torch.utils._sympy.interp import sympy_interp
@@ -126,8 +123,7 @@ def capture_strictly(
         symbols = {symbol for guard in guards for symbol in guard.expr.free_symbols}
         sizes = {symbol: eval(env.var_to_sources[symbol][0].name, scope) for symbol in symbols}  # of Dynamo's making
         compared = [sympy_interp(PythonReferenceAnalysis, sizes, guard.expr) for guard in guards]
-        equal = [(eval(name, scope).shape[i] == n, "") for name, i, n in fixed]
-        return [*zip(compared, guards.where, strict=True), *equal]
+        return [*zip(compared, guards.where, strict=True)]
 
     def violated(arguments: tuple[Any, ...]) -> str:
         if changed := set(() if state.check() else state.reason().split()) - _MAY_CHANGE:

@@ -210,7 +210,7 @@ def evaluated(cell: Cell) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             p.data.add_(p.grad, alpha=-1e-1)
             p.grad = None
         found.append(steps.evaluate(batches[0]))
-        workspaces = [x for name, x in steps.model.named_buffers() if name.endswith("weight_q")]
+        workspaces = [x.to_local() for name, x in steps.model.named_buffers() if name.endswith("weight_q")]
         writes = [x._version for x in workspaces]
         assert torch.equal(steps.evaluate(batches[0]), found[-1])
         assert [x._version for x in workspaces] == writes, "nothing has changed since: they are not quantised again"

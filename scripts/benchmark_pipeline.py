@@ -26,7 +26,7 @@ from benchmark import config_of, integers, make_batch, make_model, peak_bytes
 
 from torchtitan_graph.config import job
 from torchtitan_graph.forecast import STEP, forecast
-from torchtitan_graph.graph.torch_private import PipelineAction
+from torchtitan_graph.graph.torch_private.pipelines import PipelineAction
 from torchtitan_graph.models.layers.init import initialize
 from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.join import join

@@ -16,7 +16,7 @@ from torchtitan_graph.check.captures import Comparing
 from torchtitan_graph.command import run_command
 from torchtitan_graph.config import DRY, check, load, ranks_asked_for
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph.torch_private import init_fake_process_group
+from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
 from torchtitan_graph.log import init_logging, logger
 from torchtitan_graph.trainer import Trainer
 

@@ -21,7 +21,7 @@ from torchtitan_graph.check.matrix import BF16, Cell, build_model
 from torchtitan_graph.compiler import Pass, passes
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.show import shape_of
-from torchtitan_graph.graph.torch_private import init_fake_process_group
+from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
 from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.recompute import Recompute

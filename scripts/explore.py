@@ -23,7 +23,7 @@ from torchtitan_graph.explorer import PassWatch, Strings, graph_data, page
 from torchtitan_graph.forecast import forecast
 from torchtitan_graph.graph.measured import find_trace, has_traces, measured
 from torchtitan_graph.graph.scopes import charges, in_a_row
-from torchtitan_graph.graph.torch_private import init_fake_process_group
+from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
 from torchtitan_graph.log import init_logging, logger
 from torchtitan_graph.run.files import check_result, write_result
 from torchtitan_graph.steps import Graphs, costs_on

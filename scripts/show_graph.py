@@ -27,7 +27,7 @@ from torchtitan_graph.config import DRY, JobConfig, check, load, ranks_asked_for
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.measured import find_trace
 from torchtitan_graph.graph.show import without_bytes
-from torchtitan_graph.graph.torch_private import init_fake_process_group
+from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
 from torchtitan_graph.log import init_logging, logger
 from torchtitan_graph.run.files import check_result, write_result
 from torchtitan_graph.steps import costs_on

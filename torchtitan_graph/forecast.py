@@ -18,7 +18,7 @@ from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.cost import Estimate, estimate
 from torchtitan_graph.graph.liveness import Peak, at_node, host_memory, input_memory, peak_memory
 from torchtitan_graph.graph.partition import ONCE_A_STEP
-from torchtitan_graph.graph.torch_private import PipelineAction
+from torchtitan_graph.graph.torch_private.pipelines import PipelineAction
 from torchtitan_graph.graph.traffic import Traffic, traffic
 from torchtitan_graph.log import logger
 from torchtitan_graph.models.layers.decoder import Decoder

@@ -21,7 +21,7 @@ from torchtitan_graph import device as devices
 from torchtitan_graph.checkpoint import SaveError
 from torchtitan_graph.config import JobConfig, check, dump_toml, load, ranks_asked_for
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph.torch_private import init_fake_process_group
+from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
 from torchtitan_graph.log import init_logging, logger
 from torchtitan_graph.parallel.join import join
 from torchtitan_graph.patience import is_away, wait_for_storage

@@ -38,7 +38,7 @@ from torchtitan_graph.data.tokenizer import Tokenizer, find_assets, load_tokeniz
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.forecast import Forecast, check_fits, forecast
 from torchtitan_graph.graph.dynamo import CAPTURES
-from torchtitan_graph.graph.torch_private import set_timeout
+from torchtitan_graph.graph.torch_private.distributed import set_timeout
 from torchtitan_graph.log import logger
 from torchtitan_graph.metrics import (
     Metrics,

@@ -40,7 +40,7 @@ from torchtitan_graph.parallel.recompute import Budget, Recompute
 from torchtitan_graph.parallel.storage import Reshard
 from torchtitan_graph.quantize.layers import Linear
 from torchtitan_graph.quantize.products import DELAYED, E4M3, MX, ROWWISE, ROWWISE_WIDE, Recipe
-from torchtitan_graph.quantize.state import Quantized
+from torchtitan_graph.quantize.state import Float8State
 from torchtitan_graph.steps import Steps, build_steps
 
 c10d = torch.ops._c10d_functional
@@ -63,7 +63,7 @@ CELLS = {
     "delayed-budget": cell_of(ONE, PAST, recompute=Recompute(budget=Budget(0.3))),
     "experts-delayed": cell_of(ONE, PAST, **QWEN3),
     "experts-rowwise-recompute-full": cell_of(ONE, ROWS, family="deepseek_v3", recompute=Recompute(1)),
-    "experts-biased": cell_of(ONE, CURRENT, family="gpt_oss", num_steps=2),
+    "experts-biased-FSDP-2": cell_of(FSDP2, CURRENT, family="gpt_oss", num_microbatches=1, num_steps=2),
     "experts-EP-2-recompute-op": cell_of(EP2, CURRENT, num_steps=2, recompute=Recompute(by_op=True), **QWEN3),
     "norms": cell_of(ONE, None, family="own_models.float8_norms", recompute=Recompute(1)),
     "mx-recompute-full": cell_of(ONE, BLOCKS, recompute=Recompute(1)),
@@ -84,7 +84,6 @@ SLOW = {
     "HSDP-2x2": cell_of(HSDP, PAST),
     "FSDP-2-x-TP-2": cell_of(FSDP2_TP2, PAST),
     "TP-2-rowwise": cell_of(TP2, ROWS),
-    "experts-FSDP-2": cell_of(FSDP2, CURRENT, family="gpt_oss", num_microbatches=1),
     "experts-EP-2-delayed": cell_of(EP2, PAST, **QWEN3),
     "experts-EP-2-rowwise": cell_of(EP2, ROWS, family="deepseek_v3", recompute=Recompute(1)),
     "experts-EP-2-x-FSDP-2": cell_of(ParallelDims(dp_shard=4, ep=2), PAST, family="llama4", num_microbatches=1),
@@ -141,20 +140,22 @@ def test_weights_that_are_not_quantised_anew_after_a_step_are_seen() -> None:
 
 
 def seen_by_all(all_dims: list[ParallelDims]) -> list[list[float]]:
-    """Give what delayed scaling keeps where each rank has seen something else."""
+    """Give what delayed scaling keeps of two steps where each rank has seen something else."""
     found, rank = [], dist.get_rank()
     for dims in all_dims:
         model = nn.Sequential(Linear(nn.Linear(16, 16), PAST))
         told = {"0.amax": torch.tensor([1.0 + rank, 2.0 - rank])}
-        Quantized(model, {}, layout_of(dims), torch.float32).take(told)
-        found.append(model[0].amax_history[:2].flatten().tolist())
+        state = Float8State(model, {}, layout_of(dims), torch.float32)
+        for factor in (1, 3):
+            state.take({name: factor * x for name, x in told.items()})
+        found.append(model[0].amax_history[:3].flatten().tolist())
     return found
 
 
 def test_all_ranks_keep_the_largest_that_any_has_seen() -> None:
     """Graph and eager share this: between them nothing would differ."""
     all_dims = [FSDP2, DDP2, TP2, ParallelDims(cp=2), EP2]
-    assert run_on(2, seen_by_all, all_dims) == [[[2.0, 2.0, 0.0, 0.0]] * len(all_dims)] * 2
+    assert run_on(2, seen_by_all, all_dims) == [[[6.0, 6.0, 2.0, 2.0, 0.0, 0.0]] * len(all_dims)] * 2
 
 
 def verified(cell: Cell) -> None:
@@ -197,8 +198,8 @@ def test_float8_travels_in_the_place_of_bf16() -> None:
     assert sum(quantised.values()) == sum(plain.values())
 
 
-def evaluated(cell: Cell) -> tuple[Tensor, Tensor, Tensor]:
-    """Evaluate before and after a step on the graph, and eagerly after it."""
+def evaluated(cell: Cell) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Evaluate before and after a step, on the graph and eagerly."""
     found = []
     for mode in ("graph", "eager"):
         steps = build_with_evaluation(cell, mode)
@@ -209,6 +210,11 @@ def evaluated(cell: Cell) -> tuple[Tensor, Tensor, Tensor]:
             p.data.add_(p.grad, alpha=-1e-1)
             p.grad = None
         found.append(steps.evaluate(batches[0]))
+        workspaces = [x.to_local() for name, x in steps.model.named_buffers() if name.endswith("weight_q")]
+        writes = [x._version for x in workspaces]
+        assert torch.equal(steps.evaluate(batches[0]), found[-1])
+        assert [x._version for x in workspaces] == writes, "nothing has changed since: they are not quantised again"
+        assert bool(workspaces) == (mode == "graph")
     return tuple(found)  # type: ignore[return-value]
 
 

@@ -12,7 +12,7 @@ from matrix import BF16, CPU, Cell, build_model
 
 from torchtitan_graph.graph.hierarchy import call_hierarchy, fwd_call_hierarchy
 from torchtitan_graph.graph.stamp import described
-from torchtitan_graph.graph.torch_private import init_fake_process_group
+from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
 from torchtitan_graph.graph.trace import make_fx_capture
 from torchtitan_graph.graph.traced import TracedResult
 from torchtitan_graph.models.layers.moe import AuxiliaryLoss

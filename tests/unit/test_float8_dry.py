@@ -5,7 +5,7 @@ import torch
 
 from torchtitan_graph.config import load
 from torchtitan_graph.graph.flops import matmul_flops
-from torchtitan_graph.graph.torch_private import init_fake_process_group
+from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
 from torchtitan_graph.trainer import Trainer
 
 aten = torch.ops.aten

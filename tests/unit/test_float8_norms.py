@@ -65,6 +65,13 @@ def test_it_is_its_layers_apart(recipe: Recipe, kind: str) -> None:
         assert num_casts[0] == num_casts[1] - (2 if kind == "linear" else 1)
 
 
+def test_what_was_seen_is_the_largest_of_all_that_is_kept() -> None:
+    layer = Linear(nn.Linear(D, F), RECIPES["delayed"])
+    layer.amax_history[0], layer.amax_history[3] = torch.tensor([1.0, 5.0]), torch.tensor([4.0, 2.0])
+    *_, past = layer.state()
+    assert past.tolist() == [4.0, 5.0]
+
+
 def _num_casts(gm: torch.fx.GraphModule) -> int:
     casts = gm.graph.find_nodes(op="call_function", target=torch.ops.aten._to_copy.default)
     return sum(node.kwargs.get("dtype") == E4M3 for node in casts)

@@ -93,6 +93,32 @@ def test_a_layer_in_two_places_is_converted_in_both_and_has_no_history() -> None
         plan_float8(configured(recipe_name="tensorwise_delayed"), shared, CPU)
     convert(shared, found)
     assert isinstance(shared[0], Linear) and shared[1][1] is shared[0]
+    own = nn.Sequential(Linear(nn.Linear(16, 16), Recipe(DELAYED)))
+    own.append(own[0])
+    with pytest.raises(UserError, match="'tensorwise_delayed'.: 0 is 1 too, and one history can't .*; let each place"):
+        plan_float8(load([]), own, CPU)
+
+
+def test_experts_in_two_places_have_no_history() -> None:
+    config = load(["--model.converters", GROUPED, f"--{GROUPED}.fqns", "experts"])
+    shared = model("qwen3", "debugmodel_moe")
+    shared.layers[2].moe.experts = shared.layers[1].moe.experts
+    assert plan_float8(config, shared, CPU) is not None
+    config.quantize.grouped_mm.float8.recipe_name = DELAYED
+    with pytest.raises(UserError, match=r"grouped_mm.float8.recipe_name = .*layers.2.moe.experts too, .*leave it out"):
+        plan_float8(config, shared, CPU)
+
+
+@pytest.mark.parametrize(("capability", "is_taken"), [((8, 0), False), ((8, 9), True)])
+def test_a_gpu_without_float8_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], is_taken: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
+    cuda = torch.device("cuda")
+    with contextlib.nullcontext() if is_taken else pytest.raises(UserError, match="A100 does not .*emulate = true"):
+        plan_float8(configured(), model(), cuda)
+    assert plan_float8(configured(emulate="true"), model(), cuda) is not None
 
 
 @pytest.mark.parametrize(

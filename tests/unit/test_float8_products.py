@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
+from torchtitan_graph.quantize.grouped import grouped_linear
 from torchtitan_graph.quantize.products import (
     DELAYED,
     E4M3,
@@ -68,6 +69,7 @@ def test_numbers_are_rounded_to_the_format_and_saturate() -> None:
     q, scale = quantized(torch.zeros(2, 2), E4M3)
     assert scale > 0 and q.float().eq(0).all()
     assert quantized(torch.tensor([[1.0, 3.0], [0.5, 8.0]]), E4M3, True)[1].mul(448).flatten().tolist() == [3.0, 8.0]
+    assert quantized(torch.tensor([3e-10]), E4M3)[0].float() == 448  # however small
     assert largest(torch.tensor([[float("nan")]])).isnan()  # and so the loss: a run stops
 
 
@@ -135,12 +137,40 @@ def test_what_is_infinite_is_not_saturated(recipe: Recipe) -> None:
     assert not linear(x, numbers(F, D, seed=1), recipe, past=past)[0].isfinite().all()
 
 
+def test_delayed_scaling_is_by_what_was_seen_of_each() -> None:
+    """Of experts too: here one, whose rows are all. Activations, then gradients; what is larger saturates."""
+    x, weight, dy = numbers(T, D), numbers(F, D, seed=1), numbers(T, F, seed=2)
+    past, recipe = torch.tensor([6.0, 1.0]), Recipe(DELAYED)
+    (sx, sdy), (w, sw) = (scale_for(past[0], E4M3), scale_for(past[1], E5M2)), quantized(weight, E4M3)
+    xq, dyq = quantize(x, sx, E4M3), quantize(dy, sdy, E5M2)
+    expected = [
+        product(xq, sx, w, sw, torch.bfloat16, recipe),
+        product(dyq, sdy, w.t(), sw, torch.bfloat16, recipe),
+        product(dyq.t(), sdy, xq.t(), sx, torch.bfloat16, recipe),
+    ]
+    args, slot = (x.requires_grad_(), weight.requires_grad_()), torch.zeros(2, requires_grad=True)
+    found = step(lambda x, w: linear(x, w, recipe, slot=slot, past=past)[0], dy, *args)
+    assert all(map(torch.equal, found, expected))
+    ends = torch.tensor([T], dtype=torch.int32)
+    found = step(lambda x, w: grouped_linear(x, w[None], ends, recipe, slot=slot, past=past)[0], dy, *args)
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("emulate", [False, True])
+def test_a_dry_run_for_a_gpu_has_its_kernel_unless_emulated(emulate: bool) -> None:
+    recipe = Recipe(emulate=emulate, is_traced_for_gpu=True)
+    gm = make_fx(lambda x, w: linear(x, w, recipe)[0])(numbers(T, D), numbers(F, D))
+    assert bool(gm.graph.find_nodes(op="call_function", target=torch.ops.aten._scaled_mm.default)) != emulate
+
+
 def test_a_workspace_is_taken_made_or_made_anew() -> None:
     weight = numbers(F, D)
     q, scale, is_made = workspace_of(weight, None, None)
     assert is_made and torch.equal(q.float(), quantized(weight, E4M3)[0].float())
     assert workspace_of(weight, q, scale)[0] is q and not workspace_of(weight, q, scale)[2]
-    for bad_q, bad_scale in [(q[:-1], scale), (q.to(E5M2), scale), (q, scale.expand(F, 1)), (q, scale.double())]:
+    elsewhere = [(q.to("meta"), scale), (q, scale.to("meta"))]
+    of_another = [(q[:-1], scale), (q.to(E5M2), scale), (q, scale.expand(F, 1)), (q, scale.double())]
+    for bad_q, bad_scale in of_another + elsewhere:
         found, _, is_made = workspace_of(weight, bad_q, bad_scale)
         assert is_made and torch.equal(found.float(), q.float())
     y, made, made_scale = linear(numbers(T, D), weight, Recipe())

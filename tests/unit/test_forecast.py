@@ -25,7 +25,7 @@ from torchtitan_graph.forecast import (
     forecast,
 )
 from torchtitan_graph.graph import keeping
-from torchtitan_graph.graph.torch_private import init_fake_process_group
+from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
 from torchtitan_graph.log import logger
 from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.layout import FSDP, PP, TP, ParallelDims

@@ -194,7 +194,7 @@ def _differing_of(ours: list[_Seen], theirs: list[_Seen]) -> Iterator[Difference
 def _kind(x: _Seen | None, y: _Seen | None) -> str:
     if x is not None and y is not None:
         if x.target != y.target:
-            return "other operator"
+            return "other constant" if x.node.op == y.node.op == "get_attr" else "other operator"
         return "other constant" if x.constants != y.constants else "other shape, dtype or strides"
     (extra,) = filter(None, (x, y))
     return "extra copy" if getattr(extra.target, "overloadpacket", None) in _COPIES else "extra operator"

@@ -34,7 +34,7 @@ from torchtitan_graph.config.job import ExtraPass
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.liveness import peak_memory
 from torchtitan_graph.graph.signature import signature_of
-from torchtitan_graph.graph.torch_private import init_fake_process_group
+from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
 from torchtitan_graph.graph.traffic import traffic
 from torchtitan_graph.models.layers.init import initialize
 from torchtitan_graph.models.spec import load_family

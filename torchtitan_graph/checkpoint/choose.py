@@ -99,8 +99,8 @@ def find_likely(folder: Path, config: job.Checkpoint, num_steps: int) -> Path | 
         UserError: there are only checkpoints that can't be trained on exactly.
     """
     if begins_anew(folder, config):
-        is_here = config.initial_load_path and "://" not in config.initial_load_path and not config.initial_load_in_hf
-        return Path(config.initial_load_path or "") if is_here else None
+        initial = config.initial_load_path
+        return Path(initial) if initial and "://" not in initial and not config.initial_load_in_hf else None
     if config.remote_folder is not None or any(folder.glob("step-*.tmp")):
         return None
     steps = _own_steps(folder, {})

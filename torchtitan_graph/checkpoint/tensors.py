@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from torchtitan_graph.checkpoint.whole import Box, Part, find_gaps, unite
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph.torch_private import METADATA_GLOBALS, StorageInfo
+from torchtitan_graph.graph.torch_private.distributed import METADATA_GLOBALS, StorageInfo
 from torchtitan_graph.parallel.agree import RanksFailed, describe, describe_ranks
 from torchtitan_graph.parallel.chunk import Chunk, chunk_of
 

@@ -12,7 +12,8 @@ import torch.utils._pytree as pytree
 from torch.nn.attention.flex_attention import BlockMask
 
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph.torch_private import mask_parts, mask_whole
+from torchtitan_graph.graph import flex_strips  # noqa: F401 (uncompiled flex attention, which a mask is an argument of)
+from torchtitan_graph.graph.torch_private.flex import mask_parts, mask_whole
 
 _CONSTANT_TYPES = (int, float, bool, str, type(None))
 

@@ -10,7 +10,8 @@ import torch
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.signature import layout_of
-from torchtitan_graph.graph.torch_private import dynamic_marks, export_dims, is_traceable_wrapper_subclass
+from torchtitan_graph.graph.torch_private.sizes import dynamic_marks, export_dims
+from torchtitan_graph.graph.torch_private.tensors import is_traceable_wrapper_subclass
 
 # Of a tensor's name and a dimension, what that is called: see `Sizes`. A sequence has all dimensions.
 DynamicShapes = Mapping[str, Mapping[int, Any] | Sequence[Any]]
@@ -119,7 +120,10 @@ def declared_by(leaves: Mapping[str, Any], shapes: DynamicShapes) -> list[Dimens
             raise UserError(f"dynamic_shapes: {name} is no tensor among the arguments: {', '.join(tensors)}")
         tensor = tensors[name]
         if is_traceable_wrapper_subclass(tensor):
-            raise UserError(f"dynamic_shapes: {name} is a {type(tensor).__name__}, which is not supported there")
+            raise UserError(
+                f"dynamic_shapes: {name} is a {type(tensor).__name__}, which is not supported there: pass its plain "
+                "tensor, or leave it out"
+            )
         if not isinstance(dims, Mapping | list | tuple | None):
             raise UserError(
                 f"dynamic_shapes: {name} is {dims!r}: legal are a dict of its dimensions' names, and a list of names"

@@ -32,16 +32,15 @@ from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.dimensions import SMALLEST, Dimension, DynamicShapes, SizeError, declared_by, marked
 from torchtitan_graph.graph.edit import erase_dead
 from torchtitan_graph.graph.signature import Layout, Plain, layout_of, signature_of
-from torchtitan_graph.graph.torch_private import (
-    FakeTensorMode,
+from torchtitan_graph.graph.torch_private.sizes import (
     add_runtime_checks,
-    author_s_stack,
     compute,
     hint,
     is_symbolic,
     new_symbol,
     require,
 )
+from torchtitan_graph.graph.torch_private.tracing import FakeTensorMode, author_s_stack
 
 
 class Condition(NamedTuple):

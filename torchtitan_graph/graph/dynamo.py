@@ -34,19 +34,16 @@ from torchtitan_graph.graph.dimensions import DynamicShapes
 from torchtitan_graph.graph.dynamic import Compared, Sizes, compare
 from torchtitan_graph.graph.signature import layout_of
 from torchtitan_graph.graph.state import is_traced, live_state
-from torchtitan_graph.graph.torch_private import (
+from torchtitan_graph.graph.torch_private.dynamo import (
     WRAPPERS,
-    FakeTensorMode,
     NotCaptured,
     StrictCapture,
     capture_strictly,
     fake_mode_for_dynamo,
-    is_symbolic,
-    made_for,
-    reparametrize,
-    require,
     run_wrapped,
 )
+from torchtitan_graph.graph.torch_private.sizes import is_symbolic, require
+from torchtitan_graph.graph.torch_private.tracing import FakeTensorMode, made_for, reparametrize
 from torchtitan_graph.graph.trace import Capture, InParts, fakes_of, make_fx_capture
 from torchtitan_graph.graph.traced import TracedResult
 

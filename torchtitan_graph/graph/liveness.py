@@ -17,7 +17,7 @@ import torchtitan_graph.ops  # noqa: F401 (registers the copies to the host's me
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import aliased, is_view, value
 from torchtitan_graph.graph.signature import output_nodes, signature_of
-from torchtitan_graph.graph.torch_private import is_gloo
+from torchtitan_graph.graph.torch_private.distributed import is_gloo
 from torchtitan_graph.graph.traffic import group_of, num_bytes
 
 # They give their argument's memory without saying so in their schemas.

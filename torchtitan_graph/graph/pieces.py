@@ -21,7 +21,7 @@ from torchtitan_graph.graph.edit import aliased, value
 from torchtitan_graph.graph.liveness import owners
 from torchtitan_graph.graph.observe import WAIT, Watchable, mark
 from torchtitan_graph.graph.signature import signature_of
-from torchtitan_graph.graph.torch_private import boxed
+from torchtitan_graph.graph.torch_private.tracing import boxed
 from torchtitan_graph.log import logger
 from torchtitan_graph.ops import reads_host
 

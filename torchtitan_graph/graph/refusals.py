@@ -17,12 +17,9 @@ from torchtitan_graph.graph.dynamic import Sizes, place
 from torchtitan_graph.graph.edit import aliased
 from torchtitan_graph.graph.signature import is_dynamic, signature_of
 from torchtitan_graph.graph.state import live_state
-from torchtitan_graph.graph.torch_private import (
-    DynamicOutputShapeException,
-    FakeTensor,
-    dynamic_marks,
-    has_gradient_hooks,
-)
+from torchtitan_graph.graph.torch_private.sizes import dynamic_marks
+from torchtitan_graph.graph.torch_private.tensors import has_gradient_hooks
+from torchtitan_graph.graph.torch_private.tracing import DynamicOutputShapeException, FakeTensor
 
 
 def check_state(module: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None) -> None:

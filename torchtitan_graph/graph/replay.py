@@ -25,7 +25,8 @@ import torchtitan_graph.row_loss  # noqa: F401
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.signature import Plain, Signature, Slot
-from torchtitan_graph.graph.torch_private import FakeTensorMode, init_fake_process_group, name_group
+from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group, name_group
+from torchtitan_graph.graph.torch_private.tracing import FakeTensorMode
 
 _INPUT = re.compile(r"(\w+) (\w+)\[([\d, ]*)\] (.*)")
 _WORDS = re.compile(r"  # .*?\b(forward|backward)\b(?: (?!at )([\w.]+)(?= |$))?(.*)$")

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 from torchtitan_graph.graph.pieces import Recorder, Replayed
 from torchtitan_graph.graph.signature import signature_of
 from torchtitan_graph.graph.state import sharing_memory
-from torchtitan_graph.graph.torch_private import accumulate, annotated, free_gradient_dtype
+from torchtitan_graph.graph.torch_private.tensors import accumulate, free_gradient_dtype
+from torchtitan_graph.graph.torch_private.tracing import annotated
 from torchtitan_graph.graph.trace import Capture, InParts, make_fx_capture
 from torchtitan_graph.graph.traced import TracedResult, run_traced
 
@@ -106,7 +107,7 @@ def make_train_step(
         wanted = parameters | slots
         gradients = torch.autograd.grad(value, list(wanted.values()), allow_unused=True)
         found = {name: g for name, g in zip(wanted, gradients, strict=True) if g is not None}
-        state = state | {name: found.pop(name) for name in slots}
+        state = state | {name: _told(slot, found.pop(name, None)) for name, slot in slots.items()}
         with annotated(phase="backward"):
             return value, {name: _as_parameter(g, parameters[name]) for name, g in found.items()}, state
 
@@ -231,7 +232,7 @@ def make_stage_step(
         gradients = list(torch.autograd.grad(outputs, wanted, given, allow_unused=True))
         dx = None if x is None else gradients.pop()
         found = {name: g for name, g in zip([*parameters, *slots], gradients, strict=True) if g is not None}
-        state |= {name: found.pop(name) for name in slots}
+        state |= {name: _told(slot, found.pop(name, None)) for name, slot in slots.items()}
         with annotated(phase="backward"):
             finished = {name: _as_parameter(g, parameters[name]) for name, g in found.items()}
         return None if stage.last else y, value, dx, finished, state
@@ -347,9 +348,9 @@ def _part(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def _told(slot: Tensor) -> Tensor:
-    assert slot.grad is not None
-    return slot.grad
+def _told(slot: Tensor, gradient: Tensor | None) -> Tensor:
+    """Give what a layer told in a slot, 0 where the loss does not depend on it: it has seen nothing."""
+    return torch.zeros_like(slot) if gradient is None else gradient
 
 
 def make_eager_step(model: nn.Module, loss: Loss) -> Callable[[Inputs, Any, Tensor], StepOutput]:
@@ -361,7 +362,7 @@ def make_eager_step(model: nn.Module, loss: Loss) -> Callable[[Inputs, Any, Tens
         value, state = _forward(model, loss, batch, masks, num_tokens)
         value.backward()
         for name, slot in slots.items():
-            state[name], slot.grad = _told(slot), None
+            state[name], slot.grad = _told(slot, slot.grad), None
         return StepOutput(value.detach(), state)
 
     return step

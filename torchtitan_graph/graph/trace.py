@@ -35,12 +35,8 @@ from torchtitan_graph.graph.state import (
     unassigned_data,
     unchanged_attributes,
 )
-from torchtitan_graph.graph.torch_private import (
-    DataDependentOutputException,
-    FakeTensorMode,
-    SymbolicFakeTensorMode,
-    trace_to_graph,
-)
+from torchtitan_graph.graph.torch_private.sizes import SymbolicFakeTensorMode
+from torchtitan_graph.graph.torch_private.tracing import DataDependentOutputException, FakeTensorMode, trace_to_graph
 from torchtitan_graph.graph.traced import TracedResult, autocast
 from torchtitan_graph.graph.uncollected import uncollected
 from torchtitan_graph.log import logger
@@ -202,18 +198,18 @@ def minimal_fx_tracer(
                 )(*args, **kwargs)
             raise
         return TracedResult(
-            gm,
-            given.in_spec,
-            given.arguments,
-            given.parameters,
-            given.names,
-            given.constants,
-            out.spec,
-            out.constants,
-            optimizer_options(module, optimizer),
-            {name: x for _, name, _, x in modes_of(module)},
-            autocast(),
-            sizes if symbolic else None,
+            gm=gm,
+            in_spec=given.in_spec,
+            arguments=given.arguments,
+            parameters=given.parameters,
+            names=given.names,
+            constants=given.constants,
+            out_spec=out.spec,
+            out_constants=out.constants,
+            options=optimizer_options(module, optimizer),
+            modes={name: x for _, name, _, x in modes_of(module)},
+            autocast=autocast(),
+            sizes=sizes if symbolic else None,
         )
 
     return trace

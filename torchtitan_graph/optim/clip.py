@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
-from torchtitan_graph.graph.torch_private import multiply
+from torchtitan_graph.graph.torch_private.tensors import multiply
 
 c10d = torch.ops._c10d_functional
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from torchtitan_graph.config import job
 from torchtitan_graph.config.option import nearest
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph.torch_private import PipelineAction, pipeline_order, with_messages
+from torchtitan_graph.graph.torch_private.pipelines import PipelineAction, pipeline_order, with_messages
 
 # Schedules, and how many stages a rank has: exactly one, exactly two (V: the first and the last stage meet on one
 # rank), or any number from two on.

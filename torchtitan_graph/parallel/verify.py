@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 
 from torchtitan_graph.graph.show import name_of_group
 from torchtitan_graph.graph.signature import Slot, input_nodes, signature_of
-from torchtitan_graph.graph.torch_private import ranks_of_group
+from torchtitan_graph.graph.torch_private.distributed import ranks_of_group
 from torchtitan_graph.graph.traffic import group_of
 from torchtitan_graph.parallel.storage import Storage
 

@@ -18,7 +18,8 @@ from torchtitan_graph.graph.cost import Work, fused_kernels, works_of
 from torchtitan_graph.graph.edit import call, erase_dead, is_view, value
 from torchtitan_graph.graph.flops import attention_flops, matmul_flops
 from torchtitan_graph.graph.liveness import Memories, most_within, readers_of_memory, size_of
-from torchtitan_graph.graph.torch_private import boxed, compile_by_inductor
+from torchtitan_graph.graph.torch_private.inductor import compile_by_inductor
+from torchtitan_graph.graph.torch_private.tracing import boxed
 from torchtitan_graph.graph.traffic import is_permutation
 from torchtitan_graph.log import logger
 

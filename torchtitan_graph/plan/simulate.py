@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 
 from torchtitan_graph.graph.cost import Costs, Estimate, Link, estimate
 from torchtitan_graph.graph.partition import ONCE_A_STEP
-from torchtitan_graph.graph.torch_private import PipelineAction
+from torchtitan_graph.graph.torch_private.pipelines import PipelineAction
 from torchtitan_graph.graph.traced import TracedResult
 from torchtitan_graph.parallel.layout import PP
 from torchtitan_graph.parallel.schedule import COMPUTING, Schedule

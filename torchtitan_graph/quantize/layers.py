@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchtitan_graph.models.layers.feed_forward import FeedForward
 from torchtitan_graph.models.layers.moe import Experts
 from torchtitan_graph.quantize.grouped import grouped_linear
-from torchtitan_graph.quantize.products import DELAYED, E4M3, Quantised, Recipe, linear, quantise_input
+from torchtitan_graph.quantize.products import DELAYED, E4M3, QuantizedInput, Recipe, linear, quantize_input
 
 HISTORY = 16  # steps whose largest magnitudes delayed scaling keeps
 
@@ -29,7 +29,7 @@ class Kept(nn.Module):
     amax_history: Tensor | None
 
     def __init__(self, recipe: Recipe, device: torch.device):
-        nn.Module.__init__(self)
+        super().__init__()
         self.recipe = recipe
         is_delayed = recipe.scaling == DELAYED
         slot = torch.zeros(2, device=device, requires_grad=True) if is_delayed else None
@@ -65,7 +65,7 @@ class Linear(Kept):
         super().__init__(recipe, old.weight.device)
         self.weight, self.bias = old.weight, old.bias
 
-    def forward(self, x: Tensor, given: Quantised | None = None) -> Tensor:
+    def forward(self, x: Tensor, given: QuantizedInput | None = None) -> Tensor:
         """Take x quantised too, where other layers read it as well."""
         y, *_ = linear(x, self.weight, self.recipe, *self.state(), given)
         return y if self.bias is None else y + self.bias
@@ -105,7 +105,7 @@ def _read_by(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
     """Give x to layers of one recipe. What delayed scaling keeps of x is the same in all of them: the first one's."""
     first = layers[0]
     assert isinstance(first, Linear)
-    given = quantise_input(x, first.recipe, first.state()[-1])
+    given = quantize_input(x, first.recipe, first.state()[-1])
     return tuple(layer(x, given) for layer in layers)
 
 

@@ -53,9 +53,7 @@ def plan_float8(config: JobConfig, model: nn.Module, device: torch.device) -> Fl
             built with.
     """
     layers: dict[str, Recipe] = {}
-    own = next(iter(kept_weights(model)), None)
-    if own and (problems := not_together(config, f"the model's own float8 layer {own}", "or take a model without it")):
-        raise UserError("\n".join(problems))
+    _check_own(config, model)
     if converts_linears(config.model.converters):
         layers |= _plan_linears(config, model, device)
     if converts_to_mx(config.model.converters):
@@ -65,15 +63,25 @@ def plan_float8(config: JobConfig, model: nn.Module, device: torch.device) -> Fl
     return Float8(layers) if layers else None
 
 
+def _check_own(config: JobConfig, model: nn.Module) -> None:
+    """Refuse what float8 layers that the model is written with are not built with."""
+    own = kept_weights(model)
+    what = f"the model's own float8 layer {next(iter(own), '')}"
+    if own and (problems := not_together(config, what, "or take a model without it")):
+        raise UserError("\n".join(problems))
+    delayed = [name for name, (kept, _) in own.items() if kept.recipe.scaling == DELAYED]
+    _check_called_once(model, delayed, f"Recipe({DELAYED!r})", "let each place have a layer of its own")
+
+
 def _plan_linears(config: JobConfig, model: nn.Module, device: torch.device) -> dict[str, Recipe]:
     options = config.quantize.linear.float8
     scaling = options.recipe_name or TENSORWISE
-    names = _find_linears(model, scaling, options.filter_fqns)
+    names, table = _find_linears(model, scaling, options.filter_fqns), "quantize.linear.float8"
     if scaling == DELAYED:
-        _check_called_once(model, names, _FILTER.rpartition(".")[0], f"name it in {_FILTER}")
+        _check_called_once(model, names, f"{table}.recipe_name = {scaling!r}", f"name it in {_FILTER}")
     if scaling == DELAYED and config.model.num_mtp_layers and "output" in names:
         raise UserError(
-            f"quantize.linear.float8.recipe_name = {scaling!r}: with model.num_mtp_layers the layer output is called"
+            f"{table}.recipe_name = {scaling!r}: with model.num_mtp_layers the layer output is called"
             f" several times, and one history can't follow them; name output in {_FILTER}"
         )
     if device.type == "cuda" and not options.emulate and torch.cuda.get_device_capability(device) < (8, 9):
@@ -133,7 +141,8 @@ def _plan_experts(config: JobConfig, model: nn.Module, device: torch.device) -> 
     names = [name for name in experts if any(part in name for part in options.fqns)]
     scaling = options.recipe_name or ROWWISE
     if scaling == DELAYED:
-        _check_called_once(model, names, _FQNS.rpartition(".")[0], f"leave it out of {_FQNS}")
+        recipe = f"quantize.grouped_mm.float8.recipe_name = {scaling!r}"
+        _check_called_once(model, names, recipe, f"leave it out of {_FQNS}")
     logger.info(f"float8: experts of {len(names)} layers, {scaling}; as they were: {len(experts) - len(names)}")
     recipe = _recipe(scaling, options.gradient_format, options.emulate)
     recipe = recipe._replace(is_traced_for_gpu=is_dry_for_gpu(config))
@@ -162,14 +171,14 @@ def _check_kernel_of_groups(recipe: Recipe, device: torch.device) -> None:
         )
 
 
-def _check_called_once(model: nn.Module, names: Collection[str], table: str, instead: str) -> None:
+def _check_called_once(model: nn.Module, names: Collection[str], recipe: str, instead: str) -> None:
     """Refuse a layer that stands in several places, for delayed scaling adds up what it tells in one slot."""
     first = {m: name for name, m in model.named_modules()}
     for name, m in model.named_modules(remove_duplicate=False):
         if first[m] in names and first[m] != name:
             raise UserError(
-                f"{table}.recipe_name = {DELAYED!r}: {first[m]} is {name} too, and one history can't"
-                f" follow both; {instead}, or choose another recipe"
+                f"{recipe}: {first[m]} is {name} too, and one history can't follow both; {instead}, or choose another"
+                " recipe"
             )
 
 

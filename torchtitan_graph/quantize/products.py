@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchtitan_graph.graph.torch_private import scaled_mm
+from torchtitan_graph.graph.torch_private.tensors import scaled_mm
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TENSORWISE, DELAYED, ROWWISE, ROWWISE_WIDE = "tensorwise", "tensorwise_delayed", "rowwise", "rowwise_with_gw_hp"
@@ -148,7 +148,7 @@ def product(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch
     return (meant(a, scale_a) @ meant(b, scale_b).t()).to(dtype)
 
 
-class Quantised(NamedTuple):
+class QuantizedInput(NamedTuple):
     """What linear layers read of x (..., D): its rows, quantised, their scales, and (not by rows) the magnitude."""
 
     q_TD: Tensor
@@ -156,14 +156,14 @@ class Quantised(NamedTuple):
     magnitude: Tensor | None = None
 
 
-def quantise_input(x: Tensor, recipe: Recipe, past: Tensor | None = None) -> Quantised:
+def quantize_input(x: Tensor, recipe: Recipe, past: Tensor | None = None) -> QuantizedInput:
     """Quantise what linear layers read; `past` is as of `linear`. Nothing is differentiated."""
     x_TD = _rows(x.detach())
     if recipe.by_row:
-        return Quantised(*by_rows(x_TD, E4M3, recipe))
+        return QuantizedInput(*by_rows(x_TD, E4M3, recipe))
     magnitude = largest(x_TD)
     scale = scale_by(past, 0, magnitude, E4M3)
-    return Quantised(quantize(x_TD, scale, E4M3), scale, magnitude)
+    return QuantizedInput(quantize(x_TD, scale, E4M3), scale, magnitude)
 
 
 def linear(
@@ -174,7 +174,7 @@ def linear(
     scale: Tensor | None = None,
     slot: Tensor | None = None,
     past: Tensor | None = None,
-    given: Quantised | None = None,
+    given: QuantizedInput | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Multiply x (..., D) by the weight (F, D), transposed; give (..., F) in x's dtype, and the workspace if it was
     made here (see `workspace_of`; scaling by rows has none).
@@ -186,7 +186,7 @@ def linear(
             `past` are those to scale by, 0 where there are none yet.
         given: x quantised, where other layers read it too.
     """
-    x_TD, read = _rows(x), given or quantise_input(x, recipe, past)
+    x_TD, read = _rows(x), given or quantize_input(x, recipe, past)
     if recipe.by_row:
         y_TF, made = _Rowwise.apply(x_TD, weight, read.q_TD, read.scale, recipe), (None, None)
     else:

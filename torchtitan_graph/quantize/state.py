@@ -59,7 +59,7 @@ def _part(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-class Quantized:
+class Float8State:
     """The state of a model's float8 layers, which changes from one optimizer step to the next, outside the graph."""
 
     def __init__(self, model: nn.Module, storages: Mapping[str, Storage], layout: Layout, compute: torch.dtype) -> None:

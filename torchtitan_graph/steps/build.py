@@ -38,7 +38,7 @@ from torchtitan_graph.parallel.storage import (
     shard_eager,
 )
 from torchtitan_graph.quantize.layers import kept_weights
-from torchtitan_graph.quantize.state import Quantized
+from torchtitan_graph.quantize.state import Float8State
 from torchtitan_graph.steps.graphs import Graphs, build_graphs
 from torchtitan_graph.steps.inputs import loss_is_parallel, of_this_rank, prepare
 from torchtitan_graph.steps.options import StepOptions
@@ -59,7 +59,7 @@ class Steps:
     flops: Flops | None = None
     seq_len: int = 1  # of the rows that these are counted for
     recorders: Recorders | None = None
-    quantized: Quantized | None = None
+    quantized: Float8State | None = None
 
     def close(self) -> None:
         """Forget what a device recorded of the steps; before process groups are destroyed."""
@@ -166,8 +166,8 @@ def build_steps(
 
 def _quantized(
     model: Decoder, storages: Mapping[str, Storage], layout: Layout, options: StepOptions
-) -> Quantized | None:
-    return Quantized(model, storages, layout, options.precision.compute) if kept_weights(model) else None
+) -> Float8State | None:
+    return Float8State(model, storages, layout, options.precision.compute) if kept_weights(model) else None
 
 
 def bind_graphs(graphs: Graphs, model: Decoder, layout: Layout, options: StepOptions) -> Steps:

@@ -25,7 +25,7 @@ from torchtitan_graph.graph.blocks import block_of
 from torchtitan_graph.graph.cost import Costs
 from torchtitan_graph.graph.pieces import Replayed
 from torchtitan_graph.graph.signature import signature_of
-from torchtitan_graph.graph.torch_private import count_step
+from torchtitan_graph.graph.torch_private.tensors import count_step
 from torchtitan_graph.graph.trace import minimal_fx_tracer
 from torchtitan_graph.graph.traced import TracedResult, run_traced
 from torchtitan_graph.log import logger

@@ -383,6 +383,19 @@ def test_another_model_or_optimizer_is_refused_before_it_is_built(tmp_path: Path
     assert find_likely(tmp_path / "b", initial, num_steps=5) == tmp_path / "step-2"
 
 
+def test_what_names_do_not_tell_is_not_looked_at_before_it_is_loaded(tmp_path: Path) -> None:
+    Run(tmp_path / "a", **full()).train(4)
+
+    def likely(folder: str, **options: Any) -> Path | None:
+        return find_likely(tmp_path / folder, job.Checkpoint(enable=True, **options), num_steps=5)
+
+    assert likely("a", load_step=2) == tmp_path / "a" / "step-2" and likely("a", load_step=3) is None
+    assert likely("a", remote_folder="s3://bucket/run") is None
+    assert likely("b", initial_load_path="s3://bucket/run/step-2") is None
+    in_hf = {"initial_load_path": str(tmp_path), "initial_load_in_hf": True}
+    assert likely("b", **in_hf) is None and likely("a", **in_hf) == tmp_path / "a" / "step-4"
+
+
 def test_what_is_damaged_is_not_refused_before_it_is_loaded(tmp_path: Path) -> None:
     Run(tmp_path, **full()).train(4)
     index = tmp_path / "step-4" / ".metadata"
@@ -418,6 +431,7 @@ def test_what_delayed_scaling_saw_belongs_to_a_run_that_goes_on_alone(tmp_path: 
     for folder, is_delayed in (("delayed", False), ("plain", True)):
         begins = {"initial_load_path": str(tmp_path / folder / "step-2")}
         new = run(f"from {folder}", is_delayed, **begins)
+        refuse_early(tmp_path / f"from {folder}", new.model, None, **begins)
         assert new.load() is None and new.bits()[:4] == source.bits()[:4]
         assert not is_delayed or not new.model[0].amax_history.any()
         with pytest.raises(UserError, match=r"0.amax_history\n  amax_history is .* checkpoint.initial_load_path"):

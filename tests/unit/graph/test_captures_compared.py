@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
-from torchtitan_graph.check.captures import compare_captures
+from torchtitan_graph.check.captures import compare_captures, differing
+from torchtitan_graph.graph.trace import make_fx_capture
+from torchtitan_graph.passes.cleanup import cleanup
 
 pytestmark = pytest.mark.skipif(torch.__version__ < "2.13", reason="Dynamo captures steps from torch 2.13 on")
 X = torch.arange(6.0).view(2, 3)
@@ -81,3 +84,42 @@ def test_what_it_says(fn: Callable[[Net, Tensor], Any], is_same: bool, words: st
     said = "\n".join([*found.lines(), *found.values])
     assert found.is_same == is_same
     assert re.search(words, said), said
+
+
+def graph_of(fn: Callable[[Tensor], Tensor], x: Tensor = X) -> GraphModule:
+    return cleanup(make_fx_capture(fn, nn.Module(), (x,), device="cpu").gm)
+
+
+ONE, TWO = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 2.0, 4.0])
+
+
+def double(x: Tensor) -> Tensor:
+    return x + x
+
+
+def both(fn: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def made(x: Tensor) -> Tensor:
+        a, b = x.sin(), x.cos()
+        return fn(a, b)
+
+    return made
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "kind"),
+    [
+        (lambda: graph_of(both(lambda a, b: a - b)), lambda: graph_of(both(lambda a, b: b - a)), "other arguments"),
+        (
+            lambda: graph_of(lambda x: x + 1),
+            lambda: graph_of(lambda x: x + 1, X.double()),
+            "other shape, dtype or strides",
+        ),
+        (lambda: graph_of(lambda x: x + ONE), lambda: graph_of(lambda x: x + TWO), "other constant"),
+    ],
+    ids=["arguments", "dtype", "constant"],
+)
+def test_nodes_that_are_alike_but_for_one_thing_differ(
+    ours: Callable[[], GraphModule], theirs: Callable[[], GraphModule], kind: str
+) -> None:
+    assert {each.kind for each in differing(ours(), theirs())} == {kind}
+    assert list(differing(ours(), ours())) == []

@@ -3,11 +3,12 @@
 import pytest
 import torch
 from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from torchtitan_graph.graph import changes
 from torchtitan_graph.graph.changes import PassTable
 from torchtitan_graph.graph.cost import Costs
-from torchtitan_graph.graph.torch_private import FakeTensorMode, make_fx
+from torchtitan_graph.graph.torch_private.tracing import FakeTensorMode
 
 MIB = 2**18  # numbers
 

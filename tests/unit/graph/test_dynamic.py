@@ -144,6 +144,11 @@ def fixed(x: Tensor) -> Tensor:
             (marked(rows(6), min=3),),
             r"x.shape.0. may be 3, as declared, but .* holds only where x.*> 5 \(",
         ),
+        (
+            lambda x: x * 2 if x.shape[0] < 8 else x,
+            (marked(rows(6), max=9),),
+            r"x.shape.0. may be 9, as declared, but .* holds only where x.*< 8 \(test_dynamic.py",
+        ),
         (lambda x: x + 1, (marked(rows(6), min=1),), r"x.shape.0. is declared from 1 on: .* 2 and more"),
         (
             lambda x: x + 1,

@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.dynamo import CAPTURES
 from torchtitan_graph.graph.stamp import described
-from torchtitan_graph.graph.torch_private import flex_attention_op
+from torchtitan_graph.graph.torch_private.flex import flex_attention_op
 from torchtitan_graph.graph.trace import InParts, minimal_fx_tracer
 from torchtitan_graph.graph.traced import run_traced
 from torchtitan_graph.passes.cleanup import cleanup
@@ -55,6 +55,20 @@ def test_one_graph_serves_several_lengths(capture: str, traced_at: int) -> None:
     run = run_traced(traced, module)
     for length in (40, 32, 64, 16, 5):
         assert all(map(torch.equal, run(*inputs(length)), step(attend, *inputs(length)))), length
+
+
+def attend_by_length(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: BlockMask) -> Tensor:
+    n = q.shape[2]
+    out, _ = flex_attention_op(q, k, v, mask, 0.5, lambda score, b, h, q, kv: score + bias[kv] * (q - kv + n))
+    return out.square().sum()
+
+
+@pytest.mark.parametrize("capture", CAPTURES)
+def test_a_score_function_may_compute_with_a_length(capture: str) -> None:
+    module, fn = nn.Module(), InParts(step, attend_by_length)
+    run = run_traced(CAPTURES[capture](fn, module, inputs(40), device="cpu", dynamic_shapes=SHAPES), module)
+    for length in (40, 16):
+        assert all(map(torch.equal, run(*inputs(length)), step(attend_by_length, *inputs(length)))), length
 
 
 def test_both_captures_give_one_graph() -> None:

@@ -1,5 +1,8 @@
 """Uncompiled flex attention in strips of queries is what it is at once, and holds fewer scores."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import Tensor
@@ -45,3 +48,9 @@ def test_strips_are_the_whole(rule: Rule, places: Tensor | None, score: bool, mo
         for x, y in zip(expected, results(rule, places, score), strict=True):
             assert x.stride() == y.stride()
             assert (x - y).abs().max() <= 1e-13 * x.abs().max()
+
+
+def test_whoever_traces_has_them() -> None:
+    """A tensor that a score function closes over has its gradient by them."""
+    code = "import sys, torchtitan_graph.graph.trace; assert 'torchtitan_graph.graph.flex_strips' in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

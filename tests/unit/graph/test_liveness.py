@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile
 
 from pool import run_on
 from torchtitan_graph.data.batch import Batch
 from torchtitan_graph.graph.liveness import held_memory, peak_memory, size_of
 from torchtitan_graph.graph.step import trace_train_step
-from torchtitan_graph.graph.torch_private import FakeTensorMode, make_fx
+from torchtitan_graph.graph.torch_private.tracing import FakeTensorMode
 from torchtitan_graph.graph.traced import TracedResult, run_traced
 from torchtitan_graph.loss import cross_entropy
 from torchtitan_graph.models.layers.decoder import Decoder

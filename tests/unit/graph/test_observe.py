@@ -11,7 +11,7 @@ from torch.profiler import profile
 
 from torchtitan_graph.graph import meta, observe
 from torchtitan_graph.graph.observe import Watchable, stopwatch
-from torchtitan_graph.graph.torch_private import boxed
+from torchtitan_graph.graph.torch_private.tracing import boxed
 from torchtitan_graph.graph.trace import minimal_fx_tracer
 
 CPU = torch.device("cpu")

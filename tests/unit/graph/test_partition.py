@@ -4,12 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import is_view
 from torchtitan_graph.graph.partition import Parts, partition
 from torchtitan_graph.graph.signature import Signature, Slot, layout_of
-from torchtitan_graph.graph.torch_private import FakeTensorMode, make_fx
+from torchtitan_graph.graph.torch_private.tracing import FakeTensorMode
 
 INPUTS = {"shard": "param", "x": "input", "dy": "input"}
 OUTPUTS = {"y": "output", "dx": "output", "shard": "grad"}

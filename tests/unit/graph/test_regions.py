@@ -23,7 +23,7 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.dynamo import CAPTURES
 from torchtitan_graph.graph.stamp import described
-from torchtitan_graph.graph.torch_private import flex_attention_op
+from torchtitan_graph.graph.torch_private.flex import flex_attention_op
 from torchtitan_graph.graph.trace import InParts
 from torchtitan_graph.graph.traced import run_traced
 from torchtitan_graph.passes.cleanup import cleanup

@@ -16,7 +16,7 @@ from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.replay import random_inputs, read
 from torchtitan_graph.graph.show import line_of, readable
 from torchtitan_graph.graph.signature import Plain, signature_of
-from torchtitan_graph.graph.torch_private import init_fake_process_group
+from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
 from torchtitan_graph.graph.trace import minimal_fx_tracer
 from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.layout import ParallelDims

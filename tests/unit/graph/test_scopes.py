@@ -16,7 +16,7 @@ from torchtitan_graph.graph.flops import Flops, attention_flops, matmul_flops
 from torchtitan_graph.graph.hierarchy import call_hierarchy, shown
 from torchtitan_graph.graph.liveness import held_memory, lifetimes, peak_memory, scratch_of, size_of
 from torchtitan_graph.graph.scopes import PARTS, Charge, Cost, Scope, charges, in_a_row, total, tree
-from torchtitan_graph.graph.torch_private import init_fake_process_group
+from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
 from torchtitan_graph.graph.trace import make_fx_capture
 from torchtitan_graph.graph.traffic import traffic
 from torchtitan_graph.models.spec import load_family

@@ -172,3 +172,24 @@ def test_counts_of_microbatches_add_up_and_of_magnitudes_the_larger_counts() -> 
     found = combine(combine({}, first), {"wq.amax": torch.tensor([2.0, 4.0])})
     assert {name: x.tolist() for name, x in found.items()} == {"load": [1, 2], "wq.amax": [3.0, 4.0]}
     assert combine(found, first)["load"].tolist() == [2, 4]
+
+
+class Telling(Tiny):
+    """With slots: one that tells what it is given, and one of a layer that the loss does not depend on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("told", torch.ones(2, 4, 1, requires_grad=True))
+        self.register_buffer("unused", torch.ones(2, requires_grad=True))
+
+    def forward(self, tokens_BL: Tensor, positions_BL: Tensor, masks: Tensor, *, side_outputs: bool = False) -> Any:
+        logits, beside = super().forward(tokens_BL, positions_BL, masks, side_outputs=True)
+        return (logits + Returned.apply(masks, self.told), beside) if side_outputs else logits
+
+
+def test_a_layer_that_the_loss_does_not_depend_on_tells_nothing() -> None:
+    tiny = Telling()
+    traced = bind_train_step(trace_train_step(tiny, cross_entropy, *inputs(0), device="cpu"), tiny)
+    for step in (traced, make_eager_step(tiny, cross_entropy)):
+        state = step(*inputs(1)).state
+        assert torch.equal(state["told"], inputs(1)[1]) and torch.equal(state["unused"], torch.zeros(2))

@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import and_masks, create_block_mask
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.signature import signature_of
-from torchtitan_graph.graph.torch_private import flex_attention_op
+from torchtitan_graph.graph.torch_private.flex import flex_attention_op
 from torchtitan_graph.graph.trace import minimal_fx_tracer
 from torchtitan_graph.graph.traced import run_traced
 

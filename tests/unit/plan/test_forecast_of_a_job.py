@@ -12,7 +12,8 @@ import torch
 from torchtitan_graph.config import load
 from torchtitan_graph.forecast import OPTIMIZER, STEP
 from torchtitan_graph.graph.cost import estimate
-from torchtitan_graph.graph.torch_private import PipelineAction, init_fake_process_group
+from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
+from torchtitan_graph.graph.torch_private.pipelines import PipelineAction
 from torchtitan_graph.parallel.schedule import plan_pipeline
 from torchtitan_graph.plan import build as building
 from torchtitan_graph.plan import outlook

@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 from torchtitan_graph.check.matrix import Cell, build_model
 from torchtitan_graph.config import load
 from torchtitan_graph.graph.cost import Costs, estimate
-from torchtitan_graph.graph.torch_private import init_fake_process_group, is_gloo
+from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group, is_gloo
 from torchtitan_graph.models.spec import family_names, load_family
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.plan import replay as replaying

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph import flex_strips  # also lets uncompiled flex attention run in strips
-from torchtitan_graph.graph.torch_private import ScoreFunction, flex_attention_op
+from torchtitan_graph.graph import flex_strips  # also lets uncompiled flex attention run in strips, eagerly
+from torchtitan_graph.graph.torch_private.flex import ScoreFunction, flex_attention_op
 from torchtitan_graph.models.layers.masks import Mask
 from torchtitan_graph.models.layers.rope import Rotation
 

@@ -1,0 +1,141 @@
+"""Groups of processes, DTensors, and the index of a checkpoint."""
+
+import datetime
+import functools
+import os
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group, _set_pg_timeout
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
+
+__all__ = [
+    "DTensorSpec",
+    "METADATA_GLOBALS",
+    "StorageInfo",
+    "StridedShard",
+    "dtensor_spec",
+    "init_fake_process_group",
+    "is_gloo",
+    "make_dtensor",
+    "name_group",
+    "one_thread_per_gloo_group",
+    "ranks_of_group",
+    "set_timeout",
+]
+
+
+# FSDP2's name for "sharded on dim 0 over data parallel, inside a shard of tensor parallel on the same dim".
+# Replaced by a public placement when torch makes it public.
+StridedShard = _StridedShard
+
+
+def dtensor_spec(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, dtype: torch.dtype
+) -> DTensorSpec:
+    """Describe a DTensor, for `make_dtensor`."""
+    return DTensorSpec(mesh, placements, TensorMeta(shape, torch.empty(shape, device="meta").stride(), dtype))
+
+
+def make_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """Wrap a local tensor. `DTensor.from_local` does the same through an autograd function, and describes it anew, at
+    many times the cost, which is paid for every gradient of every step."""
+    return DTensor(local, spec, requires_grad=False)
+
+
+_fake_stands_for = ""
+
+
+def init_fake_process_group(world_size: int, rank: int = 0, stands_for: str = "nccl") -> None:
+    """Start a process group of any size in which this process is one rank and nothing is sent. Tests' own, so far.
+
+    One may follow another in a process, so what DTensor remembers is cleared: it takes meshes of the same ranks for
+    one, and would go on with the groups of the world before. `stands_for`: the backend whose copies a forecast counts.
+    """
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    global _fake_stands_for
+    _fake_stands_for = stands_for
+    _clear_sharding_prop_cache()
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+
+
+def ranks_of_group(name: str) -> list[int]:
+    """Give the ranks of a group by its name, which is all that a graph's collectives know of it. Replaced when
+    functional collectives take groups."""
+    return torch.distributed.get_process_group_ranks(_resolve_process_group(name))  # type: ignore[arg-type, unused-ignore]
+
+
+def is_gloo(group: str) -> bool:
+    """Tell whether gloo carries a group's collectives, or a fake group stands for gloo, by the group's name; of an
+    unknown one it does not. Replaced as `ranks_of_group`."""
+    try:
+        backend = torch.distributed.get_backend(_resolve_process_group(group))  # type: ignore[arg-type, unused-ignore]
+        return (_fake_stands_for if backend == "fake" else backend) == "gloo"
+    except RuntimeError:  # a graph of another process
+        return False
+
+
+def name_group(name: str, group: torch.distributed.ProcessGroup) -> None:
+    """Let collectives find a group by that name too. Replaced as `ranks_of_group`."""
+    torch._C._distributed_c10d._register_process_group(name, group)  # type: ignore[arg-type, unused-ignore]
+
+
+@functools.cache
+def one_thread_per_gloo_group() -> None:
+    """Let each gloo group that is made from now on run its collectives in one thread, one after the other.
+
+    torch starts two for each network interface, and both write the name of what they finished into one string of the
+    group, without a lock (`ProcessGroupGloo::runLoop`; 2.11 to 2.15): if two collectives of a group end at the same
+    moment, the heap is corrupt. No argument of `init_process_group` or `new_group` sets the number. A lock in torch
+    would replace this.
+    """
+    if not torch.distributed.is_gloo_available():
+        return
+    gloo: Any = torch.distributed.ProcessGroupGloo
+    start = gloo.__init__
+
+    def start_one_thread(self: Any, store: Any, rank: int, size: int, *options_given: Any, **settings: Any) -> None:
+        if options_given:
+            start(self, store, rank, size, *options_given, **settings)
+            return
+        options = gloo._Options()
+        interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+        options._devices = [gloo.create_device(interface=name) for name in interfaces] or [gloo.create_default_device()]
+        options._threads = 1
+        for name, value in settings.items():
+            setattr(options, "_timeout" if name == "timeout" else name, value)
+        start(self, store, rank, size, options)
+
+    gloo.__init__ = start_one_thread
+
+
+def set_timeout(group: torch.distributed.ProcessGroup, seconds: int) -> None:
+    """Change how long a collective of a live group may take: before 2.15 public API sets it only at the start."""
+    public = getattr(torch.distributed, "set_timeout", None)
+    (public or _set_pg_timeout)(datetime.timedelta(seconds=seconds), group)
+
+
+# Where in which file a tensor is, as the pickled `.metadata` has it. An index in JSON would replace it.
+StorageInfo = _StorageInfo
+
+# Every global that torch's writer puts into the pickled `.metadata`, besides dtypes (`torch.float32`). All of them
+# build plain records. The mark of a pickled object is among them so that it can be refused by its name. An index in
+# JSON would replace the pickle and this list.
+METADATA_GLOBALS = {
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"),
+    ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
+    ("torch.distributed.checkpoint.metadata", "Metadata"),
+    ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
+    ("torch.distributed.checkpoint.metadata", "TensorProperties"),
+    ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+}

@@ -1,0 +1,249 @@
+"""Dynamo takes a function as one graph, and says what that rests on."""
+
+import contextlib
+import functools
+import importlib
+import re
+import reprlib
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch._higher_order_ops.wrap import tag_activation_checkpoint, wrap
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils.checkpoint import checkpoint
+
+
+def fake_mode_for_dynamo(env: ShapeEnv) -> FakeTensorMode:
+    """Give a mode whose fake tensors Dynamo takes as a function's arguments and state; `env` has their sizes that are
+    symbols. Dynamo makes others of its own for these."""
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
+
+
+# Guards on tensors: a graph's signature says more of them. On sizes: see `StrictCapture.holds`. The last is what is
+# set around a call, see below.
+_NOT_GUARDED = {"TENSOR_MATCH", "DIMENSION_DYNAMIC_MARKING_GUARD", "NO_TENSOR_ALIASING", "DUPLICATE_INPUT"}
+_NOT_GUARDED |= {"DTENSOR_SPEC_MATCH", "SHAPE_ENV", "GLOBAL_STATE"}
+
+# Of that state: the graph is run under `no_grad` and without autocast, which the tracer checks; threads change nothing.
+_MAY_CHANGE = {"grad_mode", "autocast_state", "num_threads"}
+
+
+class NotCaptured(Exception):
+    """Say why Dynamo can't take a function as one graph, and the line where."""
+
+
+class StrictCapture(NamedTuple):
+    """What Dynamo took of a function.
+
+    gm        the graph
+    sources   where each of its inputs is found, as an expression of the function's names in L and globals in G
+    changed   the same of what the function changes that is no result, and the line where
+    guards    what has to be so, each an expression of these names and the line that reads them
+    inputs    (*arguments) -> the graph's inputs
+    result    (the graph's outputs, arguments) -> the function's result
+    holds     (arguments) -> what it supposes of sizes, of those of these arguments, and where the function needs it
+    violated  (arguments) -> one of the guards that is not so; empty if all are
+    """
+
+    gm: torch.fx.GraphModule
+    sources: list[str]
+    changed: dict[str, str]
+    guards: list[str]
+    inputs: Callable[..., tuple[Any, ...]]
+    result: Callable[[Any, tuple[Any, ...]], Any]
+    holds: Callable[[tuple[Any, ...]], list[tuple[Any, str]]]
+    violated: Callable[[tuple[Any, ...]], str]
+
+
+def capture_strictly(
+    fn: Callable[..., Any], arguments: tuple[Any, ...], new_guards: Callable[[], list[Any]]
+) -> StrictCapture:
+    """Let Dynamo take a function as one graph, from torch 2.13 on. `torch.export` would replace it if it kept guards
+    and took a function that closes over its module; `torch.compile(fullgraph=True)` if it gave its graph.
+
+    Args:
+        new_guards: makes the list to which Dynamo appends what it compares sizes to; `where` lists the places.
+
+    Raises:
+        NotCaptured: why Dynamo can't.
+    """
+    import torch._dynamo.config  # late, for it takes a second
+    import torch._dynamo.output_graph as dynamo_output
+    import torch._dynamo.variables.builder as dynamo_builder
+    from torch._dynamo.convert_frame import _get_frame, fullgraph_capture
+    from torch._dynamo.exc import TorchDynamoException
+    from torch._dynamo.functional_export import create_fx_graph_from_captured_output
+    from torch._dynamo.hooks import Hooks
+    from torch._dynamo.utils import dynamo_timed, get_metrics_context
+
+    def new_env(**options: Any) -> ShapeEnv:
+        env = ShapeEnv(**options)
+        env.guards = new_guards()
+        return env
+
+    regions = importlib.import_module("torch._higher_order_ops.invoke_subgraph")  # an operator has the module's name
+    strict: dict[str, Any] = dict(specialize_int=True, specialize_float=True, automatic_dynamic_shapes=False)
+    strict |= dict(skip_nnmodule_hook_guards=False)  # a hook that is added later is to be noticed
+    strict |= dict(replay_side_effects=False, side_effect_replay_policy="warn")  # told of, see `_seen_changes`
+    strict |= dict(skip_fwd_side_effects_in_bwd_under_checkpoint=True)  # else a region may not append to a list
+    with (
+        torch._dynamo.config.patch(strict),
+        mock.patch.object(regions, "invoke_subgraph_placeholder", _call),
+        mock.patch.object(dynamo_builder, "is_invoke_subgraph", lambda value: False),
+        mock.patch.object(dynamo_output, "ShapeEnv", new_env),
+        warnings.catch_warnings(),
+        _seen_changes() as changed,
+        get_metrics_context(),
+        dynamo_timed("fullgraph_capture"),
+    ):
+        warnings.simplefilter("ignore")
+        try:
+            out = fullgraph_capture(fn, arguments, {})
+        except TorchDynamoException as error:
+            raise NotCaptured(_why(error)) from error
+        if out.backend_input is None:
+            raise NotCaptured("the function computes nothing of tensors")
+        found = out.graph_capture_output
+        gm: Any = create_fx_graph_from_captured_output(out, fn, arguments, {})
+        hooks = Hooks(guard_filter_fn=lambda guards: [_is_of_python(each) for each in guards])
+        manager = found.build_guards(fn.__code__, hooks=hooks).guard_manager
+    state, env = found.output_graph.global_state_guard, found.output_graph.shape_env
+    guards: Any = env.guards  # as `new_guards` made it
+
+    def holds(arguments: tuple[Any, ...]) -> list[tuple[Any, str]]:
+        from torch.utils._sympy.interp import sympy_interp
+        from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+        scope = {"L": _get_frame(fn, arguments).locals, "G": found.f_globals}
+        symbols = {symbol for guard in guards for symbol in guard.expr.free_symbols}
+        sizes = {symbol: eval(env.var_to_sources[symbol][0].name, scope) for symbol in symbols}  # of Dynamo's making
+        compared = [sympy_interp(PythonReferenceAnalysis, sizes, guard.expr) for guard in guards]
+        return [*zip(compared, guards.where, strict=True)]
+
+    def violated(arguments: tuple[Any, ...]) -> str:
+        if changed := set(() if state.check() else state.reason().split()) - _MAY_CHANGE:
+            return f"another {', '.join(sorted(changed))} of torch"
+        names = _get_frame(fn, arguments).locals
+        checked = manager.check_verbose(names)
+        scope = {"L": names, "G": found.f_globals}
+        return "" if checked.result else _with_value(checked.verbose_code_parts[0], scope)
+
+    return StrictCapture(
+        gm,
+        [node._dynamo_source.name for node in gm.graph.find_nodes(op="placeholder")],
+        changed,
+        ["".join(_with_line(each)) for each in _said(manager.root)],
+        gm._dynamo_bytecode_flatten,
+        gm._dynamo_bytecode_unflatten,
+        holds,
+        violated,
+    )
+
+
+def _call(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Stand for a `nested_compile_region`, as it does without Dynamo: it may then return and change what it likes.
+    Dynamo's operator would give all layers the first one's names, and compute forward again in backward."""
+    return fn(*args, **kwargs)
+
+
+WRAPPERS = (tag_activation_checkpoint, wrap)  # Dynamo's operators that take a graph, and give what it gives
+
+
+def run_wrapped(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
+    """Run in place of one of these `run(graph, *inputs)`, a checkpointed region's by `torch.utils.checkpoint` as
+    without Dynamo. torch's own kernel of that region, made for `torch.compile`, computes more again than backward
+    needs, and fails where the region writes to a value of its own.
+    """
+    body, *inputs = args
+    run = functools.partial(run, body)
+    if target is wrap:
+        return run(*inputs)
+    chosen = {"context_fn": found} if (found := body.meta.get("_checkpoint_context_fn")) else {}
+    return checkpoint(run, *inputs, **kwargs, **chosen)
+
+
+def _why(error: Any) -> str:
+    """Give a sentence or two of Dynamo's page of an error, and the author's line."""
+    first, *more = str(error).strip().splitlines()
+    explained = [line.strip().removeprefix("Explanation: ") for line in more if "Explanation: " in line]
+    where = _line(getattr(error, "real_stack", None) or ())
+    return f"{' '.join([f'{first}:', *explained[:1]]).rstrip(':.')} (Dynamo{where and ', '}{where})"
+
+
+def _line(frames: Iterable[Any]) -> str:
+    """Give the author's line that a stack of Dynamo's leads to, nothing if it has none."""
+    own = [frame for frame in frames if not Path(frame.filename).is_relative_to(Path(torch.__file__).parent)]
+    return "".join(f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}" for frame in own[-1:])
+
+
+@contextlib.contextmanager
+def _seen_changes() -> Iterator[dict[str, str]]:
+    """Give what the functions that Dynamo takes meanwhile change: attributes, or a list or dict itself; and where.
+
+    Dynamo warns of the objects alone, and forgets the rest when it is done."""
+    from torch._dynamo.output_graph import OutputGraph
+
+    found: dict[str, str] = {}
+    of_torch = OutputGraph.get_replayed_side_effect_source_refs
+
+    def seen(graph: Any, **options: bool) -> list[str]:
+        sources, effects = of_torch(graph, **options), graph.side_effects
+        for x in effects._get_modified_vars():
+            with contextlib.suppress(NotImplementedError):  # what the function made itself has no name
+                if x.source is not None and x.source.name in sources:
+                    names = [f"{x.source.name}.{name}" for name in effects.store_attr_mutations.get(x, ())]
+                    line = _line(next(reversed(effects.mutation_user_stacks.get(x, [])), ()))
+                    found.update(dict.fromkeys(names or [x.source.name], line))
+        return sources
+
+    OutputGraph.get_replayed_side_effect_source_refs = seen  # type: ignore[method-assign, assignment]
+    try:
+        yield found
+    finally:
+        OutputGraph.get_replayed_side_effect_source_refs = of_torch  # type: ignore[method-assign]
+
+
+def _said(manager: Any) -> list[str]:
+    """List what a tree of guards checks."""
+    own = [each for guard in manager.get_leaf_guards() for each in guard.verbose_code_parts()]
+    pairs = manager.get_key_value_managers().values() if hasattr(manager, "get_key_value_managers") else ()
+    below = [*manager.get_child_managers(), *(each for pair in pairs for each in pair if each is not None)]
+    return [*own, *(each for child in below for each in _said(child))]
+
+
+def _is_of_python(guard: Any) -> bool:
+    """Tell a guard of Dynamo that is none on a tensor, nor on what parameters have (they are stored in another layout
+    than they are captured in), nor on what `_call` stood for."""
+    left_out = r"\._(parameters|buffers)\['[^']+'\]|invoke_subgraph_placeholder"
+    is_tensor = isinstance(guard.value, torch.Tensor)
+    return guard.guard_type not in _NOT_GUARDED and not is_tensor and not re.search(left_out, guard.orig_guard.name)
+
+
+def _with_line(guard: str) -> tuple[str, str]:
+    """Give a guard's expression, and in brackets the author's line if it has one."""
+    code, *comments = re.split(r"\s+# ", re.sub(r"\s*\(HINT: .*\)$", "", guard.strip()))
+    comments = [re.sub(r"[^ ]*/([^ /]+/[^ /]+:)", r"\1", each) for each in comments]  # no more of a path than it takes
+    return code, f" ({', '.join(comments)})" if comments else ""
+
+
+def _with_value(guard: str, scope: dict[str, Any]) -> str:
+    """Say a guard that is not so in words: the expression, the author's line, what the value is now."""
+    code, where = _with_line(guard)
+    if identity := re.match(r"___check_(type|obj)_id\((.+), \d+\)(?:, type=(.+))?", code):
+        what, subject, kind = identity.groups()
+        return f"{subject} being {f'a {kind}' if what == 'type' else 'the same object'}{where}"
+    if own := re.match(r"not ___dict_contains\('(\w+)', (.+)\.__dict__\)", code):
+        return f"{own[2]}.{own[1]} being that of its class{where}"
+    if gone := re.match(r"(?:KeyError|AttributeError|IndexError) on (.+)", code):
+        return f"{gone[1]}{where}, which is gone"
+    code = re.sub(r"^(len\(.+\)) != ", r"\1 == ", code)  # of a dict Dynamo gives the reason, not the guard
+    try:
+        value = eval(re.split(r" (?:==|is) ", code.removeprefix("not "))[0], scope)  # of Dynamo's making
+    except Exception:  # it uses names of Dynamo's own
+        return f"{code}{where}"
+    return f"{code}{where}, and it is {reprlib.repr(value)} now"

@@ -1,0 +1,193 @@
+"""Flex attention's own operator, and masks as tensors and a remainder."""
+
+import dataclasses
+import functools
+import math
+import types
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch._C import DispatchKey
+from torch._higher_order_ops.flex_attention import flex_attention as _flex_attention
+from torch._higher_order_ops.flex_attention import flex_attention_backward as _flex_attention_backward
+from torch._higher_order_ops.utils import registered_hop_fake_fns
+from torch._subclasses import FakeTensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, _apply_kernel_options, flex_attention
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rule:
+    """A function without the tensors it closes over: two of a kind are equal, whatever their tensors."""
+
+    code: types.CodeType
+    cells: tuple
+    defaults: tuple | None
+    scope: dict = dataclasses.field(compare=False)
+
+
+class _Hole:
+    """Stands where a tensor was taken out."""
+
+
+def _open_rule(rule: Any) -> tuple[list[torch.Tensor], Any]:
+    """Split a mask rule into the tensors it closes over, through nested functions, partials and sequences, and a
+    comparable remainder. torch's own `BlockMask` does so from 2.13 on; 2.11 leaves the tensors where they are, where
+    a trace would take one batch's documents for all batches'.
+    """
+    tensors: list[torch.Tensor] = []
+
+    def take(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            tensors.append(x)
+            return _Hole
+        if isinstance(x, types.FunctionType):
+            cells = tuple(take(cell.cell_contents) for cell in x.__closure__ or ())
+            return _Rule(x.__code__, cells, take(x.__defaults__), x.__globals__)
+        if isinstance(x, functools.partial):
+            return functools.partial, take(x.func), take(x.args), tuple((k, take(v)) for k, v in x.keywords.items())
+        return type(x)(map(take, x)) if type(x) in (tuple, list) else x
+
+    return tensors, take(rule)
+
+
+def _close_rule(tensors: Iterable[torch.Tensor], remainder: Any) -> Any:
+    """Put tensors back into what `_open_rule` left."""
+    given = iter(tensors)
+
+    def put(x: Any) -> Any:
+        if x is _Hole:
+            return next(given)
+        if isinstance(x, _Rule):
+            cells = tuple(types.CellType(put(cell)) for cell in x.cells)
+            return types.FunctionType(x.code, x.scope, argdefs=put(x.defaults), closure=cells)
+        if type(x) is tuple and x and x[0] is functools.partial:
+            function, args, keywords = map(put, x[1:])
+            return functools.partial(function, *args, **dict(keywords))
+        return type(x)(map(put, x)) if type(x) in (tuple, list) else x
+
+    return put(remainder)
+
+
+_OF_QUERIES_AND_KEYS = ("seq_lengths", "BLOCK_SIZE")  # of a block mask: two numbers each
+
+
+def mask_parts(mask: BlockMask) -> tuple[dict[str, Any], tuple]:
+    """Split a block mask into its tensors by name, those of its rule included, its lengths and blocks, which are
+    numbers, and a comparable remainder."""
+    of_rule, rule = _open_rule(mask.mask_mod)
+    tensors = {name: x for name in BlockMask._TENSOR_ATTRS if (x := getattr(mask, name)) is not None}
+    numbers = {f"{name}[{i}]": getattr(mask, name)[i] for name in _OF_QUERIES_AND_KEYS for i in range(2)}
+    left = [name for name in BlockMask._CONTEXT_ATTRS if name not in (*_OF_QUERIES_AND_KEYS, "mask_mod")]
+    remainder = (tuple(tensors), tuple((name, getattr(mask, name)) for name in left), rule)
+    return tensors | numbers | {f"mask_mod_{i}": x for i, x in enumerate(of_rule)}, remainder
+
+
+def mask_whole(given: Iterable[Any], remainder: tuple) -> BlockMask:
+    """Put a block mask together again."""
+    names, constants, rule = remainder
+    given = iter(given)
+    parts = dict.fromkeys(BlockMask._TENSOR_ATTRS) | {name: next(given) for name in names} | dict(constants)
+    parts |= {name: (next(given), next(given)) for name in _OF_QUERIES_AND_KEYS}
+    return BlockMask(**parts, mask_mod=_close_rule(given, rule))
+
+
+_flex_attention_fake = registered_hop_fake_fns[_flex_attention]  # type: ignore[index]
+
+
+def _truthful_flex_attention_fake(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+    """Give what the uncompiled operator gives. torch's own rule says fp32 for the log-sum-exp even where it is fp64: a
+    trace would then round its gradient to fp32. Replaced by torch's, once that follows the queries' dtype."""
+    out, *statistics = _flex_attention_fake(*args, **kwargs)
+    if out.dtype == torch.float64:
+        statistics = [x.double() for x in statistics]
+    return out, *statistics
+
+
+registered_hop_fake_fns[_flex_attention] = _truthful_flex_attention_fake  # type: ignore[index]
+
+# What runs the operator and its backward where they are not compiled: functions of the same arguments, exchangeable. A
+# public flex attention for CPUs with gradients would replace them.
+_UNCOMPILED = DispatchKey.CompositeExplicitAutograd
+dense_flex_attention = _flex_attention.py_kernels[_UNCOMPILED]
+dense_flex_attention_backward = _flex_attention_backward.py_kernels[_UNCOMPILED]
+
+
+def run_flex_attention_with(forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
+    """Let the uncompiled operator and its backward run these."""
+    _flex_attention.py_kernels[_UNCOMPILED] = forward
+    _flex_attention_backward.py_kernels[_UNCOMPILED] = backward
+    _flex_attention._dispatch_cache.clear()
+    _flex_attention_backward._dispatch_cache.clear()
+
+
+ScoreFunction = Callable[..., torch.Tensor]  # (score, b, h, q, kv) -> score
+
+
+def flex_attention_op(
+    q_BNLH: torch.Tensor,
+    k_BNLH: torch.Tensor,
+    v_BNLH: torch.Tensor,
+    mask: BlockMask,
+    scale: float,
+    score: ScoreFunction | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run flex attention's own higher-order operator, without the public function around it; give the result and the
+    logarithm of each softmax's denominator, (B, N, L), both with gradients.
+
+    The public function refuses gradients on a CPU, although the uncompiled operator has them, and compiles its own
+    call, which can't happen inside a trace. On CUDA the eager step calls it all the same, compiled: the operator alone
+    would hold every score. A graph leaves the operator to the pass `compile_regions`, which makes the same kernels of
+    it: so it gets the same kernel options. Rule and score function may close over tensors (a batch's document ids):
+    they are handed to the operator by name, so that a graph takes them from its inputs.
+    """
+    if q_BNLH.is_cuda and not isinstance(q_BNLH, FakeTensor):
+        wanted = AuxRequest(lse=True)
+        out_BNLH, aux = _compiled_flex_attention()(
+            q_BNLH,
+            k_BNLH,
+            v_BNLH,
+            score_mod=score,
+            block_mask=mask,
+            scale=scale,
+            enable_gqa=q_BNLH.shape[1] != k_BNLH.shape[1],
+            return_aux=wanted,
+        )
+        return out_BNLH, aux.lse
+    options = dict(_apply_kernel_options(q_BNLH, k_BNLH, v_BNLH, True, None))
+    if torch.compiler.is_dynamo_compiling():  # lifts itself what rule and score function close over
+        out_BNLH, lse_BNL, *_ = _flex_attention(
+            q_BNLH, k_BNLH, v_BNLH, score or _no_score_change, mask.as_tuple(), scale, options
+        )
+        return out_BNLH, lse_BNL * math.log(2)
+    of_mask, mask_remainder = _open_rule(mask.mask_mod)
+    of_score, score_remainder = _open_rule(score or _no_score_change)
+
+    def rule(b: Any, h: Any, q: Any, kv: Any, *tensors: torch.Tensor) -> torch.Tensor:
+        return _close_rule(tensors, mask_remainder)(b, h, q, kv)
+
+    def change(value: Any, b: Any, h: Any, q: Any, kv: Any, *tensors: torch.Tensor) -> torch.Tensor:
+        return _close_rule(tensors, score_remainder)(value, b, h, q, kv)
+
+    out_BNLH, lse_BNL, *_ = _flex_attention(
+        q_BNLH,
+        k_BNLH,
+        v_BNLH,
+        change,
+        (*mask.as_tuple()[:-1], rule),
+        scale,
+        options,
+        tuple(of_score),
+        tuple(of_mask),
+    )
+    return out_BNLH, lse_BNL * math.log(2)  # the operator counts in powers of two
+
+
+@functools.cache
+def _compiled_flex_attention() -> Callable[..., torch.Tensor]:
+    """Compile the public function for each shape it is called with, as a graph is, never for unknown shapes."""
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def _no_score_change(score: torch.Tensor, b: Any, h: Any, q: Any, kv: Any) -> torch.Tensor:
+    return score

@@ -1,0 +1,69 @@
+"""Inductor makes code of a graph."""
+
+import difflib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._guards import TracingContext, tracing
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from torchtitan_graph.errors import UserError
+
+
+def compile_by_inductor(
+    gm: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], options: Mapping[str, Any]
+) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
+    """Compile a graph that returns a tuple of tensors, for inputs of these layouts; nothing is allocated.
+
+    What it gives takes the inputs as a list, which it empties: one that nobody else holds is freed after its last use
+    inside. `standalone_compile`, which is public, holds them all till it returns.
+
+    `torch.fx.passes.regional_inductor` would find and compile regions, but sorts the whole graph anew (undoing where
+    collectives were put), gives regions that touch one set of options, and compiles equal ones again. `torch.compile`
+    would trace, and guard, what is a graph already.
+    """
+    import torch._inductor.config  # with Dynamo it is a third of the time that the trainer's imports take
+
+    fake_mode = FakeTensorMode(shape_env=ShapeEnv())
+    with fake_mode:
+        fakes: list[Any] = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in inputs]
+    for node, fake in zip(gm.graph.find_nodes(op="placeholder"), fakes, strict=True):
+        node.meta["val"] = fake
+    from torch._dynamo.utils import GmWrapper  # both take long to import, and few runs need them
+    from torch._inductor.compile_fx import compile_fx
+
+    with tracing(TracingContext(fake_mode)), torch._inductor.config.patch(dict(options)):
+        run: Any = compile_fx(GmWrapper(gm, list), fakes)  # type: ignore[arg-type]
+
+    def compiled(inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:  # FX calls torch's own functions by their names
+        return run(inputs)
+
+    return compiled
+
+
+def inductor_options(settings: Iterable[str]) -> dict[str, Any]:
+    """Read settings `name=value` of `torch._inductor.config`.
+
+    Raises:
+        UserError: a name that is no option of Inductor, or a value of another type than the option's.
+    """
+    import torch._inductor.config
+
+    known, options = torch._inductor.config.get_config_copy(), {}
+    for setting in settings:
+        name, _, text = setting.partition("=")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else "; they are in torch._inductor.config"
+            raise UserError(f"compile.region_options = {setting!r}: is no option of Inductor{hint}")
+        try:
+            options[name] = json.loads(text)
+        except json.JSONDecodeError:
+            options[name] = text
+        if known[name] is not None and type(options[name]) is not type(known[name]):
+            kind = type(known[name]).__name__
+            raise UserError(f"compile.region_options = {setting!r}: must be a {kind}, such as {known[name]!r}")
+    return options

@@ -1,0 +1,74 @@
+"""Torch's schedules of pipelines, as lists."""
+
+import types
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+
+class PipelineAction(NamedTuple):
+    """What a rank of a pipeline does next: `kind`, as torch writes it, of a stage and a microbatch. F is forward, B
+    backward, I and W its halves (for the input, for the weights); the others are messages."""
+
+    kind: str
+    stage: int
+    microbatch: int
+
+
+_KINDS = ("F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B")  # of torch's; a rank gathers when it likes
+
+
+def pipeline_order(
+    schedule: str, num_ranks: int, stages_per_rank: int, num_microbatches: int
+) -> list[list[PipelineAction]]:
+    """Give what each rank of a pipeline computes, in order, by torch's schedule of that name.
+
+    Only the lists are torch's: no process group and no stage is there. `PipelineStage` itself, public, runs modules
+    under autograd, and can't run a graph's parts.
+
+    Raises:
+        ValueError: the schedule can't be made of these numbers.
+    """
+    from torch.distributed.pipelining import schedules  # imports Dynamo, which takes a second
+
+    stubs = _stub_stages(num_ranks, stages_per_rank * num_ranks)
+    make = schedules.get_schedule_class(schedule)
+    made: Any = make(stubs if stages_per_rank > 1 else stubs[0], num_microbatches)  # type: ignore[arg-type]
+    return [_flat(made.pipeline_order[rank]) for rank in range(num_ranks)]
+
+
+def with_messages(
+    orders: Sequence[Sequence[PipelineAction]], num_stages: int, num_microbatches: int
+) -> tuple[list[list[PipelineAction]], list[int]]:
+    """Put sends and receives into what ranks compute, in an order in which none waits for ever; give the rank of each
+    stage too.
+
+    Raises:
+        AssertionError: a rank would wait for ever, or something is missing, twice or in two places.
+    """
+    from torch.distributed.pipelining import schedules
+
+    compute = {
+        rank: [schedules._Action(a.stage, schedules._ComputationType(a.kind), a.microbatch) for a in order]
+        for rank, order in enumerate(orders)
+    }
+    runtime: Any = schedules._PipelineScheduleRuntime(_stub_stages(len(orders), num_stages), num_microbatches)
+    runtime._prepare_schedule_with_comms(compute)
+    order = [_flat(runtime.pipeline_order_with_comms[rank]) for rank in range(len(orders))]
+    return order, [runtime.stage_index_to_group_rank[stage] for stage in range(num_stages)]
+
+
+def _stub_stages(num_ranks: int, num_stages: int) -> list[Any]:
+    return [
+        types.SimpleNamespace(stage_index=i, num_stages=num_stages, group_size=num_ranks, group_rank=0, submod=None)
+        for i in range(max(1, num_stages // num_ranks))
+    ]
+
+
+def _flat(actions: Iterable[Any]) -> list[PipelineAction]:
+    """Give torch's actions as ours; of those that it runs side by side, one after the other."""
+    parts = [part for action in actions if action is not None for part in action.sub_actions or [action]]
+    return [
+        PipelineAction(part.computation_type.value, part.stage_index, part.microbatch_index)
+        for part in parts
+        if part.computation_type.value in _KINDS
+    ]

@@ -1,0 +1,134 @@
+"""Sizes and numbers that only a call knows: marks, symbols, and what a graph computes of them."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils._pytree as pytree
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, constrain_range
+
+
+def export_dims() -> tuple[type, type]:
+    """Give the classes of what `torch.export.Dim` makes of `2 * dim`, and of Dim.DYNAMIC and Dim.AUTO: neither has a
+    public name."""
+    from torch.export.dynamic_shapes import _DerivedDim, _DimHint  # late: a third of a second that few runs need
+
+    return _DerivedDim, _DimHint
+
+
+class Mark(NamedTuple):
+    """A dimension that `torch._dynamo`'s functions marked: whether its size may be used, must not be one number, and
+    lies between what; what those are called that are equal; and whether code was asked for some of its sizes."""
+
+    dim: int
+    unbacked: bool
+    required: bool
+    low: int | None
+    high: int | None
+    name: str | None
+    specialized: bool
+
+
+def dynamic_marks(tensor: torch.Tensor) -> list[Mark]:
+    """Give the marks on a tensor, of dimensions that it does not have too. `mark_dynamic` and its like keep them in
+    attributes, which no function reads back."""
+    bounds = {x.dim: (x.min, x.max) for x in getattr(tensor, "_dynamo_dynamic_range", ())}
+    bounds |= getattr(tensor, "_dynamo_unbacked_bounds", {})
+    names, specialized = getattr(tensor, "_dynamo_shape_ids", {}), getattr(tensor, "_specialize_on", {})
+    kinds = (
+        ("_dynamo_dynamic_indices", False, True),
+        ("_dynamo_weak_dynamic_indices", False, False),
+        ("_dynamo_unbacked_indices", True, False),
+        ("_dynamo_strict_unbacked_indices", True, True),
+    )
+    found: dict[int, Mark] = {}
+    for attribute, unbacked, required in kinds:
+        for i in getattr(tensor, attribute, ()):
+            dim = i + tensor.dim() if i < 0 else i
+            low, high = bounds.get(i, (None, None))
+            found[dim] = Mark(dim, unbacked, required, low, high, names.get(i), bool(specialized.get(i)))
+    return [found[i] for i in sorted(found)]
+
+
+class SymbolicFakeTensorMode(FakeTensorMode):
+    """A mode for tensors without numbers whose sizes are symbols.
+
+    The C++ that tells the shape of a padded tensor takes no symbols. torch has the same in Python, and calls it only
+    under its Python dispatcher, which would also replace `matmul` by parts that may round in another way than eager's.
+
+    What is computed of small tensors with numbers, such as `torch.tensor(2.0)`, torch computes while it traces. It
+    would do so with floats and booleans that only a run knows too (with integers it does not), and take nan for them.
+    """
+
+    supports_higher_order_operators = True  # torch finds flex attention's rule for its own class alone
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if any(isinstance(x, torch.SymFloat | torch.SymBool) for x in pytree.tree_leaves((args, kwargs))):
+            args, kwargs = pytree.tree_map_only(torch.Tensor, self._without_numbers, (args, kwargs))
+        if func is not torch.ops.aten.constant_pad_nd.default:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        from torch._refs import constant_pad_nd  # late, for few runs need it
+
+        with self:
+            return constant_pad_nd(*args, **(kwargs or {}))
+
+    def _without_numbers(self, tensor: torch.Tensor) -> FakeTensor:
+        fake = tensor if isinstance(tensor, FakeTensor) else self.from_tensor(tensor)
+        if fake.constant is not None:
+            self.fake_tensor_converter.invalidate_constant_aliases(fake.constant)
+        return fake
+
+
+# Promise that a relation of symbols holds: documented, but with an underscore.
+require = torch._check
+
+
+def new_symbol(env: ShapeEnv, name: str, size: int, unbacked: bool) -> Any:
+    """Make a symbol for a size; `torch.export` does it by way of a source that its own front end has."""
+    from torch._dynamo.source import ConstantSource  # late, for it takes a second
+
+    source = ConstantSource(name)
+    if unbacked:
+        with env.ignore_fresh_unbacked_symbols():  # else the first operator is taken for what made it
+            symbol = env.create_unbacked_symint(source)
+        constrain_range(symbol, min=0)
+        return symbol
+    return env.create_symintnode(
+        env.create_symbol(size, source, dynamic_dim=DimDynamic.DYNAMIC), hint=size, source=source
+    )
+
+
+def is_symbolic(x: Any) -> bool:
+    """Tell a number that a trace has a symbol for. torch names the three classes together in a module of its own."""
+    return isinstance(x, torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def hint(x: Any, unbacked: Mapping[Any, int]) -> Any:
+    """Give a number as it was when it was traced; `int` of a symbol would fix it. There is no public name for that, and
+    of unbacked symbols torch does not know it."""
+    if not is_symbolic(x):
+        return x
+    return x.node.hint if x.node.has_hint() else int(x.node.expr.xreplace(unbacked))
+
+
+def compute(graph: torch.fx.Graph, expression: Any, of: Mapping[Any, torch.fx.Node]) -> torch.fx.Node:
+    """Insert the arithmetic of an expression of symbols, and give its last node, as torch does for its own checks."""
+    from torch.utils._sympy.interp import sympy_interp
+    from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+    tracer, known = torch.fx.proxy.GraphAppendingTracer(graph), set(graph.nodes)
+    proxies = {symbol: torch.fx.Proxy(node, tracer) for symbol, node in of.items()}
+    made = sympy_interp(PythonReferenceAnalysis, proxies, expression)
+    for node in graph.nodes:
+        if node not in known:
+            args = torch.fx.node.map_arg(node.args, lambda x: x.meta["val"])
+            node.meta["val"] = node.target(*args)  # type: ignore[operator]
+    return made.node
+
+
+def add_runtime_checks(gm: torch.fx.GraphModule, env: ShapeEnv) -> None:
+    """Let a graph check what `torch._check` promised of sizes that only a run knows, as `torch.export`'s graphs do."""
+    from torch.fx.passes.runtime_assert import insert_deferred_runtime_asserts
+
+    insert_deferred_runtime_asserts(gm, env, "trace")

@@ -1,0 +1,73 @@
+"""Tensors, parameters and optimizers: what public names don't tell of them, or do one by one."""
+
+from collections.abc import Iterable
+
+import torch
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+__all__ = [
+    "accumulate",
+    "count_step",
+    "free_gradient_dtype",
+    "has_gradient_hooks",
+    "is_traceable_wrapper_subclass",
+    "mark_as_parameter",
+    "multiply",
+    "num_writes",
+    "scaled_mm",
+]
+
+
+def mark_as_parameter(tensor: torch.Tensor) -> None:
+    """Let `isinstance(tensor, torch.nn.Parameter)` hold of a tensor that is no leaf, as a real parameter must be. torch
+    has the mark for subclasses of tensors, and no public name for it."""
+    tensor._is_param = True  # type: ignore[attr-defined]
+
+
+def has_gradient_hooks(parameter: torch.Tensor) -> bool:
+    """Tell whether somebody registered a hook on a parameter's gradient; public API only adds and removes them."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+def num_writes(tensor: torch.Tensor) -> int:
+    """Count how often a tensor was written to in place. Autograd's own counter; there is no public one."""
+    return tensor._version
+
+
+def scaled_mm(
+    a_MK: torch.Tensor, scale_a: torch.Tensor, b_NK: torch.Tensor, scale_b: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Multiply float8 numbers on a GPU, b transposed; scales are scalars, or (M, 1) and (N, 1). The kernel wants the
+    first by rows, the second by columns. `F.scaled_mm` would replace it, once its words for scales settle."""
+    return torch._scaled_mm(
+        a_MK.contiguous(), b_NK.contiguous().t(), scale_a=scale_a, scale_b=scale_b.t(), out_dtype=dtype
+    )
+
+
+def multiply(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply tensors by a scalar in place, many in one kernel. `clip_grads_with_norm_` does it on DTensors, which on
+    2.11 leave operators on made-up tensors of the whole shape in a trace."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def accumulate(sums: list[torch.Tensor], terms: list[torch.Tensor]) -> None:
+    """Add to each tensor, in place, the other one at its place, many in one kernel. There is no public form."""
+    torch._foreach_add_(sums, terms)
+
+
+def count_step(optimizer: torch.optim.Optimizer) -> None:
+    """Let a schedule know that the optimizer's step was taken, though by a graph: it warns of a step of its own that
+    comes first. torch sets this where `step` is called; there is no public form."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def free_gradient_dtype(parameters: Iterable[torch.Tensor], replicated: torch.dtype | None) -> None:
+    """Let the leaves' gradients keep the dtype that autograd gives them, where the installed FSDP2 does so (2.15 on):
+    with bf16 parameters a norm's weight then has an fp32 gradient, which is reduced unrounded. There what is replicated
+    over tensor parallelism has gradients of the dtype `replicated`, in which their parts are added."""
+    if hasattr(FSDPParamGroup, "_set_unsharded_grad_dtypes"):
+        for parameter in parameters:
+            is_replicated = isinstance(parameter, DTensor) and any(p.is_replicate() for p in parameter.placements)
+            parameter.grad_dtype = replicated if is_replicated else None

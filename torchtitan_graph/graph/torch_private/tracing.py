@@ -1,0 +1,320 @@
+"""Traces, and FX graphs: what records nodes and says where they come from, and how a graph is held and run."""
+
+import contextlib
+import copy
+import functools
+import re
+import traceback
+import types
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch._functorch._aot_autograd import logging_utils
+from torch._guards import TracingContext, tracing
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
+from torch.fx.experimental.proxy_tensor import PythonKeyTracer, disable_proxy_modes_tracing, make_fx
+from torch.fx.graph import _BoxedCodeGen
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils.checkpoint import SAC_IGNORED_OPS
+
+from torchtitan_graph.graph.hierarchy import Recorder
+
+__all__ = [
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "annotated",
+    "author_s_stack",
+    "boxed",
+    "current_words",
+    "ignore_profiler_in_recomputation",
+    "keeps_its_own_way",
+    "lazy_graph_module",
+    "made_for",
+    "reparametrize",
+    "set_arguments",
+    "trace_set_aside",
+    "trace_to_graph",
+]
+
+
+def reparametrize(module: torch.nn.Module, state: dict[str, torch.Tensor]) -> contextlib.AbstractContextManager:
+    """Swap `state` (by name) into the live module; tied names follow. `torch.func.functional_call` would replace it
+    if it could run a function that closes over the module instead of the module's own forward."""
+    # What a shared module has under two names is swapped twice: what was there first is put back last.
+    return _reparametrize_module(module, state, tie_weights=True, stack_weights=True)
+
+
+def ignore_profiler_in_recomputation() -> None:
+    """Let selective checkpointing pass the profiler's marks by: FSDP2 makes some in a block's forward where experts in
+    it are sharded apart, and others when the block is recomputed. torch takes its list for complete; it has no other
+    way in."""
+    marks = torch.ops.profiler
+    SAC_IGNORED_OPS.update({marks._record_function_enter_new.default, marks._record_function_exit._RecordFunction})
+
+
+@contextlib.contextmanager
+def annotated(**words: Any) -> Iterator[None]:
+    """Let nodes made inside carry these words. torch's own `annotate` writes into the dictionary that it finds: a trace
+    inside the trace (flex attention's) shares it with the outer one, which would keep the words."""
+    before = fx_traceback.current_meta.get("custom", {})
+    fx_traceback.current_meta["custom"] = {**before, **words}
+    try:
+        yield
+    finally:
+        fx_traceback.current_meta["custom"] = before
+
+
+@contextlib.contextmanager
+def made_for(node: torch.fx.Node) -> Iterator[None]:
+    """Let nodes made inside carry what this one does, and what nodes made now would carry. FX's Interpreter leaves out
+    the second: what a region computes again in backward would then be of forward."""
+    before = fx_traceback.current_meta
+    words = {**(before.get("custom") or {}), **node.meta.get("custom", {})}
+    fx_traceback.current_meta = {**before, **node.meta, "custom": words}
+    try:
+        yield
+    finally:
+        fx_traceback.current_meta = before
+
+
+def current_words() -> dict[str, Any]:
+    """Give the words that nodes made now would carry."""
+    return dict(fx_traceback.current_meta.get("custom") or {})
+
+
+@contextlib.contextmanager
+def trace_set_aside(words: dict[str, Any]) -> Iterator[None]:
+    """Set aside the trace that is being made, so that another can be made inside, whose nodes carry these words.
+
+    What is kept for the node at hand (a stack, a sequence number of autograd) is of the outer trace. torch has no
+    public way to trace inside a trace.
+    """
+    before, fx_traceback.current_meta = fx_traceback.current_meta, {"custom": words}
+    try:
+        with disable_proxy_modes_tracing():
+            yield
+    finally:
+        fx_traceback.current_meta = before
+
+
+@contextlib.contextmanager
+def _marked_backward() -> Iterator[types.CodeType]:
+    """Let every node made by the autograd engine carry `phase: backward` and the sequence number of its forward op.
+    Give the code that enters the engine.
+
+    The engine is entered at one place, `torch.autograd._engine_run_backward`, by `grad` and `backward` alike. Public
+    hooks on autograd nodes can't see the sequence number; the AOT helper that does is the same from 2.11 to 2.15.
+    """
+    inner = torch.autograd._engine_run_backward
+
+    def run(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        # A leaf or a gradient edge has no grad_fn; the engine reports it better than we could.
+        logging_utils.setup_stacktrace_preservation_hooks(
+            [t.grad_fn for t in tensors if getattr(t, "grad_fn", None) is not None]
+        )
+        # No module: one that is called in there computes something again, for a checkpointed region.
+        try:
+            with annotated(phase="backward", module=""):
+                return inner(tensors, *args, **kwargs)
+        except BaseException:
+            logging_utils.callback_set = False  # else no later backward would forget its last stack
+            raise
+
+    hooked = torch.Tensor.register_hook
+
+    def register_hook(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
+        # The engine calls it before it tells the helper's hooks which operator is next: the one that made the tensor.
+        @functools.wraps(hook)
+        def call(grad: torch.Tensor) -> Any:
+            fx_traceback.set_grad_fn_seq_nr(torch._C._current_autograd_node()._sequence_nr())
+            try:
+                return hook(grad)
+            finally:
+                fx_traceback.reset_grad_fn_seq_nr()
+
+        return hooked(tensor, call)
+
+    torch.autograd._engine_run_backward = run  # type: ignore[assignment]
+    torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]
+    try:
+        yield run.__code__
+    finally:
+        torch.autograd._engine_run_backward = inner
+        torch.Tensor.register_hook = hooked  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _marked_modules(module: torch.nn.Module | None) -> Iterator[None]:
+    """Let every node carry the name of the innermost submodule whose call made it, forward hooks included.
+
+    `make_fx(record_module_stack=True)` records nothing for modules that are called from a plain function.
+    """
+    if module is None:
+        yield
+        return
+    names = {id(child): name for name, child in module.named_modules()}
+    inner = torch.nn.Module.__call__
+
+    @functools.wraps(inner)
+    def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        name = names.get(id(self))
+        if name is None:
+            return inner(self, *args, **kwargs)
+        with annotated(module=name):
+            return inner(self, *args, **kwargs)
+
+    torch.nn.Module.__call__ = call  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.nn.Module.__call__ = inner  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _recorded(recorder: Recorder | None, base: types.CodeType, engine: types.CodeType) -> Iterator[None]:
+    """Let every node carry the place that the recorder tells.
+
+    A node is made at one place, `PythonKeyTracer.create_node`; torch has hooks for it only on a finished graph. A trace
+    inside the trace has a recorder of its own, and must not move this one.
+    """
+    if recorder is None:
+        yield
+        return
+    call, created = torch.nn.Module.__call__, PythonKeyTracer.create_node
+    inner = getattr(created, "__wrapped__", created)
+
+    @functools.wraps(inner)
+    def create_node(self: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
+        node = inner(self, *args, **kwargs)
+        node.meta["custom"] = {**(node.meta.get("custom") or {}), "place": recorder.place()}
+        node.meta["is_grad"] = torch.is_grad_enabled()
+        return node
+
+    torch.nn.Module.__call__ = recorder.wrap(call)  # type: ignore[method-assign]
+    PythonKeyTracer.create_node = create_node  # type: ignore[method-assign]
+    try:
+        with recorder.running(base, engine):
+            yield
+    finally:
+        torch.nn.Module.__call__ = call  # type: ignore[method-assign]
+        PythonKeyTracer.create_node = created  # type: ignore[method-assign]
+
+
+_NOT_THE_AUTHOR_S = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+
+
+def _author_s_frames(tracer: Any, stack: traceback.StackSummary) -> traceback.StackSummary:
+    """Of the stack that made a node, keep the traced function's own frames. `make_fx` would keep those of functions
+    that are named `forward`."""
+    begin = max((i for i, frame in enumerate(stack) if frame.name == "marked"), default=-1) + 1
+    own = [frame for frame in stack[begin:] if not frame.filename.startswith(_NOT_THE_AUTHOR_S)]
+    return traceback.StackSummary.from_list(own)
+
+
+def trace_to_graph(
+    fn: Callable[..., Any],
+    fake_inputs: list[torch.Tensor],
+    fake_mode: FakeTensorMode,
+    module: torch.nn.Module | None,
+    stack_traces: bool,
+    recorder: Recorder | None = None,
+) -> torch.fx.GraphModule:
+    """Run `fn` on fake plain tensors under `make_fx`, forward and backward marked.
+
+    The tracing context lets higher-order ops give equal subgraphs one name. Multithreaded autograd would lose the
+    thread-local marks. Nested traces happen inside flex attention, which traces its own subgraphs.
+    """
+    import torch._dynamo.config  # late, for it takes a second: a run on graphs that are read does without
+
+    with (
+        fake_mode,
+        tracing(TracingContext(fake_mode)),
+        fx_traceback.preserve_node_meta(),
+        torch.autograd.set_multithreading_enabled(False),
+        torch._dynamo.config.patch(error_on_nested_fx_trace=False),
+        _marked_backward() as engine,
+        # Code is generated when the graph first runs, not after every pass: a third of the time to build a large one.
+        _use_lazy_graph_module(True),
+        mock.patch.object(torch.fx.proxy.TracerBase, "_filter_traceback_frames", _author_s_frames),
+        # Else a selective checkpoint computes nothing again, and leaves that to a pass of torch.compile's.
+        mock.patch.object(torch.utils.checkpoint, "_is_compiling", lambda func, args, kwargs: False),
+    ):
+
+        def marked(*flat: torch.Tensor) -> Any:
+            # Inside the trace: make_fx patches `Module.__call__` itself and would drop a patch made before.
+            with _marked_modules(module), _recorded(recorder, marked.__code__, engine):
+                return fn(*flat)
+
+        return _without_made_up(make_fx(marked, record_stack_traces=stack_traces)(*fake_inputs))
+
+
+def keeps_its_own_way() -> bool:
+    """Tell whether what backward needs is now kept by functions of the caller's, as `torch.utils.checkpoint` does it:
+    public API only sets them."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def _without_made_up(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """Drop unused operators on tensors that nothing was written to, and those that failed where the function went on.
+
+    To learn a result's shape, torch 2.11's DTensor runs operators on empty tensors of the whole shape, and the trace
+    records that: products that nobody needs, and labels that are no classes. That of 2.13 and 2.15 does not.
+    """
+    made_up: dict[torch.fx.Node, None] = {}
+    for node in gm.graph.nodes:
+        sources = node.all_input_nodes
+        is_empty = node.target == torch.ops.aten.empty_strided.default
+        has_failed = node.op == "call_function" and "val" not in node.meta
+        if is_empty or has_failed or (sources and all(n in made_up for n in sources)):
+            made_up[node] = None
+    for node in reversed(made_up):
+        if not node.users and not node.is_impure():
+            gm.graph.erase_node(node)
+    return gm
+
+
+def set_arguments(node: torch.fx.Node, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Give a new node its arguments. FX's public setters take a node out of its graph's table of operators and put it
+    back, which takes as long as to make the node. Replaced when they don't."""
+    node._update_args_kwargs(args, kwargs)
+
+
+def author_s_stack() -> traceback.StackSummary:
+    """Give the stack in the traced function's author's words: while Dynamo reads a function, what it reads; while a
+    node is run again, what made that node; else Python's. torch keeps the first two for its own messages."""
+    if read := TracingContext.extract_stack():
+        return read
+    made = re.findall(r'File "(.*)", line (\d+), in (.*)\n +(.*)', fx_traceback.current_meta.get("stack_trace") or "")
+    frames = [traceback.FrameSummary(path, int(number), name, line=line) for path, number, name, line in made]
+    return traceback.StackSummary.from_list(frames) if frames else traceback.extract_stack()
+
+
+def lazy_graph_module(root: torch.nn.Module, graph: torch.fx.Graph) -> torch.fx.GraphModule:
+    """Give a graph whose code is generated when it first runs, as a traced one's is."""
+    return _LazyGraphModule(root, graph)
+
+
+def boxed(
+    gm: torch.fx.GraphModule, edits: Iterable[Callable[[torch.fx.Graph], None]] = ()
+) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
+    """Give the graph, or an edited copy, as a function of one list, which it empties: an input that nobody else holds
+    is then freed after its last use. Call arguments live until the call returns; FX knows no public form without them.
+    """
+    graph, edits = gm.graph, list(edits)
+    if edits:
+        graph = copy.deepcopy(graph)
+    for edit in edits:
+        edit(graph)
+    plain = graph._codegen
+    graph.set_codegen(_BoxedCodeGen())
+    made = torch.fx.GraphModule(gm, graph)  # its code is made now
+    graph.set_codegen(plain)
+    return made

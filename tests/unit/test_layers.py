@@ -28,7 +28,7 @@ def write_package(folder: Path, **imports: str) -> None:
         (package / module).mkdir(parents=True)
         (package / module / "__init__.py").touch()
     top = ("train", "translate", "requeue", "preflight", "launch", "precompile")
-    bottom = ("patience", "errors", "command", "log", "device", "ops", "row_loss", "stop")
+    bottom = ("patience", "errors", "command", "log", "device", "ops", "fused_loss", "loss_kernels", "row_loss", "stop")
     for module in ("__init__", *top, "trainer", "forecast", "compiler", "loss", *bottom):
         (package / f"{module}.py").touch()
     for module in ("cleanup", "shard_params"):

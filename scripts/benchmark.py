@@ -133,7 +133,7 @@ def options_of(
         recompute=recompute_of(policy),
         loss=torch.compile(cross_entropy) if mode.startswith("compile") else cross_entropy,
         regions=regions,
-        disabled=[*args.disable, *(["reuse_logits", "reuse_sharded_logits"] if "cross_entropy" in fusions else [])],
+        disabled=args.disable,
     )
 
 

@@ -63,6 +63,7 @@ class Published(NamedTuple):
             "model.name": "llama3",
             "model.flavor": self.model,
             "model.attn": "flex",
+            "training.loss_implementation": "torch",  # as theirs
             "model.hf_assets_path": "",
             "training.seq_len": self.seq_len,
             "training.local_batch_size": self.rows,

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
+from torchtitan_graph import fused_loss
 from torchtitan_graph.graph.step import IGNORE_INDEX
 
 
@@ -23,6 +24,13 @@ def cross_entropy(logits_BLV: Tensor, labels_BL: Tensor, num_tokens: Tensor) -> 
     logits_TV = logits_BLV.flatten(0, 1).to(torch.promote_types(logits_BLV.dtype, torch.float32))
     loss = F.cross_entropy(logits_TV, labels_BL.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
     return (loss.to_local() if isinstance(loss, DTensor) else loss) / num_tokens
+
+
+def fused_cross_entropy(logits_BLV: Tensor, labels_BL: Tensor, num_tokens: Tensor) -> Tensor:
+    """Compute `cross_entropy` up to rounding, by operators that hold no fp32 copy of the logits; not of sharded ones.
+    See torchtitan_graph/fused_loss.py."""
+    loss, _, _ = fused_loss.fused_cross_entropy(logits_BLV.flatten(0, 1), labels_BL.flatten(), IGNORE_INDEX)
+    return loss / num_tokens
 
 
 def loss_context(vocabulary_sharded: bool) -> contextlib.AbstractContextManager:

@@ -16,11 +16,12 @@ _SUM = 2  # ATen's number for this reduction
 _NO_CLASS = -100  # stands for the ignored label, which may be the number of a class
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Give the dtype that a loss is computed in: fp32, or fp64 for logits in it."""
     return torch.promote_types(dtype, torch.float32)
 
 
-def _parts(logits_TV: Tensor) -> Iterator[slice]:
+def parts_of(logits_TV: Tensor) -> Iterator[slice]:
     """Give ranges of rows: few enough for a CPU's cache, or many enough to keep a GPU busy, and a 32nd of all at most.
 
     Their number is a multiple of eight: a GPU's kernel adds in an order that depends on where in 16 bytes a row begins,
@@ -34,8 +35,8 @@ def _parts(logits_TV: Tensor) -> Iterator[slice]:
 
 def _cross_entropy(logits_TV: Tensor, labels_T: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
     known_T = labels_T.masked_fill(labels_T == ignored, 0)
-    found_T1 = logits_TV.new_empty((len(labels_T), 1), dtype=_wide(logits_TV.dtype))
-    for part in _parts(logits_TV):
+    found_T1 = logits_TV.new_empty((len(labels_T), 1), dtype=wide(logits_TV.dtype))
+    for part in parts_of(logits_TV):
         logs = torch.log_softmax(logits_TV[part].to(found_T1.dtype), 1)
         torch.gather(logs, 1, known_T[part].unsqueeze(1), out=found_T1[part])
     first_T = torch.zeros_like(labels_T).masked_fill_(labels_T == ignored, _NO_CLASS)  # the one column's number
@@ -44,7 +45,7 @@ def _cross_entropy(logits_TV: Tensor, labels_T: Tensor, ignored: int) -> tuple[T
 
 def _cross_entropy_backward_(logits_TV: Tensor, dloss: Tensor, labels_T: Tensor, total: Tensor, ignored: int) -> Tensor:
     aten = torch.ops.aten
-    for part in _parts(logits_TV):
+    for part in parts_of(logits_TV):
         logs = torch.log_softmax(logits_TV[part].to(dloss.dtype), 1)
         of_logs = aten.nll_loss_backward(dloss, logs, labels_T[part], None, _SUM, ignored, total)
         logits_TV[part] = aten._log_softmax_backward_data(of_logs, logs, 1, dloss.dtype)
@@ -53,7 +54,7 @@ def _cross_entropy_backward_(logits_TV: Tensor, dloss: Tensor, labels_T: Tensor,
 
 def _exponentials(logits_TV: Tensor, largest_T1: Tensor) -> Tensor:
     exps = torch.empty(logits_TV.shape, dtype=largest_T1.dtype, device=logits_TV.device)
-    for part in _parts(logits_TV):
+    for part in parts_of(logits_TV):
         torch.exp(logits_TV[part].to(exps.dtype).sub(largest_T1[part]), out=exps[part])
     return exps
 
@@ -61,7 +62,7 @@ def _exponentials(logits_TV: Tensor, largest_T1: Tensor) -> Tensor:
 def _sharded_cross_entropy_backward_(
     logits_TV: Tensor, largest_T1: Tensor, log_T1: Tensor, column_T: Tensor, value_T: Tensor, scale_T1: Tensor
 ) -> Tensor:
-    for part in _parts(logits_TV):
+    for part in parts_of(logits_TV):
         logs = logits_TV[part].to(largest_T1.dtype).sub(largest_T1[part]).sub_(log_T1[part])
         at_target = torch.zeros_like(logs).scatter_(1, column_T[part].unsqueeze(1), value_T[part].unsqueeze(1))
         logits_TV[part] = at_target.add_(logs.exp_()).mul_(scale_T1[part])
@@ -86,7 +87,7 @@ _LIBRARY.impl("cross_entropy_backward_", _cross_entropy_backward_, "CompositeExp
 
 @torch.library.register_fake("torchtitan_graph::cross_entropy", lib=_LIBRARY)
 def _(logits_TV: Tensor, labels_T: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
-    loss = logits_TV.new_empty((), dtype=_wide(logits_TV.dtype))
+    loss = logits_TV.new_empty((), dtype=wide(logits_TV.dtype))
     return loss, torch.empty_like(loss)
 
 

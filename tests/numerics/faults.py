@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
 
 from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
+from torchtitan_graph.fused_loss import fused_cross_entropy_backward_
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import call, value
 from torchtitan_graph.graph.signature import output_nodes, set_outputs
@@ -197,6 +198,15 @@ def overwrite_logits_too_early(gm: GraphModule) -> GraphModule:
         late = call(gm.graph, loss, operator.getitem, call(gm.graph, loss, cross_entropy, *loss.args), 0)
         shown = gm.graph.node_copy(shown, lambda node: late if loss in node.all_input_nodes else node)
     set_outputs(gm, "loss", {name: shown})
+    gm.recompile()
+    return gm
+
+
+def shift_the_labels_of_a_fused_gradient(gm: GraphModule) -> GraphModule:
+    (back,) = gm.graph.find_nodes(op="call_function", target=fused_cross_entropy_backward_)
+    logits, labels, *others = back.args
+    with gm.graph.inserting_before(back):
+        back.args = (logits, call(gm.graph, back, aten.roll.default, labels, [1]), *others)
     gm.recompile()
     return gm
 

@@ -82,8 +82,7 @@ def test_a_compiled_step_is_eagers_up_to_rounding(model: str, codegen: str, prec
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("fusion", FUSIONS)
 def test_a_fusion_is_eagers_up_to_rounding(fusion: str, precision: str) -> None:
-    without = ("reuse_logits", "reuse_sharded_logits") if fusion == "cross_entropy" else ()
-    cell = Cell(ONE, PRECISIONS[precision], num_steps=1, fusions=(fusion,), disabled=without)
+    cell = Cell(ONE, PRECISIONS[precision], num_steps=1, fusions=(fusion,))
     (found,) = run_on(1, distances, cell)
     assert max(found.values()) < TOLERANCE[precision], found  # of rope every bit was equal
 

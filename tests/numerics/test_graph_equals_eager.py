@@ -1,5 +1,7 @@
 """The graph's training step is FSDP2's, bit for bit: losses, gradients, norms, and parameters after five steps."""
 
+import dataclasses
+
 import faults
 import pytest
 from matrix import (
@@ -117,6 +119,28 @@ def test_with_flex_attention(dims, precision):
     check(Cell(dims, precision, attn="flex"))
 
 
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")  # as above
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell(ONE, BF16, fused_loss=True),
+        *(
+            pytest.param(dataclasses.replace(cell, fused_loss=True), marks=pytest.mark.slow)
+            for cell in (
+                Cell(FSDP2, FP32, num_microbatches=2),
+                Cell(FSDP2, BF16, capture="dynamo"),
+                Cell(FSDP2, BF16, disabled=("reuse_logits",)),
+                Cell(TP2, BF16, loss_parallel=False),
+                Cell(ONE, BF16, "deepseek_v3", changes=(("num_mtp_layers", 1),)),
+            )
+        ),
+    ],
+    ids=["one-rank", "accumulate-2", "dynamo", "out-of-place", "TP-2", "MTP"],
+)
+def test_with_the_fused_loss(cell):
+    check(cell)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "dims",
@@ -177,6 +201,11 @@ def test_a_sum_that_tensor_parallelism_needs_and_lacks_is_seen_in_the_first_loss
 def test_a_wrong_gather_is_seen_in_the_first_loss():
     for different in run_on(2, differences_after, Cell(FSDP2), faults.scale_one_gather):
         assert different[0] == "step 1: loss"
+
+
+def test_wrong_labels_in_the_fused_loss_are_seen_in_the_first_gradients():
+    (different,) = run_on(1, differences_after, Cell(fused_loss=True), faults.shift_the_labels_of_a_fused_gradient)
+    assert different[0].startswith("step 1: gradient of ")
 
 
 def differences_with_data(cell: Cell, data) -> list[str]:

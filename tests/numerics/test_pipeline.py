@@ -37,7 +37,6 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from pool import run_on
-from torchtitan_graph.loss import cross_entropy
 from torchtitan_graph.models.layers.moe import AuxiliaryLoss
 from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.layout import PP, ParallelDims
@@ -69,7 +68,7 @@ def cell(dims: ParallelDims, schedule: str, precision=FP32, **other) -> Cell:
 
 def seen_by_torch(cell: Cell) -> Seen:
     """Run one step of torch's runtime: the loss, where the last stage is, and the gradients."""
-    layout, plan = layout_of(cell.dims), cell.schedule()
+    layout, plan, of_loss = layout_of(cell.dims), cell.schedule(), cell.options("graph").loss
     batches, num_tokens = microbatches(cell, layout.data_rank, 1)
     models, stages = [], []
     for number in plan.stages_of(layout.rank(PP)):
@@ -92,7 +91,8 @@ def seen_by_torch(cell: Cell) -> Seen:
     make = get_schedule_class(dict(cell.pipeline)["pipeline_parallel_schedule"])
 
     def loss(y, at):
-        return cross_entropy(y, of_this_rank(batches[int(at)], models[-1], layout)[0].labels_BL, num_tokens)
+        labels_BL = of_this_rank(batches[int(at)], models[-1], layout)[0].labels_BL
+        return of_loss(y, labels_BL, num_tokens)
 
     runtime = make(stages if len(stages) > 1 else stages[0], len(batches), loss_fn=loss, scale_grads=False)
     numbers, losses = torch.arange(len(batches)), []
@@ -194,6 +194,7 @@ def test_stages_of_products_are_torchs(other, precision):
         pytest.param("1F1B", FP32, {"recompute": Recompute(budget=Budget(0.0))}, marks=pytest.mark.slow),
         pytest.param("1F1B", BF16, {"reshard": Reshard(True, True)}, marks=pytest.mark.slow),
         pytest.param("1F1B", FP32, {"attn": "flex"}, marks=pytest.mark.slow),
+        pytest.param("1F1B", BF16, {"fused_loss": True}, marks=pytest.mark.slow),
     ],
 )
 def test_sharded_stages_are_torchs(schedule, precision, other):
@@ -277,6 +278,7 @@ MOE = {"family": "qwen3", "flavor": "debugmodel_moe", "auxiliary": AuxiliaryLoss
             pytest.param(each, id=name, marks=pytest.mark.slow)
             for name, each in {
                 "experts": cell(PP2, "1F1B", FP64, **MOE),
+                "fused-loss": cell(PP2, "1F1B", FP64, fused_loss=True),
                 "PP-4": cell(PP4, "1F1B", FP64, tied=True),
                 "DDP-2": cell(PP2_DDP2, "Interleaved1F1B", FP64),
                 "FSDP-2-DualPipeV-tied": cell(PP2_FSDP2, "DualPipeV", FP64, tied=True),

@@ -1,6 +1,7 @@
 """What is refused before a step is built, and how ranks' counts are added."""
 
 import logging
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from torchtitan_graph import device as devices
 from torchtitan_graph.config import JobConfig, load
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
+from torchtitan_graph.loss import cross_entropy, fused_cross_entropy
 from torchtitan_graph.models import llama3
 from torchtitan_graph.models.hf.architecture import choose_attention
 from torchtitan_graph.models.layers.decoder import Decoder
@@ -103,6 +105,23 @@ def test_cuda_graphs_are_recorded_on_a_gpu_alone_and_a_dry_run_needs_none() -> N
     assert step_options(*built("--compile.cuda_graphs"), 1, torch.device("cuda")).recorders is not None
     dry = built("--compile.cuda_graphs", "--comm.mode", "fake_backend")
     assert step_options(*dry, 1, torch.device("cpu")).recorders is None
+
+
+@pytest.mark.parametrize(
+    ("device", "words", "loss"),
+    [
+        ("cpu", "", cross_entropy),
+        ("cuda", "", fused_cross_entropy),
+        ("cpu", "--comm.mode fake_backend --comm.fake_device H100", fused_cross_entropy),
+        ("cpu", "--comm.mode fake_backend --comm.fake_device CPU", cross_entropy),
+        ("cuda", "--parallelism.tensor_parallel_degree 2", cross_entropy),
+        ("cuda", "--parallelism.tensor_parallel_degree 2 --parallelism.disable_loss_parallel", fused_cross_entropy),
+        ("cuda", "--training.loss_implementation torch", cross_entropy),
+        ("cpu", "--training.loss_implementation fused", fused_cross_entropy),
+    ],
+)
+def test_the_loss_is_the_devices_unless_one_is_named(device: str, words: str, loss: Callable) -> None:
+    assert step_options(*built(*words.split()), 1, torch.device(device)).loss is loss
 
 
 def test_a_dry_run_compiles_nothing() -> None:

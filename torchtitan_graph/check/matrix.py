@@ -28,7 +28,7 @@ from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
 from torchtitan_graph.graph.dynamo import CAPTURES
 from torchtitan_graph.graph.step import StepOutput
 from torchtitan_graph.graph.traced import TracedResult
-from torchtitan_graph.loss import cross_entropy
+from torchtitan_graph.loss import cross_entropy, fused_cross_entropy
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.init import initial_weight, initialize
 from torchtitan_graph.models.layers.moe import AuxiliaryLoss, Experts, ExpertTraining, set_up_experts
@@ -84,6 +84,7 @@ class Cell:
     num_microbatches: int = 1
     tied: bool = False
     attn: str = "sdpa"
+    fused_loss: bool = False
     ffn_dim: int = 130
     changes: tuple[tuple[str, object], ...] = ()  # of the family's tiny configuration
     auxiliary: AuxiliaryLoss | None = None
@@ -126,6 +127,7 @@ class Cell:
             cpu_offload=self.cpu_offload,
             reshard=self.reshard,
             experts=ExpertTraining(self.auxiliary),
+            loss=fused_cross_entropy if self.fused_loss else cross_entropy,
             loss_parallel=self.loss_parallel,
             async_tp=self.async_tp,
             rates=SLOW if self.async_tp else RATES["CPU"],

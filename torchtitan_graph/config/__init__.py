@@ -1,6 +1,13 @@
 """The configuration of a run: options, TOML files, the command line, and all checks on them."""
 
-from torchtitan_graph.config.check import check, is_dry_for_gpu, ranks_asked_for, shard_degree, smallest_world
+from torchtitan_graph.config.check import (
+    check,
+    is_dry_for_gpu,
+    is_loss_sharded,
+    ranks_asked_for,
+    shard_degree,
+    smallest_world,
+)
 from torchtitan_graph.config.dump import dump_toml
 from torchtitan_graph.config.job import JobConfig
 from torchtitan_graph.config.load import DRY, load
@@ -11,6 +18,7 @@ __all__ = [
     "check",
     "dump_toml",
     "is_dry_for_gpu",
+    "is_loss_sharded",
     "load",
     "ranks_asked_for",
     "shard_degree",

@@ -59,11 +59,10 @@ def _check_compile(config: JobConfig) -> list[str]:
         problems.append(
             f"{_name(config, 'compile.fusions')}: fusions are parts of a graph; use compile.mode = graph, or remove it"
         )
-    in_place = [name for name in ("reuse_logits", "reuse_sharded_logits") if name not in options.disable_passes]
-    if "cross_entropy" in options.fusions and in_place:
+    if "cross_entropy" in options.fusions:
         problems.append(
-            f"{_name(config, 'compile.fusions')}: the loss works in the logits' memory, by rows, and Inductor can't"
-            f" compile that; remove cross_entropy, or add {' and '.join(in_place)} to compile.disable_passes"
+            f"{_name(config, 'compile.fusions')}: the loss is not among them; remove cross_entropy, and set"
+            " training.loss_implementation = fused, which is as fast and has eager's bits"
         )
     if options.dedupe_layers and (chosen_codegen(options) != "off" or options.fusions or options.mode == "eager"):
         problems.append(

@@ -268,6 +268,13 @@ class Training:
     mtp_loss_weight: float = option(
         0.3, "Weight of the mean loss of the model.num_mtp_layers tokens further ahead.", minimum=0
     )
+    loss_implementation: str = option(
+        "auto",
+        "Implementation of the loss, the same up to rounding. fused: reads the logits once in forward and once in"
+        " backward, on a GPU in one kernel each, where each rank has the whole vocabulary. torch: torch's operators."
+        " auto: on a GPU fused where it can be, on a CPU torch.",
+        choices=("auto", "fused", "torch"),
+    )
     max_norm: float = option(1.0, "Largest gradient norm, over all parameters; 0: measure, never clip.", minimum=0)
     steps: int = option(10000, "Optimizer steps.", minimum=1)
     dtype: str = option(
@@ -513,9 +520,7 @@ class Compile:
     )
     fusions: list[str] = option(
         [],
-        "What Inductor compiles alone, wherever the model has it, with codegen = off too: rms_norm, swiglu, rope, "
-        "cross_entropy. The last needs disable_passes = [reuse_logits, reuse_sharded_logits]: the loss then no longer "
-        "works in the logits' memory.",
+        "What Inductor compiles alone, wherever the model has it, with codegen = off too: rms_norm, swiglu, rope.",
     )
     region_options: list[list[str]] = option(
         [],

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
 
+from torchtitan_graph.fused_loss import fused_cross_entropy_backward_
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import call, erase_dead, value
 from torchtitan_graph.graph.liveness import owners, readers_of_memory
@@ -14,6 +16,7 @@ from torchtitan_graph.row_loss import cross_entropy, cross_entropy_backward_
 
 aten = torch.ops.aten
 _SUM = 2  # ATen's number for this reduction
+_FUSED_BACKWARD = torch.ops.torchtitan_graph.fused_cross_entropy_backward.default
 
 
 def reuse_logits(gm: GraphModule) -> GraphModule:
@@ -23,21 +26,34 @@ def reuse_logits(gm: GraphModule) -> GraphModule:
         l = cross_entropy(x, t); ...; dx = cross_entropy_backward_(x, dl, t)
 
     One matrix of tokens x vocabulary is held instead of three, with casts in the logits' dtype instead of fp32; the
-    logarithms are computed again in backward. Only for logits that nothing else reads (what does could be computed
-    again, or put off, past the write), in memory that no input has, and sums over all classes alike. It runs before the
-    policies, which see what the loss holds then. From here on a node's value may change: none may let what reads it be
-    computed again.
+    logarithms are computed again in backward. Of a fused loss only the gradient changes its place. Only for logits that
+    nothing else reads (what does could be computed again, or put off, past the write), in memory that no input has, and
+    sums over all classes alike. It runs before the policies, which see what the loss holds then. From here on a node's
+    value may change: none may let what reads it be computed again.
     """
     found = gm.graph.find_nodes(op="call_function", target=aten._log_softmax.default)
     losses = list(filter(None, map(_match, found)))
-    if not losses:
+    fused = gm.graph.find_nodes(op="call_function", target=_FUSED_BACKWARD)
+    if not losses and not fused:
         return gm
     owner, readers = owners(gm), readers_of_memory(gm)
+
+    def is_free(logits: Node, loss: Container[Node]) -> bool:
+        memory = owner[logits]
+        is_own = memory.op == "call_function" and all(reader in loss for reader in readers[memory])
+        return is_own and value(logits).is_contiguous()
+
     for loss in losses:
-        memory, is_whole = owner[loss.logits], value(loss.logits).is_contiguous()
-        is_own = memory.op == "call_function" and readers[memory] <= {*loss.forward, *loss.backward}
-        if not loss.backward or (is_whole and is_own):
+        if not loss.backward or is_free(loss.logits, {*loss.forward, *loss.backward}):
             _rewrite(gm, loss)
+    for back in fused:
+        logits, _, largest, *_ = back.args
+        if is_free(logits, {largest.args[0], back}):
+            with gm.graph.inserting_before(back):
+                made = call(gm.graph, back, fused_cross_entropy_backward_, *back.args)
+            meta.stand_for(made, [back])
+            back.replace_all_uses_with(made)
+            gm.graph.erase_node(back)
     gm.recompile()
     return gm
 

@@ -141,8 +141,8 @@ def _plan_experts(config: JobConfig, model: nn.Module, device: torch.device) -> 
     names = [name for name in experts if any(part in name for part in options.fqns)]
     scaling = options.recipe_name or ROWWISE
     if scaling == DELAYED:
-        recipe = f"quantize.grouped_mm.float8.recipe_name = {scaling!r}"
-        _check_called_once(model, names, recipe, f"leave it out of {_FQNS}")
+        asked = f"quantize.grouped_mm.float8.recipe_name = {scaling!r}"
+        _check_called_once(model, names, asked, f"leave it out of {_FQNS}")
     logger.info(f"float8: experts of {len(names)} layers, {scaling}; as they were: {len(experts) - len(names)}")
     recipe = _recipe(scaling, options.gradient_format, options.emulate)
     recipe = recipe._replace(is_traced_for_gpu=is_dry_for_gpu(config))

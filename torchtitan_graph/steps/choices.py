@@ -82,13 +82,8 @@ def find_extra(entry: job.ExtraPass, options: job.Compile, of_pass: str, of_afte
     return Extra(entry.after, Pass(entry.pass_, run, entry.exact, cut=known[entry.after].cut, option=option))
 
 
-# What compile.fusions names: modules of these classes, each compiled alone; and the loss.
-FUSIONS: Mapping[str, type[nn.Module] | None] = {
-    "rms_norm": nn.RMSNorm,
-    "swiglu": SwiGLU,
-    "rope": Rotation,
-    "cross_entropy": None,
-}
+# What compile.fusions names: modules of these classes, each compiled alone.
+FUSIONS: Mapping[str, type[nn.Module]] = {"rms_norm": nn.RMSNorm, "swiglu": SwiGLU, "rope": Rotation}
 
 
 def needed_regions(device: torch.device) -> dict[str, dict[str, Any]]:
@@ -138,8 +133,7 @@ def _modules_of(fusion: str, model: nn.Module) -> list[str]:
         near = nearest(fusion, list(FUSIONS))
         hint = f"; did you mean {near}?" if near else ""
         raise UserError(f"compile.fusions = {fusion!r}: legal are {', '.join(FUSIONS)}{hint}")
-    if (kind := FUSIONS[fusion]) is None:
-        return [LOSS]
+    kind = FUSIONS[fusion]
     names = (name for name, module in model.named_modules() if isinstance(module, kind))
     patterns = list(dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in names))
     if not patterns:

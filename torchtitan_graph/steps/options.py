@@ -11,11 +11,11 @@ from torch import Tensor
 
 from torchtitan_graph import device as devices
 from torchtitan_graph.compiler import Extra, Look
-from torchtitan_graph.config import JobConfig, is_dry_for_gpu, job
+from torchtitan_graph.config import JobConfig, is_dry_for_gpu, is_loss_sharded, job
 from torchtitan_graph.device import CudaRecorder, Recorders
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
-from torchtitan_graph.loss import cross_entropy
+from torchtitan_graph.loss import cross_entropy, fused_cross_entropy
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.moe import AuxiliaryLoss, ExpertTraining, MoE
 from torchtitan_graph.parallel.recompute import Budget, Recompute
@@ -164,6 +164,7 @@ def step_options(config: JobConfig, model: Decoder, num_microbatches: int, devic
             config.debug.moe_force_load_balance,
         ),
         regions=plan_regions(config.compile, model, device),
+        loss=_loss(config, device),
         loss_parallel=not config.parallelism.disable_loss_parallel,
         async_tp=config.parallelism.enable_async_tensor_parallel,
         disabled=config.compile.disable_passes,
@@ -181,6 +182,19 @@ def step_options(config: JobConfig, model: Decoder, num_microbatches: int, devic
         rates=devices.RATES[config.comm.fake_device] if config.comm.mode == "fake_backend" else devices.rates(),
         compiles=config.comm.mode != "fake_backend",
     )
+
+
+def _loss(config: JobConfig, device: torch.device) -> Callable[..., Tensor]:
+    chosen = config.training.loss_implementation
+    if chosen == "auto":
+        if _is_cpu(config, device):
+            chosen, why = "torch", "on a CPU"
+        elif is_loss_sharded(config):
+            chosen, why = "torch", "for tensor parallelism leaves each rank a part of the vocabulary"
+        else:
+            chosen, why = "fused", "on a GPU"
+        logger.info(f"training.loss_implementation = auto: {chosen}, {why}")
+    return fused_cross_entropy if chosen == "fused" else cross_entropy
 
 
 def _offload(config: JobConfig, model: Decoder, pipeline: Schedule | None, device: torch.device) -> Sequence[str]:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from toy import aten, batch, bitwise, calls, run_toy, toy, trace_toy
 
+from torchtitan_graph import fused_loss
 from torchtitan_graph.graph.edit import value
 from torchtitan_graph.graph.step import trace_eval_step
 from torchtitan_graph.graph.trace import minimal_fx_tracer
@@ -18,6 +19,9 @@ from torchtitan_graph.passes.reuse_logits import reuse_logits
 from torchtitan_graph.row_loss import cross_entropy as rows
 from torchtitan_graph.row_loss import cross_entropy_backward_ as rows_backward
 
+FUSED, FUSED_BACK, FUSED_IN_PLACE = (
+    getattr(torch.ops.torchtitan_graph, f"fused_cross_entropy{end}").default for end in ("", "_backward", "_backward_")
+)
 LEFT = (aten._log_softmax.default, aten.nll_loss_forward.default, aten.nll_loss_backward.default)
 
 
@@ -108,3 +112,29 @@ def test_logits_that_are_given_are_not_written_to() -> None:
 
     gm = cleanup(minimal_fx_tracer(fn)(X, W, LABELS).gm)
     assert calls(reuse_logits(gm), *LEFT)
+
+
+def fused(logits: Tensor, labels: Tensor) -> Tensor:
+    return fused_loss.fused_cross_entropy(logits, labels, -100)[0]
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_written"),
+    [
+        (lambda x, t, w: fused(x, t), True),
+        (lambda x, t, w: fused(x, t) + fused((x @ w.t()) @ w, t), False),  # the second's logits are the first's
+        (lambda x, t, w: fused(x, t) + fused(x, t.roll(1)), False),
+        (lambda x, t, w: fused(x, t) + x.square().sum(), False),
+        (lambda x, t, w: fused(w[:, :5], t[:3]) + x.sum(), False),  # the memory of an input
+        (lambda x, t, w: fused(x.t().contiguous().t(), t), False),
+    ],
+)
+def test_a_fused_loss_writes_its_gradient_over_logits_that_nothing_else_reads(loss: Callable, is_written: bool) -> None:
+    gm = step(loss)
+    assert calls(gm, FUSED) and calls(gm, FUSED_BACK)
+    expected = gm(X, W, LABELS)
+    gm = reuse_logits(gm)
+    gm.graph.lint()
+    assert bitwise(gm(X, W, LABELS), expected) and torch.equal(W, torch.arange(15.0).view(3, 5))
+    first = calls(gm, FUSED_BACK, FUSED_IN_PLACE)[-1]  # backward comes in the other order
+    assert (first.target is FUSED_IN_PLACE) == is_written

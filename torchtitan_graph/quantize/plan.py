@@ -68,9 +68,9 @@ def _check_own(config: JobConfig, model: nn.Module, device: torch.device) -> Non
     if problems:
         raise UserError("\n".join(problems))
     asked = f"model.name = {config.model.name!r}: its own float8 layer"
-    for name, kept in linears.items():
-        multiple = _words_of(kept.recipe.scaling)[-1]
-        F, D = kept.weight.shape
+    for name, linear in linears.items():
+        multiple = _words_of(linear.recipe.scaling)[-1]
+        F, D = linear.weight.shape
         if F % multiple or D % multiple:
             raise UserError(f"{asked} {name} is {F} x {D}, and both sizes must be multiples of {multiple}")
     delayed = [name for name, kept in own.items() if kept.recipe.scaling == DELAYED]

@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         dist.barrier()  # gloo aborts a rank whose peer tears down while it still listens
         if trainer.stop_signal:
             reason = stop.name(trainer.stop_signal)
-            logger.info(f"stopped by {reason} after step {trainer.step}; started again, the run goes on from there")
+            logger.info(f"stopped by {reason} after step {trainer.step}; {_started_again(config)}")
         run.close(*(STOPPED, reason) if trainer.stop_signal else (FINISHED, ""))
     except SystemExit:  # of --help
         raise
@@ -105,6 +105,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _leave_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _started_again(config: JobConfig) -> str:
+    if config.checkpoint.enable and not config.checkpoint.load_only:
+        return "started again, the run goes on from there"
+    why = "checkpoint.load_only = true" if config.checkpoint.enable else "checkpoint.enable = false"
+    return f"nothing of it is saved, for {why}"
 
 
 def _end(error: BaseException, code: int, folder: Path | None, run: RunFolder | None) -> int:

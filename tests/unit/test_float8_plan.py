@@ -11,14 +11,16 @@ from torchtitan_graph.config import JobConfig, check, load
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.models import llama3
 from torchtitan_graph.models.layers.decoder import Decoder
+from torchtitan_graph.models.layers.feed_forward import FeedForward
 from torchtitan_graph.models.spec import build_model
-from torchtitan_graph.quantize.layers import LayerNormMLP, Linear
+from torchtitan_graph.quantize.layers import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear
 from torchtitan_graph.quantize.plan import check_cut, plan_float8
 from torchtitan_graph.quantize.products import DELAYED, E4M3, E5M2, MX, ROWWISE, TENSORWISE, Recipe, linear
 from torchtitan_graph.quantize.state import Float8, convert
 
 CPU = torch.device("cpu")
 FLOAT8 = ("--model.converters", "float8")
+RECIPE = Recipe()
 PP = "parallelism.pipeline_parallel_degree"
 
 
@@ -161,6 +163,11 @@ def test_parts_that_tensor_parallelism_leaves_are_checked(degree: int, filtered:
             "80 tokens .* MXFP8 want a multiple of 32",
         ),
         (
+            ["--model.converters", "mx", "--training.dynamic_seq_len", "--training.local_batch_size", "2"],
+            1,
+            "dynamic_seq_len = True: training.local_batch_size = 2 of the shortest rows have 32 tokens, .* 64 or more",
+        ),
+        (
             ["--model.converters", "mx", "--quantize.linear.mx.recipe_name", "mxfp4"],
             1,
             "must be one of mxfp8_cublas, .*",
@@ -239,6 +246,77 @@ def test_what_a_models_own_layers_are_not_built_with_is_refused() -> None:
     assert plan_float8(load([]), own, CPU) is None
     with pytest.raises(UserError, match="cpu_offload = True: the model's own float8 layer layers.0.feed_forward.w1 is"):
         plan_float8(load(["--training.enable_cpu_offload"]), own, CPU)
+
+
+def with_own(recipe: Recipe = RECIPE, ffn_dim: int = 768) -> Decoder:
+    """Give a model whose author wrote its first feed-forward layer, and its output, in float8."""
+    own = model()
+    own.layers[0].feed_forward = LayerNormMLP(nn.RMSNorm(256), FeedForward(256, ffn_dim), recipe)
+    own.output = Linear(own.output, recipe)
+    return own
+
+
+@pytest.mark.parametrize(
+    ("recipe", "ffn_dim", "words", "device", "message"),
+    [
+        (Recipe(), 760, (), CPU, "own float8 layer layers.0.feed_forward.w1 is 760 x 256, and both .* multiples of 16"),
+        (Recipe(MX), 784, (), CPU, "w1 is 784 x 256, and both sizes must be multiples of 32"),
+        (Recipe(), 768, ("--training.seq_len", "40"), CPU, "seq_len = 40: a rank computes 40 tokens at a time"),
+        (Recipe(MX), 768, ("--training.seq_len", "48"), CPU, "48 tokens .* MXFP8 want a multiple of 32"),
+        (Recipe(MX), 768, (), torch.device("cuda"), "emulated alone, on a GPU too; give its recipe emulate=True"),
+        (Recipe(MX), 768, ("--comm.mode", "fake_backend"), CPU, "emulated alone, on a GPU too"),
+        (Recipe(MX, emulate=True), 768, ("--comm.mode", "fake_backend"), CPU, ""),
+        (Recipe(DELAYED), 768, (), CPU, ""),
+    ],
+)
+def test_a_models_own_layers_are_refused_what_converted_ones_are(
+    recipe: Recipe, ffn_dim: int, words: Sequence[str], device: torch.device, message: str
+) -> None:
+    config = load(["--training.local_batch_size", "1", *words])
+    with pytest.raises(UserError, match=message) if message else contextlib.nullcontext():
+        plan_float8(config, with_own(recipe, ffn_dim), device)
+
+
+def test_a_models_own_layer_in_two_places_has_no_history() -> None:
+    own = with_own(Recipe(DELAYED))
+    own.layers[1].feed_forward = own.layers[0].feed_forward
+    with pytest.raises(UserError, match=r"layers.0.feed_forward.w1 is layers.1.feed_forward.w1 too, and one history"):
+        plan_float8(load([]), own, CPU)
+
+
+def test_parts_of_a_models_own_layers_are_checked() -> None:
+    with pytest.raises(UserError, match="= 2: the model's own float8 is not built for output, sharded .*; let it be"):
+        check_cut(None, with_own(), llama3.PLAN, 2)
+    own = with_own(ffn_dim=784)
+    own.output = nn.Linear(256, 256)
+    with pytest.raises(UserError, match="the model's own float8: leaves .* 392 of 784 in layers.0.feed_forward.w1,"):
+        check_cut(None, own, llama3.PLAN, 2)
+    check_cut(None, own, llama3.PLAN, 1)
+
+
+def test_a_layer_of_no_recipe_is_refused() -> None:
+    linear = nn.Linear(32, 16)
+    for make, message in (
+        (lambda: Linear(linear, Recipe("rowise")), "scaling = 'rowise': must be one of .*; did you mean rowwise?"),
+        (lambda: Linear(linear, Recipe("mxfp8_cublas")), "'mxfp8_cublas': must be one of .*, mxfp8"),
+        (
+            lambda: Linear(linear, Recipe(gradient=torch.bfloat16)),
+            "gradient = torch.bfloat16: must be torch.float8_e5m2",
+        ),
+        (lambda: Linear(linear, "rowwise"), r"recipe = 'rowwise': must be a Recipe, such as Recipe\('tensorwise'\)"),
+        (lambda: Linear(nn.Conv1d(16, 16, 1), Recipe()), "Linear: old is of class Conv1d: must be a Linear"),
+        (
+            lambda: LayerNormLinear(nn.RMSNorm(32), {}, Recipe()),
+            r"layers = \{\}: must be a dict of linear layers by name",
+        ),
+        (lambda: LayerNormMLP(nn.RMSNorm(32), linear, Recipe()), "old is of class Linear: must be a FeedForward"),
+        (
+            lambda: GroupedLinear(linear.weight, Recipe()),
+            r"weight_EFD has shape \[16, 32\]: must be experts x out x in",
+        ),
+    ):
+        with pytest.raises(UserError, match=message):
+            make()
 
 
 def test_a_converted_layer_has_the_same_parameters_and_state() -> None:

@@ -8,14 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_graph import stop
+from torchtitan_graph import stop, train
+from torchtitan_graph.config import load
 from torchtitan_graph.launch import Launch
 from torchtitan_graph.log import logger
 
 # A process that is set up for ever, in Python or in a call that never comes back to it.
 SETUP = """
 import os, sys, threading, time
-from torchtitan_graph import stop
+from torchtitan_graph import stop, train
+from torchtitan_graph.config import load
 stop.install()
 if sys.argv[1] != "import":
     stop.begin_setup()
@@ -43,7 +45,8 @@ except stop.Stopped:
 
 LAUNCHER = """
 import os, pathlib, subprocess, sys
-from torchtitan_graph import stop
+from torchtitan_graph import stop, train
+from torchtitan_graph.config import load
 folder = pathlib.Path(os.environ[stop.LAUNCHER])
 (folder / f"{os.getpid()}.launcher").touch()
 worker = "from torchtitan_graph import stop; stop.install(); stop.begin_teardown(); print('ready', flush=True)"
@@ -105,3 +108,15 @@ def send(phase: str, *signals: signal.Signals, **env: str) -> tuple[int, str]:
         process.send_signal(number)
     output, _ = process.communicate(timeout=8)  # 2 s on a machine that is not busy
     return process.returncode, output
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "nothing of it is saved, for checkpoint.enable = false"),
+        (("--checkpoint.enable",), "started again, the run goes on from there"),
+        (("--checkpoint.enable", "--checkpoint.load_only"), "nothing of it is saved, for checkpoint.load_only = true"),
+    ],
+)
+def test_only_a_run_that_is_saved_is_said_to_go_on(words: tuple[str, ...], said: str) -> None:
+    assert train._started_again(load(words)) == said

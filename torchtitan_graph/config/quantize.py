@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from torchtitan_graph.config.job import OPTIONS, JobConfig, get, named
+from torchtitan_graph.config.job import OPTIONS, ROW_MULTIPLE, JobConfig, get, named
 from torchtitan_graph.config.option import nearest, show
 
 LINEARS = ("float8", "quantize.linear.float8")  # two names for one
@@ -57,19 +57,37 @@ def find_problems(config: JobConfig) -> list[str]:
         for key in ("quantize.linear.float8.filter_fqns", "quantize.linear.mx.filter_fqns")
         if _AUTO in get(config, key)
     ]
+    is_mx = converts_to_mx(config.model.converters)
+    if is_mx or converts_linears(config.model.converters):
+        problems += tokens_problems(config, is_mx, "remove model.converters")
+    return problems
+
+
+def tokens_problems(config: JobConfig, is_mx: bool, instead: str) -> list[str]:
+    """Return what is wrong with how many tokens a rank computes at a time, in linear layers; `instead` says what else
+    to do."""
     degrees, training = config.parallelism, config.training
     key = "training.local_batch_size"
     if degrees.pipeline_parallel_degree > 1:
         key = "parallelism.pipeline_parallel_microbatch_size"
-    tokens = get(config, key) * training.seq_len // degrees.context_parallel_degree
-    is_mx = converts_to_mx(config.model.converters)
     format_, multiple = ("MXFP8", 32) if is_mx else ("float8", 16)
-    if tokens % multiple and (is_mx or converts_linears(config.model.converters)):
-        problems.append(
-            f"{named(config, 'training.seq_len')}: a rank computes {tokens} tokens at a time, and products in {format_}"
-            f" want a multiple of {multiple}; change it or {key}, or remove model.converters"
-        )
-    return problems
+    rows, asked = get(config, key), f"products in {format_} want a multiple of {multiple}"
+    if training.dynamic_seq_len:
+        tokens = rows * ROW_MULTIPLE
+        least = 2 * multiple if is_mx else multiple  # one block alone is another case to a trace than several
+        if tokens % multiple == 0 and tokens >= least:
+            return []
+        return [
+            f"{named(config, 'training.dynamic_seq_len')}: {key} = {rows} of the shortest rows have {tokens} tokens,"
+            f" and {asked}, {least} or more; change that, or {instead}"
+        ]
+    tokens = rows * training.seq_len // degrees.context_parallel_degree
+    if tokens % multiple == 0:
+        return []
+    return [
+        f"{named(config, 'training.seq_len')}: a rank computes {tokens} tokens at a time, and {asked}; change it or"
+        f" {key}, or {instead}"
+    ]
 
 
 def not_together(config: JobConfig, what: str, instead: str) -> list[str]:

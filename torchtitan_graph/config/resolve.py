@@ -120,11 +120,15 @@ def _is_unsupported_value(key: str, value: Any) -> bool:
 def _store(setting: Setting, key: str, result: Resolution) -> bool:
     """Check one value and put it in the configuration. Everything the user sets comes through here."""
     option = OPTIONS[key]
+    is_list_as_text = option.kind == list[str] and isinstance(setting.value, str)
+    is_text = setting.source == COMMAND_LINE or is_list_as_text  # which files of torchtitan have too
     try:
-        value = option.parse(setting.value) if setting.source == COMMAND_LINE else option.accept(setting.value)
+        value = option.parse(setting.value) if is_text else option.accept(setting.value)
     except UserError as error:
         result.refuse(setting, str(error))
         return False
+    if is_list_as_text and setting.source != COMMAND_LINE:
+        result.findings.append(Finding(CHANGED, setting, f"is read as the list {brief(value)}"))
     put(result.config, key, value)
     result.config.sources[key] = setting.source
     return True

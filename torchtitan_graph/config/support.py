@@ -48,6 +48,7 @@ def _gone(why: str) -> Unsupported:
 
 _GATHERS = "weights with one scale are gathered in float8 anyway, all their scales in one message; same numbers"
 _DELAYED = "one recipe is for all: set quantize.linear.float8.recipe_name = 'tensorwise_delayed' in its place"
+_FLOAT8 = "set model.converters = ['float8'] in its place"
 _NO_MX = "experts are not quantised in MX formats"
 _ESTIMATE = "memory is not estimated"
 _REPLICAS = "there are no fault-tolerant replicas"
@@ -55,8 +56,16 @@ _REPLICAS = "there are no fault-tolerant replicas"
 UNSUPPORTED = {
     "job.custom_config_module": _refuse("", "the schema can't be extended; remove it"),
     "job.use_for_integration_test": _gone("it marked files for a test suite"),
+    "model.norm_type": Unsupported(
+        REFUSED,
+        "norms are RMSNorm; remove it, or give model.name as a dotted name to train a model of your own",
+        ("rmsnorm", "fused_rmsnorm", "compiled_rmsnorm"),
+    ),
     "model.print_after_conversion": _ignore(False, "the log says which layers are converted"),
+    "metrics.rank_0_only": _refuse(True, "set metrics.save_for_all_ranks = true in its place"),
+    "optimizer.fused": _refuse(True, "set optimizer.implementation = 'foreach' in its place"),
     "optimizer.early_step_in_backward": _refuse(False, "gradients are clipped together before the step; remove it"),
+    "training.enable_loss_parallel": _refuse(True, "set parallelism.disable_loss_parallel = true in its place"),
     "training.gc_debug": _ignore(False, "collections are not examined"),
     "parallelism.enable_compiled_autograd": _gone("backward is part of the graph"),
     "parallelism.pipeline_parallel_split_points": _gone("use module_fqns_per_model_part"),
@@ -70,6 +79,9 @@ UNSUPPORTED = {
         "allgather", "keys and values are gathered, whatever the method; same numbers"
     ),
     "parallelism.expert_parallel_comm_backend": _ignore("standard", "tokens travel by all-to-all alone; same numbers"),
+    "checkpoint.interval_type": Unsupported(
+        REFUSED, "set checkpoint.interval_minutes in its place, and checkpoint.interval to steps", ("steps", "step")
+    ),
     "checkpoint.enable_ft_dataloader_checkpoints": _ignore(True, _REPLICAS),
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": _ignore(
         ["moe.router.gate"], "op chooses by operation, not by shape; same numbers"
@@ -82,9 +94,12 @@ UNSUPPORTED = {
     "quantize.linear.float8.enable_fsdp_float8_all_gather": _ignore(False, _GATHERS),
     "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": _ignore(False, _GATHERS),
     "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice": _ignore("triton", "casts are operations of the graph"),
+    "quantize.linear.mx.use_fp8_dim1_cast_triton_kernel": _gone("casts are operations of the graph"),
     "quantize.grouped_mm.mx.recipe_name": _ignore("mxfp8", _NO_MX),
     "quantize.grouped_mm.mx.fqns": _ignore([], _NO_MX),
-    "float8.enable_float8_linear": _refuse(False, "set model.converters = ['float8'] in its place"),
+    "float8.enable_float8_linear": _refuse(False, _FLOAT8),
+    "training.enable_float8_linear": _refuse(False, _FLOAT8),
+    "training.fp8_linear": Unsupported(REFUSED, _FLOAT8, ("", False)),
     **{f"float8.scaling_type_{name}": _refuse("dynamic", _DELAYED) for name in ("input", "weight", "grad_output")},
     "float8.force_recompute_fp8_weight_in_bwd": _gone("weights are quantised outside the graph"),
     "memory_estimation.enable": _refuse(False, "not built yet; try comm.mode = fake_backend for a dry run"),
@@ -101,6 +116,11 @@ UNSUPPORTED = {
     "fault_tolerance.should_quantize": _gone(_REPLICAS),
     "fault_tolerance.fragment_sync_delay": _gone(_REPLICAS),
     "fault_tolerance.fragment_update_alpha": _gone(_REPLICAS),
+    "experimental.pipeline_parallel_microbatches": _refuse(
+        None,
+        "it counted the parts of a batch; parallelism.pipeline_parallel_microbatch_size is the rows of one: set that to"
+        " training.local_batch_size / this in its place",
+    ),
     "experimental.custom_import": _refuse("", "give model.name as a dotted name to train a model of your own"),
     "experimental.custom_args_module": _refuse("", "the schema can't be extended; remove it"),
 }
@@ -131,7 +151,7 @@ _LINEAR_FLOAT8 = (
     "filter_fqns",
     "emulate",
 )
-_LINEAR_MX = ("recipe_name", "mxfp8_dim1_cast_kernel_choice", "filter_fqns")
+_LINEAR_MX = ("recipe_name", "mxfp8_dim1_cast_kernel_choice", "use_fp8_dim1_cast_triton_kernel", "filter_fqns")
 
 # Names that keys had in earlier releases; the values kept their meaning.
 RENAMED = {
@@ -144,6 +164,7 @@ RENAMED = {
     "training.data_parallel_replicate_degree": "parallelism.data_parallel_replicate_degree",
     "training.data_parallel_shard_degree": "parallelism.data_parallel_shard_degree",
     "training.tensor_parallel_degree": "parallelism.tensor_parallel_degree",
+    "training.disable_loss_parallel": "parallelism.disable_loss_parallel",
     "training.warmup_steps": "lr_scheduler.warmup_steps",
     "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
     **{f"experimental.{name}": f"parallelism.{name}" for name in _ONCE_EXPERIMENTAL},

@@ -91,14 +91,20 @@ def dynamo_capture(
         num_taken = num_taken if inspect.Parameter.VAR_POSITIONAL in kinds else min(num_taken, len(kinds))
     try:
         replay, strict, constants = _captured(forward, module, fakes[:num_taken], mode, device)
+        traced = in_make_fx(fn.with_forward(replay) if isinstance(fn, InParts) else replay, module, arguments)
     except UserError:
         raise
     except Exception as error:
         in_make_fx(fn, module, arguments)  # what it refuses too it tells in words of the function's author
         if isinstance(error, NotCaptured):
             raise UserError(f"compile.capture = 'dynamo': {error}; change that, or use 'make_fx'") from error
+        if "modified by an inplace operation" in str(error):
+            raise UserError(
+                "compile.capture = 'dynamo': a checkpointed region writes in place to a value of the function around"
+                " it, which Dynamo makes its input, and backward computes the region again from that; write to a copy"
+                " in it, or use 'make_fx'"
+            ) from error
         raise
-    traced = in_make_fx(fn.with_forward(replay) if isinstance(fn, InParts) else replay, module, arguments)
     return dataclasses.replace(traced, guards=Guards(strict, constants, traced.parameters, num_taken))
 
 

@@ -7,10 +7,21 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from torchtitan_graph.config.option import nearest
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.layers.feed_forward import FeedForward
 from torchtitan_graph.models.layers.moe import Experts
 from torchtitan_graph.quantize.grouped import grouped_linear
-from torchtitan_graph.quantize.products import DELAYED, E4M3, QuantizedInput, Recipe, linear, quantize_input
+from torchtitan_graph.quantize.products import (
+    DELAYED,
+    E4M3,
+    E5M2,
+    SCALINGS,
+    QuantizedInput,
+    Recipe,
+    linear,
+    quantize_input,
+)
 
 HISTORY = 16  # steps whose largest magnitudes delayed scaling keeps
 
@@ -30,6 +41,7 @@ class Kept(nn.Module):
 
     def __init__(self, recipe: Recipe, device: torch.device):
         super().__init__()
+        _check(recipe)
         self.recipe = recipe
         is_delayed = recipe.scaling == DELAYED
         slot = torch.zeros(2, device=device, requires_grad=True) if is_delayed else None
@@ -62,6 +74,7 @@ class Linear(Kept):
     """
 
     def __init__(self, old: nn.Linear, recipe: Recipe):
+        _expect("Linear", "old", old, nn.Linear)
         super().__init__(recipe, old.weight.device)
         self.weight, self.bias = old.weight, old.bias
 
@@ -79,6 +92,8 @@ class LayerNormLinear(nn.Module):
 
     def __init__(self, norm: nn.Module, layers: Mapping[str, nn.Linear], recipe: Recipe):
         super().__init__()
+        if not isinstance(layers, Mapping) or not layers:
+            raise UserError(f"LayerNormLinear: layers = {layers!r}: must be a dict of linear layers by name")
         self.norm = norm
         self.layers = nn.ModuleDict({name: Linear(old, recipe) for name, old in layers.items()})
 
@@ -94,11 +109,28 @@ class LayerNormMLP(nn.Module):
 
     def __init__(self, norm: nn.Module, old: FeedForward, recipe: Recipe):
         super().__init__()
+        _expect("LayerNormMLP", "old", old, FeedForward)
         self.norm, self.activation = norm, old.activation
         self.w1, self.w2, self.w3 = (Linear(each, recipe) for each in (old.w1, old.w2, old.w3))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.w2(self.activation(*_read_by(self.norm(x), self.w1, self.w3)))
+
+
+def _check(recipe: Recipe) -> None:
+    if not isinstance(recipe, Recipe):
+        raise UserError(f"recipe = {recipe!r}: must be a Recipe, such as Recipe({SCALINGS[0]!r})")
+    if recipe.scaling not in SCALINGS:
+        near = nearest(str(recipe.scaling), SCALINGS)
+        hint = f"; did you mean {near}?" if near else ""
+        raise UserError(f"Recipe: scaling = {recipe.scaling!r}: must be one of {', '.join(SCALINGS)}{hint}")
+    if recipe.gradient not in (E4M3, E5M2):
+        raise UserError(f"Recipe: gradient = {recipe.gradient!r}: must be {E5M2} or {E4M3}")
+
+
+def _expect(layer: str, name: str, given: object, kind: type) -> None:
+    if not isinstance(given, kind):
+        raise UserError(f"{layer}: {name} is of class {type(given).__name__}: must be a {kind.__name__}")
 
 
 def _read_by(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
@@ -116,6 +148,9 @@ class GroupedLinear(Kept):
     """
 
     def __init__(self, weight_EFD: nn.Parameter, recipe: Recipe):
+        _expect("GroupedLinear", "weight_EFD", weight_EFD, nn.Parameter)
+        if weight_EFD.dim() != 3:
+            raise UserError(f"GroupedLinear: weight_EFD has shape {[*weight_EFD.shape]}: must be experts x out x in")
         super().__init__(recipe, weight_EFD.device)
         self.weight = weight_EFD
 

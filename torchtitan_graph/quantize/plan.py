@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from torchtitan_graph.config.quantize import (
     converts_linears,
     converts_to_mx,
     not_together,
+    tokens_problems,
 )
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
@@ -25,7 +26,7 @@ from torchtitan_graph.models.layers.moe import Experts
 from torchtitan_graph.parallel.layout import TP
 from torchtitan_graph.parallel.parallelize import parameter_roles
 from torchtitan_graph.parallel.plan import SPLIT_DIM, Plan
-from torchtitan_graph.quantize.layers import kept_weights
+from torchtitan_graph.quantize.layers import Kept, Linear, kept_weights
 from torchtitan_graph.quantize.products import (
     BLOCK,
     DELAYED,
@@ -49,11 +50,11 @@ def plan_float8(config: JobConfig, model: nn.Module, device: torch.device) -> Fl
 
     Raises:
         UserError: a part of a name that no such layer has, none that is left, sizes that the kernels can't take, a
-            layer that delayed scaling can't follow, a GPU without float8, or what the model's own float8 layers are not
-            built with.
+            layer that delayed scaling can't follow, a GPU without float8, or a float8 layer of the model's own with
+            any of these.
     """
     layers: dict[str, Recipe] = {}
-    _check_own(config, model)
+    _check_own(config, model, device)
     if converts_linears(config.model.converters):
         layers |= _plan_linears(config, model, device)
     if converts_to_mx(config.model.converters):
@@ -63,25 +64,54 @@ def plan_float8(config: JobConfig, model: nn.Module, device: torch.device) -> Fl
     return Float8(layers) if layers else None
 
 
-def _check_own(config: JobConfig, model: nn.Module) -> None:
-    """Refuse what float8 layers that the model is written with are not built with."""
-    own = kept_weights(model)
-    what = f"the model's own float8 layer {next(iter(own), '')}"
-    if own and (problems := not_together(config, what, "or take a model without it")):
+def _check_own(config: JobConfig, model: nn.Module, device: torch.device) -> None:
+    """Refuse the model's own layers what the converter's are refused."""
+    own = {name: kept for name, (kept, _) in kept_weights(model).items()}
+    if not own:
+        return
+    what, without = f"the model's own float8 layer {next(iter(own))}", "take a model without it"
+    problems = not_together(config, what, f"or {without}")
+    linears = {name: kept for name, kept in own.items() if isinstance(kept, Linear)}
+    if linears:
+        is_mx = any(kept.recipe.scaling == MX for kept in linears.values())
+        problems += [f"{line} ({what})" for line in tokens_problems(config, is_mx, without)]
+    if problems:
         raise UserError("\n".join(problems))
-    delayed = [name for name, (kept, _) in own.items() if kept.recipe.scaling == DELAYED]
-    _check_called_once(model, delayed, f"Recipe({DELAYED!r})", "let each place have a layer of its own")
+    asked = f"model.name = {config.model.name!r}: its own float8 layer"
+    for name, linear in linears.items():
+        multiple = _words_of(linear.recipe.scaling)[-1]
+        F, D = linear.weight.shape
+        if F % multiple or D % multiple:
+            raise UserError(f"{asked} {name} is {F} x {D}, and both sizes must be multiples of {multiple}")
+    delayed = [name for name, kept in own.items() if kept.recipe.scaling == DELAYED]
+    _check_called_once(model, delayed, f"{asked}s are of recipe {DELAYED}", "call a layer in one place")
+    for name, kept in own.items():
+        _check_gpu(config, device, f"{asked} {name}", kept)
+
+
+def _check_gpu(config: JobConfig, device: torch.device, asked: str, kept: Kept) -> None:
+    """Refuse a layer of the model's own that this device, or the one that a dry run is for, can't multiply."""
+    if kept.recipe.emulate or not (device.type == "cuda" or is_dry_for_gpu(config)):
+        return
+    instead, recipe = "give its recipe emulate=True, which is slow", kept.recipe
+    if recipe.scaling == MX:
+        raise UserError(f"{asked}: products in MX formats are emulated alone, on a GPU too; {instead}")
+    if not isinstance(kept, Linear) and (not recipe.by_row or recipe.gradient != E4M3):
+        raise UserError(f"{asked}: a GPU's products of experts scale by rows, and are of e4m3; {instead}")
+    oldest = (8, 9) if isinstance(kept, Linear) else (9, 0)
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < oldest:
+        raise UserError(f"{asked}: {torch.cuda.get_device_name(device)} does not multiply it in float8; {instead}")
 
 
 def _plan_linears(config: JobConfig, model: nn.Module, device: torch.device) -> dict[str, Recipe]:
     options = config.quantize.linear.float8
     scaling = options.recipe_name or TENSORWISE
-    names, table = _find_linears(model, scaling, options.filter_fqns), "quantize.linear.float8"
+    names = _find_linears(model, scaling, options.filter_fqns)
     if scaling == DELAYED:
-        _check_called_once(model, names, f"{table}.recipe_name = {scaling!r}", f"name it in {_FILTER}")
+        _check_called_once(model, names, _delayed(_FILTER), f"name it in {_FILTER}")
     if scaling == DELAYED and config.model.num_mtp_layers and "output" in names:
         raise UserError(
-            f"{table}.recipe_name = {scaling!r}: with model.num_mtp_layers the layer output is called"
+            f"quantize.linear.float8.recipe_name = {scaling!r}: with model.num_mtp_layers the layer output is called"
             f" several times, and one history can't follow them; name output in {_FILTER}"
         )
     if device.type == "cuda" and not options.emulate and torch.cuda.get_device_capability(device) < (8, 9):
@@ -141,8 +171,7 @@ def _plan_experts(config: JobConfig, model: nn.Module, device: torch.device) -> 
     names = [name for name in experts if any(part in name for part in options.fqns)]
     scaling = options.recipe_name or ROWWISE
     if scaling == DELAYED:
-        asked = f"quantize.grouped_mm.float8.recipe_name = {scaling!r}"
-        _check_called_once(model, names, asked, f"leave it out of {_FQNS}")
+        _check_called_once(model, names, _delayed(_FQNS), f"leave it out of {_FQNS}")
     logger.info(f"float8: experts of {len(names)} layers, {scaling}; as they were: {len(experts) - len(names)}")
     recipe = _recipe(scaling, options.gradient_format, options.emulate)
     recipe = recipe._replace(is_traced_for_gpu=is_dry_for_gpu(config))
@@ -171,14 +200,18 @@ def _check_kernel_of_groups(recipe: Recipe, device: torch.device) -> None:
         )
 
 
-def _check_called_once(model: nn.Module, names: Collection[str], recipe: str, instead: str) -> None:
+def _delayed(option: str) -> str:
+    return f"{option.rpartition('.')[0]}.recipe_name = {DELAYED!r}"
+
+
+def _check_called_once(model: nn.Module, names: Collection[str], asked: str, instead: str) -> None:
     """Refuse a layer that stands in several places, for delayed scaling adds up what it tells in one slot."""
     first = {m: name for name, m in model.named_modules()}
     for name, m in model.named_modules(remove_duplicate=False):
         if first[m] in names and first[m] != name:
             raise UserError(
-                f"{recipe}: {first[m]} is {name} too, and one history can't follow both; {instead}, or choose another"
-                " recipe"
+                f"{asked}: {first[m]} is {name} too, and one history can't"
+                f" follow both; {instead}, or choose another recipe"
             )
 
 
@@ -196,31 +229,40 @@ def _check_parts(option: str, parts: Sequence[str], names: Collection[str], whos
             raise UserError(f"{option} = {part!r}: is in no {whose} name{hint}")
 
 
-def check_cut(float8: Float8, model: nn.Module, plan: Plan, degree: int) -> None:
-    """Check that tensor parallelism leaves each rank parts of linear layers that the kernels can take.
+def check_cut(float8: Float8 | None, model: nn.Module, plan: Plan, degree: int) -> None:
+    """Check that tensor parallelism leaves each rank parts of linear layers, converted or the model's own, that the
+    kernels can take.
 
     Raises:
         UserError: a part of another size, or a layer whose logits are sharded over the vocabulary.
     """
-    roles = parameter_roles(model, plan)
-    linears = [name for name in float8.layers if isinstance(model.get_submodule(name), nn.Linear)]
-    odd = []
-    option, converter, multiple = _words_of(float8.layers[linears[0]].scaling if linears else TENSORWISE)
-    for name in linears if degree > 1 else ():
+    converted = {} if float8 is None else float8.layers
+    linears = {name: recipe for name, recipe in converted.items() if isinstance(model.get_submodule(name), nn.Linear)}
+    own = {name: kept.recipe for name, (kept, _) in kept_weights(model).items() if isinstance(kept, Linear)}
+    if degree > 1:
+        _check_cut(linears, "model.converters = [{converter!r}]", "name {which} in {option}", model, plan, degree)
+        _check_cut(own, "the model's own float8", "let {which} be plain", model, plan, degree)
+
+
+def _check_cut(
+    recipes: Mapping[str, Recipe], what: str, instead: str, model: nn.Module, plan: Plan, degree: int
+) -> None:
+    roles, odd, asked = parameter_roles(model, plan), [], f"parallelism.tensor_parallel_degree = {degree}"
+    for name, recipe in recipes.items():
+        option, converter, multiple = _words_of(recipe.scaling)
         role = roles.get(f"{name}.weight", {}).get(TP) or plan.get(name, {}).get(TP, "")
         if role == "vocabulary":
             raise UserError(
-                f"parallelism.tensor_parallel_degree = {degree}: model.converters = [{converter!r}] is not built for"
-                f" {name}, sharded over the vocabulary; name it in {option}"
+                f"{asked}: {what.format(converter=converter)} is not built for {name}, sharded over the vocabulary;"
+                f" {instead.format(which='it', option=option)}"
             )
         size = model.get_parameter(f"{name}.weight").shape[SPLIT_DIM[role]] if role in SPLIT_DIM else 0
         if size // degree % multiple:
             odd.append(f"{size // degree} of {size} in {name}")
     if odd:
         raise UserError(
-            f"parallelism.tensor_parallel_degree = {degree}: model.converters = [{converter!r}]: leaves rows or columns"
-            f" that are no multiples of {multiple}, {_some(odd)}; choose another degree, or name such layers in"
-            f" {option}"
+            f"{asked}: {what.format(converter=converter)}: leaves rows or columns that are no multiples of {multiple},"
+            f" {_some(odd)}; choose another degree, or {instead.format(which='such layers', option=option)}"
         )
 
 

@@ -22,6 +22,7 @@ from torchtitan_graph.graph.torch_private.tensors import scaled_mm
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TENSORWISE, DELAYED, ROWWISE, ROWWISE_WIDE = "tensorwise", "tensorwise_delayed", "rowwise", "rowwise_with_gw_hp"
 MX = "mxfp8"
+SCALINGS = (TENSORWISE, DELAYED, ROWWISE, ROWWISE_WIDE, MX)
 BLOCK = 32  # numbers of a row that have one scale, in MX formats
 
 

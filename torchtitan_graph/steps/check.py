@@ -32,8 +32,7 @@ def check_steps(
     """
     check_plan(model, family.PLAN, dims)
     _check_parameters(config, model)
-    if options.float8 is not None:
-        check_cut(options.float8, model, family.PLAN, dims.tp)
+    check_cut(options.float8, model, family.PLAN, dims.tp)
     if not any(p.requires_grad for p in model.parameters()):
         raise UserError(
             f"model.name = {config.model.name!r}: none of its parameters takes gradients (requires_grad), so there is "

@@ -148,3 +148,49 @@ def test_every_line_of_a_file_is_accounted_for(capsys: pytest.CaptureFixture[str
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path / "missing.toml")]) == 1
     assert "can't be read" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("table", "line", "said"),
+    [
+        ("experimental", "pipeline_parallel_microbatches = 4", "set that to training.local_batch_size / this"),
+        ("training", 'fp8_linear = "dynamic"', "set model.converters = ['float8'] in its place"),
+        ("training", "fp8_linear = true", "set model.converters = ['float8'] in its place"),
+        ("training", "enable_float8_linear = true", "set model.converters = ['float8'] in its place"),
+        ("training", "enable_loss_parallel = false", "set parallelism.disable_loss_parallel = true in its place"),
+        ("optimizer", "fused = false", "set optimizer.implementation = 'foreach' in its place"),
+        ("metrics", "rank_0_only = false", "set metrics.save_for_all_ranks = true in its place"),
+        ("model", 'norm_type = "layernorm"', "norms are RMSNorm"),
+        ("checkpoint", 'interval_type = "seconds"', "set checkpoint.interval_minutes in its place"),
+    ],
+)
+def test_keys_of_the_first_releases_say_what_to_do_instead(
+    table: str, line: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, sections = translated(f"[{table}]\n{line}\n", tmp_path, capsys)
+    assert code == 1 and said in sections["refused"]
+
+
+def test_keys_of_the_first_releases_at_values_that_ask_for_nothing_pass(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = """
+        [model]
+        norm_type = "rmsnorm"
+        [optimizer]
+        fused = true
+        [training]
+        fp8_linear = ""
+        [checkpoint]
+        interval_type = "steps"
+    """
+    code, sections = translated(text, tmp_path, capsys)
+    assert code == 0 and "of" in sections and sections["of"].count(" = ") == 4
+
+
+def test_text_is_read_as_the_list_that_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = '[model]\nconverters = "float8"\n[float8]\nfilter_fqns = "output, wq"\n'
+    code, sections = translated(text, tmp_path, capsys)
+    assert code == 0
+    assert "model.converters = 'float8': is read as the list ['float8']" in sections["changed"]
+    assert "float8.filter_fqns = 'output, wq': is read as the list ['output', 'wq']" in sections["changed"]

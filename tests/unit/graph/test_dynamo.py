@@ -10,6 +10,7 @@ import torch.fx.traceback as fx_traceback
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
+from torch.utils.checkpoint import checkpoint
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
@@ -325,6 +326,29 @@ def test_what_dynamo_cannot_take_is_told_with_its_line() -> None:
         return loss_of(model)(x)
 
     with pytest.raises(UserError, match=r"compile.capture = 'dynamo': .*test_dynamo.py:\d+ in forward.*use 'make_fx'"):
+        captured(model, forward)
+
+
+def test_a_region_that_returns_what_no_operator_can_is_told() -> None:
+    model = net()
+
+    def forward(x: Tensor) -> Tensor:
+        return next(iter(checkpoint(lambda x: {model(x)}, x, use_reentrant=False))).sum()
+
+    make_fx_capture(stepping(model, forward), model, (X,), device="cpu")
+    with pytest.raises(UserError, match="compile.capture = 'dynamo': .* does not belong to this Graph.*use 'make_fx'"):
+        captured(model, forward)
+
+
+def test_a_region_that_writes_to_what_is_around_it_is_told() -> None:
+    model = net()
+
+    def forward(x: Tensor) -> Tensor:
+        around = x * 2
+        return (checkpoint(lambda x: around.add_(1) * 0 + model(x), x, use_reentrant=False) + around).sum()
+
+    make_fx_capture(stepping(model, forward), model, (X,), device="cpu")
+    with pytest.raises(UserError, match="'dynamo': a checkpointed region writes in place to a value .* use 'make_fx'"):
         captured(model, forward)
 
 

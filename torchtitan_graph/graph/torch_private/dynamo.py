@@ -106,6 +106,8 @@ def capture_strictly(
             out = fullgraph_capture(fn, arguments, {})
         except TorchDynamoException as error:
             raise NotCaptured(_why(error)) from error
+        except RuntimeError as error:  # what a region returns can't be its graph's output, such as a set of tensors
+            raise NotCaptured(_why(error)) from error
         if out.backend_input is None:
             raise NotCaptured("the function computes nothing of tensors")
         found = out.graph_capture_output

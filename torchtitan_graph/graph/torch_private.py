@@ -50,7 +50,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import SAC_IGNORED_OPS, checkpoint
 
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph.flex_blocks import flex_blocks
+from torchtitan_graph.graph.flex_kernels import flex_kernel_options
 from torchtitan_graph.graph.hierarchy import Recorder
 
 __all__ = [
@@ -1033,7 +1033,7 @@ def flex_attention_op(
     The public function refuses gradients on a CPU, although the uncompiled operator has them, and compiles its own
     call, which can't happen inside a trace. On CUDA the eager step calls it all the same, compiled: the operator alone
     would hold every score. A graph leaves the operator to the pass `compile_regions`, which makes the same kernels of
-    it: so it gets the same kernel options, its blocks when it is compiled. Rule and score function may close over
+    it: so it gets the same kernel options, those of a GPU when it is compiled. Rule and score function may close over
     tensors (a batch's document ids): they are handed to the operator by name, so that a graph takes them from its
     inputs.
     """
@@ -1047,7 +1047,7 @@ def flex_attention_op(
             block_mask=mask,
             scale=scale,
             enable_gqa=q_BNLH.shape[1] != k_BNLH.shape[1],
-            kernel_options=flex_blocks(q_BNLH),  # type: ignore[arg-type]
+            kernel_options=flex_kernel_options(q_BNLH),  # type: ignore[arg-type]
             return_aux=wanted,
         )
         return out_BNLH, aux.lse

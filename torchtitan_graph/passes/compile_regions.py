@@ -16,7 +16,7 @@ from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.blocks import loss_of
 from torchtitan_graph.graph.cost import Work, fused_kernels, works_of
 from torchtitan_graph.graph.edit import call, erase_dead, is_view, value
-from torchtitan_graph.graph.flex_blocks import flex_blocks
+from torchtitan_graph.graph.flex_kernels import flex_kernel_options
 from torchtitan_graph.graph.flops import attention_flops, matmul_flops
 from torchtitan_graph.graph.liveness import Memories, most_within, readers_of_memory, size_of
 from torchtitan_graph.graph.torch_private import boxed, compile_by_inductor
@@ -357,8 +357,8 @@ def _kernel_options(node: Node, options: Mapping[str, Any]) -> dict[str, Any]:
     """Give what a flex attention operator is told only when it is compiled, for where it is."""
     if _on_cpu(node):  # its kernel can't give the log-sum-exp, and nothing reads it
         return {"OUTPUT_LOGSUMEXP": False} if node.target is _FORWARD else {}
-    searched = options.get("max_autotune", False)  # Inductor then looks for blocks itself, and would find these alone
-    return {} if searched else flex_blocks(value(node.args[0]))  # type: ignore[arg-type]
+    searches = bool(options.get("max_autotune"))  # Inductor then looks for blocks itself, and would find ours alone
+    return flex_kernel_options(value(node.args[0]), own_blocks=not searches)  # type: ignore[arg-type]
 
 
 def _code(gm: GraphModule) -> list[str]:

@@ -1,8 +1,8 @@
-"""The blocks in which compiled flex attention takes queries and keys on a GPU, where torch's own spill registers."""
+"""Which kernels compiled flex attention takes on a GPU, and in which blocks, where torch's own spill registers."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ class _Heads(NamedTuple):
     width: int  # of queries and keys
 
 
-# `kernel_options` of flex attention. What is not named stays torch's. Each was chosen as the nearest to torch's own
+# Of `kernel_options`. What is not named stays torch's. Each was chosen as the nearest to torch's own
 # that spills next to nothing, by tests/gpuless/test_compiled.py, for an A100 (8.0) and an H100 (9.0), and for the heads
 # of released models. The products of fp32 take no tensor cores: of a block of torch's, eight warps can't hold the sums.
 _WARPS = {"bwd_num_warps": 8}
@@ -35,12 +35,15 @@ _BLOCKS = {
     _Heads((9, 0), torch.bfloat16, 128): _LONG | _WARPS,
     _Heads((9, 0), torch.bfloat16, 192): _SMALL | _WARPS,
 }
-_SHORT = 128  # queries below which torch takes a kernel that has blocks of its own
 
 
-def flex_blocks(q_BNLH: Tensor) -> dict[str, int]:
-    """Give flex attention's `kernel_options` for such queries; none where torch's own are good, or no others known."""
-    if not (q_BNLH.device.type == "cuda" and torch.cuda.is_available()) or q_BNLH.shape[2] < _SHORT:
+def flex_kernel_options(q_BNLH: Tensor, own_blocks: bool = True) -> dict[str, Any]:
+    """Give the `kernel_options` of flex attention for such queries, in eager and in a graph.
+
+    Always the kernel that trains: for rows under 128 tokens torch takes one for decoding, which refuses groups of heads
+    whose queries are more than a block of the mask. And blocks of our own, where some are known to be better.
+    """
+    if not (q_BNLH.device.type == "cuda" and torch.cuda.is_available()):
         return {}  # a dry run for a GPU may have none
     heads = _Heads(torch.cuda.get_device_capability(q_BNLH.device), q_BNLH.dtype, q_BNLH.shape[3])
-    return dict(_BLOCKS.get(heads, {}))
+    return {"BACKEND": "TRITON"} | (_BLOCKS.get(heads, {}) if own_blocks else {})

@@ -5,7 +5,7 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "1"  # read as Triton and Inductor are imported
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -14,6 +14,7 @@ import torch.utils._pytree as pytree
 import triton.language as tl
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton.language.extra import libdevice
 from triton.runtime import interpreter
 
 _multiply = interpreter.InterpreterBuilder.create_dot
@@ -31,6 +32,17 @@ def _multiply_numbers(self: Any, a: Any, b: Any, *rest: Any) -> Any:
 
 
 interpreter.InterpreterBuilder.create_dot = _multiply_numbers
+
+
+def _by_numpy(function: Callable[[Any], Any]) -> Callable[[tl.tensor], tl.tensor]:
+    return lambda x: tl.tensor(
+        interpreter.TensorHandle(function(x.handle.data).astype(x.handle.data.dtype), x.dtype), x.type
+    )
+
+
+# Functions of a library for GPUs, which the interpreter does not have.
+for _name, _function in {"rsqrt": lambda x: 1 / numpy.sqrt(x), "exp": numpy.exp, "log": numpy.log}.items():
+    setattr(libdevice, _name, _by_numpy(_function))
 
 
 class OnHost(TorchDispatchMode):

@@ -73,9 +73,7 @@ def without_a_mask(gm: GraphModule) -> GraphModule:
 
 
 @pytest.mark.parametrize("family, fusions", DENSE + ROUTED)
-def test_a_fused_step_is_the_plain_step(
-    family: str, fusions: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fused_step_is_the_plain_step(family: str, fusions: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     cell = Cell(family=family, attn="flex", precision=FP32, fusions=fusions, disabled=UNFUSED_LOSS, changes=HEADS)
     found = distances(cell, monkeypatch)
     worst = max(found, key=found.__getitem__)

@@ -90,7 +90,7 @@ def test_a_fused_step_is_the_plain_step_in_bf16(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_documents_that_are_lost_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    cell = Cell(attn="flex", precision=FP32, changes=HEADS)
+    cell = Cell(attn="flex", precision=FP32, fusions=tuple(FUSIONS), disabled=UNFUSED_LOSS, changes=HEADS)
     found = distances(cell, monkeypatch, broken=True)
     null_gpu.tell(f"loss {found['loss']:.1e}, at most {max(found.values()):.1e}")
     assert max(found.values()) > 1000 * TOLERANCE["fp32"]

@@ -1,5 +1,5 @@
 // A GPU that is not there: libcuda.so.1, and what torch calls of the CUDA runtime, cuBLAS and NCCL, for the tests in
-// this folder. It answers as an H100 does. Memory is reserved, copies are made, and every kernel, product, collective
+// this folder. It answers as an H100 does, or as an A100. Memory is reserved, copies are made, and every kernel, product, collective
 // and wait is counted by name and size; none is run, so values on the device are those that were copied there, or 0.
 //
 // It is preloaded, so torch's libraries find these functions before NVIDIA's own. A function that they want and that is
@@ -57,23 +57,40 @@ EXPORT const char* null_gpu_take() {
 
 // --- the device -------------------------------------------------------------------------------------------------------
 
-static const size_t kMemory = 85045608448;
+struct Device {
+  const char* name;
+  int major, minor, processors, l2;
+  size_t memory, shared_of_block, shared_of_processor;  // bytes
+};
+static const Device kDevices[] = {
+    {"NVIDIA H100 80GB HBM3", 9, 0, 132, 52428800, 85045608448, 232448, 233472},
+    {"NVIDIA A100-SXM4-80GB", 8, 0, 108, 41943040, 85198045184, 166912, 167936},
+};
+static const Device* device = kDevices;
+
+// Answer as the device whose name has this word, from now on. torch asks once: call it before torch does.
+EXPORT int null_gpu_become(const char* word) {
+  for (auto& each : kDevices)
+    if (std::strstr(each.name, word) != nullptr) return device = &each, 1;
+  return 0;
+}
 
 EXPORT cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int) {
   std::memset(p, 0, sizeof *p);
-  std::strcpy(p->name, "NVIDIA H100 80GB HBM3");
-  p->major = 9;
-  p->multiProcessorCount = 132;
-  p->totalGlobalMem = kMemory;
+  std::strcpy(p->name, device->name);
+  p->major = device->major;
+  p->minor = device->minor;
+  p->multiProcessorCount = device->processors;
+  p->totalGlobalMem = device->memory;
   p->sharedMemPerBlock = 49152;
-  p->sharedMemPerBlockOptin = 232448;
-  p->sharedMemPerMultiprocessor = 233472;
+  p->sharedMemPerBlockOptin = device->shared_of_block;
+  p->sharedMemPerMultiprocessor = device->shared_of_processor;
   p->regsPerBlock = p->regsPerMultiprocessor = 65536;
   p->warpSize = 32;
   p->maxThreadsPerBlock = 1024;
   p->maxThreadsPerMultiProcessor = 2048;
   p->maxBlocksPerMultiProcessor = 32;
-  p->l2CacheSize = 52428800;
+  p->l2CacheSize = device->l2;
   p->memoryBusWidth = 5120;
   p->maxGridSize[0] = 2147483647;
   p->maxGridSize[1] = p->maxGridSize[2] = 65535;
@@ -84,10 +101,11 @@ EXPORT cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int) {
 
 EXPORT cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   switch (attribute) {
-    case cudaDevAttrComputeCapabilityMajor: *value = 9; break;
-    case cudaDevAttrMultiProcessorCount: *value = 132; break;
+    case cudaDevAttrComputeCapabilityMajor: *value = device->major; break;
+    case cudaDevAttrComputeCapabilityMinor: *value = device->minor; break;
+    case cudaDevAttrMultiProcessorCount: *value = device->processors; break;
     case cudaDevAttrMaxSharedMemoryPerBlock: *value = 49152; break;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = 232448; break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = device->shared_of_block; break;
     case cudaDevAttrMaxThreadsPerBlock: *value = 1024; break;
     case cudaDevAttrMaxThreadsPerMultiProcessor: *value = 2048; break;
     case cudaDevAttrMaxRegistersPerBlock: *value = 65536; break;
@@ -133,7 +151,7 @@ static bool on_device(const void* address) {
 EXPORT cudaError_t cudaMalloc(void** address, size_t bytes) {
   std::lock_guard<std::mutex> hold(lock);
   if (bytes == 0) return *address = nullptr, cudaSuccess;
-  if (used + bytes > kMemory) return cudaErrorMemoryAllocation;
+  if (used + bytes > device->memory) return cudaErrorMemoryAllocation;
   *address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (*address == MAP_FAILED) return cudaErrorMemoryAllocation;
   used += of_device[(const char*)*address] = bytes;
@@ -151,7 +169,7 @@ EXPORT cudaError_t cudaFree(void* address) {
 }
 
 EXPORT cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
-  return *total = kMemory, *free = kMemory - used, cudaSuccess;
+  return *total = device->memory, *free = device->memory - used, cudaSuccess;
 }
 
 EXPORT cudaError_t cudaHostAlloc(void** address, size_t bytes, unsigned) {
@@ -286,8 +304,8 @@ EXPORT cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* a, const void*) {
   std::memset(a, 0, sizeof *a);
   a->maxThreadsPerBlock = 1024;
   a->numRegs = 32;
-  a->binaryVersion = a->ptxVersion = 90;
-  a->maxDynamicSharedSizeBytes = 232448;
+  a->binaryVersion = a->ptxVersion = 10 * device->major + device->minor;
+  a->maxDynamicSharedSizeBytes = device->shared_of_block;
   return cudaSuccess;
 }
 EXPORT cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* n, const void*, int, size_t, unsigned) {

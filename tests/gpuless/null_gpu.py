@@ -5,10 +5,17 @@ import ctypes
 import re
 import subprocess
 
+import torch
+
 _LIBRARY = ctypes.CDLL("libcuda.so.1")  # the one that is there already
 _LIBRARY.null_gpu_take.restype = ctypes.c_char_p
 
 Counts = collections.Counter[str]
+
+
+def become(word: str) -> None:
+    """Answer as the GPU whose name has this word, "H100" or "A100", not as an H100: before torch asks."""
+    assert not torch.cuda.is_initialized() and _LIBRARY.null_gpu_become(word.encode()), word
 
 
 def take() -> Counts:

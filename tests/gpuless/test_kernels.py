@@ -17,8 +17,8 @@ from torchtitan_graph.models.spec import family_names, load_family
 from torchtitan_graph.steps import Steps
 
 FLAVORS = [(f, x) for f in family_names() for x in load_family(f).FLAVORS if x.startswith("debugmodel")]
-# Heads that the GPU's kernels take: a power of two, at least 16 wide.
-HEADS = (("head_dim", 32), ("nope_dim", 32), ("rope_dim", 32), ("v_dim", 32), ("kv_lora_rank", 32))
+# Heads as wide as released ones, for which flex attention has blocks of its own.
+HEADS = (("head_dim", 64), ("nope_dim", 64), ("rope_dim", 64), ("v_dim", 64), ("kv_lora_rank", 64))
 # What sums, and so may round otherwise: products, attention, norms, experts, embeddings; and waits. Elementwise kernels
 # differ in how many rows they take at a time, and so do the loss's, see passes/reuse_logits.py; their bits stay.
 SUMS = r"^wait |^product |fmha|flash|layer_norm|GammaBeta|triton_(tem|per|red)|cutlass|gemm|embedding_backward"

@@ -16,6 +16,7 @@ from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.blocks import loss_of
 from torchtitan_graph.graph.cost import Work, fused_kernels, works_of
 from torchtitan_graph.graph.edit import call, erase_dead, is_view, value
+from torchtitan_graph.graph.flex_kernels import flex_kernel_options
 from torchtitan_graph.graph.flops import attention_flops, matmul_flops
 from torchtitan_graph.graph.liveness import Memories, most_within, readers_of_memory, size_of
 from torchtitan_graph.graph.torch_private.inductor import compile_by_inductor
@@ -33,7 +34,6 @@ _OPS = torch.ops.torchtitan_graph
 _HOST_COPIES = (_OPS.offload.default, _OPS.reload.default, _OPS.arrived.default, _OPS.landed.default)
 # torch's own call of a subgraph, with gradients: Inductor's code of it is wrong on a CPU (2.13).
 _SUBGRAPH = torch.ops.higher_order.invoke_subgraph
-_KERNEL_OPTIONS = 6  # their place among the forward operator's arguments
 
 # FLEX, LOSS, WHOLE or a pattern of module names -> Inductor's options there; None: not compiled, only one subgraph
 Regions = Mapping[str, Mapping[str, Any] | None]
@@ -278,8 +278,8 @@ def _cut_out(
             inputs.append(source)
     for node in nodes:
         args, kwargs = map_arg(node.args, copies.__getitem__), map_arg(node.kwargs, copies.__getitem__)
-        if node.target is _FORWARD and _on_cpu(node):
-            args = _without_logsumexp(args)
+        if node.target in (_FORWARD, _BACKWARD):
+            args = _with_kernel_options(args, _kernel_options(node, options or {}))
         copies[node] = graph.create_node(node.op, node.target, args, kwargs)
     outputs = [node for node in nodes if any(user not in inside for user in node.users)]
     graph.output(tuple(copies[node] for node in outputs))
@@ -349,9 +349,17 @@ def _replace(gm: GraphModule, part: _Part, compiled: Compiled, results: dict[Nod
         gm.graph.erase_node(node)
 
 
-def _without_logsumexp(args: Any) -> tuple[Any, ...]:
-    """Let a flex attention operator leave out what the CPU's kernel can't give, and nothing reads."""
-    return *args[:_KERNEL_OPTIONS], args[_KERNEL_OPTIONS] | {"OUTPUT_LOGSUMEXP": False}, *args[_KERNEL_OPTIONS + 1 :]
+def _with_kernel_options(args: tuple[Any, ...], more: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Add to the kernel options of a flex attention operator: the one argument that is a dictionary."""
+    return tuple({**x, **more} if isinstance(x, Mapping) else x for x in args)
+
+
+def _kernel_options(node: Node, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Give what a flex attention operator is told only when it is compiled, for where it is."""
+    if _on_cpu(node):  # its kernel can't give the log-sum-exp, and nothing reads it
+        return {"OUTPUT_LOGSUMEXP": False} if node.target is _FORWARD else {}
+    searches = bool(options.get("max_autotune"))  # Inductor then looks for blocks itself, and would find ours alone
+    return flex_kernel_options(value(node.args[0]), own_blocks=not searches)  # type: ignore[arg-type]
 
 
 def _code(gm: GraphModule) -> list[str]:

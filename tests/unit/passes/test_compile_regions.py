@@ -5,6 +5,7 @@ import operator
 import shutil
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -284,6 +285,29 @@ def test_flex_attention_brings_its_subgraphs_along(uncompiled: Compiled) -> None
     flex = [part for part in uncompiled if calls(part, FORWARD, BACKWARD)]
     assert [len(calls(part, FORWARD, BACKWARD)) for part in flex] == [1, 1]
     assert bitwise(run(gm, inputs), expected)
+
+
+def test_flex_attention_takes_its_kernels_when_it_is_compiled(
+    uncompiled: Compiled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that eager takes, but where Inductor is to look for blocks itself."""
+
+    def options(q_BNLH: Tensor, own_blocks: bool = True) -> dict[str, Any]:
+        return {"BACKEND": "TRITON"} | ({"fwd_BLOCK_M": 32} if own_blocks else {})
+
+    monkeypatch.setattr("torchtitan_graph.passes.compile_regions.flex_kernel_options", options)
+    for searches in (False, True):
+        uncompiled.clear()
+        gm, _ = llama()
+        as_if_on_a_gpu(gm)
+        compile_regions(gm, {FLEX: {"max_autotune": searches}})
+        found = [
+            next(x for x in node.args if isinstance(x, dict))
+            for part in uncompiled
+            for node in calls(part, FORWARD, BACKWARD)
+        ]
+        assert len(found) == 2 and all(x["BACKEND"] == "TRITON" and x["OUTPUT_LOGSUMEXP"] for x in found)
+        assert all(("fwd_BLOCK_M" in x) != searches for x in found)
 
 
 @pytest.mark.parametrize("recompute", [Recompute(), Recompute(every=1)])

@@ -15,6 +15,8 @@ from torch._higher_order_ops.utils import registered_hop_fake_fns
 from torch._subclasses import FakeTensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, _apply_kernel_options, flex_attention
 
+from torchtitan_graph.graph.flex_kernels import flex_kernel_options
+
 
 @dataclasses.dataclass(frozen=True)
 class _Rule:
@@ -138,8 +140,9 @@ def flex_attention_op(
     The public function refuses gradients on a CPU, although the uncompiled operator has them, and compiles its own
     call, which can't happen inside a trace. On CUDA the eager step calls it all the same, compiled: the operator alone
     would hold every score. A graph leaves the operator to the pass `compile_regions`, which makes the same kernels of
-    it: so it gets the same kernel options. Rule and score function may close over tensors (a batch's document ids):
-    they are handed to the operator by name, so that a graph takes them from its inputs.
+    it: so it gets the same kernel options, those of a GPU when it is compiled. Rule and score function may close over
+    tensors (a batch's document ids): they are handed to the operator by name, so that a graph takes them from its
+    inputs.
     """
     if q_BNLH.is_cuda and not isinstance(q_BNLH, FakeTensor):
         wanted = AuxRequest(lse=True)
@@ -151,6 +154,7 @@ def flex_attention_op(
             block_mask=mask,
             scale=scale,
             enable_gqa=q_BNLH.shape[1] != k_BNLH.shape[1],
+            kernel_options=flex_kernel_options(q_BNLH),  # type: ignore[arg-type]
             return_aux=wanted,
         )
         return out_BNLH, aux.lse

@@ -64,7 +64,7 @@ MODES = {
     "graph": "",
     "CUDA graphs": "--compile.cuda_graphs",
     "optimizer in graph": "--compile.optimizer_in_graph",
-    "both": "--compile.cuda_graphs --compile.optimizer_in_graph",
+    "CUDA graphs, optimizer in graph": "--compile.cuda_graphs --compile.optimizer_in_graph",
     "whole graph": "--compile.codegen whole",
     FLOAT8: "--model.converters float8",
 }

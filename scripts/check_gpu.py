@@ -1,78 +1,381 @@
-"""On a machine with one CUDA GPU, in one call and under ten minutes: is the graph eager's equal, and how fast is it?
+"""On a machine with a CUDA GPU, in one call and ten minutes: all of this project that only a GPU can tell.
 
-    python scripts/check_gpu.py [--json gpu.jsonl] [--skip_speed]
+    python scripts/check_gpu.py [--minutes 10] [--json check_gpu.json] [--folder outputs/check_gpu]
 
-First every family's tiny model, five steps as a graph and in eager mode with compiled flex attention (forward and
-backward): loss, every gradient and the parameters, bit for bit. Then tokens per second and, where the GPU's peak is
-known, MFU of llama3 1B and of a small qwen3 with experts: eager, as a graph with its flex regions compiled, and the
-graph compiled as a whole.
+Is the graph eager's equal, bit for bit, for every family? How fast is each mode, with which MFU, and how far off are
+the forecasts of memory and time? What do float8 and CUDA graphs change? It prints one table, and writes it as JSON,
+with a profile beside it. The exit code is 0 if all bits are equal, 1 if some differ, 3 if none differ and some could
+not be compared, 2 if nothing was run. docs/17_check_gpu.md explains the columns, and how to send the result in.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
+import json
+import multiprocessing
 import os
+import platform
+import shutil
+import statistics
 import subprocess
 import sys
 import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from torchtitan_graph import device as devices
 from torchtitan_graph.check import matrix
 from torchtitan_graph.check.matrix import BF16, FP32, Cell
+from torchtitan_graph.config import load
+from torchtitan_graph.data.batch import Batch
+from torchtitan_graph.errors import UserError
+from torchtitan_graph.loss import cross_entropy
 from torchtitan_graph.models.spec import family_names, load_family
+from torchtitan_graph.plan.build import build, configuration
+from torchtitan_graph.plan.simulate import by_rates, simulate
+from torchtitan_graph.run.files import check_result, write_result
+from torchtitan_graph.trainer import Trainer
 
+REPOSITORY = Path(__file__).resolve().parents[1]
 # Heads that the GPU's kernels take: a power of two, at least 16 wide.
 HEADS = (("head_dim", 32), ("nope_dim", 32), ("rope_dim", 32), ("v_dim", 32), ("kv_lora_rank", 32))
-SPEED = (
-    ["--models", "llama3:1B", "--seq_len", "4096", "--attn", "sdpa"],
-    ["--models", "llama3:1B", "--seq_len", "4096", "--attn", "flex"],
-    ["--models", "qwen3:debugmodel_moe", "--seq_len", "4096", "--rows", "4", "--attn", "flex"],
+FLAVORS = [(f, x) for f in family_names() for x in load_family(f).FLAVORS if x.startswith("debugmodel")]
+SHARED = (
+    "--training.dataset stdlib --validation.no-enable --checkpoint.no-enable --training.mixed_precision_param bfloat16"
+)
+MODELS = {
+    "llama3 1B": "--model.name llama3 --model.flavor 1B --training.seq_len 4096 --training.local_batch_size 4",
+    "qwen3 debugmodel_moe": (
+        "--model.name qwen3 --model.flavor debugmodel_moe --training.seq_len 4096 --training.local_batch_size 4"
+    ),
+}
+EAGER, COMPILED, FLOAT8 = "eager", "compiled eager", "float8"
+MODES = {
+    EAGER: "--compile.mode eager",
+    COMPILED: "--compile.mode eager",
+    "graph": "",
+    "CUDA graphs": "--compile.cuda_graphs",
+    "optimizer in graph": "--compile.optimizer_in_graph",
+    "CUDA graphs, optimizer in graph": "--compile.cuda_graphs --compile.optimizer_in_graph",
+    "whole graph": "--compile.codegen whole",
+    FLOAT8: "--model.converters float8",
+}
+NUM_STEPS = 10  # measured ones
+NUM_AT_ONCE = max(1, min(4, (os.cpu_count() or 1) // 4))  # parts that time nothing share the GPU
+EQUAL, DIFFERS, MEASURED, FAILED, NOT_RUN = "equal", "DIFFERS", "measured", "FAILED", "not run"
+
+Row = dict[str, Any]
+COLUMNS = (
+    *("part", "model", "mode", "result", "step_ms", "planned_ms", "tokens_per_s", "mfu", "peak_gib", "planned_gib"),
+    "note",
 )
 
 
-def check_bits() -> list[str]:
-    """Train every debug flavour both ways; print a line each, and return those that differ."""
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+class Part(NamedTuple):
+    """Some rows, made by a process of its own: `make(*arguments)`.
+
+    seconds   that it may take on an H100, for the time left
+    is_timed  it needs the GPU for itself
+    """
+
+    name: str
+    model: str
+    mode: str
+    make: Callable[..., Iterator[Row]]
+    arguments: tuple[Any, ...]
+    seconds: float
+    is_timed: bool
+
+    def row(self, **values: Any) -> Row:
+        return {"part": self.name, "model": self.model, "mode": self.mode, **values}
+
+
+def all_parts(folder: Path) -> list[Part]:
+    """Give all that is to be done, what tells most first."""
+
+    def bits(attn: str, seconds: float) -> list[Part]:
+        return [Part("bits", f"{f} {x}", attn, compare_bits, (f, x, attn), seconds, False) for f, x in FLAVORS]
+
+    first, *others = MODELS
+    speeds = [
+        Part("speed", model, mode, measure, (words, mode), 25 + 25 * (mode in (COMPILED, "whole graph", FLOAT8)), True)
+        for model, words in MODELS.items()
+        for mode in MODES
+        if model == first or mode != FLOAT8
+    ]
+    profile = Part("profile", first, "graph", write_profile, (MODELS[first], folder / "trace.json"), 25, True)
+    own = [part for part in speeds if part.model == first]
+    return [*bits("sdpa", 15), *own, *bits("flex", 60), *(part for part in speeds if part not in own), profile]
+
+
+# --- what a part does, in a process of its own ------------------------------------------------------------------------
+
+
+def compare_bits(family: str, flavor: str, attn: str) -> Iterator[Row]:
+    """Train a tiny model both ways: loss, every gradient and the parameters of all steps."""
+    _join()
     matrix.DEVICE = torch.device("cuda")
     # Else bf16 attention takes cuDNN's kernels, whose backward adds in an order of its own each time. To warn would not
     # do: attention then takes them all the same.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    failed = []
-    flavors = [(f, x) for f in family_names() for x in load_family(f).FLAVORS if x.startswith("debugmodel")]
-    for family, flavor in flavors:
-        for attn in ("sdpa", "flex"):
-            for precision in (FP32, BF16):
-                begin = time.perf_counter()
-                cell = Cell(family=family, flavor=flavor, attn=attn, precision=precision, changes=HEADS)
-                eager = matrix.train(cell, matrix.build_eager(cell))
-                different = matrix.bits_that_differ(eager, matrix.train(cell, matrix.build_graph(cell)))
-                name = f"{family} {flavor} {attn} {precision.compute}"
-                result = f"{len(different)} of {len(eager)} differ, first {different[0]}" if different else "equal"
-                print(f"{name:<50} {result}  ({time.perf_counter() - begin:.1f} s)", flush=True)
-                failed += [name] * bool(different)
-    dist.destroy_process_group()
-    return failed
+    for name, precision in (("fp32", FP32), ("bf16", BF16)):
+        mode = f"{attn} {name}"
+        try:
+            cell = Cell(family=family, flavor=flavor, attn=attn, precision=precision, changes=HEADS)
+            eager = matrix.train(cell, matrix.build_eager(cell))
+            different = matrix.bits_that_differ(eager, matrix.train(cell, matrix.build_graph(cell)))
+        except Exception as error:
+            traceback.print_exc()
+            yield {"mode": mode, "result": FAILED, "note": first_line(error)}
+            continue
+        note = f"{len(different)} of {len(eager)} differ, first {different[0]}" if different else ""
+        yield {"mode": mode, "result": DIFFERS if different else EQUAL, "note": note}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="append the benchmark's rows to this file, an object each")
-    parser.add_argument("--skip_speed", action="store_true", help="check the bits alone")
-    args = parser.parse_args()
+def measure(words: str, mode: str) -> Iterator[Row]:
+    """Give the medians of a mode's steps beside what is forecast of them."""
+    options = f"{SHARED} {words} {MODES[mode]}".split()
+    is_eager = mode in (EAGER, COMPILED)
+    # An eager step has no graph to forecast; its operations are those of the graph.
+    config, rates = configuration([*options, *(["--compile.mode", "graph"] if is_eager else [])], 1), devices.rates()
+    plan = simulate(job := build(config, 1, rates), by_rates(job, rates), rates)
+    with training(options, is_compiled=mode == COMPILED) as (step, num_tokens):
+        for _ in range(3):  # libraries choose their kernels, graphs are recorded
+            step()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        times = []
+        for _ in range(NUM_STEPS):
+            begin = time.perf_counter()
+            step()
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - begin)
+        seconds, peak, peak_flops = statistics.median(times), torch.cuda.max_memory_allocated(), devices.peak_flops()
+    told = plan.rank.told
+    row: Row = {"result": MEASURED, "step_ms": round(seconds * 1e3, 2), "tokens_per_s": round(num_tokens / seconds)}
+    row |= {"peak_gib": round(peak / devices.GIB, 3)}
+    if peak_flops:
+        row["mfu"] = round(told.operations / seconds / peak_flops, 4)
+    if not is_eager:
+        row |= {"planned_ms": round(plan.step.seconds * 1e3, 2), "planned_gib": round(told.in_all / devices.GIB, 3)}
+        row["note"] = f"planned for {rates.name}"
+    yield row
+
+
+def write_profile(words: str, path: Path) -> Iterator[Row]:
+    """Write a trace of one step, for https://ui.perfetto.dev."""
+    with training(f"{SHARED} {words}".split()) as (step, _):
+        for _ in range(2):
+            step()
+        torch.cuda.synchronize()
+        with torch.profiler.profile() as profiler:
+            step()
+            torch.cuda.synchronize()
+        profiler.export_chrome_trace(str(path))
+    yield {"result": MEASURED, "note": f"{path.name}, {path.stat().st_size / 2**20:.1f} MiB"}
+
+
+@contextlib.contextmanager
+def training(options: Sequence[str], is_compiled: bool = False) -> Iterator[tuple[Callable[[], None], int]]:
+    """Give an optimizer step of the trainer's, on rows of one document each, and the number of its tokens."""
+    _join()
+    config = load(options)
+    trainer = Trainer(config, 1)
+    if is_compiled:
+        trainer.options = dataclasses.replace(trainer.options, loss=torch.compile(cross_entropy))
+    trainer.setup()
+    for block in trainer.model.blocks.values() if is_compiled else ():
+        block.compile()
+    rows, seq_len = config.training.local_batch_size, config.training.seq_len
+    tokens, labels = torch.randint(trainer.model.config.vocab_size, (2, rows, seq_len), device=trainer.device)
+    positions = torch.arange(seq_len, device=trainer.device).repeat(rows, 1)
+    batch = Batch(tokens, labels, positions, torch.zeros_like(positions))
+    num_tokens = torch.full((), rows * seq_len, device=trainer.device)
+
+    def step() -> None:
+        loss = trainer.steps.train([batch], num_tokens).loss
+        if trainer.update is not None:
+            trainer.update(loss)
+        else:
+            trainer.steps.clip(config.training.max_norm)
+            trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+
+    with contextlib.closing(trainer.steps):
+        yield step, rows * seq_len
+
+
+def _join() -> None:
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def describe_device() -> Iterator[Row]:
     if not torch.cuda.is_available():
-        raise SystemExit("check_gpu: torch sees no CUDA GPU here; tests/numerics checks the same on a CPU")
-    failed = check_bits()
-    for model in SPEED if not args.skip_speed else ():
-        command = [sys.executable, str(Path(__file__).with_name("benchmark.py")), *model]
-        command += ["--layouts", "fsdp1", "--dtypes", "bfloat16", "--modes", "eager,graph,whole", "--steps", "7"]
-        subprocess.run(command + (["--json", str(args.json)] if args.json else []), check=True)
-    if failed:
-        raise SystemExit(f"check_gpu: graph and eager differ for {', '.join(failed)}")
+        raise UserError("torch sees no CUDA GPU here; tests/numerics checks bits on a CPU, see docs/16 for the rest")
+    properties = torch.cuda.get_device_properties(0)
+    driver = "unknown"
+    if shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        driver = subprocess.run(query, capture_output=True, text=True).stdout.partition("\n")[0]
+    yield {
+        "device": properties.name,
+        "memory_gib": round(properties.total_memory / devices.GIB, 1),
+        "capability": f"{properties.major}.{properties.minor}",
+        "driver": driver,
+    }
+
+
+# --- the processes, one after the other -------------------------------------------------------------------------------
+
+
+def first_line(error: BaseException) -> str:
+    """Give the error's kind and the first line of what it says, without where this machine keeps its files."""
+    text = f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0]
+    for path in (REPOSITORY, Path(sys.prefix), Path.home()):
+        text = text.replace(str(path), "...")
+    return text[:200]
+
+
+def _in_child(part: Part, rows: Path, log: Path) -> None:
+    """Write a part's rows to a file, a line each as soon as it is there, and what is said meanwhile to another."""
+    with log.open("w") as said, rows.open("w") as file:
+        os.dup2(said.fileno(), 1)
+        os.dup2(said.fileno(), 2)
+        try:
+            os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+            for row in part.make(*part.arguments):
+                file.write(json.dumps(part.row(**row)) + "\n")
+                file.flush()
+        except BaseException as error:
+            traceback.print_exc()
+            file.write(json.dumps(part.row(result=FAILED, note=first_line(error))) + "\n")
+
+
+def run_parts(parts: Sequence[Part], seconds: float, folder: Path, say: Callable[[str], None] = print) -> list[Row]:
+    """Run each part in a process of its own; give their rows. What fails, or has no time left, is a row too."""
+    # Forked, for torch is loaded here, and this process never asks for the GPU.
+    context, begin = multiprocessing.get_context("fork"), time.monotonic()
+    waiting, running, rows = list(parts), dict[Any, tuple[Part, Path, Path, float]](), list[Row]()
+
+    def left() -> float:
+        return seconds - (time.monotonic() - begin)
+
+    def end(process: Any) -> None:
+        part, path, log, started = running.pop(process)
+        process.join()
+        made = [json.loads(line) for line in path.read_text().splitlines()]
+        if left() <= 0 and process.exitcode:
+            made.append(part.row(result=NOT_RUN, note="cut off when the time was up"))
+        elif process.exitcode:
+            made.append(part.row(result=FAILED, note=f"its process ended with {process.exitcode}: {log.name}"))
+        rows.extend(made)
+        took, results = time.monotonic() - started, ", ".join(dict.fromkeys(row.get("result", "") for row in made))
+        todo = [*waiting, *(part for part, *_ in running.values())]
+        rest = sum(part.seconds / (1 if part.is_timed else NUM_AT_ONCE) for part in todo)
+        say(
+            f"{len(parts) - len(todo)}/{len(parts)} {part.name} {part.model} {part.mode}: {results}  ({took:.0f} s; "
+            f"about {min(rest, max(left(), 0)) / 60:.1f} minutes left)"
+        )
+
+    while waiting or running:
+        while waiting and left() > 0 and _has_room(waiting[0], [part for part, *_ in running.values()]):
+            part, number = waiting.pop(0), len(parts) - len(waiting)
+            path, log = folder / f"{number}.jsonl", folder / f"{number}.log"
+            path.touch()
+            process = context.Process(target=_in_child, args=(part, path, log))
+            process.start()
+            running[process] = part, path, log, time.monotonic()
+        if left() <= 0:
+            rows += [part.row(result=NOT_RUN, note="the time was up; --minutes gives more") for part in waiting]
+            waiting.clear()
+            for process in running:
+                process.kill()
+        wait([process.sentinel for process in running], timeout=max(left(), 0) if waiting or left() > 0 else None)
+        for process in [process for process in running if process.exitcode is not None]:
+            end(process)
+    return rows
+
+
+def _has_room(part: Part, running: Sequence[Part]) -> bool:
+    if part.is_timed or any(other.is_timed for other in running):
+        return not running
+    return len(running) < NUM_AT_ONCE
+
+
+# --- the report -------------------------------------------------------------------------------------------------------
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """Give the rows as lines with a heading."""
+    cells = [COLUMNS, *(tuple("" if (x := row.get(c)) is None else str(x) for c in COLUMNS) for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(COLUMNS))]
+    numbers = range(COLUMNS.index("step_ms"), COLUMNS.index("note"))
+    return [
+        "  ".join(
+            x.rjust(w) if i in numbers else x.ljust(w) for i, (x, w) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in cells
+    ]
+
+
+def commit() -> str:
+    """Name the commit that is checked out, and say whether files differ from it."""
+    try:
+        git = ["git", "-C", str(REPOSITORY)]
+        name = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        return name + " with changes" * bool(subprocess.run([*git, "diff", "--quiet", "HEAD"]).returncode)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def exit_code(rows: Sequence[Row]) -> int:
+    results = {row["result"] for row in rows if row["part"] == "bits"}
+    return 1 if DIFFERS in results else 3 if results - {EQUAL} or not results else 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=10, help="what is left then is not run (default 10)")
+    parser.add_argument("--json", type=Path, default=Path("check_gpu.json"), help="(default check_gpu.json)")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("outputs/check_gpu"), help="of the profile, and of what each part says"
+    )
+    args = parser.parse_args(argv)
+    try:
+        if args.minutes <= 0:
+            raise UserError(f"--minutes {args.minutes}: must be above 0")
+        check_result("--json", args.json)
+        args.folder.mkdir(parents=True, exist_ok=True)
+        device = run_parts([Part("device", "", "", describe_device, (), 5, True)], 60, args.folder, lambda _: None)[0]
+        if device.get("result"):
+            raise UserError(device["note"].removeprefix("UserError: "))
+    except (UserError, OSError) as error:
+        print(f"check_gpu: {error}", file=sys.stderr)
+        return 2
+    begin = time.monotonic()
+    rows = run_parts(all_parts(args.folder), args.minutes * 60, args.folder)
+    print("\n".join(["", *table(rows), ""]))
+    about = {key: device[key] for key in ("device", "memory_gib", "capability", "driver")} | {
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "cpus": os.cpu_count(),
+        "commit": commit(),
+        "seconds": round(time.monotonic() - begin, 1),
+    }
+    write_result("--json", args.json, json.dumps(about | {"rows": rows}, indent=1) + "\n")
+    print(f"written: {args.json}; the profile and what each part said are in {args.folder}")
+    return exit_code(rows)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

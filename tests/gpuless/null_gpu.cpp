@@ -22,6 +22,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <set>
 #include <string>
 #include <unordered_map>
 
@@ -130,6 +131,65 @@ EXPORT cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
   return *least = 0, *greatest = -5, cudaSuccess;
 }
 
+// --- the capture of CUDA graphs: what the thread that captures asks for is noted, and what it may not ask for refused ---
+// One capture at a time, which other threads don't share, as torch begins ours. Nothing runs when a graph is launched.
+
+static thread_local bool captures = false, is_relaxed = false;  // relaxed: it may allocate meanwhile
+static bool is_broken = false;
+static long number_of_capture = 0, nodes = 0;
+static cudaStream_t origin = nullptr;
+static std::set<cudaStream_t> captured, unjoined;  // streams in the capture, and those whose work it does not wait for
+
+// Whether the driver would refuse this now, as a call that waits or frees; the capture is then lost.
+static bool refuses(const std::string& what) {
+  if (!captures || is_relaxed) return false;
+  return count("refused in a capture: " + what), is_broken = true;
+}
+
+// Some work on a stream: a node of the graph, or nothing that a replay does again.
+static void note_work(const std::string& what, cudaStream_t stream) {
+  if (!captures) return;
+  if (captured.count(stream) == 0) return count("not captured: " + what);
+  nodes++;
+  if (stream != origin) unjoined.insert(stream);
+}
+
+EXPORT cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  cudaStreamCaptureMode before = is_relaxed ? cudaStreamCaptureModeRelaxed : cudaStreamCaptureModeGlobal;
+  is_relaxed = *mode == cudaStreamCaptureModeRelaxed;
+  return *mode = before, cudaSuccess;
+}
+EXPORT cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
+  count("capture");
+  number_of_capture++, nodes = 0, is_broken = false, captures = true;
+  captured = {origin = stream}, unjoined.clear();
+  return cudaSuccess;
+}
+EXPORT cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t* graph) {
+  captures = false, captured.clear();
+  *graph = nullptr;
+  if (is_broken) return cudaErrorStreamCaptureInvalidated;
+  if (!unjoined.empty()) return cudaErrorStreamCaptureUnjoined;
+  return *graph = (cudaGraph_t) new long(nodes), cudaSuccess;
+}
+EXPORT cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
+  *status = captured.count(stream) ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+EXPORT cudaError_t cudaStreamGetCaptureInfo(
+    cudaStream_t stream, cudaStreamCaptureStatus* status, unsigned long long* id, cudaGraph_t*, const cudaGraphNode_t**,
+    const cudaGraphEdgeData**, size_t*) {
+  if (id != nullptr) *id = number_of_capture;
+  return cudaStreamIsCapturing(stream, status);
+}
+EXPORT cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t*, size_t* number) {
+  return *number = *(long*)graph, cudaSuccess;
+}
+EXPORT cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* exec, cudaGraph_t graph, unsigned long long) {
+  return *exec = (cudaGraphExec_t)graph, cudaSuccess;
+}
+EXPORT cudaError_t cudaGraphLaunch(cudaGraphExec_t, cudaStream_t) { return count("replay"), cudaSuccess; }
+
 // --- memory: the host's, reserved and so never there until somebody writes to it --------------------------------------
 
 static const size_t kCopied = 1 << 20;  // bytes up to which the device itself moves something: more would become real
@@ -148,7 +208,13 @@ static bool on_device(const void* address) {
   return lies_in(of_device, address);
 }
 
+static bool is_pinned(const void* address) {
+  std::lock_guard<std::mutex> hold(lock);
+  return lies_in(of_host, address);
+}
+
 EXPORT cudaError_t cudaMalloc(void** address, size_t bytes) {
+  if (refuses("cudaMalloc")) return cudaErrorStreamCaptureUnsupported;
   std::lock_guard<std::mutex> hold(lock);
   if (bytes == 0) return *address = nullptr, cudaSuccess;
   if (used + bytes > device->memory) return cudaErrorMemoryAllocation;
@@ -159,6 +225,7 @@ EXPORT cudaError_t cudaMalloc(void** address, size_t bytes) {
 }
 
 EXPORT cudaError_t cudaFree(void* address) {
+  if (refuses("cudaFree")) return cudaErrorStreamCaptureUnsupported;
   std::lock_guard<std::mutex> hold(lock);
   auto found = of_device.find((const char*)address);
   if (found == of_device.end()) return cudaSuccess;  // of a null pointer too
@@ -173,6 +240,7 @@ EXPORT cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
 }
 
 EXPORT cudaError_t cudaHostAlloc(void** address, size_t bytes, unsigned) {
+  if (refuses("cudaHostAlloc")) return cudaErrorStreamCaptureUnsupported;
   std::lock_guard<std::mutex> hold(lock);
   *address = std::aligned_alloc(4096, (bytes / 4096 + 1) * 4096);
   of_host[(const char*)*address] = bytes + 1;  // so that an empty block has an address of its own
@@ -180,6 +248,7 @@ EXPORT cudaError_t cudaHostAlloc(void** address, size_t bytes, unsigned) {
 }
 
 EXPORT cudaError_t cudaFreeHost(void* address) {
+  if (refuses("cudaFreeHost")) return cudaErrorStreamCaptureUnsupported;
   std::lock_guard<std::mutex> hold(lock);
   of_host.erase((const char*)address);
   std::free(address);
@@ -195,18 +264,26 @@ EXPORT cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* a, const void
   return cudaSuccess;
 }
 
-EXPORT cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
-  bool there = on_device(to), here = on_device(from);
-  count(std::string("copy ") + (there ? (here ? "on the device" : "to the device") : "to the host"));
+EXPORT cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
+  bool there = on_device(to), here = on_device(from), pinned = is_pinned(there ? from : to);
+  std::string way = there ? (here ? "on the device" : "to the device") : "to the host";
+  if (!(there && here) && !pinned) {  // a replay would copy from where something was once, and the host waits
+    way += ", not pinned";
+    if (refuses("copy " + way)) return cudaErrorStreamCaptureUnsupported;
+  }
+  count("copy " + way);
+  note_work("copy " + way, stream);
   if (!(there && here) || bytes <= kCopied) std::memmove(to, from, bytes);
   return cudaSuccess;
 }
 EXPORT cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
+  if (refuses("cudaMemcpy")) return cudaErrorStreamCaptureUnsupported;
   count("wait cudaMemcpy");
   return cudaMemcpyAsync(to, from, bytes, kind, nullptr);
 }
-EXPORT cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) {
+EXPORT cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream) {
   count("memset");
+  note_work("memset", stream);
   if (bytes <= kCopied) std::memset(to, value, bytes);
   return cudaSuccess;
 }
@@ -219,6 +296,8 @@ EXPORT cudaError_t cudaGetSymbolAddress(void** address, const void*) {
 
 struct Event {
   timespec at;
+  cudaStream_t stream;  // where it was recorded last, and in which capture if in one
+  long capture;
 };
 
 static void* anything[8];  // what a handle points to that nobody looks into
@@ -229,24 +308,35 @@ static cudaError_t new_stream(cudaStream_t* stream) {
 EXPORT cudaError_t cudaStreamCreateWithPriority(cudaStream_t* s, unsigned, int) { return new_stream(s); }
 EXPORT cudaError_t cudaStreamCreateWithFlags(cudaStream_t* s, unsigned) { return new_stream(s); }
 EXPORT cudaError_t cudaStreamCreate(cudaStream_t* s) { return new_stream(s); }
-EXPORT cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
-  return *status = cudaStreamCaptureStatusNone, cudaSuccess;
+
+static cudaError_t wait(const std::string& what) {
+  if (refuses(what)) return cudaErrorStreamCaptureUnsupported;
+  return count("wait " + what), cudaSuccess;
 }
-EXPORT cudaError_t cudaStreamGetCaptureInfo(
-    cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long*, cudaGraph_t*, const cudaGraphNode_t**,
-    const cudaGraphEdgeData**, size_t*) {
-  return *status = cudaStreamCaptureStatusNone, cudaSuccess;
-}
-EXPORT cudaError_t cudaStreamSynchronize(cudaStream_t) { return count("wait cudaStreamSynchronize"), cudaSuccess; }
-EXPORT cudaError_t cudaDeviceSynchronize() { return count("wait cudaDeviceSynchronize"), cudaSuccess; }
-EXPORT cudaError_t cudaEventSynchronize(cudaEvent_t) { return count("wait cudaEventSynchronize"), cudaSuccess; }
+EXPORT cudaError_t cudaStreamSynchronize(cudaStream_t) { return wait("cudaStreamSynchronize"); }
+EXPORT cudaError_t cudaDeviceSynchronize() { return wait("cudaDeviceSynchronize"); }
+EXPORT cudaError_t cudaEventSynchronize(cudaEvent_t) { return wait("cudaEventSynchronize"); }
 EXPORT cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
   return *event = (cudaEvent_t) new Event{}, cudaSuccess;
 }
 EXPORT cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
 EXPORT cudaError_t cudaEventDestroy(cudaEvent_t event) { return delete (Event*)event, cudaSuccess; }
-EXPORT cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t) {
-  return clock_gettime(CLOCK_MONOTONIC, &((Event*)event)->at), cudaSuccess;
+EXPORT cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  Event* e = (Event*)event;
+  e->stream = stream, e->capture = captures && captured.count(stream) ? number_of_capture : 0;
+  return clock_gettime(CLOCK_MONOTONIC, &e->at), cudaSuccess;
+}
+EXPORT cudaError_t cudaEventQuery(cudaEvent_t) {
+  return refuses("cudaEventQuery") ? cudaErrorStreamCaptureUnsupported : cudaSuccess;
+}
+EXPORT cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  Event* e = (Event*)event;
+  if (!captures || (e->capture != number_of_capture && captured.count(stream) == 0)) return cudaSuccess;
+  if (e->capture != number_of_capture)  // work that the graph does not have
+    return refuses("to wait for what came before") ? cudaErrorStreamCaptureIsolation : cudaSuccess;
+  captured.insert(stream);
+  if (stream != origin) unjoined.insert(stream);
+  return unjoined.erase(e->stream), cudaSuccess;
 }
 EXPORT cudaError_t cudaEventRecordWithFlags(cudaEvent_t e, cudaStream_t s, unsigned) { return cudaEventRecord(e, s); }
 EXPORT cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t begin, cudaEvent_t end) {
@@ -262,9 +352,10 @@ static std::unordered_map<const void*, std::string>& names() {
   return of_kernels;
 }
 
-static void count_kernel(const void* kernel, dim3 grid, dim3 block) {
+static void count_kernel(const void* kernel, dim3 grid, dim3 block, void* stream) {
   auto found = names().find(kernel);
   std::string name = found == names().end() ? "unknown" : found->second;
+  note_work("kernel " + name, (cudaStream_t)stream);
   count("kernel " + name + " <<<" + sizes({grid.x, grid.y, grid.z}) + ", " + sizes({block.x, block.y, block.z}) + ">>>");
 }
 
@@ -276,14 +367,14 @@ EXPORT void __cudaRegisterFunction(
 EXPORT cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* function) {
   return *kernel = (cudaKernel_t)function, cudaSuccess;
 }
-EXPORT cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void**, size_t, cudaStream_t) {
-  return count_kernel((const void*)kernel, grid, block), cudaSuccess;
+EXPORT cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void**, size_t, cudaStream_t s) {
+  return count_kernel((const void*)kernel, grid, block, s), cudaSuccess;
 }
-EXPORT cudaError_t cudaLaunchKernel(const void* kernel, dim3 grid, dim3 block, void**, size_t, cudaStream_t) {
-  return count_kernel(kernel, grid, block), cudaSuccess;
+EXPORT cudaError_t cudaLaunchKernel(const void* kernel, dim3 grid, dim3 block, void**, size_t, cudaStream_t s) {
+  return count_kernel(kernel, grid, block, s), cudaSuccess;
 }
 EXPORT cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* how, const void* kernel, void**) {
-  return count_kernel(kernel, how->gridDim, how->blockDim), cudaSuccess;
+  return count_kernel(kernel, how->gridDim, how->blockDim, how->stream), cudaSuccess;
 }
 
 // kernel<<<...>>>(...) is compiled to a push of what is in the brackets, and a function that pops it.
@@ -395,7 +486,10 @@ static size_t bytes_of(ncclDataType_t type) {
 }
 
 // Give `copies` of what this rank sent, one after the other, as if all ranks had sent it.
-static ncclResult_t collective(const char* what, const void* from, void* to, size_t bytes, int copies, ncclComm* comm) {
+static ncclResult_t collective(
+    const char* what, const void* from, void* to, size_t bytes, int copies, ncclComm* comm,
+    cudaStream_t stream) {
+  note_work(std::string("collective ") + what, stream);
   count(std::string("collective ") + what + " " + std::to_string(bytes) + " bytes, " + std::to_string(comm->size) + " ranks");
   for (int i = 0; i < copies && bytes * copies <= kCopied; i++) std::memmove((char*)to + i * bytes, from, bytes);
   return ncclSuccess;
@@ -419,26 +513,26 @@ EXPORT ncclResult_t ncclCommCount(const ncclComm_t comm, int* size) { return *si
 EXPORT ncclResult_t ncclCommUserRank(const ncclComm_t comm, int* rank) { return *rank = comm->rank, ncclSuccess; }
 EXPORT ncclResult_t ncclCommGetAsyncError(ncclComm_t, ncclResult_t* error) { return *error = ncclSuccess, ncclSuccess; }
 EXPORT ncclResult_t ncclAllReduce(
-    const void* from, void* to, size_t n, ncclDataType_t type, ncclRedOp_t, ncclComm_t comm, cudaStream_t) {
-  return collective("all_reduce", from, to, n * bytes_of(type), 1, comm);
+    const void* from, void* to, size_t n, ncclDataType_t type, ncclRedOp_t, ncclComm_t comm, cudaStream_t stream) {
+  return collective("all_reduce", from, to, n * bytes_of(type), 1, comm, stream);
 }
 EXPORT ncclResult_t ncclBroadcast(
-    const void* from, void* to, size_t n, ncclDataType_t type, int, ncclComm_t comm, cudaStream_t) {
-  return collective("broadcast", from, to, n * bytes_of(type), 1, comm);
+    const void* from, void* to, size_t n, ncclDataType_t type, int, ncclComm_t comm, cudaStream_t stream) {
+  return collective("broadcast", from, to, n * bytes_of(type), 1, comm, stream);
 }
 EXPORT ncclResult_t ncclAllGather(
-    const void* from, void* to, size_t n, ncclDataType_t type, ncclComm_t comm, cudaStream_t) {
-  return collective("all_gather", from, to, n * bytes_of(type), comm->size, comm);
+    const void* from, void* to, size_t n, ncclDataType_t type, ncclComm_t comm, cudaStream_t stream) {
+  return collective("all_gather", from, to, n * bytes_of(type), comm->size, comm, stream);
 }
 EXPORT ncclResult_t ncclReduceScatter(
-    const void* from, void* to, size_t n, ncclDataType_t type, ncclRedOp_t, ncclComm_t comm, cudaStream_t) {
-  return collective("reduce_scatter", from, to, n * bytes_of(type), 1, comm);
+    const void* from, void* to, size_t n, ncclDataType_t type, ncclRedOp_t, ncclComm_t comm, cudaStream_t stream) {
+  return collective("reduce_scatter", from, to, n * bytes_of(type), 1, comm, stream);
 }
-EXPORT ncclResult_t ncclSend(const void*, size_t n, ncclDataType_t type, int, ncclComm_t comm, cudaStream_t) {
-  return collective("send", nullptr, nullptr, n * bytes_of(type), 0, comm);
+EXPORT ncclResult_t ncclSend(const void*, size_t n, ncclDataType_t type, int, ncclComm_t comm, cudaStream_t stream) {
+  return collective("send", nullptr, nullptr, n * bytes_of(type), 0, comm, stream);
 }
-EXPORT ncclResult_t ncclRecv(void*, size_t n, ncclDataType_t type, int, ncclComm_t comm, cudaStream_t) {
-  return collective("receive", nullptr, nullptr, n * bytes_of(type), 0, comm);
+EXPORT ncclResult_t ncclRecv(void*, size_t n, ncclDataType_t type, int, ncclComm_t comm, cudaStream_t stream) {
+  return collective("receive", nullptr, nullptr, n * bytes_of(type), 0, comm, stream);
 }
 
 // --- the driver, which torch asks for contexts and Triton for its kernels ---------------------------------------------
@@ -475,12 +569,13 @@ EXPORT CUresult cuFuncGetAttribute(int* value, CUfunction_attribute attribute, C
   return CUDA_SUCCESS;
 }
 EXPORT CUresult cuLaunchKernel(
-    CUfunction kernel, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned, CUstream,
+    CUfunction kernel, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned, CUstream s,
     void**, void**) {
-  return count_kernel(kernel, dim3{gx, gy, gz}, dim3{bx, by, bz}), CUDA_SUCCESS;
+  return count_kernel(kernel, dim3{gx, gy, gz}, dim3{bx, by, bz}, s), CUDA_SUCCESS;
 }
 EXPORT CUresult cuLaunchKernelEx(const CUlaunchConfig* how, CUfunction kernel, void**, void**) {
-  count_kernel(kernel, dim3{how->gridDimX, how->gridDimY, how->gridDimZ}, dim3{how->blockDimX, how->blockDimY, how->blockDimZ});
+  dim3 grid{how->gridDimX, how->gridDimY, how->gridDimZ}, block{how->blockDimX, how->blockDimY, how->blockDimZ};
+  count_kernel(kernel, grid, block, how->hStream);
   return CUDA_SUCCESS;
 }
 

@@ -1,6 +1,8 @@
 """One rank of four under torch's own NCCL group: what it sends in a step, as a graph and in eager mode."""
 
 import collections
+import dataclasses
+import os
 from collections.abc import Callable
 from functools import partial
 
@@ -13,8 +15,9 @@ from torch.fx import GraphModule
 
 from torchtitan_graph.check import matrix
 from torchtitan_graph.check.matrix import BF16, Cell
+from torchtitan_graph.device import CudaRecorder, Recorders
 from torchtitan_graph.parallel.layout import ParallelDims
-from torchtitan_graph.steps import Steps, inputs
+from torchtitan_graph.steps import Steps, bind_graphs, inputs
 
 LAYOUTS = {
     "FSDP": Cell(ParallelDims(dp_shard=4), BF16),
@@ -66,3 +69,24 @@ def test_a_reduction_sent_twice_is_found() -> None:
 
     cell = LAYOUTS["FSDP"]
     assert sent(cell, matrix.build_graph) != sent(cell, partial(matrix.build_graph, edit=again))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_collectives_are_recorded_in_cuda_graphs(layout: str) -> None:
+    os.environ.pop("PYTORCH_NO_CUDA_MEMORY_CACHING", None)  # a recorder's pool is the caching allocator's
+    cell = LAYOUTS[layout]
+    model, graphs = matrix.final_graphs(cell)
+    options = dataclasses.replace(cell.options("graph"), recorders=Recorders(CudaRecorder))
+    steps, data = bind_graphs(graphs, model, matrix.layout_of(cell.dims), options), matrix.microbatches(cell, 0, 1)
+    found = []
+    for _ in range(3):
+        for parameter in model.parameters():
+            parameter.grad = None
+        null_gpu.take()
+        steps.train(*data)
+        found.append(null_gpu.take())
+    steps.close()
+    num_sent = [sum(n for what, n in counts.items() if what.startswith("collective ")) for counts in found]
+    assert num_sent[0] == num_sent[1] > 0 and num_sent[2] == 0
+    assert found[1]["capture"] == found[2]["replay"] > 0
+    assert not [what for counts in found for what in counts if what.startswith(("refused", "not captured"))]

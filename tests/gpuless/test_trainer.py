@@ -5,6 +5,7 @@ import sys
 import traceback
 import warnings
 from pathlib import Path
+from typing import Any
 
 import null_gpu
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from torchtitan_graph import train as entry
 from torchtitan_graph.models.layers.decoder import Decoder
+from torchtitan_graph.steps import Steps
 from torchtitan_graph.trainer import Trainer
 
 REPOSITORY = Path(__file__).parents[2]
@@ -97,3 +99,32 @@ def test_a_number_that_is_read_in_the_step_is_found(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(Decoder, "after_step", lambda model, state: next(model.parameters()).sum().item())
     _, *after_the_first = train(tmp_path, "--metrics.log_freq", "100")
     assert all(waits.total() - waits[LAUNCHED] == 2 for waits in after_the_first[:-1])
+
+
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_batches_are_copied_a_step_ahead_from_pinned_memory(
+    is_pinned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or, as a control, none is copied ahead, and each copy is one from memory that is not pinned."""
+    copies: list[null_gpu.Counts] = []
+    run = Steps.train
+
+    def launched(steps: Steps, *args: Any) -> Any:
+        copies.append(null_gpu.take())  # since the last step was launched
+        return run(steps, *args)
+
+    monkeypatch.setattr(Steps, "train", launched)
+    ahead: list[int] = []
+    read = Trainer._read_ahead
+
+    def noted(trainer: Trainer) -> float:
+        seconds = read(trainer)
+        ahead.append(sum(on_device.tokens_BL.is_cuda for _, on_device in trainer.ahead))
+        return seconds
+
+    monkeypatch.setattr(Trainer, "_read_ahead", noted)
+    pin = [] if is_pinned else ["--training.dataloader.no-pin_memory"]
+    train(tmp_path, "--metrics.log_freq", "100", "--checkpoint.no-enable", *pin)
+    assert ahead == ([1, 1, 1, 0] if is_pinned else [0, 0, 0, 0])
+    loose = "copy to the device, not pinned"
+    assert all((counts[loose] >= 4) != is_pinned for counts in copies[1:])

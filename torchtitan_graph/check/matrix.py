@@ -341,7 +341,8 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
         a, b = a.to_local(), b.to_local()
     if a is None or b is None or type(a) is not type(b) or (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
-    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))  # 0 is not -0
+    a, b = (x.detach().cpu().reshape(-1).view(torch.uint8) for x in (a, b))  # 0 is not -0
+    return torch.equal(a, b)
 
 
 def far_apart(expected: Seen, found: Seen, tolerance: float) -> list[str]:

@@ -211,7 +211,9 @@ class DataLoader:
     persistent_workers: bool = option(
         False, "Keep worker processes where reading begins anew, instead of starting them again."
     )
-    pin_memory: bool = option(False, "On a GPU, put batches in page-locked memory, for faster copies to it.")
+    pin_memory: bool = option(
+        True, "On a GPU, put batches in page-locked memory: they are copied while it computes, a step ahead."
+    )
     prefetch_factor: int | None = option(None, "Batches a worker prepares ahead; not set: 2.", minimum=1)
 
 

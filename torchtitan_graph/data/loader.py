@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -72,6 +73,7 @@ class DataLoader:
                 prefetch_factor=prefetch_factor if num_workers else None,
             )
         self._iterator: Iterator[tuple[Batch, list[Cursor]]] | None = None
+        self._ahead: deque[tuple[Batch, list[Cursor]]] = deque()
         self._batches = 0  # taken since the start, or since load_state_dict
         self._first_row, self._origin, self._cursors = rows.start()
 
@@ -79,9 +81,7 @@ class DataLoader:
         return self
 
     def __next__(self) -> Batch:
-        if self._iterator is None:
-            self._iterator = iter(self._loader)
-        batch, cursors = next(self._iterator)
+        batch, cursors = self._ahead.popleft() if self._ahead else self._read()
         rows = self._rows.row_numbers(self._first_row, self._batches)
         places = [self._mixture.place(row, self._origin) for row in rows]
         for place, cursor in zip(places, cursors, strict=True):
@@ -91,6 +91,17 @@ class DataLoader:
             self._targets.index_add_(0, torch.tensor([place.source for place in places]), targets_B)
         self._batches += 1
         return batch
+
+    def read_ahead(self, num_batches: int) -> list[Batch]:
+        """Give so many of the batches that `__next__` gives next; the position stays. See Note [Position]."""
+        while len(self._ahead) < num_batches:
+            self._ahead.append(self._read())
+        return [batch for batch, _ in self._ahead]
+
+    def _read(self) -> tuple[Batch, list[Cursor]]:
+        if self._iterator is None:
+            self._iterator = iter(self._loader)
+        return next(self._iterator)
 
     def take_targets(self) -> torch.Tensor:
         """Return how many targets of each source were in this rank's batches since the last call; of mixtures only."""
@@ -138,6 +149,7 @@ class DataLoader:
     def rewind(self) -> "DataLoader":
         """Go back to the position that was loaded last, or to the beginning; the next batch is the first from there."""
         self._iterator = None
+        self._ahead.clear()
         self._batches = 0
         self._targets.zero_()
         self._first_row, self._origin, self._cursors = self._rows.start()

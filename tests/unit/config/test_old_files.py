@@ -27,6 +27,9 @@ def test_every_default_of_the_old_schema_is_ours_and_harmless() -> None:
     # Not set, it is what is trained on; it was the hub's, which the file names.
     assert config.validation.dataset == "c4_validation" and JobConfig().validation.dataset is None
     config.validation.dataset = None
+    # Not set, a GPU's batches are in page-locked memory, so that they can be copied a step ahead.
+    assert not config.training.dataloader.pin_memory and JobConfig().training.dataloader.pin_memory
+    config.training.dataloader.pin_memory = True
     assert config == JobConfig()
 
 

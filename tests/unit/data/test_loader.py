@@ -132,6 +132,19 @@ def test_position_counts_what_was_taken_not_what_was_prefetched(make_loader):
     assert sum(row for row, *_ in loader.state_dict()["lanes"]) == GLOBAL_BATCH
 
 
+def test_what_is_read_ahead_is_given_next_and_does_not_move_the_position(make_loader, reference):
+    loader = make_loader()
+    start = loader.state_dict()
+    take([loader], 1)
+    position = loader.state_dict()
+    ahead = loader.read_ahead(2)
+    assert [hashes(batch) for batch in ahead] == reference[1:3]
+    assert loader.state_dict() == position
+    assert next(loader) is ahead[0]
+    loader.load_state_dict(start)  # what is ahead is behind another position
+    assert take([loader], 3) == reference[:3]
+
+
 # Negative controls: the comparison by hash sees another seed and a position that is off by one.
 
 

@@ -406,17 +406,16 @@ class Trainer:
             grad_norm = self.update(output.loss)
         else:
             grad_norm = self.steps.clip(self.config.training.max_norm)
-        data_loading_s += self._read_ahead()
         if self.device.type != "cpu":
             metrics.flops_per_step = self.steps.count_flops(microbatches)
         reading = self._begin_to_read(output.loss, grad_norm, num_tokens)
         lr = self.lr_scheduler.get_last_lr()[0]
         metrics.maybe_log_histograms(self.step + 1, self.model)
         if self.update is None and self.takes_stops:
-            # The host waits when the optimizer is launched, so that the device has work while it goes on.
             self.optimizer.found_inf = reading.stops  # type: ignore[attr-defined]
             self.optimizer.step()
-        read = reading.wait()
+        data_loading_s += self._read_ahead()
+        read = reading.wait()  # now that all is launched: the device has work while the host goes on
         loss = self._loss_if_finite(read)
         if self.update is None and not self.takes_stops:
             self.optimizer.step()

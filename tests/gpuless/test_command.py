@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -131,11 +132,11 @@ def test_snapshots_and_traces_are_written(tmp_path: Path) -> None:
 
 
 def test_a_step_that_can_not_fit_is_refused_with_what_would(tmp_path: Path) -> None:
-    code, output = train(tmp_path, "--training.local_batch_size 64", NULL_GPU_MEMORY_GIB="0.3", **CACHING)
+    code, output = train(tmp_path, "--training.local_batch_size 64", NULL_GPU_MEMORY_GIB="0.4", **CACHING)
     null_gpu.tell(output.strip().splitlines()[-1])
     assert code == 2 and "Traceback" not in output, end_of(output)
     needs, has = re.findall(r"a rank needs ([\d.]+) GiB, and has ([\d.]+): these would fit: ", output)[0]
-    assert float(has) == 0.3 < float(needs)
+    assert float(has) == 0.4 < float(needs)
 
 
 def test_memory_that_runs_out_is_reported(tmp_path: Path) -> None:
@@ -152,21 +153,21 @@ def test_memory_that_runs_out_is_reported(tmp_path: Path) -> None:
     assert snapshot["segments"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
-def test_a_signal_ends_it_after_its_step_with_a_checkpoint(number: signal.Signals, tmp_path: Path) -> None:
-    with started(tmp_path, "--training.steps", "100000", "--checkpoint.interval", "100000") as process:
+def test_a_second_ctrl_c_ends_it_at_once(tmp_path: Path) -> None:
+    """The first one is told to all ranks by a kernel, which does not run here: the step's end takes no notice of it."""
+    with started(tmp_path, "--training.steps", "100000") as process:
         assert process.stdout is not None
         output = ""
         for line in process.stdout:
             output += line
-            if "step 3/" in line:
-                process.send_signal(number)
+            if re.search(r"step +3/", line):
                 break
+        for _ in range(2):
+            process.send_signal(signal.SIGINT)
+            time.sleep(2)
         output += process.stdout.read()
-        assert process.wait(60) == 0, end_of(output)
-    last = int(re.findall(r"stopped by .* after step (\d+)", output)[0])
-    null_gpu.tell(f"stopped after step {last}")
-    assert (tmp_path / "checkpoint" / f"step-{last}" / "manifest.json").exists()
+        assert process.wait(60) == 130 and "stopped by Ctrl-C at once; started again, a run goes on" in output
+    assert (tmp_path / "checkpoint" / "step-2" / "manifest.json").exists()
 
 
 REFUSED = {

@@ -31,7 +31,7 @@ def reads_host(op: object, args: Sequence[Any]) -> bool:
         return not _has_grouped_kernel(args[0])
     if op is own.grouped_sum.default:
         return not args[0].is_cuda
-    return op in (own.row_splits.default, own.exchange.default)
+    return op is own.exchange.default
 
 
 def _grouped_kernel(x: Tensor, w: Tensor, offsets_E: Tensor) -> Tensor:
@@ -225,11 +225,18 @@ def permuted(x_TD: Tensor, order_S: Tensor, inverse_S: Tensor, copies: int = 1) 
 
 @torch.library.custom_op(f"{_LIBRARY}::row_splits", mutates_args=())
 def row_splits(sent_RE: Tensor, received_RE: Tensor) -> Tensor:
-    """Give, in host memory, how many rows go to each rank and come from it: (ranks, experts) twice -> (2, ranks).
+    """Start copying to host memory how many rows go to each rank and come from it: (ranks, experts) twice ->
+    (2, ranks).
 
-    What the host reads here is all that it has to know of a dispatch; on a GPU it waits for it.
+    It is all that the host has to know of a dispatch. The first `exchange` that reads it waits for it: on a GPU, which
+    meanwhile runs what was launched in between.
     """
-    return torch.stack([sent_RE.sum(1), received_RE.sum(1)]).cpu()
+    splits_2R = torch.stack([sent_RE.sum(1), received_RE.sum(1)])
+    host_2R = torch.empty_like(splits_2R, device="cpu", pin_memory=splits_2R.is_cuda)
+    host_2R.copy_(splits_2R, non_blocking=True)
+    if splits_2R.is_cuda:
+        _ENDS[host_2R.data_ptr()] = torch.cuda.current_stream().record_event()
+    return host_2R
 
 
 @torch.library.custom_op(f"{_LIBRARY}::exchange", mutates_args=())
@@ -240,6 +247,8 @@ def exchange(x_SD: Tensor, splits_2R: Tensor, back: bool, nominal: int, group: s
     The number of rows is in no shape that a graph knows: a trace shows `nominal`, and all that takes such rows must
     take any number. Where `nominal` is what each rank has at home it is the mean over the ranks.
     """
+    if (event := _ENDS.pop(splits_2R.data_ptr(), None)) is not None:
+        event.synchronize()
     send, receive = reversed(splits_2R.tolist()) if back else splits_2R.tolist()
     return torch.ops._c10d_functional.all_to_all_single(x_SD, receive, send, group)
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torchtitan_graph
 from torchtitan_graph import device as devices
 from torchtitan_graph.log import init_logging, logger
-from torchtitan_graph.parallel.join import connect
+from torchtitan_graph.parallel.join import connect, meet
 from torchtitan_graph.run.failure import BAD_NODE, CONFIGURATION, write_bad_node
 from torchtitan_graph.run.identity import identity
 
@@ -263,7 +263,7 @@ def _measure(rank: int, world_size: int) -> dict[tuple[int, int], float]:
         position = rank // stride
         low = position - (position + turn) % 2  # pairs (0, 1), (2, 3), ...; then (1, 2), (3, 4), ...
         other = rank + stride if low == position else rank - stride
-        dist.barrier()
+        meet()
         if low < 0 or not 0 <= other < world_size:
             continue
         for _ in range(2):

@@ -23,7 +23,7 @@ from torchtitan_graph.config import JobConfig, check, dump_toml, load, ranks_ask
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
 from torchtitan_graph.log import init_logging, logger
-from torchtitan_graph.parallel.join import join
+from torchtitan_graph.parallel.join import join, meet
 from torchtitan_graph.patience import is_away, wait_for_storage
 from torchtitan_graph.run.failure import (
     CONFIGURATION,
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         trainer.setup()
         run.save_config(config)
         trainer.save_seed() if config.checkpoint.create_seed_checkpoint else trainer.train(run)
-        dist.barrier()  # gloo aborts a rank whose peer tears down while it still listens
+        meet()  # gloo aborts a rank whose peer tears down while it still listens
         if trainer.stop_signal:
             reason = stop.name(trainer.stop_signal)
             logger.info(f"stopped by {reason} after step {trainer.step}; {_started_again(config)}")

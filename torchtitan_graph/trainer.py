@@ -521,20 +521,21 @@ class Trainer:
     def validate(self) -> float:
         """Give the mean loss per target of the validation split, or of its first `validation.steps` microbatches."""
         data, config = self.validation_data.rewind(), self.config.validation
-        loss_sum, num_targets, empty_rows, taken = 0.0, 0, 0, 0
+        totals = torch.zeros(2, dtype=torch.float64, device=self.device)  # of losses, and of targets
+        found, empty_rows, taken = False, 0, 0
         while empty_rows < data.num_lanes and taken != config.steps:
             batch = next(data)
-            count = int(self._count_targets([batch])[1])
+            own, count = self._count_targets([batch])
             taken += 1
-            empty_rows = 0 if count else empty_rows + config.local_batch_size * self.dims.data
-            if count:
-                batch = self._to_device(batch)
-                loss = self.steps.evaluate(batch)
-                loss_sum += float(self.layout.sum_over_data(loss.double()))
-                num_targets += count
-        if num_targets == 0:
+            if own or count > 0:  # as in `_next_step`
+                loss = self.layout.sum_over_data(self.steps.evaluate(self._to_device(batch)).double())
+                totals += torch.stack([loss, count.double()])
+                found, empty_rows = True, 0
+            else:
+                empty_rows += config.local_batch_size * self.dims.data
+        if not found:
             raise UserError("validation.dataset: its validation split holds no document with a target")
-        return loss_sum / num_targets
+        return float(totals[0] / totals[1])  # the device is waited for once, here
 
     def _resume(self) -> None:
         state = self.checkpointer.load(self.config.training.steps)

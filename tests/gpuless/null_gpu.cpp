@@ -1,6 +1,7 @@
 // A GPU that is not there: libcuda.so.1, and what torch calls of the CUDA runtime, cuBLAS and NCCL, for the tests in
-// this folder. It answers as an H100 does, or as an A100. Memory is reserved, copies are made, and every kernel, product, collective
-// and wait is counted by name and size; none is run, so values on the device are those that were copied there, or 0.
+// this folder. It answers as an H100 does, or as an A100. Memory is reserved, copies are made, every kernel, product and
+// wait is counted by name and size, and every message noted in its order; none is run, so values on the device are those
+// that were copied there, or 0.
 //
 // It is preloaded, so torch's libraries find these functions before NVIDIA's own. A function that they want and that is
 // not here is generated as one that is counted as "unanswered NAME" and returns 0, success: scripts/
@@ -16,7 +17,9 @@
 #include <nccl.h>
 #include <sys/mman.h>
 #include <time.h>
+#include <unistd.h>
 
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -76,13 +79,18 @@ EXPORT int null_gpu_become(const char* word) {
   return 0;
 }
 
+static size_t memory() {  // in bytes; the variable is for tests of what happens when it runs out
+  static const char* gib = std::getenv("NULL_GPU_MEMORY_GIB");
+  return gib == nullptr ? device->memory : (size_t)(std::atof(gib) * (1 << 30));
+}
+
 EXPORT cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int) {
   std::memset(p, 0, sizeof *p);
   std::strcpy(p->name, device->name);
   p->major = device->major;
   p->minor = device->minor;
   p->multiProcessorCount = device->processors;
-  p->totalGlobalMem = device->memory;
+  p->totalGlobalMem = memory();
   p->sharedMemPerBlock = 49152;
   p->sharedMemPerBlockOptin = device->shared_of_block;
   p->sharedMemPerMultiprocessor = device->shared_of_processor;
@@ -217,7 +225,7 @@ EXPORT cudaError_t cudaMalloc(void** address, size_t bytes) {
   if (refuses("cudaMalloc")) return cudaErrorStreamCaptureUnsupported;
   std::lock_guard<std::mutex> hold(lock);
   if (bytes == 0) return *address = nullptr, cudaSuccess;
-  if (used + bytes > device->memory) return cudaErrorMemoryAllocation;
+  if (used + bytes > memory()) return cudaErrorMemoryAllocation;
   *address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (*address == MAP_FAILED) return cudaErrorMemoryAllocation;
   used += of_device[(const char*)*address] = bytes;
@@ -236,7 +244,7 @@ EXPORT cudaError_t cudaFree(void* address) {
 }
 
 EXPORT cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
-  return *total = device->memory, *free = device->memory - used, cudaSuccess;
+  return *total = memory(), *free = memory() - used, cudaSuccess;
 }
 
 EXPORT cudaError_t cudaHostAlloc(void** address, size_t bytes, unsigned) {
@@ -474,7 +482,22 @@ SUCCEEDS(cudnnSetStream)
 
 struct ncclComm {
   int size, rank;
+  std::string id;  // the same on all ranks of the group
 };
+
+static std::string sent;
+static thread_local int depth = 0;   // of ncclGroupStart
+static std::atomic<long> batch{0};  // what one group of calls sends has one number
+
+// What was sent since the last call, in order: lines of "GROUP<tab>RANK<tab>SIZE<tab>BATCH<tab>KIND<tab>DTYPE<tab>
+// NUMBER<tab>PEER", RANK and PEER being of the group. The text is valid until the next call.
+EXPORT const char* null_gpu_take_sent() {
+  static std::string text;
+  std::lock_guard<std::mutex> hold(lock);
+  text.swap(sent);
+  sent.clear();
+  return text.c_str();
+}
 
 static size_t bytes_of(ncclDataType_t type) {
   switch (type) {
@@ -485,54 +508,77 @@ static size_t bytes_of(ncclDataType_t type) {
   }
 }
 
-// Give `copies` of what this rank sent, one after the other, as if all ranks had sent it.
-static ncclResult_t collective(
-    const char* what, const void* from, void* to, size_t bytes, int copies, ncclComm* comm,
-    cudaStream_t stream) {
-  note_work(std::string("collective ") + what, stream);
-  count(std::string("collective ") + what + " " + std::to_string(bytes) + " bytes, " + std::to_string(comm->size) + " ranks");
-  for (int i = 0; i < copies && bytes * copies <= kCopied; i++) std::memmove((char*)to + i * bytes, from, bytes);
+static ncclResult_t note(
+    const char* kind, size_t n, ncclDataType_t type, int peer, const ncclComm* comm, cudaStream_t stream) {
+  static const char* names[] = {"int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64",
+                                "bfloat16", "float8_e4m3fn", "float8_e5m2"};  // as ncclDataType_t has them
+  note_work(kind, stream);
+  if (depth == 0) ++batch;
+  std::lock_guard<std::mutex> hold(lock);
+  sent += comm->id;
+  for (long number : {(long)comm->rank, (long)comm->size, batch.load()}) sent += "\t" + std::to_string(number);
+  sent += std::string("\t") + kind + "\t" + names[type] + "\t" + std::to_string(n) + "\t" + std::to_string(peer) + "\n";
   return ncclSuccess;
 }
 
-EXPORT ncclResult_t ncclGetUniqueId(ncclUniqueId* id) { return std::memset(id, 7, sizeof *id), ncclSuccess; }
+// Give `copies` of what this rank sent, one after the other, as if all ranks had sent it.
+static ncclResult_t collective(
+    const char* kind, const void* from, void* to, size_t n, ncclDataType_t type, int copies, ncclComm* comm,
+    cudaStream_t stream) {
+  size_t bytes = n * bytes_of(type);
+  for (int i = 0; i < copies && bytes * copies <= kCopied; i++) std::memmove((char*)to + i * bytes, from, bytes);
+  return note(kind, n, type, -1, comm, stream);
+}
+
+EXPORT ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
+  static std::atomic<int> number{0};
+  std::memset(id, 0, sizeof *id);
+  std::snprintf(id->internal, sizeof id->internal, "%d.%d", (int)getpid(), number++);
+  return ncclSuccess;
+}
 EXPORT ncclResult_t ncclGetVersion(int* version) { return *version = NCCL_VERSION_CODE, ncclSuccess; }
 EXPORT const char* ncclGetErrorString(ncclResult_t) { return "of the null GPU"; }
 EXPORT const char* ncclGetLastError(ncclComm_t) { return ""; }
-EXPORT ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int size, ncclUniqueId, int rank, ncclConfig_t*) {
-  return *comm = new ncclComm{size, rank}, ncclSuccess;
+EXPORT ncclResult_t ncclGroupStart() { return depth++ == 0 ? (void)++batch : (void)0, ncclSuccess; }
+EXPORT ncclResult_t ncclGroupEnd() { return --depth, ncclSuccess; }
+EXPORT ncclResult_t ncclCommInitRank(ncclComm_t* comm, int size, ncclUniqueId id, int rank) {
+  return *comm = new ncclComm{size, rank, id.internal}, ncclSuccess;
 }
-EXPORT ncclResult_t ncclCommInitRank(ncclComm_t* comm, int size, ncclUniqueId, int rank) {
-  return *comm = new ncclComm{size, rank}, ncclSuccess;
+EXPORT ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int size, ncclUniqueId id, int rank, ncclConfig_t*) {
+  return ncclCommInitRank(comm, size, id, rank);
 }
 EXPORT ncclResult_t ncclCommInitRankScalable(
-    ncclComm_t* comm, int size, int rank, int, ncclUniqueId*, ncclConfig_t*) {
-  return *comm = new ncclComm{size, rank}, ncclSuccess;
+    ncclComm_t* comm, int size, int rank, int, ncclUniqueId* id, ncclConfig_t*) {
+  return ncclCommInitRank(comm, size, *id, rank);
 }
 EXPORT ncclResult_t ncclCommCount(const ncclComm_t comm, int* size) { return *size = comm->size, ncclSuccess; }
 EXPORT ncclResult_t ncclCommUserRank(const ncclComm_t comm, int* rank) { return *rank = comm->rank, ncclSuccess; }
 EXPORT ncclResult_t ncclCommGetAsyncError(ncclComm_t, ncclResult_t* error) { return *error = ncclSuccess, ncclSuccess; }
 EXPORT ncclResult_t ncclAllReduce(
     const void* from, void* to, size_t n, ncclDataType_t type, ncclRedOp_t, ncclComm_t comm, cudaStream_t stream) {
-  return collective("all_reduce", from, to, n * bytes_of(type), 1, comm, stream);
+  return collective("all_reduce", from, to, n, type, 1, comm, stream);
 }
 EXPORT ncclResult_t ncclBroadcast(
     const void* from, void* to, size_t n, ncclDataType_t type, int, ncclComm_t comm, cudaStream_t stream) {
-  return collective("broadcast", from, to, n * bytes_of(type), 1, comm, stream);
+  return collective("broadcast", from, to, n, type, 1, comm, stream);
 }
 EXPORT ncclResult_t ncclAllGather(
     const void* from, void* to, size_t n, ncclDataType_t type, ncclComm_t comm, cudaStream_t stream) {
-  return collective("all_gather", from, to, n * bytes_of(type), comm->size, comm, stream);
+  return collective("all_gather", from, to, n, type, comm->size, comm, stream);
 }
 EXPORT ncclResult_t ncclReduceScatter(
     const void* from, void* to, size_t n, ncclDataType_t type, ncclRedOp_t, ncclComm_t comm, cudaStream_t stream) {
-  return collective("reduce_scatter", from, to, n * bytes_of(type), 1, comm, stream);
+  return collective("reduce_scatter", from, to, n, type, 1, comm, stream);
 }
-EXPORT ncclResult_t ncclSend(const void*, size_t n, ncclDataType_t type, int, ncclComm_t comm, cudaStream_t stream) {
-  return collective("send", nullptr, nullptr, n * bytes_of(type), 0, comm, stream);
+EXPORT ncclResult_t ncclAlltoAll(
+    const void* from, void* to, size_t n, ncclDataType_t type, ncclComm_t comm, cudaStream_t stream) {
+  return collective("all_to_all", (const char*)from + comm->rank * n * bytes_of(type), to, n, type, comm->size, comm, stream);
 }
-EXPORT ncclResult_t ncclRecv(void*, size_t n, ncclDataType_t type, int, ncclComm_t comm, cudaStream_t stream) {
-  return collective("receive", nullptr, nullptr, n * bytes_of(type), 0, comm, stream);
+EXPORT ncclResult_t ncclSend(const void*, size_t n, ncclDataType_t type, int to, ncclComm_t comm, cudaStream_t stream) {
+  return note("send", n, type, to, comm, stream);
+}
+EXPORT ncclResult_t ncclRecv(void*, size_t n, ncclDataType_t type, int from, ncclComm_t comm, cudaStream_t stream) {
+  return note("receive", n, type, from, comm, stream);
 }
 
 // --- the driver, which torch asks for contexts and Triton for its kernels ---------------------------------------------

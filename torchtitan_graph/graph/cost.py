@@ -36,8 +36,8 @@ _OWN = torch.ops.torchtitan_graph
 # Copies beside the arithmetic, by the way they take; and what waits for them, or lets the host wait.
 _COPIES: Mapping[object, str] = {_OWN.offload.default: "to the host", _OWN.reload.default: "from the host"}
 _ARRIVED, _LANDED = _OWN.arrived.default, _OWN.landed.default
-# The host reads numbers of the device there, and waits for it.
-_READ_BY_HOST = (_OWN.row_splits.default, _OWN.exchange.default)
+# What tells the host how many rows are exchanged, and what waits until the host knows.
+_ROW_SPLITS, _EXCHANGE = _OWN.row_splits.default, _OWN.exchange.default
 
 # They go through the logits some rows at a time, in several kernels each: bytes of fp32 that these read and write for
 # each logit, beside the logits and results themselves. Logits in fp32 are not cast, which saves _CAST of them. A part
@@ -319,6 +319,7 @@ class Clock:
         self.exposed: dict[str, float] = collections.defaultdict(float)
         self.computed: dict[str, float] = collections.defaultdict(float)
         self._host = 0.0  # when the host has started all that was told so far
+        self._told: dict[Node, float] = {}  # when the host can know the rows of an exchange
         # When a stream has nothing more to do; and when it would have, if the host had started all at once.
         self._free: dict[str, tuple[float, float]] = collections.defaultdict(lambda: (0.0, 0.0))
         self._done: dict[Node, tuple[str, float, float]] = {}  # a collective -> its axis, and both of its end
@@ -348,7 +349,11 @@ class Clock:
                 self.now += seconds
                 for work, part in zip(works, kernels, strict=True):
                     self.computed[work.kind] += part * seconds / (sum(kernels) or 1.0)
-        if node.target in _READ_BY_HOST or node.target is _LANDED:
+        if node.target is _ROW_SPLITS:
+            self._told[node] = self.now
+        if node.target is _EXCHANGE:
+            self._host = max(self._host, self._told.get(node.args[1], 0.0))  # type: ignore[arg-type]
+        if node.target is _LANDED:
             self._host = max(self._host, self.now)
 
     def _start(self, node: Node, stream: str, axis: str) -> None:

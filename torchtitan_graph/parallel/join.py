@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 
+import torch
 import torch.distributed as dist
 
 from torchtitan_graph.graph.torch_private.distributed import one_thread_per_gloo_group
@@ -27,6 +28,12 @@ def join(backend: str, timeout: datetime.timedelta = datetime.timedelta(minutes=
     store = connect(rank, timeout, world_size)
     one_thread_per_gloo_group()
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def meet() -> None:
+    """Wait until all ranks are here."""
+    # Told its device, NCCL has no need to warn that it guesses one.
+    dist.barrier(device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)
 
 
 def connect(rank: int, timeout: datetime.timedelta, wait_for: int | None = None) -> dist.TCPStore:

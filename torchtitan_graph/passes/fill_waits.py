@@ -15,6 +15,8 @@ from torchtitan_graph.graph.edit import aliased, is_view
 from torchtitan_graph.graph.flops import attention_flops, matmul_flops
 from torchtitan_graph.graph.liveness import Memories, held_memory, in_one_part, peaks, scratch_of, size_of
 
+_COUNTS = torch.ops._c10d_functional.all_to_all_single.default
+
 
 def fill_waits(
     gm: GraphModule, blocks: Container[str], costs: Costs, part_of: Callable[[Node], str] = in_one_part
@@ -144,7 +146,8 @@ class _Sweep:
     def _fill(self, wait: Node) -> None:
         while self._put_off and self._clock.left(wait) > 0:
             self._make_next()
-        is_ahead = meta.role(wait) is None and meta.phase(wait) == "forward"
+        # Behind that of a dispatch's counts the host is told: what there is to do comes while the host waits for that.
+        is_ahead = meta.role(wait) is None and meta.phase(wait) == "forward" and _start(wait).target is not _COUNTS
         if is_ahead and wait not in self._unfilled and self._clock.left(wait) > 0:
             found = list(self._without(wait))
             while found and not self._clock.costs.seconds(found[-1]):
@@ -169,6 +172,10 @@ class _Sweep:
                 else:
                     needs.add(node)
             node = node.next
+
+
+def _start(wait: Node) -> Node:
+    return wait.all_input_nodes[0]
 
 
 def _may_move(node: Node) -> bool:

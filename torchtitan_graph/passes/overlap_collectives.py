@@ -32,8 +32,9 @@ def overlap_collectives(gm: GraphModule, costs: Costs, part_of: Callable[[Node],
     a gather (see Note [Estimate]), it starts earlier, as long as the step's peak stays what it is: the first gather of
     backward, say, not before the loss, where it would lie through that peak. What is reduced in two stages (over
     shards, then over their copies) starts its second stage when the next bucket starts its first. Rows on their
-    way to experts or back, and their counts, are sent as soon as they are there. Other waits stand right before their
-    first use.
+    way to experts or back, and their counts, are sent as soon as they are there, and the host is told right then how
+    many rows come: it waits for that only before it sends them, while the device puts them in order. Other waits stand
+    right before their first use.
     """
     # Of a pipeline's stage `part_of` tells the part that a node runs in: then each part's peak stays.
     gathers: list[Node] = []
@@ -57,6 +58,7 @@ def overlap_collectives(gm: GraphModule, costs: Costs, part_of: Callable[[Node],
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
     for start in (_start(wait) for wait in others if _start(wait).target in _DISPATCH):
         max(start.all_input_nodes, key=order.__getitem__).append(start)
+    _tell_host_early(gm)
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
     for wait in (wait for wait in others if wait.users):
         min(wait.users, key=order.__getitem__).prepend(wait)
@@ -69,6 +71,22 @@ def overlap_collectives(gm: GraphModule, costs: Costs, part_of: Callable[[Node],
     _start_earlier(gm, gathers, [_start(wait) for stages in reductions for wait in stages], costs, part_of)
     gm.recompile()
     return gm
+
+
+def _tell_host_early(gm: GraphModule) -> None:
+    """Put what tells the host how many rows it exchanges right behind the exchange of the counts."""
+    order = {node: i for i, node in enumerate(gm.graph.nodes)}
+    for splits in gm.graph.find_nodes(op="call_function", target=torch.ops.torchtitan_graph.row_splits.default):
+        sent, received = splits.all_input_nodes
+        chain = [splits]
+        while received.target is not c10d.all_to_all_single.default:
+            chain.append(received)
+            (received,) = received.all_input_nodes
+        while order[sent] > order[received]:
+            chain.append(sent)
+            (sent,) = sent.all_input_nodes
+        for node in chain:
+            received.append(node)
 
 
 def _start_earlier(

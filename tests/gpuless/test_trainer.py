@@ -95,6 +95,20 @@ def test_experts_in_fp32_wait_for_their_offsets_too(tmp_path: Path) -> None:
     assert all(waits.keys() == {READ, OFFSETS, LAUNCHED} and waits[READ] == 1 for waits in after_the_first[:-1])
 
 
+def test_validation_waits_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inner, found = Trainer.validate, []
+
+    def validate(self: Trainer) -> float:
+        null_gpu.take()
+        loss = inner(self)
+        found.append({what: n for what, n in null_gpu.take().items() if what.startswith("wait ")})
+        return loss
+
+    monkeypatch.setattr(Trainer, "validate", validate)
+    train(tmp_path, "--validation.enable", "--validation.freq", "2", "--validation.steps", "3")
+    assert found[-1] == {"wait cudaStreamSynchronize": 1}
+
+
 def test_a_number_that_is_read_in_the_step_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Decoder, "after_step", lambda model, state: next(model.parameters()).sum().item())
     _, *after_the_first = train(tmp_path, "--metrics.log_freq", "100")

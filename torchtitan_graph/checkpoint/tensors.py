@@ -217,10 +217,13 @@ def _read_items(name: str, chunk: Chunk, saved: TensorStorageMetadata) -> list[d
 
 @contextlib.contextmanager
 def _failures_of_ranks() -> Iterator[None]:
-    """Turn what DCP raises on all ranks into an `Exception`, which it is not."""
+    """Turn what DCP raises on all ranks into an `Exception`, which it is not; what ends a process stays that."""
     try:
         yield
     except dcp.CheckpointException as error:
+        for wrapped, _ in error.failures.values():
+            if not isinstance(wrapped, Exception):  # such as `stop.Stopped`: nothing has failed
+                raise wrapped from error
         failures = {rank: describe(wrapped[0]) for rank, wrapped in error.failures.items()}
         raise RanksFailed(describe_ranks(failures)) from error
 

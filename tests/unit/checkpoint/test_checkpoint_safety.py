@@ -16,6 +16,7 @@ from torchtitan_graph.checkpoint.tensors import load_tensors, read_metadata, sav
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.parallel.agree import RanksFailed
 from torchtitan_graph.parallel.chunk import chunk_of
+from torchtitan_graph.stop import Stopped
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -140,3 +141,17 @@ def test_boxes_that_do_not_cover_a_tensor_are_refused(checkpoint: Path) -> None:
     metadata.state_dict_metadata["model.weight"].chunks[0].sizes = torch.Size([3])
     with pytest.raises(RanksFailed, match="holds 3 of this rank's 4 numbers"):
         load_tensors(checkpoint, metadata, {"model.weight": torch.zeros(4)})
+
+
+@pytest.mark.parametrize(("raised", "found"), [(Stopped, Stopped), (OSError, RanksFailed)])
+def test_a_save_that_is_stopped_has_not_failed(
+    raised: type, found: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DCP catches whatever comes, a second Ctrl-C too."""
+
+    def write(*args: object) -> None:
+        raise raised
+
+    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", write)
+    with pytest.raises(found):
+        save_tensors(tmp_path / "step-1", {"model.weight": chunk_of(torch.arange(4.0))})

@@ -2,10 +2,11 @@
 
     python scripts/check_gpu.py [--minutes 10] [--json check_gpu.json] [--folder outputs/check_gpu]
 
-Is the graph eager's equal, bit for bit, for every family? How fast is each mode, with which MFU, and how far off are
-the forecasts of memory and time? What do float8 and CUDA graphs change? It prints one table, and writes it as JSON,
-with a profile beside it. The exit code is 0 if all bits are equal, 1 if some differ, 3 if none differ and some could
-not be compared, 2 if nothing was run. docs/17_check_gpu.md explains the columns, and how to send the result in.
+Is the graph eager's equal, bit for bit, for every family? Are a GPU's own kernels right? How fast is each mode, with
+which MFU, and how far off are the forecasts of memory and time? What do float8 and CUDA graphs change? It prints one
+table, and writes it as JSON, with a profile beside it. The exit code is 0 if all bits are equal and kernels are right,
+1 if not, 3 if as far as could be compared, 2 if nothing was run. docs/17_check_gpu.md explains the columns, and how to
+send the result in.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ import torch.distributed as dist
 
 from torchtitan_graph import device as devices
 from torchtitan_graph.check import matrix
+from torchtitan_graph.check.kernels import kernels_off
 from torchtitan_graph.check.matrix import BF16, FP32, Cell
 from torchtitan_graph.config import load
 from torchtitan_graph.data.batch import Batch
@@ -71,6 +73,8 @@ MODES = {
 NUM_STEPS = 10  # measured ones
 NUM_AT_ONCE = max(1, min(4, (os.cpu_count() or 1) // 4))  # parts that time nothing share the GPU
 EQUAL, DIFFERS, MEASURED, FAILED, NOT_RUN = "equal", "DIFFERS", "measured", "FAILED", "not run"
+AGREES = "agrees"
+TOLERANCE = 1e-2  # of a norm: results in bf16 are rounded by 2**-9
 
 Row = dict[str, Any]
 COLUMNS = (
@@ -113,7 +117,8 @@ def all_parts(folder: Path) -> list[Part]:
     ]
     profile = Part("profile", first, "graph", write_profile, (MODELS[first], folder / "trace.json"), 25, True)
     own = [part for part in speeds if part.model == first]
-    return [*bits("sdpa", 15), *own, *bits("flex", 60), *(part for part in speeds if part not in own), profile]
+    numbers = Part("numbers", "", "", compare_numbers, (), 10, False)
+    return [*bits("sdpa", 15), numbers, *own, *bits("flex", 60), *(part for part in speeds if part not in own), profile]
 
 
 # --- what a part does, in a process of its own ------------------------------------------------------------------------
@@ -130,7 +135,7 @@ def compare_bits(family: str, flavor: str, attn: str) -> Iterator[Row]:
     for name, precision in (("fp32", FP32), ("bf16", BF16)):
         mode = f"{attn} {name}"
         try:
-            cell = Cell(family=family, flavor=flavor, attn=attn, precision=precision, changes=HEADS)
+            cell = Cell(family=family, flavor=flavor, attn=attn, precision=precision, changes=HEADS, fused_loss=True)
             eager = matrix.train(cell, matrix.build_eager(cell))
             different = matrix.bits_that_differ(eager, matrix.train(cell, matrix.build_graph(cell)))
         except Exception as error:
@@ -139,6 +144,13 @@ def compare_bits(family: str, flavor: str, attn: str) -> Iterator[Row]:
             continue
         note = f"{len(different)} of {len(eager)} differ, first {different[0]}" if different else ""
         yield {"mode": mode, "result": DIFFERS if different else EQUAL, "note": note}
+
+
+def compare_numbers() -> Iterator[Row]:
+    """Compare kernels that a CPU does not have with what they stand for, by norms."""
+    for name, off in kernels_off():
+        result = AGREES if off <= TOLERANCE else DIFFERS
+        yield {"mode": name, "result": result, "note": f"off by {off:.1e} of the norm"}
 
 
 def measure(words: str, mode: str) -> Iterator[Row]:
@@ -338,8 +350,8 @@ def commit() -> str:
 
 
 def exit_code(rows: Sequence[Row]) -> int:
-    results = {row["result"] for row in rows if row["part"] == "bits"}
-    return 1 if DIFFERS in results else 3 if results - {EQUAL} or not results else 0
+    results = {row["result"] for row in rows if row["part"] in ("bits", "numbers")}
+    return 1 if DIFFERS in results else 3 if results - {EQUAL, AGREES} or not results else 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchtitan_graph.check import kernels
 from torchtitan_graph.fused_loss import (
     fused_cross_entropy,
     fused_cross_entropy_backward,
@@ -69,3 +70,12 @@ def test_a_label_that_is_no_class_is_refused() -> None:
 def test_torch_can_trace_and_differentiate_it() -> None:
     logits_TV, labels_T = inputs(7, 11, torch.float32)
     torch.library.opcheck(fused_cross_entropy, (logits_TV.requires_grad_(), labels_T, IGNORED))
+
+
+def test_a_kernel_that_is_off_is_found_by_what_check_gpu_compares(monkeypatch: pytest.MonkeyPatch) -> None:
+    ((name, off),) = kernels.kernels_off("cpu")
+    assert name == "fused loss" and off < 1e-6
+    loss = kernels.fused_cross_entropy
+    monkeypatch.setattr(kernels, "fused_cross_entropy", lambda *args: 1.05 * loss(*args))
+    ((_, off),) = kernels.kernels_off("cpu")
+    assert 0.04 < off < 0.06

@@ -1,0 +1,53 @@
+"""Kernels that only a GPU has, against what they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchtitan_graph.data.batch import IGNORE_INDEX
+from torchtitan_graph.loss import fused_cross_entropy
+from torchtitan_graph.quantize.grouped import grouped_linear
+from torchtitan_graph.quantize.products import E4M3, ROWWISE, ROWWISE_WIDE, Recipe
+
+
+def kernels_off(device: str = "cuda") -> Iterator[tuple[str, float]]:
+    """Name each kernel, and say how far off its results and gradients are, by the norm: the fused loss beside torch's
+    in fp64; where the GPU has them, experts' products in float8 beside the emulated ones."""
+    torch.manual_seed(0)
+    logits_TV, labels_T = torch.randn(512, 50_000, device=device).bfloat16(), torch.arange(512, device=device) * 97
+    labels_T[::7] = IGNORE_INDEX
+    one = torch.ones((), device=device)
+    yield (
+        "fused loss",
+        _off(
+            lambda x: fused_cross_entropy(x[None], labels_T[None], one),
+            lambda x: F.cross_entropy(x.double(), labels_T, ignore_index=IGNORE_INDEX, reduction="sum"),
+            logits_TV,
+        ),
+    )
+    if device != "cuda" or torch.cuda.get_device_capability() < (9, 0):
+        return
+    ends_E = torch.tensor([100, 100, 421, 512], device=device, dtype=torch.int32)  # the second expert has no row
+    x_SD, w_EFD = (torch.randn(shape, device=device).bfloat16() for shape in ((512, 256), (4, 128, 256)))
+    for scaling in (ROWWISE, ROWWISE_WIDE):
+        of_kernel, emulated = (partial(_experts, ends_E, Recipe(scaling, E4M3, emulate)) for emulate in (False, True))
+        yield f"experts, float8 {scaling}", _off(of_kernel, emulated, x_SD, w_EFD)
+
+
+def _experts(ends_E: Tensor, recipe: Recipe, x_SD: Tensor, w_EFD: Tensor) -> Tensor:
+    return grouped_linear(x_SD, w_EFD, ends_E, recipe)[0]
+
+
+def _off(kernel: Callable[..., Tensor], plain: Callable[..., Tensor], *inputs: Tensor) -> float:
+    ways = []
+    for function in (kernel, plain):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        result = function(*leaves)
+        gradients = torch.autograd.grad(result, leaves, torch.ones_like(result))
+        ways.append([x.detach().double().cpu() for x in (result, *gradients)])
+    return max(float((a - b).norm() / b.norm().clamp(min=1e-30)) for a, b in zip(*ways, strict=True))

@@ -134,6 +134,21 @@ def test_a_leaf_that_a_graph_cannot_hold_is_refused_with_what_to_do() -> None:
     assert traced(lambda x: x * setting.factor, torch.ones(1))(torch.ones(1)) == 2
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo looks
+def test_branches_may_close_over_different_numbers() -> None:
+    """The second call has its number as a symbol, for a fake mode of our own: torch's rules are for torch's."""
+
+    def branch(x: Tensor, factor: float) -> Tensor:
+        return torch.cond(x.sum() > 0, lambda x: x * factor, torch.sin, (x,))
+
+    def step(x: Tensor) -> Tensor:
+        return torch.autograd.grad(branch(branch(x, 2.0), 3.0).sum(), x)[0]
+
+    run = traced(step, torch.ones(2, requires_grad=True))
+    for x in (torch.ones(2, requires_grad=True), -torch.ones(2, requires_grad=True)):
+        assert torch.equal(run(x), step(x))
+
+
 def test_a_registered_constant_is_accepted() -> None:
     class Word(str):
         __slots__ = ()

@@ -66,6 +66,8 @@ class SymbolicFakeTensorMode(FakeTensorMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if any(isinstance(x, torch.SymFloat | torch.SymBool) for x in pytree.tree_leaves((args, kwargs))):
             args, kwargs = pytree.tree_map_only(torch.Tensor, self._without_numbers, (args, kwargs))
+        if isinstance(func, torch._ops.HigherOrderOperator) and FakeTensorMode in func.python_key_table:
+            return func.python_key_table[FakeTensorMode](self, *args, **(kwargs or {}))
         if func is not torch.ops.aten.constant_pad_nd.default:
             return super().__torch_dispatch__(func, types, args, kwargs)
         from torch._refs import constant_pad_nd  # late, for few runs need it

@@ -121,7 +121,9 @@ def test_cuda_graphs_are_recorded_on_a_gpu_alone_and_a_dry_run_needs_none() -> N
     ],
 )
 def test_the_loss_is_the_devices_unless_one_is_named(device: str, words: str, loss: Callable) -> None:
-    assert step_options(*built(*words.split()), 1, torch.device(device)).loss is loss
+    config, of_model = built(*words.split())
+    assert step_options(config, of_model, 1, torch.device(device)).loss is loss
+    assert config.training.loss_implementation == ("fused" if loss is fused_cross_entropy else "torch")
 
 
 def test_a_dry_run_compiles_nothing() -> None:

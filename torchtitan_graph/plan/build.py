@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
@@ -119,7 +120,7 @@ def build(config: JobConfig, world_size: int, rates: Rates, make: Callable[..., 
 
 
 def _trainer(make: Callable[..., Trainer], config: JobConfig, world_size: int, rates: Rates) -> Trainer:
-    trainer = make(config, world_size)
+    trainer = make(copy.deepcopy(config), world_size)  # what it resolves for this layout stays its own
     trainer.options = dataclasses.replace(trainer.options, rates=rates, dump_to=None, picture=None)
     if rates.name == CPU:
         trainer.options = dataclasses.replace(trainer.options, compiles=True)  # a replay runs what is compiled

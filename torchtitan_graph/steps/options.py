@@ -194,6 +194,7 @@ def _loss(config: JobConfig, device: torch.device) -> Callable[..., Tensor]:
         else:
             chosen, why = "fused", "on a GPU"
         logger.info(f"training.loss_implementation = auto: {chosen}, {why}")
+        config.training.loss_implementation = chosen  # so the run's config.toml says it
     return fused_cross_entropy if chosen == "fused" else cross_entropy
 
 

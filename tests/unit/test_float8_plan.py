@@ -277,6 +277,22 @@ def test_a_models_own_layers_are_refused_what_converted_ones_are(
         plan_float8(config, with_own(recipe, ffn_dim), device)
 
 
+@pytest.mark.parametrize("device", ["H100", "CPU"])
+def test_a_dry_run_has_the_products_of_the_device_that_it_is_for(device: str) -> None:
+    own = with_own(Recipe())
+    plan_float8(load(["--comm.mode", "fake_backend", "--comm.fake_device", device]), own, CPU)
+    assert own.layers[0].feed_forward.w1.recipe.is_traced_for_gpu == (device == "H100")
+
+
+def test_a_models_own_experts_are_refused_what_a_gpu_does_not_multiply() -> None:
+    weight, gpu = nn.Parameter(torch.zeros(2, 16, 16)), torch.device("cuda")
+    own = nn.ModuleList([GroupedLinear(weight, Recipe(ROWWISE))])
+    with pytest.raises(UserError, match="layer 0: a GPU's products of experts .* are of e4m3; give its recipe emulate"):
+        plan_float8(load([]), own, gpu)
+    own[0].recipe = Recipe(ROWWISE, E4M3, emulate=True)
+    assert plan_float8(load([]), own, gpu) is None
+
+
 def test_a_models_own_layer_in_two_places_has_no_history() -> None:
     own = with_own(Recipe(DELAYED))
     own.layers[1].feed_forward = own.layers[0].feed_forward

@@ -3,12 +3,14 @@
 import difflib
 import fnmatch
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from torchtitan_graph.config import job
+from torchtitan_graph.config.option import nearest
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.optim.own_class import find_class, rehearse
 
@@ -50,7 +52,9 @@ def check_optimizer(model: nn.Module, config: job.Optimizer, in_part: bool = Fal
             what is set, or can't be built.
     """
     cls = BUILT_IN.get(config.name) or find_class(config.name)
-    taken = inspect.signature(cls).parameters.keys() - config.options.keys()
+    parameters = inspect.signature(cls).parameters
+    _check_options(config, parameters)
+    taken = parameters.keys() - config.options.keys()
     further = config.options
     if config.name not in BUILT_IN:
         _check_taken(config, taken)
@@ -133,6 +137,16 @@ def _check_taken(config: job.Optimizer, taken: set[str]) -> None:
         else:
             continue
         raise UserError(f"{where}: {config.name} does not take it, or has it from optimizer.options; remove it")
+
+
+def _check_options(config: job.Optimizer, parameters: Mapping[str, inspect.Parameter]) -> None:
+    """Refuse a key of `optimizer.options` that the class does not take."""
+    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        return
+    for key in config.options.keys() - parameters.keys():
+        near = nearest(key, parameters)
+        hint = f"; did you mean {near}?" if near else f"; it takes {', '.join(parameters)}"
+        raise UserError(f"optimizer.options: {key!r}: {config.name} does not take it{hint}")
 
 
 def _initial_state(param: torch.Tensor, fused: bool) -> dict[str, torch.Tensor]:

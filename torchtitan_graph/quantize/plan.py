@@ -54,7 +54,7 @@ def plan_float8(config: JobConfig, model: nn.Module, device: torch.device) -> Fl
             any of these.
     """
     layers: dict[str, Recipe] = {}
-    _check_own(config, model, device)
+    _plan_own(config, model, device)
     if converts_linears(config.model.converters):
         layers |= _plan_linears(config, model, device)
     if converts_to_mx(config.model.converters):
@@ -64,8 +64,8 @@ def plan_float8(config: JobConfig, model: nn.Module, device: torch.device) -> Fl
     return Float8(layers) if layers else None
 
 
-def _check_own(config: JobConfig, model: nn.Module, device: torch.device) -> None:
-    """Refuse the model's own layers what the converter's are refused."""
+def _plan_own(config: JobConfig, model: nn.Module, device: torch.device) -> None:
+    """Refuse the model's own layers what the converter's are refused; in a dry run for a GPU they take its products."""
     own = {name: kept for name, (kept, _) in kept_weights(model).items()}
     if not own:
         return
@@ -87,6 +87,7 @@ def _check_own(config: JobConfig, model: nn.Module, device: torch.device) -> Non
     _check_called_once(model, delayed, f"{asked}s are of recipe {DELAYED}", "call a layer in one place")
     for name, kept in own.items():
         _check_gpu(config, device, f"{asked} {name}", kept)
+        kept.recipe = kept.recipe._replace(is_traced_for_gpu=is_dry_for_gpu(config))
 
 
 def _check_gpu(config: JobConfig, device: torch.device, asked: str, kept: Kept) -> None:

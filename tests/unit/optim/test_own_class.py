@@ -116,6 +116,16 @@ def test_a_class_that_could_not_be_resumed_is_refused(name: str, message: str) -
     assert message in str(caught.value) and name in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("option", "hint"), [("momentun", "did you mean momentum?"), ("zz", "it takes params, lr, alpha, eps,")]
+)
+def test_an_option_that_the_class_does_not_take_is_named(option: str, hint: str) -> None:
+    options = job.Optimizer(name="torch.optim.RMSprop", options={option: 0.5})
+    with pytest.raises(UserError) as caught:
+        build_optimizer(make_model(), options)
+    assert f"optimizer.options: '{option}': torch.optim.RMSprop does not take it; {hint}" in str(caught.value)
+
+
 @pytest.mark.parametrize("option", ["capturable", "differentiable"])
 def test_an_option_that_no_step_can_be_taken_with_is_named(option: str) -> None:
     options = job.Optimizer(name="torch.optim.RMSprop", options={option: True})

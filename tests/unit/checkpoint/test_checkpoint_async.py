@@ -126,16 +126,20 @@ def test_leaving_waits_for_the_save_that_runs(gate: threading.Event, tmp_path: P
 
 
 def failed(folder: Path) -> Checkpointer:
-    """Return a checkpointer whose second save has failed: there is a file in the place of its folder."""
+    """Return a checkpointer whose second save has failed."""
+
+    def prepare(path: Path) -> None:
+        raise OSError(f"no room for {path}")
+
     run = checkpointer_of(folder)
     fill(run, 1.0)
     run.save(1, {})
     run.wait()
-    (folder / "step-2.tmp").touch()
-    run.save(2, {})
-    while not run.saver.has_failed():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "prepare", prepare)
+        run.save(2, {})
         assert run.saver._running is not None
-        run.saver._running.exception(60)
+        assert isinstance(run.saver._running.exception(60), SaveError)
     return run
 
 
@@ -154,7 +158,6 @@ def test_an_error_is_raised_by_whatever_comes_next(come_next: Callable[[Checkpoi
     assert run.news() == FAILED
     with pytest.raises(SaveError, match=r"step-2 could not be saved \(.*step-2\.tmp"):
         come_next(run)
-    (tmp_path / "step-2.tmp").unlink()
     assert saved_values(tmp_path, 1) == {1.0}
 
 

@@ -53,10 +53,10 @@ def check_optimizer(model: nn.Module, config: job.Optimizer, in_part: bool = Fal
     """
     cls = BUILT_IN.get(config.name) or find_class(config.name)
     parameters = inspect.signature(cls).parameters
-    _check_options(config, parameters)
     taken = parameters.keys() - config.options.keys()
     further = config.options
     if config.name not in BUILT_IN:
+        _check_options(config, parameters)
         _check_taken(config, taken)
     elif config.options:
         raise UserError(f"optimizer.options = {config.options}: is for an optimizer with a dotted name; remove it")

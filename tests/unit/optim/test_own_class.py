@@ -141,9 +141,6 @@ def test_an_option_that_no_step_can_be_taken_with_is_named(option: str) -> None:
         ({"name": "own.Any"}, "must be a class derived from torch.optim.Optimizer"),
         ({"name": "own.WithoutRate"}, "must take lr"),
         ({"name": "own.Sign", "options": {"mometum": 1.0}}, "own.Sign does not take it; did you mean momentum?"),
-            {"name": "own.Sign", "options": {"mometum": 1.0}},
-            "'mometum': own.Sign does not take it; did you mean momentum?",
-        ),
         ({"name": "own.Sign", "weight_decay": 0.5}, "optimizer.weight_decay = 0.5: own.Sign does not take it"),
         ({"name": "own.Sign", "implementation": "foreach"}, "is for Adam and AdamW"),
         (

@@ -28,7 +28,7 @@ HEADS = [("llama3", 64), ("llama3", 128), ("llama4", 128), ("gpt_oss", 64), ("de
 # An 8B's sizes, as far as a family has them.
 SIZES = (("dim", 4096), ("num_heads", 32), ("num_kv_heads", 8), ("head_dim", 128))
 CODE: list[tuple[str, dict[str, Any]]] = [
-    ("llama3", {"fusions": tuple(FUSIONS), "disabled": ("reuse_logits", "reuse_sharded_logits")}),
+    ("llama3", {"fusions": tuple(FUSIONS)}),
     ("deepseek_v3", {"fusions": ("rms_norm", "swiglu", "rope")}),
     ("llama3", {"codegen": "whole"}),
     *((family, {"codegen": "blocks"}) for family in ("llama4", "qwen3", "deepseek_v3", "gpt_oss")),

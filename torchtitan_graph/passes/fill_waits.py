@@ -147,7 +147,8 @@ class _Sweep:
         while self._put_off and self._clock.left(wait) > 0:
             self._make_next()
         # Behind that of a dispatch's counts the host is told: what there is to do comes while the host waits for that.
-        is_ahead = meta.role(wait) is None and meta.phase(wait) == "forward" and _start(wait).target is not _COUNTS
+        is_counts = wait.all_input_nodes[0].target is _COUNTS
+        is_ahead = meta.role(wait) is None and meta.phase(wait) == "forward" and not is_counts
         if is_ahead and wait not in self._unfilled and self._clock.left(wait) > 0:
             found = list(self._without(wait))
             while found and not self._clock.costs.seconds(found[-1]):
@@ -172,10 +173,6 @@ class _Sweep:
                 else:
                     needs.add(node)
             node = node.next
-
-
-def _start(wait: Node) -> Node:
-    return wait.all_input_nodes[0]
 
 
 def _may_move(node: Node) -> bool:

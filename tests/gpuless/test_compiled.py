@@ -58,8 +58,10 @@ def inspect(kernel: Any, folder: Path) -> Kernel:
 
 
 def kernels_of(cell: Cell, gpu: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Kernel]:
-    """Compile a step of one row of 1,024 tokens for a GPU; give its kernels. Of one whose blocks Inductor chooses by the
-    clock it is the choice that spills least: on a GPU Inductor times none that spills more than FEW if there is another.
+    """Compile a step of one row of 1,024 tokens for a GPU; give its kernels.
+
+    Of a kernel whose blocks Inductor chooses by the clock it is the choice that spills least: on a GPU Inductor times
+    none that spills more than FEW if there is another.
     """
     null_gpu.become(gpu)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from torch.fx import Node
 
+from torchtitan_graph.config.job import JobConfig
 from torchtitan_graph.device import GIB
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
@@ -28,6 +29,7 @@ from torchtitan_graph.log import init_logging, logger
 from torchtitan_graph.plan.build import Job, build, configuration
 from torchtitan_graph.plan.simulate import Plan, by_rates, simulate
 from torchtitan_graph.rates import RATES, Rates
+from torchtitan_graph.trainer import Trainer
 
 # What casting the operands of a product to float8 moves, over what the product itself reads and writes in bf16: each
 # operand is read once for its largest magnitude, and read and written once more; but several products share one.
@@ -137,6 +139,13 @@ def _in_float8(work: Work) -> tuple[Work, Work]:
     return work._replace(width=1, num_bytes=moved, least=moved), Work(OTHER, 0.0, casts, casts, 2)
 
 
+def as_published(config: JobConfig, world_size: int) -> Trainer:
+    """Give a trainer whose norms are several operators, as they were in the torch of those runs."""
+    trainer = Trainer(config, world_size)
+    trainer.options = dataclasses.replace(trainer.options, plans_norms=False)
+    return trainer
+
+
 def told(figure: Published, job: Job, rates: Rates) -> Plan:
     """Forecast a figure on a board."""
     prices = by_rates(job, rates)
@@ -158,7 +167,7 @@ def main() -> int:
         if key not in jobs:
             jobs.clear()
             try:
-                jobs[key] = build(configuration(figure.words, figure.world), figure.world, rates)
+                jobs[key] = build(configuration(figure.words, figure.world), figure.world, rates, as_published)
             except UserError as error:
                 print(f"{figure.name}: {error}", file=sys.stderr)
                 continue

@@ -24,6 +24,7 @@ from torchtitan_graph.parallel.parallelize import context_modules, parallelize
 from torchtitan_graph.parallel.sequence import block_length, places_of
 from torchtitan_graph.parallel.storage import Reshard, buckets, cast_parameters, plan_storage
 from torchtitan_graph.passes.overlap_products import Ring
+from torchtitan_graph.planned_norms import take_norms_of_gpu
 from torchtitan_graph.quantize.state import add_workspaces, convert
 from torchtitan_graph.steps.options import StepOptions
 
@@ -38,6 +39,8 @@ def prepare(model: Decoder, family: ModuleType, layout: Layout, options: StepOpt
     model.ahead_weight = options.mtp_weight
     if options.float8 is not None:
         convert(model, options.float8)
+    if options.plans_norms:
+        take_norms_of_gpu(model)
     parallelize(model, family.PLAN, layout, loss_parallel=options.loss_parallel)
 
 

@@ -60,6 +60,7 @@ class StepOptions:
     rates            of the devices that the steps are for: what collectives are placed by
     compiles         regions become code; not in a dry run, where nothing runs
     float8           the layers that multiply in float8, if any
+    plans_norms      RMSNorm is traced as a GPU computes it, in graphs that are not run
     """
 
     device: torch.device
@@ -95,6 +96,7 @@ class StepOptions:
     rates: devices.Rates = devices.RATES["CPU"]
     compiles: bool = True
     float8: Float8 | None = None
+    plans_norms: bool = False
 
 
 def lengths_of_rows(config: JobConfig, device: torch.device) -> range | None:
@@ -181,6 +183,7 @@ def step_options(config: JobConfig, model: Decoder, num_microbatches: int, devic
         float8=plan_float8(config, model, device),
         rates=devices.RATES[config.comm.fake_device] if config.comm.mode == "fake_backend" else devices.rates(),
         compiles=config.comm.mode != "fake_backend",
+        plans_norms=device.type == "cpu" and is_dry_for_gpu(config),
     )
 
 

@@ -15,6 +15,7 @@ from torchtitan_graph.plan.roofline import (
     COMMUNICATION,
     FUSED,
     LOSS,
+    NORMS,
     OPTIMIZER,
     REALISTIC,
     UNCOMPILED,
@@ -102,6 +103,16 @@ def test_a_linear_layer_is_three_products(one: Roofline) -> None:
     assert cost.seconds == pytest.approx({MEMORY: cost.moved / H100.memory})
     # Of so few tokens no product is as long as a kernel takes at least.
     assert one.steps[UNCOMPILED]["layers.*.feed_forward.w1", PRODUCT].seconds.keys() == {LAUNCH}
+
+
+def test_a_norm_is_two_kernels_as_on_a_gpu(one: Roofline) -> None:
+    """Forward reads rows and the weight, writes rows and the inverse roots, in fp32. Backward reads the same and the
+    result's gradient, writes two gradients. Beside them rows' gradients are added to those of what passes by, the
+    weight and its gradient are cast, and the latter is summed over microbatches."""
+    cost = one.steps[UNFUSED]["layers.*.ffn_norm", NORMS]
+    forward, backward = 2 * (2 * B * L * D + D) + 4 * B * L, 2 * (3 * B * L * D + 2 * D) + 4 * B * L
+    beside = 2 * 3 * B * L * D + 2 * (4 + 2) * D
+    assert cost.moved == LAYERS * (STEPS * (forward + backward + beside) + (STEPS - 1) * 4 * 3 * D)
 
 
 def test_attention_counts_what_a_causal_mask_leaves(one: Roofline) -> None:

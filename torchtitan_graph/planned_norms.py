@@ -1,0 +1,67 @@
+"""RMSNorm as a GPU computes it, one operator forward and one backward, in graphs that a machine without a GPU plans.
+
+There torch takes RMSNorm apart before a trace sees it, into ten operators in fp32; on a GPU it is one kernel. These
+operators stand for that kernel, read and give what it does, and are never run.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+_LIBRARY = "torchtitan_graph"
+
+
+def take_norms_of_gpu(model: nn.Module) -> None:
+    """Let the model's `nn.RMSNorm` modules call the operators below."""
+    for module in model.modules():
+        if type(module) is nn.RMSNorm:
+            module.forward = partial(_norm, module)  # type: ignore[method-assign]
+
+
+def _norm(module: nn.RMSNorm, x: Tensor) -> Tensor:
+    weight = module.weight
+    if weight is not None and weight.dtype != x.dtype:  # torch's kernel wants one dtype
+        return F.rms_norm(x, module.normalized_shape, weight, module.eps)
+    return rms_norm(x, weight)[0]
+
+
+@torch.library.custom_op(f"{_LIBRARY}::rms_norm", mutates_args=())
+def rms_norm(x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Give x (..., D) normalised over D and, for backward, the inverse roots (..., 1), in fp32 if x is narrower."""
+    raise NotImplementedError("a planned graph is not run")
+
+
+@torch.library.custom_op(f"{_LIBRARY}::rms_norm_backward", mutates_args=())
+def rms_norm_backward(gradient: Tensor, x: Tensor, roots: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Give the gradients of x and of the weight; of no weight, an empty one."""
+    raise NotImplementedError("a planned graph is not run")
+
+
+@rms_norm.register_fake
+def _(x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return torch.empty_like(x), x.new_empty((*x.shape[:-1], 1), dtype=wide)
+
+
+@rms_norm_backward.register_fake
+def _(gradient: Tensor, x: Tensor, roots: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty(0) if weight is None else torch.empty_like(weight)
+
+
+def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    x, weight = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(x, output[1], weight)
+
+
+def _backward(ctx, gradient: Tensor, unused: None):  # type: ignore[no-untyped-def]
+    x, roots, weight = ctx.saved_tensors
+    of_x, of_weight = rms_norm_backward(gradient, x, roots, weight)
+    return of_x, of_weight if weight is not None else None
+
+
+rms_norm.register_autograd(_backward, setup_context=_save)

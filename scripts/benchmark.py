@@ -7,7 +7,8 @@
     python scripts/benchmark.py --trace_layers 4,8,16,32,64
 
 Each layout is a group of gloo (or, with GPUs, NCCL) processes: hsdp4 has two copies of the weights, each on two ranks;
-of ep2 each rank holds half of the experts.
+of ep2 each rank holds half of the experts. The loss is the one that training takes on the device; the two modes that
+compile eager mode compile torch's.
 The modes take turns, step by step, in the same processes, so that whatever else the machine does meets all of them;
 figures are medians, and ratios are medians of the ratios of neighbouring steps, with the first and the third quartile
 of the time's. Memory is the most that one step holds above what it started with: on a CPU from the profiler's record
@@ -45,7 +46,7 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.liveness import input_memory, peak_memory
 from torchtitan_graph.graph.step import make_eager_step
 from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
-from torchtitan_graph.loss import cross_entropy
+from torchtitan_graph.loss import cross_entropy, fused_cross_entropy
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.init import initialize
 from torchtitan_graph.models.spec import load_family
@@ -125,13 +126,14 @@ def options_of(
         **plan_regions(job.Compile(fusions=fusions), model, device),
         **{pattern: {} for pattern in REGIONS.get(mode, ())},
     }
+    loss = fused_cross_entropy if device.type == "cuda" else cross_entropy  # as "auto"
     return StepOptions(
         device=device,
         rows=(args.rows, args.seq_len),
         mode="eager" if mode in EAGER else "graph",
         precision=precision,
         recompute=recompute_of(policy),
-        loss=torch.compile(cross_entropy) if mode.startswith("compile") else cross_entropy,
+        loss=torch.compile(cross_entropy) if mode.startswith("compile") else loss,
         regions=regions,
         disabled=args.disable,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,9 +28,14 @@ def cross_entropy(logits_BLV: Tensor, labels_BL: Tensor, num_tokens: Tensor) -> 
 
 
 def fused_cross_entropy(logits_BLV: Tensor, labels_BL: Tensor, num_tokens: Tensor) -> Tensor:
-    """Compute `cross_entropy` up to rounding, by operators that hold no fp32 copy of the logits; not of sharded ones.
-    See torchtitan_graph/fused_loss.py."""
-    loss, _, _ = fused_loss.fused_cross_entropy(logits_BLV.flatten(0, 1), labels_BL.flatten(), IGNORE_INDEX)
+    """Compute `cross_entropy` up to rounding, by operators that hold no fp32 copy of the logits. Of logits sharded over
+    the vocabulary the ranks exchange three numbers a row. See torchtitan_graph/fused_loss.py."""
+    part: dict[str, Any] = {}
+    if isinstance(logits_BLV, DTensor):
+        mesh, logits_BLV = logits_BLV.device_mesh, logits_BLV.to_local()
+        first = mesh.get_local_rank() * logits_BLV.shape[-1]  # the plan splits the vocabulary evenly
+        part = {"first": first, "degree": mesh.size(), "group": mesh.get_group().group_name}
+    loss = fused_loss.fused_cross_entropy(logits_BLV.flatten(0, 1), labels_BL.flatten(), IGNORE_INDEX, **part)
     return loss / num_tokens
 
 

@@ -5,7 +5,6 @@ There is no tuning, so every run launches the same code. Imported on a GPU alone
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -15,10 +14,10 @@ _WARPS = 8
 
 
 @triton.jit
-def _sums(logits, labels, losses, largests, logs, V, ignored, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _terms(logits, columns, terms, T, V, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     begin_of_row = logits + row * V
-    wide = losses.dtype.element_ty
+    wide = terms.dtype.element_ty
     largest = tl.full((), -3.4e38, wide)  # finite, so that its difference to -inf is no NaN
     total = tl.full((), 0.0, wide)
     for begin in range(0, V, BLOCK):
@@ -27,45 +26,37 @@ def _sums(logits, labels, losses, largests, logs, V, ignored, BLOCK: tl.constexp
         grown = tl.maximum(largest, tl.max(x, 0))
         total = total * tl.exp(largest - grown) + tl.sum(tl.exp(x - grown), 0)
         largest = grown
-    log = tl.log(total)
-    label = tl.load(labels + row)
-    # A label that is no class has no logit: the loss is not a number, and the step is not taken.
-    target = tl.load(begin_of_row + label, mask=(label >= 0) & (label < V), other=float("nan")).to(wide)
-    tl.store(losses + row, tl.where(label == ignored, 0.0, largest - target + log))
-    tl.store(largests + row, largest)
-    tl.store(logs + row, log)
+    column = tl.load(columns + row)
+    target = tl.load(begin_of_row + column, mask=(column >= 0) & (column < V), other=-float("inf")).to(wide)
+    tl.store(terms + row, largest)
+    tl.store(terms + T + row, total)
+    tl.store(terms + 2 * T + row, target)
 
 
 @triton.jit
-def _gradients(  # type: ignore[no-untyped-def]
-    logits, labels, largests, logs, dloss, gradients, V, ignored, BLOCK: tl.constexpr
-):
+def _gradients(logits, columns, largests, logs, scales, gradients, V, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
-    label = tl.load(labels + row)
-    largest, log = tl.load(largests + row), tl.load(logs + row)
-    scale = tl.where(label == ignored, 0.0, tl.load(dloss))
+    column = tl.load(columns + row)
+    largest, log, scale = tl.load(largests + row), tl.load(logs + row), tl.load(scales + row)
     for begin in range(0, V, BLOCK):
         at = begin + tl.arange(0, BLOCK)
         x = tl.load(logits + row * V + at, mask=at < V, other=0.0).to(largest.dtype)
-        share = tl.exp(x - largest - log) - (at == label).to(largest.dtype)
+        share = tl.exp(x - largest - log) - (at == column).to(largest.dtype)
         tl.store(gradients + row * V + at, share * scale, mask=at < V)
 
 
-def sums(logits_TV: Tensor, labels_T: Tensor, ignored: int, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Give, of contiguous logits, each row's loss, its largest logit m, and the logarithm of the sum of exp(x - m)."""
+def write_terms(terms_3T: Tensor, logits_TV: Tensor, columns_T: Tensor) -> None:
+    """Write each row's terms of the loss, see `fused_loss.fused_cross_entropy_terms`; the logits are contiguous."""
     T, V = logits_TV.shape
-    losses_T, largest_T, log_T = (logits_TV.new_empty(T, dtype=wide) for _ in range(3))
     if T:
-        rows = (logits_TV, labels_T, losses_T, largest_T, log_T)
-        _sums[(T,)](*rows, V, ignored, BLOCK=_BLOCK, num_warps=_WARPS)
-    return losses_T, largest_T, log_T
+        _terms[(T,)](logits_TV, columns_T.contiguous(), terms_3T, T, V, BLOCK=_BLOCK, num_warps=_WARPS)
 
 
 def write_gradient(
-    out_TV: Tensor, logits_TV: Tensor, labels_T: Tensor, largest_T: Tensor, log_T: Tensor, dloss: Tensor, ignored: int
+    out_TV: Tensor, logits_TV: Tensor, columns_T: Tensor, largest_T: Tensor, log_T: Tensor, scale_T: Tensor
 ) -> None:
-    """Write `dloss` times the gradient of the losses' sum to `out_TV`, which may be the logits themselves."""
+    """Write the gradient of the losses' sum, each times its scale, to `out_TV`, which may be the logits themselves."""
     T, V = logits_TV.shape
     if T:
-        rows = (logits_TV, labels_T, largest_T, log_T, dloss, out_TV)
-        _gradients[(T,)](*rows, V, ignored, BLOCK=_BLOCK, num_warps=_WARPS)
+        rows = [x.contiguous() for x in (columns_T, largest_T, log_T, scale_T)]
+        _gradients[(T,)](logits_TV, *rows, out_TV, V, BLOCK=_BLOCK, num_warps=_WARPS)

@@ -18,35 +18,57 @@ def kernels() -> Any:
     return loss_kernels
 
 
+@pytest.mark.parametrize("degree", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_their_numbers_are_torchs(kernels: Any, dtype: torch.dtype) -> None:
-    """In the interpreter bf16 is cut off, not rounded."""
+def test_their_numbers_are_torchs(kernels: Any, dtype: torch.dtype, degree: int) -> None:
+    """Of all classes, and of two ranks that have half of them each. In the interpreter bf16 is cut off, not rounded."""
     close = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 8e-3}[dtype]
-    for T, V in ((7, 3011), (4, 9000), (2, 2)):
+    for T, V in ((7, 3012), (4, 9000), (2, 2)):
         logits_TV, labels_T = (torch.randn(T, V, dtype=torch.float64) * 3).to(dtype), torch.randint(V, (T,))
         labels_T[1::3] = IGNORED
-        wide = torch.promote_types(dtype, torch.float32)
         exact_TV = logits_TV.double().requires_grad_()
         exact_T = F.cross_entropy(exact_TV, labels_T, reduction="none")
         (exact_T.sum() / 3).backward()
+        of_exact_TV = exact_TV.grad
+        assert of_exact_TV is not None
 
-        losses_T, *of_rows = kernels.sums(logits_TV, labels_T, IGNORED, wide)
-        assert losses_T.dtype == wide and (losses_T - exact_T).abs().max() < min(close, 1e-5) * 10
-        dloss, found_TV = torch.tensor(1 / 3, dtype=wide), torch.empty_like(logits_TV)
-        kernels.write_gradient(found_TV, logits_TV, labels_T, *of_rows, dloss, IGNORED)
-        assert far(found_TV, exact_TV) < close
-        wrong_TV = torch.empty_like(logits_TV)
-        kernels.write_gradient(wrong_TV, logits_TV, (labels_T + 1) % V, *of_rows, dloss, IGNORED)
-        assert far(wrong_TV, exact_TV) > 0.1
-        kernels.write_gradient(logits_TV, logits_TV, labels_T, *of_rows, dloss, IGNORED)
-        assert torch.equal(logits_TV, found_TV)
+        parts = [x.contiguous() for x in logits_TV.chunk(degree, 1)]
+        all_columns = [labels_T - rank * parts[0].shape[1] for rank in range(degree)]
+        losses_T, rows = combined(kernels, parts, all_columns, labels_T)
+        assert (losses_T - exact_T).abs().max() < min(close, 1e-5) * 10
+        wrong_T, _ = combined(kernels, parts, [columns_T + 1 for columns_T in all_columns], labels_T)
+        assert (wrong_T - exact_T).abs().max() > 0.1
+
+        for shift in (0, 1):
+            found = [torch.empty_like(part) for part in parts]
+            for out_TV, part, columns_T in zip(found, parts, all_columns, strict=True):
+                kernels.write_gradient(out_TV, part, (columns_T + shift) % V, *rows)
+            far = float((torch.cat(found, 1) - of_exact_TV).norm() / of_exact_TV.norm())
+            assert far > 0.1 if shift else far < close
+        for part, columns_T in zip(parts, all_columns, strict=True):
+            expected_TV = torch.empty_like(part)
+            kernels.write_gradient(expected_TV, part, columns_T, *rows)
+            kernels.write_gradient(part, part, columns_T, *rows)
+            assert torch.equal(part, expected_TV)
 
 
-def far(found: torch.Tensor, exact: torch.Tensor) -> float:
-    assert exact.grad is not None
-    return float((found - exact.grad).norm() / exact.grad.norm())
+def combined(
+    kernels: Any, parts: list[torch.Tensor], all_columns: list[torch.Tensor], labels_T: torch.Tensor
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """Give each row's loss, and what backward is given of each row, for a third of their sum."""
+    terms_R3T = torch.empty(len(parts), 3, len(labels_T), dtype=torch.promote_types(parts[0].dtype, torch.float32))
+    for terms_3T, part, columns_T in zip(terms_R3T, parts, all_columns, strict=True):
+        kernels.write_terms(terms_3T, part, columns_T)
+    largest_T = terms_R3T[:, 0].amax(0)
+    log_T = (terms_R3T[:, 1] * (terms_R3T[:, 0] - largest_T).exp()).sum(0).log()
+    is_ignored_T = labels_T == IGNORED
+    losses_T = (largest_T + log_T - terms_R3T[:, 2].amax(0)).masked_fill(is_ignored_T, 0.0)
+    return losses_T, (largest_T, log_T, torch.where(is_ignored_T, 0.0, torch.full_like(log_T, 1 / 3)))
 
 
-def test_a_label_that_is_no_class_is_no_number(kernels: Any) -> None:
-    losses_T, _, _ = kernels.sums(torch.randn(3, 5), torch.tensor([1, 5, -1]), IGNORED, torch.float32)
-    assert losses_T.isfinite().tolist() == [True, False, False]
+def test_what_is_not_in_a_rows_columns_is_infinitely_small(kernels: Any) -> None:
+    terms_3T, logits_TV = torch.empty(3, 4), torch.randn(4, 5)
+    logits_TV[3] = -torch.inf
+    kernels.write_terms(terms_3T, logits_TV, torch.tensor([1, 5, -1, 0]))
+    assert terms_3T[2].tolist() == [float(logits_TV[0, 1]), *[-torch.inf] * 3]
+    assert terms_3T[:2].isfinite().all() and terms_3T[1, 3] == 0

@@ -202,6 +202,18 @@ def overwrite_logits_too_early(gm: GraphModule) -> GraphModule:
     return gm
 
 
+def begin_at_the_first_class(gm: GraphModule) -> GraphModule:
+    """Look for targets in the columns of a fused loss as if each rank's began with the first class."""
+    (terms,) = gm.graph.find_nodes(
+        op="call_function", target=torch.ops.torchtitan_graph.fused_cross_entropy_terms.default
+    )
+    columns = terms.args[1]
+    if columns.target is aten.sub.Tensor:  # not on the rank that has the first
+        columns.replace_all_uses_with(columns.args[0])
+    gm.recompile()
+    return gm
+
+
 def shift_the_labels_of_a_fused_gradient(gm: GraphModule) -> GraphModule:
     (back,) = gm.graph.find_nodes(op="call_function", target=fused_cross_entropy_backward_)
     logits, labels, *others = back.args

@@ -124,6 +124,7 @@ def test_with_flex_attention(dims, precision):
     "cell",
     [
         Cell(ONE, BF16, fused_loss=True),
+        Cell(TP2, BF16, fused_loss=True),
         *(
             pytest.param(dataclasses.replace(cell, fused_loss=True), marks=pytest.mark.slow)
             for cell in (
@@ -131,11 +132,16 @@ def test_with_flex_attention(dims, precision):
                 Cell(FSDP2, BF16, capture="dynamo"),
                 Cell(FSDP2, BF16, disabled=("reuse_logits",)),
                 Cell(TP2, BF16, loss_parallel=False),
+                Cell(TP2, FP32, disabled=("reuse_logits",)),
+                Cell(FSDP2_TP2, FP32, num_microbatches=2),
                 Cell(ONE, BF16, "deepseek_v3", changes=(("num_mtp_layers", 1),)),
             )
         ),
     ],
-    ids=["one-rank", "accumulate-2", "dynamo", "out-of-place", "TP-2", "MTP"],
+    ids=[
+        *("one-rank", "TP-2", "accumulate-2", "dynamo", "out-of-place", "TP-2-whole", "TP-2-out-of-place"),
+        *("FSDP-2-x-TP-2", "MTP"),
+    ],
 )
 def test_with_the_fused_loss(cell):
     check(cell)
@@ -206,6 +212,11 @@ def test_a_wrong_gather_is_seen_in_the_first_loss():
 def test_wrong_labels_in_the_fused_loss_are_seen_in_the_first_gradients():
     (different,) = run_on(1, differences_after, Cell(fused_loss=True), faults.shift_the_labels_of_a_fused_gradient)
     assert different[0].startswith("step 1: gradient of ")
+
+
+def test_a_wrong_place_in_the_vocabulary_is_seen_in_the_first_loss():
+    for different in run_on(2, differences_after, Cell(TP2, fused_loss=True), faults.begin_at_the_first_class):
+        assert different[0] == "step 1: loss"
 
 
 def differences_with_data(cell: Cell, data) -> list[str]:

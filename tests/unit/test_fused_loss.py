@@ -5,11 +5,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchtitan_graph import fused_loss
 from torchtitan_graph.check import kernels
 from torchtitan_graph.fused_loss import (
     fused_cross_entropy,
     fused_cross_entropy_backward,
     fused_cross_entropy_backward_,
+    fused_cross_entropy_terms,
 )
 
 IGNORED = -100
@@ -33,43 +35,92 @@ def errors(found: tuple[Tensor, Tensor], logits_TV: Tensor, labels_T: Tensor) ->
     return tuple(float((ours - theirs).norm() / theirs.norm()) for ours, theirs in pairs)  # type: ignore[union-attr, return-value]
 
 
+def loss_and_gradient(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
+    logits_TV = logits_TV.detach().requires_grad_()
+    loss = fused_cross_entropy(logits_TV, labels_T, IGNORED)
+    return loss.detach(), *torch.autograd.grad(loss / 3, [logits_TV])
+
+
+def of_ranks(logits_TV: Tensor, labels_T: Tensor, degree: int, first: int | None = None) -> tuple[Tensor, Tensor]:
+    """Compute on one process what ranks do with a part of the classes each, whose first the second rank takes to be
+    `first`. The loss is the first rank's."""
+    parts = logits_TV.detach().chunk(degree, dim=1)
+    begins = [rank * parts[0].shape[1] for rank in range(degree)]
+    begins[1] = begins[1] if first is None else first
+    gathered = [fused_cross_entropy_terms(part, labels_T - begin) for part, begin in zip(parts, begins, strict=True)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused_loss, "_gathered", lambda terms_3T, degree, group: torch.cat(gathered))
+        made = []
+        for part, begin in zip(parts, begins, strict=True):
+            leaf = part.clone().requires_grad_()
+            loss = fused_cross_entropy(leaf, labels_T, IGNORED, begin, degree, "of the test")
+            made.append((loss.detach(), *torch.autograd.grad(loss / 3, [leaf])))
+    assert all(torch.equal(loss, made[0][0]) for loss, _ in made)
+    return made[0][0], torch.cat([gradient for _, gradient in made], dim=1)
+
+
 @pytest.mark.parametrize("dtype", CLOSE)
 @pytest.mark.parametrize(("T", "V"), [(1000, 509), (77, 3011), (1, 2)])
 def test_numbers(T: int, V: int, dtype: torch.dtype) -> None:
     logits_TV, labels_T = inputs(T, V, dtype)
-    logits_TV.requires_grad_()
-    loss, largest_T, log_T = fused_cross_entropy(logits_TV, labels_T, IGNORED)
-    (gradient_TV,) = torch.autograd.grad(loss / 3, [logits_TV])
-    assert loss.dtype == torch.promote_types(dtype, torch.float32) and gradient_TV.dtype == dtype
-    far = errors((loss.detach(), gradient_TV), logits_TV.detach(), labels_T)
+    found = loss_and_gradient(logits_TV, labels_T)
+    assert found[0].dtype == torch.promote_types(dtype, torch.float32) and found[1].dtype == dtype
+    far = errors(found, logits_TV, labels_T)
     assert all(x <= bound for x, bound in zip(far, CLOSE[dtype], strict=True)), far
     other_T = labels_T.roll(1) if T > 1 else 1 - labels_T
-    assert min(errors((loss.detach(), gradient_TV), logits_TV.detach(), other_T)) > 0.001
+    assert min(errors(found, logits_TV, other_T)) > 0.001
 
-    dloss = torch.tensor(1 / 3, dtype=loss.dtype)
-    given = logits_TV.detach().clone()
-    written = fused_cross_entropy_backward_(given, labels_T, largest_T, log_T, dloss, IGNORED)
-    assert written.data_ptr() == given.data_ptr()
-    apart = fused_cross_entropy_backward(logits_TV.detach(), labels_T, largest_T, log_T, dloss, IGNORED)
-    assert torch.equal(written, apart)
+
+@pytest.mark.parametrize("dtype", CLOSE)
+@pytest.mark.parametrize(("T", "V", "degree"), [(400, 510, 2), (77, 3012, 3), (1, 4, 4)])
+def test_numbers_of_a_sharded_vocabulary(T: int, V: int, degree: int, dtype: torch.dtype) -> None:
+    """No rank but one has a row's target, and in the last case one has none at all."""
+    logits_TV, labels_T = inputs(T, V, dtype)
+    found = of_ranks(logits_TV, labels_T, degree)
+    far = errors(found, logits_TV, labels_T)
+    assert all(x <= bound for x, bound in zip(far, CLOSE[dtype], strict=True)), far
+    wrong = of_ranks(logits_TV, labels_T.masked_fill(labels_T >= 0, V // degree), degree, first=V // degree + 1)
+    assert not wrong[0].isfinite(), "no rank has the target then"
+    if T > 1:
+        assert min(errors(of_ranks(logits_TV, labels_T.roll(1), degree), logits_TV, labels_T)) > 0.001
+
+
+def test_a_rank_whose_logits_are_all_the_least_changes_nothing() -> None:
+    """Classes that fill a vocabulary up to a size that divides."""
+    logits_TV, labels_T = inputs(40, 6, torch.float32)
+    loss, gradient_TV = of_ranks(F.pad(logits_TV, (0, 6), value=-torch.inf), labels_T, 2)
+    expected, expected_TV = loss_and_gradient(logits_TV, labels_T)
+    assert torch.equal(loss, expected) and torch.equal(gradient_TV, F.pad(expected_TV, (0, 6)))
+
+
+@pytest.mark.parametrize("dtype", CLOSE)
+def test_the_gradient_in_the_logits_memory(dtype: torch.dtype) -> None:
+    logits_TV, labels_T = inputs(77, 3011, dtype)
+    largest_T, sum_T, _ = fused_cross_entropy_terms(logits_TV, labels_T)
+    rows = labels_T, largest_T, sum_T.log(), torch.full_like(sum_T, 1 / 3)
+    apart = fused_cross_entropy_backward(logits_TV, *rows)
+    written = fused_cross_entropy_backward_(logits_TV, *rows)
+    assert written.data_ptr() == logits_TV.data_ptr() and torch.equal(written, apart)
 
 
 def test_the_ignored_label_may_be_a_class() -> None:
     logits_TV, labels_T = inputs(40, 5, torch.float32)
     labels_T = labels_T.clamp(min=0)
     expected = F.cross_entropy(logits_TV, labels_T, reduction="sum", ignore_index=0)
-    torch.testing.assert_close(fused_cross_entropy(logits_TV, labels_T, 0)[0], expected)
+    torch.testing.assert_close(fused_cross_entropy(logits_TV, labels_T, 0), expected)
 
 
-def test_a_label_that_is_no_class_is_refused() -> None:
-    for label in (-5, 7):
-        with pytest.raises((IndexError, RuntimeError)):
-            fused_cross_entropy(torch.zeros(2, 7), torch.tensor([1, label]), IGNORED)
+@pytest.mark.parametrize("label", [-5, 8])
+def test_a_label_that_is_no_class_makes_the_loss_infinite(label: int) -> None:
+    logits_TV, labels_T = torch.zeros(2, 8), torch.tensor([1, label])
+    assert loss_and_gradient(logits_TV, labels_T)[0] == of_ranks(logits_TV, labels_T, 2)[0] == torch.inf
 
 
 def test_torch_can_trace_and_differentiate_it() -> None:
-    logits_TV, labels_T = inputs(7, 11, torch.float32)
-    torch.library.opcheck(fused_cross_entropy, (logits_TV.requires_grad_(), labels_T, IGNORED))
+    logits_TV, labels_T = inputs(7, 11, torch.float64)
+    torch.library.opcheck(fused_cross_entropy_terms, (logits_TV, labels_T))
+    torch.library.opcheck(fused_cross_entropy_backward, (logits_TV, labels_T, *torch.rand(3, 7, dtype=torch.float64)))
+    torch.autograd.gradcheck(lambda x: fused_cross_entropy(x, labels_T, IGNORED), logits_TV.requires_grad_())
 
 
 def test_a_kernel_that_is_off_is_found_by_what_check_gpu_compares(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from torchtitan_graph.config.check import (
     check,
     is_dry_for_gpu,
-    is_loss_sharded,
     ranks_asked_for,
     shard_degree,
     smallest_world,
@@ -18,7 +17,6 @@ __all__ = [
     "check",
     "dump_toml",
     "is_dry_for_gpu",
-    "is_loss_sharded",
     "load",
     "ranks_asked_for",
     "shard_degree",

@@ -76,11 +76,6 @@ def is_dry_for_gpu(config: JobConfig) -> bool:
     return config.comm.mode == "fake_backend" and config.comm.fake_device != "CPU"
 
 
-def is_loss_sharded(config: JobConfig) -> bool:
-    """Return whether each rank has the logits of a part of the vocabulary."""
-    return config.parallelism.tensor_parallel_degree > 1 and not config.parallelism.disable_loss_parallel
-
-
 def smallest_world(config: JobConfig) -> int:
     """Return the smallest number of processes that the degrees allow."""
     others, experts = _other_degrees(config), config.parallelism.expert_parallel_degree
@@ -217,12 +212,6 @@ def _check_tables(config: JobConfig, world_size: int) -> list[str]:
     if config.comm.mode == "fake_backend" and config.comm.fake_rank >= world_size:
         name = _name(config, "comm.fake_rank")
         problems.append(f"{name}: must be from 0 to {world_size - 1}, as NGPU, the number of ranks, is {world_size}")
-    if config.training.loss_implementation == "fused" and is_loss_sharded(config):
-        problems.append(
-            f"{_name(config, 'training.loss_implementation')}: tensor parallelism leaves each rank a part of the"
-            " vocabulary, and this loss wants the whole; use auto or torch, or set"
-            " parallelism.disable_loss_parallel = true"
-        )
     for table in ("training", "validation"):
         loader = get(config, f"{table}.dataloader")
         for name in ("persistent_workers", "prefetch_factor"):

@@ -273,8 +273,7 @@ class Training:
     loss_implementation: str = option(
         "auto",
         "Implementation of the loss, the same up to rounding. fused: reads the logits once in forward and once in"
-        " backward, on a GPU in one kernel each, where each rank has the whole vocabulary. torch: torch's operators."
-        " auto: on a GPU fused where it can be, on a CPU torch.",
+        " backward, on a GPU in one kernel each. torch: torch's operators. auto: on a GPU fused, on a CPU torch.",
         choices=("auto", "fused", "torch"),
     )
     max_norm: float = option(1.0, "Largest gradient norm, over all parameters; 0: measure, never clip.", minimum=0)

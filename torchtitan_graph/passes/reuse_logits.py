@@ -16,7 +16,9 @@ from torchtitan_graph.row_loss import cross_entropy, cross_entropy_backward_
 
 aten = torch.ops.aten
 _SUM = 2  # ATen's number for this reduction
-_FUSED_BACKWARD = torch.ops.torchtitan_graph.fused_cross_entropy_backward.default
+_FUSED, _FUSED_BACKWARD = (
+    getattr(torch.ops.torchtitan_graph, f"fused_cross_entropy_{end}").default for end in ("terms", "backward")
+)
 
 
 def reuse_logits(gm: GraphModule) -> GraphModule:
@@ -47,8 +49,9 @@ def reuse_logits(gm: GraphModule) -> GraphModule:
         if not loss.backward or is_free(loss.logits, {*loss.forward, *loss.backward}):
             _rewrite(gm, loss)
     for back in fused:
-        logits, _, largest, *_ = back.args
-        if is_free(logits, {largest.args[0], back}):
+        logits = back.args[0]
+        terms = [reader for reader in readers[owner[logits]] if reader.target is _FUSED]
+        if len(terms) == 1 and is_free(logits, {*terms, back}):
             with gm.graph.inserting_before(back):
                 made = call(gm.graph, back, fused_cross_entropy_backward_, *back.args)
             meta.stand_for(made, [back])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchtitan_graph import device as devices
 from torchtitan_graph.compiler import Extra, Look
-from torchtitan_graph.config import JobConfig, is_dry_for_gpu, is_loss_sharded, job
+from torchtitan_graph.config import JobConfig, is_dry_for_gpu, job
 from torchtitan_graph.device import CudaRecorder, Recorders
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
@@ -190,13 +190,8 @@ def step_options(config: JobConfig, model: Decoder, num_microbatches: int, devic
 def _loss(config: JobConfig, device: torch.device) -> Callable[..., Tensor]:
     chosen = config.training.loss_implementation
     if chosen == "auto":
-        if _is_cpu(config, device):
-            chosen, why = "torch", "on a CPU"
-        elif is_loss_sharded(config):
-            chosen, why = "torch", "for tensor parallelism leaves each rank a part of the vocabulary"
-        else:
-            chosen, why = "fused", "on a GPU"
-        logger.info(f"training.loss_implementation = auto: {chosen}, {why}")
+        chosen, where = ("torch", "a CPU") if _is_cpu(config, device) else ("fused", "a GPU")
+        logger.info(f"training.loss_implementation = auto: {chosen}, on {where}")
         config.training.loss_implementation = chosen  # so the run's config.toml says it
     return fused_cross_entropy if chosen == "fused" else cross_entropy
 

@@ -20,7 +20,8 @@ from torchtitan_graph.row_loss import cross_entropy as rows
 from torchtitan_graph.row_loss import cross_entropy_backward_ as rows_backward
 
 FUSED, FUSED_BACK, FUSED_IN_PLACE = (
-    getattr(torch.ops.torchtitan_graph, f"fused_cross_entropy{end}").default for end in ("", "_backward", "_backward_")
+    getattr(torch.ops.torchtitan_graph, f"fused_cross_entropy_{end}").default
+    for end in ("terms", "backward", "backward_")
 )
 LEFT = (aten._log_softmax.default, aten.nll_loss_forward.default, aten.nll_loss_backward.default)
 
@@ -115,7 +116,7 @@ def test_logits_that_are_given_are_not_written_to() -> None:
 
 
 def fused(logits: Tensor, labels: Tensor) -> Tensor:
-    return fused_loss.fused_cross_entropy(logits, labels, -100)[0]
+    return fused_loss.fused_cross_entropy(logits, labels, -100)
 
 
 @pytest.mark.parametrize(

@@ -46,14 +46,9 @@ def attend(
     """
     _check_places(q_BLNH.shape[1], k_BLKH.shape[1], mask, score)
     scale = q_BLNH.shape[-1] ** -0.5 if scale is None else scale
-    groups = q_BLNH.shape[2] // k_BLKH.shape[2]
-    q_BNLH, k_BNLH, v_BNLH = (x.transpose(1, 2) for x in (q_BLNH, k_BLKH, v_BLKH))
-    if groups > 1 and not isinstance(mask, BlockMask):
-        # The CPU's fused kernel has no grouped form and would fall back to one that holds every score. On a GPU, with a
-        # mask, so would all but cuDNN's. Flex attention takes groups as they are.
-        k_BNLH, v_BNLH = (x.repeat_interleave(groups, dim=1) for x in (k_BNLH, v_BNLH))
+    q_BNLH, k_BKLH, v_BKLH = (x.transpose(1, 2) for x in (q_BLNH, k_BLKH, v_BLKH))
     if isinstance(mask, BlockMask):
-        out_BNLH, lse_BNL = flex_attention_op(q_BNLH, k_BNLH, v_BNLH, mask, scale, score)
+        out_BNLH, lse_BNL = flex_attention_op(q_BNLH, k_BKLH, v_BKLH, mask, scale, score)
         if sinks_N is not None:
             # softmax over keys and sink = softmax over keys * exp(lse) / (exp(lse) + exp(sink))
             share_BNL = torch.sigmoid(lse_BNL - sinks_N.view(1, -1, 1))
@@ -61,7 +56,7 @@ def attend(
     elif score is not None:
         raise UserError("model.attn = 'sdpa': this model changes attention's scores, which only 'flex' can")
     else:
-        out_BNLH = _sdpa(q_BNLH, k_BNLH, v_BNLH, mask, scale, sinks_N)
+        out_BNLH = _sdpa(q_BNLH, k_BKLH, v_BKLH, mask, scale, sinks_N)
     return out_BNLH.transpose(1, 2)
 
 
@@ -93,10 +88,14 @@ def _reads_query(score: ScoreFunction) -> bool:
 def _sdpa(
     q_BNLH: Tensor, k_BNLH: Tensor, v_BNLH: Tensor, mask_B1LL: Tensor, scale: float, sinks_N: Tensor | None
 ) -> Tensor:
-    width = v_BNLH.shape[-1]
+    """Attend; keys and values have N heads, or fewer for groups of queries."""
+    width, groups = v_BNLH.shape[-1], q_BNLH.shape[1] // k_BNLH.shape[1]
+    if groups > 1 and (sinks_N is not None or not _takes_groups(q_BNLH, k_BNLH, v_BNLH, mask_B1LL)):
+        k_BNLH, v_BNLH = (x.repeat_interleave(groups, dim=1) for x in (k_BNLH, v_BNLH))
+        groups = 1
     if sinks_N is not None:
-        # One more key, seen by all, that only a new feature of queries and keys touches: its score is the sink. The
-        # fused kernels have no sinks, and no gradient of a float mask. Eight features keep rows aligned.
+        # One more key for each head, seen by all, that only a new feature of queries and keys touches: its score is the
+        # sink. The fused kernels have no sinks, and no gradient of a float mask. Eight features keep rows aligned.
         B, N, L, H = q_BNLH.shape
         q_BNLH = torch.cat((q_BNLH, q_BNLH.new_ones(B, N, L, 1), q_BNLH.new_zeros(B, N, L, 7)), dim=-1)
         sink_BN11 = (sinks_N / scale).view(1, N, 1, 1).expand(B, N, 1, 1)
@@ -107,8 +106,24 @@ def _sdpa(
     if width < q_BNLH.shape[-1]:
         # The fused kernels want values as wide as keys; the fallback would hold every score.
         v_BNLH = F.pad(v_BNLH, (0, q_BNLH.shape[-1] - width))
-    out_BNLH = F.scaled_dot_product_attention(q_BNLH, k_BNLH, v_BNLH, attn_mask=mask_B1LL, scale=scale)
+    out_BNLH = F.scaled_dot_product_attention(
+        q_BNLH, k_BNLH, v_BNLH, attn_mask=mask_B1LL, scale=scale, enable_gqa=groups > 1
+    )
     return out_BNLH[..., :width]
+
+
+def _takes_groups(q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, mask_B1LL: Tensor) -> bool:
+    """Tell whether a fused kernel shares keys among queries' heads, and none that holds every score can be chosen.
+
+    cuDNN's on a GPU does, in half precision and not in deterministic runs. Which one is chosen is torch's matter; the
+    efficient one comes before what holds every score, so it must take groups as well: not in torch 2.11. A CPU's fused
+    kernel has no grouped form.
+    """
+    if not q_BNLH.is_cuda:
+        return False
+    cuda = torch.backends.cuda
+    asked = cuda.SDPAParams(q_BNLH, k_BKLH, v_BKLH, mask_B1LL, 0.0, False, True)
+    return cuda.can_use_cudnn_attention(asked) and cuda.can_use_efficient_attention(asked)
 
 
 class Attention(nn.Module):

@@ -15,11 +15,13 @@ _WARPS = 8
 
 
 @triton.jit
-def _sums(logits, labels, losses, largests, logs, V, ignored, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _sums(  # type: ignore[no-untyped-def]
+    logits, labels, losses, largests, logs, V, ignored, BLOCK: tl.constexpr, LEAST: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     begin_of_row = logits + row * V
     wide = losses.dtype.element_ty
-    largest = tl.full((), -3.4e38, wide)  # finite, so that its difference to -inf is no NaN
+    largest = tl.full((), LEAST, wide)  # finite, so that its difference to -inf is no NaN
     total = tl.full((), 0.0, wide)
     for begin in range(0, V, BLOCK):
         at = begin + tl.arange(0, BLOCK)
@@ -57,7 +59,7 @@ def sums(logits_TV: Tensor, labels_T: Tensor, ignored: int, wide: torch.dtype) -
     losses_T, largest_T, log_T = (logits_TV.new_empty(T, dtype=wide) for _ in range(3))
     if T:
         rows = (logits_TV, labels_T, losses_T, largest_T, log_T)
-        _sums[(T,)](*rows, V, ignored, BLOCK=_BLOCK, num_warps=_WARPS)
+        _sums[(T,)](*rows, V, ignored, BLOCK=_BLOCK, LEAST=torch.finfo(wide).min, num_warps=_WARPS)
     return losses_T, largest_T, log_T
 
 

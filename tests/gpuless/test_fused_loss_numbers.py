@@ -50,3 +50,16 @@ def far(found: torch.Tensor, exact: torch.Tensor) -> float:
 def test_a_label_that_is_no_class_is_no_number(kernels: Any) -> None:
     losses_T, _, _ = kernels.sums(torch.randn(3, 5), torch.tensor([1, 5, -1]), IGNORED, torch.float32)
     assert losses_T.isfinite().tolist() == [True, False, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_the_least_numbers_and_minus_infinity_are_logits(kernels: Any, dtype: torch.dtype) -> None:
+    least, V = torch.finfo(dtype).min, 5000  # more than a program looks at together
+    logits_TV = torch.full((3, V), least, dtype=dtype)
+    logits_TV[1, : V - 1] = -torch.inf
+    logits_TV[2] = -torch.inf
+    labels_T = torch.tensor([0, V - 1, 0])
+    losses_T, *_ = kernels.sums(logits_TV, labels_T, IGNORED, torch.promote_types(dtype, torch.float32))
+    expected_T = F.cross_entropy(logits_TV.double(), labels_T, reduction="none")
+    assert expected_T.isfinite().tolist() == [True, True, False]
+    torch.testing.assert_close(losses_T.double(), expected_T, rtol=1e-6, atol=0, equal_nan=True)

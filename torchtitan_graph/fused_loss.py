@@ -17,7 +17,6 @@ from torch import Tensor
 from torchtitan_graph.row_loss import parts_of, wide
 
 _LIBRARY = "torchtitan_graph"
-_LOWEST = -3.4e38  # taken for the largest of a row of -inf: finite, so that their difference is no NaN
 
 
 def fused_cross_entropy(
@@ -81,9 +80,10 @@ def fused_cross_entropy_terms(logits_TV: Tensor, columns_T: Tensor) -> Tensor:
         return terms_3T
     largest_T, sum_T, target_T = terms_3T
     held_T, is_elsewhere_T = _columns(logits_TV, columns_T)
+    least = torch.finfo(terms_3T.dtype).min  # of a row of -inf: finite, so that their difference is no NaN
     for part in parts_of(logits_TV):
         x = logits_TV[part].to(terms_3T.dtype)
-        largest_T[part] = x.amax(1).clamp_(min=_LOWEST)
+        largest_T[part] = x.amax(1).clamp_(min=least)
         sum_T[part] = x.sub(largest_T[part].unsqueeze(1)).exp_().sum(1)
         target_T[part] = x.gather(1, held_T[part].unsqueeze(1)).squeeze(1)
     target_T.masked_fill_(is_elsewhere_T, -torch.inf)

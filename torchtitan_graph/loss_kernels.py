@@ -5,6 +5,7 @@ There is no tuning, so every run launches the same code. Imported on a GPU alone
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -14,11 +15,11 @@ _WARPS = 8
 
 
 @triton.jit
-def _terms(logits, columns, terms, T, V, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _terms(logits, columns, terms, T, V, BLOCK: tl.constexpr, LEAST: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     begin_of_row = logits + row * V
     wide = terms.dtype.element_ty
-    largest = tl.full((), -3.4e38, wide)  # finite, so that its difference to -inf is no NaN
+    largest = tl.full((), LEAST, wide)  # finite, so that its difference to -inf is no NaN
     total = tl.full((), 0.0, wide)
     for begin in range(0, V, BLOCK):
         at = begin + tl.arange(0, BLOCK)
@@ -49,7 +50,8 @@ def write_terms(terms_3T: Tensor, logits_TV: Tensor, columns_T: Tensor) -> None:
     """Write each row's terms of the loss, see `fused_loss.fused_cross_entropy_terms`; the logits are contiguous."""
     T, V = logits_TV.shape
     if T:
-        _terms[(T,)](logits_TV, columns_T.contiguous(), terms_3T, T, V, BLOCK=_BLOCK, num_warps=_WARPS)
+        given = (logits_TV, columns_T.contiguous(), terms_3T, T, V)
+        _terms[(T,)](*given, BLOCK=_BLOCK, LEAST=torch.finfo(terms_3T.dtype).min, num_warps=_WARPS)
 
 
 def write_gradient(

@@ -62,7 +62,7 @@ def combined(
     largest_T = terms_R3T[:, 0].amax(0)
     log_T = (terms_R3T[:, 1] * (terms_R3T[:, 0] - largest_T).exp()).sum(0).log()
     is_ignored_T = labels_T == IGNORED
-    losses_T = (largest_T + log_T - terms_R3T[:, 2].amax(0)).masked_fill(is_ignored_T, 0.0)
+    losses_T = (largest_T - terms_R3T[:, 2].amax(0) + log_T).masked_fill(is_ignored_T, 0.0)
     return losses_T, (largest_T, log_T, torch.where(is_ignored_T, 0.0, torch.full_like(log_T, 1 / 3)))
 
 
@@ -72,3 +72,16 @@ def test_what_is_not_in_a_rows_columns_is_infinitely_small(kernels: Any) -> None
     kernels.write_terms(terms_3T, logits_TV, torch.tensor([1, 5, -1, 0]))
     assert terms_3T[2].tolist() == [float(logits_TV[0, 1]), *[-torch.inf] * 3]
     assert terms_3T[:2].isfinite().all() and terms_3T[1, 3] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_the_least_numbers_and_minus_infinity_are_logits(kernels: Any, dtype: torch.dtype) -> None:
+    least, V = torch.finfo(dtype).min, 5000  # more than a program looks at together
+    logits_TV = torch.full((3, V), least, dtype=dtype)
+    logits_TV[1, : V - 1] = -torch.inf
+    logits_TV[2] = -torch.inf
+    labels_T = torch.tensor([0, V - 1, 0])
+    losses_T, _ = combined(kernels, [logits_TV], [labels_T], labels_T)
+    expected_T = F.cross_entropy(logits_TV.double(), labels_T, reduction="none")
+    assert expected_T.isfinite().tolist() == [True, True, False]
+    torch.testing.assert_close(losses_T.double(), expected_T, rtol=1e-6, atol=0, equal_nan=True)

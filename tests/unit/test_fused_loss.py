@@ -130,3 +130,12 @@ def test_a_kernel_that_is_off_is_found_by_what_check_gpu_compares(monkeypatch: p
     monkeypatch.setattr(kernels, "fused_cross_entropy", lambda *args: 1.05 * loss(*args))
     ((_, off),) = kernels.kernels_off("cpu")
     assert 0.04 < off < 0.06
+
+
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+def test_the_least_numbers_are_logits(dtype: torch.dtype) -> None:
+    logits_TV = torch.full((2, 5), torch.finfo(dtype).min, dtype=dtype)
+    logits_TV[1, :4] = -torch.inf
+    found, _ = loss_and_gradient(logits_TV, torch.tensor([0, 4]))
+    expected = F.cross_entropy(logits_TV.double(), torch.tensor([0, 4]), reduction="sum")
+    assert float(found) == pytest.approx(float(expected))

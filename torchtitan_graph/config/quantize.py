@@ -47,7 +47,9 @@ def find_problems(config: JobConfig) -> list[str]:
             legal = f"{LINEARS[0]}, {LINEARS_MX[0]} and {EXPERTS}"
             problems.append(f"{converters}: {name} is unknown; legal are {legal}{hint}")
     if converts_linears(config.model.converters) and converts_to_mx(config.model.converters):
-        problems.append(f"{converters}: linear layers can't be converted by both {LINEARS[0]} and {LINEARS_MX[0]}")
+        problems.append(
+            f"{converters}: linear layers can't be converted by both {LINEARS[0]} and {LINEARS_MX[0]}; remove one"
+        )
     if problems or not config.model.converters:
         return problems
     problems += not_together(config, converters, "or remove the converter")

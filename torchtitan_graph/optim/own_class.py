@@ -53,16 +53,23 @@ def _step_and_undo(optimizer: torch.optim.Optimizer, params: list[torch.Tensor])
     settings = _group_settings(optimizer)
     for param in params:
         param.grad = torch.zeros_like(param)
-    odd = [key for key in ("capturable", "differentiable") if optimizer.defaults.get(key)]
+    odd = [key for key in ("capturable", "differentiable", "fused") if optimizer.defaults.get(key)]
     try:
         with torch.random.fork_rng([torch.cuda.current_device()] if params[0].is_cuda else []):
             optimizer.step()
+    except torch.OutOfMemoryError:
+        raise
     except (AssertionError, RuntimeError) as error:
-        if not odd:
-            raise
+        name = type(optimizer).__qualname__
+        if odd:
+            raise UserError(
+                f"optimizer.options: {name} can't take a step with {', '.join(odd)} ({error}); remove it"
+            ) from error
+        if not type(optimizer).__module__.startswith("torch."):
+            raise  # the user's own code: only the traceback says where
         raise UserError(
-            f"optimizer.options: {type(optimizer).__qualname__} can't take a step with {', '.join(odd)} ({error});"
-            " remove it"
+            f"optimizer.name: {name} can't take a step on parameters laid out over ranks ({error}); use another, such "
+            "as AdamW"
         ) from error
     optimizer.zero_grad()
     with torch.no_grad():

@@ -158,13 +158,13 @@ def test_what_the_class_does_not_take_is_refused(changes: dict, message: str) ->
     assert message in str(caught.value)
 
 
-def build_on_shards(name: str, folder: str) -> str:
+def build_on_shards(name: str, folder: str, options: dict[str, object] | None = None) -> str:
     import sys
 
     sys.path.insert(0, folder)
     model = fully_shard(make_model())
     try:
-        optimizer = build_optimizer(model, job.Optimizer(name=name))
+        optimizer = build_optimizer(model, job.Optimizer(name=name, options=options or {}))
     except UserError as error:
         return str(error)
     return type(optimizer.state[model[0].weight]["momentum"]).__name__
@@ -175,3 +175,15 @@ def build_on_shards(name: str, folder: str) -> str:
 )
 def test_state_of_shards_is_sharded_too(name: str, said: str) -> None:
     assert all(said in answer for answer in run_on(2, build_on_shards, name, str(Path(__file__).parent)))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("SGD", {"fused": True, "momentum": 0.9}, "optimizer.options: SGD can't take a step with fused"),
+        ("Rprop", {}, "optimizer.name: Rprop can't take a step on parameters laid out over ranks"),
+    ],
+)
+def test_what_torch_has_for_no_shards_is_named(name: str, options: dict[str, object], said: str) -> None:
+    (answer,) = run_on(1, build_on_shards, f"torch.optim.{name}", str(Path(__file__).parent), options)
+    assert answer.startswith(said)

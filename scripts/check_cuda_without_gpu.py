@@ -5,6 +5,7 @@
 
 It needs a CUDA build of torch, the newest that pip gives, in an environment of its own, a C++ compiler, and no GPU.
 Each test has a process of its own. docs/16_cuda_without_a_gpu.md tells what is checked.
+The exit code is 0 if all pass, 1 if one fails, 2 if nothing could be run.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1] / "tests" / "gpuless"
 SOURCE = TESTS / "null_gpu.cpp"
+NOT_RUN = 2  # exit code
+NO_TESTS = 5  # pytest's exit code
 SITE = Path(sysconfig.get_path("platlib"))
 # Of the CUDA runtime, cuBLAS, NCCL and the driver.
 SYMBOL = r"(?:__cuda|cuda|cublas|nccl|cu[A-Z])\w*"
@@ -51,6 +54,8 @@ def why_not() -> str | None:
 
     if torch.version.cuda is None:
         return f"torch {torch.__version__} has no CUDA; in an environment of its own: pip install torch -e '.[dev]'"
+    if not (SITE / "triton/backends/nvidia/driver.c").is_file() or not [*SITE.glob("nvidia/cu*/include")]:
+        return f"{SITE} has no headers of CUDA and Triton, which come with pip's torch; install that"
     if missing := [tool for tool in ("g++", "nm") if shutil.which(tool) is None]:
         return f"{', '.join(missing)}: not found; install a C++ compiler and binutils"
     return None
@@ -79,17 +84,20 @@ def pytest(arguments: list[str], env: dict[str, str]) -> tuple[int, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-k", default="", help="only tests whose names match, as of pytest")
+    parser.add_argument("-k", default="", metavar="WORDS", help="only tests whose names match, as of pytest")
     args = parser.parse_args()
     if reason := why_not():
-        raise SystemExit(f"check_cuda_without_gpu: not run: {reason}")
+        parser.exit(NOT_RUN, f"check_cuda_without_gpu: not run: {reason}\n")
     failed = []
     with tempfile.TemporaryDirectory() as folder:
         env = environment(build(Path(folder)))
         code, text = pytest(["--collect-only", "-q", "-k", args.k, str(TESTS)], env)
         tests = [line for line in text.splitlines() if "::" in line and not line.startswith("ERROR")]
-        if code or not tests:
-            raise SystemExit(f"{text}\ncheck_cuda_without_gpu: no test could be collected")
+        if code == NO_TESTS:
+            parser.exit(NOT_RUN, f"check_cuda_without_gpu: -k {args.k!r}: no test of {TESTS} has such a name\n")
+        if code:
+            said = "\n".join(line for line in text.splitlines() if line not in tests)
+            parser.exit(NOT_RUN, f"{said}\ncheck_cuda_without_gpu: the tests can't be collected\n")
         for number, test in enumerate(tests, 1):
             begin = time.perf_counter()
             code, text = pytest(["-q", "-s", test], env)

@@ -71,6 +71,7 @@ MODES = {
     FLOAT8: "--model.converters float8 --quantize.linear.float8.filter_fqns output",
 }
 NUM_STEPS = 10  # measured ones
+MOST_MINUTES = 24 * 60
 NUM_AT_ONCE = max(1, min(4, (os.cpu_count() or 1) // 4))  # parts that time nothing share the GPU
 EQUAL, DIFFERS, MEASURED, FAILED, NOT_RUN = "equal", "DIFFERS", "measured", "FAILED", "not run"
 AGREES = "agrees"
@@ -231,6 +232,8 @@ def _join() -> None:
 
 
 def describe_device() -> Iterator[Row]:
+    if torch.version.cuda is None:
+        raise UserError(f"torch {torch.__version__} has no CUDA; install a CUDA build of it, see README.md")
     if not torch.cuda.is_available():
         raise UserError("torch sees no CUDA GPU here; tests/numerics checks bits on a CPU, see docs/16 for the rest")
     properties = torch.cuda.get_device_properties(0)
@@ -363,8 +366,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     try:
-        if args.minutes <= 0:
-            raise UserError(f"--minutes {args.minutes}: must be above 0")
+        if not 0 < args.minutes <= MOST_MINUTES:
+            raise UserError(f"--minutes {args.minutes}: must be above 0 and at most {MOST_MINUTES}, a day")
         check_result("--json", args.json)
         args.folder.mkdir(parents=True, exist_ok=True)
         device = run_parts([Part("device", "", "", describe_device, (), 5, True)], 60, args.folder, lambda _: None)[0]

@@ -29,15 +29,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
         epilog="Other options are those of python -m torchtitan_graph.train --help.",
     )
-    names = ", ".join(name.lower() for name in RATES if name != CPU)
+    devices = [name.lower() for name in RATES if name != CPU]
+    names = ", ".join(devices)
     parser.add_argument("config", metavar="CONFIG", type=Path, help="a TOML file")
-    parser.add_argument("--device", default="h100", help=f"{names}, or a file of your own, such as my.toml")
+    parser.add_argument("--device", default="h100", help=f"{names}, or your own file, such as my.toml (default h100)")
     parser.add_argument("--world", type=int, default=1, help="the number of devices; one if not given")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the same as data too")
     options, of_training = parser.parse_known_args(argv)
     init_logging()
     try:
-        rates = find_rates(options.device)
+        rates = find_rates(options.device, devices)
         if rates.name == CPU:
             raise UserError(f"--device {options.device}: a CPU has no peaks that a file could hold; legal are {names}")
         if options.json is not None:

@@ -141,9 +141,7 @@ def _end(error: BaseException, code: int, folder: Path | None, run: RunFolder | 
 
 
 def _start(config: JobConfig, world_size: int, fake: bool) -> None:
-    if config.debug.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=config.debug.deterministic_warn_only)
+    _choose_kernels(config)
     torch.manual_seed(config.debug.seed or 0)
     if fake:
         init_fake_process_group(world_size, config.comm.fake_rank)
@@ -159,6 +157,18 @@ def _start(config: JobConfig, world_size: int, fake: bool) -> None:
     if config.job.print_config and dist.get_rank() == 0:
         logger.info(f"configuration:\n{dump_toml(config)}")
     logger.info(f"{config.job.description}: {world_size} processes on {devices.device_type()}")
+
+
+def _choose_kernels(config: JobConfig) -> None:
+    options = config.debug
+    if not options.deterministic:
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=options.deterministic_warn_only)
+    # It shows reads of memory that nobody has written, and changes no other bit: on a GPU a kernel for each new tensor.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    if devices.device_type() == "cuda":
+        logger.info("debug.deterministic: kernels whose sums have a fixed order, the slower ones; see docs/08")
 
 
 def _dry_run(trainer: Trainer, begin: float) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
-import math
 import shutil
 import time
 from collections.abc import Iterator
@@ -506,15 +505,13 @@ class Trainer:
         """Give the loss of all ranks; stop if it or the norm is not finite: no parameter is touched then."""
         self.stop_signal = read.signal
         self.checkpointer.hear(read.of_saves)
-        if all(map(math.isfinite, [*read.losses, read.grad_norm])):
+        if not (wrong := read.not_finite()):
             return self.layout.total_loss(read.losses)
-        ranks = [r for r, x in enumerate(read.losses) if not math.isfinite(x)]
         gradients = ranks_with_non_finite_gradients(self.model.parameters(), self.device)
+        where = f", with gradients that are not finite on ranks {gradients}" if gradients else ""
         raise NonFiniteError(
-            f"step {self.step + 1}: the loss is not finite on ranks {ranks or 'none'}, the gradient norm is "
-            f"{read.grad_norm}, with non-finite gradients at rest on ranks {gradients or 'none'}; no parameter was "
-            "touched. Resume from the last checkpoint with a lower optimizer.lr or longer lr_scheduler.warmup_steps, "
-            "and look at the step's data"
+            f"step {self.step + 1}: {wrong}{where}; no parameter was touched. Start again with a lower optimizer.lr or"
+            " longer lr_scheduler.warmup_steps, and look at the step's data"
         )
 
     @torch.no_grad()

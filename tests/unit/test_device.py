@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchtitan_graph import device
-from torchtitan_graph.config import job
+from torchtitan_graph import device, train
+from torchtitan_graph.config import job, load
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
 
@@ -101,3 +101,16 @@ def test_no_cpus_are_nearest_where_nobody_says(address: str, sysfs: Path) -> Non
 def test_no_cpus_are_nearest_on_one_node(sysfs: Path) -> None:
     shutil.rmtree(sysfs / "devices/system/node/node0")
     assert device.nearest_cpus("0000:81:00.0", sysfs) == set()
+
+
+def test_deterministic_kernels_fill_no_new_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each is filled with nan first, in a step of a GPU by hundreds of kernels."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    try:
+        train._choose_kernels(load(["--debug.deterministic"]))
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.utils.deterministic.fill_uninitialized_memory
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])

@@ -24,3 +24,16 @@ def test_a_step_stops_for_any_loss_and_for_the_norm(where: str, bad: float) -> N
     gathered[1, 0] = bad if where == "loss" else 0.5
     reading = Reading(gathered, torch.tensor(bad if where == "norm" else 1.5), torch.tensor(8))
     assert reading.stops.item() == (where != "neither") and reading.stops.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("losses", "norm", "says"),
+    [
+        ([0.25, 0.5], 1.5, ""),
+        ([0.25, math.inf], 1.5, "the loss is not finite on ranks [1]"),
+        ([0.25, 0.5], math.nan, "the gradient norm is nan"),
+        ([math.nan, math.inf], math.inf, "the loss is not finite on ranks [0, 1], the gradient norm is inf"),
+    ],
+)
+def test_only_what_is_not_finite_is_named(losses: list[float], norm: float, says: str) -> None:
+    assert Read(losses, [0, 0], 0, norm, 8, []).not_finite() == says

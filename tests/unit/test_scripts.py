@@ -289,3 +289,23 @@ def test_compare_captures_tells_by_its_exit_code(
         assert "graph 1 of 1: dynamo does not take it" in said and "changes model.calls (test_scripts.py:" in said
     else:
         assert "graph 1 of 1: the same" in said and "\n  rests on model.config.dim == 256 (" in said
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
+@pytest.mark.parametrize("name", ["check_gpu.py", "check_cuda_without_gpu.py"])
+def test_a_torch_without_cuda_is_told(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = refusal(name, monkeypatch=monkeypatch, capsys=capsys)
+    assert f"torch {torch.__version__} has no CUDA; " in said
+
+
+@pytest.mark.parametrize("minutes", ["0", "nan", "inf", "1e9"])
+def test_a_check_of_a_gpu_ends(
+    minutes: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    said = refusal(
+        "check_gpu.py", f"--minutes={minutes}", f"--folder={tmp_path}", monkeypatch=monkeypatch, capsys=capsys
+    )
+    assert said.startswith("check_gpu: --minutes") and said.endswith("must be above 0 and at most 1440, a day")

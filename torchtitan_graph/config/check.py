@@ -279,6 +279,9 @@ def _notices(config: JobConfig) -> list[str]:
     ):
         name = _name(config, "training.mtp_loss_weight")
         notices.append(f"{name}: there is no such loss while model.num_mtp_layers is 0")
+    if config.debug.deterministic_warn_only and not config.debug.deterministic:
+        name = _name(config, "debug.deterministic_warn_only")
+        notices.append(f"{name}: there is nothing to warn of while debug.deterministic is false")
     notices += _stage_notices(config)
     if config.comm.mode != "fake_backend":
         notices += [

@@ -704,8 +704,15 @@ class Debug:
     seed: int | None = option(
         None, "Seed of the initial parameters and of the data's order; not set: 0.", minimum=0, below=2**63
     )
-    deterministic: bool = option(False, "Use deterministic kernels only; an operation without one is an error.")
-    deterministic_warn_only: bool = option(False, "With deterministic: such an operation is a warning.")
+    deterministic: bool = option(
+        False,
+        "Use deterministic kernels only, on a GPU slower ones; an operation without one is an error.",
+    )
+    deterministic_warn_only: bool = option(
+        False,
+        "With deterministic: such an operation is a warning, and on a GPU attention keeps its faster kernels, whose"
+        " backward is not deterministic.",
+    )
     moe_force_load_balance: bool = option(False, "Send every expert equally many tokens.")
     verify_passes: bool = option(
         False, "Run the training step's graph before and after each pass and compare. Slow, and needs memory."

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -122,8 +123,11 @@ def _problem(key: str, value: Any) -> str | None:
 RATES: dict[str, Rates] = {each.name: each for each in map(read_rates, sorted(Path(__file__).parent.glob("*.toml")))}
 
 
-def find_rates(name: str) -> Rates:
+def find_rates(name: str, legal: Sequence[str] = tuple(RATES)) -> Rates:
     """Find a device by its name, whatever its case, or by its file.
+
+    Args:
+        legal: the names that an error lists.
 
     Raises:
         UserError: there is no such device, or as `read_rates`.
@@ -139,6 +143,7 @@ def find_rates(name: str) -> Rates:
                 " give your own another name"
             )
         return found
-    near = difflib.get_close_matches(name.lower(), known, n=1)
+    names = [each.lower() for each in legal]
+    near = difflib.get_close_matches(name.lower(), names, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
-    raise UserError(f"--device {name!r}: no such device; legal are {', '.join(known)}, or a file such as my.toml{hint}")
+    raise UserError(f"--device {name!r}: no such device; legal are {', '.join(names)}, or a file such as my.toml{hint}")

@@ -1,5 +1,6 @@
 """What the host has to know of a step: in one copy, for which it waits when the device has its next work already."""
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,13 @@ class Read(NamedTuple):
     grad_norm: float
     num_tokens: float
     by_source: list[float]
+
+    def not_finite(self) -> str:
+        """Say which ranks' losses are not finite, and what the norm is if it is not; nothing if all are."""
+        ranks = [rank for rank, loss in enumerate(self.losses) if not math.isfinite(loss)]
+        losses = [f"the loss is not finite on ranks {ranks}"] * bool(ranks)
+        norm = [f"the gradient norm is {self.grad_norm}"] * (not math.isfinite(self.grad_norm))
+        return ", ".join(losses + norm)
 
 
 class Reading:

@@ -54,6 +54,12 @@ def test_experts_reuse_ranks_of_the_other_axes() -> None:
     ]
 
 
+def test_a_warning_of_kernels_has_no_effect_where_none_are_chosen() -> None:
+    (notice,) = check(load(["--debug.deterministic_warn_only"]), 1)
+    assert "debug.deterministic_warn_only = True: there is nothing to warn of while" in notice
+    assert check(load(["--debug.deterministic_warn_only", "--debug.deterministic"]), 1) == []
+
+
 def test_ranks_of_an_expert_have_no_effect_where_experts_are_split_as_all_else() -> None:
     arguments = "--parallelism.tensor_parallel_degree 2 --parallelism.expert_tensor_parallel_degree 2"
     (notice,) = check(load(arguments.split()), 2)

@@ -164,7 +164,7 @@ def test_the_table_says_what_the_data_say(one: Roofline) -> None:
     ("words", "says"),
     [
         ("--device cpu", "--device cpu: a CPU has no peaks that a file could hold; legal are a100, b200, h100,"),
-        ("--device h10", "'h10': no such device; legal are a100, b200, cpu, h100,"),
+        ("--device h10", "'h10': no such device; legal are a100, b200, h100,"),
         ("--world 0", "--world 0: must be the number of ranks"),
         ("--json no/where.json", "--json no/where.json: there is no folder no"),
         ("--training.seqlen 3", "is not an option; did you mean"),

@@ -276,7 +276,9 @@ def _in_child(part: Part, rows: Path, log: Path) -> None:
 
 
 def run_parts(parts: Sequence[Part], seconds: float, folder: Path, say: Callable[[str], None] = print) -> list[Row]:
-    """Run each part in a process of its own; give their rows. What fails, or has no time left, is a row too."""
+    """Run each part in a process of its own; give their rows. What fails, or has no time left, is a row too. Ctrl-C is
+    an end of the time."""
+    why = "the time was up; --minutes gives more"
     # Forked, for torch is loaded here, and this process never asks for the GPU.
     context, begin = multiprocessing.get_context("fork"), time.monotonic()
     waiting, running, rows = list(parts), dict[Any, tuple[Part, Path, Path, float]](), list[Row]()
@@ -289,7 +291,7 @@ def run_parts(parts: Sequence[Part], seconds: float, folder: Path, say: Callable
         process.join()
         made = [json.loads(line) for line in path.read_text().splitlines()]
         if left() <= 0 and process.exitcode:
-            made.append(part.row(result=NOT_RUN, note="cut off when the time was up"))
+            made.append(part.row(result=NOT_RUN, note=f"cut off: {why}"))
         elif process.exitcode:
             made.append(part.row(result=FAILED, note=f"its process ended with {process.exitcode}: {log.name}"))
         rows.extend(made)
@@ -310,11 +312,14 @@ def run_parts(parts: Sequence[Part], seconds: float, folder: Path, say: Callable
             process.start()
             running[process] = part, path, log, time.monotonic()
         if left() <= 0:
-            rows += [part.row(result=NOT_RUN, note="the time was up; --minutes gives more") for part in waiting]
+            rows += [part.row(result=NOT_RUN, note=why) for part in waiting]
             waiting.clear()
             for process in running:
                 process.kill()
-        wait([process.sentinel for process in running], timeout=max(left(), 0) if waiting or left() > 0 else None)
+        try:
+            wait([process.sentinel for process in running], timeout=max(left(), 0) if waiting or left() > 0 else None)
+        except KeyboardInterrupt:
+            seconds, why = 0.0, "stopped"
         for process in [process for process in running if process.exitcode is not None]:
             end(process)
     return rows

@@ -1,8 +1,12 @@
 """What the scripts find by themselves, and what they say in one line."""
 
+import os
 import runpy
 import shutil
+import signal
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -309,3 +313,31 @@ def test_a_check_of_a_gpu_ends(
         "check_gpu.py", f"--minutes={minutes}", f"--folder={tmp_path}", monkeypatch=monkeypatch, capsys=capsys
     )
     assert said.startswith("check_gpu: --minutes") and said.endswith("must be above 0 and at most 1440, a day")
+
+
+def _one_row() -> Iterator[dict[str, Any]]:
+    yield {"result": "equal"}
+
+
+def _stop_and_sleep() -> Iterator[dict[str, Any]]:
+    time.sleep(1)  # until it is waited for
+    os.kill(os.getppid(), signal.SIGINT)
+    time.sleep(60)
+    yield {}
+
+
+def test_check_gpu_tells_what_is_done_when_it_is_stopped(tmp_path: Path) -> None:
+    script = runpy.run_path(str(REPOSITORY / "scripts" / "check_gpu.py"))
+    parts = [
+        script["Part"]("bits", "", make.__name__, make, (), 1, True) for make in (_one_row, _stop_and_sleep, _one_row)
+    ]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        rows = script["run_parts"](parts, 600, tmp_path)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert [(row["result"], row.get("note")) for row in rows] == [
+        ("equal", None),
+        ("not run", "stopped"),
+        ("not run", "cut off: stopped"),
+    ]

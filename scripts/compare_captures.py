@@ -12,13 +12,13 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.check.captures import Comparing
 from torchtitan_graph.command import run_command
 from torchtitan_graph.config import DRY, check, load, ranks_asked_for
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
 from torchtitan_graph.log import init_logging, logger
-from torchtitan_graph.trainer import Trainer
 
 
 def compare(words: Sequence[str]) -> Comparing:
@@ -32,12 +32,12 @@ def compare(words: Sequence[str]) -> Comparing:
     init_logging()
     for notice in check(config, world_size):
         logger.warning(notice)
-    trainer = Trainer(config, world_size)
+    blueprint = Blueprint(config, world_size)
     comparing = Comparing()
-    trainer.capture = functools.partial(comparing, **trainer.capture.keywords)
+    blueprint.capture = functools.partial(comparing, **blueprint.capture.keywords)
     init_fake_process_group(world_size, config.comm.fake_rank)
     try:
-        trainer.setup_dry()
+        blueprint.setup_dry()
     finally:
         dist.destroy_process_group()
     return comparing

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.fx import GraphModule
 
 import torchtitan_graph
+from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.command import run_command
 from torchtitan_graph.config import DRY, JobConfig, check, load, ranks_asked_for
 from torchtitan_graph.errors import UserError
@@ -28,7 +29,6 @@ from torchtitan_graph.log import init_logging, logger
 from torchtitan_graph.run.files import check_result, write_result
 from torchtitan_graph.steps import Graphs, costs_on
 from torchtitan_graph.steps.choices import check_disabled
-from torchtitan_graph.trainer import Trainer
 
 EVALUATION = "One microbatch of evaluation: forward alone."
 STAGE = "One microbatch, with what the stage does once a step; its parts run one after another, each holding its own."
@@ -76,27 +76,28 @@ def build(config: JobConfig, world_size: int, trace: Path | None) -> dict[str, A
         UserError: as a run of that configuration; or the profile is of other graphs.
     """
     check_disabled(config.compile.disable_passes)
-    trainer, watch = Trainer(config, world_size), PassWatch()
+    blueprint, watch = Blueprint(config, world_size), PassWatch()
     # Nothing is written but the page, and no number is computed.
     silent = dict(dump_to=None, picture=None, verify=False)
-    trainer.options = dataclasses.replace(trainer.options, look=watch.look, **silent)
+    blueprint.options = dataclasses.replace(blueprint.options, look=watch.look, **silent)
     init_fake_process_group(world_size, config.comm.fake_rank)
     try:
-        graphs = trainer.build_dry()
-        told = forecast(trainer.model, graphs, trainer.layout, trainer.options, config.optimizer)
-        costs, (_, seq_len) = costs_on(trainer.layout, trainer.options), trainer.options.rows
+        graphs = blueprint.build_dry()
+        told = forecast(blueprint.model, graphs, blueprint.layout, blueprint.options, config.optimizer)
+        costs, (_, seq_len) = costs_on(blueprint.layout, blueprint.options), blueprint.options.rows
         strings, shown = Strings(), []
         found = [(name, gms, seq_len, [STAGE] * (len(gms) > 1)) for name, gms in _of_training(graphs).items()]
         seconds = measured(trace, [gm for _, gms, *_ in found for gm in gms]) if trace is not None else {}
-        if trainer.options.eval_rows is not None:
-            eval_len = trainer.options.eval_rows[1]
+        if blueprint.options.eval_rows is not None:
+            eval_len = blueprint.options.eval_rows[1]
             found += [(name, [gm], eval_len, [EVALUATION]) for name, gm in _of_evaluation(graphs).items()]
         for name, gms, length, notes in found:
-            costs = dataclasses.replace(costs, visible=trainer.model.visible_in_one_document(length))
+            costs = dataclasses.replace(costs, visible=blueprint.model.visible_in_one_document(length))
             charged = in_a_row([charges(gm, costs, seconds.get(gm.meta["name"])) for gm in gms])
             shown.append(graph_data(name, gms, charged, costs, watch.graphs[name].passes, strings, notes))
         facts = [
-            f"rank {dist.get_rank()} of {world_size}, {trainer.layout}; estimates by the rates of {costs.rates.name}; "
+            f"rank {dist.get_rank()} of {world_size}, {blueprint.layout}; "
+            f"estimates by the rates of {costs.rates.name}; "
             f"torchtitan_graph {torchtitan_graph.__version__}, torch {torch.__version__}",
         ]
         title = f"{config.model.name} {config.model.flavor or 'as in config.json'}"

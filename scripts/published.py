@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from torch.fx import Node
 
+from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.config.job import JobConfig
 from torchtitan_graph.device import GIB
 from torchtitan_graph.errors import UserError
@@ -29,7 +30,6 @@ from torchtitan_graph.log import init_logging, logger
 from torchtitan_graph.plan.build import Job, build, configuration
 from torchtitan_graph.plan.simulate import Plan, by_rates, simulate
 from torchtitan_graph.rates import RATES, Rates
-from torchtitan_graph.trainer import Trainer
 
 # What casting the operands of a product to float8 moves, over what the product itself reads and writes in bf16: each
 # operand is read once for its largest magnitude, and read and written once more; but several products share one.
@@ -139,11 +139,11 @@ def _in_float8(work: Work) -> tuple[Work, Work]:
     return work._replace(width=1, num_bytes=moved, least=moved), Work(OTHER, 0.0, casts, casts, 2)
 
 
-def as_published(config: JobConfig, world_size: int) -> Trainer:
-    """Give a trainer whose norms are several operators, as they were in the torch of those runs."""
-    trainer = Trainer(config, world_size)
-    trainer.options = dataclasses.replace(trainer.options, plans_norms=False)
-    return trainer
+def as_published(config: JobConfig, world_size: int) -> Blueprint:
+    """Give a blueprint whose norms are several operators, as they were in the torch of those runs."""
+    blueprint = Blueprint(config, world_size)
+    blueprint.options = dataclasses.replace(blueprint.options, plans_norms=False)
+    return blueprint
 
 
 def told(figure: Published, job: Job, rates: Rates) -> Plan:

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.command import run_command
 from torchtitan_graph.compiler import PassPlan, passes
 from torchtitan_graph.config import DRY, JobConfig, check, load, ranks_asked_for
@@ -33,7 +34,6 @@ from torchtitan_graph.run.files import check_result, write_result
 from torchtitan_graph.steps import costs_on
 from torchtitan_graph.steps.choices import check_disabled, plan_extra
 from torchtitan_graph.steps.table import DEPTH, step_table
-from torchtitan_graph.trainer import Trainer
 
 _LINE = re.compile(
     r"    (?P<name>\w+) = (?P<call>[\w.]+).*?  # (?P<value>.*?) ?(?P<phase>forward|backward)"
@@ -153,8 +153,8 @@ def passes_of(config: JobConfig) -> list[str]:
 
 
 @contextlib.contextmanager
-def dry(words: Sequence[str]) -> Iterator[Trainer]:
-    """Give the trainer of a configuration's dry run, without evaluation, on a fake process group.
+def dry(words: Sequence[str]) -> Iterator[Blueprint]:
+    """Give the blueprint of a configuration's dry run, without evaluation, on a fake process group.
 
     Raises:
         UserError: as a run of that configuration.
@@ -164,11 +164,11 @@ def dry(words: Sequence[str]) -> Iterator[Trainer]:
     for notice in check(config, world_size):
         logger.warning(notice)
     check_disabled(config.compile.disable_passes)
-    trainer = Trainer(config, world_size)
-    trainer.options = dataclasses.replace(trainer.options, eval_rows=None)
+    blueprint = Blueprint(config, world_size)
+    blueprint.options = dataclasses.replace(blueprint.options, eval_rows=None)
     init_fake_process_group(world_size, config.comm.fake_rank)
     try:
-        yield trainer
+        yield blueprint
     finally:
         dist.destroy_process_group()
 
@@ -179,11 +179,11 @@ def build(words: Sequence[str], folder: Path, wanted: Sequence[str], parser: arg
     Raises:
         UserError: as a run of that configuration.
     """
-    with dry([*words, "--debug.dump_graphs", "--job.dump_folder", str(folder)]) as trainer:
-        names = passes_of(trainer.config)
+    with dry([*words, "--debug.dump_graphs", "--job.dump_folder", str(folder)]) as blueprint:
+        names = passes_of(blueprint.config)
         chosen = [check_name(name, names, parser) for name in wanted] or names[-1:]
-        trainer.options = dataclasses.replace(trainer.options, dump_only=chosen)
-        trainer.setup_dry()
+        blueprint.options = dataclasses.replace(blueprint.options, dump_only=chosen)
+        blueprint.setup_dry()
 
 
 def table(words: Sequence[str], by: str, depth: int, profile: Path | None) -> list[str]:
@@ -192,12 +192,12 @@ def table(words: Sequence[str], by: str, depth: int, profile: Path | None) -> li
     Raises:
         UserError: as a run of that configuration; or the profile is none of it.
     """
-    with dry([*words, "--compile.record_call_hierarchy"]) as trainer:
-        of_rank = (trainer.config.comm.fake_rank, trainer.dims.num_ranks)
+    with dry([*words, "--compile.record_call_hierarchy"]) as blueprint:
+        of_rank = (blueprint.config.comm.fake_rank, blueprint.dims.num_ranks)
         trace = find_trace(profile, *of_rank) if profile is not None else None
-        graphs, options = trainer.build_dry(), trainer.options
-        costs = costs_on(trainer.layout, options)
-        return step_table(trainer.model, graphs, options.rows[1], costs, by=by, depth=depth, trace=trace)
+        graphs, options = blueprint.build_dry(), blueprint.options
+        costs = costs_on(blueprint.layout, options)
+        return step_table(blueprint.model, graphs, options.rows[1], costs, by=by, depth=depth, trace=trace)
 
 
 def make_parser() -> argparse.ArgumentParser:

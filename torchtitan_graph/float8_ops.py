@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_ALIGNED = (
-    16  # numbers, and bytes: what the kernel wants widths, and where each group's columns begin, to be multiples of
-)
+# Numbers, and bytes: what the kernel wants widths, and where each group's columns begin, to be multiples of.
+_ALIGNED = 16
 
 
 @torch.library.custom_op("torchtitan_graph::scaled_grouped_mm", mutates_args=())

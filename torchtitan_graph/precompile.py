@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.config import JobConfig, check, load, ranks_asked_for
 from torchtitan_graph.device import rates
 from torchtitan_graph.errors import UserError
@@ -25,7 +26,6 @@ from torchtitan_graph.graph.torch_private.distributed import init_fake_process_g
 from torchtitan_graph.log import init_logging, logger
 from torchtitan_graph.steps.choices import check_disabled
 from torchtitan_graph.steps.precompiled import AXES, Writer, ranks_to_trace
-from torchtitan_graph.trainer import Trainer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,14 +59,14 @@ def precompile(config: JobConfig, world_size: int) -> None:
     folder, config.compile.precompiled = Path(config.compile.precompiled), None
     config.comm.mode = "fake_backend"  # nothing is sent, nothing is loaded
     begin, writer = time.perf_counter(), None
-    trainer = trainer_of(config, world_size)
-    ranks = ranks_to_trace(trainer.dims)
+    blueprint = blueprint_here(config, world_size)
+    ranks = ranks_to_trace(blueprint.dims)
     for number, (place, rank) in enumerate(ranks.items(), start=1):
-        trainer = trainer if number == 1 else trainer_of(config, world_size)
-        writer = writer or Writer(folder, trainer.fingerprint())
+        blueprint = blueprint if number == 1 else blueprint_here(config, world_size)
+        writer = writer or Writer(folder, blueprint.fingerprint())
         init_fake_process_group(world_size, rank)
         try:
-            writer.add(place, trainer.precompile())
+            writer.add(place, blueprint.precompile())
         finally:
             dist.destroy_process_group()
         where = ", ".join(f"{axis} {i}" for axis, i in zip(AXES, place, strict=True))
@@ -80,12 +80,12 @@ def precompile(config: JobConfig, world_size: int) -> None:
     )
 
 
-def trainer_of(config: JobConfig, world_size: int) -> Trainer:
-    """Build a trainer for the device that is here, not the one that a dry run would estimate for."""
+def blueprint_here(config: JobConfig, world_size: int) -> Blueprint:
+    """Make a blueprint for the device that is here, not the one that a dry run would estimate for."""
     comm = dataclasses.replace(config.comm, fake_device="CPU")  # in place of no GPU
-    trainer = Trainer(dataclasses.replace(config, comm=comm), world_size)
-    trainer.options = dataclasses.replace(trainer.options, rates=rates())
-    return trainer
+    blueprint = Blueprint(dataclasses.replace(config, comm=comm), world_size)
+    blueprint.options = dataclasses.replace(blueprint.options, rates=rates())
+    return blueprint
 
 
 if __name__ == "__main__":

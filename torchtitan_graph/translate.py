@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.config import JobConfig, check, smallest_world
 from torchtitan_graph.config.dump import dump_changes
 from torchtitan_graph.config.job import get
@@ -18,7 +19,6 @@ from torchtitan_graph.config.support import FLAVOR_SUFFIXES, IGNORED, REFUSED
 from torchtitan_graph.data.tokenizer import load_tokenizer
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.steps.choices import check_disabled
-from torchtitan_graph.trainer import Trainer
 
 OTHER, HARMLESS, SAID = "other", "harmless", "said"
 TITLES = {
@@ -89,7 +89,7 @@ def rehearse(config: JobConfig) -> tuple[list[str], list[str]]:
 def _refusal(config: JobConfig, world_size: int) -> str | None:
     try:
         check_disabled(config.compile.disable_passes)
-        Trainer(copy.deepcopy(config), world_size)
+        Blueprint(copy.deepcopy(config), world_size)
     except UserError as error:
         return str(error)
     return None

@@ -5,7 +5,9 @@ import os
 
 os.environ.pop("PYTORCH_NO_CUDA_MEMORY_CACHING", None)  # the pool is the caching allocator's
 
+import contextlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +65,7 @@ def test_a_step_is_recorded_once_and_replayed(options: str, tmp_path: Path, monk
     outside = watch_allocations(monkeypatch)
     first, second, *later = train(tmp_path, monkeypatch, options)
     assert len(later) == 3 and not refused([first, second, *later]) and not outside
-    assert first["capture"] == 0 and second["capture"] > 0
+    assert first["capture"] == 0 and second["replay"] == second["capture"] > 0  # nothing runs while it is recorded
     for counts in later:
         assert counts["capture"] == 0 and counts["replay"] == second["capture"]
     null_gpu.tell(f"{second['capture']} pieces; {kernels(first)} kernels as it is, {kernels(later[0])} beside them")
@@ -115,6 +117,23 @@ def test_a_parameter_that_moves_is_found(tmp_path: Path, monkeypatch: pytest.Mon
 
     steps = train(tmp_path, monkeypatch, SDPA, move)
     assert [counts["capture"] > 0 for counts in steps] == [False, True, False, True, False]
+
+
+def copied_from_the_host(is_waited_for: bool) -> list[Tensor]:
+    host = torch.ones(4, pin_memory=True)
+    copy = torch.ops.torchtitan_graph.reload(host, "cuda")
+    return [torch.ops.torchtitan_graph.arrived(copy, host) if is_waited_for else copy]
+
+
+@pytest.mark.parametrize("is_waited_for", [True, False])
+def test_copies_beside_what_is_computed_begin_and_end_with_it(is_waited_for: bool) -> None:
+    """Their stream is in the capture if it waits for the one that computes; that one has to wait for it in turn."""
+    copied_from_the_host(True)  # so there is pinned memory
+    null_gpu.take()
+    recorder = devices.CudaRecorder(torch.cuda.graph_pool_handle())
+    with contextlib.nullcontext() if is_waited_for else pytest.raises(RuntimeError):
+        recorder.record(partial(copied_from_the_host, is_waited_for))
+    assert not refused([null_gpu.take()])
 
 
 EARLIER: list[Any] = []  # what is there before the capture begins: an event, another stream, its memory

@@ -174,6 +174,7 @@ def test_the_host_waits_for_rows_once_a_layer(layout: str, recompute: Recompute)
     num_layers = sum(isinstance(module, MoE) for module in matrix.build_model(cell).modules())
     for _, counts in run_on(4, as_graph, cell):
         assert sum(number for what, number in counts.items() if what.startswith("wait ")) == num_layers
+        assert not counts["copy to the host, not pinned"]
 
 
 @pytest.mark.parametrize("name", PIPELINES)

@@ -23,6 +23,10 @@ EXPERTS = "--model.name qwen3 --model.flavor debugmodel_moe"
 BF16 = "--training.mixed_precision_param bfloat16"
 FLOAT8 = f"{EXPERTS} {BF16} --model.converters quantize.grouped_mm.float8 --quantize.grouped_mm.float8.fqns experts"
 OFFSETS = ("_groups", "ends = offsets_E.tolist()")  # of experts in fp32, which torch has no grouped kernel for
+LANDED = ("_landed", "torch.cuda.current_stream().synchronize()")
+# A norm's squares on their way to other ranks, and back.
+SENT = ("_sum_over", "there = x if device is None else x.to(device)")
+SUMMED = ("_sum_over", 'return c10d.wait_tensor(c10d.all_reduce(there, "sum", group.group_name)).to(x.device)')
 READ = ("wait", "self._copied.synchronize()")
 LAUNCHED = ("wait", "after the optimizer was launched")
 
@@ -93,6 +97,13 @@ def test_experts_in_fp32_wait_for_their_offsets_too(tmp_path: Path) -> None:
     options = f"--metrics.log_freq 100 {EXPERTS} --training.mixed_precision_param float32"
     _, *after_the_first = train(tmp_path, *options.split())
     assert all(waits.keys() == {READ, OFFSETS, LAUNCHED} and waits[READ] == 1 for waits in after_the_first[:-1])
+
+
+def test_gradients_that_go_to_the_host_are_waited_for_there(tmp_path: Path) -> None:
+    _, *after_the_first = train(tmp_path, *["--metrics.log_freq", "100", "--training.enable_cpu_offload"])
+    for waits in after_the_first[:-1]:
+        null_gpu.tell(str(dict(waits)))
+        assert waits.keys() == {READ, LANDED, SENT, SUMMED, LAUNCHED} and waits[READ] == 1 and not waits[LAUNCHED]
 
 
 def test_validation_waits_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

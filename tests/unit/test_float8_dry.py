@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.config import load
 from torchtitan_graph.graph.flops import matmul_flops
 from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
-from torchtitan_graph.trainer import Trainer
 
 aten = torch.ops.aten
 
@@ -18,10 +18,10 @@ def test_products_are_those_of_the_device_that_is_estimated_for(recipe: str) -> 
     words += ["--activation_checkpoint.mode", "none", "--comm.mode"]
     found = {}
     for device in ("H100", "CPU"):
-        trainer = Trainer(load([*words, "fake_backend", "--comm.fake_device", device]), 1)
+        blueprint = Blueprint(load([*words, "fake_backend", "--comm.fake_device", device]), 1)
         init_fake_process_group(1)
         try:
-            graphs = trainer.build_dry()
+            graphs = blueprint.build_dry()
         finally:
             torch.distributed.destroy_process_group()
         nodes = graphs.train.gm.graph.nodes  # type: ignore[union-attr]

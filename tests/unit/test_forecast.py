@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_graph import device as devices
+from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.check.matrix import BF16, NUM_ROWS, SEQ_LEN, Cell, build_model
 from torchtitan_graph.config import job, load
 from torchtitan_graph.device import GIB
@@ -33,7 +34,6 @@ from torchtitan_graph.parallel.recompute import Budget, Recompute
 from torchtitan_graph.parallel.storage import Reshard
 from torchtitan_graph.steps import build_graphs
 from torchtitan_graph.steps.budget import EARLIER, PARAMETERS
-from torchtitan_graph.trainer import Trainer
 
 
 @pytest.fixture(autouse=True)
@@ -189,12 +189,12 @@ def test_the_optimizers_step_is_traced_too_where_it_is_a_graph(
     monkeypatch.setattr(logger, "propagate", True)
     options = ["--compile.optimizer_in_graph", f"--parallelism.{axis}_parallel_degree", "2", "--training.seq_len", "64"]
     options += optimizer.split()
-    trainer = Trainer(load(["--comm.mode", "fake_backend", *options]), 4)
+    blueprint = Blueprint(load(["--comm.mode", "fake_backend", *options]), 4)
     init_fake_process_group(4)
     with caplog.at_level(logging.INFO):
-        trainer.setup_dry()
+        blueprint.setup_dry()
     assert said in caplog.text
-    assert all(p.is_meta for p in trainer.model.parameters()), "nothing is allocated"
+    assert all(p.is_meta for p in blueprint.model.parameters()), "nothing is allocated"
 
 
 @pytest.mark.parametrize(("gib", "said"), [(1e-3, "a rank needs .* the least, activation_checkpoint"), (1.0, "")])

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.config import load
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.flops import Flops
@@ -20,11 +21,10 @@ from torchtitan_graph.models import llama3
 from torchtitan_graph.models.spec import tiny_config
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.passes.tag_budget import Curve, Point
-from torchtitan_graph.precompile import trainer_of
+from torchtitan_graph.precompile import blueprint_here
 from torchtitan_graph.steps import step_options
 from torchtitan_graph.steps.fingerprint import fingerprint
 from torchtitan_graph.steps.precompiled import INDEX, Rewritten, Writer, open_precompiled, steps_to_data
-from torchtitan_graph.trainer import Trainer
 
 CPU, X = torch.device("cpu"), torch.ones(3)
 LAYOUT: Any = SimpleNamespace(rank=lambda axis: 0, groups_by_place={})
@@ -143,7 +143,7 @@ def test_on_a_cpu_nothing_is_moved_as_in_training() -> None:
     """Though graphs are made as in a dry run, which shows what a GPU would."""
     words = ["--activation_checkpoint.offload", "layers.*", "--training.enable_cpu_offload"]
     config = load(["--comm.mode", "fake_backend", *words])
-    dry, here = Trainer(config, 1).options, trainer_of(config, 1).options
+    dry, here = Blueprint(config, 1).options, blueprint_here(config, 1).options
     assert dry.offload and dry.cpu_offload
     assert not here.offload and not here.cpu_offload
 

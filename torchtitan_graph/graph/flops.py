@@ -44,6 +44,10 @@ _BACKWARD = (
 
 _OWN = torch.ops.torchtitan_graph
 GROUPED_MM = _OWN.grouped_mm.default
+_GROUPED = (
+    *(GROUPED_MM, _OWN.grouped_outer.default),
+    *(_OWN.scaled_grouped_mm.default, _OWN.scaled_grouped_outer.default),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,9 +120,7 @@ def matmul_flops(node: Node) -> int:
     if node.target is aten.convolution_backward.default:
         forward = _convolution(_shape(node, 1), _shape(node, 2), _shape(node, 0), node.args[7])
         return forward * sum(node.args[10][:2])  # type: ignore[arg-type, index, misc]
-    if node.target in (GROUPED_MM, _OWN.scaled_grouped_mm.default):
-        return 2 * _shape(node, 0).numel() * value(node).shape[-1]
-    if node.target in (_OWN.grouped_outer.default, _OWN.scaled_grouped_outer.default):
+    if node.target in _GROUPED:  # each number of the rows meets a row of its group's matrix, or of the other's
         return 2 * _shape(node, 0).numel() * value(node).shape[-1]
     return 0
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.command import run_command
 from torchtitan_graph.device import host_peak_memory_gib
 from torchtitan_graph.errors import UserError
@@ -26,7 +27,6 @@ from torchtitan_graph.plan.report import as_data, lines
 from torchtitan_graph.plan.simulate import by_rates, simulate
 from torchtitan_graph.rates import RATES, find_rates
 from torchtitan_graph.run.files import check_result, write_result
-from torchtitan_graph.trainer import Trainer
 
 
 def parser() -> argparse.ArgumentParser:
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = configuration(of_training, options.world)
         outlook.check_arguments(options, config)
         if options.expert_load is not None:
-            outlook.check_loads(options.expert_load, Trainer(config, options.world).model)
+            outlook.check_loads(options.expert_load, Blueprint(config, options.world).model)
         cpu = ThisCpu(options.world) if rates.name == CPU else None
         rates = rates if cpu is None else cpu.rates(rates)
         if varied is not None:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.fx import GraphModule
 
+from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.config import DRY, JobConfig, check, load
 from torchtitan_graph.config.check import MOST_RANKS
 from torchtitan_graph.config.job import OPTIONS
@@ -28,7 +29,6 @@ from torchtitan_graph.rates import Rates
 from torchtitan_graph.steps import Graphs, StepOptions
 from torchtitan_graph.steps.choices import check_disabled
 from torchtitan_graph.steps.held import in_flight
-from torchtitan_graph.trainer import Trainer
 
 CPU = "CPU"  # the device that this process may be
 
@@ -94,18 +94,18 @@ def configuration(words: Sequence[str], world_size: int) -> JobConfig:
     return config
 
 
-def build(config: JobConfig, world_size: int, rates: Rates, make: Callable[..., Trainer] = Trainer) -> Job:
+def build(config: JobConfig, world_size: int, rates: Rates, make: Callable[..., Blueprint] = Blueprint) -> Job:
     """Build the graphs of a job's ranks on devices of a kind. Ranks of a pipeline whose stages are alike share theirs.
 
     Args:
-        make: gives a trainer for a configuration and a number of ranks.
+        make: gives a blueprint for a configuration and a number of ranks.
 
     Raises:
         UserError: as a run of that configuration.
     """
     # Float8 is traced as a GPU multiplies it, or emulated, as a CPU does.
     comm = dataclasses.replace(config.comm, fake_device="CPU" if rates.name.upper().startswith("CPU") else "H100")
-    make = partial(_trainer, make, dataclasses.replace(config, comm=comm), world_size, rates)
+    make = partial(_blueprint, make, dataclasses.replace(config, comm=comm), world_size, rates)
     first = make()
     places: dict[Hashable, list[int]] = {}
     for place in range(first.dims.pp):
@@ -114,34 +114,34 @@ def build(config: JobConfig, world_size: int, rates: Rates, make: Callable[..., 
     for number, alike in enumerate(places.values(), start=1):
         if len(places) > 1:
             logger.info(f"graphs {number} of {len(places)}, of the pipeline's rank {', '.join(map(str, alike))}")
-        trainer = first if number == 1 else make()
-        ranks |= _ranks_at(alike, trainer, world_size)
+        blueprint = first if number == 1 else make()
+        ranks |= _ranks_at(alike, blueprint, world_size)
     return Job(config, first.dims, first.options, first.rows_per_step, [ranks[place] for place in sorted(ranks)])
 
 
-def _trainer(make: Callable[..., Trainer], config: JobConfig, world_size: int, rates: Rates) -> Trainer:
-    trainer = make(copy.deepcopy(config), world_size)  # what it resolves for this layout stays its own
-    trainer.options = dataclasses.replace(trainer.options, rates=rates, dump_to=None, picture=None)
+def _blueprint(make: Callable[..., Blueprint], config: JobConfig, world_size: int, rates: Rates) -> Blueprint:
+    blueprint = make(copy.deepcopy(config), world_size)  # what it resolves for this layout stays its own
+    blueprint.options = dataclasses.replace(blueprint.options, rates=rates, dump_to=None, picture=None)
     if rates.name == CPU:
-        trainer.options = dataclasses.replace(trainer.options, compiles=True)  # a replay runs what is compiled
-    return trainer
+        blueprint.options = dataclasses.replace(blueprint.options, compiles=True)  # a replay runs what is compiled
+    return blueprint
 
 
-def _ranks_at(places: Sequence[int], trainer: Trainer, world_size: int) -> dict[int, Rank]:
+def _ranks_at(places: Sequence[int], blueprint: Blueprint, world_size: int) -> dict[int, Rank]:
     """Build the graphs of the first of some places along pp, and let the others have the same."""
-    num_ranks = world_size // trainer.dims.pp
-    stands_for = "gloo" if trainer.options.rates.name == CPU else "nccl"
+    num_ranks = world_size // blueprint.dims.pp
+    stands_for = "gloo" if blueprint.options.rates.name == CPU else "nccl"
     init_fake_process_group(world_size, places[0] * num_ranks, stands_for)
     try:
-        graphs = trainer.build_dry()
-        layout, options, model = trainer.layout, trainer.options, trainer.model
+        graphs = blueprint.build_dry()
+        layout, options, model = blueprint.layout, blueprint.options, blueprint.model
         links = layout.links(options.rates.num_near)
         visible = model.visible_in_one_document(options.rows[1])
         found = {}
         for place in places:
             names = _names(options, places[0], place) or {name: name for name in model.modules_in_order}
             own = _renamed(graphs, options, names, place)
-            told = forecast(model, own, layout, options, trainer.config.optimizer, place)
+            told = forecast(model, own, layout, options, blueprint.config.optimizer, place)
             found[place] = Rank(place * num_ranks, own, links, told, visible, names)
     finally:
         dist.destroy_process_group()

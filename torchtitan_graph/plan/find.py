@@ -7,6 +7,7 @@ import functools
 import sys
 from collections.abc import Sequence
 
+from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.config import JobConfig
 from torchtitan_graph.config.dump import dump_changes
 from torchtitan_graph.device import GIB
@@ -20,7 +21,6 @@ from torchtitan_graph.plan.on_cpu import ThisCpu
 from torchtitan_graph.plan.search import VARIED, Candidate, Figures, Found, Search
 from torchtitan_graph.plan.simulate import Plan, by_rates, simulate
 from torchtitan_graph.rates import Rates
-from torchtitan_graph.trainer import Trainer
 
 _SHOWN = 10  # of those that lost, by each reason
 
@@ -61,10 +61,10 @@ def search(
     Raises:
         UserError: the job itself can't be built, nothing is legal, or nothing fits.
     """
-    first = Trainer(config, world_size)
+    first = Blueprint(config, world_size)
 
     def forecast(config: JobConfig, layers: int | None) -> Figures:
-        make = Trainer if layers is None else functools.partial(_shallow, layers)
+        make = Blueprint if layers is None else functools.partial(_shallow, layers)
         job = build(config, world_size, rates, make)
         if cpu is not None:
             cpu.learn(job)
@@ -91,10 +91,10 @@ def search(
         logger.setLevel(level)
 
 
-def _shallow(layers: int, config: JobConfig, world_size: int) -> Trainer:
-    trainer = Trainer(config, world_size)
-    keep_layers(trainer.model, layers)
-    return trainer
+def _shallow(layers: int, config: JobConfig, world_size: int) -> Blueprint:
+    blueprint = Blueprint(config, world_size)
+    keep_layers(blueprint.model, layers)
+    return blueprint
 
 
 def best_toml(of: Search, best: Candidate) -> str:

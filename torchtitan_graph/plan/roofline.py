@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.config import JobConfig, dump_toml
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
@@ -49,7 +50,6 @@ from torchtitan_graph.plan.build import Job, Rank, build
 from torchtitan_graph.plan.simulate import by_rates
 from torchtitan_graph.rates import Rates
 from torchtitan_graph.steps.budget import trained_bytes
-from torchtitan_graph.trainer import Trainer
 
 LOSS, NORMS, POINTWISE, COPIES = "loss", "norms", "pointwise and others", "copies and casts"
 COMMUNICATION, OPTIMIZER = "communication", "optimizer"
@@ -172,10 +172,10 @@ def roofline(config: JobConfig, world_size: int, rates: Rates) -> Roofline:
     return Roofline(job, rates, steps, rank.told.operations * job.options.num_microbatches)
 
 
-def _uncompiled(config: JobConfig, world_size: int) -> Trainer:
-    trainer = Trainer(config, world_size)
-    trainer.options = dataclasses.replace(trainer.options, regions={})
-    return trainer
+def _uncompiled(config: JobConfig, world_size: int) -> Blueprint:
+    blueprint = Blueprint(config, world_size)
+    blueprint.options = dataclasses.replace(blueprint.options, regions={})
+    return blueprint
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from torchtitan_graph import rates
+from torchtitan_graph import rates, row_loss
 from torchtitan_graph.graph import cost
 from torchtitan_graph.graph.cost import Costs, Estimate, Link, estimate, fused_kernels
 from torchtitan_graph.graph.liveness import Memories, readers_of_memory
@@ -66,6 +66,37 @@ def test_narrow_products_run_at_their_own_rate() -> None:
     with FakeTensorMode():
         gm = make_fx(torch.mm)(*torch.empty(2, N, N, dtype=torch.bfloat16))
     assert close(estimate(gm, COSTS), PRODUCT / 4)
+
+
+def test_products_in_float8_reach_their_own_share() -> None:
+    work = cost.Work(cost.PRODUCT, 1e12, 0.0, 0.0, width=1)
+    costs = Costs(RATES._replace(fp8=8e12, fp8_share=0.25, product_share=0.5))
+    assert costs.terms(work)[cost.COMPUTE] == 1e12 / (8e12 * 0.25)
+    assert costs.terms(work._replace(width=2))[cost.COMPUTE] == 1e12 / (4e12 * 0.5)
+
+
+def test_what_takes_rows_of_a_table_reads_no_others() -> None:
+    with FakeTensorMode():
+        gm = make_fx(torch.embedding)(torch.empty(1000 * N, N), torch.empty(2, dtype=torch.int64))
+    (node,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.embedding.default)
+    assert cost.touched(node) == 2 * (2 * 4 * N)
+
+
+@pytest.mark.parametrize(("dtype", "forward", "backward"), [(torch.bfloat16, 14, 36), (torch.float32, 8, 32)])
+def test_a_loss_by_rows_goes_through_its_logits_several_times(dtype: torch.dtype, forward: int, backward: int) -> None:
+    """Bytes for each logit; those in fp32 are not cast. See tests/unit/plan/test_roofline.py for the terms."""
+    with FakeTensorMode():
+        gm = make_fx(lambda x, labels: row_loss.cross_entropy_backward_(x, *_loss_and_more(x, labels)))(
+            torch.empty(N, N, dtype=dtype), torch.empty(N, dtype=torch.int64)
+        )
+    for target, expected in ((row_loss.cross_entropy, forward), (row_loss.cross_entropy_backward_, backward)):
+        (node,) = gm.graph.find_nodes(op="call_function", target=target)
+        assert cost.touched(node) / N**2 == pytest.approx(expected, rel=0.01)  # and a little for each row
+
+
+def _loss_and_more(logits_TV: Tensor, labels_T: Tensor) -> tuple[object, ...]:
+    loss, total = row_loss.cross_entropy(logits_TV, labels_T, -100)
+    return loss, labels_T, total, -100
 
 
 def test_what_is_waited_for_at_once_is_exposed() -> None:
@@ -158,6 +189,36 @@ def test_copies_to_the_host_run_beside_products() -> None:
     found = estimate(graph_of(away), Costs(rates_, LINKS))
     assert found.seconds == pytest.approx(4 * N**2 / 1e8)
     assert found.exposed == pytest.approx({"to the host": 4 * N**2 / 1e8 - PRODUCT})
+
+
+LATE = Costs(RATES._replace(launch=1e-3, near=1e30, near_hop=0.0, host=1e8), LINKS)
+
+
+def test_the_host_goes_on_when_a_copy_has_landed() -> None:
+    own = torch.ops.torchtitan_graph
+
+    def away(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        there = own.arrived(own.offload(x), x)
+        return own.landed(there), x + y
+
+    assert close(estimate(graph_of(away), LATE), 1e-3 + 4 * N**2 / 1e8 + 1e-3 + ADD, **{"to the host": 4 * N**2 / 1e8})
+
+
+def test_the_host_knows_how_many_rows_it_sends_when_they_are_counted() -> None:
+    """The device is busy till then; what comes behind the exchange is not started before."""
+    own = torch.ops.torchtitan_graph
+
+    def counted(x: Tensor, y: Tensor) -> Tensor:
+        counts = torch.empty(8, 8, dtype=torch.int64)
+        return own.row_splits(counts, counts)
+
+    def sent(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        z = x @ y
+        rows = own.exchange(x, counted(x, y), False, N, "a")
+        return z, wait(rows), x + y
+
+    until_counted = estimate(graph_of(lambda x, y: (x @ y, counted(x, y))), LATE).seconds
+    assert estimate(graph_of(sent), LATE).seconds == pytest.approx(until_counted + 1e-3 + ADD)
 
 
 def test_what_rests_on_the_host_is_updated_and_summed_there() -> None:

@@ -119,6 +119,28 @@ def test_groups_count_what_they_multiply() -> None:
     assert counted((8, 16), (2, 16, 24)) == 3 * 2 * (8 * 16) * 24
 
 
+OWN = torch.ops.torchtitan_graph
+S, E, D, F_ = 8, 2, 16, 24  # rows, groups, widths
+ROWS, OTHER, WEIGHTS = ((S, D), torch.bfloat16), ((S, F_), torch.bfloat16), ((E, F_, D), torch.bfloat16)
+ROWS_8, OTHER_8, WEIGHTS_8 = (((*shape,), torch.float8_e4m3fn) for shape, _ in (ROWS, OTHER, WEIGHTS))
+OF_ROWS, OF_WIDTH, OF_OTHER = ((S,), torch.float32), ((E, D), torch.float32), ((E, F_), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("product", "inputs"),
+    [
+        (lambda x, w: OWN.grouped_mm(x, w, OFFSETS, True), (ROWS, WEIGHTS)),
+        (lambda x, y: OWN.grouped_outer(x, y, OFFSETS), (ROWS, OTHER)),
+        (lambda x, a, w, b: OWN.scaled_grouped_mm(x, a, w, b, OFFSETS), (ROWS_8, OF_ROWS, WEIGHTS_8, OF_OTHER)),
+        (lambda x, a, y, b: OWN.scaled_grouped_outer(x, a, y, b, OFFSETS), (ROWS_8, OF_WIDTH, OTHER_8, OF_OTHER)),
+    ],
+    ids=["mm", "outer", "scaled mm", "scaled outer"],
+)
+def test_products_of_experts_count_each_row_once(product: Any, inputs: Any) -> None:
+    given = [torch.zeros(shape, dtype=dtype) for shape, dtype in inputs]
+    assert count_flops(minimal_fx_tracer(product)(*given).gm, ()).matmul == 2 * S * D * F_
+
+
 def test_recomputed_operators_would_count_twice_so_the_count_is_taken_before() -> None:
     gm = traced()
     before = count_flops(gm, BLOCKS)
@@ -155,3 +177,4 @@ def test_the_visible_pairs_are_those_of_the_masks(family: str, counted: str, mon
 def test_operations_scale_attention_alone_by_what_the_mask_leaves() -> None:
     flops = dataclasses.replace(count_flops(traced(), BLOCKS), matmul=100, attention={"layers.0": 10, "layers.1": 20})
     assert flops.of({"layers.0": 0.5, "layers.1": 0.25}) == 110.0
+    assert flops.of({"layers.0": 0.5, "layers.1": 0.25}, 0.5) == 50.0 + 10 / 4, "rows half as long"

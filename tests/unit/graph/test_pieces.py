@@ -68,3 +68,27 @@ def test_a_collective_under_way_at_a_cut_is_not_recorded(between, is_cut: bool) 
     loose = [node for piece in pieces if not piece.is_recorded for node in piece.gives]
     assert [piece.is_recorded for piece in pieces] == ([True, False, True] if is_cut else [True])
     assert (wait in loose) == is_cut
+
+
+def test_what_is_under_way_where_another_wait_is_not_recorded_is_not_either() -> None:
+    gm = graph(lambda x: (x + 1) * 2)
+    add, mul = (node for node in gm.graph.nodes if node.op == "call_function")
+    c10d = torch.ops._c10d_functional
+    with gm.graph.inserting_before(mul):
+        first = call(gm.graph, add, c10d.all_reduce.default, add, "sum", "0")
+        other = call(gm.graph, add, torch.ops.test_pieces.own.default, add)
+        second = call(gm.graph, add, c10d.all_reduce.default, other, "sum", "0")
+        waits = [call(gm.graph, add, c10d.wait_tensor.default, start) for start in (first, second)]
+        total = call(gm.graph, add, torch.ops.aten.add.Tensor, *waits)
+    mul.replace_input_with(add, total)
+    loose = [node for piece in cut_into_pieces(gm) if not piece.is_recorded for node in piece.gives]
+    assert set(waits) <= set(loose)
+
+
+def test_what_gives_as_much_as_the_numbers_say_is_not_recorded() -> None:
+    gm = graph(lambda x: (x + 1) * 2)
+    add, mul = (node for node in gm.graph.nodes if node.op == "call_function")
+    with gm.graph.inserting_before(mul):
+        found = gm.graph.call_function(torch.ops.aten.nonzero.default, (add,))
+    found.meta["val"] = torch.empty(4, 2, dtype=torch.int64)  # where sizes may be unknown, a trace has it
+    assert [piece.is_recorded for piece in cut_into_pieces(gm)] == [True, False, True]

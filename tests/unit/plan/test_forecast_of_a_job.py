@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.config import load
 from torchtitan_graph.forecast import OPTIMIZER, STEP
 from torchtitan_graph.graph.cost import estimate
@@ -22,7 +23,6 @@ from torchtitan_graph.plan.build import Job, build, configuration
 from torchtitan_graph.plan.report import as_data, lines
 from torchtitan_graph.plan.simulate import by_rates, simulate
 from torchtitan_graph.rates import RATES
-from torchtitan_graph.trainer import Trainer
 
 H100 = RATES["H100"]
 DEBUG = ["--training.seq_len", "64", "--training.local_batch_size", "4", "--compile.optimizer_in_graph", "false"]
@@ -57,11 +57,11 @@ def test_memory_is_what_a_dry_run_says(name: str, jobs: Callable[[str], Job]) ->
     for place, rank in enumerate(found.ranks):
         assert sum(rank.told.at_peak.values()) == rank.told.held[STEP]
         assert plan.needs[place] == rank.told.in_all + int(H100.reserved_gib * 2**30)
-    trainer = Trainer(load([*DEBUG, *words, "--comm.mode", "fake_backend"]), world_size)
-    trainer.options = dataclasses.replace(trainer.options, rates=H100)
+    blueprint = Blueprint(load([*DEBUG, *words, "--comm.mode", "fake_backend"]), world_size)
+    blueprint.options = dataclasses.replace(blueprint.options, rates=H100)
     init_fake_process_group(world_size, plan.rank.rank)
     try:
-        said = trainer.setup_dry()
+        said = blueprint.setup_dry()
     finally:
         torch.distributed.destroy_process_group()
     told = plan.rank.told
@@ -169,7 +169,7 @@ def test_stages_that_are_alike_are_built_once_and_right(tmp_path: Path, monkeypa
     assert ahead[0] == ahead[1]
     uneven, saved = ahead[0].uneven, ahead[0].saving
     assert uneven is not None and uneven.step_s > uneven.even_s
-    model = Trainer(load(["--model.name", "deepseek_v3"]), 1).model
+    model = Blueprint(load(["--model.name", "deepseek_v3"]), 1).model
     assert saved is not None and saved.num_bytes == sum(p.numel() for p in model.parameters()) * 4 * 3
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.config import JobConfig, check, load
 from torchtitan_graph.config.job import get
 from torchtitan_graph.errors import UserError
@@ -22,7 +23,6 @@ from torchtitan_graph.plan.search import VARIED, Figures, Search, degrees
 from torchtitan_graph.plan.simulate import by_rates, simulate
 from torchtitan_graph.rates import RATES
 from torchtitan_graph.steps import StepOptions
-from torchtitan_graph.trainer import Trainer
 
 GIB = 2**30
 
@@ -164,7 +164,7 @@ def test_the_best_is_a_file_that_loads_and_trains_as_it_is(tmp_path: Path) -> No
 
 def test_what_the_trainer_refuses_is_told_in_its_words() -> None:
     def refuses(config: JobConfig, layers: int | None) -> Figures:
-        Trainer(config, 4)
+        Blueprint(config, 4)
         return made_up(config, layers)
 
     found = search(120.0, refuses, varied=("tp", "pp", "schedule")).run()

@@ -81,7 +81,7 @@ def varlen_attention(
     if q_TNH.is_cuda:
         number, longest = sizes.tolist()
         out_TNH, lse_NT = varlen_forward(q_TNH, k_TKH, v_TKH, begins[: number + 1], longest, scale)
-        return out_TNH.view(q_BLNH.shape), lse_NT
+        return out_TNH.reshape(q_BLNH.shape), lse_NT
     out_TNH, lse_NT = _empty_results(q_BLNH)
     q_NTH, k_NTH, v_NTH = _by_head(q_TNH, k_TKH, v_TKH)
     for at in _places(begins, sizes):
@@ -114,10 +114,13 @@ def varlen_attention_backward(
         q_NTH, k_NTH, v_NTH = _by_head(q_TNH, k_TKH, v_TKH)
         d_out_NTH, out_NTH = d_out_TNH.transpose(0, 1), out_TNH.transpose(0, 1)
         for at in _places(begins, sizes):
-            of_segment = (x[:, at] for x in (d_out_NTH, q_NTH, k_NTH, v_NTH, out_NTH, lse_NT))
-            for all_TKH, part_NLH in zip(gradients, causal_backward(*of_segment, scale), strict=True):
+            d_out_NLH, q_NLH, k_NLH, v_NLH, out_NLH, lse_NL = (
+                x[:, at] for x in (d_out_NTH, q_NTH, k_NTH, v_NTH, out_NTH, lse_NT)
+            )
+            parts = causal_backward(d_out_NLH, q_NLH, k_NLH, v_NLH, out_NLH, lse_NL, scale)
+            for all_TKH, part_NLH in zip(gradients, parts, strict=True):
                 all_TKH[at] = part_NLH.unflatten(0, (all_TKH.shape[1], -1)).sum(1).transpose(0, 1)
-    dq, dk, dv = (g.view(x.shape) for g, x in zip(gradients, (q_BLNH, k_BLKH, v_BLKH), strict=True))
+    dq, dk, dv = (g.reshape(x.shape) for g, x in zip(gradients, (q_BLNH, k_BLKH, v_BLKH), strict=True))
     return dq, dk, dv
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import ModuleType
@@ -83,7 +84,7 @@ class Steps:
             self.quantized.refresh()
         loss: Tensor | None = None
         state: dict[str, Tensor] = {}
-        each = list(zip(microbatches, on_host or [None] * len(microbatches), strict=True))
+        each = list(zip(microbatches, on_host or itertools.repeat(None), strict=on_host is not None))
         if isinstance(self.step, Pipeline):
             loss, state = self.step.train([partial(self._inputs, *batch, num_tokens) for batch in each])
         else:

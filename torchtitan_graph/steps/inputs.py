@@ -16,6 +16,7 @@ from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
 from torchtitan_graph.graph.cost import Costs
 from torchtitan_graph.graph.dimensions import DynamicShapes
 from torchtitan_graph.graph.trace import Capture
+from torchtitan_graph.graph.varlen import Segments
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.moe import set_up_experts
 from torchtitan_graph.parallel.agree import files_group, on_rank_0
@@ -89,7 +90,12 @@ def shapes_of(masks: Any, shorter: Any, lengths: range) -> DynamicShapes:
     closes over, those that are not so long in the masks of `shorter` rows."""
     length = torch.export.Dim(SEQ_LEN, min=lengths[0], max=lengths[-1])
     shapes = {f"batch.{name}": {1: length} for name in Batch._fields}
-    shapes |= {f"masks{pytree.keystr((pytree.MappingKey(name),))}": {2: length, 3: length} for name in masks}
+    for name, mask in masks.items():
+        of_mask = f"masks{pytree.keystr((pytree.MappingKey(name),))}"
+        if isinstance(mask, Segments):
+            shapes[f"{of_mask}.begins"] = {0: (len(mask.begins) - 1) // lengths[-1] * length + 1}
+        else:
+            shapes[of_mask] = {2: length, 3: length}
     leaves, others = (pytree.tree_flatten_with_path(x)[0] for x in (masks, shorter))
     for (path, x), (_, y) in zip(leaves, others, strict=True):
         if ".mask_mod_" in (name := pytree.keystr(path)):

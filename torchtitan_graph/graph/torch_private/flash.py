@@ -5,9 +5,11 @@ part of an operator of our own. A public backward would replace them.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 aten = torch.ops.aten
+WIDEST = 256  # of the heads that a GPU's kernels take
 
 
 def varlen_forward(
@@ -16,9 +18,9 @@ def varlen_forward(
     """Attend on a GPU; `begins` has the first token of each segment and, last, T. Also gives the logarithms (N, T) of
     the sums of exponentials."""
     out_TNH, lse_NT, *_ = aten._flash_attention_forward(
-        q_TNH, k_TKH, v_TKH, begins, begins, longest, longest, 0.0, True, False, scale=scale
+        *map(_aligned, (q_TNH, k_TKH, v_TKH)), begins, begins, longest, longest, 0.0, True, False, scale=scale
     )
-    return out_TNH, lse_NT
+    return out_TNH[..., : q_TNH.shape[-1]], lse_NT
 
 
 def varlen_backward(
@@ -35,10 +37,17 @@ def varlen_backward(
     """Give the gradients of queries, keys and values on a GPU: always the same bits where torch is asked for
     deterministic algorithms."""
     unread = q_TNH.new_empty(2, dtype=torch.uint64)  # of dropout, which there is none of
-    return aten._flash_attention_backward(
-        *(d_out_TNH, q_TNH, k_TKH, v_TKH, out_TNH, lse_NT, begins, begins, longest, longest, 0.0, True, unread, unread),
-        scale=scale,
+    given = map(_aligned, (d_out_TNH, q_TNH, k_TKH, v_TKH, out_TNH))
+    gradients = aten._flash_attention_backward(
+        *given, lse_NT, begins, begins, longest, longest, 0.0, True, unread, unread, scale=scale
     )
+    dq, dk, dv = (x[..., : q_TNH.shape[-1]] for x in gradients)
+    return dq, dk, dv
+
+
+def _aligned(x_TNH: Tensor) -> Tensor:
+    """Widen heads to a multiple of eight: the kernels read whole words of 16 bytes."""
+    return F.pad(x_TNH, (0, -x_TNH.shape[-1] % 8)) if x_TNH.shape[-1] % 8 else x_TNH
 
 
 def causal_forward(q_NLH: Tensor, k_NLH: Tensor, v_NLH: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import flex_strips  # also lets uncompiled flex attention run in strips, eagerly
+from torchtitan_graph.graph.torch_private.flash import WIDEST
 from torchtitan_graph.graph.torch_private.flex import ScoreFunction, flex_attention_op
 from torchtitan_graph.graph.varlen import Segments, varlen_attention
 from torchtitan_graph.models.layers.masks import Mask
@@ -51,6 +52,9 @@ def attend(
         if score is not None or sinks_N is not None:
             what = "sinks" if score is None else "another score, which only 'flex' can"
             raise UserError(f"model.attn = 'varlen': this model's attention has {what}; use flex")
+        if q_BLNH.is_cuda and q_BLNH.shape[-1] > WIDEST:
+            width = q_BLNH.shape[-1]
+            raise UserError(f"model.attn = 'varlen': its heads have {width} features, and {WIDEST} at most; use flex")
         out_BLNH, _ = varlen_attention(q_BLNH, k_BLKH, _as_wide(v_BLKH, q_BLNH), mask.begins, mask.sizes, scale)
         return out_BLNH[..., : v_BLKH.shape[-1]]
     groups = q_BLNH.shape[2] // k_BLKH.shape[2]

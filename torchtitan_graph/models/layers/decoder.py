@@ -191,6 +191,40 @@ class Decoder(nn.Module):
         (B, L) segments begin: what attn = "varlen" can do."""
         return {"causal": begins_of(documents_BL)}
 
+    def check_attention(self, cp: int = 1) -> None:
+        """Refuse attn = "varlen" where attention is not within segments of rows that a rank has whole.
+
+        Args:
+            cp: the degree of context parallelism.
+
+        Raises:
+            UserError: names the rule that is none of `segments`, or lets see other pairs than its segments do.
+        """
+        if self.attn != "varlen":
+            return
+        if cp > 1:
+            raise UserError(
+                f"parallelism.context_parallel_degree = {cp}: not with model.attn = 'varlen', whose kernels take whole "
+                "documents, and a rank has parts of them; use flex, or another axis"
+            )
+        documents_BL = torch.arange(64).div(9, rounding_mode="floor").expand(2, -1)
+        positions_BL = torch.arange(64).mul(777).expand(2, -1)  # far apart: chunks end among them, too
+        segments = self.segments(documents_BL, positions_BL)
+        for name, rule in self.mask_rules(documents_BL, positions_BL).items():
+            if name not in segments:
+                raise UserError(
+                    f"model.attn = 'varlen': the mask {name!r} of this model is not causal attention within documents, "
+                    "or parts of them (`segments`); use flex or sdpa"
+                )
+            within_BL = segments[name].cumsum(1)
+            expected = all_of(causal, same_document(within_BL))
+            seen, expected_seen = (build_mask("sdpa", x, 2, 64, within_BL.device) for x in (rule, expected))
+            if not torch.equal(seen, expected_seen):  # type: ignore[arg-type]
+                raise UserError(
+                    f"model.attn = 'varlen': this model's `segments` let other tokens be seen than the rule {name!r} of"
+                    " its `mask_rules`: correct the one that is wrong, or use flex or sdpa"
+                )
+
     def num_visible(self, positions_BL: Tensor) -> dict[str, Tensor]:
         """Give, by rule, how many positions each position sees: what counts as attention's arithmetic. A rule that is
         not among them is counted pair by pair."""

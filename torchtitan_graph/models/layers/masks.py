@@ -55,7 +55,7 @@ def chunked(positions_BL: Tensor, chunk: int) -> Rule:
 
 
 def begins_of(*numbers_BL: Tensor) -> Tensor:
-    """Tell (B, L) where a segment begins: at a row's first token, and where a number is not that of the token before."""
+    """Tell (B, L) where a segment begins: at a row's first token, and where a number is not the one before it."""
     begins_BL = torch.ones_like(numbers_BL[0], dtype=torch.bool)
     begins_BL[:, 1:] = torch.stack([x[:, 1:] != x[:, :-1] for x in numbers_BL]).any(0)
     return begins_BL

@@ -45,9 +45,9 @@ def check_steps(
                 " takes gradients (requires_grad); use fewer stages, or divide them by"
                 " parallelism.module_fqns_per_model_part"
             )
+    _check_varlen(model, dims, options, on_gpu=options.device.type == "cuda" or is_dry_for_gpu(config))
     if config.comm.mode == "fake_backend":
         return
-    _check_varlen(model, dims, options, on_gpu=options.device.type == "cuda" or is_dry_for_gpu(config))
     _check_rows_fit(config, model, options.precision.compute.itemsize)
     if model.attn == "flex" and options.device.type == "cpu":
         _check_scores_fit(options, model.config.num_heads // dims.tp, dims.cp)

@@ -55,9 +55,9 @@ def segments_of(begins_BL: Tensor, device: torch.device) -> Segments:
             host's it is waited for.
     """
     first = begins_BL.cpu().flatten().nonzero().squeeze(1)
-    begins = torch.full((begins_BL.numel() + 1,), begins_BL.numel(), dtype=torch.int32)
+    begins = torch.full((begins_BL.numel() + 1,), begins_BL.numel(), dtype=torch.int32, device="cpu")
     begins[: len(first)] = first
-    sizes = torch.tensor([len(first), int(begins.diff().max())])
+    sizes = torch.tensor([len(first), int(begins.diff().max())], device="cpu")
     if device.type == "cuda":
         begins = begins.pin_memory()
     return Segments(begins.to(device, non_blocking=True), sizes)

@@ -72,14 +72,16 @@ def test_a_graph_launches_what_eager_does(family: str, flavor: str, attn: str) -
 @pytest.mark.parametrize("recompute", [Recompute(), Recompute(every=1)], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("family, flavor", [each for each in FLAVORS if each[0] != "gpt_oss"])
 def test_within_segments_flash_is_launched_once_a_layer(family: str, flavor: str, recompute: Recompute) -> None:
-    """Forward, once more where it is computed again, and backward; nothing waits, and nothing is as large as a mask."""
+    """Forward, once more where it is computed again, and backward; nothing waits."""
     cell = Cell(family=family, flavor=flavor, attn="varlen", precision=BF16, changes=HEADS, recompute=recompute)
     eager, graph = launched(cell, matrix.build_eager), launched(cell, matrix.build_graph)
-    assert not describe(eager, graph)
-    assert not any(what.startswith("wait ") for what in eager)
+    # Eager computes all of a block again, the graph what backward reads.
+    assert recompute.every or not describe(eager, graph)
+    assert not any(what.startswith("wait ") for what in eager | graph)
     num_layers = len(matrix.build_model(cell).blocks)
     for what, number in (("flash_fwd_kernel", num_layers * (1 + recompute.every)), ("flash_bwd_dq_dk_dv", num_layers)):
-        assert sum(n for name, n in eager.items() if what in name) == number, (what, list(eager))
+        for launches in (eager, graph):
+            assert sum(n for name, n in launches.items() if what in name) == number, (what, list(launches))
 
 
 def describe(eager: null_gpu.Counts, graph: null_gpu.Counts) -> list[str]:

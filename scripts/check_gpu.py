@@ -64,6 +64,7 @@ MODES = {
     EAGER: "--compile.mode eager",
     COMPILED: "--compile.mode eager",
     "graph": "",
+    "graph, varlen": "--model.attn varlen",
     "CUDA graphs": "--compile.cuda_graphs",
     "optimizer in graph": "--compile.optimizer_in_graph",
     "CUDA graphs, optimizer in graph": "--compile.cuda_graphs --compile.optimizer_in_graph",
@@ -107,9 +108,11 @@ def all_parts(folder: Path) -> list[Part]:
     """Give all that is to be done, what tells most first."""
 
     def bits(attn: str, seconds: float) -> list[Part]:
-        return [Part("bits", f"{f} {x}", attn, compare_bits, (f, x, attn), seconds, False) for f, x in FLAVORS]
+        # Segments' kernels have no sinks and no windows.
+        flavors = [(f, x) for f, x in FLAVORS if attn != "varlen" or f != "gpt_oss"]
+        return [Part("bits", f"{f} {x}", attn, compare_bits, (f, x, attn), seconds, False) for f, x in flavors]
 
-    first, *others = MODELS
+    first, *_ = MODELS
     speeds = [
         Part("speed", model, mode, measure, (words, mode), 25 + 25 * (mode in (COMPILED, "whole graph", FLOAT8)), True)
         for model, words in MODELS.items()
@@ -119,7 +122,8 @@ def all_parts(folder: Path) -> list[Part]:
     profile = Part("profile", first, "graph", write_profile, (MODELS[first], folder / "trace.json"), 25, True)
     own = [part for part in speeds if part.model == first]
     numbers = Part("numbers", "", "", compare_numbers, (), 10, False)
-    return [*bits("sdpa", 15), numbers, *own, *bits("flex", 60), *(part for part in speeds if part not in own), profile]
+    others = [part for part in speeds if part not in own]
+    return [*bits("sdpa", 15), *bits("varlen", 15), numbers, *own, *bits("flex", 60), *others, profile]
 
 
 # --- what a part does, in a process of its own ------------------------------------------------------------------------
@@ -133,7 +137,10 @@ def compare_bits(family: str, flavor: str, attn: str) -> Iterator[Row]:
     # do: attention then takes them all the same.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    for name, precision in (("fp32", FP32), ("bf16", BF16)):
+    precisions = {"fp32": FP32, "bf16": BF16}
+    if attn == "varlen":  # whose kernels have half precision alone
+        del precisions["fp32"]
+    for name, precision in precisions.items():
         mode = f"{attn} {name}"
         try:
             cell = Cell(family=family, flavor=flavor, attn=attn, precision=precision, changes=HEADS, fused_loss=True)

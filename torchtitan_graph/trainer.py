@@ -263,7 +263,8 @@ class Trainer(Blueprint):
         if not microbatches:
             return False
         with metrics.watch_work(self.step + 1):
-            output = self.steps.train([self._to_device(batch) for batch in microbatches], num_tokens)
+            on_device = [self._to_device(batch) for batch in microbatches]
+            output = self.steps.train(on_device, num_tokens, microbatches)
         if self.update is not None:  # touches no parameter if a loss or the norm is not finite
             grad_norm = self.update(output.loss)
         else:
@@ -388,7 +389,7 @@ class Trainer(Blueprint):
             own, count = self._count_targets([batch])
             taken += 1
             if own or count > 0:  # as in `_next_step`
-                loss = self.layout.sum_over_data(self.steps.evaluate(self._to_device(batch)).double())
+                loss = self.layout.sum_over_data(self.steps.evaluate(self._to_device(batch), batch).double())
                 totals += torch.stack([loss, count.double()])
                 found, empty_rows = True, 0
             else:

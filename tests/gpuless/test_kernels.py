@@ -13,7 +13,9 @@ from torch.fx import GraphModule
 
 from torchtitan_graph.check import matrix
 from torchtitan_graph.check.matrix import BF16, FP32, Cell
+from torchtitan_graph.data.batch import Batch
 from torchtitan_graph.models.spec import family_names, load_family
+from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.steps import Steps
 
 FLAVORS = [(f, x) for f in family_names() for x in load_family(f).FLAVORS if x.startswith("debugmodel")]
@@ -46,12 +48,13 @@ def sums(counts: null_gpu.Counts) -> null_gpu.Counts:
 
 def launched(cell: Cell, build: Callable[[Cell], Steps]) -> null_gpu.Counts:
     """Give what the second step launches: the first one finds plans and workspaces."""
-    steps, data = build(cell), matrix.microbatches(cell, 0, 1)
+    steps, (batches, num_tokens) = build(cell), matrix.microbatches(cell, 0, 1)
+    on_host = [Batch(*(x.cpu() for x in batch)) for batch in batches]
     for _ in range(2):
         for parameter in steps.model.parameters():
             parameter.grad = None
         null_gpu.take()
-        steps.train(*data)
+        steps.train(batches, num_tokens, on_host)
     return sums(null_gpu.take())
 
 
@@ -64,6 +67,21 @@ def test_a_graph_launches_what_eager_does(family: str, flavor: str, attn: str) -
         null_gpu.tell(f"{name}: {eager.total()} kernels that sum, {len(eager)} of them different")
         assert eager and not describe(eager, graph)
         assert name != "bf16" or not any(what.startswith("wait ") for what in eager)
+
+
+@pytest.mark.parametrize("recompute", [Recompute(), Recompute(every=1)], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("family, flavor", [each for each in FLAVORS if each[0] != "gpt_oss"])
+def test_within_segments_flash_is_launched_once_a_layer(family: str, flavor: str, recompute: Recompute) -> None:
+    """Forward, once more where it is computed again, and backward; nothing waits."""
+    cell = Cell(family=family, flavor=flavor, attn="varlen", precision=BF16, changes=HEADS, recompute=recompute)
+    eager, graph = launched(cell, matrix.build_eager), launched(cell, matrix.build_graph)
+    # Eager computes all of a block again, the graph what backward reads.
+    assert recompute.every or not describe(eager, graph)
+    assert not any(what.startswith("wait ") for what in eager | graph)
+    num_layers = len(matrix.build_model(cell).blocks)
+    for what, number in (("flash_fwd_kernel", num_layers * (1 + recompute.every)), ("flash_bwd_dq_dk_dv", num_layers)):
+        for launches in (eager, graph):
+            assert sum(n for name, n in launches.items() if what in name) == number, (what, list(launches))
 
 
 def describe(eager: null_gpu.Counts, graph: null_gpu.Counts) -> list[str]:

@@ -80,7 +80,15 @@ def train(folder: Path, *options: str) -> list[collections.Counter[tuple[str, st
 
 
 @pytest.mark.parametrize(
-    "options", ["", "--compile.mode eager", "--compile.optimizer_in_graph", f"{EXPERTS} {BF16}", FLOAT8]
+    "options",
+    [
+        "",
+        "--compile.mode eager",
+        "--compile.optimizer_in_graph",
+        f"{EXPERTS} {BF16}",
+        FLOAT8,
+        f"{BF16} --model.attn varlen",
+    ],
 )
 def test_a_step_waits_once(options: str, tmp_path: Path) -> None:
     _, *after_the_first = train(tmp_path, "--metrics.log_freq", "100", *options.split())

@@ -43,6 +43,7 @@ WORLDS = {
 }
 SLOW = {
     "FSDP 4": cell(dims=DIMS(dp_shard=4)),
+    "FSDP, within segments": cell(4, family="llama4", dims=DIMS(dp_shard=2), attn="varlen"),
     "FSDP and TP": cell(dims=DIMS(dp_shard=2, tp=2)),
     "DDP": cell(dims=DIMS(dp_replicate=2)),
     "TP, logits gathered": cell(dims=DIMS(tp=2), loss_parallel=False),

@@ -40,6 +40,7 @@ SLOW = {
     "llama4": Cell(family="llama4"),
     "deepseek_v3 in EP 2": Cell(ParallelDims(dp_shard=2, ep=2), family="deepseek_v3"),
     "deepseek_v3 in EP 2, by Dynamo": Cell(ParallelDims(dp_shard=2, ep=2), family="deepseek_v3", capture="dynamo"),
+    "llama4 within segments": Cell(family="llama4", attn="varlen", num_microbatches=2),
     "gpt_oss with block masks": Cell(family="gpt_oss", attn="flex", lengths=BLOCKS),
     "llama4 with block masks, by Dynamo": Cell(family="llama4", attn="flex", lengths=BLOCKS, capture="dynamo"),
     "llama3 in FSDP 2 x TP 2, tied, bf16, by Dynamo": Cell(

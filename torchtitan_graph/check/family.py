@@ -116,6 +116,7 @@ def check_module(name: str, flavor: str, attns: list[str]) -> None:
         model = build_model(Cell(family=name, flavor=flavor, attn=attn))
         if not isinstance(model, Decoder):
             raise Failed(f"Model is no {Decoder.__module__}.Decoder: the trainer calls it as one")
+        model.check_attention()
 
 
 def check_plan_of(cell: Cell) -> None:
@@ -183,8 +184,10 @@ def _differ_from_eager(cell: Cell) -> list[str]:
 
 def check_layout(cell: Cell) -> None:
     if cell.dims.cp * cell.dims.ep > 1:
+        model = build_model(cell)
         try:
-            check_plan(build_model(cell), load_family(cell.family).PLAN, cell.dims)
+            check_plan(model, load_family(cell.family).PLAN, cell.dims)
+            model.check_attention(cell.dims.cp)
         except UserError as reason:
             raise Skipped(str(reason)) from None
     (expected,) = _everywhere(_plain, dataclasses.replace(cell, dims=ParallelDims()))

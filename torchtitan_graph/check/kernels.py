@@ -10,14 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan_graph.data.batch import IGNORE_INDEX
+from torchtitan_graph.graph.varlen import segments_of, varlen_attention
 from torchtitan_graph.loss import fused_cross_entropy
+from torchtitan_graph.models.layers.masks import begins_of
 from torchtitan_graph.quantize.grouped import grouped_linear
 from torchtitan_graph.quantize.products import E4M3, ROWWISE, ROWWISE_WIDE, Recipe
 
 
 def kernels_off(device: str = "cuda") -> Iterator[tuple[str, float]]:
-    """Name each kernel, and say how far off its results and gradients are, by the norm: the fused loss beside torch's
-    in fp64; where the GPU has them, experts' products in float8 beside the emulated ones."""
+    """Name each kernel, and say how far off its results and gradients are, by the norm: the fused loss and attention
+    within documents beside torch's in fp64; where the GPU has them, experts' products in float8 beside the emulated
+    ones."""
     torch.manual_seed(0)
     logits_TV, labels_T = torch.randn(512, 50_000, device=device).bfloat16(), torch.arange(512, device=device) * 97
     labels_T[::7] = IGNORE_INDEX
@@ -30,6 +33,17 @@ def kernels_off(device: str = "cuda") -> Iterator[tuple[str, float]]:
             logits_TV,
         ),
     )
+    documents_BL = torch.tensor([0] * 300 + [1] + [2] * 211).expand(2, -1)
+    segments, mask_BLL = segments_of(begins_of(documents_BL), torch.device(device)), same_and_earlier(documents_BL)
+    q_BLNH, k_BLKH, v_BLKH = (torch.randn(2, 512, heads, 64, device=device).bfloat16() for heads in (8, 2, 2))
+    yield (
+        "varlen attention",
+        _off(
+            lambda q, k, v: varlen_attention(q, k, v, segments.begins, segments.sizes, 0.125)[0],
+            lambda q, k, v: _attention(q.double(), k.double(), v.double(), mask_BLL.to(device)),
+            *(q_BLNH, k_BLKH, v_BLKH),
+        ),
+    )
     if device != "cuda" or torch.cuda.get_device_capability() < (9, 0):
         return
     ends_E = torch.tensor([100, 100, 421, 512], device=device, dtype=torch.int32)  # the second expert has no row
@@ -37,6 +51,17 @@ def kernels_off(device: str = "cuda") -> Iterator[tuple[str, float]]:
     for scaling in (ROWWISE, ROWWISE_WIDE):
         of_kernel, emulated = (partial(_experts, ends_E, Recipe(scaling, E4M3, emulate)) for emulate in (False, True))
         yield f"experts, float8 {scaling}", _off(of_kernel, emulated, x_SD, w_EFD)
+
+
+def same_and_earlier(documents_BL: Tensor) -> Tensor:
+    """Give the mask (B, 1, L, L) of causal attention within documents."""
+    same_BLL = documents_BL.unsqueeze(1) == documents_BL.unsqueeze(2)
+    return same_BLL.tril().unsqueeze(1)
+
+
+def _attention(q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, mask_B1LL: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q_BLNH, k_BLKH, v_BLKH))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask_B1LL, enable_gqa=True).transpose(1, 2)
 
 
 def _experts(ends_E: Tensor, recipe: Recipe, x_SD: Tensor, w_EFD: Tensor) -> Tensor:

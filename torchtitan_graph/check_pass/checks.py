@@ -88,7 +88,7 @@ def checks(wanted: Wanted) -> Iterator[Check]:
 
 
 def _name(cell: Cell) -> str:
-    return f"{cell.family} {cell.flavor}{' flex' * (cell.attn == 'flex')}"
+    return f"{cell.family} {cell.flavor}{f' {cell.attn}' * (cell.attn != 'sdpa')}"
 
 
 def _laid_out(cell: Cell, dims: ParallelDims, precision: Any) -> Cell:
@@ -103,8 +103,10 @@ def check_changed(changed: list[bool]) -> None:
 
 
 def _skip_unless_planned(cell: Cell) -> None:
+    model = build_model(cell)
     try:
-        check_plan(build_model(cell), load_family(cell.family).PLAN, cell.dims)
+        check_plan(model, load_family(cell.family).PLAN, cell.dims)
+        model.check_attention(cell.dims.cp)
     except UserError as reason:
         raise Skipped(str(reason)) from None
 

@@ -96,6 +96,11 @@ def _check_compile(config: JobConfig) -> list[str]:
             f"{_name(config, _PP)}: not with compile.cuda_graphs: what a stage sends and receives is not recorded; set"
             " that to false, or use another axis"
         )
+    if config.compile.cuda_graphs and config.model.attn == "varlen":
+        problems.append(
+            f"{_name(config, 'model.attn')}: not with compile.cuda_graphs: how many documents there are is no part of a"
+            " recording; use flex, or set that to false"
+        )
     return problems + _check_async_tensor_parallel(config) + _check_optimizer_in_graph(config)
 
 

@@ -120,8 +120,9 @@ class Model:
     attn: str = option(
         "auto",
         "Implementation of attention; all mask other documents. auto: on a GPU flex, compiled, which leaves out what"
-        " masks hide; on a CPU sdpa.",
-        choices=("auto", "sdpa", "flex"),
+        " masks hide; on a CPU sdpa. varlen: flash attention's kernels for documents of various lengths, which hold no"
+        " mask; on a GPU in bfloat16.",
+        choices=("auto", "sdpa", "flex", "varlen"),
     )
 
 

@@ -177,13 +177,12 @@ RENAMED = {
     **{f"mx.{name}": f"quantize.linear.mx.{name}" for name in _LINEAR_MX},
 }
 
-# Flavours that were named after an implementation of attention, which model.attn chooses here. The variable-length
-# kernels computed attention inside each document: so does any implementation here, up to rounding.
+# Flavours that were named after an implementation of attention, which model.attn chooses here.
 FLAVOR_SUFFIXES = (
     ("_flex_attn", "flex"),
-    ("_varlen_attn", "auto"),
+    ("_varlen_attn", "varlen"),
     ("_flex", "flex"),
-    ("_varlen", "auto"),
+    ("_varlen", "varlen"),
     ("_irope", "flex"),
 )
 # Flavours of a family that had another name.

@@ -27,7 +27,7 @@ import torchtitan_graph.row_loss  # noqa: F401 (registers the loss by rows)
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.blocks import block_of
 from torchtitan_graph.graph.edit import is_view, value
-from torchtitan_graph.graph.flops import attention_flops, matmul_flops, runs_backward
+from torchtitan_graph.graph.flops import VARLEN, attention_flops, matmul_flops, runs_backward
 from torchtitan_graph.graph.traffic import group_of, is_permutation, kind_of, num_bytes, received
 from torchtitan_graph.rates import RATES, Rates
 
@@ -234,8 +234,8 @@ def sum_bytes(trained: int) -> int:
 
 
 def works_of(node: Node, visible: Mapping[str, float] | None = None) -> Sequence[Work]:
-    """Give what a node asks of a device that is no compiled region. Of flex attention, whose kernel leaves out what the
-    mask does, the part `visible` of its block counts, else what a causal mask leaves."""
+    """Give what a node asks of a device that is no compiled region. Of attention whose kernel leaves out what the
+    mask does, flex and varlen, the part `visible` of its block counts, else what a causal mask leaves."""
     is_call = node.op == "call_function" and node.target not in (WAIT, operator.getitem, _ARRIVED, _LANDED)
     if not is_call or node.target in _COPIES or is_view(node):
         return ()
@@ -251,7 +251,7 @@ def works_of(node: Node, visible: Mapping[str, float] | None = None) -> Sequence
 
 def _pairs(node: Node, visible: Mapping[str, float]) -> float:
     """Give the part of all pairs of positions that an attention's kernel looks at."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if node.target in VARLEN or not isinstance(node.target, torch._ops.OpOverload):
         return visible.get(block_of(node, visible) or "", 0.5)
     names = [argument.name for argument in node.target._schema.arguments]
     place = names.index("is_causal")

@@ -17,12 +17,20 @@ from torch.fx import GraphModule, Node
 
 import torchtitan_graph.float8_ops
 import torchtitan_graph.ops  # noqa: F401 (both register grouped operators)
-from torchtitan_graph.graph import meta
+from torchtitan_graph.graph import meta, varlen  # noqa: F401 (registers its operators)
 from torchtitan_graph.graph.blocks import block_of
 from torchtitan_graph.graph.edit import value
 from torchtitan_graph.graph.signature import input_nodes
 
 aten = torch.ops.aten
+
+_OWN = torch.ops.torchtitan_graph
+GROUPED_MM = _OWN.grouped_mm.default
+_GROUPED = (
+    *(GROUPED_MM, _OWN.grouped_outer.default),
+    *(_OWN.scaled_grouped_mm.default, _OWN.scaled_grouped_outer.default),
+)
+VARLEN = (_OWN.varlen_attention.default, _OWN.varlen_attention_backward.default)
 
 # Matrix products per head: forward has scores, (L, H) x (H, L), and outputs, (L, L) x (L, width of values); backward
 # the gradients of queries and keys, as large as the first, and of values and scores, as large as the second. The
@@ -32,6 +40,7 @@ ATTENTION = (
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
+    VARLEN[0],
     torch.ops.higher_order.flex_attention,
 )
 _BACKWARD = (
@@ -39,14 +48,8 @@ _BACKWARD = (
     aten._scaled_dot_product_flash_attention_backward.default,
     aten._scaled_dot_product_efficient_attention_backward.default,
     aten._scaled_dot_product_cudnn_attention_backward.default,
+    VARLEN[1],
     torch.ops.higher_order.flex_attention_backward,
-)
-
-_OWN = torch.ops.torchtitan_graph
-GROUPED_MM = _OWN.grouped_mm.default
-_GROUPED = (
-    *(GROUPED_MM, _OWN.grouped_outer.default),
-    *(_OWN.scaled_grouped_mm.default, _OWN.scaled_grouped_outer.default),
 )
 
 
@@ -144,11 +147,12 @@ def _computed_alike(gm: GraphModule, group: str) -> set[str]:
 
 def _products(node: Node, query: int) -> int:
     """Count the forward's two products of an attention whose query, key and value begin at the argument `query`."""
-    B, N, Lq, H = _shape(node, query)
+    numbers, Lk = _shape(node, query).numel(), _shape(node, query + 1)[1 if node.target in VARLEN else 2]
     values: Node = node.args[query + 2]  # type: ignore[assignment]
     while values.target is aten.constant_pad_nd.default:
         values = values.args[0]  # type: ignore[assignment]
-    return 2 * B * N * Lq * _shape(node, query + 1)[2] * (H + value(values).shape[-1])
+    H = _shape(node, query)[-1]
+    return 2 * (numbers // H) * Lk * (H + value(values).shape[-1])
 
 
 def _shape(node: Node, argument: int) -> torch.Size:

@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 import torchtitan_graph.ops  # noqa: F401 (registers the copies to the host's memory)
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import aliased, is_view, value
+from torchtitan_graph.graph.flops import VARLEN
 from torchtitan_graph.graph.signature import output_nodes, signature_of
 from torchtitan_graph.graph.torch_private.distributed import is_gloo
 from torchtitan_graph.graph.traffic import group_of, num_bytes
@@ -95,10 +96,14 @@ def in_one_part(node: Node) -> str:
 
 
 def scratch_of(node: Node) -> int:
-    """Give the bytes that a node needs beside its results while it runs: a compiled region's values; the copy that
-    attention's backward on a CPU makes of a gradient whose heads do not lie side by side; and gloo's copies. What
-    others need is little.
+    """Give the bytes that a node needs beside its results while it runs: a compiled region's values; the keys and
+    values that attention within segments repeats on a CPU, for each head of a group; the copy that attention's backward
+    there makes of a gradient whose heads do not lie side by side; and gloo's copies. What others need is little.
     """
+    if node.target in VARLEN:
+        q_BLNH, k_BLKH = (value(x) for x in node.args[node.target is VARLEN[1] :][:2])  # type: ignore[arg-type]
+        repeats = q_BLNH.device.type == "cpu" and q_BLNH.shape[2] > k_BLKH.shape[2]
+        return 2 * num_bytes(q_BLNH) if repeats else 0
     if node.target is _CPU_ATTENTION_BACKWARD:
         dout_BNLH = node.args[0].meta["val"]  # type: ignore[union-attr]
         return 0 if dout_BNLH.transpose(1, 2).is_contiguous() else dout_BNLH.numel() * dout_BNLH.element_size()

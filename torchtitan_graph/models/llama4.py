@@ -18,7 +18,7 @@ from torchtitan_graph.models.layers.decoder import Block, Decoder, decoder_plan
 from torchtitan_graph.models.layers.feed_forward import FeedForward
 from torchtitan_graph.models.layers.hf_config import ConfigReader
 from torchtitan_graph.models.layers.hf_rope import read_rope, scaling_to_hf
-from torchtitan_graph.models.layers.masks import Rule, all_of, chunked
+from torchtitan_graph.models.layers.masks import Rule, all_of, begins_of, chunked
 from torchtitan_graph.models.layers.moe import MoE, MoEConfig
 from torchtitan_graph.models.layers.rope import Llama3Scaling, Rotation, Scaling, rope_cos_sin
 from torchtitan_graph.models.layers.stored import Stored
@@ -237,6 +237,10 @@ class Model(Decoder):
     def mask_rules(self, documents_BL: Tensor, positions_BL: Tensor) -> dict[str, Rule]:
         rules = super().mask_rules(documents_BL, positions_BL)
         return rules | {"chunked": all_of(rules["causal"], chunked(positions_BL, self.config.chunk))}
+
+    def segments(self, documents_BL: Tensor, positions_BL: Tensor) -> dict[str, Tensor]:
+        chunks_BL = positions_BL // self.config.chunk
+        return super().segments(documents_BL, positions_BL) | {"chunked": begins_of(documents_BL, chunks_BL)}
 
     def num_visible(self, positions_BL: Tensor) -> dict[str, Tensor]:
         return super().num_visible(positions_BL) | {"chunked": positions_BL % self.config.chunk + 1}

@@ -241,6 +241,9 @@ def _integers(node: Node, source: Node, like: torch.Tensor, count: int) -> torch
         width = max(x.shape[-1] for x in tensors if x.dtype == torch.int32)
         is_list = like.dim() == 4
         return torch.arange(count) % like.shape[-1] if is_list else torch.full((count,), width)
+    if "varlen" in name:  # each row is one segment
+        B, L = floats[0].shape[:2]
+        return torch.tensor([B, L]) if like.numel() == 2 else (torch.arange(count) * L).clamp(max=B * L)
     if "grouped" in name or "searchsorted" in name:  # where groups end: equal ones
         rows = floats[0].shape[0] if floats else count
         return torch.linspace(0, rows, count + 1)[1:].long()

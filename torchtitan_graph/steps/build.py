@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import ModuleType
@@ -66,12 +67,15 @@ class Steps:
         if self.recorders is not None:
             self.recorders.close()
 
-    def train(self, microbatches: Sequence[Batch], num_tokens: Tensor) -> StepOutput:
+    def train(
+        self, microbatches: Sequence[Batch], num_tokens: Tensor, on_host: Sequence[Batch] | None = None
+    ) -> StepOutput:
         """Add the gradients of an optimizer step to the live parameters' `.grad`.
 
         Args:
             microbatches: of this rank, on the device; of whole rows, also where ranks share them.
             num_tokens: scalar, the targets of all ranks and microbatches.
+            on_host: the microbatches in the host's memory; without them attn = "varlen" waits for the device.
 
         Returns:
             the loss of this rank's microbatches, and the state that the step changes, of all ranks' (`SideOutputs`).
@@ -80,11 +84,12 @@ class Steps:
             self.quantized.refresh()
         loss: Tensor | None = None
         state: dict[str, Tensor] = {}
+        each = list(zip(microbatches, on_host or itertools.repeat(None), strict=on_host is not None))
         if isinstance(self.step, Pipeline):
-            loss, state = self.step.train([partial(self._inputs, batch, num_tokens) for batch in microbatches])
+            loss, state = self.step.train([partial(self._inputs, *batch, num_tokens) for batch in each])
         else:
-            for batch in microbatches:
-                output = self._run(self.step, batch, num_tokens)
+            for batch in each:
+                output = self._run(self.step, *batch, num_tokens)
                 loss = output.loss if loss is None else loss + output.loss
                 state = combine(state, output.state)
         assert loss is not None, "a step has microbatches"
@@ -92,15 +97,15 @@ class Steps:
             state = self.quantized.take(state)
         return StepOutput(loss, self._sum_state(state))
 
-    def evaluate(self, batch: Batch) -> Tensor:
-        """Give the sum of the loss over this rank's targets of a batch."""
+    def evaluate(self, batch: Batch, on_host: Batch | None = None) -> Tensor:
+        """Give the sum of the loss over this rank's targets of a batch; `on_host` as of `train`."""
         one = torch.ones((), dtype=torch.int64, device=batch.tokens_BL.device)
         if self.quantized is not None:
             self.quantized.refresh(anew=False)
         if isinstance(self.step, Pipeline):
-            return self.step.evaluate(partial(self._inputs, batch, one))
+            return self.step.evaluate(partial(self._inputs, batch, on_host, one))
         assert self.evaluation is not None, "built when the options have eval_rows"
-        return self._run(self.evaluation, batch, one)
+        return self._run(self.evaluation, batch, on_host, one)
 
     def clip(self, max_norm: float) -> Tensor:
         """Clip the gradients of all ranks, as `clip_grad_norm`."""
@@ -124,12 +129,12 @@ class Steps:
         )
         return self.layout.mean_over_stages(sum(of_batches))
 
-    def _run(self, step: Callable[..., Any], batch: Batch, num_tokens: Tensor) -> Any:
+    def _run(self, step: Callable[..., Any], batch: Batch, on_host: Batch | None, num_tokens: Tensor) -> Any:
         with loss_context(self.loss_parallel):
-            return step(*self._inputs(batch, num_tokens))
+            return step(*self._inputs(batch, on_host, num_tokens))
 
-    def _inputs(self, batch: Batch, num_tokens: Tensor) -> tuple[Batch, Any, Tensor]:
-        return *of_this_rank(batch, self.model, self.layout), num_tokens
+    def _inputs(self, batch: Batch, on_host: Batch | None, num_tokens: Tensor) -> tuple[Batch, Any, Tensor]:
+        return *of_this_rank(batch, self.model, self.layout, on_host), num_tokens
 
     def _sum_state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Add up the ranks' counts, all of a dtype in one message. They are of what routers see."""

@@ -16,6 +16,7 @@ from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
 from torchtitan_graph.graph.cost import Costs
 from torchtitan_graph.graph.dimensions import DynamicShapes
 from torchtitan_graph.graph.trace import Capture
+from torchtitan_graph.graph.varlen import Segments
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.moe import set_up_experts
 from torchtitan_graph.parallel.agree import files_group, on_rank_0
@@ -92,7 +93,12 @@ def shapes_of(masks: Any, shorter: Any, lengths: range) -> DynamicShapes:
     closes over, those that are not so long in the masks of `shorter` rows."""
     length = torch.export.Dim(SEQ_LEN, min=lengths[0], max=lengths[-1])
     shapes = {f"batch.{name}": {1: length} for name in Batch._fields}
-    shapes |= {f"masks{pytree.keystr((pytree.MappingKey(name),))}": {2: length, 3: length} for name in masks}
+    for name, mask in masks.items():
+        of_mask = f"masks{pytree.keystr((pytree.MappingKey(name),))}"
+        if isinstance(mask, Segments):
+            shapes[f"{of_mask}.begins"] = {0: (len(mask.begins) - 1) // lengths[-1] * length + 1}
+        else:
+            shapes[of_mask] = {2: length, 3: length}
     leaves, others = (pytree.tree_flatten_with_path(x)[0] for x in (masks, shorter))
     for (path, x), (_, y) in zip(leaves, others, strict=True):
         if ".mask_mod_" in (name := pytree.keystr(path)):
@@ -101,11 +107,16 @@ def shapes_of(masks: Any, shorter: Any, lengths: range) -> DynamicShapes:
     return shapes
 
 
-def of_this_rank(whole: Batch, model: Decoder, layout: Layout) -> tuple[Batch, Any]:
-    """Give this rank's part of the rows, and its masks: of its own queries, and the whole rows' keys."""
-    if layout.degree(CP) == 1:
-        return whole, model.masks(whole.documents_BL, whole.positions_BL)
+def of_this_rank(whole: Batch, model: Decoder, layout: Layout, on_host: Batch | None = None) -> tuple[Batch, Any]:
+    """Give this rank's part of the rows, and its masks: of its own queries, and the whole rows' keys.
+
+    Args:
+        on_host: the same rows in the host's memory, of which segments are made without a wait for the device.
+    """
     L, device = whole.tokens_BL.shape[1], whole.tokens_BL.device
+    if layout.degree(CP) == 1:
+        read = on_host if on_host is not None and model.attn == "varlen" else whole
+        return whole, model.masks(read.documents_BL, read.positions_BL, None, device)
     places_L = places_of(layout.rank(CP), L, layout.degree(CP), device)
     masks = model.masks(whole.documents_BL, whole.positions_BL, places_L)
     return Batch(*(x[:, places_L] for x in whole)), masks
@@ -126,6 +137,7 @@ def example_inputs(
     elif (cp := layout.degree(CP)) > 1:
         documents = torch.arange(rows[1]).div(block_length(rows[1], cp), rounding_mode="floor").expand(rows)
         labels[:, torch.cat([places_of(rank, rows[1], cp, labels.device) for rank in range(1, cp)])] = IGNORE_INDEX
-    batch = Batch(*(x.to(device) for x in (tokens, labels, positions, documents)))
+    on_host = Batch(tokens, labels, positions, documents)
+    batch = Batch(*(x.to(device) for x in on_host))
     num_tokens = torch.tensor(rows[0] * rows[1] * layout.dims.data, device=device)
-    return *of_this_rank(batch, model, layout), num_tokens
+    return *of_this_rank(batch, model, layout, on_host), num_tokens

@@ -91,7 +91,7 @@ def test_flavours_named_after_attention_choose_it() -> None:
     assert load_old("debug_flex.toml").model.flavor == "debugmodel"
     assert load_old("debug_flex.toml").model.attn == "flex"
     assert load_old("70b_hsdp.toml").model.flavor == "70B"
-    assert load_old("70b_hsdp.toml").model.attn == "auto"
+    assert load_old("70b_hsdp.toml").model.attn == "varlen"
 
 
 def test_what_is_not_built_is_refused_by_name_all_at_once() -> None:

@@ -29,7 +29,8 @@ def make_batch(documents_BL: torch.Tensor) -> Batch:
 
 def traced(attn: str = "sdpa") -> torch.fx.GraphModule:
     with torch.device("meta"):
-        return trace(llama3.Model(CONFIG, attn))
+        model = llama3.Model(CONFIG, attn)
+    return trace(model)
 
 
 def trace(model: Decoder) -> torch.fx.GraphModule:
@@ -47,18 +48,19 @@ def by_hand() -> tuple[int, int]:
     return 3 * forward, 3 * attention  # backward: twice the forward's
 
 
-@pytest.mark.parametrize("attn", ["sdpa", "flex"])
+@pytest.mark.parametrize("attn", ["sdpa", "flex", "varlen"])
 def test_counts_six_operations_per_weight_and_token_and_twelve_per_attended_pair(attn: str) -> None:
     flops = count_flops(traced(attn), BLOCKS)
     assert (flops.matmul, sum(flops.attention.values())) == by_hand()
     assert set(flops.attention) == {"layers.0", "layers.1"}
 
 
-@pytest.mark.parametrize("attn", ["sdpa", "flex"])
+@pytest.mark.parametrize("attn", ["sdpa", "flex", "varlen"])
 def test_values_count_as_wide_as_they_are_not_as_the_keys(attn: str) -> None:
     config = tiny_config(deepseek_v3.FLAVORS["debugmodel"], vocab_size=64)
     with torch.device("meta"):
-        flops = count_flops(trace(model := deepseek_v3.Model(config, attn)), model.blocks)
+        model = deepseek_v3.Model(config, attn)
+    flops = count_flops(trace(model), model.blocks)
     forward = 2 * B * config.num_heads * L * L * (config.nope_dim + config.rope_dim + config.v_dim)
     assert flops.attention == {f"layers.{i}": 3 * forward for i in range(config.num_layers)}
 

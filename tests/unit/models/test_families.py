@@ -162,9 +162,11 @@ def separately(model: Decoder) -> Tensor:
     return torch.cat([model(part) for part in packed()[0].split(LENGTHS, dim=1)], dim=1)
 
 
-@pytest.mark.parametrize("attn", ["sdpa", "flex"])
+@pytest.mark.parametrize("attn", ["sdpa", "flex", "varlen"])
 @pytest.mark.parametrize("row", FIRST)
 def test_packed_documents_are_as_if_each_had_a_row_of_its_own(row: str, attn: str) -> None:
+    if attn == "varlen" and row.startswith("gpt_oss"):
+        pytest.skip("refused: windows and sinks, see test_varlen.py")
     model = ours(row, attn)
     assert largest_gap(results(model, together), results(model, separately)) < 1e-12
 

@@ -1,4 +1,4 @@
-"""Attention under a mask, through `scaled_dot_product_attention` or flex attention."""
+"""Attention under a mask, through `scaled_dot_product_attention`, flex attention, or kernels for segments."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import flex_strips  # also lets uncompiled flex attention run in strips, eagerly
+from torchtitan_graph.graph.torch_private.flash import WIDEST
 from torchtitan_graph.graph.torch_private.flex import ScoreFunction, flex_attention_op
+from torchtitan_graph.graph.varlen import Segments, varlen_attention
 from torchtitan_graph.models.layers.masks import Mask
 from torchtitan_graph.models.layers.rope import Rotation
 
@@ -41,11 +43,20 @@ def attend(
         score: changes a scaled score, `(score, b, h, q, kv) -> score`, as a soft cap or a bias does; flex only.
 
     Raises:
-        UserError: a score function without flex attention, which alone has one; or a use that context parallelism can't
-            split.
+        UserError: a score function without flex attention, which alone has one; sinks within segments; or a use that
+            context parallelism can't split.
     """
     _check_places(q_BLNH.shape[1], k_BLKH.shape[1], mask, score)
     scale = q_BLNH.shape[-1] ** -0.5 if scale is None else scale
+    if isinstance(mask, Segments):
+        if score is not None or sinks_N is not None:
+            what = "sinks" if score is None else "another score, which only 'flex' can"
+            raise UserError(f"model.attn = 'varlen': this model's attention has {what}; use flex")
+        if q_BLNH.is_cuda and q_BLNH.shape[-1] > WIDEST:
+            width = q_BLNH.shape[-1]
+            raise UserError(f"model.attn = 'varlen': its heads have {width} features, and {WIDEST} at most; use flex")
+        out_BLNH, _ = varlen_attention(q_BLNH, k_BLKH, _as_wide(v_BLKH, q_BLNH), mask.begins, mask.sizes, scale)
+        return out_BLNH[..., : v_BLKH.shape[-1]]
     q_BNLH, k_BKLH, v_BKLH = (x.transpose(1, 2) for x in (q_BLNH, k_BLKH, v_BLKH))
     if isinstance(mask, BlockMask):
         out_BNLH, lse_BNL = flex_attention_op(q_BNLH, k_BKLH, v_BKLH, mask, scale, score)
@@ -61,9 +72,10 @@ def attend(
 
 
 def _check_places(Lq: int, Lk: int, mask: Mask, score: ScoreFunction | None) -> None:
-    if Lk != mask.shape[-1]:
+    of_mask = Lk if isinstance(mask, Segments) else mask.shape[-1]
+    if Lk != of_mask:
         raise UserError(
-            f"attention is given {Lk} keys, and a mask of {mask.shape[-1]}: with parallelism.context_parallel_degree "
+            f"attention is given {Lk} keys, and a mask of {of_mask}: with parallelism.context_parallel_degree "
             "an attention of your own has a module `seen = Seen()`, in its PLAN 'seen': {'cp': 'context'}, and says "
             "`k, v = self.seen(k, v)` before it attends; or leave the degree at 1"
         )
@@ -103,9 +115,7 @@ def _sdpa(
         k_BNLH = torch.cat((F.pad(k_BNLH, (0, 8)), sink_BN1H), dim=2)
         v_BNLH = F.pad(v_BNLH, (0, 0, 0, 1))
         mask_B1LL = F.pad(mask_B1LL, (0, 1), value=True if mask_B1LL.dtype == torch.bool else 0.0)
-    if width < q_BNLH.shape[-1]:
-        # The fused kernels want values as wide as keys; the fallback would hold every score.
-        v_BNLH = F.pad(v_BNLH, (0, q_BNLH.shape[-1] - width))
+    v_BNLH = _as_wide(v_BNLH, q_BNLH)
     out_BNLH = F.scaled_dot_product_attention(
         q_BNLH, k_BNLH, v_BNLH, attn_mask=mask_B1LL, scale=scale, enable_gqa=groups > 1
     )
@@ -124,6 +134,12 @@ def _takes_groups(q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, mask_B1LL: Ten
     cuda = torch.backends.cuda
     asked = cuda.SDPAParams(q_BNLH, k_BKLH, v_BKLH, mask_B1LL, 0.0, False, True)
     return cuda.can_use_cudnn_attention(asked) and cuda.can_use_efficient_attention(asked)
+
+
+def _as_wide(values: Tensor, keys: Tensor) -> Tensor:
+    """Pad values to the keys' width: the fused kernels want it so, and the fallback would hold every score."""
+    more = keys.shape[-1] - values.shape[-1]
+    return F.pad(values, (0, more)) if more > 0 else values
 
 
 class Attention(nn.Module):

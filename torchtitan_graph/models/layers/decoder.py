@@ -10,11 +10,13 @@ from torch import Tensor, nn
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.step import SideOutputs
+from torchtitan_graph.graph.varlen import segments_of
 from torchtitan_graph.models.layers.masks import (
     Mask,
     Rule,
     all_of,
     as_bias,
+    begins_of,
     build_mask,
     causal,
     num_seen,
@@ -23,7 +25,7 @@ from torchtitan_graph.models.layers.masks import (
 from torchtitan_graph.models.layers.moe import MoE, Routing, move_correction_bias
 from torchtitan_graph.parallel.plan import Plan
 
-ATTENTION = ("sdpa", "flex")  # its implementations
+ATTENTION = ("sdpa", "flex", "varlen")  # its implementations
 LOAD = ".load"  # ends the name of the state in which a mixture of experts counts the slots of each
 
 
@@ -184,6 +186,45 @@ class Decoder(nn.Module):
         """Give the rules that blocks name, of which positions see which."""
         return {"causal": all_of(causal, same_document(documents_BL))}
 
+    def segments(self, documents_BL: Tensor, positions_BL: Tensor) -> dict[str, Tensor]:
+        """Give, of the rules by which a token sees what is not later in its segment, a document or a part of one, where
+        (B, L) segments begin: what attn = "varlen" can do."""
+        return {"causal": begins_of(documents_BL)}
+
+    def check_attention(self, cp: int = 1) -> None:
+        """Refuse attn = "varlen" where attention is not within segments of rows that a rank has whole.
+
+        Args:
+            cp: the degree of context parallelism.
+
+        Raises:
+            UserError: names the rule that is none of `segments`, or lets see other pairs than its segments do.
+        """
+        if self.attn != "varlen":
+            return
+        if cp > 1:
+            raise UserError(
+                f"parallelism.context_parallel_degree = {cp}: not with model.attn = 'varlen', whose kernels take whole "
+                "documents, and a rank has parts of them; use flex, or another axis"
+            )
+        documents_BL = torch.arange(64).div(9, rounding_mode="floor").expand(2, -1)
+        positions_BL = torch.arange(64).mul(777).expand(2, -1)  # far apart: chunks end among them, too
+        segments = self.segments(documents_BL, positions_BL)
+        for name, rule in self.mask_rules(documents_BL, positions_BL).items():
+            if name not in segments:
+                raise UserError(
+                    f"model.attn = 'varlen': the mask {name!r} of this model is not causal attention within documents, "
+                    "or parts of them (`segments`); use flex or sdpa"
+                )
+            within_BL = segments[name].cumsum(1)
+            expected = all_of(causal, same_document(within_BL))
+            seen, expected_seen = (build_mask("sdpa", x, 2, 64, within_BL.device) for x in (rule, expected))
+            if not torch.equal(seen, expected_seen):  # type: ignore[arg-type]
+                raise UserError(
+                    f"model.attn = 'varlen': this model's `segments` let other tokens be seen than the rule {name!r} of"
+                    " its `mask_rules`: correct the one that is wrong, or use flex or sdpa"
+                )
+
     def num_visible(self, positions_BL: Tensor) -> dict[str, Tensor]:
         """Give, by rule, how many positions each position sees: what counts as attention's arithmetic. A rule that is
         not among them is counted pair by pair."""
@@ -204,15 +245,26 @@ class Decoder(nn.Module):
         positions_BL = torch.arange(seq_len).expand(1, -1)
         return self.visible_pairs(torch.zeros_like(positions_BL), positions_BL)
 
-    def masks(self, documents_BL: Tensor, positions_BL: Tensor, places_L: Tensor | None = None) -> dict[str, Mask]:
+    def masks(
+        self,
+        documents_BL: Tensor,
+        positions_BL: Tensor,
+        places_L: Tensor | None = None,
+        device: torch.device | None = None,
+    ) -> dict[str, Mask]:
         """Build the attention masks of one batch; made once, outside the graph, and shared by all layers.
 
         Args:
             documents_BL: equal numbers where two tokens belong to one document.
             positions_BL: of each token in its document.
-            places_L: of the queries, in the row; None: one at each place.
+            places_L: of the queries, in the row; None: one at each place. Segments have all.
+            device: that the masks are for; None: that of the documents. Segments are made of documents in the host's
+                memory: for others the host waits. See Note [Numbers of segments].
         """
-        (B, L), device = documents_BL.shape, documents_BL.device
+        (B, L), device = documents_BL.shape, device or documents_BL.device
+        if self.attn == "varlen":
+            begins = self.segments(documents_BL, positions_BL)
+            return {name: segments_of(begins_BL, device) for name, begins_BL in begins.items()}
         rules = self.mask_rules(documents_BL, positions_BL)
         return {name: build_mask(self.attn, rule, B, L, device, places_L) for name, rule in rules.items()}
 

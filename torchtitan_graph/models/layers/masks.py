@@ -13,11 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from torchtitan_graph.graph.varlen import Segments
+
 FLEX_BLOCK = 128
 PAIRS_AT_A_TIME = 2**24
 
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-Mask = Tensor | BlockMask
+Mask = Tensor | BlockMask | Segments
 
 
 def causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -50,6 +52,13 @@ def chunked(positions_BL: Tensor, chunk: int) -> Rule:
         return positions_BL[b, q] // chunk == positions_BL[b, kv] // chunk
 
     return rule
+
+
+def begins_of(*numbers_BL: Tensor) -> Tensor:
+    """Tell (B, L) where a segment begins: at a row's first token, and where a number is not the one before it."""
+    begins_BL = torch.ones_like(numbers_BL[0], dtype=torch.bool)
+    begins_BL[:, 1:] = torch.stack([x[:, 1:] != x[:, :-1] for x in numbers_BL]).any(0)
+    return begins_BL
 
 
 def all_of(*rules: Rule) -> Rule:
@@ -130,10 +139,10 @@ def _block_mask(rule: Rule, B: int, Lq: int, Lk: int, device: torch.device) -> B
 
 
 def as_bias(mask: Mask, dtype: torch.dtype) -> Mask:
-    """Give a boolean mask as what is added to scores: 0 where a query sees a key, else -inf. A `BlockMask` stays.
+    """Give a boolean mask as what is added to scores: 0 where a query sees a key, else -inf. Others stay.
 
     Attention's kernels want it so, and would make, and keep for backward, one in each layer.
     """
-    if isinstance(mask, BlockMask) or mask.dtype != torch.bool:
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         return mask
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, float("-inf"))

@@ -1,0 +1,67 @@
+"""Flash attention of rows cut into segments, each causal by itself, forward and backward.
+
+torch calls these kernels in `torch.nn.attention.varlen.varlen_attn`, whose CPU has none, and whose autograd can't be
+part of an operator of our own. A public backward would replace them.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+aten = torch.ops.aten
+WIDEST = 256  # of the heads that a GPU's kernels take
+
+
+def varlen_forward(
+    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, begins: Tensor, longest: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attend on a GPU; `begins` has the first token of each segment and, last, T. Also gives the logarithms (N, T) of
+    the sums of exponentials."""
+    out_TNH, lse_NT, *_ = aten._flash_attention_forward(
+        *map(_aligned, (q_TNH, k_TKH, v_TKH)), begins, begins, longest, longest, 0.0, True, False, scale=scale
+    )
+    return out_TNH[..., : q_TNH.shape[-1]], lse_NT
+
+
+def varlen_backward(
+    d_out_TNH: Tensor,
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    out_TNH: Tensor,
+    lse_NT: Tensor,
+    begins: Tensor,
+    longest: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Give the gradients of queries, keys and values on a GPU: always the same bits where torch is asked for
+    deterministic algorithms."""
+    unread = q_TNH.new_empty(2, dtype=torch.uint64)  # of dropout, which there is none of
+    given = map(_aligned, (d_out_TNH, q_TNH, k_TKH, v_TKH, out_TNH))
+    gradients = aten._flash_attention_backward(
+        *given, lse_NT, begins, begins, longest, longest, 0.0, True, unread, unread, scale=scale
+    )
+    dq, dk, dv = (x[..., : q_TNH.shape[-1]] for x in gradients)
+    return dq, dk, dv
+
+
+def _aligned(x_TNH: Tensor) -> Tensor:
+    """Widen heads to a multiple of eight: the kernels read whole words of 16 bytes."""
+    return F.pad(x_TNH, (0, -x_TNH.shape[-1] % 8)) if x_TNH.shape[-1] % 8 else x_TNH
+
+
+def causal_forward(q_NLH: Tensor, k_NLH: Tensor, v_NLH: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Attend within one segment on a CPU; also gives the logarithms (N, L) of the sums of exponentials."""
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+        q_NLH[None], k_NLH[None], v_NLH[None], 0.0, True, scale=scale
+    )
+    return out[0], lse[0]
+
+
+def causal_backward(
+    d_out_NLH: Tensor, q_NLH: Tensor, k_NLH: Tensor, v_NLH: Tensor, out_NLH: Tensor, lse_NL: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Give the gradients of queries, keys and values of one segment on a CPU."""
+    each = (x[None] for x in (d_out_NLH, q_NLH, k_NLH, v_NLH, out_NLH, lse_NL))
+    dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(*each, 0.0, True, scale=scale)
+    return dq[0], dk[0], dv[0]

@@ -43,7 +43,8 @@ def test_their_numbers_are_torchs(kernels: Any, dtype: torch.dtype, degree: int)
             found = [torch.empty_like(part) for part in parts]
             for out_TV, part, columns_T in zip(found, parts, all_columns, strict=True):
                 kernels.write_gradient(out_TV, part, (columns_T + shift) % V, *rows)
-            far = float((torch.cat(found, 1) - of_exact_TV).norm() / of_exact_TV.norm())
+            # A gradient is the difference of two numbers of up to a third, which is what its error goes by.
+            far = float((torch.cat(found, 1) - of_exact_TV).norm() / of_exact_TV.norm().clamp(min=1 / 3))
             assert far > 0.1 if shift else far < close
         for part, columns_T in zip(parts, all_columns, strict=True):
             expected_TV = torch.empty_like(part)

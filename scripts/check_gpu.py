@@ -216,13 +216,14 @@ def training(options: Sequence[str], is_compiled: bool = False) -> Iterator[tupl
     for block in trainer.model.blocks.values() if is_compiled else ():
         block.compile()
     rows, seq_len = config.training.local_batch_size, config.training.seq_len
-    tokens, labels = torch.randint(trainer.model.config.vocab_size, (2, rows, seq_len), device=trainer.device)
-    positions = torch.arange(seq_len, device=trainer.device).repeat(rows, 1)
-    batch = Batch(tokens, labels, positions, torch.zeros_like(positions))
+    tokens, labels = torch.randint(trainer.model.config.vocab_size, (2, rows, seq_len))
+    positions = torch.arange(seq_len).repeat(rows, 1)
+    on_host = Batch(tokens, labels, positions, torch.zeros_like(positions))
+    batch = Batch(*(x.to(trainer.device) for x in on_host))
     num_tokens = torch.full((), rows * seq_len, device=trainer.device)
 
     def step() -> None:
-        loss = trainer.steps.train([batch], num_tokens).loss
+        loss = trainer.steps.train([batch], num_tokens, [on_host]).loss
         if trainer.update is not None:
             trainer.update(loss)
         else:

@@ -307,7 +307,12 @@ def train(
     data_rank = layout_of(cell.dims).data_rank if dist.is_initialized() else 0
     seen: Seen = {}
     for k in range(1, cell.num_steps + 1):
-        loss, state = steps.train(*data(cell, data_rank, k))
+        batches, num_tokens = data(cell, data_rank, k)
+        if isinstance(steps, Plain):
+            loss, state = steps.train(batches, num_tokens)
+        else:
+            on_host = [Batch(*(x.cpu() for x in batch)) for batch in batches]
+            loss, state = steps.train(batches, num_tokens, on_host)
         seen |= {f"step {k}: {name}": x for name, x in state.items()}
         seen[f"step {k}: loss"] = loss
         seen |= {f"step {k}: gradient of {n}": _copied(p.grad) for n, p in model.named_parameters()}

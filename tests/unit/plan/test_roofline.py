@@ -158,7 +158,8 @@ def test_a_loss_by_rows_goes_through_its_logits_as_its_kernels_do(one: Roofline)
 
 
 def test_a_fused_loss_reads_its_logits_twice_and_writes_them_once(one: Roofline) -> None:
-    assert loss_bytes(one, UNFUSED) == pytest.approx(2 + 2 + 2, rel=0.05)
+    numbers_of_a_row = 100 / V  # bytes, in fp32, that are no logits
+    assert 2 + 2 + 2 < loss_bytes(one, UNFUSED) < 2 + 2 + 2 + numbers_of_a_row
 
 
 def test_ranks_wait_for_one_another(of_four: Roofline) -> None:

@@ -166,7 +166,7 @@ def separately(model: Decoder) -> Tensor:
 @pytest.mark.parametrize("row", FIRST)
 def test_packed_documents_are_as_if_each_had_a_row_of_its_own(row: str, attn: str) -> None:
     if attn == "varlen" and row.startswith("gpt_oss"):
-        pytest.skip("refused: windows and sinks, see test_varlen.py")
+        pytest.skip("refused: windows and sinks, see test_segments.py")
     model = ours(row, attn)
     assert largest_gap(results(model, together), results(model, separately)) < 1e-12
 

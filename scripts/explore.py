@@ -79,6 +79,8 @@ def build(config: JobConfig, world_size: int, trace: Path | None) -> dict[str, A
     blueprint, watch = Blueprint(config, world_size), PassWatch()
     # Nothing is written but the page, and no number is computed.
     silent = dict(dump_to=None, picture=None, verify=False)
+    if trace is not None:  # of a graph that ran: its norms are this machine's
+        silent["plans_norms"] = False
     blueprint.options = dataclasses.replace(blueprint.options, look=watch.look, **silent)
     init_fake_process_group(world_size, config.comm.fake_rank)
     try:

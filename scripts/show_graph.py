@@ -195,6 +195,8 @@ def table(words: Sequence[str], by: str, depth: int, profile: Path | None) -> li
     with dry([*words, "--compile.record_call_hierarchy"]) as blueprint:
         of_rank = (blueprint.config.comm.fake_rank, blueprint.dims.num_ranks)
         trace = find_trace(profile, *of_rank) if profile is not None else None
+        if trace is not None:  # of a graph that ran: its norms are this machine's
+            blueprint.options = dataclasses.replace(blueprint.options, plans_norms=False)
         graphs, options = blueprint.build_dry(), blueprint.options
         costs = costs_on(blueprint.layout, options)
         return step_table(blueprint.model, graphs, options.rows[1], costs, by=by, depth=depth, trace=trace)

@@ -64,7 +64,7 @@ def words_of_a_stage(cell: Cell) -> str:
     steps.model.get_submodule("layers.0").attention_norm.eps = 0.5
     stages[0].begin()
     try:
-        stages[0].forward(0, lambda: steps._inputs(batches[0], num_tokens), None)
+        stages[0].forward(0, lambda: steps._inputs(batches[0], None, num_tokens), None)
     except UserError as error:
         return str(error)
     return "nothing"

@@ -250,10 +250,22 @@ def _is_recordable(node: Node) -> bool:
         return meta.region(node) is not None  # Inductor's; a function of the user's may do anything
     if node.target.namespace not in _KNOWN or not _UNSAFE.isdisjoint(node.target.tags):
         return False
+    if node.target is torch.ops.aten.index_put.default and (fills := _fills(node)) is not None:
+        return fills
     tensors = [x for x in torch.utils._pytree.tree_leaves([value(n) for n in (node, *node.all_input_nodes)])]
     if len({x.device.type for x in tensors if isinstance(x, Tensor)}) > 1:
         return False
     return not reads_host(node.target, [value(x) if isinstance(x, Node) else x for x in node.args])
+
+
+def _fills(node: Node) -> bool | None:
+    """Tell of `x[mask] = number` whether it fills in a constant, as an embedding that ranks share does; None of another
+    index. The host reads a mask, but for one number in its own memory: with that torch fills."""
+    _, indices, number = node.args[:3]
+    if [value(x).dtype for x in indices if x is not None] != [torch.bool]:  # type: ignore[union-attr]
+        return None
+    is_constant = number.target is torch.ops.aten.lift_fresh_copy.default and number.args[0].op == "get_attr"  # type: ignore[union-attr]
+    return is_constant and value(number).numel() == 1 and value(number).device.type == "cpu"
 
 
 def _piece(gm: GraphModule, nodes: list[Node], is_recorded: bool) -> Piece:

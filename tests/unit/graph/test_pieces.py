@@ -30,6 +30,11 @@ def halves(x: Tensor) -> Tensor:
     return own(first) + second
 
 
+def filled(x: Tensor, number: float | Tensor) -> Tensor:
+    x[x > 1] = number
+    return x
+
+
 def graph(fn) -> GraphModule:
     return cleanup(minimal_fx_tracer(fn)(torch.ones(4, 3)).gm)
 
@@ -43,6 +48,8 @@ def graph(fn) -> GraphModule:
         (lambda x: (x + 1).to("meta") * 2, [True, False, True]),  # to another device
         (halves, [True, False, True]),  # a tuple stays in its piece
         (lambda x: own(x), [False]),
+        (lambda x: filled(x + 1, 0.0) * 2, [True]),  # a number is filled in
+        (lambda x: filled(x + 1, x[0, 0]) * 2, [True, False, True]),  # the mask is read
     ],
 )
 def test_a_graph_is_cut_at_what_can_not_be_recorded(fn, recorded: list[bool]) -> None:

@@ -259,13 +259,15 @@ def _is_recordable(node: Node) -> bool:
 
 
 def _fills(node: Node) -> bool | None:
-    """Tell of `x[mask] = number` whether it fills in a constant, as an embedding that ranks share does; None of another
-    index. The host reads a mask, but for one number in its own memory: with that torch fills."""
-    _, indices, number = node.args[:3]
-    if [value(x).dtype for x in indices if x is not None] != [torch.bool]:  # type: ignore[union-attr]
+    """Tell of `x[mask] = number` whether it fills in a constant, as an embedding that ranks share does; None without a
+    mask. The host reads a mask, but for one number in its own memory: with that torch fills."""
+    args: Any = node.args
+    _, indices, number, *_ = args
+    dtypes = [value(x).dtype for x in indices if x is not None]
+    if torch.bool not in dtypes:
         return None
-    is_constant = number.target is torch.ops.aten.lift_fresh_copy.default and number.args[0].op == "get_attr"  # type: ignore[union-attr]
-    return is_constant and value(number).numel() == 1 and value(number).device.type == "cpu"
+    is_constant = number.target is torch.ops.aten.lift_fresh_copy.default and number.args[0].op == "get_attr"
+    return dtypes == [torch.bool] and is_constant and value(number).numel() == 1 and value(number).device.type == "cpu"
 
 
 def _piece(gm: GraphModule, nodes: list[Node], is_recorded: bool) -> Piece:

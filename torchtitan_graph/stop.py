@@ -16,7 +16,7 @@ import threading
 import time
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 START = time.time()  # when this process began, as near as a module can tell
 
@@ -26,7 +26,9 @@ GRACE_S = 1.5  # to end in order before the first step; then the process is ende
 
 _signals = [signal.SIGTERM, signal.SIGINT] + [signal.SIGUSR1] * hasattr(signal, "SIGUSR1")  # not on every system
 _received, _received_at = 0, 0.0
+_before: dict[int, Any] = {}  # what handled the signals before; empty where they are not handled here
 _pid = 0  # of the process that installed the handlers; its children inherit them
+_pipe = -1  # where `_watch` is told of signals
 _can_unwind = False  # whether somebody catches `Stopped`
 _stepping = False
 
@@ -35,26 +37,37 @@ class Stopped(BaseException):
     """A signal ends this process now: before its first step, or by Ctrl-C for the second time."""
 
 
-def install() -> None:
-    """Handle the signals from now on, and tell the launcher so. Only a main thread can; others do nothing."""
-    global _pid
-    if threading.current_thread() is not threading.main_thread():
-        return
-    for number in _signals:
-        signal.signal(number, _note)
+def install() -> bool:
+    """Handle the signals from now on, and tell the launcher so. Only a main thread can; others do nothing.
+
+    Returns whether this began here: whoever began it ends it with `restore`, or with the process.
+    """
+    global _pid, _pipe, _received
+    if (_before and _pid == os.getpid()) or threading.current_thread() is not threading.main_thread():
+        return False
+    _received = 0
+    _before.update({number: signal.signal(number, _note) for number in _signals})
     if _pid != os.getpid():
         _pid = os.getpid()
-        threading.Thread(target=_watch, args=(_open_pipe(),), name="signals", daemon=True).start()
+        read, _pipe = os.pipe()
+        os.set_blocking(_pipe, False)
+        os.register_at_fork(after_in_child=_close_pipe)
+        threading.Thread(target=_watch, args=(read,), name="signals", daemon=True).start()
+    # Python calls a handler only between two of its instructions: never while torch allocates, copies or waits.
+    signal.set_wakeup_fd(_pipe, warn_on_full_buffer=False)
     if LAUNCHER in os.environ:
         _die_with_launcher()
         _touch("pid")
+    return True
 
 
 def restore() -> None:
-    """Let the signals end the process again: it fails, and there is no step left to finish."""
-    if threading.current_thread() is threading.main_thread():
-        for number in _signals:
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    """Let the signals do what they did before: no step is left to finish."""
+    if _before and threading.current_thread() is threading.main_thread():
+        signal.set_wakeup_fd(-1)
+        for number, handler in _before.items():
+            signal.signal(number, handler)
+        _before.clear()
 
 
 def begin_setup() -> None:
@@ -127,18 +140,6 @@ def _note(number: int, frame: FrameType | None) -> None:
         end()
     elif first:
         raise Stopped
-
-
-def _open_pipe() -> int:
-    """Return where the number of each signal can be read the moment that it comes.
-
-    Python calls a handler only between two of its instructions: never while torch allocates, copies or waits.
-    """
-    read, write = os.pipe()
-    os.set_blocking(write, False)
-    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    os.register_at_fork(after_in_child=_close_pipe)
-    return read
 
 
 def _close_pipe() -> None:

@@ -51,8 +51,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     0 done, 2 something to change, 3 non-finite numbers, 4 a checkpoint could not be saved, 6 storage was away,
     128 + N ended by signal N.
     """
+    is_called_from_python = stop.install()
+    try:
+        return _main(argv)
+    finally:
+        if is_called_from_python:
+            stop.restore()
+
+
+def _main(argv: Sequence[str] | None) -> int:
     begin = time.perf_counter()
-    stop.install()
     stop.begin_setup()
     init_logging()
     folder: Path | None = None  # known once the configuration is

@@ -120,3 +120,13 @@ def send(phase: str, *signals: signal.Signals, **env: str) -> tuple[int, str]:
 )
 def test_only_a_run_that_is_saved_is_said_to_go_on(words: tuple[str, ...], said: str) -> None:
     assert train._started_again(load(words)) == said
+
+
+def test_called_from_python_it_gives_the_signals_back(capsys: pytest.CaptureFixture) -> None:
+    """A notebook's Ctrl-C is its own again, once a run in it has ended."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    before = [signal.getsignal(number) for number in numbers]
+    with pytest.raises(SystemExit):
+        train.main(["--help"])
+    assert [signal.getsignal(number) for number in numbers] == before
+    assert signal.set_wakeup_fd(-1) == -1

@@ -33,6 +33,7 @@ from torchtitan_graph.data.open_corpus import validation_corpus
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.forecast import check_fits, forecast
 from torchtitan_graph.graph.torch_private.distributed import set_timeout
+from torchtitan_graph.graph.uncollected import uncollected
 from torchtitan_graph.log import logger
 from torchtitan_graph.metrics import (
     Metrics,
@@ -200,8 +201,8 @@ class Trainer(Blueprint):
     def _train(self, run: RunFolder) -> None:
         config = self.config
         peak = devices.peak_flops()
-        gc.disable()  # ranks that collect at different moments wait for each other
         with (
+            uncollected(),  # ranks that collect at different moments wait for each other
             closing(self.steps),
             Metrics(
                 config,
@@ -252,7 +253,6 @@ class Trainer(Blueprint):
             if last and config.checkpoint.last_save_in_hf:
                 with run.during("checkpoint"):
                     self._save_in_hugging_face_format(anew=self.step >= first)
-        gc.enable()
 
     def train_step(self, metrics: Metrics) -> bool:
         """Do one optimizer step: batches -> loss, gradients -> clip -> optimizer. False if the data is used up."""

@@ -29,7 +29,7 @@ def after_one_step(folder: Path, model: str, optimizer: str) -> tuple[bool, bool
         trainer.train(run)
     except NonFiniteError:
         ended = True
-        gc.enable()  # training keeps it off, and such an error ends the process
+    assert gc.isenabled(), "training keeps Python's collector off, and leaves it as it was"
     run.close(FINISHED)
     return ended, not all(map(torch.equal, before, parameters))
 

@@ -219,7 +219,7 @@ def training(options: Sequence[str], is_compiled: bool = False) -> Iterator[tupl
     tokens, labels = torch.randint(trainer.model.config.vocab_size, (2, rows, seq_len))
     positions = torch.arange(seq_len).repeat(rows, 1)
     on_host = Batch(tokens, labels, positions, torch.zeros_like(positions))
-    batch = Batch(*(x.to(trainer.device) for x in on_host))
+    batch = on_host.to(trainer.device)
     num_tokens = torch.full((), rows * seq_len, device=trainer.device)
 
     def step() -> None:

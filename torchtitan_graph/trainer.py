@@ -363,7 +363,7 @@ class Trainer(Blueprint):
         for on_host, on_device in self.ahead:
             if on_host is batch:
                 return on_device
-        return Batch(*(x.to(self.device, non_blocking=True) for x in batch))
+        return batch.to(self.device, non_blocking=True)
 
     def _loss_if_finite(self, read: Read) -> float:
         """Give the loss of all ranks; stop if it or the norm is not finite: no parameter is touched then."""

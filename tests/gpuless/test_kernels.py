@@ -13,7 +13,6 @@ from torch.fx import GraphModule
 
 from torchtitan_graph.check import matrix
 from torchtitan_graph.check.matrix import BF16, FP32, Cell
-from torchtitan_graph.data.batch import Batch
 from torchtitan_graph.models.spec import family_names, load_family
 from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.steps import Steps
@@ -49,7 +48,7 @@ def sums(counts: null_gpu.Counts) -> null_gpu.Counts:
 def launched(cell: Cell, build: Callable[[Cell], Steps]) -> null_gpu.Counts:
     """Give what the second step launches: the first one finds plans and workspaces."""
     steps, (batches, num_tokens) = build(cell), matrix.microbatches(cell, 0, 1)
-    on_host = [Batch(*(x.cpu() for x in batch)) for batch in batches]
+    on_host = [batch.to("cpu") for batch in batches]
     for _ in range(2):
         for parameter in steps.model.parameters():
             parameter.grad = None

@@ -185,7 +185,7 @@ def microbatches(cell: Cell, data_rank: int, step: int) -> tuple[list[Batch], Te
     """Give this rank's part of the step's rows, and the number of targets of all ranks and microbatches."""
     rows = global_rows(cell.vocab_size, step)
     num_rows = NUM_ROWS // cell.num_parts * cell.num_parts  # all parts have as many
-    rows = Batch(*(x[:num_rows].to(DEVICE) for x in rows))
+    rows = Batch(*(x[:num_rows] for x in rows)).to(DEVICE)
     parts = [Batch(*each) for each in zip(*(x.chunk(cell.num_parts) for x in rows), strict=True)]
     return parts[data_rank :: cell.dims.data], (rows.labels_BL != IGNORE_INDEX).sum()
 
@@ -311,8 +311,7 @@ def train(
         if isinstance(steps, Plain):
             loss, state = steps.train(batches, num_tokens)
         else:
-            on_host = [Batch(*(x.cpu() for x in batch)) for batch in batches]
-            loss, state = steps.train(batches, num_tokens, on_host)
+            loss, state = steps.train(batches, num_tokens, [batch.to("cpu") for batch in batches])
         seen |= {f"step {k}: {name}": x for name, x in state.items()}
         seen[f"step {k}: loss"] = loss
         seen |= {f"step {k}: gradient of {n}": _copied(p.grad) for n, p in model.named_parameters()}

@@ -1,5 +1,7 @@
 """What a data loader hands to the training step."""
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import torch
@@ -9,7 +11,7 @@ BYTES_PER_TOKEN = 4 * 8  # of a batch
 
 
 class Batch(NamedTuple):
-    """Rows of packed documents, as int64 tensors on the CPU, all of shape (B, L).
+    """Rows of packed documents, as int64 tensors, all of shape (B, L).
 
     tokens_BL: the input.
     labels_BL: the next token of the same document, IGNORE_INDEX where there is none: at a document's last token
@@ -23,3 +25,7 @@ class Batch(NamedTuple):
     labels_BL: torch.Tensor
     positions_BL: torch.Tensor
     documents_BL: torch.Tensor
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
+        """Give the same rows on a device; `non_blocking` as of `Tensor.to`."""
+        return Batch(*(x.to(device, non_blocking=non_blocking) for x in self))

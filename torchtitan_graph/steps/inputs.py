@@ -138,6 +138,6 @@ def example_inputs(
         documents = torch.arange(rows[1]).div(block_length(rows[1], cp), rounding_mode="floor").expand(rows)
         labels[:, torch.cat([places_of(rank, rows[1], cp, labels.device) for rank in range(1, cp)])] = IGNORE_INDEX
     on_host = Batch(tokens, labels, positions, documents)
-    batch = Batch(*(x.to(device) for x in on_host))
+    batch = on_host.to(device)
     num_tokens = torch.tensor(rows[0] * rows[1] * layout.dims.data, device=device)
     return *of_this_rank(batch, model, layout, on_host), num_tokens

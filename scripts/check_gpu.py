@@ -3,10 +3,10 @@
     python scripts/check_gpu.py [--minutes 10] [--json check_gpu.json] [--folder outputs/check_gpu]
 
 Is the graph eager's equal, bit for bit, for every family? Are a GPU's own kernels right? How fast is each mode, with
-which MFU, and how far off are the forecasts of memory and time? What do float8 and CUDA graphs change? It prints one
-table, and writes it as JSON, with a profile beside it. The exit code is 0 if all bits are equal and kernels are right,
-1 if not, 3 if as far as could be compared, 2 if nothing was run. docs/17_check_gpu.md explains the columns, and how to
-send the result in.
+which MFU, and how far off are the forecasts of memory and time? What do float8, CUDA graphs and deterministic kernels
+change? It prints one table, and writes it as JSON, with a profile beside it. The exit code is 0 if all bits are equal
+and kernels are right, 1 if not, 3 if as far as could be compared, 2 if nothing was run. docs/17_check_gpu.md explains
+the columns, and how to send the result in.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,6 +44,7 @@ from torchtitan_graph.models.spec import family_names, load_family
 from torchtitan_graph.plan.build import build, configuration
 from torchtitan_graph.plan.simulate import by_rates, simulate
 from torchtitan_graph.run.files import check_result, write_result
+from torchtitan_graph.train import choose_kernels
 from torchtitan_graph.trainer import Trainer
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -59,18 +60,21 @@ MODELS = {
         "--model.name qwen3 --model.flavor debugmodel_moe --training.seq_len 4096 --training.local_batch_size 4"
     ),
 }
-EAGER, COMPILED, FLOAT8 = "eager", "compiled eager", "float8"
+EAGER, COMPILED, GRAPH, CUDA_GRAPHS = "eager", "compiled eager", "graph", "CUDA graphs"
+DETERMINISTIC, WHOLE, FLOAT8 = "graph, deterministic", "whole graph", "float8"
 MODES = {
     EAGER: "--compile.mode eager",
     COMPILED: "--compile.mode eager",
-    "graph": "",
+    GRAPH: "",
+    DETERMINISTIC: "--debug.deterministic",
     "graph, varlen": "--model.attn varlen",
-    "CUDA graphs": "--compile.cuda_graphs",
+    CUDA_GRAPHS: "--compile.cuda_graphs",
     "optimizer in graph": "--compile.optimizer_in_graph",
     "CUDA graphs, optimizer in graph": "--compile.cuda_graphs --compile.optimizer_in_graph",
-    "whole graph": "--compile.codegen whole",
+    WHOLE: "--compile.codegen whole",
     FLOAT8: "--model.converters float8 --quantize.linear.float8.filter_fqns output",
 }
+MODES_OF_OTHERS = (EAGER, GRAPH, DETERMINISTIC, CUDA_GRAPHS)  # but the first model, which is timed in each
 NUM_STEPS = 10  # measured ones
 MOST_MINUTES = 24 * 60
 NUM_AT_ONCE = max(1, min(4, (os.cpu_count() or 1) // 4))  # parts that time nothing share the GPU
@@ -105,25 +109,29 @@ class Part(NamedTuple):
 
 
 def all_parts(folder: Path) -> list[Part]:
-    """Give all that is to be done, what tells most first."""
+    """Give all that is to be done: what shares the GPU, the longest of it first, then what needs it alone."""
 
-    def bits(attn: str, seconds: float) -> list[Part]:
-        # Segments' kernels have no sinks and no windows.
-        flavors = [(f, x) for f, x in FLAVORS if attn != "varlen" or f != "gpt_oss"]
+    def bits(attn: str, flavors: Iterable[tuple[str, str]], seconds: float) -> list[Part]:
         return [Part("bits", f"{f} {x}", attn, compare_bits, (f, x, attn), seconds, False) for f, x in flavors]
 
+    of_each_family = dict(FLAVORS).items()  # the last flavour, which has experts where any has
+    # Segments' kernels have no sinks and no windows.
+    segmented = [(f, x) for f, x in of_each_family if f != "gpt_oss"]
+    numbers = Part("numbers", "", "", compare_numbers, (), 10, False)
     first, *_ = MODELS
     speeds = [
-        Part("speed", model, mode, measure, (words, mode), 25 + 25 * (mode in (COMPILED, "whole graph", FLOAT8)), True)
+        Part("speed", model, mode, measure, (words, mode), 50 if mode in (COMPILED, WHOLE, FLOAT8) else 25, True)
         for model, words in MODELS.items()
-        for mode in MODES
-        if model == first or mode != FLOAT8
+        for mode in (MODES if model == first else MODES_OF_OTHERS)
     ]
-    profile = Part("profile", first, "graph", write_profile, (MODELS[first], folder / "trace.json"), 25, True)
-    own = [part for part in speeds if part.model == first]
-    numbers = Part("numbers", "", "", compare_numbers, (), 10, False)
-    others = [part for part in speeds if part not in own]
-    return [*bits("sdpa", 15), *bits("varlen", 15), numbers, *own, *bits("flex", 60), *others, profile]
+    profile = Part("profile", first, GRAPH, write_profile, (MODELS[first], folder / "trace.json"), 25, True)
+    shared = [*bits("flex", of_each_family, 60), *bits("sdpa", FLAVORS, 15), *bits("varlen", segmented, 15), numbers]
+    return [*shared, *speeds, profile]
+
+
+def seconds_of(parts: Iterable[Part], num_at_once: int = NUM_AT_ONCE) -> float:
+    """Give how long parts may take on an H100."""
+    return sum(part.seconds / (1 if part.is_timed else num_at_once) for part in parts)
 
 
 # --- what a part does, in a process of its own ------------------------------------------------------------------------
@@ -133,10 +141,8 @@ def compare_bits(family: str, flavor: str, attn: str) -> Iterator[Row]:
     """Train a tiny model both ways: loss, every gradient and the parameters of all steps."""
     _join()
     matrix.DEVICE = torch.device("cuda")
-    # Else bf16 attention takes cuDNN's kernels, whose backward adds in an order of its own each time. To warn would not
-    # do: attention then takes them all the same.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
+    # Else bf16 attention takes cuDNN's kernels, whose backward adds in an order of its own each time.
+    choose_kernels(load(["--debug.deterministic"]))
     precisions = {"fp32": FP32, "bf16": BF16}
     if attn == "varlen":  # whose kernels have half precision alone
         del precisions["fp32"]
@@ -209,6 +215,7 @@ def training(options: Sequence[str], is_compiled: bool = False) -> Iterator[tupl
     """Give an optimizer step of the trainer's, on rows of one document each, and the number of its tokens."""
     _join()
     config = load(options)
+    choose_kernels(config)
     trainer = Trainer(config, 1)
     if is_compiled:
         trainer.options = dataclasses.replace(trainer.options, loss=torch.compile(cross_entropy))
@@ -305,10 +312,9 @@ def run_parts(parts: Sequence[Part], seconds: float, folder: Path, say: Callable
         rows.extend(made)
         took, results = time.monotonic() - started, ", ".join(dict.fromkeys(row.get("result", "") for row in made))
         todo = [*waiting, *(part for part, *_ in running.values())]
-        rest = sum(part.seconds / (1 if part.is_timed else NUM_AT_ONCE) for part in todo)
         say(
             f"{len(parts) - len(todo)}/{len(parts)} {part.name} {part.model} {part.mode}: {results}  ({took:.0f} s; "
-            f"about {min(rest, max(left(), 0)) / 60:.1f} minutes left)"
+            f"about {min(seconds_of(todo), max(left(), 0)) / 60:.1f} minutes left)"
         )
 
     while waiting or running:

@@ -149,7 +149,7 @@ def _end(error: BaseException, code: int, folder: Path | None, run: RunFolder | 
 
 
 def _start(config: JobConfig, world_size: int, fake: bool) -> None:
-    _choose_kernels(config)
+    choose_kernels(config)
     torch.manual_seed(config.debug.seed or 0)
     if fake:
         init_fake_process_group(world_size, config.comm.fake_rank)
@@ -167,7 +167,8 @@ def _start(config: JobConfig, world_size: int, fake: bool) -> None:
     logger.info(f"{config.job.description}: {world_size} processes on {devices.device_type()}")
 
 
-def _choose_kernels(config: JobConfig) -> None:
+def choose_kernels(config: JobConfig) -> None:
+    """Have torch take deterministic kernels alone in this process, where debug.deterministic asks for them."""
     options = config.debug
     if not options.deterministic:
         return

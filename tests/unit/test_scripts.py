@@ -19,6 +19,7 @@ from torchtitan_graph.graph.show import dump
 from torchtitan_graph.graph.trace import minimal_fx_tracer
 from torchtitan_graph.models import llama3
 from torchtitan_graph.models.hf import to_hf
+from torchtitan_graph.models.spec import family_names
 
 REPOSITORY = Path(__file__).parents[2]
 TOKENIZER = REPOSITORY / "tests" / "assets" / "tokenizer"
@@ -313,6 +314,19 @@ def test_a_check_of_a_gpu_ends(
         "check_gpu.py", f"--minutes={minutes}", f"--folder={tmp_path}", monkeypatch=monkeypatch, capsys=capsys
     )
     assert said.startswith("check_gpu: --minutes") and said.endswith("must be above 0 and at most 1440, a day")
+
+
+def test_a_check_of_an_h100_takes_less_than_ten_minutes_and_leaves_nothing_out() -> None:
+    script = runpy.run_path(str(REPOSITORY / "scripts" / "check_gpu.py"))
+    parts = script["all_parts"](Path())
+    assert script["seconds_of"](parts, num_at_once=4) <= 9.5 * 60  # as where there are 16 CPUs
+    bits = {(part.model.split()[0], part.mode) for part in parts if part.name == "bits"}
+    every = {(family, attn) for family in family_names() for attn in ("sdpa", "flex", "varlen")}
+    assert every - bits == {("gpt_oss", "varlen")}, "which has sinks and windows"
+    timed = [part for part in parts if part.name == "speed"]
+    assert {part.mode for part in timed} == set(script["MODES"])
+    assert {part.model for part in timed if part.mode == script["DETERMINISTIC"]} == set(script["MODELS"])
+    assert {part.name for part in parts} == {"bits", "numbers", "speed", "profile"}
 
 
 def _one_row() -> Iterator[dict[str, Any]]:

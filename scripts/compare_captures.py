@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.check.captures import Comparing
 from torchtitan_graph.command import run_command
-from torchtitan_graph.config import DRY, check, load, ranks_asked_for
+from torchtitan_graph.config import DRY, check, load, ranks_asked_for, read_beside
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
 from torchtitan_graph.log import init_logging, logger
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--values", action="store_true", help="list what the graph rests on beside its inputs")
-    options, of_training = parser.parse_known_args(argv)
+    options, of_training = read_beside(parser, argv)
     try:
         found = compare(of_training).found
     except UserError as error:

@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 import torchtitan_graph
 from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.command import run_command
-from torchtitan_graph.config import DRY, JobConfig, check, load, ranks_asked_for
+from torchtitan_graph.config import DRY, JobConfig, check, load, ranks_asked_for, read_beside
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.explorer import PassWatch, Strings, graph_data, page
 from torchtitan_graph.forecast import forecast
@@ -138,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=Path("explorer.html"),
         help="where to write the page (default explorer.html)",
     )
-    options, of_training = parser.parse_known_args(argv)
+    options, of_training = read_beside(parser, argv)
     init_logging()
     try:
         check_result("-o", options.output)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchtitan_graph.command import run_command
+from torchtitan_graph.config import read_beside
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import init_logging, logger
 from torchtitan_graph.plan.build import CPU, configuration
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="h100", help=f"{names}, or your own file, such as my.toml (default h100)")
     parser.add_argument("--world", type=int, default=1, help="the number of devices; one if not given")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the same as data too")
-    options, of_training = parser.parse_known_args(argv)
+    options, of_training = read_beside(parser, argv)
     init_logging()
     try:
         rates = find_rates(options.device, devices)

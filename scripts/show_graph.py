@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.command import run_command
 from torchtitan_graph.compiler import PassPlan, passes
-from torchtitan_graph.config import DRY, JobConfig, check, load, ranks_asked_for
+from torchtitan_graph.config import DRY, JobConfig, check, load, ranks_asked_for, read_beside
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.measured import find_trace
 from torchtitan_graph.graph.show import without_bytes
@@ -226,7 +226,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
-    options, of_training = parser.parse_known_args(argv)
+    options, of_training = read_beside(parser, argv)
     given = [name for name in vars(options) if getattr(options, name) != parser.get_default(name)]
     alone = {"by": ("depth", "profile"), "diff": ("graphs", "stage")}  # what else such a table, or difference, looks at
     for name, others in alone.items():

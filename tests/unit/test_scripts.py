@@ -137,6 +137,11 @@ def test_a_second_run_of_the_same_command_overwrites_nothing(
         ("benchmark_checkpoint.py", ["--flavor", "nope"], "llama3:nope: legal for llama3 are small, mid, large,"),
         ("benchmark_checkpoint.py", ["--mode", "nope"], "invalid choice: 'nope'"),
         ("benchmark_checkpoint.py", ["--folder", "nowhere"], "--folder nowhere: there is no such folder"),
+        ("roofline.py", ["--devcie", "h100", "my.toml"], "--devcie is not an option; did you mean --device?"),
+        ("roofline.py", ["my.toml", "--jsn=x.json"], "--jsn is not an option; did you mean --json?"),
+        ("explore.py", ["--ouptut", "x.html", "my.toml"], "--ouptut is not an option; did you mean --output?"),
+        ("show_graph.py", ["--atfer", "cleanup"], "--atfer is not an option; did you mean --after?"),
+        ("compare_captures.py", ["--vales"], "--vales is not an option; did you mean --values?"),
         ("check_first_run.py", [], "usage: python scripts/check_first_run.py DUMP_FOLDER"),
     ],
 )

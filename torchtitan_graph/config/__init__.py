@@ -9,7 +9,7 @@ from torchtitan_graph.config.check import (
 )
 from torchtitan_graph.config.dump import dump_toml
 from torchtitan_graph.config.job import JobConfig
-from torchtitan_graph.config.load import DRY, load
+from torchtitan_graph.config.load import DRY, load, read_beside
 
 __all__ = [
     "DRY",
@@ -19,6 +19,7 @@ __all__ = [
     "is_dry_for_gpu",
     "load",
     "ranks_asked_for",
+    "read_beside",
     "shard_degree",
     "smallest_world",
 ]

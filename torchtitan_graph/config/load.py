@@ -1,5 +1,7 @@
 """Command line and TOML in, one checked JobConfig out, or one error that lists everything wrong with them."""
 
+import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,21 @@ def load(argv: Sequence[str]) -> JobConfig:
         raise UserError(problem_list(refused))
     result.config.notices = [str(finding) for finding in result.findings]
     return result.config
+
+
+def read_beside(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None = None
+) -> tuple[argparse.Namespace, list[str]]:
+    """Read the options of a command that takes those of training too; give its own, and the words that are left.
+
+    A name that is none of either, and most like one of the command's own, ends the process as argparse does.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    own = [name.removeprefix("--") for name in parser._option_string_actions if name.startswith("--")]
+    for name in (word[2:].partition("=")[0] for word in words if word.startswith("--")):
+        if name not in own and name not in NAMES and (near := nearest(name, [*own, *NAMES])) in own:
+            parser.error(f"--{name} is not an option; did you mean --{near}?")
+    return parser.parse_known_args(words)
 
 
 def read_arguments(argv: Sequence[str], result: Resolution) -> list[Setting]:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.command import run_command
+from torchtitan_graph.config import read_beside
 from torchtitan_graph.device import host_peak_memory_gib
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import init_logging, logger
@@ -59,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the forecast that the arguments ask for. Return the exit code: 0 done, 2 something to change."""
-    options, of_training = parser().parse_known_args(argv)
+    options, of_training = read_beside(parser(), argv)
     init_logging()
     begin = time.perf_counter()
     try:

@@ -46,6 +46,7 @@ from torchtitan_graph.graph.liveness import owners, readers_of_memory
 from torchtitan_graph.graph.scopes import operations_of
 from torchtitan_graph.graph.traced import TracedResult
 from torchtitan_graph.graph.traffic import num_bytes, received
+from torchtitan_graph.optim.optimizer import BUILT_IN
 from torchtitan_graph.plan.build import Job, Rank, build
 from torchtitan_graph.plan.simulate import by_rates
 from torchtitan_graph.rates import Rates
@@ -141,12 +142,17 @@ def roofline(config: JobConfig, world_size: int, rates: Rates) -> Roofline:
     """Build a job's step on devices of a kind, and count what it costs. See Note [Roofline].
 
     Raises:
-        UserError: the job has a pipeline, or as `build`.
+        UserError: the job has a pipeline, an optimizer whose bytes are not known, or as `build`.
     """
     if (degree := config.parallelism.pipeline_parallel_degree) > 1:
         raise UserError(
             f"parallelism.pipeline_parallel_degree = {degree}: a roofline is of a step that one rank computes alone; "
             "leave it at 1, or let python -m torchtitan_graph.plan forecast the pipeline"
+        )
+    if (name := config.optimizer.name) not in BUILT_IN:
+        raise UserError(
+            f"optimizer.name = {name!r}: what a class of your own keeps, and so reads and writes, is not known before "
+            f"its first step; a roofline knows {' and '.join(BUILT_IN)}: add --optimizer.name AdamW"
         )
     job = build(config, world_size, rates, _uncompiled)
     (rank,) = job.ranks

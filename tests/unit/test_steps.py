@@ -14,7 +14,7 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.loss import cross_entropy, fused_cross_entropy
 from torchtitan_graph.models import llama3
-from torchtitan_graph.models.hf.architecture import choose_attention
+from torchtitan_graph.models.hf.architecture import choose_attention, choose_model
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.steps import Steps, check_steps, step_options
@@ -123,6 +123,38 @@ def test_the_loss_is_the_devices_unless_one_is_named(device: str, words: str, lo
     config, of_model = built(*words.split())
     assert step_options(config, of_model, 1, torch.device(device)).loss is loss
     assert config.training.loss_implementation == ("fused" if loss is fused_cross_entropy else "torch")
+
+
+SDPA = "--model.attn sdpa --training.seq_len 1024 --training.local_batch_size 2"
+FULL = "--training.mixed_precision_param float32"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (f"{SDPA} {FULL}", ["1024 x 1024 positions take 0.00977 GiB, and", "; auto or flex would hold none"]),
+        (SDPA, ["take 0.00586 GiB, and", "; auto or flex or varlen would hold none"]),
+        (f"{SDPA} --compile.cuda_graphs", ["; auto or flex would hold none"]),
+        (f"{SDPA} --model.name gpt_oss", ["take 0.0117 GiB", "; auto or flex would hold none"]),
+        (f"{SDPA} --parallelism.context_parallel_degree 2", ["512 x 1024", "; auto or flex would"]),
+        ("--training.dynamic_seq_len --training.seq_len 1024", ["; varlen would hold none"]),
+        (f"--compile.disable_passes compile_regions {FULL}", ["; shorter rows would take less"]),
+        ("--training.seq_len 1024", []),
+        (f"{SDPA} --comm.fake_device CPU", []),
+    ],
+)
+def test_masks_of_all_pairs_are_told_on_a_gpu(
+    words: str, said: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A byte for what is seen, and a bias in the dtype of scores, for each mask; gpt_oss has two."""
+    monkeypatch.setattr(logger, "propagate", True)
+    config = load([*words.split(), "--comm.mode", "fake_backend"])
+    family, model = choose_model(config, None, 256)
+    options = step_options(config, model, 1, torch.device("cpu"))
+    with caplog.at_level(logging.INFO):
+        check_steps(config, model, family, ParallelDims(cp=config.parallelism.context_parallel_degree), options)
+    lines = [line for line in caplog.text.splitlines() if "model.attn = 'sdpa': on a GPU its masks" in line]
+    assert len(lines) == bool(said) and all(each in lines[0] for each in said)
 
 
 def test_a_dry_run_compiles_nothing() -> None:

@@ -11,6 +11,7 @@ from torchtitan_graph.config import JobConfig, is_dry_for_gpu
 from torchtitan_graph.data.batch import BYTES_PER_TOKEN
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.blocks import block_of
+from torchtitan_graph.log import logger
 from torchtitan_graph.models.layers.attention import flex_cpu_bytes
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.masks import dense_mask_bytes
@@ -45,7 +46,10 @@ def check_steps(
                 " takes gradients (requires_grad); use fewer stages, or divide them by"
                 " parallelism.module_fqns_per_model_part"
             )
-    _check_varlen(model, dims, options, on_gpu=options.device.type == "cuda" or is_dry_for_gpu(config))
+    on_gpu = options.device.type == "cuda" or is_dry_for_gpu(config)
+    _check_varlen(model, dims, options, on_gpu)
+    if model.attn == "sdpa" and on_gpu:
+        _tell_dense_masks(config, model, dims, options)
     if config.comm.mode == "fake_backend":
         return
     _check_rows_fit(config, model, options.precision.compute.itemsize)
@@ -66,6 +70,24 @@ def _check_varlen(model: Decoder, dims: ParallelDims, options: StepOptions, on_g
         )
     if options.device.type == "cuda" and torch.cuda.get_device_capability() < (8, 0):
         raise UserError("model.attn = 'varlen': its kernels need a GPU of compute capability 8.0 or more; use sdpa")
+
+
+def _tell_dense_masks(config: JobConfig, model: Decoder, dims: ParallelDims, options: StepOptions) -> None:
+    """Say what masks of all pairs of positions take on a GPU, and which attention there needs none."""
+    (rows, keys), itemsize = options.rows, options.precision.compute.itemsize
+    queries, nothing = keys // dims.cp, torch.zeros(1, 1, dtype=torch.int64)
+    rules, segments = model.mask_rules(nothing, nothing).keys(), model.segments(nothing, nothing).keys()
+    instead = []
+    if not config.training.dynamic_seq_len and "compile_regions" not in options.disabled:
+        instead.append("auto or flex")
+    if rules <= segments and dims.cp == 1 and itemsize == 2 and not config.compile.cuda_graphs:
+        instead.append("varlen")
+    num_bytes = dense_mask_bytes(rows, queries, keys, len(rules), itemsize)
+    logger.info(
+        f"model.attn = 'sdpa': on a GPU its masks of {queries} x {keys} positions take {num_bytes / devices.GIB:.3g}"
+        f" GiB, and its kernels compute what they hide; {' or '.join(instead) or 'shorter rows'} would"
+        f" {'hold none' if instead else 'take less'}"
+    )
 
 
 def _check_parameters(config: JobConfig, model: Decoder) -> None:

@@ -126,7 +126,8 @@ def options_of(
         **plan_regions(job.Compile(fusions=fusions), model, device),
         **{pattern: {} for pattern in REGIONS.get(mode, ())},
     }
-    loss = fused_cross_entropy if device.type == "cuda" else cross_entropy  # as "auto"
+    # As "auto", but where torch compiles eager: there it is what torch makes of its own.
+    loss = fused_cross_entropy if device.type == "cuda" else cross_entropy
     return StepOptions(
         device=device,
         rows=(args.rows, args.seq_len),
@@ -364,7 +365,7 @@ def main() -> None:
     parser.add_argument("--dtypes", type=words, default=["float32", "bfloat16"], help="compute dtypes")
     modes = (
         "eager; eager with torch.compile of each block (compile) or of the whole forward (compile_whole), and of the"
-        " loss; graph; graphs that Inductor compiles: regional (feed-forwards), blocks, whole;"
+        " loss, torch's own; graph; graphs that Inductor compiles: regional (feed-forwards), blocks, whole;"
         " fusions alone: rms_norm, swiglu+rope; a graph that computes more again: graph@selective, graph@full, with a"
         " memory budget graph@50, blocks@50"
     )

@@ -28,9 +28,10 @@ from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.blocks import block_of
 from torchtitan_graph.graph.edit import is_view, value
 from torchtitan_graph.graph.flops import VARLEN, attention_flops, matmul_flops, runs_backward
-from torchtitan_graph.graph.traffic import group_of, is_permutation, kind_of, num_bytes, received
+from torchtitan_graph.graph.traffic import group_of, is_permutation, kind_of, num_bytes, received, stored_bytes
 from torchtitan_graph.rates import RATES, Rates
 
+aten = torch.ops.aten
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 _OWN = torch.ops.torchtitan_graph
 # Copies beside the arithmetic, by the way they take; and what waits for them, or lets the host wait.
@@ -51,7 +52,14 @@ _BY_ROWS: Mapping[object, int] = {
 _CAST = 8
 
 # They read no more of their first argument than they give.
-_SELECT = (torch.ops.aten.embedding.default, torch.ops.aten.index_select.default, torch.ops.aten.gather.default)
+_SELECT = (aten.embedding.default, aten.index_select.default, aten.gather.default)
+
+# They read nothing of their first argument: they overwrite it, or take its shape alone.
+_UNREAD = (
+    *(aten.copy_.default, aten.copy.default, aten.fill_.Scalar, aten.zero_.default),
+    *(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default),
+    *(aten.new_zeros.default, aten.new_ones.default, aten.new_full.default),
+)
 
 # Bytes that pass through memory for each byte of a trained parameter: Adam reads it, its gradient and two moments, and
 # writes three of them; the norm reads gradients, clipping reads and writes them; a sum reads two and writes one.
@@ -286,7 +294,7 @@ def fused_kernels(
 
 def _fused(nodes: Sequence[Node], owner: Mapping[Node, Node], readers: Mapping[Node, Set[Node]]) -> Work:
     inside, made = set(nodes), {owner[node] for node in nodes}
-    enters = {owner[x] for node in nodes for x in node.all_input_nodes} - inside
+    enters = {owner[x] for node in nodes for x in _read(node)} - inside
     leaves = {x for x in made if not readers.get(x, set()) <= inside}
     least = sum(num_bytes(x.meta.get("val")) for x in (*enters, *leaves))  # what is written in place is in both
     moved = sum(map(touched, nodes))
@@ -303,11 +311,16 @@ def touched(node: Node) -> int:
     made = num_bytes(node.meta.get("val"))  # an operator may give nothing: an optimizer's writes in place
     if node.target in _SELECT:
         return 2 * made
-    moved = made + sum(num_bytes(x.meta.get("val")) for x in node.all_input_nodes)
+    moved = made + sum(stored_bytes(x.meta.get("val")) for x in _read(node))
     if node.target in _BY_ROWS:
         logits_TV = value(node.args[0])  # type: ignore[arg-type]
         moved += (_BY_ROWS[node.target] - _CAST * (logits_TV.itemsize >= 4)) * logits_TV.numel()
     return moved
+
+
+def _read(node: Node) -> list[Node]:
+    """Give the inputs of which a node reads more than their shape."""
+    return [x for x in node.all_input_nodes if node.target not in _UNREAD or x is not node.args[0]]
 
 
 class Clock:
@@ -331,6 +344,8 @@ class Clock:
 
     def tell(self, node: Node) -> None:
         """Let a node run, or start, or be waited for."""
+        if node.target is _EXCHANGE:
+            self._host = max(self._host, self._told.get(node.args[1], 0.0))  # type: ignore[arg-type]
         if node.target is WAIT or node.target is _ARRIVED:
             if left := self.left(node):
                 axis, _, alone = self._done[node.all_input_nodes[0]]
@@ -351,8 +366,6 @@ class Clock:
                     self.computed[work.kind] += part * seconds / (sum(kernels) or 1.0)
         if node.target is _ROW_SPLITS:
             self._told[node] = self.now
-        if node.target is _EXCHANGE:
-            self._host = max(self._host, self._told.get(node.args[1], 0.0))  # type: ignore[arg-type]
         if node.target is _LANDED:
             self._host = max(self._host, self.now)
 

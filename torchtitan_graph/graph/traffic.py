@@ -84,3 +84,13 @@ def num_bytes(values: Any) -> int:
     if isinstance(values, torch.Tensor):
         return math.prod(values.shape) * values.element_size()
     return sum(map(num_bytes, values)) if isinstance(values, (tuple, list)) else 0
+
+
+def stored_bytes(values: Any) -> int:
+    """Give the bytes that a node's value takes in memory: where it is expanded, the same ones stand for many."""
+    if isinstance(values, torch.Tensor):
+        # A stride that differs from call to call is no int, and never 0.
+        repeats = [isinstance(step, int) and step == 0 for step in values.stride()]
+        sizes = [size for size, repeated in zip(values.shape, repeats, strict=True) if not repeated]
+        return math.prod(sizes) * values.element_size()
+    return sum(map(stored_bytes, values)) if isinstance(values, (tuple, list)) else 0

@@ -47,6 +47,7 @@ def rest_on_host(gm: GraphModule, storages: Mapping[str, Storage]) -> GraphModul
         with gm.graph.inserting_before(gradient.next):
             copy = call(gm.graph, gradient, _OPS.offload.default, gradient)
             there = call(gm.graph, gradient, _OPS.arrived.default, copy, gradient)
+        # All stand at the end: the host waits in the first for all copies, and in the others for nothing.
         with gm.graph.inserting_before(gm.graph.output_node()):
             landed[name] = call(gm.graph, gradient, _OPS.landed.default, there)
         for node in (copy, there, landed[name]):

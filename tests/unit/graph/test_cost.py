@@ -82,6 +82,24 @@ def test_what_takes_rows_of_a_table_reads_no_others() -> None:
     assert cost.touched(node) == 2 * (2 * 4 * N)
 
 
+@pytest.mark.parametrize(
+    ("fn", "moved"),
+    [
+        (lambda x, y: x[:1].expand(N, N) + y, 2 * N**2 + N),
+        (lambda x, y: x[0, 0].expand(N, N) + y, 2 * N**2 + 1),
+        (lambda x, y: x + y, 3 * N**2),
+        (lambda x, y: x.copy_(y), 2 * N**2),
+        (lambda x, y: torch.zeros_like(x), N**2),
+        (lambda x, y: x.new_ones(N), N),
+        (lambda x, y: x.mul_(y), 3 * N**2),
+    ],
+    ids=["a row for each", "a number for all", "all", "overwritten", "a shape", "a dtype", "read and overwritten"],
+)
+def test_what_is_read_counts_once_and_what_is_overwritten_does_not(fn: Callable, moved: int) -> None:
+    *_, node = (n for n in graph_of(fn).graph.nodes if n.op == "call_function")
+    assert cost.touched(node) == 4 * moved
+
+
 @pytest.mark.parametrize(("dtype", "forward", "backward"), [(torch.bfloat16, 14, 36), (torch.float32, 8, 32)])
 def test_a_loss_by_rows_goes_through_its_logits_several_times(dtype: torch.dtype, forward: int, backward: int) -> None:
     """Bytes for each logit; those in fp32 are not cast. See tests/unit/plan/test_roofline.py for the terms."""
@@ -205,7 +223,7 @@ def test_the_host_goes_on_when_a_copy_has_landed() -> None:
 
 
 def test_the_host_knows_how_many_rows_it_sends_when_they_are_counted() -> None:
-    """The device is busy till then; what comes behind the exchange is not started before."""
+    """The device is busy till then; the exchange, and what comes behind it, is not started before."""
     own = torch.ops.torchtitan_graph
 
     def counted(x: Tensor, y: Tensor) -> Tensor:
@@ -218,7 +236,10 @@ def test_the_host_knows_how_many_rows_it_sends_when_they_are_counted() -> None:
         return z, wait(rows), x + y
 
     until_counted = estimate(graph_of(lambda x, y: (x @ y, counted(x, y))), LATE).seconds
-    assert estimate(graph_of(sent), LATE).seconds == pytest.approx(until_counted + 1e-3 + ADD)
+    assert estimate(graph_of(sent), LATE).seconds == pytest.approx(until_counted + 2e-3 + ADD)
+    links = {"a": Link("ep", 8, 8)}
+    exposed = estimate(graph_of(sent), Costs(LATE.rates._replace(near_hop=1.0), links))
+    assert exposed.seconds == pytest.approx(until_counted + 1e-3 + 3.0 + ADD), "three hops, none of them before"
 
 
 def test_what_rests_on_the_host_is_updated_and_summed_there() -> None:

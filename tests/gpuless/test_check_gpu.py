@@ -4,12 +4,13 @@ Each test runs the script in a process that has not asked for the GPU, as the sc
 of one of its functions that change the script first.
 """
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,12 @@ def take_small_models() -> None:
     check_gpu.MODELS = {name: SMALL.format(*model) for name, model in names.items()}
     training = check_gpu.training
 
-    def with_caching(*args: Any, **kwargs: Any) -> Any:
+    @contextlib.contextmanager
+    def with_caching(options: Sequence[str], *args: Any, **kwargs: Any) -> Iterator[Any]:
         os.environ.pop("PYTORCH_NO_CUDA_MEMORY_CACHING", None)
-        return training(*args, **kwargs)
+        with training(options, *args, **kwargs) as given:
+            assert torch.are_deterministic_algorithms_enabled() == ("--debug.deterministic" in options)
+            yield given
 
     check_gpu.training = with_caching
 

@@ -71,7 +71,7 @@ def _swiglu_backward(  # type: ignore[no-untyped-def]
     gate, up, share = _parts(given_gate, given_up, STEEPNESS, LIMIT)
     slope = share * (1 + STEEPNESS * gate * (1 - share))
     of_gate, of_up = gradient * up * slope, gradient * gate * share
-    if LIMIT:
+    if LIMIT > 0:
         of_gate, of_up = tl.where(given_gate <= LIMIT, of_gate, 0.0), tl.where(tl.abs(given_up) <= LIMIT, of_up, 0.0)
     tl.store(of_gates + at, of_gate, mask=is_there)
     tl.store(of_ups + at, of_up, mask=is_there)
@@ -79,7 +79,7 @@ def _swiglu_backward(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _parts(gate, up, STEEPNESS: tl.constexpr, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    if LIMIT:
+    if LIMIT > 0:
         gate = tl.where(gate > LIMIT, LIMIT, gate)
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1
     return gate, up, 1 / (1 + tl.exp(-STEEPNESS * gate))

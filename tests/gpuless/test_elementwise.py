@@ -12,6 +12,7 @@ import triton
 from ranks import run_on
 from test_compiled import SHARED, inspect
 from test_fused_loss import launched
+from test_kernels import HEADS
 
 from torchtitan_graph.check import matrix
 from torchtitan_graph.check.matrix import BF16, FP32, Cell
@@ -37,7 +38,7 @@ def with_and_without(cell: Cell) -> list[tuple[str, null_gpu.Counts, null_gpu.Co
 )
 def test_each_layer_launches_one_kernel_for_each(family: str, dims: ParallelDims, precision: matrix.Precision) -> None:
     """Forward and backward; a graph's backward computes SwiGLU again. None waits, and torch's are gone."""
-    cell = Cell(dims, precision, family, attn="flex")
+    cell = Cell(dims, precision, family, attn="flex", changes=HEADS)
     for of_rank in run_on(dims.num_ranks, with_and_without, cell):
         (_, eager, plain), (_, graph, of_graph) = of_rank
         ours = [

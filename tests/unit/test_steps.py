@@ -136,7 +136,7 @@ def test_the_loss_is_the_devices_unless_one_is_named(device: str, words: str, lo
         ("cpu", "--comm.mode fake_backend --comm.fake_device CPU", set()),
         ("cuda", "--compile.fusions rms_norm,rope", {SwiGLU}),
         ("cuda", "--compile.fusions rope,swiglu", set()),
-        ("cuda", "--compile.codegen blocks", set()),
+        ("cuda", "--compile.codegen blocks", {SwiGLU, Rotation}),
         ("cuda", "--compile.mode eager", {SwiGLU, Rotation}),
         ("cuda", "--model.elementwise torch", set()),
         ("cpu", "--model.elementwise fused", {SwiGLU, Rotation}),

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torchtitan_graph import device as devices
 from torchtitan_graph.compiler import Extra, Look
 from torchtitan_graph.config import JobConfig, is_dry_for_gpu, job
-from torchtitan_graph.config.graph import chosen_codegen
 from torchtitan_graph.device import CudaRecorder, Recorders
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
@@ -208,13 +207,13 @@ def _loss(config: JobConfig, device: torch.device) -> Callable[..., Tensor]:
 
 
 def _fused(config: JobConfig, device: torch.device) -> tuple[type[nn.Module], ...]:
-    options, chosen = config.compile, config.model.elementwise
-    kinds = tuple(kind for name, kind in ELEMENTWISE.items() if name not in options.fusions)
+    chosen = config.model.elementwise
+    kinds = tuple(kind for name, kind in ELEMENTWISE.items() if name not in config.compile.fusions)
     if chosen == "auto":
         if _is_cpu(config, device):
             chosen, why = "torch", "on a CPU"
-        elif not kinds or chosen_codegen(options) != "off":
-            chosen, why = "torch", "compiled"
+        elif not kinds:
+            chosen, why = "torch", "for compile.fusions has both"
         else:
             chosen, why = "fused", "on a GPU"
         logger.info(f"model.elementwise = auto: {chosen}, {why}")

@@ -66,6 +66,7 @@ class Published(NamedTuple):
             "model.flavor": self.model,
             "model.attn": "flex",
             "training.loss_implementation": "torch",  # as theirs
+            "model.elementwise": "torch",
             "model.hf_assets_path": "",
             "training.seq_len": self.seq_len,
             "training.local_batch_size": self.rows,

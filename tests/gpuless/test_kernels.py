@@ -61,7 +61,7 @@ def launched(cell: Cell, build: Callable[[Cell], Steps]) -> null_gpu.Counts:
 @pytest.mark.parametrize("family, flavor", FLAVORS)
 def test_a_graph_launches_what_eager_does(family: str, flavor: str, attn: str) -> None:
     for name, precision in (("fp32", FP32), ("bf16", BF16)):
-        cell = Cell(family=family, flavor=flavor, attn=attn, precision=precision, changes=HEADS)
+        cell = Cell(family=family, flavor=flavor, attn=attn, precision=precision, changes=HEADS, fused_layers=True)
         eager, graph = launched(cell, matrix.build_eager), launched(cell, matrix.build_graph)
         null_gpu.tell(f"{name}: {eager.total()} kernels that sum, {len(eager)} of them different")
         assert eager and not describe(eager, graph)

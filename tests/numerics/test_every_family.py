@@ -1,6 +1,7 @@
 """Every family's training step as a graph is FSDP2's, bit for bit, and that of a plain module; and what a step says of
 its experts is right in every layout."""
 
+import dataclasses
 from collections.abc import Iterable
 
 import faults
@@ -79,7 +80,9 @@ def check(cell: Cell) -> None:
     ],
 )
 def test_every_family_in_every_layout(model, attn, precision, layout):
-    check(Cell(LAYOUTS[layout], precision=PRECISIONS[precision], attn=attn, **MODELS[model]))
+    """With flex attention as a GPU has it: with the elementwise operators of our own."""
+    cell = Cell(LAYOUTS[layout], precision=PRECISIONS[precision], attn=attn, **MODELS[model])
+    check(dataclasses.replace(cell, fused_layers=attn == "flex"))
 
 
 @pytest.mark.parametrize(
@@ -126,7 +129,8 @@ def check_against_plain(cell: Cell) -> None:
     "model", [pytest.param(model, marks=[pytest.mark.slow] * (model == LIKE_ANOTHER)) for model in MODELS]
 )
 def test_every_layout_is_the_plain_module(model, layout):
-    check_against_plain(Cell(LAYOUTS[layout], precision=FP64, **MODELS[model]))
+    """Under TP-2 with the elementwise operators of our own; the plain module has torch's."""
+    check_against_plain(Cell(LAYOUTS[layout], precision=FP64, fused_layers=layout == "TP-2", **MODELS[model]))
 
 
 @pytest.mark.parametrize("dims", [FSDP2, TP2], ids=["FSDP-2", "TP-2"])

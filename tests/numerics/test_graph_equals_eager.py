@@ -123,13 +123,13 @@ def test_with_flex_attention(dims, precision):
 @pytest.mark.parametrize(
     "cell",
     [
-        Cell(ONE, BF16, fused_loss=True),
-        Cell(TP2, BF16, fused_loss=True),
+        Cell(ONE, BF16, fused_loss=True, fused_layers=True),
+        Cell(TP2, BF16, fused_loss=True, fused_layers=True),
         *(
             pytest.param(dataclasses.replace(cell, fused_loss=True), marks=pytest.mark.slow)
             for cell in (
                 Cell(FSDP2, FP32, num_microbatches=2),
-                Cell(FSDP2, BF16, capture="dynamo"),
+                Cell(FSDP2, BF16, capture="dynamo", fused_layers=True),
                 Cell(FSDP2, BF16, disabled=("reuse_logits",)),
                 Cell(TP2, BF16, loss_parallel=False),
                 Cell(TP2, FP32, disabled=("reuse_logits",)),

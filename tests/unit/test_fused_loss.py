@@ -124,12 +124,15 @@ def test_torch_can_trace_and_differentiate_it() -> None:
 
 
 def test_a_kernel_that_is_off_is_found_by_what_check_gpu_compares(monkeypatch: pytest.MonkeyPatch) -> None:
-    (name, off), (_, of_attention) = kernels.kernels_off("cpu")
-    assert name == "fused loss" and off < 1e-6 and of_attention < 1e-2
-    loss = kernels.fused_cross_entropy
-    monkeypatch.setattr(kernels, "fused_cross_entropy", lambda *args: 1.05 * loss(*args))
-    off = dict(kernels.kernels_off("cpu"))[name]
-    assert 0.04 < off < 0.06
+    found = dict(kernels.kernels_off("cpu"))
+    names = ["fused loss", "rotation", "rotation, interleaved", "SwiGLU", "ClampedSwiGLU", "varlen attention"]
+    assert [*found] == names
+    assert found.pop("fused loss") < 1e-6 and max(found.values()) < 1e-2
+    for name, operator in (("fused loss", "fused_cross_entropy"), ("rotation", "rotate"), ("SwiGLU", "swiglu")):
+        right = getattr(kernels, operator)
+        with monkeypatch.context() as patch:
+            patch.setattr(kernels, operator, lambda *args, right=right, **kwargs: 1.05 * right(*args, **kwargs))
+            assert 0.04 < dict(kernels.kernels_off("cpu"))[name] < 0.06
 
 
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)

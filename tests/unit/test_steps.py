@@ -16,6 +16,8 @@ from torchtitan_graph.loss import cross_entropy, fused_cross_entropy
 from torchtitan_graph.models import llama3
 from torchtitan_graph.models.hf.architecture import choose_attention, choose_model
 from torchtitan_graph.models.layers.decoder import Decoder
+from torchtitan_graph.models.layers.feed_forward import SwiGLU
+from torchtitan_graph.models.layers.rope import Rotation
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.steps import Steps, check_steps, step_options
 from torchtitan_graph.steps.options import lengths_of_rows
@@ -155,6 +157,28 @@ def test_masks_of_all_pairs_are_told_on_a_gpu(
         check_steps(config, model, family, ParallelDims(cp=config.parallelism.context_parallel_degree), options)
     lines = [line for line in caplog.text.splitlines() if "model.attn = 'sdpa': on a GPU its masks" in line]
     assert len(lines) == bool(said) and all(each in lines[0] for each in said)
+
+
+@pytest.mark.parametrize(
+    ("device", "words", "fused"),
+    [
+        ("cpu", "", set()),
+        ("cuda", "", {SwiGLU, Rotation}),
+        ("cpu", "--comm.mode fake_backend --comm.fake_device H100", {SwiGLU, Rotation}),
+        ("cpu", "--comm.mode fake_backend --comm.fake_device CPU", set()),
+        ("cuda", "--compile.fusions rms_norm,rope", {SwiGLU}),
+        ("cuda", "--compile.fusions rope,swiglu", set()),
+        ("cuda", "--compile.codegen blocks", {SwiGLU, Rotation}),
+        ("cuda", "--compile.mode eager", {SwiGLU, Rotation}),
+        ("cuda", "--model.elementwise torch", set()),
+        ("cpu", "--model.elementwise fused", {SwiGLU, Rotation}),
+    ],
+)
+def test_elementwise_layers_are_the_devices_unless_named(device: str, words: str, fused: set[type]) -> None:
+    config, of_model = built(*words.split())
+    options = step_options(config, of_model, 1, torch.device(device))
+    assert {*options.fused} == fused
+    assert config.model.elementwise == ("fused" if fused else "torch")
 
 
 def test_a_dry_run_compiles_nothing() -> None:

@@ -10,17 +10,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan_graph.data.batch import IGNORE_INDEX
+from torchtitan_graph.elementwise import rotate, swiglu
 from torchtitan_graph.graph.varlen import segments_of, varlen_attention
 from torchtitan_graph.loss import fused_cross_entropy
+from torchtitan_graph.models.layers.feed_forward import SwiGLU
 from torchtitan_graph.models.layers.masks import begins_of
+from torchtitan_graph.models.layers.moe import ClampedSwiGLU
+from torchtitan_graph.models.layers.rope import apply_rope, rope_cos_sin
 from torchtitan_graph.quantize.grouped import grouped_linear
 from torchtitan_graph.quantize.products import E4M3, ROWWISE, ROWWISE_WIDE, Recipe
 
 
 def kernels_off(device: str = "cuda") -> Iterator[tuple[str, float]]:
-    """Name each kernel, and say how far off its results and gradients are, by the norm: the fused loss and attention
-    within documents beside torch's in fp64; where the GPU has them, experts' products in float8 beside the emulated
-    ones."""
+    """Name each kernel, and say how far off its results and gradients are, by the norm: the fused loss, elementwise
+    layers and attention within documents beside torch's in fp64; where the GPU has them, experts' products in float8
+    beside the emulated ones."""
     torch.manual_seed(0)
     logits_TV, labels_T = torch.randn(512, 50_000, device=device).bfloat16(), torch.arange(512, device=device) * 97
     labels_T[::7] = IGNORE_INDEX
@@ -33,6 +37,21 @@ def kernels_off(device: str = "cuda") -> Iterator[tuple[str, float]]:
             logits_TV,
         ),
     )
+    cos, sin = rope_cos_sin(torch.arange(512, device=device).expand(2, -1), 64, 10000.0)
+    heads_BLNH = torch.randn(2, 8, 512, 64, device=device).bfloat16().transpose(1, 2)
+    for interleaved in (False, True):
+        yield (
+            f"rotation{', interleaved' * interleaved}",
+            _off(
+                lambda x, pairs=interleaved: rotate(x, cos, sin, pairs, False),
+                lambda x, pairs=interleaved: apply_rope(x.double(), cos.double(), sin.double(), interleaved=pairs),
+                heads_BLNH,
+            ),
+        )
+    both = [5 * torch.randn(512, 1000, device=device).bfloat16() for _ in range(2)]
+    for module in (SwiGLU(), ClampedSwiGLU()):
+        kernel = partial(swiglu, clamped=isinstance(module, ClampedSwiGLU))
+        yield type(module).__name__, _off(kernel, lambda *x, m=module: m(*(each.double() for each in x)), *both)
     documents_BL = torch.tensor([0] * 300 + [1] + [2] * 211).expand(2, -1)
     segments, mask_BLL = segments_of(begins_of(documents_BL), torch.device(device)), same_and_earlier(documents_BL)
     q_BLNH, k_BLKH, v_BLKH = (torch.randn(2, 512, heads, 64, device=device).bfloat16() for heads in (8, 2, 2))

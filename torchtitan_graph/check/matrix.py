@@ -53,7 +53,7 @@ from torchtitan_graph.steps import (
     build_steps,
     trace_steps,
 )
-from torchtitan_graph.steps.choices import plan_regions
+from torchtitan_graph.steps.choices import ELEMENTWISE, plan_regions
 
 DEVICE = torch.device("cpu")  # where all of it runs; a script for GPUs sets another
 SEED = 3
@@ -85,6 +85,7 @@ class Cell:
     tied: bool = False
     attn: str = "sdpa"
     fused_loss: bool = False
+    fused_layers: bool = False  # rotary positions and SwiGLU
     ffn_dim: int = 130
     changes: tuple[tuple[str, object], ...] = ()  # of the family's tiny configuration
     auxiliary: AuxiliaryLoss | None = None
@@ -127,6 +128,7 @@ class Cell:
             cpu_offload=self.cpu_offload,
             reshard=self.reshard,
             experts=ExpertTraining(self.auxiliary),
+            fused=tuple(ELEMENTWISE.values()) if self.fused_layers else (),
             loss=fused_cross_entropy if self.fused_loss else cross_entropy,
             loss_parallel=self.loss_parallel,
             async_tp=self.async_tp,

@@ -59,6 +59,11 @@ def _check_compile(config: JobConfig) -> list[str]:
         problems.append(
             f"{_name(config, 'compile.fusions')}: fusions are parts of a graph; use compile.mode = graph, or remove it"
         )
+    if config.model.elementwise == "fused" and (both := {"swiglu", "rope"} & {*options.fusions}):
+        problems.append(
+            f"{_name(config, 'model.elementwise')}: compile.fusions has {', '.join(sorted(both))}, which would be an "
+            "operator of its own; take them out of there, or leave this at auto"
+        )
     if "cross_entropy" in options.fusions:
         problems.append(
             f"{_name(config, 'compile.fusions')}: the loss is not among them; remove cross_entropy, and set"

@@ -124,6 +124,13 @@ class Model:
         " mask; on a GPU in bfloat16.",
         choices=("auto", "sdpa", "flex", "varlen"),
     )
+    elementwise: str = option(
+        "auto",
+        "Implementation of rotary positions and SwiGLU, the same up to rounding. fused: an operator each, on a GPU one"
+        " kernel, in eager mode too. torch: torch's operators. auto: on a GPU fused, but for what compile.fusions"
+        " has; on a CPU torch.",
+        choices=("auto", "fused", "torch"),
+    )
 
 
 @dataclass

@@ -51,6 +51,8 @@ _BY_ROWS: Mapping[object, int] = {
 }
 _CAST = 8
 
+_VIEW = torch.ops.aten._unsafe_view.default  # it says of itself that it is none
+
 # They read no more of their first argument than they give.
 _SELECT = (aten.embedding.default, aten.index_select.default, aten.gather.default)
 
@@ -245,7 +247,7 @@ def works_of(node: Node, visible: Mapping[str, float] | None = None) -> Sequence
     """Give what a node asks of a device that is no compiled region. Of attention whose kernel leaves out what the
     mask does, flex and varlen, the part `visible` of its block counts, else what a causal mask leaves."""
     is_call = node.op == "call_function" and node.target not in (WAIT, operator.getitem, _ARRIVED, _LANDED)
-    if not is_call or node.target in _COPIES or is_view(node):
+    if not is_call or node.target in _COPIES or is_view(node) or node.target is _VIEW:
         return ()
     kind, operations = OTHER, float(matmul_flops(node))
     if operations:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch.fx import GraphModule, Node
 
+import torchtitan_graph.elementwise  # noqa: F401 (registers the operators)
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.blocks import block_of
 from torchtitan_graph.graph.collectives import gathered_weights
@@ -23,6 +24,8 @@ _MOVES = (
     *(aten._to_copy.default, aten.clone.default, aten._unsafe_view.default, aten.cat.default, aten.stack.default),
     *(aten.constant_pad_nd.default, aten.index_select.default),
 )
+_OWN = torch.ops.torchtitan_graph
+_ELEMENTWISE = (_OWN.rotate.default, _OWN.swiglu.default)  # operators of our own, see elementwise.py
 WORTH = 32  # a byte that is kept till backward is worth as many bytes read and written
 SMALLEST = 2**20  # bytes that are worth a copy of their own in the host's memory
 START = 2**16  # to start an operator costs as much as so many bytes read and written
@@ -156,7 +159,8 @@ def _is_cheap(node: Node, owner: Mapping[Node, Node]) -> bool:
         return owner[node] is not node  # a part of `split`, and not of an operator that makes several values
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
-    return is_view(node) or node.target in _MOVES or torch.Tag.pointwise in node.target.tags or _is_constant(node)
+    is_elementwise = torch.Tag.pointwise in node.target.tags or node.target in (*_MOVES, *_ELEMENTWISE)
+    return is_view(node) or is_elementwise or _is_constant(node)
 
 
 def _is_constant(node: Node) -> bool:

@@ -82,8 +82,10 @@ def find_extra(entry: job.ExtraPass, options: job.Compile, of_pass: str, of_afte
     return Extra(entry.after, Pass(entry.pass_, run, entry.exact, cut=known[entry.after].cut, option=option))
 
 
+# Modules that an operator of elementwise.py can compute.
+ELEMENTWISE: Mapping[str, type[nn.Module]] = {"swiglu": SwiGLU, "rope": Rotation}
 # What compile.fusions names: modules of these classes, each compiled alone.
-FUSIONS: Mapping[str, type[nn.Module]] = {"rms_norm": nn.RMSNorm, "swiglu": SwiGLU, "rope": Rotation}
+FUSIONS: Mapping[str, type[nn.Module]] = {"rms_norm": nn.RMSNorm, **ELEMENTWISE}
 
 
 def needed_regions(device: torch.device) -> dict[str, dict[str, Any]]:

@@ -40,6 +40,9 @@ def prepare(model: Decoder, family: ModuleType, layout: Layout, options: StepOpt
     model.ahead_weight = options.mtp_weight
     if options.float8 is not None:
         convert(model, options.float8)
+    for module in model.modules():
+        if isinstance(module, options.fused):
+            module.is_fused = True  # type: ignore[assignment]
     if options.plans_norms:
         take_norms_of_gpu(model)
     parallelize(model, family.PLAN, layout, loss_parallel=options.loss_parallel)

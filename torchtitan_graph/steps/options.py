@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchtitan_graph import device as devices
 from torchtitan_graph.compiler import Extra, Look
@@ -27,7 +27,14 @@ from torchtitan_graph.parallel.storage import (
 from torchtitan_graph.passes.compile_regions import Regions
 from torchtitan_graph.quantize.plan import plan_float8
 from torchtitan_graph.quantize.state import Float8
-from torchtitan_graph.steps.choices import needed_regions, plan_extra, plan_offload, plan_regions, plan_saved
+from torchtitan_graph.steps.choices import (
+    ELEMENTWISE,
+    needed_regions,
+    plan_extra,
+    plan_offload,
+    plan_regions,
+    plan_saved,
+)
 from torchtitan_graph.steps.precompiled import Precompiled
 
 
@@ -60,6 +67,7 @@ class StepOptions:
     rates            of the devices that the steps are for: what collectives are placed by
     compiles         regions become code; not in a dry run, where nothing runs
     float8           the layers that multiply in float8, if any
+    fused            classes of modules that one operator each computes, see elementwise.py
     plans_norms      RMSNorm is traced as a GPU computes it, in graphs that are not run
     """
 
@@ -96,6 +104,7 @@ class StepOptions:
     rates: devices.Rates = devices.RATES["CPU"]
     compiles: bool = True
     float8: Float8 | None = None
+    fused: tuple[type[nn.Module], ...] = ()
     plans_norms: bool = False
 
 
@@ -183,6 +192,7 @@ def step_options(config: JobConfig, model: Decoder, num_microbatches: int, devic
         float8=plan_float8(config, model, device),
         rates=devices.RATES[config.comm.fake_device] if config.comm.mode == "fake_backend" else devices.rates(),
         compiles=config.comm.mode != "fake_backend",
+        fused=_fused(config, device),
         plans_norms=device.type == "cpu" and is_dry_for_gpu(config),
     )
 
@@ -194,6 +204,21 @@ def _loss(config: JobConfig, device: torch.device) -> Callable[..., Tensor]:
         logger.info(f"training.loss_implementation = auto: {chosen}, on {where}")
         config.training.loss_implementation = chosen  # so the run's config.toml says it
     return fused_cross_entropy if chosen == "fused" else cross_entropy
+
+
+def _fused(config: JobConfig, device: torch.device) -> tuple[type[nn.Module], ...]:
+    chosen = config.model.elementwise
+    kinds = tuple(kind for name, kind in ELEMENTWISE.items() if name not in config.compile.fusions)
+    if chosen == "auto":
+        if _is_cpu(config, device):
+            chosen, why = "torch", "on a CPU"
+        elif not kinds:
+            chosen, why = "torch", "for compile.fusions has both"
+        else:
+            chosen, why = "fused", "on a GPU"
+        logger.info(f"model.elementwise = auto: {chosen}, {why}")
+        config.model.elementwise = chosen  # so the run's config.toml says it
+    return kinds if chosen == "fused" else ()
 
 
 def _offload(config: JobConfig, model: Decoder, pipeline: Schedule | None, device: torch.device) -> Sequence[str]:

@@ -3,11 +3,20 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchtitan_graph.elementwise import swiglu
+
 
 class SwiGLU(nn.Module):
-    """The activation: a module, so that it has a name in the graph."""
+    """The activation: a module, so that it has a name in the graph.
+
+    is_fused  one operator computes it, see elementwise.py
+    """
+
+    is_fused = False
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        if self.is_fused:
+            return swiglu(gate, up, False)
         return F.silu(gate) * up
 
 

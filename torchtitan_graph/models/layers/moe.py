@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchtitan_graph.elementwise import LIMIT, STEEPNESS, swiglu
 from torchtitan_graph.models.layers.feed_forward import FeedForward, SwiGLU
 from torchtitan_graph.ops import grouped_add, grouped_mm, permuted
 
@@ -173,8 +174,10 @@ class ClampedSwiGLU(SwiGLU):
     """gpt_oss' activation: a steeper gate, clamped from above; the linear half clamped, and one added."""
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:
-        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
-        return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+        if self.is_fused:
+            return swiglu(gate, up, True)
+        gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
+        return gate * torch.sigmoid(STEEPNESS * gate) * (up + 1)
 
 
 class Experts(nn.Module):

@@ -8,6 +8,8 @@ import math
 import torch
 from torch import Tensor, nn
 
+from torchtitan_graph.elementwise import rotate
+
 
 @dataclasses.dataclass(frozen=True)
 class LinearScaling:
@@ -116,11 +118,18 @@ def apply_rope(x_BLNH: Tensor, cos_BL1H: Tensor, sin_BL1H: Tensor, *, interleave
 
 
 class Rotation(nn.Module):
-    """`apply_rope` as a module, so that it has a name in the graph."""
+    """`apply_rope` as a module, so that it has a name in the graph.
+
+    is_fused  one operator computes it, see elementwise.py
+    """
+
+    is_fused = False
 
     def __init__(self, *, interleaved: bool = False):
         super().__init__()
         self.interleaved = interleaved
 
     def forward(self, x_BLNH: Tensor, cos_BL1H: Tensor, sin_BL1H: Tensor) -> Tensor:
+        if self.is_fused and not (cos_BL1H.requires_grad or sin_BL1H.requires_grad):
+            return rotate(x_BLNH, cos_BL1H, sin_BL1H, self.interleaved, False)
         return apply_rope(x_BLNH, cos_BL1H, sin_BL1H, interleaved=self.interleaved)

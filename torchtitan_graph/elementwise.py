@@ -1,0 +1,123 @@
+"""Rotary positions and SwiGLU as operators that read what they are given once, and write their result.
+
+On a GPU each is one kernel, see elementwise_kernels.py; on a CPU torch's operators compute the same. They compute in
+fp32 (fp64 for inputs in it) and round once. Eager mode and the graph call the same operators, so they have the same
+bits; the layers' own formulas, which torch rounds in between, have them up to rounding.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_LIBRARY = "torchtitan_graph"
+STEEPNESS, LIMIT = 1.702, 7.0  # of gpt_oss' gate
+_FORM = {False: (1.0, 0.0), True: (STEEPNESS, LIMIT)}  # by whether it is clamped; a limit of 0 is none
+
+
+@torch.library.custom_op(f"{_LIBRARY}::rotate", mutates_args=())
+def rotate(x_BLNH: Tensor, cos_BL1H: Tensor, sin_BL1H: Tensor, interleaved: bool, back: bool) -> Tensor:
+    """Rotate the pairs of every head by their angles, or back.
+
+    Args:
+        cos_BL1H, sin_BL1H: (B, L, 1, H/2), in fp32, fp64 for inputs in it; B may be 1. They get no gradient.
+        interleaved: pair i is features (2i, 2i + 1), else (i, i + H/2).
+    """
+    out_BLNH = _like(x_BLNH)
+    if x_BLNH.is_cuda:
+        from torchtitan_graph.elementwise_kernels import write_rotated
+
+        write_rotated(out_BLNH, x_BLNH, cos_BL1H, sin_BL1H, interleaved, back)
+        return out_BLNH
+    x, out = ((t.unflatten(-1, (-1, 2)) if interleaved else t.unflatten(-1, (2, -1))) for t in (x_BLNH, out_BLNH))
+    pair = -1 if interleaved else -2
+    first, second = (half.to(_wide(x)) for half in x.unbind(pair))
+    sin_BL1H = -sin_BL1H if back else sin_BL1H
+    out.select(pair, 0).copy_(first * cos_BL1H - second * sin_BL1H)
+    out.select(pair, 1).copy_(second * cos_BL1H + first * sin_BL1H)
+    return out_BLNH
+
+
+@torch.library.custom_op(f"{_LIBRARY}::swiglu", mutates_args=())
+def swiglu(gate: Tensor, up: Tensor, clamped: bool) -> Tensor:
+    """Give gate * sigmoid(gate) * up; clamped as gpt_oss has it, see `ClampedSwiGLU`."""
+    out = _like(gate)
+    if gate.is_cuda:
+        from torchtitan_graph.elementwise_kernels import write_swiglu
+
+        write_swiglu(out, gate, up, *_FORM[clamped])
+        return out
+    gate, up, share = _parts(gate, up, clamped)
+    return out.copy_(gate * share * up)
+
+
+@torch.library.custom_op(f"{_LIBRARY}::swiglu_backward", mutates_args=())
+def swiglu_backward(gradient: Tensor, gate: Tensor, up: Tensor, clamped: bool) -> tuple[Tensor, Tensor]:
+    """Give the gradients of gate and up."""
+    of_gate, of_up = _like(gate), _like(up)
+    if gate.is_cuda:
+        from torchtitan_graph.elementwise_kernels import write_swiglu_gradients
+
+        write_swiglu_gradients(of_gate, of_up, gradient, gate, up, *_FORM[clamped])
+        return of_gate, of_up
+    g, u, share = _parts(gate, up, clamped)
+    gradient = gradient.to(g.dtype)
+    slope = share * (1 + _FORM[clamped][0] * g * (1 - share))
+    of_g, of_u = gradient * u * slope, gradient * g * share
+    if clamped:  # what lies outside has no gradient
+        of_g, of_u = torch.where(gate <= LIMIT, of_g, 0.0), torch.where(up.abs() <= LIMIT, of_u, 0.0)
+    return of_gate.copy_(of_g), of_up.copy_(of_u)
+
+
+def _parts(gate: Tensor, up: Tensor, clamped: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Give the gate, its share that goes on, and what both are multiplied by."""
+    gate, up = gate.to(_wide(gate)), up.to(_wide(up))
+    if not clamped:
+        return gate, up, torch.sigmoid(gate)
+    gate = gate.clamp(max=LIMIT)
+    return gate, up.clamp(-LIMIT, LIMIT) + 1, torch.sigmoid(STEEPNESS * gate)
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+@rotate.register_fake
+def _(x_BLNH: Tensor, cos_BL1H: Tensor, sin_BL1H: Tensor, interleaved: bool, back: bool) -> Tensor:
+    return _like(x_BLNH)
+
+
+@swiglu.register_fake
+def _(gate: Tensor, up: Tensor, clamped: bool) -> Tensor:
+    return _like(gate)
+
+
+@swiglu_backward.register_fake
+def _(gradient: Tensor, gate: Tensor, up: Tensor, clamped: bool) -> tuple[Tensor, Tensor]:
+    return _like(gate), _like(up)
+
+
+def _save_angles(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    _, *angles, ctx.interleaved, ctx.back = inputs
+    ctx.save_for_backward(*angles)
+
+
+def _rotate_backward(ctx, gradient: Tensor):  # type: ignore[no-untyped-def]
+    return rotate(gradient, *ctx.saved_tensors, ctx.interleaved, not ctx.back), None, None, None, None
+
+
+def _save_both(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    *both, ctx.clamped = inputs
+    ctx.save_for_backward(*both)
+
+
+def _swiglu_backward(ctx, gradient: Tensor):  # type: ignore[no-untyped-def]
+    return *swiglu_backward(gradient, *ctx.saved_tensors, ctx.clamped), None
+
+
+rotate.register_autograd(_rotate_backward, setup_context=_save_angles)
+swiglu.register_autograd(_swiglu_backward, setup_context=_save_both)

@@ -59,7 +59,7 @@ def test_every_part_runs(tmp_path: Path) -> None:
     assert code == 0 and not [
         row for row in rows if row["result"] not in (check_gpu.EQUAL, check_gpu.AGREES, check_gpu.MEASURED)
     ]
-    assert [len([row for row in rows if row["part"] == part]) for part in ("bits", "numbers")] == [2 * (2 + 1 + 2), 4]
+    assert [len([row for row in rows if row["part"] == part]) for part in ("bits", "numbers")] == [2 * (2 + 1 + 2), 8]
     speeds = {(row["model"], row["mode"]): row for row in rows if row["part"] == "speed"}
     assert len(speeds) == len(check_gpu.MODES) + len(check_gpu.MODES_OF_OTHERS)
     assert all(("planned_ms" in row) == ("eager" not in mode) for (_, mode), row in speeds.items())

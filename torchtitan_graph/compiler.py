@@ -223,7 +223,8 @@ def run_passes(
             watch.look(watch.graph, each.name, seconds, gm)
         if watch.verify_on is not None and written is not None:
             gm.recompile()  # a pass may have left it out: what runs in training is made from the graph
-            given = _verify(each, before, gm, watch.verify_on, device, not written.is_still(gm), given)
+            is_changed = written.holds_more or not written.is_still_in(gm)
+            given = _verify(each, before, gm, watch.verify_on, device, is_changed, given)
             logger.info(f"{watch.graph}: pass {each.name}: verified")
     gm.meta["name"] = watch.graph
     if table is not None:

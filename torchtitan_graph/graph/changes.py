@@ -28,14 +28,17 @@ class Written:
     def __init__(self, gm: GraphModule) -> None:
         self._calls = [(node, node.op, node.target, node.args, node.kwargs) for node in gm.graph.nodes]
         self._values = [node.meta.get("val") for node in gm.graph.nodes]
-        # A constant or a submodule may change where no node does.
-        self._has_own = any(op in ("get_attr", "call_module") for _, op, *_ in self._calls)
 
-    def is_still(self, gm: GraphModule) -> bool:
-        """Tell whether the same is written in `gm`; of a graph that holds more than its nodes say it is not known."""
+    def is_still_in(self, gm: GraphModule) -> bool:
+        """Tell whether `gm` has these nodes and no others. It may hold another constant or subgraph all the same, where
+        `holds_more` is true."""
         now = Written(gm)
-        same = self._calls == now._calls and all(map(operator.is_, self._values, now._values))
-        return same and not self._has_own
+        return self._calls == now._calls and all(map(operator.is_, self._values, now._values))
+
+    @property
+    def holds_more(self) -> bool:
+        """Tell whether the graph has constants or subgraphs, which are not compared."""
+        return any(op in ("get_attr", "call_module") for _, op, *_ in self._calls)
 
 
 class PassTable:
@@ -58,7 +61,7 @@ class PassTable:
         """Add the pass that gave this graph."""
         before, after = self._operators, _operators(gm)
         nodes = f"{sum(before.values())} -> {sum(after.values())}" if before != after else ""
-        found = self._measured if self._is_large or self._written.is_still(gm) else self._measure(gm)
+        found = self._measured if self._is_large or self._written.is_still_in(gm) else self._measure(gm)
         shown = [new if new != old else "" for new, old in zip(found, self._measured, strict=True)]
         self._rows.append(_row(name, f"{seconds:.2f} s", nodes, shown, _changes(before, after)))
         self._gm, self._operators, self._measured, self._written = gm, after, found, Written(gm)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from functools import partial
@@ -16,7 +17,7 @@ from torch.fx import GraphModule, Node
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
-from torchtitan_graph.graph.changes import PassTable
+from torchtitan_graph.graph.changes import PassTable, Written
 from torchtitan_graph.graph.cost import Costs
 from torchtitan_graph.graph.hierarchy import call_hierarchy
 from torchtitan_graph.graph.liveness import in_one_part
@@ -26,7 +27,7 @@ from torchtitan_graph.graph.uncollected import uncollected
 from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.parallel.storage import Reshard, Storage
-from torchtitan_graph.parallel.verify import BrokenPromise, verify_pass
+from torchtitan_graph.parallel.verify import BrokenPromise, Given, verify_pass
 from torchtitan_graph.passes.bucket_collectives import bucket_collectives
 from torchtitan_graph.passes.cleanup import cleanup
 from torchtitan_graph.passes.cleanup_update import cleanup_update
@@ -200,11 +201,13 @@ def run_passes(
     watch.dump(gm, 0, "traced")
     if watch.look is not None:
         watch.look(watch.graph, "traced", 0.0, gm)
-    table = PassTable(gm, watch.costs) if watch.costs is not None else None
-    num_nodes, in_all = len(gm.graph.nodes), 0.0
+    # To measure takes as long as the passes: not for a log that nobody reads.
+    costs = watch.costs if logger.isEnabledFor(logging.INFO) else None
+    table = PassTable(gm, costs) if costs is not None else None
+    num_nodes, in_all, given = len(gm.graph.nodes), 0.0, None
     has_places = any(map(call_hierarchy, gm.graph.nodes))
     for number, each in enumerate((p for p in ordered if p.name not in disabled), start=1):
-        before = copy.deepcopy(gm) if watch.verify_on is not None else gm
+        before, written = (copy.deepcopy(gm), Written(gm)) if watch.verify_on is not None else (gm, None)
         begin = time.perf_counter()
         with meta.made_by(each.name):
             gm = each.run(gm)
@@ -218,9 +221,10 @@ def run_passes(
         watch.dump(gm, number, each.name)
         if watch.look is not None:
             watch.look(watch.graph, each.name, seconds, gm)
-        if watch.verify_on is not None:
+        if watch.verify_on is not None and written is not None:
             gm.recompile()  # a pass may have left it out: what runs in training is made from the graph
-            _verify(each, before, gm, watch.verify_on, device)
+            is_changed = written.holds_more or not written.is_still_in(gm)
+            given = _verify(each, before, gm, watch.verify_on, device, is_changed, given)
             logger.info(f"{watch.graph}: pass {each.name}: verified")
     gm.meta["name"] = watch.graph
     if table is not None:
@@ -232,9 +236,17 @@ def run_passes(
     return gm
 
 
-def _verify(each: Pass, before: GraphModule, after: GraphModule, inputs: list[Tensor], device: torch.device) -> None:
+def _verify(
+    each: Pass,
+    before: GraphModule,
+    after: GraphModule,
+    inputs: list[Tensor],
+    device: torch.device,
+    is_changed: bool,
+    given: Given | None,
+) -> Given:
     try:
-        verify_pass(each.name, before, after, inputs, device, exact=each.exact)
+        return verify_pass(each.name, before, after, inputs, device, each.exact, is_changed, given)
     except BrokenPromise as error:
         if not each.option:
             raise

@@ -71,6 +71,10 @@ def scale_one_gather(gm: GraphModule) -> GraphModule:
     return _scale(gm, wait, 1.125)
 
 
+def scale_one_gather_on_one_rank(gm: GraphModule) -> GraphModule:
+    return scale_one_gather(gm) if dist.get_rank() == 0 else gm  # the rank whose batch has targets
+
+
 def _scale(gm: GraphModule, node: Node, factor: float) -> GraphModule:
     users = list(node.users)
     with gm.graph.inserting_after(node):

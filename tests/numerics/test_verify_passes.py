@@ -121,6 +121,11 @@ def test_a_pass_after_which_ranks_would_wait_for_each_other_is_named_before_it_r
         assert "number 1 on rank 0 is" in error and "on rank 1" in error
 
 
+def test_a_pass_that_edits_the_graph_of_one_rank_only_is_run_on_all():
+    for error in run_on(2, outcome, Cell(FSDP2, FP32), faults.scale_one_gather_on_one_rank, timeout=60):
+        assert error.startswith("pass scale_one_gather_on_one_rank promises")
+
+
 # A fault for each pass of the list, and where its place is. Policies have none: nothing computes the tags they write.
 SPOILED = {
     "cleanup": (faults.lose_a_write, Cell(ONE, FP32)),

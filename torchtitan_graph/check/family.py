@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -179,7 +180,13 @@ def check_eager(cell: Cell) -> None:
 
 
 def _differ_from_eager(cell: Cell) -> list[str]:
-    return bits_that_differ(train(cell, build_eager(cell)), train(cell, build_graph(cell)))
+    return bits_that_differ(train(cell, build_eager(cell)), _by_graph(cell))
+
+
+@functools.lru_cache(maxsize=4)
+def _by_graph(cell: Cell) -> Seen:
+    """Train on the graph. What a process has seen of a cell it does not train again."""
+    return train(cell, build_graph(cell))
 
 
 def check_layout(cell: Cell) -> None:
@@ -205,6 +212,7 @@ def _cause(dims: ParallelDims) -> str:
     return "PLAN's roles of the module that is named" if dims.tp > 1 else "what in forward depends on the rows"
 
 
+@functools.lru_cache(maxsize=4)
 def _plain(cell: Cell) -> Seen:
     return train(cell, build_plain(cell))
 
@@ -220,7 +228,7 @@ def check_recompute(cell: Cell) -> None:
 
 def _differ_if_recomputed(cell: Cell) -> list[str]:
     kept = dataclasses.replace(cell, recompute=Recompute())
-    return bits_that_differ(train(kept, build_graph(kept)), train(cell, build_graph(cell)))
+    return bits_that_differ(_by_graph(kept), _by_graph(cell))
 
 
 # --- files ----------------------------------------------------------------------------------------------------------

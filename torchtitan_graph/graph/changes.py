@@ -4,6 +4,7 @@ that nothing hides."""
 from __future__ import annotations
 
 import collections
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,26 @@ _ROW = "  {:24} {:>8} {:>16} {:>13} {:>13} {:>10}   {}"
 _LARGE = 10_000
 
 
+class Written:
+    """What is written in a graph, to be compared after a pass, which may edit it in place: its nodes in their order,
+    what each calls on what, and its value. Tags are not part of it: nothing computes them."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        self._calls = [(node, node.op, node.target, node.args, node.kwargs) for node in gm.graph.nodes]
+        self._values = [node.meta.get("val") for node in gm.graph.nodes]
+
+    def is_still_in(self, gm: GraphModule) -> bool:
+        """Tell whether `gm` has these nodes and no others. It may hold another constant or subgraph all the same, where
+        `holds_more` is true."""
+        now = Written(gm)
+        return self._calls == now._calls and all(map(operator.is_, self._values, now._values))
+
+    @property
+    def holds_more(self) -> bool:
+        """Tell whether the graph has constants or subgraphs, which are not compared."""
+        return any(op in ("get_attr", "call_module") for _, op, *_ in self._calls)
+
+
 class PassTable:
     """A row for each pass: what it changed; and the peak, the bytes received and the estimate of communication that
     nothing hides, where they are others than before.
@@ -31,6 +52,7 @@ class PassTable:
         """Begin with the graph before any pass."""
         self._costs, self._is_large, self._first = costs, len(gm.graph.nodes) > _LARGE, len(gm.graph.nodes)
         self._gm, self._operators, self._measured, self._seconds = gm, _operators(gm), self._measure(gm), 0.0
+        self._written = Written(gm)
         measured = ("peak", "received", "exposed")
         self._rows = [_row("pass", "time", "nodes", measured, "operators, the three largest changes")]
         self._rows.append(_row("traced", "", str(self._first), self._measured))
@@ -39,10 +61,10 @@ class PassTable:
         """Add the pass that gave this graph."""
         before, after = self._operators, _operators(gm)
         nodes = f"{sum(before.values())} -> {sum(after.values())}" if before != after else ""
-        found = self._measured if self._is_large else self._measure(gm)
+        found = self._measured if self._is_large or self._written.is_still_in(gm) else self._measure(gm)
         shown = [new if new != old else "" for new, old in zip(found, self._measured, strict=True)]
         self._rows.append(_row(name, f"{seconds:.2f} s", nodes, shown, _changes(before, after)))
-        self._gm, self._operators, self._measured = gm, after, found
+        self._gm, self._operators, self._measured, self._written = gm, after, found, Written(gm)
         self._seconds += seconds
 
     def lines(self) -> list[str]:

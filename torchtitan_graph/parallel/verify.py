@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,20 +22,37 @@ class BrokenPromise(RuntimeError):
     """A pass changes numbers that it promises to keep, or lets ranks send in different orders."""
 
 
+class Given(NamedTuple):
+    """What a graph gave, and how the parameters that it began from lie at rest."""
+
+    storages: dict[str, Storage]
+    results: dict[str, Tensor]
+
+
 @torch.no_grad()
 def verify_pass(
-    name: str, before: GraphModule, after: GraphModule, inputs: list[Tensor], device: torch.device, exact: bool = True
-) -> None:
-    """Raise unless both graphs give the same loss and, gathered, the same gradients, bit for bit.
+    name: str,
+    before: GraphModule,
+    after: GraphModule,
+    inputs: list[Tensor],
+    device: torch.device,
+    exact: bool = True,
+    is_changed: bool = True,
+    given: Given | None = None,
+) -> Given:
+    """Run the graph before and after a pass, and give what the second gives.
 
-    Every parameter starts from one full tensor, seeded by its name: in the compute layout as it is, at rest as this
-    rank's shard of it. A gradient in the compute layout is summed over data parallel as storage would sum it.
+    It raises unless both give the same loss and, gathered, the same gradients, bit for bit. Every parameter starts from
+    one full tensor, seeded by its name: in the compute layout as it is, at rest as this rank's shard of it. A gradient
+    in the compute layout is summed over data parallel as storage would sum it.
 
     Args:
         inputs: the plain tensors of the graph's other inputs (batch, mask, number of tokens). Only one data-parallel
             rank's batch has targets: to its gradients the others add zeros, which is exact in any order and dtype.
             Otherwise a pass that packs gradients in another order, or reduces them in a wider dtype, would seem broken.
         exact: if not, each output may be off, as a whole, by the square root of the compute dtype's spacing.
+        is_changed: if not, on any rank, `after` is the same graph, which is not run.
+        given: what `before` gave when the pass that made it was verified, if it was.
 
     Raises:
         BrokenPromise: names the pass and the first outputs that differ, with the largest difference, or what ranks send
@@ -43,12 +60,20 @@ def verify_pass(
     """
     _check_order(name, after)
     storages = {s.name: s.layout for s in signature_of(after).inputs if isinstance(s.layout, Storage)}
-    results = [_run(gm, inputs, storages, device) for gm in (before, after)]
+    mine = (given is None or given.storages != storages, is_changed)
+    flags: list[tuple[bool, bool]] = [mine] * dist.get_world_size()
+    dist.all_gather_object(flags, mine)  # a graph sends: it runs on all ranks, or on none
+    runs_before, runs_after = map(any, zip(*flags, strict=True))
+    if given is None or runs_before:
+        given = Given(storages, _run(before, inputs, storages, device))
+    if not runs_after:
+        return given
+    results = _run(after, inputs, storages, device)
     allowed = 0.0 if exact else max(map(tolerance, _compute_dtypes(after, storages)))
     different = []
-    for key, expected in results[0].items():
-        dtype = torch.promote_types(expected.dtype, results[1][key].dtype)  # gradients are widened on the way
-        expected, found = expected.to(dtype), results[1][key].to(dtype)
+    for key, expected in given.results.items():
+        dtype = torch.promote_types(expected.dtype, results[key].dtype)  # gradients are widened on the way
+        expected, found = expected.to(dtype), results[key].to(dtype)
         if not same_bits(expected, found) and (exact or not distance(expected, found) <= allowed):
             gap = (found.double() - expected.double()).abs().max()
             different.append(f"{key} (by {gap.item():.3g})")
@@ -61,6 +86,7 @@ def verify_pass(
             f"pass {name} promises the same numbers {promise}, but {len(different)} outputs differ on rank {rank}: "
             f"{', '.join(different[:5])}; the graphs before and after it are in the dump folder with debug.dump_graphs"
         )
+    return Given(storages, results)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

@@ -6,7 +6,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from torchtitan_graph.graph import changes
-from torchtitan_graph.graph.changes import PassTable
+from torchtitan_graph.graph.changes import PassTable, Written
 from torchtitan_graph.graph.cost import Costs
 from torchtitan_graph.graph.torch_private.tracing import FakeTensorMode
 
@@ -45,3 +45,45 @@ def test_of_a_large_graph_only_the_first_and_the_last_peak_are_found(monkeypatch
         "pass_0 0.25 s 6 -> 4 -1 cos, -1 mul, +1 neg",
         "all 0.25 s 6 -> 4 2.0 MiB 0.0 MiB 0.00 ms",
     ]
+
+
+def test_a_pass_that_only_tags_leaves_what_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    gm = graph_of(lambda x: (x.sin() * x.cos()).sin())
+    table = PassTable(gm, Costs())
+    monkeypatch.setattr(PassTable, "_measure", None)  # to measure the same again would take as long as the passes
+    next(iter(gm.graph.nodes)).meta["tag"] = "save"
+    table.add("tags", 0.25, gm)
+
+
+def swap_operands(gm: GraphModule) -> None:
+    (mul,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)
+    mul.args = mul.args[::-1]
+
+
+def call_another(gm: GraphModule) -> None:
+    (cos,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.cos.default)
+    cos.target = torch.ops.aten.tan.default
+
+
+def reorder(gm: GraphModule) -> None:
+    x, sin, cos, *_ = gm.graph.nodes
+    x.append(cos)
+
+
+def give_another_value(gm: GraphModule) -> None:
+    x, sin, *_ = gm.graph.nodes
+    sin.meta["val"] = sin.meta["val"].bfloat16()
+
+
+@pytest.mark.parametrize("edit", [swap_operands, call_another, reorder, give_another_value])
+def test_an_edit_in_place_is_seen(edit) -> None:
+    gm = graph_of(lambda x: (x.sin() * x.cos()).sin())
+    written = Written(gm)
+    assert written.is_still_in(gm) and not written.holds_more
+    edit(gm)
+    assert not written.is_still_in(gm)
+
+
+def test_a_constant_is_said_not_to_be_compared() -> None:
+    constant = torch.ones(MIB)
+    assert Written(make_fx(lambda x: x + constant)(torch.empty(MIB))).holds_more

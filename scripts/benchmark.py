@@ -56,7 +56,7 @@ from torchtitan_graph.parallel.recompute import Budget, Recompute
 from torchtitan_graph.parallel.storage import Precision, shard_eager
 from torchtitan_graph.passes.compile_regions import LOSS, WHOLE
 from torchtitan_graph.steps import StepOptions, Steps, bind_graphs, build_graphs, build_steps, trace_steps
-from torchtitan_graph.steps.choices import FUSIONS, check_disabled, plan_regions
+from torchtitan_graph.steps.choices import ELEMENTWISE, FUSIONS, check_disabled, plan_regions
 from torchtitan_graph.steps.inputs import loss_is_parallel, prepare
 
 # What a debug flavour is made of three sizes by; llama3's debug flavour has very narrow heads.
@@ -127,14 +127,17 @@ def options_of(
         **{pattern: {} for pattern in REGIONS.get(mode, ())},
     }
     # As "auto", but where torch compiles eager: there it is what torch makes of its own.
-    loss = fused_cross_entropy if device.type == "cuda" else cross_entropy
+    is_compiled = mode.startswith("compile")
+    is_torchs = device.type != "cuda" or is_compiled
+    loss = fused_cross_entropy if not is_torchs else torch.compile(cross_entropy) if is_compiled else cross_entropy
     return StepOptions(
         device=device,
         rows=(args.rows, args.seq_len),
         mode="eager" if mode in EAGER else "graph",
         precision=precision,
         recompute=recompute_of(policy),
-        loss=torch.compile(cross_entropy) if mode.startswith("compile") else loss,
+        loss=loss,
+        fused=() if is_torchs else tuple(kind for name, kind in ELEMENTWISE.items() if name not in fusions),
         regions=regions,
         disabled=args.disable,
     )

@@ -149,7 +149,15 @@ def compare_bits(family: str, flavor: str, attn: str) -> Iterator[Row]:
     for name, precision in precisions.items():
         mode = f"{attn} {name}"
         try:
-            cell = Cell(family=family, flavor=flavor, attn=attn, precision=precision, changes=HEADS, fused_loss=True)
+            cell = Cell(
+                family=family,
+                flavor=flavor,
+                attn=attn,
+                precision=precision,
+                changes=HEADS,
+                fused_loss=True,
+                fused_layers=True,
+            )
             eager = matrix.train(cell, matrix.build_eager(cell))
             different = matrix.bits_that_differ(eager, matrix.train(cell, matrix.build_graph(cell)))
         except Exception as error:

@@ -61,8 +61,8 @@ def _check_compile(config: JobConfig) -> list[str]:
         )
     if config.model.elementwise == "fused" and (both := {"swiglu", "rope"} & {*options.fusions}):
         problems.append(
-            f"{_name(config, 'model.elementwise')}: compile.fusions has {', '.join(sorted(both))}, which would be an "
-            "operator of its own; take them out of there, or leave this at auto"
+            f"{_name(config, 'model.elementwise')}: compile.fusions has {', '.join(sorted(both))} as well, and one"
+            " of the two can compute it; take it out of there, or leave this at auto"
         )
     if "cross_entropy" in options.fusions:
         problems.append(

@@ -109,7 +109,7 @@ def test_deterministic_kernels_fill_no_new_tensor(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     try:
-        train._choose_kernels(load(["--debug.deterministic"]))
+        train.choose_kernels(load(["--debug.deterministic"]))
         assert torch.are_deterministic_algorithms_enabled()
         assert not torch.utils.deterministic.fill_uninitialized_memory
     finally:

@@ -82,3 +82,12 @@ def test_torch_can_trace_and_differentiate_them() -> None:
     for clamped in (False, True):
         leaves = (gate.detach().requires_grad_(), up.detach().requires_grad_())
         torch.autograd.gradcheck(lambda g, u, clamped=clamped: swiglu(g, u, clamped), leaves)
+
+
+def test_halves_that_are_not_alike_are_refused() -> None:
+    """A kernel would read beyond the smaller one."""
+    gate = torch.zeros(2, 3)
+    for up in (torch.zeros(3), gate.double()):
+        for device in ("cpu", "meta"):
+            with pytest.raises(ValueError, match=r"model\.elementwise = torch takes others"):
+                swiglu(gate.to(device), up.to(device), False)

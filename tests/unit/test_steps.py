@@ -140,6 +140,7 @@ def test_the_loss_is_the_devices_unless_one_is_named(device: str, words: str, lo
         ("cuda", "--compile.mode eager", {SwiGLU, Rotation}),
         ("cuda", "--model.elementwise torch", set()),
         ("cpu", "--model.elementwise fused", {SwiGLU, Rotation}),
+        ("cpu", "--model.elementwise fused --compile.fusions rope", {SwiGLU}),
     ],
 )
 def test_elementwise_layers_are_the_devices_unless_named(device: str, words: str, fused: set[type]) -> None:

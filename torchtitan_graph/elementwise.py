@@ -40,7 +40,12 @@ def rotate(x_BLNH: Tensor, cos_BL1H: Tensor, sin_BL1H: Tensor, interleaved: bool
 
 @torch.library.custom_op(f"{_LIBRARY}::swiglu", mutates_args=())
 def swiglu(gate: Tensor, up: Tensor, clamped: bool) -> Tensor:
-    """Give gate * sigmoid(gate) * up; clamped as gpt_oss has it, see `ClampedSwiGLU`."""
+    """Give gate * sigmoid(gate) * up; clamped as gpt_oss has it, see `ClampedSwiGLU`.
+
+    Raises:
+        ValueError: The two differ in shape or dtype.
+    """
+    _check_alike(gate, up)
     out = _like(gate)
     if gate.is_cuda:
         from torchtitan_graph.elementwise_kernels import write_swiglu
@@ -78,6 +83,15 @@ def _parts(gate: Tensor, up: Tensor, clamped: bool) -> tuple[Tensor, Tensor, Ten
     return gate, up.clamp(-LIMIT, LIMIT) + 1, torch.sigmoid(STEEPNESS * gate)
 
 
+def _check_alike(gate: Tensor, up: Tensor) -> None:
+    """A kernel reads both by one index, and writes in the one dtype: nothing is broadcast or promoted."""
+    if gate.shape != up.shape or gate.dtype != up.dtype:
+        raise ValueError(
+            f"swiglu: gate is {tuple(gate.shape)} in {gate.dtype}, up {tuple(up.shape)} in {up.dtype}: both must be of "
+            "one shape and dtype"
+        )
+
+
 def _like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
@@ -93,6 +107,7 @@ def _(x_BLNH: Tensor, cos_BL1H: Tensor, sin_BL1H: Tensor, interleaved: bool, bac
 
 @swiglu.register_fake
 def _(gate: Tensor, up: Tensor, clamped: bool) -> Tensor:
+    _check_alike(gate, up)
     return _like(gate)
 
 

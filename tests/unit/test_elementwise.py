@@ -82,3 +82,14 @@ def test_torch_can_trace_and_differentiate_them() -> None:
     for clamped in (False, True):
         leaves = (gate.detach().requires_grad_(), up.detach().requires_grad_())
         torch.autograd.gradcheck(lambda g, u, clamped=clamped: swiglu(g, u, clamped), leaves)
+
+
+@pytest.mark.parametrize("module", [SwiGLU(), ClampedSwiGLU()])
+def test_halves_that_are_not_alike_are_torchs(module: SwiGLU) -> None:
+    """A kernel would read beyond the smaller one."""
+    gate, module.is_fused = torch.ones(2, 3), True
+    for up in (torch.full((3,), 2.0), gate.double()):
+        assert torch.equal(module(gate, up), type(module)()(gate, up)) and module(gate, up).dtype == up.dtype
+        for device in ("cpu", "meta"):
+            with pytest.raises(ValueError, match="both must be of one shape and dtype"):
+                swiglu(gate.to(device), up.to(device), False)

@@ -198,6 +198,11 @@ def test_what_matters_is_in_the_fingerprint(other: dict[str, str], keys: set[str
     assert differ(of(), other) == keys
 
 
+def test_a_layer_that_compile_fusions_takes_is_no_operator_in_a_stored_graph() -> None:
+    fused = ("--model.elementwise", "fused")
+    assert differ(of(*fused), of(*fused, "--compile.fusions", "rope")) == {"layers that are an operator each"}
+
+
 def test_options_are_shown_as_a_user_writes_them() -> None:
     entry = '{pass = "own_passes.keep", after = "cleanup", exact = true}'
     found = of("--compile.extra_passes", f"[{entry}]", "--compile.disable_passes", "merge_equal")

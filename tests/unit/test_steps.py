@@ -172,6 +172,7 @@ def test_masks_of_all_pairs_are_told_on_a_gpu(
         ("cuda", "--compile.mode eager", {SwiGLU, Rotation}),
         ("cuda", "--model.elementwise torch", set()),
         ("cpu", "--model.elementwise fused", {SwiGLU, Rotation}),
+        ("cpu", "--model.elementwise fused --compile.fusions rope", {SwiGLU}),
     ],
 )
 def test_elementwise_layers_are_the_devices_unless_named(device: str, words: str, fused: set[type]) -> None:

@@ -59,10 +59,10 @@ def _check_compile(config: JobConfig) -> list[str]:
         problems.append(
             f"{_name(config, 'compile.fusions')}: fusions are parts of a graph; use compile.mode = graph, or remove it"
         )
-    if config.model.elementwise == "fused" and (both := {"swiglu", "rope"} & {*options.fusions}):
+    if config.model.elementwise == "fused" and {"swiglu", "rope"} <= {*options.fusions}:
         problems.append(
-            f"{_name(config, 'model.elementwise')}: compile.fusions has {', '.join(sorted(both))} as well, and one"
-            " of the two can compute it; take it out of there, or leave this at auto"
+            f"{_name(config, 'model.elementwise')}: compile.fusions has both, rope and swiglu, so none is left; take "
+            "one out of there, or leave this at auto"
         )
     if "cross_entropy" in options.fusions:
         problems.append(

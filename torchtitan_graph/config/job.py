@@ -127,8 +127,8 @@ class Model:
     elementwise: str = option(
         "auto",
         "Implementation of rotary positions and SwiGLU, the same up to rounding. fused: an operator each, on a GPU one"
-        " kernel, in eager mode too. torch: torch's operators. auto: on a GPU fused, but for what compile.fusions"
-        " has; on a CPU torch.",
+        " kernel, in eager mode too, but for what compile.fusions has. torch: torch's operators. auto: on a GPU fused,"
+        " on a CPU torch.",
         choices=("auto", "fused", "torch"),
     )
 

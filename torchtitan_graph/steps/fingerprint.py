@@ -76,6 +76,8 @@ def fingerprint(config: JobConfig, model: Decoder, dims: ParallelDims, options: 
     microbatches = pipeline and [in_flight(pipeline, stage) for stage in range(len(pipeline.stages))]
     return {
         **set_to,
+        # compile.fusions takes from them what it has.
+        "layers that are an operator each": str(sorted(kind.__name__ for kind in options.fused)),
         "microbatches of a step": str(options.num_microbatches),
         # A file may say it, whose name tells nothing.
         "the pipeline's stages": str((pipeline.stages, pipeline.rank_of, microbatches) if pipeline else "none"),

@@ -281,8 +281,9 @@ def test_only_known_components_and_whole_options_are_compiled() -> None:
         found = problems(f"--compile.dedupe_layers {other}", 1)
         assert any("compile.dedupe_layers = True: blocks are calls already" in line for line in found), found
     assert "set training.loss_implementation = fused" in problems("--compile.fusions cross_entropy", 1)[0]
-    both = problems("--model.elementwise fused --compile.fusions rms_norm,rope", 1)[0]
-    assert "model.elementwise = 'fused': compile.fusions has rope as well" in both
+    fused = "--model.elementwise fused --compile.fusions"  # a run's config.toml says the first where auto took it
+    assert check(load(f"{fused} rope".split()), 1) == check(load(f"{fused} swiglu".split()), 1) == []
+    assert "so none is left" in problems(f"{fused} rope,swiglu", 1)[0]
     for key, words in (("offload", "moves activations"), ("save", "keeps"), ("recompute", "computes results again")):
         eager = problems(f"--compile.mode eager --activation_checkpoint.{key} layers.*", 1)[0]
         assert f"activation_checkpoint.{key} = ['layers.*']: only a graph {words}" in eager

@@ -15,9 +15,13 @@ class SwiGLU(nn.Module):
     is_fused = False
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:
-        if self.is_fused:
+        if self.is_one_operator(gate, up):
             return swiglu(gate, up, False)
         return F.silu(gate) * up
+
+    def is_one_operator(self, gate: Tensor, up: Tensor) -> bool:
+        """Tell whether one operator computes it: that broadcasts nothing, and promotes no dtype."""
+        return self.is_fused and gate.shape == up.shape and gate.dtype == up.dtype
 
 
 class FeedForward(nn.Module):

@@ -174,7 +174,7 @@ class ClampedSwiGLU(SwiGLU):
     """gpt_oss' activation: a steeper gate, clamped from above; the linear half clamped, and one added."""
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:
-        if self.is_fused:
+        if self.is_one_operator(gate, up):
             return swiglu(gate, up, True)
         gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
         return gate * torch.sigmoid(STEEPNESS * gate) * (up + 1)

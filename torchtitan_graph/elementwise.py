@@ -20,7 +20,7 @@ def rotate(x_BLNH: Tensor, cos_BL1H: Tensor, sin_BL1H: Tensor, interleaved: bool
     """Rotate the pairs of every head by their angles, or back.
 
     Args:
-        cos_BL1H, sin_BL1H: (B, L, 1, H/2), in fp32, fp64 for inputs in it; B may be 1. They get no gradient.
+        cos_BL1H, sin_BL1H: (B, L, 1, H/2), in fp32 or fp64; B may be 1. They get no gradient.
         interleaved: pair i is features (2i, 2i + 1), else (i, i + H/2).
     """
     out_BLNH = _like(x_BLNH)

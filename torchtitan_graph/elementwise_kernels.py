@@ -18,21 +18,22 @@ _WARPS = 4
 def _rotate(  # type: ignore[no-untyped-def]
     x, cos, sin, out, L,
     x_B, x_L, x_N, x_H, cos_B, cos_L, cos_H, sin_B, sin_L, sin_H,
-    N: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, BACK: tl.constexpr, BLOCK: tl.constexpr,
+    N: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, BACK: tl.constexpr,
+    WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     b, place = token // L, token % L
     for begin in range(0, N * HALF, BLOCK):
         at = begin + tl.arange(0, BLOCK)
         is_there, n, pair = at < N * HALF, at // HALF, at % HALF
-        c = tl.load(cos + b * cos_B + place * cos_L + pair * cos_H, mask=is_there, other=0.0)
-        s = tl.load(sin + b * sin_B + place * sin_L + pair * sin_H, mask=is_there, other=0.0)
+        c = tl.load(cos + b * cos_B + place * cos_L + pair * cos_H, mask=is_there, other=0.0).to(WIDE)
+        s = tl.load(sin + b * sin_B + place * sin_L + pair * sin_H, mask=is_there, other=0.0).to(WIDE)
         s = -s if BACK else s
         one = 2 * pair if INTERLEAVED else pair
         other = one + 1 if INTERLEAVED else one + HALF
         head = x + b * x_B + place * x_L + n * x_N
-        first = tl.load(head + one * x_H, mask=is_there, other=0.0).to(c.dtype)
-        second = tl.load(head + other * x_H, mask=is_there, other=0.0).to(c.dtype)
+        first = tl.load(head + one * x_H, mask=is_there, other=0.0).to(WIDE)
+        second = tl.load(head + other * x_H, mask=is_there, other=0.0).to(WIDE)
         turned = out + (token * N + n) * (2 * HALF)
         tl.store(turned + one, first * c - second * s, mask=is_there)
         tl.store(turned + other, second * c + first * s, mask=is_there)
@@ -96,7 +97,8 @@ def write_rotated(
     if x_BLNH.numel():
         _rotate[(B * L,)](
             x_BLNH, *angles, out_BLNH, L, *x_BLNH.stride(), *strides,
-            N=N, HALF=H // 2, INTERLEAVED=interleaved, BACK=back, BLOCK=block, num_warps=_WARPS,
+            N=N, HALF=H // 2, INTERLEAVED=interleaved, BACK=back,
+            WIDE=_wide(x_BLNH), BLOCK=block, num_warps=_WARPS,
         )  # fmt: skip
 
 
@@ -114,9 +116,12 @@ def write_swiglu_gradients(
 
 def _launch(kernel, given: tuple[Tensor, ...], written: tuple[Tensor, ...], steepness: float, limit: float) -> None:  # type: ignore[no-untyped-def]
     numel = written[0].numel()
-    wide = tl.float64 if given[0].dtype == torch.float64 else tl.float32
     if numel:
-        tensors = (*(x.contiguous() for x in given), *written)
+        tensors, wide = (*(x.contiguous() for x in given), *written), _wide(given[0])
         kernel[(triton.cdiv(numel, _BLOCK),)](
             *tensors, numel, STEEPNESS=steepness, LIMIT=limit, WIDE=wide, BLOCK=_BLOCK, num_warps=_WARPS
         )
+
+
+def _wide(x: Tensor) -> tl.dtype:
+    return tl.float64 if x.dtype == torch.float64 else tl.float32

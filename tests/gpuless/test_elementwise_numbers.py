@@ -19,7 +19,7 @@ def kernels() -> Any:
 
 
 def off(found: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((found - exact).norm() / exact.norm())
+    return float((found - exact).norm() / exact.norm().clamp(min=1e-30))  # of what is clamped there is none
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -31,7 +31,8 @@ def test_a_rotation_is_the_cpus(kernels: Any, dtype: torch.dtype, interleaved: b
     for B, L, N, H in ((2, 3, 5, 6), (1, 2, 33, 80), (3, 1, 1, 2)):
         wide = torch.randn(B, N, L, H + 4, dtype=torch.float64).to(dtype)
         for x in (wide.transpose(1, 2)[..., 2:-2], wide[..., 4:].transpose(1, 2).contiguous()):
-            angles = torch.randn(1 if L == 2 else B, L, 1, H // 2, dtype=torch.promote_types(dtype, torch.float32))
+            # In fp32, as the models have them, whatever the dtype.
+            angles = torch.randn(1 if L == 2 else B, L, 1, H // 2)
             cos, sin = angles.cos(), angles.sin()
             for back in (False, True):
                 out = torch.empty(B, L, N, H, dtype=dtype)

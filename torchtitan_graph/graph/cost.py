@@ -51,7 +51,7 @@ _BY_ROWS: Mapping[object, int] = {
 }
 _CAST = 8
 
-_VIEW = torch.ops.aten._unsafe_view.default  # it says of itself that it is none
+_VIEW = aten._unsafe_view.default  # it says of itself that it is none
 
 # They read no more of their first argument than they give.
 _SELECT = (aten.embedding.default, aten.index_select.default, aten.gather.default)

@@ -122,11 +122,15 @@ def test_only_a_run_that_is_saved_is_said_to_go_on(words: tuple[str, ...], said:
     assert train._started_again(load(words)) == said
 
 
-def test_called_from_python_it_gives_the_signals_back(capsys: pytest.CaptureFixture) -> None:
+def test_called_from_python_it_gives_the_signals_back(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A notebook's Ctrl-C is its own again, once a run in it has ended."""
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     before = [signal.getsignal(number) for number in numbers]
+    monkeypatch.setattr(stop, "_received", signal.SIGTERM)  # which ended a run here before
     with pytest.raises(SystemExit):
         train.main(["--help"])
+    assert stop.received() == 0
     assert [signal.getsignal(number) for number in numbers] == before
     assert signal.set_wakeup_fd(-1) == -1

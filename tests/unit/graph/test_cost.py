@@ -53,10 +53,11 @@ def close(found: Estimate, seconds: float, **exposed: float) -> bool:
     [
         (lambda x, y: x @ y, PRODUCT),
         (lambda x, y: x.t(), 0.0),
+        (lambda x, y: torch.ops.aten._unsafe_view(x, [-1]), 0.0),
         (lambda x, y: x + y, ADD),
         (lambda x, y: x[0] + y[0], RATES.kernel),
     ],
-    ids=["products", "views", "bytes", "a launch at least"],
+    ids=["products", "views", "a view that says it is none", "bytes", "a launch at least"],
 )
 def test_a_node_takes_the_longer_of_its_products_and_its_bytes(fn: Callable, seconds: float) -> None:
     assert close(estimate(graph_of(fn), COSTS), seconds)

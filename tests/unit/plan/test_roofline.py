@@ -162,6 +162,14 @@ def test_a_fused_loss_reads_its_logits_twice_and_writes_them_once(one: Roofline)
     assert 2 + 2 + 2 < loss_bytes(one, UNFUSED) < 2 + 2 + 2 + numbers_of_a_row
 
 
+def test_an_elementwise_layer_moves_what_it_is_given_and_gives_once(one: Roofline) -> None:
+    """SwiGLU in forward, again in backward, and its gradients; queries and keys rotated, and their gradients back, by
+    angles in fp32."""
+    modules, rows = one.by_module(UNFUSED), STEPS * B * L * LAYERS
+    assert modules["layers.*.feed_forward.activation"].moved == rows * F * 2 * (3 + 3 + 5)
+    assert modules["layers.*.attention.rotate"].moved == rows * 4 * (D * 2 * 2 + 2 * 8 * 4)
+
+
 def test_ranks_wait_for_one_another(of_four: Roofline) -> None:
     received = sum(each.num_bytes for each in of_four.job.ranks[0].told.sent.values())
     cost = of_four.by_class(UNFUSED)[COMMUNICATION]

@@ -57,6 +57,18 @@ def inspect(kernel: Any, folder: Path) -> Kernel:
     return Kernel(name, int(registers[1]), 0 if is_own else len(re.findall(r"\bSTL\b", text)), shared)
 
 
+def compiled_ones(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Give the kernels that Triton compiles from now on, as they are compiled."""
+    kernels, plain = [], triton.compile
+
+    def kept(*args: Any, **kwargs: Any) -> Any:
+        kernels.append(plain(*args, **kwargs))
+        return kernels[-1]
+
+    monkeypatch.setattr("triton.compiler.compile", kept)
+    return kernels
+
+
 def kernels_of(cell: Cell, gpu: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Kernel]:
     """Compile a step of one row of 1,024 tokens for a GPU; give its kernels.
 

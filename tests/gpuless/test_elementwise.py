@@ -3,14 +3,12 @@
 import dataclasses
 import re
 from pathlib import Path
-from typing import Any
 
 import null_gpu
 import pytest
 import torch
-import triton
 from ranks import run_on
-from test_compiled import SHARED, inspect
+from test_compiled import SHARED, compiled_ones, inspect
 from test_fused_loss import launched
 from test_kernels import HEADS
 
@@ -18,6 +16,8 @@ from torchtitan_graph.check import matrix
 from torchtitan_graph.check.matrix import BF16, FP32, Cell
 from torchtitan_graph.elementwise import rotate, swiglu
 from torchtitan_graph.parallel.layout import ParallelDims
+
+NAMES = ("_rotate", "_swiglu", "_swiglu_backward")  # our kernels
 
 
 def with_and_without(cell: Cell) -> list[tuple[str, null_gpu.Counts, null_gpu.Counts]]:
@@ -56,17 +56,8 @@ def test_each_layer_launches_one_kernel_for_each(family: str, dims: ParallelDims
         null_gpu.tell(f"{family}: eager {ours[0]}, graph {ours[1]}; {graph.total()} launches, {of_graph.total()} plain")
 
 
-NAMES = ("_rotate", "_swiglu", "_swiglu_backward")
-
-
 def test_the_kernels_fit_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels, plain = [], triton.compile
-
-    def kept(*args: Any, **kwargs: Any) -> Any:
-        kernels.append(plain(*args, **kwargs))
-        return kernels[-1]
-
-    monkeypatch.setattr("triton.compiler.compile", kept)
+    kernels = compiled_ones(monkeypatch)
     for dtype in (torch.bfloat16, torch.float32):
         for N, H, interleaved in ((32, 64, False), (128, 128, False), (1, 64, True)):
             x_BLNH = torch.zeros(1, 16, N, H, dtype=dtype, device="cuda", requires_grad=True)

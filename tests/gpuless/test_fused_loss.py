@@ -8,9 +8,8 @@ from typing import Any
 import null_gpu
 import pytest
 import torch
-import triton
 from ranks import run_on
-from test_compiled import SHARED, inspect
+from test_compiled import SHARED, compiled_ones, inspect
 
 from torchtitan_graph.check import matrix
 from torchtitan_graph.check.matrix import BF16, FP32, Cell
@@ -58,13 +57,7 @@ def test_a_step_launches_two_kernels_for_the_loss_and_does_not_wait(
 
 
 def test_the_kernels_fit_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels, plain = [], triton.compile
-
-    def kept(*args: Any, **kwargs: Any) -> Any:
-        kernels.append(plain(*args, **kwargs))
-        return kernels[-1]
-
-    monkeypatch.setattr("triton.compiler.compile", kept)
+    kernels = compiled_ones(monkeypatch)
     for dtype in (torch.bfloat16, torch.float32):
         logits_TV = torch.zeros(16, VOCABULARY, dtype=dtype, device="cuda", requires_grad=True)
         fused_cross_entropy(logits_TV, torch.zeros(16, dtype=torch.int64, device="cuda"), IGNORED).backward()

@@ -1,0 +1,78 @@
+"""Small files that anybody may have written: read within bounds, and refused by what they are."""
+
+import gzip
+import os
+from pathlib import Path
+from typing import Any, TypedDict
+
+import pytest
+
+from torchtitan_graph.small_files import BadFile, gunzip, parse_json, read_json, read_small, read_text
+
+
+class Record(TypedDict):
+    step: int
+    loss: float | None
+
+
+def test_a_record_is_read(tmp_path: Path):
+    file = tmp_path / "record.json"
+    file.write_text('{"step": 3, "loss": NaN, "other": 1}')
+    assert read_json(file, Record)["step"] == 3
+    assert read_json(file, dict[str, Any])["other"] == 1
+
+
+@pytest.mark.parametrize(
+    "text, why",
+    [
+        ("{", "is not JSON"),
+        ('{"step": "3", "loss": 1}', "step: Expected `int`, got `str`"),
+        ('{"step": true, "loss": 1}', "step: Expected `int`, got `bool`"),
+        ('{"loss": 1}', "missing required field `step`"),
+        ("[]", "Expected `object`, got `array`"),
+        ("[" * 100_000 + "]" * 100_000, "deep"),
+        ('{"step": 1, "loss": ' + "[" * 300 + "]" * 300 + "}", "deep"),
+        ('{"step": ' + "1" * 5000 + ', "loss": 1}', "5,000 digits"),
+        ('{"step": 1, "loss": [' + "[]," * 5_000_000 + "[]]}", "holds more than 4,000,000 values"),
+        ("\udcff", "is not JSON"),
+    ],
+    ids=["cut", "text", "bool", "missing", "list", "deep", "deep-inside", "digits", "many", "not-utf8"],
+)
+def test_what_is_no_record_is_refused(tmp_path: Path, text: str, why: str):
+    file = tmp_path / "record.json"
+    file.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(BadFile, match=why) as error:
+        read_json(file, Record)
+    assert str(error.value).startswith(str(file))
+
+
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path):
+    os.mkfifo(tmp_path / "fifo")
+    for path, what in ((tmp_path / "fifo", "a FIFO"), (Path("/dev/zero"), "a device"), (tmp_path, "a folder")):
+        with pytest.raises(BadFile, match=f"is no regular file, but {what}"):
+            read_small(path)
+
+
+def test_sizes_are_bounded(tmp_path: Path):
+    sparse = tmp_path / "sparse"
+    with sparse.open("wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(BadFile, match="1,099,511,627,776 bytes"):
+        read_small(sparse)
+    with pytest.raises(BadFile, match="once unpacked"):
+        gunzip(gzip.compress(bytes(10_000)), "a bomb", max_bytes=9_999)
+    assert gunzip(gzip.compress(bytes(10_000)), "none", max_bytes=10_000) == bytes(10_000)
+    with pytest.raises(BadFile, match="whole"):
+        gunzip(gzip.compress(bytes(10_000))[:-9], "cut")
+
+
+def test_errors_of_the_system_stay_what_they_are(tmp_path: Path):
+    with pytest.raises(FileNotFoundError):
+        read_text(tmp_path / "none")
+    with pytest.raises(OSError, match="name too long"):
+        read_text(tmp_path / ("x" * 300))
+
+
+def test_values_of_a_surrogate_are_no_traceback():
+    with pytest.raises(BadFile):
+        parse_json("\ud800", dict[str, Any], "text")

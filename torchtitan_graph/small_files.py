@@ -1,0 +1,154 @@
+"""Small files that anybody may have written: read within bounds, and checked before they are used.
+
+Every reader of an index, a configuration or a state opens its file here. Nothing that a file holds makes the reader
+wait for ever (a FIFO, a device), use memory without bound (a sparse file of terabytes, a small archive of a huge text,
+millions of empty lists), or leave with an error of another type than `BadFile`.
+"""
+
+import json
+import os
+import stat
+import zlib
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+import msgspec
+
+from torchtitan_graph.errors import UserError
+
+T = TypeVar("T")
+
+MAX_BYTES = 64 * 2**20
+MAX_VALUES = 4_000_000  # of Python objects in one JSON text: about 400 MB at most
+MAX_DEPTH = 100
+MAX_DIGITS = 300  # as many as a float has, written out
+
+
+class BadFile(UserError):
+    """A file that is not what its reader needs: the message begins with the path."""
+
+
+def open_small(path: Path, max_bytes: int = MAX_BYTES) -> BinaryIO:
+    """Open a regular file of at most `max_bytes` to be read.
+
+    Raises:
+        BadFile: it is something else (a FIFO, a device, a folder), or larger.
+        OSError: as `open`, so that a caller can tell a file that is not there, or storage that is away.
+    """
+    # Without O_NONBLOCK, opening a FIFO waits until somebody writes to it.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise BadFile(f"{path}: is no regular file, but {_KINDS.get(stat.S_IFMT(found.st_mode), 'something else')}")
+        if found.st_size > max_bytes:
+            raise BadFile(f"{path}: has {found.st_size:,} bytes, more than the {max_bytes:,} that such a file may have")
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+def read_small(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
+    """Return the content of a regular file of at most `max_bytes`; raises as `open_small`."""
+    with open_small(path, max_bytes) as file:
+        content = file.read(max_bytes + 1)  # it may grow meanwhile
+    if len(content) > max_bytes:
+        raise BadFile(f"{path}: has more than {max_bytes:,} bytes, the most that such a file may have")
+    return content
+
+
+def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
+    """Return a small file's text, without a byte-order mark; raises as `open_small`, and BadFile if it is not UTF-8."""
+    try:
+        return read_small(path, max_bytes).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise BadFile(f"{path}: is not UTF-8 ({error.reason} at byte {error.start})") from error
+
+
+def gunzip(content: bytes, where: Path | str, max_bytes: int = MAX_BYTES) -> bytes:
+    """Unpack gzip, without unpacking more than `max_bytes`.
+
+    Raises:
+        BadFile: it is not gzip, is not whole, or is larger unpacked.
+    """
+    unpacker = zlib.decompressobj(zlib.MAX_WBITS | 16)
+    try:
+        text = unpacker.decompress(content, max_bytes + 1)
+    except zlib.error as error:
+        raise BadFile(f"{where}: is not gzip: {error}") from error
+    if len(text) > max_bytes:
+        raise BadFile(f"{where}: has more than {max_bytes:,} bytes once unpacked, the most that it may have")
+    if not unpacker.eof or unpacker.unused_data:
+        raise BadFile(f"{where}: is not one whole gzip file")
+    return text
+
+
+def read_json(path: Path, schema: type[T], max_bytes: int = MAX_BYTES) -> T:
+    """Return what a small JSON file holds, of a type such as a TypedDict; raises as `open_small` and `parse_json`."""
+    return parse_json(read_small(path, max_bytes), schema, path)
+
+
+def parse_json(content: bytes | str, schema: type[T], where: Path | str, max_values: int = MAX_VALUES) -> T:
+    """Return what a JSON text holds, checked against a type: `dict[str, Any]`, a TypedDict, ...
+
+    A TypedDict's keys are required unless they are NotRequired; keys that it doesn't name are left out. The size of the
+    text is the caller's to bound; this bounds how many values it holds, how deep they lie, and how long its integers
+    are.
+
+    Raises:
+        BadFile: it is not JSON, or not of that type: says where.
+    """
+    if isinstance(content, str):
+        content = content.encode(errors="surrogatepass")
+    # A value begins the text, or follows one of these. Some of them may stand in strings: it is an upper bound.
+    if sum(content.count(mark) for mark in (b",", b"[", b"{", b":")) > max_values:
+        raise BadFile(f"{where}: holds more than {max_values:,} values, the most that it may hold")
+    try:
+        found = json.loads(content, parse_int=_parse_int)
+        _check_depth(found)
+        return msgspec.convert(found, schema)
+    except msgspec.ValidationError as error:
+        raise BadFile(f"{where}: is not what is stored there: {_in_words(str(error))}") from error
+    except RecursionError as error:
+        raise BadFile(f"{where}: has lists or objects more than {MAX_DEPTH} deep") from error
+    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError among them
+        raise BadFile(f"{where}: is not JSON: {error}") from error
+
+
+def _parse_int(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"a number of {len(digits):,} digits")
+    return int(digits)
+
+
+def _check_depth(value: Any) -> None:
+    """Raise RecursionError where values lie deeper than MAX_DEPTH; Python's own limit depends on the stack."""
+    level, depth = [value], 0
+    while level:
+        if depth > MAX_DEPTH:
+            raise RecursionError
+        depth += 1
+        level = [
+            child
+            for each in level
+            if isinstance(each, (dict, list))
+            for child in (each.values() if isinstance(each, dict) else each)
+            if isinstance(child, (dict, list))
+        ]
+
+
+def _in_words(error: str) -> str:
+    """Return msgspec's message with the place said as a key: "Expected `int`, got `str` - at `$.step`"."""
+    message, _, place = error.partition(" - at ")
+    where = place.strip("`").removeprefix("$").removeprefix(".")
+    return f"{where}: {message}" if where else message

@@ -159,6 +159,7 @@ class Trainer(Blueprint):
         return build_dataloader(
             **corpus,
             tokenizer=self.tokenizer,
+            skip_not_utf8=self.config.training.skip_not_utf8,
             seq_len=table.seq_len,
             multiple=job.ROW_MULTIPLE if isinstance(table, job.Training) and table.dynamic_seq_len else None,
             local_batch_size=rows,

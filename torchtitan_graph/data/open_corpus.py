@@ -56,15 +56,22 @@ def _place(path: str) -> Path:
     return Path(path).expanduser().resolve()
 
 
-def open_mixture(sources: Sequence[job.DataSource], split: str, seed: int, tokenizer: Tokenizer | None) -> Mixture:
+def open_mixture(
+    sources: Sequence[job.DataSource],
+    split: str,
+    seed: int,
+    tokenizer: Tokenizer | None,
+    skip_not_utf8: bool = False,
+) -> Mixture:
     """Open a split of every entry of `training.sources`.
 
     Raises UserError, naming the entry, where `open_corpus` would.
     """
     corpora: dict[str, Corpus] = {}
     for number, source in enumerate(sources, 1):
+        dataset, path = source.dataset or "", source.dataset_path
         try:
-            corpus = open_corpus(source.dataset or "", source.dataset_path, split, seed, tokenizer=tokenizer)
+            corpus = open_corpus(dataset, path, split, seed, tokenizer=tokenizer, skip_not_utf8=skip_not_utf8)
         except UserError as error:
             raise UserError(f"training.sources, entry {number}: {error}") from error
         corpora[source_name(source)] = corpus
@@ -82,11 +89,13 @@ def open_corpus(
     seed: int,
     text_column: str = "text",
     tokenizer: Tokenizer | None = None,
+    skip_not_utf8: bool = False,
 ) -> Corpus:
     """Open a split of the corpus at `dataset_path`, or else of the one that `dataset` names.
 
     split: "train" and "validation" have no document in common; "all" is the whole corpus.
     tokenizer: what the documents will be read with; shards of token ids are refused if they are of another, or none.
+    skip_not_utf8: leave out text that is not UTF-8, with a warning; else it is refused.
     Raises UserError if there is no such corpus, it can't be read, or the split has no documents.
     """
     assert split in ("train", "validation", "all"), split
@@ -100,7 +109,7 @@ def open_corpus(
                 return open_saved(path, text_column, split, seed)
             if is_shards(path):
                 return _open_shards(path, split, seed, tokenizer)
-            return ShuffledCorpus(_open_path(path, text_column), split, seed)
+            return ShuffledCorpus(_open_path(path, text_column, skip_not_utf8), split, seed)
     if dataset in ("stdlib", "c4_test"):
         if dataset == "c4_test":
             logger.info("%s = 'c4_test': the embedded corpus `stdlib` takes its place", option)
@@ -146,33 +155,37 @@ def _open_stdlib() -> Source:
     return TextFiles(root, readable)
 
 
-def _open_path(path: Path, column: str) -> Source:
+def _open_path(path: Path, column: str, skip_not_utf8: bool) -> Source:
     """Open one text, JSON lines or Parquet file, or all of these that a folder holds, at any depth, by name."""
     if path.is_dir():
-        return _open_folder(path, column)
+        return _open_folder(path, column, skip_not_utf8)
     if path.name.endswith((*JSON_SUFFIXES, ".json")):
-        return JsonLines(path, column)
+        return JsonLines(path, column, skip_not_utf8)
     if path.suffix == ".parquet":
         return open_parquet(path, column)
-    return TextPieces(path)
+    return TextPieces(path, skip_not_utf8)
 
 
-def _open_folder(root: Path, column: str) -> Source:
+def _open_folder(root: Path, column: str, skip_not_utf8: bool) -> Source:
     files = []
-    for folder, folders, names in os.walk(root):
+    for folder, folders, names in os.walk(root, onerror=_raise):
         folders[:] = [name for name in folders if not name.startswith((".", "__pycache__"))]
         files += [Path(folder, name) for name in names if not name.startswith(".")]
     files.sort()
     texts = [file for file in files if file.suffix.lower() in TEXT_SUFFIXES and file.stat().st_size]
     tables = [file for file in files if file.name.endswith((*JSON_SUFFIXES, ".parquet"))]
-    sources: list[Source] = [TextFiles(root, texts)] if texts else []
-    sources += [_open_path(file, column) for file in tables]
+    sources: list[Source] = [TextFiles(root, texts, skip_not_utf8)] if texts else []
+    sources += [_open_path(file, column, skip_not_utf8) for file in tables]
     if not sources:
         raise UserError(
             f"{root}: none of the {len(files)} files in this folder can be read as documents. Known are"
             f" {', '.join((*JSON_SUFFIXES, '.parquet'))}, and as text {' '.join(sorted(TEXT_SUFFIXES))}."
         )
     return sources[0] if len(sources) == 1 else Chain(sources)
+
+
+def _raise(error: OSError) -> None:  # a folder that can't be listed; os.walk would leave it out
+    raise error
 
 
 def _is_text(file: Path) -> bool:

@@ -16,6 +16,7 @@ from torchtitan_graph.data.corpus import Corpus
 from torchtitan_graph.data.mixture import Mixture, Origin
 from torchtitan_graph.data.open_corpus import open_corpus, open_mixture
 from torchtitan_graph.data.packing import Cursor, Lane
+from torchtitan_graph.data.special_tokens import warn_of_special_tokens
 from torchtitan_graph.data.tokenizer import Tokenizer
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
@@ -195,6 +196,8 @@ def build_dataloader(
         corpus: Corpus = open_mixture(sources, split, seed, tokenizer, skip_not_utf8)
     else:
         corpus = open_corpus(dataset, dataset_path, split, seed, text_column, tokenizer, skip_not_utf8)
+        if split != "validation":  # whose documents are like those that are trained on
+            warn_of_special_tokens(corpus, tokenizer, dataset_path or dataset)
     return DataLoader(corpus, tokenizer, seed=seed, **loading)
 
 

@@ -14,6 +14,7 @@ from torchtitan_graph.data.hugging_face import is_saved_dataset, open_hub, open_
 from torchtitan_graph.data.mixture import Mixture
 from torchtitan_graph.data.shards import Shards, is_shards
 from torchtitan_graph.data.sources import Chain, JsonLines, Source, TextFiles, TextPieces
+from torchtitan_graph.data.special_tokens import warn_of_special_tokens
 from torchtitan_graph.data.tokenizer import Tokenizer
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
@@ -74,6 +75,8 @@ def open_mixture(
             corpus = open_corpus(dataset, path, split, seed, tokenizer=tokenizer, skip_not_utf8=skip_not_utf8)
         except UserError as error:
             raise UserError(f"training.sources, entry {number}: {error}") from error
+        if tokenizer and split != "validation":  # whose documents are like those that are trained on
+            warn_of_special_tokens(corpus, tokenizer, f"training.sources, entry {number}")
         corpora[source_name(source)] = corpus
     mixture = Mixture(corpora, [source.weight for source in sources])
     for name, weight, source in zip(mixture.names, mixture.weights, sources, strict=True):

@@ -80,7 +80,7 @@ def open_parquet(file: Path, column: str) -> Source:
 
 def is_saved_dataset(path: Path) -> bool:
     """Tell whether a folder was written by `save_to_disk`."""
-    return (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
+    return (path / "dataset_dict.json").exists() or (path / "state.json").exists()
 
 
 def open_saved(path: Path, column: str, split: str, seed: int) -> Corpus:

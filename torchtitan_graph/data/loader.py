@@ -131,7 +131,7 @@ class DataLoader:
         """Go to a merged position, of any number of ranks and workers; the next batch is the first behind it.
 
         Weights of a mixture that are not those of the saved run hold from there on.
-        Raises UserError if it was saved with another corpus, tokenizer, seed or row length.
+        Raises UserError if it was saved with another corpus, tokenizer, seed or row length, or does not add up.
         """
         for key, here in self._identity.items():
             if state.get(key) != here:
@@ -141,6 +141,10 @@ class DataLoader:
                     " or go on with the model but at the beginning of the data: checkpoint.load_step with"
                     " checkpoint.exclude_from_loading = ['dataloader']."
                 )
+        rows, lanes = state["rows"], state["lanes"]
+        if len(lanes) != self.num_lanes or min(map(min, lanes)) < 0 or sum(row for row, *_ in lanes) != rows:
+            # To go forward to a row that its lane's cursor is far behind would take for ever.
+            raise UserError(f"checkpoint: its data position says {rows:,} rows, which its lanes' do not add up to")
         origin = self._mixture.origin()
         if saved := state.get("mixture"):
             origin = Origin(saved["since"], tuple(saved["given_before"]))

@@ -42,9 +42,10 @@ def validation_corpus(config: JobConfig) -> dict[str, Any]:
         sources = training.sources
         return dict(dataset=training.dataset, dataset_path=training.dataset_path, sources=sources, split="validation")
     trained_on = [training.dataset_path, *(source.dataset_path for source in training.sources)]
-    of_its_own = validation.dataset_path and _place(validation.dataset_path) not in map(
-        _place, filter(None, trained_on)
-    )
+    of_its_own = False
+    if validation.dataset_path:
+        own = _place(validation.dataset_path, "validation.dataset_path")
+        of_its_own = own not in [_place(path, "training.dataset_path") for path in trained_on if path]
     return dict(
         dataset=validation.dataset or "",
         dataset_path=validation.dataset_path,
@@ -53,8 +54,12 @@ def validation_corpus(config: JobConfig) -> dict[str, Any]:
     )
 
 
-def _place(path: str) -> Path:
-    return Path(path).expanduser().resolve()
+def _place(path: str, option: str) -> Path:
+    with refuse_unreadable(f"{option} = {path!r}"):
+        try:
+            return Path(path).expanduser().resolve()
+        except (RuntimeError, ValueError) as error:  # no such user, a circle of links; a zero byte
+            raise UserError(f"{option} = {path!r}: is no place: {error}") from error
 
 
 def open_mixture(
@@ -104,10 +109,15 @@ def open_corpus(
     assert split in ("train", "validation", "all"), split
     option = "training.dataset" if split == "train" else "validation.dataset"
     if dataset_path:
+        _place(dataset_path, f"{option}_path")  # raises where it is none
         path = Path(dataset_path).expanduser()
         with refuse_unreadable(f"{option}_path = {dataset_path!r}"):
             if not path.exists():
                 raise UserError(f"{option}_path = {dataset_path!r}: there is no such file or folder.")
+            if not path.is_dir() and not path.is_file():
+                raise UserError(
+                    f"{option}_path = {dataset_path!r}: is no regular file, but a FIFO, a socket or a device"
+                )
             if is_saved_dataset(path):
                 return open_saved(path, text_column, split, seed)
             if is_shards(path):

@@ -35,7 +35,7 @@ _ARRAYS = ("tokens", "ends", "keys")
 
 def is_shards(path: Path) -> bool:
     """Tell whether a folder was written by `write_shards`."""
-    return (path / INDEX).is_file()
+    return (path / INDEX).exists()
 
 
 class Index(TypedDict):

@@ -51,6 +51,10 @@ def read_tokenizer(file: Path) -> tuple[tokenizers.Tokenizer, bytes]:
     check_values(content, file)
     with blame(f"{file}: not a tokenizer.json that `tokenizers` can read"):
         tokenizer = tokenizers.Tokenizer.from_str(content.decode())
+    if dropout := getattr(tokenizer.model, "dropout", None):
+        raise UserError(
+            f"{file}: model.dropout = {dropout} gives other ids each time; a run needs the same: set it to null"
+        )
     tokenizer.no_truncation()
     tokenizer.no_padding()
     # What surrounds a document is packing's to add, and what a file's own template repeats is nobody's.

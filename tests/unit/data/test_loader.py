@@ -223,6 +223,21 @@ def test_with_a_multiple_a_batch_is_as_long_as_its_longest_row(make_loader):
         loader.load_state_dict(merge_states([cut.state_dict()]))
 
 
+@pytest.mark.parametrize("damage", ["rows", "a lane", "a place"])
+def test_a_position_that_does_not_add_up_is_refused(make_loader, damage):
+    loader = make_loader()
+    take([loader], 3)
+    state = loader.state_dict()
+    if damage == "rows":
+        state["rows"] = 10**15  # to go forward to there would take for ever
+    elif damage == "a lane":
+        state["lanes"].pop()
+    else:
+        state["lanes"][0][3] = -1
+    with pytest.raises(UserError, match="which its lanes' do not add up to"):
+        make_loader().load_state_dict(state)
+
+
 def test_batch_is_contiguous_int64(make_loader):
     for tensor in next(make_loader()):
         assert tensor.shape == (8, 32) and tensor.dtype == torch.int64 and tensor.is_contiguous()

@@ -207,6 +207,7 @@ FORGED = {
     "an id": (forged(added_tokens=[{"id": 2**32 - 1, "content": "<eos>", **SPECIAL}],
                      model={"type": "WordLevel", "vocab": {"?": 0}, "unk_token": "?"}), None),
     "a large id": (forged(model={"type": "WordLevel", "vocab": {"?": 2**32 - 1}, "unk_token": "?"}), "last id is 4,29"),
+    "random": (forged(model={"type": "BPE", "vocab": {"a": 0}, "merges": [], "dropout": 0.5}), "gives other ids"),
     "deep": (b'{"normalizer": ' + b"[" * 10**6, "not a tokenizer.json that `tokenizers` can read: recursion limit"),
     "many": (b"[" + b"[]," * 5_000_000, "holds more than 4,000,000 values"),
     "bytes that are no text": (b"\xff" * 99, "not a tokenizer.json"),

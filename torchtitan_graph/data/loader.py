@@ -141,16 +141,16 @@ class DataLoader:
                     " or go on with the model but at the beginning of the data: checkpoint.load_step with"
                     " checkpoint.exclude_from_loading = ['dataloader']."
                 )
-        rows, lanes = state["rows"], state["lanes"]
-        if len(lanes) != self.num_lanes or min(map(min, lanes)) < 0 or sum(row for row, *_ in lanes) != rows:
-            # To go forward to a row that its lane's cursor is far behind would take for ever.
-            raise UserError(f"checkpoint: its data position says {rows:,} rows, which its lanes' do not add up to")
-        origin = self._mixture.origin()
-        if saved := state.get("mixture"):
+        origin, saved = self._mixture.origin(), state.get("mixture")
+        if saved:
             origin = Origin(saved["since"], tuple(saved["given_before"]))
             if saved["weights"] != list(self._mixture.weights):
                 origin = Origin(state["rows"], tuple(saved["given"]))
                 logger.info("training.sources: the weights change from row %d on", state["rows"])
+        given = self._mixture.lanes_given(saved["given"] if saved else [state["rows"]])
+        if [row for row, *_ in state["lanes"]] != given or min(map(min, state["lanes"])) < 0:
+            # To go forward to a row that its lane's cursor is far behind would take for ever.
+            raise UserError(f"checkpoint: its data position says {state['rows']:,} rows, which its lanes did not give")
         self._rows.set_start(state["rows"], origin, state["lanes"])
         self.rewind()
 

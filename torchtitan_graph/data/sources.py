@@ -8,6 +8,7 @@ import os
 import shutil
 import tempfile
 import weakref
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
@@ -255,7 +256,7 @@ def _unpack(file: Path) -> Path:
     try:
         with gzip.open(file) as packed, open(handle, "wb") as unpacked:
             shutil.copyfileobj(packed, unpacked, 2**20)
-    except (OSError, EOFError) as error:  # a file cut short is an EOFError, a full disk an OSError
+    except (OSError, EOFError, zlib.error) as error:  # a full disk is an OSError, a file cut short an EOFError
         os.unlink(name)
         raise UserError(f"{file}: could not be unpacked into {tempfile.gettempdir()}: {error}") from error
     return Path(name)

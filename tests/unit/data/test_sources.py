@@ -231,6 +231,7 @@ CORRUPT = {
     ],
     "a.jsonl.gz": [
         (b"not gzip", "could not be unpacked"),
+        (gzip.compress(b'{"text": "x"}\n' * 9)[:15] + b"[" * 99, "could not be unpacked"),
         (gzip.compress(b'{"text": "x"}\n' * 9999)[:-20], "could not be unpacked"),
         (gzip.compress(b'{"text": "x"}\n{'), "line 2: is not JSON"),
     ],

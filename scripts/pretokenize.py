@@ -16,6 +16,7 @@ from torchtitan_graph.data.corpus import ShuffledCorpus, document_key
 from torchtitan_graph.data.open_corpus import open_corpus
 from torchtitan_graph.data.shards import write_shards
 from torchtitan_graph.data.sources import Source
+from torchtitan_graph.data.special_tokens import warn_of_special_tokens
 from torchtitan_graph.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import init_logging, logger
@@ -63,8 +64,17 @@ def pretokenize(options: argparse.Namespace) -> None:
 
     Raises UserError where the corpus, the tokenizer or the folder is not what it should be.
     """
-    tokenizer = load_tokenizer(options.hf_assets_path)
-    corpus = open_corpus(options.dataset, options.dataset_path, options.split, 0, options.text_column)
+    tokenizer = load_tokenizer(options.hf_assets_path, options.special_tokens)
+    corpus = open_corpus(
+        options.dataset,
+        options.dataset_path,
+        options.split,
+        0,
+        options.text_column,
+        skip_not_utf8=options.skip_not_utf8,
+    )
+    if not options.special_tokens:
+        warn_of_special_tokens(corpus, tokenizer, options.dataset_path or options.dataset)
     limit = options.num_documents
     documents: Callable[[int], Iterable[Encoded]]
     if isinstance(corpus, ShuffledCorpus):
@@ -81,6 +91,8 @@ def pretokenize(options: argparse.Namespace) -> None:
         encoded = ((document_key(str(text)), np.array(tokenizer.encode(str(text)), np.uint32)) for text in texts)
         documents = lambda start: itertools.islice(encoded, start, limit)  # noqa: E731
         digest = corpus.digest + (f", the first {limit}" if limit else "")
+    if options.special_tokens:
+        digest += ", special tokens read from text"  # other rows than those of the text
     began = said = time.monotonic()
     before = num_documents = num_tokens = 0
     writing = write_shards(
@@ -111,6 +123,10 @@ def main() -> None:
     parser.add_argument("--split", default="train", choices=("train", "validation"), help="where it has its own splits")
     parser.add_argument("--text_column", default="text", help="column or key of the text")
     parser.add_argument("--hf_assets_path", help="tokenizer, as model.hf_assets_path; not set: bytes are the tokens")
+    parser.add_argument("--skip_not_utf8", action="store_true", help="as training.skip_not_utf8")
+    parser.add_argument(
+        "--special_tokens", action="store_true", help="read special tokens where text spells them out; else it is text"
+    )
     parser.add_argument("--num_documents", type=int, help="stop after so many documents")
     parser.add_argument("--num_workers", type=int, default=0, help="processes that tokenise; streams use none")
     parser.add_argument("--tokens_per_shard", type=int, default=2**26, help="a shard ends behind so many tokens")
@@ -119,11 +135,13 @@ def main() -> None:
     for name, least in (("tokens_per_shard", 1), ("num_documents", 1), ("num_workers", 0)):
         if getattr(options, name) is not None and getattr(options, name) < least:
             parser.error(f"--{name} {getattr(options, name)}: must be at least {least}")
+    if options.special_tokens and not options.hf_assets_path:
+        parser.error("--special_tokens: bytes have none in text; name a tokenizer by --hf_assets_path")
     init_logging()
     try:
         pretokenize(options)
-    except UserError as error:
-        parser.error(str(error))
+    except (UserError, OSError) as error:
+        parser.exit(2, f"{error}\n")  # without the usage: the command was not wrong
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--dataset", default="stdlib", help="corpus, as training.dataset; its training split is used")
     parser.add_argument("--dataset_path", help="as training.dataset_path")
     parser.add_argument("--text_column", default="text", help="column or key of the text")
+    parser.add_argument("--skip_not_utf8", action="store_true", help="as training.skip_not_utf8")
     parser.add_argument("--num_documents", type=int, help="stop after so many documents; needed for the hub's corpora")
     parser.add_argument("--vocab_size", type=int, default=2048, help="tokens, with 256 bytes and 2 special ones")
     parser.add_argument("--out", type=Path, required=True, help="folder to write tokenizer.json and its config into")
@@ -52,19 +53,26 @@ def main() -> None:
         parser.error(f"--vocab_size {options.vocab_size}: 256 bytes and 2 special tokens need at least 258")
     if options.num_documents is not None and options.num_documents < 1:
         parser.error(f"--num_documents {options.num_documents}: must be at least 1")
-    for name in FILES:
-        if (options.out / name).exists():
-            parser.error(f"--out {options.out}: its {name} is there already; name a new folder, or delete that file")
     init_logging()
     try:
-        corpus = open_corpus(options.dataset, options.dataset_path, "train", seed=0, text_column=options.text_column)
+        for name in FILES:
+            if (options.out / name).exists():
+                raise UserError(f"--out {options.out}: its {name} is there already; name a new folder, or delete it")
+        corpus = open_corpus(
+            options.dataset,
+            options.dataset_path,
+            "train",
+            seed=0,
+            text_column=options.text_column,
+            skip_not_utf8=options.skip_not_utf8,
+        )
         _make(options.out)
         tokenizer = train_tokenizer(itertools.islice(_texts(corpus), options.num_documents), options.vocab_size)
-    except UserError as error:
-        parser.error(str(error))
-    tokenizer.save(str(options.out / FILES[0]), pretty=False)
-    config = {"bos_token": BOS, "eos_token": EOS, "tokenizer_class": "PreTrainedTokenizerFast"}
-    (options.out / FILES[1]).write_text(json.dumps(config, indent=2) + "\n")
+        (options.out / FILES[0]).write_text(tokenizer.to_str(), encoding="utf-8")
+        config = {"bos_token": BOS, "eos_token": EOS, "tokenizer_class": "PreTrainedTokenizerFast"}
+        (options.out / FILES[1]).write_text(json.dumps(config, indent=2) + "\n")
+    except (UserError, OSError) as error:
+        parser.exit(2, f"{error}\n")  # without the usage: the command was not wrong
     logger.info("%s: %d tokens", options.out / FILES[0], tokenizer.get_vocab_size())
 
 

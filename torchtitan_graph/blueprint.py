@@ -116,12 +116,22 @@ class Blueprint:
         except UserError as error:
             raise UserError(f"checkpoint.initial_load_in_hf = true: {error}") from error
 
+    def _tell_tokenizer(self) -> None:
+        path, size = self.config.model.hf_assets_path, f"{self.tokenizer.vocab_size:,} tokens"
+        if self.assets is None:
+            logger.info(f"tokenizer: the bytes of UTF-8, {size}; model.hf_assets_path is not set")
+        elif self.assets.exists():
+            here = Path(path or "").exists()
+            note = "" if here else f"; {path} is not in this folder, so this is torchtitan_graph's own of that name"
+            logger.info(f"tokenizer: {self.assets.absolute()}, {size}{note}")
+
     def _join(self) -> None:
         self.rank = dist.get_rank()
         self.layout = self.dims.layout(self.device.type)
 
     def setup_dry(self) -> list[str]:
         """Build the graphs, on a fake process group, and tell what this rank needs."""
+        self._tell_tokenizer()
         graphs = self.build_dry()
         told = forecast(self.model, graphs, self.layout, self.options, self.config.optimizer)
         if self.config.compile.optimizer_in_graph and "." in self.config.optimizer.name:

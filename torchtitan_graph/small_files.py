@@ -7,6 +7,7 @@ millions of empty lists), or leave with an error of another type than `BadFile`.
 
 import json
 import os
+import re
 import stat
 import zlib
 from pathlib import Path
@@ -110,9 +111,7 @@ def parse_json(content: bytes | str, schema: type[T], where: Path | str, max_val
     """
     if isinstance(content, str):
         content = content.encode(errors="surrogatepass")
-    # A value begins the text, or follows one of these. Some of them may stand in strings: it is an upper bound.
-    if sum(content.count(mark) for mark in (b",", b"[", b"{", b":")) > max_values:
-        raise BadFile(f"{where}: holds more than {max_values:,} values, the most that it may hold")
+    check_values(content, where, max_values)
     try:
         found = json.loads(content, parse_int=_parse_int)
         _check_depth(found)
@@ -123,6 +122,18 @@ def parse_json(content: bytes | str, schema: type[T], where: Path | str, max_val
         raise BadFile(f"{where}: has lists or objects more than {MAX_DEPTH} deep") from error
     except ValueError as error:  # JSONDecodeError and UnicodeDecodeError among them
         raise BadFile(f"{where}: is not JSON: {error}") from error
+
+
+def check_values(content: bytes, where: Path | str, max_values: int = MAX_VALUES) -> None:
+    """Raise BadFile where a JSON text holds more than `max_values` values; nothing is parsed."""
+    if _count_values(content) > max_values:  # an upper bound, for what stands in strings counts as well
+        without_strings = re.sub(rb'"[^"]*"', b"", content.replace(rb"\\", b"").replace(rb"\"", b""))
+        if _count_values(without_strings) > max_values:
+            raise BadFile(f"{where}: holds more than {max_values:,} values, the most that it may hold")
+
+
+def _count_values(content: bytes) -> int:
+    return sum(content.count(mark) for mark in (b",", b"[", b"{", b":"))  # a value follows one, or begins the text
 
 
 def _parse_int(digits: str) -> int:

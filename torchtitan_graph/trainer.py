@@ -113,6 +113,7 @@ class Trainer(Blueprint):
             f"{self.num_microbatches} x {rows_per_microbatch(config)} rows of "
             f"{'up to ' * config.training.dynamic_seq_len}{config.training.seq_len} tokens per rank and step"
         )
+        self._tell_tokenizer()
         self.model_table = model_table(self.model, self.family.PLAN, self.options.precision.storage)
         self.steps = self._build_steps()
         initialize(self.model, self.seed, self.device)
@@ -159,6 +160,7 @@ class Trainer(Blueprint):
         return build_dataloader(
             **corpus,
             tokenizer=self.tokenizer,
+            skip_not_utf8=self.config.training.skip_not_utf8,
             seq_len=table.seq_len,
             multiple=job.ROW_MULTIPLE if isinstance(table, job.Training) and table.dynamic_seq_len else None,
             local_batch_size=rows,

@@ -46,6 +46,13 @@ def test_what_is_no_record_is_refused(tmp_path: Path, text: str, why: str):
     assert str(error.value).startswith(str(file))
 
 
+def test_signs_in_strings_are_no_values():
+    text = '{"text": "' + 'a, [b]: \\"c\\" \\\\' * 1000 + '"}'
+    assert len(parse_json(text, dict[str, str], "here", max_values=5)["text"]) == 13_000
+    with pytest.raises(BadFile, match="holds more than 5 values"):
+        parse_json('{"a": ["\\\\", "\\"", 3, 4, 5]}', dict[str, Any], "here", max_values=5)
+
+
 def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path):
     os.mkfifo(tmp_path / "fifo")
     for path, what in ((tmp_path / "fifo", "a FIFO"), (Path("/dev/zero"), "a device"), (tmp_path, "a folder")):

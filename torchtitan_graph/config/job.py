@@ -262,6 +262,9 @@ class Training:
         [], "Corpora to mix by weight, in the place of dataset and dataset_path; the weights may change on a resume."
     )
     repeat: bool = option(True, "Begin the corpus again, in another order, when it is through; else stop there.")
+    skip_not_utf8: bool = option(
+        False, "Leave out files, lines and pieces that are not UTF-8, of validation too, where they'd be refused."
+    )
     local_batch_size: int = option(8, "Rows per rank and microbatch.", minimum=1)
     global_batch_size: int = option(
         -1,

@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_graph.data.corpus import Corpus, ShuffledCorpus, in_split, num_lanes, shuffled
+from torchtitan_graph.data.files import DataFile
 from torchtitan_graph.data.sources import Chain, Source, digest_files
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.patience import is_away
+from torchtitan_graph.small_files import read_json
 
 _SHUFFLED_TOGETHER = 256  # documents of a stream; every lane that a process reads holds so many
 
@@ -27,7 +30,7 @@ class Rows:
     def __getitem__(self, index: int) -> str:
         text = self._rows[index][self._column]
         if not isinstance(text, str):
-            raise UserError(f"{self._name}, row {index + 1}: no text in the column {self._column!r}, but {text!r}.")
+            raise UserError(f"{self._name}, row {index + 1}: no text in the column {self._column!r}, but {text!r:.80}.")
         return text
 
     def identity(self, index: int) -> str:
@@ -56,6 +59,8 @@ class StreamedCorpus:
             texts = block[self._column]
             for place in range(max(0, start - first), len(texts)):
                 text = texts[shuffled(place, len(texts), (self._seed, epoch))]
+                if not isinstance(text, str):
+                    raise UserError(f"{self._name}: no text in the column {self._column!r}, but {text!r:.80}.")
                 # The place in the stream would do to tell documents apart, but the text keeps copies in one split.
                 if in_split(self._split, text):
                     yield first + place, text
@@ -65,6 +70,7 @@ class StreamedCorpus:
 def open_parquet(file: Path, column: str) -> Source:
     """Open a Parquet file; `datasets` writes it to its cache as Arrow first, once, for reading in any order."""
     datasets = _import_datasets(str(file))
+    DataFile(file)  # raises where it is no regular file
     try:
         rows = datasets.load_dataset("parquet", data_files=str(file), split="train")
     except (datasets.exceptions.DatasetGenerationError, ValueError) as error:  # pyarrow's are ValueErrors
@@ -74,13 +80,22 @@ def open_parquet(file: Path, column: str) -> Source:
 
 def is_saved_dataset(path: Path) -> bool:
     """Tell whether a folder was written by `save_to_disk`."""
-    return (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
+    return (path / "dataset_dict.json").exists() or (path / "state.json").exists()
 
 
 def open_saved(path: Path, column: str, split: str, seed: int) -> Corpus:
     """Open what `save_to_disk` wrote. Splits of its own (validation, or else test) are kept to."""
     datasets = _import_datasets(str(path))
-    saved = datasets.load_from_disk(str(path))
+    for name in ("dataset_dict.json", "state.json", "dataset_info.json"):
+        for file in (path / name, *path.glob(f"*/{name}")):
+            if file.exists():
+                read_json(file, dict[str, Any])  # raises where it is not what `datasets` may be given to read
+    try:
+        saved = datasets.load_from_disk(str(path))
+    except Exception as error:  # of many kinds, as its files are damaged
+        if is_away(error):
+            raise
+        raise UserError(f"{path}: not a saved dataset that can be read: {error!r}") from error
     parts = saved if isinstance(saved, dict) else {"train": saved}
 
     def rows(part: str) -> Source:

@@ -16,6 +16,7 @@ from torchtitan_graph.data.corpus import Corpus
 from torchtitan_graph.data.mixture import Mixture, Origin
 from torchtitan_graph.data.open_corpus import open_corpus, open_mixture
 from torchtitan_graph.data.packing import Cursor, Lane
+from torchtitan_graph.data.special_tokens import warn_of_special_tokens
 from torchtitan_graph.data.tokenizer import Tokenizer
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
@@ -72,7 +73,7 @@ class DataLoader:
                 pin_memory=pin_memory and torch.cuda.is_available(),
                 prefetch_factor=prefetch_factor if num_workers else None,
             )
-        self._iterator: Iterator[tuple[Batch, list[Cursor]]] | None = None
+        self._iterator: Iterator[tuple[Batch, list[Cursor]] | UserError] | None = None
         self._ahead: deque[tuple[Batch, list[Cursor]]] = deque()
         self._batches = 0  # taken since the start, or since load_state_dict
         self._first_row, self._origin, self._cursors = rows.start()
@@ -101,7 +102,10 @@ class DataLoader:
     def _read(self) -> tuple[Batch, list[Cursor]]:
         if self._iterator is None:
             self._iterator = iter(self._loader)
-        return next(self._iterator)
+        read = next(self._iterator)
+        if isinstance(read, UserError):
+            raise read
+        return read
 
     def take_targets(self) -> torch.Tensor:
         """Return how many targets of each source were in this rank's batches since the last call; of mixtures only."""
@@ -127,7 +131,7 @@ class DataLoader:
         """Go to a merged position, of any number of ranks and workers; the next batch is the first behind it.
 
         Weights of a mixture that are not those of the saved run hold from there on.
-        Raises UserError if it was saved with another corpus, tokenizer, seed or row length.
+        Raises UserError if it was saved with another corpus, tokenizer, seed or row length, or does not add up.
         """
         for key, here in self._identity.items():
             if state.get(key) != here:
@@ -137,12 +141,16 @@ class DataLoader:
                     " or go on with the model but at the beginning of the data: checkpoint.load_step with"
                     " checkpoint.exclude_from_loading = ['dataloader']."
                 )
-        origin = self._mixture.origin()
-        if saved := state.get("mixture"):
+        origin, saved = self._mixture.origin(), state.get("mixture")
+        if saved:
             origin = Origin(saved["since"], tuple(saved["given_before"]))
             if saved["weights"] != list(self._mixture.weights):
                 origin = Origin(state["rows"], tuple(saved["given"]))
                 logger.info("training.sources: the weights change from row %d on", state["rows"])
+        given = self._mixture.lanes_given(saved["given"] if saved else [state["rows"]])
+        if [row for row, *_ in state["lanes"]] != given or min(map(min, state["lanes"])) < 0:
+            # To go forward to a row that its lane's cursor is far behind would take for ever.
+            raise UserError(f"checkpoint: its data position says {state['rows']:,} rows, which its lanes did not give")
         self._rows.set_start(state["rows"], origin, state["lanes"])
         self.rewind()
 
@@ -178,23 +186,27 @@ def build_dataloader(
     seed: int,
     text_column: str = "text",
     sources: Sequence[job.DataSource] = (),
+    skip_not_utf8: bool = False,
     **loading: Any,
 ) -> DataLoader:
     """Open a split of a corpus and load this rank's rows of it; `loading` is what `DataLoader` takes.
 
     split: "train", "validation", or "all", of a corpus that is for validation as a whole.
     sources: the parts of a mixture; where there are any, they take the place of `dataset` and `dataset_path`.
+    skip_not_utf8: leave out text that is not UTF-8.
     Raises UserError where the corpus can't be found or read.
     """
     if sources:
-        corpus: Corpus = open_mixture(sources, split, seed, tokenizer)
+        corpus: Corpus = open_mixture(sources, split, seed, tokenizer, skip_not_utf8)
     else:
-        corpus = open_corpus(dataset, dataset_path, split, seed, text_column, tokenizer)
+        corpus = open_corpus(dataset, dataset_path, split, seed, text_column, tokenizer, skip_not_utf8)
+        if split != "validation":  # whose documents are like those that are trained on
+            warn_of_special_tokens(corpus, tokenizer, dataset_path or dataset)
     return DataLoader(corpus, tokenizer, seed=seed, **loading)
 
 
 class _Rows(IterableDataset):
-    """Microbatches of a rank, or of one of its workers, with the cursors behind their rows."""
+    """Microbatches of a rank, or of one of its workers, with the cursors behind their rows; an error is the last."""
 
     def __init__(
         self,
@@ -230,7 +242,13 @@ class _Rows(IterableDataset):
         first = first_row + batch * self.global_batch_size + self._dp_rank * self._local_batch_size
         return range(first, first + self._local_batch_size)
 
-    def __iter__(self) -> Iterator[tuple[Batch, list[Cursor]]]:
+    def __iter__(self) -> Iterator[tuple[Batch, list[Cursor]] | UserError]:
+        try:
+            yield from self._batches()
+        except UserError as error:  # raised in a worker process, it would come back with a traceback for its message
+            yield error
+
+    def _batches(self) -> Iterator[tuple[Batch, list[Cursor]]]:
         worker = get_worker_info()
         batch, stride = (worker.id, worker.num_workers) if worker else (0, 1)
         first_row, origin, cursors = self.start()  # once: it may be set anew while workers still read ahead

@@ -68,6 +68,11 @@ class Mixture:
         num_lanes = self._corpora[source].num_lanes
         return Place(source, self._first_lanes[source] + number % num_lanes, number // num_lanes)
 
+    def lanes_given(self, given: Sequence[int]) -> list[int]:
+        """Return how many rows each lane gave, where each corpus gave so many."""
+        corpora = zip(given, self._corpora, strict=True)
+        return [-(-(rows - lane) // corpus.num_lanes) for rows, corpus in corpora for lane in range(corpus.num_lanes)]
+
     def given(self, row: int, origin: Origin) -> tuple[int, ...]:
         """Return how many rows before `row` each corpus gave."""
         periods, slot = divmod(row - origin.row, len(self._sources))

@@ -14,6 +14,7 @@ from torchtitan_graph.data.hugging_face import is_saved_dataset, open_hub, open_
 from torchtitan_graph.data.mixture import Mixture
 from torchtitan_graph.data.shards import Shards, is_shards
 from torchtitan_graph.data.sources import Chain, JsonLines, Source, TextFiles, TextPieces
+from torchtitan_graph.data.special_tokens import warn_of_special_tokens
 from torchtitan_graph.data.tokenizer import Tokenizer
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
@@ -41,9 +42,10 @@ def validation_corpus(config: JobConfig) -> dict[str, Any]:
         sources = training.sources
         return dict(dataset=training.dataset, dataset_path=training.dataset_path, sources=sources, split="validation")
     trained_on = [training.dataset_path, *(source.dataset_path for source in training.sources)]
-    of_its_own = validation.dataset_path and _place(validation.dataset_path) not in map(
-        _place, filter(None, trained_on)
-    )
+    of_its_own = False
+    if validation.dataset_path:
+        own = _place(validation.dataset_path, "validation.dataset_path")
+        of_its_own = own not in [_place(path, "training.dataset_path") for path in trained_on if path]
     return dict(
         dataset=validation.dataset or "",
         dataset_path=validation.dataset_path,
@@ -52,21 +54,34 @@ def validation_corpus(config: JobConfig) -> dict[str, Any]:
     )
 
 
-def _place(path: str) -> Path:
-    return Path(path).expanduser().resolve()
+def _place(path: str, option: str) -> Path:
+    with refuse_unreadable(f"{option} = {path!r}"):
+        try:
+            return Path(path).expanduser().resolve()
+        except (RuntimeError, ValueError) as error:  # no such user, a circle of links; a zero byte
+            raise UserError(f"{option} = {path!r}: is no place: {error}") from error
 
 
-def open_mixture(sources: Sequence[job.DataSource], split: str, seed: int, tokenizer: Tokenizer | None) -> Mixture:
+def open_mixture(
+    sources: Sequence[job.DataSource],
+    split: str,
+    seed: int,
+    tokenizer: Tokenizer | None,
+    skip_not_utf8: bool = False,
+) -> Mixture:
     """Open a split of every entry of `training.sources`.
 
     Raises UserError, naming the entry, where `open_corpus` would.
     """
     corpora: dict[str, Corpus] = {}
     for number, source in enumerate(sources, 1):
+        dataset, path = source.dataset or "", source.dataset_path
         try:
-            corpus = open_corpus(source.dataset or "", source.dataset_path, split, seed, tokenizer=tokenizer)
+            corpus = open_corpus(dataset, path, split, seed, tokenizer=tokenizer, skip_not_utf8=skip_not_utf8)
         except UserError as error:
             raise UserError(f"training.sources, entry {number}: {error}") from error
+        if tokenizer and split != "validation":  # whose documents are like those that are trained on
+            warn_of_special_tokens(corpus, tokenizer, f"training.sources, entry {number}")
         corpora[source_name(source)] = corpus
     mixture = Mixture(corpora, [source.weight for source in sources])
     for name, weight, source in zip(mixture.names, mixture.weights, sources, strict=True):
@@ -82,25 +97,32 @@ def open_corpus(
     seed: int,
     text_column: str = "text",
     tokenizer: Tokenizer | None = None,
+    skip_not_utf8: bool = False,
 ) -> Corpus:
     """Open a split of the corpus at `dataset_path`, or else of the one that `dataset` names.
 
     split: "train" and "validation" have no document in common; "all" is the whole corpus.
     tokenizer: what the documents will be read with; shards of token ids are refused if they are of another, or none.
+    skip_not_utf8: leave out text that is not UTF-8, with a warning; else it is refused.
     Raises UserError if there is no such corpus, it can't be read, or the split has no documents.
     """
     assert split in ("train", "validation", "all"), split
     option = "training.dataset" if split == "train" else "validation.dataset"
     if dataset_path:
+        _place(dataset_path, f"{option}_path")  # raises where it is none
         path = Path(dataset_path).expanduser()
         with refuse_unreadable(f"{option}_path = {dataset_path!r}"):
             if not path.exists():
                 raise UserError(f"{option}_path = {dataset_path!r}: there is no such file or folder.")
+            if not path.is_dir() and not path.is_file():
+                raise UserError(
+                    f"{option}_path = {dataset_path!r}: is no regular file, but a FIFO, a socket or a device"
+                )
             if is_saved_dataset(path):
                 return open_saved(path, text_column, split, seed)
             if is_shards(path):
                 return _open_shards(path, split, seed, tokenizer)
-            return ShuffledCorpus(_open_path(path, text_column), split, seed)
+            return ShuffledCorpus(_open_path(path, text_column, skip_not_utf8), split, seed)
     if dataset in ("stdlib", "c4_test"):
         if dataset == "c4_test":
             logger.info("%s = 'c4_test': the embedded corpus `stdlib` takes its place", option)
@@ -146,33 +168,37 @@ def _open_stdlib() -> Source:
     return TextFiles(root, readable)
 
 
-def _open_path(path: Path, column: str) -> Source:
+def _open_path(path: Path, column: str, skip_not_utf8: bool) -> Source:
     """Open one text, JSON lines or Parquet file, or all of these that a folder holds, at any depth, by name."""
     if path.is_dir():
-        return _open_folder(path, column)
+        return _open_folder(path, column, skip_not_utf8)
     if path.name.endswith((*JSON_SUFFIXES, ".json")):
-        return JsonLines(path, column)
+        return JsonLines(path, column, skip_not_utf8)
     if path.suffix == ".parquet":
         return open_parquet(path, column)
-    return TextPieces(path)
+    return TextPieces(path, skip_not_utf8)
 
 
-def _open_folder(root: Path, column: str) -> Source:
+def _open_folder(root: Path, column: str, skip_not_utf8: bool) -> Source:
     files = []
-    for folder, folders, names in os.walk(root):
+    for folder, folders, names in os.walk(root, onerror=_raise):
         folders[:] = [name for name in folders if not name.startswith((".", "__pycache__"))]
         files += [Path(folder, name) for name in names if not name.startswith(".")]
     files.sort()
     texts = [file for file in files if file.suffix.lower() in TEXT_SUFFIXES and file.stat().st_size]
     tables = [file for file in files if file.name.endswith((*JSON_SUFFIXES, ".parquet"))]
-    sources: list[Source] = [TextFiles(root, texts)] if texts else []
-    sources += [_open_path(file, column) for file in tables]
+    sources: list[Source] = [TextFiles(root, texts, skip_not_utf8)] if texts else []
+    sources += [_open_path(file, column, skip_not_utf8) for file in tables]
     if not sources:
         raise UserError(
             f"{root}: none of the {len(files)} files in this folder can be read as documents. Known are"
             f" {', '.join((*JSON_SUFFIXES, '.parquet'))}, and as text {' '.join(sorted(TEXT_SUFFIXES))}."
         )
     return sources[0] if len(sources) == 1 else Chain(sources)
+
+
+def _raise(error: OSError) -> None:  # a folder that can't be listed; os.walk would leave it out
+    raise error
 
 
 def _is_text(file: Path) -> bool:

@@ -27,10 +27,10 @@ class Cursor(NamedTuple):
 class Lane:
     """Rows of `seq_len` tokens from one lane of a corpus, starting at a cursor.
 
-    A document is [bos] + ids + [eos]; a row takes the next `seq_len` tokens, wherever documents begin or end, so
-    every token is an input once. If documents stay `whole`, a row ends where the next one has no room; only one that is
-    longer than a row is cut. With `repeat` the lane goes on with its next epoch; otherwise its last row is padded,
-    and padding follows for ever.
+    A document is [bos] + ids + [eos], and left out if it has no ids. A row takes the next `seq_len` tokens, wherever
+    documents begin or end, so every token is an input once. If documents stay `whole`, a row ends where the next one
+    has no room; only one that is longer than a row is cut. With `repeat` the lane goes on with its next epoch;
+    otherwise its last row is padded, and padding follows for ever.
     """
 
     def __init__(
@@ -105,23 +105,31 @@ class Lane:
         return True
 
     def _read_document(self, offset: int) -> bool:
-        assert self._documents is not None
-        item = next(self._documents, None)
+        """Go to the next document that has tokens, at `offset` if it is the cursor's; return whether there is one."""
+        item = self._next_with_tokens()
         for _ in range(_EMPTY_EPOCHS if self._repeat and item is None else 0):
             self.cursor = Cursor(self.cursor.row, self.cursor.epoch + 1)
             self._documents = self._corpus.documents(self._number, self.cursor.epoch, 0)
-            if item := next(self._documents, None):
+            if item := self._next_with_tokens():
                 break
         if item is None:
             if self._repeat:
                 raise UserError(
-                    f"training.dataset: lane {self._number} of {self._corpus.num_lanes} got no document in"
+                    f"training.dataset: lane {self._number} of {self._corpus.num_lanes} got no document with text in"
                     f" {_EMPTY_EPOCHS} epochs. The corpus has too few documents to repeat it."
                 )
             return False
-        index, document = item
+        index, ids = item
         bos = [] if self._tokenizer.bos_id is None else [self._tokenizer.bos_id]
-        ids = self._tokenizer.encode(document) if isinstance(document, str) else document
         self._tokens = np.concatenate([bos, ids, [self._tokenizer.eos_id]]).astype(np.int64)
-        self.cursor = self.cursor._replace(document=index, offset=offset)
+        self.cursor = self.cursor._replace(document=index, offset=offset if index == self.cursor.document else 0)
         return True
+
+    def _next_with_tokens(self) -> tuple[int, list[int] | np.ndarray] | None:
+        """Return the number and the ids of the epoch's next document, less those without any."""
+        assert self._documents is not None
+        for index, document in self._documents:
+            ids = self._tokenizer.encode(document) if isinstance(document, str) else document
+            if len(ids):
+                return index, ids
+        return None

@@ -14,15 +14,19 @@ import bisect
 import itertools
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 import numpy as np
 
+from torchtitan_graph.data.files import DataFile, open_data
 from torchtitan_graph.data.sources import digest_files
 from torchtitan_graph.data.tokenizer import Tokenizer
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.patience import refuse_unreadable
+from torchtitan_graph.small_files import read_json, read_small
 
 INDEX = "shards.json"
 FORMAT = "token shards 1"
@@ -31,7 +35,18 @@ _ARRAYS = ("tokens", "ends", "keys")
 
 def is_shards(path: Path) -> bool:
     """Tell whether a folder was written by `write_shards`."""
-    return (path / INDEX).is_file()
+    return (path / INDEX).exists()
+
+
+class Index(TypedDict):
+    """What `shards.json` holds."""
+
+    format: str
+    source: str
+    splits: list[Literal["train", "validation", "all"]]
+    shards: int
+    tokenizer: str
+    files: str
 
 
 class Shards:
@@ -42,34 +57,32 @@ class Shards:
 
     def __init__(self, folder: Path, tokenizer: Tokenizer | None) -> None:
         self._folder = folder
-        try:
-            index = json.loads((folder / INDEX).read_bytes())
-            known = index.pop("format") == FORMAT
-            self.digest, self.splits, num_shards = str(index["source"]), list(index["splits"]), int(index["shards"])
-            tokenizer_digest, files_digest = index["tokenizer"], index["files"]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{folder / INDEX} can't be read: {error!r}") from error
-        if not known:
+        with refuse_unreadable(str(folder / INDEX)):
+            index = read_json(folder / INDEX, Index)
+        self.digest, self.splits, num_shards = index["source"], list(index["splits"]), index["shards"]
+        if index["format"] != FORMAT:
             raise UserError(f"{folder / INDEX}: is not of the format {FORMAT!r}; run scripts/pretokenize.py again")
+        if num_shards < 1 or not self.splits:
+            raise UserError(f"{folder / INDEX}: names no shard or no split; run scripts/pretokenize.py again")
         if tokenizer is None:
             raise UserError(f"{folder}: holds token ids, and no text; name what it was made from")
-        if tokenizer_digest != tokenizer.digest:
+        if index["tokenizer"] != tokenizer.digest:
             raise UserError(
                 f"{folder}: its token ids are of another tokenizer than model.hf_assets_path names (theirs"
-                f" {tokenizer_digest!r}, here {tokenizer.digest!r}). Name theirs, or run scripts/pretokenize.py again"
+                f" {index['tokenizer']!r}, here {tokenizer.digest!r}). Name theirs, or run scripts/pretokenize.py again"
             )
-        if _files_digest(folder, num_shards) != files_digest:
+        if _files_digest(folder, num_shards) != index["files"]:
             raise UserError(f"{folder}: its files are not those that {INDEX} was written for; make it again")
         self._vocab_size = tokenizer.vocab_size
-        self._open(num_shards)
+        self._files = [[DataFile(_path(folder, name, shard)) for name in _ARRAYS] for shard in range(num_shards)]
+        self._open()
         for number, (tokens, ends, keys) in enumerate(self._arrays):
-            whole = [(array.ndim, array.dtype.kind) for array in (tokens, ends, keys)] == [(1, "u"), (1, "i"), (1, "u")]
+            whole = [array.dtype.kind for array in (tokens, ends, keys)] == ["u", "i", "u"] and len(ends) > 0
             if not whole or len(ends) != len(keys) or np.any(np.diff(ends, prepend=0) < 0) or ends[-1] != len(tokens):
                 raise UserError(f"{_path(folder, 'ends', number)}: does not say where the documents of its shard end")
 
-    def _open(self, num_shards: int) -> None:
-        self._num_shards = num_shards
-        self._arrays = [[_map(self._folder, name, number) for name in _ARRAYS] for number in range(num_shards)]
+    def _open(self) -> None:
+        self._arrays = [[_map(Path(file.path)) for file in files] for files in self._files]
         self._first_documents = list(itertools.accumulate((len(ends) for _, ends, _ in self._arrays), initial=0))
 
     def __getstate__(self) -> dict[str, Any]:  # mapped files are opened anew, not copied
@@ -77,7 +90,7 @@ class Shards:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._open(self._num_shards)
+        self._open()
 
     def __len__(self) -> int:
         return self._first_documents[-1]
@@ -85,6 +98,8 @@ class Shards:
     def __getitem__(self, index: int) -> np.ndarray:
         shard, number = self._find(index)
         tokens, ends, _ = self._arrays[shard]
+        for file in self._files[shard][:2]:
+            file.check()  # to read what was cut off a mapped file would end the process
         ids = tokens[ends[number - 1] if number else 0 : ends[number]]
         if len(ids) and ids.max() >= self._vocab_size:
             raise UserError(f"{self._folder}, document {index + 1}: its token ids are not of this tokenizer")
@@ -92,6 +107,7 @@ class Shards:
 
     def identity(self, index: int) -> int:
         shard, number = self._find(index)
+        self._files[shard][2].check()
         return int(self._arrays[shard][2][number])
 
     def _find(self, index: int) -> tuple[int, int]:
@@ -148,7 +164,7 @@ def write_shards(
 
 def _begin(part: Path, job: dict[str, Any]) -> None:
     file, content = part / "job.json", json.dumps(job, indent=1).encode()
-    if file.is_file() and file.read_bytes() != content:
+    if file.is_file() and read_small(file) != content:
         raise UserError(f"{part} was begun with another corpus or tokenizer: delete it, or name another folder")
     if not file.is_file():
         try:
@@ -165,8 +181,8 @@ def _whole_shards(part: Path) -> tuple[int, int, int]:
     """Return how many shards, documents and tokens are whole."""
     number = num_documents = num_tokens = 0
     while _path(part, "keys", number).is_file():
-        num_documents += len(_map(part, "ends", number))
-        num_tokens += len(_map(part, "tokens", number))
+        num_documents += len(_map(_path(part, "ends", number)))
+        num_tokens += len(_map(_path(part, "tokens", number)))
         number += 1
     return number, num_documents, num_tokens
 
@@ -191,14 +207,27 @@ def _write(path: Path, content: np.ndarray | bytes) -> None:
     os.replace(temporary, path)
 
 
-def _map(folder: Path, name: str, number: int) -> np.ndarray:
-    path = _path(folder, name, number)
-    try:
-        # An empty array can't be mapped.
-        array = np.load(path, mmap_mode="r" if path.stat().st_size > 4096 else None, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise UserError(f"{path} can't be read: {error}") from error
-    return array
+# A header as NumPy writes it for an array of one dimension. NumPy's own reader has Python's parser read it.
+_HEADER = re.compile(
+    rb"\x93NUMPY\x01\x00(..)"
+    rb"(\{'descr': '([<|][ui][1248])', 'fortran_order': False, 'shape': \(([0-9]{1,15}),\), \} *\n)",
+    re.DOTALL,
+)
+
+
+def _map(path: Path) -> np.ndarray:
+    """Map an array of one dimension, of integers."""
+    with refuse_unreadable(str(path)), open_data(path) as file:
+        header = _HEADER.match(file.read(4096))
+        if not header or int.from_bytes(header[1], "little") != len(header[2]):
+            raise UserError(f"{path}: is no array of integers as scripts/pretokenize.py writes them")
+        dtype, length = np.dtype(header[3].decode()), int(header[4])
+        size = header.end() + length * dtype.itemsize
+        if os.fstat(file.fileno()).st_size != size:
+            raise UserError(f"{path}: has other than the {size:,} bytes that its header says")
+        if not length:  # can't be mapped
+            return np.empty(0, dtype)
+        return np.memmap(file, dtype, mode="r", offset=header.end(), shape=(length,))
 
 
 def _path(folder: Path, name: str, number: int) -> Path:
@@ -206,7 +235,9 @@ def _path(folder: Path, name: str, number: int) -> Path:
 
 
 def _files_digest(folder: Path, num_shards: int) -> str:
-    files = [_path(folder, name, number) for number in range(num_shards) for name in _ARRAYS]
-    if missing := next((file for file in files if not file.is_file()), None):
-        raise UserError(f"{missing} is missing")
+    files: list[Path] = []
+    for number in range(num_shards):  # which may be any number: the first file that is not there ends it
+        files += [_path(folder, name, number) for name in _ARRAYS]
+        if missing := next((file for file in files[-len(_ARRAYS) :] if not file.is_file()), None):
+            raise UserError(f"{missing} is missing")
     return digest_files(folder, files)

@@ -4,24 +4,35 @@ import bisect
 import gzip
 import hashlib
 import itertools
-import json
 import os
 import shutil
 import tempfile
 import weakref
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Protocol
 
 import numpy as np
 
+from torchtitan_graph.data.files import DataFile
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.log import logger
+from torchtitan_graph.small_files import parse_json
 
 # Corpora up to this size are read once when they are opened: their digest covers every byte, and corrupt input is
 # found before training. Of larger ones the digest covers names, sizes and both ends of each file, and a corrupt
 # document is found when its turn comes.
 SMALL_CORPUS_BYTES = 64 * 2**20
 _END_BYTES = 4096
+_MOST_NAMED = 10
+_LONGEST_CHARACTER = 4  # bytes of UTF-8
+_LONGEST_LINE = 128 * 2**20
+_UTF8_HINT = "Convert to UTF-8 what is another encoding; training.skip_not_utf8 = true leaves such documents out"
+
+
+class NotUtf8(UserError):
+    """A document that can't be decoded."""
 
 
 Document = str | np.ndarray  # its text, or its token ids without those that begin and end it
@@ -44,106 +55,162 @@ class Source(Protocol):
     def identity(self, index: int) -> str | int: ...
 
 
-class TextFiles:
-    """A document per file, UTF-8; files are numbered as given and named relative to `root`."""
+class _Texts:
+    """What the sources of text share: documents that are not UTF-8 are refused, or skipped by being empty."""
 
-    def __init__(self, root: Path, files: list[Path]) -> None:
-        self._root = str(root)
-        self._names = [str(file.relative_to(root)) for file in files]
-        self.digest = digest_files(root, files)
-        if sum(file.stat().st_size for file in files) <= SMALL_CORPUS_BYTES:
-            for index in range(len(self)):
-                self[index]  # raises where a file can't be decoded
+    _file: str  # what is read, for messages
+    skip_not_utf8: bool
+    _told = False
 
     def __len__(self) -> int:
-        return len(self._names)
+        raise NotImplementedError
+
+    def _read(self, index: int) -> str:
+        raise NotImplementedError
 
     def __getitem__(self, index: int) -> str:
-        return _decode(Path(self._root, self._names[index]).read_bytes(), f"{self._root}/{self._names[index]}")
+        try:
+            return self._read(index)
+        except NotUtf8 as error:
+            if not self.skip_not_utf8:
+                raise UserError(f"{error}. {_UTF8_HINT}") from error
+            if not self._told:
+                logger.warning(f"{error}. It is left out, as are all documents that are not UTF-8")
+            self._told = True
+            return ""
+
+    def _read_all(self) -> None:
+        """Read every document once; those that are not UTF-8 are refused together, or told."""
+        errors = []
+        for index in range(len(self)):
+            try:
+                self._read(index)
+            except NotUtf8 as error:
+                errors.append(str(error))
+        if not errors:
+            return
+        many = f"{self._file}: {len(errors):,} of {len(self):,} documents are not UTF-8:"
+        lines = [many, *errors[:_MOST_NAMED]] if len(errors) > 1 else errors
+        if len(errors) > _MOST_NAMED:
+            lines.append(f"and {len(errors) - _MOST_NAMED:,} more")
+        named = "\n    ".join(lines)
+        if not self.skip_not_utf8:
+            raise UserError(f"{named}\n{_UTF8_HINT}")
+        if len(errors) == len(self):
+            raise UserError(f"{named}\nNo document is left: convert them to UTF-8")
+        logger.warning(f"{named}\nThey are left out: training.skip_not_utf8")
+        self._told = True
+
+
+class TextFiles(_Texts):
+    """A document per file, UTF-8; files are numbered as given and named relative to `root`."""
+
+    def __init__(self, root: Path, files: list[Path], skip_not_utf8: bool = False) -> None:
+        self._file, self.skip_not_utf8 = str(root), skip_not_utf8
+        self._files = [DataFile(file) for file in files]
+        self._names = [str(file.relative_to(root)) for file in files]
+        self.digest = digest_files(root, files)
+        if sum(file.size for file in self._files) <= SMALL_CORPUS_BYTES:
+            self._read_all()
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def _read(self, index: int) -> str:
+        return _decode(self._files[index].read(), self._files[index].path)
 
     def identity(self, index: int) -> str:
         return self._names[index]
 
 
-class TextPieces:
+class TextPieces(_Texts):
     """One text file, cut at the first line end after every 8 KiB; each piece is a document.
 
-    One document could not be shared out between training and validation. Nothing is indexed: piece i is found by
-    looking for a line end from byte 8192 * i on.
+    One document could not be shared out between training and validation. Nothing is indexed: piece i begins at the
+    first line or, where none begins in 8 KiB, the first character from byte 8192 * i on.
     """
 
     PIECE_BYTES = 8192
 
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self._size = file.stat().st_size
+    def __init__(self, file: Path, skip_not_utf8: bool = False) -> None:
+        self._file, self.skip_not_utf8 = str(file), skip_not_utf8
+        self._data = DataFile(file)
         self.digest = digest_files(file.parent, [file])
-        if self._size <= SMALL_CORPUS_BYTES:
-            _decode(file.read_bytes(), str(file))
+        if self._data.size <= SMALL_CORPUS_BYTES:
+            self._read_all()
 
     def __len__(self) -> int:
-        return -(-self._size // self.PIECE_BYTES)
+        return -(-self._data.size // self.PIECE_BYTES)
 
-    def __getitem__(self, index: int) -> str:
-        with open(self._file, "rb") as stream:
-            start = self._line_start(stream, index)
-            end = self._line_start(stream, index + 1)
-            stream.seek(start)
-            return _decode(stream.read(end - start), f"{self._file}, bytes {start} to {end}")
+    def _read(self, index: int) -> str:
+        first = max(0, index * self.PIECE_BYTES - 1)  # a line end there makes the piece begin behind it
+        content = self._data.read(first, 2 * self.PIECE_BYTES + _LONGEST_CHARACTER)
+        start = self._begin(content, index * self.PIECE_BYTES - first) if index else 0
+        end = self._begin(content, (index + 1) * self.PIECE_BYTES - first)
+        return _decode(content[start:end], self._file, first + start)
 
-    def _line_start(self, stream: BinaryIO, index: int) -> int:
-        if index == 0:
-            return 0
-        stream.seek(min(index * self.PIECE_BYTES, self._size) - 1)
-        stream.readline()
-        return stream.tell()
+    def _begin(self, content: bytes, place: int) -> int:
+        """Return where the piece begins that is looked for from `place` on: at the file's end if no line does."""
+        last = place - 1 + self.PIECE_BYTES
+        line_end = content.find(b"\n", place - 1, last)
+        if line_end >= 0:
+            return line_end + 1
+        if last > len(content):
+            return len(content)
+        inside = 0  # of a character
+        while inside < _LONGEST_CHARACTER and content[place + inside] & 0b1100_0000 == 0b1000_0000:
+            inside += 1
+        return place + inside
 
     def identity(self, index: int) -> str:
-        return f"{self._file.name}:{index}"
+        return f"{Path(self._file).name}:{index}"
 
 
-class JsonLines:
+class JsonLines(_Texts):
     """A document per line of a JSON lines file, its text under the key `column`. Blank lines are no documents.
 
     Opening reads the file once, for the place of every line (16 bytes of memory each). A gzip file can only be read
     from its beginning, so it is unpacked into a temporary file first, which goes when the source does.
     """
 
-    def __init__(self, file: Path, column: str) -> None:
-        self._file = self._unpacked = file
+    def __init__(self, file: Path, column: str, skip_not_utf8: bool = False) -> None:
+        self._file, self.skip_not_utf8 = str(file), skip_not_utf8
         self._column = column
+        self._data = packed = DataFile(file)
         self.digest = digest_files(file.parent, [file]) + column
         if file.suffix == ".gz":
-            self._unpacked = _unpack(file)
-            weakref.finalize(self, _remove, self._unpacked, os.getpid())
-        self._line_starts, self._documents = _index_lines(self._unpacked)
-        small = self._unpacked.stat().st_size <= SMALL_CORPUS_BYTES
-        for index in range(len(self) if small else min(1, len(self))):
-            self[index]  # raises where a line is not as it should be
+            unpacked = _unpack(file)
+            weakref.finalize(self, _remove, unpacked, os.getpid())
+            self._data = DataFile(unpacked)
+        self._line_starts, self._documents = _index_lines(Path(self._data.path))
+        packed.check()
+        if self._data.size <= SMALL_CORPUS_BYTES:
+            self._read_all()
+        elif len(self):
+            self[0]  # raises where a line is not as it should be
 
     def __len__(self) -> int:
         return len(self._documents)
 
-    def __getitem__(self, index: int) -> str:
+    def _read(self, index: int) -> str:
         line = int(self._documents[index])
         start, end = int(self._line_starts[line]), int(self._line_starts[line + 1])
-        with open(self._unpacked, "rb") as stream:
-            stream.seek(start)
-            content = stream.read(end - start)
         where = f"{self._file}, line {line + 1}"
-        try:
-            row = json.loads(_decode(content, where))
-        except json.JSONDecodeError as error:
-            raise UserError(f"{where}: not JSON: {error}") from error
+        if end - start > _LONGEST_LINE:
+            raise UserError(f"{where}: has {end - start:,} bytes, more than the {_LONGEST_LINE:,} of a document here")
+        row = parse_json(_decode(self._data.read(start, end - start), where), object, where)
         if not isinstance(row, dict):
             raise UserError(f"{where}: not a JSON object with the key {self._column!r}.")
-        if not isinstance(row.get(self._column), str):
-            raise UserError(f"{where}: no text under the key {self._column!r}; there is {sorted(row)}.")
+        text = row.get(self._column)
+        if not isinstance(text, str):
+            found = f", but {type(text).__name__}" if self._column in row else ""
+            keys = _shortened(sorted(row))
+            raise UserError(f"{where}: no text under the key {self._column!r}{found}; there is {keys}.")
         # JSON can spell half a surrogate pair, which no encoding of text can.
-        return row[self._column].encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
     def identity(self, index: int) -> str:
-        return f"{self._file.name.removesuffix('.gz')}:{index}"
+        return f"{Path(self._file).name.removesuffix('.gz')}:{index}"
 
 
 class Chain:
@@ -185,11 +252,11 @@ def _index_lines(file: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _unpack(file: Path) -> Path:
-    handle, name = tempfile.mkstemp(suffix=".jsonl")
+    handle, name = tempfile.mkstemp(prefix=f"{file.name[:100]}-", suffix=".jsonl")
     try:
         with gzip.open(file) as packed, open(handle, "wb") as unpacked:
             shutil.copyfileobj(packed, unpacked, 2**20)
-    except (OSError, EOFError) as error:  # a file cut short is an EOFError, a full disk an OSError
+    except (OSError, EOFError, zlib.error) as error:  # a full disk is an OSError, a file cut short an EOFError
         os.unlink(name)
         raise UserError(f"{file}: could not be unpacked into {tempfile.gettempdir()}: {error}") from error
     return Path(name)
@@ -200,12 +267,18 @@ def _remove(file: Path, owner: int) -> None:
         file.unlink(missing_ok=True)
 
 
-def _decode(content: bytes, where: str) -> str:
+def _decode(content: bytes, where: str, first_byte: int = 0) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise UserError(f"{where}: not UTF-8 at byte {error.start}, in line {line}: {error.reason}.") from error
+        line_ends = content.count(b"\n", 0, error.start)
+        line = f", in line {line_ends + 1}" if first_byte == 0 else ""
+        raise NotUtf8(f"{where}: not UTF-8 at byte {first_byte + error.start}{line}: {error.reason}") from error
+
+
+def _shortened(names: list[str]) -> str:
+    text = repr(names)
+    return text if len(text) < 200 else f"{text[:200]}..., {len(names):,} keys"
 
 
 def digest_files(root: Path, files: list[Path]) -> str:
@@ -214,7 +287,7 @@ def digest_files(root: Path, files: list[Path]) -> str:
     whole = sum(sizes) <= SMALL_CORPUS_BYTES
     parts: list[str | bytes] = []
     for file, size in zip(files, sizes, strict=True):
-        parts += [str(file.relative_to(root)), str(size)]
+        parts += [os.fsencode(file.relative_to(root)), str(size)]
         with open(file, "rb") as stream:
             if whole:
                 parts.append(hashlib.sha256(stream.read()).digest())

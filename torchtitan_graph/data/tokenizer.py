@@ -1,13 +1,19 @@
 """Text to token ids and back: bytes, or any Hugging Face tokenizer.json."""
 
 import hashlib
-import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import tokenizers
 
 import torchtitan_graph
+from torchtitan_graph.data.tokenizer_json import (
+    add_listed_tokens,
+    blame,
+    read_tokenizer,
+    read_tokenizer_config,
+)
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.patience import refuse_unreadable
 
@@ -15,13 +21,14 @@ from torchtitan_graph.patience import refuse_unreadable
 class Tokenizer(Protocol):
     """Turn text into ids below vocab_size and back; `encode` adds no special ids, and never reads any from text.
 
-    bos_id starts a document (None: nothing does), eos_id ends it. `digest` is equal for tokenizers that give the
-    same ids.
+    bos_id starts a document (None: nothing does), eos_id ends it. Where a text spells out one of
+    `special_tokens`, it is text. `digest` is equal for tokenizers that give the same ids.
     """
 
     vocab_size: int
     bos_id: int | None
     eos_id: int
+    special_tokens: tuple[str, ...]
     digest: str
 
     def encode(self, text: str) -> list[int]: ...
@@ -29,9 +36,10 @@ class Tokenizer(Protocol):
     def decode(self, ids: list[int]) -> str: ...
 
 
-def load_tokenizer(path: str | None) -> Tokenizer:
+def load_tokenizer(path: str | None, special_tokens_in_text: bool = False) -> Tokenizer:
     """Load the tokenizer of a folder with a tokenizer.json, or of that file; without a path, bytes are the tokens.
 
+    special_tokens_in_text: read special tokens where text spells them out; else they are text there.
     Raises UserError if there is no readable tokenizer, or none of its special tokens ends a document.
     """
     if not path:
@@ -40,13 +48,13 @@ def load_tokenizer(path: str | None) -> Tokenizer:
     with refuse_unreadable(f"model.hf_assets_path = {path!r}"):
         if file.is_dir():
             file = file / "tokenizer.json"
-        is_there = file.is_file()
+        is_there = file.exists()
     if not is_there:
         raise UserError(
             f"model.hf_assets_path = {path!r}: there is no tokenizer.json. Name a folder that holds one, or the file"
             " itself; leave the option out to train on bytes."
         )
-    return FileTokenizer(file)
+    return FileTokenizer(file, special_tokens_in_text)
 
 
 def find_assets(path: str) -> Path:
@@ -68,6 +76,7 @@ class ByteTokenizer:
         self.vocab_size = 258
         self.bos_id: int | None = 256
         self.eos_id = 257
+        self.special_tokens: tuple[str, ...] = ()
         self.digest = "utf-8 bytes, bos 256, eos 257"
 
     def encode(self, text: str) -> list[int]:
@@ -80,35 +89,37 @@ class ByteTokenizer:
 class FileTokenizer:
     """A tokenizer.json. Which tokens begin and end a document is read from tokenizer_config.json beside it."""
 
-    def __init__(self, file: Path) -> None:
-        content = file.read_bytes()
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
-        except Exception as error:  # the library raises bare Exception
-            raise UserError(f"{file}: not a tokenizer.json that `tokenizers` can read: {error}") from error
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        # A corpus may contain the text of a special token; there it is text.
-        self._tokenizer.encode_special_tokens = True
+    def __init__(self, file: Path, special_tokens_in_text: bool) -> None:
+        self._file, self._special_tokens_in_text = file, special_tokens_in_text
+        self._tokenizer, content = read_tokenizer(file)
+        config_file = file.parent / "tokenizer_config.json"
+        config = read_tokenizer_config(config_file)
+        added = add_listed_tokens(self._tokenizer, config, config_file)
+        self._tokenizer.encode_special_tokens = not special_tokens_in_text  # that is, as text
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-        self.bos_id, eos_id = _special_ids(self._tokenizer, file)
+        self.bos_id, eos_id = _special_ids(self._tokenizer, config, file)
         if eos_id is None:
             raise UserError(
-                f"{file}: no token ends a document. Name it in {file.parent / 'tokenizer_config.json'}:"
+                f"{file}: no token ends a document. Name it in {config_file}:"
                 ' {"eos_token": "..."}, one of the special tokens of tokenizer.json.'
             )
         self.eos_id = eos_id
-        self.digest = hashlib.sha256(content + f"{self.bos_id} {self.eos_id}".encode()).hexdigest()
+        tokens = self._tokenizer.get_added_tokens_decoder().values()
+        self.special_tokens = tuple(token.content for token in tokens if token.special)
+        named = f"{self.bos_id} {self.eos_id}" + "".join(f" {token!r}" for token in added)
+        self.digest = hashlib.sha256(content + named.encode()).hexdigest()
 
     def __setstate__(self, state: dict[str, Any]) -> None:  # the one setting that a pickled copy loses
         self.__dict__.update(state)
-        self._tokenizer.encode_special_tokens = True
+        self._tokenizer.encode_special_tokens = not self._special_tokens_in_text
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        with blame(f"{self._file}: can't tokenise a text that begins {text[:40]!r}"):
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=True)
+        with blame(f"{self._file}: can't make a text of {len(ids):,} ids"):
+            return self._tokenizer.decode(ids, skip_special_tokens=True)
 
 
 # Where no tokenizer_config.json says it: the names in use by llama, qwen, deepseek, gpt and ourselves.
@@ -116,23 +127,19 @@ _BOS = ("<|bos|>", "<|begin_of_text|>", "<｜begin▁of▁sentence｜>", "<s>", 
 _EOS = ("<|eos|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "</s>", "<eos>", "<|endoftext|>")
 
 
-def _special_ids(tokenizer: tokenizers.Tokenizer, file: Path) -> tuple[int | None, int | None]:
-    config_file = file.parent / "tokenizer_config.json"
-    config = {}
-    if config_file.is_file():
-        try:
-            config = json.loads(config_file.read_bytes())
-        except ValueError as error:
-            raise UserError(f"{config_file}: not JSON: {error}") from error
-        if not isinstance(config, dict):
-            raise UserError(f"{config_file} holds no JSON object")
+def _special_ids(
+    tokenizer: tokenizers.Tokenizer, config: Mapping[str, object], file: Path
+) -> tuple[int | None, int | None]:
     ids = []
     for key, usual_names in (("bos_token", _BOS), ("eos_token", _EOS)):
         token = config.get(key)
         if isinstance(token, dict):  # older files spell out how the token is matched
             token = token.get("content", "")
         if token is not None and (not isinstance(token, str) or tokenizer.token_to_id(token) is None):
-            raise UserError(f"{config_file}: {key} is {token!r}, which is no token of {file}.")
+            raise UserError(
+                f"{file.parent / 'tokenizer_config.json'}: {key} is {token!r:.80}, which is no token of {file}. Name"
+                " one that is, null for none, or list it in added_tokens_decoder"
+            )
         # A key that is there and null says that there is no such token.
         names = usual_names if key not in config else (token,) if token is not None else ()
         known = (tokenizer.token_to_id(name) for name in names)

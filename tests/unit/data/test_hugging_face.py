@@ -105,6 +105,31 @@ def test_a_row_without_text_is_named(tmp_path):
         texts_of(open_corpus("", path, "all", 0))
 
 
+def test_a_row_of_a_stream_without_text_is_refused(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": null}\n')
+    stream = datasets.load_dataset(
+        "json", data_files=str(tmp_path / "a.jsonl"), split="train", streaming=True, cache_dir=tmp_path / "cache"
+    )
+    for split in ("all", "train"):
+        with pytest.raises(UserError, match="test: no text in the column 'text', but None"):
+            texts_of(StreamedCorpus(stream, "text", "test", split, seed=0))
+
+
+DAMAGES = {
+    "state.json": [b"", b"[" * 10**5, b"[]", b"{}"],
+    "dataset_info.json": [b"", b"[]", b"\xff"],
+    "data-00000-of-00001.arrow": [b"", b"arrow"],
+}
+
+
+@pytest.mark.parametrize(("name", "content"), [(name, content) for name in DAMAGES for content in DAMAGES[name]])
+def test_a_damaged_saved_dataset_is_refused(tmp_path, name, content):
+    path = save(tmp_path / "saved", train=["a", "b"])
+    (tmp_path / "saved" / "train" / name).write_bytes(content)
+    with pytest.raises(UserError, match="saved"):
+        open_corpus("", path, "train", 0)
+
+
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_no_network_is_said(monkeypatch, split):
     def offline(*args, **kwargs):

@@ -6,7 +6,15 @@ import json
 import pytest
 import torch
 
-from torchtitan_graph.data import IGNORE_INDEX, Batch, DataLoader, build_dataloader, load_tokenizer, merge_states
+from torchtitan_graph.data import (
+    IGNORE_INDEX,
+    Batch,
+    DataLoader,
+    build_dataloader,
+    load_tokenizer,
+    merge_states,
+    sources,
+)
 from torchtitan_graph.data.corpus import ShuffledCorpus
 from torchtitan_graph.data.tokenizer import ByteTokenizer
 from torchtitan_graph.errors import UserError
@@ -152,13 +160,13 @@ def test_another_seed_gives_other_rows(make_loader, reference):
     assert take([make_loader(seed=1)], 1)[0] != reference[0]
 
 
-@pytest.mark.parametrize("place", range(4))
+@pytest.mark.parametrize("place", range(1, 4))  # of another number of rows it is refused
 def test_a_shifted_cursor_gives_other_rows(make_loader, reference, place):
     loader = make_loader()
     take([loader], 3)
     state = loader.state_dict()
     lane = max(range(len(state["lanes"])), key=lambda lane: state["lanes"][lane][0])
-    state["lanes"][lane][place] += 1 if place else -1
+    state["lanes"][lane][place] += 1
     loader.load_state_dict(state)
     assert take([loader], 3) != reference[3:6]
 
@@ -194,7 +202,9 @@ def test_without_repeat_every_token_is_an_input_once(make_loader, texts_source, 
     corpus = ShuffledCorpus(texts_source(texts), "train", 0)
     documents = [text.encode() for lane in range(4) for _, text in corpus.documents(lane, 0, 0)]
     assert len(documents) == 152
-    assert sorted(tokens) == sorted([256] * 152 + [byte for document in documents for byte in document])
+    assert sorted(tokens) == sorted(
+        [256] * sum(map(bool, documents)) + [byte for document in documents for byte in document]
+    )
 
 
 def test_with_a_multiple_a_batch_is_as_long_as_its_longest_row(make_loader):
@@ -213,25 +223,40 @@ def test_with_a_multiple_a_batch_is_as_long_as_its_longest_row(make_loader):
         loader.load_state_dict(merge_states([cut.state_dict()]))
 
 
+@pytest.mark.parametrize("damage", ["rows", "a lane", "a row", "a place"])
+def test_a_position_that_does_not_add_up_is_refused(make_loader, damage):
+    loader = make_loader()
+    take([loader], 3)
+    state = loader.state_dict()
+    if damage == "rows":
+        state["rows"] = 10**15  # to go forward to there would take for ever
+    elif damage == "a lane":
+        state["lanes"].pop()
+    elif damage == "a row":
+        state["lanes"][0][0] -= 1
+    else:
+        state["lanes"][0][3] = -1
+    with pytest.raises(UserError, match="which its lanes did not give"):
+        make_loader().load_state_dict(state)
+
+
 def test_batch_is_contiguous_int64(make_loader):
     for tensor in next(make_loader()):
         assert tensor.shape == (8, 32) and tensor.dtype == torch.int64 and tensor.is_contiguous()
 
 
-def test_an_error_in_a_worker_names_the_document(make_loader, tmp_path):
-    from torchtitan_graph.data.sources import JsonLines
-
+def test_an_error_in_a_worker_names_the_document(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "SMALL_CORPUS_BYTES", 0)  # else it is found when it is opened
     file = tmp_path / "good.jsonl"
-    file.write_text('{"text": "x"}\n' * 20)
+    file.write_text('{"text": "x"}\n' * 6 + '{"text": 123}\n' + '{"text": "x"}\n' * 13)
     loader = build_dataloader(
         dataset="", dataset_path=str(file), split="all", tokenizer=ByteTokenizer(), seed=0, seq_len=8,
         local_batch_size=4, dp_rank=0, dp_degree=1, repeat=True, num_workers=1,
     )  # fmt: skip
-    assert JsonLines(file, "text")[6] == "x"
-    file.write_text('{"text": "x"}\n' * 6 + '{"text": 123}\n' + '{"text": "x"}\n' * 13)  # after it was opened
-    with pytest.raises(UserError, match="good.jsonl, line 7"):
+    with pytest.raises(UserError, match="good.jsonl, line 7") as error:
         for _ in range(20):
             next(loader)
+    assert str(error.value).startswith(str(file))  # without the worker's traceback
 
 
 def test_the_embedded_corpus_gives_the_same_rows_to_two_ranks_with_workers():

@@ -1,9 +1,11 @@
 """What a job validates on: what it names, else what it trains on, of which some documents are held out."""
 
+from pathlib import Path
+
 import pytest
 
 from torchtitan_graph.config import load
-from torchtitan_graph.data.open_corpus import validation_corpus
+from torchtitan_graph.data.open_corpus import open_corpus, validation_corpus
 
 MIXTURE = ["--training.sources", "[{dataset_path='a'}, {dataset='stdlib'}]"]
 
@@ -30,3 +32,15 @@ def test_a_mixture() -> None:
     config = load(MIXTURE)
     found = validation_corpus(config)
     assert (found["sources"], found["split"]) == (config.training.sources, "validation")
+
+
+def test_paths_in_a_file_are_relative_to_the_folder_that_the_command_is_started_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("config", "here"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "text.jsonl").write_text(f'{{"text": "{folder}"}}')
+    (tmp_path / "config" / "mine.toml").write_text('[training]\ndataset_path = "text.jsonl"')
+    monkeypatch.chdir(tmp_path / "here")
+    path = load(["--job.config_file", str(tmp_path / "config" / "mine.toml")]).training.dataset_path
+    assert list(open_corpus("", path, "all", 0).documents(0, 0, 0)) == [(0, "here")]

@@ -4,7 +4,9 @@ import hashlib
 import io
 import itertools
 import json
+import os
 import pickle
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -197,6 +199,11 @@ DAMAGES = {
     "another byte": ("tokens-00001.npy", lambda content: content[:-1] + b"\x7f"),
     "a pickle": ("keys-00000.npy", lambda content: pickled()),
     "a bare pickle": ("keys-00000.npy", lambda content: pickle.dumps(Bomb())),
+    "a deep index": ("shards.json", lambda content: b'{"format": ' + b"[" * 10**5),
+    "another type": ("shards.json", lambda content: content.replace(b'"shards": ', b'"shards": true, "s": ')),
+    "no shards": ("shards.json", lambda content: content.replace(b'"shards": ', b'"shards": 0, "s": ')),
+    "10^18 shards": ("shards.json", lambda content: content.replace(b'"shards": ', b'"shards": 1%018d, "s": ' % 0)),
+    "no splits": ("shards.json", lambda content: content.replace(b'"train",', b"").replace(b'"validation"', b"")),
 }
 
 
@@ -229,12 +236,22 @@ def npy(change):
     return changed
 
 
+def header(text: bytes) -> bytes:
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text
+
+
 FORGERIES = {
     "a pickle": ("keys-00000.npy", lambda content: pickled()),
     "a bare pickle": ("keys-00000.npy", lambda content: pickle.dumps(Bomb())),
     "descending ends": ("ends-00000.npy", npy(lambda ends: np.concatenate([ends[:1] + 10**6, ends[1:]]))),
     "ends behind the end": ("ends-00000.npy", npy(lambda ends: np.concatenate([ends[:-1], ends[-1:] + 1]))),
     "too few keys": ("keys-00000.npy", npy(lambda keys: keys[1:])),
+    "no documents": ("ends-00000.npy", npy(lambda ends: ends[:0])),
+    "two dimensions": ("ends-00000.npy", npy(lambda ends: ends[None])),
+    "a deep header": ("keys-00000.npy", lambda content: header(b"(" * 9000)),
+    "a header of its own": ("keys-00000.npy", lambda content: header(b"{**{}, 'shape': (9**9**9,)}")),
+    "more than there is": ("keys-00000.npy", lambda content: content.replace(b"(", b"(9999")),
+    "nothing": ("keys-00000.npy", lambda content: b""),
     "floats": ("tokens-00000.npy", npy(lambda tokens: tokens.astype(np.float32))),
 }
 
@@ -245,6 +262,17 @@ def test_shards_that_were_changed_with_their_index_run_nothing_and_are_refused(s
     with pytest.raises(UserError, match="-00000.npy"):
         Shards(damaged(shards, tmp_path / "forged", *FORGERIES[forgery], keep_digest=False), ByteTokenizer())
     assert not (tmp_path / "pickle-was-run").exists()
+
+
+@pytest.mark.parametrize("name", ["tokens-00000.npy", "ends-00000.npy", "keys-00000.npy"])
+@pytest.mark.parametrize("change", [lambda file: os.truncate(file, 300), lambda file: os.utime(file, (1, 1))])
+def test_shards_that_change_while_they_are_read_are_named(shards, tmp_path, name, change):
+    """To read from a mapped file what was cut off would end the process."""
+    shutil.copytree(shards, tmp_path / "copy")
+    source = Shards(tmp_path / "copy", ByteTokenizer())
+    change(tmp_path / "copy" / name)
+    with pytest.raises(UserError, match=name):
+        source[0], source.identity(0)
 
 
 def test_ids_that_the_tokenizer_does_not_have_are_refused(shards, tmp_path):
@@ -273,4 +301,5 @@ def test_errors_are_one_line(text, tmp_path):
     (tmp_path / "out").mkdir()
     run = pretokenize("--dataset_path", str(text), "--out", str(tmp_path / "out"))
     assert run.returncode == 2
-    assert "is there already" in run.stderr.splitlines()[-1]
+    (line,) = run.stderr.splitlines()  # without argparse's usage
+    assert "is there already" in line

@@ -2,14 +2,19 @@
 
 import gc
 import gzip
+import itertools
 import json
+import os
 import pickle
 import sysconfig
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from torchtitan_graph.data import sources
+from torchtitan_graph.data.files import DataFile
 from torchtitan_graph.data.open_corpus import open_corpus
 from torchtitan_graph.data.sources import JsonLines, TextFiles, TextPieces, digest_files
 from torchtitan_graph.errors import UserError
@@ -121,8 +126,48 @@ def test_pieces_of_a_text_file_are_the_file(tmp_path, size, line):
     pieces = TextPieces(file)
     texts = [pieces[index] for index in range(len(pieces))]
     assert "".join(texts) == content
-    assert all(text.endswith("\n") for text in [text for text in texts if text][:-1])
-    assert max(len(text) for text in texts) <= 8192 + line
+    if line <= 8192:
+        assert all(text.endswith("\n") for text in [text for text in texts if text][:-1])
+    assert all(texts[:-1])  # none is empty but what is behind the last line
+    assert max(len(text) for text in texts) <= 8192 + min(line, 8192)
+
+
+@pytest.mark.parametrize("line", [7, 8192])
+def test_pieces_begin_at_the_first_line_from_every_8_KiB_on(tmp_path, line):
+    """A run that was saved goes on only where they stay what they are."""
+    content = b"".join(b"%0*d\n" % (line - 1, i) for i in range(100_000 // line))
+    (tmp_path / "book.txt").write_bytes(content)
+    pieces = TextPieces(tmp_path / "book.txt")
+    begins = [content.find(b"\n", place - 1) + 1 if place else 0 for place in range(0, len(content), 8192)]
+    expected = [content[i:j].decode() for i, j in itertools.pairwise([*begins, len(content)])]
+    assert [pieces[index] for index in range(len(pieces))] == expected
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("aé€🎉\n"), st.integers(1, 7000)), min_size=1, max_size=12))
+def test_long_lines_are_cut_between_characters(tmp_path_factory, runs):
+    content = "".join(character * count for character, count in runs)
+    file = tmp_path_factory.mktemp("pieces") / "book.txt"
+    file.write_bytes(content.encode())
+    pieces = TextPieces(file)
+    texts = [pieces[index] for index in range(len(pieces))]
+    assert "".join(texts) == content
+    assert all(texts[:-1])
+    assert all(len(text.encode()) < 2 * 8192 for text in texts)
+
+
+def test_a_piece_of_a_long_line_reads_that_piece_alone(tmp_path, monkeypatch):
+    (tmp_path / "line.txt").write_text("x" * 10**6)
+    pieces = TextPieces(tmp_path / "line.txt")
+    read, counts = DataFile.read, []
+
+    def counted(file, start, count):
+        counts.append(count)
+        return read(file, start, count)
+
+    monkeypatch.setattr(DataFile, "read", counted)
+    assert len(pieces[60]) == 8192
+    assert sum(counts) < 20_000
 
 
 def test_one_text_file_is_shared_out_to_train_and_validation(tmp_path):
@@ -159,7 +204,7 @@ def test_unpacked_gzip_goes_with_its_source(tmp_path):
     file = tmp_path / "a.jsonl.gz"
     file.write_bytes(gzip.compress(jsonl(TEXTS)))
     source = JsonLines(file, "text")
-    unpacked = source._unpacked
+    unpacked = Path(source._data.path)
     assert unpacked.exists()
     del source
     gc.collect()
@@ -173,17 +218,22 @@ def test_half_a_surrogate_pair_is_replaced(tmp_path):
 
 CORRUPT = {
     "a.jsonl": [
-        (b'{"text": "x"}\n{"text": \n', "line 2: not JSON"),
+        (b'{"text": "x"}\n{"text": \n', "line 2: is not JSON"),
         (b'{"text": "x"}\n\n{"txt": "y"}\n', r"line 3: no text under the key 'text'; there is \['txt'\]"),
-        (b'{"text": "x"}\n{"text": 3}\n', "line 2: no text under the key 'text'"),
+        (b'{"text": "x"}\n{"text": 3}\n', "line 2: no text under the key 'text', but int"),
+        (b'{"text": "x", "n": ' + b"1" * 5000 + b"}\n", "line 1: is not JSON: a number of 5,000 digits"),
+        (b"[" * 100_000 + b"]" * 100_000, "line 1: has lists or objects more than 100 deep"),
+        (b'{"a": ' * 200 + b"1" + b"}" * 200, "line 1: has lists or objects more than 100 deep"),
+        (b"{" + b",".join(b'"k%d": 1' % i for i in range(9999)) + b"}", "line 1: no text.*k1.*9,999 keys"),
         (b'["x"]\n', "line 1: not a JSON object"),
         (b'{"text": "x"}\n{"text": "\xff"}\n', "line 2: not UTF-8"),
         (b"", "no documents"),
     ],
     "a.jsonl.gz": [
         (b"not gzip", "could not be unpacked"),
+        (gzip.compress(b'{"text": "x"}\n' * 9)[:15] + b"[" * 99, "could not be unpacked"),
         (gzip.compress(b'{"text": "x"}\n' * 9999)[:-20], "could not be unpacked"),
-        (gzip.compress(b'{"text": "x"}\n{'), "line 2: not JSON"),
+        (gzip.compress(b'{"text": "x"}\n{'), "line 2: is not JSON"),
     ],
     "a.txt": [(b"one\ntwo \xff\n", "not UTF-8 at byte 8, in line 2")],
     "a.parquet": [(b"no parquet", "not a Parquet file")],
@@ -207,11 +257,87 @@ def test_undecodable_file_of_a_folder_is_named(tmp_path):
         open_corpus("", str(tmp_path), "train", seed=0)
 
 
+@pytest.mark.parametrize("small", [True, False])
+def test_what_is_not_utf8_is_named_together_or_left_out(tmp_path, monkeypatch, caplog, small):
+    monkeypatch.setattr("torchtitan_graph.log.logger.propagate", True)
+    for number in range(30):
+        (tmp_path / f"{number:02}.txt").write_bytes(b"caf\xe9" if number % 2 else b"tea")
+    if not small:
+        monkeypatch.setattr(sources, "SMALL_CORPUS_BYTES", 0)
+    many = r"(?s)15 of 30 documents are not UTF-8:.*01\.txt.*19\.txt.*and 5 more.*training.skip_not_utf8 = true"
+    with pytest.raises(UserError, match=many if small else r"\.txt: not UTF-8 at byte 3.*skip_not_utf8"):
+        list(open_corpus("", str(tmp_path), "all", seed=0).documents(0, 0, 0))
+    caplog.clear()
+    corpus = open_corpus("", str(tmp_path), "all", seed=0, skip_not_utf8=True)
+    assert sorted(text for _, text in corpus.documents(0, 0, 0)) == [""] * 15 + ["tea"] * 15
+    assert len(caplog.records) == 1 and "left out" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "folder"])
+def test_nothing_is_left_where_nothing_is_utf8(tmp_path, name):
+    if name == "folder":
+        (tmp_path / name).mkdir()
+    ((tmp_path / name / "a.txt") if name == "folder" else tmp_path / name).write_bytes(b"\xff\xff\xff")
+    with pytest.raises(UserError, match="No document is left"):
+        open_corpus("", str(tmp_path / name), "all", seed=0, skip_not_utf8=True)
+
+
+FILES = {
+    "a.txt": b"a line\n" * 5000,
+    "a.jsonl": b'{"text": "x"}\n' * 500,
+    "folder/a.txt": b"text",
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda file: os.truncate(file, 3), "when it was opened, and has 3 now"),
+        (lambda file: os.utime(file, (1, 1)), "was written since it was opened"),
+        (Path.unlink, "is gone, while it is still read"),
+        (lambda file: (file.unlink(), os.mkfifo(file)), "when it was opened, and has 0 now"),
+    ],
+    ids=["cut", "rewritten", "gone", "fifo"],
+)
+def test_a_file_that_changes_while_it_is_read_is_named(tmp_path, name, change, message):
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(FILES[name])
+    source = open_corpus("", str(tmp_path / name.partition("/")[0]), "all", seed=0).source
+    source[0]
+    change(file)
+    with pytest.raises(UserError, match=message) as error:
+        source[0]
+    assert str(error.value).startswith(str(file))
+
+
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path):
+    for name in ("a.txt", "a.jsonl", "a.jsonl.gz", "a.parquet"):
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(UserError, match=f"{name}': is no regular file, but a FIFO"):
+            open_corpus("", str(tmp_path / name), "train", seed=0)
+    with pytest.raises(UserError, match="training.dataset_path = '/dev/zero': is no regular file"):
+        open_corpus("", "/dev/zero", "train", seed=0)
+    with pytest.raises(UserError, match="a.jsonl: is no regular file, but a FIFO"):
+        open_corpus("", str(tmp_path), "train", seed=0)
+    for name in ("shards.json", "state.json"):
+        (tmp_path / name.removesuffix(".json")).mkdir()
+        os.mkfifo(tmp_path / name.removesuffix(".json") / name)
+        with pytest.raises(UserError, match=f"{name}: is no regular file, but a FIFO"):
+            open_corpus("", str(tmp_path / name.removesuffix(".json")), "train", seed=0)
+
+
+def test_names_that_are_not_utf8_are_names(tmp_path):
+    (tmp_path / os.fsdecode(b"caf\xe9.txt")).write_text("tea")
+    assert list(open_corpus("", str(tmp_path), "all", seed=0).documents(0, 0, 0)) == [(0, "tea")]
+
+
 def test_a_corrupt_line_of_a_large_corpus_is_named_when_its_turn_comes(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "SMALL_CORPUS_BYTES", 0)
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"text"\n')
     source = JsonLines(tmp_path / "a.jsonl", "text")
-    with pytest.raises(UserError, match=r"a\.jsonl, line 2: not JSON"):
+    with pytest.raises(UserError, match=r"a\.jsonl, line 2: is not JSON"):
         source[1]
 
 
@@ -234,6 +360,8 @@ def test_another_text_column(tmp_path):
         ("c4", "nowhere", "train", "training.dataset_path = 'nowhere': there is no such file"),
         ("c4", "x" * 300, "train", "training.dataset_path = 'x+': "),
         ("c4", "nowhere", "validation", "validation.dataset_path = 'nowhere'"),
+        ("c4", "~nobody-has-this-name/x", "train", "training.dataset_path = .*: is no place: "),
+        ("c4", "a\0b", "validation", "validation.dataset_path = .*: is no place: "),
         ("stdlb", None, "train", "training.dataset = 'stdlb' is no corpus; did you mean 'stdlib'"),
         ("c4_validation", None, "train", "are for validation. Train on 'c4'"),
         ("", "EMPTY", "train", "none of the 0 files in this folder"),

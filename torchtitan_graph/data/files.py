@@ -1,0 +1,66 @@
+"""Files that hold a corpus: of any size, regular, and read as they were when the run opened them."""
+
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+from torchtitan_graph.errors import UserError
+from torchtitan_graph.patience import refuse_unreadable
+from torchtitan_graph.small_files import open_small
+
+_ANY_SIZE = 2**63 - 1
+
+
+def open_data(path: Path) -> BinaryIO:
+    """Open a regular file of any size; raises as `open_small`."""
+    return open_small(path, _ANY_SIZE)
+
+
+class DataFile:
+    """A regular file of which a run reads parts; that it stays as it is, is seen by size and modification time.
+
+    Raises:
+        UserError: it is something else, such as a FIFO.
+        OSError: as `os.stat`.
+    """
+
+    __slots__ = ("path", "size", "_changed_at")
+
+    def __init__(self, path: Path) -> None:
+        found = os.stat(path)
+        if not stat.S_ISREG(found.st_mode):
+            open_data(path).close()  # raises, and says what it is
+        self.path, self.size, self._changed_at = str(path), found.st_size, found.st_mtime_ns
+
+    def read(self, start: int = 0, count: int = -1) -> bytes:
+        """Return `count` bytes from `start` on, or all of them.
+
+        Raises:
+            UserError: it is gone, can't be read, or is not what it was.
+        """
+        with refuse_unreadable(self.path):
+            self.check()
+            with open_data(Path(self.path)) as stream:
+                stream.seek(start)
+                content = stream.read(count)
+            self.check()  # afterwards: it may have been written meanwhile
+        return content
+
+    def check(self) -> None:
+        """Compare the file with what it was when it was opened.
+
+        Raises:
+            UserError: it is gone, or is not what it was.
+        """
+        try:
+            found = os.stat(self.path)
+        except FileNotFoundError as error:
+            raise UserError(f"{self.path}: is gone, while it is still read; put it back, and start again") from error
+        if found.st_size != self.size:
+            what = f"had {self.size:,} bytes when it was opened, and has {found.st_size:,} now"
+        elif found.st_mtime_ns != self._changed_at:
+            what = "was written since it was opened"
+        else:
+            return
+        raise UserError(f"{self.path}: {what}. A corpus stays as it is while it is read: put it back, or train anew")

@@ -64,8 +64,8 @@ def test_a_mask_off_by_one_is_seen():
 
 
 @functools.cache
-def plain(vocab_size: int, tied: bool = False) -> Seen:
-    cell = Cell(precision=FP64, vocab_size=vocab_size, tied=tied)
+def plain(vocab_size: int, tied: bool = False, family: str = "llama3") -> Seen:
+    cell = Cell(precision=FP64, vocab_size=vocab_size, tied=tied, family=family)
     return train(cell, build_plain(cell))
 
 
@@ -79,7 +79,7 @@ def whole_eager(cell: Cell) -> Seen:
 
 def check(whole, cell: Cell) -> None:
     for found in run_on(cell.dims.num_ranks, whole, cell):
-        assert far_apart(plain(cell.vocab_size, cell.tied), found, TOLERANCE) == []
+        assert far_apart(plain(cell.vocab_size, cell.tied, cell.family), found, TOLERANCE) == []
 
 
 @pytest.mark.parametrize(
@@ -105,6 +105,23 @@ def test_every_layout_is_the_plain_module(dims):
 )
 def test_every_variant_is_the_plain_module(cell):
     check(whole_graph, cell)
+
+
+OWN_LOSS = {"precision": FP64, "family": "own_models.own_loss"}
+
+
+@pytest.mark.parametrize(
+    ("whole", "cell"),
+    [
+        (whole_graph, Cell(num_microbatches=4, **OWN_LOSS)),
+        (whole_graph, Cell(FSDP2, num_microbatches=2, **OWN_LOSS)),
+        (whole_eager, Cell(DDP2, **OWN_LOSS)),
+        (whole_graph, Cell(ParallelDims(pp=2), pipeline=(("pipeline_parallel_schedule", "1F1B"),), **OWN_LOSS)),
+    ],
+    ids=["accumulate-4", "FSDP-2-accumulate-2", "eager-DDP-2", "PP-2"],
+)
+def test_a_term_of_ones_own_has_one_size_in_every_layout(whole, cell):
+    check(whole, cell)
 
 
 @pytest.mark.slow

@@ -111,6 +111,20 @@ def test_deterministic_kernels_fill_no_new_tensor(monkeypatch: pytest.MonkeyPatc
     try:
         train.choose_kernels(load(["--debug.deterministic"]))
         assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
         assert not torch.utils.deterministic.fill_uninitialized_memory
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def test_on_a_cpu_kernels_are_deterministic_and_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch sums `x[index]`'s gradient atomically else, so that no two runs would have the same bits."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    try:
+        torch.use_deterministic_algorithms(False)
+        train.choose_kernels(load([]))
+        assert torch.are_deterministic_algorithms_enabled() and torch.is_deterministic_algorithms_warn_only_enabled()
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])

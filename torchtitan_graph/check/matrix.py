@@ -256,7 +256,8 @@ class Plain(NamedTuple):
         for batch in batches:
             masks = self.model.masks(batch.documents_BL, batch.positions_BL)
             logits_BLV, beside = self.model(batch.tokens_BL, batch.positions_BL, masks, side_outputs=True)
-            loss = sum(beside.losses, cross_entropy(logits_BLV, batch.labels_BL, num_tokens))
+            loss = sum(beside.experts, cross_entropy(logits_BLV, batch.labels_BL, num_tokens))
+            loss = loss + sum(term.mean() / len(batches) for term in beside.losses)
             for k, ahead_BLV in enumerate(beside.ahead, 1):  # targets of the same document
                 labels_BL = batch.labels_BL.roll(-k, dims=1)
                 labels_BL = labels_BL.masked_fill(

@@ -12,6 +12,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.pieces import Recorder, Replayed
 from torchtitan_graph.graph.signature import signature_of
 from torchtitan_graph.graph.state import sharing_memory
@@ -38,18 +39,21 @@ Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # (logits_BLV, labels_BL, num
 class SideOutputs(NamedTuple):
     """What a model's forward pass gives beside the logits when it is called with `side_outputs=True`.
 
-    losses  scalars that are added to the training loss
+    losses  terms of the training loss, a number for each token, (B, L): it is raised by the mean of each over all
+            tokens of the step, which is the same for every number of microbatches and ranks
     state   what a step changes, by name: it leaves the step as a value, and `model.after_step` takes it back. Each is
             a count that adds up over microbatches and over ranks that see different data. (What layers tell in slots
             is state too, see `make_train_step`.)
     ahead   logits of the tokens further ahead: the first's targets are the labels' next ones, and so on
     ahead_weight  of the mean of their losses, which is added to the training loss
+    experts  scalars of mixtures of experts: each is this microbatch's share of a mean over the step already
     """
 
     losses: list[Tensor]
     state: dict[str, Tensor]
     ahead: Sequence[Tensor] = ()
     ahead_weight: float = 0.0
+    experts: Sequence[Tensor] = ()
 
 
 class StepOutput(NamedTuple):
@@ -70,12 +74,31 @@ class StageModules(NamedTuple):
 def _forward(model: nn.Module, loss: Loss, batch: Inputs, masks: Any, num_tokens: Tensor) -> StepOutput:
     logits_BLV, beside = model(batch.tokens_BL, batch.positions_BL, masks, side_outputs=True)
     value, labels_BL = loss(logits_BLV, batch.labels_BL, num_tokens), batch.labels_BL
-    for each in beside.losses:
+    for each in _terms(model, batch, beside):
         value = value + each
     for ahead_BLV in beside.ahead:
         labels_BL = next_labels(labels_BL)
         value = value + beside.ahead_weight / len(beside.ahead) * loss(ahead_BLV, labels_BL, num_tokens)
     return StepOutput(value, beside.state)
+
+
+def _terms(model: nn.Module, batch: Inputs, beside: SideOutputs) -> list[Tensor]:
+    """Return what a microbatch adds to the loss beside the targets' own.
+
+    Raises:
+        UserError: a term is not a number for each token; sums and means over a microbatch have another size for each
+            number of microbatches and ranks.
+    """
+    wanted = tuple(batch.tokens_BL.shape)
+    for term in beside.losses:
+        if tuple(term.shape) != wanted:
+            raise UserError(
+                f"{type(model).__name__}: a loss in SideOutputs.losses has the shape {tuple(term.shape)}; each must "
+                f"have a number for each token, {wanted}. Leave out its sum or mean over tokens and rows: the step adds the "
+                "mean over all tokens of its microbatches and ranks. A number for each row is expanded over the row's "
+                "tokens, x_B[:, None].expand_as(tokens_BL); see docs/09"
+            )
+    return [term.mean() / model.num_parts for term in beside.losses] + list(beside.experts)  # type: ignore[operator]
 
 
 def next_labels(labels_BL: Tensor) -> Tensor:
@@ -208,7 +231,8 @@ def make_stage_step(
 
     def forward(batch: Inputs, masks: Any, num_tokens: Tensor, x: Tensor | None) -> Any:
         y, beside = _run_stage(model, stage, batch, masks, x)
-        losses = ([loss(y, batch.labels_BL, num_tokens)] if stage.last else []) + beside.losses
+        losses = [loss(y, batch.labels_BL, num_tokens)] if stage.last else []
+        losses += _terms(model, batch, beside)
         return y, sum(losses[1:], losses[0]) if losses else None, beside.state
 
     def stage_step(

@@ -29,6 +29,22 @@ FLEX, LOSS, WHOLE = "flex", "loss", "whole"
 
 _FORWARD, _BACKWARD = torch.ops.higher_order.flex_attention, torch.ops.higher_order.flex_attention_backward
 _EXCHANGE, _ROW_SPLITS = torch.ops.torchtitan_graph.exchange.default, torch.ops.torchtitan_graph.row_splits.default
+_ATEN = torch.ops.aten
+# What Inductor's code sums with atomic additions, by several threads, in an order that no two runs share. torch's own
+# kernels of these are the same in each run (on a GPU scatters are so with debug.deterministic).
+_ADDS_BY_INDEX = {
+    _ATEN.embedding_dense_backward,
+    _ATEN.index_put,
+    _ATEN.index_put_,
+    _ATEN._unsafe_index_put,
+    _ATEN._unsafe_masked_index_put_accumulate,
+    _ATEN._index_put_impl_,
+    _ATEN.put,
+    _ATEN.index_add,
+    _ATEN.index_reduce,
+    _ATEN.scatter_add,
+    _ATEN.scatter_reduce,
+}
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _OPS = torch.ops.torchtitan_graph
 _HOST_COPIES = (_OPS.offload.default, _OPS.reload.default, _OPS.arrived.default, _OPS.landed.default)
@@ -89,8 +105,8 @@ def tag_regions(gm: GraphModule, patterns: Sequence[str]) -> None:
 
     A flex attention operator takes its score and mask subgraphs along and nothing else, and is in no other region. A
     module's forward and backward are two regions. Collectives, what layout passes put around them, views of what a
-    region is given, what writes into its arguments, and rows on the ranks that hold their experts, of which there is
-    any number, are in none.
+    region is given, what writes into its arguments, sums by index (an embedding's gradient), and rows on the ranks
+    that hold their experts, of which there is any number, are in none.
     """
     modules = [pattern for pattern in patterns if pattern not in (FLEX, LOSS, WHOLE)]
     loss = _whole_loss(gm) if LOSS in patterns else set()
@@ -104,7 +120,7 @@ def tag_regions(gm: GraphModule, patterns: Sequence[str]) -> None:
                     meta.write(part, region=f"{FLEX} {node.name}")
             else:
                 num_left += FLEX in patterns
-        elif node.op != "call_function" or _is_layout(node) or _writes(node) or node in away:
+        elif node.op != "call_function" or _is_layout(node) or _writes(node) or _adds_by_index(node) or node in away:
             continue
         elif node.target is operator.getitem:
             meta.write(node, region=meta.region(node.args[0]))  # type: ignore[arg-type]
@@ -180,6 +196,10 @@ def _is_subgraph(gm: GraphModule, node: Node) -> bool:
 
 def _writes(node: Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _adds_by_index(node: Node) -> bool:
+    return getattr(node.target, "overloadpacket", None) in _ADDS_BY_INDEX
 
 
 def _is_layout(node: Node) -> bool:

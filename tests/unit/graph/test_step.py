@@ -1,11 +1,14 @@
 """The training step in both its forms: traced and bound, and eager."""
 
 import copy
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.signature import signature_of
 from torchtitan_graph.graph.step import (
     SideOutputs,
@@ -193,3 +196,15 @@ def test_a_layer_that_the_loss_does_not_depend_on_tells_nothing() -> None:
     for step in (traced, make_eager_step(tiny, cross_entropy)):
         state = step(*inputs(1)).state
         assert torch.equal(state["told"], inputs(1)[1]) and torch.equal(state["unused"], torch.zeros(2))
+
+
+@pytest.mark.parametrize("wrong", [torch.mean, torch.sum, lambda x: x.mean(1), lambda x: x[:, 1:]])
+def test_a_term_that_is_no_number_for_each_token_is_refused(wrong: Callable[[Tensor], Tensor]) -> None:
+    class Own(Tiny):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            logits_BLV, beside = super().forward(*args, **kwargs)
+            return logits_BLV, beside._replace(losses=[wrong(logits_BLV.logsumexp(-1).square())])
+
+    for build in (make_eager_step, lambda *x: lambda *y: trace_train_step(*x, *y, device="cpu")):
+        with pytest.raises(UserError, match=r"Own: a loss .* each must have a number for each token, \(2, 4\)"):
+            build(Own(), cross_entropy)(*inputs(0))

@@ -1,5 +1,6 @@
 """compile_regions: what is tagged is compiled, and nothing else changes."""
 
+import contextlib
 import dataclasses
 import operator
 import shutil
@@ -24,6 +25,7 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import edit, meta
 from torchtitan_graph.graph.liveness import peak_memory
 from torchtitan_graph.graph.step import trace_eval_step, trace_train_step
+from torchtitan_graph.graph.torch_private import inductor
 from torchtitan_graph.graph.torch_private.tracing import FakeTensorMode, boxed
 from torchtitan_graph.graph.trace import minimal_fx_tracer
 from torchtitan_graph.loss import cross_entropy
@@ -381,7 +383,8 @@ def test_whole_is_cut_at_waits_and_leaves_what_writes(uncompiled: Compiled, layo
         gm = each.run(gm)
         gm.graph.lint()
     aten = [n for n in gm.graph.nodes if isinstance(n.target, torch._ops.OpOverload) and n.target.namespace == "aten"]
-    assert all(meta.role(n) or edit.is_view(n) for n in aten) and calls(gm, cross_entropy_backward_)
+    by_index = calls(gm, torch.ops.aten.embedding_dense_backward.default)  # stays too
+    assert all(meta.role(n) or edit.is_view(n) or n in by_index for n in aten) and calls(gm, cross_entropy_backward_)
     assert len([n for n in gm.graph.nodes if meta.region(n) and n.target is not operator.getitem]) > 6
     order = [n for n in gm.graph.nodes if n.target is WAIT or meta.region(n)]
     forward = [n.target is WAIT for n in order if meta.phase(n) == "forward"]
@@ -427,6 +430,45 @@ def test_a_compiled_region_gives_the_same_numbers() -> None:
     gm = compile_regions(gm, {"layers.*": {}})
     assert not calls(gm, torch.ops.aten.silu.default)
     assert distance(run_toy(gm), expected) < TOLERANCE
+
+
+def by_index(weight: torch.Tensor, index: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """Sums whose order matters: gradients by an embedding's index, by an index, and by what Inductor makes one of."""
+    rows = torch.nn.functional.embedding(index, weight) + weight[index]
+    windows = weight.flatten().unfold(0, 9, 2)
+    return torch.autograd.grad((rows * factor).sin().sum() + windows.cos().sum(), weight)[0]
+
+
+def test_sums_by_index_are_in_no_region(uncompiled: Compiled) -> None:
+    inputs = torch.randn(8, 4, requires_grad=True), torch.arange(8) % 3, torch.randn(8, 1)
+    gm = compile_regions(minimal_fx_tracer(by_index)(*inputs).gm, {WHOLE: {}})
+    assert calls(gm, torch.ops.aten.embedding_dense_backward.default) and calls(gm, torch.ops.aten.index_put.default)
+    assert not calls(gm, torch.ops.aten.sin.default)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_compiled_regions_give_the_same_bits_in_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads that add to the same rows; and without what keeps their order, to show that it would be seen."""
+    inputs = torch.randn(64, 128, requires_grad=True), torch.randint(4, (65_536,)), torch.randn(65_536, 1)
+
+    def differ() -> bool:
+        gm = compile_regions(minimal_fx_tracer(by_index)(*inputs).gm, {WHOLE: {}})
+        first, *others = [gm(*(x.detach() for x in inputs))[0] for _ in range(20)]
+        return not all(torch.equal(first, each) for each in others)
+
+    threads, before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    torch.set_num_threads(2)
+    torch.use_deterministic_algorithms(True)  # as the trainer on a CPU
+    try:
+        assert not differ()
+        monkeypatch.setattr("torchtitan_graph.passes.compile_regions._ADDS_BY_INDEX", set())
+        monkeypatch.setattr(inductor, "_same_bits_each_run", contextlib.nullcontext)
+        torch.use_deterministic_algorithms(False)
+        assert differ()
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(before)
 
 
 @needs_compiler

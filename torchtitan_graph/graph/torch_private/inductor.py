@@ -1,8 +1,9 @@
 """Inductor makes code of a graph."""
 
+import contextlib
 import difflib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,13 +36,27 @@ def compile_by_inductor(
     from torch._dynamo.utils import GmWrapper  # both take long to import, and few runs need them
     from torch._inductor.compile_fx import compile_fx
 
-    with tracing(TracingContext(fake_mode)), torch._inductor.config.patch(dict(options)):
+    with tracing(TracingContext(fake_mode)), torch._inductor.config.patch(dict(options)), _same_bits_each_run():
         run: Any = compile_fx(GmWrapper(gm, list), fakes)  # type: ignore[arg-type]
 
     def compiled(inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:  # FX calls torch's own functions by their names
         return run(inputs)
 
     return compiled
+
+
+@contextlib.contextmanager
+def _same_bits_each_run() -> Iterator[None]:
+    """Generate no atomic additions, whose order no two runs share, and on a GPU no reductions chosen by timing."""
+    was, only_warns = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was, warn_only=only_warns)
 
 
 def inductor_options(settings: Iterable[str]) -> dict[str, Any]:

@@ -128,6 +128,7 @@ class Decoder(nn.Module):
         self.config: Any = config
         self.attn = attn
         self.ahead_weight = 0.0  # of the losses of `AheadBlock`s
+        self.num_parts = 1  # microbatches and ranks that a step's tokens are divided among
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(blocks)
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
@@ -294,21 +295,27 @@ class Decoder(nn.Module):
         rope = self.rope(positions_BL)
         x_BLD = self.tok_embeddings(tokens_BL) if runs("tok_embeddings") else tokens_BL
         masks = {name: as_bias(mask, x_BLD.dtype) for name, mask in masks.items()}
-        beside = SideOutputs([], {})
+        beside, experts = SideOutputs([], {}), list[Tensor]()
         for name, block in self.blocks.items():
             if not isinstance(block, AheadBlock) and runs(name):
                 result = block(x_BLD, rope=rope, mask=masks[getattr(block, "mask", "causal")])
                 x_BLD, routing = result if isinstance(result, tuple) else (result, None)
-                _note(beside, name, routing)
+                _note(beside, experts, name, routing)
         x_BLD = self.norm(x_BLD) if runs("norm") else x_BLD
         logits_BLV = self.output(x_BLD) if runs("output") else x_BLD
         if not side_outputs:
             return logits_BLV
-        ahead = self._look_ahead(tokens_BL, x_BLD, rope, masks, beside)
-        return logits_BLV, beside._replace(ahead=ahead, ahead_weight=self.ahead_weight)
+        ahead = self._look_ahead(tokens_BL, x_BLD, rope, masks, beside, experts)
+        return logits_BLV, beside._replace(ahead=ahead, ahead_weight=self.ahead_weight, experts=experts)
 
     def _look_ahead(
-        self, tokens_BL: Tensor, x_BLD: Tensor, rope: Any, masks: Mapping[str, Mask], beside: SideOutputs
+        self,
+        tokens_BL: Tensor,
+        x_BLD: Tensor,
+        rope: Any,
+        masks: Mapping[str, Mask],
+        beside: SideOutputs,
+        experts: list[Tensor],
     ) -> list[Tensor]:
         """Give the logits of each `AheadBlock`, which are in training alone."""
         ahead = []
@@ -318,14 +325,14 @@ class Decoder(nn.Module):
                 tokens_BL = tokens_BL.roll(-1, dims=1)
                 embedding_BLD = self.tok_embeddings(tokens_BL)
                 x_BLD, normed_BLD, routing = block(x_BLD, embedding_BLD, rope=rope, mask=masks[block.mask])
-                _note(beside, name, routing)
+                _note(beside, experts, name, routing)
                 ahead.append(self.output(normed_BLD))
         return ahead
 
 
-def _note(beside: SideOutputs, name: str, routing: Routing | None) -> None:
+def _note(beside: SideOutputs, experts: list[Tensor], name: str, routing: Routing | None) -> None:
     """Keep what a block's mixture of experts gives beside its result."""
     if routing is not None:
         beside.state[f"{name}.moe{LOAD}"] = routing.load_E
         if routing.loss is not None:
-            beside.losses.append(routing.loss)
+            experts.append(routing.loss)

@@ -1,0 +1,21 @@
+"""A family that adds terms of its author's to the loss: llama3, kept from large logits and from one kind of row."""
+
+from typing import Any
+
+from torch import Tensor
+
+from torchtitan_graph.models import llama3
+
+FLAVORS, HF_KEYS, PLAN = llama3.FLAVORS, llama3.HF_KEYS, llama3.PLAN
+
+
+class Model(llama3.Model):
+    def forward(self, tokens_BL: Tensor, *args: Any, side_outputs: bool = False, only: Any = None, **more: Any) -> Any:
+        if not side_outputs:
+            return super().forward(tokens_BL, *args, only=only, **more)
+        logits_BLV, beside = super().forward(tokens_BL, *args, side_outputs=True, only=only, **more)
+        if only is None or "output" in only:
+            each_BL = logits_BLV.logsumexp(-1).square()
+            of_row_BL = logits_BLV[..., 0].tanh().mean(1, keepdim=True).square().expand_as(each_BL)
+            beside.losses.extend([0.1 * each_BL, 0.3 * of_row_BL])
+        return logits_BLV, beside

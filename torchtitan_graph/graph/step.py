@@ -148,7 +148,7 @@ def trace_train_step(
 ) -> TracedResult:
     """Trace the step of a model on meta as if it lay on `device`; its outputs are named: the loss, gradients and state
     by name."""
-    traced = capture(make_train_step(model, loss, sum_in), model, (batch, masks, num_tokens), device=device)
+    traced = capture(make_train_step(model, loss, sum_in), model, device=device)(batch, masks, num_tokens)
     return _with_outputs_named(traced, [("loss", "loss")])
 
 
@@ -178,7 +178,7 @@ def trace_eval_step(
     capture: Capture = make_fx_capture,
 ) -> TracedResult:
     """Trace the loss alone: no backward."""
-    traced = capture(make_eval_step(model, loss), model, (batch, masks, num_tokens), device=device)
+    traced = capture(make_eval_step(model, loss), model, device=device)(batch, masks, num_tokens)
     signature = signature_of(traced.gm)
     (slot,) = signature.outputs
     outputs = (dataclasses.replace(slot, kind="loss", name="loss"),)
@@ -257,7 +257,7 @@ def trace_stage_step(
 ) -> TracedResult:
     """Trace a pipeline stage, as `trace_train_step` does; its outputs are the "output"s y and dx, the "loss", "grad"
     and "state" by name, as far as there are any."""
-    traced = capture(make_stage_step(model, loss, stage, sum_in), model, arguments, device=device)
+    traced = capture(make_stage_step(model, loss, stage, sum_in), model, device=device)(*arguments)
     return _with_outputs_named(traced, [("output", "y"), ("loss", "loss"), ("output", "dx")])
 
 
@@ -271,7 +271,7 @@ def trace_stage_evaluation(
             y, _ = _run_stage(model, stage, batch, masks, x)
             return loss(y, batch.labels_BL, num_tokens) if stage.last else y
 
-    return capture(step, model, arguments, device=device)
+    return capture(step, model, device=device)(*arguments)
 
 
 def bind_train_step(

@@ -57,35 +57,33 @@ class InParts(functools.partial):
 
 
 class Capture(Protocol):
-    """A way to turn a function into a graph: of `fn(*arguments)`, which closes over `module`. Of `blocks`, submodules
-    by name, those that are alike need to be traced once only. `fn` may be `InParts`."""
+    """A way to turn a function, which closes over `module`, into a graph: `capture(fn, module)(*args, **kwargs)`. Of
+    `blocks`, submodules by name, those that are alike need to be traced once only. `fn` may be `InParts`."""
 
     def __call__(
         self,
         fn: Callable[..., Any],
-        module: torch.nn.Module,
-        arguments: tuple[Any, ...],
+        module: torch.nn.Module | None = ...,
         *,
-        device: Any,
+        device: Any = ...,
         blocks: Mapping[str, torch.nn.Module] = ...,
         stack_traces: bool = ...,
         dynamic_shapes: DynamicShapes | None = ...,
         call_hierarchy: bool = ...,
-    ) -> TracedResult: ...
+    ) -> Callable[..., TracedResult]: ...
 
 
 def make_fx_capture(
     fn: Callable[..., Any],
-    module: torch.nn.Module,
-    arguments: tuple[Any, ...],
+    module: torch.nn.Module | None = None,
     *,
-    device: Any,
+    device: Any = None,
     blocks: Mapping[str, torch.nn.Module] = types.MappingProxyType({}),
     stack_traces: bool = False,
     dynamic_shapes: DynamicShapes | None = None,
     call_hierarchy: bool = False,
-) -> TracedResult:
-    """Run the function on fake tensors and record every operator: `minimal_fx_tracer` in the form of a `Capture`."""
+) -> Callable[..., TracedResult]:
+    """Trace as `minimal_fx_tracer` does, for a training step: sizes that no pass could reckon with are refused."""
     trace = minimal_fx_tracer(
         fn,
         module,
@@ -95,12 +93,18 @@ def make_fx_capture(
         dynamic_shapes=dynamic_shapes,
         call_hierarchy=call_hierarchy,
     )
-    traced = trace(*arguments)
-    if traced.sizes is not None:
-        if unknown := traced.sizes.what_is_unknown(traced.gm):
-            raise UserError(f"{unknown}: a training step's passes need sizes to reckon with, and numbers in tensors")
-        keep_traced_sizes(traced.gm, traced.sizes)
-    return traced
+
+    def capture(*args: Any, **kwargs: Any) -> TracedResult:
+        traced = trace(*args, **kwargs)
+        if traced.sizes is not None:
+            if unknown := traced.sizes.what_is_unknown(traced.gm):
+                raise UserError(
+                    f"{unknown}: a training step's passes need sizes to reckon with, and numbers in tensors"
+                )
+            keep_traced_sizes(traced.gm, traced.sizes)
+        return traced
+
+    return capture
 
 
 def minimal_fx_tracer(

@@ -92,7 +92,7 @@ def check(model: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor = X) 
 
     graphs = []
     for name, capture in HERE.items():
-        traced = capture(InParts(step, forward), model, (x,), device="cpu")
+        traced = capture(InParts(step, forward), model)(x)
         assert same(run_traced(traced, module=model)(x + 1), step(forward, x + 1)), name
         graphs.append(cleanup(traced.gm))
     assert all(described(gm) == described(graphs[0]) for gm in graphs)
@@ -340,4 +340,4 @@ def test_a_list_that_outlives_the_step_is_refused_by_name(kind: str) -> None:
         return model(x)
 
     with pytest.raises(UserError, match="the captured function changes LASTING"):
-        CAPTURES["dynamo"](lambda x: KINDS[kind](region, x).sum(), model, (X,), device="cpu")
+        CAPTURES["dynamo"](lambda x: KINDS[kind](region, x).sum(), model)(X)

@@ -30,6 +30,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.arguments import positional_parameters, take_call
+from torchtitan_graph.graph.calls import called_as, expect_arguments, expect_function, expect_state
 from torchtitan_graph.graph.dimensions import DynamicShapes
 from torchtitan_graph.graph.dynamic import Compared, Sizes, compare
 from torchtitan_graph.graph.signature import layout_of
@@ -47,7 +48,10 @@ from torchtitan_graph.graph.torch_private.tracing import FakeTensorMode, made_fo
 from torchtitan_graph.graph.trace import Capture, InParts, fakes_of, make_fx_capture
 from torchtitan_graph.graph.traced import TracedResult
 
+_CALL = "dynamo_capture(fn, module=model)(*arguments)"
 
+
+@called_as(_CALL)
 def dynamo_capture(
     fn: Callable[..., Any],
     module: nn.Module | None = None,
@@ -64,6 +68,8 @@ def dynamo_capture(
     Raises:
         UserError: what Dynamo or a graph can't hold, or what the function changes beside its result.
     """
+    expect_state(_CALL, module, None)
+    expect_function(_CALL, fn, module, device, blocks)
     if torch.__version__ < "2.13":
         raise UserError(
             f"compile.capture = 'dynamo': needs torch 2.13 or newer, and this is {torch.__version__}; use 'make_fx'"
@@ -78,6 +84,7 @@ def dynamo_capture(
     )
 
     def capture(*args: Any, **kwargs: Any) -> TracedResult:
+        expect_arguments(fn, args, kwargs)
         given = take_call(positional_parameters(fn), args, kwargs)
         sizes = Sizes(given.by_name, dynamic_shapes)
         mode = fake_mode_for_dynamo(sizes.env)

@@ -377,3 +377,46 @@ def test_a_function_may_look_at_what_an_argument_is() -> None:
     model = net()
     run = run_traced(captured(model, lambda x: model(pytree.tree_leaves([x])[0]).sum()), module=model)
     assert torch.equal(run(X)[0], model(X).sum())
+
+
+class Scaled:
+    def step(self, x: Tensor, *, factor: Tensor) -> Tensor:
+        return x.sin() * factor
+
+    def __call__(self, x: Tensor, factor: int = 2) -> Tensor:
+        return x.sin() * factor
+
+
+def by_keyword_only(x: Tensor, *, z: Tensor, y: Tensor) -> Tensor:
+    return x * y + z
+
+
+@pytest.mark.parametrize("capture", CAPTURES.values())
+@pytest.mark.parametrize(
+    ("fn", "args", "kwargs"),
+    [
+        (by_keyword_only, (X,), {"z": X, "y": X + 1}),
+        (lambda **batch: batch["x"] - batch["b"], (), {"x": X, "b": X + 1}),
+        (lambda x, y: x - y, (), {"y": X, "x": X + 1}),
+        (Scaled().step, (X,), {"factor": X}),
+        (Scaled(), (), {"x": X}),
+        (torch.sin, (X,), {}),
+    ],
+    ids=["keyword-only", "any keyword", "by keyword", "method", "object", "builtin"],
+)
+def test_both_are_called_as_the_function_is_without_a_module_too(
+    capture: Any, fn: Any, args: tuple, kwargs: dict[str, Tensor]
+) -> None:
+    run = run_traced(capture(fn)(*args, **kwargs))
+    for _ in range(2):
+        assert torch.equal(run(*args, **dict(reversed(kwargs.items()))), fn(*args, **kwargs))
+
+
+def test_what_the_graph_rests_on_is_checked_of_arguments_by_keyword_too() -> None:
+    model = net()
+    run = run_traced(dynamo_capture(lambda x, *, shift: model(x) + shift, model)(X, shift=X), model)
+    assert torch.equal(run(x=X, shift=X), model(X) + X)
+    model.doubles = True
+    model.last.weight = nn.Parameter(model.last.weight.detach().clone())
+    with pytest.raises(UserError, match="doubles == False"):
+        run(X, shift=X)

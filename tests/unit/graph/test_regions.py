@@ -298,7 +298,7 @@ def test_a_region_that_writes_to_an_argument_of_the_step_is_refused(kind: str, c
         return model(x.mul_(2))
 
     with pytest.raises(UserError, match=r"writes in place to x \(aten.mul_.Tensor, graph/test_regions.py:\d+\)"):
-        HERE[capture](lambda x: KINDS[kind](region, x).sum(), model, (X,), device="cpu")
+        HERE[capture](lambda x: KINDS[kind](region, x).sum(), model)(X)
 
 
 @pytest.mark.parametrize("capture", HERE)
@@ -309,7 +309,7 @@ def test_a_region_that_draws_numbers_is_refused(capture: str) -> None:
         return nn.functional.dropout(model(x))
 
     with pytest.raises(UserError, match=r"draws random numbers \(aten.*, graph/test_regions.py:\d+\)"):
-        HERE[capture](lambda x: checkpoint(region, x, use_reentrant=False).sum(), model, (X,), device="cpu")
+        HERE[capture](lambda x: checkpoint(region, x, use_reentrant=False).sum(), model)(X)
 
 
 @pytest.mark.parametrize("capture", HERE)
@@ -323,7 +323,7 @@ def test_a_reentrant_checkpoint_is_refused(capture: str) -> None:
         return checkpoint(model, model.one(x), use_reentrant=True).sum()
 
     with pytest.raises(UserError, match="torch.utils.checkpoint with use_reentrant=True.*pass use_reentrant=False"):
-        HERE[capture](InParts(step, forward), model, (X,), device="cpu")
+        HERE[capture](InParts(step, forward), model)(X)
 
 
 LASTING: list[Tensor] = []

@@ -38,7 +38,8 @@ def called_as(call: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 unknown = next((name for name in kwargs if name not in signature.parameters), "")
                 near = nearest(unknown, signature.parameters) if unknown else None
                 hint = f" (did you mean {near}?)" if near else ""
-                raise UserError(f"{fn.__name__}: {error}{hint}; write {call}") from None
+                name = fn.__qualname__.removesuffix(".__init__")
+                raise UserError(f"{name}: {error}{hint}; write {call}") from None
             return fn(*args, **kwargs)
 
         return checked

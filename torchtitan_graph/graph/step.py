@@ -11,7 +11,9 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.fx import GraphModule, Node
 
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.pieces import Recorder, Replayed
 from torchtitan_graph.graph.signature import signature_of
 from torchtitan_graph.graph.state import sharing_memory
@@ -164,7 +166,22 @@ def _with_outputs_named(traced: TracedResult, first: Sequence[tuple[str, str]]) 
         for slot, (kind, name) in zip(signature.outputs, there, strict=True)
     )
     traced.gm.meta["signature"] = dataclasses.replace(signature, outputs=outputs)
+    _refuse_sums_in_slots(traced.gm)
     return traced
+
+
+def _refuse_sums_in_slots(gm: GraphModule) -> None:
+    """Raise a UserError if a layer is called several times: what it tells in its slot would add up."""
+    slots = (slot for slot in signature_of(gm).outputs for _ in range(slot.layout.num_tensors))
+    for slot, node in zip(slots, gm.graph.output_node().args[0], strict=True):  # type: ignore[arg-type]
+        while isinstance(node, Node) and node.target is torch.ops.aten.detach.default:
+            node = node.args[0]
+        if slot.name.endswith(SLOT) and isinstance(node, Node) and node.target is torch.ops.aten.add.Tensor:
+            raise UserError(
+                f"delayed scaling: the layer {slot.name.removesuffix(SLOT)} is called several times in a forward pass,"
+                " and the largest magnitudes of its calls would add up: choose another recipe for it, or have a layer"
+                " for each call"
+            )
 
 
 def trace_eval_step(

@@ -81,7 +81,10 @@ def test_a_module_without_the_contract_is_refused_naming_what_it_lacks(package: 
         ("Model = nn.Linear", "Model is the class Linear: must be a class derived from .*decoder.Decoder"),
         ("Model = lambda config, attn: None", "Model is a function: must be a class derived from"),
         ("class Model(Decoder): pass", r"Model defines no rope\(positions_BL\)"),
-        ("Model.__init__ = lambda self, config: None", r"Model\(config\) must be built by Model\(config, attn\): too many"),
+        (
+            "Model.__init__ = lambda self, config: None",
+            r"Model\(config\) must be built by Model\(config, attn\): too many",
+        ),
         ("PLAN = None", "PLAN is a NoneType: must be a dict of patterns of names, to a role by axis"),
         ("HF_KEYS = []", "HF_KEYS is a list: must be a dict of our parameters' names"),
         ("HF_KEYS = {'a': 1}", "HF_KEYS is a dict: must be a dict of our parameters' names"),

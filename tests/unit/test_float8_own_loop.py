@@ -2,6 +2,8 @@
 
 import copy
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -42,6 +44,13 @@ def test_weights_that_are_quantised_once_a_step_give_the_same_bits() -> None:
     assert losses(cached) == losses(each_call, refreshes=False)
     assert cached[0].weight_q is not None and each_call[0].weight_q is None
     assert losses(cached, refreshes=False) != losses(copy.deepcopy(each_call), refreshes=False)  # they are old
+
+
+def test_the_loop_of_the_docs_runs() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "13_float8.md").read_text()
+    names: dict = {}
+    exec(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0], names)
+    assert names["model"][0].weight_q is not None
 
 
 def test_a_traced_step_reads_what_refresh_writes() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.graph.calls import called_as
 from torchtitan_graph.graph.dynamo import CAPTURES, Guards
 from torchtitan_graph.graph.show import line_of
 from torchtitan_graph.graph.stamp import described
@@ -119,8 +120,9 @@ class Comparing:
         return capture
 
 
+@called_as("compare_captures(fn, module=model)(*arguments)")
 def compare_captures(
-    fn: Callable[..., Any], module: nn.Module | None = None, device: Any = "cpu"
+    fn: Callable[..., Any], module: nn.Module | None = None, *, device: Any = "cpu"
 ) -> Callable[..., Comparison]:
     """Return a callable that captures `fn`, which closes over `module`, both ways for the arguments it is called with.
 

@@ -76,8 +76,8 @@ def dynamo_capture(
         )
     if call_hierarchy:
         raise UserError(
-            "compile.record_call_hierarchy = true: not with compile.capture = 'dynamo', which runs no function of the "
-            "model's while it captures; use 'make_fx'"
+            "compile.record_call_hierarchy = true (call_hierarchy=True): not with compile.capture = 'dynamo', which"
+            " runs no function of the model's while it captures; use 'make_fx' (minimal_fx_tracer)"
         )
     in_make_fx = functools.partial(
         make_fx_capture, device=device, stack_traces=stack_traces, dynamic_shapes=dynamic_shapes

@@ -58,6 +58,8 @@ class InParts(functools.partial):
 
     @property
     def forward(self) -> Callable[..., Any]:
+        if not self.args:
+            raise UserError("InParts has no forward: write InParts(whole, forward), for whole(forward, *arguments)")
         return self.args[0]
 
     def with_forward(self, forward: Callable[..., Any]) -> InParts:

@@ -9,7 +9,19 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from torchtitan_graph.capture import dynamo_capture, make_fx_capture, minimal_fx_tracer, run_traced
+from torchtitan_graph.capture import (
+    InParts,
+    call_hierarchy,
+    dynamo_capture,
+    fwd_call_hierarchy,
+    make_fx_capture,
+    minimal_fx_tracer,
+    origin,
+    run_traced,
+    shown,
+    signature_of,
+)
+from torchtitan_graph.check.captures import compare_captures
 from torchtitan_graph.errors import UserError
 
 MODEL, X = nn.Linear(2, 2), torch.ones(1, 2)
@@ -94,6 +106,27 @@ def test_of_another_capture(capture: Any) -> None:
     words = rf"{capture.__name__}: too many positional arguments; write {capture.__name__}\(fn, module=model\)"
     with pytest.raises(UserError, match=words):
         capture(step, MODEL, (X,))
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda t: signature_of(t), r"a TracedResult has no signature: .* signature_of\(traced.gm\)"),
+        (lambda t: signature_of(torch.fx.symbolic_trace(MODEL)), "a Linear has no signature"),
+        (lambda t: call_hierarchy(t.gm), "is no node of a graph: write it for node in traced.gm.graph.nodes"),
+        (lambda t: fwd_call_hierarchy(t), "a TracedResult is no node of a graph"),
+        (lambda t: origin(t.gm.graph), "a Graph is no node of a graph"),
+        (
+            lambda t: shown(next(iter(t.gm.graph.nodes))),
+            r"a Node is no place: write shown\(place\) for place in call_hi",
+        ),
+        (lambda t: compare_captures(step, MODEL, (X,)), r"write compare_captures\(fn, module=model\)\(\*arguments\)"),
+        (lambda t: dynamo_capture(InParts(step))(X), r"InParts has no forward: write InParts\(whole, forward\)"),
+    ],
+)
+def test_of_what_reads_a_graph(call: Callable[[Any], Any], words: str, traced: Any) -> None:
+    with pytest.raises(UserError, match=words):
+        call(traced)
 
 
 def test_a_function_that_is_called_through_a_decorator_keeps_its_own_way() -> None:

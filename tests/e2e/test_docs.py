@@ -1,5 +1,6 @@
 """The documentation is true: its commands run, its links lead somewhere, README's tree is the tree."""
 
+import ast
 import importlib.util
 import itertools
 import re
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 from runs import REPOSITORY, Command
 
+import torchtitan_graph
+from torchtitan_graph import capture
 from torchtitan_graph.config import check, dump_toml, load
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.plan.__main__ import parser
@@ -154,6 +157,32 @@ def test_readme_links_every_page() -> None:
     order = [readme.find(f"](docs/{page.name})", readme.index("## Documentation")) for page in DOCS]
     assert -1 not in order
     assert order == sorted(order)
+
+
+def python_of(page: Path) -> list[ast.Module]:
+    return [
+        ast.parse(block) for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    ]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if python_of(page)], ids=lambda page: page.name)
+def test_what_a_page_imports_is_there(page: Path) -> None:
+    for tree in python_of(page):
+        for line in (node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))):
+            exec(ast.unparse(line), {})
+
+
+def test_readme_names_what_is_public() -> None:
+    """What it imports of `capture` is all of that, and in the package itself too."""
+    (tree,) = python_of(REPOSITORY / "README.md")
+    lines = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    named = sorted(each.name for node in lines if node.module == "torchtitan_graph.capture" for each in node.names)
+    assert named == sorted(capture.__all__) == sorted(torchtitan_graph.__all__)
+    for name in named:
+        assert getattr(torchtitan_graph, name) is getattr(capture, name)
+        assert name in dir(torchtitan_graph)
+    with pytest.raises(ImportError, match="minimal_fx_trace"):
+        exec("from torchtitan_graph import minimal_fx_trace", {})
 
 
 def test_readme_tree_has_a_line_for_every_file() -> None:

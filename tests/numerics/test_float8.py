@@ -144,10 +144,10 @@ def seen_by_all(all_dims: list[ParallelDims]) -> list[list[float]]:
     found, rank = [], dist.get_rank()
     for dims in all_dims:
         model = nn.Sequential(Linear(nn.Linear(16, 16), PAST))
-        told = {"0.amax": torch.tensor([1.0 + rank, 2.0 - rank])}
+        told = {"0.amax": torch.tensor([1.0 + rank, 2.0 - rank, 1.0])}
         state = Float8State(model, {}, layout_of(dims), torch.float32)
         for factor in (1, 3):
-            state.take({name: factor * x for name, x in told.items()})
+            state.take({name: x * torch.tensor([factor, factor, 1]) for name, x in told.items()})
         found.append(model[0].amax_history[:3].flatten().tolist())
     return found
 

@@ -3,7 +3,7 @@ what the other tests of this folder run."""
 
 import dataclasses
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -79,11 +79,14 @@ def traces(cell: Cell, trace_every_block: bool) -> list[list[tuple]]:
     layout, options, found = layout_of(cell), cell.options("graph"), []
     options = dataclasses.replace(options, trace_every_block=trace_every_block, eval_rows=options.rows)
 
-    def capture(*args: Any, **kwargs: Any) -> TracedResult:
-        traced = make_fx_capture(*args, **kwargs, call_hierarchy=True)
-        places = [(call_hierarchy(node), fwd_call_hierarchy(node)) for node in cleanup(traced.gm).graph.nodes]
-        found.append(list(zip(described(traced.gm), places, strict=True)))
-        return traced
+    def capture(*args: Any, **kwargs: Any) -> Callable[..., TracedResult]:
+        def trace(*arguments: Any) -> TracedResult:
+            traced = make_fx_capture(*args, **kwargs, call_hierarchy=True)(*arguments)
+            places = [(call_hierarchy(node), fwd_call_hierarchy(node)) for node in cleanup(traced.gm).graph.nodes]
+            found.append(list(zip(described(traced.gm), places, strict=True)))
+            return traced
+
+        return trace
 
     build = trace_steps if cell.dims.pp == 1 else build_graphs
     build(build_model(cell), load_family(cell.family), layout, options, capture)

@@ -147,7 +147,7 @@ def test_of_a_stage_it_runs_on_the_whole_or_on_the_parts(nothing_is_sent: None) 
 
 
 def test_the_example_of_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = next(block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "drop_unit_products" in block)
+    code = next(block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "double_by_adding" in block)
     toml = next(block for block in re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL) if "extra_passes" in block)
     (tmp_path / "my_passes.py").write_text(code)
     (tmp_path / "mine.toml").write_text(toml)
@@ -156,7 +156,7 @@ def test_the_example_of_the_docs_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "again.toml").write_text(dump_toml(config))
     assert load(["--job.config_file", str(tmp_path / "again.toml")]).compile == config.compile
     (extra,) = plan_extra(config.compile)
-    gm: GraphModule = minimal_fx_tracer(lambda x: (x * 1).sin())(torch.ones(2)).gm
+    gm: GraphModule = minimal_fx_tracer(lambda x: torch.ops.aten.mul.Scalar(x, 2.0).sin())(torch.ones(2)).gm
     gm = run_passes(gm, [extra.own], (), CPU, Inspection())
-    assert not gm.graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)
-    assert importlib.import_module("my_passes").drop_unit_products is extra.own.run
+    assert not gm.graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Scalar)
+    assert importlib.import_module("my_passes").double_by_adding is extra.own.run

@@ -114,7 +114,7 @@ def test_every_way_to_run_it_gives_the_same_bits(recipe: Recipe, is_hit: bool) -
     x, weight = numbers(2, T // 2, D).requires_grad_(), weight.requires_grad_()
     workspace = quantized(weight.detach(), E4M3) if is_hit else (None, None)
     past = torch.tensor([3.0, 0.0]) if recipe.scaling == DELAYED else None
-    slot = torch.zeros(2, requires_grad=True) if recipe.scaling == DELAYED else None
+    slot = torch.tensor([0.0, 0.0, 1.0], requires_grad=True) if recipe.scaling == DELAYED else None
     dy = numbers(2, T // 2, F, seed=2)
 
     def forward(x: Tensor, weight: Tensor, *slot: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ def test_every_way_to_run_it_gives_the_same_bits(recipe: Recipe, is_hit: bool) -
     args = (x, weight) if slot is None else (x, weight, slot)
     expected = in_every_way(forward, dy, *args)
     if slot is not None:
-        assert torch.equal(expected[3], torch.stack([x.abs().max(), dy.abs().max()]).float())
+        assert torch.equal(expected[3], torch.stack([x.abs().max(), dy.abs().max(), torch.tensor(1.0)]))
     others = step(forward, dy, x, (weight.detach() * 2).requires_grad_(), *args[2:])
     assert torch.equal(others[0], expected[0]) == is_hit  # a workspace is taken as it is
 
@@ -148,7 +148,7 @@ def test_delayed_scaling_is_by_what_was_seen_of_each() -> None:
         product(dyq, sdy, w.t(), sw, torch.bfloat16, recipe),
         product(dyq.t(), sdy, xq.t(), sx, torch.bfloat16, recipe),
     ]
-    args, slot = (x.requires_grad_(), weight.requires_grad_()), torch.zeros(2, requires_grad=True)
+    args, slot = (x.requires_grad_(), weight.requires_grad_()), torch.tensor([0.0, 0.0, 1.0], requires_grad=True)
     found = step(lambda x, w: linear(x, w, recipe, slot=slot, past=past)[0], dy, *args)
     assert all(map(torch.equal, found, expected))
     ends = torch.tensor([T], dtype=torch.int32)
@@ -187,7 +187,7 @@ def test_it_is_a_linear_layer_but_for_the_rounding_of_its_operands(recipe: Recip
     dy, past = numbers(T, F, seed=2, dtype=torch.float32), torch.zeros(2)
     leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
     is_delayed = recipe.scaling == DELAYED
-    slot = torch.zeros(2, requires_grad=True) if is_delayed else None
+    slot = torch.tensor([0.0, 0.0, 1.0], requires_grad=True) if is_delayed else None
     y, *_ = linear(*leaves, recipe, slot=slot, past=past if is_delayed else None)
     found = y.detach(), *torch.autograd.grad(y, leaves, dy)
 
@@ -262,7 +262,7 @@ def test_an_operand_without_gradient_costs_no_product() -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_it_takes_any_shape_that_a_linear_layer_takes(recipe: Recipe) -> None:
-    weight, slot = numbers(F, D, seed=1).requires_grad_(), torch.zeros(2, requires_grad=True)
+    weight, slot = numbers(F, D, seed=1).requires_grad_(), torch.tensor([0.0, 0.0, 1.0], requires_grad=True)
     for shape in ((D,), (0, D), (2, 0, D), (2, 3, 4, D)):
         x = numbers(*shape).requires_grad_()
         y, *_ = linear(x, weight, recipe, slot=slot if recipe.scaling == DELAYED else None)

@@ -8,8 +8,7 @@ import hashlib
 import itertools
 import re
 import time
-import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.graph.calls import called_as
 from torchtitan_graph.graph.dynamo import CAPTURES, Guards
 from torchtitan_graph.graph.show import line_of
 from torchtitan_graph.graph.stamp import described
@@ -78,59 +78,64 @@ class Comparing:
     def __call__(
         self,
         fn: Callable[..., Any],
-        module: nn.Module,
-        arguments: tuple[Any, ...],
+        module: nn.Module | None = None,
         *,
-        device: Any,
-        blocks: Mapping[str, nn.Module] = types.MappingProxyType({}),
         stack_traces: bool = False,
         **others: Any,
-    ) -> TracedResult:
+    ) -> Callable[..., TracedResult]:
         """Capture both ways. `others` are what else a `Capture` takes: what only one of them can do, the other refuses.
 
         Raises:
             UserError: neither can; the reason is make_fx's.
         """
-        traced: dict[str, TracedResult] = {}
-        seconds: dict[str, float] = {}
-        refused: dict[str, UserError] = {}
 
-        def take(name: str, stack_traces: bool) -> TracedResult:
-            how = dict(device=device, blocks=blocks, stack_traces=stack_traces, **others)
-            found = CAPTURES[name](fn, module, arguments, **how)
-            return dataclasses.replace(found, gm=cleanup(found.gm))
+        def capture(*args: Any, **kwargs: Any) -> TracedResult:
+            traced: dict[str, TracedResult] = {}
+            seconds: dict[str, float] = {}
+            refused: dict[str, UserError] = {}
 
-        for name in CAPTURES:
-            begin = time.process_time()
-            try:
-                traced[name] = take(name, stack_traces)
-            except UserError as error:
-                refused[name] = error
-            seconds[name] = time.process_time() - begin
-        if not traced:
-            raise refused["make_fx"]
-        found = [] if refused else list(differing(traced["make_fx"].gm, traced["dynamo"].gm))
-        if found and not stack_traces:  # lines of source take time: only where there is something to say of them
-            found = list(differing(take("make_fx", True).gm, take("dynamo", True).gm))
-        guards = [x.guards for x in traced.values() if isinstance(x.guards, Guards)]
-        values = dict.fromkeys(value for each in guards for value in each.values)
-        words = {name: str(error) for name, error in refused.items()}
-        first = next(iter(traced.values()))
-        self.found.append(Comparison(seconds, words, len(first.gm.graph.nodes), found, list(values)))
-        return first
+            def take(name: str, stack_traces: bool) -> TracedResult:
+                found = CAPTURES[name](fn, module, stack_traces=stack_traces, **others)(*args, **kwargs)
+                return dataclasses.replace(found, gm=cleanup(found.gm))
+
+            for name in CAPTURES:
+                begin = time.process_time()
+                try:
+                    traced[name] = take(name, stack_traces)
+                except UserError as error:
+                    refused[name] = error
+                seconds[name] = time.process_time() - begin
+            if not traced:
+                raise refused["make_fx"]
+            found = [] if refused else list(differing(traced["make_fx"].gm, traced["dynamo"].gm))
+            if found and not stack_traces:  # lines of source take time: only where there is something to say of them
+                found = list(differing(take("make_fx", True).gm, take("dynamo", True).gm))
+            guards = [x.guards for x in traced.values() if isinstance(x.guards, Guards)]
+            values = dict.fromkeys(value for each in guards for value in each.values)
+            words = {name: str(error) for name, error in refused.items()}
+            first = next(iter(traced.values()))
+            self.found.append(Comparison(seconds, words, len(first.gm.graph.nodes), found, list(values)))
+            return first
+
+        return capture
 
 
+@called_as("compare_captures(fn, module=model)(*arguments)")
 def compare_captures(
-    fn: Callable[..., Any], module: nn.Module, arguments: tuple[Any, ...], device: Any = "cpu"
-) -> Comparison:
-    """Capture `fn(*arguments)`, which closes over `module`, both ways.
+    fn: Callable[..., Any], module: nn.Module | None = None, *, device: Any = "cpu"
+) -> Callable[..., Comparison]:
+    """Return a callable that captures `fn`, which closes over `module`, both ways for the arguments it is called with.
 
     Raises:
         UserError: neither can.
     """
-    comparing = Comparing()
-    comparing(fn, module, arguments, device=device)
-    return comparing.found[0]
+
+    def compare(*args: Any, **kwargs: Any) -> Comparison:
+        comparing = Comparing()
+        comparing(fn, module, device=device)(*args, **kwargs)
+        return comparing.found[0]
+
+    return compare
 
 
 # --- node by node -----------------------------------------------------------------------------------------------------

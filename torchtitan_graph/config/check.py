@@ -1,11 +1,15 @@
 """Checks that need several options, or the number of processes."""
 
+import dataclasses
 import math
 import os
+from collections.abc import Iterator
+from typing import Any
 
 from torchtitan_graph.config import checkpoint, graph, quantize
 from torchtitan_graph.config.job import OPTIONS, JobConfig, get, source_name
 from torchtitan_graph.config.job import named as _name
+from torchtitan_graph.config.option import brief, nearest
 from torchtitan_graph.config.resolve import problem_list
 from torchtitan_graph.errors import UserError
 
@@ -43,12 +47,50 @@ def check(config: JobConfig, world_size: int) -> list[str]:
     Raises:
         UserError: options contradict each other or the number of processes; the message lists all of it.
     """
+    if problems := [*_check_values(config, world_size)]:  # what a file or a command line gives has been checked
+        raise UserError(problem_list(problems))
     problems = [*_check_degrees(config, world_size), *_check_tables(config, world_size)]
     problems += graph.find_problems(config) + checkpoint.find_problems(config, world_size)
     problems += quantize.find_problems(config)
     if problems:
         raise UserError(problem_list(problems))
     return [*config.notices, *_notices(config)]
+
+
+def _check_values(config: JobConfig, world_size: int) -> Iterator[str]:
+    """Find what a configuration that is written in Python holds instead of options and their values."""
+    if type(world_size) is not int or world_size < 1:
+        yield f"world_size = {world_size!r}: must be the number of processes, a whole number of at least 1"
+    if not isinstance(config, JobConfig):
+        yield f"config is of class {type(config).__name__}: must be a JobConfig, as load(argv) returns"
+        return
+    wrong = [*_misplaced(config, JobConfig, "")]
+    yield from wrong
+    for key, option in OPTIONS.items() if not wrong else ():
+        value = get(config, key)
+        try:
+            if option.row is None:
+                option.accept(value)
+            elif not isinstance(value, list) or not all(isinstance(entry, option.row) for entry in value):
+                raise UserError(f"must be a list of {option.row.__name__}")
+        except UserError as error:
+            yield f"{key} = {brief(value)}: {error}"
+
+
+def _misplaced(config: Any, kind: type, prefix: str) -> Iterator[str]:
+    """Find tables of another class, and attributes that are no options."""
+    known = {field.name: field for field in dataclasses.fields(kind)}
+    for name in vars(config).keys() - known.keys():
+        near = nearest(prefix + name, [*OPTIONS])
+        yield f"{prefix}{name} is not an option" + (f"; did you mean {near}?" if near else "")
+    for name, field in known.items():
+        table = field.default_factory
+        if isinstance(table, type) and dataclasses.is_dataclass(table):
+            found = getattr(config, name)
+            if isinstance(found, table):
+                yield from _misplaced(found, table, f"{prefix}{name}.")
+            else:
+                yield f"{prefix}{name} is of class {type(found).__name__}: set its options one by one, as attributes"
 
 
 def ranks_asked_for() -> int | None:

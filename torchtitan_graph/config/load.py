@@ -9,7 +9,7 @@ from typing import Any
 import torchtitan_graph
 from torchtitan_graph.config.job import OPTIONS, JobConfig
 from torchtitan_graph.config.manual import option_help
-from torchtitan_graph.config.option import nearest, tomllib
+from torchtitan_graph.config.option import brief, nearest, tomllib
 from torchtitan_graph.config.resolve import COMMAND_LINE, NAMES, Resolution, Setting, is_flag, problem_list, resolve
 from torchtitan_graph.config.support import REFUSED, RENAMED
 from torchtitan_graph.errors import UserError
@@ -29,6 +29,9 @@ def load(argv: Sequence[str]) -> JobConfig:
     Raises:
         UserError: anything is wrong; the message lists all of it, a line each: where, which option, what is legal.
     """
+    if isinstance(argv, str) or not isinstance(argv, Sequence) or not all(isinstance(word, str) for word in argv):
+        words = "['--job.config_file', 'my.toml', '--training.steps', '10']"
+        raise UserError(f"load: argv = {brief(argv)}: must be the words of a command line, as in load({words})")
     for index, word in enumerate(argv):
         if word in ("--help", "-h"):
             table = next((name for name in argv[index + 1 : index + 2] if not name.startswith("-")), None)

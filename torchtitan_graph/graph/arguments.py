@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -52,7 +53,7 @@ class Given(NamedTuple):
 
 def take_call(parameters: tuple[str, ...], args: tuple, kwargs: dict[str, Any]) -> Given:
     """Flatten a call's arguments, and refuse those that a graph can't take."""
-    paths, in_spec = pytree.tree_flatten_with_path(ordered(args, kwargs))
+    paths, in_spec = flatten_with_path(ordered(args, kwargs))
     leaves = [leaf for _, leaf in paths]
     names = tuple(_leaf_name(path, parameters) for path, _ in paths)
     arguments = {name: pytree.tree_structure(x) for name, x in _by_name(args, kwargs, parameters).items()}
@@ -111,7 +112,7 @@ def leaves_by_name(
         if name not in arguments:
             words.append(f"{name} was not traced{_nearest(name, arguments)}")
             continue
-        leaves = {name + pytree.keystr(path): leaf for path, leaf in pytree.tree_flatten_with_path(value)[0]}
+        leaves = {name + pytree.keystr(path): leaf for path, leaf in flatten_with_path(value)[0]}
         own = {leaf for leaf in traced_leaves if leaf == name or leaf.startswith((f"{name}[", f"{name}."))}
         words += [f"{leaf} is missing" for leaf in names if leaf in own and leaf not in leaves]
         words += [f"{leaf} was not traced{_nearest(leaf, own)}" for leaf in leaves if leaf not in own]
@@ -133,13 +134,14 @@ def _nearest(name: str, names: Iterable[str]) -> str:
 def _check_argument(name: str, leaf: Any) -> None:
     if isinstance(leaf, torch.nn.Module):
         raise UserError(f"{name} is an nn.Module: pass it as module=, then its parameters become inputs of the graph")
+    if isinstance(leaf, torch.optim.Optimizer):
+        raise UserError(f"{name} is an optimizer: pass it as optimizer=, then its state becomes inputs of the graph")
     if isinstance(leaf, torch.Tensor):
         _check_dense(name, leaf)
     elif not isinstance(leaf, _CONSTANT_TYPES):
         raise UserError(
             f"{name} is a {type(leaf).__name__}; a traced function takes tensors and int, float, bool, str or None: "
-            "capture it in the function's closure, or register its type with torch.utils._pytree "
-            "(register_pytree_node if it holds tensors, register_constant if it does not)"
+            f"capture it in the function's closure{_how_to_register(type(leaf))}"
         )
 
 
@@ -151,8 +153,39 @@ def check_result(name: str, leaf: Any) -> None:
     elif not isinstance(leaf, (*_CONSTANT_TYPES, torch.SymInt)):
         raise UserError(
             f"{name} is a {type(leaf).__name__}; a traced function gives tensors and int, float, bool, str or None: "
-            "register its type with torch.utils._pytree (register_pytree_node), or return what it holds"
+            f"return what it holds{_how_to_register(type(leaf))}"
         )
+
+
+def _how_to_register(kind: type) -> str:
+    """Say how trees of tensors may hold objects of a class, where it is the user's."""
+    if kind.__module__.partition(".")[0] in ("builtins", "numpy", "torch"):
+        return ""
+    if dataclasses.is_dataclass(kind):
+        return f", or register its class: torch.export.register_dataclass({kind.__name__})"
+    return (
+        f", or register its class: torch.utils._pytree.register_pytree_node({kind.__name__}, flatten, unflatten, "
+        "flatten_with_keys_fn=...) if it holds tensors, "
+        f"torch.utils._pytree.register_constant({kind.__name__}) if it holds none and has __eq__"
+    )
+
+
+def flatten_with_path(tree: Any) -> tuple[list[tuple[Any, Any]], pytree.TreeSpec]:
+    """Return the leaves of a tree, each with its path, and the structure.
+
+    Raises:
+        UserError: it holds an object of a class that was registered without names of what it holds.
+    """
+    try:
+        return pytree.tree_flatten_with_path(tree)
+    except ValueError as error:
+        if "flatten_with_keys_fn" not in str(error):
+            raise
+        kind = str(error).partition("type: ")[2].partition(". ")[0]
+        raise UserError(
+            f"{kind} was registered with torch.utils._pytree.register_pytree_node without flatten_with_keys_fn=, which "
+            "gives the names of what it holds: register it with that, or take and return what it holds"
+        ) from error
 
 
 def _check_dense(name: str, tensor: torch.Tensor) -> None:

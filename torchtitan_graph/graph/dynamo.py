@@ -20,8 +20,8 @@ import functools
 import inspect
 import re
 import types
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
@@ -30,6 +30,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.arguments import positional_parameters, take_call
+from torchtitan_graph.graph.calls import called_as, expect_arguments, expect_function, expect_state
 from torchtitan_graph.graph.dimensions import DynamicShapes
 from torchtitan_graph.graph.dynamic import Compared, Sizes, compare
 from torchtitan_graph.graph.signature import layout_of
@@ -47,73 +48,140 @@ from torchtitan_graph.graph.torch_private.tracing import FakeTensorMode, made_fo
 from torchtitan_graph.graph.trace import Capture, InParts, fakes_of, make_fx_capture
 from torchtitan_graph.graph.traced import TracedResult
 
+_CALL = "dynamo_capture(fn, module=model)(*arguments)"
 
+
+@called_as(_CALL)
 def dynamo_capture(
     fn: Callable[..., Any],
-    module: nn.Module,
-    arguments: tuple[Any, ...],
+    module: nn.Module | None = None,
     *,
-    device: Any,
+    device: Any = None,
     blocks: Mapping[str, nn.Module] = types.MappingProxyType({}),
     stack_traces: bool = False,
     dynamic_shapes: DynamicShapes | None = None,
     call_hierarchy: bool = False,
-) -> TracedResult:
-    """Let Dynamo take `fn`, or its forward if it is `InParts`: a `Capture`. `blocks` are captured one by one.
+) -> Callable[..., TracedResult]:
+    """Return a callable that lets Dynamo take `fn`, or its forward if it is `InParts`, for the arguments that it is
+    called with: a `Capture`. `blocks` are captured one by one.
 
     Raises:
         UserError: what Dynamo or a graph can't hold, or what the function changes beside its result.
     """
+    expect_state(_CALL, module, None)
+    expect_function(_CALL, fn, module, device, blocks)
     if torch.__version__ < "2.13":
         raise UserError(
             f"compile.capture = 'dynamo': needs torch 2.13 or newer, and this is {torch.__version__}; use 'make_fx'"
         )
     if call_hierarchy:
         raise UserError(
-            "compile.record_call_hierarchy = true: not with compile.capture = 'dynamo', which runs no function of the "
-            "model's while it captures; use 'make_fx'"
+            "compile.record_call_hierarchy = true (call_hierarchy=True): not with compile.capture = 'dynamo', which"
+            " runs no function of the model's while it captures; use 'make_fx' (minimal_fx_tracer)"
         )
     in_make_fx = functools.partial(
         make_fx_capture, device=device, stack_traces=stack_traces, dynamic_shapes=dynamic_shapes
     )
-    given = take_call(positional_parameters(fn), arguments, {})
-    sizes = Sizes(given.by_name, dynamic_shapes)
-    mode = fake_mode_for_dynamo(sizes.env)
-    leaves = [
-        _faked(x, mode, device, sizes.strided(name, x)) if isinstance(x, Tensor) else sizes.number(name, x)
-        for name, x in zip(given.names, given.leaves, strict=True)
-    ]
-    fakes = pytree.tree_unflatten(leaves, given.in_spec)[0]
-    forward = fn.forward if isinstance(fn, InParts) else fn
-    num_taken = len(arguments)
-    if isinstance(fn, InParts):
-        kinds = [each.kind for each in inspect.signature(forward).parameters.values()]
-        num_taken = num_taken if inspect.Parameter.VAR_POSITIONAL in kinds else min(num_taken, len(kinds))
-    try:
-        replay, strict, constants = _captured(forward, module, fakes[:num_taken], mode, device)
-        traced = in_make_fx(fn.with_forward(replay) if isinstance(fn, InParts) else replay, module, arguments)
-    except UserError:
-        raise
-    except Exception as error:
-        in_make_fx(fn, module, arguments)  # what it refuses too it tells in words of the function's author
-        if isinstance(error, NotCaptured):
-            raise UserError(f"compile.capture = 'dynamo': {error}; change that, or use 'make_fx'") from error
-        if "modified by an inplace operation" in str(error):
-            raise UserError(
-                "compile.capture = 'dynamo': a checkpointed region writes in place to a value of the function around"
-                " it, which Dynamo makes its input, and backward computes the region again from that; write to a copy"
-                " in it, or use 'make_fx'"
-            ) from error
-        raise
-    return dataclasses.replace(traced, guards=Guards(strict, constants, traced.parameters, num_taken))
+
+    def capture(*args: Any, **kwargs: Any) -> TracedResult:
+        expect_arguments(fn, args, kwargs)
+        given = take_call(positional_parameters(fn), args, kwargs)
+        sizes = Sizes(given.by_name, dynamic_shapes)
+        mode = fake_mode_for_dynamo(sizes.env)
+        leaves = [
+            _faked(x, mode, device, sizes.strided(name, x)) if isinstance(x, Tensor) else sizes.number(name, x)
+            for name, x in zip(given.names, given.leaves, strict=True)
+        ]
+        fake_args, fake_kwargs = pytree.tree_unflatten(leaves, given.in_spec)
+        call = _Call.of(fn, args, kwargs)
+        try:
+            fakes = call.by_position(fake_args, fake_kwargs)
+            replay, strict, constants = _captured(call, module or nn.Module(), fakes, mode, device)
+            traced = in_make_fx(fn.with_forward(replay) if isinstance(fn, InParts) else replay, module)(*args, **kwargs)
+        except UserError:
+            raise
+        except Exception as error:
+            in_make_fx(fn, module)(*args, **kwargs)  # what it refuses too it tells in words of the function's author
+            if isinstance(error, NotCaptured):
+                raise UserError(f"compile.capture = 'dynamo': {error}; change that, or use 'make_fx'") from error
+            if "modified by an inplace operation" in str(error):
+                raise UserError(
+                    "compile.capture = 'dynamo': a checkpointed region writes in place to a value of the function"
+                    " around it, which Dynamo makes its input, and backward computes the region again from that; write"
+                    " to a copy in it, or use 'make_fx'"
+                ) from error
+            raise
+        return dataclasses.replace(traced, guards=Guards(strict, constants, call))
+
+    return capture
+
+
+class _Call(NamedTuple):
+    """A call of a function as Dynamo takes it: all arguments by position, first those of its parameters in their order,
+    then those that can only be given by name.
+
+    fn         the function that Dynamo takes
+    whole      the function that is called; if it is `InParts`, Dynamo takes its forward
+    num_taken  how many of the arguments `fn` takes
+    keywords   the names of the last ones
+    """
+
+    fn: Callable[..., Any]
+    whole: Callable[..., Any]
+    num_taken: int
+    keywords: tuple[str, ...]
+
+    @property
+    def replaced(self) -> Callable[..., Any]:
+        """The function in whose place Dynamo's graph is called."""
+        return self.whole.forward if isinstance(self.whole, InParts) else self.whole
+
+    @classmethod
+    def of(cls, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Call:
+        positional, by_name = _bound(fn, args, kwargs)
+        num_given, keywords = len(positional) + len(by_name), tuple(by_name)
+        if not isinstance(fn, InParts):
+            return cls(_by_position(fn, len(positional), keywords), fn, num_given, keywords)
+        kinds = [each.kind for each in inspect.signature(fn.forward).parameters.values()]
+        num_taken = num_given if inspect.Parameter.VAR_POSITIONAL in kinds else min(num_given, len(kinds))
+        return cls(_by_position(fn.forward, num_taken, ()), fn, num_taken, keywords)
+
+    def by_position(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Return what of a call's arguments `fn` takes."""
+        positional, by_name = _bound(self.whole, args, kwargs)
+        return (*positional, *(by_name[name] for name in self.keywords))[: self.num_taken]
+
+
+def _bound(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a call's arguments by position as far as they can be, and those that are left by name, sorted."""
+    if not kwargs:
+        return args, {}  # a builtin has no signature to look at
+    bound = inspect.signature(fn).bind(*args, **kwargs)
+    return bound.args, dict(sorted(bound.kwargs.items()))
+
+
+def _by_position(fn: Callable[..., Any], num_positional: int, keywords: tuple[str, ...]) -> Callable[..., Any]:
+    """Return a function in Python, which is what Dynamo reads, that takes all arguments by position."""
+    if keywords:
+
+        def call(*args: Any) -> Any:
+            return fn(*args[:num_positional], **dict(zip(keywords, args[num_positional:], strict=True)))
+
+        return call
+    if inspect.isfunction(fn):
+        return fn
+    call_it: Callable[..., Any] = lambda *args, function=fn: function(*args)  # noqa: E731
+    return functools.wraps(fn)(call_it) if positional_parameters(fn) else call_it  # names of arguments, for messages
 
 
 def _captured(
-    fn: Callable[..., Any], module: nn.Module, fakes: tuple[Any, ...], mode: FakeTensorMode, device: Any
+    call: _Call, module: nn.Module, fakes: tuple[Any, ...], mode: FakeTensorMode, device: Any
 ) -> tuple[Callable[..., Any], StrictCapture, dict[int, Tensor]]:
-    """Give Dynamo's graph, to be called as `fn` is, what Dynamo says of it, and which of its inputs are constants."""
-    if not inspect.isfunction(fn):
-        fn = functools.wraps(fn)(lambda *args, function=fn: function(*args))
+    """Give Dynamo's graph, to be called as the function is, what Dynamo says of it, and which of its inputs are
+    constants."""
+    fn = call.fn
     state = {name: _faked(x, mode, device) for (_, name), x in live_state(module, None).items()}
     with reparametrize(module, state):
         strict = capture_strictly(fn, fakes, Compared)
@@ -132,11 +200,12 @@ def _captured(
     # Tensors that the function takes from elsewhere are constants of the graph.
     constants = {i: x for i, x in enumerate(found) if isinstance(x, Tensor) and not is_traced(x)}
 
-    @functools.wraps(fn)
-    def replay(*args: Any) -> Any:
-        for relation, where in strict.holds(args):
+    @functools.wraps(call.replaced)
+    def replay(*args: Any, **kwargs: Any) -> Any:
+        taken = args if isinstance(call.whole, InParts) else call.by_position(args, kwargs)
+        for relation, where in strict.holds(taken):
             compare(relation, where)
-        return strict.result(_run(strict.gm, *strict.inputs(*args)), args)
+        return strict.result(_run(strict.gm, *strict.inputs(*taken)), taken)
 
     return replay, strict, constants
 
@@ -208,19 +277,14 @@ class Guards:
 
     Args:
         constants: of the tensors that Dynamo's graph takes, those that are constants of ours, by number.
-        parameters: the names of the arguments.
-        num_taken: how many of the arguments the function that Dynamo took has.
+        call: how a call's arguments become those of the function that Dynamo took.
     """
 
-    def __init__(
-        self, strict: StrictCapture, constants: Mapping[int, Tensor], parameters: Sequence[str], num_taken: int
-    ) -> None:
-        self._strict, self._constants = strict, constants
-        self._parameters, self._num_taken = parameters, num_taken
+    def __init__(self, strict: StrictCapture, constants: Mapping[int, Tensor], call: _Call) -> None:
+        self._strict, self._constants, self._call = strict, constants, call
 
-    def __call__(self, *arguments: Any, **by_name: Any) -> None:
-        named = [by_name[name] for name in self._parameters[len(arguments) :] if name in by_name]
-        taken = (*arguments, *named)[: self._num_taken]
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        taken = self._call.by_position(args, kwargs)
         if failed := self._strict.violated(taken):
             raise UserError(f"the graph rests on {_by_name(failed)}: set it back to what it was, or capture again")
         found = self._strict.inputs(*taken)

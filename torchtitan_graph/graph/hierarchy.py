@@ -37,6 +37,8 @@ import torch
 from torch import nn
 from torch.fx import Node
 
+from torchtitan_graph.errors import UserError
+
 _PROJECT = Path(__file__).parent.parent
 _LEFT_OUT = tuple(
     os.path.join(folder, "") for folder in (Path(torch.__file__).parent, _PROJECT / "graph", _PROJECT / "parallel")
@@ -72,6 +74,8 @@ Place = tuple[Entry, ...]
 
 def shown(place: Place) -> str:
     """Write a place as `layers.0:Block > attention:Attention > apply_rope()#1`."""
+    if isinstance(place, (Node, Entry)):
+        raise UserError(f"a {type(place).__name__} is no place: write shown(place) for place in call_hierarchy(node)")
     return " > ".join(map(str, place))
 
 
@@ -219,9 +223,16 @@ def below(origin: Place, inside: Place) -> Place:
 def call_hierarchy(node: Node) -> tuple[Place, ...]:
     """Give a node's places: one, or of a node that a pass made of several, theirs; none where they were not recorded,
     and of the graph's inputs and output."""
-    return node.meta.get("call_hierarchy", ())
+    return meta_of(node).get("call_hierarchy", ())
 
 
 def fwd_call_hierarchy(node: Node) -> tuple[Place, ...]:
     """Give the forward origin of a backward node: the places of the forward nodes whose gradient it computes."""
-    return node.meta.get("fwd_call_hierarchy", ())
+    return meta_of(node).get("fwd_call_hierarchy", ())
+
+
+def meta_of(node: Node) -> dict[str, Any]:
+    """Return what a node carries; a graph's own `meta` would be taken for a node's without."""
+    if not isinstance(node, Node):
+        raise UserError(f"a {type(node).__name__} is no node of a graph: write it for node in traced.gm.graph.nodes")
+    return node.meta

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from torchtitan_graph.graph.hierarchy import Place, below, call_hierarchy, fwd_call_hierarchy
+from torchtitan_graph.graph.hierarchy import Place, below, call_hierarchy, fwd_call_hierarchy, meta_of
 
 SAVE, RECOMPUTE, OFFLOAD = "save", "recompute", "offload"
 GATHER, REDUCE = "gather", "reduce"
@@ -77,7 +77,7 @@ def same_as(node: Node) -> int | None:
 
 def origin(node: Node) -> str:
     """Tell who made a node: "forward", autograd ("backward"), RECOMPUTED, or a pass, by its name."""
-    return node.meta.get("origin", phase(node))
+    return meta_of(node).get("origin", phase(node))
 
 
 def source_line(node: Node) -> str | None:

@@ -136,6 +136,15 @@ class Signature:
 
 
 def signature_of(gm: torch.fx.GraphModule) -> Signature:
+    """Return what a traced graph's inputs and outputs are.
+
+    Raises:
+        UserError: it is no such graph.
+    """
+    if not isinstance(gm, torch.fx.GraphModule) or "signature" not in gm.meta:
+        raise UserError(
+            f"a {type(gm).__name__} has no signature: must be a traced graph, as in signature_of(traced.gm)"
+        )
     return gm.meta["signature"]
 
 

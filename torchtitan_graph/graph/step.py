@@ -11,6 +11,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.fx import GraphModule, Node
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.pieces import Recorder, Replayed
@@ -94,9 +95,9 @@ def _terms(model: nn.Module, batch: Inputs, beside: SideOutputs) -> list[Tensor]
         if tuple(term.shape) != wanted:
             raise UserError(
                 f"{type(model).__name__}: a loss in SideOutputs.losses has the shape {tuple(term.shape)}; each must "
-                f"have a number for each token, {wanted}. Leave out its sum or mean over tokens and rows: the step adds the "
-                "mean over all tokens of its microbatches and ranks. A number for each row is expanded over the row's "
-                "tokens, x_B[:, None].expand_as(tokens_BL); see docs/09"
+                f"have a number for each token, {wanted}. Leave out its sum or mean over tokens and rows: the step "
+                "adds the mean over all tokens of its microbatches and ranks. A number for each row is expanded over "
+                "the row's tokens, x_B[:, None].expand_as(tokens_BL); see docs/09"
             )
     return [term.mean() / model.num_parts for term in beside.losses] + list(beside.experts)  # type: ignore[operator]
 
@@ -171,7 +172,7 @@ def trace_train_step(
 ) -> TracedResult:
     """Trace the step of a model on meta as if it lay on `device`; its outputs are named: the loss, gradients and state
     by name."""
-    traced = capture(make_train_step(model, loss, sum_in), model, (batch, masks, num_tokens), device=device)
+    traced = capture(make_train_step(model, loss, sum_in), model, device=device)(batch, masks, num_tokens)
     return _with_outputs_named(traced, [("loss", "loss")])
 
 
@@ -187,7 +188,22 @@ def _with_outputs_named(traced: TracedResult, first: Sequence[tuple[str, str]]) 
         for slot, (kind, name) in zip(signature.outputs, there, strict=True)
     )
     traced.gm.meta["signature"] = dataclasses.replace(signature, outputs=outputs)
+    _refuse_sums_in_slots(traced.gm)
     return traced
+
+
+def _refuse_sums_in_slots(gm: GraphModule) -> None:
+    """Raise a UserError if a layer is called several times: what it tells in its slot would add up."""
+    slots = (slot for slot in signature_of(gm).outputs for _ in range(slot.layout.num_tensors))
+    for slot, node in zip(slots, gm.graph.output_node().args[0], strict=True):  # type: ignore[arg-type]
+        while isinstance(node, Node) and node.target is torch.ops.aten.detach.default:
+            node = node.args[0]
+        if slot.name.endswith(SLOT) and isinstance(node, Node) and node.target is torch.ops.aten.add.Tensor:
+            raise UserError(
+                f"delayed scaling: the layer {slot.name.removesuffix(SLOT)} is called several times in a forward pass,"
+                " and the largest magnitudes of its calls would add up: choose another recipe for it, or have a layer"
+                " for each call"
+            )
 
 
 def trace_eval_step(
@@ -201,7 +217,7 @@ def trace_eval_step(
     capture: Capture = make_fx_capture,
 ) -> TracedResult:
     """Trace the loss alone: no backward."""
-    traced = capture(make_eval_step(model, loss), model, (batch, masks, num_tokens), device=device)
+    traced = capture(make_eval_step(model, loss), model, device=device)(batch, masks, num_tokens)
     signature = signature_of(traced.gm)
     (slot,) = signature.outputs
     outputs = (dataclasses.replace(slot, kind="loss", name="loss"),)
@@ -281,7 +297,7 @@ def trace_stage_step(
 ) -> TracedResult:
     """Trace a pipeline stage, as `trace_train_step` does; its outputs are the "output"s y and dx, the "loss", "grad"
     and "state" by name, as far as there are any."""
-    traced = capture(make_stage_step(model, loss, stage, sum_in), model, arguments, device=device)
+    traced = capture(make_stage_step(model, loss, stage, sum_in), model, device=device)(*arguments)
     return _with_outputs_named(traced, [("output", "y"), ("loss", "loss"), ("output", "dx")])
 
 
@@ -295,7 +311,7 @@ def trace_stage_evaluation(
             y, _ = _run_stage(model, stage, batch, masks, x)
             return loss(y, batch.labels_BL, num_tokens) if stage.last else y
 
-    return capture(step, model, arguments, device=device)
+    return capture(step, model, device=device)(*arguments)
 
 
 def bind_train_step(

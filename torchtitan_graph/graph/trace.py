@@ -20,7 +20,15 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
-from torchtitan_graph.graph.arguments import Given, check_result, positional_parameters, take_call
+from torchtitan_graph.graph.arguments import Given, check_result, flatten_with_path, positional_parameters, take_call
+from torchtitan_graph.graph.calls import (
+    TRACE,
+    called_as,
+    expect,
+    expect_arguments,
+    expect_function,
+    expect_state,
+)
 from torchtitan_graph.graph.dimensions import DynamicShapes
 from torchtitan_graph.graph.dynamic import Sizes, keep_traced_sizes
 from torchtitan_graph.graph.hierarchy import Recorder
@@ -50,6 +58,8 @@ class InParts(functools.partial):
 
     @property
     def forward(self) -> Callable[..., Any]:
+        if not self.args:
+            raise UserError("InParts has no forward: write InParts(whole, forward), for whole(forward, *arguments)")
         return self.args[0]
 
     def with_forward(self, forward: Callable[..., Any]) -> InParts:
@@ -57,35 +67,34 @@ class InParts(functools.partial):
 
 
 class Capture(Protocol):
-    """A way to turn a function into a graph: of `fn(*arguments)`, which closes over `module`. Of `blocks`, submodules
-    by name, those that are alike need to be traced once only. `fn` may be `InParts`."""
+    """A way to turn a function, which closes over `module`, into a graph: `capture(fn, module)(*args, **kwargs)`. Of
+    `blocks`, submodules by name, those that are alike need to be traced once only. `fn` may be `InParts`."""
 
     def __call__(
         self,
         fn: Callable[..., Any],
-        module: torch.nn.Module,
-        arguments: tuple[Any, ...],
+        module: torch.nn.Module | None = ...,
         *,
-        device: Any,
+        device: Any = ...,
         blocks: Mapping[str, torch.nn.Module] = ...,
         stack_traces: bool = ...,
         dynamic_shapes: DynamicShapes | None = ...,
         call_hierarchy: bool = ...,
-    ) -> TracedResult: ...
+    ) -> Callable[..., TracedResult]: ...
 
 
+@called_as("make_fx_capture(fn, module=model)(*arguments)")
 def make_fx_capture(
     fn: Callable[..., Any],
-    module: torch.nn.Module,
-    arguments: tuple[Any, ...],
+    module: torch.nn.Module | None = None,
     *,
-    device: Any,
+    device: Any = None,
     blocks: Mapping[str, torch.nn.Module] = types.MappingProxyType({}),
     stack_traces: bool = False,
     dynamic_shapes: DynamicShapes | None = None,
     call_hierarchy: bool = False,
-) -> TracedResult:
-    """Run the function on fake tensors and record every operator: `minimal_fx_tracer` in the form of a `Capture`."""
+) -> Callable[..., TracedResult]:
+    """Trace as `minimal_fx_tracer` does, for a training step: sizes that no pass could reckon with are refused."""
     trace = minimal_fx_tracer(
         fn,
         module,
@@ -95,14 +104,21 @@ def make_fx_capture(
         dynamic_shapes=dynamic_shapes,
         call_hierarchy=call_hierarchy,
     )
-    traced = trace(*arguments)
-    if traced.sizes is not None:
-        if unknown := traced.sizes.what_is_unknown(traced.gm):
-            raise UserError(f"{unknown}: a training step's passes need sizes to reckon with, and numbers in tensors")
-        keep_traced_sizes(traced.gm, traced.sizes)
-    return traced
+
+    def capture(*args: Any, **kwargs: Any) -> TracedResult:
+        traced = trace(*args, **kwargs)
+        if traced.sizes is not None:
+            if unknown := traced.sizes.what_is_unknown(traced.gm):
+                raise UserError(
+                    f"{unknown}: a training step's passes need sizes to reckon with, and numbers in tensors"
+                )
+            keep_traced_sizes(traced.gm, traced.sizes)
+        return traced
+
+    return capture
 
 
+@called_as(TRACE)
 def minimal_fx_tracer(
     fn: Callable[..., Any],
     module: torch.nn.Module | None = None,
@@ -135,12 +151,18 @@ def minimal_fx_tracer(
     Raises:
         UserError: an argument or a use of state that a graph can't hold, naming it and what to do instead.
     """
-    if optimizer is not None and module is None:
-        raise UserError("minimal_fx_tracer got an optimizer without its module: pass module=, the one it optimizes")
+    expect_state(TRACE, module, optimizer)
+    expect_function(TRACE, fn, module, device, blocks)
+    expect(TRACE, "donated", donated, (list, tuple, set, frozenset), "a list of the arguments' names")
+    for name in donated:
+        expect(TRACE, "what donated holds", name, str, "an argument's name")
 
     @uncollected()
     def trace(*args: Any, **kwargs: Any) -> TracedResult:
+        expect_arguments(fn, args, kwargs)
         given = take_call(positional_parameters(fn), args, kwargs)
+        if unknown := [name for name in donated if name not in given.arguments]:
+            raise UserError(f"donated = {[*donated]}: {unknown[0]!r} must be one of {', '.join(given.arguments)}")
         check_state(module, optimizer)
         values = [(kind, name, tensor) for (kind, name), tensor in live_state(module, optimizer).items()]
         values += [("input", given.names[i], x) for i, x in enumerate(given.leaves) if i not in given.constants]
@@ -244,7 +266,7 @@ def _on_flat_tensors(
         args, kwargs = pytree.tree_unflatten(full, given.in_spec)
         with swapped_state(module, optimizer, traced), unchanged_attributes(module), unassigned_data(traced):
             result = fn(*args, **kwargs)
-        paths, out.spec = pytree.tree_flatten_with_path(result)
+        paths, out.spec = flatten_with_path(result)
         for path, x in paths:
             check_result(f"the result{pytree.keystr(path)}", x)
         out.constants = {i: x for i, (_, x) in enumerate(paths) if not isinstance(x, torch.Tensor)}

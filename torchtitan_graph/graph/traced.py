@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import sympy
 import torch
@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.arguments import leaves_by_name, ordered
+from torchtitan_graph.graph.calls import RUN, TRACE, called_as, expect, expect_state
 from torchtitan_graph.graph.dynamic import Sizes
 from torchtitan_graph.graph.observe import Watchable
 from torchtitan_graph.graph.refusals import refuse_strides
@@ -55,11 +56,16 @@ class TracedResult:
     sizes: Sizes | None = None
     guards: Callable[..., None] | None = None
 
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise UserError(f"a traced function is run on the live state of its module: write {RUN}")
 
+
+@called_as(RUN)
 def run_traced(
     traced: TracedResult,
     module: torch.nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None,
+    *,
     make_run: Callable[[GraphModule], Callable[[list[torch.Tensor]], list[torch.Tensor]]] = Watchable,
 ) -> Callable[..., Any]:
     """Give a callable with the traced function's own signature that runs the graph on the live state.
@@ -71,8 +77,9 @@ def run_traced(
     Raises:
         UserError: the state's names or layouts, or a call's arguments, differ from those traced; names the difference.
     """
-    if optimizer is not None and module is None:
-        raise UserError("run_traced got an optimizer without its module: pass module=, the one it optimizes")
+    expect(RUN, "traced", traced, TracedResult, f"what {TRACE} returns")
+    expect_state(RUN, module, optimizer)
+    _expect_state_as_traced(traced, module, optimizer)
     signature, graph = signature_of(traced.gm), make_run(traced.gm)
     state_slots = tuple(s for s in signature.inputs if s.kind != "input")
     input_slots = tuple(s for s in signature.inputs if s.kind == "input")
@@ -118,6 +125,16 @@ def run_traced(
             return _unflatten_result(traced, signature.outputs, values, sizes)
 
     return run
+
+
+def _expect_state_as_traced(traced: TracedResult, module: object, optimizer: object) -> None:
+    with_module = any(slot.kind in ("param", "buffer") for slot in signature_of(traced.gm).inputs)
+    if module is None and with_module:
+        raise UserError(f"the function was traced with module=, and is run with one: write {RUN}")
+    with_optimizer = bool(traced.options)
+    if with_optimizer is not (optimizer is not None):
+        how = "with optimizer=, and is run with one" if with_optimizer else "without optimizer=, and is run without"
+        raise UserError(f"the function was traced {how}")
 
 
 def _flat_inputs(

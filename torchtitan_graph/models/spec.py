@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
+import inspect
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from torchtitan_graph.config.resolve import family_names
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.layers.decoder import Decoder
+from torchtitan_graph.models.layers.stored import Stored
 
 # A family is a module with these: the flavours' table, the model class, the tensor-parallel plan, and the map from our
 # parameter names to Hugging Face's.
@@ -28,7 +31,7 @@ def load_family(name: str) -> ModuleType:
     """Import the family's module: `llama3` is `models/llama3.py`, `my_pkg.my_model` the user's own.
 
     Raises:
-        UserError: no such family, or a module without what a family must define.
+        UserError: no such family, or a module without what a family must define, or with something else there.
     """
     path = name if "." in name else f"torchtitan_graph.models.{name}"
     if "." not in name and name not in family_names():
@@ -47,7 +50,43 @@ def load_family(name: str) -> ModuleType:
     lacking = [attribute for attribute in CONTRACT if not hasattr(family, attribute)]
     if lacking:
         raise UserError(f"model.name = {name!r}: the module defines no {', '.join(lacking)}; see models/llama3.py")
+    if problem := _problem_of(family):
+        raise UserError(f"model.name = {name!r}: {problem}; see models/llama3.py")
     return family
+
+
+# What a flavour says of itself at least.
+_SIZES = ("dim", "num_layers", "num_heads", "vocab_size", "tied", "norm_eps")
+
+
+def _problem_of(family: ModuleType) -> str | None:
+    """Say what of a family's module is not of the kind that it must be."""
+    flavors, model = family.FLAVORS, family.Model
+    if not isinstance(flavors, Mapping) or not flavors:
+        return f"FLAVORS is {_kind(flavors)}: must be a dict of configurations by name, with at least one"
+    for name, config in flavors.items():
+        if isinstance(config, type) or not dataclasses.is_dataclass(config):
+            return f"FLAVORS[{name!r}] is {_kind(config)}: must be an object of a frozen dataclass"
+        if lacking := [size for size in _SIZES if not hasattr(config, size)]:
+            return f"FLAVORS[{name!r}] has no {', '.join(lacking)}"
+    if not (isinstance(model, type) and issubclass(model, Decoder)):
+        return f"Model is {_kind(model)}: must be a class derived from torchtitan_graph.models.layers.decoder.Decoder"
+    if model.rope is Decoder.rope and model.forward is Decoder.forward:
+        return "Model defines no rope(positions_BL)"
+    try:
+        inspect.signature(model).bind(next(iter(flavors.values())), "sdpa")
+    except TypeError as error:
+        return f"Model{inspect.signature(model)} must be built by Model(config, attn): {error}"
+    if not isinstance(family.PLAN, Mapping):
+        return f"PLAN is {_kind(family.PLAN)}: must be a dict of patterns of names, to a role by axis"
+    keys = family.HF_KEYS
+    if not isinstance(keys, Mapping) or not all(isinstance(x, (str, Stored)) for pair in keys.items() for x in pair):
+        return f"HF_KEYS is {_kind(keys)}: must be a dict of our parameters' names, to names in Hugging Face's files"
+    return None
+
+
+def _kind(x: object) -> str:
+    return f"the class {x.__name__}" if isinstance(x, type) else f"a {type(x).__name__}"
 
 
 # Sizes of a model that trains within seconds, by the names that configs have for them. Rows are uneven on purpose.

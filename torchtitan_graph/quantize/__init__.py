@@ -3,5 +3,6 @@ any."""
 
 from torchtitan_graph.quantize.layers import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear
 from torchtitan_graph.quantize.products import Recipe
+from torchtitan_graph.quantize.state import refresh
 
-__all__ = ["GroupedLinear", "LayerNormLinear", "LayerNormMLP", "Linear", "Recipe"]
+__all__ = ["GroupedLinear", "LayerNormLinear", "LayerNormMLP", "Linear", "Recipe", "refresh"]

@@ -18,6 +18,7 @@ from torchtitan_graph.quantize.products import (
     E4M3,
     MX,
     ROWWISE_WIDE,
+    SCALINGS,
     Recipe,
     over,
     quantize,
@@ -48,15 +49,19 @@ def grouped_linear(
     Args:
         offsets_E: where each group ends.
         q, scale, slot, past: as of `products.linear`.
-
-    Raises:
-        UserError: a recipe of MX formats.
     """
-    if recipe.scaling == MX:
-        raise UserError("products of groups are not built in MX formats; choose another recipe")
     if recipe.by_row:
         return _Rowwise.apply(x_SD, weight_EFD, offsets_E, recipe), None, None
     return _Tensorwise.apply(x_SD, weight_EFD, offsets_E, q, scale, slot, past, recipe)
+
+
+def check_grouped(recipe: Recipe) -> None:
+    """Raise a UserError if groups of rows can't be multiplied as a recipe says."""
+    if recipe.scaling == MX:
+        others = ", ".join(each for each in SCALINGS if each != MX)
+        raise UserError(
+            f"Recipe: scaling = {MX!r}: not for groups of rows, which have no products in MX; take {others}"
+        )
 
 
 def _largest(x_SD: Tensor) -> Tensor:
@@ -81,8 +86,8 @@ class _Tensorwise(torch.autograd.Function):
         magnitude = _largest(x_SD)
         x_scale = scale_by(past, 0, magnitude, E4M3)
         xq_SD = quantize(x_SD, x_scale, E4M3)
-        ctx.recipe, ctx.dtypes, ctx.is_delayed = recipe, (x_SD.dtype, weight_EFD.dtype), slot is not None
-        ctx.save_for_backward(xq_SD, x_scale, w_EFD, w_scale_E, magnitude, past, offsets_E)
+        ctx.recipe, ctx.dtypes = recipe, (x_SD.dtype, weight_EFD.dtype)
+        ctx.save_for_backward(xq_SD, x_scale, w_EFD, w_scale_E, magnitude, past, slot, offsets_E)
         y_SF = grouped_mm(xq_SD.float() * x_scale, w_EFD.float() * over(w_scale_E), offsets_E, True).to(x_SD.dtype)
         if not is_made:
             return y_SF, None, None
@@ -91,7 +96,7 @@ class _Tensorwise(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy_SF: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        xq_SD, x_scale, w_EFD, w_scale_E, x_magnitude, past, offsets_E = ctx.saved_tensors
+        xq_SD, x_scale, w_EFD, w_scale_E, x_magnitude, past, slot, offsets_E = ctx.saved_tensors
         recipe, (x_dtype, w_dtype), dx, dw = ctx.recipe, ctx.dtypes, None, None
         magnitude = _largest(dy_SF)
         dy_scale = scale_by(past, 1, magnitude, recipe.gradient)
@@ -100,7 +105,7 @@ class _Tensorwise(torch.autograd.Function):
             dx = grouped_mm(dy, w_EFD.float() * over(w_scale_E), offsets_E, False).to(x_dtype)
         if ctx.needs_input_grad[1]:
             dw = grouped_outer(dy, xq_SD.float() * x_scale, offsets_E).to(w_dtype)
-        seen = torch.stack([x_magnitude, magnitude]) if ctx.is_delayed else None
+        seen = None if slot is None else torch.stack([x_magnitude, magnitude, slot[2]])
         return dx, dw, None, None, None, seen, None, None
 
 

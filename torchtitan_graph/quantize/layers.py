@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from torchtitan_graph.config.option import nearest
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.graph.calls import called_as
 from torchtitan_graph.models.layers.feed_forward import FeedForward
 from torchtitan_graph.models.layers.moe import Experts
-from torchtitan_graph.quantize.grouped import grouped_linear
+from torchtitan_graph.quantize.grouped import check_grouped, grouped_linear
 from torchtitan_graph.quantize.products import (
     DELAYED,
     E4M3,
@@ -19,8 +20,13 @@ from torchtitan_graph.quantize.products import (
     SCALINGS,
     QuantizedInput,
     Recipe,
+    as_autocast,
+    largest_of_weight,
     linear,
+    over,
+    quantize,
     quantize_input,
+    scale_for,
 )
 
 HISTORY = 16  # steps whose largest magnitudes delayed scaling keeps
@@ -31,7 +37,7 @@ class Kept(nn.Module):
 
     weight_q, weight_scale  its workspace; without, each call quantises the weight. Not saved
     amax, amax_history      with delayed scaling: what the gradient of the first tells, of activations and of the
-                            result's gradient, the second keeps of the last steps. That is saved
+                            result's gradient, the second keeps of the last steps. That is saved. See `linear`
     """
 
     weight_q: Tensor | None
@@ -44,22 +50,41 @@ class Kept(nn.Module):
         _check(recipe)
         self.recipe = recipe
         is_delayed = recipe.scaling == DELAYED
-        slot = torch.zeros(2, device=device, requires_grad=True) if is_delayed else None
+        slot = torch.zeros(3, device=device) if is_delayed else None
         self.register_buffer("weight_q", None, persistent=False)
         self.register_buffer("weight_scale", None, persistent=False)
         self.register_buffer("amax", slot, persistent=False)
         self.register_buffer("amax_history", torch.zeros(HISTORY, 2, device=device) if is_delayed else None)
+        self.init_buffers()
 
+    @torch.no_grad()
     def init_buffers(self) -> None:
         """Have seen nothing; a workspace is filled before it is used."""
         for buffer in self._buffers.values():
             if buffer is not None:
                 buffer.zero_()
+        if self.amax is not None:
+            self.amax[2] = 1
+            self.amax.requires_grad_()
 
     def add_workspace(self, weight: Tensor) -> None:
         """Hold a workspace of this rank's part of a weight; of experts it has a scale for each."""
         self.weight_q = torch.empty_like(weight, dtype=E4M3, requires_grad=False)
         self.weight_scale = torch.empty(weight.shape[:-2], device=weight.device)
+        self.fill_workspace(weight)
+
+    @torch.no_grad()
+    def fill_workspace(self, weight: Tensor) -> None:
+        """Quantise a weight that no other rank has a part of."""
+        assert self.weight_q is not None and self.weight_scale is not None
+        self.weight_scale.copy_(scale_for(largest_of_weight(weight), E4M3))
+        self.weight_q.copy_(quantize(weight, over(self.weight_scale), E4M3))
+
+    @torch.no_grad()
+    def see(self, seen: Tensor) -> None:
+        """Keep what a step has told in `amax`: the largest magnitudes of activations and of the result's gradient."""
+        assert self.amax_history is not None
+        self.amax_history.copy_(torch.cat([seen[None, :2], self.amax_history[:-1]]))
 
     def state(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         """Give workspace, slot and past as functions of `products` take them."""
@@ -73,6 +98,7 @@ class Linear(Kept):
     (..., D) -> (..., F)
     """
 
+    @called_as("Linear(nn.Linear(in_features, out_features), Recipe())")
     def __init__(self, old: nn.Linear, recipe: Recipe):
         _expect("Linear", "old", old, nn.Linear)
         super().__init__(recipe, old.weight.device)
@@ -81,7 +107,7 @@ class Linear(Kept):
     def forward(self, x: Tensor, given: QuantizedInput | None = None) -> Tensor:
         """Take x quantised too, where other layers read it as well."""
         y, *_ = linear(x, self.weight, self.recipe, *self.state(), given)
-        return y if self.bias is None else y + self.bias
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
 class LayerNormLinear(nn.Module):
@@ -90,9 +116,11 @@ class LayerNormLinear(nn.Module):
     (..., D) -> a tuple with (..., F) of each layer, in their order
     """
 
+    @called_as("LayerNormLinear(norm, {'wq': wq, 'wk': wk}, Recipe())")
     def __init__(self, norm: nn.Module, layers: Mapping[str, nn.Linear], recipe: Recipe):
         super().__init__()
-        if not isinstance(layers, Mapping) or not layers:
+        _expect("LayerNormLinear", "norm", norm, nn.Module)
+        if not isinstance(layers, Mapping) or not layers or not all(str(name).isidentifier() for name in layers):
             raise UserError(f"LayerNormLinear: layers = {layers!r}: must be a dict of linear layers by name")
         self.norm = norm
         self.layers = nn.ModuleDict({name: Linear(old, recipe) for name, old in layers.items()})
@@ -107,8 +135,10 @@ class LayerNormMLP(nn.Module):
     (..., D) -> (..., D)
     """
 
+    @called_as("LayerNormMLP(norm, feed_forward, Recipe())")
     def __init__(self, norm: nn.Module, old: FeedForward, recipe: Recipe):
         super().__init__()
+        _expect("LayerNormMLP", "norm", norm, nn.Module)
         _expect("LayerNormMLP", "old", old, FeedForward)
         self.norm, self.activation = norm, old.activation
         self.w1, self.w2, self.w3 = (Linear(each, recipe) for each in (old.w1, old.w2, old.w3))
@@ -135,7 +165,7 @@ def _expect(layer: str, name: str, given: object, kind: type) -> None:
 
 def _read_by(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
     """Give x to layers of one recipe. What delayed scaling keeps of x is the same in all of them: the first one's."""
-    first = layers[0]
+    first, x = layers[0], as_autocast(x)
     assert isinstance(first, Linear)
     given = quantize_input(x, first.recipe, first.state()[-1])
     return tuple(layer(x, given) for layer in layers)
@@ -147,14 +177,21 @@ class GroupedLinear(Kept):
     rows (S, D) that lie by group, and where each group ends (E,) -> (S, F)
     """
 
+    @called_as("GroupedLinear(weight_EFD, Recipe())")
     def __init__(self, weight_EFD: nn.Parameter, recipe: Recipe):
         _expect("GroupedLinear", "weight_EFD", weight_EFD, nn.Parameter)
         if weight_EFD.dim() != 3:
             raise UserError(f"GroupedLinear: weight_EFD has shape {[*weight_EFD.shape]}: must be experts x out x in")
         super().__init__(recipe, weight_EFD.device)
+        check_grouped(recipe)
         self.weight = weight_EFD
 
     def forward(self, x_SD: Tensor, offsets_E: Tensor) -> Tensor:
+        _expect("GroupedLinear", "offsets_E", offsets_E, Tensor)
+        if offsets_E.shape != self.weight.shape[:1]:
+            groups = len(self.weight)
+            raise UserError(f"GroupedLinear: offsets_E has shape {[*offsets_E.shape]}: must be [{groups}]")
+        x_SD = as_autocast(x_SD)
         y_SF, *_ = grouped_linear(x_SD, self.weight, offsets_E, self.recipe, *self.state())
         return y_SF
 
@@ -168,6 +205,7 @@ class Float8Experts(Experts):
         self.activation = old.activation
         for name in ("w1", "w2", "w3", "b1", "b2", "b3"):
             setattr(self, name, getattr(old, name))
+        check_grouped(recipe)
         self.kept = nn.ModuleDict({name: Kept(recipe, old.w1.device) for name in ("w1", "w2", "w3")})
 
     def product(self, x: Tensor, weight: str, offsets_E: Tensor) -> Tensor:

@@ -11,12 +11,14 @@ torch.compile can follow them, and what is computed again is computed the same.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.torch_private.tensors import scaled_mm
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -146,7 +148,8 @@ def product(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch
     """
     if takes_kernel(a.device, recipe):
         return scaled_mm(a, scale_a, b, scale_b, dtype)
-    return (meant(a, scale_a) @ meant(b, scale_b).t()).to(dtype)
+    with as_written(a):
+        return (meant(a, scale_a) @ meant(b, scale_b).t()).to(dtype)
 
 
 class QuantizedInput(NamedTuple):
@@ -159,7 +162,7 @@ class QuantizedInput(NamedTuple):
 
 def quantize_input(x: Tensor, recipe: Recipe, past: Tensor | None = None) -> QuantizedInput:
     """Quantise what linear layers read; `past` is as of `linear`. Nothing is differentiated."""
-    x_TD = _rows(x.detach())
+    x_TD = _rows(as_autocast(x.detach()))
     if recipe.by_row:
         return QuantizedInput(*by_rows(x_TD, E4M3, recipe))
     magnitude = largest(x_TD)
@@ -182,17 +185,35 @@ def linear(
 
     Args:
         q, scale: the weight's workspace.
-        slot, past: with delayed scaling, of activations and of the result's gradient (2,): the gradient of `slot` is
-            set to their largest magnitudes, which so leave a step as values, once also if the layer is computed again;
-            `past` are those to scale by, 0 where there are none yet.
+        slot, past: with delayed scaling. The gradient of `slot`, which is 0, 0, 1, is set to the largest magnitudes of
+            activations and of the result's gradient, and 1. So they leave a step as values, once also if the layer is
+            computed again; where gradients add up, the third tells how many. `past` (2,) are those to scale by, 0
+            where there are none yet.
         given: x quantised, where other layers read it too.
     """
+    if not x.is_floating_point():
+        raise UserError(f"a quantised layer is given {x.dtype}: must be floating point")
+    x = as_autocast(x)
     x_TD, read = _rows(x), given or quantize_input(x, recipe, past)
     if recipe.by_row:
         y_TF, made = _Rowwise.apply(x_TD, weight, read.q_TD, read.scale, recipe), (None, None)
     else:
         y_TF, *made = _Tensorwise.apply(x_TD, weight, *read, q, scale, slot, past, recipe)
     return y_TF.view(*x.shape[:-1], weight.shape[0]), *made
+
+
+def as_autocast(x: Tensor) -> Tensor:
+    """Cast what a layer is given as `torch.autocast` does for other layers, if it is on."""
+    return x.to(torch.get_autocast_dtype(x.device.type)) if _is_autocast_on(x) else x
+
+
+def as_written(x: Tensor) -> contextlib.AbstractContextManager:
+    """Let what is emulated be multiplied in fp32 under `torch.autocast` too."""
+    return torch.autocast(x.device.type, enabled=False) if _is_autocast_on(x) else contextlib.nullcontext()
+
+
+def _is_autocast_on(x: Tensor) -> bool:
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -216,8 +237,8 @@ class _Tensorwise(torch.autograd.Function):
         recipe: Recipe,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         w_FD, w_scale, is_made = workspace_of(weight_FD, q_FD, scale)
-        ctx.recipe, ctx.dtypes, ctx.is_delayed = recipe, (x_TD.dtype, weight_FD.dtype), slot is not None
-        ctx.save_for_backward(xq_TD, x_scale, w_FD, w_scale, magnitude, past)
+        ctx.recipe, ctx.dtypes = recipe, (x_TD.dtype, weight_FD.dtype)
+        ctx.save_for_backward(xq_TD, x_scale, w_FD, w_scale, magnitude, past, slot)
         y_TF = product(xq_TD, x_scale, w_FD, w_scale, x_TD.dtype, recipe)
         if not is_made:
             return y_TF, None, None
@@ -226,7 +247,7 @@ class _Tensorwise(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy_TF: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        xq_TD, x_scale, w_FD, w_scale, x_magnitude, past = ctx.saved_tensors
+        xq_TD, x_scale, w_FD, w_scale, x_magnitude, past, slot = ctx.saved_tensors
         recipe, (x_dtype, w_dtype), dx, dw = ctx.recipe, ctx.dtypes, None, None
         magnitude = largest(dy_TF)
         dy_scale = scale_by(past, 1, magnitude, recipe.gradient)
@@ -235,7 +256,7 @@ class _Tensorwise(torch.autograd.Function):
             dx = product(dyq_TF, dy_scale, w_FD.t(), w_scale, x_dtype, recipe)
         if ctx.needs_input_grad[1]:
             dw = product(dyq_TF.t(), dy_scale, xq_TD.t(), x_scale, w_dtype, recipe)
-        seen = torch.stack([x_magnitude, magnitude]) if ctx.is_delayed else None
+        seen = None if slot is None else torch.stack([x_magnitude, magnitude, slot[2]])
         return dx, dw, None, None, None, None, None, seen, None, None
 
 
@@ -254,7 +275,8 @@ class _Rowwise(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = _product_by_row(dy_TF, recipe.gradient, weight_FD.t(), E4M3, x_TD.dtype, recipe)
         if ctx.needs_input_grad[1] and recipe.scaling == ROWWISE_WIDE:
-            dw = (dy_TF.t() @ x_TD).to(weight_FD.dtype)
+            with as_written(x_TD):
+                dw = (dy_TF.t() @ x_TD).to(weight_FD.dtype)
         elif ctx.needs_input_grad[1]:
             dw = _product_by_row(dy_TF.t(), recipe.gradient, x_TD.t(), E4M3, weight_FD.dtype, recipe)
         return dx, dw, None, None, None

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.step import SLOT
 from torchtitan_graph.models.layers.moe import Experts
 from torchtitan_graph.parallel.layout import DP_REPLICATE, FSDP, TP, Layout
@@ -59,6 +60,50 @@ def _part(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
+def refresh(model: nn.Module) -> None:
+    """Quantise the weights of a model's float8 layers once, in a training loop of your own: all calls then take them as
+    they are. Call it before the first step, and again whenever the optimizer or anything else has changed weights.
+
+    With delayed scaling it also keeps what a backward pass has told as `.grad` of the layers' `amax`, and forgets that:
+    call it after each backward pass. Layers that scale by rows quantise their weights in each call, as ever.
+
+    Raises:
+        UserError: no such layer in the model, sharded weights, or delayed scaling of a layer that was called twice.
+    """
+    kept = kept_weights(model)
+    if not kept:
+        raise UserError("refresh: the model has no layer of torchtitan_graph.quantize; write refresh(model)")
+    if sharded := [name for name, (_, weight) in kept.items() if isinstance(weight, DTensor)]:
+        raise UserError(
+            f"refresh: the weight of {sharded[0]} is a DTensor, and its scale would be this rank's alone: leave refresh"
+            " out (each call then quantises its weight), or train by torchtitan_graph.train, which shares the scales"
+        )
+    for each, weight in kept.values():
+        if each.weight_q is not None:
+            each.fill_workspace(weight)
+        elif not each.recipe.by_row:
+            each.add_workspace(weight)
+    told = {name: each for name, (each, _) in kept.items() if each.amax is not None and each.amax.grad is not None}
+    if told:
+        seen = torch.stack([each.amax.grad for each in told.values()])  # type: ignore[union-attr, misc]
+        check_told_once(list(told), seen)
+        for each, row in zip(told.values(), seen, strict=True):
+            each.see(row)
+            each.amax.grad = None  # type: ignore[union-attr]
+
+
+def check_told_once(names: Sequence[str], seen: Tensor) -> None:
+    """Raise a UserError if layers have told largest magnitudes several times, which then are sums. (layers, 3), the
+    third how often."""
+    if several := [(name, int(times)) for name, times in zip(names, seen[:, 2].tolist(), strict=True) if times > 1]:
+        name, times = several[0]
+        raise UserError(
+            f"delayed scaling: the layer {name.removesuffix(SLOT)} was called {times} times before its largest"
+            " magnitudes were read, and they add up: choose another recipe for it, or have a layer for each call; in a"
+            " loop of your own, call refresh(model) after each backward pass"
+        )
+
+
 class Float8State:
     """The state of a model's float8 layers, which changes from one optimizer step to the next, outside the graph."""
 
@@ -70,7 +115,7 @@ class Float8State:
             _Cached(*each, storages[name + _WORKSPACE]) for name, each in kept.items() if each[0].weight_q is not None
         ]
         self._delayed = {f"{name}{SLOT}": each for name, (each, _) in kept.items() if each.amax is not None}
-        self._layout, self._compute, self._is_fresh = layout, compute, False
+        self._layout, self._compute, self._is_fresh, self._is_first = layout, compute, False, True
 
     @torch.no_grad()
     def refresh(self, anew: bool = True) -> None:
@@ -97,9 +142,11 @@ class Float8State:
             for axis in (FSDP, DP_REPLICATE, TP):  # of a pipeline, the ranks of this stage
                 if self._layout.degree(axis) > 1:
                     dist.all_reduce(seen, dist.ReduceOp.MAX, self._layout.group(axis))
+            if self._is_first:  # to look is to wait for the device, and a model calls its layers alike in each step
+                check_told_once(list(self._delayed), seen)
+                self._is_first = False
             for kept, row in zip(self._delayed.values(), seen, strict=True):
-                assert kept.amax_history is not None
-                kept.amax_history.copy_(torch.cat([row[None], kept.amax_history[:-1]]))
+                kept.see(row)
         return {name: x for name, x in state.items() if name not in self._delayed}
 
 

@@ -3,7 +3,7 @@
 import pytest
 from fsspec.registry import known_implementations
 
-from torchtitan_graph.config import check, load, shard_degree, smallest_world
+from torchtitan_graph.config import JobConfig, check, load, shard_degree, smallest_world
 from torchtitan_graph.errors import UserError
 
 BUDGET = "--activation_checkpoint.mode memory_budget --activation_checkpoint.memory_budget"
@@ -398,3 +398,49 @@ STAGES = "--parallelism.pipeline_parallel_degree 2 "
 def test_what_stages_and_parts_of_rows_can_not_do(arguments: str, message: str) -> None:
     (problem,) = problems(arguments, 2)
     assert message in problem
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("training.stepz", 3, "training.stepz is not an option; did you mean training.steps?"),
+        ("training.steps", "3", "training.steps = '3': must be a whole number of at least 1"),
+        ("training.steps", -1, "training.steps = -1: must be a whole number of at least 1"),
+        ("training.steps", 3.5, "training.steps = 3.5: must be a whole number of at least 1"),
+        ("compile.mode", "egaer", "compile.mode = 'egaer': must be one of .*; did you mean eager?"),
+        ("compile.extra_passes", ["my.pass"], r"compile.extra_passes = \['my.pass'\]: must be a list of ExtraPass"),
+        ("training", {"steps": 3}, "training is of class dict: set its options one by one, as attributes"),
+        ("trainin", 3, "trainin is not an option"),
+    ],
+)
+def test_a_configuration_that_is_written_in_python_is_checked_as_a_file_is(key: str, value: object, words: str) -> None:
+    config = JobConfig()
+    table, _, name = key.rpartition(".")
+    setattr(getattr(config, table) if table else config, name, value)
+    with pytest.raises(UserError, match=f"1 problem in the configuration:\n  {words}"):
+        check(config, 1)
+
+
+def test_a_right_one_that_is_written_in_python_passes() -> None:
+    """Negative control."""
+    config = JobConfig()
+    config.optimizer.lr = 1  # a whole number, as TOML takes it
+    config.training.steps = 3
+    check(config, 1)
+
+
+@pytest.mark.parametrize("world_size", ["2", 0, None, 2.0])
+def test_a_number_of_processes_that_is_none_is_refused(world_size: object) -> None:
+    with pytest.raises(UserError, match="world_size = .*: must be the number of processes, a whole number"):
+        check(JobConfig(), world_size)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("argv", ["llama3_debug.toml", None, {"training.steps": 3}, ["--training.steps", 3]])
+def test_load_takes_the_words_of_a_command_line(argv: object) -> None:
+    with pytest.raises(UserError, match=r"must be the words of a command line, as in load\(\['--job.config_file', "):
+        load(argv)  # type: ignore[arg-type]
+
+
+def test_check_takes_a_configuration() -> None:
+    with pytest.raises(UserError, match="config is of class list: must be a JobConfig"):
+        check([], 1)  # type: ignore[arg-type]

@@ -38,7 +38,7 @@ def captured(
 ) -> list[Callable[..., Any]]:
     """Capture in every way, see that the graphs are the same, and give what runs each."""
     module = module or nn.Module()
-    found = [capture(fn, module, arguments, device="cpu", dynamic_shapes=shapes) for capture in CAPTURES.values()]
+    found = [capture(fn, module, dynamic_shapes=shapes)(*arguments) for capture in CAPTURES.values()]
     first, *others = (described(cleanup(traced.gm)) for traced in found)
     assert all(each == first for each in others)
     return [run_traced(traced, module) for traced in found]

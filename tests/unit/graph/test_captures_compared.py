@@ -80,14 +80,14 @@ def compiled_otherwise(model: Net, x: Tensor) -> Tensor:
 def test_what_it_says(fn: Callable[[Net, Tensor], Any], is_same: bool, words: str) -> None:
 
     model = Net()
-    found = compare_captures(lambda x: fn(model, x), model, (X,))
+    found = compare_captures(lambda x: fn(model, x), model)(X)
     said = "\n".join([*found.lines(), *found.values])
     assert found.is_same == is_same
     assert re.search(words, said), said
 
 
 def graph_of(fn: Callable[[Tensor], Tensor], x: Tensor = X) -> GraphModule:
-    return cleanup(make_fx_capture(fn, nn.Module(), (x,), device="cpu").gm)
+    return cleanup(make_fx_capture(fn)(x).gm)
 
 
 ONE, TWO = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 2.0, 4.0])

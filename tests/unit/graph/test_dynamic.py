@@ -205,7 +205,7 @@ def test_a_training_step_reads_no_numbers() -> None:
     with pytest.raises(
         UserError, match=r"reads a tensor's value \(aten._local_scalar_dense.default\): a training step"
     ):
-        make_fx_capture(lambda x: net(x) * x.sum().item(), net, (rows(6),), device="cpu")
+        make_fx_capture(lambda x: net(x) * x.sum().item(), net)(rows(6))
 
 
 def test_a_training_step_computes_each_size_once_and_has_numbers_in_its_values() -> None:
@@ -215,7 +215,7 @@ def test_a_training_step_computes_each_size_once_and_has_numbers_in_its_values()
         y = net(x).view(x.shape[0] * 2, 2)
         return torch.cat([y, torch.zeros(2 * y.shape[0] // 2, 2), y.new_ones(x.shape[0] * 2, 2)])
 
-    traced = make_fx_capture(step, net, (rows(6),), device="cpu", dynamic_shapes={"x": {0: "n"}})
+    traced = make_fx_capture(step, net, dynamic_shapes={"x": {0: "n"}})(rows(6))
     nodes = list(traced.gm.graph.nodes)
     sizes = [node for node in nodes if isinstance(node.meta.get("val"), int)]
     assert sorted(node.meta["val"] for node in sizes) == [6, 12]

@@ -51,7 +51,7 @@ def inputs(length: int) -> tuple[Any, ...]:
 def test_one_graph_serves_several_lengths(capture: str, traced_at: int) -> None:
     """Those that fill the last block, and others; one block, and several."""
     module = nn.Module()
-    traced = CAPTURES[capture](InParts(step, attend), module, inputs(traced_at), device="cpu", dynamic_shapes=SHAPES)
+    traced = CAPTURES[capture](InParts(step, attend), module, dynamic_shapes=SHAPES)(*inputs(traced_at))
     run = run_traced(traced, module)
     for length in (40, 32, 64, 16, 5):
         assert all(map(torch.equal, run(*inputs(length)), step(attend, *inputs(length)))), length
@@ -66,7 +66,7 @@ def attend_by_length(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: BlockM
 @pytest.mark.parametrize("capture", CAPTURES)
 def test_a_score_function_may_compute_with_a_length(capture: str) -> None:
     module, fn = nn.Module(), InParts(step, attend_by_length)
-    run = run_traced(CAPTURES[capture](fn, module, inputs(40), device="cpu", dynamic_shapes=SHAPES), module)
+    run = run_traced(CAPTURES[capture](fn, module, dynamic_shapes=SHAPES)(*inputs(40)), module)
     for length in (40, 16):
         assert all(map(torch.equal, run(*inputs(length)), step(attend_by_length, *inputs(length)))), length
 
@@ -74,7 +74,7 @@ def test_a_score_function_may_compute_with_a_length(capture: str) -> None:
 def test_both_captures_give_one_graph() -> None:
     module, graphs = nn.Module(), []
     for capture in CAPTURES.values():
-        traced = capture(InParts(step, attend), module, inputs(40), device="cpu", dynamic_shapes=SHAPES)
+        traced = capture(InParts(step, attend), module, dynamic_shapes=SHAPES)(*inputs(40))
         graphs.append(described(cleanup(traced.gm)))
     assert graphs[0] == graphs[1]
 

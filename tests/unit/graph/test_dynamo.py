@@ -87,15 +87,13 @@ def loss_of(model: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 def captured(model: nn.Module, forward: Callable[..., Any] | None = None) -> TracedResult:
-    return dynamo_capture(stepping(model, forward or loss_of(model)), model, (X,), device="cpu")
+    return dynamo_capture(stepping(model, forward or loss_of(model)), model)(X)
 
 
 def test_the_graph_is_the_other_capture_s_node_for_node() -> None:
     """Modules too, where one is shared or called again, and annotations."""
     model = net()
-    graphs = [
-        cleanup(capture(stepping(model, loss_of(model)), model, (X,), device="cpu").gm) for capture in CAPTURES.values()
-    ]
+    graphs = [cleanup(capture(stepping(model, loss_of(model)), model)(X).gm) for capture in CAPTURES.values()]
     assert described(graphs[0]) == described(graphs[1])
     names = [[node.target for node in gm.graph.find_nodes(op="placeholder")] for gm in graphs]
     assert names[1] == names[0] == ["first_weight", "first_bias", "last_weight", "shift", "args_0"]
@@ -121,7 +119,7 @@ def test_pytrees_come_and_go_in_the_author_s_order() -> None:
         return {"same": pair.right, "pair": Pair([y, y], pair.left), "word": "a", "none": None}
 
     arguments = Pair(X, X + 1), {"b": X + 2, "a": X + 3}, 3
-    traced = dynamo_capture(fn, model, arguments, device="cpu")
+    traced = dynamo_capture(fn, model)(*arguments)
     assert traced.names == ("pair.left", "pair.right", "by_name['b']", "by_name['a']", "factor")
     found, expected = run_traced(traced, module=model)(*arguments), fn(*arguments)
     assert list(found) == list(expected) and isinstance(found["pair"], Pair)
@@ -140,7 +138,7 @@ def test_results_may_be_state_and_arguments_come_by_name() -> None:
     def fn(x: Tensor, y: Tensor, factor: int = 2) -> Any:
         return {"weight": model.last.weight, "shift": model.shift, "twice": [y, y], "sum": factor * model(x).sum()}
 
-    run = run_traced(dynamo_capture(fn, model, (X, X + 1), device="cpu"), module=model)
+    run = run_traced(dynamo_capture(fn, model)(X, X + 1), module=model)
     for found in (run(X, X + 1), run(y=X + 1, x=X), run(X, y=X + 1)):
         assert torch.equal(found["weight"], model.last.weight) and torch.equal(found["shift"], model.shift)
         assert torch.equal(found["twice"][1], X + 1) and torch.equal(found["sum"], fn(X, X)["sum"])
@@ -162,20 +160,20 @@ def test_results_may_be_state_and_arguments_come_by_name() -> None:
 )
 def test_an_argument_that_differs_is_named(arguments: tuple[Any, ...], words: str) -> None:
     model = net()
-    traced = dynamo_capture(lambda x, factor: model(x) * factor, model, (X, 2), device="cpu")
+    traced = dynamo_capture(lambda x, factor: model(x) * factor, model)(X, 2)
     with pytest.raises(UserError, match=words):
         run_traced(traced, module=model)(*arguments)
 
 
 def test_forward_may_take_any_number_of_arguments() -> None:
     model = net()
-    traced = dynamo_capture(stepping(model, lambda *xs: model(xs[0] + xs[1]).sum()), model, (X, X), device="cpu")
+    traced = dynamo_capture(stepping(model, lambda *xs: model(xs[0] + xs[1]).sum()), model)(X, X)
     assert torch.equal(run_traced(traced, module=model)(X, X + 1)[0], model(X + X + 1).sum())
 
 
 def test_a_dataclass_comes_and_goes() -> None:
     model, given = net(), Setting(X, 2)
-    traced = dynamo_capture(lambda s: Setting(model(s.x) * s.factor, s.factor + 1), model, (given,), device="cpu")
+    traced = dynamo_capture(lambda s: Setting(model(s.x) * s.factor, s.factor + 1), model)(given)
     assert traced.names == ("s.x", "s.factor")
     found = run_traced(traced, module=model)(given)
     assert torch.equal(found.x, model(X) * 2) and found.factor == 3
@@ -188,15 +186,15 @@ def test_a_step_without_backward() -> None:
         with torch.no_grad():
             return model(x)
 
-    traced = dynamo_capture(evaluate, model, (X,), device="cpu")
+    traced = dynamo_capture(evaluate, model)(X)
     assert torch.equal(run_traced(traced, module=model)(X + 1), evaluate(X + 1))
-    other = make_fx_capture(evaluate, model, (X,), device="cpu")
+    other = make_fx_capture(evaluate, model)(X)
     assert described(cleanup(traced.gm)) == described(cleanup(other.gm))
 
 
 def test_lines_of_source_are_the_author_s() -> None:
     model = net()
-    gm = dynamo_capture(stepping(model, loss_of(model)), model, (X,), device="cpu", stack_traces=True).gm
+    gm = dynamo_capture(stepping(model, loss_of(model)), model, stack_traces=True)(X).gm
     tanh = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.tanh.default)[0]
     assert "test_dynamo.py" in str(meta.source_line(tanh)) and meta.source_line(tanh) is not None
 
@@ -335,7 +333,7 @@ def test_a_region_that_returns_what_no_operator_can_is_told() -> None:
     def forward(x: Tensor) -> Tensor:
         return next(iter(checkpoint(lambda x: {model(x)}, x, use_reentrant=False))).sum()
 
-    make_fx_capture(stepping(model, forward), model, (X,), device="cpu")
+    make_fx_capture(stepping(model, forward), model)(X)
     with pytest.raises(UserError, match="compile.capture = 'dynamo': .* does not belong to this Graph.*use 'make_fx'"):
         captured(model, forward)
 
@@ -347,7 +345,7 @@ def test_a_region_that_writes_to_what_is_around_it_is_told() -> None:
         around = x * 2
         return (checkpoint(lambda x: around.add_(1) * 0 + model(x), x, use_reentrant=False) + around).sum()
 
-    make_fx_capture(stepping(model, forward), model, (X,), device="cpu")
+    make_fx_capture(stepping(model, forward), model)(X)
     with pytest.raises(UserError, match="'dynamo': a checkpointed region writes in place to a value .* use 'make_fx'"):
         captured(model, forward)
 
@@ -357,7 +355,7 @@ def test_a_function_without_tensors_is_refused() -> None:
     with pytest.raises(
         UserError, match="'dynamo': the function computes nothing of tensors; change that, or use 'make"
     ):
-        dynamo_capture(lambda x: x.dim(), model, (X,), device="cpu")
+        dynamo_capture(lambda x: x.dim(), model)(X)
 
 
 def test_what_no_graph_can_hold_is_told_as_by_the_other_capture() -> None:
@@ -379,3 +377,46 @@ def test_a_function_may_look_at_what_an_argument_is() -> None:
     model = net()
     run = run_traced(captured(model, lambda x: model(pytree.tree_leaves([x])[0]).sum()), module=model)
     assert torch.equal(run(X)[0], model(X).sum())
+
+
+class Scaled:
+    def step(self, x: Tensor, *, factor: Tensor) -> Tensor:
+        return x.sin() * factor
+
+    def __call__(self, x: Tensor, factor: int = 2) -> Tensor:
+        return x.sin() * factor
+
+
+def by_keyword_only(x: Tensor, *, z: Tensor, y: Tensor) -> Tensor:
+    return x * y + z
+
+
+@pytest.mark.parametrize("capture", CAPTURES.values())
+@pytest.mark.parametrize(
+    ("fn", "args", "kwargs"),
+    [
+        (by_keyword_only, (X,), {"z": X, "y": X + 1}),
+        (lambda **batch: batch["x"] - batch["b"], (), {"x": X, "b": X + 1}),
+        (lambda x, y: x - y, (), {"y": X, "x": X + 1}),
+        (Scaled().step, (X,), {"factor": X}),
+        (Scaled(), (), {"x": X}),
+        (torch.sin, (X,), {}),
+    ],
+    ids=["keyword-only", "any keyword", "by keyword", "method", "object", "builtin"],
+)
+def test_both_are_called_as_the_function_is_without_a_module_too(
+    capture: Any, fn: Any, args: tuple, kwargs: dict[str, Tensor]
+) -> None:
+    run = run_traced(capture(fn)(*args, **kwargs))
+    for _ in range(2):
+        assert torch.equal(run(*args, **dict(reversed(kwargs.items()))), fn(*args, **kwargs))
+
+
+def test_what_the_graph_rests_on_is_checked_of_arguments_by_keyword_too() -> None:
+    model = net()
+    run = run_traced(dynamo_capture(lambda x, *, shift: model(x) + shift, model)(X, shift=X), model)
+    assert torch.equal(run(x=X, shift=X), model(X) + X)
+    model.doubles = True
+    model.last.weight = nn.Parameter(model.last.weight.detach().clone())
+    with pytest.raises(UserError, match="doubles == False"):
+        run(X, shift=X)

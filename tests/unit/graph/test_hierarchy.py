@@ -290,8 +290,10 @@ def test_what_a_pass_makes_names_it_and_has_a_place() -> None:
 
 
 def test_dynamo_is_refused() -> None:
-    with pytest.raises(UserError, match="compile.record_call_hierarchy = true: not with compile.capture = 'dynamo'"):
-        dynamo_capture(rotary, nn.Linear(1, 1), (torch.ones(2),), device="cpu", call_hierarchy=True)
+    with pytest.raises(
+        UserError, match=r"call_hierarchy=True\): not with compile.capture = 'dynamo', .* \(minimal_fx_tracer"
+    ):
+        dynamo_capture(rotary, call_hierarchy=True)(torch.ones(2))
 
 
 def test_a_hook_on_a_tensor_belongs_to_the_operator_that_made_the_tensor() -> None:

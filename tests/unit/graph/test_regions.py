@@ -92,7 +92,7 @@ def check(model: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor = X) 
 
     graphs = []
     for name, capture in HERE.items():
-        traced = capture(InParts(step, forward), model, (x,), device="cpu")
+        traced = capture(InParts(step, forward), model)(x)
         assert same(run_traced(traced, module=model)(x + 1), step(forward, x + 1)), name
         graphs.append(cleanup(traced.gm))
     assert all(described(gm) == described(graphs[0]) for gm in graphs)
@@ -298,7 +298,7 @@ def test_a_region_that_writes_to_an_argument_of_the_step_is_refused(kind: str, c
         return model(x.mul_(2))
 
     with pytest.raises(UserError, match=r"writes in place to x \(aten.mul_.Tensor, graph/test_regions.py:\d+\)"):
-        HERE[capture](lambda x: KINDS[kind](region, x).sum(), model, (X,), device="cpu")
+        HERE[capture](lambda x: KINDS[kind](region, x).sum(), model)(X)
 
 
 @pytest.mark.parametrize("capture", HERE)
@@ -309,7 +309,7 @@ def test_a_region_that_draws_numbers_is_refused(capture: str) -> None:
         return nn.functional.dropout(model(x))
 
     with pytest.raises(UserError, match=r"draws random numbers \(aten.*, graph/test_regions.py:\d+\)"):
-        HERE[capture](lambda x: checkpoint(region, x, use_reentrant=False).sum(), model, (X,), device="cpu")
+        HERE[capture](lambda x: checkpoint(region, x, use_reentrant=False).sum(), model)(X)
 
 
 @pytest.mark.parametrize("capture", HERE)
@@ -323,7 +323,7 @@ def test_a_reentrant_checkpoint_is_refused(capture: str) -> None:
         return checkpoint(model, model.one(x), use_reentrant=True).sum()
 
     with pytest.raises(UserError, match="torch.utils.checkpoint with use_reentrant=True.*pass use_reentrant=False"):
-        HERE[capture](InParts(step, forward), model, (X,), device="cpu")
+        HERE[capture](InParts(step, forward), model)(X)
 
 
 LASTING: list[Tensor] = []
@@ -340,4 +340,4 @@ def test_a_list_that_outlives_the_step_is_refused_by_name(kind: str) -> None:
         return model(x)
 
     with pytest.raises(UserError, match="the captured function changes LASTING"):
-        CAPTURES["dynamo"](lambda x: KINDS[kind](region, x).sum(), model, (X,), device="cpu")
+        CAPTURES["dynamo"](lambda x: KINDS[kind](region, x).sum(), model)(X)

@@ -70,6 +70,46 @@ def test_a_module_without_the_contract_is_refused_naming_what_it_lacks(package: 
         load_family("their_package.model")
 
 
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("FLAVORS = ['debugmodel']", "FLAVORS is a list: must be a dict of configurations by name, with at least one"),
+        ("FLAVORS = {}", "FLAVORS is a dict: must be a dict of configurations by name, with at least one"),
+        ("FLAVORS = {'8B': Config}", r"FLAVORS\['8B'\] is the class Config: must be an object of a frozen dataclass"),
+        ("FLAVORS = {'8B': {'dim': 8}}", r"FLAVORS\['8B'\] is a dict: must be an object of a frozen dataclass"),
+        ("FLAVORS = {'8B': Short(8)}", r"FLAVORS\['8B'\] has no num_layers, num_heads, vocab_size, tied, norm_eps"),
+        ("Model = nn.Linear", "Model is the class Linear: must be a class derived from .*decoder.Decoder"),
+        ("Model = lambda config, attn: None", "Model is a function: must be a class derived from"),
+        ("class Model(Decoder): pass", r"Model defines no rope\(positions_BL\)"),
+        (
+            "Model.__init__ = lambda self, config: None",
+            r"Model\(config\) must be built by Model\(config, attn\): too many",
+        ),
+        ("PLAN = None", "PLAN is a NoneType: must be a dict of patterns of names, to a role by axis"),
+        ("HF_KEYS = []", "HF_KEYS is a list: must be a dict of our parameters' names"),
+        ("HF_KEYS = {'a': 1}", "HF_KEYS is a dict: must be a dict of our parameters' names"),
+    ],
+)
+def test_a_module_with_something_else_is_refused_naming_it(line: str, words: str, package: Path) -> None:
+    (package / "their_package").mkdir()
+    text = """
+import dataclasses
+from torch import nn
+from torchtitan_graph.models import llama3
+from torchtitan_graph.models.layers.decoder import Decoder
+from torchtitan_graph.models.llama3 import FLAVORS, HF_KEYS, PLAN, Config
+
+class Model(llama3.Model): pass
+
+@dataclasses.dataclass(frozen=True)
+class Short:
+    dim: int
+"""
+    (package / "their_package" / "model.py").write_text(f"{text}\n{line}\n")
+    with pytest.raises(UserError, match=f"^model.name = 'their_package.model': {words}.*; see models/llama3.py$"):
+        load_family("their_package.model")
+
+
 def test_a_module_that_is_not_there_is_refused() -> None:
     with pytest.raises(UserError, match=r"there is no module 'their_package' to import; is it on PYTHONPATH\?"):
         load_family("their_package.model")

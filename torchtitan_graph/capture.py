@@ -1,0 +1,24 @@
+"""Turn a function into a graph, and run that on live state: the public functions, at a path that lasts. The package
+itself has them too: `from torchtitan_graph import minimal_fx_tracer`."""
+
+from torchtitan_graph.graph.dynamo import dynamo_capture
+from torchtitan_graph.graph.hierarchy import call_hierarchy, fwd_call_hierarchy, shown
+from torchtitan_graph.graph.meta import origin
+from torchtitan_graph.graph.signature import signature_of
+from torchtitan_graph.graph.trace import Capture, InParts, make_fx_capture, minimal_fx_tracer
+from torchtitan_graph.graph.traced import TracedResult, run_traced
+
+__all__ = [
+    "Capture",
+    "InParts",
+    "TracedResult",
+    "call_hierarchy",
+    "dynamo_capture",
+    "fwd_call_hierarchy",
+    "make_fx_capture",
+    "minimal_fx_tracer",
+    "origin",
+    "run_traced",
+    "shown",
+    "signature_of",
+]

@@ -1,9 +1,32 @@
 """The error that says what its reader has to change."""
 
+import re
+
+_LINE, _LINES = 2000, 200  # characters, and lines, of which a message has at most so many
+
 
 class UserError(ValueError):
     """What somebody asked for can't be done: the message says what, what is legal, and what to do instead.
 
     It is shown as that message alone. Every other exception is a fault, ours or of code that we call, and keeps its
-    traceback.
+    traceback. A message may quote a file that anybody wrote: what a terminal would act on is escaped, and long lines
+    are cut in their middle.
     """
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(_printable(message))
+
+
+def _printable(message: str) -> str:
+    message = message.encode(errors="backslashreplace").decode()  # a lone surrogate can't be printed
+    message = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: ascii(found[0])[1:-1], message)
+    lines = message.split("\n")
+    if len(lines) > _LINES:
+        lines[_LINES - 1 :] = [f"... and {len(lines) - _LINES + 1:,} more lines"]
+    return "\n".join(map(_short, lines))
+
+
+def _short(line: str) -> str:
+    if len(line) <= _LINE:
+        return line
+    return f"{line[: _LINE // 2]} [... {len(line) - _LINE:,} characters ...] {line[-_LINE // 2 :]}"

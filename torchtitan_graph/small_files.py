@@ -113,8 +113,9 @@ def parse_json(content: bytes | str, schema: type[T], where: Path | str, max_val
         content = content.encode(errors="surrogatepass")
     check_values(content, where, max_values)
     try:
-        found = json.loads(content, parse_int=_parse_int)
+        found = json.loads(content.decode("utf-8-sig"), parse_int=_parse_int)
         _check_depth(found)
+        _check_characters(content, found)
         return msgspec.convert(found, schema)
     except msgspec.ValidationError as error:
         raise BadFile(f"{where}: is not what is stored there: {_in_words(str(error))}") from error
@@ -156,6 +157,16 @@ def _check_depth(value: Any) -> None:
             for child in (each.values() if isinstance(each, dict) else each)
             if isinstance(child, (dict, list))
         ]
+
+
+def _check_characters(content: bytes, value: Any) -> None:
+    """Raise ValueError where a text holds half of a surrogate pair, which no file, path or tokenizer takes."""
+    if re.search(rb"\\u[dD][89a-fA-F]", content):  # seldom: pairs are a character beyond the first 65,536
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = error.object[error.start : error.start + 1]
+            raise ValueError(f"{ascii(half)[1:-1]} is half of a surrogate pair, and no character") from error
 
 
 def _in_words(error: str) -> str:

@@ -17,7 +17,7 @@ class Record(TypedDict):
 
 def test_a_record_is_read(tmp_path: Path):
     file = tmp_path / "record.json"
-    file.write_text('{"step": 3, "loss": NaN, "other": 1}')
+    file.write_text('\ufeff{"step": 3, "loss": NaN, "other": 1, "smile": "\\ud83d\\ude42"}')
     assert read_json(file, Record)["step"] == 3
     assert read_json(file, dict[str, Any])["other"] == 1
 
@@ -35,8 +35,9 @@ def test_a_record_is_read(tmp_path: Path):
         ('{"step": ' + "1" * 5000 + ', "loss": 1}', "5,000 digits"),
         ('{"step": 1, "loss": [' + "[]," * 5_000_000 + "[]]}", "holds more than 4,000,000 values"),
         ("\udcff", "is not JSON"),
+        ('{"step": 1, "loss": null, "x": "\\ud800"}', "half of a surrogate pair"),
     ],
-    ids=["cut", "text", "bool", "missing", "list", "deep", "deep-inside", "digits", "many", "not-utf8"],
+    ids=["cut", "text", "bool", "missing", "list", "deep", "deep-inside", "digits", "many", "not-utf8", "half"],
 )
 def test_what_is_no_record_is_refused(tmp_path: Path, text: str, why: str):
     file = tmp_path / "record.json"

@@ -96,7 +96,10 @@ def gunzip(content: bytes, where: Path | str, max_bytes: int = MAX_BYTES) -> byt
 
 def read_json(path: Path, schema: type[T], max_bytes: int = MAX_BYTES) -> T:
     """Return what a small JSON file holds, of a type such as a TypedDict; raises as `open_small` and `parse_json`."""
-    return parse_json(read_small(path, max_bytes), schema, path)
+    content = read_small(path, max_bytes)
+    found = parse_json(content, schema, path)
+    _check_characters(content, found, path)
+    return found
 
 
 def parse_json(content: bytes | str, schema: type[T], where: Path | str, max_values: int = MAX_VALUES) -> T:
@@ -115,7 +118,6 @@ def parse_json(content: bytes | str, schema: type[T], where: Path | str, max_val
     try:
         found = json.loads(content.decode("utf-8-sig"), parse_int=_parse_int)
         _check_depth(found)
-        _check_characters(content, found)
         return msgspec.convert(found, schema)
     except msgspec.ValidationError as error:
         raise BadFile(f"{where}: is not what is stored there: {_in_words(str(error))}") from error
@@ -159,14 +161,14 @@ def _check_depth(value: Any) -> None:
         ]
 
 
-def _check_characters(content: bytes, value: Any) -> None:
-    """Raise ValueError where a text holds half of a surrogate pair, which no file, path or tokenizer takes."""
-    if re.search(rb"\\u[dD][89a-fA-F]", content):  # seldom: pairs are a character beyond the first 65,536
+def _check_characters(content: bytes, value: Any, where: Path) -> None:
+    """Raise BadFile where a text holds half of a surrogate pair, which no file, path or tokenizer takes."""
+    if re.search(rb"\\u[dD][89a-fA-F]", content):  # seldom: a pair is a character beyond the first 65,536
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
-            half = error.object[error.start : error.start + 1]
-            raise ValueError(f"{ascii(half)[1:-1]} is half of a surrogate pair, and no character") from error
+            half = ascii(error.object[error.start])[1:-1]
+            raise BadFile(f"{where}: is not JSON: {half} is half of a surrogate pair, and no character") from error
 
 
 def _in_words(error: str) -> str:

@@ -3,9 +3,10 @@
 import gzip
 import os
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import pytest
+from typing_extensions import NotRequired, TypedDict
 
 from torchtitan_graph.small_files import BadFile, gunzip, parse_json, read_json, read_small, read_text
 
@@ -13,6 +14,7 @@ from torchtitan_graph.small_files import BadFile, gunzip, parse_json, read_json,
 class Record(TypedDict):
     step: int
     loss: float | None
+    name: NotRequired[str]
 
 
 def test_a_record_is_read(tmp_path: Path):
@@ -35,7 +37,7 @@ def test_a_record_is_read(tmp_path: Path):
         ('{"step": ' + "1" * 5000 + ', "loss": 1}', "5,000 digits"),
         ('{"step": 1, "loss": [' + "[]," * 5_000_000 + "[]]}", "holds more than 4,000,000 values"),
         ("\udcff", "is not JSON"),
-        ('{"step": 1, "loss": null, "x": "\\ud800"}', "half of a surrogate pair"),
+        ('{"step": 1, "loss": null, "name": "\\ud800"}', "half of a surrogate pair"),
     ],
     ids=["cut", "text", "bool", "missing", "list", "deep", "deep-inside", "digits", "many", "not-utf8", "half"],
 )

@@ -14,15 +14,15 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from torchtitan_graph.checkpoint.choose import choose_undamaged, find_held
 from torchtitan_graph.checkpoint.folder import (
-    METADATA,
     TRAIN_STATE,
     find_damage,
     find_problem,
     read_train_state,
     step_folder,
 )
+from torchtitan_graph.checkpoint.metadata import METADATA, read_metadata
 from torchtitan_graph.checkpoint.save import SaveError, Saver
-from torchtitan_graph.checkpoint.tensors import load_tensors, read_metadata, saved_tensors
+from torchtitan_graph.checkpoint.tensors import load_tensors, saved_tensors
 from torchtitan_graph.checkpoint.whole import Held, find_gaps, held_by_all, parts_of, unite
 from torchtitan_graph.config import job
 from torchtitan_graph.errors import UserError

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from torchtitan_graph.checkpoint.tensors import METADATA, read_metadata
+from torchtitan_graph.checkpoint.metadata import METADATA, read_metadata
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.agree import RanksFailed, gather_from_ranks

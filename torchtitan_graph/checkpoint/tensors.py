@@ -31,9 +31,7 @@ from torchtitan_graph.checkpoint.whole import Box, Part, find_gaps, make_up, uni
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.parallel.agree import RanksFailed, describe, describe_ranks
 from torchtitan_graph.parallel.chunk import Chunk, chunk_of
-from torchtitan_graph.small_files import open_small
-
-_ANY_SIZE = 2**62
+from torchtitan_graph.small_files import ANY_SIZE, open_small
 
 
 def save_tensors(folder: Path, chunks: dict[str, Chunk], group: dist.ProcessGroup | None = None) -> None:
@@ -87,7 +85,7 @@ class _Reader(dcp.FileSystemReader):
         for item in plan.items:
             by_file.setdefault(self.metadata.storage_data[item.storage_index].relative_path, []).append(item)
         for name, items in by_file.items():
-            with open_small(self.folder / name, _ANY_SIZE) as file:
+            with open_small(self.folder / name, ANY_SIZE) as file:
                 for item in items:
                     planner.resolve_tensor(item).detach().copy_(self._read(file, item))
         done: Future[None] = Future()

@@ -316,7 +316,7 @@ def test_everything_of_a_model_only_checkpoint_is_refused(tmp_path: Path) -> Non
 def test_excluded_parts_stay_as_they_are(part: str, tmp_path: Path) -> None:
     source = Run(tmp_path / "a")
     source.train(2)
-    train_state = {"step": 2, "tokens_seen": 8, "rng": "00", "data": {"row": 4}}
+    train_state = {"step": 2, "tokens_seen": 8, "rng": "00", "data": {"rows": 4, "lanes": [[4, 0, 0, 0]]}}
     source.checkpointer.save(2, train_state)
     path = str(tmp_path / "a" / "step-2")
     run = Run(

@@ -20,6 +20,7 @@ from torchtitan_graph.errors import UserError
 T = TypeVar("T")
 
 MAX_BYTES = 64 * 2**20
+ANY_SIZE = 2**63  # for what is read piece by piece
 MAX_VALUES = 4_000_000  # of Python objects in one JSON text: about 400 MB at most
 MAX_DEPTH = 100
 MAX_DIGITS = 300  # as many as a float has, written out

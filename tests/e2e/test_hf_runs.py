@@ -140,10 +140,6 @@ def test_an_export_that_fails_loses_no_checkpoint_and_is_done_again(tmp_path: Pa
         ),
         (["--checkpoint.initial_load_in_hf_quantized"], ["needs initial_load_in_hf = true"]),
         (
-            ["--checkpoint.last_save_model_only", "--checkpoint.export_dtype", "bfloat16"],
-            ["checkpoint.export_dtype = 'bfloat16'", "last_save_in_hf"],
-        ),
-        (
             ["--model.name=llama3", "--model.flavor", "1B", "--model.hf_assets_path", "HF"],
             ["'1B' of llama3 contradicts"],
         ),
@@ -152,7 +148,7 @@ def test_an_export_that_fails_loses_no_checkpoint_and_is_done_again(tmp_path: Pa
             ["is of another model", "[2048, 32]"],
         ),
     ],
-    ids=["no folder", "nowhere", "quantized alone", "dtype alone", "flavour", "another model"],
+    ids=["no folder", "nowhere", "quantized alone", "flavour", "another model"],
 )
 def test_a_mistake_is_refused(options: list[str], parts: list[str], small: Path, tmp_path: Path) -> None:
     words = [str(small) if word == "HF" else word for word in options]

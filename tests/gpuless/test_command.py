@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from torchtitan_graph.check.matrix import bits_that_differ
-from torchtitan_graph.checkpoint.tensors import load_tensors, read_metadata
+from torchtitan_graph.checkpoint.metadata import read_metadata
+from torchtitan_graph.checkpoint.tensors import load_tensors
 
 REPOSITORY = Path(__file__).parents[2]
 SMALL = (

@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import json
+import os
 import random
 import sys
 from pathlib import Path
@@ -137,6 +138,79 @@ def test_a_file_that_someone_else_wrote_is_refused(tmp_path: Path) -> None:
     (folder / INDEX).write_text(json.dumps(index | {"graphs": {"0,0": "../../etc/passwd"}}))
     with pytest.raises(UserError, match="the hash '../../etc/passwd'"):
         taken(folder)
+
+
+def forged(folder: Path, text: bytes) -> None:
+    """Let a folder's index name these bytes."""
+    digest = hashlib.sha256(text).hexdigest()
+    (folder / f"{digest}.json.gz").write_bytes(gzip.compress(text))
+    index = json.loads((folder / INDEX).read_text())
+    (folder / INDEX).write_text(json.dumps(index | {"graphs": {"0,0": digest}}))
+
+
+def of_table(name: str, row: Any, number: int) -> Any:
+    def change(data: Any) -> None:
+        data[0][1][name] = [row] * number
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda data: b"[" + b"[]," * 5_000_000 + b"[]]", "more than 10,000,000 values"),
+        (lambda data: b"[" * 10_000, "deep"),
+        (lambda data: b"[" + b"9" * 5_000 + b"]", "a number of 5,000 digits"),
+        (of_table("targets", "aten::relu.default", 20_000), "too many values"),
+        (of_table("tensors", [[], [], 0, "float32", "own", 4], 30_000), "too many values"),
+        (lambda data: data[0][1]["graph"].update(nodes=[0] * 300_000), "too many nodes"),
+        (lambda data: data.append(data[0]), "a stage that is there twice"),
+        (lambda data: data[0][1]["targets"].append("x" * 100_000), "the operator"),
+    ],
+)
+def test_graphs_that_would_fill_the_memory_are_refused(tmp_path: Path, change: Any, why: str) -> None:
+    data = json.loads(gzip.decompress(graph_file(written(tmp_path)).read_bytes()))
+    forged(tmp_path, change(data) or json.dumps(data).encode())
+    with pytest.raises(UserError, match=f"not what was written .*{why}.*Make it anew: run this") as error:
+        taken(tmp_path)
+    assert len(str(error.value)) < 1000
+
+
+def test_gzip_of_zeros_is_not_unpacked(tmp_path: Path) -> None:
+    """400 KB of it may be 400 MB of text."""
+    path = graph_file(written(tmp_path))
+    path.write_bytes(gzip.compress(bytes(2**28), compresslevel=1))
+    with pytest.raises(UserError, match="has more than 134,217,728 bytes once unpacked"):
+        taken(tmp_path)
+
+
+@pytest.mark.parametrize("which", ["graphs", "index"])
+def test_what_is_no_small_file_is_not_read(tmp_path: Path, which: str) -> None:
+    path = {"graphs": graph_file(written(tmp_path)), "index": tmp_path / INDEX}[which]
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(UserError, match="is no regular file, but a FIFO.*Make it anew: run this"):
+        taken(tmp_path)
+    path.unlink()
+    with path.open("wb") as file:
+        file.truncate(2**42)
+    with pytest.raises(UserError, match="bytes, more than the .* that such a file may have.*Make it anew: run this"):
+        taken(tmp_path)
+    with pytest.raises(UserError, match="File name too long.*run this"):
+        open_precompiled(tmp_path / ("x" * 300), JOB, AGAIN)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"format": "3"}, {"axes": 3}, {"axes": None}, {"fingerprint": []}, {"graphs": {"0,0": 3}}, {"graphs": [1]}],
+    ids=str,
+)
+def test_an_index_of_other_types_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    written(tmp_path)
+    index = json.loads((tmp_path / INDEX).read_text())
+    (tmp_path / INDEX).write_text(json.dumps(index | change))
+    with pytest.raises(UserError, match="index.json: not what was written .*Make it anew: run this"):
+        taken(tmp_path)
 
 
 def test_on_a_cpu_nothing_is_moved_as_in_training() -> None:

@@ -14,15 +14,15 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from torchtitan_graph.checkpoint.choose import choose_undamaged, find_held
 from torchtitan_graph.checkpoint.folder import (
-    METADATA,
     TRAIN_STATE,
     find_damage,
     find_problem,
     read_train_state,
     step_folder,
 )
+from torchtitan_graph.checkpoint.metadata import METADATA, read_metadata
 from torchtitan_graph.checkpoint.save import SaveError, Saver
-from torchtitan_graph.checkpoint.tensors import load_tensors, read_metadata, saved_tensors
+from torchtitan_graph.checkpoint.tensors import load_tensors, saved_tensors
 from torchtitan_graph.checkpoint.whole import Held, find_gaps, held_by_all, parts_of, unite
 from torchtitan_graph.config import job
 from torchtitan_graph.errors import UserError
@@ -114,7 +114,8 @@ class Checkpointer:
         """Save the state after `step`, unless checkpoints are off or only loaded.
 
         `train_state` is JSON-able; rank 0's is the one that is kept. After the last step only the model's tensors are
-        saved if `checkpoint.last_save_model_only` says so, and the save is waited for.
+        saved if `checkpoint.last_save_model_only` says so, in `checkpoint.export_dtype` unless another folder is to be
+        the export, and the save is waited for.
 
         Raises:
             SaveError: this save failed, or the one before it, which was running.
@@ -124,7 +125,7 @@ class Checkpointer:
         self._begin, self._time_is_up = time.monotonic(), False
         model_only = last and self.config.last_save_model_only
         state = self._train_state(step, model_only, train_state)
-        tensors = tensors_of(self.model, None if model_only else self.optimizer)
+        tensors = self._exported() if model_only else tensors_of(self.model, self.optimizer)
         nothing_follows = last or self.config.create_seed_checkpoint
         self.saver.save(step_folder(self.folder, step), tensors, state, last=nothing_follows)
         if last:
@@ -178,6 +179,13 @@ class Checkpointer:
             self.lr_scheduler.load_state_dict(saved["lr_scheduler"])
         left_out = {key for part in excluded for key in TRAINER_PARTS.get(part, ())}
         return {key: value for key, value in saved["train_state"].items() if key not in left_out}
+
+    def _exported(self) -> dict[str, torch.Tensor]:
+        """Return the model's tensors as they are kept after the last step."""
+        tensors, dtype = tensors_of(self.model, None), getattr(torch, self.config.export_dtype)
+        if dtype == torch.float32 or self.config.last_save_in_hf:
+            return tensors
+        return {name: x.detach().to(dtype) if isinstance(x, nn.Parameter) else x for name, x in tensors.items()}
 
     def _train_state(self, step: int, model_only: bool, train_state: dict[str, Any]) -> dict[str, Any]:
         """Return the content of train_state.json. The last two entries are for a reader, and not loaded."""

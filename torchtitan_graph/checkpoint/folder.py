@@ -16,19 +16,71 @@ import shutil
 import zlib
 from collections.abc import Container, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypedDict
 
+import msgspec
 import torch.distributed as dist
 
-from torchtitan_graph.checkpoint.tensors import METADATA, read_metadata
+from torchtitan_graph.checkpoint.metadata import METADATA, read_metadata
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.agree import RanksFailed, gather_from_ranks
 from torchtitan_graph.patience import is_away, wait_for_storage
+from torchtitan_graph.small_files import ANY_SIZE, BadFile, open_small, parse_json, read_small
 
 MANIFEST = "manifest.json"
 TRAIN_STATE = "train_state.json"
 CONFIG = "config.toml"
+
+
+_Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_Hex = Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{2})*$")]
+
+
+class _Sums(TypedDict, total=False):
+    crc32: dict[str, str]
+
+
+class _Manifest(_Sums):
+    files: dict[str, _Natural]
+
+
+class _Dealt(TypedDict):
+    weights: list[float]
+    since: _Natural
+    given_before: list[_Natural]
+    given: list[_Natural]
+
+
+class _Mixed(TypedDict, total=False):
+    mixture: _Dealt
+
+
+class _Position(_Mixed):
+    rows: _Natural
+    lanes: list[tuple[_Natural, _Natural, _Natural, _Natural]]
+
+
+class _Progress(TypedDict, total=False):
+    step: _Natural
+    tokens_seen: _Natural
+    tokens_by_source: dict[str, _Natural]
+    data: _Position
+    rng: _Hex
+
+
+class _Schedule(TypedDict, total=False):
+    num_steps_done: _Natural
+
+
+class _State(TypedDict):
+    step: _Natural
+    model_only: bool
+    train_state: _Progress
+    lr_scheduler: _Schedule
+
+
+_OF_A_RUN = {"tokens_seen", "data", "rng"}  # a run saves all of them; who saves a model by itself, none
 
 
 class File(NamedTuple):
@@ -116,7 +168,7 @@ def find_damage(path: Path, names: Iterable[str] | None = None) -> str | None:
         try:
             if files[name].crc32 not in (None, wait_for_storage(functools.partial(checksum, path / name))):
                 return f"its file {name} is damaged: it is not what was written"
-        except OSError as error:
+        except (OSError, BadFile) as error:
             if is_away(error):
                 raise
             return f"its file {name} can't be read: {error}"
@@ -144,14 +196,13 @@ def read_manifest(path: Path) -> dict[str, File]:
     Raises:
         UserError: `path` has no manifest, or none that can be understood.
     """
-    content = _read_json(path / MANIFEST)
-    sizes, sums = content.get("files"), content.get("crc32", {})
-    if not isinstance(sizes, dict) or not isinstance(sums, dict) or not {TRAIN_STATE, METADATA} <= sizes.keys():
+    content = _read_json(path / MANIFEST, _Manifest)
+    if not {TRAIN_STATE, METADATA} <= content["files"].keys():
         raise UserError(f"its {MANIFEST} does not list its files")
-    for name, size in sizes.items():
-        if type(size) is not int or Path(name).name != name or name in ("", ".."):
-            raise UserError(f"its {MANIFEST} says {size!r} of {name!r}, which is no file of this folder")
-    return {name: File(size, sums.get(name)) for name, size in sizes.items()}
+    for name, size in content["files"].items():
+        if Path(name).name != name or name in ("", "..") or len(name.encode(errors="surrogatepass")) > 255:
+            raise UserError(f"its {MANIFEST} says {size} of {name[:100]!r}, which is no file of this folder")
+    return {name: File(size, content.get("crc32", {}).get(name)) for name, size in content["files"].items()}
 
 
 def read_train_state(path: Path) -> dict[str, Any]:
@@ -160,18 +211,20 @@ def read_train_state(path: Path) -> dict[str, Any]:
     Raises:
         UserError: the file is missing or is not what `write_train_state` writes.
     """
-    state = _read_json(path / TRAIN_STATE)
-    kinds = {"step": int, "model_only": bool, "train_state": dict, "lr_scheduler": dict}
-    for key, kind in kinds.items():
-        if type(state.get(key)) is not kind:
-            raise UserError(f"its {TRAIN_STATE} holds {key} = {state.get(key)!r:.40}, which is no {kind.__name__}")
+    state = _read_json(path / TRAIN_STATE, _State)
+    held = state["train_state"].keys()
+    lacking = sorted(_OF_A_RUN - held) if held & _OF_A_RUN else []
+    if not state["model_only"] and "num_steps_done" not in state["lr_scheduler"]:
+        lacking.append("num_steps_done")
+    if lacking:
+        raise UserError(f"its {TRAIN_STATE} lacks {', '.join(lacking)}")
     return state
 
 
 def checksum(path: Path) -> str:
     """Return a file's CRC-32: it finds damage, not forgery."""
     crc = 0
-    with path.open("rb") as file:
+    with open_small(path, ANY_SIZE) as file:
         while block := file.read(1 << 20):
             crc = zlib.crc32(block, crc)
     return f"{crc:08x}"
@@ -304,18 +357,18 @@ def _rename(old: Path, new: Path) -> None:
     sync(new.parent)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path, schema: type) -> dict[str, Any]:
+    """Return what a small file holds, with all its keys, once those of `schema` are found to be as that says."""
     try:
-        content = json.loads(wait_for_storage(lambda: path.read_text(encoding="utf-8")))
+        content = wait_for_storage(lambda: read_small(path))
     except FileNotFoundError:
         raise UserError(f"it has no {path.name}") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
         if is_away(error):
             raise  # an older checkpoint is no better
         raise UserError(f"its {path.name} can't be read ({error!r})") from error
-    if not isinstance(content, dict):
-        raise UserError(f"its {path.name} holds no JSON object")
-    return content
+    parse_json(content, schema, f"its {path.name}")
+    return parse_json(content, dict[str, Any], f"its {path.name}")
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

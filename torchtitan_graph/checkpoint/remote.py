@@ -38,6 +38,7 @@ from torchtitan_graph.config import job
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.agree import describe, on_all_ranks, on_rank_0
+from torchtitan_graph.small_files import MAX_BYTES
 
 T = TypeVar("T")
 
@@ -127,9 +128,13 @@ class Remote:
         return {entry["name"].rstrip("/").rpartition("/")[2]: entry for entry in entries}
 
     def _read(self, name: str, reader: Callable[[Path], T]) -> T:
+        sizes = self.sizes()
+        if sizes.get(name, 0) > MAX_BYTES:
+            raise UserError(f"its {name} has {sizes[name]:,} bytes, more than the {MAX_BYTES:,} that it may have")
         with tempfile.TemporaryDirectory() as folder:
-            with contextlib.suppress(FileNotFoundError):  # the reader has words for that
-                self.get([name], Path(folder))
+            if name in sizes:  # the reader has words for what is not there
+                with contextlib.suppress(FileNotFoundError):
+                    self.get([name], Path(folder))
             return reader(Path(folder))
 
 

@@ -100,7 +100,7 @@ class Saver:
         copies = {}
         for name, chunk in chunks.items():
             buffer = self._buffers.get(name)
-            if buffer is None:
+            if buffer is None or buffer.dtype != chunk.local.dtype:
                 pin = keep and chunk.local.is_cuda
                 buffer = torch.empty(chunk.local.shape, dtype=chunk.local.dtype, pin_memory=pin)
             if keep:

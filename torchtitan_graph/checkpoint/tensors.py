@@ -1,19 +1,16 @@
 """Tensors to and from a folder in the format of torch.distributed.checkpoint (DCP).
 
 DCP is given tensors and nothing else, each as the box of it that a rank holds, so that what was saved in one layout
-can be read in any other. Reading runs no code from the folder: its `.metadata` is a pickle, which is opened by an
-unpickler that knows a fixed list of records, and tensors are read with `weights_only=True`.
+can be read in any other. Reading runs no code from the folder: see metadata.py and stored_part.py.
 """
 
 import contextlib
-import enum
 import io
 import math
-import pickle
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import BinaryIO, cast
 
 import torch
 import torch.distributed as dist
@@ -27,14 +24,14 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.futures import Future
 
-from torchtitan_graph.checkpoint.whole import Box, Part, find_gaps, unite
+from torchtitan_graph.checkpoint.stored_part import read_stored
+from torchtitan_graph.checkpoint.whole import Box, Part, find_gaps, make_up, unite
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph.torch_private.distributed import METADATA_GLOBALS, StorageInfo
 from torchtitan_graph.parallel.agree import RanksFailed, describe, describe_ranks
 from torchtitan_graph.parallel.chunk import Chunk, chunk_of
-
-METADATA = ".metadata"
+from torchtitan_graph.small_files import ANY_SIZE, open_small
 
 
 def save_tensors(folder: Path, chunks: dict[str, Chunk], group: dist.ProcessGroup | None = None) -> None:
@@ -64,56 +61,9 @@ def load_tensors(
         dcp.load(chunks, storage_reader=reader, planner=_LoadPlanner(), process_group=group, no_dist=no_dist)
 
 
-def read_metadata(folder: Path) -> Metadata:
-    """Read which tensors `folder` holds, and where.
-
-    Raises:
-        UserError: the file names anything but records of tensors; nothing of it has been run.
-    """
-    path = folder / METADATA
-    try:
-        with path.open("rb") as file:
-            metadata = _MetadataUnpickler(file).load()
-        _check_metadata(metadata)
-    except Exception as error:  # garbage makes an unpickler raise nearly anything
-        raise UserError(f"{path} can't be read: {error}") from error
-    return metadata
-
-
-def _check_metadata(metadata: Any) -> None:
-    if not isinstance(metadata, Metadata):
-        raise UserError("it holds no index of tensors")
-    for name, saved in metadata.state_dict_metadata.items():
-        if not isinstance(saved, TensorStorageMetadata):
-            raise UserError(f"{name} is not a tensor; pickled objects are not loaded")
-        if not isinstance(saved.size, torch.Size) or not isinstance(saved.properties.dtype, torch.dtype):
-            raise UserError(f"{name} has no shape and dtype")
-    for info in metadata.storage_data.values():
-        if not isinstance(info, StorageInfo) or Path(info.relative_path).name != info.relative_path:
-            raise UserError(f"a tensor's file {info!r} is not in the checkpoint's folder")
-
-
 def saved_tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
     """Return dtype, shape and boxes of each tensor, by name."""
     return cast(dict[str, TensorStorageMetadata], metadata.state_dict_metadata)
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in METADATA_GLOBALS:
-            return super().find_class(module, name)
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if (module, name) == ("builtins", "getattr"):
-            return _member
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no index of tensors needs; nothing was run")
-
-
-def _member(kind: Any, name: str) -> Any:
-    """Give a member of an enumeration, which Python 3.11.0 to 3.11.3 writes as what `getattr` gives."""
-    if not isinstance(kind, enum.EnumMeta):
-        raise pickle.UnpicklingError(f"it wants {name} of {kind!r:.80}, which is no enumeration; nothing was run")
-    return kind[name]
 
 
 class _Writer(dcp.FileSystemWriter):
@@ -124,10 +74,33 @@ class _Writer(dcp.FileSystemWriter):
 class _Reader(dcp.FileSystemReader):
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         super().__init__(folder)
-        self.metadata = metadata
+        self.folder, self.metadata = folder, metadata
 
     def read_metadata(self) -> Metadata:  # type: ignore[override]
         return self.metadata
+
+    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
+        """Read file by file, as the base class does, which takes whatever it finds."""
+        by_file: dict[str, list[dcp.ReadItem]] = {}
+        for item in plan.items:
+            by_file.setdefault(self.metadata.storage_data[item.storage_index].relative_path, []).append(item)
+        for name, items in by_file.items():
+            with open_small(self.folder / name, ANY_SIZE) as file:
+                for item in items:
+                    planner.resolve_tensor(item).detach().copy_(self._read(file, item))
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read(self, file: BinaryIO, item: dcp.ReadItem) -> torch.Tensor:
+        index = item.storage_index
+        saved, info = saved_tensors(self.metadata)[index.fqn], self.metadata.storage_data[index]
+        (shape,) = {chunk.sizes for chunk in saved.chunks if chunk.offsets == index.offset}
+        try:
+            stored = read_stored(file, info.offset, info.length, shape, saved.properties.dtype)
+        except Exception as error:  # garbage leads nearly anywhere
+            raise UserError(f"{index.fqn} in {info.relative_path} can't be read: {error!s:.300}") from error
+        return _narrow(stored, item.storage_offsets, item.lengths)
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):
@@ -174,13 +147,16 @@ class _LoadPlanner(dcp.LoadPlanner):
         raise AssertionError("read_metadata refuses everything but tensors")
 
     def resolve_tensor(self, read_item: dcp.ReadItem) -> torch.Tensor:
-        tensor = self.chunks[read_item.dest_index.fqn].local
-        for dim, (begin, size) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            tensor = tensor.narrow(dim, begin, size)
-        return tensor
+        return _narrow(self.chunks[read_item.dest_index.fqn].local, read_item.dest_offsets, read_item.lengths)
 
     def commit_tensor(self, read_item: dcp.ReadItem, tensor: torch.Tensor) -> None:
         """Do nothing: the reader has written into the live tensor."""
+
+
+def _narrow(tensor: torch.Tensor, offsets: Iterable[int], sizes: Iterable[int]) -> torch.Tensor:
+    for dim, (begin, size) in enumerate(zip(offsets, sizes, strict=True)):
+        tensor = tensor.narrow(dim, begin, size)
+    return tensor
 
 
 def _box(chunk: Chunk) -> ChunkStorageMetadata:
@@ -208,10 +184,13 @@ def _read_items(name: str, chunk: Chunk, saved: TensorStorageMetadata) -> list[d
     if not chunk.local.numel():
         return []
     items = create_read_items_for_chunk_list(name, saved, [_box(chunk)])
-    # DCP leaves what no saved box covers as it was, without a word.
-    num_read = sum(math.prod(item.lengths) for item in items)
-    if num_read != chunk.local.numel():
-        raise UserError(f"{name}: the checkpoint holds {num_read} of this rank's {chunk.local.numel()} numbers")
+    # DCP leaves what no saved box covers as it was, and lets one box overwrite another, without a word.
+    boxes = [Box(tuple(item.dest_offsets), tuple(item.lengths)) for item in items]
+    if not make_up(boxes, chunk.local.shape):
+        num_read, wanted = sum(math.prod(box.sizes) for box in boxes), chunk.local.numel()
+        raise UserError(
+            f"{name}: the checkpoint's parts hold {num_read} numbers for this rank's {wanted}, not each once"
+        )
     return items
 
 

@@ -4,7 +4,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -70,15 +70,21 @@ def find_gaps(held: Mapping[str, Held]) -> list[str]:
         if len(shapes) > 1 or len(dtypes) > 1:
             kinds = sorted(map(str, [*map(list, shapes), *dtypes]))
             problems.append(f"{name}: the ranks disagree on what it is: {', '.join(kinds)}")
-        elif not _make_up(boxes, *shapes):
+        elif not make_up(boxes, *shapes):
             total, num_held = math.prod(*shapes), sum(math.prod(box.sizes) for box in boxes)
             problems.append(f"{name}: all ranks' parts together are {num_held} of {total} numbers")
     return problems
 
 
+def make_up(boxes: Collection[Box], shape: tuple[int, ...]) -> bool:
+    """Return whether the boxes hold every number of a tensor once."""
+    together = frozenset(boxes)
+    return len(together) == len(boxes) and _make_up(together, shape)
+
+
 @functools.lru_cache(maxsize=256)  # many tensors are cut alike
 def _make_up(boxes: frozenset[Box], shape: tuple[int, ...]) -> bool:
-    """Return whether the boxes hold every number of a tensor once.
+    """Do as `make_up`.
 
     They do if as many boxes as the whole tensor, one, hold each number. How many do so is known by its differences
     along all dims together, and these are not zero only at corners of boxes, where each box adds 1 or -1.

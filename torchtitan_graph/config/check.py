@@ -299,9 +299,12 @@ def _notices(config: JobConfig) -> list[str]:
             f"{_name(config, 'lr_scheduler.total_steps')}: the schedule ends before training.steps {steps};"
             " the learning rate then stays where it is"
         )
-    if config.checkpoint.export_dtype != "float32" and not config.checkpoint.last_save_in_hf:
-        name = _name(config, "checkpoint.export_dtype")
-        notices.append(f"{name}: nothing is exported while checkpoint.last_save_in_hf is false")
+    of_model = config.checkpoint.enable and config.checkpoint.last_save_model_only
+    if config.checkpoint.export_dtype != "float32" and not config.checkpoint.last_save_in_hf and not of_model:
+        notices.append(
+            f"{_name(config, 'checkpoint.export_dtype')}: nothing is exported without checkpoint.last_save_in_hf or"
+            " last_save_model_only"
+        )
     if not config.checkpoint.enable:
         if config.checkpoint.remote_folder is not None:
             name = _name(config, "checkpoint.remote_folder")

@@ -34,7 +34,8 @@ def _check_checkpoint(config: JobConfig, world_size: int) -> list[str]:
     if checkpoint.exclude_from_loading and checkpoint.load_step < 0 and not whole_initial:
         problems.append(
             f"{excluded}: is about checkpoint.load_step, or checkpoint.initial_load_path with initial_load_model_only ="
-            " false: set one; a run that goes on from its own newest checkpoint takes all of it"
+            " false: set the one whose parts are to be left out. A run that goes on from its newest checkpoint takes"
+            " all of it, or every restart would leave them out again"
         )
     if checkpoint.load_step >= 0 and not checkpoint.enable:
         problems.append(
@@ -88,10 +89,4 @@ def _check_hugging_face(config: JobConfig) -> list[str]:
         problems.append(f"{in_hf}: such a folder holds only the model; leave out initial_load_model_only = false")
     if checkpoint.initial_load_in_hf_quantized and not checkpoint.initial_load_in_hf:
         problems.append(f"{_name(config, 'checkpoint.initial_load_in_hf_quantized')}: needs initial_load_in_hf = true")
-    exported = checkpoint.enable and checkpoint.last_save_model_only and not checkpoint.last_save_in_hf
-    if checkpoint.export_dtype != "float32" and exported:
-        problems.append(
-            f"{_name(config, 'checkpoint.export_dtype')}: is the dtype of what last_save_in_hf = true writes; other"
-            " checkpoints, with last_save_model_only too, are written as trained"
-        )
     return problems

@@ -415,7 +415,10 @@ class Checkpoint:
         " remote_folder.",
     )
     export_dtype: str = option(
-        "float32", "dtype of the parameters in step-N-hf.", choices=("float16", "bfloat16", "float32")
+        "float32",
+        "dtype of the parameters in step-N-hf; without last_save_in_hf, in a last checkpoint of only them. There"
+        " float32 leaves them as they are.",
+        choices=("float16", "bfloat16", "float32"),
     )
     async_mode: str = option(
         "disabled",

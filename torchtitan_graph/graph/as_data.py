@@ -48,6 +48,8 @@ _FORMATS = {
 _CONSTANTS = (bool, int, float, type(None))
 
 _MOST_CONSTANTS = 64  # numbers of a tensor that a graph closes over
+# Of a step: a node takes 2.5 KB, and those of a rank of 405B are 200,000. Tensors are as many as differ in layout.
+_MOST_NODES, _MOST_TENSORS, _MOST_TARGETS = 250_000, 20_000, 10_000
 
 Places = Mapping[str, str]  # a group's name -> what it is called in every world, such as "mesh.fsdp"
 
@@ -268,6 +270,8 @@ class _Reader:
     def __init__(self, data: Any, groups: Mapping[str, str], device: torch.device) -> None:
         self._groups, self._device = groups, device
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._num_nodes = 0
+        check(len(data["tensors"]) <= _MOST_TENSORS and len(data["targets"]) <= _MOST_TARGETS, "too many values")
         with self._fake_mode:
             self._tensors = [self._tensor(*each) for each in data["tensors"]]
         self._targets = [_find_target(each) for each in data["targets"]]
@@ -284,6 +288,8 @@ class _Reader:
                 root.add_module(name, self._modules[size(x)])
             else:
                 root.register_buffer(name, self._constant(*x), persistent=False)
+        self._num_nodes += len(data["nodes"])
+        check(self._num_nodes <= _MOST_NODES, "too many nodes")
         for op, name, target, args, kwargs, val, origin in data["nodes"]:
             if op == "call_function":
                 found = self._targets[size(target)]

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import bisect
 import collections
-import gzip
-import json
 import operator
-import zlib
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from torch.fx import GraphModule
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.show import shape_of
+from torchtitan_graph.small_files import BadFile, gunzip, parse_json, read_small
 
 _FOLDER = "**/step-*"  # of a step's traces: `profiling.save_traces_folder` may lie deeper
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+# Unpacked; a step of 405B has 40,000 nodes, each with six events of 400 bytes and 40 values.
+_MOST_BYTES, _MOST_VALUES = 256 * 2**20, 12_000_000
 _MOST = 1e20  # microseconds: more than any clock says
 
 Event = Mapping[str, Any]
+
+
+class _Trace(TypedDict):
+    traceEvents: list[dict[str, Any]]
 
 
 def has_traces(path: Path) -> bool:
@@ -36,9 +41,10 @@ def find_trace(path: Path, rank: int, world_size: int) -> Path:
     Raises:
         UserError: there is none, or the run had another number of ranks.
     """
-    if path.is_file():
+    if os.path.isfile(path):  # whatever its name
         return path
-    found = [(p.parent.name.removeprefix("step-"), p) for p in path.glob(f"{_FOLDER}/rank{rank}.json.gz")]
+    traces_there = path.glob(f"{_FOLDER}/rank{rank}.json.gz") if os.path.isdir(path) else ()
+    found = [(p.parent.name.removeprefix("step-"), p) for p in traces_there]
     traces = {int(step): trace for step, trace in found if step.isdecimal()}
     if not traces:
         raise UserError(
@@ -101,22 +107,23 @@ def _check_is_of(gm: GraphModule, values: Mapping[tuple[str, str], str | None]) 
     for node in calls:
         was, now = values[name, node.name], shape_of(node.meta.get("val"))
         if was is not None and was != now:
-            raise UserError(f"the profile's {node} of {name} is {was}, and would be {now}: {other}")
+            raise UserError(f"the profile's {node} of {name} is {was!s:.200}, and would be {now}: {other}")
 
 
 def _read(trace: Path) -> list[Event]:
     """Give the events of a trace that last, each with its `args`."""
     try:
-        content = trace.read_bytes()
-        events = json.loads(gzip.decompress(content) if trace.suffix == ".gz" else content)["traceEvents"]
-        found: list[Event] = [{"args": {}, **event} for event in events if event["ph"] == "X"]
-        if strange := next((event for event in found if not _is_sound(event)), None):
-            raise ValueError(f"an event is {strange!r:.200}")
-        return found
+        content = read_small(trace, _MOST_BYTES)
+        text = gunzip(content, trace, _MOST_BYTES) if trace.suffix == ".gz" else content
+        events = parse_json(text, _Trace, trace, _MOST_VALUES)["traceEvents"]
     except FileNotFoundError as error:
         raise UserError(f"{trace}: is not there") from error
-    except (OSError, EOFError, zlib.error, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise UserError(f"{trace}: is no trace of torch's profiler ({type(error).__name__}: {error})") from error
+    except (OSError, BadFile) as error:
+        raise UserError(f"{trace}: is no trace of torch's profiler ({error})") from error
+    found: list[Event] = [{"args": {}, **event} for event in events if event.get("ph") == "X"]
+    if strange := next((event for event in found if not _is_sound(event)), None):
+        raise UserError(f"{trace}: is no trace of torch's profiler (an event is {strange!r:.200})")
+    return found
 
 
 def _is_sound(event: Event) -> bool:

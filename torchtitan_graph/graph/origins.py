@@ -16,7 +16,9 @@ from torchtitan_graph.graph.hierarchy import Entry, Place
 from torchtitan_graph.graph.malformed import check, size
 
 _PLAIN = (bool, int, float, str, type(None))
+_OF_CODE = {"operations", "works", "scratch", "same_as"}  # no words, and of what is compiled, which is not stored
 _DEEPEST = 1000  # calls, as Python's own limit is
+_MOST_CALLS = 2**22  # of all places in the hierarchy together: a large graph's 20,000 places are 10 deep
 
 
 class Origins:
@@ -52,9 +54,11 @@ def read_origins(data: Any) -> list[dict[str, Any]]:
         Malformed, or another exception: the tables are none that were written.
     """
     places: list[Place] = [()]
+    num_calls = 0
     for parent, *entry in data["scopes"]:
         places.append((*places[size(parent)], _entry(*entry)))
-        check(len(places[-1]) <= _DEEPEST, "a scope that is too deep")
+        num_calls += len(places[-1])
+        check(len(places[-1]) <= _DEEPEST and num_calls <= _MOST_CALLS, "a scope that is too deep")
     return [_read(places, *row) for row in data["origins"]]
 
 
@@ -70,7 +74,8 @@ def _is_line(x: Any) -> bool:
 
 def _read(places: list[Place], *row: Any) -> dict[str, Any]:
     own, numbers, words = row[: len(meta.KEYS)], row[len(meta.KEYS) : -1], row[-1]
-    check(all(x is None or _is_line(x) for x in own), f"what is said of a node, {own!r:.80}")
+    said = zip(meta.KEYS, own, strict=True)
+    check(all(x is None or (_is_line(x) and key not in _OF_CODE) for key, x in said), f"a node's words, {own!r:.80}")
     check(all(isinstance(key, str) and isinstance(x, _PLAIN) for key, x in words), "a node's annotations")
     found: dict[str, Any] = {key: x for key, x in zip(meta.KEYS, own, strict=True) if x is not None}
     for key, each in zip(meta.HIERARCHIES, numbers, strict=True):

@@ -27,6 +27,7 @@ from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.signature import Plain, Signature, Slot
 from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group, name_group
 from torchtitan_graph.graph.torch_private.tracing import FakeTensorMode
+from torchtitan_graph.small_files import read_text
 
 _INPUT = re.compile(r"(\w+) (\w+)\[([\d, ]*)\] (.*)")
 _WORDS = re.compile(r"  # .*?\b(forward|backward)\b(?: (?!at )([\w.]+)(?= |$))?(.*)$")
@@ -118,9 +119,9 @@ def read(path: Path) -> GraphModule:
         UserError: the file holds no graph, or one that calls what can't be kept in a file.
     """
     try:
-        text, names = path.read_text(), runpy.run_path(str(path))
+        text, names = read_text(path), runpy.run_path(str(path))
         function = next(x for x in ast.parse(text).body if isinstance(x, ast.FunctionDef) and x.name == "graph")
-    except (OSError, SyntaxError, StopIteration) as error:
+    except (OSError, SyntaxError, ValueError, RecursionError, StopIteration) as error:
         raise UserError(f"{path}: is no graph that debug.dump_graphs wrote: {error!r}") from error
     lines, root, graph = text.splitlines(), nn.Module(), Graph()
     known: dict[str, Any] = dict(names)

@@ -122,20 +122,21 @@ def from_hf_config(raw: dict[str, Any]) -> Config:
     rope_theta, rope_scaling, mscale = read_rope(reader)
     is_v3 = "DeepseekV3ForCausalLM" in raw["architectures"]
     num_heads, rope_dim = reader.integer("num_attention_heads"), reader.integer("qk_rope_head_dim")
-    num_experts = reader.integer("n_routed_experts", alias="num_local_experts" if is_v3 else "num_experts")
+    num_layers = reader.num_layers()
+    num_experts = reader.num_experts("n_routed_experts", alias="num_local_experts" if is_v3 else "num_experts")
     top_k, (num_groups, num_chosen_groups) = reader.integer("num_experts_per_tok"), _groups(reader, is_v3)
     _expect_constants(reader, is_v3)
     reader.expect("num_key_value_heads", num_heads, None)
     reader.expect("head_dim", rope_dim)
     reader.check_heads(num_heads, num_heads, rope_dim)
-    reader.check_experts(num_experts // num_groups * num_chosen_groups, top_k)
+    reader.check_experts(num_experts // num_groups * num_chosen_groups, top_k, num_layers * num_experts)
     reader.need(num_experts % num_groups == 0, f"n_group = {num_groups} must divide n_routed_experts = {num_experts}")
     reader.need(num_chosen_groups <= num_groups, f"topk_group = {num_chosen_groups}: there are {num_groups} groups")
     reader.need(not is_v3 or num_experts >= 2 * num_groups, f"n_group = {num_groups}: groups have two experts or more")
     return reader.build(
         Config,
         dim=reader.integer("hidden_size"),
-        num_layers=reader.integer("num_hidden_layers"),
+        num_layers=num_layers,
         num_heads=num_heads,
         ffn_dim=reader.integer("intermediate_size"),
         moe_ffn_dim=reader.integer("moe_intermediate_size"),

@@ -82,9 +82,9 @@ def from_hf_config(raw: dict[str, Any]) -> Config:
     reader = ConfigReader(raw)
     # Where nothing is said, transformers too takes the releases' scaling.
     rope_theta, rope_scaling, _ = read_rope(reader, theta=150000.0, implied=scaling_to_hf(Config.rope_scaling))
-    num_layers, head_dim = reader.integer("num_hidden_layers"), reader.integer("head_dim")
+    num_layers, head_dim = reader.num_layers(), reader.integer("head_dim")
     num_heads, num_kv_heads = reader.integer("num_attention_heads"), reader.integer("num_key_value_heads")
-    num_experts = reader.integer("num_local_experts", alias="num_experts")
+    num_experts = reader.num_experts("num_local_experts", alias="num_experts")
     top_k = reader.integer("num_experts_per_tok", alias="experts_per_token")
     reader.expect_of_all("gpt_oss")
     reader.expect("attention_bias", True)
@@ -92,7 +92,7 @@ def from_hf_config(raw: dict[str, Any]) -> Config:
     reader.expect("swiglu_alpha", 1.702)
     reader.expect("layer_types", _layer_types(num_layers), None)
     reader.check_heads(num_heads, num_kv_heads, head_dim)
-    reader.check_experts(num_experts, top_k)
+    reader.check_experts(num_experts, top_k, num_layers * num_experts)
     return reader.build(
         Config,
         dim=reader.integer("hidden_size"),

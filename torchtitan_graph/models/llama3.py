@@ -86,7 +86,7 @@ def from_hf_config(raw: dict[str, Any]) -> Config:
     return reader.build(
         Config,
         dim=dim,
-        num_layers=reader.integer("num_hidden_layers"),
+        num_layers=reader.num_layers(),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         ffn_dim=reader.integer("intermediate_size"),

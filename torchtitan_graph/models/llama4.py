@@ -101,10 +101,10 @@ def from_hf_config(raw: dict[str, Any]) -> Config:
         raise UserError(f"text_config = {text!r}: an object is wanted")
     reader = ConfigReader(text)
     rope_theta, rope_scaling, _ = read_rope(reader, theta=500000.0)
-    num_layers, full_every = reader.integer("num_hidden_layers"), reader.integer("no_rope_layer_interval", 4)
+    num_layers, full_every = reader.num_layers(), reader.integer("no_rope_layer_interval", 4)
     moe_every, tied = reader.integer("interleave_moe_layer_step", 1), reader.flag("tie_word_embeddings", False)
     num_heads, num_kv_heads = reader.integer("num_attention_heads"), reader.integer("num_key_value_heads")
-    num_experts, top_k = reader.integer("num_local_experts"), reader.integer("num_experts_per_tok")
+    num_experts, top_k = reader.num_experts("num_local_experts"), reader.integer("num_experts_per_tok")
     head_dim, rotated = reader.integer("head_dim"), _rotated_layers(num_layers, full_every)
     reader.expect_of_all("llama4_text", "llama4")
     ConfigReader(raw, problems=reader.problems).expect("tie_word_embeddings", tied)
@@ -115,7 +115,7 @@ def from_hf_config(raw: dict[str, Any]) -> Config:
     reader.expect("layer_types", [("full_attention", "chunked_attention")[rotates] for rotates in rotated], None)
     reader.expect("moe_layers", list(range(moe_every - 1, num_layers, moe_every)), None)
     reader.check_heads(num_heads, num_kv_heads, head_dim)
-    reader.check_experts(num_experts, top_k)
+    reader.check_experts(num_experts, top_k, num_layers * num_experts)
     return reader.build(
         Config,
         dim=reader.integer("hidden_size"),

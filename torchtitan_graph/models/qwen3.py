@@ -84,15 +84,15 @@ def from_hf_config(raw: dict[str, Any]) -> Config:
     reader, defaults = ConfigReader(raw), Config(0, 0, 0, 0, 0)
     rope_theta, rope_scaling, _ = read_rope(reader)
     has_experts = "Qwen3MoeForCausalLM" in raw["architectures"]
-    dim, num_layers = reader.integer("hidden_size"), reader.integer("num_hidden_layers")
+    dim, num_layers = reader.integer("hidden_size"), reader.num_layers()
     num_heads = reader.integer("num_attention_heads")
     num_kv_heads = reader.integer("num_key_value_heads", null=num_heads)
     head_dim = reader.integer("head_dim", dim // num_heads if has_experts else defaults.head_dim)
     num_experts, top_k = 0, defaults.top_k
     if has_experts:
-        num_experts = reader.integer("num_experts", 128, alias="num_local_experts")
+        num_experts = reader.num_experts("num_experts", 128, alias="num_local_experts")
         top_k = reader.integer("num_experts_per_tok", 8)
-        reader.check_experts(num_experts, top_k)
+        reader.check_experts(num_experts, top_k, num_layers * num_experts)
     reader.expect_of_all("qwen3_moe" if has_experts else "qwen3")
     reader.expect("attention_bias", False)
     reader.expect("use_sliding_window", False)

@@ -20,7 +20,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 
@@ -33,6 +33,8 @@ from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.layout import PP, TP, Layout, ParallelDims
 from torchtitan_graph.parallel.storage import Storage
 from torchtitan_graph.passes.tag_budget import Curve, Point
+from torchtitan_graph.patience import is_away
+from torchtitan_graph.small_files import gunzip, parse_json, read_json, read_small
 
 # Ranks whose places on these axes are equal have equal graphs: tests/numerics/test_precompiled.py traces all of them.
 # A pipeline's rank has stages of its own. Along tp each has other rows of the vocabulary, counted from another one on.
@@ -40,7 +42,16 @@ AXES = (PP, TP)
 
 INDEX = "index.json"
 _FORMAT = 3
-_LARGEST = 2**31  # bytes of a file of graphs, unpacked: that of 405B takes a hundredth
+# Of a rank's graphs, unpacked. Those of 405B take 21 MB and 4 million values, which are 115 bytes and 21 values a node.
+_MOST_BYTES, _MOST_VALUES = 128 * 2**20, 10_000_000
+_MOST_BYTES_OF_INDEX = 4 * 2**20  # 80 for a rank
+
+
+class _Index(TypedDict):
+    format: int
+    fingerprint: dict[str, str]
+    axes: list[str]
+    graphs: dict[str, str]
 
 
 class Rewritten(NamedTuple):
@@ -175,8 +186,8 @@ class Precompiled:
         place = _name(tuple(layout.rank(axis) for axis in AXES))
         with _as_written(self.folder, self.again, f"the graphs of rank {place} on {', '.join(AXES)}"):
             digest = self.graphs[place]
-            with gzip.open(self.folder / f"{digest}.json.gz") as file:
-                text = file.read(_LARGEST)
+            file = self.folder / f"{digest}.json.gz"
+            text = gunzip(read_small(file), file, _MOST_BYTES)
             if hashlib.sha256(text).hexdigest() != digest:
                 raise Malformed("its bytes are not those that were written")
             groups = layout.groups_by_place
@@ -185,7 +196,9 @@ class Precompiled:
                 return traced_from_data(data, like, groups, device, storages)
 
             found = {}
-            for number, train, evaluate, (matmul, attention), curve in json.loads(text):
+            for number, train, evaluate, (matmul, attention), curve in parse_json(text, list[Any], file, _MOST_VALUES):
+                if number in found:
+                    raise Malformed("a stage that is there twice")
                 like_train, like_evaluate = arguments[number]
                 ready = step(evaluate, like_evaluate) if like_evaluate is not None else None
                 found[number] = Rewritten(step(train, like_train), ready, Flops(matmul, attention))
@@ -207,11 +220,10 @@ def _as_written(folder: Path, again: str, what: str) -> Iterator[None]:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise UserError(f"{begin}: {error.filename} is not there. Make it: {again}") from error
     except Exception as error:
-        if isinstance(error, OSError) and not isinstance(error, gzip.BadGzipFile):
-            raise  # of the storage
-        raise UserError(
-            f"{begin}: not what was written ({type(error).__name__}: {error}). Make it anew: {again}"
-        ) from error
+        if is_away(error):
+            raise
+        why = f"{type(error).__name__}: {error!s:.500}"
+        raise UserError(f"{begin}: not what was written ({why}). Make it anew: {again}") from error
 
 
 def open_precompiled(folder: Path, fingerprint: Mapping[str, str], again: str) -> Precompiled:
@@ -225,14 +237,16 @@ def open_precompiled(folder: Path, fingerprint: Mapping[str, str], again: str) -
         UserError: it is not there, is not what `precompile` wrote, or was made for something else: names that.
     """
     with _as_written(folder, again, INDEX):
-        index = json.loads((folder / INDEX).read_bytes())
+        index = read_json(folder / INDEX, _Index, _MOST_BYTES_OF_INDEX)
         if index["format"] != _FORMAT or tuple(index["axes"]) != AXES:
             raise Malformed("of another release")
-        made_for = {str(key): str(value) for key, value in index["fingerprint"].items()}
-        graphs = {str(place): _digest(digest) for place, digest in index["graphs"].items()}
+        made_for = index["fingerprint"]
+        graphs = {place: _digest(digest) for place, digest in index["graphs"].items()}
     differ = [key for key in {**fingerprint, **made_for} if fingerprint.get(key) != made_for.get(key)]
     if differ:
-        shown = [f"{key} is {_short(fingerprint.get(key))}, was {_short(made_for.get(key))}" for key in differ[:8]]
+        shown = [
+            f"{_short(key)} is {_short(fingerprint.get(key))}, was {_short(made_for.get(key))}" for key in differ[:8]
+        ]
         more = [f"and {len(differ) - 8} more"] if len(differ) > 8 else []
         raise UserError(
             f"compile.precompiled = {str(folder)!r}: its graphs were made for something else: "

@@ -336,41 +336,88 @@ def test_a_payload_in_a_checkpoint_of_the_run_is_refused_and_not_run(run: Path, 
     assert not (tmp_path / "mark").exists()
 
 
+WHOLE = {"step": 3, "tokens_seen": 8, "data": {"rows": 1, "lanes": [[0, 0, 0, 0]]}, "rng": "00ff"}
+
+
 @pytest.mark.parametrize(
-    "change",
+    ("change", "said"),
     [
-        {"step": "3"},
-        {"step": True},
-        {"model_only": 1},
-        {"train_state": []},
-        {"train_state": "__import__('os').mkdir('mark')"},
-        {"lr_scheduler": None},
+        ({"step": "3"}, "step: Expected `int`, got `str`"),
+        ({"step": True}, "step: Expected `int`, got `bool`"),
+        ({"step": -3}, "step: Expected `int` >= 0"),
+        ({"model_only": 1}, "model_only: Expected `bool`, got `int`"),
+        ({"train_state": []}, "train_state: Expected `object`, got `array`"),
+        ({"train_state": "__import__('os').mkdir('mark')"}, "train_state: Expected `object`, got `str`"),
+        ({"train_state": WHOLE | {"tokens_seen": None}}, "train_state.tokens_seen: Expected `int`, got `null`"),
+        ({"train_state": WHOLE | {"tokens_seen": 2**70}}, "tokens_seen: "),
+        ({"train_state": WHOLE | {"data": {"rows": 1, "corpus": "x"}}}, "data: .*missing required field `lanes`"),
+        ({"train_state": WHOLE | {"data": {"rows": 1, "lanes": [[0, 0, 0]]}}}, "lanes.*Expected `array` of length 4"),
+        ({"train_state": WHOLE | {"rng": "0g"}}, "train_state.rng: Expected `str` matching regex"),
+        ({"train_state": {"step": 3, "rng": "00"}}, "lacks data, tokens_seen"),
+        ({"lr_scheduler": None}, "lr_scheduler: Expected `object`, got `null`"),
+        ({"lr_scheduler": {}}, "lacks num_steps_done"),
+        ({"lr_scheduler": {"num_steps_done": "x"}}, "num_steps_done: Expected `int`, got `str`"),
     ],
     ids=str,
 )
-def test_odd_values_in_the_train_state_are_refused(change: dict[str, Any], run: Path) -> None:
+def test_odd_values_in_the_train_state_are_refused(change: dict[str, Any], said: str, run: Path) -> None:
     file = run / "step-3" / TRAIN_STATE
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     write_manifest_for(run / "step-3")
     assert load(run) == 2
-    with pytest.raises(UserError, match=f"its {TRAIN_STATE} holds {next(iter(change))} = "):
+    with pytest.raises(UserError, match=f"step = 3: .*its {TRAIN_STATE}.*{said}"):
         load(run, load_step=3)
 
 
-@pytest.mark.parametrize("content", ["[]", "3", "null", "[" * 100_000, '{"step": ', "\x00", '{"step": 1e999}'])
-def test_a_train_state_that_is_no_such_thing_is_refused(content: str, run: Path) -> None:
-    (run / "step-3" / TRAIN_STATE).write_text(content)
-    write_manifest_for(run / "step-3")
+DIGITS = '{"step": ' + "1" * 5000 + "}"
+
+
+@pytest.mark.parametrize(
+    "content", ["[]", "3", "null", "[" * 100_000, '{"step": ', "\x00", '{"step": 1e999}', DIGITS, '{"a":' + "[" * 200]
+)
+@pytest.mark.parametrize("name", [TRAIN_STATE, MANIFEST])
+def test_a_train_state_or_a_manifest_that_is_no_such_thing_is_refused(content: str, name: str, run: Path) -> None:
+    (run / "step-3" / name).write_text(content)
+    if name == TRAIN_STATE:
+        write_manifest_for(run / "step-3")
     assert load(run) == 2
 
 
-@pytest.mark.parametrize("name", ["../step-2/__0_0.distcp", "/etc/hostname", "a/b"])
+def make_fifo(file: Path) -> None:
+    os.mkfifo(file)
+
+
+def make_link_to_a_device(file: Path) -> None:
+    file.symlink_to("/dev/zero")
+
+
+def make_giant(file: Path) -> None:
+    with file.open("wb") as stream:
+        stream.truncate(2**42)
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("make", [make_fifo, make_link_to_a_device, make_giant], ids=lambda make: make.__name__)
+def test_what_is_no_such_file_is_neither_waited_for_nor_read(
+    make: Callable[[Path], None], name: str, run: Path, tmp_path: Path
+) -> None:
+    file = run / "step-3" / name
+    file.unlink()
+    make(file)
+    assert load(run) == 2
+    with pytest.raises(UserError, match="step = 3: that checkpoint is not whole: "):
+        load(run, load_step=3)
+    with pytest.raises(UserError, match="is no checkpoint"):
+        load(tmp_path / "new", initial_load_path=str(run / "step-3"))
+
+
+@pytest.mark.parametrize("name", ["../step-2/__0_0.distcp", "/etc/hostname", "a/b", "x" * 300])
 def test_a_manifest_that_names_files_elsewhere_is_refused(name: str, run: Path) -> None:
     file = run / "step-3" / MANIFEST
     content = json.loads(file.read_text())
     content["files"][name] = 1
     file.write_text(json.dumps(content))
-    assert find_problem(run / "step-3") == f"its {MANIFEST} says 1 of {name!r}, which is no file of this folder"
+    assert find_problem(run / "step-3") == f"its {MANIFEST} says 1 of {name[:100]!r}, which is no file of this folder"
     assert load(run) == 2
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from torchtitan_graph.checkpoint import Checkpointer, check_choice, check_loadable, find_likely, load_model
 from torchtitan_graph.checkpoint.folder import name_for_model
+from torchtitan_graph.checkpoint.metadata import read_metadata
 from torchtitan_graph.config import job
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
@@ -316,7 +317,7 @@ def test_everything_of_a_model_only_checkpoint_is_refused(tmp_path: Path) -> Non
 def test_excluded_parts_stay_as_they_are(part: str, tmp_path: Path) -> None:
     source = Run(tmp_path / "a")
     source.train(2)
-    train_state = {"step": 2, "tokens_seen": 8, "rng": "00", "data": {"row": 4}}
+    train_state = {"step": 2, "tokens_seen": 8, "rng": "00", "data": {"rows": 4, "lanes": [[4, 0, 0, 0]]}}
     source.checkpointer.save(2, train_state)
     path = str(tmp_path / "a" / "step-2")
     run = Run(
@@ -329,6 +330,25 @@ def test_excluded_parts_stay_as_they_are(part: str, tmp_path: Path) -> None:
     assert run.lr_scheduler.state_dict() == {"num_steps_done": 0 if part == "lr_scheduler" else 2}
     left_out = {"dataloader": {"data"}, "train_state": {"step", "tokens_seen", "rng"}}.get(part, set())
     assert state == {key: value for key, value in train_state.items() if key not in left_out}
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async_with_pinned_mem"])
+def test_a_last_model_is_kept_in_the_dtype_of_the_export(mode: str, tmp_path: Path) -> None:
+    run = Run(tmp_path, export_dtype="bfloat16", async_mode=mode).train(3)
+    dtypes = {
+        step: {x.properties.dtype for x in read_metadata(tmp_path / f"step-{step}").state_dict_metadata.values()}
+        for step in (2, 3)
+    }
+    assert dtypes == {2: {torch.float32}, 3: {torch.bfloat16}}
+    assert all(x.dtype == torch.float32 for x in run.model.parameters())
+    rounded = [x.to(torch.bfloat16).float().tolist() for x in run.model.parameters()]
+    again = Run(tmp_path, seed=1)
+    again.load(num_steps=3)
+    assert [x.tolist() for x in again.model.parameters()] == rounded
+    assert Run(tmp_path, seed=1).load(num_steps=5) == {"step": 2}, "a longer run has all bits"
+    both = Run(tmp_path / "both", export_dtype="bfloat16", last_save_in_hf=True).train(1)
+    metadata = read_metadata(both.checkpointer.folder / "step-1")
+    assert {x.properties.dtype for x in metadata.state_dict_metadata.values()} == {torch.float32}, "step-1-hf is it"
 
 
 def test_a_run_that_goes_on_excludes_nothing(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Checkpoints at an address: the same bits come back, and nothing torn, damaged or hostile is ever taken."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -356,6 +357,21 @@ def test_a_manifest_that_leads_elsewhere_writes_nothing(name: str, tmp_path: Pat
 
 
 # Failing
+
+
+@pytest.mark.parametrize("what", ["a FIFO", "a sparse giant"])
+@pytest.mark.parametrize("name", [MANIFEST, TRAIN_STATE])
+def test_what_is_no_small_file_there_is_not_fetched(what: str, name: str, tmp_path: Path) -> None:
+    address = f"file://{tmp_path / 'there'}"
+    save(tmp_path / "run", 1, 2, remote_folder=address)
+    file = tmp_path / "there" / "step-2" / name
+    file.unlink()
+    if what == "a FIFO":
+        os.mkfifo(file)
+    else:
+        with file.open("wb") as stream:
+            stream.truncate(2**42)
+    assert load(tmp_path / "new", remote_folder=address) == 1
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])

@@ -368,6 +368,7 @@ def test_checkpoints(arguments: str, message: str, monkeypatch: pytest.MonkeyPat
 def test_legal_checkpoints() -> None:
     for arguments in (
         "--checkpoint.exclude_from_loading optimizer,dataloader --checkpoint.load_step 3 --checkpoint.enable",
+        "--checkpoint.enable --checkpoint.export_dtype bfloat16",  # of the last model
         "--checkpoint.initial_load_path ckpt",  # nothing has to be saved for that
         "--checkpoint.enable --checkpoint.exclude_from_loading train_state --checkpoint.initial_load_path /data/step-1"
         " --checkpoint.no-initial_load_model_only",

@@ -77,10 +77,6 @@ def translated(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         ("[model]\nname = 'my_models.nothing'", "model.name = 'my_models.nothing': there is no module"),
         ("[optimizer]\nname = 'torch.optim.LBFGSS'", "torch.optim has no LBFGSS"),
         ("[model]\nname = 'lama3'", "model.name = 'lama3': must be one of"),
-        (
-            "[checkpoint]\nenable = true\nexport_dtype = 'bfloat16'",
-            "checkpoint.export_dtype = 'bfloat16': is the dtype",
-        ),
     ],
 )
 def test_what_train_refuses_is_not_kept(

@@ -110,7 +110,8 @@ PLACES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a parent that is none": (lambda data: data["scopes"][0].__setitem__(0, True), "the size True"),
     "no end of scopes": (lambda data: data.update(scopes=[[i, *data["scopes"][0][1:]] for i in range(1001)]), "deep"),
     "a place that is none": (lambda data: data["origins"][0].__setitem__(-3, [-1]), "the size -1"),
-    "code in a module": (lambda data: data["origins"][0].__setitem__(1, "x\nimport os"), "what is said of a node"),
+    "code in a module": (lambda data: data["origins"][0].__setitem__(1, "x\nimport os"), "a node.s words"),
+    "a text for a number": (lambda data: data["origins"][0].__setitem__(8, ""), "a node.s words"),
 }
 
 

@@ -1,6 +1,7 @@
 """Every form in which files keep a tensor, on one rank and in uneven parts on four; and files of another model."""
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from pool import mesh, run_on
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.hf import load_weights, save_weights
-from torchtitan_graph.models.hf.files import Folder, NewFolder
+from torchtitan_graph.models.hf.files import Folder, NewFolder, read_json
 from torchtitan_graph.models.hf.places import live_tensors
 from torchtitan_graph.models.layers.stored import Stored
 from torchtitan_graph.parallel.chunk import box_of
@@ -269,9 +270,11 @@ def test_a_parameter_that_the_family_forgot_is_named(folder: Path) -> None:
         ({}, "holds neither model.safetensors nor model.safetensors.index.json"),
         ({"pytorch_model.bin": "x"}, "pytorch_model.bin are pickles, which can run code"),
         ({"model.safetensors": "x"}, "model.safetensors can't be read"),
-        ({"model.safetensors.index.json": "{}"}, "has no weight_map"),
-        ({"model.safetensors.index.json": "{"}, "can't be read"),
-        ({"model.safetensors.index.json": "[" * 100_000}, "can't be read"),
+        ({"model.safetensors.index.json": "{}"}, "missing required field `weight_map`"),
+        ({"model.safetensors.index.json": {"a": 1}}, "weight_map[...]: Expected `str`, got `int`"),
+        ({"model.safetensors.index.json": "{"}, "is not JSON"),
+        ({"model.safetensors.index.json": "[" * 100_000}, "deep"),
+        ({"model.safetensors.index.json": {"a": "x" * 300}}, "files that are not there: xxx"),
         ({"model.safetensors.index.json": {"a": "b.safetensors"}}, "files that are not there: b.safetensors"),
         ({"model.safetensors.index.json": {"a": "../b.safetensors"}}, "files outside its folder: ../b.safetensors"),
     ],
@@ -282,6 +285,36 @@ def test_a_folder_that_is_none_is_refused(files: dict[str, str | dict], message:
         text = content if isinstance(content, str) else json.dumps({"weight_map": content})
         (tmp_path / name).write_text(text)
     assert message in error_of(tmp_path)
+
+
+def test_a_header_that_would_fill_the_memory_is_not_read(tmp_path: Path) -> None:
+    """A million tensors' names, or a length that the file has not."""
+    for size in (40 * 2**20, 2**62):
+        with (tmp_path / "model.safetensors").open("wb") as file:
+            file.write(size.to_bytes(8, "little"))
+            file.truncate(48 * 2**20)
+        with pytest.raises(UserError, match="its header has .* bytes, more than the 33,554,432 that it may have"):
+            Folder(tmp_path)
+
+
+def test_too_many_tensors_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchtitan_graph.models.hf.files._MOST_TENSORS", 5)
+    with pytest.raises(UserError, match="holds more than 5 tensors"):
+        Folder(folder)
+
+
+def test_an_index_of_millions_of_names_is_not_read(tmp_path: Path) -> None:
+    names = b",".join(b'"%d": "x"' % i for i in range(2_500_000))
+    (tmp_path / "model.safetensors.index.json").write_bytes(b'{"weight_map": {' + names + b"}}")
+    with pytest.raises(UserError, match="holds more than 4,000,000 values"):
+        Folder(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "config.json"])
+def test_what_is_no_regular_file_is_refused(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(UserError, match="is no regular file, but a FIFO|holds neither model.safetensors nor"):
+        read_json(tmp_path / name) if name == "config.json" else Folder(tmp_path)
 
 
 @pytest.mark.parametrize("is_there", [True, False])

@@ -125,6 +125,21 @@ def test_blocks_of_another_size_are_refused(tmp_path: Path) -> None:
         load_weights(Matrix(), family(), tmp_path, quantized=True)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"gate_up_blocks": torch.zeros(2, 3, 16, dtype=torch.uint8)},
+        {"gate_up_scales": torch.zeros(2, 3, dtype=torch.uint8)},
+        {"gate_up_scales": torch.zeros(1, dtype=torch.uint8)},
+        {"gate_up_blocks": mxfp4_file()["gate_up_blocks"].float()},
+    ],
+)
+def test_mxfp4_of_another_form_is_refused(changes: dict, tmp_path: Path) -> None:
+    save_file(mxfp4_file() | changes, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"gate_up of shape \[.*\] has scales of shape \["):
+        load_weights(Experts(), family(), tmp_path, quantized=True)
+
+
 @pytest.mark.parametrize("name", ["proj.weight_scale_inv", "gate_up_scales"])
 def test_a_lost_scale_is_not_overlooked(name: str, tmp_path: Path) -> None:
     content = fp8_file()[0] if name.startswith("proj") else mxfp4_file()

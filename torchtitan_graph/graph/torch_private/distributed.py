@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 __all__ = [
     "DTensorSpec",
-    "METADATA_GLOBALS",
+    "METADATA_GETTERS",
     "StorageInfo",
     "StridedShard",
     "dtensor_spec",
@@ -124,18 +124,8 @@ def set_timeout(group: torch.distributed.ProcessGroup, seconds: int) -> None:
 # Where in which file a tensor is, as the pickled `.metadata` has it. An index in JSON would replace it.
 StorageInfo = _StorageInfo
 
-# Every global that torch's writer puts into the pickled `.metadata`, besides dtypes (`torch.float32`). All of them
-# build plain records. The mark of a pickled object is among them so that it can be refused by its name. An index in
-# JSON would replace the pickle and this list.
-METADATA_GLOBALS = {
-    ("torch", "Size"),
+# What the pickled `.metadata` calls for a tensor's layout and its memory format. An index in JSON would replace it.
+METADATA_GETTERS = {
     ("torch.serialization", "_get_layout"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"),
-    ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
-    ("torch.distributed.checkpoint.metadata", "Metadata"),
-    ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
-    ("torch.distributed.checkpoint.metadata", "TensorProperties"),
-    ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
     ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -34,7 +35,7 @@ def choose_model(job_config: JobConfig, assets: Path | None, tokenizer_vocab_siz
     options, flavor = job_config.model, job_config.model.flavor
     options.attn = choose_attention(job_config)
     file = (assets or Path()) / "config.json"
-    raw = read_json(file) if assets is not None and file.is_file() else None
+    raw = read_json(file) if assets is not None and os.path.exists(file) else None
     if raw is not None and flavor is None and "model.name" not in job_config.sources:
         options.name = family_of(raw, file)[0]
     family = load_family(options.name)
@@ -127,7 +128,7 @@ def family_of(raw: dict[str, Any], file: Path) -> tuple[str, ModuleType]:
             return name, family
     architectures = sorted(name for family in known.values() for name in family.HF_ARCHITECTURES)
     raise UserError(
-        f"{file}: architectures = {raw.get('architectures')!r} is unknown; known are {', '.join(architectures)}"
+        f"{file}: architectures = {raw.get('architectures')!r:.200} is unknown; known are {', '.join(architectures)}"
     )
 
 
@@ -153,8 +154,8 @@ def _check_family(family: ModuleType, name: str, raw: dict[str, Any], file: Path
     if not is_of(family, raw):
         raise UserError(
             f"model.name = {name!r}: {file} in model.hf_assets_path is of "
-            f"{raw.get('architectures')!r}, not of {', '.join(family.HF_ARCHITECTURES)}: set the model.name of that "
-            f"family, or leave out model.name and model.flavor; {TOKENIZER_ONLY}"
+            f"{raw.get('architectures')!r:.200}, not of {', '.join(family.HF_ARCHITECTURES)}: set the model.name of "
+            f"that family, or leave out model.name and model.flavor; {TOKENIZER_ONLY}"
         )
 
 

@@ -7,16 +7,20 @@ import os
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from torchtitan_graph import small_files
 from torchtitan_graph.errors import UserError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+# A tensor takes 100 bytes of its file's header. The largest releases have 200,000 tensors, in hundreds of files.
+_MOST_BYTES_OF_HEADER, _MOST_TENSORS = 32 * 2**20, 1_000_000
 
 Ranges = Sequence[tuple[int, int]]  # (begin, end) in each dim
 
@@ -32,9 +36,11 @@ class Folder:
         """
         self.path = path
         self._file_of: dict[str, Any] = {}
-        files = {name: _open(path / name) for name in _file_names(path)}
-        for file in files.values():
+        for name in _file_names(path):
+            file = _open(path / name)
             self._file_of |= dict.fromkeys(file.keys(), file)
+            if len(self._file_of) > _MOST_TENSORS:
+                raise UserError(f"{path} holds more than {_MOST_TENSORS:,} tensors")
 
     def names(self) -> set[str]:
         return set(self._file_of)
@@ -60,14 +66,15 @@ def read_json(file: Path) -> dict[str, Any]:
         UserError: it is not there, or something else.
     """
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        return small_files.read_json(file, dict[str, Any])
     except FileNotFoundError:
         raise UserError(f"{file.parent} holds no {file.name}: it is no folder of a Hugging Face model") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
         raise UserError(f"{file} can't be read: {error}") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{file} holds no JSON object")
-    return content
+
+
+class _Index(TypedDict):
+    weight_map: dict[str, str]
 
 
 def _file_names(path: Path) -> list[str]:
@@ -77,21 +84,23 @@ def _file_names(path: Path) -> list[str]:
         pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern))
         why = f"; {', '.join(pickles[:3])} are pickles, which can run code: convert them first" if pickles else ""
         raise UserError(f"{path} holds neither {SINGLE} nor {INDEX}{why}")
-    names = read_json(path / INDEX).get("weight_map")
-    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-        raise UserError(f"{path / INDEX} has no weight_map from tensors to files")
+    names = small_files.read_json(path / INDEX, _Index)["weight_map"]
     files = sorted(set(names.values()))
-    if elsewhere := [name for name in files if Path(name).name != name]:
+    if elsewhere := [name[:100] for name in files if Path(name).name != name]:
         raise UserError(f"{path / INDEX} names files outside its folder: {', '.join(elsewhere[:5])}")
-    if missing := [name for name in files if not (path / name).is_file()]:
-        raise UserError(f"{path / INDEX} names files that are not there: {', '.join(missing)}")
+    if missing := [name[:100] for name in files if not os.path.isfile(path / name)]:
+        raise UserError(f"{path / INDEX} names files that are not there: {', '.join(missing[:5])}")
     return files
 
 
 def _open(file: Path) -> Any:
     try:
+        with small_files.open_small(file, small_files.ANY_SIZE) as begin:
+            size = int.from_bytes(begin.read(8), "little")
+        if size > _MOST_BYTES_OF_HEADER:
+            raise UserError(f"its header has {size:,} bytes, more than the {_MOST_BYTES_OF_HEADER:,} that it may have")
         return safe_open(file, framework="pt")
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, UserError) as error:
         raise UserError(f"{file} can't be read: {error}") from error
 
 

@@ -39,8 +39,13 @@ class DequantizedFolder:
         self._plain = names - self._fp8 - parts
         for name in sorted(self._fp8):
             shape, scales = folder.shape(name), folder.shape(f"{name}_scale_inv")
-            if scales != tuple(-(-size // FP8_BLOCK) for size in shape):
-                raise UserError(f"{folder.path}: {name} of shape {list(shape)} has scales of shape {list(scales)}")
+            if len(shape) != 2 or scales != tuple(-(-size // FP8_BLOCK) for size in shape):
+                raise _misfit(folder, name, shape, scales)
+        for name in sorted(self._mxfp4):
+            shape, scales = folder.shape(f"{name}_blocks"), folder.shape(f"{name}_scales")
+            kinds = {folder.dtype(name + suffix) for suffix in ("_blocks", "_scales")}
+            if len(shape) != 4 or shape != (*scales, MXFP4_GROUP // 2) or kinds != {"U8"}:
+                raise _misfit(folder, name, shape, scales)
 
     def quantized(self) -> set[str]:
         """Name the tensors that are not as they are in the files."""
@@ -78,6 +83,13 @@ class DequantizedFolder:
         scales = self._folder.read(f"{name}_scales", [experts, rows, groups])
         first = groups[0] * MXFP4_GROUP
         return dequantize_mxfp4(blocks, scales)[:, begin - first : end - first]
+
+
+def _misfit(folder: Folder, name: str, shape: tuple[int, ...], scales: tuple[int, ...]) -> UserError:
+    return UserError(
+        f"{folder.path}: {name} of shape {list(shape)!s:.100} has scales of shape {list(scales)!s:.100}, or of no such"
+        " dtype: blocks are of 128 x 128 numbers in fp8, or of 32 in MXFP4"
+    )
 
 
 def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:

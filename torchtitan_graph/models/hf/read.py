@@ -96,7 +96,7 @@ def _check(prefix: str, wanted: list[Place], folder: DequantizedFolder, skippabl
     problems += [f"unknown: {name}" for name in sorted(unknown - _skipped(unknown, skippable))]
     for name, shape in expected.items():
         if name in there and folder.shape(name) != shape:
-            problems.append(f"{name}: shape {list(folder.shape(name))}, but here {list(shape)}")
+            problems.append(f"{name}: shape {list(folder.shape(name))!s:.100}, but here {list(shape)}")
         elif name in there and folder.dtype(name) not in NUMBERS:
             problems.append(f"{name}: {folder.dtype(name)}, quantized in a way that is unknown here")
     if problems:
@@ -123,12 +123,12 @@ def _tell_skipped(prefix: str, wanted: list[Place], folder: DequantizedFolder, s
 def _check_config(model: nn.Module, family: ModuleType, path: Path) -> None:
     """Refuse the weights of another architecture; warn where the same one has, say, other rotary frequencies."""
     file = path / "config.json"
-    if not file.is_file() or not hasattr(family, "from_hf_config"):
+    if not file.exists() or not hasattr(family, "from_hf_config"):
         return
     raw = read_json(file)
     if not is_of(family, raw):
         known = ", ".join(family.HF_ARCHITECTURES)
-        raise UserError(f"{file}: architectures = {raw.get('architectures')!r}, but the model here is of {known}")
+        raise UserError(f"{file}: architectures = {raw.get('architectures')!r:.200}, but the model here is of {known}")
     theirs = with_mtp_layers(config_of(family, raw, file), getattr(model.config, "num_mtp_layers", 0))
     if found := differences(model.config, theirs):
         logger.warning(f"the weights of {path} were trained as another model: {'; '.join(found)}")

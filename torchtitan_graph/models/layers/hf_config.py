@@ -22,6 +22,10 @@ _EVERYWHERE: dict[str, tuple[Any, ...]] = {
 }
 
 
+# No release comes near: the largest have 126 layers, or 61 of 384 experts. What a model is built of is made one by one.
+MOST_LAYERS, MOST_EXPERTS, MOST_EXPERTS_IN_ALL = 2_000, 4_096, 200_000
+
+
 class ConfigReader:
     """Take values out of a config.json, collecting everything that is wrong with it for one error.
 
@@ -38,7 +42,14 @@ class ConfigReader:
         self.problems: list[str] = [] if problems is None else problems
 
     def integer(
-        self, key: str, default: int = _MISSING, *, null: int = _MISSING, least: int = 1, alias: str = ""
+        self,
+        key: str,
+        default: int = _MISSING,
+        *,
+        null: int = _MISSING,
+        least: int = 1,
+        most: int = 2**31 - 1,
+        alias: str = "",
     ) -> int:
         """Take an integer.
 
@@ -52,9 +63,18 @@ class ConfigReader:
         value = self.raw.get(key)
         if value is None:
             return self._instead(key, default, null, least)
-        if isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**31:
+        if isinstance(value, int) and not isinstance(value, bool) and least <= value <= most:
             return value
-        return self._wrong(key, value, f"an integer from {least} to 2^31 - 1", least)
+        shown = "2^31 - 1" if most == 2**31 - 1 else f"{most:,}"
+        return self._wrong(key, value, f"an integer from {least} to {shown}", least)
+
+    def num_layers(self) -> int:
+        """Take the number of layers."""
+        return self.integer("num_hidden_layers", most=MOST_LAYERS)
+
+    def num_experts(self, key: str, default: int = _MISSING, *, alias: str = "") -> int:
+        """Take the number of a layer's experts; arguments as of `integer`."""
+        return self.integer(key, default, most=MOST_EXPERTS, alias=alias)
 
     def number(self, key: str, default: float = _MISSING, *, null: float = _MISSING, above: float = 0.0) -> float:
         """Take a finite number that is larger than `above`, as a float; `default` and `null` as for `integer`."""
@@ -73,8 +93,8 @@ class ConfigReader:
     def expect(self, key: str, *legal: Any) -> None:
         """Note a problem if the key is there and its value is none of the legal ones."""
         if key in self.raw and self.raw[key] not in legal:
-            listed = " or ".join(repr(value) for value in legal if value is not None) or "null"
-            self.problems.append(f"{self.where}{key} = {self.raw[key]!r} can't be expressed; legal is {listed}")
+            listed = " or ".join(f"{value!r:.200}" for value in legal if value is not None) or "null"
+            self.problems.append(f"{self.where}{key} = {self.raw[key]!r:.200} can't be expressed; legal is {listed}")
 
     def need(self, condition: bool, problem: str) -> None:
         """Note how values contradict each other, if they are sound one by one."""
@@ -95,9 +115,10 @@ class ConfigReader:
         )
         self.need(head_dim % 2 == 0, f"head_dim = {head_dim} must be even")
 
-    def check_experts(self, num_experts: int, top_k: int) -> None:
-        """Check that a token can choose as many experts as serve it."""
+    def check_experts(self, num_experts: int, top_k: int, in_all: int) -> None:
+        """Check that a token can choose as many experts as serve it, and that those of all layers are not too many."""
         self.need(top_k <= num_experts, f"num_experts_per_tok = {top_k}: a token chooses from {num_experts} experts")
+        self.need(in_all <= MOST_EXPERTS_IN_ALL, f"{in_all:,} experts in all: at most {MOST_EXPERTS_IN_ALL:,} are read")
 
     def build(self, make: Callable[..., Config], **values: Any) -> Config:
         """Return `make(**values)`.
@@ -117,5 +138,5 @@ class ConfigReader:
         return instead
 
     def _wrong(self, key: str, value: Any, wanted: str, instead: Any) -> Any:
-        self.problems.append(f"{self.where}{key} = {value!r}: {wanted} is wanted")
+        self.problems.append(f"{self.where}{key} = {value!r:.200}: {wanted} is wanted")
         return instead

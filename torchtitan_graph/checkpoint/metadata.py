@@ -1,0 +1,279 @@
+"""Read `.metadata`, the index of a checkpoint in the format of torch.distributed.checkpoint, as data.
+
+The file is a pickle, and a pickle can run code, and fill any memory, when Python's unpickler opens it. Here it is read
+by a program that knows the few instructions that torch's writer uses, and for each record the types of its fields.
+Nothing else is called, imported or changed. Memory grows with the bytes that are read, and values are never nested
+deeper than the index itself.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from torchtitan_graph.errors import UserError
+from torchtitan_graph.graph.torch_private.distributed import METADATA_GETTERS, StorageInfo
+from torchtitan_graph.graph.uncollected import uncollected
+from torchtitan_graph.small_files import open_small
+
+METADATA = ".metadata"
+
+# Beside as many bytes as the tensors' files have together. An index takes 200 bytes for a part of a tensor, whose own
+# file takes more than 1,000 before its first number.
+_MOST_BYTES = 8 * 2**20
+_MOST_STACKED = 10_000  # values that no container holds yet: a writer puts them away by the thousand
+_LONGEST = 2**16  # bytes of a text
+_DEEPEST = 20  # marks: an index has six
+_BLOCK = 2**20  # bytes that are read at once
+
+
+class _Name(NamedTuple):
+    """What a pickle names: a module and something in it."""
+
+    module: str
+    name: str
+
+
+_Text, _Int, _Size, _Nothing = str, int, torch.Size, type(None)
+# The fields of each record and their types; those that nobody reads may be of any.
+_FIELDS: dict[type, dict[str, tuple[type, ...]]] = {
+    Metadata: {"state_dict_metadata": (dict,), "storage_data": (dict,)},
+    TensorStorageMetadata: {"properties": (TensorProperties,), "size": (_Size,), "chunks": (list,)},
+    ChunkStorageMetadata: {"offsets": (_Size,), "sizes": (_Size,)},
+    MetadataIndex: {"fqn": (_Text,), "offset": (_Size, _Nothing), "index": (_Int, _Nothing)},
+    StorageInfo: {
+        **{"relative_path": (_Text,), "offset": (_Int,), "length": (_Int,)},
+        **{"transform_descriptors": (list, _Nothing)},
+    },
+}
+_RECORDS = {_Name(kind.__module__, kind.__qualname__): kind for kind in (*_FIELDS, TensorProperties)}
+_SIZE, _GETATTR = _Name("torch", "Size"), _Name("builtins", "getattr")
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """Read which tensors `folder` holds, and where.
+
+    Raises:
+        UserError: the file is anything but records of tensors; nothing of it has been run.
+    """
+    path = folder / METADATA
+    try:
+        room = sum(each.stat().st_size for each in folder.iterdir() if each.name != METADATA)
+        with open_small(path, _MOST_BYTES + room) as file, uncollected():
+            metadata = _Reader(file).read()
+            _check(metadata)
+    except (OSError, UserError) as error:
+        raise UserError(f"{path} can't be read: {error}") from error
+    except Exception as error:  # garbage leads nearly anywhere; what it raised may hold a value without end
+        raise UserError(f"{path} can't be read: it is not what was written ({type(error).__name__})") from error
+    return metadata
+
+
+def _check(metadata: Any) -> None:
+    """Check that an index holds tensors in boxes of theirs, and that each lies in a file of the folder."""
+    if type(metadata) is not Metadata:
+        raise UserError("it holds no index of tensors")
+    for name, saved in metadata.state_dict_metadata.items():
+        if type(name) is not str or type(saved) is not TensorStorageMetadata:
+            raise UserError(f"{_shown(name)} is not a tensor; pickled objects are not loaded")
+        for chunk in saved.chunks:
+            if type(chunk) is not ChunkStorageMetadata or not len(chunk.offsets) == len(chunk.sizes) == len(saved.size):
+                raise UserError(f"{_shown(name)} has parts of another shape")
+    for index, info in metadata.storage_data.items():
+        if type(index) is not MetadataIndex or type(info) is not StorageInfo or min(info.offset, info.length) < 0:
+            raise UserError("it does not say where its tensors are")
+        file = info.relative_path
+        if Path(file).name != file or file == ".." or len(file) > 255:
+            raise UserError(f"a tensor's file {_shown(file)} is not in the checkpoint's folder")
+        if info.transform_descriptors:
+            raise UserError("its tensors are stored in a form of their own, compressed perhaps, that is not read here")
+
+
+def _shown(x: Any) -> str:
+    """Name a value in a message: a text by how it begins, anything else by its type, for it may have no end."""
+    if isinstance(x, _Name):
+        return f"{_shown(x.module)}.{_shown(x.name)}"
+    if isinstance(x, type):
+        return x.__name__
+    if isinstance(x, str):
+        return x[:100] if x.isprintable() else repr(x[:100])
+    return f"something of {type(x).__name__}"
+
+
+class _Reader:
+    """The stack and the memo that a pickle's instructions work on; Python's pickletools.py says what each does."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._stack: list[Any] = []
+        self._below: list[list[Any]] = []  # the stacks below each mark
+        self._memo: list[Any] = []
+
+    def read(self) -> Any:
+        """Return what the file holds."""
+        if self._file.read(2) not in (b"\x80\x04", b"\x80\x05"):
+            raise UserError("it is no pickle of protocol 4 or 5, as torch writes them")
+        rest, is_last = b"", False
+        while not is_last:
+            block = self._file.read(_BLOCK)
+            content, is_last = rest + block, len(block) < _BLOCK
+            # Short of the file's end, an instruction that begins before this place is there as a whole.
+            begin = self._run(content, len(content) if is_last else len(content) - _LONGEST)
+            if begin is None:
+                (found,) = self._stack
+                return found
+            rest = content[begin:]
+        raise UserError("it is cut off")
+
+    def _run(self, content: bytes, end: int) -> int | None:
+        """Do the instructions that begin before `end`; return where the next begins, or None after the last."""
+        memo, i = self._memo, 0
+        while i < end:
+            op, stack = content[i], self._stack
+            i += 1
+            if op == 0x94:  # MEMOIZE
+                memo.append(stack[-1])
+            elif op in _INT_SIZES:
+                size = _INT_SIZES[op]
+                number = int.from_bytes(content[i : i + size], "little", signed=op == 0x4A)
+                stack.append(memo[number] if op in (0x68, 0x6A) else number)  # BINGET, LONG_BINGET
+                i += size
+            elif op in _ACTIONS:
+                _ACTIONS[op](self)
+            elif op in _TEXT_SIZES:
+                begin = i + _TEXT_SIZES[op]
+                i = begin + int.from_bytes(content[i:begin], "little")
+                if i - begin > _LONGEST // 2:
+                    raise UserError("it holds a text that is longer than a tensor's name")
+                stack.append(content[begin:i].decode())
+            elif op == 0x8A:  # LONG1
+                size = content[i]
+                stack.append(int.from_bytes(content[i + 1 : i + 1 + size], "little", signed=True))
+                i += 1 + size
+            elif op == 0x95:  # FRAME: a hint for who reads ahead
+                i += 8
+            elif op == 0x2E:  # STOP
+                return None
+            else:
+                raise UserError(f"it has an instruction ({op:#x}) that no index of tensors needs; nothing was run")
+            if len(stack) > _MOST_STACKED:
+                raise UserError("it holds more values at once than an index of tensors does")
+        return i
+
+    def mark(self) -> None:
+        if len(self._below) > _DEEPEST:
+            raise UserError("it is deeper than an index of tensors is")
+        self._below.append(self._stack)
+        self._stack = []
+
+    def since_mark(self) -> list[Any]:
+        """Take the values since the last mark, and the mark."""
+        values, self._stack = self._stack, self._below.pop()
+        return values
+
+    def take(self, size: int) -> list[Any]:
+        """Take the last values."""
+        values = self._stack[-size:]
+        del self._stack[-size:]
+        return values
+
+    def push(self, x: Any) -> None:
+        self._stack.append(x)
+
+    def find(self) -> None:
+        """Look up what is named."""
+        module, name = self.take(2)
+        if not isinstance(module, str) or not isinstance(name, str):
+            raise UserError("it names something without a name; nothing was run")
+        found = _Name(module, name)
+        if found in _RECORDS:
+            self.push(_RECORDS[found])
+        elif found in (_SIZE, _GETATTR) or found in METADATA_GETTERS:
+            self.push(found)
+        elif module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            self.push(getattr(torch, name))
+        else:
+            raise UserError(f"it names {_shown(found)}, which no index of tensors needs; nothing was run")
+
+    def new(self) -> None:
+        """Make an empty record."""
+        kind, given = self.take(2)
+        if not isinstance(kind, type) or given != ():
+            raise UserError(f"it makes {_shown(kind)}, which is no record; nothing was run")
+        self.push(object.__new__(kind))
+
+    def reduce(self) -> None:
+        """Make a tensor's size. Layouts and memory formats are None: nobody reads them."""
+        what, given = self.take(2)
+        if not isinstance(what, _Name):
+            raise UserError(f"it calls {_shown(what)}; nothing was run")
+        if what == _SIZE:
+            self.push(torch.Size(*given))
+            return
+        if what == _GETATTR:  # Python 3.11.0 to 3.11.3 writes a member of an enumeration so
+            kind, name = given
+            if not isinstance(kind, _Name) or kind not in METADATA_GETTERS:
+                raise UserError(f"it wants {_shown(name)} of {_shown(kind)}, which is no enumeration; nothing was run")
+        self.push(None)
+
+    def build(self) -> None:
+        """Fill a record."""
+        (state,), record = self.take(1), self._stack[-1]
+        if type(record) is TensorProperties:
+            dtype, *_ = state
+            if not isinstance(dtype, torch.dtype):
+                raise UserError(f"a dtype is {_shown(dtype)}")
+            TensorProperties.__init__(record, dtype)
+            return
+        for name, types in _FIELDS[type(record)].items():
+            value = state.get(name)
+            if not isinstance(value, types):
+                raise UserError(f"{name} is {_shown(value)}")
+            object.__setattr__(record, name, value)
+
+    def set_items(self, pairs: list[Any]) -> None:
+        """Put keys and values into a dictionary."""
+        into, keys = self._stack[-1], pairs[::2]
+        # The hash of anything else may have no end.
+        if type(into) is not dict or any(type(key) is not str and type(key) is not MetadataIndex for key in keys):
+            raise UserError("it has keys that are no names")
+        into.update(zip(keys, pairs[1::2], strict=True))
+
+    def append(self, values: list[Any]) -> None:
+        into = self._stack[-1]
+        if type(into) is not list:
+            raise UserError(f"it appends to {_shown(into)}")
+        into += values
+
+
+_INT_SIZES = {0x68: 1, 0x6A: 4, 0x4A: 4, 0x4B: 1, 0x4D: 2}  # of BINGET, LONG_BINGET, BININT, BININT1, BININT2
+_TEXT_SIZES = {0x8C: 1, 0x58: 4}  # of what says how long SHORT_BINUNICODE and BINUNICODE are
+_ACTIONS: dict[int, Callable[[_Reader], None]] = {
+    ord("N"): lambda reader: reader.push(None),
+    0x88: lambda reader: reader.push(True),
+    0x89: lambda reader: reader.push(False),
+    ord("]"): lambda reader: reader.push([]),
+    ord("}"): lambda reader: reader.push({}),
+    ord(")"): lambda reader: reader.push(()),
+    0x85: lambda reader: reader.push(tuple(reader.take(1))),
+    0x86: lambda reader: reader.push(tuple(reader.take(2))),
+    0x87: lambda reader: reader.push(tuple(reader.take(3))),
+    ord("t"): lambda reader: reader.push(tuple(reader.since_mark())),
+    ord("("): _Reader.mark,
+    ord("s"): lambda reader: reader.set_items(reader.take(2)),
+    ord("u"): lambda reader: reader.set_items(reader.since_mark()),
+    ord("a"): lambda reader: reader.append(reader.take(1)),
+    ord("e"): lambda reader: reader.append(reader.since_mark()),
+    ord("R"): _Reader.reduce,
+    ord("b"): _Reader.build,
+    0x81: _Reader.new,
+    0x93: _Reader.find,
+}

@@ -26,7 +26,7 @@ from torchtitan_graph.graph.hierarchy import Entry
 from torchtitan_graph.graph.scopes import PARTS, Cost, Scope, charges, tree
 from torchtitan_graph.graph.signature import Signature
 from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
-from torchtitan_graph.graph.torch_private.tracing import FakeTensorMode
+from torchtitan_graph.graph.torch_private.fake import FakeTensorMode
 from torchtitan_graph.graph.trace import make_fx_capture, minimal_fx_tracer
 from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.layout import ParallelDims

@@ -27,7 +27,8 @@ from torchtitan_graph.graph.arguments import take_call
 from torchtitan_graph.graph.malformed import check, size
 from torchtitan_graph.graph.origins import Origins, read_origins
 from torchtitan_graph.graph.signature import Layout, Plain, Signature, Slot, signature_of
-from torchtitan_graph.graph.torch_private.tracing import FakeTensor, FakeTensorMode, lazy_graph_module
+from torchtitan_graph.graph.torch_private.fake import FakeTensorMode
+from torchtitan_graph.graph.torch_private.tracing import FakeTensor, lazy_graph_module
 from torchtitan_graph.graph.traced import TracedResult
 from torchtitan_graph.graph.traffic import GROUP_ARGUMENTS
 

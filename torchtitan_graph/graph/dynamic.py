@@ -32,6 +32,7 @@ from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.dimensions import SMALLEST, Dimension, DynamicShapes, SizeError, declared_by, marked
 from torchtitan_graph.graph.edit import erase_dead
 from torchtitan_graph.graph.signature import Layout, Plain, layout_of, signature_of
+from torchtitan_graph.graph.torch_private.fake import FakeTensorMode
 from torchtitan_graph.graph.torch_private.sizes import (
     add_runtime_checks,
     compute,
@@ -40,7 +41,7 @@ from torchtitan_graph.graph.torch_private.sizes import (
     new_symbol,
     require,
 )
-from torchtitan_graph.graph.torch_private.tracing import FakeTensorMode, author_s_stack
+from torchtitan_graph.graph.torch_private.tracing import author_s_stack
 
 
 class Condition(NamedTuple):

@@ -43,8 +43,9 @@ from torchtitan_graph.graph.torch_private.dynamo import (
     fake_mode_for_dynamo,
     run_wrapped,
 )
+from torchtitan_graph.graph.torch_private.fake import FakeTensorMode
 from torchtitan_graph.graph.torch_private.sizes import is_symbolic, require
-from torchtitan_graph.graph.torch_private.tracing import FakeTensorMode, made_for, reparametrize
+from torchtitan_graph.graph.torch_private.tracing import made_for, reparametrize
 from torchtitan_graph.graph.trace import Capture, InParts, fakes_of, make_fx_capture
 from torchtitan_graph.graph.traced import TracedResult
 

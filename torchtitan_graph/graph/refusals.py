@@ -17,6 +17,7 @@ from torchtitan_graph.graph.dynamic import Sizes, place
 from torchtitan_graph.graph.edit import aliased
 from torchtitan_graph.graph.signature import is_dynamic, signature_of
 from torchtitan_graph.graph.state import live_state
+from torchtitan_graph.graph.torch_private.fake import WritesToLive
 from torchtitan_graph.graph.torch_private.sizes import dynamic_marks
 from torchtitan_graph.graph.torch_private.tensors import has_gradient_hooks
 from torchtitan_graph.graph.torch_private.tracing import DynamicOutputShapeException, FakeTensor
@@ -39,6 +40,11 @@ def refusing_reads(optimizer: torch.optim.Optimizer | None, sizes: Sizes) -> Ite
     """Refuse, in words of the function's author, what depends on numbers that no trace has."""
     try:
         yield
+    except WritesToLive as error:
+        raise UserError(
+            f"the traced function writes in place to a tensor that it closes over, by {error.func}{place(error.stack)}:"
+            " a graph's inputs are not its own; return the new value from the function and write it back outside"
+        ) from error
     except GuardOnDataDependentSymNode as error:
         files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
         if optimizer is not None and inspect.unwrap(type(optimizer).step).__code__.co_filename in files:

@@ -26,7 +26,7 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.signature import Plain, Signature, Slot
 from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group, name_group
-from torchtitan_graph.graph.torch_private.tracing import FakeTensorMode
+from torchtitan_graph.graph.torch_private.fake import FakeTensorMode
 from torchtitan_graph.small_files import read_text
 
 _INPUT = re.compile(r"(\w+) (\w+)\[([\d, ]*)\] (.*)")

@@ -34,10 +34,10 @@ from torchtitan_graph.graph.edit import copy_node
 from torchtitan_graph.graph.hierarchy import Entry, Place, Recorder
 from torchtitan_graph.graph.signature import Layout, layout_of
 from torchtitan_graph.graph.state import swapped_state, unassigned_data
+from torchtitan_graph.graph.torch_private.fake import FakeTensorMode
 from torchtitan_graph.graph.torch_private.tensors import is_traceable_wrapper_subclass
 from torchtitan_graph.graph.torch_private.tracing import (
     FakeTensor,
-    FakeTensorMode,
     current_words,
     keeps_its_own_way,
     trace_set_aside,

@@ -31,6 +31,14 @@ from torchtitan_graph.graph.calls import (
 )
 from torchtitan_graph.graph.dimensions import DynamicShapes
 from torchtitan_graph.graph.dynamic import Sizes, keep_traced_sizes
+from torchtitan_graph.graph.gradients import (
+    left_gradients,
+    no_other_step,
+    refuse_live,
+    refuse_lost,
+    unchanged_gradients,
+    warn_of_constants,
+)
 from torchtitan_graph.graph.hierarchy import Recorder
 from torchtitan_graph.graph.refusals import check_state, refuse_unsupported, refusing_reads
 from torchtitan_graph.graph.signature import Signature, Slot, layout_of, signature_of
@@ -43,8 +51,9 @@ from torchtitan_graph.graph.state import (
     unassigned_data,
     unchanged_attributes,
 )
+from torchtitan_graph.graph.torch_private.fake import FakeTensorMode
 from torchtitan_graph.graph.torch_private.sizes import SymbolicFakeTensorMode
-from torchtitan_graph.graph.torch_private.tracing import DataDependentOutputException, FakeTensorMode, trace_to_graph
+from torchtitan_graph.graph.torch_private.tracing import DataDependentOutputException, trace_to_graph
 from torchtitan_graph.graph.traced import TracedResult, autocast
 from torchtitan_graph.graph.uncollected import uncollected
 from torchtitan_graph.log import logger
@@ -185,8 +194,12 @@ def minimal_fx_tracer(
             fake_mode = kind(allow_non_fake_inputs=True, shape_env=env)
             names = {id(child): name for name, child in module.named_modules()} if module is not None else {}
             recorder = Recorder(names) if call_hierarchy else None
-            with opaque(blocks, module, fake_mode, stack_traces, recorder) as stamps:
-                gm = trace_to_graph(run, fakes_of(plain, fake_mode, device), fake_mode, module, stack_traces, recorder)
+            fakes = fakes_of(plain, fake_mode, device)
+            stamped = opaque(blocks, module, fake_mode, stack_traces, recorder)
+            with unchanged_gradients(fn, module, optimizer, fake_mode), no_other_step(optimizer), stamped as stamps:
+                gm = trace_to_graph(run, fakes, fake_mode, module, stack_traces, recorder)
+                refuse_live(fn, module, fake_mode)
+                refuse_lost(gm, out.left)
                 stamps.put_in(gm)
             return gm
 
@@ -200,6 +213,7 @@ def minimal_fx_tracer(
                 out.constants = {i: sizes.returned(x) for i, x in out.constants.items()}
         _name_placeholders(gm)
         meta.settle(gm)
+        warn_of_constants(gm, fn)
         may_write = {
             (slot.kind, slot.name) for slot in slots if slot.kind in ("param", "optim") and optimizer is not None
         }
@@ -239,11 +253,13 @@ def minimal_fx_tracer(
 
 @dataclasses.dataclass
 class _Result:
-    """What a function gave when it was traced: its pytree, its leaves that are no tensors, and its tensors' slots."""
+    """What a function gave when it was traced: its pytree, its leaves that are no tensors, and its tensors' slots; and
+    what it left in `.grad`, by name in how many plain tensors."""
 
     spec: Any = None
     constants: dict[int, Any] = dataclasses.field(default_factory=dict)
     slots: tuple[Slot, ...] = ()
+    left: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 def _on_flat_tensors(
@@ -272,7 +288,10 @@ def _on_flat_tensors(
         out.constants = {i: x for i, (_, x) in enumerate(paths) if not isinstance(x, torch.Tensor)}
         tensors = [(path, x.detach()) for path, x in paths if isinstance(x, torch.Tensor)]
         out.slots = tuple(Slot(pytree.keystr(path), "output", layout_of(x)) for path, x in tensors)
-        return [t for slot, (_, x) in zip(out.slots, tensors, strict=True) for t in slot.layout.flatten(x)]
+        left = left_gradients(traced)
+        out.left = {name: len(parts) for name, parts in left.items()}
+        given_back = [t for slot, (_, x) in zip(out.slots, tensors, strict=True) for t in slot.layout.flatten(x)]
+        return [*given_back, *(t for parts in left.values() for t in parts)]
 
     return run
 

@@ -8,7 +8,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torchtitan_graph.graph import changes
 from torchtitan_graph.graph.changes import PassTable, Written
 from torchtitan_graph.graph.cost import Costs
-from torchtitan_graph.graph.torch_private.tracing import FakeTensorMode
+from torchtitan_graph.graph.torch_private.fake import FakeTensorMode
 
 MIB = 2**18  # numbers
 

@@ -20,7 +20,7 @@ from pool import run_on
 from torchtitan_graph.data.batch import Batch
 from torchtitan_graph.graph.liveness import held_memory, peak_memory, size_of
 from torchtitan_graph.graph.step import trace_train_step
-from torchtitan_graph.graph.torch_private.tracing import FakeTensorMode
+from torchtitan_graph.graph.torch_private.fake import FakeTensorMode
 from torchtitan_graph.graph.traced import TracedResult, run_traced
 from torchtitan_graph.loss import cross_entropy
 from torchtitan_graph.models.layers.decoder import Decoder

@@ -26,7 +26,8 @@ from torchtitan_graph.graph import edit, meta
 from torchtitan_graph.graph.liveness import peak_memory
 from torchtitan_graph.graph.step import trace_eval_step, trace_train_step
 from torchtitan_graph.graph.torch_private import inductor
-from torchtitan_graph.graph.torch_private.tracing import FakeTensorMode, boxed
+from torchtitan_graph.graph.torch_private.fake import FakeTensorMode
+from torchtitan_graph.graph.torch_private.tracing import boxed
 from torchtitan_graph.graph.trace import minimal_fx_tracer
 from torchtitan_graph.loss import cross_entropy
 from torchtitan_graph.models import llama3

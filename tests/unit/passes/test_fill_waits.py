@@ -17,7 +17,7 @@ from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.cost import Costs, Link, estimate
 from torchtitan_graph.graph.liveness import held_memory, in_one_part, peak_memory, peaks, size_of
 from torchtitan_graph.graph.partition import part_of
-from torchtitan_graph.graph.torch_private.tracing import FakeTensorMode
+from torchtitan_graph.graph.torch_private.fake import FakeTensorMode
 from torchtitan_graph.models import deepseek_v3, llama3, llama4
 from torchtitan_graph.models.spec import tiny_config
 from torchtitan_graph.parallel.layout import Layout

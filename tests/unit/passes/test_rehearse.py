@@ -12,7 +12,7 @@ from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.liveness import peak_memory
 from torchtitan_graph.graph.rehearse import Rehearsal
 from torchtitan_graph.graph.signature import Signature
-from torchtitan_graph.graph.torch_private.tracing import FakeTensorMode
+from torchtitan_graph.graph.torch_private.fake import FakeTensorMode
 from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.parallel.storage import Precision, Reshard, plan_storage
 from torchtitan_graph.passes.bucket_collectives import bucket_collectives

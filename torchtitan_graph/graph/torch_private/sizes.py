@@ -5,9 +5,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
-from torch._higher_order_ops.utils import registered_hop_fake_fns
-from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses import FakeTensor
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, constrain_range
+
+from torchtitan_graph.graph.torch_private.fake import FakeTensorMode
 
 
 def export_dims() -> tuple[type, type]:
@@ -60,18 +61,11 @@ class SymbolicFakeTensorMode(FakeTensorMode):
 
     What is computed of small tensors with numbers, such as `torch.tensor(2.0)`, torch computes while it traces. It
     would do so with floats and booleans that only a run knows too (with integers it does not), and take nan for them.
-
-    Of higher-order operators torch finds the rules for its own class alone.
     """
-
-    supports_higher_order_operators = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if any(isinstance(x, torch.SymFloat | torch.SymBool) for x in pytree.tree_leaves((args, kwargs))):
             args, kwargs = pytree.tree_map_only(torch.Tensor, self._without_numbers, (args, kwargs))
-        is_region = isinstance(func, torch._ops.HigherOrderOperator) and func not in registered_hop_fake_fns
-        if is_region and FakeTensorMode in func.python_key_table:
-            return func.python_key_table[FakeTensorMode](self, *args, **(kwargs or {}))
         if func is not torch.ops.aten.constant_pad_nd.default:
             return super().__torch_dispatch__(func, types, args, kwargs)
         from torch._refs import constant_pad_nd  # late, for few runs need it

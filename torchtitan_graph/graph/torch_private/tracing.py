@@ -23,13 +23,13 @@ from torch.fx.graph import _BoxedCodeGen
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.hierarchy import Recorder
 
 __all__ = [
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
-    "FakeTensorMode",
     "annotated",
     "author_s_stack",
     "boxed",
@@ -106,16 +106,23 @@ def trace_set_aside(words: dict[str, Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _marked_backward() -> Iterator[types.CodeType]:
+def _marked_backward(module: torch.nn.Module | None) -> Iterator[types.CodeType]:
     """Let every node made by the autograd engine carry `phase: backward` and the sequence number of its forward op.
-    Give the code that enters the engine.
+    Give the code that enters the engine. Refuse gradients of the module's live parameters: in the trace others stand
+    in their places.
 
     The engine is entered at one place, `torch.autograd._engine_run_backward`, by `grad` and `backward` alike. Public
     hooks on autograd nodes can't see the sequence number; the AOT helper that does is the same from 2.11 to 2.15.
     """
     inner = torch.autograd._engine_run_backward
+    live = {id(p): name for name, p in module.named_parameters()} if module is not None else {}
 
     def run(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        if outside := [live[id(x)] for x in args[3] if id(x) in live]:
+            raise UserError(
+                f"the traced function differentiates by {', '.join(outside)} as listed outside of it, where a graph has"
+                " inputs instead: list parameters inside, as list(model.parameters())"
+            )
         # A leaf or a gradient edge has no grad_fn; the engine reports it better than we could.
         logging_utils.setup_stacktrace_preservation_hooks(
             [t.grad_fn for t in tensors if getattr(t, "grad_fn", None) is not None]
@@ -240,7 +247,7 @@ def trace_to_graph(
         fx_traceback.preserve_node_meta(),
         torch.autograd.set_multithreading_enabled(False),
         torch._dynamo.config.patch(error_on_nested_fx_trace=False),
-        _marked_backward() as engine,
+        _marked_backward(module) as engine,
         # Code is generated when the graph first runs, not after every pass: a third of the time to build a large one.
         _use_lazy_graph_module(True),
         mock.patch.object(torch.fx.proxy.TracerBase, "_filter_traceback_frames", _author_s_frames),

@@ -200,7 +200,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], tuple, str]] = {  # function, trace
     "an unknown result": (
         lambda x: [Unknown(x + 1, x)],
         (randn(2),),
-        r"the result\[0\] is a Unknown; .*register_pytree",
+        r"the result\[0\] is a Unknown; .*register_dataclass",
     ),
     "a result that is read once": (lambda x: (y for y in [x]), (randn(2),), "the result is a generator"),
     "an unknown argument": (lambda d: d.left, (Unknown(randn(2), 1),), "d is a Unknown"),

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.command import run_command
 from torchtitan_graph.compiler import PassPlan, passes
-from torchtitan_graph.config import DRY, JobConfig, check, load, ranks_asked_for, read_beside
+from torchtitan_graph.config import DRY, JobConfig, check, find_config, load, ranks_asked_for, read_beside
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.measured import find_trace
 from torchtitan_graph.graph.show import without_bytes
@@ -187,11 +187,14 @@ def build(words: Sequence[str], folder: Path, wanted: Sequence[str], parser: arg
 
 
 def table(words: Sequence[str], by: str, depth: int, profile: Path | None) -> list[str]:
-    """Give what modules or functions cost, forward and backward side by side.
+    """Give what modules or functions cost, forward and backward side by side. Of a run's folder that is given as the
+    profile, the configuration is taken too, unless `words` name another file.
 
     Raises:
         UserError: as a run of that configuration; or the profile is none of it.
     """
+    if profile is not None and profile.is_dir() and not any(_names_config(word) for word in words):
+        words = ["--job.config_file", str(find_config(profile)), *words]
     with dry([*words, "--compile.record_call_hierarchy"]) as blueprint:
         of_rank = (blueprint.config.comm.fake_rank, blueprint.dims.num_ranks)
         trace = find_trace(profile, *of_rank) if profile is not None else None
@@ -200,6 +203,10 @@ def table(words: Sequence[str], by: str, depth: int, profile: Path | None) -> li
         graphs, options = blueprint.build_dry(), blueprint.options
         costs = costs_on(blueprint.layout, options)
         return step_table(blueprint.model, graphs, options.rows[1], costs, by=by, depth=depth, trace=trace)
+
+
+def _names_config(word: str) -> bool:
+    return word.partition("=")[0] in ("--job.config_file", "--job.config-file")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -219,7 +226,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--by", choices=("module", "function", "scope"), help="a table of what each costs; scope: both")
     parser.add_argument("--depth", type=int, help=f"with --by: how many calls below the whole (default {DEPTH})")
     parser.add_argument(
-        "--profile", type=Path, metavar="RUN_OR_TRACE", help="with --by: what a run of the configuration took, measured"
+        "--profile",
+        type=Path,
+        metavar="RUN_OR_TRACE",
+        help="with --by: what a run took, measured; of its folder the configuration is taken too",
     )
     return parser
 

@@ -201,6 +201,8 @@ def test_show_graph_filters_counts_and_compares(
     assert "aten.sin.default                                                   1           4.000" in shown(
         "--statistics"
     )
+    views = shown("--after", "traced", "--op", "aten.t.*", "--statistics")  # of weights: they lie where those do
+    assert views[1].split() == ["aten.t.default", "1", "0.000"]
     shown("--timeline", tmp_path / "held.svg")
     assert "8.000 MiB at its peak, tanh = aten.sin.default(addmm) in 1" in (tmp_path / "held.svg").read_text()
     words = refusal("show_graph.py", "--graphs", folder, "--after", "spoilt", monkeypatch=monkeypatch, capsys=capsys)

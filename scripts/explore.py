@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 import torchtitan_graph
 from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.command import run_command
-from torchtitan_graph.config import DRY, JobConfig, check, load, ranks_asked_for, read_beside
+from torchtitan_graph.config import DRY, JobConfig, check, find_config, load, ranks_asked_for, read_beside
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.explorer import PassWatch, Strings, graph_data, page
 from torchtitan_graph.forecast import forecast
@@ -32,21 +32,6 @@ from torchtitan_graph.steps.choices import check_disabled
 
 EVALUATION = "One microbatch of evaluation: forward alone."
 STAGE = "One microbatch, with what the stage does once a step; its parts run one after another, each holding its own."
-
-
-def config_of(what: Path) -> Path:
-    """Find the configuration that is meant.
-
-    Raises:
-        UserError: there is none.
-    """
-    if not what.is_dir():
-        return what  # the loader says what is wrong with it
-    if (what / "config.toml").is_file():
-        return what / "config.toml"
-    runs = sorted(file.parent for file in what.glob("*/config.toml"))
-    near = f"; these are runs: {', '.join(map(str, runs[:5]))}" if runs else ""
-    raise UserError(f"{what}: is no run's folder, for it has no config.toml{near}")
 
 
 def with_records(config: JobConfig) -> JobConfig:
@@ -142,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     init_logging()
     try:
         check_result("-o", options.output)
-        words = ["--job.config_file", str(config_of(options.what)), *of_training, *DRY]
+        words = ["--job.config_file", str(find_config(options.what)), *of_training, *DRY]
         config = with_records(load(words))
         world_size = ranks_asked_for() or 1
         for notice in check(config, world_size):

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import difflib
 import fnmatch
+import functools
 import html
 import math
 import re
@@ -24,8 +25,9 @@ import torch.distributed as dist
 from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.command import run_command
 from torchtitan_graph.compiler import PassPlan, passes
-from torchtitan_graph.config import DRY, JobConfig, check, load, ranks_asked_for, read_beside
+from torchtitan_graph.config import DRY, JobConfig, check, find_config, load, ranks_asked_for, read_beside
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.graph.liveness import takes_memory
 from torchtitan_graph.graph.measured import find_trace
 from torchtitan_graph.graph.show import without_bytes
 from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
@@ -60,7 +62,7 @@ def read_lines(text: str) -> list[Line]:
             _operator(found),
             found["phase"],
             found["module"] or "",
-            _size(found["value"]),
+            _size(found),
             float(found["held"]),
         )
         for text in text.splitlines()
@@ -72,15 +74,28 @@ def _operator(found: re.Match) -> str:
     return found["call"] if "." in found["call"] else "getitem"
 
 
-def _size(value: str) -> int:
+def _size(found: re.Match) -> int:
+    """Give the bytes of memory that a value takes: a view takes none, and parts of a tuple lie where it does."""
+    if not _takes_memory(_operator(found)):
+        return 0
     return sum(
         getattr(torch, dtype).itemsize * math.prod(int(size) for size in sizes.split(",") if size.strip())
-        for dtype, sizes in _VALUE.findall(value)
+        for dtype, sizes in _VALUE.findall(found["value"])
     )
 
 
+@functools.cache
+def _takes_memory(operator: str) -> bool:
+    if operator == "getitem":
+        return False
+    try:
+        return takes_memory(functools.reduce(getattr, operator.split("."), torch.ops))
+    except AttributeError:  # a Python function, or of a library that is not imported here
+        return True
+
+
 def statistics(lines: Iterable[Line]) -> list[str]:
-    """Count nodes and the bytes of their values by operator, and by the module's first two names."""
+    """Count nodes and the bytes that their values take by operator, and by the module's first two names."""
     tables = []
     keys = {"operator": lambda line: line.operator, "module": lambda line: ".".join(line.module.split(".")[:2])}
     lines = list(lines)
@@ -88,7 +103,7 @@ def statistics(lines: Iterable[Line]) -> list[str]:
         count, size = collections.Counter(map(key, lines)), collections.Counter[str]()
         for line in lines:
             size[key(line)] += line.num_bytes
-        tables += [f"{title:60} {'nodes':>7} {'MiB of values':>15}"]
+        tables += [f"{title:60} {'nodes':>7} {'MiB taken':>15}"]
         tables += [
             f"{name or '(outside any)':60} {count[name]:7} {size[name] / 2**20:15.3f}" for name, _ in size.most_common()
         ]
@@ -187,11 +202,14 @@ def build(words: Sequence[str], folder: Path, wanted: Sequence[str], parser: arg
 
 
 def table(words: Sequence[str], by: str, depth: int, profile: Path | None) -> list[str]:
-    """Give what modules or functions cost, forward and backward side by side.
+    """Give what modules or functions cost, forward and backward side by side. Of a run's folder that is given as the
+    profile, the configuration is taken too, unless `words` name another file.
 
     Raises:
         UserError: as a run of that configuration; or the profile is none of it.
     """
+    if profile is not None and profile.is_dir() and not any(_names_config(word) for word in words):
+        words = ["--job.config_file", str(find_config(profile)), *words]
     with dry([*words, "--compile.record_call_hierarchy"]) as blueprint:
         of_rank = (blueprint.config.comm.fake_rank, blueprint.dims.num_ranks)
         trace = find_trace(profile, *of_rank) if profile is not None else None
@@ -200,6 +218,10 @@ def table(words: Sequence[str], by: str, depth: int, profile: Path | None) -> li
         graphs, options = blueprint.build_dry(), blueprint.options
         costs = costs_on(blueprint.layout, options)
         return step_table(blueprint.model, graphs, options.rows[1], costs, by=by, depth=depth, trace=trace)
+
+
+def _names_config(word: str) -> bool:
+    return word.partition("=")[0] in ("--job.config_file", "--job.config-file")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -214,12 +236,17 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--module", default="*", help="only nodes of such modules, as 'layers.0.*'")
     parser.add_argument("--phase", choices=("forward", "backward"), help="only nodes of it")
     parser.add_argument("--op", default="*", help="only such operators, as 'aten.mm.*'")
-    parser.add_argument("--statistics", action="store_true", help="count nodes and bytes by operator and by module")
+    parser.add_argument(
+        "--statistics", action="store_true", help="count nodes and the bytes they take by operator and by module"
+    )
     parser.add_argument("--timeline", type=Path, metavar="FILE.svg", help="draw what is held, node by node")
     parser.add_argument("--by", choices=("module", "function", "scope"), help="a table of what each costs; scope: both")
     parser.add_argument("--depth", type=int, help=f"with --by: how many calls below the whole (default {DEPTH})")
     parser.add_argument(
-        "--profile", type=Path, metavar="RUN_OR_TRACE", help="with --by: what a run of the configuration took, measured"
+        "--profile",
+        type=Path,
+        metavar="RUN_OR_TRACE",
+        help="with --by: what a run took, measured; of its folder the configuration is taken too",
     )
     return parser
 

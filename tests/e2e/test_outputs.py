@@ -66,9 +66,12 @@ def test_profiles_hold_the_steps_operators(reference: tuple[Path, Result], step:
 def test_what_was_measured_stands_beside_the_estimates(
     reference: tuple[Path, Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """Of the very nodes of the run's graph, which a dry run builds again; of another graph's it is refused."""
+    """By the command of docs/03, of the very nodes of the run's graph, which a dry run builds again; of another graph's
+    it is refused."""
     main, explore = (runpy.run_path(str(REPOSITORY / "scripts" / f"{x}.py"))["main"] for x in ("show_graph", "explore"))
-    wanted = ["--job.config_file", str(reference[0] / "config.toml"), "--by", "module", "--profile", str(reference[0])]
+    text = (REPOSITORY / "docs" / "03_graph.md").read_text()
+    (shown,) = re.findall(r"^NGPU=2 python scripts/show_graph.py (.*--profile) outputs/my_run ", text, re.MULTILINE)
+    wanted = [*shown.split(), str(reference[0])]
     monkeypatch.setenv("NGPU", "2")
     assert main(wanted) == 0
     _, titles, _, whole, *rows = capsys.readouterr().out.partition("training step; ")[2].splitlines()
@@ -87,7 +90,9 @@ def test_what_was_measured_stands_beside_the_estimates(
     assert "it is of another graph" in capsys.readouterr().err
     monkeypatch.setenv("NGPU", "1")
     assert main(wanted) == 2 and "the run had 2 ranks, not 1; put NGPU=2 in front" in capsys.readouterr().err
-    assert main([*wanted[:-1], str(trace)]) == 2 and "it is of another graph" in capsys.readouterr().err
+    assert main([*wanted[:-1], str(trace)]) == 2
+    error = capsys.readouterr().err
+    assert "it is of another graph. Give the run's folder alone" in error and "--by scope --profile RUN" in error
 
 
 def test_resolved_configuration_gives_the_same_run_again(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from torchtitan_graph import device, train
 from torchtitan_graph.config import job, load
+from torchtitan_graph.rates import find_rates
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
 
@@ -41,6 +42,10 @@ def test_an_unknown_gpu_or_a_slice_of_one_has_none(name: str) -> None:
 def test_a_dry_run_may_name_every_device_whose_rates_are_known() -> None:
     (choices,) = (f.metadata for f in dataclasses.fields(job.Comm) if f.name == "fake_device")
     assert set(device.RATES) == set(choices["choices"])
+    for name in device.RATES:
+        words = ["--comm.mode", "fake_backend", "--comm.fake_device"]
+        assert load([*words, name]).comm.fake_device == load([*words, name.lower()]).comm.fake_device == name
+        assert find_rates(name) == find_rates(name.lower()) == device.RATES[name]
 
 
 @on_cpu

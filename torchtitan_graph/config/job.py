@@ -688,6 +688,7 @@ class Comm:
         "H100",
         "The device that a dry run is for, and by whose rates it estimates; eight GPUs share a machine.",
         choices=tuple(RATES),
+        any_case=True,
     )
 
 

@@ -52,6 +52,21 @@ def load(argv: Sequence[str]) -> JobConfig:
     return result.config
 
 
+def find_config(what: Path) -> Path:
+    """Return the TOML file that is meant by a path: of a run's folder its `config.toml`; a file itself as it is.
+
+    Raises:
+        UserError: it is a folder without one.
+    """
+    if not what.is_dir():
+        return what  # the loader says what is wrong with it
+    if (what / "config.toml").is_file():
+        return what / "config.toml"
+    runs = sorted(file.parent for file in what.glob("*/config.toml"))
+    near = f"; these are runs: {', '.join(map(str, runs[:5]))}" if runs else ""
+    raise UserError(f"{what}: is no run's folder, for it has no config.toml{near}")
+
+
 def read_beside(
     parser: argparse.ArgumentParser, argv: Sequence[str] | None = None
 ) -> tuple[argparse.Namespace, list[str]]:

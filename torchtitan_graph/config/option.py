@@ -35,6 +35,7 @@ def option(
     help: str,
     *,
     choices: Sequence[str] = (),
+    any_case: bool = False,
     minimum: float | None = None,
     maximum: float | None = None,
     below: float | None = None,
@@ -46,6 +47,7 @@ def option(
 
     `choices` and `pattern` restrict strings (`pattern` is matched in full; where both are given, one is enough),
     `minimum`, `maximum` and `below` numbers; `also` lists numbers outside that range which are legal all the same.
+    With `any_case`, a choice may be given in upper or lower case.
     `place`, if INSIDE, restricts strings that name files to those below dump_folder.
 
     A field of the type `list[Row]`, where Row is a dataclass of such fields, is an array of tables in TOML. A name that
@@ -54,6 +56,7 @@ def option(
     rules = {
         "help": help,
         "choices": tuple(choices),
+        "any_case": any_case,
         "minimum": minimum,
         "maximum": maximum,
         "below": below,
@@ -76,6 +79,7 @@ class Option:
     default: Any
     help: str
     choices: tuple[str, ...]
+    any_case: bool
     minimum: float | None
     maximum: float | None
     below: float | None
@@ -124,6 +128,8 @@ class Option:
             if self.kind is str and not isinstance(value, (list, dict)):
                 hint = ", in UTF-8 and without NUL" if isinstance(value, str) else " in quotes"
             raise UserError(f"must be {self.legal()}{hint}")
+        if self.any_case:
+            value = next((choice for choice in self.choices if choice.lower() == value.lower()), value)
         if not self._is_legal(value):
             near = nearest(value, self.choices) if self.choices else None
             raise UserError(f"must be {self.legal()}" + (f"; did you mean {near}?" if near else ""))

@@ -94,7 +94,7 @@ def is_view(node: Node) -> bool:
 
 @functools.cache
 def _gives_a_view(target: torch._ops.OpOverload) -> bool:
-    return not target._schema.is_mutable and bool(_shared_arguments(target))
+    return not target._schema.is_mutable and bool(shared_arguments(target))
 
 
 def aliased(node: Node) -> list[tuple[Node, bool]]:
@@ -104,7 +104,7 @@ def aliased(node: Node) -> list[tuple[Node, bool]]:
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
     found = []
-    for i, name, is_write in _shared_arguments(node.target):
+    for i, name, is_write in shared_arguments(node.target):
         given = node.args[i] if i < len(node.args) else node.kwargs.get(name)
         sources = given if isinstance(given, (list, tuple)) else [given]
         found += [(x, is_write) for x in sources if isinstance(x, Node)]
@@ -112,7 +112,7 @@ def aliased(node: Node) -> list[tuple[Node, bool]]:
 
 
 @functools.cache
-def _shared_arguments(target: torch._ops.OpOverload) -> list[tuple[int, str, bool]]:
+def shared_arguments(target: torch._ops.OpOverload) -> list[tuple[int, str, bool]]:
     """Give the arguments whose memory an operator's value shares or that it writes to: place, name, whether it writes.
     To read a schema takes longer than to look at a node."""
     arguments = enumerate(target._schema.arguments)

@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 
 import torchtitan_graph.ops  # noqa: F401 (registers the copies to the host's memory)
 from torchtitan_graph.graph import meta
-from torchtitan_graph.graph.edit import aliased, is_view, value
+from torchtitan_graph.graph.edit import aliased, is_view, shared_arguments, value
 from torchtitan_graph.graph.flops import VARLEN
 from torchtitan_graph.graph.signature import output_nodes, signature_of
 from torchtitan_graph.graph.torch_private.distributed import is_gloo
@@ -28,6 +28,7 @@ _GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 _SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
 # What they send is kept until they are waited for: by the process group, or, of a sum in gloo, as a copy.
 _KEEP_INPUT = (_GATHER, _SCATTER, torch.ops._c10d_functional.all_to_all_single.default)
+_CAT = torch.ops.aten.cat.default
 _OFFLOAD = torch.ops.torchtitan_graph.offload.default
 _CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
@@ -50,34 +51,41 @@ def peak_memory(gm: GraphModule) -> Peak:
     return Peak(held[node], node)
 
 
-# What a memory is for, at the peak.
+# What a memory is for.
 GATHERED, COMMUNICATION, NEW_GRADIENTS = "gathered weights", "communication buffers", "new gradients"
+GATHERED_INPUTS = "gathered inputs kept for backward"
 ACTIVATIONS, BACKWARD, WORKSPACE = "activations", "backward's own values", "workspace"
 
 
 def at_node(gm: GraphModule, running: Node) -> dict[str, int]:
-    """Give the bytes that a graph holds while a node runs, by what they are for: weights that were gathered, what else
-    collectives give, gradients that leave the graph, the values of forward and backward, and what the node needs."""
-    memories = Memories(gm)
-    order = {node: i for i, node in enumerate(gm.graph.nodes)}
-    grads = {memories.owner[node] for node in output_nodes(gm, "grad").values()}
+    """Give the bytes that a graph holds while a node runs, by what they are for (see `Lifetime`), and what the node
+    needs beside them."""
+    number = list(gm.graph.nodes).index(running)
     found: dict[str, int] = collections.Counter()
-    for node in gm.graph.nodes:
-        for owner in memories.taken(node):
-            if order[node] <= order[running] <= order[memories.last_use[owner]]:
-                found[_purpose(owner, grads)] += size_of(owner)
+    for each in lifetimes(gm):
+        if each.begin <= number <= each.end:
+            found[each.purpose] += each.num_bytes
     found[WORKSPACE] += scratch_of(running)
     return {purpose: size for purpose, size in found.items() if size}
 
 
-def _purpose(owner: Node, grads: Container[Node]) -> str:
+def _purpose(memories: Memories, owner: Node, grads: Container[Node]) -> str:
     if owner in grads:
         return NEW_GRADIENTS
     if meta.role(owner) == meta.GATHER:
         return GATHERED
-    if meta.role(owner) == meta.REDUCE or group_of(owner) is not None:
-        return COMMUNICATION
-    return BACKWARD if meta.phase(owner) == "backward" else ACTIVATIONS
+    if meta.phase(owner) == "backward":
+        return COMMUNICATION if meta.role(owner) == meta.REDUCE or group_of(owner) is not None else BACKWARD
+    last = memories.last_use[owner]
+    if meta.phase(last) == "backward" or last.op == "output":  # a part of a stage gives what it keeps for backward
+        return GATHERED_INPUTS if _is_gathered(memories, owner) else ACTIVATIONS
+    return ACTIVATIONS if group_of(owner) is None else COMMUNICATION
+
+
+def _is_gathered(memories: Memories, owner: Node) -> bool:
+    """Tell a gather's result, and the copy of it in which the ranks' parts lie side by side in another dimension."""
+    made_of = {memories.owner[x] for x in owner.all_input_nodes} if owner.target is _CAT else {owner}
+    return all(each.target is _GATHER for each in made_of)
 
 
 def host_memory(gm: GraphModule) -> int:
@@ -148,20 +156,24 @@ def held_memory(
 
 
 class Lifetime(NamedTuple):
-    """When a memory is held: from the node of number `begin` to that of number `end`, both included."""
+    """When a memory is held: from the node of number `begin` to that of number `end`, both included; and what for:
+    weights that were gathered, inputs that backward keeps as they were gathered, what else collectives give, gradients
+    that leave the graph, or other values of forward and backward."""
 
     owner: Node
     begin: int
     end: int
     num_bytes: int
+    purpose: str
 
 
 def lifetimes(gm: GraphModule) -> list[Lifetime]:
     """Give when each of a graph's memories is held, in the order in which they are taken. What is held while a node
     runs is the sum over those that it lies in, and what it needs beside them (`scratch_of`)."""
     memories, number = Memories(gm), {node: i for i, node in enumerate(gm.graph.nodes)}
+    grads = {memories.owner[node] for node in output_nodes(gm, "grad").values()}
     return [
-        Lifetime(owner, begin, number[memories.last_use[owner]], size)
+        Lifetime(owner, begin, number[memories.last_use[owner]], size, _purpose(memories, owner, grads))
         for node, begin in number.items()
         for owner in memories.taken(node)
         if (size := size_of(owner))
@@ -264,6 +276,14 @@ def owners(gm: GraphModule) -> dict[Node, Node]:
         elif sources := aliased(node):
             owner[node] = owner[sources[0][0]]
     return owner
+
+
+def takes_memory(target: object) -> bool:
+    """Tell whether what is called gives a value that lies in memory of its own: it is no view, `getitem` included, and
+    writes to none of its arguments in place."""
+    if target is operator.getitem or target in _SILENT_VIEWS:
+        return False
+    return not isinstance(target, OpOverload) or not shared_arguments(target)
 
 
 def readers_of_memory(gm: GraphModule) -> dict[Node, set[Node]]:

@@ -96,7 +96,11 @@ def measured(trace: Path, gms: Sequence[GraphModule] = ()) -> dict[str, dict[str
 def _check_is_of(gm: GraphModule, values: Mapping[tuple[str, str], str | None]) -> None:
     """Refuse a profile of another graph of the same name. `values` are shapes by graph and node; parts of tuples are
     not measured."""
-    name, other = gm.meta["name"], "it is of another graph. Profile a run of this configuration"
+    name = gm.meta["name"]
+    other = (
+        "it is of another graph. Give the run's folder alone, whose config.toml says what was chosen where it ran: "
+        "show_graph.py --by scope --profile RUN, or explore.py RUN; or profile a run of this configuration"
+    )
     calls = [node for node in gm.graph.nodes if node.op == "call_function" and node.target is not operator.getitem]
     if missing := [node for node in calls if (name, node.name) not in values]:
         graphs = ", ".join(sorted({graph for graph, _ in values}))

@@ -8,14 +8,64 @@ from typing import Any
 from torchtitan_graph.config import dump_toml
 from torchtitan_graph.device import GIB
 from torchtitan_graph.forecast import STEP
+from torchtitan_graph.parallel.layout import CP, DP_REPLICATE, EP, EXPERT_FSDP, EXPERT_TP, FSDP, PP, TP
+from torchtitan_graph.plan.build import CPU
 from torchtitan_graph.plan.simulate import Plan
 
-_SHOWN = 0.0005  # of a step: what takes less is not told
+_ROUNDING = 1e-9  # seconds
+_SPARE = 0.05  # of the memory: what leaves less may not fit
+_MUCH = 1 / 3  # of a step
+
+# What a step waits for, and what lets it wait less.
+_HOST, _STAGES = "the host", "other stages"
+_FEWER_GATHERS = "a larger training.local_batch_size, so that weights are gathered for fewer microbatches"
+_INSTEAD = {
+    _HOST: ("a larger training.local_batch_size, or compile.cuda_graphs", "rows"),
+    _STAGES: ("more microbatches, or another parallelism.pipeline_parallel_schedule", "pp,schedule,rows"),
+    PP: ("a lower parallelism.pipeline_parallel_degree", "pp,schedule,rows"),
+    FSDP: (f"{_FEWER_GATHERS}, or a higher parallelism.data_parallel_replicate_degree", "dp_replicate,rows,reshard"),
+    EXPERT_FSDP: (f"{_FEWER_GATHERS}, or a higher parallelism.expert_parallel_degree", "ep,tp,rows,reshard"),
+    DP_REPLICATE: ("a larger training.global_batch_size, so that gradients are summed for more rows", "dp_replicate"),
+    TP: ("a lower parallelism.tensor_parallel_degree", "tp,rows"),
+    CP: ("a lower parallelism.context_parallel_degree", "cp,rows"),
+    EP: ("a lower parallelism.expert_parallel_degree, at best within a machine", "ep,rows"),
+    EXPERT_TP: ("a lower parallelism.expert_tensor_parallel_degree", "ep,rows"),
+}
 
 
 def lines(plan: Plan) -> list[str]:
     """Tell a forecast in lines."""
-    return [*_memory(plan), *_traffic(plan), *_time(plan), *_stages(plan)]
+    return [*_memory(plan), *_traffic(plan), *_time(plan), *_stages(plan), *(f"note: {each}" for each in notes(plan))]
+
+
+def notes(plan: Plan) -> list[str]:
+    """Say what a forecast does not know, and what of it asks for a change."""
+    found, rates, step = [], plan.rates, plan.step
+    if rates.name != CPU:
+        found.append(
+            f"no time was measured: kernels reach the shares of {rates.name}'s peaks that its file says, fitted or"
+            " assumed, and those of this package have not been timed on a GPU"
+        )
+    spare = 1 - max(plan.needs) / (rates.memory_gib * GIB)
+    if 0 <= spare < _SPARE:
+        found.append(
+            f"{spare:.1%} of the memory are spare: what kernels need while they run, and what the allocator can't use,"
+            f" is not counted beyond {rates.reserved_gib:g} GiB; leave {_SPARE:.0%}"
+        )
+    waits = _waits(plan)
+    if sum(waits.values()) > _MUCH * step.seconds:
+        most = max(waits, key=waits.__getitem__)
+        change, varied = next(_INSTEAD[what] for what in most.split("/") if what in _INSTEAD)
+        found.append(
+            f"{sum(waits.values()) / step.seconds:.0%} of the step waits, most of it for {most}"
+            f" ({waits[most] / step.seconds:.0%}): try {change}; --search {varied} looks for the best"
+        )
+    return found
+
+
+def _waits(plan: Plan) -> dict[str, float]:
+    """Give the seconds of a step in which the device waits, by what for."""
+    return {**plan.step.exposed, _HOST: plan.step.host, _STAGES: plan.step.bubble}
 
 
 def _memory(plan: Plan) -> list[str]:
@@ -53,9 +103,7 @@ def _time(plan: Plan) -> list[str]:
     operations, each = plan.rank.told.operations * job.options.num_microbatches, plan.tokens_per_second
     parts = {
         **step.computed,
-        **{f"waits for {axis}": seconds for axis, seconds in step.exposed.items()},
-        "waits for the host": step.host,
-        "waits for other stages": step.bubble,
+        **{f"waits for {what}": seconds for what, seconds in _waits(plan).items()},
         "sums of gradients": step.sums,
         "clipping and optimizer": step.optimizer,
     }
@@ -65,7 +113,7 @@ def _time(plan: Plan) -> list[str]:
         *(
             f"  {name:34}{seconds * 1e3:10.2f} ms {seconds / step.seconds:7.1%}"
             for name, seconds in parts.items()
-            if seconds > _SHOWN * step.seconds
+            if seconds > _ROUNDING
         ),
         f"  {'in all':34}{step.seconds * 1e3:10.2f} ms",
         f"  {each / job.dims.num_ranks:.1f} tokens/s a rank, {each:.0f} in all; {plan.mfu:.1%} MFU,"
@@ -123,4 +171,5 @@ def as_data(plan: Plan) -> dict[str, Any]:
         "tokens_per_second": plan.tokens_per_second,
         "tokens_per_second_of_a_rank": plan.tokens_per_second / job.dims.num_ranks,
         "mfu": plan.mfu,
+        "notes": notes(plan),
     }

@@ -13,6 +13,7 @@ from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.config import load
 from torchtitan_graph.forecast import OPTIMIZER, STEP
 from torchtitan_graph.graph.cost import estimate
+from torchtitan_graph.graph.liveness import GATHERED_INPUTS, lifetimes
 from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
 from torchtitan_graph.graph.torch_private.pipelines import PipelineAction
 from torchtitan_graph.parallel.schedule import plan_pipeline
@@ -75,6 +76,49 @@ def test_the_parts_of_a_step_are_the_step(name: str, jobs: Callable[[str], Job])
     parts = [step.host, step.bubble, step.sums, step.optimizer]
     assert sum([*step.computed.values(), *step.exposed.values(), *parts]) == pytest.approx(step.seconds)
     assert all(step.exposed[axis] <= step.sent[axis] + step.bubble for axis in step.exposed)
+
+
+def test_inputs_that_are_gathered_and_kept_are_told_apart() -> None:
+    """Of each block its attention's and its feed-forward's, of 4 rows of 64 tokens in bf16, and the output's."""
+    of_tp = job(4, ["--parallelism.tensor_parallel_degree", "2", "--activation_checkpoint.mode", "none"]).ranks[0]
+    (gm,), model = of_tp.modules, Blueprint(load([]), 1).model
+    kept = [each for each in lifetimes(gm) if each.purpose == GATHERED_INPUTS]
+    assert [each.num_bytes for each in kept] == (2 * len(model.layers) + 1) * [4 * 64 * model.config.dim * 2]
+    assert 0 < of_tp.told.at_peak[GATHERED_INPUTS] <= sum(each.num_bytes for each in kept)
+
+
+def test_no_part_of_a_step_is_left_out(jobs: Callable[[str], Job]) -> None:
+    """However long the rest takes: of a step of a thousand times as many microbatches the optimizer is a row, too."""
+    found = jobs("one")
+    plan = simulate(found, by_rates(found, H100), H100)
+    step = dataclasses.replace(plan.step, seconds=1000 * plan.step.seconds)
+    rows = [line for line in lines(dataclasses.replace(plan, step=step)) if " ms " in line]
+    assert any(row.startswith("  clipping and optimizer ") for row in rows)
+
+
+def test_notes_say_what_is_not_known_and_what_to_change(jobs: Callable[[str], Job]) -> None:
+    found = jobs("FSDP-2 TP-2")
+    plan = simulate(found, by_rates(found, H100), H100)
+
+    def noted(**changes: float) -> str:
+        waits = {"exposed": {}, "host": 0.0, "bubble": 0.0} | changes
+        return "\n".join(lines(dataclasses.replace(plan, step=dataclasses.replace(plan.step, **waits))))  # type: ignore
+
+    quiet, seconds = noted(), plan.step.seconds
+    assert "no time was measured: kernels reach the shares of H100's peaks" in quiet and quiet.count("note:") == 1
+    assert "34% of the step waits, most of it for tp (30%): try a lower parallelism.tensor_parallel_degree" in noted(
+        exposed={"tp": 0.3 * seconds, "fsdp": 0.04 * seconds}  # type: ignore[arg-type]
+    )
+    assert "for efsdp/ep (40%): try a larger training.local_batch_size" in noted(exposed={"efsdp/ep": 0.4 * seconds})  # type: ignore[arg-type]
+    assert "for the host (50%): try a larger training.local_batch_size, or compile.cuda_graphs" in noted(
+        host=seconds / 2
+    )
+    assert "for other stages (50%): try more microbatches" in noted(bubble=seconds / 2)
+    tight = H100._replace(memory_gib=max(plan.needs) / 2**30 / 0.96)
+    text = "\n".join(lines(dataclasses.replace(plan, rates=tight)))
+    assert "note: 4.0% of the memory are spare" in text and "fits" in text
+    text = "\n".join(lines(dataclasses.replace(plan, rates=RATES["CPU"])))
+    assert "no time was measured" not in text  # operators were replayed on it
 
 
 def test_a_step_is_its_microbatches_and_the_optimizer(jobs: Callable[[str], Job]) -> None:

@@ -36,7 +36,7 @@ from torch import nn
 
 from torchtitan_graph.checkpoint import Checkpointer
 from torchtitan_graph.checkpoint.folder import MANIFEST, checksum
-from torchtitan_graph.checkpoint.tensors import METADATA
+from torchtitan_graph.checkpoint.metadata import METADATA
 from torchtitan_graph.config import dump_toml, job, load
 from torchtitan_graph.data.open_corpus import open_corpus
 from torchtitan_graph.data.shards import INDEX as SHARDS_INDEX

@@ -97,8 +97,8 @@ def _open(file: Path) -> Any:
     try:
         with small_files.open_small(file, small_files.ANY_SIZE) as begin:
             size = int.from_bytes(begin.read(8), "little")
-        if size > _MOST_BYTES_OF_HEADER:
-            raise UserError(f"its header has {size:,} bytes, more than the {_MOST_BYTES_OF_HEADER:,} that it may have")
+        if not 2 <= size <= _MOST_BYTES_OF_HEADER:
+            raise UserError(f"its header has {size:,} bytes; legal are 2 to {_MOST_BYTES_OF_HEADER:,}")
         return safe_open(file, framework="pt")
     except (OSError, SafetensorError, UserError) as error:
         raise UserError(f"{file} can't be read: {error}") from error

@@ -42,6 +42,10 @@ class Curve:
     chosen: Point
     flops: int
 
+    def added(self, point: Point) -> float:
+        """Return the operations that a choice adds, as a part of the graph's; none to a stage that multiplies nothing."""
+        return point.flops / self.flops if self.flops else 0.0
+
 
 class _Level(NamedTuple):
     """What a block may compute again, and how many operations and how much work that adds."""

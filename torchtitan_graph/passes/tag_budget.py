@@ -43,7 +43,7 @@ class Curve:
     flops: int
 
     def added(self, point: Point) -> float:
-        """Return the operations that a choice adds, as a part of the graph's; none to a stage that multiplies nothing."""
+        """Return what part of the graph's operations a choice adds; 0 where the graph multiplies nothing."""
         return point.flops / self.flops if self.flops else 0.0
 
 

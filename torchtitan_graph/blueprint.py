@@ -24,6 +24,7 @@ from torchtitan_graph.models.hf import check_weights, choose_model
 from torchtitan_graph.optim import build_optimizer, check_optimizer
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.recompute import Recompute
+from torchtitan_graph.patience import refuse_unreadable
 from torchtitan_graph.steps import (
     Graphs,
     Steps,
@@ -98,7 +99,9 @@ class Blueprint:
     def _open_precompiled(self) -> Precompiled:
         file = f" --job.config_file {self.config.job.config_file}" if self.config.job.config_file else ""
         again = f"NGPU={self.dims.num_ranks} python -m torchtitan_graph.precompile{file}, with this run's options"
-        return open_precompiled(Path(self.config.compile.precompiled or ""), self.fingerprint(), again)
+        path = self.config.compile.precompiled or ""
+        with refuse_unreadable(f"compile.precompiled = {path!r}"):
+            return open_precompiled(Path(path), self.fingerprint(), again)
 
     def _check_what_is_loaded(self) -> None:
         config = self.config.checkpoint

@@ -61,6 +61,16 @@ def test_a_curve_of_one_point_can_be_drawn() -> None:
     ElementTree.fromstring(draw(Curve([ALL], ALL, 1000)))
 
 
+def test_a_stage_that_multiplies_nothing_is_told_and_drawn(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logger, "propagate", True)
+    with caplog.at_level(logging.INFO):
+        tell(with_curve(Curve([Point(0, 0, 0)], Point(0, 0, 0), 0)), "stage 0", tmp_path / "curve.svg")
+    assert caplog.messages[0].splitlines()[2].split() == ["0.0", "MiB", "0.0", "MiB", "+0.0%", "chosen"]
+    ElementTree.fromstring((tmp_path / "curve.svg").read_text())
+
+
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, op: None)

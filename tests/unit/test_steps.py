@@ -10,6 +10,7 @@ from torch.torch_version import TorchVersion
 
 from torchtitan_graph import device as devices
 from torchtitan_graph.config import JobConfig, load
+from torchtitan_graph.config.check import MOST_TOKENS
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.loss import cross_entropy, fused_cross_entropy
@@ -20,6 +21,7 @@ from torchtitan_graph.models.layers.feed_forward import SwiGLU
 from torchtitan_graph.models.layers.rope import Rotation
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.steps import Steps, check_steps, step_options
+from torchtitan_graph.steps.inputs import example_inputs
 from torchtitan_graph.steps.options import lengths_of_rows
 
 CPU = torch.device("cpu")
@@ -222,3 +224,14 @@ def test_rows_of_several_lengths_refuse_flex_attention_where_it_is_compiled() ->
     assert lengths_of_rows(load(asked), CPU) == range(16, 49, 16)
     with pytest.raises(UserError, match="model.attn = 'flex': not with training.dynamic_seq_len on cuda, where"):
         lengths_of_rows(load(asked), torch.device("cuda"))
+
+
+@pytest.mark.parametrize("attn", ["sdpa", "flex", "varlen"])
+def test_what_is_traced_on_takes_no_memory_however_many_tokens(attn: str) -> None:
+    config, model = built("--model.attn", attn)
+    alone = SimpleNamespace(dims=ParallelDims(), degree=lambda axis: 1)
+    batch, masks, _ = example_inputs(model, (1, MOST_TOKENS), alone, step_options(config, model, 1, CPU))
+    assert all(x.is_meta and x.shape == (1, MOST_TOKENS) for x in batch)
+    leaves = [x for x in torch.utils._pytree.tree_leaves(masks) if isinstance(x, torch.Tensor)]
+    assert sum(x.numel() for x in leaves if not x.is_meta) < 10
+    assert model.visible_in_one_document(2**22)["layers.0"] == (2**22 + 1) / 2**23

@@ -10,11 +10,12 @@ from torchtitan_graph.config import checkpoint, graph, quantize
 from torchtitan_graph.config.job import OPTIONS, JobConfig, get, source_name
 from torchtitan_graph.config.job import named as _name
 from torchtitan_graph.config.option import brief, nearest
-from torchtitan_graph.config.resolve import problem_list
+from torchtitan_graph.config.resolve import one_line, problem_list
 from torchtitan_graph.errors import UserError
 
 SMALLEST_WEIGHT = 10000  # parts of the sum: a mixture rounds weights to parts of somewhat more rows
-MOST_RANKS = 2**31 - 1  # that torch's groups can count
+MOST_RANKS = 2**20  # several times the largest cluster; torch lists the ranks of a group
+MOST_TOKENS = 2**26  # that a rank takes at a time: the bytes of all pairs of them, by head, are then numbers of 64 bits
 _SHARD = "data_parallel_shard_degree"
 _DEGREES = (  # that multiply to the number of processes
     "pipeline_parallel_degree",
@@ -102,8 +103,8 @@ def ranks_asked_for() -> int | None:
     given = os.environ.get("NGPU")
     if given is None:
         return None
-    if not given.isdecimal() or not 0 < int(given) <= MOST_RANKS:
-        raise UserError(f"NGPU = {given!r}: must be the number of ranks, a whole number from 1 to {MOST_RANKS}")
+    if not given.isdecimal() or len(given) > 100 or not 0 < int(given) <= MOST_RANKS:
+        raise UserError(f"NGPU = {brief(given)}: must be the number of ranks, a whole number from 1 to {MOST_RANKS}")
     return int(given)
 
 
@@ -171,8 +172,16 @@ def _check_degrees(config: JobConfig, world_size: int) -> list[str]:
 def _check_rows(config: JobConfig) -> list[str]:
     cp, tp = config.parallelism.context_parallel_degree, config.parallelism.tensor_parallel_degree
     problems = []
-    for key in ["training.seq_len"] + ["validation.seq_len"] * config.validation.enable:
+    for table in ["training"] + ["validation"] * config.validation.enable:
+        key, rows = f"{table}.seq_len", f"{table}.local_batch_size"
+        if table == "training" and config.parallelism.pipeline_parallel_degree > 1:
+            rows = "parallelism.pipeline_parallel_microbatch_size"
         seq_len = get(config, key)
+        if (tokens := seq_len * get(config, rows)) > MOST_TOKENS:
+            problems.append(
+                f"{_name(config, key)}: times {rows} = {get(config, rows)} these are {tokens:,} tokens at a time, and"
+                f" {MOST_TOKENS:,} are the most; use shorter rows or fewer of them"
+            )
         if cp > 1 and seq_len % (2 * cp):
             problems.append(
                 f"{_name(config, key)}: context parallel deals equal blocks of a row forth and back, which needs a"
@@ -237,8 +246,8 @@ def _check_tables(config: JobConfig, world_size: int) -> list[str]:
     problems = []
     if unknown := [key for key in config.job.allow_changed if key not in RUN_DEFINING]:
         problems.append(
-            f"{_name(config, 'job.allow_changed')}: {', '.join(unknown)} may change anyway, or is no option; legal are"
-            f" {', '.join(RUN_DEFINING)}"
+            f"{_name(config, 'job.allow_changed')}: {one_line(', '.join(unknown))} may change anyway, or is no"
+            f" option; legal are {', '.join(RUN_DEFINING)}"
         )
     profiling = config.profiling
     if profiling.enable_profiling and profiling.profile_freq < profiling.profiler_active + profiling.profiler_warmup:

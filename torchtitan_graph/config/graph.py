@@ -2,6 +2,7 @@
 
 from torchtitan_graph.config.job import OPTIONS, ROW_MULTIPLE, Compile, JobConfig, get
 from torchtitan_graph.config.job import named as _name
+from torchtitan_graph.config.resolve import one_line
 
 _PP = "parallelism.pipeline_parallel_degree"
 _OF_TRACING = (
@@ -39,7 +40,7 @@ def _check_compile(config: JobConfig) -> list[str]:
     problems = []
     if unknown := [name for name in config.compile.components if name not in COMPONENTS]:
         problems.append(
-            f"{_name(config, 'compile.components')}: {', '.join(unknown)} can't be compiled; legal are"
+            f"{_name(config, 'compile.components')}: {one_line(', '.join(unknown))} can't be compiled; legal are"
             f" {', '.join(COMPONENTS)}"
         )
     options = config.compile

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
 
-from torchtitan_graph.config.option import INSIDE, option, options
+from torchtitan_graph.config.option import INSIDE, brief, option, options
 from torchtitan_graph.rates import RATES
 
 
@@ -115,7 +115,10 @@ class Model:
         " MXFP8; quantize.grouped_mm.float8: experts multiply in float8.",
     )
     num_mtp_layers: int = option(
-        0, "Layers that each predict one more token while training (deepseek_v3; its release has 1).", minimum=0
+        0,
+        "Layers that each predict one more token while training (deepseek_v3; its release has 1).",
+        minimum=0,
+        maximum=16,
     )
     attn: str = option(
         "auto",
@@ -215,14 +218,16 @@ class LRScheduler:
 class DataLoader:
     """Processes that prepare batches."""
 
-    num_workers: int = option(0, "Worker processes per rank; 0: the trainer prepares its batches itself.", minimum=0)
+    num_workers: int = option(
+        0, "Worker processes per rank; 0: the trainer prepares its batches itself.", minimum=0, maximum=1024
+    )
     persistent_workers: bool = option(
         False, "Keep worker processes where reading begins anew, instead of starting them again."
     )
     pin_memory: bool = option(
         True, "On a GPU, put batches in page-locked memory: they are copied while it computes, a step ahead."
     )
-    prefetch_factor: int | None = option(None, "Batches a worker prepares ahead; not set: 2.", minimum=1)
+    prefetch_factor: int | None = option(None, "Batches a worker prepares ahead; not set: 2.", minimum=1, maximum=1024)
 
 
 @dataclass
@@ -491,6 +496,7 @@ class ActivationCheckpoint:
         "With mode memory_budget, in place of memory_budget: what a rank may hold in all, in GiB: parameters, optimizer"
         " state, gradients and a step at its peak.",
         minimum=0,
+        maximum=10**6,
     )
     visualize_memory_budget_pareto: bool = option(
         False,
@@ -784,7 +790,7 @@ def get(config: JobConfig, key: str) -> Any:
 
 def named(config: JobConfig, key: str) -> str:
     """Return how a message names an option: where it was set, its name and its value."""
-    return f"{config.sources.get(key, 'default')}: {key} = {get(config, key)!r}"
+    return f"{config.sources.get(key, 'default')}: {key} = {brief(get(config, key))}"
 
 
 def put(config: JobConfig, key: str, value: Any) -> None:

@@ -21,6 +21,7 @@ from torchtitan_graph.config.support import (
 from torchtitan_graph.errors import UserError
 
 CHANGED = "changed"
+MOST_TOLD = 30  # problems in one message
 COMMAND_LINE = "command line"
 TABLES = {key.rpartition(".")[0] for key in OPTIONS}
 NAMES = {*OPTIONS, *RENAMED, *UNSUPPORTED}
@@ -66,9 +67,10 @@ def one_line(text: str) -> str:
 
 
 def problem_list(problems: Sequence[str]) -> str:
-    """Return the one message that reports several problems."""
+    """Return the one message that reports several problems, the first of very many."""
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    return "\n  ".join([f"{count} in the configuration:", *problems])
+    more = [f"and {len(problems) - MOST_TOLD} more"] * (len(problems) > MOST_TOLD)
+    return "\n  ".join([f"{count} in the configuration:", *problems[:MOST_TOLD], *more])
 
 
 def resolve(settings: Sequence[Setting], result: Resolution) -> None:

@@ -52,8 +52,11 @@ def segments_of(begins_BL: Tensor, device: torch.device) -> Segments:
 
     Args:
         begins_BL: boolean, True where a segment begins: at each row's first token, too. Of another memory than the
-            host's it is waited for.
+            host's it is waited for; of meta, nothing is read.
     """
+    if begins_BL.is_meta:
+        begins = torch.empty(begins_BL.numel() + 1, dtype=torch.int32, device="meta")
+        return Segments(begins, torch.tensor(begins_BL.shape, device="cpu"))
     first = begins_BL.cpu().flatten().nonzero().squeeze(1)
     begins = torch.full((begins_BL.numel() + 1,), begins_BL.numel(), dtype=torch.int32, device="cpu")
     begins[: len(first)] = first

@@ -42,6 +42,10 @@ class Curve:
     chosen: Point
     flops: int
 
+    def added(self, point: Point) -> float:
+        """Return what part of the graph's operations a choice adds; 0 where the graph multiplies nothing."""
+        return point.flops / self.flops if self.flops else 0.0
+
 
 class _Level(NamedTuple):
     """What a block may compute again, and how many operations and how much work that adds."""

@@ -148,7 +148,7 @@ def _lines(curve: Curve) -> list[str]:
     return [
         f"  {'kept for backward':>18}{'at its peak':>18}{'operations':>13}",
         *(
-            f"  {point.kept / _MIB:14.1f} MiB{point.peak / _MIB:14.1f} MiB{point.flops / curve.flops:+13.1%}"
+            f"  {point.kept / _MIB:14.1f} MiB{point.peak / _MIB:14.1f} MiB{curve.added(point):+13.1%}"
             + "  chosen" * (point == curve.chosen)
             for point in rows
         ),
@@ -158,18 +158,18 @@ def _lines(curve: Curve) -> list[str]:
 def draw(curve: Curve) -> str:
     """Draw a curve as SVG: the peak, from 0, over the operations that are added."""
     points = sorted({*curve.points, curve.chosen}, key=lambda point: point.flops)
-    most = max(point.peak for point in points)
-    widest = max(max(point.flops for point in points) / curve.flops, 0.01)
+    most = max(1, *(point.peak for point in points))
+    widest = max(0.01, *map(curve.added, points))
     left, right, top, bottom = 90, 600, 30, 330
 
-    def place(flops: float, peak: float) -> tuple[float, float]:
-        return left + (right - left) * flops / widest, bottom - (bottom - top) * peak / most
+    def place(added: float, peak: float) -> tuple[float, float]:
+        return left + (right - left) * added / widest, bottom - (bottom - top) * peak / most
 
-    corners = [place(point.flops / curve.flops, point.peak) for point in points]
+    corners = [place(curve.added(point), point.peak) for point in points]
     marks = [
         f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{7 if point == curve.chosen else 4}"'
         f' fill="{"#d62728" if point == curve.chosen else "#1f77b4"}"><title>{point.peak / _MIB:.1f} MiB, kept'
-        f" {point.kept / _MIB:.1f} MiB, {point.flops / curve.flops:+.1%} operations</title></circle>"
+        f" {point.kept / _MIB:.1f} MiB, {curve.added(point):+.1%} operations</title></circle>"
         for point, (x, y) in zip(points, corners, strict=True)
     ]
     ticks = []

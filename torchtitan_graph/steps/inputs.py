@@ -130,7 +130,10 @@ def example_inputs(
     model: Decoder, rows: tuple[int, int], layout: Layout, options: StepOptions
 ) -> tuple[Batch, Any, Tensor]:
     """Make inputs of the shapes to trace: random tokens if passes are to be verified on them, else on meta."""
-    device = options.device if options.verify else torch.device("meta")
+    num_tokens = rows[0] * rows[1] * layout.dims.data
+    if not options.verify:
+        whole = Batch(*(torch.empty(rows, dtype=torch.int64, device="meta") for _ in Batch._fields))
+        return *of_this_rank(whole, model, layout), torch.tensor(num_tokens, device="meta")
     generator = torch.Generator().manual_seed(options.seed + layout.data_rank)
     tokens, labels = torch.randint(model.config.vocab_size, (2, *rows), generator=generator)
     documents = (torch.rand(rows, generator=generator) < 0.01).long().cumsum(1)
@@ -142,6 +145,5 @@ def example_inputs(
         documents = torch.arange(rows[1]).div(block_length(rows[1], cp), rounding_mode="floor").expand(rows)
         labels[:, torch.cat([places_of(rank, rows[1], cp, labels.device) for rank in range(1, cp)])] = IGNORE_INDEX
     on_host = Batch(tokens, labels, positions, documents)
-    batch = on_host.to(device)
-    num_tokens = torch.tensor(rows[0] * rows[1] * layout.dims.data, device=device)
-    return *of_this_rank(batch, model, layout, on_host), num_tokens
+    batch = on_host.to(options.device)
+    return *of_this_rank(batch, model, layout, on_host), torch.tensor(num_tokens, device=options.device)

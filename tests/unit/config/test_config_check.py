@@ -3,7 +3,7 @@
 import pytest
 from fsspec.registry import known_implementations
 
-from torchtitan_graph.config import JobConfig, check, load, shard_degree, smallest_world
+from torchtitan_graph.config import JobConfig, check, load, ranks_asked_for, shard_degree, smallest_world
 from torchtitan_graph.errors import UserError
 
 BUDGET = "--activation_checkpoint.mode memory_budget --activation_checkpoint.memory_budget"
@@ -445,3 +445,38 @@ def test_load_takes_the_words_of_a_command_line(argv: object) -> None:
 def test_check_takes_a_configuration() -> None:
     with pytest.raises(UserError, match="config is of class list: must be a JobConfig"):
         check([], 1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ("--training.seq_len 2147483648", "times training.local_batch_size = 8 these are 17,179,869,184 tokens at a"),
+        ("--training.local_batch_size 8589934592", "training.local_batch_size = 8589934592 these are"),
+        ("--validation.enable --validation.seq_len 67108864", "times validation.local_batch_size = 8 these are"),
+        ("--training.seq_len 4611686018427387904", "67,108,864 are the most; use shorter rows or fewer of them"),
+        ("--model.num_mtp_layers 100000", "must be a whole number of at least 0 and at most 16"),
+        ("--activation_checkpoint.memory_budget_gib 1e308", "at least 0 and at most 1000000"),
+        ("--training.dataloader.num_workers 100000", "at most 1024"),
+    ],
+)
+def test_sizes_have_bounds(arguments: str, why: str) -> None:
+    assert why in problems(arguments, 1)[0]
+
+
+@pytest.mark.parametrize("given", ["9" * 5000, str(2**31), "0", "-1", "two", "1.5", "", "\u00b2"])
+def test_a_number_of_ranks_has_bounds(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NGPU", given)
+    with pytest.raises(UserError, match="NGPU = '.*: must be the number of ranks") as error:
+        ranks_asked_for()
+    assert len(str(error.value)) < 500
+
+
+def test_a_message_tells_the_first_of_very_many_problems() -> None:
+    rows = ",".join(["{}"] * 1000)
+    told = problems(f"--training.sources [{rows}]", 1)
+    assert len(told) == 31 and told[-1] == "and 971 more"
+
+
+def test_a_notice_shows_a_long_value_in_part() -> None:
+    (notice,) = check(load(["--compile.regions", ",".join(["layers.*"] * 1000)]), 1)
+    assert len(notice) < 500 and "has no effect while compile.codegen is off" in notice

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -26,6 +27,7 @@ from torchtitan_graph.models.layers.moe import MoE, Routing, move_correction_bia
 from torchtitan_graph.parallel.plan import Plan
 
 ATTENTION = ("sdpa", "flex", "varlen")  # its implementations
+TOKENS_AT_A_TIME = 2**20  # whose positions are counted
 LOAD = ".load"  # ends the name of the state in which a mixture of experts counts the slots of each
 
 
@@ -242,9 +244,18 @@ class Decoder(nn.Module):
         return {name: fractions[getattr(block, "mask", "causal")] for name, block in self.blocks.items()}
 
     def visible_in_one_document(self, seq_len: int) -> dict[str, float]:
-        """Give the same of a row that is one document."""
-        positions_BL = torch.arange(seq_len).expand(1, -1)
-        return self.visible_pairs(torch.zeros_like(positions_BL), positions_BL)
+        """Give the same of a row that is one document, which may be longer than memory has room for."""
+        one = torch.zeros(1, 1, dtype=torch.int64)
+        if self.mask_rules(one, one).keys() - self.num_visible(one).keys():
+            positions_BL = torch.arange(seq_len).expand(1, -1)
+            return self.visible_pairs(torch.zeros_like(positions_BL), positions_BL)
+        numbers: Counter[str] = Counter()
+        for begin in range(0, seq_len, TOKENS_AT_A_TIME):
+            positions_BL = torch.arange(begin, min(begin + TOKENS_AT_A_TIME, seq_len))[None]
+            numbers.update({name: int(n.sum()) for name, n in self.num_visible(positions_BL).items()})
+        return {
+            name: numbers[getattr(block, "mask", "causal")] / (seq_len * seq_len) for name, block in self.blocks.items()
+        }
 
     def masks(
         self,

@@ -114,6 +114,7 @@ def _seen(rule: Rule, B: int, q_L: Tensor, Lk: int) -> Tensor:
 def _strips(rule: Rule, B: int, Lq: int, Lk: int, device: torch.device) -> Iterator[Tensor]:
     """Give the mask of some queries at a time, whole blocks of them: that of a long row takes gigabytes."""
     length = max(1, PAIRS_AT_A_TIME // (B * Lk * FLEX_BLOCK)) * FLEX_BLOCK
+    length = Lq if device.type == "meta" else length
     for q_L in torch.arange(Lq, device=device).split(length):
         yield _seen(rule, B, q_L, Lk)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import logging
 import time
@@ -19,6 +18,7 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.changes import PassTable, Written
 from torchtitan_graph.graph.cost import Costs
+from torchtitan_graph.graph.edit import copy_graph
 from torchtitan_graph.graph.hierarchy import call_hierarchy
 from torchtitan_graph.graph.liveness import in_one_part
 from torchtitan_graph.graph.show import dump
@@ -207,7 +207,7 @@ def run_passes(
     num_nodes, in_all, given = len(gm.graph.nodes), 0.0, None
     has_places = any(map(call_hierarchy, gm.graph.nodes))
     for number, each in enumerate((p for p in ordered if p.name not in disabled), start=1):
-        before, written = (copy.deepcopy(gm), Written(gm)) if watch.verify_on is not None else (gm, None)
+        before, written = (copy_graph(gm), Written(gm)) if watch.verify_on is not None else (gm, None)
         begin = time.perf_counter()
         with meta.made_by(each.name):
             gm = each.run(gm)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import difflib
 import traceback
@@ -14,6 +13,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from torchtitan_graph.compiler import Pass, find_problem
+from torchtitan_graph.graph.edit import copy_graph
 from torchtitan_graph.graph.replay import random_inputs
 from torchtitan_graph.graph.show import line_of, readable, shape_of, without_bytes
 from torchtitan_graph.graph.signature import Plain, signature_of
@@ -33,7 +33,7 @@ class Failure:
 def apply(own: Pass, gm: GraphModule) -> GraphModule | Failure:
     """Run a pass on a copy of a graph; give what it gives, or why that can't be run."""
     try:
-        after = own.run(copy.deepcopy(gm))
+        after = own.run(copy_graph(gm))
     except Exception as error:
         frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename]
         where = f" ({frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name})"

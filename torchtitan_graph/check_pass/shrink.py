@@ -8,6 +8,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from torchtitan_graph.graph import meta
+from torchtitan_graph.graph.edit import copy_node
 from torchtitan_graph.graph.replay import plain_slot
 from torchtitan_graph.graph.signature import Signature, signature_of
 
@@ -113,7 +114,7 @@ def part(gm: GraphModule, outputs: Sequence[Node], cut: Container[Node]) -> Grap
         meta.write(copies[node], phase=meta.phase(node), module=meta.module(node))
     for node in nodes:
         if node not in copies:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node] = copy_node(graph, node, copies.__getitem__)
     graph.output([copies[node] for node in outputs])
     smaller = GraphModule(gm, graph)
     given = [plain_slot(kinds.get(node, f"input {node.name}"), node) for node in inputs]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -33,7 +34,17 @@ def copy_node(graph: Graph, node: Node, transform: Callable[[Node], Any]) -> Nod
     args, kwargs = map_arg(node.args, transform), map_arg(node.kwargs, transform)
     new = _create(graph, node.op, node.target, args, kwargs, node.name)
     new.meta.update(node.meta)
+    meta.own_annotations(new)
     return new
+
+
+def copy_graph(gm: GraphModule) -> GraphModule:
+    """Copy a graph. FX lets a copied node share its annotations with the original."""
+    copied = copy.deepcopy(gm)
+    for inner in copied.modules():
+        for node in inner.graph.nodes if isinstance(inner, GraphModule) else ():
+            meta.own_annotations(node)
+    return copied
 
 
 def _create(graph: Graph, op: str, target: Any, args: Any, kwargs: Any, name: str | None = None) -> Node:

@@ -105,8 +105,15 @@ def inherit(node: Node, source: Node) -> None:
     for key in ("phase", "module", "stack_trace", "custom", "seq_nr", "origin", *HIERARCHIES):
         if key in source.meta:
             node.meta[key] = source.meta[key]
+    own_annotations(node)
     if _pass:
         node.meta["origin"] = _pass
+
+
+def own_annotations(node: Node) -> None:
+    """Let a node that was copied have a dictionary of annotations of its own, which a user's pass may write to."""
+    if node.meta.get("custom"):
+        node.meta["custom"] = dict(node.meta["custom"])
 
 
 def stand_for(node: Node, sources: Iterable[Node]) -> None:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from torch.fx import Graph, GraphModule, Node
 
 from torchtitan_graph.graph import meta
-from torchtitan_graph.graph.edit import is_view, value
+from torchtitan_graph.graph.edit import copy_node, is_view, value
 from torchtitan_graph.graph.signature import Signature, Slot, input_nodes, layout_of, output_nodes
 
 ONCE_A_STEP = ("gather", "reduce")  # the parts that no microbatch runs
@@ -151,9 +151,10 @@ def _cut(gm: GraphModule, inside: Set[Node], gives: Sequence[Node]) -> Part:
     for node in reads:
         new[node] = graph.placeholder(node.name)
         new[node].meta = dict(node.meta)
+        meta.own_annotations(new[node])
     for node in gm.graph.nodes:
         if node in wanted:
-            new[node] = graph.node_copy(node, new.__getitem__)
+            new[node] = copy_node(graph, node, new.__getitem__)
     graph.output([new[node] for node in gives])
     cut = GraphModule(gm, graph)
     inputs = tuple(Slot(n.name, "input", layout_of(value(n))) for n in reads)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.fx.node import map_arg
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
@@ -21,39 +22,38 @@ def cleanup(gm: GraphModule) -> GraphModule:
         y = detach(x); z = add_(y, 1); w = mul(y, 2)
         z = add(x, 1); w = mul(z, 2)
 
+        y = empty(); v = slice(y, 0, 2); copy_(v, a); return y
+        y = empty(); v = slice(y, 0, 2); w = copy(v, a); z = slice_scatter(y, w, 0, 2); return z
+
     After this pass a node's value never changes, so that other passes may recompute and move nodes.
 
     Raises:
-        UserError: a write that another view of the same memory would see, one to an input, or one without a functional
-            form; names the operator and the module.
+        UserError: a write to an input, one without a functional form, or one through a view that has no inverse while
+            others look at the same memory; names the operator and the module.
     """
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
-    current: dict[Node, Node] = {}  # a node whose value was overwritten, or an alias -> the node that holds it now
-
-    def now(node: Node) -> Node:
-        while node in current:
-            node = current[node]
-        return node
-
     memory: dict[Node, list[Node]] = {}  # a node -> all that lie in the same memory, in one shared list
-    for node in gm.graph.nodes:
-        if not current.keys().isdisjoint(node.all_input_nodes):
-            node.args, node.kwargs = map_arg(node.args, now), map_arg(node.kwargs, now)
+    for node in list(gm.graph.nodes):
         shared = aliased(node)
         if node.target in (aten.detach.default, aten.alias.default):
-            current[node] = node.args[0]
-            continue
-        if any(is_write for _, is_write in shared):
+            node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+        elif any(is_write for _, is_write in shared):
             written = _written(node)
-            others = [n for n in memory.get(written, ()) if n is not written]
-            seen = [n for n in others if any(order[user] > order[node] for user in n.users)]
-            if seen or written.op in ("placeholder", "get_attr"):
-                what = f"memory that {seen[0].name} shows as well" if seen else "an input"
-                raise UserError(f"{_where(node)} writes in place to {what}: compute a new tensor instead")
-            node.target = _functional(node)
+            together = memory.get(written, [written])
+            if together[0].op in ("placeholder", "get_attr"):
+                raise UserError(f"{_where(node)} writes in place to an input: compute a new tensor instead")
+            is_seen = any(order[user] > order[node] for n in together if n is not written for user in n.users)
+            where, node.target = _where(node), _functional(node)
             infer(node)
-            current[written] = _as_stored(gm, node, written)
-            order[current[written]] = order[node]
+            new = _as_stored(gm, node, written)
+            order[new] = order[node]
+            looks = {written: new}
+            if is_seen:
+                looks = _looks(gm, new, written, together, order, where)
+                memory.update(dict.fromkeys(looks.values(), list(looks.values())))
+                looks[new] = looks[written]
+            for old, look in looks.items():
+                _replace_from(old, look, order)
         elif shared and (node.target is not operator.getitem or is_view(shared[0][0])):  # else it has its own
             together = memory.setdefault(shared[0][0], [shared[0][0]])
             together.append(node)
@@ -61,6 +61,71 @@ def cleanup(gm: GraphModule) -> GraphModule:
     erase_unused(gm)
     gm.recompile()
     return gm
+
+
+def _looks(
+    gm: GraphModule, new: Node, written: Node, together: list[Node], order: dict[Node, int], where: str
+) -> dict[Node, Node]:
+    """Make the new value of a whole memory, of one view's new value, and give each node that lies in it what it shows
+    now."""
+    made: list[Node] = []
+
+    def insert(target: Any, *args: Any, **kwargs: Any) -> Node:
+        with gm.graph.inserting_after(made[-1] if made else new):
+            made.append(call(gm.graph, new, target, *args, **kwargs))
+        order[made[-1]] = order[new]
+        return made[-1]
+
+    # That of the memory is made first, through each view in turn; then it is looked at as before.
+    base, whole, view = together[0], new, written
+    while view is not base:
+        whole, view = _put_back(insert, whole, view, where), view.args[0]  # type: ignore[assignment]
+    needed = {written}
+    for n in reversed(together):
+        if n in needed or any(order[user] > order[new] for user in n.users):
+            needed |= {n, *n.all_input_nodes}
+    looks = {base: whole}
+    for n in together[1:]:
+        if n in needed:
+            looks[n] = insert(n.target, looks[n.args[0]], *n.args[1:], **n.kwargs)  # type: ignore[index]
+    return looks
+
+
+def _put_back(insert: Callable[..., Node], new: Node, view: Node, where: str) -> Node:
+    """Insert what a view is taken of, with a new value in the view's place."""
+    of: Any = view.args[0]
+    shape = value(of).shape if isinstance(value(of), torch.Tensor) else None
+    if view.target in _SCATTER:
+        return insert(_SCATTER[view.target], of, new, *view.args[1:], **view.kwargs)
+    if view.target in _RESHAPED and shape is not None and all(isinstance(n, int) for n in shape):
+        return insert(aten.reshape.default, new, list(shape))
+    if view.target in (aten.t.default, aten.transpose.int):
+        return insert(view.target, new, *view.args[1:])
+    if view.target is aten.permute.default:
+        dims = [d % len(shape) for d in view.args[1]]  # type: ignore[arg-type, operator, union-attr]
+        return insert(aten.permute.default, new, [dims.index(d) for d in range(len(dims))])
+    raise UserError(
+        f"{where} writes in place to a view ({view.target}) of memory that {of.name} shows as well: compute a"
+        " new tensor instead"
+    )
+
+
+# What puts a new value back where a view was taken.
+_SCATTER = {
+    aten.as_strided.default: aten.as_strided_scatter.default,
+    aten.diagonal.default: aten.diagonal_scatter.default,
+    aten.select.int: aten.select_scatter.default,
+    aten.slice.Tensor: aten.slice_scatter.default,
+}
+_RESHAPED = (
+    *(aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default),
+    *(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims),
+)
+
+
+def _replace_from(old: Node, new: Node, order: dict[Node, int]) -> None:
+    """Let what comes after the new node read that."""
+    old.replace_all_uses_with(new, delete_user_cb=lambda user: order[user] > order[new])
 
 
 def _as_stored(gm: GraphModule, node: Node, written: Node) -> Node:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from torch.fx import GraphModule
 from torchtitan_graph import device as devices
 from torchtitan_graph.device import GIB
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.graph.edit import copy_graph
 from torchtitan_graph.graph.liveness import peak_memory
 from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.recompute import Budget
@@ -82,7 +82,7 @@ def meet(
     allowed = int(gib * GIB) - sum(rest.values())
     asked, least = allowed, None
     while True:
-        made = rewritten(copy.deepcopy(gm), Budget(num_bytes=asked))
+        made = rewritten(copy_graph(gm), Budget(num_bytes=asked))
         peak, curve = peak_memory(made).num_bytes, made.meta.get("curve")
         if peak <= allowed:
             return made

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import operator
@@ -18,6 +17,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from torchtitan_graph.compiler import Inspection, PassPlan, passes, run_passes
+from torchtitan_graph.graph.edit import copy_graph
 from torchtitan_graph.graph.flops import Flops, count_flops
 from torchtitan_graph.graph.partition import ONCE_A_STEP, part_of, partition
 from torchtitan_graph.graph.step import (
@@ -134,7 +134,7 @@ def _within(
         graphs: dict[int, StageGraph] = {}
         for number, step in traced.items():
             told = Inspection(f"stage {number}, memory_budget {fraction:.4g}")
-            copied = dataclasses.replace(step, gm=copy.deepcopy(step.gm))
+            copied = dataclasses.replace(step, gm=copy_graph(step.gm))
             made = _run_passes(number, copied, with_budget(fraction), options, told)
             graphs[number] = _cut(made, like[number], plan, options)
         assert options.pipeline is not None

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torchtitan_graph.graph.edit import call, value
+from torchtitan_graph.graph.edit import call, copy_graph, copy_node, value
 from torchtitan_graph.graph.trace import minimal_fx_tracer
 
 aten = torch.ops.aten
@@ -40,3 +40,16 @@ def test_another_layout_of_an_input_is_another_value() -> None:
     with gm.graph.inserting_before(gm.graph.output_node()):
         strides = [value(call(gm.graph, n, aten.neg.default, n)).stride() for n in (straight, turned)]
     assert strides == [(3, 1), (1, 3)]
+
+
+def test_a_copy_has_annotations_of_its_own() -> None:
+    """A user's pass writes on one of them, and FX's own copies would show it too."""
+    gm = minimal_fx_tracer(lambda x: x + 1)(torch.ones(2)).gm
+    (node,) = gm.graph.find_nodes(op="call_function", target=aten.add.Tensor)
+    node.meta["custom"] = {"phase": "forward"}
+    (whole,) = copy_graph(gm).graph.find_nodes(op="call_function", target=aten.add.Tensor)
+    with gm.graph.inserting_after(node):
+        copies = [copy_node(gm.graph, node, lambda n: n), call(gm.graph, node, aten.neg.default, node), whole]
+    for each in copies:
+        each.meta["custom"]["mine"] = 1
+    assert node.meta["custom"] == {"phase": "forward"}

@@ -79,3 +79,12 @@ def test_a_view_of_a_weight_is_made_again_where_it_is_read() -> None:
     views = {node.name for node in gm.graph.nodes if is_view(node)}
     parts = partition(gm, gather_once=True, split_backward=False).by_name
     assert views and all(views.isdisjoint((*part.reads, *part.gives)) for part in parts.values())
+
+
+def test_what_is_written_on_a_part_is_on_it_alone() -> None:
+    gm = traced()
+    parts = partition(gm, gather_once=True, split_backward=True).by_name
+    for part in parts.values():
+        for node in part.gm.graph.nodes:
+            node.meta.setdefault("custom", {})["mine"] = 1
+    assert not any("mine" in node.meta.get("custom", {}) for node in gm.graph.nodes)

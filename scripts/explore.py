@@ -9,7 +9,7 @@ import argparse
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,12 +22,14 @@ from torchtitan_graph.config import DRY, JobConfig, check, find_config, load, ra
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.explorer import PassWatch, Strings, graph_data, page
 from torchtitan_graph.forecast import forecast
+from torchtitan_graph.graph.liveness import input_memory
 from torchtitan_graph.graph.measured import find_trace, has_traces, measured
 from torchtitan_graph.graph.scopes import charges, in_a_row
 from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
 from torchtitan_graph.log import init_logging, logger
 from torchtitan_graph.run.files import check_result, write_result
 from torchtitan_graph.steps import Graphs, costs_on
+from torchtitan_graph.steps.budget import EARLIER, INPUTS
 from torchtitan_graph.steps.choices import check_disabled
 
 EVALUATION = "One microbatch of evaluation: forward alone."
@@ -73,15 +75,16 @@ def build(config: JobConfig, world_size: int, trace: Path | None) -> dict[str, A
         told = forecast(blueprint.model, graphs, blueprint.layout, blueprint.options, config.optimizer)
         costs, (_, seq_len) = costs_on(blueprint.layout, blueprint.options), blueprint.options.rows
         strings, shown = Strings(), []
-        found = [(name, gms, seq_len, [STAGE] * (len(gms) > 1)) for name, gms in _of_training(graphs).items()]
-        seconds = measured(trace, [gm for _, gms, *_ in found for gm in gms]) if trace is not None else {}
+        found = [(each, seq_len, [STAGE] * (len(each.parts) > 1), told.rest) for each in _of_training(graphs)]
+        seconds = measured(trace, [gm for each, *_ in found for gm in each.parts]) if trace is not None else {}
         if blueprint.options.eval_rows is not None:
-            eval_len = blueprint.options.eval_rows[1]
-            found += [(name, [gm], eval_len, [EVALUATION]) for name, gm in _of_evaluation(graphs).items()]
-        for name, gms, length, notes in found:
+            rest = {name: size for name, size in told.rest.items() if name != EARLIER}
+            found += [(each, blueprint.options.eval_rows[1], [EVALUATION], rest) for each in _of_evaluation(graphs)]
+        for (name, whole, parts), length, notes, rest in found:
             costs = dataclasses.replace(costs, visible=blueprint.model.visible_in_one_document(length))
-            charged = in_a_row([charges(gm, costs, seconds.get(gm.meta["name"])) for gm in gms])
-            shown.append(graph_data(name, gms, charged, costs, watch.graphs[name].passes, strings, notes))
+            charged = in_a_row([charges(gm, costs, seconds.get(gm.meta["name"])) for gm in parts])
+            rest = rest | {INPUTS: input_memory(whole)}
+            shown.append(graph_data(name, parts, charged, costs, watch.graphs[name].passes, strings, notes, rest))
         facts = [
             f"rank {dist.get_rank()} of {world_size}, {blueprint.layout}; "
             f"estimates by the rates of {costs.rates.name}; "
@@ -93,21 +96,31 @@ def build(config: JobConfig, world_size: int, trace: Path | None) -> dict[str, A
         dist.destroy_process_group()
 
 
-def _of_training(graphs: Graphs) -> dict[str, list[GraphModule]]:
-    """Give what is shown of a training step, by the name that passes were watched under."""
+class Shown(NamedTuple):
+    """A graph that is shown: the name that passes were watched under, the graph, and the parts in which it runs."""
+
+    name: str
+    whole: GraphModule
+    parts: list[GraphModule]
+
+
+def _of_training(graphs: Graphs) -> list[Shown]:
+    """Give what is shown of a training step."""
     if isinstance(graphs.train, dict):
-        stages = {f"stage {number}": stage.parts.by_name for number, stage in graphs.train.items()}
-        return {name: [part.gm for part in parts.values()] for name, parts in stages.items()}
-    return {"training step": [graphs.train.gm]}
+        return [
+            Shown(f"stage {number}", stage.train.gm, [part.gm for part in stage.parts.by_name.values()])
+            for number, stage in graphs.train.items()
+        ]
+    return [Shown("training step", graphs.train.gm, [graphs.train.gm])]
 
 
-def _of_evaluation(graphs: Graphs) -> dict[str, GraphModule]:
+def _of_evaluation(graphs: Graphs) -> list[Shown]:
     """Give the same of evaluation."""
     if isinstance(graphs.train, dict):
-        stages = {f"evaluation of stage {number}": stage.evaluate for number, stage in graphs.train.items()}
+        steps = {f"evaluation of stage {number}": stage.evaluate for number, stage in graphs.train.items()}
     else:
-        stages = {"evaluation step": graphs.evaluate}
-    return {name: step.gm for name, step in stages.items() if step is not None}
+        steps = {"evaluation step": graphs.evaluate}
+    return [Shown(name, step.gm, [step.gm]) for name, step in steps.items() if step is not None]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

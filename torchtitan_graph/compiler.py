@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
-from torchtitan_graph.graph.changes import PassTable, Written
+from torchtitan_graph.graph.changes import Measured, PassTable, Written
 from torchtitan_graph.graph.cost import Costs
 from torchtitan_graph.graph.edit import copy_graph
 from torchtitan_graph.graph.hierarchy import call_hierarchy
@@ -158,7 +158,7 @@ def _with_own(ordered: Sequence[Pass], extra: Sequence[Extra]) -> list[Pass]:
     return [each for ours in ordered for each in (ours, *(own for after, own in extra if after == ours.name))]
 
 
-Look = Callable[[str, str, float, GraphModule], None]
+Look = Callable[[str, str, float, GraphModule, Measured | None], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +169,8 @@ class Inspection:
     dump_to   folder for the readable graph after each pass, numbered
     dump_only the passes after which, by name, if not after each; "traced" is before any
     say       what the table is told to: the log
-    look      is told, before any pass ("traced") and after each, the graph's name, the pass's, its seconds, the graph
+    look      is told, before any pass ("traced") and after each, the graph's name, the pass's, its seconds, the graph,
+              and what the table has of it
     verify_on the graph's inputs that are not parameters: each pass is checked on them
     costs     how long nodes and collectives take: with it the log has a table, not a line
     """
@@ -199,11 +200,11 @@ def run_passes(
             UserError.
     """
     watch.dump(gm, 0, "traced")
-    if watch.look is not None:
-        watch.look(watch.graph, "traced", 0.0, gm)
     # To measure takes as long as the passes: not for a log that nobody reads.
-    costs = watch.costs if logger.isEnabledFor(logging.INFO) else None
+    costs = watch.costs if logger.isEnabledFor(logging.INFO) or watch.look is not None else None
     table = PassTable(gm, costs) if costs is not None else None
+    if watch.look is not None:
+        watch.look(watch.graph, "traced", 0.0, gm, table.measured if table is not None else None)
     num_nodes, in_all, given = len(gm.graph.nodes), 0.0, None
     has_places = any(map(call_hierarchy, gm.graph.nodes))
     for number, each in enumerate((p for p in ordered if p.name not in disabled), start=1):
@@ -220,7 +221,7 @@ def run_passes(
             table.add(each.name, seconds, gm)
         watch.dump(gm, number, each.name)
         if watch.look is not None:
-            watch.look(watch.graph, each.name, seconds, gm)
+            watch.look(watch.graph, each.name, seconds, gm, table.measured if table is not None else None)
         if watch.verify_on is not None and written is not None:
             gm.recompile()  # a pass may have left it out: what runs in training is made from the graph
             is_changed = written.holds_more or not written.is_still_in(gm)

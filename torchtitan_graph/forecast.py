@@ -37,6 +37,7 @@ class Forecast:
     """What a rank needs for a training step.
 
     held        bytes by what for; with those of the optimizer unless it is a class of one's own
+    rest        those of them that lie there from step to step, and between the microbatches of a training step
     on_host     the same in the host's memory, at most
     where       what runs when a step holds most; evaluation's, where that holds more than training's
     at_peak     what it holds then, by what for: in all `held[STEP]`
@@ -48,6 +49,7 @@ class Forecast:
     """
 
     held: dict[str, int]
+    rest: dict[str, int]
     on_host: dict[str, int]
     where: str
     at_peak: dict[str, int]
@@ -161,7 +163,8 @@ def forecast(
         accumulates=options.num_microbatches > 1 and not isinstance(graphs.train, dict),
         knows_optimizer="." not in optimizer.name,  # what a class of one's own keeps is known when it has made a step
     )
-    held, on_host = rest(), rest(on_host=True)
+    at_all_times, on_host = rest(), rest(on_host=True)
+    held = dict(at_all_times)
     if on_host:
         on_host[GRADIENTS] = trained_bytes(graphs.storages.values())  # all rest there, or none
     axes, visible = layout.axes_by_group, model.visible_in_one_document(options.rows[1])
@@ -203,8 +206,9 @@ def forecast(
         on_host[OFFLOADED] = offloaded
     operations = graphs.flops.of(visible)
     return Forecast(
-        held, on_host, where, by, sent, sent_once, time, time_once, costs.rates.name, operations, optimizer.name
-    )
+        held, at_all_times, on_host, where, by, sent, sent_once, time, time_once, costs.rates.name, operations,
+        optimizer.name,
+    )  # fmt: skip
 
 
 def _add(sent: dict[tuple[str, str], Traffic], more: Mapping[tuple[str, str], Traffic]) -> None:

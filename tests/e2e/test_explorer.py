@@ -23,6 +23,7 @@ from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.cost import Costs
 from torchtitan_graph.graph.edit import call
 from torchtitan_graph.graph.hierarchy import Entry
+from torchtitan_graph.graph.liveness import at_node, peak_memory
 from torchtitan_graph.graph.scopes import PARTS, Cost, Scope, charges, tree
 from torchtitan_graph.graph.signature import Signature
 from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
@@ -33,6 +34,7 @@ from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.steps import build_graphs, costs_on
 
+REST = {"parameters": 3 * 2**20, "optimizer state": 6 * 2**20}
 EVIL = "</script><img src=x onerror=document.title='broken'>"
 STEP, HOSTILE = 0, 1
 ROWS = """return [...document.querySelectorAll(`#${arguments[0]} .body .row`)].map((row) =>
@@ -45,6 +47,7 @@ class Shown:
 
     driver: Any
     path: Path
+    gm: GraphModule
     roots: list[Scope]
     watches: list[PassWatch]
 
@@ -98,7 +101,7 @@ class Shown:
         self.click(f"#tab-{view}")
 
 
-def step_data(strings: Strings) -> tuple[dict[str, Any], Scope, PassWatch]:
+def step_data(strings: Strings) -> tuple[dict[str, Any], Scope, PassWatch, GraphModule]:
     """A step on four ranks, sharded twice, with activations that are computed again."""
     cell = Cell(ParallelDims(dp_shard=2, tp=2), recompute=Recompute.from_option("full", "op"))
     watch = PassWatch()
@@ -111,13 +114,13 @@ def step_data(strings: Strings) -> tuple[dict[str, Any], Scope, PassWatch]:
         measured = {node.name: 1e-6 for node in gm.graph.nodes if node.op == "call_function"}
         charged = charges(gm, costs, measured=measured)
         (watched,) = watch.graphs.values()
-        data = graph_data("a step", [gm], charged, costs, watched.passes, strings)
+        data = graph_data("a step", [gm], charged, costs, watched.passes, strings, rest=REST)
     finally:
         dist.destroy_process_group()
-    return data, tree(charged), watch
+    return data, tree(charged), watch, gm
 
 
-def hostile_data(strings: Strings) -> tuple[dict[str, Any], Scope, PassWatch]:
+def hostile_data(strings: Strings) -> tuple[dict[str, Any], Scope, PassWatch, GraphModule]:
     """A graph whose every name is an attack, on one rank, without passes that change it."""
     model = nn.Sequential()
     model.add_module(EVIL.replace(".", ""), type(EVIL, (nn.Linear,), {})(4, 4))
@@ -127,7 +130,7 @@ def hostile_data(strings: Strings) -> tuple[dict[str, Any], Scope, PassWatch]:
     watch = PassWatch()
     gm = run_passes(gm, [Pass(EVIL, lambda g: g)], (), torch.device("cpu"), Inspection(EVIL, look=watch.look))
     charged = charges(gm, Costs())
-    return graph_data(EVIL, [gm], charged, Costs(), watch.graphs[EVIL].passes, strings), tree(charged), watch
+    return graph_data(EVIL, [gm], charged, Costs(), watch.graphs[EVIL].passes, strings), tree(charged), watch, gm
 
 
 @pytest.fixture(scope="module")
@@ -136,11 +139,11 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
     with browser() as driver:
         made = [step_data(strings), hostile_data(strings)]
         title = "{{SCRIPT}} " + EVIL
-        graphs = [data for data, _, _ in made]
+        graphs = [data for data, *_ in made]
         data = {"title": title, "facts": [EVIL], "needs": [EVIL], "strings": strings.table, "graphs": graphs}
         path.write_text(page(data), encoding="utf-8")
         complaints(driver)
-        found = Shown(driver, path, [root for _, root, _ in made], [watch for _, _, watch in made])
+        found = Shown(driver, path, made[STEP][3], [root for _, root, *_ in made], [each[2] for each in made])
         found.open(path)
         yield found
 
@@ -222,12 +225,38 @@ def test_the_peak_says_what_holds_it(shown: Shown) -> None:
     most, *_ = by_module.most_common(1)
     assert shown.rows("holders")[0][:2] == [most[0], str(most[1])]
     assert shown.one("#memory-words").get_attribute("data-value") == str(shown.roots[STEP].cost.held)
+    # By what for it is what `plan` says, beside what lies there from step to step.
+    by_purpose = REST | at_node(shown.gm, peak_memory(shown.gm).node)
+    assert {row[0]: int(row[1]) for row in shown.rows("purposes")} == by_purpose and len(by_purpose) > 5
+    shown.run("document.querySelector('#purposes .row:nth-child(3)').click()")
+    assert 0 < sum(int(row[1]) for row in shown.rows("values")) <= int(shown.rows("purposes")[2][1])
     # Elsewhere less is held; a click on the curve, or the slider, shows it, and the button leads back.
     shown.click("#memory-chart")
     shown.keys("#memory-at", "\ue011")
     assert shown.rows("holders") != held and "operation 1 of" in shown.text("memory-now")
     shown.click("#to-peak")
     assert {row[0]: int(row[1]) for row in shown.rows("holders")} == held
+
+
+def test_the_slider_stands_below_the_line_in_the_curve(shown: Shown) -> None:
+    """The middle of its thumb, which is 16 pixels wide, and the line's pixels; also at both ends."""
+    shown.graph(STEP, "memory")
+    place = """const [slider, canvas] = ["memory-at", "memory-chart"].map((id) => document.getElementById(id));
+        slider.value = arguments[0];
+        slider.dispatchEvent(new Event("input"));
+        const [box, chart] = [slider, canvas].map((each) => each.getBoundingClientRect());
+        const copy = Object.assign(document.createElement("canvas"), { width: canvas.width, height: canvas.height });
+        const context = copy.getContext("2d", { willReadFrequently: true });
+        context.drawImage(canvas, 0, 0);
+        const row = context.getImageData(0, 18 * devicePixelRatio, canvas.width, 1).data;
+        const red = [...Array(canvas.width).keys()].filter((x) => row[4 * x] > 150 && row[4 * x + 3] > 200);
+        const line = chart.left + canvas.clientLeft + (red[0] + red[red.length - 1] + 1) / 2 / devicePixelRatio;
+        return [box.left + 8 + (box.width - 16) * slider.value / slider.max, line, Number(slider.max)]"""
+    most = shown.run(place, 0)[2]
+    for at in (0, 1, most // 3, most - 1, most):
+        thumb, line, _ = shown.run(place, at)
+        assert abs(thumb - line) <= 1, at
+    shown.click("#to-peak")
 
 
 def test_collectives_are_summed_by_axis(shown: Shown) -> None:
@@ -249,7 +278,12 @@ def test_passes_show_nodes_before_and_after(shown: Shown) -> None:
     kinds = ("added", "removed", "changed", "moved")
     for row, each in zip(shown.rows("pass-table"), watched.passes, strict=True):
         numbers = Counter(change.kind for change in each.changes)
-        assert row[0] == each.name and row[2:7] == [str(each.num_calls), *(str(numbers[kind]) for kind in kinds)]
+        assert [row[0], row[2], *row[6:10]] == [each.name, str(each.num_calls), *(str(numbers[k]) for k in kinds)]
+        assert each.measured is not None, "what the log's table says"
+        peak, received, exposed = each.measured
+        assert row[3:6] == [str(peak), str(received), str(round(exposed * 1e9))]
+    cost = shown.roots[STEP].cost
+    assert row[3:5] == [str(cost.held), str(cost.received)] and int(row[5]) == pytest.approx(cost.exposed, abs=2)
     chosen = next(i for i, each in enumerate(watched.passes) if each.name == "shard_params")
     shown.run(f"document.getElementById('pass-table-{chosen}').click()")
     shown.pick("change-kind", 3)

@@ -69,6 +69,10 @@ def test_a_run_of_a_pipeline_is_written(config: Path, tmp_path: Path, monkeypatc
     assert "backward" not in {data["strings"][i] for i in evaluation["calls"]["origin"]}
     assert not stage["is_measured"] and stage["name"] == "stage 0" and stage["passes"][1]["name"] == "cleanup"
     assert any("rope.py" in data["strings"][i] for i in stage["calls"]["source"])
+    for graph in (stage, evaluation):
+        rest = dict(graph["memory"]["rest"])
+        assert rest.keys() == {"parameters", "optimizer state", "batch and masks"} and all(rest.values())
+        assert rest["optimizer state"] == 2 * rest["parameters"]
     assert sum(stage["calls"]["held"]) > 0 and not list(tmp_path.glob("*.tmp"))
 
 

@@ -7,16 +7,17 @@ number. What calls cost is not summed here: the page does that, for it sums over
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.fx import GraphModule, Node
 
 from torchtitan_graph.explorer.watch import Passed
 from torchtitan_graph.graph import meta
+from torchtitan_graph.graph.changes import Measured
 from torchtitan_graph.graph.cost import WAIT, Costs
 from torchtitan_graph.graph.hierarchy import Place, call_hierarchy, shown
-from torchtitan_graph.graph.liveness import lifetimes, peak_memory, scratch_of
+from torchtitan_graph.graph.liveness import WORKSPACE, lifetimes, peak_memory, scratch_of
 from torchtitan_graph.graph.scopes import PARTS, Charge, Cost, tree
 from torchtitan_graph.graph.show import call_of, name_of_group, shape_of, target_of
 from torchtitan_graph.graph.traffic import group_of, kind_of
@@ -48,6 +49,7 @@ def graph_data(
     passes: Sequence[Passed],
     strings: Strings,
     notes: Sequence[str] = (),
+    rest: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
     """Give what the page shows of a graph.
 
@@ -56,6 +58,7 @@ def graph_data(
         charged: its calls, as `scopes.charges` gives them for the same costs, of parts by `scopes.in_a_row`.
         passes: what made it, from "traced" on; none if nothing was watched.
         notes: lines of text to put beside it.
+        rest: bytes that lie there beside what the graph holds, by what for: parameters, the optimizer's state, ...
     """
     s, scopes = strings.number, list(tree(charged).walk())
     number_of = {scope.place: i for i, scope in enumerate(scopes)}
@@ -96,9 +99,9 @@ def graph_data(
             "inputs": [[given(x.name) for x in charge.node.all_input_nodes] for charge in charged],
             **{key: [getattr(charge.cost, key) for charge in charged] for key in MEASURES},
         },
-        "memory": _memory(gms, number),
+        "memory": {"rest": list((rest or {}).items()), **_memory(gms, number, strings)},
         "collectives": _collectives(charged, number, costs, strings),
-        "passes": [_passed(each, strings) for each in passes],
+        "passes": [_passed(each, _whole(charged) if each is passes[-1] else None, strings) for each in passes],
     }
 
 
@@ -108,11 +111,11 @@ def _places(node: Node, charged_to: Place) -> str:
     return "\n".join(map(shown, places)) if len(places) > 1 else ""
 
 
-def _memory(gms: Sequence[GraphModule], number: dict[Node, int]) -> dict[str, Any]:
-    """Give the graphs' memories: the call that each belongs to, and the calls from and up to which it is held. Between
-    calls stand nodes that hold nothing."""
-    columns = ("owner", "begin", "end", "bytes", "scratch_at", "scratch")
-    found: dict[str, Any] = {"peak": 0, **{key: [] for key in columns}}
+def _memory(gms: Sequence[GraphModule], number: dict[Node, int], strings: Strings) -> dict[str, Any]:
+    """Give the graphs' memories: the call that each belongs to, the calls from and up to which it is held, and what
+    for. Between calls stand nodes that hold nothing."""
+    columns = ("owner", "begin", "end", "bytes", "purpose", "scratch_at", "scratch")
+    found: dict[str, Any] = {"peak": 0, "workspace": WORKSPACE, **{key: [] for key in columns}}
     most = -1
     for gm in gms:
         calls = [(i, node) for i, node in enumerate(gm.graph.nodes) if node in number]
@@ -122,6 +125,7 @@ def _memory(gms: Sequence[GraphModule], number: dict[Node, int]) -> dict[str, An
             found["begin"].append(first + bisect.bisect_left(places, each.begin))
             found["end"].append(first + bisect.bisect_right(places, each.end) - 1)
             found["bytes"].append(each.num_bytes)
+            found["purpose"].append(strings.number(each.purpose))
         for _, node in calls:
             if size := scratch_of(node):
                 found["scratch_at"].append(number[node])
@@ -148,12 +152,21 @@ def _collectives(
     return found
 
 
-def _passed(each: Passed, strings: Strings) -> dict[str, Any]:
+def _whole(charged: Sequence[Charge]) -> Measured:
+    """Return what the sums over all calls say of the graph."""
+    cost = [charge.cost for charge in charged]
+    return Measured(sum(x.held for x in cost), sum(x.received for x in cost), sum(x.exposed for x in cost) / 1e9)
+
+
+def _passed(each: Passed, last: Measured | None, strings: Strings) -> dict[str, Any]:
+    """Give a pass as columns. Of large graphs the last one alone is measured: `last` says then what the sums say."""
+    measured = each.measured or last
     columns = list(zip(*each.changes, strict=True)) or [()] * 6
     keys = ("kind", "name", "operator", "module", "before", "after")
     return {
         "name": each.name,
         "seconds": each.seconds,
         "calls": each.num_calls,
+        "measured": measured and [measured.peak, measured.received, round(measured.exposed * 1e9)],
         "changes": {key: list(map(strings.number, column)) for key, column in zip(keys, columns, strict=True)},
     }

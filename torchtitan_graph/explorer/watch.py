@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch.fx import GraphModule, Node
 
 from torchtitan_graph.graph import meta
+from torchtitan_graph.graph.changes import Measured
 from torchtitan_graph.graph.show import call_of, marks_of, target_of
 
 ADDED, REMOVED, CHANGED, MOVED = "added", "removed", "changed", "moved"
@@ -28,11 +29,13 @@ class Change(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Passed:
-    """A pass that ran: its name, its seconds, how many calls the graph has after it, and what it changed."""
+    """A pass that ran: its name, its seconds, how many calls the graph has after it, what the log's table says of the
+    graph then, if it was measured, and what the pass changed."""
 
     name: str
     seconds: float
     num_calls: int
+    measured: Measured | None
     changes: list[Change]
 
 
@@ -60,16 +63,16 @@ class PassWatch:
     def __init__(self) -> None:
         self.graphs: dict[str, Watched] = {}
 
-    def look(self, graph: str, name: str, seconds: float, gm: GraphModule) -> None:
+    def look(self, graph: str, name: str, seconds: float, gm: GraphModule, measured: Measured | None = None) -> None:
         """Take a graph before any pass ("traced"), or after one."""
         before = self.graphs[graph]._lines if name != "traced" else {}
         lines = _lines(gm, before)
         if name == "traced":
-            self.graphs[graph] = Watched(gm, [Passed(name, seconds, len(lines), [])], lines)
+            self.graphs[graph] = Watched(gm, [Passed(name, seconds, len(lines), measured, [])], lines)
             return
         watched = self.graphs[graph]
         watched.gm, watched._lines = gm, lines
-        watched.passes.append(Passed(name, seconds, len(lines), _changes(before, lines)))
+        watched.passes.append(Passed(name, seconds, len(lines), measured, _changes(before, lines)))
 
 
 def _lines(gm: GraphModule, before: dict[str, _Line]) -> dict[str, _Line]:

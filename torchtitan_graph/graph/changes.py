@@ -6,7 +6,7 @@ from __future__ import annotations
 import collections
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import GraphModule
@@ -41,6 +41,18 @@ class Written:
         return any(op in ("get_attr", "call_module") for _, op, *_ in self._calls)
 
 
+class Measured(NamedTuple):
+    """Of a graph: the bytes that it holds at its peak beside its inputs, those that it receives, and the seconds of
+    communication that nothing hides."""
+
+    peak: int
+    received: int
+    exposed: float
+
+    def words(self) -> tuple[str, str, str]:
+        return f"{self.peak / _MIB:.1f} MiB", f"{self.received / _MIB:.1f} MiB", f"{self.exposed * 1e3:.2f} ms"
+
+
 class PassTable:
     """A row for each pass: what it changed; and the peak, the bytes received and the estimate of communication that
     nothing hides, where they are others than before.
@@ -51,28 +63,29 @@ class PassTable:
     def __init__(self, gm: GraphModule, costs: Costs) -> None:
         """Begin with the graph before any pass."""
         self._costs, self._is_large, self._first = costs, len(gm.graph.nodes) > _LARGE, len(gm.graph.nodes)
-        self._gm, self._operators, self._measured, self._seconds = gm, _operators(gm), self._measure(gm), 0.0
-        self._written = Written(gm)
-        measured = ("peak", "received", "exposed")
-        self._rows = [_row("pass", "time", "nodes", measured, "operators, the three largest changes")]
-        self._rows.append(_row("traced", "", str(self._first), self._measured))
+        self._gm, self._operators, self._seconds = gm, _operators(gm), 0.0
+        self._written, self._last = Written(gm), self._measure(gm)
+        self.measured: Measured | None = self._last
+        self._rows = [_row("pass", "time", "nodes", Measured._fields, "operators, the three largest changes")]
+        self._rows.append(_row("traced", "", str(self._first), self._last.words()))
 
     def add(self, name: str, seconds: float, gm: GraphModule) -> None:
-        """Add the pass that gave this graph."""
+        """Add the pass that gave this graph; `measured` is what it is then, None if it was not measured."""
         before, after = self._operators, _operators(gm)
         nodes = f"{sum(before.values())} -> {sum(after.values())}" if before != after else ""
-        found = self._measured if self._is_large or self._written.is_still_in(gm) else self._measure(gm)
-        shown = [new if new != old else "" for new, old in zip(found, self._measured, strict=True)]
+        found = self._last if self._is_large or self._written.is_still_in(gm) else self._measure(gm)
+        shown = [new if new != old else "" for new, old in zip(found.words(), self._last.words(), strict=True)]
         self._rows.append(_row(name, f"{seconds:.2f} s", nodes, shown, _changes(before, after)))
-        self._gm, self._operators, self._measured, self._written = gm, after, found, Written(gm)
+        self._gm, self._operators, self._last, self._written = gm, after, found, Written(gm)
+        self.measured = None if self._is_large else found
         self._seconds += seconds
 
     def lines(self) -> list[str]:
         """Give the table, with all passes together in its last row."""
         if self._is_large:
-            self._measured = self._measure(self._gm)
+            self._last = self._measure(self._gm)
         nodes = f"{self._first} -> {len(self._gm.graph.nodes)}"
-        return [*self._rows, _row("all", f"{self._seconds:.2f} s", nodes, self._measured)]
+        return [*self._rows, _row("all", f"{self._seconds:.2f} s", nodes, self._last.words())]
 
     def communication(self) -> str:
         """Tell what of the communication of the graph that `lines` told of last nothing hides; nothing where it sends
@@ -80,12 +93,10 @@ class PassTable:
         found = self._estimate
         return f"communication: {found} (an estimate, by the rates of {self._costs.rates.name})" if found.sent else ""
 
-    def _measure(self, gm: GraphModule) -> tuple[str, str, str]:
+    def _measure(self, gm: GraphModule) -> Measured:
         received = sum(each.num_bytes for each in traffic(gm, self._costs.links).values())
         self._estimate = estimate(gm, self._costs)
-        exposed = sum(self._estimate.exposed.values())
-        peak = peak_memory(gm).num_bytes
-        return f"{peak / _MIB:.1f} MiB", f"{received / _MIB:.1f} MiB", f"{exposed * 1e3:.2f} ms"
+        return Measured(peak_memory(gm).num_bytes, received, sum(self._estimate.exposed.values()))
 
 
 def _operators(gm: GraphModule) -> collections.Counter[Any]:

@@ -1,5 +1,6 @@
 // What each pass did: its time, and the nodes that it added, removed, changed and moved.
 const KINDS = ["added", "removed", "changed", "moved"];
+const MEASURED = { Peak: [0, "held"], Received: [1, "received"], Exposed: [2, "exposed"] }; // of large graphs once
 
 class Passes {
   constructor() {
@@ -7,7 +8,10 @@ class Passes {
     this.table = new Table($("pass-table"), {
       label: "Passes", columns: [
         { title: "Pass", width: 210, grow: true }, { title: "Time", num: true, width: 88 },
-        { title: "Calls after", num: true, width: 100 }, ...kinds,
+        { title: "Calls after", num: true, width: 100 },
+        { title: "Peak", num: true, width: 92, help: "bytes held at the peak beside the inputs, after it" },
+        { title: "Received", num: true, width: 92, help: "bytes of collectives, after it" },
+        { title: "Exposed", num: true, width: 88, help: "waiting for collectives, after it; estimate" }, ...kinds,
         { title: "Operators", width: 300, grow: true, help: "the largest changes of their number" },
       ],
       cell: (i, column, cell) => this.passCell(this.passes[i], column, cell), onChoose: (i) => this.open(i),
@@ -68,6 +72,10 @@ class Passes {
     if (k >= 0) this.count(cell, pass.counts[k]);
     else if (column.title === "Time") cell.append(pass.name === "traced" ? "" : time(pass.seconds * 1e9));
     else if (column.title === "Calls after") this.count(cell, pass.calls);
+    else if (MEASURED[column.title]) {
+      const [at, measure] = MEASURED[column.title];
+      if (pass.measured) number(cell, measure, pass.measured[at]);
+    }
     else {
       cell.title = column.title === "Pass" ? pass.name : pass.words;
       cell.append(cell.title);

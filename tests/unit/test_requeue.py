@@ -59,11 +59,13 @@ class FakeJob:
         return begin_attempt(self.folder, "7", self.restart, NODES, list(down))
 
     def status(self, state: str, step: int) -> None:
-        content = {"state": state, "reason": "SIGUSR1", "step": step, "job_id": "7", "attempt": [self.restart, 0]}
+        who = {"host": "n1", "pid": 1, "job_id": "7", "attempt": [self.restart, 0]}
+        content = {**who, "state": state, "reason": "SIGUSR1", "step": step, "restarts": 0, "time": 1.0, "seconds": {}}
         (self.folder / "status.json").write_text(json.dumps(content))
 
     def failure(self, host: str, code: int, lost_peer: bool = False, elastic: int = 0) -> None:
-        record: dict[str, Any] = {"job_id": "7", "attempt": [self.restart, elastic], "time": time.time(), "host": host}
+        record: dict[str, Any] = {"job_id": "7", "attempt": [self.restart, elastic], "time": time.time()}
+        record |= {"host": host, "pid": 1}
         record |= {"code": code, "lost_peer": lost_peer, "message": "no", "traceback": ""}
         name = f"7.{self.restart}.{elastic}-{host}-{lost_peer}.json"
         (self.folder / "failures" / name).write_text(json.dumps(record))

@@ -3,11 +3,16 @@
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from torchtitan_graph import stop
 from torchtitan_graph.run.status import FINISHED, STOPPED, TIMES, Status, read_status
+
+
+def written(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "status.json").read_text())
 
 
 def test_every_second_is_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,21 +86,21 @@ def test_what_a_person_looks_for_is_there(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(stop, "START", clock)
     status = Status(tmp_path, total_steps=100)
     status.resume(20)
-    assert read_status(tmp_path)["time_left"] is None
+    assert written(tmp_path)["time_left"] is None
     clock += 400
     status.done(40, loss=2.5)
     status.write()
-    found = read_status(tmp_path)
+    found = written(tmp_path)
     assert (found["step"], found["loss"], found["seconds_left"], found["time_left"]) == (40, 2.5, 1200, "0:20:00")
     assert (found["time_utc"], found["times"]["useful"]) == ("2027-01-15 08:06:40+00:00", "0:06:40")
     status.write(FINISHED)
-    assert read_status(tmp_path)["time_left"] is None
+    assert written(tmp_path)["time_left"] is None
 
 
 def test_torn_or_missing_status_counts_as_none(tmp_path: Path) -> None:
-    assert read_status(tmp_path) == {}
+    assert read_status(tmp_path) is None
     Status(tmp_path, total_steps=1).write(FINISHED)
-    (tmp_path / "status.json").write_text(json.dumps(read_status(tmp_path))[:-5])
-    assert read_status(tmp_path) == {}
+    (tmp_path / "status.json").write_text(json.dumps(written(tmp_path))[:-5])
+    assert read_status(tmp_path) is None
     assert Status(tmp_path, total_steps=1)
     assert read_status(tmp_path)["restarts"] == 0

@@ -11,7 +11,7 @@ from torchtitan_graph.patience import refuse_unwritable
 from torchtitan_graph.small_files import BadFile, open_small, parse_json
 
 BLOCK = 2**20
-MAX_LINE, MAX_MOVED = 2**26, 2**30  # bytes
+MAX_LINE, MAX_MOVED = 2**24, 2**30  # bytes
 
 
 class Line(TypedDict):

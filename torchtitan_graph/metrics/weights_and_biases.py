@@ -72,14 +72,14 @@ class WeightsAndBiases:
 def _run_id(kept: Path, new: bool) -> str:
     """Return the id that is kept in a file; a new one, which is kept there from now on, where it holds none."""
     try:
-        found = "" if new else read_text(kept)
+        if not new and re.fullmatch(r"[\w-]{1,128}", found := read_text(kept), re.ASCII):
+            return found
+        if not new:
+            raise BadFile(f"{kept}: holds no id of a run")
     except FileNotFoundError:
-        found = ""
+        pass
     except BadFile as error:
-        logger.warning(f"{error}: a new run begins at Weights & Biases")
-        found = ""
-    if re.fullmatch(r"[0-9a-f]{32}", found):
-        return found
+        logger.warning(f"{error}; a new run begins at Weights & Biases")
     run_id = uuid.uuid4().hex
     kept.parent.mkdir(parents=True, exist_ok=True)
     tmp = kept.with_name(f"{kept.name}.tmp")

@@ -89,5 +89,5 @@ def read_json(path: Path, schema: type[T]) -> T | None:
     except (BadFile, OSError) as error:
         if is_away(error):
             raise
-        logger.warning(f"ignored: {error}")
+        logger.warning(f"{error}: it is ignored")
         return None

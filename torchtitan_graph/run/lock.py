@@ -163,7 +163,7 @@ def is_held_by_another(folder: Path, job_id: str) -> bool:
     except FileNotFoundError:
         return False
     except BadFile as error:  # the trainer looks again
-        logger.warning(f"ignored: {error}")
+        logger.warning(f"{error}: it is ignored")
         return False
     if holder["job_id"] == job_id or (holder["host"] == identity()["host"] and not _alive(holder["pid"])):
         return False

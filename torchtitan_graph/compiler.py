@@ -50,6 +50,7 @@ from torchtitan_graph.passes.tag_elementwise import tag_elementwise
 from torchtitan_graph.passes.tag_offload import tag_offload
 from torchtitan_graph.passes.tag_recomputation import tag_recomputation
 from torchtitan_graph.passes.tag_resharding import tag_resharding
+from torchtitan_graph.patience import refuse_unwritable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +187,8 @@ class Inspection:
     def dump(self, gm: GraphModule, number: int, name: str) -> None:
         """Write the graph, if it is one to be looked at."""
         if self.dump_to is not None and (not self.dump_only or name in self.dump_only):
-            dump(gm, self.dump_to, number, name)
+            with refuse_unwritable(f"debug.dump_graphs = true: {self.dump_to}", self.dump_to):
+                dump(gm, self.dump_to, number, name)
 
 
 @uncollected()

@@ -26,7 +26,7 @@ from torchtitan_graph.config import check, load, ranks_asked_for
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import init_logging, logger
 from torchtitan_graph.patience import is_away
-from torchtitan_graph.run.failure import CONFIGURATION, FAULT, STORAGE_AWAY
+from torchtitan_graph.run.failure import CONFIGURATION, FAULT, STORAGE_AWAY, RankFailure
 from torchtitan_graph.run.files import read_json
 
 # What workers are told when the launcher gets a signal.
@@ -188,7 +188,8 @@ class Launch:
     def tell(self, attempt: int, failures: dict[int, Any]) -> int:
         """Log why the first rank failed, and a line for each other one. Return its exit code; 0 if none failed."""
         stopped = {stop.exit_code(number) for number in self._signals}
-        ends = [_reported(read_json(file), stopped) for file in self.folder.glob(f"{attempt}.*.json")]
+        records = [read_json(file, RankFailure) for file in self.folder.glob(f"{attempt}.*.json")]
+        ends = [_reported(record, stopped) for record in records if record is not None]
         told = {end.rank for end in ends}
         silent = {rank: failure for rank, failure in failures.items() if rank not in told}
         ends += [_silent(rank, failure, stopped, self._logs_of(attempt, failure)) for rank, failure in silent.items()]
@@ -230,7 +231,7 @@ class End(NamedTuple):
     full: str
 
 
-def _reported(record: dict[str, Any], stopped: set[int]) -> End:
+def _reported(record: RankFailure, stopped: set[int]) -> End:
     kind = LOST_PEER if record["lost_peer"] else OWN_REASON
     if record["code"] > 128:
         kind = STOPPED if record["code"] in stopped else STOPPED_ALONE

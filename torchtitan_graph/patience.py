@@ -1,14 +1,16 @@
-"""Storage that is away for a while, such as a file server that is started again: wait for it.
+"""Storage that is full, and storage that is away for a while, such as a file server that is started again.
 
-If it stays away, the run ends with an exit code of its own, after which SLURM's job is requeued: nobody has to change
-anything. A file that is not there is not away.
+What is away is waited for. If it stays away, the run ends with an exit code of its own, after which SLURM's job is
+requeued: nobody has to change anything. A file that is not there is not away.
 """
 
 import contextlib
 import errno
+import os
 import re
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TypeVar
 
 from torchtitan_graph.errors import UserError
@@ -23,6 +25,21 @@ _NAMES = "EIO ESTALE ETIMEDOUT ENOTCONN ECONNREFUSED ECONNRESET EHOSTDOWN EHOSTU
 AWAY = {getattr(errno, name) for name in _NAMES.split() if hasattr(errno, name)}
 
 FULL = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}  # no room: nobody waits for that
+
+
+def find_full_disk(path: Path, error: str) -> str | None:
+    """Say that the disk of `path` is full, if that is what an error's text is about; else None.
+
+    torch's zip writer hides what the system says of a write that fell short: it finds itself at an unexpected position.
+    """
+    if not any(words in error for words in ("[Errno 28]", "[Errno 122]", "unexpected pos", "os error 28")):
+        return None
+    place = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    disk = os.statvfs(place)
+    if disk.f_files and not disk.f_favail:
+        return f"the disk at {place} takes no more files, for all of its {disk.f_files:,} inodes are in use"
+    free, total = (blocks * disk.f_frsize / 2**20 for blocks in (disk.f_bavail, disk.f_blocks))
+    return f"the disk at {place} is full, or a quota is used up: {free:,.1f} MiB of {total:,.1f} are free"
 
 
 def is_away(error: BaseException) -> bool:
@@ -41,6 +58,17 @@ def refuse_unreadable(option: str) -> Iterator[None]:
         if is_away(error):
             raise
         raise UserError(f"{option}: can't be read: {error}") from error
+
+
+@contextlib.contextmanager
+def refuse_unwritable(what: str, path: Path) -> Iterator[None]:
+    """Raise a UserError that begins with `what` where `path` can't be written; storage that is away stays so."""
+    try:
+        yield
+    except OSError as error:
+        if is_away(error):
+            raise
+        raise UserError(f"{what} can't be written: {find_full_disk(path, str(error)) or error}") from error
 
 
 def wait_for_storage(function: Callable[[], T]) -> T:

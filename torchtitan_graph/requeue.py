@@ -6,25 +6,44 @@
 What happened in each attempt of the job is kept in `requeue.json` in the run's folder.
 """
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict
 
 from torchtitan_graph.config import load
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.patience import is_away
+from torchtitan_graph.patience import find_full_disk, is_away
 from torchtitan_graph.run.failure import BAD_NODE, CONFIGURATION, FAULT, FINAL, STORAGE_AWAY, read_failures
-from torchtitan_graph.run.files import read_json, write_json
+from torchtitan_graph.run.files import read_json, write_json, write_text
+from torchtitan_graph.run.identity import Count
 from torchtitan_graph.run.lock import is_held_by_another
 from torchtitan_graph.run.status import FINISHED, STOPPED, read_status
 
 MAX_FRUITLESS = 3  # attempts in a row that end no further than an earlier one: then something has to be looked at
 MAX_NODE_FAILURES = 2  # of one node in one job: then the job goes on without the node
 NAME = "requeue.json"
+
+
+class Attempt(TypedDict):
+    """An attempt of a job: where and at which step it began, how it ended, and which of its nodes are to blame."""
+
+    restart: int
+    begins_at: Count
+    nodes: list[str]
+    end: str | None
+    bad_nodes: list[str]
+
+
+class History(TypedDict):
+    """The attempts of a job: what requeue.json holds."""
+
+    job_id: str
+    attempts: list[Attempt]
 
 
 class Decision(NamedTuple):
@@ -42,34 +61,39 @@ def begin_attempt(folder: Path, job_id: str, restart: int, nodes: list[str], dow
     """
     if is_held_by_another(folder, job_id):
         return Decision(False, f"another run has {folder}", [])
-    history = read_json(folder / NAME)
-    if history.get("job_id") != job_id:
-        history = {"job_id": job_id, "attempts": []}
-    attempts = history["attempts"]
+    attempts = _attempts(folder, job_id)
     if attempts and attempts[-1]["end"] is None:
         attempts[-1]["end"] = "SLURM lost a node"
         attempts[-1]["bad_nodes"] = [node for node in attempts[-1]["nodes"] if node in down]
-    begins_at = read_status(folder).get("step", 0)
+    status = read_status(folder)
+    begins_at = status["step"] if status else 0
     attempts.append({"restart": restart, "begins_at": begins_at, "nodes": nodes, "end": None, "bad_nodes": []})
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / NAME, history)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / NAME, json.dumps({"job_id": job_id, "attempts": attempts}, indent=1) + "\n")
+    except OSError as error:
+        if is_away(error):
+            raise
+        return Decision(False, f"{folder} can't be written: {find_full_disk(folder, str(error)) or error}", [])
     return _limit(attempts, [], f"attempt {restart + 1} on {', '.join(nodes)}")
 
 
 def end_attempt(folder: Path, job_id: str, restart: int, down: list[str], told_to_stop: bool = False) -> Decision:
     """Note how an attempt ended, and decide whether there is to be another."""
-    history = read_json(folder / NAME)
-    attempt = history["attempts"][-1]
+    attempts = _attempts(folder, job_id)
+    if not attempts:  # what its beginning wrote is gone
+        attempts = [{"restart": restart, "begins_at": 0, "nodes": [], "end": None, "bad_nodes": []}]
+    attempt = attempts[-1]
     status, failures = read_status(folder), read_failures(folder)
-    mine = status.get("job_id") == job_id and status["attempt"][0] == restart
-    state = status["state"] if mine else None
+    mine = status if status and status["job_id"] == job_id and status["attempt"][0] == restart else None
+    state = mine["state"] if mine else None
     codes = {failure["code"] for failure in failures}
     attempt["bad_nodes"] = [node for node in attempt["nodes"] if node in down]
     again = False
     if state == FINISHED:
         why = "the run is finished"
-    elif state == STOPPED:
-        again, why = True, f"stopped by {status['reason']}"
+    elif mine and state == STOPPED:
+        again, why = True, f"stopped by {mine['reason']}"
     elif STORAGE_AWAY in codes:
         again, why = True, "storage was away"
     elif codes.intersection(FINAL):
@@ -82,11 +106,22 @@ def end_attempt(folder: Path, job_id: str, restart: int, down: list[str], told_t
         again, why = True, "a node failed the preflight" if failures and not mine else "a process or a node was lost"
         attempt["bad_nodes"] += [failure["host"] for failure in failures if failure["code"] == BAD_NODE]
     attempt["end"] = why
-    write_json(folder / NAME, history)
-    return _limit(history["attempts"], [status.get("step", 0)], why) if again else Decision(False, why, [])
+    try:
+        write_json(folder / NAME, {"job_id": job_id, "attempts": attempts})
+    except OSError as error:
+        if is_away(error):
+            raise
+        print(f"requeue: {folder / NAME} can't be written: {error}", file=sys.stderr)
+    return _limit(attempts, [status["step"] if status else 0], why) if again else Decision(False, why, [])
 
 
-def _limit(attempts: list[dict[str, Any]], ends_at: list[int], why: str) -> Decision:
+def _attempts(folder: Path, job_id: str) -> list[Attempt]:
+    """Return the attempts of a job that are written down."""
+    history = read_json(folder / NAME, History)
+    return history["attempts"] if history and history["job_id"] == job_id else []
+
+
+def _limit(attempts: list[Attempt], ends_at: list[int], why: str) -> Decision:
     """Go on, unless the last attempts got no further; leave out nodes that failed repeatedly.
 
     An attempt ended where the next one begins; the last, if it has ended, at `ends_at`.
@@ -113,8 +148,10 @@ def main() -> int:
     job_id, restart = os.environ["SLURM_JOB_ID"], int(os.environ.get("SLURM_RESTART_COUNT") or 0)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # SLURM's, to a job that is ending: there is something left to do
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    nodes = _slurm("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split()
     try:
         folder = Path(load(options).job.dump_folder)
+        decision = _decide(when, folder, job_id, restart, nodes)
     except UserError as error:
         print(f"requeue: no attempt: {error}", file=sys.stderr)
         return 1
@@ -124,14 +161,8 @@ def main() -> int:
         print(f"requeue: go on: storage is away: {error}", file=sys.stderr)
         requeued = _requeue(job_id, [])
         return 0 if requeued and when != "begin" else 1
-    nodes = _slurm("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split()
-    down = _slurm("sinfo", "--noheader", "--Node", "--states=down,drain,fail,unk,no_respond", "--format=%N").split()
     if when == "begin":
-        decision = begin_attempt(folder, job_id, restart, nodes, down)
         print(folder)
-    else:
-        decision = end_attempt(folder, job_id, restart, down, told_to_stop=when == "stopped")
-        _report(folder)
     held = [node for node in decision.exclude if node in nodes]
     print(f"requeue: {'go on' if decision.again else 'stop'}: {decision.why}", file=sys.stderr)
     if not decision.again:
@@ -140,6 +171,15 @@ def main() -> int:
         return 0
     requeued = _requeue(job_id, decision.exclude)
     return 0 if requeued and when != "begin" else 1
+
+
+def _decide(when: str, folder: Path, job_id: str, restart: int, nodes: list[str]) -> Decision:
+    down = _slurm("sinfo", "--noheader", "--Node", "--states=down,drain,fail,unk,no_respond", "--format=%N").split()
+    if when == "begin":
+        return begin_attempt(folder, job_id, restart, nodes, down)
+    decision = end_attempt(folder, job_id, restart, down, told_to_stop=when == "stopped")
+    _report(folder)
+    return decision
 
 
 def _report(folder: Path) -> None:

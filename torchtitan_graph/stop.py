@@ -188,5 +188,6 @@ def _tell(folder: Path) -> None:
     attempt, rank = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), os.environ.get("RANK", "0")
     record = {"code": exit_code(), "rank": int(rank), "time": time.time(), "lost_peer": False}
     tmp = folder / f"{rank}.{threading.get_ident()}.tmp"  # two threads may end the process
-    tmp.write_text(json.dumps({**record, "message": f"Stopped: {message()}", "traceback": ""}))
-    os.replace(tmp, folder / f"{attempt}.{rank}.json")
+    with contextlib.suppress(OSError):  # no room: this process ends all the same
+        tmp.write_text(json.dumps({**record, "message": f"Stopped: {message()}", "traceback": ""}))
+        os.replace(tmp, folder / f"{attempt}.{rank}.json")

@@ -128,13 +128,13 @@ def _end(error: BaseException, code: int, folder: Path | None, run: RunFolder | 
     Where there is a launcher it is told, and shows one rank's reason. A fault is raised again for its traceback.
     """
     stopped = isinstance(error, stop.Stopped)
-    try:
-        if folder is not None and not stopped:
+    if folder is not None and not stopped:
+        try:
             write_failure(folder, error, code)
-        if run is not None:
-            run.close(*(STOPPED, stop.name(stop.received())) if stopped else (FAILED, str(error)))
-    except OSError as disk:  # it may be what the error itself is about
-        logger.warning(f"the end of this run is not written to {folder}: {disk}")
+        except OSError as disk:  # it may be what the error itself is about
+            logger.warning(f"why this run ends is not written to {folder}: {disk}")
+    if run is not None:
+        run.close(*(STOPPED, stop.name(stop.received())) if stopped else (FAILED, str(error)))
     if stopped:
         stop.end()
     if tell_launcher(error, code):

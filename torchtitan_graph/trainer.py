@@ -25,7 +25,6 @@ from torchtitan_graph.checkpoint import (
     check_loadable,
     find_likely,
 )
-from torchtitan_graph.checkpoint.folder import find_full_disk
 from torchtitan_graph.config import JobConfig, dump_toml, job
 from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
 from torchtitan_graph.data.loader import DataLoader, build_dataloader, merge_states
@@ -51,7 +50,7 @@ from torchtitan_graph.optim import (
     takes_stops,
 )
 from torchtitan_graph.parallel.agree import FILES_TIMEOUT, files_group, on_rank_0
-from torchtitan_graph.patience import wait_for_storage
+from torchtitan_graph.patience import find_full_disk, wait_for_storage
 from torchtitan_graph.quantize.state import convert
 from torchtitan_graph.run.folder import RunFolder
 from torchtitan_graph.run.hang import HangWatch

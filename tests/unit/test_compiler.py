@@ -1,12 +1,14 @@
 """The list of passes: what a pass returns is what runs."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, symbolic_trace
 
 from torchtitan_graph.compiler import Inspection, Pass, run_passes
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.trace import minimal_fx_tracer
 
 CPU = torch.device("cpu")
@@ -58,3 +60,10 @@ def uses_before(gm: GraphModule) -> GraphModule:
 def test_a_pass_that_gives_no_graph_that_can_be_bound_is_named(broken: Callable) -> None:
     with pytest.raises(RuntimeError, match=f"pass {broken.__name__} gives "):
         run(broken)
+
+
+def test_a_dump_that_can_not_be_written_is_told_by_its_option(tmp_path: Path) -> None:
+    (tmp_path / "graphs").touch()
+    gm = symbolic_trace(torch.nn.Identity())
+    with pytest.raises(UserError, match="debug.dump_graphs = true: .*graphs can't be written: .*File exists"):
+        Inspection(dump_to=tmp_path / "graphs").dump(gm, 0, "traced")

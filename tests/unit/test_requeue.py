@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from disks import fill, small_disk
 from torchtitan_graph import requeue
 from torchtitan_graph.requeue import MAX_FRUITLESS, Decision, begin_attempt, end_attempt
 
@@ -59,11 +60,13 @@ class FakeJob:
         return begin_attempt(self.folder, "7", self.restart, NODES, list(down))
 
     def status(self, state: str, step: int) -> None:
-        content = {"state": state, "reason": "SIGUSR1", "step": step, "job_id": "7", "attempt": [self.restart, 0]}
+        who = {"host": "n1", "pid": 1, "job_id": "7", "attempt": [self.restart, 0]}
+        content = {**who, "state": state, "reason": "SIGUSR1", "step": step, "restarts": 0, "time": 1.0, "seconds": {}}
         (self.folder / "status.json").write_text(json.dumps(content))
 
     def failure(self, host: str, code: int, lost_peer: bool = False, elastic: int = 0) -> None:
-        record: dict[str, Any] = {"job_id": "7", "attempt": [self.restart, elastic], "time": time.time(), "host": host}
+        record: dict[str, Any] = {"job_id": "7", "attempt": [self.restart, elastic], "time": time.time()}
+        record |= {"host": host, "pid": 1}
         record |= {"code": code, "lost_peer": lost_peer, "message": "no", "traceback": ""}
         name = f"7.{self.restart}.{elastic}-{host}-{lost_peer}.json"
         (self.folder / "failures" / name).write_text(json.dumps(record))
@@ -184,3 +187,40 @@ def test_another_job_in_the_folder_begins_anew(job: FakeJob) -> None:
     for _ in range(4):
         job.begin(down=("n2",))
     assert begin_attempt(job.folder, "8", 0, NODES, ["n2"]) == Decision(True, "attempt 1 on n1, n2", [])
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "",
+        "[]",
+        "[" * 100_000,
+        '{"job_id": "7"}',
+        '{"job_id": "7", "attempts": [{}]}',
+        '{"job_id": "7", "attempts": [{"restart": 0, "begins_at": "0", "nodes": [], "end": null, "bad_nodes": []}]}',
+    ],
+)
+def test_damaged_attempts_are_forgotten(damage: str, job: FakeJob) -> None:
+    job.begin()
+    (job.folder / "requeue.json").write_text(damage)
+    job.status("stopped", 10)
+    assert job.end() == Decision(True, "stopped by SIGUSR1", [])
+    (job.folder / "requeue.json").write_text(damage)
+    assert job.begin().again
+    (job.folder / "status.json").write_text(damage)
+    assert job.end() == Decision(True, "a process or a node was lost", [])
+
+
+def test_attempt_on_a_full_disk_is_not_begun_and_its_end_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with small_disk(tmp_path / "disk", "64k") as disk:
+        job = FakeJob(disk, monkeypatch)
+        job.begin()
+        job.status("failed", 10)
+        job.failure("n1", 4)
+        fill(disk)
+        assert job.end() == Decision(False, "it would fail in the same way again", [])
+        again = job.begin()
+        assert not again.again and "can't be written: the disk at" in again.why and "is full" in again.why
+        assert json.loads((disk / "requeue.json").read_text())["attempts"][0]["end"] is not None

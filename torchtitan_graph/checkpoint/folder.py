@@ -230,19 +230,6 @@ def checksum(path: Path) -> str:
     return f"{crc:08x}"
 
 
-def find_full_disk(path: Path, error: str) -> str | None:
-    """Say that the disk of `path` is full, if that is what an error's text is about; else None.
-
-    torch's zip writer hides what the system says of a write that fell short: it finds itself at an unexpected position.
-    """
-    if not any(words in error for words in ("[Errno 28]", "[Errno 122]", "unexpected pos", "os error 28")):
-        return None
-    place = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-    total, _, free = shutil.disk_usage(place)
-    room = f"{free / 2**20:,.1f} MiB of {total / 2**20:,.1f} are free"
-    return f"the disk at {place} is full, or a quota is used up: {room}"
-
-
 def check_writable(folder: Path) -> None:
     """Make the folder of a run's checkpoints.
 

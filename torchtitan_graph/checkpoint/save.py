@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torchtitan_graph.checkpoint.folder import (
     checksum,
     commit,
-    find_full_disk,
     prepare,
     prune,
     write_config,
@@ -29,6 +28,7 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.agree import RanksFailed, describe, gather_from_ranks, on_all_ranks, on_rank_0
 from torchtitan_graph.parallel.chunk import Chunk, chunk_of
+from torchtitan_graph.patience import find_full_disk
 
 # The functions that a save calls, in this order. A kill before, in or after any of them loses no complete checkpoint.
 SAVE_POINTS = ("prepare", "save_tensors", "write_train_state", "write_manifest", "commit", "prune")

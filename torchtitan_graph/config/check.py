@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from torchtitan_graph.config import checkpoint, graph, quantize
+from torchtitan_graph.config import checkpoint, graph, places, quantize
 from torchtitan_graph.config.job import OPTIONS, JobConfig, get, source_name
 from torchtitan_graph.config.job import named as _name
 from torchtitan_graph.config.option import brief, nearest
@@ -52,7 +52,7 @@ def check(config: JobConfig, world_size: int) -> list[str]:
         raise UserError(problem_list(problems))
     problems = [*_check_degrees(config, world_size), *_check_tables(config, world_size)]
     problems += graph.find_problems(config) + checkpoint.find_problems(config, world_size)
-    problems += quantize.find_problems(config)
+    problems += quantize.find_problems(config) + places.find_problems(config)
     if problems:
         raise UserError(problem_list(problems))
     return [*config.notices, *_notices(config)]

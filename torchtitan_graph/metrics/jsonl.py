@@ -2,10 +2,22 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TypedDict
 
 from torchtitan_graph.log import logger
+from torchtitan_graph.patience import refuse_unwritable
+from torchtitan_graph.small_files import BadFile, open_small, parse_json
+
+BLOCK = 2**20
+MAX_LINE, MAX_MOVED = 2**24, 2**30  # bytes
+
+
+class Line(TypedDict):
+    """What each line has."""
+
+    step: int
 
 
 def append(path: Path, record: dict[str, Any]) -> None:
@@ -21,35 +33,74 @@ def append(path: Path, record: dict[str, Any]) -> None:
             raise
 
 
-def drop_after(path: Path, start_step: int) -> None:
-    """Move what an earlier run left for steps after `start_step` to `*_dropped.jsonl`.
+def begin(path: Path, start_step: int) -> None:
+    """Let lines be added to a file, after those of steps up to `start_step`.
 
-    A kill here leaves the old file or the new one.
+    What follows the last of these, an earlier run's later steps or a torn line, is moved to `*_dropped.jsonl`. A kill
+    here leaves it in this file too, or only there.
+
+    Raises:
+        UserError: the file can't be written, or is no such file.
     """
-    if not path.exists():
-        return
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    kept = [line for line in lines if _step_of(line) <= start_step]
-    if len(kept) == len(lines):
-        return
+    with refuse_unwritable(str(path), path):
+        if not path.exists():
+            path.touch()
+        with open_small(path, max_bytes=2**63 - 1) as file, path.open("ab"):
+            size = os.fstat(file.fileno()).st_size
+            end = _end_of_kept(file, path, size, start_step) if start_step else 0
+            if end < size:
+                _move(file, path, end, size)
+
+
+def _move(file: BinaryIO, path: Path, end: int, size: int) -> None:
+    if size - end > MAX_MOVED:
+        raise BadFile(f"{path}: {size - end:,} bytes of it are of later steps, or torn; move the file away")
     dropped = path.with_name(f"{path.stem}_dropped.jsonl")
-    moved = f"moving {len(lines) - len(kept)} lines of {path} to {dropped.name}"
-    logger.info(f"{moved}: they are of steps after {start_step}, or torn")
-    with dropped.open("a", encoding="utf-8") as file:
-        file.writelines(line.rstrip("\n") + "\n" for line in lines if _step_of(line) > start_step)
-        file.flush()
-        os.fsync(file.fileno())
-    tmp = path.with_suffix(".tmp")
-    with tmp.open("w", encoding="utf-8") as file:
-        file.writelines(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(tmp, path)
+    logger.info(f"moving what {path} holds of later steps, or torn, to {dropped.name}: {size - end:,} bytes")
+    if dropped.exists() and not dropped.is_file():
+        raise BadFile(f"{dropped}: is no regular file")
+    with dropped.open("a+b") as moved:
+        _end_line(moved)  # which a kill has torn
+        file.seek(end)
+        shutil.copyfileobj(file, moved)
+        _end_line(moved)
+        moved.flush()
+        os.fsync(moved.fileno())
+    os.truncate(path, end)
 
 
-def _step_of(line: str) -> float:
-    """Return the step of a line, or infinity if the line is torn."""
+def _end_line(file: BinaryIO) -> None:
+    if file.seek(0, os.SEEK_END):
+        file.seek(-1, os.SEEK_END)
+        if file.read(1) != b"\n":
+            file.write(b"\n")
+
+
+def _end_of_kept(file: BinaryIO, path: Path, size: int, start_step: int) -> int:
+    """Return where the last line of a step up to `start_step` ends, 0 if there is none. The file is read backward."""
+    begin, end, rest = size, size, b""  # `rest` is what lies between the two
+    while begin:
+        if len(rest) > MAX_LINE or size - begin > MAX_MOVED:
+            raise BadFile(f"{path}: its end is not lines of this run; move the file away")
+        file.seek(max(0, begin - BLOCK))
+        rest, begin = file.read(begin - file.tell()) + rest, max(0, begin - BLOCK)
+        first, *lines = rest.split(b"\n")
+        if begin == 0:
+            first, lines = b"", [first, *lines]
+        if not lines:
+            continue
+        end -= len(lines.pop())  # no newline follows
+        for line in reversed(lines):
+            if _step_of(line) <= start_step:
+                return end
+            end -= len(line) + 1
+        rest = first + b"\n"
+    return 0
+
+
+def _step_of(line: bytes) -> float:
+    """Return the step of a line, or infinity if it has none."""
     try:
-        return json.loads(line)["step"] if line.endswith("\n") else float("inf")
-    except (ValueError, KeyError, TypeError):
+        return parse_json(line, Line, "line")["step"]
+    except BadFile:
         return float("inf")

@@ -18,10 +18,10 @@ from torchtitan_graph.log import logger, show_status
 from torchtitan_graph.metrics.console import progress, progress_bar, step_line
 from torchtitan_graph.metrics.health import Alarm, compare_ranks
 from torchtitan_graph.metrics.histograms import histograms
-from torchtitan_graph.metrics.jsonl import append, drop_after
+from torchtitan_graph.metrics.jsonl import append, begin
 from torchtitan_graph.metrics.tensorboard import TensorBoard, verbatim
 from torchtitan_graph.metrics.weights_and_biases import WeightsAndBiases
-from torchtitan_graph.patience import FULL
+from torchtitan_graph.patience import is_away, refuse_unwritable
 
 # Key of a record -> name of its curve.
 TAGS = {
@@ -102,20 +102,20 @@ class Metrics:
         self._json: Path | None = None
         self._tensorboard: TensorBoard | None = None
         self._dashboards: list[Dashboard] = []
-        self._disk_was_full = False
+        self._has_lost = False
         if rank == 0 or options.save_for_all_ranks:
             name = "metrics.jsonl" if rank == 0 else f"metrics_rank{rank}.jsonl"
             dump_folder.mkdir(parents=True, exist_ok=True)
             self._json = dump_folder / name
-            drop_after(self._json, start_step)
+            begin(self._json, start_step)
             if options.enable_tensorboard:
                 folder = dump_folder / options.save_tb_folder
                 texts = {"config": verbatim(dump_toml(config)), "model": model_table}
                 if scope_table:
                     texts["scopes"] = verbatim(scope_table)
-                self._tensorboard = TensorBoard(
-                    folder if rank == 0 else folder / f"rank_{rank}", start_step, texts, layout=rank == 0
-                )
+                folder = folder if rank == 0 else folder / f"rank_{rank}"
+                with refuse_unwritable(f"metrics.save_tb_folder = {options.save_tb_folder!r}: {folder}", folder):
+                    self._tensorboard = TensorBoard(folder, start_step, texts, layout=rank == 0)
                 self._dashboards.append(self._tensorboard)
             if options.enable_wandb and rank == 0:
                 settings = {key: get(config, key) for key in OPTIONS}
@@ -221,7 +221,7 @@ class Metrics:
         self._tokens_seen = tokens_seen
         self._write(record, {f"experts/imbalance/{name}": value for name, value in by_layer.items()})
         if self._tensorboard is not None and loads:
-            with self._going_on_where_full():
+            with self._going_on_without():
                 self._tensorboard.expert_loads(step, loads)
         if self.rank == 0:
             logger.info(step_line(record, self.total_steps))
@@ -244,14 +244,14 @@ class Metrics:
                 tensors[f"gradients/{name}"] = parameter.grad
         counted = histograms(tensors, device())
         if self._tensorboard is not None:
-            with self._going_on_where_full():
+            with self._going_on_without():
                 self._tensorboard.histograms(step, counted)
 
     def close(self) -> None:
         """Close the dashboards."""
         show_status("")
         for dashboard in self._dashboards:
-            with self._going_on_where_full():
+            with self._going_on_without():
                 dashboard.close()
 
     def __enter__(self) -> "Metrics":
@@ -270,7 +270,7 @@ class Metrics:
     def _write(self, record: dict[str, Any], curves: dict[str, float]) -> None:
         """Write a record, and beside its own numbers `curves` to the dashboards."""
         if self._json is not None:
-            with self._going_on_where_full():
+            with self._going_on_without():
                 append(self._json, record)
         shown = dict(record)
         if "data_loading_s" in record:
@@ -278,20 +278,20 @@ class Metrics:
         curves |= {tag: shown[key] for key, tag in TAGS.items() if shown.get(key) is not None}
         curves |= {f"data/tokens_{name}": tokens for name, tokens in record.get("tokens_by_source", {}).items()}
         for dashboard in self._dashboards:
-            with self._going_on_where_full():
+            with self._going_on_without():
                 dashboard.scalars(record["step"], curves)
 
     @contextmanager
-    def _going_on_where_full(self) -> Iterator[None]:
-        """Lose what a disk has no room for, and say so once: training is worth more, and the console shows it."""
+    def _going_on_without(self) -> Iterator[None]:
+        """Lose what can't be written, and say so once: training is worth more, and the console shows it."""
         try:
             yield
         except OSError as error:
-            if error.errno not in FULL:
+            if is_away(error):
                 raise
-            if not self._disk_was_full:
+            if not self._has_lost:
                 logger.error(f"numbers of steps are lost for metrics.jsonl or a dashboard, training goes on: {error}")
-            self._disk_was_full = True
+            self._has_lost = True
 
 
 def busiest_over_mean(load_E: torch.Tensor) -> float:

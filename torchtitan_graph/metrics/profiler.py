@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -36,6 +36,19 @@ def check_profiling(config: job.Profiling) -> None:
         )
 
 
+def _write(what: str, path: Path, write: Callable[[Path], None]) -> None:
+    """Write a file that training goes on without, should there be no room, or no right to write there."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path)
+    except OSError as error:
+        with suppress(OSError):
+            path.unlink()
+        logger.error(f"{what} {path} is not written, training goes on: {error}")
+    else:
+        logger.info(f"wrote {what} {path}")
+
+
 @contextmanager
 def maybe_profile(config: job.Profiling, dump_folder: Path, rank: int, start_step: int = 0) -> Iterator[Profiler]:
     """Trace steps and save memory snapshots, as far as [profiling] says so."""
@@ -61,10 +74,7 @@ def _maybe_snapshot(config: job.Profiling, folder: Path, rank: int, start_step: 
     done = start_step
 
     def save(name: str) -> None:
-        path = folder / name / f"rank{rank}.pickle"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_memory_snapshot(path)
-        logger.info(f"wrote memory snapshot {path}")
+        _write("memory snapshot", folder / name / f"rank{rank}.pickle", save_memory_snapshot)
 
     def step() -> None:
         nonlocal done
@@ -101,11 +111,8 @@ def _maybe_trace(config: job.Profiling, traces: Path, rank: int, start_step: int
         if profiler.step_num == max(begun, done):
             return  # the run ends before the cycle's first step: a trace of none
         done = profiler.step_num
-        folder = traces / f"step-{start_step + profiler.step_num}"
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"rank{rank}.json.gz"
-        profiler.export_chrome_trace(str(path))
-        logger.info(f"wrote profile {path}")
+        path = traces / f"step-{start_step + profiler.step_num}" / f"rank{rank}.json.gz"
+        _write("profile", path, lambda path: profiler.export_chrome_trace(str(path)))
 
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
     cycle = schedule(wait=idle, warmup=config.profiler_warmup, active=config.profiler_active)

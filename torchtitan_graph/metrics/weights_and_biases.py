@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +10,10 @@ from typing import Any
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
+from torchtitan_graph.patience import refuse_unwritable
+from torchtitan_graph.small_files import BadFile, read_text
+
+KEPT = "wandb_run_id"
 
 
 def check_wandb(enabled: bool) -> None:
@@ -37,15 +42,13 @@ class WeightsAndBiases:
     def __init__(self, folder: Path, start_step: int, settings: Mapping[str, Any]) -> None:
         import wandb
 
-        folder.mkdir(parents=True, exist_ok=True)
-        kept = folder / "wandb_run_id"
-        if start_step == 0 or not kept.exists():
-            kept.write_text(uuid.uuid4().hex)
+        with refuse_unwritable(f"metrics.enable_wandb = true: {folder / KEPT}", folder):
+            run_id = _run_id(folder / KEPT, new=start_step == 0)
         mode: Any = os.environ.get("WANDB_MODE", "online" if "WANDB_API_KEY" in os.environ else "offline")
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "torchtitan_graph"),
             name=os.environ.get("WANDB_NAME"),
-            id=kept.read_text(),
+            id=run_id,
             resume="allow",
             dir=str(folder),
             mode=mode,
@@ -64,3 +67,22 @@ class WeightsAndBiases:
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _run_id(kept: Path, new: bool) -> str:
+    """Return the id that is kept in a file; a new one, which is kept there from now on, where it holds none."""
+    try:
+        if not new and re.fullmatch(r"[\w-]{1,128}", found := read_text(kept), re.ASCII):
+            return found
+        if not new:
+            raise BadFile(f"{kept}: holds no id of a run")
+    except FileNotFoundError:
+        pass
+    except BadFile as error:
+        logger.warning(f"{error}; a new run begins at Weights & Biases")
+    run_id = uuid.uuid4().hex
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    tmp = kept.with_name(f"{kept.name}.tmp")
+    tmp.write_text(run_id)
+    os.replace(tmp, kept)
+    return run_id

@@ -1,21 +1,59 @@
 """Why a rank failed: a file per rank in the run's folder, for who reads it and for the decision to start again."""
 
 import os
+import re
+import shutil
 import time
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.patience import FULL
 from torchtitan_graph.run.files import read_json, write_json
-from torchtitan_graph.run.identity import identity
+from torchtitan_graph.run.identity import Count, Identity, Seconds, identity
 from torchtitan_graph.run.lock import FolderHeld
 from torchtitan_graph.stop import LAUNCHER
 
 FOLDER = "failures"
+RESERVE, RESERVED = "run.reserve", 64 * 2**10  # a folder with a file of so many bytes, for failures on a full disk
 # Exit codes of the trainer and of the preflight.
 FAULT, CONFIGURATION, NON_FINITE, SAVE_FAILED, BAD_NODE, STORAGE_AWAY = 1, 2, 3, 4, 5, 6
 FINAL = (CONFIGURATION, NON_FINITE, SAVE_FAILED)  # another attempt would fail in the same way
+
+
+class Why(TypedDict):
+    """Why something failed. `lost_peer`: it says no more than that another rank is lost."""
+
+    time: Seconds
+    code: int
+    lost_peer: bool
+    message: str
+    traceback: str
+
+
+class Failure(Identity, Why):
+    """Why a rank, or a node, failed: what the run's folder says."""
+
+
+class RankFailure(Why):
+    """Why a rank failed: what its launcher is told."""
+
+    rank: Count
+
+
+def reserve(dump_folder: Path) -> None:
+    """Take space and a name for what is written about this run's end, should the disk be full then."""
+    (dump_folder / RESERVE).mkdir(exist_ok=True)
+    with (dump_folder / RESERVE / "space").open("wb") as file:
+        file.write(os.urandom(RESERVED))  # which no file system makes smaller
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def give_back_reserve(dump_folder: Path) -> None:
+    """Let what was reserved be used."""
+    shutil.rmtree(dump_folder / RESERVE, ignore_errors=True)
 
 
 def write_failure(dump_folder: Path, error: BaseException, code: int) -> None:
@@ -31,13 +69,16 @@ def write_failure(dump_folder: Path, error: BaseException, code: int) -> None:
 
 
 def tell_launcher(error: BaseException, code: int) -> bool:
-    """Say why this rank ends to the launcher that started it, which tells the user; False if there is none."""
+    """Say why this rank ends to the launcher that started it, which tells the user; False if it can't be told."""
     folder = os.environ.get(LAUNCHER)
     if not folder:
         return False
     me, rank = identity(), os.environ.get("RANK", "0")
     record = {**me, "time": time.time(), "rank": int(rank), **_describe(error, code)}
-    write_json(Path(folder, f"{me['attempt'][1]}.{rank}.json"), record)
+    try:
+        write_json(Path(folder, f"{me['attempt'][1]}.{rank}.json"), record)
+    except OSError:  # no room in /tmp
+        return False
     return True
 
 
@@ -46,14 +87,14 @@ def write_bad_node(dump_folder: Path, node: str, why: str) -> None:
     _write(dump_folder, node, host=node, code=BAD_NODE, lost_peer=False, message=why, traceback="")
 
 
-def read_failures(dump_folder: Path) -> list[dict[str, Any]]:
+def read_failures(dump_folder: Path) -> list[Failure]:
     """Return the failures of this job since SLURM (re)started it; of torchrun's attempts only the last one's.
 
     The cause comes first: the earliest that is not merely the loss of a peer.
     """
     me = identity()
-    records = [read_json(path) for path in (dump_folder / FOLDER).glob("*.json")]
-    records = [r for r in records if r.get("job_id") == me["job_id"] and r["attempt"][0] == me["attempt"][0]]
+    found = [read_json(path, Failure) for path in (dump_folder / FOLDER).glob("*.json")]
+    records = [r for r in found if r and r["job_id"] == me["job_id"] and r["attempt"][0] == me["attempt"][0]]
     last = max((record["attempt"][1] for record in records), default=0)
     records = [record for record in records if record["attempt"][1] == last]
     return sorted(records, key=lambda record: (record["lost_peer"], record["time"]))
@@ -62,7 +103,7 @@ def read_failures(dump_folder: Path) -> list[dict[str, Any]]:
 class NotTriedAgain(UserError):
     """An attempt would end as the one before it did, with this exit code."""
 
-    def __init__(self, failure: dict[str, Any]) -> None:
+    def __init__(self, failure: Failure) -> None:
         said = failure["message"].removeprefix("NotTriedAgain: not tried again: ")  # by a peer, or an attempt between
         super().__init__(f"not tried again: {said}")
         self.code: int = failure["code"]
@@ -88,12 +129,22 @@ def _describe(error: BaseException, code: int) -> dict[str, Any]:
 
 
 def _write(dump_folder: Path, name: str, **record: Any) -> None:
-    folder = dump_folder / FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
     me = identity()
-    job = (me["job_id"] or "local").replace("/", "_").replace(" ", "_")
+    job = re.sub(r"[^\w.-]", "_", me["job_id"] or "local", flags=re.ASCII)[:100]
     attempt = ".".join(map(str, me["attempt"]))
-    write_json(folder / f"{job}.{attempt}-{name}.json", {**me, "time": time.time(), **record})
+    path = dump_folder / FOLDER / f"{job}.{attempt}-{name}.json"
+
+    def write() -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, {**me, "time": time.time(), **record})
+
+    try:
+        write()
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        give_back_reserve(dump_folder)
+        write()
 
 
 def _blames_device(error: BaseException) -> bool:

@@ -3,25 +3,48 @@
 import contextlib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.log import logger
+from torchtitan_graph.patience import FULL, is_away
+from torchtitan_graph.small_files import BadFile
+from torchtitan_graph.small_files import read_json as read_small_json
+
+T = TypeVar("T")
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Do as `write_text` with an object as JSON."""
-    write_text(path, json.dumps(content, indent=1) + "\n")
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Do as `write_text` with an object as JSON; where there is no room for two, overwrite the one that is there."""
+    text = json.dumps(content, indent=1) + "\n"
+    try:
+        write_text(path, text)
+    except OSError as error:
+        if error.errno not in FULL or not path.is_file():
+            raise
+        with path.open("r+", encoding="utf-8") as file:
+            file.write(text)
+            file.truncate()
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def write_text(path: Path, content: str) -> None:
-    """Replace a file; a reader, and a kill at any moment, finds the old content or the new."""
+    """Replace a file; a reader, and a kill at any moment, finds the old content or the new. An error leaves the old."""
     tmp = path.with_name(f"{path.name}.tmp")
-    with tmp.open("w", encoding="utf-8") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(tmp, path)
+    try:
+        tmp.unlink(missing_ok=True)  # it might be a FIFO, which is not opened before it is read
+        with tmp.open("w", encoding="utf-8") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(tmp, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            tmp.unlink()
+        raise
 
 
 def check_result(option: str, path: Path) -> None:
@@ -50,15 +73,21 @@ def write_result(option: str, path: Path, content: str) -> None:
         else:
             write_text(path, content)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            path.with_name(f"{path.name}.tmp").unlink()
         raise UserError(f"{option} {path}: can't be written: {error.strerror or error}") from error
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return what a file holds; {} where there is none, or one that is no JSON object."""
+def read_json(path: Path, schema: type[T]) -> T | None:
+    """Return what a file says that only informs; None where there is none, or, with a warning, where it can't be used.
+
+    Raises:
+        OSError: storage is away.
+    """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+        return read_small_json(path, schema)
+    except FileNotFoundError:
+        return None
+    except (BadFile, OSError) as error:
+        if is_away(error):
+            raise
+        logger.warning(f"{error}: it is ignored")
+        return None

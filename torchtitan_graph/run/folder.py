@@ -6,17 +6,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-from torchtitan_graph.checkpoint.folder import find_full_disk
 from torchtitan_graph.checkpoint.remote import Remote, using
 from torchtitan_graph.config import JobConfig, dump_toml
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.agree import files_group, on_rank_0
-from torchtitan_graph.patience import refuse_unreadable, wait_for_storage
+from torchtitan_graph.patience import refuse_unreadable, refuse_unwritable, wait_for_storage
 from torchtitan_graph.run.drift import check_drift
+from torchtitan_graph.run.failure import give_back_reserve, reserve
 from torchtitan_graph.run.files import write_text
+from torchtitan_graph.run.hang import remove_if_empty
 from torchtitan_graph.run.lock import Lock
 from torchtitan_graph.run.status import FAILED, HEARTBEAT_S, Status
+from torchtitan_graph.small_files import BadFile, read_small
 
 
 class RunFolder:
@@ -28,21 +30,24 @@ class RunFolder:
 
     def __init__(self, config: JobConfig) -> None:
         self.path = Path(config.job.dump_folder)
+        self._traces = self.path / config.comm.save_traces_folder
         self.status: Status | None = None
         on_rank_0(lambda: wait_for_storage(lambda: self._open(config)), files_group())
 
     def _open(self, config: JobConfig) -> None:
-        with _refuse_unwritable(config.job.dump_folder):
+        with refuse_unwritable(f"job.dump_folder = {config.job.dump_folder!r}", self.path):
             self._lock = Lock(self.path)
             self._ended = threading.Event()
             self._heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
             self._heart.start()
             try:
+                reserve(self.path)
                 if config.job.save_config_file:
                     self._compare(config, self.path / config.job.save_config_file)
                 self.status = Status(self.path, config.training.steps)
             except BaseException:
                 self._stop_heart()
+                give_back_reserve(self.path)
                 self._lock.release()
                 raise
 
@@ -54,8 +59,12 @@ class RunFolder:
         """Compare the configuration with that of the run which is to go on, here and at an address."""
         table, compared = config.checkpoint, None
         if file.exists() and any((self.path / table.folder).glob("step-*")):
-            check_drift(file, config)
-            compared = file.read_bytes()
+            try:
+                compared = read_small(file)
+            except BadFile as error:
+                logger.warning(f"this run's configuration can't be compared with that before: {error}")
+            else:
+                check_drift(file, config)
         if table.enable and table.remote_folder:
             with using("remote_folder", table.remote_folder):
                 remote = Remote(table.remote_folder)
@@ -73,7 +82,7 @@ class RunFolder:
             on_rank_0(lambda: wait_for_storage(lambda: self._write_config(config, file)), files_group())
 
     def _write_config(self, config: JobConfig, file: Path) -> None:
-        with _refuse_unwritable(config.job.dump_folder):
+        with refuse_unwritable(f"job.dump_folder = {config.job.dump_folder!r}", self.path):
             file.parent.mkdir(parents=True, exist_ok=True)
             write_text(file, dump_toml(config))
         table = config.checkpoint
@@ -84,10 +93,10 @@ class RunFolder:
     def _beat(self) -> None:
         while not self._ended.wait(HEARTBEAT_S):
             try:
-                if self.status is not None:
-                    self.status.write()
                 if not self._lock.beat():
                     logger.error(f"{self._lock.path} was deleted or taken over: another run may write to {self.path}")
+                if self.status is not None:
+                    self.status.write()
             except OSError as error:  # a full disk, a file server that is away: training may well go on
                 logger.warning(f"no heartbeat in {self.path}: {error}")
 
@@ -108,16 +117,23 @@ class RunFolder:
             self.status.done(step, loss)
 
     def close(self, state: str, reason: str = "") -> None:
-        """Write the last status, and let others have the folder."""
+        """Write the last status, and let others have the folder; what can't be written is warned of."""
         if self.status is None:
             return
         self._stop_heart()
+        give_back_reserve(self.path)
         try:
             self.status.write(state, reason)
-            (logger.warning if state == FAILED else logger.info)(self.status.goodput())
-        finally:  # also where the disk is full
-            self.status = None
+        except OSError as error:
+            logger.warning(f"that this run is {state} is not written to {self.path}: {error}")
+        (logger.warning if state == FAILED else logger.info)(self.status.goodput())
+        self.status = None
+        if state != FAILED:  # all ranks are through with it
+            remove_if_empty(self._traces)
+        try:
             self._lock.release()
+        except OSError as error:
+            logger.warning(f"{self._lock.path} stays: {error}")
 
 
 def _begin_at(remote: Remote, config: JobConfig, name: str) -> None:
@@ -126,15 +142,6 @@ def _begin_at(remote: Remote, config: JobConfig, name: str) -> None:
         if name not in remote.sizes():
             write_text(Path(folder, name), dump_toml(config))
             remote.put(Path(folder), [name])
-
-
-@contextmanager
-def _refuse_unwritable(dump_folder: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        why = find_full_disk(Path(dump_folder), str(error)) or error
-        raise UserError(f"job.dump_folder = {dump_folder!r} can't be written: {why}") from error
 
 
 def check_place(dump_folder: str) -> Path:
@@ -162,5 +169,5 @@ def _check_drift_from(remote: Remote, config: JobConfig, name: str, compared: by
                 return
             remote.get([name], Path(folder))
         saved = Path(folder, name)
-        if saved.read_bytes() != compared:
+        if read_small(saved) != compared:
             check_drift(saved, config, place=f"{remote.address}/{name}")

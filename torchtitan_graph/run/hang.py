@@ -1,4 +1,4 @@
-"""What is left to look at when a step hangs: where every rank stood, and what NCCL had to do."""
+"""What is left behind when a step hangs: where every rank stood, and what NCCL had to do."""
 
 import faulthandler
 import os
@@ -9,11 +9,14 @@ from pathlib import Path
 from torchtitan_graph.config import job
 from torchtitan_graph.log import logger
 
+STDERR = 2
+
 
 def set_up_flight_recorder(config: job.Comm, dump_folder: Path) -> None:
     """Let NCCL write its last `trace_buf_size` collectives when one of them times out; before the process group."""
     folder = (dump_folder / config.save_traces_folder).absolute()
-    folder.mkdir(parents=True, exist_ok=True)
+    with suppress(OSError):  # what is wrong with the folder is said when the run's own files are made there
+        folder.mkdir(parents=True, exist_ok=True)
     for name, old_name, value in (
         ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE", str(config.trace_buf_size)),
         ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(folder / config.save_traces_file_prefix)),
@@ -23,17 +26,25 @@ def set_up_flight_recorder(config: job.Comm, dump_folder: Path) -> None:
             os.environ.setdefault(name, value)
 
 
+def remove_if_empty(folder: Path) -> None:
+    """Remove the folder of a run's traces once all ranks are through with it, where nothing was written to it."""
+    with suppress(OSError):  # not empty, or not there
+        folder.rmdir()
+
+
 class HangWatch:
     """Write the stacks of this process to a file when a step takes longer than a collective may.
 
     A rank that waits in a collective ends with the timeout's error; one that hangs elsewhere would be killed without
     a word. Python's fault handler writes from a thread of its own, which needs no lock of the interpreter. A context
-    manager; at its end the file is named, or removed where nothing was ever written to it.
+    manager; at its end the file is named, or removed where nothing was ever written to it. Where no file can be made,
+    the stacks go to stderr.
     """
 
     def __init__(self, config: job.Comm, dump_folder: Path, rank: int) -> None:
         self._config = config
         self._path = dump_folder / config.save_traces_folder / f"{config.save_traces_file_prefix}{rank}_stacks.txt"
+        self._file = STDERR
 
     @contextmanager
     def watch(self, first: bool) -> Iterator[None]:
@@ -46,18 +57,25 @@ class HangWatch:
             faulthandler.cancel_dump_traceback_later()
 
     def __enter__(self) -> "HangWatch":
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._path.open("a")  # an earlier attempt's stacks stay
-        self._size = self._path.stat().st_size
+        # Not to wait, should it be a FIFO.
+        flags = os.O_CREAT | os.O_APPEND | os.O_WRONLY | os.O_NONBLOCK
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(self._path, flags, 0o644)  # an earlier attempt's stacks stay
+            self._size = self._path.stat().st_size
+        except OSError as error:
+            logger.warning(f"should a step hang, where this rank stands goes to stderr: no file can be made ({error})")
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
-        size = self._path.stat().st_size
-        if size > self._size:
-            folder = self._path.parent
-            logger.error(f"a step took longer than its collectives may; where the ranks stood is in {folder}")
-        if size == 0:
-            self._path.unlink()
-            with suppress(OSError):  # not empty: others are at it, or NCCL's traces are there
-                self._path.parent.rmdir()
+        if self._file == STDERR:
+            return
+        os.close(self._file)
+        # Others may still come to the folder, so it is not removed here.
+        with suppress(OSError):
+            size = self._path.stat().st_size
+            if size > self._size:
+                folder = self._path.parent
+                logger.error(f"a step took longer than its collectives may; where the ranks stood is in {folder}")
+            if size == 0:
+                self._path.unlink()

@@ -2,15 +2,29 @@
 
 import os
 import socket
-from typing import Any
+from typing import Annotated, TypedDict
+
+from msgspec import Meta
+
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Seconds = Annotated[float, Meta(ge=0, le=1e12)]
 
 
-def identity() -> dict[str, Any]:
-    """Return host, process id, job id and attempt of this process, as JSON has them.
+class Identity(TypedDict):
+    """A process of a job.
 
     `job_id` is SLURM's, or torchrun's rendezvous id, or None. `attempt` counts how often that job was started again:
     by SLURM, and within it by torchrun; of two attempts of one job the larger is the later.
     """
+
+    host: str
+    pid: Annotated[int, Meta(gt=0, lt=2**31)]
+    job_id: str | None
+    attempt: Annotated[list[Count], Meta(min_length=2, max_length=2)]
+
+
+def identity() -> Identity:
+    """Return who this process is."""
     run_id = os.environ.get("TORCHELASTIC_RUN_ID")
     elastic = None if run_id in (None, "none") else f"torchrun {run_id}"  # "none" is every unnamed torchrun's id
     return {
@@ -24,7 +38,7 @@ def identity() -> dict[str, Any]:
     }
 
 
-def describe(who: dict[str, Any]) -> str:
+def describe(who: Identity) -> str:
     """Return an identity for a message."""
-    job = f", job {who['job_id']}" if who.get("job_id") else ""
-    return f"process {who.get('pid')} on {who.get('host')}{job}"
+    job = f", job {who['job_id']}" if who["job_id"] else ""
+    return f"process {who['pid']} on {who['host']}{job}"

@@ -1,19 +1,21 @@
 """One run at a time in a folder, also where the folder is shared by several hosts.
 
-The lock is a file that only one process can create (O_EXCL). Its content says who holds it, its modification time
-is a heartbeat. Locks of the kernel (flock) would need no heartbeat, but many shared file systems don't have them.
+The lock is a file that only one process can give its name: a link, which is made whole or not at all. Its content says
+who holds it, its modification time is a heartbeat. Locks of the kernel (flock) would need no heartbeat, but many shared
+file systems don't have them.
 """
 
+import contextlib
+import glob
 import json
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
-from torchtitan_graph.run.files import read_json
-from torchtitan_graph.run.identity import describe, identity
+from torchtitan_graph.run.identity import Identity, describe, identity
+from torchtitan_graph.small_files import BadFile, parse_json, read_small
 
 NAME = "run.lock"
 STALE_AFTER_S = 120  # a holder touches the file every ten seconds; a file server may be busy for a while
@@ -30,92 +32,142 @@ class Lock:
     this process belongs to a later attempt of the holder's job: SLURM and torchrun end one attempt before the next.
 
     Raises:
-        FolderHeld: another run holds it.
+        FolderHeld: another run holds it, or nobody can tell who does.
     """
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / NAME
         self.me = identity()
-        if self._create():
-            return
-        holder = read_json(self.path)
-        if why := self._stale(holder):
-            logger.warning(f"taking over the lock of {folder} from {describe(holder)}: {why}")
-            self._remove(holder)
-            if self._create():
-                return
-            holder = read_json(self.path)
-        raise FolderHeld(
-            f"job.dump_folder = {str(folder)!r}: a run is going on in it, {describe(holder)}; stop that run, or give "
-            f"this one a folder of its own. If nothing runs, this one can start {STALE_AFTER_S} s after the other's "
-            f"last heartbeat, or at once if you delete {self.path}"
-        )
+        self._mine = json.dumps(self.me).encode()
+        # For a moment at a time: the lock before it has its name, a stale one that is removed, a file for its time.
+        self._beside = folder / f"{NAME}.{self.me['host']}.{self.me['pid']}"
+        while not self._create():
+            with contextlib.suppress(FileNotFoundError):  # it was released meanwhile
+                self._make_way()
+        self._clean_up()
 
     def beat(self) -> bool:
         """Say that the holder lives; False if another run has taken the lock over."""
-        if read_json(self.path) != self.me:
+        if not self._is_mine():
             return False
         os.utime(self.path)
         return True
 
     def release(self) -> None:
         """Let others have it."""
-        if read_json(self.path) == self.me:
+        if self._is_mine():
             self.path.unlink()
 
+    def _is_mine(self) -> bool:
+        try:
+            return read_small(self.path) == self._mine
+        except (FileNotFoundError, BadFile):
+            return False
+
     def _create(self) -> bool:
+        """Make the lock, unless there is one. A kill leaves none, or a whole one."""
+        try:
+            with self._beside.open("wb") as file:
+                file.write(self._mine)
+                file.flush()
+                os.fsync(file.fileno())
+            os.link(self._beside, self.path)
+        except FileExistsError:
+            return self._beside.stat().st_nlink == 2  # a file server has made it, and its answer was lost
+        except OSError:  # not every file system has links; where there is another reason it comes again
+            return self._create_without_link()
+        finally:
+            self._beside.unlink(missing_ok=True)
+        return True
+
+    def _create_without_link(self) -> bool:
         try:
             descriptor = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         except FileExistsError:
             return False
         try:
-            with os.fdopen(descriptor, "w") as file:
-                json.dump(self.me, file)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(self._mine)
         except OSError:  # a full disk: an empty lock would be nobody's
             self.path.unlink()
             raise
         return True
 
-    def _stale(self, holder: dict[str, Any]) -> str | None:
+    def _make_way(self) -> None:
+        """Remove the lock that is there if it is stale; else raise FolderHeld."""
+        option = f"job.dump_folder = {str(self.path.parent)!r}"
+        holder: Identity | None = None
+        try:
+            content = read_small(self.path)
+        except BadFile as error:
+            raise FolderHeld(f"{option}: {error}; no run makes such a lock: if nothing runs here, delete it") from error
+        try:
+            holder = parse_json(content, Identity, self.path)
+            said = f"a run is going on in it, {describe(holder)}; stop that run, or give this one a folder of its own"
+        except BadFile as error:
+            why = str(error) if content else f"{self.path}: is empty"
+            said = f"who holds it is unknown ({why}); stop what runs in it, or give this run a folder of its own"
+        if (stale := self._stale(holder)) is None:
+            raise FolderHeld(
+                f"{option}: {said}. If nothing runs, this one can start {STALE_AFTER_S} s after the other's last "
+                f"heartbeat, or at once if you delete {self.path}"
+            )
+        who = describe(holder) if holder else "an unknown process"
+        logger.warning(f"taking over the lock of {self.path.parent} from {who}: {stale}")
+        self._remove(content)
+
+    def _stale(self, holder: Identity | None) -> str | None:
         """Say why the holder is no more, or None if it may live."""
-        if holder.get("host") == self.me["host"] and not _alive(holder["pid"]):
+        if holder and holder["host"] == self.me["host"] and not _alive(holder["pid"]):
             return "that process is gone"
-        same_job = self.me["job_id"] is not None and holder.get("job_id") == self.me["job_id"]
-        if same_job and holder["attempt"] < self.me["attempt"]:
+        same_job = holder and self.me["job_id"] is not None and holder["job_id"] == self.me["job_id"]
+        if holder and same_job and holder["attempt"] < self.me["attempt"]:
             return "it is an earlier attempt of this job"
         age = self._now() - self.path.stat().st_mtime
         return f"its last heartbeat was {age:.0f} s ago" if age > STALE_AFTER_S else None
 
     def _now(self) -> float:
         """Return the file server's time: hosts' clocks may differ from it, and from each other's."""
-        probe = self.path.with_name(f"{NAME}.{self.me['host']}.{self.me['pid']}")
-        probe.touch()
+        self._beside.touch()
         try:
-            return probe.stat().st_mtime
+            return self._beside.stat().st_mtime
         finally:
-            probe.unlink()
+            self._beside.unlink()
 
-    def _remove(self, holder: dict[str, Any]) -> None:
+    def _remove(self, content: bytes) -> None:
         """Remove the stale lock; put it back if it turns out that another process has just taken it over."""
-        aside = self.path.with_name(f"{NAME}.{self.me['host']}.{self.me['pid']}")
-        try:
-            os.rename(self.path, aside)
-        except FileNotFoundError:  # another process was faster
+        if read_small(self.path) != content:
             return
-        if read_json(aside) != holder:
-            os.link(aside, self.path)
-        aside.unlink()
+        os.rename(self.path, self._beside)
+        try:
+            if read_small(self._beside) != content:
+                with contextlib.suppress(FileExistsError):  # a third process has it
+                    os.link(self._beside, self.path)
+        finally:
+            self._beside.unlink()
+
+    def _clean_up(self) -> None:
+        """Remove what processes of this host that were killed at the lock have left beside it."""
+        for path in self.path.parent.glob(f"{NAME}.{glob.escape(self.me['host'])}.*"):
+            pid = path.name.rpartition(".")[2]
+            if pid.isdecimal() and len(pid) < 10 and not _alive(int(pid)):
+                path.unlink(missing_ok=True)
 
 
 def is_held_by_another(folder: Path, job_id: str) -> bool:
     """Return whether a run that is not of this job has the folder, for who does not want it for itself."""
-    holder = read_json(folder / NAME)
-    if not holder or holder.get("job_id") == job_id:
+    path = folder / NAME
+    try:
+        holder, touched = parse_json(read_small(path), Identity, path), path.stat().st_mtime
+    except FileNotFoundError:
         return False
-    if holder.get("host") == identity()["host"] and not _alive(holder["pid"]):
+    except BadFile as error:  # the trainer looks again
+        logger.warning(f"{error}: it is ignored")
         return False
-    return time.time() - (folder / NAME).stat().st_mtime <= STALE_AFTER_S
+    if holder["job_id"] == job_id or (holder["host"] == identity()["host"] and not _alive(holder["pid"])):
+        return False
+    return time.time() - touched <= STALE_AFTER_S
 
 
 def _alive(pid: int) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torchtitan_graph import stop
 from torchtitan_graph.run.files import read_json, write_json
-from torchtitan_graph.run.identity import identity
+from torchtitan_graph.run.identity import Count, Identity, Seconds, identity
 
 NAME = "status.json"
 RUNNING, STOPPED, FINISHED, FAILED = "running", "stopped", "finished", "failed"
@@ -21,9 +21,23 @@ HEARTBEAT_S = 10
 TIMES = ("useful", "lost", "startup", "checkpoint", "validation", "restarting", "idle")
 
 
-def read_status(folder: Path) -> dict[str, Any]:
-    """Return the status of the run in a folder; {} where there is none."""
-    return read_json(folder / NAME)
+REASON = 500  # characters of it at the most: the file fits into a block, and can be overwritten on a full disk
+
+
+class Written(Identity):
+    """What status.json holds and is read again, beside what a person looks for."""
+
+    state: str
+    reason: str
+    step: Count
+    restarts: Count
+    time: Seconds
+    seconds: dict[str, Seconds]
+
+
+def read_status(folder: Path) -> Written | None:
+    """Return the status of the run in a folder; None where there is none that can be used."""
+    return read_json(folder / NAME, Written)
 
 
 class Status:
@@ -36,7 +50,7 @@ class Status:
         self._path = folder / NAME
         self._mutex = threading.Lock()
         before = read_status(folder)
-        seconds = before.get("seconds", {})
+        seconds = before["seconds"] if before else {}
         self._seconds: dict[str, float] = {name: seconds.get(name, 0.0) for name in TIMES}
         self._seconds["idle"] += seconds.get("down", 0.0)  # of a release that didn't tell them apart
         if before:
@@ -44,10 +58,10 @@ class Status:
         self._before = before
         self._activity, self._since = "startup", stop.START
         self._first_step, self._first_at = 0, stop.START
-        self._content = {
+        self._content: dict[str, Any] = {
             "state": RUNNING,
             "reason": "",
-            "step": before.get("step", 0),
+            "step": before["step"] if before else 0,
             "total_steps": total_steps,
             "loss": None,
             "restarts": before["restarts"] + 1 if before else 0,
@@ -55,18 +69,18 @@ class Status:
         }
         self.write()
 
-    def _count_gap(self, before: dict[str, Any]) -> None:
+    def _count_gap(self, before: Written) -> None:
         """Count the time since the last heartbeat. A process that was killed then still ran for a part of the next."""
         gap = max(0.0, stop.START - before["time"])
         killed = min(gap, HEARTBEAT_S) if before["state"] == RUNNING else 0.0
         job_id = identity()["job_id"]
-        same_job = job_id is not None and job_id == before.get("job_id")
+        same_job = job_id is not None and job_id == before["job_id"]
         self._seconds["lost"] += killed
         self._seconds["restarting" if same_job else "idle"] += gap - killed
 
     def resume(self, step: int) -> None:
         """Say after which step training goes on: later ones of earlier processes are lost, at their mean time."""
-        done = self._before.get("step", 0)
+        done = self._before["step"] if self._before else 0
         with self._mutex:
             self._count("useful")
             if done > step:
@@ -99,7 +113,7 @@ class Status:
             now, left = time.time(), self._seconds_left() if state == RUNNING else None
             self._content |= {
                 "state": state,
-                "reason": reason,
+                "reason": reason if len(reason) <= REASON else reason[:REASON] + "...",
                 "time": now,
                 "time_utc": datetime.fromtimestamp(now, timezone.utc).isoformat(" ", "seconds"),
                 "seconds_left": left,
@@ -129,4 +143,4 @@ class Status:
 
 
 def _readable(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds)))
+    return str(timedelta(seconds=min(round(seconds), 10**13)))  # what Python can show; 300,000 years

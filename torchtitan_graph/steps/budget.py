@@ -18,6 +18,7 @@ from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.recompute import Budget
 from torchtitan_graph.parallel.storage import Storage
 from torchtitan_graph.passes.tag_budget import Curve
+from torchtitan_graph.patience import refuse_unwritable
 
 PARAMETERS, QUANTISED, OPTIMIZER, INPUTS = "parameters", "quantised weights", "optimizer state", "batch and masks"
 EARLIER = "gradients of earlier microbatches"
@@ -139,8 +140,10 @@ def tell(gm: GraphModule, graph: str, picture: Path | None) -> None:
         return
     logger.info("\n".join([f"{graph}: memory budget", *_lines(curve)]))
     if picture is not None:
-        picture.parent.mkdir(parents=True, exist_ok=True)
-        picture.write_text(draw(curve))
+        what = f"activation_checkpoint.visualize_memory_budget_pareto = true: {picture}"
+        with refuse_unwritable(what, picture):
+            picture.parent.mkdir(parents=True, exist_ok=True)
+            picture.write_text(draw(curve))
 
 
 def _lines(curve: Curve) -> list[str]:

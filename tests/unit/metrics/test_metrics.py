@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import math
+import os
 import re
 import resource
 from pathlib import Path
@@ -15,7 +16,9 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
+from disks import fill, set_read_only, small_disk
 from torchtitan_graph.config import JobConfig, job
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.metrics import Metrics, console, jsonl, metrics, tensorboard
 
@@ -165,14 +168,94 @@ def test_a_new_run_begins_a_new_file(tmp_path: Path) -> None:
     assert [line["step"] for line in lines(dropped)] == [1, 4, 1, 4]  # each earlier run's are kept
 
 
+STEP = '{"step": %d, "loss": 1.5}\n'
+ODD = [
+    "",
+    "{",
+    "[]",
+    "7",
+    '{"loss": 1}',
+    '{"step": "2"}',
+    '{"step": 1e999}',
+    '{"step": null}',
+    "[" * 5000,
+    "\0" * 9,
+    "é",
+]
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_odd_lines_stay_where_they_are_before_good_ones_and_go_behind(odd: str, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    kept, moved = STEP % 1 + odd + "\n" + STEP % 2, odd + "\n" + STEP % 3 + odd
+    path.write_text(kept + moved)
+    jsonl.begin(path, 2)
+    assert path.read_text() == kept
+    assert (tmp_path / "metrics_dropped.jsonl").read_text() == moved + "\n" * (not moved.endswith("\n"))
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 7, 10**6])
+def test_the_last_line_to_keep_is_found_from_the_end(
+    block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jsonl, "BLOCK", block)
+    path, all_lines = tmp_path / "metrics.jsonl", [STEP % step for step in (1, 1, 20, 300)]
+    for torn in ("", '{"ste'):
+        for start_step, num_kept in ((0, 0), (1, 2), (19, 2), (20, 3), (400, 4)):
+            path.write_text("".join(all_lines) + torn)
+            jsonl.begin(path, start_step)
+            assert path.read_text() == "".join(all_lines[:num_kept])
+
+
+def test_a_line_that_was_torn_while_it_was_moved_stays_alone(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(STEP % 1 + STEP % 2)
+    (tmp_path / "metrics_dropped.jsonl").write_text((STEP % 2)[:9])
+    jsonl.begin(tmp_path / "metrics.jsonl", 1)
+    assert (tmp_path / "metrics_dropped.jsonl").read_text() == (STEP % 2)[:9] + "\n" + STEP % 2
+
+
+def test_what_is_no_file_of_lines_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    os.mkfifo(path)
+    with pytest.raises(UserError, match="metrics.jsonl: is no regular file, but a FIFO"):
+        build(tmp_path)
+    path.unlink()
+    path.touch()
+    os.truncate(path, 2**40)
+    for start_step in (0, 5):
+        with pytest.raises(UserError, match="metrics.jsonl: .*move the file away"):
+            build(tmp_path, start_step=start_step)
+    path.write_text(STEP % 1)
+    os.mkfifo(tmp_path / "metrics_dropped.jsonl")
+    with pytest.raises(UserError, match="metrics_dropped.jsonl: is no regular file"):
+        build(tmp_path)
+    assert path.read_text() == STEP % 1
+
+
+def test_what_can_not_be_written_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    (tmp_path / "tb").touch()
+    with pytest.raises(UserError, match=r"metrics.save_tb_folder = 'tb': .*tb can't be written"):
+        build(tmp_path, options={"enable_tensorboard": True})
+    with small_disk(tmp_path / "disk", "64k") as disk:
+        run(build(disk), 1, 4)
+        fill(disk)
+        with pytest.raises(UserError, match=r"metrics.jsonl can't be written: the disk at .* is full"):
+            build(disk)  # of whose lines none is lost
+        assert len(lines(disk / "metrics.jsonl")) == 2
+        set_read_only(disk)
+        with pytest.raises(UserError, match=r"metrics.jsonl can't be written: .*Read-only file system"):
+            build(disk, start_step=4)
+
+
 # Ranks
 
 
-def test_training_goes_on_where_the_disk_is_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("number", "words"), [(errno.ENOSPC, "No space left on device"), (errno.EROFS, "Read-only")])
+def test_training_goes_on_where_numbers_can_not_be_written(
+    number: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def no_room(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise OSError(number, words)
 
     with build(tmp_path, options={"enable_tensorboard": True, "log_freq": 1}) as logs:
         run(logs, 1, 1)
@@ -182,7 +265,7 @@ def test_training_goes_on_where_the_disk_is_full(
             run(logs, 2, 3)
         run(logs, 4, 4)
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 4]
-    assert caplog.text.count("No space left on device") == 1 and "training goes on" in caplog.text
+    assert caplog.text.count(words) == 1 and "training goes on" in caplog.text
 
 
 def test_a_line_that_does_not_fit_leaves_no_part_of_it(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from disks import fill, small_disk
 from torchtitan_graph.config import job
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.metrics import check_profiling, maybe_profile
@@ -54,6 +55,15 @@ def test_every_step_may_be_traced(tmp_path: Path) -> None:
     train(config, tmp_path, num_steps=2)
     traces = sorted((tmp_path / "profile_traces").rglob("*.json.gz"))
     assert [steps_in(path) for path in traces] == [["step 1"], ["step 2"]]
+
+
+def test_training_goes_on_where_no_trace_can_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = job.Profiling(enable_profiling=True, profile_freq=4, profiler_warmup=1, profiler_active=2)
+    with small_disk(tmp_path / "disk", "64k", inodes=5) as disk:
+        fill(disk)
+        train(config, disk, num_steps=9)
+        assert caplog.text.count("is not written, training goes on: [Errno 28]") == 2
+        assert not list(disk.rglob("*.gz"))
 
 
 def test_nothing_is_written_when_it_is_off(tmp_path: Path) -> None:

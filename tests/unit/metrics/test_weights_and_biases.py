@@ -1,6 +1,8 @@
 """What goes to Weights & Biases, seen by a stand-in for its package. tests/e2e has the real one, without a network."""
 
 import json
+import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,6 +87,20 @@ def test_a_resumed_run_goes_on_and_a_new_one_begins_anew(tmp_path: Path) -> None
     told = run(tmp_path)
     first, resumed, new = [options["id"] for name, _, options in told if name == "init"]
     assert first == resumed != new
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_an_id_that_can_not_be_read_begins_a_new_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kept = tmp_path / "wandb_run_id"
+    for number, content in enumerate((b"", b"a/b", b"\xff", b"x" * 1000, None)):
+        kept.unlink(missing_ok=True)
+        os.mkfifo(kept) if content is None else kept.write_bytes(content)
+        run(tmp_path, start_step=1)
+        assert re.fullmatch("[0-9a-f]{32}", kept.read_text())
+        assert caplog.text.count("a new run begins at Weights & Biases") == number + 1
+    (tmp_path / "other" / "wandb_run_id").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"metrics.enable_wandb = true: .*wandb_run_id can't be written"):
+        run(tmp_path / "other")
 
 
 @pytest.mark.usefixtures("stand_in")

@@ -1,11 +1,24 @@
 """What a restarted attempt makes of the failures of the one before it."""
 
+import json
+import os
 from pathlib import Path
 
 import pytest
 
+from disks import fill, small_disk
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.run.failure import FAULT, NON_FINITE, NotTriedAgain, refuse_to_repeat, write_failure
+from torchtitan_graph.run.failure import (
+    FAULT,
+    NON_FINITE,
+    SAVE_FAILED,
+    NotTriedAgain,
+    read_failures,
+    refuse_to_repeat,
+    reserve,
+    tell_launcher,
+    write_failure,
+)
 
 
 def test_what_would_fail_in_the_same_way_is_not_tried_again_and_keeps_its_exit_code(
@@ -28,3 +41,37 @@ def test_a_fault_may_be_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     write_failure(tmp_path, RuntimeError("no"), FAULT)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     refuse_to_repeat(tmp_path)
+
+
+def test_a_damaged_failure_is_ignored_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_failure(tmp_path, RuntimeError("no"), FAULT)
+    (whole,) = (tmp_path / "failures").iterdir()
+    record = json.loads(whole.read_text())
+    for number, content in enumerate(("", "[" * 100_000, "{}", json.dumps(record | {"time": "now"}))):
+        (tmp_path / "failures" / f"{number}.json").write_text(content)
+    os.mkfifo(tmp_path / "failures" / "fifo.json")
+    assert [failure["message"] for failure in read_failures(tmp_path)] == ["RuntimeError: no"]
+    assert caplog.text.count("is ignored") == 5
+
+
+def test_a_job_may_be_called_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "../../é \n" * 100)
+    write_failure(tmp_path, RuntimeError("no"), FAULT)
+    assert len(read_failures(tmp_path)) == 1 and [path.name for path in tmp_path.iterdir()] == ["failures"]
+
+
+@pytest.mark.parametrize("with_files", [False, True], ids=["no room", "no inodes"])
+def test_a_failure_is_written_on_a_full_disk(with_files: bool, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "256k", inodes=20) as disk:
+        reserve(disk)
+        fill(disk, with_files)
+        with pytest.raises(OSError, match="No space left"):
+            (disk / "another").write_bytes(bytes(64))
+        (disk / "another").unlink(missing_ok=True)
+        write_failure(disk, RuntimeError("no"), SAVE_FAILED)
+        assert [failure["code"] for failure in read_failures(disk)] == [SAVE_FAILED]
+
+
+def test_a_launcher_without_room_is_not_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHTITAN_GRAPH_LAUNCHER", str(tmp_path / "gone"))
+    assert not tell_launcher(RuntimeError("no"), FAULT)

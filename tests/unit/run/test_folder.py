@@ -1,13 +1,17 @@
 """What is written to a run's folder, and when."""
 
+import json
+import os
 from pathlib import Path
 
 import pytest
 
+from disks import fill, set_read_only, small_disk
 from torchtitan_graph.config import load
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.run import folder as folder_module
 from torchtitan_graph.run.folder import RunFolder, check_place
-from torchtitan_graph.run.status import FAILED
+from torchtitan_graph.run.status import FAILED, FINISHED
 
 
 def test_the_configuration_is_saved_once_the_run_is_set_up(tmp_path: Path) -> None:
@@ -32,3 +36,67 @@ def test_a_dump_folder_that_can_be_none_is_refused(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=rf"job.dump_folder = '.*{words}"):
             check_place(str(tmp_path / name))
     assert check_place(str(tmp_path / "a" / "b")) == tmp_path / "a" / "b"
+
+
+def run_in(folder: Path) -> RunFolder:
+    return RunFolder(load(["--job.dump_folder", str(folder)]))
+
+
+def test_a_run_that_ends_leaves_its_status_alone(tmp_path: Path) -> None:
+    run = run_in(tmp_path)
+    (tmp_path / "comm_traces").mkdir()
+    assert {"run.lock", "run.reserve", "status.json"} < {path.name for path in tmp_path.iterdir()}
+    run.close(FINISHED)
+    assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
+
+
+@pytest.mark.parametrize("with_files", [False, True], ids=["no room", "no inodes"])
+def test_a_run_ends_in_order_on_a_full_disk(with_files: bool, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "256k", inodes=20) as disk:
+        run = run_in(disk)
+        run.status.done(7)  # type: ignore[union-attr]
+        fill(disk, with_files)
+        run.status.write()  # type: ignore[union-attr]  # a heartbeat
+        assert json.loads((disk / "status.json").read_text())["step"] == 7
+        run.close(FAILED, "no room")
+        assert json.loads((disk / "status.json").read_text())["state"] == FAILED
+        assert not (disk / "run.lock").exists() and not (disk / "run.reserve").exists()
+
+
+def test_a_folder_that_takes_no_more_files_is_refused_as_such(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "20m", inodes=10) as disk:
+        fill(disk, with_files=True)
+        with pytest.raises(UserError, match="can't be written: .* takes no more files, for all of its 10 inodes"):
+            run_in(disk)
+
+
+def test_a_run_whose_folder_can_not_be_written_any_more_ends_with_warnings(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with small_disk(tmp_path / "disk", "256k") as disk:
+        run = run_in(disk)
+        set_read_only(disk)
+        run.close(FINISHED)
+        assert "this run is finished is not written" in caplog.text and "run.lock stays" in caplog.text
+        with pytest.raises(UserError, match="can't be written: .*Read-only file system"):
+            run_in(disk)
+
+
+def test_the_lock_s_heart_beats_while_the_status_can_not_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(folder_module, "HEARTBEAT_S", 0.01)
+    run = run_in(tmp_path)
+    os.rename(tmp_path / "status.json", tmp_path / "kept")
+    (tmp_path / "status.json").mkdir()  # it can't be replaced
+    os.utime(tmp_path / "run.lock", (0, 0))
+    while not (tmp_path / "run.lock").stat().st_mtime or "no heartbeat in" not in caplog.text:
+        pass
+    run.close(FINISHED)
+
+
+def test_a_configuration_that_is_no_file_is_not_compared(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "checkpoint" / "step-1").mkdir(parents=True)
+    os.mkfifo(tmp_path / "config.toml")
+    run_in(tmp_path).close(FINISHED)
+    assert "config.toml: is no regular file, but a FIFO" in caplog.text

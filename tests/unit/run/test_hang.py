@@ -1,12 +1,14 @@
-"""What torch's flight recorder is told before the process group exists."""
+"""What torch's flight recorder is told before the process group exists, and where the stacks of a hang go."""
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
 
+from disks import set_read_only, small_disk
 from torchtitan_graph.config import job
-from torchtitan_graph.run.hang import set_up_flight_recorder
+from torchtitan_graph.run.hang import STDERR, HangWatch, remove_if_empty, set_up_flight_recorder
 
 NEW = ("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE")
 OLD = ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
@@ -31,3 +33,34 @@ def test_what_somebody_has_set_stays(name: str, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv(name, "5")
     set_up_flight_recorder(job.Comm(trace_buf_size=77), tmp_path)
     assert [os.environ[n] for n in (NEW[0], OLD[0]) if n in os.environ] == ["5"]
+
+
+def test_ranks_with_no_step_left_do_not_take_the_folder_from_each_other(tmp_path: Path) -> None:
+    failed = []
+
+    def rank(number: int) -> None:
+        for _ in range(100):
+            with HangWatch(job.Comm(), tmp_path, number) as watch:
+                failed.extend([number] * (watch._file == STDERR))
+
+    ranks = [threading.Thread(target=rank, args=(number,)) for number in range(4)]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join()
+    assert not failed
+    assert not list((tmp_path / "comm_traces").iterdir())
+    remove_if_empty(tmp_path / "comm_traces")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_stacks_go_to_stderr_where_no_file_can_be_made(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    os.mkfifo(tmp_path / "fifo0_stacks.txt")
+    config = job.Comm(save_traces_folder="", save_traces_file_prefix="fifo")
+    with HangWatch(config, tmp_path, 0) as hang, hang.watch(first=True):
+        assert "goes to stderr" in caplog.text
+    with small_disk(tmp_path / "disk", "64k") as disk:
+        set_read_only(disk)
+        set_up_flight_recorder(job.Comm(), disk)
+        with HangWatch(job.Comm(), disk, 0):
+            assert "Read-only file system" in caplog.text

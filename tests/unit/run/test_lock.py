@@ -1,7 +1,9 @@
 """One process at a time holds a folder's lock, and no dead one does."""
 
+import errno
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -10,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.run.lock import STALE_AFTER_S, Lock
+from torchtitan_graph.run import lock as lock_module
+from torchtitan_graph.run.lock import STALE_AFTER_S, FolderHeld, Lock, is_held_by_another
 
 HOLD = "import sys; from pathlib import Path; from torchtitan_graph.run.lock import Lock; Lock(Path(sys.argv[1]))"
 
@@ -99,3 +102,93 @@ def test_of_many_that_find_a_stale_lock_one_gets_it(tmp_path: Path) -> None:
     for racer in racers:
         racer.communicate()
     assert sorted(said) == ["held"] + ["refused"] * 5
+
+
+NESTED = b"[" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "is empty"),
+        (b'{"host": "a", "pid": ', "is not JSON"),
+        (NESTED, "deep"),
+        (b"[]", "Expected `object`, got `array`"),
+        (b'{"host": "a", "pid": "x", "job_id": null, "attempt": [0, 0]}', "pid: Expected `int`, got `str`"),
+        (b'{"host": "a", "pid": -1, "job_id": null, "attempt": [0, 0]}', "pid"),
+        (b'{"host": "a", "pid": 1' + b"0" * 30 + b', "job_id": null, "attempt": [0, 0]}', "pid"),
+        (b'{"host": "a", "pid": 1, "job_id": "7"}', "attempt"),
+        (b'{"host": "a", "pid": 1, "job_id": "7", "attempt": [0]}', "attempt"),
+    ],
+    ids=["empty", "torn", "deep", "no object", "a word for a number", "negative", "huge", "a key less", "short"],
+)
+def test_a_lock_that_does_not_say_who_holds_it_is_told_as_such(
+    content: bytes, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    path = tmp_path / "run.lock"
+    path.write_bytes(content)
+    with pytest.raises(FolderHeld, match="who holds it is unknown") as refused:
+        Lock(tmp_path)
+    assert said in str(refused.value) and f"at once if you delete {path}" in str(refused.value)
+    assert "None" not in str(refused.value) and path.read_bytes() == content
+    assert not is_held_by_another(tmp_path, "8")
+    os.utime(path, (0, 0))
+    Lock(tmp_path).release()
+
+
+def test_what_is_no_file_in_the_place_of_a_lock_is_told(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "run.lock")
+    with pytest.raises(FolderHeld, match=r"run.lock: is no regular file, but a FIFO; .* delete it"):
+        Lock(tmp_path)
+    (tmp_path / "run.lock").unlink()
+    (tmp_path / "run.lock").touch()
+    os.truncate(tmp_path / "run.lock", 2**40)
+    with pytest.raises(FolderHeld, match=r"run.lock: has 1,099,511,627,776 bytes"):
+        Lock(tmp_path)
+
+
+def test_a_lock_that_is_replaced_by_something_else_is_not_ours_any_more(tmp_path: Path) -> None:
+    lock = Lock(tmp_path)
+    lock.path.unlink()
+    os.mkfifo(lock.path)
+    assert not lock.beat()
+    lock.release()
+    assert lock.path.is_fifo()
+
+
+def test_a_lock_that_is_released_while_another_looks_at_it_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, look = Lock(tmp_path), lock_module.read_small
+
+    def too_late(path: Path) -> bytes:
+        monkeypatch.setattr(lock_module, "read_small", look)
+        first.release()
+        return look(path)
+
+    monkeypatch.setattr(lock_module, "read_small", too_late)
+    Lock(tmp_path)
+
+
+def test_a_file_system_without_links_has_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_links(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", no_links)
+    lock = Lock(tmp_path)
+    with pytest.raises(FolderHeld, match="a run is going on"):
+        Lock(tmp_path)
+    lock.release()
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_killed_processes_left_beside_the_lock_goes(tmp_path: Path) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    host = socket.gethostname()
+    left = [tmp_path / f"run.lock.{name}" for name in (f"{host}.{gone.pid}", f"{host}.1", "elsewhere.77", f"{host}.x")]
+    for path in left:
+        path.touch()
+    Lock(tmp_path)
+    assert [path.exists() for path in left] == [False, True, True, True]

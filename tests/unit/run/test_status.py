@@ -1,13 +1,21 @@
 """The status says how a run is, and accounts for all of its time, over its restarts."""
 
 import json
+import os
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from disks import fill, small_disk
 from torchtitan_graph import stop
 from torchtitan_graph.run.status import FINISHED, STOPPED, TIMES, Status, read_status
+
+
+def written(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "status.json").read_text())
 
 
 def test_every_second_is_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,21 +89,79 @@ def test_what_a_person_looks_for_is_there(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(stop, "START", clock)
     status = Status(tmp_path, total_steps=100)
     status.resume(20)
-    assert read_status(tmp_path)["time_left"] is None
+    assert written(tmp_path)["time_left"] is None
     clock += 400
     status.done(40, loss=2.5)
     status.write()
-    found = read_status(tmp_path)
+    found = written(tmp_path)
     assert (found["step"], found["loss"], found["seconds_left"], found["time_left"]) == (40, 2.5, 1200, "0:20:00")
     assert (found["time_utc"], found["times"]["useful"]) == ("2027-01-15 08:06:40+00:00", "0:06:40")
     status.write(FINISHED)
-    assert read_status(tmp_path)["time_left"] is None
+    assert written(tmp_path)["time_left"] is None
 
 
 def test_torn_or_missing_status_counts_as_none(tmp_path: Path) -> None:
-    assert read_status(tmp_path) == {}
+    assert read_status(tmp_path) is None
     Status(tmp_path, total_steps=1).write(FINISHED)
-    (tmp_path / "status.json").write_text(json.dumps(read_status(tmp_path))[:-5])
-    assert read_status(tmp_path) == {}
+    (tmp_path / "status.json").write_text(json.dumps(written(tmp_path))[:-5])
+    assert read_status(tmp_path) is None
     assert Status(tmp_path, total_steps=1)
     assert read_status(tmp_path)["restarts"] == 0
+
+
+def without(key: str) -> Callable[[dict[str, Any]], str]:
+    return lambda status: json.dumps({name: value for name, value in status.items() if name != key})
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda _: "[" * 100_000,
+        lambda _: "[]",
+        without("time"),
+        without("attempt"),
+        lambda status: json.dumps(status | {"step": "5"}),
+        lambda status: json.dumps(status | {"time": float("inf")}),
+        lambda status: json.dumps(status | {"time": float("nan")}),
+        lambda status: json.dumps(status | {"seconds": {"useful": -1e300}}),
+        lambda status: json.dumps(status | {"seconds": [1]}),
+        lambda status: json.dumps(status | {"restarts": 2**70}),
+    ],
+)
+def test_a_damaged_status_is_ignored_with_a_warning(
+    damage: Callable[[dict[str, Any]], str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Status(tmp_path, total_steps=1).write(FINISHED)
+    (tmp_path / "status.json").write_text(damage(written(tmp_path)))
+    again = Status(tmp_path, total_steps=1)
+    assert "status.json" in caplog.text and "is ignored" in caplog.text
+    again.resume(0)
+    again.write(FINISHED)
+    assert written(tmp_path)["restarts"] == 0 and again.goodput()
+
+
+def test_a_fifo_and_a_giant_are_no_status(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    os.mkfifo(tmp_path / "status.json")
+    assert read_status(tmp_path) is None and "a FIFO" in caplog.text
+    os.mkfifo(tmp_path / "status.json.tmp")
+    Status(tmp_path, total_steps=1)
+    os.truncate(tmp_path / "status.json", 2**40)
+    assert read_status(tmp_path) is None and "1,099,511,627,776 bytes" in caplog.text
+
+
+def test_steps_that_take_for_ever_are_told(tmp_path: Path) -> None:
+    status = Status(tmp_path, total_steps=2**62)
+    status.resume(0)
+    status.done(1)
+    time.sleep(1e-3)
+    status.write()
+    assert "days" in written(tmp_path)["time_left"]
+
+
+def test_a_full_disk_keeps_no_status_from_being_written(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "64k") as disk:
+        status = Status(disk, total_steps=1)
+        fill(disk)
+        status.write("failed", "é" * 10_000)
+        assert written(disk)["state"] == "failed" and len(written(disk)["reason"]) < 600
+        assert not (disk / "status.json.tmp").exists()

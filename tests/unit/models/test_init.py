@@ -5,12 +5,13 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.models import llama3
 from torchtitan_graph.models.hf import allocate
 from torchtitan_graph.models.layers.init import initial_weight, initialize
+from torchtitan_graph.models.spec import tiny_config
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.storage import Precision, Reshard, materialize, plan_storage, shard_eager
 
@@ -147,3 +148,16 @@ def test_a_buffer_that_nobody_fills_is_refused_by_name(
 ) -> None:
     with pytest.raises(UserError, match=message):
         built(kind, mode)
+
+
+def test_initial_values_are_by_what_a_parameter_is_not_by_its_name():
+    """A LayerNorm's bias starts at 0, and a matrix is drawn whatever its module is called."""
+    with torch.device("meta"):
+        model = llama3.Model(tiny_config(llama3.FLAVORS["debugmodel"]), "sdpa")
+        model.layers[0].attention_norm = nn.LayerNorm(64)
+        model.layers[0].norm_of_experts = nn.Linear(64, 64)
+        model.layers[0].scale = nn.RMSNorm(64)
+    found = {name: model.initial_std(f"layers.0.{name}") for name, _ in model.layers[0].named_parameters()}
+    assert found["attention_norm.weight"] is None and found["attention_norm.bias"] == 0.0
+    assert found["norm_of_experts.weight"] == 0.02 and found["norm_of_experts.bias"] == 0.0
+    assert found["scale.weight"] is None

@@ -171,8 +171,10 @@ class Decoder(nn.Module):
 
     def initial_std(self, name: str) -> float | None:
         """Give the standard deviation that parameter `name` is drawn with; None means ones, 0 zeros."""
-        leaf = name.rpartition(".")[2]
-        if "norm" in name:
+        path, _, leaf = name.rpartition(".")
+        owner = self.get_submodule(path)
+        is_scale = self.get_parameter(name).dim() == 1 and not isinstance(owner, (nn.Linear, nn.Embedding))
+        if leaf == "weight" and is_scale:  # a norm's
             return None
         if leaf in ("bias", "sinks", "b1", "b2", "b3"):
             return 0.0

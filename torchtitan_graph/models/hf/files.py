@@ -20,7 +20,7 @@ from torchtitan_graph.errors import UserError
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 # A tensor takes 100 bytes of its file's header. The largest releases have 200,000 tensors, in hundreds of files.
-_MOST_BYTES_OF_HEADER, _MOST_TENSORS = 32 * 2**20, 1_000_000
+_MOST_BYTES_OF_HEADER, _MOST_TENSORS, _MOST_FILES = 32 * 2**20, 1_000_000, 10_000
 
 Ranges = Sequence[tuple[int, int]]  # (begin, end) in each dim
 
@@ -86,6 +86,8 @@ def _file_names(path: Path) -> list[str]:
         raise UserError(f"{path} holds neither {SINGLE} nor {INDEX}{why}")
     names = small_files.read_json(path / INDEX, _Index)["weight_map"]
     files = sorted(set(names.values()))
+    if len(files) > _MOST_FILES:
+        raise UserError(f"{path / INDEX} names {len(files):,} files, more than the {_MOST_FILES:,} that are opened")
     if elsewhere := [name[:100] for name in files if Path(name).name != name]:
         raise UserError(f"{path / INDEX} names files outside its folder: {', '.join(elsewhere[:5])}")
     if missing := [name[:100] for name in files if not os.path.isfile(path / name)]:

@@ -78,10 +78,11 @@ class _Index(TypedDict):
 
 
 def _file_names(path: Path) -> list[str]:
-    if (path / SINGLE).is_file():
+    if os.path.isfile(path / SINGLE):  # false for a name that is too long, too
         return [SINGLE]
-    if not (path / INDEX).is_file():
-        pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern))
+    if not os.path.isfile(path / INDEX):
+        patterns = ("*.bin", "*.pt", "*.pth") if os.path.isdir(path) else ()
+        pickles = sorted(file.name for pattern in patterns for file in path.glob(pattern))
         why = f"; {', '.join(pickles[:3])} are pickles, which can run code: convert them first" if pickles else ""
         raise UserError(f"{path} holds neither {SINGLE} nor {INDEX}{why}")
     names = small_files.read_json(path / INDEX, _Index)["weight_map"]

@@ -1,5 +1,6 @@
 """When to save, what to load, and what a checkpoint holds."""
 
+import os
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -271,7 +272,7 @@ def load_model(path: Path, model: nn.Module) -> None:
     Raises:
         UserError: `path` is no whole checkpoint, or one of another model.
     """
-    problem = "there is no such folder" if not path.is_dir() else find_problem(path) or find_damage(path)
+    problem = "there is no such folder" if not os.path.isdir(path) else find_problem(path) or find_damage(path)
     if problem:
         raise UserError(f"{path} is no checkpoint: {problem}")
     metadata = read_metadata(path)

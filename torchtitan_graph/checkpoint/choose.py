@@ -1,5 +1,6 @@
 """Which checkpoint a run goes on from: rank 0 chooses by the folders, all ranks together fetch and look for damage."""
 
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -84,7 +85,7 @@ def check_choice(folder: Path, config: job.Checkpoint, num_steps: int) -> None:
         UserError: as `choose_undamaged`.
     """
     unfinished = step_folder(folder, config.load_step).with_suffix(".tmp")
-    if config.load_step >= 0 and config.remote_folder is None and not unfinished.exists():
+    if config.load_step >= 0 and config.remote_folder is None and not os.path.exists(unfinished):
         problems: dict[str, str] = {}
         _check_load_step(folder, config.load_step, _own_steps(folder, problems), problems, num_steps)
     elif begins_anew(folder, config) and "://" not in (config.initial_load_path or ""):
@@ -265,10 +266,11 @@ def _choose_initial(folder: Path, config: job.Checkpoint, problems: dict[str, st
             inside = [remote.address for remote in Remote(place).list_steps().values()]
     else:
         path = Path(place)
-        problem = "there is no such folder" if not path.is_dir() else problems.get(place) or find_problem(path)
+        is_folder = os.path.isdir(path)  # false for a name that is too long, too
+        problem = problems.get(place) or find_problem(path) if is_folder else "there is no such folder"
         initial = problem or Candidate(path, model_only=read_train_state(path)["model_only"])
-        inside = list(map(str, find_below(path))) if problem else []
-        if problem and (path / "config.json").is_file():
+        inside = list(map(str, find_below(path))) if problem and is_folder else []
+        if problem and os.path.isfile(path / "config.json"):
             initial = f"{problem}; if it is in Hugging Face's format, set checkpoint.initial_load_in_hf = true"
     if not isinstance(initial, Candidate):
         hint = f"; did you mean one of {', '.join(inside)}?" if inside else ""

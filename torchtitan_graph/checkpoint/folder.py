@@ -133,7 +133,7 @@ def newest_below(path: Path) -> Path:
     Raises:
         UserError: there are several runs in it.
     """
-    found = [] if (path / MANIFEST).exists() else find_below(path)
+    found = find_below(path) if os.path.isdir(path) and not (path / MANIFEST).exists() else []
     if len({step.parent for step in found}) > 1:
         raise UserError(f"{path} is no checkpoint; did you mean one of {', '.join(map(str, found))}?")
     if found:

@@ -95,7 +95,8 @@ class _Reader(dcp.FileSystemReader):
     def _read(self, file: BinaryIO, item: dcp.ReadItem) -> torch.Tensor:
         index = item.storage_index
         saved, info = saved_tensors(self.metadata)[index.fqn], self.metadata.storage_data[index]
-        (shape,) = {chunk.sizes for chunk in saved.chunks if chunk.offsets == index.offset}
+        assert index.index is not None, "of the box, which _read_items has found"
+        shape = saved.chunks[index.index].sizes
         try:
             stored = read_stored(file, info.offset, info.length, shape, saved.properties.dtype)
         except Exception as error:  # garbage leads nearly anywhere

@@ -50,7 +50,7 @@ _CONSTANTS = (bool, int, float, type(None))
 
 _MOST_CONSTANTS = 64  # numbers of a tensor that a graph closes over
 # Of a step: a node takes 2.5 KB, and those of a rank of 405B are 200,000. Tensors are as many as differ in layout.
-_MOST_NODES, _MOST_TENSORS, _MOST_TARGETS = 250_000, 20_000, 10_000
+_MOST_NODES, _MOST_TENSORS, _MOST_TARGETS = 250_000, 10_000, 10_000
 
 Places = Mapping[str, str]  # a group's name -> what it is called in every world, such as "mesh.fsdp"
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from torchtitan_graph.checkpoint import Checkpointer, check_choice, check_loadable, find_likely, load_model
-from torchtitan_graph.checkpoint.folder import name_for_model
+from torchtitan_graph.checkpoint.folder import name_for_model, newest_below
 from torchtitan_graph.checkpoint.metadata import read_metadata
 from torchtitan_graph.config import job
 from torchtitan_graph.errors import UserError
@@ -330,6 +330,17 @@ def test_excluded_parts_stay_as_they_are(part: str, tmp_path: Path) -> None:
     assert run.lr_scheduler.state_dict() == {"num_steps_done": 0 if part == "lr_scheduler" else 2}
     left_out = {"dataloader": {"data"}, "train_state": {"step", "tokens_seen", "rng"}}.get(part, set())
     assert state == {key: value for key, value in train_state.items() if key not in left_out}
+
+
+def test_a_name_that_is_too_long_is_none(tmp_path: Path) -> None:
+    long = "x" * 300
+    for options in ({"initial_load_path": long}, {"load_step": 10**299}):
+        with pytest.raises(UserError, match="there is no such folder|no such complete checkpoint"):
+            Run(tmp_path, **options).load()
+        with pytest.raises(UserError, match="there is no such folder|no such complete checkpoint"):
+            check_choice(tmp_path, job.Checkpoint(enable=True, **options), 3)
+    with pytest.raises(UserError, match="there is no such folder"):
+        load_model(newest_below(Path(long)), nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async_with_pinned_mem"])

@@ -274,6 +274,7 @@ def test_a_parameter_that_the_family_forgot_is_named(folder: Path) -> None:
         ({"model.safetensors.index.json": {"a": 1}}, "weight_map[...]: Expected `str`, got `int`"),
         ({"model.safetensors.index.json": "{"}, "is not JSON"),
         ({"model.safetensors.index.json": "[" * 100_000}, "deep"),
+        ({"model.safetensors.index.json": {str(i): str(i) for i in range(10_001)}}, "names 10,001 files, more than"),
         ({"model.safetensors.index.json": {"a": "x" * 300}}, "files that are not there: xxx"),
         ({"model.safetensors.index.json": {"a": "b.safetensors"}}, "files that are not there: b.safetensors"),
         ({"model.safetensors.index.json": {"a": "../b.safetensors"}}, "files outside its folder: ../b.safetensors"),

@@ -20,7 +20,7 @@ from torchtitan_graph.errors import UserError
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 # A tensor takes 100 bytes of its file's header. The largest releases have 200,000 tensors, in hundreds of files.
-_MOST_BYTES_OF_HEADER, _MOST_TENSORS = 32 * 2**20, 1_000_000
+_MOST_BYTES_OF_HEADER, _MOST_TENSORS, _MOST_FILES = 32 * 2**20, 1_000_000, 10_000
 
 Ranges = Sequence[tuple[int, int]]  # (begin, end) in each dim
 
@@ -78,14 +78,17 @@ class _Index(TypedDict):
 
 
 def _file_names(path: Path) -> list[str]:
-    if (path / SINGLE).is_file():
+    if os.path.isfile(path / SINGLE):  # false for a name that is too long, too
         return [SINGLE]
-    if not (path / INDEX).is_file():
-        pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern))
+    if not os.path.isfile(path / INDEX):
+        patterns = ("*.bin", "*.pt", "*.pth") if os.path.isdir(path) else ()
+        pickles = sorted(file.name for pattern in patterns for file in path.glob(pattern))
         why = f"; {', '.join(pickles[:3])} are pickles, which can run code: convert them first" if pickles else ""
         raise UserError(f"{path} holds neither {SINGLE} nor {INDEX}{why}")
     names = small_files.read_json(path / INDEX, _Index)["weight_map"]
     files = sorted(set(names.values()))
+    if len(files) > _MOST_FILES:
+        raise UserError(f"{path / INDEX} names {len(files):,} files, more than the {_MOST_FILES:,} that are opened")
     if elsewhere := [name[:100] for name in files if Path(name).name != name]:
         raise UserError(f"{path / INDEX} names files outside its folder: {', '.join(elsewhere[:5])}")
     if missing := [name[:100] for name in files if not os.path.isfile(path / name)]:

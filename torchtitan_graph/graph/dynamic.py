@@ -15,6 +15,7 @@ pass that gives a size of the batch to an operator takes it from a node, never f
 
 from __future__ import annotations
 
+import re
 import sysconfig
 import traceback
 from collections.abc import Iterator, Mapping
@@ -98,7 +99,7 @@ class Sizes:
         self._promised = _PromisedOf()
         self.env.deferred_runtime_asserts = self._promised  # type: ignore[assignment]
         self._own = [x for x in self.dimensions if not _is_computed(x)]
-        self._symbols = [new_symbol(self.env, str(x), x.size, x.unbacked) for x in self._own]
+        self._symbols = [new_symbol(self.env, str(x), x.size, x.unbacked, x.low, x.high) for x in self._own]
         first = {x.name: str(x) for x in reversed(self._own) if x.name is not None}  # of those that are equal
         self._names = {
             size.node.expr: first.get(x.name, str(x)) for x, size in zip(self._own, self._symbols, strict=True)
@@ -245,16 +246,25 @@ class Sizes:
         return {symbol: x.size for x, symbol in zip(self._own, self._names, strict=True) if x.unbacked}
 
     def failed(self, error: RuntimeError) -> UserError | None:
-        """Say in words which check of a number that the graph reads has failed, if that is the error."""
-        for symbol, checks in self._promised.items():
-            for check, where in zip(checks, checks.where, strict=True):
-                if f"expression {check.expr} on node" in str(error):
-                    what = self._names.get(symbol, "a number that it reads from a tensor")
-                    return UserError(
-                        f"the traced function needs {self.words(check.expr)}{where}, where "
-                        f"{symbol} is {what}; that is not so in this call"
-                    )
-        return None
+        """Say in words which check of a number that the graph reads has failed, if that is the error. A graph checks
+        bounds (u0 <= 99) that torch makes of what was promised (u0 < 100)."""
+        failed = re.search(r"expression (.*) on node", str(error))
+        if failed is None:
+            return None
+        numbers = set(re.findall(r"\w+", failed[1]))
+        promised = [
+            (symbol, check.expr, where)
+            for symbol, checks in self._promised.items()
+            for check, where in zip(checks, checks.where, strict=True)
+            if numbers & set(map(str, check.expr.free_symbols))
+        ]
+        promised = [each for each in promised if str(each[1]) == failed[1]] or promised
+        needs = " and ".join(dict.fromkeys(f"{self.words(expression)}{where}" for _, expression, where in promised))
+        what = self._names.get(promised[0][0] if promised else None, "a number that it reads from a tensor")
+        name = promised[0][0] if promised else failed[1].split()[0]
+        return UserError(
+            f"the traced function needs {needs or failed[1]}, where {name} is {what}; that is not so in this call"
+        )
 
     def _relate(self) -> None:
         """Make dimensions of one name equal, and those that derive from another what they are of it."""
@@ -356,6 +366,7 @@ def place(frames: traceback.StackSummary) -> str:
     """Give the place in a user's code that a stack leads to."""
     for frame in reversed(frames):
         is_standard = frame.filename.startswith(_STANDARD) and "site-packages" not in frame.filename
+        is_standard |= frame.filename.endswith("typing_extensions.py")  # what decorates torch's own functions
         if not is_standard and not frame.filename.startswith(_NOT_THE_AUTHOR_S):
             return f" ({Path(frame.filename).name}:{frame.lineno}: {frame.line})"
     return ""

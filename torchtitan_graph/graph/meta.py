@@ -229,7 +229,7 @@ def _settle(gm: GraphModule, inherited: Node | None) -> None:
 
 def _settle_place(node: Node, place: Place, source: Any) -> None:
     """Write down where a node was made; of a backward node also of which forward node it is, if of any."""
-    is_again = node.meta.pop("is_grad") and phase(node) == "backward" and bool(place)
+    is_again = node.meta.pop("is_grad", False) and phase(node) == "backward" and bool(place)
     if phase(node) == "backward":
         origins = fwd_call_hierarchy(source) or call_hierarchy(source) if isinstance(source, Node) else ()
         node.meta["fwd_call_hierarchy"] = origins or ((),)

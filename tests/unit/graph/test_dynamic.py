@@ -92,6 +92,37 @@ def test_what_is_promised_of_unbacked_sizes_is_checked(sizes: tuple[int, int], r
         run(*map(rows, sizes))
 
 
+def test_the_bounds_of_an_unbacked_size_decide_a_branch() -> None:
+    def fn(x: Tensor) -> Tensor:
+        return x * 2 if x.shape[0] <= 5 else x * 3
+
+    run = run_traced(minimal_fx_tracer(fn)(marked(rows(4), mark_unbacked, min=2, max=5)))
+    assert torch.equal(run(rows(5)), rows(5) * 2)
+    with pytest.raises(UserError, match=r"x.shape.0. is 6: the trace holds for 2 to 5"):
+        run(rows(6))
+
+
+def below(number: int) -> None:
+    torch._check(number < 100)
+
+
+def both(number: int) -> None:
+    torch._check((number >= 0) & (number <= 99))
+
+
+@pytest.mark.parametrize("promise", [below, both, lambda n: torch._check(n == 5), lambda n: torch._check(n + 1 <= 100)])
+def test_a_promise_that_a_call_breaks_is_named_with_its_line(promise: Callable) -> None:
+    def fn(x: Tensor, n: Tensor) -> Tensor:
+        number = n.item()
+        promise(number)
+        return x * number
+
+    run = run_traced(minimal_fx_tracer(fn, call_hierarchy=True)(rows(2), torch.tensor(5)))
+    assert torch.equal(run(rows(2), torch.tensor(5)), rows(2) * 5)
+    with pytest.raises(UserError, match=r"needs .*u0.* \(test_dynamic.py:\d+: .*_check.*is a number that it reads"):
+        run(rows(2), torch.tensor(200))
+
+
 def test_a_size_that_makes_a_divisor_zero_is_refused() -> None:
     """The gradient of `std` divides by the number of rows less one: eagerly to inf, in Python not."""
 

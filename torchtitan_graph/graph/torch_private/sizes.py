@@ -84,15 +84,18 @@ class SymbolicFakeTensorMode(FakeTensorMode):
 require = torch._check
 
 
-def new_symbol(env: ShapeEnv, name: str, size: int, unbacked: bool) -> Any:
-    """Make a symbol for a size; `torch.export` does it by way of a source that its own front end has."""
+def new_symbol(
+    env: ShapeEnv, name: str, size: int, unbacked: bool, low: int | None = None, high: int | None = None
+) -> Any:
+    """Make a symbol for a size; `torch.export` does it by way of a source that its own front end has. The bounds decide
+    what a trace compares an unbacked size to; of another the size that is traced does."""
     from torch._dynamo.source import ConstantSource  # late, for it takes a second
 
     source = ConstantSource(name)
     if unbacked:
         with env.ignore_fresh_unbacked_symbols():  # else the first operator is taken for what made it
             symbol = env.create_unbacked_symint(source)
-        constrain_range(symbol, min=0)
+        constrain_range(symbol, min=low or 0, max=high)
         return symbol
     return env.create_symintnode(
         env.create_symbol(size, source, dynamic_dim=DimDynamic.DYNAMIC), hint=size, source=source

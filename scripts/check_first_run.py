@@ -3,32 +3,41 @@
 Exits 1 unless the last validation loss is below the unigram entropy of the validation split.
 """
 
-import json
 import sys
 from pathlib import Path
+from typing import TypedDict
 
 from torchtitan_graph.config import load
 from torchtitan_graph.data import load_tokenizer
 from torchtitan_graph.data.entropy import unigram_entropy
 from torchtitan_graph.data.open_corpus import validation_corpus
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.metrics.records import read_records
+
+
+class Step(TypedDict):
+    """What each line of metrics.jsonl has."""
+
+    step: int
+
+
+class Record(Step, total=False):
+    """What some have."""
+
+    validation_loss: float
 
 
 def main(folder: Path) -> int:
     metrics = folder / "metrics.jsonl"
-    if not metrics.is_file():
-        print(f"{metrics}: there is no such file; name the folder of a run", file=sys.stderr)
-        return 2
     try:
-        lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    except ValueError as error:
-        print(f"{metrics} holds lines that are no JSON: {error}", file=sys.stderr)
-        return 2
-    validated = [line for line in lines if "validation_loss" in line]
+        records = read_records(metrics, Record)
+    except OSError as error:
+        raise UserError(f"{metrics}: can't be read ({error.strerror}); name the folder of a run") from error
+    validated = [(record["step"], record["validation_loss"]) for record in records if "validation_loss" in record]
     if not validated:
-        print(f"{folder}/metrics.jsonl has no validation loss", file=sys.stderr)
+        print(f"{metrics} has no validation loss", file=sys.stderr)
         return 1
-    step, loss = validated[-1]["step"], validated[-1]["validation_loss"]
+    step, loss = validated[-1]
     config = load(["--job.config_file", str(folder / "config.toml")])
     corpus = validation_corpus(config)
     if corpus.pop("sources"):

@@ -33,15 +33,17 @@ from torchtitan_graph.graph.show import without_bytes
 from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
 from torchtitan_graph.log import init_logging, logger
 from torchtitan_graph.run.files import check_result, write_result
+from torchtitan_graph.small_files import read_text
 from torchtitan_graph.steps import costs_on
 from torchtitan_graph.steps.choices import check_disabled, plan_extra
 from torchtitan_graph.steps.table import DEPTH, step_table
 
-_LINE = re.compile(
-    r"    (?P<name>\w+) = (?P<call>[\w.]+).*?  # (?P<value>.*?) ?(?P<phase>forward|backward)"
-    r"(?: (?!\w+='|at |in |\|)(?P<module>\S+))?.* \| (?P<held>[\d.]+) MiB"
-)
-_VALUE = re.compile(r"(\w+)\[([\d, ]*)\]")
+MAX_BYTES = 2**30  # of a graph's text; one of 150,000 nodes has about 40 MB
+_CALL = re.compile(r"    \w+ = ([\w.]+)")
+_MARKS = re.compile(r"(.*?) ?(forward|backward)(?: (?!\w+='|at |in )(\S+))?")  # value, phase, module
+_HELD = re.compile(r"\d{1,12}\.\d{3} MiB")
+_VALUE = re.compile(r"(\w{1,20})\[(\d{1,15}(?:, \d{1,15}){0,15}|)\]")
+_WIDTHS = {name: dtype.itemsize for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
 
 
 class Line(NamedTuple):
@@ -56,41 +58,36 @@ class Line(NamedTuple):
 
 
 def read_lines(text: str) -> list[Line]:
-    return [
-        Line(
-            text.strip(),
-            _operator(found),
-            found["phase"],
-            found["module"] or "",
-            _size(found),
-            float(found["held"]),
-        )
-        for text in text.splitlines()
-        if (found := _LINE.match(text))
-    ]
+    return [line for line in map(_read_line, text.splitlines()) if line is not None]
 
 
-def _operator(found: re.Match) -> str:
-    return found["call"] if "." in found["call"] else "getitem"
+def _read_line(text: str) -> Line | None:
+    """Read a line of a dump; None of one that is no node's. A line may have been written by anybody, and be long."""
+    call, _, words = text.partition("  # ")
+    words, _, held = words.rpartition(" | ")
+    called, marks = _CALL.match(call), _MARKS.match(words)
+    if called is None or marks is None or not _HELD.fullmatch(held):
+        return None
+    operator = called[1] if "." in called[1] else "getitem"
+    size = _size(marks[1]) if _takes_memory(operator) else 0
+    return Line(text.strip(), operator, marks[2], marks[3] or "", size, float(held.removesuffix(" MiB")))
 
 
-def _size(found: re.Match) -> int:
-    """Give the bytes of memory that a value takes: a view takes none, and parts of a tuple lie where it does."""
-    if not _takes_memory(_operator(found)):
-        return 0
+def _size(value: str) -> int:
     return sum(
-        getattr(torch, dtype).itemsize * math.prod(int(size) for size in sizes.split(",") if size.strip())
-        for dtype, sizes in _VALUE.findall(found["value"])
+        _WIDTHS.get(dtype, 0) * math.prod(int(size) for size in sizes.split(",") if size.strip())
+        for dtype, sizes in _VALUE.findall(value)
     )
 
 
 @functools.cache
 def _takes_memory(operator: str) -> bool:
+    """Tell whether a value lies in memory of its own: a view does not, and parts of a tuple lie where it does."""
     if operator == "getitem":
         return False
     try:
         return takes_memory(functools.reduce(getattr, operator.split("."), torch.ops))
-    except AttributeError:  # a Python function, or of a library that is not imported here
+    except (AttributeError, RuntimeError):  # a Python function, or of a library that is not imported here
         return True
 
 
@@ -155,9 +152,9 @@ def read(path: Path) -> str:
         UserError: it can't be read.
     """
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: can't be read ({getattr(error, 'strerror', None) or error})") from error
+        return read_text(path, MAX_BYTES)
+    except OSError as error:
+        raise UserError(f"{path}: can't be read ({error.strerror or error})") from error
 
 
 def passes_of(config: JobConfig) -> list[str]:

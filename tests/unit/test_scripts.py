@@ -160,13 +160,55 @@ def test_mistakes_are_one_line(
 
 @pytest.mark.parametrize(
     ("metrics", "words"),
-    [('{"step": 1, "validation_loss": 3.0}\n', "config.toml': can't be read"), ("torn", "lines that are no JSON")],
+    [
+        ('{"step": 1, "validation_loss": 3.0}\n', "config.toml': can't be read"),
+        ("torn\n", "metrics.jsonl, line 1: is not JSON"),
+        ('{"step": 1}\n{"step": 2, "validation_loss": "3"}\n', "line 2: is not what is stored there: validation_loss:"),
+        ("[1]\n", "metrics.jsonl, line 1: is not what is stored there"),
+        ("[" * 5000 + "\n", "line 1: has lists or objects more than 100 deep"),
+        ('{"step": ' + "1" * 5000 + "}\n", "line 1: is not JSON: a number of 5,000 digits"),
+        ("\udcff\n", "line 1: is not JSON"),
+        (None, "metrics.jsonl: is no regular file, but a FIFO"),
+    ],
 )
 def test_a_folder_that_is_no_run_s_can_not_be_checked(
-    metrics: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    metrics: str | None, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    (tmp_path / "metrics.jsonl").write_text(metrics)
+    path = tmp_path / "metrics.jsonl"
+    os.mkfifo(path) if metrics is None else path.write_text(metrics, errors="surrogateescape")
     assert words in refusal("check_first_run.py", tmp_path, monkeypatch=monkeypatch, capsys=capsys)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b"\xff", "is not UTF-8"),
+        (None, "is no regular file, but a FIFO"),
+        (b"    a = aten.mm.default(b)  # float32[2] forward | 1.2.3 MiB\n", "is no graph that debug.dump_graphs wrote"),
+        (b"    a = aten.mm.default(b)  # " + b"  # float32 " * 50_000 + b"| 1.000 MiB\n", "is no graph that"),
+    ],
+)
+def test_a_graph_that_nobody_dumped_is_refused(
+    text: bytes | None, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    path = tmp_path / "00_traced.py"
+    os.mkfifo(path) if text is None else path.write_bytes(text)
+    assert words in refusal("show_graph.py", "--graphs", tmp_path, monkeypatch=monkeypatch, capsys=capsys)
+
+
+def test_numbers_of_a_foreign_graph_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    shapes = [f"float32[{'9' * 5000}]", "no_dtype[3]", f"float32[{', '.join(['9' * 15] * 16)}]", "float32[256, 1024]"]
+    lines = [f"    x = aten.odd{i}.name(y)  # {shape} forward 0 | 1.000 MiB\n" for i, shape in enumerate(shapes)]
+    (tmp_path / "00_traced.py").write_text("".join(lines))
+    with pytest.raises(SystemExit) as end:
+        run_script("show_graph.py", "--graphs", tmp_path, "--statistics", monkeypatch=monkeypatch)
+    assert end.value.code == 0
+    assert (
+        "aten.odd3.name                                                     1           1.000"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_place_that_can_not_be_written_to_is_one_line(

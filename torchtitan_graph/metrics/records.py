@@ -1,0 +1,21 @@
+"""Reads what a run wrote to metrics.jsonl."""
+
+from pathlib import Path
+from typing import TypeVar
+
+from torchtitan_graph.small_files import parse_json, read_small
+
+T = TypeVar("T")
+
+MAX_BYTES = 2**29  # some million records
+
+
+def read_records(path: Path, schema: type[T]) -> list[T]:
+    """Return a metrics file's records; a last line without its end is left out, for it is torn or being written.
+
+    Raises:
+        BadFile: it is no such file, or a line is no record of that type, such as `dict[str, Any]`; says which line.
+        OSError: as `open`.
+    """
+    *lines, _ = read_small(path, MAX_BYTES).split(b"\n")
+    return [parse_json(line, schema, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]

@@ -128,6 +128,17 @@ def parse_json(content: bytes | str, schema: type[T], where: Path | str, max_val
         raise BadFile(f"{where}: is not JSON: {error}") from error
 
 
+def check_toml(text: str) -> None:
+    """Raise ValueError for a TOML text that `tomllib` would read for minutes: one with dotted names of many parts."""
+    for line in text.splitlines():
+        run = 0
+        for part in line.split(".") if line.count(".") > MAX_DEPTH else ():
+            part = part.strip()
+            run = run + 1 if part and not any(sign in part for sign in " \t=,") else 1
+            if run > MAX_DEPTH:
+                raise ValueError(f"a name has more than {MAX_DEPTH} parts")
+
+
 def check_values(content: bytes, where: Path | str, max_values: int = MAX_VALUES) -> None:
     """Raise BadFile where a JSON text holds more than `max_values` values; nothing is parsed."""
     if _count_values(content) > max_values:  # an upper bound, for what stands in strings counts as well

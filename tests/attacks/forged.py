@@ -46,7 +46,7 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.flops import Flops
 from torchtitan_graph.graph.measured import measured
 from torchtitan_graph.graph.trace import minimal_fx_tracer
-from torchtitan_graph.metrics.jsonl import append, drop_after
+from torchtitan_graph.metrics.jsonl import append, begin
 from torchtitan_graph.models import llama3
 from torchtitan_graph.models.hf import from_hf, to_hf
 from torchtitan_graph.models.spec import tiny_config
@@ -302,9 +302,7 @@ KINDS: dict[str, Kind] = {
     "shards' ends": Kind(_in_shards("ends-00000.npy"), (forge.npy_changed,), lambda path: _read_corpus(path.parent)),
     "status.json": Kind(_made_by_run("status.json"), _SMALL, lambda path: Status(path.parent, 10).write()),
     "run.lock": Kind(_made_by_run("run.lock"), _SMALL, _read_lock),
-    "metrics.jsonl": Kind(
-        _made_by_run("metrics.jsonl"), (_BYTES, forge.lines_changed), lambda path: drop_after(path, 3)
-    ),
+    "metrics.jsonl": Kind(_made_by_run("metrics.jsonl"), (_BYTES, forge.lines_changed), lambda path: begin(path, 3)),
     "a failure": Kind(_made_by_run("failures/*.json"), _SMALL, lambda path: read_failures(path.parents[1])),
     "train_state.json": Kind(_make_checkpoint("train_state.json"), _SMALL, _read_checkpoint, mend=_sum_again),
     "a checkpoint's manifest": Kind(_make_checkpoint(MANIFEST), _SMALL, _read_checkpoint),

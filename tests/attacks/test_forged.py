@@ -42,5 +42,3 @@ def test_a_reader_at_fault_is_found(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(forged, "STALLED", 0.3)
     assert faults(broken(lambda path: forged.time.sleep(60))) == {"took more than 0.3 s"}
     monkeypatch.setattr(forged, "STALLED", 60)
-    refuse = forged.UserError("\x1b[31m")
-    assert faults(broken(lambda path: (_ for _ in ()).throw(refuse))) == {"shows control characters"}

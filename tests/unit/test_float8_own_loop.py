@@ -119,6 +119,7 @@ class Beside:
     losses: tuple = ()
     state: dict = dataclasses.field(default_factory=dict)
     ahead: tuple = ()
+    experts: tuple = ()
 
 
 @dataclasses.dataclass

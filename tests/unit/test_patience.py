@@ -62,8 +62,7 @@ def test_no_configuration_and_no_checkpoint_is_given_up_for_it(
 ) -> None:
     """A configuration that is wrong is never tried again; a checkpoint that is damaged is passed over."""
     (tmp_path / "mine.toml").touch()
-    monkeypatch.setattr(Path, "read_bytes", fails(10_000, STALE))
-    monkeypatch.setattr(Path, "read_text", fails(10_000, STALE))
+    monkeypatch.setattr("torchtitan_graph.small_files.os.open", fails(10_000, STALE))
     for read in (lambda: load(["--job.config_file", str(tmp_path / "mine.toml")]), lambda: find_problem(tmp_path)):
         with pytest.raises(OSError, match="Stale"):
             read()

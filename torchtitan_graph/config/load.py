@@ -14,8 +14,10 @@ from torchtitan_graph.config.resolve import COMMAND_LINE, NAMES, Resolution, Set
 from torchtitan_graph.config.support import REFUSED, RENAMED
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.patience import is_away, wait_for_storage
+from torchtitan_graph.small_files import BadFile, check_toml, read_small
 
 MAX_DEPTH = 100  # of tables and lists in a file
+MOST_BYTES = 2**20
 # What a command adds to a job's options that builds its graphs and runs none: so passes can't be verified.
 DRY = ("--comm.mode", "fake_backend", "--debug.no-verify_passes")
 
@@ -130,7 +132,9 @@ def read_toml(name: str, result: Resolution) -> list[Setting]:
     folders = [package / "train_configs", package.parent / "train_configs"] if path.name == name else []
     try:
         path = next((file for file in (path, *(folder / name for folder in folders)) if file.is_file()), path)
-        tree = tomllib.loads(wait_for_storage(path.read_bytes).decode("utf-8-sig"))
+        text = wait_for_storage(lambda: read_small(path, MOST_BYTES)).decode("utf-8-sig")
+        check_toml(text)
+        tree = tomllib.loads(text)
         _check_depth(tree)
     except OSError as error:
         if is_away(error):
@@ -139,6 +143,9 @@ def read_toml(name: str, result: Resolution) -> list[Setting]:
         near = nearest(path.name, [other for other in others if other != path.name])
         why = f"can't be read: {error.strerror or error}" + (f"; did you mean {near}?" if near else "")
         result.refuse(Setting(COMMAND_LINE, "job.config_file", name), why)
+        return []
+    except BadFile as error:
+        result.refuse(Setting(COMMAND_LINE, "job.config_file", name), f"can't be read: {error}")
         return []
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import io
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from torchtitan_graph.config import job
 from torchtitan_graph.config.option import nearest
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.torch_private.pipelines import PipelineAction, pipeline_order, with_messages
+from torchtitan_graph.small_files import BadFile, read_text
 
 # Schedules, and how many stages a rank has: exactly one, exactly two (V: the first and the last stage meet on one
 # rank), or any number from two on.
@@ -286,9 +288,9 @@ def read_csv(path: Path, num_ranks: int, num_microbatches: int) -> list[list[Pip
         UserError: it can't be read; names the line.
     """
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            lines = [row for row in csv.reader(file) if any(cell.strip() for cell in row)]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        text = io.StringIO(read_text(path), newline="")
+        lines = [row for row in csv.reader(text) if any(cell.strip() for cell in row)]
+    except (OSError, BadFile, csv.Error) as error:
         raise UserError(f"{_CSV} = {str(path)!r}: can't be read ({error})") from error
     if len(lines) != num_ranks:
         raise UserError(f"{_CSV} = {str(path)!r}: has {len(lines)} lines of actions, but there are {num_ranks} ranks")

@@ -28,6 +28,7 @@ from torchtitan_graph.graph.cost import Costs, Link, Work
 from torchtitan_graph.graph.liveness import held_memory, size_of
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.moe import MoE
+from torchtitan_graph.small_files import BadFile, parse_json, read_text
 
 ALL_LAYERS = ""
 _MOST = 1e200  # a load: the sum of all is a float too
@@ -53,10 +54,10 @@ def read_loads(path: Path) -> dict[str, list[float]]:
     """
     where = f"--expert_load {str(path)!r}"
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_text(path)
         found = _last_record(text, where) if path.suffix == ".jsonl" else _read_json(text)
     except (OSError, ValueError, RecursionError) as error:
-        if isinstance(error, UserError):
+        if isinstance(error, UserError) and not isinstance(error, BadFile):
             raise
         raise UserError(f"{where}: can't be read as JSON ({error})") from error
     by_layer = found if isinstance(found, dict) else {ALL_LAYERS: found}
@@ -73,8 +74,8 @@ def read_loads(path: Path) -> dict[str, list[float]]:
 
 def _last_record(text: str, where: str) -> Any:
     for line in reversed(text.split("\n")):
-        with contextlib.suppress(ValueError):  # a line may be torn, or just being written
-            if isinstance(record := json.loads(line), dict) and "expert_loads" in record:
+        with contextlib.suppress(BadFile):  # a line may be torn, or just being written
+            if isinstance(record := parse_json(line, object, where), dict) and "expert_loads" in record:
                 return record["expert_loads"]
     raise UserError(f"{where}: no record has expert_loads; train with metrics.log_expert_loads = true")
 
@@ -88,6 +89,7 @@ def _read_json(text: str) -> Any:
             raise ValueError(f"{twice!r:.80} is there twice")
         return dict(pairs)
 
+    parse_json(text, object, "it")  # is within bounds
     return json.loads(text, object_pairs_hook=table)
 
 

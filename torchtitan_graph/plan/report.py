@@ -25,7 +25,7 @@ _INSTEAD = {
     PP: ("a lower parallelism.pipeline_parallel_degree", "pp,schedule,rows"),
     FSDP: (f"{_FEWER_GATHERS}, or a higher parallelism.data_parallel_replicate_degree", "dp_replicate,rows,reshard"),
     EXPERT_FSDP: (f"{_FEWER_GATHERS}, or a higher parallelism.expert_parallel_degree", "ep,tp,rows,reshard"),
-    DP_REPLICATE: ("a larger training.global_batch_size, so that gradients are summed for more rows", "dp_replicate"),
+    DP_REPLICATE: ("a larger training.global_batch_size, so that gradients are summed for more rows", DP_REPLICATE),
     TP: ("a lower parallelism.tensor_parallel_degree", "tp,rows"),
     CP: ("a lower parallelism.context_parallel_degree", "cp,rows"),
     EP: ("a lower parallelism.expert_parallel_degree, at best within a machine", "ep,rows"),

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.small_files import BadFile, check_toml, read_text
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -68,6 +69,7 @@ class Rates(NamedTuple):
         return self.fp8 if width < 2 else self.half if width == 2 else self.full
 
 
+_MOST_BYTES = 2**16
 _MAY_BE_ZERO = ("reserved_gib", "launch", "kernel", "near_hop", "far_hop", "fusion_share")
 # What a figure is at least and at most, so that one in another unit is found out: 989 for 989e12 FLOP/s, 6 for 6e-6 s.
 _UNITS: dict[str, tuple[str, float, float]] = {
@@ -85,9 +87,13 @@ def read_rates(path: Path) -> Rates:
         UserError: it can't be read, a key is missing or unknown, or a value is not legal; names the file and the key.
     """
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: can't be read ({getattr(error, 'strerror', None) or error})") from error
+        text = read_text(path, _MOST_BYTES)
+        check_toml(text)
+        table = tomllib.loads(text)
+    except BadFile:
+        raise
+    except OSError as error:
+        raise UserError(f"{path}: can't be read ({error.strerror or error})") from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: is not valid TOML: {error or 'nested too deeply'}") from error
     for key in table:

@@ -92,7 +92,7 @@ def test_a_forward_that_dynamo_takes_is_no_other() -> None:
         return loss.detach()
 
     with pytest.raises(UserError, match=r"takes a step of an optimizer \(SGD\), which was not passed: .*optimizer="):
-        dynamo_capture(InParts(whole, lambda x: model(x)), model, (X,), device=None)
+        dynamo_capture(InParts(whole, lambda x: model(x)), model)(X)
 
 
 @pytest.mark.parametrize("make", [Container, lambda inner: Shares(inner[0])])
@@ -210,7 +210,7 @@ def test_a_trace_writes_to_nothing_that_is_live(deed: Callable, capture: str) ->
         return x + c
 
     with pytest.raises(UserError, match="tensor that it closes over"):
-        minimal_fx_tracer(step, model)(X) if capture == "make_fx" else dynamo_capture(step, model, (X,), device=None)
+        minimal_fx_tracer(step, model)(X) if capture == "make_fx" else dynamo_capture(step, model)(X)
     assert torch.equal(c, torch.zeros(3)) and not c.requires_grad and c._version == 0
 
 

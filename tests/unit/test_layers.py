@@ -29,7 +29,7 @@ def write_package(folder: Path, **imports: str) -> None:
         (package / module / "__init__.py").touch()
     top = ("train", "translate", "requeue", "preflight", "launch", "precompile")
     bottom = ("patience", "errors", "command", "log", "device", "float8_ops", "ops", "row_loss", "stop")
-    bottom += ("fused_loss", "loss_kernels", "planned_norms", "elementwise", "elementwise_kernels")
+    bottom += ("fused_loss", "loss_kernels", "planned_norms", "elementwise", "elementwise_kernels", "small_files")
     for module in ("__init__", *top, "trainer", "blueprint", "forecast", "compiler", "loss", *bottom):
         (package / f"{module}.py").touch()
     for module in ("cleanup", "shard_params"):

@@ -29,15 +29,8 @@ def write_package(folder: Path, **imports: str) -> None:
         (package / module / "__init__.py").touch()
     top = ("train", "translate", "requeue", "preflight", "launch", "precompile")
     bottom = ("patience", "errors", "command", "log", "device", "float8_ops", "ops", "row_loss", "stop")
-    bottom += (
-        "capture",
-        "small_files",
-        "fused_loss",
-        "loss_kernels",
-        "planned_norms",
-        "elementwise",
-        "elementwise_kernels",
-    )
+    bottom += ("capture", "small_files", "fused_loss", "loss_kernels", "planned_norms", "elementwise")
+    bottom += ("elementwise_kernels",)
     for module in ("__init__", *top, "trainer", "blueprint", "forecast", "compiler", "loss", *bottom):
         (package / f"{module}.py").touch()
     for module in ("cleanup", "shard_params"):

@@ -38,6 +38,7 @@ __all__ = [
     "keeps_its_own_way",
     "lazy_graph_module",
     "made_for",
+    "refused_region",
     "reparametrize",
     "set_arguments",
     "trace_set_aside",
@@ -186,7 +187,10 @@ def _marked_modules(module: torch.nn.Module | None, recorder: Recorder | None) -
     def called(inner: Callable[..., Any], begins: Callable[[torch.nn.Module], bool]) -> Callable[..., Any]:
         @functools.wraps(inner)
         def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return enter(self, inner, *args, **kwargs) if begins(self) else inner(self, *args, **kwargs)
+            # Dynamo, which reads the branches of `torch.cond`, takes nothing that is kept outside of what it reads.
+            if torch.compiler.is_dynamo_compiling() or not begins(self):
+                return inner(self, *args, **kwargs)
+            return enter(self, inner, *args, **kwargs)
 
         return call
 
@@ -339,6 +343,23 @@ def author_s_stack() -> traceback.StackSummary:
     made = re.findall(r'File "(.*)", line (\d+), in (.*)\n +(.*)', fx_traceback.current_meta.get("stack_trace") or "")
     frames = [traceback.FrameSummary(path, int(number), name, line=line) for path, number, name, line in made]
     return traceback.StackSummary.from_list(frames) if frames else traceback.extract_stack()
+
+
+def refused_region(error: Exception) -> tuple[str, str, traceback.StackSummary] | None:
+    """Where torch tells on a page why a function that is given to `torch.cond` or its like can't be a graph, give the
+    operator, the reason in a line, and the stack; None if the error is another. Its class is in Dynamo, whose import
+    takes a second."""
+    if type(error).__name__ != "UncapturedHigherOrderOpError":
+        return None
+    text = str(error)
+    operator = re.search(r"Higher Order Operator: (\S+)", text)
+    reason = re.search(r"Explanation: (.*?)\.? *\n", text)
+    says = reason[1] if reason else text.partition("\n")[0]
+    if "input mutation" in text:
+        says = "it writes in place to what it is given, or to what is around it"
+    found = re.findall(r'File "(.*)", line (\d+), in (.*)\n +(.*)', text)
+    frames = [traceback.FrameSummary(path, int(number), name, line=line) for path, number, name, line in found]
+    return operator[1] if operator else "a region", says, traceback.StackSummary.from_list(frames)
 
 
 def lazy_graph_module(root: torch.nn.Module, graph: torch.fx.Graph) -> torch.fx.GraphModule:

@@ -239,7 +239,13 @@ class Sizes:
         if unbacked := next((x for x in self.dimensions if x.unbacked and x.of is None), None):
             return f"{unbacked} is unbacked"
         node = next((n for n in gm.graph.nodes if n.target is torch.ops.aten._local_scalar_dense.default), None)
-        return node and f"{meta.module(node) or 'the traced function'} reads a tensor's value ({node.target})"
+        if node is not None:
+            return f"{meta.module(node) or 'the traced function'} reads a tensor's value ({node.target})"
+        for loop in (n for n in gm.graph.nodes if isinstance(n.target, torch._ops.HigherOrderOperator)):
+            symbols = {s for x in _sizes(loop.meta.get("val")) if is_symbolic(x) for s in x.node.expr.free_symbols}
+            if not symbols <= self._names.keys():
+                return f"{meta.module(loop) or 'the traced function'} gives what only a run knows ({loop.target})"
+        return None
 
     def of_unbacked(self) -> dict[Any, int]:
         """Give the sizes that were traced of symbols that are unbacked."""
@@ -316,6 +322,12 @@ class Sizes:
         if isinstance(named, sympy.Rel):
             return f"{named.lhs} {named.rel_op} {named.rhs}"
         return str(named)
+
+
+def _sizes(val: Any) -> list[Any]:
+    """Give the sizes of a node's value, and the numbers in it."""
+    leaves = pytree.tree_leaves(val)
+    return [n for x in leaves for n in (x.shape if isinstance(x, torch.Tensor) else (x,))]
 
 
 def _is_computed(x: Dimension) -> bool:

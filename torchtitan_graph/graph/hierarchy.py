@@ -13,11 +13,11 @@ of that, what the engine itself calls has the count of its origin, or 0.
 
 Left out are functions of torch, of the standard library, of this project's tracer (`graph/`, `parallel/`) and of
 generated code; comprehensions, which have no frame of their own from Python 3.12 on; decorators' closures, which take
-(*args, **kwargs); and a module's own `forward`, which is the module, with what decorates it.
+(*args, **kwargs); and a module's own `forward` and `__call__`, which are the module, with what decorates them.
 
 How: when a node is made, Python's frames are walked from the innermost outwards, to the first that the last node had
 too; not to a generator's, which may be called from elsewhere now. The last node's frames are held, so that no other can
-have their identity, and so is what is counted. The k-th frame of the wrapper of `Module.__call__` belongs to the k-th
+have their identity, and so is what is counted. The k-th frame of the wrapper of a module's call belongs to the k-th
 module that runs.
 """
 
@@ -42,7 +42,7 @@ from torchtitan_graph.errors import UserError
 _PROJECT = Path(__file__).parent.parent
 _LEFT_OUT = tuple(
     os.path.join(folder, "") for folder in (Path(torch.__file__).parent, _PROJECT / "graph", _PROJECT / "parallel")
-) + ("<eval_with_key>", "<string>", "<frozen")  # generated code
+) + ("<eval_with_key>", "<frozen")  # generated code
 _STANDARD = os.path.join(sysconfig.get_path("stdlib"), "")
 _TAKES_ANYTHING = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 
@@ -121,7 +121,7 @@ class Recorder:
     """
 
     def __init__(self, names: dict[int, str], place: Place = (), module: nn.Module | None = None) -> None:
-        self._names, self._root, self._module = names, Scope(place), module
+        self._names, self._root, self.module = names, Scope(place), module
         self._base: CodeType | None = None
         self._engine: CodeType | None = None
         self._wrapper: CodeType | None = None
@@ -136,7 +136,7 @@ class Recorder:
         return Recorder(self._names, place, module)
 
     def wrap(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        """Give a `Module.__call__` that tells which module runs."""
+        """Give a function that begins a module's call, its first argument, and tells that it runs."""
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             self._running.append(module)
@@ -176,7 +176,7 @@ class Recorder:
         number = len(self._running) - sum(each.f_code is self._wrapper for each in new)
         for each in reversed(new):
             parent = self._held[-1][1] if self._held else self._root
-            owner = self._running[number - 1] if number else self._module
+            owner = self._running[number - 1] if number else self.module
             if each.f_code is self._engine:
                 scope = Scope((), counts=False)
             elif each.f_code is self._wrapper:
@@ -191,13 +191,14 @@ class Recorder:
         return self._held[-1][1].place if self._held else self._root.place
 
     def _forward_of(self, kind: type[nn.Module]) -> list[CodeType]:
-        """Give the code of a class' forward: its own, and that of what decorates it."""
+        """Give the code of a class' `forward` and `__call__`, and that of what decorates them."""
         if kind not in self._forwards:
             found: list[CodeType] = []
-            forward: Any = kind.forward
-            while forward is not None:
-                found += [code] if (code := getattr(forward, "__code__", None)) is not None else []
-                forward = getattr(forward, "__wrapped__", None)
+            for called in (kind.forward, kind.__call__):
+                function: Any = called
+                while function is not None:
+                    found += [code] if (code := getattr(function, "__code__", None)) is not None else []
+                    function = getattr(function, "__wrapped__", None)
             self._forwards[kind] = found
         return self._forwards[kind]
 
@@ -207,6 +208,7 @@ class Recorder:
             left_out = (
                 file.startswith(_LEFT_OUT)
                 or (file.startswith(_STANDARD) and "site-packages" not in file)
+                or (file == "<string>" and code.co_name.startswith(("<", "__")))  # of a dataclass, or FX's
                 or (bool(code.co_freevars) and code.co_flags & _TAKES_ANYTHING == _TAKES_ANYTHING)
                 or code.co_name in ("<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>")
             )

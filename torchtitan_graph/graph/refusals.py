@@ -20,7 +20,7 @@ from torchtitan_graph.graph.state import live_state
 from torchtitan_graph.graph.torch_private.fake import WritesToLive
 from torchtitan_graph.graph.torch_private.sizes import dynamic_marks
 from torchtitan_graph.graph.torch_private.tensors import has_gradient_hooks
-from torchtitan_graph.graph.torch_private.tracing import DynamicOutputShapeException, FakeTensor
+from torchtitan_graph.graph.torch_private.tracing import DynamicOutputShapeException, FakeTensor, refused_region
 
 
 def check_state(module: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None) -> None:
@@ -63,6 +63,13 @@ def refusing_reads(optimizer: torch.optim.Optimizer | None, sizes: Sizes) -> Ite
             "take torch.where or a mask of fixed shape, or do it outside"
         ) from error
     except (TypeError, RuntimeError, IndexError) as error:
+        if refused := refused_region(error):
+            operator, reason, stack = refused
+            at = place(stack) or place(traceback.extract_tb(error.__traceback__))
+            raise UserError(
+                f"a function that is given to {operator} can't be a graph of its own{at}: {reason}; let it return new"
+                " values"
+            ) from error
         first = str(error).partition("\n")[0]
         if "use_reentrant=True" in str(error):
             raise UserError(

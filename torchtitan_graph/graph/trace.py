@@ -51,7 +51,7 @@ from torchtitan_graph.graph.state import (
     unassigned_data,
     unchanged_attributes,
 )
-from torchtitan_graph.graph.torch_private.fake import FakeTensorMode
+from torchtitan_graph.graph.torch_private.fake import FakeTensorMode, NeedsSymbols
 from torchtitan_graph.graph.torch_private.sizes import SymbolicFakeTensorMode
 from torchtitan_graph.graph.torch_private.tracing import DataDependentOutputException, trace_to_graph
 from torchtitan_graph.graph.traced import TracedResult, autocast
@@ -299,14 +299,19 @@ def _on_flat_tensors(
 def _unless_read(
     graph: Callable[[Mapping[str, torch.nn.Module]], GraphModule], blocks: Mapping[str, torch.nn.Module]
 ) -> GraphModule | None:
-    """Trace each kind of block once, or say why that can't be; give None if the function reads a tensor's value."""
+    """Trace each kind of block once, or say why that can't be; give None if that needs symbols: the function
+    reads a tensor's value, or loops by one."""
     try:
         try:
             return graph(blocks)
         except TraceInFull as reason:
             logger.info(f"every block is traced, not every kind: {reason}")
         return graph({})  # here, where nothing of the first is held: a checkpoint that it left begun would go on
-    except DataDependentOutputException:
+    except (DataDependentOutputException, NeedsSymbols):
+        return None
+    except AssertionError as error:  # of a loop that carries a Python number
+        if "fake_mode with shape_env" not in str(error):
+            raise
         return None
 
 

@@ -314,3 +314,58 @@ def test_a_hook_on_a_tensor_belongs_to_the_operator_that_made_the_tensor() -> No
         f"{owner} > scale()" for owner in owners
     ]
     assert [meta.module(node) for node in made] == ["1.q", "0.q"]
+
+
+class CallsItself(nn.Module):
+    """Has a `__call__` of its own, instead of its base's or around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).relu()
+
+
+class Instead(CallsItself):
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.linear(x).sin()
+
+
+class Around(CallsItself):
+    def __call__(self, x: Tensor) -> Tensor:
+        return super().__call__(x).cos()
+
+
+class Calls(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.instead, self.around, self.directly = Instead(), Around(), CallsItself()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.directly.forward(self.around(self.instead(x)).tanh())
+
+
+def test_a_call_of_ones_own_and_a_forward_that_is_called_directly_are_the_module() -> None:
+    model, before = Calls(), (Instead.__call__, CallsItself.forward, nn.Module.__call__)
+    gm = traced(step_of(model), model)
+    found = {
+        aten.sin.default: ("instead", "instead:Instead"),
+        aten.cos.default: ("around", "around:Around"),
+        aten.tanh.default: ("", ""),
+        aten.relu.default: ("directly", "directly:CallsItself"),
+    }
+    for target, (name, place) in found.items():
+        node = [n for n in nodes(gm, target) if meta.phase(n) == "forward"][-1]
+        assert meta.module(node) == name
+        assert shown(call_hierarchy(node)[0]) == " > ".join(filter(None, ("step()", ":Calls", place)))
+    products = [shown(call_hierarchy(node)[0]) for node in nodes(gm, aten.addmm.default)]
+    assert products == [f"step() > :Calls > {each} > linear:Linear" for each in [p for _, p in found.values() if p]]
+    assert (Instead.__call__, CallsItself.forward, nn.Module.__call__) == before
+
+
+def test_functions_that_are_made_of_text_are_told() -> None:
+    made: dict = {}
+    exec("def turned(x):\n    return x.flip(-1)", made)
+    (node,) = nodes(traced(lambda x: made["turned"](x)), aten.flip.default)
+    assert shown(call_hierarchy(node)[0]) == "<lambda>() > turned()"

@@ -24,6 +24,10 @@ class WritesToLive(Exception):
         self.func, self.stack = func, stack
 
 
+class NeedsSymbols(Exception):
+    """A loop whose number of rounds only a run knows is traced with symbols, for which the mode has no place."""
+
+
 class FakeTensorMode(_FakeTensorMode):
     """torch's mode for tensors without numbers, but that it never writes to one with numbers, and that it says the
     strides of a device's own kernels.
@@ -45,8 +49,11 @@ class FakeTensorMode(_FakeTensorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         self._keep_live(func, args, kwargs or {})
-        is_region = isinstance(func, torch._ops.HigherOrderOperator) and func not in registered_hop_fake_fns
-        if is_region and _FakeTensorMode in func.python_key_table:
+        is_region = isinstance(func, torch._ops.HigherOrderOperator)
+        # `while_loop_stack_output` keeps the values of each round, for backward.
+        if is_region and func.name().startswith("while_loop") and self.shape_env is None:
+            raise NeedsSymbols
+        if is_region and func not in registered_hop_fake_fns and _FakeTensorMode in func.python_key_table:
             return func.python_key_table[_FakeTensorMode](self, *args, **(kwargs or {}))
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if func not in _STRIDES and func not in _STRIDES_ON_CPU or result is NotImplemented:

@@ -38,6 +38,7 @@ __all__ = [
     "keeps_its_own_way",
     "lazy_graph_module",
     "made_for",
+    "refused_region",
     "reparametrize",
     "set_arguments",
     "trace_set_aside",
@@ -159,30 +160,72 @@ def _marked_backward(module: torch.nn.Module | None) -> Iterator[types.CodeType]
 
 
 @contextlib.contextmanager
-def _marked_modules(module: torch.nn.Module | None) -> Iterator[None]:
-    """Let every node carry the name of the innermost submodule whose call made it, forward hooks included.
+def _marked_modules(module: torch.nn.Module | None, recorder: Recorder | None) -> Iterator[None]:
+    """Let every node carry the name of the innermost submodule whose call made it, forward hooks included, and tell the
+    recorder of each call.
 
-    `make_fx(record_module_stack=True)` records nothing for modules that are called from a plain function.
+    `make_fx(record_module_stack=True)` records nothing for modules that are called from a plain function. A class may
+    have a `__call__` of its own, and call that of its base; and `forward` may be called without it.
     """
-    if module is None:
+    if module is None and recorder is None:
         yield
         return
-    names = {id(child): name for name, child in module.named_modules()}
-    inner = torch.nn.Module.__call__
+    names = {id(child): name for name, child in module.named_modules()} if module is not None else {}
+    running = [recorder.module] if recorder is not None else []
 
-    @functools.wraps(inner)
-    def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        name = names.get(id(self))
-        if name is None:
-            return inner(self, *args, **kwargs)
-        with annotated(module=name):
-            return inner(self, *args, **kwargs)
+    def run(child: torch.nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        name = names.get(id(child))
+        running.append(child)
+        try:
+            with annotated(module=name) if name is not None else contextlib.nullcontext():
+                return inner(child, *args, **kwargs)
+        finally:
+            running.pop()
 
-    torch.nn.Module.__call__ = call  # type: ignore[method-assign]
+    enter = recorder.wrap(run) if recorder is not None else run
+
+    def called(inner: Callable[..., Any], begins: Callable[[torch.nn.Module], bool]) -> Callable[..., Any]:
+        @functools.wraps(inner)
+        def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            # Dynamo, which reads the branches of `torch.cond`, takes nothing that is kept outside of what it reads.
+            if torch.compiler.is_dynamo_compiling() or not begins(self):
+                return inner(self, *args, **kwargs)
+            return enter(self, inner, *args, **kwargs)
+
+        return call
+
+    def begins_forward(child: torch.nn.Module) -> bool:
+        return id(child) in names and not any(each is child for each in running[-1:])
+
+    found = [(torch.nn.Module, "__call__")] + list(_own_functions(module))
+    before = [(cls, name, vars(cls)[name]) for cls, name in found]
+    for cls, name, inner in before:
+        begins = begins_forward if name == "forward" else functools.partial(_has_first, cls)
+        # Of a trace inside the trace the outer one's is put aside.
+        setattr(cls, name, called(getattr(inner, "__wrapped__", inner) if _is_ours(inner) else inner, begins))
     try:
         yield
     finally:
-        torch.nn.Module.__call__ = inner  # type: ignore[method-assign]
+        for cls, name, inner in before:
+            setattr(cls, name, inner)
+
+
+def _is_ours(function: Any) -> bool:
+    return getattr(function, "__code__", None) is not None and function.__code__.co_filename == __file__
+
+
+def _own_functions(module: torch.nn.Module | None) -> Iterator[tuple[type, str]]:
+    """Give the classes of a module and its submodules that define `__call__` or `forward`, and which."""
+    kinds = {type(child): None for child in module.modules()} if module is not None else {}
+    for cls in dict.fromkeys(each for kind in kinds for each in kind.__mro__ if issubclass(each, torch.nn.Module)):
+        for name in ("__call__", "forward"):
+            if cls is not torch.nn.Module and isinstance(vars(cls).get(name), types.FunctionType):
+                yield cls, name
+
+
+def _has_first(cls: type, child: torch.nn.Module) -> bool:
+    """Tell whether a module is called by this class' `__call__`, not by way of a subclass' that calls it."""
+    return next(each for each in type(child).__mro__ if "__call__" in vars(each)) is cls
 
 
 @contextlib.contextmanager
@@ -195,7 +238,7 @@ def _recorded(recorder: Recorder | None, base: types.CodeType, engine: types.Cod
     if recorder is None:
         yield
         return
-    call, created = torch.nn.Module.__call__, PythonKeyTracer.create_node
+    created = PythonKeyTracer.create_node
     inner = getattr(created, "__wrapped__", created)
 
     @functools.wraps(inner)
@@ -205,13 +248,11 @@ def _recorded(recorder: Recorder | None, base: types.CodeType, engine: types.Cod
         node.meta["is_grad"] = torch.is_grad_enabled()
         return node
 
-    torch.nn.Module.__call__ = recorder.wrap(call)  # type: ignore[method-assign]
     PythonKeyTracer.create_node = create_node  # type: ignore[method-assign]
     try:
         with recorder.running(base, engine):
             yield
     finally:
-        torch.nn.Module.__call__ = call  # type: ignore[method-assign]
         PythonKeyTracer.create_node = created  # type: ignore[method-assign]
 
 
@@ -257,7 +298,7 @@ def trace_to_graph(
 
         def marked(*flat: torch.Tensor) -> Any:
             # Inside the trace: make_fx patches `Module.__call__` itself and would drop a patch made before.
-            with _marked_modules(module), _recorded(recorder, marked.__code__, engine):
+            with _marked_modules(module, recorder), _recorded(recorder, marked.__code__, engine):
                 return fn(*flat)
 
         return _without_made_up(make_fx(marked, record_stack_traces=stack_traces)(*fake_inputs))
@@ -302,6 +343,23 @@ def author_s_stack() -> traceback.StackSummary:
     made = re.findall(r'File "(.*)", line (\d+), in (.*)\n +(.*)', fx_traceback.current_meta.get("stack_trace") or "")
     frames = [traceback.FrameSummary(path, int(number), name, line=line) for path, number, name, line in made]
     return traceback.StackSummary.from_list(frames) if frames else traceback.extract_stack()
+
+
+def refused_region(error: Exception) -> tuple[str, str, traceback.StackSummary] | None:
+    """Where torch tells on a page why a function that is given to `torch.cond` or its like can't be a graph, give the
+    operator, the reason in a line, and the stack; None if the error is another. Its class is in Dynamo, whose import
+    takes a second."""
+    if type(error).__name__ != "UncapturedHigherOrderOpError":
+        return None
+    text = str(error)
+    operator = re.search(r"Higher Order Operator: (\S+)", text)
+    reason = re.search(r"Explanation: (.*?)\.? *\n", text)
+    says = reason[1] if reason else text.partition("\n")[0]
+    if "input mutation" in text:
+        says = "it writes in place to what it is given, or to what is around it"
+    found = re.findall(r'File "(.*)", line (\d+), in (.*)\n +(.*)', text)
+    frames = [traceback.FrameSummary(path, int(number), name, line=line) for path, number, name, line in found]
+    return operator[1] if operator else "a region", says, traceback.StackSummary.from_list(frames)
 
 
 def lazy_graph_module(root: torch.nn.Module, graph: torch.fx.Graph) -> torch.fx.GraphModule:

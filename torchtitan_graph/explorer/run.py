@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 from urllib.parse import quote
 
 from torchtitan_graph.log import logger
@@ -74,7 +74,7 @@ def _curves(records: list[dict[str, Any]]) -> dict[str, list[tuple[float, float]
     return {name: points[: -1 : -(len(points) // -MAX_POINTS)] + points[-1:] for name, points in found.items()}
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return type(value) in (int, float) and abs(value) < 1e300 and math.isfinite(value)  # type: ignore[arg-type, operator]
 
 

@@ -19,8 +19,9 @@ import torchtitan_graph
 from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.command import run_command
 from torchtitan_graph.config import DRY, JobConfig, check, find_config, load, ranks_asked_for, read_beside
+from torchtitan_graph.device import GIB
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.explorer import PassWatch, Strings, graph_data, page
+from torchtitan_graph.explorer import PassWatch, Strings, graph_data, page, run_data
 from torchtitan_graph.forecast import forecast
 from torchtitan_graph.graph.liveness import input_memory
 from torchtitan_graph.graph.measured import find_trace, has_traces, measured
@@ -91,7 +92,16 @@ def build(config: JobConfig, world_size: int, trace: Path | None) -> dict[str, A
             f"torchtitan_graph {torchtitan_graph.__version__}, torch {torch.__version__}",
         ]
         title = f"{config.model.name} {config.model.flavor or 'as in config.json'}"
-        return {"title": title, "facts": facts, "needs": told.lines(), "strings": strings.table, "graphs": shown}
+        planned = f"{told.in_all / GIB:.3f} GiB{told.untold}"
+        needs = told.lines()
+        return {
+            "title": title,
+            "facts": facts,
+            "planned": planned,
+            "needs": needs,
+            "strings": strings.table,
+            "graphs": shown,
+        }
     finally:
         dist.destroy_process_group()
 
@@ -148,6 +158,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         was_profiled = options.what.is_dir() and has_traces(options.what)
         trace = find_trace(options.what, config.comm.fake_rank, world_size) if was_profiled else None
         data = build(config, world_size, trace)
+        if options.what.is_dir():
+            data["run"] = run_data(options.what, options.output)
+            data["run"]["facts"].append(["peak memory, planned", data["planned"]])
         write_result("-o", options.output, page(data))
     except UserError as error:
         logger.error(str(error))

@@ -72,6 +72,7 @@ class Trainer(Blueprint):
     def __init__(self, config: JobConfig, world_size: int):
         super().__init__(config, world_size)
         self.scope_table = ""  # what the step's modules and functions cost, where it is shown
+        self.planned = ""  # what its graphs say of its memory, in words; of eager mode nothing is known
         self.step = self.tokens_seen = 0
         self.stop_signal = 0  # the signal that asked a rank to stop; the same on all ranks
         self.tokens_by_source: dict[str, int] = {}
@@ -137,6 +138,7 @@ class Trainer(Blueprint):
         told = forecast(self.model, graphs, self.layout, self.options, self.config.optimizer)
         logger.info("\n".join(["this rank:", *told.lines()]))
         check_fits(told, self._forecast_with)
+        self.planned = f"planned {told.in_all / devices.GIB:.3f} GiB{told.untold}; "
         if self.config.compile.record_call_hierarchy and self.config.metrics.enable_tensorboard:
             costs = costs_on(self.layout, self.options)
             self.scope_table = "\n".join(step_table(self.model, graphs, self.options.rows[1], costs))
@@ -254,6 +256,11 @@ class Trainer(Blueprint):
             if last and config.checkpoint.last_save_in_hf:
                 with run.during("checkpoint"):
                     self._save_in_hugging_face_format(anew=self.step >= first)
+            if self.step >= first:
+                of = "reserved by the allocator" if self.device.type == "cuda" else "of the whole process"
+                logger.info(
+                    f"peak memory of this rank: {self.planned}measured {devices.peak_memory_gib():.3f} GiB, {of}"
+                )
 
     def train_step(self, metrics: Metrics) -> bool:
         """Do one optimizer step: batches -> loss, gradients -> clip -> optimizer. False if the data is used up."""

@@ -37,6 +37,13 @@ from torchtitan_graph.steps import build_graphs, costs_on
 REST = {"parameters": 3 * 2**20, "optimizer state": 6 * 2**20}
 EVIL = "</script><img src=x onerror=document.title='broken'>"
 STEP, HOSTILE = 0, 1
+RUN = {
+    "folder": EVIL,
+    "facts": [["state", "finished"], [EVIL, EVIL]],
+    "curves": {EVIL: [[1, 2.0]], "loss": [[1, 4.0], [2, 3.0], [11, 1.0]]},
+    "files": [[EVIL, "../run/javascript%3Aalert%281%29", 2048]],
+    "config": EVIL,
+}
 ROWS = """return [...document.querySelectorAll(`#${arguments[0]} .body .row`)].map((row) =>
     [...row.querySelectorAll(".cell")].map((cell) => cell.dataset.value ?? cell.textContent))"""
 
@@ -140,7 +147,14 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
         made = [step_data(strings), hostile_data(strings)]
         title = "{{SCRIPT}} " + EVIL
         graphs = [data for data, *_ in made]
-        data = {"title": title, "facts": [EVIL], "needs": [EVIL], "strings": strings.table, "graphs": graphs}
+        data = {
+            "title": title,
+            "facts": [EVIL],
+            "needs": [EVIL],
+            "strings": strings.table,
+            "graphs": graphs,
+            "run": RUN,
+        }
         path.write_text(page(data), encoding="utf-8")
         complaints(driver)
         found = Shown(driver, path, made[STEP][3], [root for _, root, *_ in made], [each[2] for each in made])
@@ -270,6 +284,25 @@ def test_collectives_are_summed_by_axis(shown: Shown) -> None:
     assert "beside it" in shown.text("beside")
 
 
+def test_a_run_is_where_the_page_begins(shown: Shown) -> None:
+    shown.open(shown.path)
+    assert shown.one("#tab-run").get_attribute("aria-selected") == "true"
+    assert shown.text("run-facts").splitlines()[:4] == ["folder", EVIL, "state", "finished"]
+    assert shown.rows("run-files") == [[EVIL, "2048"]]
+    assert shown.one("#run-files a").get_attribute("href").endswith("/run/javascript%3Aalert%281%29")
+    over = """const [curve, x] = [document.getElementById("curve"), arguments[0]];
+        const box = curve.getBoundingClientRect();
+        curve.dispatchEvent(new PointerEvent("pointermove", {clientX: box.left + x * box.width, clientY: box.top + 9}));
+        return document.getElementById("hint").textContent"""
+    assert [shown.run(over, x) for x in (0.01, 0.2, 0.9)] == [
+        "step 1: loss 4",
+        "step 2: loss 3",
+        "step 11: loss 1",
+    ]
+    shown.pick("curve-name", 0)
+    assert shown.run(over, 0.5) == f"step 1: {EVIL} 2"
+
+
 def test_passes_show_nodes_before_and_after(shown: Shown) -> None:
     shown.graph(STEP, "passes")
     (watched,) = shown.watches[STEP].graphs.values()
@@ -295,7 +328,7 @@ def test_passes_show_nodes_before_and_after(shown: Shown) -> None:
 
 
 def test_names_are_shown_as_text(shown: Shown) -> None:
-    for view in ("costs", "memory", "sent", "passes"):
+    for view in ("run", "costs", "memory", "sent", "passes"):
         shown.graph(HOSTILE, view)
         assert not shown.driver.find_elements("css selector", "img")
         assert shown.driver.title == "{{SCRIPT}} " + EVIL

@@ -34,6 +34,14 @@ def test_metrics_have_the_promised_keys(reference: tuple[Path, Result]) -> None:
     assert all(record["memory_gib"] > 0 and record["tokens_per_second"] > 0 for record in found if "loss" in record)
 
 
+def test_a_run_ends_with_the_memory_that_was_planned_and_measured(reference: tuple[Path, Result]) -> None:
+    output = reference[1].output
+    line = r"peak memory of this rank: planned (\S+) GiB; measured (\S+) GiB, of the whole process"
+    planned, of_process = re.findall(line, output)[0]
+    assert re.search(rf"  in all +{planned} GiB", output), "as the run said at its start"
+    assert float(of_process) > float(planned) > 0
+
+
 def test_other_ranks_write_their_own_metrics(reference: tuple[Path, Result]) -> None:
     lines = (reference[0] / "metrics_rank1.jsonl").read_text().splitlines()
     mine = [json.loads(line) for line in lines]

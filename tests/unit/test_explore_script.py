@@ -18,7 +18,8 @@ import torch
 from torch.fx import GraphModule
 
 from torchtitan_graph.compiler import Inspection, Pass, run_passes
-from torchtitan_graph.explorer import PassWatch
+from torchtitan_graph.explorer import PassWatch, run_data
+from torchtitan_graph.explorer.run import MAX_POINTS, MAX_WORDS
 from torchtitan_graph.explorer.watch import Change
 from torchtitan_graph.graph.edit import call
 from torchtitan_graph.graph.trace import minimal_fx_tracer
@@ -111,6 +112,59 @@ def test_what_cannot_be_shown_is_refused_before_any_work(
     out = tmp_path / "page.html"
     assert explore(what.format(run=config.parent), *options, "-o", out) == 2
     assert words in capsys.readouterr().err and not out.exists()
+
+
+def test_a_run_is_shown_with_what_can_be_read_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = tmp_path / "a run #1"
+    (run / "graphs").mkdir(parents=True)
+    (run / "graphs" / os.fsdecode(b"\xff<b>.py")).write_text("x = 1\n")
+    (run / "link.py").symlink_to("/etc/passwd")
+    os.mkfifo(run / "waits")
+    records = [{"step": i, "loss": 1 / (i + 1), "lr": float("nan"), "by": {"a": 1}} for i in range(5001)]
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(x)}\n" for x in records) + '{"step": 50')
+    times = {"useful": "0:00:02"}
+    (run / "status.json").write_text(json.dumps({"state": "failed", "reason": "x" * 9999, "times": times, "step": 3}))
+    found = run_data(run, tmp_path / "pages" / "page.html")
+    json.dumps(found, allow_nan=False)
+    assert found["facts"][0] == ["state", "failed"] and ["time went into", "useful 0:00:02"] in found["facts"]
+    assert len(found["facts"][1][1]) == MAX_WORDS + 3 and found["curves"].keys() == {"loss"}
+    loss = found["curves"]["loss"]
+    assert len(loss) <= MAX_POINTS and loss[0] == (0, 1.0) and loss[-1] == (5000, 1 / 5001)
+    address = "../a%20run%20%231/graphs/%FF%3Cb%3E.py"
+    assert [each[1:] for each in found["files"] if each[0].startswith("graphs")] == [(address, 6)]
+    assert [each[0] for each in found["files"][:2]] == ["metrics.jsonl", "status.json"] and len(found["files"]) == 3
+    # Damaged, they are left out with a warning.
+    (run / "metrics.jsonl").write_text("torn\n")
+    (run / "status.json").write_text("[]")
+    (run / "config.toml").write_bytes(b"\xff")
+    left = run_data(run, tmp_path / "page.html")
+    assert (left["facts"], left["curves"], left["config"]) == ([], {}, "")
+    for name in ("metrics.jsonl, line 1: is not JSON", "status.json: is not what", "config.toml: is not UTF-8"):
+        assert any(name in message and "made without it" in message for message in caplog.messages), name
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("config.toml", b"[model\n", "config.toml': is not valid TOML"),
+        ("config.toml", b"\xff", "is not valid TOML: not UTF-8 (at line 1)"),
+        ("config.toml", None, "is no run's folder, for it has no config.toml"),
+        ("profile_traces/step-4/rank0.json.gz", b"no gzip", "rank0.json.gz: is "),
+        ("profile_traces/step-4/rank0.json.gz", gzip.compress(b'{"traceEvents": [')[:-9], "rank0.json.gz: is "),
+    ],
+)
+def test_a_damaged_run_is_one_line(
+    name: str, content: bytes | None, words: str, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_profile(config.parent, num_ranks=1)
+    path = config.parent / name
+    path.unlink()
+    os.mkfifo(path) if content is None else path.write_bytes(content)
+    assert explore(config.parent, "-o", tmp_path / "page.html", "--training.seq_len", "64") == 2
+    error = capsys.readouterr().err
+    assert words in error and "Traceback" not in error and not (tmp_path / "page.html").exists()
 
 
 def test_a_page_is_not_written_where_there_is_no_folder(

@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 _FOLDER = Path(__file__).parent / "page"
-_SCRIPTS = ("base.js", "table.js", "tree.js", "memory.js", "timeline.js", "passes.js", "main.js")
+_SCRIPTS = ("base.js", "table.js", "tree.js", "memory.js", "timeline.js", "passes.js", "run.js", "main.js")
 
 
 def page(data: Mapping[str, Any]) -> str:
-    """Give the page of some data: `title`, `facts` (pairs of words), `strings`, and `graphs`, see `graph_data`."""
+    """Give the page of some data: `title`, `facts` (pairs of words), `strings`, `graphs`, see
+    `graph_data`, and, of a run, `run`, see `run_data`."""
     style = (_FOLDER / "style.css").read_text(encoding="utf-8")
     scripts = "\n".join((_FOLDER / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     script = f'"use strict";\n(() => {{\n{scripts}\n}})();\n'

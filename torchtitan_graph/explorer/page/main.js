@@ -1,5 +1,5 @@
 // The page as a whole: which graph, which view, and the search over all.
-const VIEWS = ["costs", "memory", "sent", "passes"];
+const VIEWS = ["run", "costs", "memory", "sent", "passes"];
 
 class Search {
   constructor(page) {
@@ -104,11 +104,15 @@ class Page {
     this.sent = new Timeline(goTo);
     this.passes = new Passes();
     this.search = new Search(this);
+    this.run = data.run && new Run(data.run);
+    this.views = VIEWS.filter((view) => view !== "run" || this.run);
+    $("tab-run").hidden = !this.run;
     for (const view of VIEWS) $(`tab-${view}`).addEventListener("click", () => this.open(view));
     $("tabs").addEventListener("keydown", (event) => {
       const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
       if (!step) return;
-      this.open(VIEWS[(VIEWS.indexOf(this.view) + step + VIEWS.length) % VIEWS.length]);
+      const { views } = this;
+      this.open(views[(views.indexOf(this.view) + step + views.length) % views.length]);
       $(`tab-${this.view}`).focus();
     });
     $("needs").hidden = !data.needs.length;
@@ -119,7 +123,7 @@ class Page {
     const redraw = () => this.view && this.redraw();
     window.addEventListener("resize", redraw);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
-    this.view = "costs";
+    this.view = this.views[0];
     this.use(0);
   }
 
@@ -147,7 +151,8 @@ class Page {
   }
 
   redraw() {
-    if (this.view === "memory") this.memory.show();
+    if (this.view === "run") this.run.show();
+    else if (this.view === "memory") this.memory.show();
     else if (this.view === "sent") this.sent.show();
     else if (this.view === "passes") this.passes.show();
     else this.tree.table.draw();

@@ -1,0 +1,97 @@
+"""What a run's folder tells beside its graphs: how far it came, its metrics, its files."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeGuard
+from urllib.parse import quote
+
+from torchtitan_graph.log import logger
+from torchtitan_graph.metrics.records import read_records
+from torchtitan_graph.small_files import BadFile, read_json, read_text
+
+MAX_POINTS, MAX_FILES, MAX_WORDS = 2000, 1000, 500
+# What status.json is asked for, as the page names it.
+_STATUS = {
+    "state": "state",
+    "reason": "reason",
+    "step": "steps done",
+    "total_steps": "steps asked for",
+    "loss": "loss",
+    "restarts": "started again",
+    "host": "host",
+    "time_utc": "last sign of life",
+    "time_left": "time left",
+}
+
+
+def run_data(folder: Path, page: Path) -> dict[str, Any]:
+    """Return what the page shows of a run. What can't be read is left out, with a warning.
+
+    Args:
+        page: where the page is written: links to the run's files lead from there.
+    """
+    curves = _curves(_or_nothing(folder / "metrics.jsonl", lambda path: read_records(path, dict[str, Any]), []))
+    status = _or_nothing(folder / "status.json", lambda path: read_json(path, dict[str, Any]), {})
+    facts = [[words, _brief(status[key])] for key, words in _STATUS.items() if status.get(key) not in (None, "")]
+    if isinstance(times := status.get("times"), dict):
+        facts.append(["time went into", ", ".join(f"{_brief(key)} {_brief(x)}" for key, x in list(times.items())[:20])])
+    if measured := [value for _, value in curves.get("memory_gib", ())]:
+        facts.append(["peak memory, measured (rank 0; on a CPU of the whole process)", f"{max(measured):.3f} GiB"])
+    config = _or_nothing(folder / "config.toml", read_text, "")
+    return {"folder": str(folder), "facts": facts, "curves": curves, "files": _files(folder, page), "config": config}
+
+
+def _or_nothing(path: Path, read: Any, nothing: Any) -> Any:
+    """Read a file that only tells something."""
+    try:
+        return read(path)
+    except FileNotFoundError:
+        return nothing
+    except (BadFile, OSError) as error:
+        logger.warning(f"{error}; the page is made without it")
+        return nothing
+
+
+def _brief(value: object) -> str:
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= MAX_WORDS else text[:MAX_WORDS] + "..."
+
+
+def _curves(records: list[dict[str, Any]]) -> dict[str, list[tuple[float, float]]]:
+    """Return by name what was logged as numbers: [step, value], of long runs some of them, with the last."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for record in records:
+        if not _is_number(step := record.get("step")):
+            continue
+        for name, value in record.items():
+            if name != "step" and _is_number(value):
+                found.setdefault(name, []).append((step, value))
+    return {name: points[: -1 : -(len(points) // -MAX_POINTS)] + points[-1:] for name, points in found.items()}
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return type(value) in (int, float) and abs(value) < 1e300 and math.isfinite(value)  # type: ignore[arg-type, operator]
+
+
+def _files(folder: Path, page: Path) -> list[tuple[str, str, int]]:
+    """Return a run's files by their names in its folder, each with its address as seen from the page, and its bytes."""
+    start = page.absolute().parent
+    return [
+        (
+            str(path.relative_to(folder)),
+            quote(os.fsencode(os.path.relpath(path.absolute(), start))),
+            path.lstat().st_size,
+        )
+        for path in itertools.islice(_walk(folder), MAX_FILES)
+    ]
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    for place, folders, names in os.walk(folder):  # follows no links
+        folders.sort()
+        yield from (path for name in sorted(names) if (path := Path(place, name)).is_file() and not path.is_symlink())

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torchtitan_graph import device as devices
 from torchtitan_graph.checkpoint import begins_anew, check_choice
 from torchtitan_graph.config import JobConfig, shard_degree
+from torchtitan_graph.data.open_corpus import check_names
 from torchtitan_graph.data.tokenizer import Tokenizer, find_assets, load_tokenizer
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.forecast import Forecast, forecast
@@ -21,7 +22,7 @@ from torchtitan_graph.graph.dynamo import CAPTURES
 from torchtitan_graph.log import logger
 from torchtitan_graph.metrics import check_profiling, check_wandb
 from torchtitan_graph.models.hf import check_weights, choose_model
-from torchtitan_graph.optim import build_optimizer, check_optimizer
+from torchtitan_graph.optim import build_optimizer, check_first_step, check_optimizer
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.patience import refuse_unreadable
@@ -51,6 +52,7 @@ class Blueprint:
         self.config = config
         check_wandb(config.metrics.enable_wandb)
         check_profiling(config.profiling)
+        check_names(config)
         self.device = devices.device()
         self.seed = config.debug.seed or 0
         parallelism = config.parallelism
@@ -137,6 +139,8 @@ class Blueprint:
         self._tell_tokenizer()
         graphs = self.build_dry()
         told = forecast(self.model, graphs, self.layout, self.options, self.config.optimizer)
+        if "." in self.config.optimizer.name:
+            check_first_step(self.model, graphs.storages, self.config.optimizer, in_part=self.dims.pp > 1)
         if self.config.compile.optimizer_in_graph and "." in self.config.optimizer.name:
             logger.info("optimizer step: not traced in a dry run, for its first step tells what state it has")
         elif self.config.compile.optimizer_in_graph:

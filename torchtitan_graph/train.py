@@ -68,7 +68,8 @@ def _main(argv: Sequence[str] | None) -> int:
     try:
         config = load(sys.argv[1:] if argv is None else argv)
         fake = config.comm.mode == "fake_backend"
-        folder = None if fake else wait_for_storage(lambda: check_place(config.job.dump_folder))
+        place = wait_for_storage(lambda: check_place(config.job.dump_folder))
+        folder = None if fake else place  # a dry run writes nothing there
         if folder is not None:
             refuse_to_repeat(folder)
         world_size = (ranks_asked_for() or 1) if fake else int(os.environ.get("WORLD_SIZE", "1"))

@@ -7,6 +7,8 @@ from typing import Any
 from torchtitan_graph.config.option import INSIDE, brief, option, options
 from torchtitan_graph.rates import RATES
 
+_DOTTED, _NOT_EMPTY = r"\w+(\.\w+)+", "a string that is not empty"
+
 
 @dataclass
 class Job:
@@ -159,7 +161,10 @@ class ParamGroup:
     """Parameters with settings of their own. A parameter belongs to the first entry that matches its name."""
 
     pattern: str = option(
-        "", "Which parameters, by their whole names, such as *_norm.weight or layers.[01].*", pattern=r".+"
+        "",
+        "Which parameters, by their whole names, such as *_norm.weight or layers.[01].*",
+        pattern=r".+",
+        means=_NOT_EMPTY,
     )
     lr: float | None = option(None, "Peak learning rate; not set: optimizer.lr.", minimum=0)
     weight_decay: float | None = option(None, "Weight decay; not set: optimizer.weight_decay.", minimum=0)
@@ -175,7 +180,8 @@ class Optimizer:
         "AdamW",
         "Optimizer; a dotted name is a class of your own, a torch.optim.Optimizer.",
         choices=("Adam", "AdamW"),
-        pattern=r"\w+(\.\w+)+",
+        pattern=_DOTTED,
+        means="a dotted name, such as my_package.MyOptimizer, of a class that is imported",
     )
     options: dict[str, Any] = option(
         {}, "Further arguments of an optimizer with a dotted name, such as {momentum = 0.9}."
@@ -466,6 +472,7 @@ class ActivationCheckpoint:
         "op: of each layer keep attention, sums over ranks and every second matrix product, recompute the rest; an"
         " integer n: recompute every n-th layer as a whole.",
         pattern=r"op|[1-9][0-9]{0,8}",
+        means="op, or a whole number of at least 1",
     )
     save: list[str] = option(
         [],
@@ -510,9 +517,14 @@ class ExtraPass:
     """A pass of your own, put into the list of passes; see docs/03_graph.md."""
 
     pass_: str = option(
-        "", "The dotted name of a function that takes a GraphModule and gives one.", pattern=r"\w+(\.\w+)+"
+        "",
+        "The dotted name of a function that takes a GraphModule and gives one.",
+        pattern=_DOTTED,
+        means="a dotted name, such as my_package.my_pass, of a function that is imported",
     )
-    after: str = option("", "The pass that it follows; entries after the same pass run in their order.", pattern=r".+")
+    after: str = option(
+        "", "The pass that it follows; entries after the same pass run in their order.", pattern=r".+", means=_NOT_EMPTY
+    )
     exact: bool = option(True, "It keeps numbers bit for bit; false: up to rounding. debug.verify_passes checks it.")
 
 

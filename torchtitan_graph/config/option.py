@@ -19,6 +19,7 @@ else:
     import tomli as tomllib
 
 INSIDE = "a path below dump_folder, without .. and names of more than 200 bytes"  # the system takes 255
+LIKE_ENOUGH = 0.75  # a letter of four is another
 KINDS = {
     bool: "true or false",
     int: "a whole number",
@@ -41,12 +42,14 @@ def option(
     below: float | None = None,
     also: Sequence[float] = (),
     pattern: str | None = None,
+    means: str = "",
     place: str = "",
 ) -> Any:
     """Declare a dataclass field that users can set.
 
-    `choices` and `pattern` restrict strings (`pattern` is matched in full; where both are given, one is enough),
-    `minimum`, `maximum` and `below` numbers; `also` lists numbers outside that range which are legal all the same.
+    `choices` and `pattern` restrict strings: `pattern` is matched in full, and `means` says in words what matches it;
+    where both are given, one is enough.
+    `minimum`, `maximum` and `below` restrict numbers; `also` lists legal numbers outside that range.
     With `any_case`, a choice may be given in upper or lower case.
     `place`, if INSIDE, restricts strings that name files to those below dump_folder.
 
@@ -62,6 +65,7 @@ def option(
         "below": below,
         "also": tuple(also),
         "pattern": pattern,
+        "means": means,
         "place": place,
     }
     if isinstance(default, (list, dict)):
@@ -85,6 +89,7 @@ class Option:
     below: float | None
     also: tuple[float, ...]
     pattern: str | None
+    means: str
     place: str
 
     @property
@@ -96,19 +101,16 @@ class Option:
     def legal(self) -> str:
         """Describe the legal values in words."""
         if self.choices:
-            matching = f", or matching {self.pattern}" if self.pattern else ""
-            return "one of " + ", ".join(self.choices) + matching
+            return "one of " + ", ".join(self.choices) + (f", or {self.means}" if self.means else "")
         if self.row is not None:
             return f"tables, each [[{self.key}]], with the keys {', '.join(options(self.row))}"
-        words = self.place or KINDS[self.kind]
+        words = self.place or self.means or KINDS[self.kind]
         if self.minimum is not None:
             words += f" of at least {self.minimum}"
         if self.maximum is not None:
             words += f" and at most {self.maximum}"
         if self.below is not None:
             words += f" and below {self.below}"
-        if self.pattern is not None:
-            words += f" matching {self.pattern}"
         return " or ".join([words, *(str(value) for value in self.also)])
 
     def accept(self, value: Any) -> Any:
@@ -220,19 +222,28 @@ def options(table: type, prefix: str = "") -> dict[str, Option]:
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """Return the name most like a mistyped one, or None when none is near. A key without its table, or in a wrong one,
-    is near; so is a name in other letters' case."""
+    """Return the name most like a mistyped one, or None when none is near: no hint is better than a false one.
+
+    A key without its table, or in a wrong one, is near; so is a name with other separators, or in other letters' case.
+    A long table's name makes any two of its keys alike, so what is meant must be like the key itself.
+    """
     names = list(names)
-    if same_letters := [other for other in names if other.lower() == name.lower()]:
+    if same_letters := [other for other in names if _letters(other) == _letters(name)]:
         return same_letters[0]
     leaf = name.rpartition(".")[2]
-    same_leaf = [other for other in names if other.rpartition(".")[2] == leaf]
-    if same_leaf:
-        return difflib.get_close_matches(name, same_leaf, n=1, cutoff=0.0)[0]
-    close = difflib.get_close_matches(name, names, n=1)
-    # A long table's name makes any two of its keys alike: what is meant must be like the key itself.
-    alike = close and difflib.SequenceMatcher(None, leaf, close[0].rpartition(".")[2]).ratio() >= 0.5
-    return close[0] if alike else None
+    near = [other for other in names if other.rpartition(".")[2] == leaf]
+    near = near or [other for other in names if _likeness(other.rpartition(".")[2], leaf) >= LIKE_ENOUGH]
+    return max(near, key=lambda other: (_likeness(other, name), other), default=None)
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[-_.]", "", name.lower())
+
+
+def _likeness(name: str, other: str) -> float:
+    if len(name) > 3 * len(other) or len(other) > 3 * len(name):
+        return 0.0  # and nothing is compared at length
+    return difflib.SequenceMatcher(None, name, other).ratio()
 
 
 def show(value: Any) -> str:

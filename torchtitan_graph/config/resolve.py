@@ -12,6 +12,7 @@ from torchtitan_graph.config.job import OPTIONS, JobConfig, get, put
 from torchtitan_graph.config.option import brief, nearest, show
 from torchtitan_graph.config.support import (
     FLAVOR_SUFFIXES,
+    NAMES_ELSEWHERE,
     OLD_FLAVORS,
     REFUSED,
     RENAMED,
@@ -142,6 +143,8 @@ def _unknown(key: str) -> str:
     table, _, name = key.removeprefix("no_").rpartition(".")
     if key.startswith("no_") and (flag := f"{table}.{name}") in OPTIONS and is_flag(flag):
         return f"is not an option; did you mean --{table}.no-{name}?"
+    if known := NAMES_ELSEWHERE.get(key) or NAMES_ELSEWHERE.get(name):
+        return f"is not an option; see {known}"
     near = nearest(key, [*NAMES, *TABLES] if "." not in key else NAMES)
     near = RENAMED.get(near or "", near)
     if near in OPTIONS or near in TABLES:  # never a name that would be refused, ignored or renamed in turn

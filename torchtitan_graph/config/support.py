@@ -177,6 +177,55 @@ RENAMED = {
     **{f"mx.{name}": f"quantize.linear.mx.{name}" for name in _LINEAR_MX},
 }
 
+# What other trainers call it, and the option here that is about it; its values may mean something else. A name with a
+# table stands for itself, one without for that key in any table.
+NAMES_ELSEWHERE = {
+    name: option
+    for option, names in {
+        "training.steps": "max_iters max_steps num_iterations train_iters epochs num_epochs max_epochs"
+        " num_train_epochs",
+        "optimizer.lr": "learning_rate peak_lr max_lr",
+        "optimizer.beta1": "adam_beta1",
+        "optimizer.beta2": "adam_beta2",
+        "optimizer.eps": "adam_eps adam_epsilon",
+        "optimizer.name": "optim optimizer_type",
+        "training.local_batch_size": "per_device_train_batch_size micro_batch_size device_batch_size",
+        "training.global_batch_size": "gradient_accumulation_steps accumulate_grad_batches total_batch_size",
+        "training.seq_len": "block_size max_seq_length max_seq_len sequence_len sequence_length cutoff_len max_length"
+        " context_length model_max_length",
+        "training.max_norm": "grad_clip max_grad_norm gradient_clip gradient_clip_val clip_grad gradient_clipping",
+        "training.mixed_precision_param": "bf16 fp16 precision mixed_precision torch_dtype",
+        "training.dataset_path": "train_file train_data data_path data.path",
+        "training.dataloader.num_workers": "dataloader_num_workers",
+        "lr_scheduler.warmup_steps": "warmup warmup_iters lr_warmup_steps warmup_ratio",
+        "lr_scheduler.decay_type": "lr_scheduler_type lr_decay_style lr_scheduler.type",
+        "lr_scheduler.min_lr_factor": "min_lr",
+        "lr_scheduler.total_steps": "lr_decay_iters",
+        "job.dump_folder": "output_dir out_dir save_dir",
+        "activation_checkpoint.mode": "gradient_checkpointing activation_checkpointing",
+        "checkpoint.interval": "save_steps save_interval save_every checkpoint.every",
+        "checkpoint.keep_latest_k": "save_total_limit",
+        "checkpoint.enable": "resume resume_from_checkpoint auto_resume",
+        "checkpoint.initial_load_path": "init_from",
+        "validation.freq": "eval_steps eval_interval eval_every val_check_interval eval.interval validation.interval",
+        "validation.steps": "eval_iters",
+        "metrics.log_freq": "logging_steps log_interval log_every",
+        "metrics.enable_wandb": "report_to wandb_log use_wandb wandb",
+        "metrics.enable_tensorboard": "tensorboard",
+        "model.hf_assets_path": "base_model model_name_or_path tokenizer_name tokenizer_name_or_path model.path",
+        "model.flavor": "n_layer n_layers num_layers n_head n_heads num_heads n_embd hidden_size model.layers model.dim"
+        " model.vocab_size",
+        "model.attn": "attn_implementation flash_attention use_flash_attention",
+        "compile.codegen": "torch_compile",
+        "parallelism.tensor_parallel_degree": "tp tp_size tensor_model_parallel_size tensor_parallel",
+        "parallelism.pipeline_parallel_degree": "pp pp_size pipeline_model_parallel_size pipeline_parallel",
+        "parallelism.context_parallel_degree": "cp cp_size cp_degree context_parallel_size context_parallel",
+        "parallelism.expert_parallel_degree": "ep ep_size expert_model_parallel_size expert_parallel",
+        "parallelism.data_parallel_shard_degree": "fsdp fsdp_size deepspeed zero_stage",
+    }.items()
+    for name in names.split()
+}
+
 # Flavours that were named after an implementation of attention, which model.attn chooses here.
 FLAVOR_SUFFIXES = (
     ("_flex_attn", "flex"),

@@ -127,12 +127,36 @@ def open_corpus(
         if dataset == "c4_test":
             logger.info("%s = 'c4_test': the embedded corpus `stdlib` takes its place", option)
         return ShuffledCorpus(_open_stdlib(), split, seed)
+    _check_name(dataset, split)
+    name = "allenai/c4:en" if dataset in ("c4", "c4_validation") else dataset
+    return open_hub(name, text_column, split, seed)
+
+
+def check_names(config: JobConfig) -> None:
+    """Check the names of a job's corpora; nothing is opened.
+
+    Raises:
+        UserError: one without a path is no corpus, as `open_corpus` and `open_mixture` say.
+    """
+    training, validation = config.training, config.validation
+    if not training.sources and not training.dataset_path:
+        _check_name(training.dataset, "train")
+    for number, source in enumerate(training.sources, 1):
+        if not source.dataset_path:
+            try:
+                _check_name(source.dataset or "", "train")
+            except UserError as error:
+                raise UserError(f"training.sources, entry {number}: {error}") from error
+    if validation.enable and validation.dataset is not None and not validation.dataset_path:
+        _check_name(validation.dataset, "validation")
+
+
+def _check_name(dataset: str, split: str) -> None:
+    option = "training.dataset" if split == "train" else "validation.dataset"
     if dataset == "c4_validation" and split == "train":
         raise UserError(f"{option} = 'c4_validation': these documents are for validation. Train on 'c4'.")
-    if dataset in ("c4", "c4_validation"):
-        return open_hub("allenai/c4:en", text_column, split, seed)
-    if "/" in dataset:
-        return open_hub(dataset, text_column, split, seed)
+    if dataset in _NAMES or "/" in dataset:
+        return
     nearest = difflib.get_close_matches(dataset, _NAMES, n=1)
     raise UserError(
         f"{option} = {dataset!r} is no corpus{f'; did you mean {nearest[0]!r}?' if nearest else '.'} Legal are"

@@ -1,13 +1,14 @@
 """Optimizer, learning-rate schedule and gradient clipping on the live (sharded) parameters."""
 
 from torchtitan_graph.optim.clip import clip_grad_norm, ranks_with_non_finite_gradients
-from torchtitan_graph.optim.optimizer import build_optimizer, check_optimizer, is_fused, takes_stops
+from torchtitan_graph.optim.optimizer import build_optimizer, check_first_step, check_optimizer, is_fused, takes_stops
 from torchtitan_graph.optim.own_class import forget_rehearsal
 from torchtitan_graph.optim.schedule import build_lr_scheduler
 
 __all__ = [
     "build_lr_scheduler",
     "build_optimizer",
+    "check_first_step",
     "check_optimizer",
     "clip_grad_norm",
     "forget_rehearsal",

@@ -1,5 +1,6 @@
 """Build the optimizer over a model's parameters: AdamW, Adam, or a class of the user's, with settings by name."""
 
+import copy
 import difflib
 import fnmatch
 import inspect
@@ -12,7 +13,9 @@ from torch import nn
 from torchtitan_graph.config import job
 from torchtitan_graph.config.option import nearest
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.optim.own_class import find_class, rehearse
+from torchtitan_graph.log import logger
+from torchtitan_graph.optim.own_class import check_step, find_class, rehearse
+from torchtitan_graph.parallel.storage import Storage, materialize
 
 BUILT_IN: dict[str, type[torch.optim.Optimizer]] = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
 # Arguments of an optimizer, and the options that they are made of.
@@ -49,13 +52,14 @@ def check_optimizer(model: nn.Module, config: job.Optimizer, in_part: bool = Fal
 
     Raises:
         UserError: an entry of `param_groups` gets no parameter, or the user's class does not exist, does not take
-            what is set, or can't be built.
+            what is set, can't be built, or wants arguments for a step.
     """
     cls = BUILT_IN.get(config.name) or find_class(config.name)
     parameters = inspect.signature(cls).parameters
     taken = parameters.keys() - config.options.keys()
     further = config.options
     if config.name not in BUILT_IN:
+        check_step(cls)
         _check_options(config, parameters)
         _check_taken(config, taken)
     elif config.options:
@@ -75,6 +79,25 @@ def check_optimizer(model: nn.Module, config: job.Optimizer, in_part: bool = Fal
         if not cls.__module__.startswith("torch."):
             raise  # the user's own code: only the traceback says where
         raise UserError(f"{refused}: {error}") from error
+
+
+def check_first_step(
+    model: nn.Module, storages: Mapping[str, Storage], config: job.Optimizer, in_part: bool = False
+) -> None:
+    """Let a class of the user's take its first step on parameters of a few numbers, laid out as those of a model on
+    meta.
+
+    Raises:
+        UserError: as `build_optimizer`.
+    """
+    model = copy.deepcopy(model)
+    materialize(model, {name: each.in_small() for name, each in storages.items()}, torch.device("cpu"))
+    try:
+        build_optimizer(model, config, in_part)
+    except UserError:
+        raise
+    except Exception as error:  # it may be the sizes that the user's code does not take
+        logger.info(f"optimizer.name = {config.name!r}: its step is not tried, for small parameters fail it: {error!r}")
 
 
 def is_fused(optimizer: torch.optim.Optimizer) -> bool:
@@ -100,7 +123,7 @@ def _groups(model: nn.Module, config: job.Optimizer, taken: set[str], in_part: b
         mine = [rest.pop(name) for name in matched if name in rest]
         if not mine and not in_part:
             near = difflib.get_close_matches(entry.pattern, names, n=1, cutoff=0.0)[0]
-            why = f"matches no parameter; did you mean {near}? A name is matched in full, and * stands for any part"
+            why = f"matches no parameter; names are such as {near}, matched in full, and * stands for any part"
             why = "the entries before it have all that it matches; put it before them" if matched else why
             raise UserError(f"optimizer.param_groups, entry {number}: pattern = {entry.pattern!r}: {why}")
         groups.append({"params": mine, "pattern": entry.pattern, **_settings(entry, config, taken)})

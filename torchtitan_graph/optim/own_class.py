@@ -21,6 +21,18 @@ def find_class(dotted_name: str) -> type[torch.optim.Optimizer]:
     return found
 
 
+def check_step(cls: type[torch.optim.Optimizer]) -> None:
+    """Check that a class takes its steps without arguments.
+
+    Raises:
+        UserError: it wants some, such as a closure.
+    """
+    try:
+        inspect.signature(cls.step).bind(None)
+    except TypeError as error:
+        raise UserError(f"optimizer.name: {cls.__qualname__} can't take a step: {error}") from error
+
+
 def rehearse(optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> None:
     """Take a step on gradients of zero and undo it, but for the state: a checkpoint is then read straight into it.
 
@@ -45,10 +57,6 @@ def forget_rehearsal(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _step_and_undo(optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> None:
-    try:
-        inspect.signature(optimizer.step).bind()
-    except TypeError as error:
-        raise UserError(f"optimizer.name: {type(optimizer).__qualname__} can't take a step: {error}") from error
     before = [param.detach().clone() for param in params]
     settings = _group_settings(optimizer)
     for param in params:

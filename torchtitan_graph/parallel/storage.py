@@ -27,6 +27,8 @@ from torchtitan_graph.graph.torch_private.distributed import DTensorSpec, Stride
 from torchtitan_graph.parallel.chunk import chunk_of
 from torchtitan_graph.parallel.layout import DATA_AXES, DP_REPLICATE, EP, EXPERT_FSDP, FSDP, Layout
 
+_FEW = 4  # numbers in each dim of a parameter that stands for a large one
+
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
@@ -96,6 +98,12 @@ class Storage:
         size, per_rank = self.compute_shape[self.dim], self.padded_shape[self.dim]
         begin = min(per_rank * self.mesh.get_local_rank(self.shard_axis), size)
         return begin, min(per_rank, size - begin)
+
+    def in_small(self) -> Storage:
+        """Return how a parameter of a few numbers in each dim would lie there."""
+        local = torch.Size(min(size, _FEW) for size in self.compute_shape)
+        whole = (size // cut * small for size, cut, small in zip(self.shape, self.compute_shape, local, strict=True))
+        return dataclasses.replace(self, shape=torch.Size(whole), compute_shape=local, on_host=False)
 
     def empty(self, device: torch.device) -> DTensor:
         """Allocate the parameter's part on this rank, its padding zero; for a GPU's parameter on the host in pinned

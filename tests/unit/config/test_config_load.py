@@ -6,7 +6,9 @@ import pytest
 
 import torchtitan_graph
 from torchtitan_graph.config import JobConfig, dump_toml, load
-from torchtitan_graph.config.resolve import family_names
+from torchtitan_graph.config.job import OPTIONS
+from torchtitan_graph.config.resolve import NAMES, family_names
+from torchtitan_graph.config.support import NAMES_ELSEWHERE
 from torchtitan_graph.errors import UserError
 
 
@@ -174,7 +176,7 @@ def test_error_names_file_key_value_legal_and_nearest(tmp_path: Path, line: str,
         ),
         (
             ["--activation_checkpoint.selective_ac_option", "0"],
-            "activation_checkpoint.selective_ac_option = '0': must be a string matching op|[1-9][0-9]{0,8}",
+            "activation_checkpoint.selective_ac_option = '0': must be op, or a whole number of at least 1",
         ),
         (
             ["--checkpoint.keep_latest_k", "1"],
@@ -344,3 +346,40 @@ def test_help_on_one_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--training.steps" in text and "--training.seq_len" not in text
     with pytest.raises(UserError, match="did you mean training"):
         load(["--help", "trainin"])
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["chat_template", "training.freeze", "lora_r", "base", "do_train", "training.max_tokens", "compile.fullgraph"],
+)
+def test_what_is_like_no_option_gets_no_hint(name: str) -> None:
+    (problem,) = problems([f"--{name}", "1"])
+    assert problem == f"command line: {name} = '1': is not an option; --help lists all options"
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("max_iters", "training.steps"),
+        ("learning-rate", "optimizer.lr"),
+        ("per_device_train_batch_size", "training.local_batch_size"),
+        ("trainer.max_steps", "training.steps"),
+        ("validation.interval", "validation.freq"),
+    ],
+)
+def test_what_other_trainers_call_it_is_known(name: str, ours: str) -> None:
+    (problem,) = problems([f"--{name}", "1"])
+    assert problem.endswith(f"is not an option; see {ours}")
+
+
+def test_what_is_known_from_elsewhere_is_no_name_of_ours() -> None:
+    leaves = {key.rpartition(".")[2] for key in NAMES}
+    assert {*NAMES_ELSEWHERE.values()} <= {*OPTIONS} and not {*NAMES_ELSEWHERE} & (leaves | {*NAMES})
+
+
+def test_a_dotted_name_is_said_in_words() -> None:
+    (problem,) = problems(["--optimizer.name", "Lion"])
+    assert problem == (
+        "command line: optimizer.name = 'Lion': must be one of Adam, AdamW, or a dotted name, such as"
+        " my_package.MyOptimizer, of a class that is imported"
+    )

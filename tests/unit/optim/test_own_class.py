@@ -1,9 +1,11 @@
 """An optimizer of the user's takes its own steps, and its state goes through a checkpoint; what can't is refused."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -11,7 +13,16 @@ from pool import run_on
 from torchtitan_graph.checkpoint import Checkpointer
 from torchtitan_graph.config import job
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.optim import build_lr_scheduler, build_optimizer, check_optimizer, forget_rehearsal
+from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
+from torchtitan_graph.optim import (
+    build_lr_scheduler,
+    build_optimizer,
+    check_first_step,
+    check_optimizer,
+    forget_rehearsal,
+)
+from torchtitan_graph.parallel.layout import ParallelDims
+from torchtitan_graph.parallel.storage import Precision, plan_storage
 
 CLASSES = {
     "torch.optim.SGD": {"momentum": 0.9, "dampening": 0.5},  # its first momentum is the gradient, undamped
@@ -114,6 +125,34 @@ def test_a_class_that_could_not_be_resumed_is_refused(name: str, message: str) -
     with pytest.raises(UserError) as caught:
         build_optimizer(make_model(), job.Optimizer(name=f"own.{name}"))
     assert message in str(caught.value) and name in str(caught.value)
+
+
+def test_a_step_that_wants_a_closure_is_refused_before_any_work() -> None:
+    with pytest.raises(UserError, match="optimizer.name: LBFGS can't take a step: missing a required argument"):
+        check_optimizer(make_model(), job.Optimizer(name="torch.optim.LBFGS"))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("torch.optim.Rprop", "Rprop can't take a step on parameters laid out over ranks"),
+        ("torch.optim.SparseAdam", "SparseAdam can't take a step"),
+        ("own.CountsInPython", "its state 'count' of 0.weight is no tensor, but 1; make it one"),
+        ("torch.optim.SGD", None),
+    ],
+)
+def test_a_dry_run_takes_the_first_step_on_small_parameters(name: str, message: str | None) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2**40, 3), nn.Linear(3, 2**40))
+    init_fake_process_group(8)
+    try:
+        storages = plan_storage(model, ParallelDims(dp_shard=8).layout("cpu"), Precision())
+        with pytest.raises(UserError) if message else nullcontext() as caught:
+            check_first_step(model, storages, job.Optimizer(name=name))
+    finally:
+        dist.destroy_process_group()
+    assert all(param.is_meta for param in model.parameters())
+    assert message is None or message in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ def check_toml(text: str) -> None:
             part = part.strip()
             run = run + 1 if part and not any(sign in part for sign in " \t=,") else 1
             if run > MAX_DEPTH:
-                raise ValueError(f"a name has more than {MAX_DEPTH} parts")
+                raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
 
 
 def check_values(content: bytes, where: Path | str, max_values: int = MAX_VALUES) -> None:

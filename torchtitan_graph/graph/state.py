@@ -81,6 +81,19 @@ def modes_of(module: torch.nn.Module | None) -> Iterator[tuple[Any, str, str, bo
         yield p, f"{name}.requires_grad", "requires_grad", p.requires_grad
 
 
+def classes_of(module: torch.nn.Module | None) -> dict[str, str]:
+    """Give the class of each module, by name, and how many hooks it calls, where there are any."""
+    found = {}
+    for name, child in module.named_modules() if module is not None else ():
+        hooks = sum(len(held) for key, held in vars(child).items() if key in _HOOKS)
+        of = f"{type(child).__module__}.{type(child).__qualname__}"
+        found[name] = f"{of} with {hooks} hook{'s' * (hooks != 1)}" if hooks else of
+    return found
+
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
 @contextlib.contextmanager
 def swapped_state(
     module: torch.nn.Module | None,
@@ -234,11 +247,13 @@ class BoundState:
         slots: tuple[Slot, ...],
         traced_options: dict[str, Any],
         traced_modes: dict[str, bool],
+        traced_classes: dict[str, str],
         module: torch.nn.Module | None,
         optimizer: torch.optim.Optimizer | None,
     ):
         self._slots, self._module, self._optimizer = slots, module, optimizer
         self._traced_options, self._traced_modes = traced_options, traced_modes
+        self._traced_classes = traced_classes
         self._bind()
 
     def tensors(self) -> list[torch.Tensor]:
@@ -271,6 +286,12 @@ class BoundState:
         for _, name, _, value in modes:
             if self._traced_modes.get(name, value) is not value:
                 raise UserError(f"{name} is {value}, traced with {not value}: set it back, or trace again")
+        for name, found in classes_of(self._module).items():
+            if (traced := self._traced_classes.get(name, found)) != found:
+                raise UserError(
+                    f"{name or 'the module'} is a {found}, traced as a {traced}: what a module computes is in the "
+                    "graph; set it back, or trace again"
+                )
         self._tensors = [t for slot in self._slots for t in flatten(slot, state[slot.kind, slot.name])]
         self._modes = modes  # not before all fits, else the next call would find nothing changed
         self._places = list(_places(self._module, self._optimizer))

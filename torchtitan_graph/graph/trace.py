@@ -44,6 +44,7 @@ from torchtitan_graph.graph.refusals import check_state, refuse_unsupported, ref
 from torchtitan_graph.graph.signature import Signature, Slot, layout_of, signature_of
 from torchtitan_graph.graph.stamp import TraceInFull, opaque
 from torchtitan_graph.graph.state import (
+    classes_of,
     live_state,
     modes_of,
     optimizer_options,
@@ -246,6 +247,7 @@ def minimal_fx_tracer(
             modes={name: x for _, name, _, x in modes_of(module)},
             autocast=autocast(),
             sizes=sizes if symbolic else None,
+            classes=classes_of(module),
         )
 
     return trace

@@ -38,6 +38,7 @@ class TracedResult:
     modes       what modules are in training mode, and what parameters take gradients, by name: constants as well
     autocast    the device types that compute in a lower precision around the call, and in which
     sizes       the dimensions that may differ from call to call, and what the graph reads; None without any
+    classes     the modules' classes and how many hooks they call, by name: compared when state is bound
     guards      refuses a call, before the first run and whenever state is bound again, if other Python values that the
                 graph rests on are not as they were; None where the capture does not know them
     """
@@ -55,6 +56,7 @@ class TracedResult:
     autocast: dict[str, torch.dtype]
     sizes: Sizes | None = None
     guards: Callable[..., None] | None = None
+    classes: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise UserError(f"a traced function is run on the live state of its module: write {RUN}")
@@ -84,7 +86,7 @@ def run_traced(
     state_slots = tuple(s for s in signature.inputs if s.kind != "input")
     input_slots = tuple(s for s in signature.inputs if s.kind == "input")
     examples = _example_inputs(traced.gm)
-    bound = BoundState(state_slots, traced.options, traced.modes, module, optimizer)
+    bound = BoundState(state_slots, traced.options, traced.modes, traced.classes, module, optimizer)
     guarded: list[torch.Tensor] | None = None  # the state that was bound when guards were last checked
 
     def run(*args: Any, **kwargs: Any) -> Any:

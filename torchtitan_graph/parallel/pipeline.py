@@ -52,7 +52,7 @@ class Stage:
             names[slot.kind == "input"] += [next(placeholders).name for _ in range(slot.layout.num_tensors)]
         self._input_names, self._state_names = names[True], names[False]
         state = tuple(slot for slot in signature.inputs if slot.kind != "input")
-        self._state = BoundState(state, train.options, train.modes, model, None)
+        self._state = BoundState(state, train.options, train.modes, train.classes, model, None)
         self._guarded: list[Tensor] | None = None  # the state that was bound when guards were last checked
         self._layouts = {slot.name: slot.layout for slot in signature.outputs if slot.kind == "grad"}
         self._run = {name: Watchable(part.gm) for name, part in self.parts.items()}

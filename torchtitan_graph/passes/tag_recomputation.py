@@ -50,7 +50,7 @@ def tag_recomputation(gm: GraphModule, blocks: Container[str], recompute: Recomp
 
 
 def _keeps(node: Node, kept: KeptOps) -> bool:
-    if node.target is operator.getitem:
+    if node.target in (operator.getitem, _WAIT):  # a collective that is kept is not waited for again
         source: Node = node.args[0]  # type: ignore[assignment]
         return meta.tag(source) == meta.SAVE
     return kept.keeps(node.target)

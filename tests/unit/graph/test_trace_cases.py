@@ -1,6 +1,7 @@
 """Small functions of every kind: what a graph gives is what the function gives, or it is refused by name."""
 
 import contextlib
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -263,6 +264,37 @@ def test_a_module_that_changes_after_the_trace_is_refused_by_name(change: Callab
     run(randn(2, 3))
     change(net)
     for _ in range(2):  # an error leaves nothing that the next call takes for what was traced
+        with pytest.raises(UserError, match=message):
+            run(randn(2, 3))
+
+
+def as_another(net: Net) -> None:
+    net.first = nn.Linear(*net.first.weight.shape[::-1], bias=net.first.bias is not None)
+    net.first.eval().__class__ = Doubled
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+def hooked(net: Net) -> None:
+    net.first = copy.deepcopy(net.first)
+    net.first.register_forward_hook(lambda module, args, result: result * 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (as_another, r"first is a test_trace_cases.Doubled, traced as a torch.nn.modules.linear.Linear: what"),
+        (hooked, r"first is a .*Linear with 1 hook, traced as a torch.nn.modules.linear.Linear: what"),
+    ],
+)
+def test_a_module_of_another_class_or_with_a_hook_is_refused_by_name(change: Callable, message: str) -> None:
+    net = Net().eval()
+    run = run_traced(minimal_fx_tracer(functools.partial(gradients, net), module=net)(randn(2, 3)), module=net)
+    change(net)
+    for _ in range(2):
         with pytest.raises(UserError, match=message):
             run(randn(2, 3))
 

@@ -5,11 +5,13 @@ import re
 from collections.abc import Callable
 
 import pytest
+import torch
 from torch.fx import GraphModule
 from toy import GATHER, WAIT, aten, bitwise, blocks, calls, run_toy, text, toy, trace_toy
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
+from torchtitan_graph.graph.edit import call
 from torchtitan_graph.graph.liveness import peak_memory
 from torchtitan_graph.parallel.recompute import Budget, Recompute
 from torchtitan_graph.parallel.storage import Precision, plan_storage
@@ -152,3 +154,16 @@ def test_what_is_named_changes_what_is_held_and_no_bit(mode: str) -> None:
 def test_what_would_change_nothing_is_refused(save: str, recompute: str, message: str) -> None:
     with pytest.raises(UserError, match=re.escape(message)):
         named(NONE, save, recompute)
+
+
+def test_a_collective_that_is_kept_is_not_waited_for_again() -> None:
+    gm = cleanup(trace_toy(toy()))
+    made = next(n for n in calls(gm, aten.silu.default) if meta.module(n).startswith("layers.0"))
+    with gm.graph.inserting_after(made):
+        reduced = call(gm.graph, made, torch.ops._c10d_functional.reduce_scatter_tensor.default, made, "sum", 1, "0")
+    with gm.graph.inserting_after(reduced):
+        arrived = call(gm.graph, made, WAIT, reduced)
+    made.replace_all_uses_with(arrived, delete_user_cb=lambda user: user is not reduced)
+    gm = tag_recomputation(gm, blocks(), BY_OP)
+    assert (meta.tag(made), meta.tag(reduced), meta.tag(arrived)) == (meta.RECOMPUTE, meta.SAVE, meta.SAVE)
+    assert calls(rematerialize(gm), WAIT) == [arrived]

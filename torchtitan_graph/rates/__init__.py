@@ -6,17 +6,12 @@
 from __future__ import annotations
 
 import difflib
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchtitan_graph.errors import UserError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from torchtitan_graph.small_files import read_toml
 
 
 class Rates(NamedTuple):
@@ -85,11 +80,9 @@ def read_rates(path: Path) -> Rates:
         UserError: it can't be read, a key is missing or unknown, or a value is not legal; names the file and the key.
     """
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: can't be read ({getattr(error, 'strerror', None) or error})") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: is not valid TOML: {error or 'nested too deeply'}") from error
+        table = read_toml(path)
+    except OSError as error:
+        raise UserError(f"{path}: can't be read ({error.strerror or error})") from error
     for key in table:
         if key not in Rates._fields:
             near = difflib.get_close_matches(key, Rates._fields, n=1)
@@ -99,9 +92,14 @@ def read_rates(path: Path) -> Rates:
         raise UserError(f"{path}: {', '.join(missing)}: missing; a file has all of {', '.join(Rates._fields)}")
     for key, value in table.items():
         if why := _problem(key, value):
-            raise UserError(f"{path}: {key} = {value!r:.80}: must be {why}")
+            raise UserError(f"{path}: {key} = {_shown(value)}: must be {why}")
     values: dict[str, Any] = {key: float(x) if type(x) is int and key != "num_near" else x for key, x in table.items()}
     return Rates(**values)
+
+
+def _shown(value: Any) -> str:
+    # Python prints no integer of thousands of digits.
+    return "a whole number" if type(value) is int and abs(value) >= 2**1000 else f"{value!r:.80}"
 
 
 def _problem(key: str, value: Any) -> str | None:

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import stat
+import sys
 import zlib
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -17,10 +18,16 @@ import msgspec
 
 from torchtitan_graph.errors import UserError
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 T = TypeVar("T")
 
 MAX_BYTES = 64 * 2**20
 ANY_SIZE = 2**63  # for what is read piece by piece
+MAX_TOML = 2**20  # bytes; what a person writes
 MAX_VALUES = 4_000_000  # of Python objects in one JSON text: about 400 MB at most
 MAX_DEPTH = 100
 MAX_DIGITS = 300  # as many as a float has, written out
@@ -74,7 +81,8 @@ def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
     try:
         return read_small(path, max_bytes).decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise BadFile(f"{path}: is not UTF-8 ({error.reason} at byte {error.start})") from error
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise BadFile(f"{path}: is not UTF-8 ({error.reason} at byte {error.start}, in line {line})") from error
 
 
 def gunzip(content: bytes, where: Path | str, max_bytes: int = MAX_BYTES) -> bytes:
@@ -128,17 +136,6 @@ def parse_json(content: bytes | str, schema: type[T], where: Path | str, max_val
         raise BadFile(f"{where}: is not JSON: {error}") from error
 
 
-def check_toml(text: str) -> None:
-    """Raise ValueError for a TOML text that `tomllib` would read for minutes: one with dotted names of many parts."""
-    for line in text.splitlines():
-        run = 0
-        for part in line.split(".") if line.count(".") > MAX_DEPTH else ():
-            part = part.strip()
-            run = run + 1 if part and not any(sign in part for sign in " \t=,") else 1
-            if run > MAX_DEPTH:
-                raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
-
-
 def check_values(content: bytes, where: Path | str, max_values: int = MAX_VALUES) -> None:
     """Raise BadFile where a JSON text holds more than `max_values` values; nothing is parsed."""
     if _count_values(content) > max_values:  # an upper bound, for what stands in strings counts as well
@@ -149,6 +146,32 @@ def check_values(content: bytes, where: Path | str, max_values: int = MAX_VALUES
 
 def _count_values(content: bytes) -> int:
     return sum(content.count(mark) for mark in (b",", b"[", b"{", b":"))  # a value follows one, or begins the text
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return what a TOML file holds; raises as `open_small` and `parse_toml`."""
+    return parse_toml(read_text(path, MAX_TOML), path)
+
+
+def parse_toml(text: str, where: Path | str) -> dict[str, Any]:
+    """Return what a TOML text holds.
+
+    Raises:
+        BadFile: it is not TOML, or is nested too deeply.
+    """
+    # A name of very many parts takes tomllib time and memory by their square. Parts have other characters in quotes
+    # only: such names are found by their depth.
+    names = re.split(r"[^\w\"' \t.-]+|\.\.+", text)
+    try:
+        if max(name.count(".") for name in names) > MAX_DEPTH:
+            raise RecursionError
+        found = tomllib.loads(text)
+        _check_depth(found)
+    except RecursionError as error:
+        raise BadFile(f"{where}: is not valid TOML: nested more than {MAX_DEPTH} levels deep") from error
+    except ValueError as error:  # TOMLDecodeError among them, and an integer of thousands of digits
+        raise BadFile(f"{where}: is not valid TOML: {error}") from error
+    return found
 
 
 def _parse_int(digits: str) -> int:

@@ -12,7 +12,7 @@ from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.config import JobConfig, check, smallest_world
 from torchtitan_graph.config.dump import dump_changes
 from torchtitan_graph.config.job import get
-from torchtitan_graph.config.load import read_toml
+from torchtitan_graph.config.load import read_file
 from torchtitan_graph.config.option import brief
 from torchtitan_graph.config.resolve import CHANGED, Resolution, Setting, resolve
 from torchtitan_graph.config.support import FLAVOR_SUFFIXES, IGNORED, REFUSED
@@ -52,7 +52,7 @@ OTHER_MODELS = (
 def translate(name: str) -> tuple[list[Setting], Resolution]:
     """Return what the TOML file called `name` sets and what it resolves to, refused settings left at their defaults."""
     result = Resolution(JobConfig(), [])
-    settings = read_toml(name, result)
+    settings = read_file(name, result)
     resolve(settings, result)
     return settings, result
 

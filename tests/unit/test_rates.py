@@ -72,7 +72,9 @@ def test_a_file_of_ones_own_is_read(tmp_path: Path) -> None:
         (text(far="true"), "far = True: must be bytes/s"),
         (text(far="inf"), "far = inf: must be bytes/s"),
         (text(name=3), "name = 3: must be a name"),
+        (text(half="0x" + "f" * 5000), "half = a whole number: must be FLOP/s"),
         ("half = ", "is not valid TOML"),
+        ("half = " + "[" * 100_000, "nested more than 100 levels deep"),
     ],
 )
 def test_what_is_wrong_is_named(content: str, said: str, tmp_path: Path) -> None:

@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 from typing_extensions import NotRequired, TypedDict
 
-from torchtitan_graph.small_files import BadFile, gunzip, parse_json, read_json, read_small, read_text
+from torchtitan_graph.small_files import (
+    BadFile,
+    gunzip,
+    parse_json,
+    parse_toml,
+    read_json,
+    read_small,
+    read_text,
+    read_toml,
+)
 
 
 class Record(TypedDict):
@@ -86,3 +95,35 @@ def test_errors_of_the_system_stay_what_they_are(tmp_path: Path):
 def test_values_of_a_surrogate_are_no_traceback():
     with pytest.raises(BadFile):
         parse_json("\ud800", dict[str, Any], "text")
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("a = " + "[" * 100_000, "nested more than 100 levels deep"),
+        ("a = " + "{a=" * 100_000, "nested more than 100 levels deep"),
+        (".".join(["a"] * 200_000) + " = 1", "nested more than 100 levels deep"),
+        ("[" + '"a" . ' * 100_000 + "a]", "nested more than 100 levels deep"),
+        ("a = " + "[" * 101 + "]" * 101, "nested more than 100 levels deep"),
+        ("a = " + "9" * 5000, "is not valid TOML: Exceeds the limit"),
+        ("a = 1\na = 2", "is not valid TOML: Cannot overwrite a value"),
+    ],
+    ids=["lists", "tables", "dotted", "quoted", "one-too-deep", "digits", "twice"],
+)
+def test_toml_is_bounded(text: str, why: str, tmp_path: Path):
+    (tmp_path / "mine.toml").write_text(text)
+    with pytest.raises(BadFile, match=why) as error:
+        read_toml(tmp_path / "mine.toml")
+    assert str(error.value).startswith(str(tmp_path))
+
+
+def test_dots_in_values_are_no_depth():
+    text = (
+        "a = ["
+        + "0.5, " * 1000
+        + "]\n# "
+        + "..." * 1000
+        + "\nb = '/usr/./x, y. z.'\n"
+        + "a_.b.c = 1\n".replace("a_", "d")
+    )
+    assert len(parse_toml(text, "mine")["a"]) == 1000

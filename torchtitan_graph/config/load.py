@@ -9,15 +9,13 @@ from typing import Any
 import torchtitan_graph
 from torchtitan_graph.config.job import OPTIONS, JobConfig
 from torchtitan_graph.config.manual import option_help
-from torchtitan_graph.config.option import brief, nearest, tomllib
+from torchtitan_graph.config.option import brief, nearest
 from torchtitan_graph.config.resolve import COMMAND_LINE, NAMES, Resolution, Setting, is_flag, problem_list, resolve
 from torchtitan_graph.config.support import REFUSED, RENAMED
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.patience import is_away, wait_for_storage
-from torchtitan_graph.small_files import BadFile, check_toml, read_small
+from torchtitan_graph.small_files import BadFile, read_toml
 
-MAX_DEPTH = 100  # of tables and lists in a file
-MOST_BYTES = 2**20
 # What a command adds to a job's options that builds its graphs and runs none: so passes can't be verified.
 DRY = ("--comm.mode", "fake_backend", "--debug.no-verify_passes")
 
@@ -45,7 +43,7 @@ def load(argv: Sequence[str]) -> JobConfig:
     result = Resolution(JobConfig(), [])
     arguments = read_arguments(argv, result)
     files = [setting.value for setting in arguments if setting.key == "job.config_file" and setting.value]
-    settings = [*(read_toml(files[-1], result) if files else []), *arguments]
+    settings = [*(read_file(files[-1], result) if files else []), *arguments]
     resolve(settings, result)
     refused = [str(finding) for finding in result.findings if finding.verdict == REFUSED]
     if refused:
@@ -125,17 +123,14 @@ def _unexpected(word: str) -> str:
     return "unexpected; options are given as --table.key value, a list as first,second"
 
 
-def read_toml(name: str, result: Resolution) -> list[Setting]:
+def read_file(name: str, result: Resolution) -> list[Setting]:
     """Read a TOML file into settings, one per key; a bare name that is no file here means a packaged one."""
     path = Path(name)
     package = Path(torchtitan_graph.__file__).parent
     folders = [package / "train_configs", package.parent / "train_configs"] if path.name == name else []
     try:
         path = next((file for file in (path, *(folder / name for folder in folders)) if file.is_file()), path)
-        text = wait_for_storage(lambda: read_small(path, MOST_BYTES)).decode("utf-8-sig")
-        check_toml(text)
-        tree = tomllib.loads(text)
-        _check_depth(tree)
+        tree = wait_for_storage(lambda: read_toml(path))
     except OSError as error:
         if is_away(error):
             raise
@@ -145,28 +140,10 @@ def read_toml(name: str, result: Resolution) -> list[Setting]:
         result.refuse(Setting(COMMAND_LINE, "job.config_file", name), why)
         return []
     except BadFile as error:
-        result.refuse(Setting(COMMAND_LINE, "job.config_file", name), f"can't be read: {error}")
-        return []
-    except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
-        result.refuse(Setting(COMMAND_LINE, "job.config_file", name), f"is not valid TOML: not UTF-8 (at line {line})")
-        return []
-    except (ValueError, RecursionError) as error:
-        result.refuse(
-            Setting(COMMAND_LINE, "job.config_file", name), f"is not valid TOML: {error or 'nested too deeply'}"
-        )
+        why = str(error).removeprefix(f"{path}: ")
+        result.refuse(Setting(COMMAND_LINE, "job.config_file", name), why)
         return []
     return _flatten(tree, "", str(path))
-
-
-def _check_depth(tree: dict[str, Any]) -> None:
-    """Refuse tables in tables that nothing after this could print: tomllib reads dotted names of any length."""
-    level: list[Any] = [tree]
-    for _ in range(MAX_DEPTH):
-        inside = [child for node in level for child in (node.values() if isinstance(node, dict) else node)]
-        level = [child for child in inside if isinstance(child, dict | list)]
-    if level:
-        raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
 
 
 def _flatten(tree: dict[str, Any], prefix: str, source: str) -> list[Setting]:

@@ -4,7 +4,6 @@ import dataclasses
 import difflib
 import math
 import re
-import sys
 import types
 import typing
 from collections.abc import Iterable, Sequence
@@ -12,11 +11,7 @@ from pathlib import PurePath
 from typing import Any, Union
 
 from torchtitan_graph.errors import UserError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from torchtitan_graph.small_files import BadFile, parse_toml
 
 INSIDE = "a path below dump_folder, without .. and names of more than 200 bytes"  # the system takes 255
 LIKE_ENOUGH = 0.75  # a letter of four is another
@@ -162,8 +157,8 @@ class Option:
             value = [_split(part, ",") for part in _split(text, ";")]
         elif self.row is not None or self.kind in (dict[str, Any], list[list[str]]):
             try:
-                value = tomllib.loads(f"value = {text}")["value"] if text else type(self.default)()
-            except (ValueError, RecursionError):
+                value = parse_toml(f"value = {text}", "")["value"] if text else type(self.default)()
+            except BadFile:
                 example = "[{key = value, ...}, ...]" if self.row is not None else "{key = value, ...}"
                 example = "a,b;c" if self.kind == list[list[str]] else example
                 raise UserError(f"must be {self.legal()}; on the command line '{example}'") from None

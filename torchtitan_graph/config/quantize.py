@@ -52,7 +52,7 @@ def find_problems(config: JobConfig) -> list[str]:
         )
     if problems or not config.model.converters:
         return problems
-    problems += not_together(config, converters, "or remove the converter")
+    problems += not_together(config, f"model.converters = {config.model.converters!r}", "or remove the converter")
     problems += [
         f"{named(config, key)}: {_AUTO} stood for layers that are not worth it on one kind of GPU, which is not known"
         " here; name parts of their names, such as attention.wk"

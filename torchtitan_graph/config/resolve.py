@@ -24,6 +24,10 @@ from torchtitan_graph.errors import UserError
 CHANGED = "changed"
 MOST_TOLD = 30  # problems in one message
 COMMAND_LINE = "command line"
+_ONLY_FASTER = {
+    "compile.enable": "code by Inductor",
+    "parallelism.enable_async_tensor_parallel": "cutting products into parts",
+}
 TABLES = {key.rpartition(".")[0] for key in OPTIONS}
 NAMES = {*OPTIONS, *RENAMED, *UNSUPPORTED}
 
@@ -101,6 +105,7 @@ def resolve(settings: Sequence[Setting], result: Resolution) -> None:
         elif _is_unsupported_value(key, setting.value):
             result.refuse(setting, UNSUPPORTED_VALUES[key, setting.value])
     _resolve_aliases(effective, result)
+    _resolve_speed(effective, result)
     _resolve_references(effective, result)
 
 
@@ -182,6 +187,17 @@ def _resolve_aliases(effective: dict[str, Setting], result: Resolution) -> None:
         config.model.attn = attn
     why = f"is now flavor = {flavor!r}" + (f" with model.attn = {config.model.attn!r}" if suffix else "")
     result.findings.append(Finding(CHANGED, effective["model.flavor"], why))
+
+
+def _resolve_speed(effective: dict[str, Setting], result: Resolution) -> None:
+    """Leave out what files of torchtitan have beside converters to make the same numbers faster, and is not built."""
+    config = result.config
+    for key, what in _ONLY_FASTER.items():
+        if config.model.converters and get(config, key):
+            put(config, key, False)
+            why = f"is left out, for {what} is not built with model.converters"
+            why += "; the same numbers up to rounding, in more time"
+            result.findings.append(Finding(CHANGED, effective[key], why))
 
 
 def _resolve_references(effective: dict[str, Setting], result: Resolution) -> None:

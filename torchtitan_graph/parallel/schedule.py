@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import io
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from torchtitan_graph.small_files import BadFile, read_text
 ONE, V, LOOPED = "one", "two", "several"
 SCHEDULES = {"GPipe": ONE, "1F1B": ONE, "Interleaved1F1B": LOOPED, "ZBVZeroBubble": V, "DualPipeV": V}
 
+MOST_MICROBATCHES = 4096  # of a step: torch's time to order their messages grows by the square
 COMPUTING = ("F", "B", "I", "W")  # the actions that do not only send or receive
 _ALIKE = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # what they take, where all stages are alike
 
@@ -116,6 +118,12 @@ def plan_pipeline(options: job.Parallelism, modules: Sequence[str], num_microbat
         UserError: what is asked for does not fit the model, the number of ranks or of microbatches.
     """
     num_ranks = options.pipeline_parallel_degree
+    if num_microbatches > MOST_MICROBATCHES:
+        raise UserError(
+            f"parallelism.pipeline_parallel_microbatch_size = {options.pipeline_parallel_microbatch_size}: makes"
+            f" {num_microbatches:,} microbatches of a step's rows on a rank, and {MOST_MICROBATCHES:,} are the most; "
+            "raise it, or lower training.global_batch_size or training.local_batch_size"
+        )
     path = options.pipeline_parallel_schedule_csv
     if path is not None:
         orders: Sequence[Sequence[PipelineAction]] = read_csv(Path(path), num_ranks, num_microbatches)
@@ -290,7 +298,9 @@ def read_csv(path: Path, num_ranks: int, num_microbatches: int) -> list[list[Pip
     try:
         text = io.StringIO(read_text(path), newline="")
         lines = [row for row in csv.reader(text) if any(cell.strip() for cell in row)]
-    except (OSError, BadFile, csv.Error) as error:
+    except BadFile as error:
+        raise UserError(f"{_CSV}: {error}") from error
+    except (OSError, csv.Error) as error:
         raise UserError(f"{_CSV} = {str(path)!r}: can't be read ({error})") from error
     if len(lines) != num_ranks:
         raise UserError(f"{_CSV} = {str(path)!r}: has {len(lines)} lines of actions, but there are {num_ranks} ranks")
@@ -308,6 +318,6 @@ def read_csv(path: Path, num_ranks: int, num_microbatches: int) -> list[list[Pip
                 )
         actions = [_ACTION.fullmatch(word) for word in words]
         orders.append([PipelineAction(m[2], int(m[1]), int(m[3])) for m in actions if m])
-        if repeated := [word for word in words if words.count(word) > 1]:
-            raise UserError(f"{_CSV} = {str(path)!r}, line {number}: {repeated[0]} is there more than once")
+        if repeated := next((word for word, count in Counter(words).items() if count > 1), None):
+            raise UserError(f"{_CSV} = {str(path)!r}, line {number}: {repeated} is there more than once")
     return orders

@@ -13,6 +13,8 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +30,7 @@ from torchtitan_graph.graph.cost import Costs, Link, Work
 from torchtitan_graph.graph.liveness import held_memory, size_of
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.moe import MoE
-from torchtitan_graph.small_files import BadFile, parse_json, read_text
+from torchtitan_graph.small_files import MAX_BYTES, BadFile, open_small, parse_json, read_small
 
 ALL_LAYERS = ""
 _MOST = 1e200  # a load: the sum of all is a float too
@@ -54,12 +56,11 @@ def read_loads(path: Path) -> dict[str, list[float]]:
     """
     where = f"--expert_load {str(path)!r}"
     try:
-        text = read_text(path)
-        found = _last_record(text, where) if path.suffix == ".jsonl" else _read_json(text)
-    except (OSError, ValueError, RecursionError) as error:
-        if isinstance(error, UserError) and not isinstance(error, BadFile):
-            raise
-        raise UserError(f"{where}: can't be read as JSON ({error})") from error
+        found = _last_record(path, where) if path.suffix == ".jsonl" else _read_json(path, where)
+    except OSError as error:
+        raise UserError(f"{where}: can't be read ({error})") from error
+    except BadFile as error:  # which begins with the path, or with `where`
+        raise UserError(f"{where}: {str(error).removeprefix(where + ': ')}") from error
     by_layer = found if isinstance(found, dict) else {ALL_LAYERS: found}
     for layer, loads in by_layer.items():
         if not _are_loads(loads):
@@ -72,25 +73,31 @@ def read_loads(path: Path) -> dict[str, list[float]]:
     return {layer: [float(x) for x in loads] for layer, loads in by_layer.items()}
 
 
-def _last_record(text: str, where: str) -> Any:
-    for line in reversed(text.split("\n")):
-        with contextlib.suppress(BadFile):  # a line may be torn, or just being written
-            if isinstance(record := parse_json(line, object, where), dict) and "expert_loads" in record:
-                return record["expert_loads"]
+def _last_record(path: Path, where: str) -> Any:
+    """Read the last record that has loads, of a file's last MiB: a long run's has very many before it."""
+    with open_small(path, max_bytes=2**63) as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - MAX_BYTES))
+        lines = file.read(MAX_BYTES).split(b"\n")
+    for line in reversed(lines):
+        if b'"expert_loads"' in line:
+            with contextlib.suppress(BadFile):  # a line may be torn, or just being written
+                if "expert_loads" in (record := parse_json(line, dict[str, Any], where)):
+                    return record["expert_loads"]
     raise UserError(f"{where}: no record has expert_loads; train with metrics.log_expert_loads = true")
 
 
-def _read_json(text: str) -> Any:
+def _read_json(path: Path, where: str) -> Any:
     """Read JSON in which no table has a name twice."""
 
     def table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise ValueError(f"{twice!r:.80} is there twice")
+        counts = Counter(name for name, _ in pairs)
+        if twice := next((name for name, count in counts.items() if count > 1), None):
+            raise UserError(f"{where}: {twice!r:.80} is there twice")
         return dict(pairs)
 
-    parse_json(text, object, "it")  # is within bounds
-    return json.loads(text, object_pairs_hook=table)
+    content = read_small(path)
+    parse_json(content, Any, where)  # type: ignore[arg-type]
+    return json.loads(content, object_pairs_hook=table)
 
 
 def _are_loads(loads: object) -> bool:

@@ -6,18 +6,12 @@
 from __future__ import annotations
 
 import difflib
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.small_files import BadFile, check_toml, read_text
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from torchtitan_graph.small_files import read_toml
 
 
 class Rates(NamedTuple):
@@ -69,7 +63,6 @@ class Rates(NamedTuple):
         return self.fp8 if width < 2 else self.half if width == 2 else self.full
 
 
-_MOST_BYTES = 2**16
 _MAY_BE_ZERO = ("reserved_gib", "launch", "kernel", "near_hop", "far_hop", "fusion_share")
 # What a figure is at least and at most, so that one in another unit is found out: 989 for 989e12 FLOP/s, 6 for 6e-6 s.
 _UNITS: dict[str, tuple[str, float, float]] = {
@@ -87,15 +80,9 @@ def read_rates(path: Path) -> Rates:
         UserError: it can't be read, a key is missing or unknown, or a value is not legal; names the file and the key.
     """
     try:
-        text = read_text(path, _MOST_BYTES)
-        check_toml(text)
-        table = tomllib.loads(text)
-    except BadFile:
-        raise
+        table = read_toml(path)
     except OSError as error:
         raise UserError(f"{path}: can't be read ({error.strerror or error})") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: is not valid TOML: {error or 'nested too deeply'}") from error
     for key in table:
         if key not in Rates._fields:
             near = difflib.get_close_matches(key, Rates._fields, n=1)
@@ -105,9 +92,14 @@ def read_rates(path: Path) -> Rates:
         raise UserError(f"{path}: {', '.join(missing)}: missing; a file has all of {', '.join(Rates._fields)}")
     for key, value in table.items():
         if why := _problem(key, value):
-            raise UserError(f"{path}: {key} = {value!r:.80}: must be {why}")
+            raise UserError(f"{path}: {key} = {_shown(value)}: must be {why}")
     values: dict[str, Any] = {key: float(x) if type(x) is int and key != "num_near" else x for key, x in table.items()}
     return Rates(**values)
+
+
+def _shown(value: Any) -> str:
+    # Python prints no integer of thousands of digits.
+    return "a whole number" if type(value) is int and abs(value) >= 2**1000 else f"{value!r:.80}"
 
 
 def _problem(key: str, value: Any) -> str | None:

@@ -216,7 +216,7 @@ def test_a_missing_file_is_named_with_the_nearest_one(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_no_file(tmp_path: Path) -> None:
-    assert "can't be read" in problems(["--job.config_file", str(tmp_path)])[0]
+    assert "is no regular file, but a folder" in problems(["--job.config_file", str(tmp_path)])[0]
 
 
 def test_a_syntax_error_is_located(tmp_path: Path) -> None:
@@ -261,7 +261,7 @@ def test_absurd_files_are_refused(tmp_path: Path, text: str) -> None:
 def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_bytes(b"[training]\n\xff")
-    assert "is not valid TOML: not UTF-8 (at line 2)" in problems(["--job.config_file", str(path)])[0]
+    assert "is not UTF-8 (invalid start byte at byte 11, in line 2)" in problems(["--job.config_file", str(path)])[0]
 
 
 def test_a_file_cannot_name_another_file(tmp_path: Path) -> None:

@@ -54,6 +54,13 @@ def test_every_default_of_the_old_schema_is_ours_and_harmless() -> None:
         ),
         ("70b_hsdp.toml", 128, "model.flavor"),
         (
+            "405b.toml",
+            128,
+            "compile.enable parallelism.enable_async_tensor_parallel"
+            " quantize.linear.float8.enable_fsdp_float8_all_gather"
+            " quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp",
+        ),
+        (
             "early_release.toml",
             2,
             "job.print_args job.use_for_integration_test model.tokenizer_path lr_scheduler.lr_min training.batch_size"
@@ -76,6 +83,18 @@ def test_values_of_an_old_file_arrive() -> None:
     assert config.training.dataloader.prefetch_factor == 2
     assert config.lr_scheduler.decay_ratio is None
     assert config.activation_checkpoint.selective_ac_option == "op"
+
+
+@pytest.mark.parametrize("converter", ["float8", "mx", "quantize.linear.float8", "quantize.grouped_mm.float8"])
+def test_what_only_made_quantised_products_faster_is_left_out_with_a_notice(converter: str) -> None:
+    words = ["--model.converters", converter, "--compile.enable"]
+    config = load(words)
+    (notice,) = check(config, 1)
+    assert notice == (
+        "command line: compile.enable = 'true': changed: is left out, for code by Inductor is not built with"
+        " model.converters; the same numbers up to rounding, in more time"
+    )
+    assert not config.compile.enable and load(["--compile.enable"]).compile.enable
 
 
 def test_renamed_keys_arrive_under_their_new_names() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from torchtitan_graph.config import JobConfig, load
 from torchtitan_graph.config.job import OPTIONS, get
-from torchtitan_graph.config.load import read_toml
+from torchtitan_graph.config.load import read_file
 from torchtitan_graph.config.resolve import Resolution
 from torchtitan_graph.config.support import RENAMED
 from torchtitan_graph.translate import main, other_meanings
@@ -137,7 +137,7 @@ def test_every_line_of_a_file_is_accounted_for(capsys: pytest.CaptureFixture[str
     file = OLD_FILES / "every_default.toml"
     main([str(file)])
     report = capsys.readouterr().out
-    for setting in read_toml(str(file), Resolution(JobConfig(), [])):
+    for setting in read_file(str(file), Resolution(JobConfig(), [])):
         assert f"  {setting.key} = " in report or setting.key == "model.flavor"
 
 

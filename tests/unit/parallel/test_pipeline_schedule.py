@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -193,3 +194,28 @@ def test_stages_as_named_are_those_of_a_schedule_of_ones_own(tmp_path: Path) -> 
 def test_a_missing_file_is_named() -> None:
     with pytest.raises(UserError, match=r"schedule_csv = 'nowhere\.csv': can't be read"):
         plan(schedule_csv="nowhere.csv")
+
+
+def test_microbatches_without_end_are_refused() -> None:
+    options = job.Parallelism(pipeline_parallel_degree=2)
+    with pytest.raises(UserError, match="microbatch_size = 1: makes 1,099,511,627,776 microbatches .* raise it, or"):
+        plan_pipeline(options, modules(8), 2**40)
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"0F0,\xff0B0", "is not UTF-8 .* in line 1"),
+        (b"0F0," * 200_000 + b"\n1F0", "line 1: 0F0 is there more than once"),
+        (b"999999999F0\n1F0", "of stage 0 and microbatch 0 there is nothing"),
+        (b'"' + b"0" * 200_000, "field larger than field limit"),
+        (None, "is no regular file, but a FIFO"),
+    ],
+    ids=["not-utf8", "long-line", "far-stage", "long-field", "fifo"],
+)
+def test_a_file_of_anybody_is_refused_in_a_moment(content: bytes | None, why: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.csv"
+    os.mkfifo(file) if content is None else file.write_bytes(content)
+    options = job.Parallelism(pipeline_parallel_degree=2, pipeline_parallel_schedule_csv=str(file))
+    with pytest.raises(UserError, match=f"parallelism.pipeline_parallel_schedule_csv.*{why}"):
+        plan_pipeline(options, modules(8), 1)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,17 @@ def test_what_is_no_load_is_refused_by_name(tmp_path: Path, text: str) -> None:
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="can't be read"):
         read_loads(tmp_path / "no.json")
+
+
+def test_a_file_of_anybody_is_refused_in_a_moment(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo.json")
+    sparse = tmp_path / "metrics.jsonl"
+    with sparse.open("wb") as file:
+        file.truncate(2**40)
+    deep = written(tmp_path, "[" * 100_000, "deep.json")
+    for path, why in ((tmp_path / "fifo.json", "a FIFO"), (sparse, "no record has expert_loads"), (deep, "100 deep")):
+        with pytest.raises(UserError, match=f"--expert_load '{path}': .*{why}"):
+            read_loads(path)
 
 
 def test_the_busiest_rank_has_the_experts_with_most_tokens() -> None:

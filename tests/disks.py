@@ -26,11 +26,11 @@ def fill(disk: Path, with_files: bool = False) -> None:
     """Use up all room, or all inodes."""
     with contextlib.suppress(OSError):
         for number in itertools.count():
-            (disk / f"filler{number}").write_bytes(b"" if with_files else bytes(4096))
-    if not with_files:
-        with contextlib.suppress(OSError), (disk / "filler0").open("ab", buffering=0) as file:
-            while True:
-                file.write(bytes(64))
+            if with_files:
+                (disk / f"filler{number}").touch()
+                continue
+            with (disk / "filler").open("ab", buffering=0) as file:
+                file.write(bytes(4096))
 
 
 def set_read_only(disk: Path, read_only: bool = True) -> None:

@@ -63,7 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         logger.error(str(error))
         return STORAGE_AWAY
-    folder = Path(tempfile.mkdtemp(prefix="torchtitan_graph."))
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="torchtitan_graph."))
+    except OSError as error:
+        logger.error(f"the launcher has no place for its files: {error}; name one that can be written in TMPDIR")
+        return CONFIGURATION
     launch = Launch(folder)
     try:
         torchrun = torchrun or on_this_machine(_num_ranks(), folder)

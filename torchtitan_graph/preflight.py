@@ -27,7 +27,9 @@ from torchtitan_graph import device as devices
 from torchtitan_graph.log import init_logging, logger
 from torchtitan_graph.parallel.join import connect, meet
 from torchtitan_graph.run.failure import BAD_NODE, CONFIGURATION, write_bad_node
+from torchtitan_graph.run.files import write_text
 from torchtitan_graph.run.identity import identity
+from torchtitan_graph.small_files import BadFile, read_text
 
 REPORT_WITHIN_S = 30.0  # after rank 0 is there: Python and torch may come from a slow file system
 COMMUNICATE_WITHIN_S = 15.0
@@ -65,7 +67,10 @@ def main() -> int:
         problems = _communicate(store, rank, world_size, [reports[r]["node"] for r in range(world_size)])
     for node, found in sorted(problems.items()):
         logger.error(f"node {node}: {'; '.join(sorted(set(found)))}")
-        write_bad_node(folder, node, "; ".join(sorted(set(found))))
+        try:
+            write_bad_node(folder, node, "; ".join(sorted(set(found))))
+        except OSError as error:
+            logger.warning(f"that node {node} is bad is not written to {folder}: {error}")
     if not problems:
         logger.info(f"preflight: all {len({r['node'] for r in reports.values()})} nodes are well")
     return BAD_NODE if problems else 0
@@ -80,7 +85,7 @@ def report(folder: Path, rank: int) -> dict[str, Any]:
         found["problems"].append(f"its device {devices.device()} does not compute: {error}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f".preflight-{rank}").write_text(found["node"])
+        write_text(folder / f".preflight-{rank}", found["node"])
     except OSError as error:
         found["problems"].append(f"it can't write to {folder}: {error}")
     return found | {"code": code_digest(), "torch": torch.__version__, "python": sys.version.split()[0]}
@@ -106,11 +111,18 @@ def judge(folder: Path, reports: dict[int, dict[str, Any]]) -> Problems:
     for rank, each in reports.items():
         problems.setdefault(each["node"], []).extend(each["problems"])
         mark = folder / f".preflight-{rank}"
-        if mark.exists() and mark.read_text() == each["node"]:
+        if _read(mark) == each["node"]:
             mark.unlink()
         elif not each["problems"]:
             problems[each["node"]].append(f"what it wrote to {folder} can't be seen: the folder is not shared")
     return {node: found for node, found in problems.items() if found}
+
+
+def _read(mark: Path) -> str | None:
+    try:
+        return read_text(mark)
+    except (OSError, BadFile):
+        return None
 
 
 def merge(*parts: Problems) -> Problems:

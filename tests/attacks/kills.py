@@ -25,6 +25,7 @@ from dying import die_at
 from torchtitan_graph.checkpoint.folder import find_problem, list_steps
 
 STEPS, IN_A_ROW = 5, 8  # steps of a run; at most so many kills before a start that is left alone
+ENDS = 14  # changes to files when a run fails
 OPTIONS = ["--compile.mode", "eager", "--checkpoint.interval", "1", "--checkpoint.keep_latest_k", "2"]
 OPTIONS += ["--training.steps", str(STEPS), "--checkpoint.async_mode"]
 LEFT = {"checkpoint", "config.toml", "failures", "metrics.jsonl", "metrics_dropped.jsonl", "status.json"}
@@ -43,7 +44,8 @@ def attack(kills: int, seed: int, folder: Path) -> collections.Counter[str]:
         for _ in range(min(rng.randint(1, IN_A_ROW), kills - done)):
             torn, fails = rng.random() < 0.5, rng.random() < 0.25
             # A start makes few files beside those of checkpoints, and one that goes on has less left to do.
-            number = rng.randint(1, rng.choice([30, references[mode] // 3, references[mode]]))
+            most = ENDS if fails else rng.choice([30, references[mode] // 3, references[mode]])
+            number = rng.randint(1, most)
             killed_at = _killed_start(place, mode, number, torn, fails)
             counts[killed_at or "(none: the start ended before)"] += 1
             done += killed_at is not None
@@ -64,21 +66,21 @@ def _reference(place: Path, mode: str) -> int:
 
 
 def _prepare(number: int, place: Path, torn: bool, log: Path, fails: bool) -> None:
-    """In the process that trains: let its heart beat fast, let it die, and fail before if it is to."""
+    """In the process that trains: let its heart beat fast, and let it die; if it fails, amid what it does then."""
     from torchtitan_graph.errors import UserError
     from torchtitan_graph.run import folder
     from torchtitan_graph.trainer import Trainer
 
-    folder.HEARTBEAT_S = 0.02  # type: ignore[attr-defined]
-    step = Trainer.train_step
+    folder.HEARTBEAT_S = 0.1  # type: ignore[attr-defined]
 
     def fail(self: Trainer, metrics: object) -> bool:
-        if fails and self.step == 3:
-            raise UserError("injected")
-        return step(self, metrics)  # type: ignore[arg-type]
+        die_at(number, place, torn, log)
+        raise UserError("injected")
 
-    Trainer.train_step = fail  # type: ignore[method-assign]
-    die_at(number, place, torn, log)
+    if fails:
+        Trainer.train_step = fail  # type: ignore[method-assign]
+    else:
+        die_at(number, place, torn, log)
 
 
 def _killed_start(place: Path, mode: str, number: int, torn: bool, fails: bool) -> str | None:
@@ -88,9 +90,10 @@ def _killed_start(place: Path, mode: str, number: int, torn: bool, fails: bool) 
     expected = _resumable(place)
     result = _start(place, mode, functools.partial(_prepare, number, place, torn, log, fails))
     _check_start(result, expected)
-    changes = log.read_text().splitlines()
-    if result.code == -signal.SIGKILL:  # a thread that was about to change another file may not have said so
-        event, _, path = changes[min(number, len(changes)) - 1].partition(" ")
+    changes = log.read_text().splitlines() if log.exists() else []
+    if len(changes) >= number:
+        assert result.code == -signal.SIGKILL, result.output
+        event, _, path = changes[number - 1].partition(" ")
         return f"{event.removeprefix('os.')} {_kind(path)}"
     assert result.code == (2 if "injected" in result.output else 0), result.output
     return None

@@ -125,6 +125,27 @@ def test_of_an_attempt_that_ended_well_there_is_nothing_to_tell(
     assert launch.tell(1, {}) == 0 and not caplog.messages
 
 
+def test_records_that_can_not_be_read_are_no_ranks(
+    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ends(monkeypatch, 0, UserError("training.steps = 0"), CONFIGURATION)
+    (tmp_path / "0.1.json").write_text('{"rank": "1"}')
+    os.mkfifo(tmp_path / "0.2.json")
+    assert launch.tell(0, {}) == CONFIGURATION and caplog.text.count("is ignored") == 2
+
+
+def test_a_launcher_without_a_place_for_its_files_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def none_there(**_: str) -> None:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr(launcher.tempfile, "mkdtemp", none_there)
+    monkeypatch.setattr(stop, "install", lambda: False)
+    assert launcher.main(["--", "--training.steps", "1"]) == CONFIGURATION
+    assert "name one that can be written in TMPDIR" in "".join(capsys.readouterr())
+
+
 @pytest.mark.parametrize("value", ["", "x", "0,x", "-1", "2", "0;1"])
 def test_log_rank_that_shows_no_rank_of_this_run_is_refused(
     value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -51,6 +51,14 @@ def test_node_that_does_not_share_the_folder_is_named(tmp_path: Path) -> None:
     assert list(judge(tmp_path, found)) == ["b"]
 
 
+def test_a_mark_that_is_no_file_is_not_read(tmp_path: Path) -> None:
+    found = reports(tmp_path, "a", "b")
+    (tmp_path / ".preflight-1").unlink()
+    os.mkfifo(tmp_path / ".preflight-1")
+    assert list(judge(tmp_path, found)) == ["b"]
+    assert preflight.report(tmp_path, 1)["problems"] == []  # it is replaced
+
+
 def test_slow_node_is_named_and_its_neighbours_are_not() -> None:
     nodes = ["a", "b", "c", "d", "e"]
     seconds = {(0, 1): 1.0, (2, 3): 9.0, (1, 2): 9.0, (3, 4): 1.1}

@@ -1,8 +1,10 @@
 """TensorBoard: the numbers, laid out as people look at them, with the configuration and the model beside them."""
 
 import re
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,6 +44,8 @@ class TensorBoard:
     def __init__(self, folder: Path, start_step: int, texts: Mapping[str, str], layout: bool = True) -> None:
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import, so only if asked for
 
+        self._hook = threading.excepthook
+        threading.excepthook = _quiet(self._hook)
         self._writer = SummaryWriter(str(folder), purge_step=start_step + 1)
         self._tags: set[str] = set()
         self._layout: dict[str, dict[str, list]] | None = {} if layout else None
@@ -74,7 +78,20 @@ class TensorBoard:
         self._writer.flush()
 
     def close(self) -> None:
-        self._writer.close()
+        try:
+            self._writer.close()
+        finally:
+            threading.excepthook = self._hook
+
+
+def _quiet(hook: Callable[[threading.ExceptHookArgs], Any]) -> Callable[[threading.ExceptHookArgs], Any]:
+    """Return a hook that prints no traceback of the writer's thread: the next call raises what it could not write."""
+
+    def print_others(args: threading.ExceptHookArgs) -> None:
+        if not (isinstance(args.exc_value, OSError) and type(args.thread).__module__.startswith("tensorboard.")):
+            hook(args)
+
+    return print_others
 
 
 def _layout_of(tags: Iterable[str]) -> dict[str, dict[str, list]]:

@@ -128,8 +128,7 @@ class RunFolder:
             logger.warning(f"that this run is {state} is not written to {self.path}: {error}")
         (logger.warning if state == FAILED else logger.info)(self.status.goodput())
         self.status = None
-        if state != FAILED:  # all ranks are through with it
-            remove_if_empty(self._traces)
+        remove_if_empty(self._traces)  # in which all ranks have been, but for those that come after a failure
         try:
             self._lock.release()
         except OSError as error:

@@ -421,6 +421,18 @@ def test_tensorboard_shows_the_load_of_every_expert(tmp_path: Path) -> None:
     assert corners == [191, 63, 127, 127]
 
 
+def test_tensorboard_s_full_disk_is_told_once_and_by_no_traceback(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture
+) -> None:
+    with small_disk(tmp_path / "disk", "64k") as disk:
+        with build(disk, options={"enable_tensorboard": True, "log_freq": 1}) as logs:
+            run(logs, 1, 1)
+            fill(disk)
+            run(logs, 2, 50)
+        assert caplog.text.count("No space left on device") == 1
+        assert "Traceback" not in capfd.readouterr().err
+
+
 # On a terminal
 
 

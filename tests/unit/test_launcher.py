@@ -125,7 +125,7 @@ def test_of_an_attempt_that_ended_well_there_is_nothing_to_tell(
     assert launch.tell(1, {}) == 0 and not caplog.messages
 
 
-@pytest.mark.parametrize("value", ["", "x", "0,x", "-1", "2", "0;1"])
+@pytest.mark.parametrize("value", ["", "x", "0,x", "-1", "2", "0;1", "9" * 5000])
 def test_log_rank_that_shows_no_rank_of_this_run_is_refused(
     value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,7 @@
 from torchtitan_graph.config.check import (
     check,
     is_dry_for_gpu,
-    ranks_asked_for,
+    ranks_asked_for, ranks_started,
     shard_degree,
     smallest_world,
 )
@@ -19,6 +19,7 @@ __all__ = [
     "is_dry_for_gpu",
     "load",
     "ranks_asked_for",
+    "ranks_started",
     "read_beside",
     "shard_degree",
     "smallest_world",

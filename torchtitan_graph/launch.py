@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from torchtitan_graph import stop
 from torchtitan_graph.config import check, load, ranks_asked_for
+from torchtitan_graph.config.option import brief
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import init_logging, logger
 from torchtitan_graph.patience import is_away
@@ -282,8 +283,10 @@ def _shown_ranks(num_ranks: int) -> str:
     """Return the ranks whose output is shown, as torchrun takes them: LOG_RANK, else 0."""
     given = os.environ.get("LOG_RANK", "0")
     ranks = [word.strip() for word in given.split(",")]
-    if not all(word.isdecimal() and int(word) < num_ranks for word in ranks):
-        raise UserError(f"LOG_RANK = {given!r}: must be ranks of 0 to {num_ranks - 1}, separated by commas; not set: 0")
+    if not all(word.isdecimal() and len(word) < 100 and int(word) < num_ranks for word in ranks):
+        raise UserError(
+            f"LOG_RANK = {brief(given)}: must be ranks of 0 to {num_ranks - 1}, separated by commas; not set: 0"
+        )
     return ",".join(ranks)
 
 

@@ -57,7 +57,7 @@ def init_logging(color: bool = True) -> None:
     Calling it again replaces what the first call set up. Warnings and errors are coloured when `color` is true
     and stderr is a terminal.
     """
-    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    several = os.environ.get("WORLD_SIZE", "1") != "1"
     prefix = f"[rank{os.environ.get('RANK', '0')}] " if several and not _torchrun_names_the_rank() else ""
     handler = _Console(sys.stderr)
     handler.setFormatter(_LineFormatter(prefix, color and sys.stderr.isatty()))

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from torchtitan_graph import device as devices
 from torchtitan_graph.checkpoint import SaveError
-from torchtitan_graph.config import JobConfig, check, dump_toml, load, ranks_asked_for
+from torchtitan_graph.config import JobConfig, check, dump_toml, load, ranks_asked_for, ranks_started
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
 from torchtitan_graph.log import init_logging, logger
@@ -72,7 +72,7 @@ def _main(argv: Sequence[str] | None) -> int:
         folder = None if fake else place  # a dry run writes nothing there
         if folder is not None:
             refuse_to_repeat(folder)
-        world_size = (ranks_asked_for() or 1) if fake else int(os.environ.get("WORLD_SIZE", "1"))
+        world_size = (ranks_asked_for() or 1) if fake else ranks_started()
         init_logging(color=not config.metrics.disable_color_printing)
         for notice in check(config, world_size):
             logger.warning(notice) if _is_rank_0() else None

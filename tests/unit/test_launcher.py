@@ -146,7 +146,7 @@ def test_a_launcher_without_a_place_for_its_files_says_so(
     assert "name one that can be written in TMPDIR" in "".join(capsys.readouterr())
 
 
-@pytest.mark.parametrize("value", ["", "x", "0,x", "-1", "2", "0;1"])
+@pytest.mark.parametrize("value", ["", "x", "0,x", "-1", "2", "0;1", "9" * 5000])
 def test_log_rank_that_shows_no_rank_of_this_run_is_refused(
     value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

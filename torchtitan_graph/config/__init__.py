@@ -4,6 +4,7 @@ from torchtitan_graph.config.check import (
     check,
     is_dry_for_gpu,
     ranks_asked_for,
+    ranks_started,
     shard_degree,
     smallest_world,
 )
@@ -20,6 +21,7 @@ __all__ = [
     "is_dry_for_gpu",
     "load",
     "ranks_asked_for",
+    "ranks_started",
     "read_beside",
     "shard_degree",
     "smallest_world",

@@ -16,6 +16,8 @@ from torchtitan_graph.errors import UserError
 SMALLEST_WEIGHT = 10000  # parts of the sum: a mixture rounds weights to parts of somewhat more rows
 MOST_RANKS = 2**20  # several times the largest cluster; torch lists the ranks of a group
 MOST_TOKENS = 2**26  # that a rank takes at a time: the bytes of all pairs of them, by head, are then numbers of 64 bits
+# Environment variables that are numbers, and the least of each.
+_OF_LAUNCHERS = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 0}
 _SHARD = "data_parallel_shard_degree"
 _DEGREES = (  # that multiply to the number of processes
     "pipeline_parallel_degree",
@@ -46,8 +48,10 @@ def check(config: JobConfig, world_size: int) -> list[str]:
     """Return what the user should be told about a configuration on `world_size` processes, a line each.
 
     Raises:
-        UserError: options contradict each other or the number of processes; the message lists all of it.
+        UserError: options contradict each other or the number of processes; the message lists all of it. Or as
+            `check_environment`.
     """
+    check_environment()
     if problems := [*_check_values(config, world_size)]:  # what a file or a command line gives has been checked
         raise UserError(problem_list(problems))
     problems = [*_check_degrees(config, world_size), *_check_tables(config, world_size)]
@@ -106,6 +110,35 @@ def ranks_asked_for() -> int | None:
     if not given.isdecimal() or len(given) > 100 or not 0 < int(given) <= MOST_RANKS:
         raise UserError(f"NGPU = {brief(given)}: must be the number of ranks, a whole number from 1 to {MOST_RANKS}")
     return int(given)
+
+
+def ranks_started() -> int:
+    """Return how many processes a launcher has started for this run; 1 where there is none.
+
+    Raises:
+        UserError: as `check_environment`.
+    """
+    check_environment()
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def check_environment() -> None:
+    """Check what launchers say to each process.
+
+    Raises:
+        UserError: it is no whole number, or there are fewer processes than that.
+    """
+    for name, least in _OF_LAUNCHERS.items():
+        given = os.environ.get(name, str(least))
+        if not given.isdecimal() or len(given) > 100 or not least <= int(given) <= MOST_RANKS:
+            raise UserError(
+                f"{name} = {brief(given)}: must be a whole number from {least} to {MOST_RANKS}; launchers set it, "
+                "torchrun among them: unset it to run one process"
+            )
+    for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        number, among = os.environ.get(rank, "0"), os.environ.get(size)
+        if among is not None and int(number) >= int(among):
+            raise UserError(f"{rank} = {number!r}: must be below {size} = {among}; launchers set both")
 
 
 def shard_degree(config: JobConfig, world_size: int) -> int:

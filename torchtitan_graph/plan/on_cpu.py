@@ -95,7 +95,8 @@ class ThisCpu:
     def __init__(self, num_ranks: int) -> None:
         """Take all ranks to be on this machine."""
         one = 1 if num_ranks > 1 else torch.get_num_threads()
-        num_threads = int(os.environ.get("OMP_NUM_THREADS", one))
+        given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # OpenMP leaves aside what is no number, too
+        num_threads = max(1, int(given)) if given.isdecimal() and len(given) < 6 else one
         num_cores = os.cpu_count() or 1
         self.num_ranks = num_ranks
         self.replay = Replay(num_threads, min(num_ranks, max(1, num_cores // num_threads)) - 1)

@@ -3,7 +3,15 @@
 import pytest
 from fsspec.registry import known_implementations
 
-from torchtitan_graph.config import JobConfig, check, load, ranks_asked_for, shard_degree, smallest_world
+from torchtitan_graph.config import (
+    JobConfig,
+    check,
+    load,
+    ranks_asked_for,
+    ranks_started,
+    shard_degree,
+    smallest_world,
+)
 from torchtitan_graph.errors import UserError
 
 BUDGET = "--activation_checkpoint.mode memory_budget --activation_checkpoint.memory_budget"
@@ -487,3 +495,20 @@ def test_a_message_tells_the_first_of_very_many_problems() -> None:
 def test_a_notice_shows_a_long_value_in_part() -> None:
     (notice,) = check(load(["--compile.regions", ",".join(["layers.*"] * 1000)]), 1)
     assert len(notice) < 500 and "has no effect while compile.codegen is off" in notice
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"])
+@pytest.mark.parametrize("given", ["", "two", "-1", "9" * 5000, "1.5"])
+def test_what_launchers_say_is_checked(name: str, given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, given)
+    with pytest.raises(UserError, match=f"{name} = '.*: must be a whole number from"):
+        check(load([]), 1)
+
+
+def test_a_rank_is_below_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert ranks_started() == 2
+    monkeypatch.setenv("RANK", "2")
+    with pytest.raises(UserError, match="RANK = '2': must be below WORLD_SIZE = 2"):
+        ranks_started()

@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -187,3 +188,13 @@ def _parse_cpulist(text: str) -> set[int]:
     """Read the kernel's form of a set: `0-3,8`."""
     ranges = [part.split("-") for part in text.strip().split(",") if part]
     return {cpu for first, *last in ranges for cpu in range(int(first), int(last[0] if last else first) + 1)}
+
+
+def seconds_of_product(dtype: torch.dtype, size: int = 256) -> float:
+    """Return how long this CPU takes for a product of two square matrices, the best of three: a few milliseconds."""
+    x, best = torch.ones(size, size, dtype=dtype), float("inf")
+    for _ in range(3):
+        begin = time.perf_counter()
+        x @ x
+        best = min(best, time.perf_counter() - begin)
+    return best

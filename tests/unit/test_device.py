@@ -122,6 +122,15 @@ def test_deterministic_kernels_fill_no_new_tensor(monkeypatch: pytest.MonkeyPatc
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
+def test_a_processor_that_is_slow_in_bf16_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    assert device.seconds_of_product(torch.bfloat16, size=8) > 0
+    for times in (0.5, 3.9):
+        train.warn_of_slow_products(times)
+    assert not caplog.records
+    train.warn_of_slow_products(59.6)
+    assert "takes 60 times as long in it as in float32; 'float32' trains faster here" in caplog.text
+
+
 def test_on_a_cpu_kernels_are_deterministic_and_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch sums `x[index]`'s gradient atomically else, so that no two runs would have the same bits."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")

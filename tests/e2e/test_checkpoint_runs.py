@@ -59,11 +59,15 @@ def test_killed_at_random_moments(num_ranks: int, num_kills: int, tmp_path: Path
     code, output = run(num_ranks, whole, options)
     assert code == 0, output
     step_time = sorted(record["step_time_s"] for record in records(whole))[steps // 2]
-    moments = random.Random(num_kills)
+    moments, num_killed = random.Random(num_kills), 0
     for number in range(num_kills):
         delay = moments.uniform(0, STEPS_PER_KILL * step_time)
         code, output = run(num_ranks, killed, options, delay)
-        assert code == -signal.SIGKILL or (num_ranks > 1 and code != 0), f"kill {number} after {delay} s:\n{output}"
+        if code == 0:  # a machine that was busy is busy no more: the run was done before
+            break
+        assert code == -signal.SIGKILL or num_ranks > 1, f"kill {number} after {delay} s:\n{output}"
+        num_killed += 1
+    assert num_killed
     code, output = run(num_ranks, killed, options)
     assert code == 0, output
     assert numbers(killed) == numbers(whole)

@@ -56,8 +56,9 @@ from torchtitan_graph.plan.experts import read_loads
 from torchtitan_graph.rates import read_rates
 from torchtitan_graph.run.drift import check_drift
 from torchtitan_graph.run.failure import read_failures, write_failure
+from torchtitan_graph.run.folder import RunFolder
 from torchtitan_graph.run.lock import Lock
-from torchtitan_graph.run.status import Status
+from torchtitan_graph.run.status import FINISHED, Status
 from torchtitan_graph.steps.precompiled import INDEX, Rewritten, Writer, open_precompiled, steps_to_data
 
 REPOSITORY = Path(__file__).parents[2]
@@ -219,8 +220,8 @@ def _made_by_run(name: str) -> Callable[[Path], Path]:
     return make
 
 
-def _read_lock(path: Path) -> None:
-    Lock(path.parent).release()
+def _read_folder(path: Path) -> None:
+    RunFolder(load(["--job.dump_folder", str(path.parent)])).close(FINISHED)
 
 
 _TRACE = {
@@ -300,8 +301,8 @@ KINDS: dict[str, Kind] = {
         _in_shards("tokens-00000.npy"), (forge.npy_changed,), lambda path: _read_corpus(path.parent)
     ),
     "shards' ends": Kind(_in_shards("ends-00000.npy"), (forge.npy_changed,), lambda path: _read_corpus(path.parent)),
-    "status.json": Kind(_made_by_run("status.json"), _SMALL, lambda path: Status(path.parent, 10).write()),
-    "run.lock": Kind(_made_by_run("run.lock"), _SMALL, _read_lock),
+    "status.json": Kind(_made_by_run("status.json"), _SMALL, _read_folder),
+    "run.lock": Kind(_made_by_run("run.lock"), _SMALL, _read_folder),
     "metrics.jsonl": Kind(_made_by_run("metrics.jsonl"), (_BYTES, forge.lines_changed), lambda path: begin(path, 3)),
     "a failure": Kind(_made_by_run("failures/*.json"), _SMALL, lambda path: read_failures(path.parents[1])),
     "train_state.json": Kind(_make_checkpoint("train_state.json"), _SMALL, _read_checkpoint, mend=_sum_again),

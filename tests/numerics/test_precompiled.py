@@ -115,7 +115,9 @@ def lines(gm: GraphModule) -> list[Any]:
 
 
 def described(step: TracedResult) -> dict[str, Any]:
-    found = {field.name: getattr(step, field.name) for field in dataclasses.fields(step)}
+    """Return all that a step is, but for the classes of the module it was traced from: of a stored step these are not
+    compared when it is bound, for the sources are in its fingerprint."""
+    found = {field.name: getattr(step, field.name) for field in dataclasses.fields(step) if field.name != "classes"}
     return found | {"gm": lines(step.gm), "signature": signature_of(step.gm)}
 
 

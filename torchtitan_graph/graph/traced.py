@@ -38,7 +38,8 @@ class TracedResult:
     modes       what modules are in training mode, and what parameters take gradients, by name: constants as well
     autocast    the device types that compute in a lower precision around the call, and in which
     sizes       the dimensions that may differ from call to call, and what the graph reads; None without any
-    classes     the modules' classes and how many hooks they call, by name: compared when state is bound. A stored step has none
+    classes     the modules' classes and how many hooks they call, by name: compared when state is bound;
+                a stored step has none
     guards      refuses a call, before the first run and whenever state is bound again, if other Python values that the
                 graph rests on are not as they were; None where the capture does not know them
     """

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from torchtitan_graph.errors import UserError
@@ -27,7 +26,7 @@ from torchtitan_graph.graph.uncollected import uncollected
 from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.parallel.storage import Reshard, Storage
-from torchtitan_graph.parallel.verify import BrokenPromise, Given, verify_pass
+from torchtitan_graph.parallel.verify import BrokenPromise, Given, Numbers, verify_pass
 from torchtitan_graph.passes.bucket_collectives import bucket_collectives
 from torchtitan_graph.passes.cleanup import cleanup
 from torchtitan_graph.passes.cleanup_update import cleanup_update
@@ -172,13 +171,13 @@ class Inspection:
     say       what the table is told to: the log
     look      is told, before any pass ("traced") and after each, the graph's name, the pass's, its seconds, the graph,
               and what the table has of it
-    verify_on the graph's inputs that are not parameters: each pass is checked on them
+    verify_on the numbers that each pass is checked on
     costs     how long nodes and collectives take: with it the log has a table, not a line
     """
 
     graph: str = "training step"
     dump_to: Path | None = None
-    verify_on: list[Tensor] | None = None
+    verify_on: Numbers | None = None
     costs: Costs | None = None
     dump_only: Sequence[str] = ()
     say: Callable[[str], None] = logger.info
@@ -243,13 +242,13 @@ def _verify(
     each: Pass,
     before: GraphModule,
     after: GraphModule,
-    inputs: list[Tensor],
+    numbers: Numbers,
     device: torch.device,
     is_changed: bool,
     given: Given | None,
 ) -> Given:
     try:
-        return verify_pass(each.name, before, after, inputs, device, each.exact, is_changed, given)
+        return verify_pass(each.name, before, after, numbers, device, each.exact, is_changed, given)
     except BrokenPromise as error:
         if not each.option:
             raise

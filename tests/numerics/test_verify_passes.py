@@ -11,11 +11,20 @@ from torch.fx import GraphModule
 from pool import run_on
 from torchtitan_graph.compiler import Inspection, Pass, passes, run_passes
 from torchtitan_graph.graph.edit import call
+from torchtitan_graph.models.layers.moe import AuxiliaryLoss
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.parallel.storage import Reshard
 
 PRECISIONS = {"fp32": FP32, "bf16": BF16}
+# All ranks have gradients of such losses, whatever their targets are.
+AUXILIARY = Cell(
+    FSDP2,
+    BF16,
+    family="qwen3",
+    flavor="debugmodel_moe",
+    auxiliary=AuxiliaryLoss(load_balance=0.01, router_z=0.01),
+)
 
 
 def outcome(cell: Cell, broken: Callable[[GraphModule], GraphModule] | None = None) -> str:
@@ -57,6 +66,7 @@ def test_every_pass_keeps_its_promise(cell):
         Cell(TP2, BF16, async_tp=True, recompute=Recompute(every=1)),
         Cell(ONE, FP32, attn="flex"),
         Cell(ParallelDims(cp=2), BF16),
+        AUXILIARY,
         pytest.param(Cell(ParallelDims(dp_shard=2, cp=2), BF16), marks=pytest.mark.slow),
     ],
     ids=[
@@ -67,6 +77,7 @@ def test_every_pass_keeps_its_promise(cell):
         "TP-2-async",
         "flex",
         "CP-2",
+        "auxiliary-loss",
         "FSDP-2-x-CP-2",
     ],
 )
@@ -113,6 +124,11 @@ BROKEN = [
 def test_a_broken_pass_is_named(broken, precision):
     for error in run_on(2, outcome, Cell(FSDP2, precision), broken):
         assert error.startswith(f"pass {broken.__name__} promises")
+
+
+def test_a_broken_pass_is_named_where_all_ranks_have_losses_without_targets():
+    for error in run_on(2, outcome, AUXILIARY, faults.drop_one_reduction):
+        assert error.startswith("pass drop_one_reduction promises")
 
 
 def test_a_pass_after_which_ranks_would_wait_for_each_other_is_named_before_it_runs():

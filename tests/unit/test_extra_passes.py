@@ -21,6 +21,7 @@ from torchtitan_graph.graph.torch_private.distributed import init_fake_process_g
 from torchtitan_graph.graph.trace import minimal_fx_tracer
 from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.layout import ParallelDims
+from torchtitan_graph.parallel.verify import Numbers
 from torchtitan_graph.steps import build_graphs
 from torchtitan_graph.steps.choices import plan_extra
 
@@ -95,7 +96,7 @@ def outcome_without_recompiling(is_ours: bool) -> Exception | None:
     (extra,) = plan(entry("cosine_without_recompiling"))
     own = extra.own._replace(option="") if is_ours else extra.own
     try:
-        run_passes(gm, [own], (), CPU, Inspection(verify_on=[torch.ones(2)]))
+        run_passes(gm, [own], (), CPU, Inspection(verify_on=Numbers([torch.ones(2)])))
     except (RuntimeError, UserError) as error:
         return error
     return None

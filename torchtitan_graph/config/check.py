@@ -293,16 +293,6 @@ def _check_tables(config: JobConfig, world_size: int) -> list[str]:
             f"{_name(config, 'debug.verify_passes')}: a dry run sends nothing, so there are no numbers to compare; "
             "remove it, or comm.mode = fake_backend"
         )
-    data = world_size // math.prod(
-        getattr(config.parallelism, f"{axis}_parallel_degree") for axis in ("tensor", "pipeline")
-    )
-    auxiliary = [name for name in ("load_balance_loss", "router_z_loss") if getattr(config.moe, name)]
-    if config.debug.verify_passes and auxiliary and data > 1:
-        problems.append(
-            f"{_name(config, 'debug.verify_passes')}: with {_name(config, f'moe.{auxiliary[0]}')} all {data} ranks "
-            "that see different tokens have gradients, whose sums round as passes pack and widen them. Verify without "
-            f"{' and '.join(f'moe.{name}' for name in auxiliary)} (0), or on one such rank"
-        )
     if config.comm.mode == "fake_backend" and config.comm.fake_rank >= world_size:
         name = _name(config, "comm.fake_rank")
         problems.append(f"{name}: must be from 0 to {world_size - 1}, as NGPU, the number of ranks, is {world_size}")

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule, Interpreter, Node
 
 from torchtitan_graph.graph.show import name_of_group
 from torchtitan_graph.graph.signature import Slot, input_nodes, signature_of
@@ -22,11 +22,26 @@ class BrokenPromise(RuntimeError):
     """A pass changes numbers that it promises to keep, or lets ranks send in different orders."""
 
 
+class Numbers(NamedTuple):
+    """What passes are verified on.
+
+    tensors       the plain tensors of the graph's inputs that are no parameters (batch, mask, number of tokens)
+    has_gradients of one data-parallel rank's loss alone: to its gradients the others add zeros, which is exact in any
+                  order and dtype. Otherwise a pass that packs gradients in another order, or reduces them in a wider
+                  dtype, would seem broken.
+    """
+
+    tensors: list[Tensor]
+    has_gradients: bool = True
+
+
 class Given(NamedTuple):
-    """What a graph gave, and how the parameters that it began from lie at rest."""
+    """What a graph gave, how the parameters that it began from lie at rest, and whether one rank's loss alone had
+    gradients."""
 
     storages: dict[str, Storage]
     results: dict[str, Tensor]
+    of_one: bool
 
 
 @torch.no_grad()
@@ -34,7 +49,7 @@ def verify_pass(
     name: str,
     before: GraphModule,
     after: GraphModule,
-    inputs: list[Tensor],
+    numbers: Numbers,
     device: torch.device,
     exact: bool = True,
     is_changed: bool = True,
@@ -47,9 +62,6 @@ def verify_pass(
     in the compute layout is summed over data parallel as storage would sum it.
 
     Args:
-        inputs: the plain tensors of the graph's other inputs (batch, mask, number of tokens). Only one data-parallel
-            rank's batch has targets: to its gradients the others add zeros, which is exact in any order and dtype.
-            Otherwise a pass that packs gradients in another order, or reduces them in a wider dtype, would seem broken.
         exact: if not, each output may be off, as a whole, by the square root of the compute dtype's spacing.
         is_changed: if not, on any rank, `after` is the same graph, which is not run.
         given: what `before` gave when the pass that made it was verified, if it was.
@@ -60,15 +72,17 @@ def verify_pass(
     """
     _check_order(name, after)
     storages = {s.name: s.layout for s in signature_of(after).inputs if isinstance(s.layout, Storage)}
-    mine = (given is None or given.storages != storages, is_changed)
-    flags: list[tuple[bool, bool]] = [mine] * dist.get_world_size()
+    of_one = bool(_begins(before)) and bool(_begins(after))  # else the beginning is inside of compiled code
+    mine = (given is None or given.storages != storages, is_changed, not of_one)
+    flags: list[tuple[bool, bool, bool]] = [mine] * dist.get_world_size()
     dist.all_gather_object(flags, mine)  # a graph sends: it runs on all ranks, or on none
-    runs_before, runs_after = map(any, zip(*flags, strict=True))
-    if given is None or runs_before:
-        given = Given(storages, _run(before, inputs, storages, device))
+    runs_before, runs_after, of_all = map(any, zip(*flags, strict=True))
+    has_gradients = numbers.has_gradients or of_all
+    if given is None or runs_before or given.of_one == of_all:
+        given = Given(storages, _run(before, numbers.tensors, storages, device, has_gradients), not of_all)
     if not runs_after:
         return given
-    results = _run(after, inputs, storages, device)
+    results = _run(after, numbers.tensors, storages, device, has_gradients)
     allowed = 0.0 if exact else max(map(tolerance, _compute_dtypes(after, storages)))
     different = []
     for key, expected in given.results.items():
@@ -86,7 +100,7 @@ def verify_pass(
             f"pass {name} promises the same numbers {promise}, but {len(different)} outputs differ on rank {rank}: "
             f"{', '.join(different[:5])}; the graphs before and after it are in the dump folder with debug.dump_graphs"
         )
-    return Given(storages, results)
+    return Given(storages, results, not of_all)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -159,8 +173,35 @@ def _check_order(name: str, gm: GraphModule) -> None:
             raise BrokenPromise(f"pass {name} lets ranks send in different orders, so that a job would hang: {said}")
 
 
+def _begins(gm: GraphModule) -> list[Node]:
+    """Give the nodes that backward begins with: the 1 that is a loss' own gradient."""
+    slots = (slot for slot in signature_of(gm).outputs for _ in range(slot.layout.num_tensors))
+    outputs = zip(slots, gm.graph.output_node().args[0], strict=True)  # type: ignore[arg-type]
+    losses = {_undetached(node) for slot, node in outputs if slot.kind == "loss"}
+    ones = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.ones_like.default)
+    return [node for node in ones if _undetached(node.args[0]) in losses]
+
+
+def _undetached(node: Any) -> Any:
+    while isinstance(node, Node) and node.target is torch.ops.aten.detach.default:
+        node = node.args[0]
+    return node
+
+
+class _WithoutGradients(Interpreter):
+    """Runs a graph, and begins its backward with 0."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        super().__init__(gm)
+        self._begins = _begins(gm)
+
+    def run_node(self, n: Node) -> Any:
+        result = super().run_node(n)
+        return torch.zeros_like(result) if n in self._begins else result
+
+
 def _run(
-    gm: GraphModule, inputs: list[Tensor], storages: dict[str, Storage], device: torch.device
+    gm: GraphModule, inputs: list[Tensor], storages: dict[str, Storage], device: torch.device, has_gradients: bool
 ) -> dict[str, Tensor]:
     flat: list[Tensor] = []
     rest = iter(inputs)
@@ -170,7 +211,7 @@ def _run(
             val = next(placeholders).meta["val"]
             is_state = slot.kind in ("param", "buffer")
             flat.append(_parameter(slot, val, storages, device) if is_state else next(rest).clone())
-    values = iter(gm(*flat))
+    values = iter(gm(*flat) if has_gradients else _WithoutGradients(gm).run(*flat))
     found = {
         f"{slot.kind} {slot.name}": _full(slot, next(values).to(device), storages)
         for slot in signature_of(gm).outputs

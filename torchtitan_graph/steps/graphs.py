@@ -10,8 +10,6 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-import torch.utils._pytree as pytree
-from torch import Tensor
 from torch.fx import GraphModule
 
 from torchtitan_graph.compiler import Inspection, PassPlan, passes, run_passes
@@ -32,8 +30,17 @@ from torchtitan_graph.parallel.layout import Layout
 from torchtitan_graph.parallel.pipeline import StageGraph
 from torchtitan_graph.parallel.recompute import Budget
 from torchtitan_graph.parallel.storage import Storage
+from torchtitan_graph.parallel.verify import Numbers
 from torchtitan_graph.steps.budget import INPUTS, at_rest, meet, tell
-from torchtitan_graph.steps.inputs import SEQ_LEN, example_inputs, lay_out, loss_is_parallel, once_per_kind, shapes_of
+from torchtitan_graph.steps.inputs import (
+    SEQ_LEN,
+    example_inputs,
+    lay_out,
+    loss_is_parallel,
+    numbers_of,
+    once_per_kind,
+    shapes_of,
+)
 from torchtitan_graph.steps.options import StepOptions
 from torchtitan_graph.steps.precompiled import Rewritten
 from torchtitan_graph.steps.stages import build_stages, make_code, rewrite_stages
@@ -43,14 +50,14 @@ class Traced(NamedTuple):
     """A model's steps in the compute layout, before any pass.
 
     plan    what the passes are told
-    inputs  the tensors that the training step was traced with, but for parameters and buffers
+    inputs  what the training step was traced with, but for parameters and buffers
     """
 
     train: TracedResult
     evaluate: TracedResult | None
     plan: PassPlan
     flops: Flops
-    inputs: list[Tensor]
+    inputs: Numbers
 
 
 class Graphs(NamedTuple):
@@ -161,7 +168,7 @@ def trace_steps(
             evaluate = trace_eval_step(model, options.loss, *other, device=device, capture=capture)
     logger.info(f"traced in {time.perf_counter() - begin:.1f} s, {len(train.gm.graph.nodes)} nodes")
     flops = count_flops(train.gm, model.blocks, layout.gathers_rows)
-    return Traced(train, evaluate, plan, flops, [x for x in pytree.tree_leaves(example) if isinstance(x, Tensor)])
+    return Traced(train, evaluate, plan, flops, numbers_of(example, layout))
 
 
 def _trace_training(

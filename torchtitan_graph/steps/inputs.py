@@ -12,7 +12,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from torchtitan_graph.compiler import PassPlan
-from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
+from torchtitan_graph.data.batch import Batch
 from torchtitan_graph.graph.cost import Costs
 from torchtitan_graph.graph.dimensions import DynamicShapes
 from torchtitan_graph.graph.trace import Capture
@@ -24,6 +24,7 @@ from torchtitan_graph.parallel.layout import CP, TP, Layout
 from torchtitan_graph.parallel.parallelize import context_modules, parallelize
 from torchtitan_graph.parallel.sequence import block_length, places_of
 from torchtitan_graph.parallel.storage import Reshard, buckets, cast_parameters, plan_storage
+from torchtitan_graph.parallel.verify import Numbers
 from torchtitan_graph.passes.overlap_products import Ring
 from torchtitan_graph.planned_norms import take_norms_of_gpu
 from torchtitan_graph.quantize.state import add_workspaces, convert
@@ -138,12 +139,19 @@ def example_inputs(
     tokens, labels = torch.randint(model.config.vocab_size, (2, *rows), generator=generator)
     documents = (torch.rand(rows, generator=generator) < 0.01).long().cumsum(1)
     positions = torch.arange(rows[1]).expand(rows).contiguous()
-    # `verify_pass` wants the targets, and with them the gradients, of one rank.
-    if layout.data_rank > 0:
-        labels.fill_(IGNORE_INDEX)
-    elif (cp := layout.degree(CP)) > 1:
+    if (cp := layout.degree(CP)) > 1:  # a rank's loss depends on what it has of the rows, and on nothing else
         documents = torch.arange(rows[1]).div(block_length(rows[1], cp), rounding_mode="floor").expand(rows)
-        labels[:, torch.cat([places_of(rank, rows[1], cp, labels.device) for rank in range(1, cp)])] = IGNORE_INDEX
     on_host = Batch(tokens, labels, positions, documents)
     batch = on_host.to(options.device)
     return *of_this_rank(batch, model, layout, on_host), torch.tensor(num_tokens, device=options.device)
+
+
+def numbers_of(example: Any, layout: Layout) -> Numbers:
+    """Give the numbers on which the passes of a step with such arguments are verified."""
+    tensors = [x.detach() for x in pytree.tree_leaves(example) if isinstance(x, Tensor)]
+    return Numbers(tensors, has_gradients(layout))
+
+
+def has_gradients(layout: Layout) -> bool:
+    """Tell whether this rank's loss is the one that has gradients when passes are verified, see `Numbers`."""
+    return layout.data_rank == 0 and layout.rank(CP) == 0

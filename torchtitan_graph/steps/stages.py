@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.fx import GraphModule
 
@@ -36,7 +35,14 @@ from torchtitan_graph.parallel.recompute import Budget
 from torchtitan_graph.parallel.storage import Reshard, Storage
 from torchtitan_graph.steps.budget import at_rest, share, tell
 from torchtitan_graph.steps.held import in_flight, peak_of_stages
-from torchtitan_graph.steps.inputs import example_inputs, lay_out, loss_is_parallel, once_per_kind
+from torchtitan_graph.steps.inputs import (
+    example_inputs,
+    has_gradients,
+    lay_out,
+    loss_is_parallel,
+    numbers_of,
+    once_per_kind,
+)
 from torchtitan_graph.steps.options import StepOptions
 from torchtitan_graph.steps.precompiled import Rewritten
 
@@ -159,11 +165,10 @@ def _rewrite(
 ) -> Rewritten:
     """Run the passes on a stage's steps that come before the cut."""
     flops = count_flops(train.gm, model.blocks, layout.gathers_rows)
-    tensors = [x.detach() for x in pytree.tree_leaves(like.train) if isinstance(x, Tensor)]
     watch = Inspection(
         f"stage {number}",
         options.dump_to / f"stage_{number}" if options.dump_to and _is_shown(layout) else None,
-        tensors if options.verify else None,
+        numbers_of(like.train, layout) if options.verify else None,
         plan.costs,
         options.dump_only,
         look=options.look,
@@ -260,6 +265,6 @@ def _stage_inputs(
     if options.verify:
         generator = torch.Generator().manual_seed(options.seed)
         x, dy = (torch.randn(shape, generator=generator).to(batch.tokens_BL.device, passed.dtype) for _ in range(2))
-        dy = dy * (layout.data_rank == 0)
+        dy = dy * has_gradients(layout)
     first, last = stage.first, stage.last
     return (batch, masks, num_tokens, None if first else x.requires_grad_(), None if last else dy), passed

@@ -30,6 +30,7 @@ from torchtitan_graph.graph.trace import minimal_fx_tracer
 from torchtitan_graph.graph.traced import TracedResult, run_traced
 from torchtitan_graph.log import logger
 from torchtitan_graph.optim import is_fused
+from torchtitan_graph.parallel.verify import Numbers
 from torchtitan_graph.steps.build import Steps
 
 c10d = torch.ops._c10d_functional
@@ -149,13 +150,13 @@ class Update:
             group.update({key: value for key, value in live.items() if key != "lr"})
 
 
-def _made_up(gm: GraphModule) -> list[Tensor]:
+def _made_up(gm: GraphModule) -> Numbers:
     """Give numbers for what a step reads beside parameters and buffers, none below 0, as second moments are."""
     kinds = [slot.kind for slot in signature_of(gm).inputs for _ in range(slot.layout.num_tensors)]
     owners = zip(kinds, gm.graph.find_nodes(op="placeholder"), strict=True)
     values = [node.meta["val"] for kind, node in owners if kind not in ("param", "buffer")]
     generator = torch.Generator().manual_seed(0)
-    return [torch.rand(x.shape, generator=generator).to(x.device, x.dtype) for x in values]
+    return Numbers([torch.rand(x.shape, generator=generator).to(x.device, x.dtype) for x in values])
 
 
 def _check_parts(optimizer: Optimizer) -> None:

@@ -91,7 +91,7 @@ def test_a_profile_of_other_ranks_is_refused(
     [
         (["{run}/confg.toml"], "can't be read: No such file or directory; did you mean config.toml"),
         (["{run}/.."], "is no run's folder, for it has no config.toml; these are runs: "),
-        (["{run}", "--training.sequence_len", "64"], "is not an option; did you mean training.seq_len?"),
+        (["{run}", "--training.sequence_len", "64"], "is not an option; see training.seq_len"),
         (
             ["{run}", "--compile.capture", "dynamo"],
             "compile.capture = dynamo: its nodes do not know which calls made them",
@@ -149,7 +149,7 @@ def test_a_run_is_shown_with_what_can_be_read_of_it(
     ("name", "content", "words"),
     [
         ("config.toml", b"[model\n", "config.toml': is not valid TOML"),
-        ("config.toml", b"\xff", "is not valid TOML: not UTF-8 (at line 1)"),
+        ("config.toml", b"\xff", "is not UTF-8 (invalid start byte at byte 0, in line 1)"),
         ("config.toml", None, "is no run's folder, for it has no config.toml"),
         ("profile_traces/step-4/rank0.json.gz", b"no gzip", "rank0.json.gz: is "),
         ("profile_traces/step-4/rank0.json.gz", gzip.compress(b'{"traceEvents": [')[:-9], "rank0.json.gz: is "),

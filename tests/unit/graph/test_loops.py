@@ -25,7 +25,7 @@ def doubled(x: Tensor) -> Tensor:
 def test_a_loop_runs_as_often_as_the_call_says(capture: str) -> None:
     model = nn.Linear(3, 3)
     traced = (
-        minimal_fx_tracer(doubled)(X) if capture == "make_fx" else dynamo_capture(doubled, model, (X,), device=None)
+        minimal_fx_tracer(doubled)(X) if capture == "make_fx" else dynamo_capture(doubled, model)(X)
     )
     run = run_traced(traced, None if capture == "make_fx" else model)
     for x in (X, X * 50):
@@ -46,7 +46,7 @@ def test_the_gradient_of_a_loop_is_eagers() -> None:
     run = run_traced(minimal_fx_tracer(step, model)(X), model)
     torch.testing.assert_close(run(X), step(X), rtol=0, atol=0)
     with pytest.raises(UserError, match="gives what only a run knows .while_loop_stack_output.: a training step's"):
-        dynamo_capture(step, model, (X,), device=None)
+        dynamo_capture(step, model)(X)
 
 
 def test_a_branch_may_call_a_module() -> None:

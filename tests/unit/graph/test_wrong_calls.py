@@ -46,7 +46,7 @@ def traced() -> Any:
         (lambda t: run_traced(t, MODEL, X, X), f"run_traced: too many positional arguments; {RUN}"),
         (lambda t: run_traced(t, X), f"module is of class Tensor: must be one nn.Module .*; {RUN}"),
         (lambda t: run_traced(t, [MODEL]), f"module is of class list: .*ModuleList.*; {RUN}"),
-        (lambda t: run_traced(t, model=MODEL), f"keyword argument 'model' .did you mean module.*; {RUN}"),
+        (lambda t: run_traced(t, model=MODEL), f"keyword argument 'model'; {RUN}"),
         (lambda t: run_traced(t), f"was traced with module=, and is run with one: {RUN}"),
         (lambda t: run_traced(t, MODEL, OPTIMIZER), "was traced without optimizer=, and is run without$"),
         (lambda t: run_traced(t.gm, MODEL), rf"traced is of class .*minimal_fx_tracer\(fn, module=model\).*; {RUN}"),

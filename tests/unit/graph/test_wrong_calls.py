@@ -202,3 +202,14 @@ def test_a_class_that_was_registered_without_names_is_named() -> None:
 def test_a_value_of_a_class_that_is_not_the_user_s_is_for_the_closure(value: Any) -> None:
     with pytest.raises(UserError, match=r"capture it in the function's closure$"):
         minimal_fx_tracer(lambda x, value: x)(X, value)
+
+
+def test_a_branch_that_writes_to_what_it_is_given_is_refused_in_a_line() -> None:
+    def fn(x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, lambda x: x.add_(1).sin(), lambda x: x.cos(), (x * 1,))
+
+    with pytest.raises(
+        UserError, match=r"given to torch.cond .* \(test_wrong_calls.py:\d+: .*: it writes in place"
+    ) as found:
+        minimal_fx_tracer(fn)(torch.ones(3))
+    assert "\n" not in str(found.value)

@@ -1,15 +1,17 @@
-"""A part of a tensor as a checkpoint's file has it: what `torch.save` wrote, read by `torch.load` within bounds.
+"""A part of a tensor as a checkpoint's file has it: what `torch.save` wrote of a plain tensor.
 
-`weights_only=True` runs no code of the file, but it unpacks what is compressed, and works through whatever a pickle
-asks of it. A plain tensor asks for little, and is not compressed: anything else is refused before it is loaded.
+It is read without `torch.load`: that has a zip reader of its own, which may find another archive in the same bytes than
+the one that was checked, and unpacks what is compressed. Nothing of the file is run.
 """
 
 import io
 import math
 import os
+import pickle
 import pickletools
+import sys
 import zipfile
-from typing import IO, Any, BinaryIO, cast
+from typing import IO, Any, BinaryIO, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -17,11 +19,25 @@ from torch import Tensor
 from torchtitan_graph.errors import UserError
 
 _MOST_BYTES = 4096  # of the pickle that says what a tensor is; it takes 200
+_BLOCK = 2**24
 _INSTRUCTIONS = {
     *("PROTO", "GLOBAL", "BINPUT", "BINGET", "MARK", "BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1", "NONE"),
     *("NEWTRUE", "NEWFALSE", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "BINPERSID", "REDUCE", "STOP"),
 }
-_MODULES = ("torch", "torch._utils", "torch.storage", "collections")
+_STORAGES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "ComplexFloatStorage": torch.complex64,
+    "ComplexDoubleStorage": torch.complex128,
+}
 
 
 class _Slice(io.RawIOBase):
@@ -51,14 +67,52 @@ class _Slice(io.RawIOBase):
         return size
 
 
+class _Described(NamedTuple):
+    """What `torch.save` writes of a tensor: the arguments of `torch._utils._rebuild_tensor_v2` and `_v3`."""
+
+    storage: Any
+    offset: Any
+    size: Any
+    stride: Any
+    requires_grad: Any
+    hooks: Any
+    dtype: Any = None
+    metadata: Any = None
+
+
+def _data_of(data: Any, *_: Any) -> Any:
+    return data
+
+
+class _Unpickler(pickle.Unpickler):
+    """Builds a description of a tensor, of names from a fixed list."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        known = {
+            ("torch._utils", "_rebuild_tensor_v2"): _Described,
+            ("torch._utils", "_rebuild_tensor_v3"): _Described,
+            ("torch._utils", "_rebuild_parameter"): _data_of,
+            ("collections", "OrderedDict"): dict,
+            ("torch.storage", "UntypedStorage"): None,  # the tensor's dtype is beside it
+            **{("torch", storage): dtype for storage, dtype in _STORAGES.items()},
+        }
+        if (module, name) in known:
+            return known[module, name]
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
+        raise UserError(f"it names {module} {name:.100}, which no tensor needs; nothing was run")
+
+    def persistent_load(self, pid: Any) -> Any:
+        return pid
+
+
 def read_stored(whole: BinaryIO, begin: int, length: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """Read the tensor that `length` bytes of a file hold, from `begin` on.
 
     Raises:
         UserError: they hold something else than one plain tensor of this shape and dtype.
     """
-    file = _Slice(whole, begin, length)
-    with zipfile.ZipFile(cast(IO[bytes], file)) as archive:
+    with zipfile.ZipFile(cast(IO[bytes], _Slice(whole, begin, length))) as archive:
         entries = archive.infolist()
         if any(each.compress_type != zipfile.ZIP_STORED for each in entries):
             raise UserError("its numbers are compressed, which torch.save does not do")
@@ -67,20 +121,41 @@ def read_stored(whole: BinaryIO, begin: int, length: int, shape: torch.Size, dty
         pickles = [each for each in entries if each.filename.endswith("/data.pkl")]
         if len(pickles) != 1 or pickles[0].file_size > _MOST_BYTES:
             raise UserError("it is not what torch.save writes of a tensor")
-        _check_pickle(archive.read(pickles[0]))
-    file.seek(0)
-    tensor = torch.load(cast(IO[bytes], file), map_location="cpu", weights_only=True)
-    is_plain = isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu"
-    if not is_plain or tensor.shape != shape or tensor.dtype != dtype:
-        raise UserError(f"it is no {dtype} tensor of shape {list(shape)}")
-    if not math.prod(shape) * dtype.itemsize <= tensor.untyped_storage().nbytes() <= length:
-        raise UserError("it says that it holds more than its file has")
-    return tensor
+        found, key = _description(archive.read(pickles[0]))
+        if found.dtype != dtype or found.size != tuple(shape):
+            raise UserError(f"it is no {dtype} tensor of shape {list(shape)}")
+        folder = pickles[0].filename.removesuffix("data.pkl")
+        if f"{folder}byteorder" in archive.namelist() and archive.read(f"{folder}byteorder") != sys.byteorder.encode():
+            raise UserError("its numbers are in another order of bytes than this machine's")
+        entry = archive.getinfo(f"{folder}data/{key}")
+        # All that the strides reach, and no less numbers than it has: an expanded one could be of any size.
+        reach = found.offset + sum((n - 1) * step for n, step in zip(found.size, found.stride, strict=True)) + 1
+        if max(reach if math.prod(shape) else 0, math.prod(shape)) * dtype.itemsize > entry.file_size:
+            raise UserError("it says that it holds more than its file has")
+        content = torch.empty(entry.file_size - entry.file_size % dtype.itemsize, dtype=torch.uint8)
+        _fill(content, archive, entry)
+    return content.view(dtype).as_strided(found.size, found.stride, found.offset)
 
 
-def _check_pickle(content: bytes) -> None:
-    for instruction, argument, _ in pickletools.genops(content):
+def _fill(content: Tensor, archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> None:
+    buffer, at = memoryview(cast(Any, content.numpy())), 0
+    with archive.open(entry) as file:
+        while block := file.read(min(_BLOCK, len(buffer) - at)):
+            buffer[at : at + len(block)] = block
+            at += len(block)
+    if at < len(buffer):
+        raise UserError("it ends early")
+
+
+def _description(content: bytes) -> tuple[_Described, str]:
+    """Return what a pickle says of a tensor, checked, and under which name its numbers are."""
+    for instruction, _, _ in pickletools.genops(content):
         if instruction.name not in _INSTRUCTIONS:
             raise UserError(f"it is not what torch.save writes of a tensor ({instruction.name}); nothing was run")
-        if instruction.name == "GLOBAL" and str(argument).split(" ")[0] not in _MODULES:
-            raise UserError(f"it names {argument!s:.100}, which no tensor needs; nothing was run")
+    found = _Unpickler(io.BytesIO(content)).load()
+    match found:
+        case _Described(("storage", kind, str(key), "cpu", int()), int(), tuple(), tuple()):
+            numbers = [found.offset, *found.size, *found.stride]
+            if len(found.size) == len(found.stride) and all(type(x) is int and 0 <= x < 2**48 for x in numbers):
+                return (found if found.dtype is not None else found._replace(dtype=kind)), key
+    raise UserError("it is not what torch.save writes of a tensor")

@@ -239,3 +239,9 @@ X = saved(torch.arange(6.0).reshape(2, 3))
 def test_a_part_that_is_something_else_is_refused(content: bytes, why: str) -> None:
     with pytest.raises((UserError, zipfile.BadZipFile), match=why):
         read(content)
+
+
+def test_of_two_archives_in_one_part_the_checked_one_is_read() -> None:
+    """torch's own reader may take the other one, which nobody has checked."""
+    other = packed_anew(saved(torch.ones(50_000)), zipfile.ZIP_DEFLATED)
+    assert torch.equal(read(other + X), torch.arange(6.0).reshape(2, 3))

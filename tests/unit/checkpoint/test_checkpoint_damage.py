@@ -5,7 +5,9 @@ import json
 import os
 import pickle
 import shutil
+import struct
 import subprocess
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -127,14 +129,19 @@ def test_an_older_checkpoint_is_taken_in_the_place_of_a_damaged_one(
 
 
 def test_without_the_checksums_a_flipped_bit_would_be_loaded(run: Path) -> None:
-    """Negative control: the format itself does not notice."""
+    """Negative control: neither the archive, whose own checksum is forged with it, nor the numbers are refused."""
     manifest = run / "step-3" / MANIFEST
     content = json.loads(manifest.read_text())
     del content["crc32"]
     manifest.write_text(json.dumps(content))
-    data = bytearray((run / "step-3" / DATA).read_bytes())
-    data[data.find(torch.tensor([3.0, 3.0]).numpy().tobytes())] ^= 1
-    (run / "step-3" / DATA).write_bytes(data)
+    data = (run / "step-3" / DATA).read_bytes()
+    numbers = torch.full((2, 2), 3.0).numpy().tobytes()
+    flipped = bytes([numbers[0] ^ 1]) + numbers[1:]
+    (run / "step-3" / DATA).write_bytes(data.replace(numbers, flipped))
+    with pytest.raises(UserError, match="Bad CRC-32"):
+        load(run)
+    checksums = [struct.pack("<I", zlib.crc32(content)) for content in (numbers, flipped)]
+    (run / "step-3" / DATA).write_bytes(data.replace(numbers, flipped).replace(*checksums))
     with pytest.raises(AssertionError):
         load(run)
 

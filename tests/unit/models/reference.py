@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -96,6 +97,7 @@ def in_double(theirs: nn.Module, config: Any) -> Callable[..., Any]:
     """Let transformers compute in double precision but for rotary angles, which are fp32's, rounded as ours are."""
     scaling = getattr(config, "rope_scaling", None)
     frequencies_H = rope_frequencies(rope_width(config), config.rope_theta, scaling, torch.device("cpu"))
+    theirs.double()  # transformers keeps some parameters in fp32 whatever its `dtype`
     theirs.model.rotary_emb.inv_freq = frequencies_H
 
     def call(**inputs: Tensor) -> Any:
@@ -103,6 +105,15 @@ def in_double(theirs: nn.Module, config: Any) -> Callable[..., Any]:
             return theirs(**inputs)
 
     return call
+
+
+def _widen_what_stays_fp32(theirs: nn.Module, folder: Path) -> None:
+    """Read the parameters again that transformers keeps in fp32 whatever its `dtype` (from 5.24 on DeepSeek's gates),
+    as they were rounded."""
+    saved = load_file(folder / "model.safetensors")
+    for name, parameter in theirs.named_parameters():
+        if parameter.dtype == torch.float32:
+            parameter.data = saved[name]
 
 
 def results_of_transformers(ours: Decoder, **inputs: Any) -> Results:
@@ -122,6 +133,8 @@ def results_of_transformers(ours: Decoder, **inputs: Any) -> Results:
             output_loading_info=True,
         )
         assert not any(loaded[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+        if dtype == torch.float64:
+            _widen_what_stays_fp32(theirs, Path(folder) / "weights")
         call = in_double(theirs, ours.config) if dtype == torch.float64 else theirs
         logits = call(**(inputs or {"input_ids": tokens()})).logits
         loss_of(logits).backward()

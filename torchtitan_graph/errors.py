@@ -14,10 +14,11 @@ class UserError(ValueError):
     """
 
     def __init__(self, message: str = "") -> None:
-        super().__init__(_printable(message))
+        super().__init__(printable(message))
 
 
-def _printable(message: str) -> str:
+def printable(message: str) -> str:
+    """Return a text that may quote a file as it is shown: see `UserError`."""
     message = message.encode(errors="backslashreplace").decode()  # a lone surrogate can't be printed
     message = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: ascii(found[0])[1:-1], message)
     lines = message.split("\n")

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import NamedTuple, TypedDict
 
 from torchtitan_graph.config import load
-from torchtitan_graph.errors import UserError
+from torchtitan_graph.errors import UserError, printable
 from torchtitan_graph.patience import find_full_disk, is_away
 from torchtitan_graph.run.failure import BAD_NODE, CONFIGURATION, FAULT, FINAL, STORAGE_AWAY, read_failures
 from torchtitan_graph.run.files import read_json, write_json, write_text
-from torchtitan_graph.run.identity import Count
 from torchtitan_graph.run.lock import is_held_by_another
 from torchtitan_graph.run.status import FINISHED, STOPPED, read_status
+from torchtitan_graph.small_files import Count
 
 MAX_FRUITLESS = 3  # attempts in a row that end no further than an earlier one: then something has to be looked at
 MAX_NODE_FAILURES = 2  # of one node in one job: then the job goes on without the node
@@ -186,9 +186,10 @@ def _report(folder: Path) -> None:
     """Print what failed, the cause first."""
     failures = read_failures(folder)
     for number, failure in enumerate(failures):
-        print(f"requeue: {failure['host']}: {failure['message'].splitlines()[0]}", file=sys.stderr)
+        first_line = failure["message"].partition("\n")[0]
+        print(printable(f"requeue: {failure['host']}: {first_line}"), file=sys.stderr)
         if number == 0 and failure["code"] == FAULT:
-            print(failure["traceback"], file=sys.stderr)
+            print(printable(failure["traceback"]), file=sys.stderr)
 
 
 def _requeue(job_id: str, exclude: list[str]) -> bool:

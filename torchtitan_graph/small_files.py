@@ -12,7 +12,7 @@ import stat
 import sys
 import zlib
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Annotated, Any, BinaryIO, TypeVar
 
 import msgspec
 
@@ -24,9 +24,10 @@ else:
     import tomli as tomllib
 
 T = TypeVar("T")
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]  # in a schema
 
 MAX_BYTES = 64 * 2**20
-ANY_SIZE = 2**63  # for what is read piece by piece
+ANY_SIZE = 2**63 - 1  # for what is read piece by piece
 MAX_TOML = 2**20  # bytes; what a person writes
 MAX_VALUES = 4_000_000  # of Python objects in one JSON text: about 400 MB at most
 MAX_DEPTH = 100
@@ -107,7 +108,7 @@ def read_json(path: Path, schema: type[T], max_bytes: int = MAX_BYTES) -> T:
     """Return what a small JSON file holds, of a type such as a TypedDict; raises as `open_small` and `parse_json`."""
     content = read_small(path, max_bytes)
     found = parse_json(content, schema, path)
-    _check_characters(content, found, path)
+    check_characters(content, found, path)
     return found
 
 
@@ -127,13 +128,25 @@ def parse_json(content: bytes | str, schema: type[T], where: Path | str, max_val
     try:
         found = json.loads(content.decode("utf-8-sig"), parse_int=_parse_int)
         _check_depth(found)
-        return msgspec.convert(found, schema)
-    except msgspec.ValidationError as error:
-        raise BadFile(f"{where}: is not what is stored there: {_in_words(str(error))}") from error
     except RecursionError as error:
         raise BadFile(f"{where}: has lists or objects more than {MAX_DEPTH} deep") from error
     except ValueError as error:  # JSONDecodeError and UnicodeDecodeError among them
         raise BadFile(f"{where}: is not JSON: {error}") from error
+    return check_type(found, schema, where)
+
+
+def check_type(value: Any, schema: type[T], where: Path | str) -> T:
+    """Return a parsed value as `parse_json` does: of the type that is asked for.
+
+    Raises:
+        BadFile: it is of another.
+    """
+    try:
+        return msgspec.convert(value, schema)
+    except msgspec.ValidationError as error:
+        raise BadFile(f"{where}: is not what is stored there: {_in_words(str(error))}") from error
+    except UnicodeEncodeError as error:
+        raise _half_of_a_pair(error, where) from error
 
 
 def check_values(content: bytes, where: Path | str, max_values: int = MAX_VALUES) -> None:
@@ -196,14 +209,18 @@ def _check_depth(value: Any) -> None:
         ]
 
 
-def _check_characters(content: bytes, value: Any, where: Path) -> None:
-    """Raise BadFile where a text holds half of a surrogate pair, which no file, path or tokenizer takes."""
+def check_characters(content: bytes, value: Any, where: Path | str) -> None:
+    """Raise BadFile where a JSON text, parsed as `value`, holds half a surrogate pair, which is no character."""
     if re.search(rb"\\u[dD][89a-fA-F]", content):  # seldom: a pair is a character beyond the first 65,536
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
-            half = ascii(error.object[error.start])[1:-1]
-            raise BadFile(f"{where}: is not JSON: {half} is half of a surrogate pair, and no character") from error
+            raise _half_of_a_pair(error, where) from error
+
+
+def _half_of_a_pair(error: UnicodeEncodeError, where: Path | str) -> BadFile:
+    half = ascii(error.object[error.start])[1:-1]
+    return BadFile(f"{where}: is not JSON: {half} is half of a surrogate pair, and no character")
 
 
 def _in_words(error: str) -> str:

@@ -6,12 +6,16 @@ Everything is drawn from a `random.Random`, so that a number says again what was
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
 import pickle
 import pickletools
 import random
+import re
 import struct
+import warnings
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -228,6 +232,45 @@ def zipped(change: Bytes) -> Bytes:
         return gzip.compress(change(gzip.decompress(content), chance), compresslevel=1)
 
     return changed
+
+
+def archive_changed(content: bytes, chance: random.Random) -> bytes:
+    """Change the last of the archives that `torch.save` wrote one behind another: its entries, their names or kind."""
+    begin = max(found.start() for found in re.finditer(rb"PK\x03\x04.{26}[^/]+/data\.pkl", content, re.DOTALL))
+    with zipfile.ZipFile(io.BytesIO(content[begin:])) as archive:
+        entries = [(name, archive.read(name)) for name in archive.namelist()]
+    compression = zipfile.ZIP_STORED
+    at = chance.randrange(len(entries))
+    name, inner = entries[at]
+    match chance.randrange(7):
+        case 0:
+            compression = zipfile.ZIP_DEFLATED
+            entries[at] = name, bytes(2**26)
+        case 1:
+            entries[at] = chance.choice(["../../etc/passwd", "a\0b", "archive/data.pkl", "other/data.pkl"]), inner
+        case 2:
+            entries.append((chance.choice(["other/data.pkl", "archive/data/1", "x" * 60_000]), inner))
+        case 3:
+            del entries[at]
+        case 4:
+            entries[at] = name, bytes_changed(inner, chance)
+        case _:
+            at = next(i for i, (name, _) in enumerate(entries) if name.endswith("data.pkl"))
+            numbers = {
+                b"K\x02": [b"K\x00", b"K\xff", b"J\xff\xff\xff\x7f", b"J\xff\xff\xff\xff", b"\x8a\x08" + b"\x7f" * 8]
+            }
+            old, new = next((old, chance.choice(news)) for old, news in numbers.items())
+            entries[at] = (
+                entries[at][0],
+                (entries[at][1].replace(old, new) if chance.random() < 0.5 else pickle_changed(entries[at][1], chance)),
+            )
+    written = io.BytesIO()
+    with warnings.catch_warnings(), zipfile.ZipFile(written, "w", compression) as archive:
+        warnings.simplefilter("ignore")  # of a name that is there twice
+        for name, inner in entries:
+            archive.writestr(name, inner)
+    changed = written.getvalue()
+    return content[:begin] + (bytes_changed(changed, chance) if chance.random() < 0.2 else changed)
 
 
 def safetensors_changed(content: bytes, chance: random.Random) -> bytes:

@@ -14,6 +14,7 @@ import gzip
 import hashlib
 import json
 import os
+import pickle
 import random
 import resource
 import select
@@ -43,6 +44,7 @@ from torchtitan_graph.data.shards import INDEX as SHARDS_INDEX
 from torchtitan_graph.data.shards import write_shards
 from torchtitan_graph.data.tokenizer import ByteTokenizer, load_tokenizer
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.explorer.run import run_data
 from torchtitan_graph.graph.flops import Flops
 from torchtitan_graph.graph.measured import measured
 from torchtitan_graph.graph.trace import minimal_fx_tracer
@@ -55,7 +57,7 @@ from torchtitan_graph.parallel.schedule import read_csv
 from torchtitan_graph.plan.experts import read_loads
 from torchtitan_graph.rates import read_rates
 from torchtitan_graph.run.drift import check_drift
-from torchtitan_graph.run.failure import read_failures, write_failure
+from torchtitan_graph.run.failure import RESERVE, read_failures, write_failure
 from torchtitan_graph.run.folder import RunFolder
 from torchtitan_graph.run.lock import Lock
 from torchtitan_graph.run.status import FINISHED, Status
@@ -147,6 +149,20 @@ def _sum_again(path: Path) -> None:
     manifest.write_text(json.dumps(content))
 
 
+def _place_again(path: Path) -> None:
+    """Let a checkpoint's index say that the last tensor goes to the file's end."""
+    index = path.parent / METADATA
+    with index.open("rb") as file:
+        metadata = pickle.load(file)
+    last = max(metadata.storage_data.values(), key=lambda info: info.offset)
+    if path.is_file() and path.stat().st_size < 10**8:
+        last.length = path.stat().st_size - last.offset
+    with index.open("wb") as file:
+        pickle.dump(metadata, file)
+    _sum_again(index)
+    _sum_again(path)
+
+
 def _make_hf(name: str) -> Callable[[Path], Path]:
     def make(folder: Path) -> Path:
         to_hf(_model(), folder / "hf")
@@ -212,6 +228,7 @@ def _made_by_run(name: str) -> Callable[[Path], Path]:
         (folder / "config.toml").write_text(dump_toml(load([])))
         write_failure(folder, RuntimeError("gone"), 1)
         lock.release()
+        (folder / RESERVE).write_text("no folder")
         if name == "run.lock":
             (folder / name).write_text(json.dumps(held_before))
         return next(folder.glob(name))
@@ -303,6 +320,12 @@ KINDS: dict[str, Kind] = {
     "status.json": Kind(_made_by_run("status.json"), _SMALL, _read_folder),
     "run.lock": Kind(_made_by_run("run.lock"), _SMALL, _read_folder),
     "metrics.jsonl": Kind(_made_by_run("metrics.jsonl"), (_BYTES, forge.lines_changed), lambda path: begin(path, 3)),
+    "records": Kind(
+        _made_by_run("metrics.jsonl"),
+        (_BYTES, forge.lines_changed),
+        lambda path: run_data(path.parent, path.parent / "page.html"),
+    ),
+    "what has the reserve's name": Kind(_made_by_run(RESERVE), (_BYTES,), _read_folder),
     "a failure": Kind(_made_by_run("failures/*.json"), _SMALL, lambda path: read_failures(path.parents[1])),
     "train_state.json": Kind(_make_checkpoint("train_state.json"), _SMALL, _read_checkpoint, mend=_sum_again),
     "a checkpoint's manifest": Kind(_make_checkpoint(MANIFEST), _SMALL, _read_checkpoint),
@@ -312,7 +335,12 @@ KINDS: dict[str, Kind] = {
         _read_checkpoint,
         mend=_sum_again,
     ),
-    "a checkpoint's tensors": Kind(_make_checkpoint("__0_0.distcp"), (_BYTES,), _read_checkpoint, mend=_sum_again),
+    "a checkpoint's tensors": Kind(
+        _make_checkpoint("__0_0.distcp"),
+        (_BYTES, forge.archive_changed, forge.archive_changed),
+        _read_checkpoint,
+        mend=_place_again,
+    ),
     "graphs' index": Kind(_make_graphs(INDEX), _SMALL, _read_graphs),
     "graphs": Kind(
         _make_graphs("*.json.gz"), (forge.zipped(_BYTES), forge.zipped(_JSON)), _read_graphs, mend=_hash_again

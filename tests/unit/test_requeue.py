@@ -13,6 +13,7 @@ import pytest
 from disks import fill, small_disk
 from torchtitan_graph import requeue
 from torchtitan_graph.requeue import MAX_FRUITLESS, Decision, begin_attempt, end_attempt
+from torchtitan_graph.run.failure import FAULT
 
 NODES = ["n1", "n2"]
 
@@ -224,3 +225,16 @@ def test_attempt_on_a_full_disk_is_not_begun_and_its_end_is_read(
         again = job.begin()
         assert not again.again and "can't be written: the disk at" in again.why and "is full" in again.why
         assert json.loads((disk / "requeue.json").read_text())["attempts"][0]["end"] is not None
+
+
+def test_what_a_failure_says_is_printed_as_text(job: FakeJob, capsys: pytest.CaptureFixture) -> None:
+    job.begin()
+    job.failure("n1", FAULT)
+    (path,) = (job.folder / "failures").iterdir()
+    record = json.loads(path.read_text()) | {"host": "n\x1b[2J1", "traceback": "x\x1b]0;mine\x07" + "y" * 10_000}
+    for message in ("", "\n", "no\x1b[31m\nmore"):
+        path.write_text(json.dumps(record | {"message": message}))
+        requeue._report(job.folder)
+        printed = capsys.readouterr().err
+        assert printed.startswith("requeue: n\\x1b[2J1: ") and "\x1b" not in printed and len(printed) < 5000
+    assert "more" not in printed

@@ -26,14 +26,22 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.agree import RanksFailed, gather_from_ranks
 from torchtitan_graph.patience import is_away, wait_for_storage
-from torchtitan_graph.small_files import ANY_SIZE, BadFile, open_small, parse_json, read_small
+from torchtitan_graph.small_files import (
+    ANY_SIZE,
+    BadFile,
+    Count,
+    check_characters,
+    check_type,
+    open_small,
+    parse_json,
+    read_small,
+)
 
 MANIFEST = "manifest.json"
 TRAIN_STATE = "train_state.json"
 CONFIG = "config.toml"
 
 
-_Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Hex = Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{2})*$")]
 
 
@@ -42,14 +50,14 @@ class _Sums(TypedDict, total=False):
 
 
 class _Manifest(_Sums):
-    files: dict[str, _Natural]
+    files: dict[str, Count]
 
 
 class _Dealt(TypedDict):
     weights: list[float]
-    since: _Natural
-    given_before: list[_Natural]
-    given: list[_Natural]
+    since: Count
+    given_before: list[Count]
+    given: list[Count]
 
 
 class _Mixed(TypedDict, total=False):
@@ -57,24 +65,24 @@ class _Mixed(TypedDict, total=False):
 
 
 class _Position(_Mixed):
-    rows: _Natural
-    lanes: list[tuple[_Natural, _Natural, _Natural, _Natural]]
+    rows: Count
+    lanes: list[tuple[Count, Count, Count, Count]]
 
 
 class _Progress(TypedDict, total=False):
-    step: _Natural
-    tokens_seen: _Natural
-    tokens_by_source: dict[str, _Natural]
+    step: Count
+    tokens_seen: Count
+    tokens_by_source: dict[str, Count]
     data: _Position
     rng: _Hex
 
 
 class _Schedule(TypedDict, total=False):
-    num_steps_done: _Natural
+    num_steps_done: Count
 
 
 class _State(TypedDict):
-    step: _Natural
+    step: Count
     model_only: bool
     train_state: _Progress
     lr_scheduler: _Schedule
@@ -200,7 +208,7 @@ def read_manifest(path: Path) -> dict[str, File]:
     if not {TRAIN_STATE, METADATA} <= content["files"].keys():
         raise UserError(f"its {MANIFEST} does not list its files")
     for name, size in content["files"].items():
-        if Path(name).name != name or name in ("", "..") or len(name.encode(errors="surrogatepass")) > 255:
+        if Path(name).name != name or name in ("", "..") or "\0" in name or len(name.encode()) > 255:
             raise UserError(f"its {MANIFEST} says {size} of {name[:100]!r}, which is no file of this folder")
     return {name: File(size, content.get("crc32", {}).get(name)) for name, size in content["files"].items()}
 
@@ -354,8 +362,11 @@ def _read_json(path: Path, schema: type) -> dict[str, Any]:
         if is_away(error):
             raise  # an older checkpoint is no better
         raise UserError(f"its {path.name} can't be read ({error!r})") from error
-    parse_json(content, schema, f"its {path.name}")
-    return parse_json(content, dict[str, Any], f"its {path.name}")
+    where = f"its {path.name}"
+    found = parse_json(content, dict[str, Any], where)
+    check_characters(content, found, where)
+    check_type(found, schema, where)
+    return found
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

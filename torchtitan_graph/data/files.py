@@ -7,14 +7,12 @@ from typing import BinaryIO
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.patience import refuse_unreadable
-from torchtitan_graph.small_files import open_small
-
-_ANY_SIZE = 2**63 - 1
+from torchtitan_graph.small_files import ANY_SIZE, open_small
 
 
 def open_data(path: Path) -> BinaryIO:
     """Open a regular file of any size; raises as `open_small`."""
-    return open_small(path, _ANY_SIZE)
+    return open_small(path, ANY_SIZE)
 
 
 class DataFile:

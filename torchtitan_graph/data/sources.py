@@ -198,7 +198,9 @@ class JsonLines(_Texts):
         where = f"{self._file}, line {line + 1}"
         if end - start > _LONGEST_LINE:
             raise UserError(f"{where}: has {end - start:,} bytes, more than the {_LONGEST_LINE:,} of a document here")
-        row = parse_json(_decode(self._data.read(start, end - start), where), object, where)
+        content = self._data.read(start, end - start)
+        _decode(content, where)
+        row = parse_json(content, object, where)
         if not isinstance(row, dict):
             raise UserError(f"{where}: not a JSON object with the key {self._column!r}.")
         text = row.get(self._column)

@@ -4,6 +4,8 @@ import itertools
 import re
 from collections import Counter
 
+import torch.distributed as dist
+
 from torchtitan_graph.data.corpus import Corpus
 from torchtitan_graph.data.tokenizer import Tokenizer
 from torchtitan_graph.log import logger
@@ -18,13 +20,14 @@ def warn_of_special_tokens(corpus: Corpus, tokenizer: Tokenizer, place: str) -> 
 
     It looks at up to 256 documents, and at no further one behind 4 million characters.
     """
-    if not tokenizer.special_tokens:
+    if not tokenizer.special_tokens or (dist.is_initialized() and dist.get_rank()):  # one rank says it
         return
     longest_first = sorted(tokenizer.special_tokens, key=len, reverse=True)
     any_of_them = re.compile("|".join(map(re.escape, longest_first)))
     spelt, looked_at, with_some, characters = Counter[str](), 0, 0, 0
-    lanes = (corpus.documents(lane, 0, 0) for lane in range(corpus.num_lanes))
-    for _, document in itertools.islice(itertools.chain.from_iterable(lanes), _DOCUMENTS):
+    lanes = [corpus.documents(lane, 0, 0) for lane in range(corpus.num_lanes)]
+    in_turn = (found for found in itertools.chain.from_iterable(itertools.zip_longest(*lanes)) if found is not None)
+    for _, document in itertools.islice(in_turn, _DOCUMENTS):
         if not isinstance(document, str):  # token ids
             return
         found = set(any_of_them.findall(document))

@@ -18,6 +18,7 @@ from torchtitan_graph.small_files import check_values, read_json, read_small
 
 MOST_GROWTH = 4096  # unicode forms, a SentencePiece map, markers of spaces and bytes as characters reach 2,200 together
 MOST_IDS = 2**24
+_MOST_NAMED = 8
 _PROBE = "Ab 12, é 🎉\n"
 
 
@@ -92,22 +93,27 @@ def add_listed_tokens(tokenizer: tokenizers.Tokenizer, config: TokenizerConfig, 
     listed = config.get("added_tokens_decoder", {})
     if wrong := [number for number in listed if not (number.isascii() and number.isdigit() and len(number) < 10)]:
         raise UserError(f"{file}: added_tokens_decoder lists {wrong[0]!r:.80}, which is no id")
-    added = []
+    added: dict[str, int] = {}  # with the listed ids
+    tokens = []
     for number, token in sorted(listed.items(), key=lambda item: int(item[0])):
         text = token.get("content", "")
-        if not text or tokenizer.token_to_id(text) is not None:
+        if not text or text in added or tokenizer.token_to_id(text) is not None:
             continue
-        if (other := tokenizer.id_to_token(int(number))) is not None and other not in added:
+        if (other := tokenizer.id_to_token(int(number))) is not None:
             raise UserError(
                 f"{file}: added_tokens_decoder lists {text!r} with the id {number}, which is that of {other!r} in"
                 " tokenizer.json. Take the line out, or name an id that is free"
             )
         flags = {key: value for key, value in token.items() if key != "content"}
-        tokenizer.add_tokens([tokenizers.AddedToken(text, **flags)])
-        added.append(text)
-        if tokenizer.token_to_id(text) != int(number):
-            logger.info(f"{file}: {text!r} gets the id {tokenizer.token_to_id(text)}, the next that is free")
-    return added
+        tokens.append(tokenizers.AddedToken(text, **flags))
+        added[text] = int(number)
+    tokenizer.add_tokens(tokens)  # at once: each call takes time by the number of tokens that there are
+    moved = [text for text, number in added.items() if tokenizer.token_to_id(text) != number]
+    for text in moved[:_MOST_NAMED]:
+        logger.info(f"{file}: {text!r} gets the id {tokenizer.token_to_id(text)}, the next that is free")
+    if len(moved) > _MOST_NAMED:
+        logger.info(f"{file}: and {len(moved) - _MOST_NAMED:,} more get the ids that follow")
+    return list(added)
 
 
 @contextmanager

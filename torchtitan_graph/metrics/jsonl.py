@@ -8,7 +8,7 @@ from typing import Any, BinaryIO, TypedDict
 
 from torchtitan_graph.log import logger
 from torchtitan_graph.patience import refuse_unwritable
-from torchtitan_graph.small_files import BadFile, open_small, parse_json
+from torchtitan_graph.small_files import ANY_SIZE, BadFile, open_small, parse_json
 
 BLOCK = 2**20
 MAX_LINE, MAX_MOVED = 2**24, 2**30  # bytes
@@ -23,7 +23,7 @@ class Line(TypedDict):
 def append(path: Path, record: dict[str, Any]) -> None:
     """Add one line, floats with all their digits; where it can't be written whole, nothing is added."""
     line = (json.dumps(record) + "\n").encode()
-    with path.open("ab", buffering=0) as file:
+    with open(path, "ab", buffering=0, opener=_open_at_once) as file:
         size = file.tell()
         try:
             while line:
@@ -31,6 +31,10 @@ def append(path: Path, record: dict[str, Any]) -> None:
         except OSError:
             file.truncate(size)
             raise
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)  # a FIFO without a reader is an error
 
 
 def begin(path: Path, start_step: int) -> None:
@@ -45,7 +49,7 @@ def begin(path: Path, start_step: int) -> None:
     with refuse_unwritable(str(path), path):
         if not path.exists():
             path.touch()
-        with open_small(path, max_bytes=2**63 - 1) as file, path.open("ab"):
+        with open_small(path, ANY_SIZE) as file, path.open("ab"):
             size = os.fstat(file.fileno()).st_size
             end = _end_of_kept(file, path, size, start_step) if start_step else 0
             if end < size:

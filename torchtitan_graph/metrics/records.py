@@ -3,11 +3,12 @@
 from pathlib import Path
 from typing import TypeVar
 
-from torchtitan_graph.small_files import parse_json, read_small
+from torchtitan_graph.small_files import check_values, parse_json, read_small
 
 T = TypeVar("T")
 
-MAX_BYTES = 2**29  # some million records
+MAX_BYTES = 2**28
+MAX_VALUES = 10_000_000  # some 300,000 records, and less than a GiB
 
 
 def read_records(path: Path, schema: type[T]) -> list[T]:
@@ -17,5 +18,7 @@ def read_records(path: Path, schema: type[T]) -> list[T]:
         BadFile: it is no such file, or a line is no record of that type, such as `dict[str, Any]`; says which line.
         OSError: as `open`.
     """
-    *lines, _ = read_small(path, MAX_BYTES).split(b"\n")
+    content = read_small(path, MAX_BYTES)
+    check_values(content, path, MAX_VALUES)
+    *lines, _ = content.split(b"\n")
     return [parse_json(line, schema, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]

@@ -30,7 +30,7 @@ from torchtitan_graph.graph.cost import Costs, Link, Work
 from torchtitan_graph.graph.liveness import held_memory, size_of
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.moe import MoE
-from torchtitan_graph.small_files import MAX_BYTES, BadFile, open_small, parse_json, read_small
+from torchtitan_graph.small_files import ANY_SIZE, MAX_BYTES, BadFile, open_small, parse_json, read_small
 
 ALL_LAYERS = ""
 _MOST = 1e200  # a load: the sum of all is a float too
@@ -75,7 +75,7 @@ def read_loads(path: Path) -> dict[str, list[float]]:
 
 def _last_record(path: Path, where: str) -> Any:
     """Read the last record that has loads, of a file's last MiB: a long run's has very many before it."""
-    with open_small(path, max_bytes=2**63) as file:
+    with open_small(path, ANY_SIZE) as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - MAX_BYTES))
         lines = file.read(MAX_BYTES).split(b"\n")
     for line in reversed(lines):

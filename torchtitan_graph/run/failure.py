@@ -1,5 +1,6 @@
 """Why a rank failed: a file per rank in the run's folder, for who reads it and for the decision to start again."""
 
+import contextlib
 import os
 import re
 import shutil
@@ -11,8 +12,9 @@ from typing import Any, TypedDict
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.patience import FULL
 from torchtitan_graph.run.files import read_json, write_json
-from torchtitan_graph.run.identity import Count, Identity, Seconds, identity
+from torchtitan_graph.run.identity import Identity, Seconds, identity
 from torchtitan_graph.run.lock import FolderHeld
+from torchtitan_graph.small_files import Count
 from torchtitan_graph.stop import LAUNCHER
 
 FOLDER = "failures"
@@ -44,8 +46,9 @@ class RankFailure(Why):
 
 def reserve(dump_folder: Path) -> None:
     """Take space and a name for what is written about this run's end, should the disk be full then."""
-    (dump_folder / RESERVE).mkdir(exist_ok=True)
-    with (dump_folder / RESERVE / "space").open("wb") as file:
+    give_back_reserve(dump_folder)  # an earlier run's, which was killed, or whatever has the name
+    (dump_folder / RESERVE).mkdir()
+    with (dump_folder / RESERVE / "space").open("xb") as file:
         file.write(os.urandom(RESERVED))  # which no file system makes smaller
         file.flush()
         os.fsync(file.fileno())
@@ -53,7 +56,12 @@ def reserve(dump_folder: Path) -> None:
 
 def give_back_reserve(dump_folder: Path) -> None:
     """Let what was reserved be used."""
-    shutil.rmtree(dump_folder / RESERVE, ignore_errors=True)
+    path = dump_folder / RESERVE
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def write_failure(dump_folder: Path, error: BaseException, code: int) -> None:

@@ -6,7 +6,9 @@ from typing import Annotated, TypedDict
 
 from msgspec import Meta
 
-Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+from torchtitan_graph.errors import printable
+from torchtitan_graph.small_files import Count
+
 Seconds = Annotated[float, Meta(ge=0, le=1e12)]
 
 
@@ -41,4 +43,4 @@ def identity() -> Identity:
 def describe(who: Identity) -> str:
     """Return an identity for a message."""
     job = f", job {who['job_id']}" if who["job_id"] else ""
-    return f"process {who['pid']} on {who['host']}{job}"
+    return printable(f"process {who['pid']} on {who['host']}{job}")

@@ -68,7 +68,8 @@ class Lock:
     def _create(self) -> bool:
         """Make the lock, unless there is one. A kill leaves none, or a whole one."""
         try:
-            with self._beside.open("wb") as file:
+            self._beside.unlink(missing_ok=True)  # what has the name, a FIFO or a link, is not written to
+            with self._beside.open("xb") as file:
                 file.write(self._mine)
                 file.flush()
                 os.fsync(file.fileno())
@@ -151,7 +152,7 @@ class Lock:
         """Remove what processes of this host that were killed at the lock have left beside it."""
         for path in self.path.parent.glob(f"{NAME}.{glob.escape(self.me['host'])}.*"):
             pid = path.name.rpartition(".")[2]
-            if pid.isdecimal() and len(pid) < 10 and not _alive(int(pid)):
+            if pid.isdecimal() and len(pid) < 10 and not _alive(int(pid)) and not path.is_dir():
                 path.unlink(missing_ok=True)
 
 

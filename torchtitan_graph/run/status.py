@@ -10,7 +10,8 @@ from typing import Any
 
 from torchtitan_graph import stop
 from torchtitan_graph.run.files import read_json, write_json
-from torchtitan_graph.run.identity import Count, Identity, Seconds, identity
+from torchtitan_graph.run.identity import Identity, Seconds, identity
+from torchtitan_graph.small_files import Count
 
 NAME = "status.json"
 RUNNING, STOPPED, FINISHED, FAILED = "running", "stopped", "finished", "failed"

@@ -418,13 +418,23 @@ def test_what_is_no_such_file_is_neither_waited_for_nor_read(
         load(tmp_path / "new", initial_load_path=str(run / "step-3"))
 
 
-@pytest.mark.parametrize("name", ["../step-2/__0_0.distcp", "/etc/hostname", "a/b", "x" * 300])
+@pytest.mark.parametrize("name", ["../step-2/__0_0.distcp", "/etc/hostname", "a/b", "x" * 300, "a\0b"])
 def test_a_manifest_that_names_files_elsewhere_is_refused(name: str, run: Path) -> None:
     file = run / "step-3" / MANIFEST
     content = json.loads(file.read_text())
     content["files"][name] = 1
     file.write_text(json.dumps(content))
     assert find_problem(run / "step-3") == f"its {MANIFEST} says 1 of {name[:100]!r}, which is no file of this folder"
+    assert load(run) == 2
+
+
+def test_a_manifest_with_half_a_character_is_refused(run: Path) -> None:
+    file = run / "step-3" / MANIFEST
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"x": "\udc80"}))
+    assert (
+        find_problem(run / "step-3")
+        == f"its {MANIFEST}: is not JSON: \\udc80 is half of a surrogate pair, and no character"
+    )
     assert load(run) == 2
 
 

@@ -74,6 +74,17 @@ def test_few_documents_are_looked_at(texts_source, warnings):
     assert "here: 256 of the 256 documents" in warnings()[0]
 
 
+def test_documents_of_all_lanes_are_looked_at(texts_source, warnings):
+    class Lanes(ShuffledCorpus):
+        def documents(self, lane, epoch, start):
+            for index, _ in super().documents(lane, epoch, start):
+                yield index, "<|eos|>" if lane == 1 else "plain"
+
+    corpus = Lanes(texts_source(["x"] * 600), "all", 0)
+    warn_of_special_tokens(corpus, load_tokenizer(SMALL), "here")
+    assert f"here: {256 // corpus.num_lanes} of the 256 documents" in warnings()[0]
+
+
 def test_shards_may_hold_special_tokens_of_text(chat, tmp_path, warnings):
     spec = importlib.util.spec_from_file_location("pretokenize", "scripts/pretokenize.py")
     script = importlib.util.module_from_spec(spec)

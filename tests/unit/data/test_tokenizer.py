@@ -8,10 +8,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtitan_graph.data import load_tokenizer
+from torchtitan_graph.data.tokenizer_json import add_listed_tokens
 from torchtitan_graph.errors import UserError
 
 SMALL = Path("tests/assets/tokenizer")
@@ -143,6 +145,28 @@ def test_listed_tokens_are_added_as_transformers_adds_them(tmp_path, listed):
     assert "<|end|>" in ours.special_tokens and ours.eos_id not in ours.encode("a <|end|>")
     assert pickle.loads(pickle.dumps(ours)).decode([ours.bos_id, *ours.encode(TEXT), ours.eos_id]) == TEXT
     assert ours.digest != load_tokenizer(str(SMALL)).digest
+
+
+def test_many_listed_tokens_are_added_at_once():
+    calls = []
+    add = tokenizers.Tokenizer.add_tokens
+
+    class Counted:
+        def __init__(self, inner):
+            self.inner = inner
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+        def add_tokens(self, tokens):
+            calls.append(len(tokens))
+            return add(self.inner, tokens)
+
+    tokenizer = tokenizers.Tokenizer.from_file(str(SMALL / "tokenizer.json"))
+    listed = {str(3000 + 2 * i): {"content": f"<|{i // 2}|>", **SPECIAL} for i in range(20_000)}  # each twice
+    added = add_listed_tokens(Counted(tokenizer), {"added_tokens_decoder": listed}, SMALL)
+    assert calls == [10_000] and added == [f"<|{i}|>" for i in range(10_000)]
+    assert [tokenizer.token_to_id(text) for text in added] == list(range(2048, 12_048))
 
 
 def test_listed_tokens_that_are_there_change_nothing(tmp_path):

@@ -21,6 +21,8 @@ from torchtitan_graph.config import JobConfig, job
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.metrics import Metrics, console, jsonl, metrics, tensorboard
+from torchtitan_graph.metrics.records import read_records
+from torchtitan_graph.small_files import BadFile
 
 KEYS = [
     "step", "loss", "grad_norm", "lr", "tokens_seen", "tokens_per_second", "step_time_s", "data_loading_s", "mfu",
@@ -280,6 +282,18 @@ def test_a_line_that_does_not_fit_leaves_no_part_of_it(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     jsonl.append(path, {"step": 3})
     assert path.read_text() == '{"step": 1}\n{"step": 3}\n'
+    os.mkfifo(tmp_path / "fifo.jsonl")
+    with pytest.raises(OSError, match="No such device"):  # nothing waits for a reader
+        jsonl.append(tmp_path / "fifo.jsonl", {"step": 4})
+
+
+def test_a_file_of_very_many_values_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(('{"a":[' + "[]," * 2**20 + "[]]}\n") * 6)  # each line alone would be
+    with pytest.raises(BadFile, match="metrics.jsonl: holds more than 10,000,000 values"):
+        read_records(path, dict[str, Any])
+    path.write_text('{"step": 1}\n' * 3 + '{"step"')
+    assert read_records(path, dict[str, Any]) == [{"step": 1}] * 3
 
 
 def test_other_ranks_write_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -72,6 +72,24 @@ def test_a_failure_is_written_on_a_full_disk(with_files: bool, tmp_path: Path) -
         assert [failure["code"] for failure in read_failures(disk)] == [SAVE_FAILED]
 
 
+@pytest.mark.parametrize("what", ["FIFO", "file", "link", "folder of a FIFO", "folder of a link"])
+def test_whatever_has_the_reserve_s_name_makes_way(what: str, tmp_path: Path) -> None:
+    elsewhere, place = tmp_path / "elsewhere", tmp_path / "run.reserve"
+    elsewhere.write_text("another's")
+    if what == "FIFO":
+        os.mkfifo(place)
+    elif what == "file":
+        place.write_text("")
+    elif what == "link":
+        place.symlink_to(tmp_path)
+    else:
+        place.mkdir()
+        os.mkfifo(place / "space") if what.endswith("FIFO") else (place / "space").symlink_to(elsewhere)
+    reserve(tmp_path)
+    assert (place / "space").stat().st_size == 2**16 and not (place / "space").is_symlink()
+    assert elsewhere.read_text() == "another's"
+
+
 def test_a_launcher_without_room_is_not_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHTITAN_GRAPH_LAUNCHER", str(tmp_path / "gone"))
     assert not tell_launcher(RuntimeError("no"), FAULT)

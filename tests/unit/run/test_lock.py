@@ -190,5 +190,7 @@ def test_what_killed_processes_left_beside_the_lock_goes(tmp_path: Path) -> None
     left = [tmp_path / f"run.lock.{name}" for name in (f"{host}.{gone.pid}", f"{host}.1", "elsewhere.77", f"{host}.x")]
     for path in left:
         path.touch()
+    os.mkfifo(tmp_path / f"run.lock.{host}.{os.getpid()}")  # of a process that had this one's number
+    (tmp_path / f"run.lock.{host}.4194303").mkdir()
     Lock(tmp_path)
     assert [path.exists() for path in left] == [False, True, True, True]

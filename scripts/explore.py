@@ -115,7 +115,7 @@ class Shown(NamedTuple):
 
 
 def _of_training(graphs: Graphs) -> list[Shown]:
-    """Give what is shown of a training step."""
+    """Return the graphs of training: the step's, or each pipeline stage's."""
     if isinstance(graphs.train, dict):
         return [
             Shown(f"stage {number}", stage.train.gm, [part.gm for part in stage.parts.by_name.values()])
@@ -125,7 +125,7 @@ def _of_training(graphs: Graphs) -> list[Shown]:
 
 
 def _of_evaluation(graphs: Graphs) -> list[Shown]:
-    """Give the same of evaluation."""
+    """Return the graphs of evaluation: one, or each pipeline stage's."""
     if isinstance(graphs.train, dict):
         steps = {f"evaluation of stage {number}": stage.evaluate for number, stage in graphs.train.items()}
     else:

@@ -82,7 +82,7 @@ def _size(value: str) -> int:
 
 @functools.cache
 def _takes_memory(operator: str) -> bool:
-    """Tell whether a value lies in memory of its own: a view does not, and parts of a tuple lie where it does."""
+    """Return whether a node's value has a storage of its own: a view has not, and parts of a tuple have the tuple's."""
     if operator == "getitem":
         return False
     try:
@@ -199,8 +199,9 @@ def build(words: Sequence[str], folder: Path, wanted: Sequence[str], parser: arg
 
 
 def table(words: Sequence[str], by: str, depth: int, profile: Path | None) -> list[str]:
-    """Give what modules or functions cost, forward and backward side by side. Of a run's folder that is given as the
-    profile, the configuration is taken too, unless `words` name another file.
+    """Return a table of the FLOPs, bytes and time of modules or functions, forward and backward side by side.
+
+    Of a run's folder that is given as the profile, the configuration is taken too, unless `words` name another file.
 
     Raises:
         UserError: as a run of that configuration; or the profile is none of it.

@@ -4,6 +4,7 @@ import itertools
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,9 @@ def _cut(path: str, begin: int) -> None:
 
 def run_in_a_child(work: Callable[[], None]) -> int:
     """Run `work` in a forked process; return the signal that ended it, or 0."""
-    child = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # forking beside torch's idle threads
+        child = os.fork()
     if child == 0:
         status = 1
         try:

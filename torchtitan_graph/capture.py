@@ -1,5 +1,4 @@
-"""Turn a function into a graph, and run that on live state: the public functions, at a path that lasts. The package
-itself has them too: `from torchtitan_graph import minimal_fx_tracer`."""
+"""Turn a function into a graph, and run that on live state: the public functions, at a path that lasts."""
 
 from torchtitan_graph.graph.dynamo import dynamo_capture
 from torchtitan_graph.graph.hierarchy import call_hierarchy, fwd_call_hierarchy, shown

@@ -64,7 +64,7 @@ def bytes_changed(content: bytes, chance: random.Random) -> bytes:
 
 
 def json_changed(content: bytes, chance: random.Random) -> bytes:
-    """Put an unexpected value or key at a place of a JSON text."""
+    """Replace a value or key of a JSON text by one of another type, range or depth."""
     marks: dict[str, str] = {}
     tree = json.loads(content)
     for _ in range(chance.choice([1, 1, 1, 2, 4])):
@@ -109,7 +109,7 @@ def lines_changed(content: bytes, chance: random.Random) -> bytes:
 
 
 def toml_changed(content: bytes, chance: random.Random) -> bytes:
-    """Put an unexpected value, key or table into a TOML text."""
+    """Replace or add a value, key or table of a TOML text, of another type, range or depth."""
     lines = content.decode().splitlines()
     settings = [i for i, line in enumerate(lines) if "=" in line and not line.startswith("#")]
     deep = chance.choice([50, 5000])
@@ -194,7 +194,7 @@ _OPCODES = [
 
 
 def pickle_changed(content: bytes, chance: random.Random) -> bytes:
-    """Put operations between those of a pickle, or in place of some."""
+    """Insert or replace opcodes of a pickle."""
     places = [place for _, _, place in pickletools.genops(content) if place is not None]
     result = content
     for _ in range(chance.choice([1, 1, 2, 3])):
@@ -325,7 +325,7 @@ def of_zeros(path: Path, size: int) -> None:
 
 
 def put_no_file(path: Path, chance: random.Random) -> str:
-    """Put something in the place of a file that is none, or one that is too much of it; return what."""
+    """Replace a file by a FIFO, device, folder, link or a huge file; return which."""
     path.unlink()
     what = chance.choice(["FIFO", "device", "folder", "link to nothing", "link to itself", "sparse", "empty", "spaces"])
     match what:

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from dying import run_in_a_child
 from torchtitan_graph.checkpoint import SAVE_POINTS, Checkpointer
 from torchtitan_graph.checkpoint import save as saving
 from torchtitan_graph.config import job
@@ -49,23 +49,6 @@ def load(folder: Path) -> tuple[int, float]:
     for tensor in tensors_of(loaded.model, loaded.optimizer):
         assert torch.equal(tensor, torch.full_like(tensor, state["value"]))
     return state["step"], state["value"]
-
-
-def run_in_a_child(work: Callable[[], None]) -> int:
-    """Run `work` in a forked process and return the signal that ended it, or 0."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # forking beside torch's idle threads
-        child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            work()
-            status = 0
-        finally:
-            os._exit(status)
-    _, status = os.waitpid(child, 0)
-    assert not os.WIFEXITED(status) or os.WEXITSTATUS(status) == 0, "the save failed by itself"
-    return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
 
 
 def kill_myself(*_: Any, **__: Any) -> None:

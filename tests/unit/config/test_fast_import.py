@@ -15,7 +15,6 @@ def test_a_configuration_is_checked_without_torch() -> None:
         "config = load(['--job.config_file', 'llama3_debug.toml', '--checkpoint.remote_folder', 'file:///tmp/run'])\n"
         "check(config, 8); dump_toml(config)\n"
         f"print(*[name for name in {SLOW} if name in sys.modules])\n"
-        "from torchtitan_graph import run_traced; assert 'torch' in sys.modules  # asked for\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.stdout.strip(), done.stderr, done.returncode) == ("", "", 0)

@@ -85,7 +85,7 @@ def build(config: JobConfig, world_size: int, trace: Path | None) -> dict[str, A
             costs = dataclasses.replace(costs, visible=blueprint.model.visible_in_one_document(length))
             charged = in_a_row([charges(gm, costs, seconds.get(gm.meta["name"])) for gm in parts])
             rest = rest | {INPUTS: input_memory(whole)}
-            shown.append(graph_data(name, parts, charged, costs, watch.graphs[name].passes, strings, notes, rest))
+            shown.append(graph_data(name, parts, charged, costs, watch.graphs[name], strings, notes, rest))
         facts = [
             f"rank {dist.get_rank()} of {world_size}, {blueprint.layout}; "
             f"estimates by the rates of {costs.rates.name}; "

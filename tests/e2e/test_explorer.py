@@ -121,7 +121,7 @@ def step_data(strings: Strings) -> tuple[dict[str, Any], Scope, PassWatch, Graph
         measured = {node.name: 1e-6 for node in gm.graph.nodes if node.op == "call_function"}
         charged = charges(gm, costs, measured=measured)
         (watched,) = watch.graphs.values()
-        data = graph_data("a step", [gm], charged, costs, watched.passes, strings, rest=REST)
+        data = graph_data("a step", [gm], charged, costs, watched, strings, rest=REST)
     finally:
         dist.destroy_process_group()
     return data, tree(charged), watch, gm
@@ -137,7 +137,7 @@ def hostile_data(strings: Strings) -> tuple[dict[str, Any], Scope, PassWatch, Gr
     watch = PassWatch()
     gm = run_passes(gm, [Pass(EVIL, lambda g: g)], (), torch.device("cpu"), Inspection(EVIL, look=watch.look))
     charged = charges(gm, Costs())
-    return graph_data(EVIL, [gm], charged, Costs(), watch.graphs[EVIL].passes, strings), tree(charged), watch, gm
+    return graph_data(EVIL, [gm], charged, Costs(), watch.graphs[EVIL], strings), tree(charged), watch, gm
 
 
 @pytest.fixture(scope="module")
@@ -404,7 +404,7 @@ def test_a_hundred_thousand_nodes(shown: Shown, tmp_path: Path) -> None:
     gm = doubled(gm)
     watch.look("many", "doubled", 1.0, gm)
     charged = charges(gm, Costs())
-    data = graph_data("many", [gm], charged, Costs(), watch.graphs["many"].passes, strings)
+    data = graph_data("many", [gm], charged, Costs(), watch.graphs["many"], strings)
     path = tmp_path / "many.html"
     path.write_text(page({"title": "many", "facts": [], "needs": [], "strings": strings.table, "graphs": [data]}))
     try:

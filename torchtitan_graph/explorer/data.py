@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from torchtitan_graph.explorer.watch import Passed
+from torchtitan_graph.explorer.watch import Passed, Watched
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.changes import Measured
 from torchtitan_graph.graph.cost import WAIT, Costs
@@ -46,7 +46,7 @@ def graph_data(
     gms: Sequence[GraphModule],
     charged: Sequence[Charge],
     costs: Costs,
-    passes: Sequence[Passed],
+    watched: Watched,
     strings: Strings,
     notes: Sequence[str] = (),
     rest: Mapping[str, int] | None = None,
@@ -56,7 +56,7 @@ def graph_data(
     Args:
         gms: the graph; of a pipeline's stage its parts, in the order in which they run.
         charged: its calls, as `scopes.charges` gives them for the same costs, of parts by `scopes.in_a_row`.
-        passes: what made it, from "traced" on; none if nothing was watched.
+        watched: the passes that made it, from "traced" on, and what they left, before a stage is cut.
         notes: lines of text to put beside it.
         rest: bytes that lie there beside what the graph holds, by what for: parameters, the optimizer's state, ...
     """
@@ -101,7 +101,10 @@ def graph_data(
         },
         "memory": {"rest": list((rest or {}).items()), **_memory(gms, number, strings)},
         "collectives": _collectives(charged, number, costs, strings),
-        "passes": [_passed(each, _whole(charged) if each is passes[-1] else None, strings) for each in passes],
+        "passes": [
+            _passed(each, _whole(watched.gm, charged) if each is watched.passes[-1] else None, strings)
+            for each in watched.passes
+        ],
     }
 
 
@@ -152,14 +155,14 @@ def _collectives(
     return found
 
 
-def _whole(charged: Sequence[Charge]) -> Measured:
-    """Return what the sums over all calls say of the graph."""
+def _whole(gm: GraphModule, charged: Sequence[Charge]) -> Measured:
+    """Return a graph's peak, and what the sums over its calls say of communication."""
     cost = [charge.cost for charge in charged]
-    return Measured(sum(x.held for x in cost), sum(x.received for x in cost), sum(x.exposed for x in cost) / 1e9)
+    return Measured(peak_memory(gm).num_bytes, sum(x.received for x in cost), sum(x.exposed for x in cost) / 1e9)
 
 
 def _passed(each: Passed, last: Measured | None, strings: Strings) -> dict[str, Any]:
-    """Give a pass as columns. Of large graphs the last one alone is measured: `last` says then what the sums say."""
+    """Give a pass as columns. Of large graphs some are not measured: `last` is what `_whole` gives."""
     measured = each.measured or last
     columns = list(zip(*each.changes, strict=True)) or [()] * 6
     keys = ("kind", "name", "operator", "module", "before", "after")

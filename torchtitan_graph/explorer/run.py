@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -82,16 +84,17 @@ def _files(folder: Path, page: Path) -> list[tuple[str, str, int]]:
     """Return a run's files by their names in its folder, each with its address as seen from the page, and its bytes."""
     start = page.absolute().parent
     return [
-        (
-            str(path.relative_to(folder)),
-            quote(os.fsencode(os.path.relpath(path.absolute(), start))),
-            path.lstat().st_size,
-        )
-        for path in itertools.islice(_walk(folder), MAX_FILES)
+        (str(path.relative_to(folder)), quote(os.fsencode(os.path.relpath(path.absolute(), start))), size)
+        for path, size in itertools.islice(_walk(folder), MAX_FILES)
     ]
 
 
-def _walk(folder: Path) -> Iterator[Path]:
+def _walk(folder: Path) -> Iterator[tuple[Path, int]]:
+    """Yield the regular files below a folder, and their bytes; a run may delete some meanwhile."""
     for place, folders, names in os.walk(folder):  # follows no links
         folders.sort()
-        yield from (path for name in sorted(names) if (path := Path(place, name)).is_file() and not path.is_symlink())
+        for path in (Path(place, name) for name in sorted(names)):
+            with contextlib.suppress(OSError):
+                found = path.lstat()
+                if stat.S_ISREG(found.st_mode):
+                    yield path, found.st_size

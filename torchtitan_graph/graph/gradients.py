@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import inspect
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -46,9 +48,9 @@ def no_other_step(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
 def unchanged_gradients(
     fn: Callable[..., Any], module: nn.Module | None, optimizer: torch.optim.Optimizer | None, fake_mode: FakeTensorMode
 ) -> Iterator[None]:
-    """Put back the `.grad` of live tensors: of those passed, of those that the function closes over as far as they can
-    be found, and of those that operators in this mode are given."""
-    owners = [module, optimizer, *_closed_over(fn).values()]
+    """Put back the `.grad` of live tensors: of those passed, of those that the function holds (see `_reached`), and of
+    those that operators in this mode are given."""
+    owners = [module, optimizer, *(owner for _, owner in _reached(fn))]
     before = {id(p): (p, p.grad) for owner in owners for p in _leaves(owner)}
     try:
         yield
@@ -144,20 +146,60 @@ def warn_of_constants(gm: GraphModule, fn: Callable[..., Any]) -> None:
         )
 
 
-def _closed_over(fn: Callable[..., Any]) -> dict[str, Any]:
-    """Give the variables around a function that its code names."""
-    plain = inspect.unwrap(fn.args[0] if isinstance(fn, functools.partial) and fn.args else fn)
-    held = inspect.getclosurevars(plain) if inspect.isfunction(plain) else None
-    return {**held.globals, **held.nonlocals} if held is not None else {}
+_MOST_REACHED = 10_000
+
+
+def _reached(fn: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors, modules and optimizers that a function holds, by the names that its author gave them.
+
+    They are looked for in the variables around it that its code names, in what it is bound to, and in functions,
+    containers and objects among these; in the first 10,000 values.
+    """
+    left: collections.deque[tuple[str, Any]] = collections.deque([("", fn)])
+    seen: set[int] = set()
+    while left and len(seen) < _MOST_REACHED:
+        name, held = left.popleft()
+        if id(held) in seen:
+            continue
+        seen.add(id(held))
+        if isinstance(held, (Tensor, nn.Module, torch.optim.Optimizer)):
+            yield name, held
+        else:
+            left.extend((".".join(filter(None, (name, key))), value) for key, value in _held_by(held))
+
+
+def _held_by(held: Any) -> Iterable[tuple[str, Any]]:
+    """Give what a value that is no tensor, module or optimizer holds, by name."""
+    if isinstance(held, functools.partial):
+        return [("", held.func), *((str(i), x) for i, x in enumerate(held.args)), *held.keywords.items()]
+    if inspect.ismethod(held):
+        return [("", held.__func__), ("self", held.__self__)]
+    if inspect.isfunction(held):
+        plain = inspect.unwrap(held)
+        if not inspect.isfunction(plain):
+            return [("", plain)]
+        cells = zip(plain.__code__.co_freevars, plain.__closure__ or (), strict=True)
+        names = [name for name in plain.__code__.co_names if name in plain.__globals__]
+        return [
+            *((name, cell.cell_contents) for name, cell in cells if cell != types.CellType()),  # not an empty one
+            *((name, plain.__globals__[name]) for name in names),
+        ]
+    if isinstance(held, dict):
+        return [(str(key), value) for key, value in held.items() if isinstance(key, (str, int))]
+    if isinstance(held, (list, tuple)):
+        return [(str(i), value) for i, value in enumerate(held)]
+    if isinstance(held, (type, types.ModuleType)) or not hasattr(held, "__dict__"):
+        return []
+    return list(vars(held).items())
 
 
 def _names(fn: Callable[..., Any], tensors: Iterable[Tensor]) -> str:
     """Name tensors as the function's author does, where its closure or a module in it tells; else by shape."""
     known: dict[int, str] = {}
-    for name, x in _closed_over(fn).items():
+    for name, x in _reached(fn):
         if isinstance(x, nn.Module):
-            known |= {id(p): f"{name}.{path}" for path, p in x.named_parameters()}
+            known = {id(p): f"{name}.{path}" if name else path for path, p in x.named_parameters()} | known
         elif isinstance(x, Tensor):
-            known[id(x)] = name
+            known.setdefault(id(x), name)
     names = list(dict.fromkeys(known.get(id(x), f"one of shape {list(x.shape)}") for x in tensors))
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -286,11 +286,14 @@ class BoundState:
         for _, name, _, value in modes:
             if self._traced_modes.get(name, value) is not value:
                 raise UserError(f"{name} is {value}, traced with {not value}: set it back, or trace again")
-        for name, found in classes_of(self._module).items():
-            if (traced := self._traced_classes.get(name, found)) != found:
+        found = classes_of(self._module)
+        # A graph that was read from a file has none.
+        for name in sorted(found.keys() | self._traced_classes.keys()) if self._traced_classes else ():
+            is_now, was = (f"a {x[name]}" if name in x else "missing" for x in (found, self._traced_classes))
+            if is_now != was:
                 raise UserError(
-                    f"{name or 'the module'} is a {found}, traced as a {traced}: what a module computes is in the "
-                    "graph; set it back, or trace again"
+                    f"{name or 'the module'} is {is_now}, traced as {was}: what a module computes is in the graph; set "
+                    "it back, or trace again"
                 )
         self._tensors = [t for slot in self._slots for t in flatten(slot, state[slot.kind, slot.name])]
         self._modes = modes  # not before all fits, else the next call would find nothing changed

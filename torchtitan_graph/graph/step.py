@@ -88,7 +88,7 @@ def _terms(model: nn.Module, batch: Inputs, beside: SideOutputs) -> list[Tensor]
 
     Raises:
         UserError: a term is not a number for each token; sums and means over a microbatch have another size for each
-            number of microbatches and ranks.
+            number of microbatches and ranks. Or microbatches have different numbers of tokens.
     """
     wanted = tuple(batch.tokens_BL.shape)
     for term in beside.losses:
@@ -99,6 +99,12 @@ def _terms(model: nn.Module, batch: Inputs, beside: SideOutputs) -> list[Tensor]
                 "adds the mean over all tokens of its microbatches and ranks. A number for each row is expanded over "
                 "the row's tokens, x_B[:, None].expand_as(tokens_BL); see docs/09"
             )
+    if beside.losses and model.parts_differ:
+        raise UserError(
+            f"training.dynamic_seq_len = true: not with a loss in SideOutputs.losses, which {type(model).__name__} has:"
+            " its mean over all tokens of a step can't be told in a microbatch, for others have rows of other lengths;"
+            " set it to false"
+        )
     return [term.mean() / model.num_parts for term in beside.losses] + list(beside.experts)  # type: ignore[operator]
 
 

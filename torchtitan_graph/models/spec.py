@@ -65,7 +65,7 @@ def _problem_of(family: ModuleType) -> str | None:
     if not isinstance(flavors, Mapping) or not flavors:
         return f"FLAVORS is {_kind(flavors)}: must be a dict of configurations by name, with at least one"
     for name, config in flavors.items():
-        if isinstance(config, type) or not dataclasses.is_dataclass(config):
+        if isinstance(config, type) or not dataclasses.is_dataclass(config) or not _is_frozen(config):
             return f"FLAVORS[{name!r}] is {_kind(config)}: must be an object of a frozen dataclass"
         if lacking := [size for size in _SIZES if not hasattr(config, size)]:
             return f"FLAVORS[{name!r}] has no {', '.join(lacking)}"
@@ -83,6 +83,10 @@ def _problem_of(family: ModuleType) -> str | None:
     if not isinstance(keys, Mapping) or not all(isinstance(x, (str, Stored)) for pair in keys.items() for x in pair):
         return f"HF_KEYS is {_kind(keys)}: must be a dict of our parameters' names, to names in Hugging Face's files"
     return None
+
+
+def _is_frozen(config: Any) -> bool:
+    return type(config).__dataclass_params__.frozen  # type: ignore[no-any-return]
 
 
 def _kind(x: object) -> str:

@@ -79,7 +79,7 @@ def _looks(
     # That of the memory is made first, through each view in turn; then it is looked at as before.
     base, whole, view = together[0], new, written
     while view is not base:
-        whole, view = _put_back(insert, whole, view, where), view.args[0]  # type: ignore[assignment]
+        whole, view = _put_back(insert, whole, view, base, where), view.args[0]  # type: ignore[assignment]
     needed = {written}
     for n in reversed(together):
         if n in needed or any(order[user] > order[new] for user in n.users):
@@ -91,11 +91,11 @@ def _looks(
     return looks
 
 
-def _put_back(insert: Callable[..., Node], new: Node, view: Node, where: str) -> Node:
-    """Insert what a view is taken of, with a new value in the view's place."""
+def _put_back(insert: Callable[..., Node], new: Node, view: Node, base: Node, where: str) -> Node:
+    """Insert what a view is taken of, with a new value in the view's place; `base` is what the memory was made by."""
     of: Any = view.args[0]
     shape = value(of).shape if isinstance(value(of), torch.Tensor) else None
-    if view.target in _SCATTER:
+    if view.target in _SCATTER and not (view.target is aten.as_strided.default and _leaves_out(of, base)):
         return insert(_SCATTER[view.target], of, new, *view.args[1:], **view.kwargs)
     if view.target in _RESHAPED and shape is not None and all(isinstance(n, int) for n in shape):
         return insert(aten.reshape.default, new, list(shape))
@@ -105,9 +105,19 @@ def _put_back(insert: Callable[..., Node], new: Node, view: Node, where: str) ->
         dims = [d % len(shape) for d in view.args[1]]  # type: ignore[arg-type, operator, union-attr]
         return insert(aten.permute.default, new, [dims.index(d) for d in range(len(dims))])
     raise UserError(
-        f"{where} writes in place to a view ({view.target}) of memory that {of.name} shows as well: compute a"
-        " new tensor instead"
+        f"{where} writes in place to a view ({_operator(view)}) of what {_operator(base)} gave, which something else"
+        " reads afterwards: compute a new tensor instead"
     )
+
+
+def _leaves_out(of: Node, base: Node) -> bool:
+    """Return whether `of` has fewer elements than its memory, of which `as_strided` may show those beside it."""
+    return value(of).numel() != value(base).numel()
+
+
+def _operator(node: Node) -> str:
+    """Name the operator of a node; of a part of several results the one that gave them."""
+    return str(node.args[0].target if node.target is operator.getitem else node.target)  # type: ignore[union-attr]
 
 
 # What puts a new value back where a view was taken.

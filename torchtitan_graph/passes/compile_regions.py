@@ -30,8 +30,8 @@ FLEX, LOSS, WHOLE = "flex", "loss", "whole"
 _FORWARD, _BACKWARD = torch.ops.higher_order.flex_attention, torch.ops.higher_order.flex_attention_backward
 _EXCHANGE, _ROW_SPLITS = torch.ops.torchtitan_graph.exchange.default, torch.ops.torchtitan_graph.row_splits.default
 _ATEN = torch.ops.aten
-# What Inductor's code sums with atomic additions, by several threads, in an order that no two runs share. torch's own
-# kernels of these are the same in each run (on a GPU scatters are so with debug.deterministic).
+# Sums by index. In Inductor's code threads add to a number atomically, in an order that differs from run to run.
+# torch's own kernels give the same bits in each run (on a GPU those of scatters do with debug.deterministic).
 _ADDS_BY_INDEX = {
     _ATEN.embedding_dense_backward,
     _ATEN.index_put,

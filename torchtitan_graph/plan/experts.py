@@ -74,16 +74,18 @@ def read_loads(path: Path) -> dict[str, list[float]]:
 
 
 def _last_record(path: Path, where: str) -> Any:
-    """Read the last record that has loads, of a file's last MiB: a long run's has very many before it."""
+    """Read the last record that has loads, of a file's last 64 MiB: a long run's has very many before it."""
     with open_small(path, ANY_SIZE) as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - MAX_BYTES))
+        begin = max(0, file.seek(0, os.SEEK_END) - MAX_BYTES)
+        file.seek(begin)
         lines = file.read(MAX_BYTES).split(b"\n")
     for line in reversed(lines):
         if b'"expert_loads"' in line:
             with contextlib.suppress(BadFile):  # a line may be torn, or just being written
                 if "expert_loads" in (record := parse_json(line, dict[str, Any], where)):
                     return record["expert_loads"]
-    raise UserError(f"{where}: no record has expert_loads; train with metrics.log_expert_loads = true")
+    of = f" of its last {MAX_BYTES // 2**20} MiB, which are read," if begin else ""
+    raise UserError(f"{where}: no record{of} has expert_loads; train with metrics.log_expert_loads = true")
 
 
 def _read_json(path: Path, where: str) -> Any:

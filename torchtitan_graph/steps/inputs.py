@@ -40,6 +40,7 @@ def prepare(model: Decoder, family: ModuleType, layout: Layout, options: StepOpt
     set_up_experts(model, options.experts, num_parts, groups, row_groups)
     model.ahead_weight = options.mtp_weight
     model.num_parts = options.num_microbatches * layout.dims.dp_replicate * layout.dims.fsdp
+    model.parts_differ = options.lengths is not None
     if options.float8 is not None:
         convert(model, options.float8)
     for module in model.modules():

@@ -208,3 +208,15 @@ def test_a_term_that_is_no_number_for_each_token_is_refused(wrong: Callable[[Ten
     for build in (make_eager_step, lambda *x: lambda *y: trace_train_step(*x, *y, device="cpu")):
         with pytest.raises(UserError, match=r"Own: a loss .* each must have a number for each token, \(2, 4\)"):
             build(Own(), cross_entropy)(*inputs(0))
+
+
+def test_a_term_with_rows_of_several_lengths_is_refused() -> None:
+    class Own(Tiny):
+        num_parts, parts_differ = 2, True
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            logits_BLV, beside = super().forward(*args, **kwargs)
+            return logits_BLV, beside._replace(losses=[logits_BLV.logsumexp(-1)])
+
+    with pytest.raises(UserError, match="training.dynamic_seq_len = true: not with a loss in SideOutputs.losses"):
+        make_eager_step(Own(), cross_entropy)(*inputs(0))

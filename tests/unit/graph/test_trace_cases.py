@@ -288,6 +288,7 @@ def hooked(net: Net) -> None:
     [
         (as_another, r"first is a test_trace_cases.Doubled, traced as a torch.nn.modules.linear.Linear: what"),
         (hooked, r"first is a .*Linear with 1 hook, traced as a torch.nn.modules.linear.Linear: what"),
+        (lambda net: delattr(net, "dropout"), "dropout is missing, traced as a torch.nn.modules.dropout.Dropout: what"),
     ],
 )
 def test_a_module_of_another_class_or_with_a_hook_is_refused_by_name(change: Callable, message: str) -> None:
@@ -297,6 +298,14 @@ def test_a_module_of_another_class_or_with_a_hook_is_refused_by_name(change: Cal
     for _ in range(2):
         with pytest.raises(UserError, match=message):
             run(randn(2, 3))
+
+
+def test_a_module_more_is_refused_by_name() -> None:
+    net = Net().eval()
+    traced = minimal_fx_tracer(functools.partial(gradients, net), module=net)(randn(2, 3))
+    net.more = nn.Tanh().eval()
+    with pytest.raises(UserError, match=r"more is a torch.nn.*Tanh, traced as missing: what a module computes"):
+        run_traced(traced, module=net)
 
 
 @pytest.mark.parametrize("traced_in", [False, True])

@@ -1,5 +1,6 @@
 """Gradients, steps and writes that a graph would lose are refused by name, and what is live stays as it was."""
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -264,3 +265,56 @@ def test_parameters_among_the_constants_are_told_once_by_name(caplog: pytest.Log
     (told,) = [r.getMessage() for r in caplog.records if "constants of the trace" in r.getMessage()]
     assert "model.weight, model.bias" in told and "module=" in told
     assert torch.equal(run(X), model(X))
+
+
+# what is found by what holds it
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.model = nn.Linear(3, 3)
+
+    def clear(self, x: Tensor) -> Tensor:
+        self.model.zero_grad()
+        return x * 2
+
+
+def by_a_method() -> tuple[Callable, nn.Module]:
+    held = Trainer()
+    return held.clear, held.model
+
+
+def by_a_container() -> tuple[Callable, nn.Module]:
+    held = {"all": [Trainer()]}
+    return lambda x: held["all"][0].clear(x), held["all"][0].model
+
+
+def by_a_partial() -> tuple[Callable, nn.Module]:
+    held = Trainer()
+    return functools.partial(lambda factor, x: held.clear(x) * factor, 2.0), held.model
+
+
+def by_a_function() -> tuple[Callable, nn.Module]:
+    held = Trainer()
+
+    def inner(x: Tensor) -> Tensor:
+        return held.clear(x)
+
+    return lambda x: inner(x), held.model
+
+
+@pytest.mark.parametrize("make", [by_a_method, by_a_container, by_a_partial, by_a_function])
+def test_a_gradient_that_is_only_cleared_is_put_back(make: Callable) -> None:
+    fn, model = make()
+    model(X).sum().backward()
+    before = [p.grad for p in model.parameters()]
+    minimal_fx_tracer(fn)(X)
+    assert all(p.grad is g for p, g in zip(model.parameters(), before, strict=True))
+
+
+def test_a_variable_that_has_no_value_yet_is_none_that_the_function_holds() -> None:
+    def step(x: Tensor) -> Tensor:
+        return later if x.shape[0] == 99 else x * 2
+
+    assert torch.equal(run_traced(minimal_fx_tracer(step)(X))(X), X * 2)
+    later = X

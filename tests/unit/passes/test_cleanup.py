@@ -213,8 +213,21 @@ def one_chunk_of_two(x: Tensor) -> Tensor:
 
 
 def test_a_write_to_a_view_without_an_inverse_is_refused_where_another_sees_it() -> None:
-    with pytest.raises(UserError, match=r"cleanup: aten.add_.* writes in place to a view \(.*getitem.*memory that"):
+    with pytest.raises(
+        UserError, match=r"cleanup: aten.add_.* in place to a view \(aten.split.Tensor\) of what aten.mul"
+    ):
         cleanup(traced(one_chunk_of_two, torch.ones(2)))
+
+
+def beside_the_column(x: Tensor) -> Tensor:
+    y = x * 1.5
+    y[:, 3].as_strided((2,), (1,), 3).zero_()  # also the first number of the second row
+    return y
+
+
+def test_a_write_beside_the_view_that_it_is_made_of_is_refused() -> None:
+    with pytest.raises(UserError, match=r"writes in place to a view \(aten.as_strided.default\) of what aten.mul"):
+        cleanup(traced(beside_the_column, torch.arange(16.0).view(4, 4)))
 
 
 def test_a_write_without_a_functional_form_is_refused() -> None:

@@ -60,7 +60,11 @@ def test_a_file_of_anybody_is_refused_in_a_moment(tmp_path: Path) -> None:
     with sparse.open("wb") as file:
         file.truncate(2**40)
     deep = written(tmp_path, "[" * 100_000, "deep.json")
-    for path, why in ((tmp_path / "fifo.json", "a FIFO"), (sparse, "no record has expert_loads"), (deep, "100 deep")):
+    for path, why in (
+        (tmp_path / "fifo.json", "a FIFO"),
+        (sparse, "no record of its last 64 MiB"),
+        (deep, "100 deep"),
+    ):
         with pytest.raises(UserError, match=f"--expert_load '{path}': .*{why}"):
             read_loads(path)
 

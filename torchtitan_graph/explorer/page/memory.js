@@ -79,7 +79,7 @@ class Memory {
   point(event) {
     if (!this.graph.numCalls) return;
     const i = this.callAt(event);
-    const most = this.groups(i, (each) => this.moduleOf(each.owner)).slice(0, 3);
+    const most = this.groups(this.heldAt(i), (each) => this.moduleOf(each.owner)).slice(0, 3);
     hint(event, [`${this.graph.call("name", i)}: ${bytes(this.rest)} + ${bytes(this.held[i])}`,
       ...most.map((each) => `${each.name}: ${bytes(each.bytes)}`)].join("\n"));
   }
@@ -102,9 +102,9 @@ class Memory {
     return $("held-kinds").checked ? module.replace(/(^|\.)\d+(?=\.|$)/g, "$1*") : module;
   }
 
-  groups(i, nameOf) {
+  groups(held, nameOf) {
     const found = new Map();
-    for (const each of this.heldAt(i)) {
+    for (const each of held) {
       const name = nameOf(each);
       const group = found.get(name) || { name, bytes: 0, count: 0 };
       group.bytes += each.bytes;
@@ -122,16 +122,17 @@ class Memory {
     if (!graph.numCalls) return;
     $("memory-now").textContent = `operation ${whole(i + 1)} of ${whole(graph.numCalls)}, ${graph.call("name", i)} ` +
       `(${graph.parts[graph.calls.part[i]]}, ${graph.moduleOfCall(i)}): ${bytes(this.rest + this.held[i])}`;
-    this.byModule = this.groups(i, (each) => this.moduleOf(each.owner));
+    this.heldNow = this.heldAt(i);
+    this.byModule = this.groups(this.heldNow, (each) => this.moduleOf(each.owner));
     this.holders.show(this.byModule.length);
     const rest = graph.memory.rest.map(([name, size]) => ({ name, bytes: size }));
-    this.byPurpose = [...rest, ...this.groups(i, (each) => each.purpose)];
+    this.byPurpose = [...rest, ...this.groups(this.heldNow, (each) => each.purpose)];
     this.purposes.show(this.byPurpose.length);
     this.showValues("", () => true);
   }
 
   showValues(of, wanted) {
-    this.shown = this.heldAt(this.now).filter(wanted);
+    this.shown = this.heldNow.filter(wanted);
     $("values-title").textContent = of ? `Held there: ${of}` : "Held there, value by value";
     this.values.show(this.shown.length);
   }

@@ -40,12 +40,12 @@ class DequantizedFolder:
         for name in sorted(self._fp8):
             shape, scales = folder.shape(name), folder.shape(f"{name}_scale_inv")
             if len(shape) != 2 or scales != tuple(-(-size // FP8_BLOCK) for size in shape):
-                raise _misfit(folder, name, shape, scales)
+                raise _misfit(folder, name, shape, scales, {"F8_E4M3"})
         for name in sorted(self._mxfp4):
             shape, scales = folder.shape(f"{name}_blocks"), folder.shape(f"{name}_scales")
             kinds = {folder.dtype(name + suffix) for suffix in ("_blocks", "_scales")}
             if len(shape) != 4 or shape != (*scales, MXFP4_GROUP // 2) or kinds != {"U8"}:
-                raise _misfit(folder, name, shape, scales)
+                raise _misfit(folder, name, shape, scales, kinds)
 
     def quantized(self) -> set[str]:
         """Name the tensors that are not as they are in the files."""
@@ -85,10 +85,10 @@ class DequantizedFolder:
         return dequantize_mxfp4(blocks, scales)[:, begin - first : end - first]
 
 
-def _misfit(folder: Folder, name: str, shape: tuple[int, ...], scales: tuple[int, ...]) -> UserError:
+def _misfit(folder: Folder, name: str, shape: tuple[int, ...], scales: tuple[int, ...], dtypes: set[str]) -> UserError:
     return UserError(
-        f"{folder.path}: {name} of shape {list(shape)!s:.100} has scales of shape {list(scales)!s:.100}, or of no such"
-        " dtype: blocks are of 128 x 128 numbers in fp8, or of 32 in MXFP4"
+        f"{folder.path}: {name} of shape {list(shape)!s:.100} and dtype {', '.join(sorted(dtypes))} has scales of shape"
+        f" {list(scales)!s:.100}: blocks are of 128 x 128 numbers in F8_E4M3, or of 32 (16 bytes, U8) in MXFP4"
     )
 
 

@@ -131,6 +131,7 @@ class Decoder(nn.Module):
         self.attn = attn
         self.ahead_weight = 0.0  # of the losses of `AheadBlock`s
         self.num_parts = 1  # microbatches and ranks that a step's tokens are divided among
+        self.parts_differ = False  # in their numbers of tokens
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(blocks)
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)

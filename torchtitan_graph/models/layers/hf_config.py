@@ -116,7 +116,7 @@ class ConfigReader:
         self.need(head_dim % 2 == 0, f"head_dim = {head_dim} must be even")
 
     def check_experts(self, num_experts: int, top_k: int, in_all: int) -> None:
-        """Check that a token can choose as many experts as serve it, and that those of all layers are not too many."""
+        """Check that a token can choose `top_k` of a layer's experts, and that there are not too many `in_all`."""
         self.need(top_k <= num_experts, f"num_experts_per_tok = {top_k}: a token chooses from {num_experts} experts")
         self.need(in_all <= MOST_EXPERTS_IN_ALL, f"{in_all:,} experts in all: at most {MOST_EXPERTS_IN_ALL:,} are read")
 

@@ -73,6 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         torchrun = torchrun or on_this_machine(_num_ranks(), folder)
         return launch.run([*torchrun, "-m", "torchtitan_graph.train", *options])
+    except UserError as error:
+        logger.error(str(error))
+        return CONFIGURATION
     finally:
         if not launch.has_logs_to_read:
             shutil.rmtree(folder, ignore_errors=True)
@@ -112,7 +115,11 @@ class Launch:
         self._ended: BaseException | None = None
 
     def run(self, words: list[str]) -> int:
-        """Start the workers, wait for them, tell why they ended, and return the exit code."""
+        """Start the workers, wait for them, tell why they ended, and return the exit code.
+
+        Raises:
+            UserError: torchrun does not take its options.
+        """
         is_asked_for = LOG_LEVEL in os.environ
         os.environ.setdefault(LOG_LEVEL, "ERROR")
         from torch.distributed import run  # takes seconds
@@ -127,6 +134,10 @@ class Launch:
             quiet.addHandler(logging.NullHandler())
             quiet.propagate = False
         arguments = run.parse_args(words)
+        try:
+            run.config_from_args(arguments)
+        except ValueError as error:
+            raise UserError(f"torchrun can't take these options: {error}") from error
         stop.begin_steps()  # from here on a signal does not end this process, but goes to the workers
         for number in PASSED_ON:
             signal.signal(number, self._note)
@@ -284,9 +295,8 @@ def _shown_ranks(num_ranks: int) -> str:
     given = os.environ.get("LOG_RANK", "0")
     ranks = [word.strip() for word in given.split(",")]
     if not all(word.isdecimal() and len(word) < 100 and int(word) < num_ranks for word in ranks):
-        raise UserError(
-            f"LOG_RANK = {brief(given)}: must be ranks of 0 to {num_ranks - 1}, separated by commas; not set: 0"
-        )
+        legal = f"ranks of 0 to {num_ranks - 1}, separated by commas"
+        raise UserError(f"LOG_RANK = {brief(given)}: must be {legal}; not set: 0")
     return ",".join(ranks)
 
 

@@ -24,10 +24,13 @@ import torch.distributed as dist
 
 import torchtitan_graph
 from torchtitan_graph import device as devices
+from torchtitan_graph.config.check import check_environment
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import init_logging, logger
 from torchtitan_graph.parallel.join import connect, meet
 from torchtitan_graph.run.failure import BAD_NODE, CONFIGURATION, write_bad_node
 from torchtitan_graph.run.files import write_text
+from torchtitan_graph.run.folder import check_place
 from torchtitan_graph.run.identity import identity
 from torchtitan_graph.small_files import BadFile, read_text
 
@@ -46,7 +49,12 @@ def main() -> int:
     if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         logger.error("usage, in each process of an allocation: python -m torchtitan_graph.preflight DUMP_FOLDER")
         return CONFIGURATION
-    folder = Path(sys.argv[1])
+    try:
+        check_environment()
+        folder = check_place(sys.argv[1])
+    except UserError as error:
+        logger.error(str(error))
+        return CONFIGURATION
     rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
     world_size = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", "1")))
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():

@@ -14,7 +14,7 @@ from torchtitan_graph.config.dump import dump_changes
 from torchtitan_graph.config.job import get
 from torchtitan_graph.config.load import read_file
 from torchtitan_graph.config.option import brief
-from torchtitan_graph.config.resolve import CHANGED, Resolution, Setting, resolve
+from torchtitan_graph.config.resolve import CHANGED, COMMAND_LINE, Resolution, Setting, resolve
 from torchtitan_graph.config.support import FLAVOR_SUFFIXES, IGNORED, REFUSED
 from torchtitan_graph.data.tokenizer import load_tokenizer
 from torchtitan_graph.errors import UserError
@@ -141,7 +141,8 @@ def report(name: str, settings: list[Setting], result: Resolution) -> tuple[str,
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the report, write the new file where one is asked for, and return 1 if anything is refused, else 0."""
+    """Print the report, write the new file where one is asked for, and return 1 if anything is refused, 2 if the file
+    can't be read, else 0."""
     parser = argparse.ArgumentParser(prog="python -m torchtitan_graph.translate", description=__doc__)
     parser.add_argument("old", metavar="OLD.toml", help="file of an earlier release")
     parser.add_argument(
@@ -149,6 +150,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     arguments = parser.parse_args(argv)
     settings, result = translate(arguments.old)
+    if unread := next((each for each in result.findings if each.setting.source == COMMAND_LINE), None):
+        parser.error(f"{arguments.old}: {unread.why}")
     text, refused = report(arguments.old, settings, result)
     print(text)
     if refused:

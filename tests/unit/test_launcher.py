@@ -200,6 +200,11 @@ def test_a_worker_that_hangs_after_its_work_is_killed(launch: Launch, caplog: py
     launch._kill_hanging()
 
 
+def test_an_option_that_torchrun_does_not_take_is_refused(launch: Launch, own_signals: None) -> None:
+    with pytest.raises(UserError, match="torchrun can't take these options: Unsupported nproc_per_node value: x"):
+        launch.run(["--nproc_per_node", "x", "-m", "nothing"])
+
+
 def test_that_the_store_ends_before_other_nodes_agents_is_not_told(
     launch: Launch, own_signals: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

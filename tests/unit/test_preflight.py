@@ -23,7 +23,7 @@ def reports(folder: Path, *nodes: str) -> dict[int, dict]:
     return {rank: {**WELL, "node": node, "rank": rank, "problems": []} for rank, node in enumerate(nodes)}
 
 
-@pytest.mark.parametrize("words", [[], ["--help"], ["a", "b"]])
+@pytest.mark.parametrize("words", [[], ["--help"], ["a", "b"], ["/dev/null/x"], ["x" * 300]])
 def test_a_wrong_call_is_refused(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["preflight", *words])
     monkeypatch.setattr(preflight, "_join", None)  # it gets no further

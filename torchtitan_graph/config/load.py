@@ -134,9 +134,9 @@ def read_file(name: str, result: Resolution) -> list[Setting]:
     except OSError as error:
         if is_away(error):
             raise
-        others = [file.name for folder in (path.parent, *folders) for file in folder.glob("*.toml")]
-        near = nearest(path.name, [other for other in others if other != path.name])
-        why = f"can't be read: {error.strerror or error}" + (f"; did you mean {near}?" if near else "")
+        others = [file.stem for folder in (path.parent, *folders) for file in folder.glob("*.toml")]
+        near = nearest(path.stem, others) if path.name not in [f"{other}.toml" for other in others] else None
+        why = f"can't be read: {error.strerror or error}" + (f"; did you mean {near}.toml?" if near else "")
         result.refuse(Setting(COMMAND_LINE, "job.config_file", name), why)
         return []
     except BadFile as error:

@@ -207,6 +207,11 @@ def test_all_problems_are_reported_together(tmp_path: Path) -> None:
     ]
 
 
+def test_a_missing_file_unlike_all_others_gets_no_hint(tmp_path: Path) -> None:
+    write(tmp_path, "")
+    assert problems(["--job.config_file", str(tmp_path / "mine.toml")])[0].endswith("No such file or directory")
+
+
 def test_a_missing_file_is_named_with_the_nearest_one(tmp_path: Path) -> None:
     write(tmp_path, "")
     assert problems(["--job.config_file", str(tmp_path / "runs.toml")]) == [

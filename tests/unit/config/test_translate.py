@@ -142,8 +142,9 @@ def test_every_line_of_a_file_is_accounted_for(capsys: pytest.CaptureFixture[str
 
 
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(tmp_path / "missing.toml")]) == 1
-    assert "can't be read" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        main([str(tmp_path / "missing.toml")])
+    assert "missing.toml: can't be read: No such file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

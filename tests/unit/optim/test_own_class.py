@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from pool import run_on
 from torchtitan_graph.checkpoint import Checkpointer
 from torchtitan_graph.config import job
+from torchtitan_graph.config.own import find_own
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
 from torchtitan_graph.optim import (
@@ -226,3 +227,9 @@ def test_state_of_shards_is_sharded_too(name: str, said: str) -> None:
 def test_what_torch_has_for_no_shards_is_named(name: str, options: dict[str, object], said: str) -> None:
     (answer,) = run_on(1, build_on_shards, f"torch.optim.{name}", str(Path(__file__).parent), options)
     assert answer.startswith(said)
+
+
+@pytest.mark.parametrize("name", ["Sign", "/own.Sign", "..", "own.", ".Sign", "own..Sign"])
+def test_what_is_no_dotted_name_is_refused(name: str) -> None:
+    with pytest.raises(UserError, match="is no dotted name, such as my_package.my_name"):
+        find_own("optimizer.name", name)

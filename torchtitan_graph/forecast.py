@@ -25,6 +25,7 @@ from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.parallel.layout import PP, Layout
 from torchtitan_graph.parallel.pipeline import StageGraph
 from torchtitan_graph.parallel.recompute import Budget, Recompute
+from torchtitan_graph.passes.compile_regions import WHOLE
 from torchtitan_graph.steps import Graphs, StepOptions, costs_on
 from torchtitan_graph.steps.budget import EARLIER, INPUTS, OPTIMIZER, at_rest, trained_bytes
 from torchtitan_graph.steps.held import RUNS, peak_of_stages
@@ -46,6 +47,7 @@ class Forecast:
     time        an estimate of a microbatch, and of its communication
     time_once   of a pipeline, that of what it does once a step, but for messages
     operations  of a microbatch of rows of one document
+    is_whole    whether Inductor compiles the whole step: it then decides what lies where
     """
 
     held: dict[str, int]
@@ -60,6 +62,7 @@ class Forecast:
     device: str
     operations: float
     optimizer: str
+    is_whole: bool
 
     @property
     def in_all(self) -> int:
@@ -67,8 +70,10 @@ class Forecast:
 
     @property
     def untold(self) -> str:
-        """Words of what is held and not known: an optimizer's own state."""
-        return "" if OPTIMIZER in self.held | self.on_host else f", and what {self.optimizer} keeps"
+        """Words of what is held and not known: an optimizer's own state; what Inductor holds longer than the graph."""
+        keeps = "" if OPTIMIZER in self.held | self.on_host else f", and what {self.optimizer} keeps"
+        longer = ", and what Inductor's code of the whole step holds longer (measured: 20 to 50 % of the step)"
+        return keeps + longer * self.is_whole
 
     def lines(self) -> list[str]:
         """Tell it in lines."""
@@ -207,7 +212,7 @@ def forecast(
     operations = graphs.flops.of(visible)
     return Forecast(
         held, at_all_times, on_host, where, by, sent, sent_once, time, time_once, costs.rates.name, operations,
-        optimizer.name,
+        optimizer.name, WHOLE in options.regions,
     )  # fmt: skip
 
 

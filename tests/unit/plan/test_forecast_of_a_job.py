@@ -268,6 +268,7 @@ def test_what_is_not_known_of_an_optimizer_is_said(jobs: Callable[[str], Job]) -
     plan = simulate(found._replace(ranks=[rank._replace(told=told)]), by_rates(found, H100), H100)
     assert "fits, and what my.Own keeps" in "\n".join(lines(plan))
     assert as_data(plan)["memory"]["untold"] == "what my.Own keeps"
+    assert "what Inductor's code" in dataclasses.replace(told, is_whole=True).untold
 
 
 def test_loads_of_other_experts_are_refused_before_any_graph_is_built(

@@ -1,7 +1,6 @@
 """A kill at any change to a file of a run's folder is nothing that the next start stumbles over."""
 
 import json
-import warnings
 from pathlib import Path
 
 import pytest
@@ -38,9 +37,7 @@ def begin_as_killed(folder: Path, number: int, torn: bool, log: Path) -> int:
         die_at(number, folder, torn, log)
         run_once(folder)
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # forking beside torch's idle threads
-        return run_in_a_child(work)
+    return run_in_a_child(work)
 
 
 @pytest.mark.parametrize(

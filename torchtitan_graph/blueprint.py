@@ -1,4 +1,4 @@
-"""What a configuration makes of a model: everything checked, and its graphs; nothing of it is allocated or trained."""
+"""A training job built from a configuration: everything checked, its graphs built, nothing allocated or trained."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ from torchtitan_graph.steps.precompiled import Precompiled, open_precompiled, st
 
 
 class Blueprint:
-    """A training job before anything of it runs: its model on meta, its layout, its steps' options, all checked.
+    """A training job before it runs: its model on meta, its layout, its steps' options, all checked.
 
-    To make one needs no process group, to build its graphs does: a fake one of any size is enough.
+    The constructor needs no process group; building the graphs does: a fake one of any size is enough.
     """
 
     def __init__(self, config: JobConfig, world_size: int):
@@ -95,7 +95,7 @@ class Blueprint:
             self._check_what_is_loaded()
 
     def fingerprint(self) -> dict[str, str]:
-        """Say what this job's graphs depend on."""
+        """Return the fingerprint of this job's graphs."""
         return fingerprint(self.config, self.model, self.dims, self.options)
 
     def _open_precompiled(self) -> Precompiled:
@@ -115,7 +115,7 @@ class Blueprint:
 
     @contextmanager
     def _of_initial_load_in_hf(self) -> Iterator[Path]:
-        """Give the folder of checkpoint.initial_load_in_hf; errors inside say that it is about that option."""
+        """Yield the folder of checkpoint.initial_load_in_hf; errors inside name that option."""
         try:
             yield Path(self.config.checkpoint.initial_load_path or self.assets or "")
         except UserError as error:
@@ -135,7 +135,7 @@ class Blueprint:
         self.layout = self.dims.layout(self.device.type)
 
     def setup_dry(self) -> list[str]:
-        """Build the graphs, on a fake process group, and tell what this rank needs."""
+        """Build the graphs, on a fake process group, and return the forecast of this rank as lines."""
         self._tell_tokenizer()
         graphs = self.build_dry()
         told = forecast(self.model, graphs, self.layout, self.options, self.config.optimizer)
@@ -153,7 +153,7 @@ class Blueprint:
         return build_graphs(self.model, self.family, self.layout, self.options, self.capture)
 
     def _trace_update(self, graphs: Graphs) -> None:
-        """Trace the optimizer's step as well, on parameters that take no memory."""
+        """Trace the optimizer's step too, on meta parameters."""
         on_meta = dataclasses.replace(self.options, device=torch.device("meta"), recorders=None)
         steps = bind_graphs(graphs, self.model, self.layout, on_meta)
         optimizer = build_optimizer(self.model, self.config.optimizer, in_part=self.dims.pp > 1)
@@ -161,7 +161,7 @@ class Blueprint:
         self._build_update(steps, optimizer).trace(gradients, torch.empty((), device="meta"), self.device)
 
     def precompile(self) -> bytes:
-        """Build this rank's graphs, on a fake process group, as `compile.precompiled` takes them."""
+        """Build this rank's graphs, on a fake process group, and return them as stored in `compile.precompiled`."""
         self._join()
         steps, storages = rewrite_steps(self.model, self.family, self.layout, self.options, self.capture)
         return steps_to_data(steps, self.layout, storages, self.device)
@@ -180,7 +180,7 @@ class Blueprint:
         )
 
     def _forecast_with(self, recompute: Recompute) -> Forecast:
-        """Tell what this rank needs with other activations computed again; nothing of the run changes."""
+        """Return this rank's forecast with another recomputation policy; nothing of the run changes."""
         family, model = choose_model(self.config, self.assets, self.tokenizer.vocab_size)
         named = self.options.recompute
         recompute = dataclasses.replace(recompute, saved=named.saved, again=named.again)

@@ -1,4 +1,4 @@
-"""Turn a function into a graph, and run that on live state: the public functions, at a path that lasts."""
+"""Public functions, at a stable path, to capture a function as a graph and run it on live state."""
 
 from torchtitan_graph.graph.dynamo import dynamo_capture
 from torchtitan_graph.graph.hierarchy import call_hierarchy, fwd_call_hierarchy, shown

@@ -1,4 +1,4 @@
-"""How a command ends that prints its results: quietly, where its reader has gone or Ctrl-C is pressed."""
+"""The end of a command that prints its results: quiet when its reader is gone or Ctrl-C is pressed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import NoReturn
 
 
 def run_command(main: Callable[[], int]) -> NoReturn:
-    """Exit with what `main` returns. A pipe that nobody reads any more, as of `| head`, and Ctrl-C end it as they end
-    other programs: without a traceback, with the exit code that a shell gives for SIGPIPE and SIGINT."""
+    """Exit with the result of `main`. A closed pipe, as after `| head`, and Ctrl-C end it as they end other programs:
+    without a traceback, with the shell's exit code for SIGPIPE and SIGINT."""
     try:
         try:
             code = main()

@@ -1,4 +1,4 @@
-"""THE ordered list of passes, and how it is run."""
+"""THE ordered list of passes, and its execution."""
 
 from __future__ import annotations
 
@@ -54,16 +54,16 @@ from torchtitan_graph.patience import refuse_unwritable
 
 @dataclasses.dataclass(frozen=True)
 class PassPlan:
-    """All that passes are told: what was decided before the graph was there.
+    """The inputs of all passes, decided before the graph exists.
 
     blocks   the model's blocks, by their names
-    buckets  which parameters are gathered, and whose gradients are reduced, together
+    buckets  names of parameters that are gathered, and whose gradients are reduced, together
     context  the modules that gather over the sequence, by their names
-    offload  the modules whose activations lie in the host's memory till backward, by their names
-    costs    how long nodes and collectives take: by it collectives are placed
-    part_of  of a pipeline's stage, the part that a node will run in: each holds no more at its peak for their placing
-    ring     the ranks of tensor parallelism, if what they send is to be cut into parts
-    compiles regions become code; else they are only cut out, where nothing is to run
+    offload  the modules whose activations are in the host's memory till backward, by their names
+    costs    the cost model of nodes and collectives, by which collectives are placed
+    part_of  in a pipeline's stage, the part that a node will run in: placement raises no part's peak
+    ring     the ranks of tensor parallelism, if their communication is to be cut into parts
+    compiles compile regions; else they are only cut out, where nothing is to run
     """
 
     storages: Mapping[str, Storage]
@@ -81,13 +81,13 @@ class PassPlan:
 
 
 class Pass(NamedTuple):
-    """A pass, as the list holds it.
+    """A pass in the list.
 
-    run       takes a graph and gives one, the same edited or another; what it gives is what runs
+    run       function of a graph, which returns it edited, or another, to run in its place
     exact     keeps numbers bitwise; else up to rounding
-    required  can't be left out: the others, or the layout that live parameters are bound in, rest on it
-    cut       of a pipeline's stage it runs on each part, after the cut; the others on the whole
-    option    of a user's pass, the entry of `compile.extra_passes` that names it
+    required  can't be left out: the other passes, or the layout of live parameters, depend on it
+    cut       in a pipeline's stage it runs on each part, after the cut; the others on the whole
+    option    for a user's pass, the entry of `compile.extra_passes` that names it
     """
 
     name: str
@@ -99,14 +99,14 @@ class Pass(NamedTuple):
 
 
 class Extra(NamedTuple):
-    """A pass of the user's, and the name of the pass that it follows."""
+    """A user's pass, and the name of the pass that it follows."""
 
     after: str
     own: Pass
 
 
 def passes(plan: PassPlan, extra: Sequence[Extra] = ()) -> list[Pass]:
-    """What runs, top to bottom. A pass with nothing to do returns the graph as it is."""
+    """Return the passes, in order. A pass with nothing to do returns the graph unchanged."""
     ordered = [
         Pass("cleanup", cleanup, required=True),
         Pass("shard_params", partial(shard_params, storages=plan.storages), required=True),
@@ -134,11 +134,11 @@ def passes(plan: PassPlan, extra: Sequence[Extra] = ()) -> list[Pass]:
         Pass("bucket_collectives", partial(bucket_collectives, buckets=plan.buckets)),
         Pass("overlap_context", partial(overlap_context, modules=plan.context)),
         Pass("overlap_collectives", partial(overlap_collectives, costs=plan.costs, part_of=plan.part_of)),
-        # Does nothing unless asked to.
+        # Without effect unless enabled.
         Pass("overlap_products", partial(overlap_products, ring=plan.ring, costs=plan.costs), exact=False),
         Pass("fill_waits", partial(fill_waits, blocks=plan.blocks, costs=plan.costs, part_of=plan.part_of)),
         Pass("overlap_copies", partial(overlap_copies, buckets=plan.buckets)),
-        # Does nothing unless asked to, but on a GPU with flex attention.
+        # Without effect unless enabled, except on a GPU with flex attention.
         Pass(
             "compile_regions",
             partial(compile_regions, regions=plan.regions, compiles=plan.compiles),
@@ -150,7 +150,7 @@ def passes(plan: PassPlan, extra: Sequence[Extra] = ()) -> list[Pass]:
 
 
 def update_passes(extra: Sequence[Extra] = ()) -> list[Pass]:
-    """What runs on the graph of `compile.optimizer_in_graph`."""
+    """Return the passes for the graph of `compile.optimizer_in_graph`."""
     return _with_own([Pass("cleanup_update", cleanup_update, required=True)], extra)
 
 
@@ -163,16 +163,16 @@ Look = Callable[[str, str, float, GraphModule, Measured | None], None]
 
 @dataclasses.dataclass(frozen=True)
 class Inspection:
-    """What to watch while passes run.
+    """Options for observing passes while they run.
 
-    graph     what the log and profiles call the graph; it is written in its `meta["name"]`
+    graph     name of the graph in the log and in profiles, also in its `meta["name"]`
     dump_to   folder for the readable graph after each pass, numbered
     dump_only the passes after which, by name, if not after each; "traced" is before any
-    say       what the table is told to: the log
-    look      is told, before any pass ("traced") and after each, the graph's name, the pass's, its seconds, the graph,
-              and what the table has of it
+    say       function that gets the table: the log
+    look      function called before any pass ("traced") and after each, with the graph's name, the pass's, its seconds,
+              the graph, and its row of the table
     verify_on the numbers that each pass is checked on
-    costs     how long nodes and collectives take: with it the log has a table, not a line
+    costs     the cost model of nodes and collectives: with it the log has a table, not a line
     """
 
     graph: str = "training step"
@@ -184,7 +184,7 @@ class Inspection:
     look: Look | None = None
 
     def dump(self, gm: GraphModule, number: int, name: str) -> None:
-        """Write the graph, if it is one to be looked at."""
+        """Write the graph, if this pass is to be dumped."""
         if self.dump_to is not None and (not self.dump_only or name in self.dump_only):
             with refuse_unwritable(f"debug.dump_graphs = true: {self.dump_to}", self.dump_to):
                 dump(gm, self.dump_to, number, name)
@@ -194,14 +194,14 @@ class Inspection:
 def run_passes(
     gm: GraphModule, ordered: Sequence[Pass], disabled: Sequence[str], device: torch.device, watch: Inspection
 ) -> GraphModule:
-    """Run the passes in order, each on what the one before gave; log what they took and changed.
+    """Run the passes in order, each on the previous one's result; log their time and changes.
 
     Raises:
-        RuntimeError: a pass gives no graph, or not a sound one, or breaks its promise; of a user's pass it is a
+        RuntimeError: a pass returns no graph, or an unsound one, or breaks its promise; for a user's pass it is a
             UserError.
     """
     watch.dump(gm, 0, "traced")
-    # To measure takes as long as the passes: not for a log that nobody reads.
+    # Measuring takes as long as the passes: only for a log that somebody reads.
     costs = watch.costs if logger.isEnabledFor(logging.INFO) or watch.look is not None else None
     table = PassTable(gm, costs) if costs is not None else None
     if watch.look is not None:
@@ -224,7 +224,7 @@ def run_passes(
         if watch.look is not None:
             watch.look(watch.graph, each.name, seconds, gm, table.measured if table is not None else None)
         if watch.verify_on is not None and written is not None:
-            gm.recompile()  # a pass may have left it out: what runs in training is made from the graph
+            gm.recompile()  # a pass may have skipped it: training's code is made from the graph
             is_changed = written.holds_more or not written.is_still_in(gm)
             given = _verify(each, before, gm, watch.verify_on, device, is_changed, given)
             logger.info(f"{watch.graph}: pass {each.name}: verified")
@@ -259,7 +259,7 @@ def _verify(
 
 
 def _check_graph(each: Pass, gm: GraphModule, graph: str) -> None:
-    """Refuse what can't be run, while the pass that made it is known."""
+    """Raise for a graph that can't be run, while the pass that made it is known."""
     if problem := find_problem(gm, is_ours=not each.option):
         if each.option:
             raise UserError(f"{each.option}: {problem}, of the {graph}; give back the graph, edited by graph/edit.py")
@@ -267,8 +267,8 @@ def _check_graph(each: Pass, gm: GraphModule, graph: str) -> None:
 
 
 def find_problem(gm: GraphModule, is_ours: bool = False) -> str | None:
-    """Say what is wrong with the graph that a pass gives. Of our own passes only the order of the nodes is looked at:
-    FX's `lint` takes a fifth of the time of all passes."""
+    """Return what is wrong with a pass's result, None if nothing is. For our own passes only the order of the nodes is
+    checked: FX's `lint` takes a fifth of the time of all passes."""
     if not isinstance(gm, GraphModule) or "signature" not in gm.meta:
         return f"gives {type(gm).__name__}, not a graph with its meta['signature']"
     try:

@@ -1,4 +1,4 @@
-"""The device of this process: its kind, its peak arithmetic, its memory."""
+"""The device of this process: its kind, its peak FLOP/s, its memory."""
 
 import os
 import re
@@ -46,7 +46,7 @@ _PEAK_FLOPS: list[tuple[str, float]] = [
 
 
 def rates() -> Rates:
-    """Return the rates of this process' device, as torchrun has placed it; of a GPU that has no file, those of H100."""
+    """Return the rates of this process's device, as placed by torchrun; for a GPU without a file, those of H100."""
     name = torch.cuda.get_device_name(device()) if device_type() == "cuda" else "CPU"
     words = set(re.split(r"[^A-Za-z0-9]+", name))
     found = next((RATES[name] for name in RATES if name in words), RATES["H100"])
@@ -59,7 +59,7 @@ def device_type() -> str:
 
 
 def device() -> torch.device:
-    """Return this process' device: the GPU numbered LOCAL_RANK, or the CPU."""
+    """Return this process's device: the GPU numbered LOCAL_RANK, or the CPU."""
     if device_type() == "cpu":
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -78,14 +78,14 @@ def _peak_flops_of(gpu_name: str) -> float | None:
 
 
 class CudaRecorder:
-    """Some work as a CUDA graph. Its values lie in the pool, which graphs that replay one after the other share."""
+    """A recorder of some work as a CUDA graph. Its values are in the pool, which graphs that replay in turn share."""
 
     def __init__(self, pool: Any) -> None:
         self._graph, self._pool = torch.cuda.CUDAGraph(), pool
 
     def record(self, run: Callable[[], list[Tensor]]) -> list[Tensor]:
-        """Record the work, run it once, and give its results."""
-        # Other threads (a save, NCCL's watchdog) may go on using the device meanwhile.
+        """Record the work, run it once, and return its results."""
+        # Other threads (a save, NCCL's watchdog) may use the device meanwhile.
         with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
             results = run()
         self._graph.replay()
@@ -99,7 +99,7 @@ class CudaRecorder:
 
 
 class Recorders:
-    """All recorders of a process: `make(pool)` is called for each, with one pool."""
+    """The recorders of a process: `make(pool)` is called for each, with one pool."""
 
     def __init__(self, make: Callable[[Any], Any]) -> None:
         self._make, self._made = make, []  # type: ignore[var-annotated]
@@ -112,7 +112,7 @@ class Recorders:
         return self._made[-1]
 
     def close(self) -> None:
-        """Forget what is recorded. NCCL can't end the communication that a CUDA graph still holds."""
+        """Release all recordings. NCCL can't end communication that a CUDA graph still holds."""
         if self._made and device_type() == "cuda":
             torch.cuda.synchronize()
         for recorder in self._made:
@@ -123,7 +123,7 @@ class Recorders:
 def peak_memory_gib() -> float:
     """Return the most memory held since the start, in GiB.
 
-    On a GPU: bytes that torch's allocator reserved. On a CPU: the process' resident memory.
+    On a GPU: bytes that torch's allocator reserved. On a CPU: the process's resident memory.
     """
     return torch.cuda.max_memory_reserved(device()) / GIB if device_type() == "cuda" else host_peak_memory_gib()
 
@@ -155,15 +155,15 @@ def memory_total_gib() -> float:
 
 
 def memory_of_rank_gib() -> float:
-    """Return the memory that this process may fill, in GiB: its GPU's, or on a CPU its part of the machine's."""
+    """Return the memory available to this process, in GiB: its GPU's, or on a CPU its share of the machine's."""
     sharing = 1 if device_type() == "cuda" else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return memory_total_gib() / sharing
 
 
 def bind_to_numa_node(sysfs: Path = Path("/sys")) -> None:
-    """Let this process run on the CPUs that are nearest to its GPU, on a machine with several NUMA nodes.
+    """Bind this process to the CPUs nearest to its GPU, on a machine with several NUMA nodes.
 
-    Nothing changes where somebody has chosen CPUs already (SLURM, numactl, torchrun), or where nothing is known.
+    Nothing changes where CPUs are already chosen (by SLURM, numactl, torchrun), or where the nodes are unknown.
     """
     if device_type() != "cuda" or not hasattr(os, "sched_setaffinity"):
         return
@@ -175,7 +175,7 @@ def bind_to_numa_node(sysfs: Path = Path("/sys")) -> None:
 
 
 def nearest_cpus(pci_address: str, sysfs: Path) -> set[int]:
-    """Return the CPUs of the NUMA node that a PCI device is attached to; none where there is one node, or unknown."""
+    """Return the CPUs of a PCI device's NUMA node; none where there is one node, or it is unknown."""
     nodes = {path.name: path / "cpulist" for path in (sysfs / "devices/system/node").glob("node[0-9]*")}
     node = sysfs / "bus/pci/devices" / pci_address / "numa_node"
     if len(nodes) < 2 or not node.exists():
@@ -185,13 +185,13 @@ def nearest_cpus(pci_address: str, sysfs: Path) -> set[int]:
 
 
 def _parse_cpulist(text: str) -> set[int]:
-    """Read the kernel's form of a set: `0-3,8`."""
+    """Return the set of numbers in the kernel's notation, such as `0-3,8`."""
     ranges = [part.split("-") for part in text.strip().split(",") if part]
     return {cpu for first, *last in ranges for cpu in range(int(first), int(last[0] if last else first) + 1)}
 
 
 def seconds_of_product(dtype: torch.dtype, size: int = 256) -> float:
-    """Return how long this CPU takes for a product of two square matrices, the best of three: a few milliseconds."""
+    """Return the seconds of a product of two square matrices on this CPU, the best of three: a few milliseconds."""
     x, best = torch.ones(size, size, dtype=dtype), float("inf")
     for _ in range(3):
         begin = time.perf_counter()

@@ -1,8 +1,8 @@
-"""Rotary positions and SwiGLU as operators that read what they are given once, and write their result.
+"""Rotary positions and SwiGLU as operators that read their inputs once, and write their result.
 
 On a GPU each is one kernel, see elementwise_kernels.py; on a CPU torch's operators compute the same. They compute in
 fp32 (fp64 for inputs in it) and round once. Eager mode and the graph call the same operators, so they have the same
-bits; the layers' own formulas, which torch rounds in between, have them up to rounding.
+bits; the layers' own formulas, which torch rounds in between, are equal up to rounding.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from torch import Tensor
 
 _LIBRARY = "torchtitan_graph"
 STEEPNESS, LIMIT = 1.702, 7.0  # of gpt_oss' gate
-_FORM = {False: (1.0, 0.0), True: (STEEPNESS, LIMIT)}  # by whether it is clamped; a limit of 0 is none
+_FORM = {False: (1.0, 0.0), True: (STEEPNESS, LIMIT)}  # by clamped: (steepness, limit); a limit of 0 is none
 
 
 @torch.library.custom_op(f"{_LIBRARY}::rotate", mutates_args=())
 def rotate(x_BLNH: Tensor, cos_BL1H: Tensor, sin_BL1H: Tensor, interleaved: bool, back: bool) -> Tensor:
-    """Rotate the pairs of every head by their angles, or back.
+    """Rotate the pairs of every head by their angles, or back; return the result.
 
     Args:
         cos_BL1H, sin_BL1H: (B, L, 1, H/2), in fp32 or fp64; B may be 1. They get no gradient.
@@ -40,7 +40,7 @@ def rotate(x_BLNH: Tensor, cos_BL1H: Tensor, sin_BL1H: Tensor, interleaved: bool
 
 @torch.library.custom_op(f"{_LIBRARY}::swiglu", mutates_args=())
 def swiglu(gate: Tensor, up: Tensor, clamped: bool) -> Tensor:
-    """Give gate * sigmoid(gate) * up; clamped as gpt_oss has it, see `ClampedSwiGLU`.
+    """Return gate * sigmoid(gate) * up; clamped as in gpt_oss, see `ClampedSwiGLU`.
 
     Raises:
         ValueError: The two differ in shape or dtype.
@@ -58,7 +58,7 @@ def swiglu(gate: Tensor, up: Tensor, clamped: bool) -> Tensor:
 
 @torch.library.custom_op(f"{_LIBRARY}::swiglu_backward", mutates_args=())
 def swiglu_backward(gradient: Tensor, gate: Tensor, up: Tensor, clamped: bool) -> tuple[Tensor, Tensor]:
-    """Give the gradients of gate and up."""
+    """Return the gradients of gate and up."""
     of_gate, of_up = _like(gate), _like(up)
     if gate.is_cuda:
         from torchtitan_graph.elementwise_kernels import write_swiglu_gradients
@@ -69,13 +69,13 @@ def swiglu_backward(gradient: Tensor, gate: Tensor, up: Tensor, clamped: bool) -
     gradient = gradient.to(g.dtype)
     slope = share * (1 + _FORM[clamped][0] * g * (1 - share))
     of_g, of_u = gradient * u * slope, gradient * g * share
-    if clamped:  # what lies outside has no gradient
+    if clamped:  # clamped values have no gradient
         of_g, of_u = torch.where(gate <= LIMIT, of_g, 0.0), torch.where(up.abs() <= LIMIT, of_u, 0.0)
     return of_gate.copy_(of_g), of_up.copy_(of_u)
 
 
 def _parts(gate: Tensor, up: Tensor, clamped: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Give the gate, its share that goes on, and what both are multiplied by."""
+    """Return the gate, its sigmoid, and the factor of both."""
     gate, up = gate.to(_wide(gate)), up.to(_wide(up))
     if not clamped:
         return gate, up, torch.sigmoid(gate)
@@ -84,7 +84,7 @@ def _parts(gate: Tensor, up: Tensor, clamped: bool) -> tuple[Tensor, Tensor, Ten
 
 
 def _check_alike(gate: Tensor, up: Tensor) -> None:
-    """A kernel reads both by one index, and writes in the one dtype: nothing is broadcast or promoted."""
+    """Check that both have one shape and dtype: a kernel reads both by one index, without broadcast or promotion."""
     if gate.shape != up.shape or gate.dtype != up.dtype:
         raise ValueError(
             f"swiglu: gate is {tuple(gate.shape)} in {gate.dtype}, up {tuple(up.shape)} in {up.dtype}: both must be of "

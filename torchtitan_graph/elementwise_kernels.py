@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 1024  # numbers, or pairs, that a program looks at together
+_BLOCK = 1024  # numbers, or pairs, of a program at a time
 _WARPS = 4
 
 
@@ -89,7 +89,7 @@ def _parts(gate, up, STEEPNESS: tl.constexpr, LIMIT: tl.constexpr):  # type: ign
 def write_rotated(
     out_BLNH: Tensor, x_BLNH: Tensor, cos_BL1H: Tensor, sin_BL1H: Tensor, interleaved: bool, back: bool
 ) -> None:
-    """Write what `elementwise.rotate` gives; `out` is contiguous, the others may lie in any way."""
+    """Write the result of `elementwise.rotate`; `out` is contiguous, the others may have any strides."""
     B, L, N, H = x_BLNH.shape
     angles = [t.expand(B, L, 1, H // 2) for t in (cos_BL1H, sin_BL1H)]
     strides = [t.stride(dim) for t in angles for dim in (0, 1, 3)]
@@ -103,14 +103,14 @@ def write_rotated(
 
 
 def write_swiglu(out: Tensor, gate: Tensor, up: Tensor, steepness: float, limit: float) -> None:
-    """Write what `elementwise.swiglu` gives; `out` is contiguous; a limit of 0 is none."""
+    """Write the result of `elementwise.swiglu`; `out` is contiguous; a limit of 0 is none."""
     _launch(_swiglu, (gate, up), (out,), steepness, limit)
 
 
 def write_swiglu_gradients(
     of_gate: Tensor, of_up: Tensor, gradient: Tensor, gate: Tensor, up: Tensor, steepness: float, limit: float
 ) -> None:
-    """Write what `elementwise.swiglu_backward` gives; `of_gate` and `of_up` are contiguous; a limit of 0 is none."""
+    """Write the result of `elementwise.swiglu_backward`; `of_gate` and `of_up` are contiguous; a limit of 0 is none."""
     _launch(_swiglu_backward, (gradient, gate, up), (of_gate, of_up), steepness, limit)
 
 

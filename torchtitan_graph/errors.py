@@ -1,16 +1,15 @@
-"""The error that says what its reader has to change."""
+"""The error for the user, with what to change."""
 
 import re
 
-_LINE, _LINES = 2000, 200  # characters, and lines, of which a message has at most so many
+_LINE, _LINES = 2000, 200  # limits of a message: characters of a line, and lines
 
 
 class UserError(ValueError):
-    """What somebody asked for can't be done: the message says what, what is legal, and what to do instead.
+    """Error in the user's request: the message names it, what is legal, and what to do instead.
 
     It is shown as that message alone. Every other exception is a fault, ours or of code that we call, and keeps its
-    traceback. A message may quote a file that anybody wrote: what a terminal would act on is escaped, and long lines
-    are cut in their middle.
+    traceback. A message may quote any file: control characters are escaped, and long lines are cut in their middle.
     """
 
     def __init__(self, message: str = "") -> None:
@@ -18,7 +17,7 @@ class UserError(ValueError):
 
 
 def printable(message: str) -> str:
-    """Return a text that may quote a file as it is shown: see `UserError`."""
+    """Return a text that may quote a file, made safe to print: see `UserError`."""
     message = message.encode(errors="backslashreplace").decode()  # a lone surrogate can't be printed
     message = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: ascii(found[0])[1:-1], message)
     lines = message.split("\n")

@@ -1,24 +1,24 @@
-"""Operators of our own: a GPU's products of groups of rows in float8, whose sizes only the data know.
+"""Custom operators: a GPU's products of groups of rows in float8, with group sizes that depend on data.
 
-Rows come sorted by group; `offsets_E[e]`, int32, is where group e ends. Numbers are e4m3, and each row that a product
-runs along has its scale. Shapes do not depend on the sizes, so a graph holds each product as one node. torch has the
-kernels for GPUs of compute capability 9.0 or more; nothing here waits for the host.
+Rows come sorted by group; `offsets_E[e]`, int32, is where group e ends. Numbers are e4m3, and each row along a
+product's inner dim has its scale. Shapes do not depend on the sizes, so a graph holds each product as one node. torch
+has the kernels for GPUs of compute capability 9.0 or more; nothing here waits for the host.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Numbers, and bytes: what the kernel wants widths, and where each group's columns begin, to be multiples of.
+# Numbers, and bytes: the kernel's alignment of widths, and of the begin of each group's columns.
 _ALIGNED = 16
 
 
 @torch.library.custom_op("torchtitan_graph::scaled_grouped_mm", mutates_args=())
 def scaled_grouped_mm(x_SD: Tensor, scale_S: Tensor, w_EFD: Tensor, scale_EF: Tensor, offsets_E: Tensor) -> Tensor:
-    """Multiply each group's rows by its own matrix, transposed: (S, D) x (E, F, D) -> (S, F), bf16. Widths that are no
+    """Return each group's rows times its own matrix, transposed: (S, D) x (E, F, D) -> (S, F), bf16. Widths that are no
     multiples of 16 cost copies."""
     num_rows, width = x_SD.shape[0], w_EFD.shape[1]
-    if num_rows == 0:  # for any of them
+    if num_rows == 0:  # no rows in any group
         return x_SD.new_empty(0, width, dtype=torch.bfloat16)
     x_SD, w_EFD, scale_EF = _in_sixteens(x_SD), _in_sixteens(w_EFD, rows=True), _in_sixteens(scale_EF)
     return _product(x_SD, scale_S, w_EFD.transpose(1, 2), scale_EF, offsets_E)[:, :width].contiguous()
@@ -26,8 +26,8 @@ def scaled_grouped_mm(x_SD: Tensor, scale_S: Tensor, w_EFD: Tensor, scale_EF: Te
 
 @torch.library.custom_op("torchtitan_graph::scaled_grouped_outer", mutates_args=())
 def scaled_grouped_outer(x_SD: Tensor, scale_ED: Tensor, y_SF: Tensor, scale_EF: Tensor, offsets_E: Tensor) -> Tensor:
-    """Sum the outer products of each group's rows, each column of a group with a scale: (S, D), (S, F) -> (E, D, F),
-    bf16."""
+    """Return the sum of outer products of each group's rows, with a scale for each column of a group: (S, D), (S, F) ->
+    (E, D, F), bf16."""
     num_rows, rows, columns = x_SD.shape[0], x_SD.shape[1], y_SF.shape[1]
     if num_rows == 0:
         return x_SD.new_zeros(offsets_E.shape[0], rows, columns, dtype=torch.bfloat16)
@@ -45,17 +45,17 @@ def _product(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offsets_E: 
 
 
 def _in_sixteens(x: Tensor, rows: bool = False) -> Tensor:
-    """Give rows one after another, with zeros behind each up to a multiple of 16 numbers; perhaps rows of them too."""
+    """Return contiguous rows, each zero-padded to a multiple of 16 numbers; with `rows` their number too."""
     pads = (0, -x.shape[-1] % _ALIGNED, 0, -x.shape[-2] % _ALIGNED if rows else 0)
     if not any(pads):
         return x.contiguous()
-    # Few kernels take float8; a zero's bits are zeros.
+    # Few kernels support float8; a zero's bits are zeros.
     return F.pad(x.view(torch.uint8), pads).view(x.dtype) if x.element_size() == 1 else F.pad(x, pads)
 
 
 def _places(offsets_E: Tensor, num_rows: int) -> tuple[Tensor, Tensor, int]:
-    """Find a place for each row so that each group's places begin at a multiple of 16: the places, where each group
-    then ends, and how many places there are, whatever the groups."""
+    """Return a place for each row such that each group begins at a multiple of 16; where each group then ends; and the
+    number of places, whatever the groups."""
     sizes_E = torch.diff(offsets_E, prepend=offsets_E.new_zeros(1))
     ends_E = (-(-sizes_E // _ALIGNED) * _ALIGNED).cumsum(0, dtype=torch.int32)
     begins_E = torch.cat([ends_E.new_zeros(1), ends_E[:-1]])
@@ -67,7 +67,7 @@ def _places(offsets_E: Tensor, num_rows: int) -> tuple[Tensor, Tensor, int]:
 
 
 def _spread(x_SD: Tensor, place_S: Tensor, num_places: int) -> Tensor:
-    """Give (D, places) with each row's numbers at its place, and zeros at those of none."""
+    """Return (D, places) with each row's numbers at its place, and zeros elsewhere."""
     numbers = x_SD.view(torch.uint8).t()
     return numbers.new_zeros(x_SD.shape[1], num_places).index_copy(1, place_S, numbers).view(x_SD.dtype)
 

@@ -1,4 +1,4 @@
-"""What one rank of a job needs, read from its graphs before anything is allocated: the report of a dry run."""
+"""The forecast of one rank, computed from its graphs before anything is allocated: the report of a dry run."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ STEP, GRADIENTS, OFFLOADED = "step at its peak", "gradients", "offloaded activat
 
 @dataclasses.dataclass(frozen=True)
 class Forecast:
-    """What a rank needs for a training step.
+    """Memory, communication and time of a rank's training step.
 
-    held        bytes by what for; with those of the optimizer unless it is a class of one's own
-    rest        those of them that lie there from step to step, and between the microbatches of a training step
+    held        bytes by purpose; with the optimizer's unless it is a user's class
+    rest        those of them held from step to step, and between the microbatches of a training step
     on_host     the same in the host's memory, at most
-    where       what runs when a step holds most; evaluation's, where that holds more than training's
-    at_peak     what it holds then, by what for: in all `held[STEP]`
+    where       the node at a step's peak memory; evaluation's, where its peak is higher than training's
+    at_peak     bytes at that peak by purpose, in all `held[STEP]`
     sent        collectives of a microbatch by (axis, kind)
-    sent_once   of a pipeline, those of a whole step: of weights, of gradients, and what stages hand to one another
+    sent_once   in a pipeline, those of a whole step: of weights, of gradients, and messages between stages
     time        an estimate of a microbatch, and of its communication
-    time_once   of a pipeline, that of what it does once a step, but for messages
+    time_once   in a pipeline, that of its parts that run once a step, without messages
     operations  of a microbatch of rows of one document
-    is_whole    whether Inductor compiles the whole step: it then decides what lies where
+    is_whole    whether Inductor compiles the whole step: it then plans the memory
     """
 
     held: dict[str, int]
@@ -70,13 +70,13 @@ class Forecast:
 
     @property
     def untold(self) -> str:
-        """Words of what is held and not known: an optimizer's own state; what Inductor holds longer than the graph."""
+        """Text on memory that is not known: an optimizer's own state, and what Inductor holds longer than the graph."""
         keeps = "" if OPTIMIZER in self.held | self.on_host else f", and what {self.optimizer} keeps"
         longer = ", and what Inductor's code of the whole step holds longer (measured: 20 to 50 % of the step)"
         return keeps + longer * self.is_whole
 
     def lines(self) -> list[str]:
-        """Tell it in lines."""
+        """Return the forecast as lines."""
         return [
             *(f"  {name:34}{size / GIB:10.3f} GiB" for name, size in self.held.items()),
             f"  {'in all':34}{self.in_all / GIB:10.3f} GiB{self.untold}",
@@ -90,7 +90,7 @@ class Forecast:
         ]
 
 
-# From the one that costs the least time.
+# From least to most time.
 _POLICIES = {
     'mode = "none"': Recompute(),
     'mode = "selective", selective_ac_option = "op"': Recompute(by_op=True),
@@ -100,13 +100,13 @@ _POLICIES = {
 
 
 def check_fits(told: Forecast, with_policy: Callable[[Recompute], Forecast]) -> None:
-    """Refuse on all ranks what one of them has no memory for, before anything is allocated.
+    """Check on all ranks that each has enough memory, before anything is allocated.
 
     Args:
-        with_policy: gives this rank's forecast with other activations computed again.
+        with_policy: returns this rank's forecast with another recomputation policy.
 
     Raises:
-        UserError: it names the policies that would fit, and what they need.
+        UserError: one has not; names the policies that would fit, and what they need.
     """
     memory = devices.memory_of_rank_gib()
     needs, fills = _largest(told, memory)
@@ -129,7 +129,7 @@ def check_fits(told: Forecast, with_policy: Callable[[Recompute], Forecast]) -> 
 
 
 def _largest(told: Forecast, memory_gib: float) -> tuple[float, float]:
-    """Give the most that a rank needs, in GiB, and the largest part of its memory that one needs; of all ranks."""
+    """Return the largest need of any rank, in GiB, and the largest share of its memory that any rank needs."""
     gib = told.in_all / GIB
     found = torch.tensor([gib, gib / memory_gib], dtype=torch.float64, device=devices.device())
     dist.all_reduce(found, dist.ReduceOp.MAX)
@@ -156,7 +156,7 @@ def forecast(
     optimizer: job.Optimizer,
     stage_rank: int | None = None,
 ) -> Forecast:
-    """Read from this rank's graphs what it holds, sends and computes in a training step.
+    """Return the forecast of this rank's training step, from its graphs.
 
     Args:
         stage_rank: the rank along pp that has these graphs, if it is not this one.
@@ -166,12 +166,12 @@ def forecast(
         at_rest,
         graphs.storages,
         accumulates=options.num_microbatches > 1 and not isinstance(graphs.train, dict),
-        knows_optimizer="." not in optimizer.name,  # what a class of one's own keeps is known when it has made a step
+        knows_optimizer="." not in optimizer.name,  # the state of a user's class is known after its first step
     )
     at_all_times, on_host = rest(), rest(on_host=True)
     held = dict(at_all_times)
     if on_host:
-        on_host[GRADIENTS] = trained_bytes(graphs.storages.values())  # all rest there, or none
+        on_host[GRADIENTS] = trained_bytes(graphs.storages.values())  # all are there, or none
     axes, visible = layout.axes_by_group, model.visible_in_one_document(options.rows[1])
     costs = dataclasses.replace(costs_on(layout, options), visible=visible)
     time = time_once = Estimate(0.0, {}, {})
@@ -227,13 +227,13 @@ def _sum(a: dict[str, int], b: dict[str, int]) -> dict[str, int]:
 
 
 def _messages(graphs: Mapping[int, StageGraph], actions: Iterable[PipelineAction]) -> dict[tuple[str, str], Traffic]:
-    """Count what a rank receives from other stages in a step."""
+    """Return the messages that a rank receives from other stages in a step."""
     received = [graphs[a.stage].passed.nbytes for a in actions if a.kind.startswith("RECV")]
     return {(PP, "message"): Traffic(len(received), sum(received))}
 
 
 def _evaluations(graphs: Graphs) -> Iterator[tuple[GraphModule, int]]:
-    """Give the graphs of evaluation, of a pipeline one for each stage, and the bytes that their inputs lie in."""
+    """Yield the graphs of evaluation, in a pipeline one for each stage, with the bytes of their inputs."""
     if graphs.evaluate is not None:
         yield graphs.evaluate.gm, input_memory(graphs.evaluate.gm)
     for number, stage in graphs.train.items() if isinstance(graphs.train, dict) else ():
@@ -247,7 +247,7 @@ def _shown(peak: Peak) -> str:
 
 
 def _offloaded_of_stages(graphs: Mapping[int, StageGraph], actions: Iterable[PipelineAction]) -> int:
-    """Give the most that the microbatches between forward and backward have in the host's memory."""
+    """Return the most bytes in the host's memory of the microbatches between forward and backward."""
     sizes = {number: host_memory(graph.train.gm) for number, graph in graphs.items()}
     held = most = 0
     for action in actions:

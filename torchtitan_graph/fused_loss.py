@@ -1,10 +1,10 @@
 """Cross entropy that reads the logits once in forward and once in backward, and holds no copy of them in fp32.
 
 On a GPU each is one kernel, see loss_kernels.py; on a CPU torch's operators compute some rows at a time. Eager mode and
-the graph call the same operators, so they have the same bits. torch's own cross entropy has them up to rounding. What
-is computed of a row does not depend on the others.
+the graph call the same operators, so they have the same bits. torch's own cross entropy is equal up to rounding. A
+row's results do not depend on the others.
 
-A rank may hold the logits of a part of the classes: then the ranks gather three numbers for each row, in one message.
+A rank may hold the logits of a shard of the classes: then the ranks gather three numbers for each row, in one message.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _LIBRARY = "torchtitan_graph"
 def fused_cross_entropy(
     logits_TV: Tensor, labels_T: Tensor, ignored: int, first: int = 0, degree: int = 1, group: str = ""
 ) -> Tensor:
-    """Sum the cross entropy of all targets in fp32, fp64 for logits in it; `ignored` is the label that is no target.
+    """Return the sum of all targets' cross entropy in fp32, fp64 for logits in it; `ignored` is the label of no target.
 
     A label that is no class makes the sum infinite.
 
     Args:
-        first: the class of the first column, where the logits are those of a part of the classes.
-        degree: how many ranks have such parts, of equal width; `group` names their process group. Each gets the sum,
+        first: the class of the first column, where the logits are of a shard of the classes.
+        degree: number of ranks with such shards, of equal width; `group` names their process group. Each gets the sum,
             and the gradient of its own logits.
     """
     total: Tensor = _FusedCrossEntropy.apply(logits_TV, labels_T, ignored, first, degree, group)
@@ -67,9 +67,9 @@ def _gathered(x: Tensor, degree: int, group: str) -> Tensor:
 
 @torch.library.custom_op(f"{_LIBRARY}::fused_cross_entropy_terms", mutates_args=())
 def fused_cross_entropy_terms(logits_TV: Tensor, columns_T: Tensor) -> Tensor:
-    """Give (3, T): each row's largest logit m, the sum of exp(x - m), and the logit in its column.
+    """Return (3, T): each row's largest logit m, the sum of exp(x - m), and the logit in its column.
 
-    That is -inf where there is no such column: the target is another rank's, or no class.
+    The latter is -inf where there is no such column: the target is another rank's, or no class.
     """
     logits_TV = logits_TV.contiguous()
     terms_3T = logits_TV.new_empty((3, len(columns_T)), dtype=wide(logits_TV.dtype))
@@ -80,7 +80,7 @@ def fused_cross_entropy_terms(logits_TV: Tensor, columns_T: Tensor) -> Tensor:
         return terms_3T
     largest_T, sum_T, target_T = terms_3T
     held_T, is_elsewhere_T = _columns(logits_TV, columns_T)
-    least = torch.finfo(terms_3T.dtype).min  # of a row of -inf: finite, so that their difference is no NaN
+    least = torch.finfo(terms_3T.dtype).min  # for a row of -inf: finite, so that the difference is no NaN
     for part in parts_of(logits_TV):
         x = logits_TV[part].to(terms_3T.dtype)
         largest_T[part] = x.amax(1).clamp_(min=least)
@@ -91,7 +91,7 @@ def fused_cross_entropy_terms(logits_TV: Tensor, columns_T: Tensor) -> Tensor:
 
 
 def _columns(logits_TV: Tensor, columns_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Give columns that there are, and which of them stand for none."""
+    """Return the columns, with 0 for those outside, and which are outside."""
     is_elsewhere_T = (columns_T < 0) | (columns_T >= logits_TV.shape[1])
     return columns_T.masked_fill(is_elsewhere_T, 0), is_elsewhere_T
 
@@ -100,7 +100,7 @@ def _columns(logits_TV: Tensor, columns_T: Tensor) -> tuple[Tensor, Tensor]:
 def fused_cross_entropy_backward(
     logits_TV: Tensor, columns_T: Tensor, largest_T: Tensor, log_T: Tensor, scale_T: Tensor
 ) -> Tensor:
-    """Give the gradient of the sum of the rows' losses, each times its scale.
+    """Return the gradient of the sum of the rows' losses, each times its scale.
 
     `largest_T` and `log_T`, the logarithm of the sum of exp(x - largest), are over all classes.
     """
@@ -132,7 +132,7 @@ def _in_place(logits_TV: Tensor, columns_T: Tensor, largest_T: Tensor, log_T: Te
     return logits_TV
 
 
-# The same into the memory of contiguous logits; `custom_op` can't say so.
+# The same in place in contiguous logits; `custom_op` can't declare that.
 _IN_PLACE = torch.library.Library(_LIBRARY, "FRAGMENT")
 _IN_PLACE.define(
     "fused_cross_entropy_backward_(Tensor(a!) logits_TV, Tensor columns_T, Tensor largest_T, Tensor log_T,"

@@ -1,4 +1,4 @@
-"""Start the processes of a run, and end as they do: with the first failing rank's reason, once, and its exit code.
+"""Start the processes of a run, and report their end: the first failing rank's reason, once, and its exit code.
 
     NGPU=2 python -m torchtitan_graph.launch --table.key value ...                 on this machine; see run_train.sh
     python -m torchtitan_graph.launch TORCHRUN'S OPTIONS -- --table.key value ...  as torchrun would
@@ -30,26 +30,26 @@ from torchtitan_graph.patience import is_away
 from torchtitan_graph.run.failure import CONFIGURATION, FAULT, STORAGE_AWAY, RankFailure
 from torchtitan_graph.run.files import read_json
 
-# What workers are told when the launcher gets a signal.
+# The signal sent to workers for each signal to the launcher.
 PASSED_ON = {number: number for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
 PASSED_ON |= {signal.SIGHUP: signal.SIGTERM, signal.SIGQUIT: signal.SIGTERM}
-# Of torchrun's agent: how workers ended, which `tell` tells; and that the store is gone, with a stack of C++, as after
-# many a run of several nodes, when the first one's agent ends before the others'. Where it matters it is raised, too.
+# Loggers of torchrun's agent: how workers ended, which `tell` reports; and that the store is gone, with a C++ stack, as
+# after many runs on several nodes, when the first agent ends before the others. Where it matters it is raised, too.
 QUIET = ("multiprocessing", "rendezvous")
 LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"  # torch reads it when it is imported
-ALONE_S = 5.0  # in which a worker that is being started says that it can take signals
-TEARDOWN_S = 60.0  # in which a worker that has nothing left to do ends
+ALONE_S = 5.0  # time in which a starting worker reports that it handles signals
+TEARDOWN_S = 60.0  # time in which a worker that has finished its work ends
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit code: 0, or that of the first rank that failed."""
+    """Run the launcher, and return the exit code: 0, or that of the first rank that failed."""
     words = list(sys.argv[1:] if argv is None else argv)
     at = words.index("--") if "--" in words else -1
     torchrun, options = words[: max(at, 0)], words[at + 1 :]
     stop.install()
     init_logging()
     try:
-        config = load(options)  # before torch is imported, which takes seconds
+        config = load(options)  # before importing torch, which takes seconds
         if config.comm.mode == "fake_backend":
             os.environ["NGPU"] = str(_num_ranks())
             os.execv(sys.executable, [sys.executable, "-m", "torchtitan_graph.train", *options])
@@ -86,15 +86,15 @@ def on_this_machine(num_ranks: int, folder: Path) -> list[str]:
     shown = _shown_ranks(num_ranks)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // num_ranks)))  # torchrun's own default is one
-    # A worker that is started again would find its predecessor's addresses in a store shared with torchrun.
+    # With a store shared with torchrun, a restarted worker would find its predecessor's addresses.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    # A name of its own, by which a restarted worker knows the lock of the attempt before it.
+    # A unique name, by which a restarted worker recognizes the lock of the attempt before it.
     os.environ.setdefault("PET_RDZV_ID", f"{os.uname().nodename}.{os.getpid()}")
     output = ["--tee", "3", "--local_ranks_filter", shown]
     if sys.stderr.isatty() and shown == "0" and num_ranks <= 10:
-        # On a terminal rank 0 has it to itself, for its progress bar. (--redirects takes ranks of one digit.)
+        # On a terminal only rank 0 writes to it, for its progress bar. (--redirects takes ranks of one digit.)
         output = ["--redirects", ",".join(["0:0", *(f"{rank}:3" for rank in range(1, num_ranks))])]
-    # torchrun's usual store would listen on every address of the machine; a file does not. It notes there that it is
+    # torchrun's usual store would listen on every address of the machine; a file does not. It records there that it is
     # alive, once a minute (every 5 s would fill some 20 MB a day).
     rendezvous = ["--rdzv_backend", "c10d", "--rdzv_endpoint", str(folder / "rendezvous")]
     rendezvous += ["--rdzv_conf", "store_type=file,keep_alive_interval=60", "--local_addr", "127.0.0.1"]
@@ -104,18 +104,18 @@ def on_this_machine(num_ranks: int, folder: Path) -> list[str]:
 
 
 class Launch:
-    """One start of torchrun's agent. `folder` is where the workers leave their process ids and why they ended."""
+    """One run of torchrun's agent. `folder` is where the workers leave their process ids and why they ended."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.has_logs_to_read = False
         self._signals: list[signal.Signals] = []
-        self._told: set[Path] = set()  # the files of workers that have the last signal
+        self._told: set[Path] = set()  # the files of workers that got the last signal
         self._signalled_at = 0.0
         self._ended: BaseException | None = None
 
     def run(self, words: list[str]) -> int:
-        """Start the workers, wait for them, tell why they ended, and return the exit code.
+        """Start the workers, wait for them, log why they ended, and return the exit code.
 
         Raises:
             UserError: torchrun does not take its options.
@@ -126,7 +126,7 @@ class Launch:
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
         if not is_asked_for:
-            del os.environ[LOG_LEVEL]  # the workers print as ever
+            del os.environ[LOG_LEVEL]  # unchanged for the workers
         os.environ[stop.LAUNCHER] = str(self.folder)
         (self.folder / f"{os.getpid()}.launcher").touch()
         for name in QUIET:
@@ -138,7 +138,7 @@ class Launch:
             run.config_from_args(arguments)
         except ValueError as error:
             raise UserError(f"torchrun can't take these options: {error}") from error
-        stop.begin_steps()  # from here on a signal does not end this process, but goes to the workers
+        stop.begin_steps()  # from here on a signal does not end this process, but is passed to the workers
         for number in PASSED_ON:
             signal.signal(number, self._note)
         agent = threading.Thread(target=self._run, args=(run.run, arguments), daemon=True)
@@ -176,7 +176,7 @@ class Launch:
         self._told, self._signalled_at = set(), time.monotonic()
 
     def _pass_on(self) -> None:
-        """Send the last signal to each worker of the running attempt; it can take signals once its file is there."""
+        """Send the last signal to each worker of the running attempt; it handles signals once its file exists."""
         if not self._signals:
             return
         for file in set(self.folder.glob(f"{self._attempt()}.*.pid")) - self._told:
@@ -185,7 +185,7 @@ class Launch:
                 self._told.add(file)
 
     def _kill_hanging(self) -> None:
-        """Kill a worker that hangs after its work is done: it takes no signal any more, and torchrun waits for it."""
+        """Kill a worker that hangs after its work is done: it handles no signal any more, and torchrun waits for it."""
         for file in self.folder.glob(f"{self._attempt()}.*.teardown"):
             pid = int(file.name.split(".")[1])
             if time.time() - file.stat().st_mtime > TEARDOWN_S and _is_child(pid):
@@ -194,8 +194,8 @@ class Launch:
                 file.unlink()
 
     def _is_alone(self) -> bool:
-        """Return whether a signal came and there is no worker to take it: torchrun waits for other machines, before
-        the first attempt or the next."""
+        """Return whether a signal came while no worker exists: torchrun waits for other machines, before the first
+        attempt or the next."""
         return bool(self._signals) and not self._told and time.monotonic() > self._signalled_at + ALONE_S
 
     def _attempt(self) -> int:
@@ -216,10 +216,10 @@ class Launch:
         if cause.kind in (STOPPED, STOPPED_ALONE):
             logger.warning(cause.full)
             return cause.code
-        # What torchrun recovers from it tells nobody: a rank that was killed is missing here.
+        # torchrun does not report a failure from which it recovers: a rank that was killed is missing here.
         logger.error(cause.full if failures or cause.kind != LOST_PEER else f"rank {cause.rank}: {cause.line}")
         for end in others:
-            # All ranks find a wrong configuration, but for those that torchrun ends before.
+            # All ranks find a wrong configuration, except those that torchrun ends before.
             is_late = cause.code == CONFIGURATION and end.kind in (STOPPED_ALONE, ENDED_BY_US)
             if end.line != cause.line and not is_late:
                 logger.error(f"rank {end.rank}: {end.line}")
@@ -231,13 +231,13 @@ class Launch:
         return next((log.parent for log in logs if log.stat().st_size), None)
 
 
-# How likely an end is the cause of the others, in this order. STOPPED by a signal that the launcher got, too; ALONE by
-# one that it did not get: somebody's, or torchrun's after another rank failed.
+# Kinds of ends, from the likeliest cause of the others on. STOPPED: by a signal that the launcher got, too; ALONE: by
+# one that it did not get, somebody's, or torchrun's after another rank failed.
 STOPPED, OWN_REASON, SILENT, STOPPED_ALONE, LOST_PEER, ENDED_BY_US = range(6)
 
 
 class End(NamedTuple):
-    """How a rank ended: in short, and as the cause of all."""
+    """The end of a rank: in short, and as the cause of all."""
 
     kind: int
     time: float
@@ -258,7 +258,7 @@ def _reported(record: RankFailure, stopped: set[int]) -> End:
 
 
 def _silent(rank: int, failure: Any, stopped: set[int], logs: Path | None) -> End:
-    """Describe the end of a rank that could not say anything: it was killed, or ended before it was set up."""
+    """Return the end of a rank that left no record: it was killed, or ended before it was set up."""
     if failure.exitcode in stopped:
         text = stop.message(failure.exitcode - 128)
         return End(STOPPED, failure.timestamp, rank, failure.exitcode, text, text)
@@ -274,7 +274,7 @@ def _silent(rank: int, failure: Any, stopped: set[int], logs: Path | None) -> En
 
 
 def _is_child(pid: int) -> bool:
-    """Return whether a number is still that of a process which this one started; only Linux tells."""
+    """Return whether a process id is still that of a child of this process; only on Linux."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) == os.getpid()
     except OSError:
@@ -282,7 +282,7 @@ def _is_child(pid: int) -> bool:
 
 
 def _num_ranks() -> int:
-    """Return how many processes to start here: NGPU, else the GPUs there are, else 2."""
+    """Return the number of processes to start here: NGPU, else the number of GPUs, else 2."""
     if (given := ranks_asked_for()) is not None:
         return given
     import torch
@@ -291,7 +291,7 @@ def _num_ranks() -> int:
 
 
 def _shown_ranks(num_ranks: int) -> str:
-    """Return the ranks whose output is shown, as torchrun takes them: LOG_RANK, else 0."""
+    """Return the ranks whose output is shown, in torchrun's form: LOG_RANK, else 0."""
     given = os.environ.get("LOG_RANK", "0")
     ranks = [word.strip() for word in given.split(",")]
     if not all(word.isdecimal() and len(word) < 100 and int(word) < num_ranks for word in ranks):

@@ -1,4 +1,4 @@
-"""The one logger, and how its lines look."""
+"""The logger of the package, and the format of its lines."""
 
 import contextlib
 import logging
@@ -25,7 +25,7 @@ class _LineFormatter(logging.Formatter):
 
 
 class _Console(logging.StreamHandler):
-    """Lines, and on a terminal a status below them, which whatever comes next replaces."""
+    """Log lines, and on a terminal a status line below them, which is replaced by the next."""
 
     status = ""
 
@@ -38,21 +38,21 @@ class _Console(logging.StreamHandler):
     def show(self, status: str) -> None:
         if self.status or (status and self.stream.isatty()):
             columns = shutil.get_terminal_size().columns
-            with contextlib.suppress(OSError):  # a terminal that was closed; the run goes on
+            with contextlib.suppress(OSError):  # a closed terminal; the run goes on
                 self.stream.write(_CLEAR_LINE + status[: columns - 1])
                 self.stream.flush()
             self.status = status
 
 
 def show_status(text: str) -> None:
-    """Show a text below the lines where stderr is a terminal, in the place of the last one; "" removes it."""
+    """Show a status line below the log where stderr is a terminal, in place of the last one; "" removes it."""
     for handler in logger.handlers:
         if isinstance(handler, _Console):
             handler.show(text)
 
 
 def init_logging(color: bool = True) -> None:
-    """Send the logger's lines to stderr, with time, level and, where nothing else names it, the rank.
+    """Set up the logger to write to stderr, with time, level and, unless torchrun shows it, the rank.
 
     Calling it again replaces what the first call set up. Warnings and errors are coloured when `color` is true
     and stderr is a terminal.
@@ -67,7 +67,7 @@ def init_logging(color: bool = True) -> None:
 
 
 def _torchrun_names_the_rank() -> bool:
-    # With --tee or --redirects torchrun gives each rank's stderr a file of its own, beside the rank's error file,
+    # With --tee or --redirects torchrun redirects each rank's stderr to a file, in the folder of the rank's error file,
     # and prefixes the lines that it copies to the terminal. Without them all ranks write to one stream, unmarked.
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file is None:
@@ -75,5 +75,5 @@ def _torchrun_names_the_rank() -> bool:
     try:
         own_file = os.stat(os.path.join(os.path.dirname(error_file), "stderr.log"))
         return os.path.samestat(own_file, os.fstat(sys.stderr.fileno()))
-    except OSError:  # no such file, or a stderr that is no file at all
+    except OSError:  # no such file, or a stderr that is no file
         return False

@@ -16,8 +16,8 @@ from torchtitan_graph.graph.step import IGNORE_INDEX
 
 
 def cross_entropy(logits_BLV: Tensor, labels_BL: Tensor, num_tokens: Tensor) -> Tensor:
-    """Sum the cross entropy of the targets in fp32 and divide by `num_tokens`, which counts those of all ranks and
-    microbatches: the losses of ranks and microbatches then add up, and every layout computes the same number.
+    """Return the sum of the targets' cross entropy in fp32, divided by `num_tokens`, which counts those of all ranks
+    and microbatches: the losses of ranks and microbatches then add up, and every layout computes the same number.
 
     Logits sharded over the vocabulary (a DTensor) are never gathered; in fp64 they stay so. A label of
     IGNORE_INDEX is no target.
@@ -28,7 +28,7 @@ def cross_entropy(logits_BLV: Tensor, labels_BL: Tensor, num_tokens: Tensor) -> 
 
 
 def fused_cross_entropy(logits_BLV: Tensor, labels_BL: Tensor, num_tokens: Tensor) -> Tensor:
-    """Compute `cross_entropy` up to rounding, by operators that hold no fp32 copy of the logits. Of logits sharded over
+    """Return `cross_entropy` up to rounding, by operators that hold no fp32 copy of the logits. For logits sharded over
     the vocabulary the ranks exchange three numbers a row. See torchtitan_graph/fused_loss.py."""
     part: dict[str, Any] = {}
     if isinstance(logits_BLV, DTensor):
@@ -40,5 +40,5 @@ def fused_cross_entropy(logits_BLV: Tensor, labels_BL: Tensor, num_tokens: Tenso
 
 
 def loss_context(vocabulary_sharded: bool) -> contextlib.AbstractContextManager:
-    """Give a context that the loss and its backward must run in."""
+    """Return the context that the loss and its backward must run in."""
     return loss_parallel() if vocabulary_sharded else contextlib.nullcontext()

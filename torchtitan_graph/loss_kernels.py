@@ -1,4 +1,4 @@
-"""The fused loss on a GPU, in Triton: a program goes through a row of logits once, and sums in a fixed order.
+"""The fused loss on a GPU, in Triton: a program reads a row of logits once, and sums in a fixed order.
 
 There is no tuning, so every run launches the same code. Imported on a GPU alone: a CPU's torch brings no Triton.
 """
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 4096  # logits that a program looks at together
+_BLOCK = 4096  # logits of a program at a time
 _WARPS = 8
 
 

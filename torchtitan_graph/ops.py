@@ -1,8 +1,8 @@
-"""Operators of our own: products and sums over groups of rows whose sizes only the data know, exchanges of rows, and
-copies to the host's memory.
+"""Custom operators: products and sums over groups of rows with data-dependent sizes, exchanges of rows, and copies to
+the host's memory.
 
 Rows come sorted by group; `offsets_E[e]` is where group e ends. Shapes do not depend on the sizes, so a graph holds
-each as one node, and their backwards are made of them.
+each as one node, and their backwards are composed of them.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _LIBRARY = "torchtitan_graph"
 
 
 def _has_grouped_kernel(x: Tensor) -> bool:
-    """Tell whether torch's grouped kernel multiplies what is like `x`."""
+    """Return whether torch's grouped kernel supports tensors like `x`."""
     return x.is_cuda and x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (9, 0)
 
 
 def reads_host(op: object, args: Sequence[Any]) -> bool:
-    """Tell whether an operator of ours, called with arguments like these, waits for the device to read numbers of it on
-    the host."""
+    """Return whether an operator of ours, called with arguments like these, makes the host wait for numbers from the
+    device."""
     own = torch.ops.torchtitan_graph
     if op in (own.grouped_mm.default, own.grouped_outer.default):
         return not _has_grouped_kernel(args[0])
@@ -35,13 +35,13 @@ def reads_host(op: object, args: Sequence[Any]) -> bool:
 
 
 def _grouped_kernel(x: Tensor, w: Tensor, offsets_E: Tensor) -> Tensor:
-    """Multiply by torch's grouped kernel, (S, D) x (E, D, F) -> (S, F) or (D, S) x (S, F) -> (E, D, F), whatever the
-    widths. It wants every row, or every column, to begin at a multiple of 16 bytes: others are copied between zeros."""
+    """Return a product by torch's grouped kernel, (S, D) x (E, D, F) -> (S, F) or (D, S) x (S, F) -> (E, D, F), for any
+    widths. Rows or columns must begin at multiples of 16 bytes: others are copied with zero padding."""
     rows, columns = x.shape[-2], w.shape[-1]
-    if x.numel() == 0:  # no row for any of them
+    if x.numel() == 0:  # no rows in any group
         shape = (rows, columns) if w.dim() == 3 else (offsets_E.shape[0], rows, columns)
         return x.new_zeros(shape)
-    # Of experts' products S, whose number only the data know, is what `offsets_E` cuts: it stays as it is.
+    # In experts' products `offsets_E` splits S, whose number depends on data: it is not padded.
     x = _in_eights(x, -1 if w.dim() == 3 else -2)
     w = _in_eights(w, *((-1, -2) if w.dim() == 3 else (-1,)))
     out = F.grouped_mm(x, w, offs=offsets_E)
@@ -49,18 +49,18 @@ def _grouped_kernel(x: Tensor, w: Tensor, offsets_E: Tensor) -> Tensor:
 
 
 def _in_eights(x: Tensor, *dims: int) -> Tensor:
-    """Give a matrix with zeros behind it, up to multiples of eight in those dims (of -1 and -2)."""
+    """Return a matrix zero-padded to multiples of eight in those dims (of -1 and -2)."""
     pads = [(-x.shape[dim] % 8 if dim in dims else 0) for dim in (-1, -2)]
     if any(pads):
         is_turned = x.stride(-1) != 1
-        x = x.transpose(-1, -2) if is_turned else x  # what lies by columns stays so
+        x = x.transpose(-1, -2) if is_turned else x  # column-major stays column-major
         padded = F.pad(x, [0, pads[1 if is_turned else 0], 0, pads[0 if is_turned else 1]])
         return padded.transpose(-1, -2) if is_turned else padded
     return x if _is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def _is_aligned(x: Tensor) -> bool:
-    """Tell whether each row of a matrix, or each column, lies in one piece that begins at a multiple of 16 bytes."""
+    """Return whether each row of a matrix, or each column, is contiguous and begins at a multiple of 16 bytes."""
     rows, columns = x.shape[-2:]
     down, right = x.stride()[-2:]
     step, size = (down, columns) if right == 1 else (right, rows)
@@ -77,9 +77,9 @@ def _groups(offsets_E: Tensor) -> list[tuple[int, int]]:
 
 @torch.library.custom_op(f"{_LIBRARY}::grouped_mm", mutates_args=())
 def grouped_mm(x_SD: Tensor, w: Tensor, offsets_E: Tensor, transposed: bool) -> Tensor:
-    """Multiply each group's rows by its own matrix: (S, D) x (E, D, F), or transposed (E, F, D), -> (S, F).
+    """Return each group's rows times its own matrix: (S, D) x (E, D, F), or transposed (E, F, D), -> (S, F).
 
-    bf16 on a recent GPU takes torch's grouped kernel; widths that are no multiples of eight cost copies. Elsewhere the
+    bf16 on a recent GPU uses torch's grouped kernel; widths that are no multiples of eight cost copies. Elsewhere the
     groups are multiplied one after another, without padding, at the price of reading the offsets on the host, which on
     a GPU waits for it.
     """
@@ -94,7 +94,7 @@ def grouped_mm(x_SD: Tensor, w: Tensor, offsets_E: Tensor, transposed: bool) -> 
 
 @torch.library.custom_op(f"{_LIBRARY}::grouped_outer", mutates_args=())
 def grouped_outer(x_SD: Tensor, y_SF: Tensor, offsets_E: Tensor) -> Tensor:
-    """Sum the outer products of each group's rows: (S, D), (S, F) -> (E, D, F); zeros for an empty group."""
+    """Return the sum of outer products of each group's rows: (S, D), (S, F) -> (E, D, F); zeros for an empty group."""
     if _has_grouped_kernel(x_SD):
         return _grouped_kernel(x_SD.t(), y_SF, offsets_E)
     out_EDF = x_SD.new_empty(offsets_E.shape[0], x_SD.shape[1], y_SF.shape[1])
@@ -105,7 +105,7 @@ def grouped_outer(x_SD: Tensor, y_SF: Tensor, offsets_E: Tensor) -> Tensor:
 
 @torch.library.custom_op(f"{_LIBRARY}::grouped_sum", mutates_args=())
 def grouped_sum(x_SF: Tensor, offsets_E: Tensor) -> Tensor:
-    """Sum each group's rows: (S, F) -> (E, F)."""
+    """Return the sum of each group's rows: (S, F) -> (E, F)."""
     if x_SF.is_cuda:
         return _sum_by_product(x_SF, offsets_E)
     out_EF = x_SF.new_empty(offsets_E.shape[0], x_SF.shape[1])
@@ -115,8 +115,8 @@ def grouped_sum(x_SF: Tensor, offsets_E: Tensor) -> Tensor:
 
 
 def _sum_by_product(x_SF: Tensor, offsets_E: Tensor) -> Tensor:
-    """Do the same by a product with zeros and ones, which never waits for the host and sums in a fixed order. What is
-    not finite spreads to every group: such a step is never taken."""
+    """Return `grouped_sum` by a product with zeros and ones, which never waits for the host and sums in a fixed order.
+    Non-finite values spread to every group: such a step is skipped."""
     row_S = torch.arange(x_SF.shape[0], device=x_SF.device, dtype=offsets_E.dtype)
     group_S = torch.searchsorted(offsets_E, row_S, right=True)
     number_E1 = torch.arange(offsets_E.shape[0], device=x_SF.device).unsqueeze(1)
@@ -125,7 +125,7 @@ def _sum_by_product(x_SF: Tensor, offsets_E: Tensor) -> Tensor:
 
 @torch.library.custom_op(f"{_LIBRARY}::grouped_largest", mutates_args=())
 def grouped_largest(x_SF: Tensor, offsets_E: Tensor) -> Tensor:
-    """Give the largest magnitude of each column in each group's rows: (S, F) -> (E, F); zeros for an empty group."""
+    """Return the largest magnitude of each column in each group's rows: (S, F) -> (E, F); zeros for an empty group."""
     row_S = torch.arange(x_SF.shape[0], device=x_SF.device, dtype=offsets_E.dtype)
     group_SF = torch.searchsorted(offsets_E, row_S, right=True).unsqueeze(1).expand_as(x_SF)
     return x_SF.new_zeros(offsets_E.shape[0], x_SF.shape[1]).scatter_reduce(0, group_SF, x_SF.abs(), "amax")
@@ -171,10 +171,10 @@ grouped_mm.register_autograd(_grouped_mm_backward, setup_context=_save)
 
 @torch.library.custom_op(f"{_LIBRARY}::grouped_add", mutates_args=())
 def grouped_add(x_SF: Tensor, bias_EF: Tensor, offsets_E: Tensor) -> Tensor:
-    """Add its group's bias to each row: (S, F), (E, F) -> (S, F).
+    """Return each row plus its group's bias: (S, F), (E, F) -> (S, F).
 
-    The bias' gradient is summed group by group, in a fixed order; that of plain indexing is added up by whichever
-    thread comes first on a GPU.
+    The bias' gradient is summed group by group, in a fixed order; with plain indexing a GPU's threads add it in any
+    order.
     """
     row_S = torch.arange(x_SF.shape[0], device=x_SF.device, dtype=offsets_E.dtype)
     return x_SF + bias_EF.index_select(0, torch.searchsorted(offsets_E, row_S, right=True))
@@ -212,24 +212,24 @@ class _Permuted(torch.autograd.Function):
 
 
 def permuted(x_TD: Tensor, order_S: Tensor, inverse_S: Tensor, copies: int = 1) -> Tensor:
-    """Take rows in another order: row `order_S[i] // copies` becomes row i, so each is taken `copies` times.
+    """Return rows in another order: row `order_S[i] // copies` becomes row i, so each is taken `copies` times.
 
-    `inverse_S` is the inverse permutation of `order_S`. With it the backward is a gather too: no sums in an order that
-    a GPU's threads decide.
+    `inverse_S` is the inverse permutation of `order_S`. With it the backward is a gather too: without sums in the order
+    of a GPU's threads.
     """
     return _Permuted.apply(x_TD, order_S, inverse_S, copies)
 
 
-# --- rows on their way to the ranks that hold their experts, and back -------------------------------------------------
+# --- exchange of rows with the ranks that hold their experts ----------------------------------------------------------
 
 
 @torch.library.custom_op(f"{_LIBRARY}::row_splits", mutates_args=())
 def row_splits(sent_RE: Tensor, received_RE: Tensor) -> Tensor:
-    """Start copying to host memory how many rows go to each rank and come from it: (ranks, experts) twice ->
-    (2, ranks).
+    """Start the device-to-host copy of the numbers of rows for and from each rank: (ranks, experts) twice -> (2,
+    ranks).
 
-    It is all that the host has to know of a dispatch. The first `exchange` that reads it waits for it: on a GPU, which
-    meanwhile runs what was launched in between.
+    The host needs nothing else of a dispatch. The first `exchange` that reads it waits for it: on a GPU, which
+    meanwhile runs the work launched in between.
     """
     splits_2R = torch.stack([sent_RE.sum(1), received_RE.sum(1)])
     host_2R = torch.empty_like(splits_2R, device="cpu", pin_memory=splits_2R.is_cuda)
@@ -244,8 +244,8 @@ def exchange(x_SD: Tensor, splits_2R: Tensor, back: bool, nominal: int, group: s
     """Start sending rows to the ranks of a group; a `wait_tensor` must follow.
 
     The first `splits_2R[0, 0]` rows go to rank 0 and so on, `splits_2R[1, r]` come from rank r; `back` returns them.
-    The number of rows is in no shape that a graph knows: a trace shows `nominal`, and all that takes such rows must
-    take any number. Where `nominal` is what each rank has at home it is the mean over the ranks.
+    The number of rows is unbacked: a trace shows `nominal`, and operators on such rows must accept any number. Where
+    `nominal` is each rank's number of own rows it is the mean over the ranks.
     """
     if (event := _ENDS.pop(splits_2R.data_ptr(), None)) is not None:
         event.synchronize()
@@ -255,7 +255,7 @@ def exchange(x_SD: Tensor, splits_2R: Tensor, back: bool, nominal: int, group: s
 
 @torch.library.custom_op(f"{_LIBRARY}::regroup", mutates_args=())
 def regroup(x_SD: Tensor, counts_RE: Tensor, back: bool) -> Tensor:
-    """Bring rows that lie by rank, then expert, into the order by expert, then rank; `back` undoes it.
+    """Reorder rows sorted by rank, then expert, to expert, then rank; `back` undoes it.
 
     The host reads nothing.
     """
@@ -309,7 +309,7 @@ class _Exchanged(torch.autograd.Function):
 
 
 def exchanged(x_SD: Tensor, splits_2R: Tensor, back: bool, group: str) -> Tensor:
-    """Send rows as `exchange` does, and wait for those that come. Gradients go the other way."""
+    """Return rows exchanged like `exchange`, after waiting for them. Gradients go the other way."""
     return _Exchanged.apply(x_SD, splits_2R, back, group)
 
 
@@ -324,7 +324,7 @@ def _wait(x: Tensor) -> Tensor:
 def offload(x: Tensor) -> Tensor:
     """Start copying a tensor to the host's memory; `arrived` must follow.
 
-    On CUDA the memory is pinned, and the copy runs on a stream of its own beside what follows here.
+    On CUDA the memory is pinned, and the copy runs on its own stream, parallel to the work that follows here.
     """
     host = torch.empty_like(x, device="cpu", pin_memory=x.is_cuda)
     return _start_copy(host, x, "out")
@@ -347,15 +347,15 @@ def _(host: Tensor, device_type: str) -> Tensor:
 
 
 def _arrived(copy: Tensor, source: Tensor) -> Tensor:
-    """Let what follows wait until a copy is there, and give it. From here on its source may be let go of: so neither
-    copy needs memory that the allocator would keep until the host has seen it end."""
+    """Make the current stream wait for a copy, and return it. Afterwards its source may be freed: so neither copy needs
+    memory that the allocator would keep until the host has seen it end."""
     if (event := _ENDS.pop(copy.data_ptr(), None)) is not None:
         event.wait()
     return copy
 
 
 def _landed(copy: Tensor) -> Tensor:
-    """Let the host wait until a copy that has `arrived` in its memory is there, and give it: the host may read it."""
+    """Make the host wait for a copy that has `arrived` in its memory, and return it: the host may read it."""
     if torch.cuda.is_initialized():
         torch.cuda.current_stream().synchronize()
     return copy
@@ -369,14 +369,14 @@ _COPIES.define("landed(Tensor(a) copy) -> Tensor(a)")
 _COPIES.impl("landed", _landed, "CompositeExplicitAutograd")
 torch.library.register_fake(f"{_LIBRARY}::landed", lambda copy: copy)
 
-_ENDS: dict[int, torch.cuda.Event] = {}  # where a copy lies -> its end
+_ENDS: dict[int, torch.cuda.Event] = {}  # address of a copy -> its end event
 
 
 def _start_copy(copy: Tensor, source: Tensor, way: str) -> Tensor:
     if not (copy.is_cuda or source.is_cuda):
         return copy.copy_(source)
     stream = _stream(way, torch.cuda.current_device())
-    stream.wait_stream(torch.cuda.current_stream())  # it makes the source, or still reads what lay where the copy goes
+    stream.wait_stream(torch.cuda.current_stream())  # it computes the source, or still reads the copy's memory
     with torch.cuda.stream(stream):
         copy.copy_(source, non_blocking=True)
     _ENDS[copy.data_ptr()] = stream.record_event()
@@ -385,5 +385,5 @@ def _start_copy(copy: Tensor, source: Tensor, way: str) -> Tensor:
 
 @functools.cache
 def _stream(way: str, device: int) -> torch.cuda.Stream:
-    """Give the stream of the copies out of a device, or into it: they may cross."""
+    """Return the stream of the copies out of a device, or into it: they may overlap."""
     return torch.cuda.Stream(device)

@@ -1,7 +1,7 @@
-"""Storage that is full, and storage that is away for a while, such as a file server that is started again.
+"""Full storage, and transient I/O errors, such as of a file server that restarts.
 
-What is away is waited for. If it stays away, the run ends with an exit code of its own, after which SLURM's job is
-requeued: nobody has to change anything. A file that is not there is not away.
+Transient errors are retried. If they persist, the run ends with an exit code of its own, after which SLURM's job is
+requeued: nobody has to change anything. A missing file is no such error.
 """
 
 import contextlib
@@ -24,13 +24,13 @@ EVERY_S = 10.0
 _NAMES = "EIO ESTALE ETIMEDOUT ENOTCONN ECONNREFUSED ECONNRESET EHOSTDOWN EHOSTUNREACH ENETDOWN ENETUNREACH EREMOTEIO"
 AWAY = {getattr(errno, name) for name in _NAMES.split() if hasattr(errno, name)}
 
-FULL = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}  # no room: nobody waits for that
+FULL = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}  # no space: not retried
 
 
 def find_full_disk(path: Path, error: str) -> str | None:
-    """Say that the disk of `path` is full, if that is what an error's text is about; else None.
+    """Return a message that the disk of `path` is full, if an error's text is about that; else None.
 
-    torch's zip writer hides what the system says of a write that fell short: it finds itself at an unexpected position.
+    torch's zip writer hides the system's error for a short write: it reports an unexpected position.
     """
     if not any(words in error for words in ("[Errno 28]", "[Errno 122]", "unexpected pos", "os error 28")):
         return None
@@ -43,7 +43,7 @@ def find_full_disk(path: Path, error: str) -> str | None:
 
 
 def is_away(error: BaseException) -> bool:
-    """Return whether an error is that storage can't be reached, or says that this was so on another rank."""
+    """Return whether an error is a transient I/O error, or quotes one from another rank."""
     if isinstance(error, OSError):
         return error.errno in AWAY
     return any(int(number) in AWAY for number in re.findall(r"\[Errno (\d+)\]", str(error)))
@@ -51,7 +51,7 @@ def is_away(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def refuse_unreadable(option: str) -> Iterator[None]:
-    """Raise a UserError that begins with `option` where the system lets nobody read; storage that is away stays so."""
+    """Raise a UserError that begins with `option` for an OSError in reading; transient I/O errors pass through."""
     try:
         yield
     except OSError as error:
@@ -62,7 +62,7 @@ def refuse_unreadable(option: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def refuse_unwritable(what: str, path: Path) -> Iterator[None]:
-    """Raise a UserError that begins with `what` where `path` can't be written; storage that is away stays so."""
+    """Raise a UserError that begins with `what` for an OSError in writing `path`; transient I/O errors pass through."""
     try:
         yield
     except OSError as error:
@@ -72,7 +72,7 @@ def refuse_unwritable(what: str, path: Path) -> Iterator[None]:
 
 
 def wait_for_storage(function: Callable[[], T]) -> T:
-    """Call a function, again and again for some minutes where storage is away."""
+    """Call a function, and retry it for some minutes on transient I/O errors."""
     deadline = time.monotonic() + WAIT_S
     while True:
         try:

@@ -1,7 +1,7 @@
-"""RMSNorm as a GPU computes it, one operator forward and one backward, in graphs that a machine without a GPU plans.
+"""Placeholders of a GPU's fused RMSNorm, forward and backward, in graphs for planning on a machine without a GPU.
 
-There torch takes RMSNorm apart before a trace sees it, into ten operators in fp32; on a GPU it is one kernel. These
-operators stand for that kernel, read and give what it does, and are never run.
+There torch decomposes RMSNorm before tracing, into ten operators in fp32; on a GPU it is one kernel. These operators
+have that kernel's inputs and outputs, and are never run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _LIBRARY = "torchtitan_graph"
 
 
 def take_norms_of_gpu(model: nn.Module) -> None:
-    """Let the model's `nn.RMSNorm` modules call the operators below."""
+    """Replace the forward of the model's `nn.RMSNorm` modules by the placeholder operators."""
     for module in model.modules():
         if type(module) is nn.RMSNorm:
             module.forward = partial(_norm, module)  # type: ignore[method-assign]
@@ -24,20 +24,20 @@ def take_norms_of_gpu(model: nn.Module) -> None:
 
 def _norm(module: nn.RMSNorm, x: Tensor) -> Tensor:
     weight = module.weight
-    if weight is not None and weight.dtype != x.dtype:  # torch's kernel wants one dtype
+    if weight is not None and weight.dtype != x.dtype:  # torch's kernel requires one dtype
         return F.rms_norm(x, module.normalized_shape, weight, module.eps)
     return rms_norm(x, weight)[0]
 
 
 @torch.library.custom_op(f"{_LIBRARY}::rms_norm", mutates_args=())
 def rms_norm(x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Give x (..., D) normalised over D and, for backward, the inverse roots (..., 1), in fp32 if x is narrower."""
+    """Return x (..., D) normalised over D and, for backward, the inverse roots (..., 1), in fp32 if x is narrower."""
     raise NotImplementedError("a planned graph is not run")
 
 
 @torch.library.custom_op(f"{_LIBRARY}::rms_norm_backward", mutates_args=())
 def rms_norm_backward(gradient: Tensor, x: Tensor, roots: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Give the gradients of x and of the weight; of no weight, an empty one."""
+    """Return the gradients of x and of the weight, an empty one without a weight."""
     raise NotImplementedError("a planned graph is not run")
 
 

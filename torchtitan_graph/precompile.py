@@ -29,7 +29,7 @@ from torchtitan_graph.steps.precompiled import AXES, Writer, ranks_to_trace
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the graphs of all ranks as the arguments say. Return the exit code: 0 done, 2 something to change."""
+    """Write the graphs of all ranks. Return the exit code: 0 done, 2 something to change."""
     words = sys.argv[1:] if argv is None else list(argv)
     if "--help" in words or "-h" in words:
         print(__doc__)
@@ -81,8 +81,8 @@ def precompile(config: JobConfig, world_size: int) -> None:
 
 
 def blueprint_here(config: JobConfig, world_size: int) -> Blueprint:
-    """Make a blueprint for the device that is here, not the one that a dry run would estimate for."""
-    comm = dataclasses.replace(config.comm, fake_device="CPU")  # in place of no GPU
+    """Return a blueprint for this machine's device, not the one that a dry run would estimate for."""
+    comm = dataclasses.replace(config.comm, fake_device="CPU")  # where there is no GPU
     blueprint = Blueprint(dataclasses.replace(config, comm=comm), world_size)
     blueprint.options = dataclasses.replace(blueprint.options, rates=rates())
     return blueprint

@@ -34,17 +34,17 @@ from torchtitan_graph.run.folder import check_place
 from torchtitan_graph.run.identity import identity
 from torchtitan_graph.small_files import BadFile, read_text
 
-REPORT_WITHIN_S = 30.0  # after rank 0 is there: Python and torch may come from a slow file system
+REPORT_WITHIN_S = 30.0  # after rank 0 has started: Python and torch may come from a slow file system
 COMMUNICATE_WITHIN_S = 15.0
 CLOCK_DIFFERENCE_S = 10.0
-SLOW_FACTOR = 4  # a link that is slower than the median by this is bad
+SLOW_FACTOR = 4  # a link slower than the median by this factor is bad
 MEBIBYTES = 64 if devices.device_type() == "cuda" else 16
 
 Problems = dict[str, list[str]]  # by node
 
 
 def main() -> int:
-    """Return 0 if all nodes are well, else 5."""
+    """Check the nodes, and return 0 if all are well, else 5."""
     init_logging()
     if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         logger.error("usage, in each process of an allocation: python -m torchtitan_graph.preflight DUMP_FOLDER")
@@ -58,7 +58,7 @@ def main() -> int:
     rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
     world_size = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", "1")))
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
-        os.environ.setdefault(name, value)  # plain python: one process
+        os.environ.setdefault(name, value)  # without a launcher: one process
     os.environ["LOCAL_RANK"] = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
     store = _join(rank)
     if store is None:
@@ -85,11 +85,11 @@ def main() -> int:
 
 
 def report(folder: Path, rank: int) -> dict[str, Any]:
-    """Return what this process finds out alone."""
+    """Return the report of this process's own checks."""
     found: dict[str, Any] = {"node": identity()["host"], "rank": rank, "problems": []}
     try:
         _check_device()
-    except Exception as error:  # whatever a broken driver may raise
+    except Exception as error:  # a broken driver may raise anything
         found["problems"].append(f"its device {devices.device()} does not compute: {error}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -109,7 +109,7 @@ def code_digest() -> str:
 
 
 def judge(folder: Path, reports: dict[int, dict[str, Any]]) -> Problems:
-    """Return what is wrong with the nodes by their reports: their own findings, and where they differ from most."""
+    """Return the problems of the nodes by their reports: their own findings, and differences from the majority."""
     problems: Problems = {}
     for name in ("code", "torch", "python"):
         usual = Counter(report[name] for report in reports.values()).most_common(1)[0][0]
@@ -134,7 +134,7 @@ def _read(mark: Path) -> str | None:
 
 
 def merge(*parts: Problems) -> Problems:
-    """Return all problems of several findings."""
+    """Return the union of several findings."""
     merged: Problems = {}
     for part in parts:
         for node, found in part.items():
@@ -143,7 +143,7 @@ def merge(*parts: Problems) -> Problems:
 
 
 def slow_nodes(nodes: list[str], seconds: dict[tuple[int, int], float]) -> Problems:
-    """Return the nodes all of whose links are slow, by the seconds that each pair of ranks took.
+    """Return the nodes all of whose links are slow, by the seconds of each pair of ranks.
 
     A slow node makes its neighbour's link slow as well, but not its neighbour's other one.
     """
@@ -170,7 +170,7 @@ def _join(rank: int) -> dist.TCPStore | None:
 
 
 def _check_device() -> None:
-    """Multiply matrices of small whole numbers, whose product is exact."""
+    """Check products of matrices of small whole numbers, which are exact."""
     device = devices.device()
     generator = torch.Generator().manual_seed(0)
     a, b = torch.randint(-8, 8, (2, 512, 512), generator=generator).float().to(device)
@@ -181,7 +181,7 @@ def _check_device() -> None:
 
 
 def _collect(store: dist.TCPStore, world_size: int) -> tuple[dict[int, dict[str, Any]], Problems]:
-    """Wait for all reports. Of a rank that sends none only SLURM's list of nodes tells where it is."""
+    """Wait for all reports, and return them with problems for the missing ranks, whose nodes come from SLURM's list."""
     deadline, reports = time.monotonic() + REPORT_WITHIN_S, {}
     for rank in range(world_size):
         left = max(deadline - time.monotonic(), 0.1)
@@ -209,7 +209,7 @@ def _answer_for_clock(store: dist.TCPStore, rank: int) -> None:
             datetime.timedelta(seconds=2 * REPORT_WITHIN_S),
         )
         store.set(f"clock/{rank}", repr(time.time()))
-    except RuntimeError:  # rank 0 is gone, and the next wait says so
+    except RuntimeError:  # rank 0 is gone, and the next wait reports it
         pass
 
 
@@ -228,7 +228,7 @@ def _compare_clocks(store: dist.TCPStore, reports: dict[int, dict[str, Any]]) ->
 
 
 def _follow(store: dist.TCPStore, rank: int, world_size: int) -> int:
-    """Do what rank 0 decides."""
+    """Run rank 0's decision on another rank, and return the exit code."""
     try:
         store.wait(["verdict"], datetime.timedelta(seconds=2 * REPORT_WITHIN_S))
     except RuntimeError:
@@ -240,7 +240,7 @@ def _follow(store: dist.TCPStore, rank: int, world_size: int) -> int:
 
 
 def _communicate(store: dist.TCPStore, rank: int, world_size: int, nodes: list[str]) -> Problems:
-    """All-reduce over all, and send to the neighbour's GPU of the same number, in two turns; return who is slow."""
+    """All-reduce over all, and send to the neighbour's GPU of the same number, in two turns; return the slow nodes."""
     if devices.device_type() == "cuda":
         torch.cuda.set_device(devices.device())
     try:

@@ -1,9 +1,9 @@
-"""Whether a SLURM job starts again: what multinode_trainer.slurm asks before and after it trains.
+"""Restarts of a SLURM job: the decisions before and after multinode_trainer.slurm trains.
 
     python -m torchtitan_graph.requeue begin|end|stopped [--table.key value ...]
 
-`stopped` is the end of an attempt that a signal was to stop. The run's status and failures decide, never an exit code.
-What happened in each attempt of the job is kept in `requeue.json` in the run's folder.
+`stopped` is the end of an attempt that got a signal to stop. The run's status and failures decide, never an exit code.
+The history of the job's attempts is in `requeue.json` in the run's folder.
 """
 
 import json
@@ -24,13 +24,13 @@ from torchtitan_graph.run.lock import is_held_by_another
 from torchtitan_graph.run.status import FINISHED, STOPPED, read_status
 from torchtitan_graph.small_files import Count
 
-MAX_FRUITLESS = 3  # attempts in a row that end no further than an earlier one: then something has to be looked at
-MAX_NODE_FAILURES = 2  # of one node in one job: then the job goes on without the node
+MAX_FRUITLESS = 3  # attempts in a row without progress: then somebody must look
+MAX_NODE_FAILURES = 2  # of one node in one job: then the job excludes the node
 NAME = "requeue.json"
 
 
 class Attempt(TypedDict):
-    """An attempt of a job: where and at which step it began, how it ended, and which of its nodes are to blame."""
+    """An attempt of a job: its restart number, first step and nodes, how it ended, and its bad nodes."""
 
     restart: int
     begins_at: Count
@@ -40,14 +40,14 @@ class Attempt(TypedDict):
 
 
 class History(TypedDict):
-    """The attempts of a job: what requeue.json holds."""
+    """The attempts of a job, as in requeue.json."""
 
     job_id: str
     attempts: list[Attempt]
 
 
 class Decision(NamedTuple):
-    """Whether to go on, why, and without which nodes."""
+    """The decision whether to go on, why, and without which nodes."""
 
     again: bool
     why: str
@@ -55,9 +55,9 @@ class Decision(NamedTuple):
 
 
 def begin_attempt(folder: Path, job_id: str, restart: int, nodes: list[str], down: list[str]) -> Decision:
-    """Note that an attempt begins on `nodes`, and decide whether it should.
+    """Record that an attempt begins on `nodes`, and decide whether it should.
 
-    An attempt before it that has no end was ended by SLURM, which had lost a node: one of those that are `down`.
+    A previous attempt without an end was ended by SLURM, which had lost a node: one of those that are `down`.
     """
     if is_held_by_another(folder, job_id):
         return Decision(False, f"another run has {folder}", [])
@@ -79,9 +79,9 @@ def begin_attempt(folder: Path, job_id: str, restart: int, nodes: list[str], dow
 
 
 def end_attempt(folder: Path, job_id: str, restart: int, down: list[str], told_to_stop: bool = False) -> Decision:
-    """Note how an attempt ended, and decide whether there is to be another."""
+    """Record how an attempt ended, and decide whether another follows."""
     attempts = _attempts(folder, job_id)
-    if not attempts:  # what its beginning wrote is gone
+    if not attempts:  # the record of its beginning is gone
         attempts = [{"restart": restart, "begins_at": 0, "nodes": [], "end": None, "bad_nodes": []}]
     attempt = attempts[-1]
     status, failures = read_status(folder), read_failures(folder)
@@ -116,13 +116,13 @@ def end_attempt(folder: Path, job_id: str, restart: int, down: list[str], told_t
 
 
 def _attempts(folder: Path, job_id: str) -> list[Attempt]:
-    """Return the attempts of a job that are written down."""
+    """Return the recorded attempts of a job."""
     history = read_json(folder / NAME, History)
     return history["attempts"] if history and history["job_id"] == job_id else []
 
 
 def _limit(attempts: list[Attempt], ends_at: list[int], why: str) -> Decision:
-    """Go on, unless the last attempts got no further; leave out nodes that failed repeatedly.
+    """Return the decision to go on, unless the last attempts made no progress; exclude nodes that failed repeatedly.
 
     An attempt ended where the next one begins; the last, if it has ended, at `ends_at`.
     """
@@ -146,7 +146,7 @@ def main() -> int:
         print(f"usage, in a SLURM job: {usage}", file=sys.stderr)
         return CONFIGURATION
     job_id, restart = os.environ["SLURM_JOB_ID"], int(os.environ.get("SLURM_RESTART_COUNT") or 0)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # SLURM's, to a job that is ending: there is something left to do
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent by SLURM to a job that is ending: there is work left to do
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     nodes = _slurm("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split()
     try:
@@ -183,7 +183,7 @@ def _decide(when: str, folder: Path, job_id: str, restart: int, nodes: list[str]
 
 
 def _report(folder: Path) -> None:
-    """Print what failed, the cause first."""
+    """Print the failures, the cause first."""
     failures = read_failures(folder)
     for number, failure in enumerate(failures):
         first_line = failure["message"].partition("\n")[0]
@@ -193,7 +193,7 @@ def _report(folder: Path) -> None:
 
 
 def _requeue(job_id: str, exclude: list[str]) -> bool:
-    """Put the job back into the queue, to run elsewhere than on `exclude`; not one that somebody has cancelled."""
+    """Requeue the job, excluding nodes, unless somebody has cancelled it; return whether it is requeued."""
     job = _slurm("scontrol", "--oneliner", "show", "job", job_id)
     if re.search(r"JobState=(CANCELLED|PREEMPTED)", job):
         print("requeue: the job is cancelled or preempted: SLURM has the word", file=sys.stderr)

@@ -1,7 +1,7 @@
-"""Cross entropy as operators that hold little beside the logits: they go through them some rows at a time.
+"""Cross entropy as operators that hold little memory besides the logits: they compute some rows at a time.
 
-Each row is computed by torch's own kernels, which don't ask how many rows there are, and the rows' terms are added by
-torch's as well: bit for bit what the same kernels give for all rows at once.
+Each row is computed by torch's own kernels, which don't depend on the number of rows, and torch's kernels add the rows'
+terms: bit for bit the result of the same kernels for all rows at once.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from torch import Tensor
 
 _LIBRARY = torch.library.Library("torchtitan_graph", "FRAGMENT")
 _SUM = 2  # ATen's number for this reduction
-_NO_CLASS = -100  # stands for the ignored label, which may be the number of a class
+_NO_CLASS = -100  # replaces the ignored label, which may be the number of a class
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Give the dtype that a loss is computed in: fp32, or fp64 for logits in it."""
+    """Return the dtype that a loss is computed in: fp32, or fp64 for logits in it."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def parts_of(logits_TV: Tensor) -> Iterator[slice]:
-    """Give ranges of rows: few enough for a CPU's cache, or many enough to keep a GPU busy, and a 32nd of all at most.
+    """Return slices of rows: few enough for a CPU's cache, or many enough to keep a GPU busy, at most a 32nd of all.
 
     Their number is a multiple of eight: a GPU's kernel adds in an order that depends on where in 16 bytes a row begins,
     which a part must not change.
@@ -109,8 +109,8 @@ def _(
 
 
 cross_entropy = torch.ops.torchtitan_graph.cross_entropy.default  # (sum, number of targets); no gradients
-cross_entropy_backward_ = torch.ops.torchtitan_graph.cross_entropy_backward_.default  # into the logits' own memory
-# Of logits x whose vocabulary is sharded, their largest m over all ranks and the logarithm of the sum: exp(x - m), and
-# the gradient into the logits' own memory: (value at a column, else 0) + exp(x - m - log), times a row's scale.
+cross_entropy_backward_ = torch.ops.torchtitan_graph.cross_entropy_backward_.default  # in place in the logits
+# For logits x with sharded vocabulary, their maximum m over all ranks and the logarithm of the sum: exp(x - m), and the
+# gradient in place in the logits: (value at a column, else 0) + exp(x - m - log), times a row's scale.
 exponentials = torch.ops.torchtitan_graph.exponentials.default
 sharded_cross_entropy_backward_ = torch.ops.torchtitan_graph.sharded_cross_entropy_backward_.default

@@ -1,8 +1,8 @@
-"""Small files that anybody may have written: read within bounds, and checked before they are used.
+"""Readers of small files from any source: bounded, and checked before use.
 
-Every reader of an index, a configuration or a state opens its file here. Nothing that a file holds makes the reader
-wait for ever (a FIFO, a device), use memory without bound (a sparse file of terabytes, a small archive of a huge text,
-millions of empty lists), or leave with an error of another type than `BadFile`.
+Every reader of an index, a configuration or a state opens its file here. No file makes the reader wait for ever (a
+FIFO, a device), use memory without bound (a sparse file of terabytes, a small archive of a huge text, millions of empty
+lists), or leave with an error of another type than `BadFile`.
 """
 
 import json
@@ -24,26 +24,26 @@ else:
     import tomli as tomllib
 
 T = TypeVar("T")
-Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]  # in a schema
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]  # for schemas
 
 MAX_BYTES = 64 * 2**20
-ANY_SIZE = 2**63 - 1  # for what is read piece by piece
-MAX_TOML = 2**20  # bytes; what a person writes
+ANY_SIZE = 2**63 - 1  # for files that are read piece by piece
+MAX_TOML = 2**20  # bytes; more than a person writes
 MAX_VALUES = 4_000_000  # of Python objects in one JSON text: about 400 MB at most
 MAX_DEPTH = 100
-MAX_DIGITS = 300  # as many as a float has, written out
+MAX_DIGITS = 300  # of the longest float, written out
 
 
 class BadFile(UserError):
-    """A file that is not what its reader needs: the message begins with the path."""
+    """Error: a file is not what its reader needs; the message begins with the path."""
 
 
 def open_small(path: Path, max_bytes: int = MAX_BYTES) -> BinaryIO:
-    """Open a regular file of at most `max_bytes` to be read.
+    """Open a regular file of at most `max_bytes` for reading.
 
     Raises:
         BadFile: it is something else (a FIFO, a device, a folder), or larger.
-        OSError: as `open`, so that a caller can tell a file that is not there, or storage that is away.
+        OSError: as `open`, so that a caller can tell a missing file, or a transient I/O error.
     """
     # Without O_NONBLOCK, opening a FIFO waits until somebody writes to it.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
@@ -69,7 +69,7 @@ _KINDS = {
 
 
 def read_small(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
-    """Return the content of a regular file of at most `max_bytes`; raises as `open_small`."""
+    """Return the content of a regular file of at most `max_bytes`; raises like `open_small`."""
     with open_small(path, max_bytes) as file:
         content = file.read(max_bytes + 1)  # it may grow meanwhile
     if len(content) > max_bytes:
@@ -78,7 +78,7 @@ def read_small(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
-    """Return a small file's text, without a byte-order mark; raises as `open_small`, and BadFile if it is not UTF-8."""
+    """Return a small file's text, without a byte-order mark; raises like `open_small`, and BadFile if not UTF-8."""
     try:
         return read_small(path, max_bytes).decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -87,7 +87,7 @@ def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
 
 
 def gunzip(content: bytes, where: Path | str, max_bytes: int = MAX_BYTES) -> bytes:
-    """Unpack gzip, without unpacking more than `max_bytes`.
+    """Return unpacked gzip, without unpacking more than `max_bytes`.
 
     Raises:
         BadFile: it is not gzip, is not whole, or is larger unpacked.
@@ -105,7 +105,7 @@ def gunzip(content: bytes, where: Path | str, max_bytes: int = MAX_BYTES) -> byt
 
 
 def read_json(path: Path, schema: type[T], max_bytes: int = MAX_BYTES) -> T:
-    """Return what a small JSON file holds, of a type such as a TypedDict; raises as `open_small` and `parse_json`."""
+    """Return a small JSON file's content, of a type such as a TypedDict; raises like `open_small` and `parse_json`."""
     content = read_small(path, max_bytes)
     found = parse_json(content, schema, path)
     check_characters(content, found, path)
@@ -113,11 +113,10 @@ def read_json(path: Path, schema: type[T], max_bytes: int = MAX_BYTES) -> T:
 
 
 def parse_json(content: bytes | str, schema: type[T], where: Path | str, max_values: int = MAX_VALUES) -> T:
-    """Return what a JSON text holds, checked against a type: `dict[str, Any]`, a TypedDict, ...
+    """Return the value of a JSON text, checked against a type: `dict[str, Any]`, a TypedDict, ...
 
-    A TypedDict's keys are required unless they are NotRequired; keys that it doesn't name are left out. The size of the
-    text is the caller's to bound; this bounds how many values it holds, how deep they lie, and how long its integers
-    are.
+    A TypedDict's keys are required unless they are NotRequired; keys that it doesn't name are left out. The caller
+    bounds the size of the text; this bounds the number of its values, their depth, and the length of its integers.
 
     Raises:
         BadFile: it is not JSON, or not of that type: says where.
@@ -136,10 +135,10 @@ def parse_json(content: bytes | str, schema: type[T], where: Path | str, max_val
 
 
 def check_type(value: Any, schema: type[T], where: Path | str) -> T:
-    """Return a parsed value as `parse_json` does: of the type that is asked for.
+    """Return a parsed value converted to a type, like `parse_json`.
 
     Raises:
-        BadFile: it is of another.
+        BadFile: it is of another type.
     """
     try:
         return msgspec.convert(value, schema)
@@ -150,8 +149,8 @@ def check_type(value: Any, schema: type[T], where: Path | str) -> T:
 
 
 def check_values(content: bytes, where: Path | str, max_values: int = MAX_VALUES) -> None:
-    """Raise BadFile where a JSON text holds more than `max_values` values; nothing is parsed."""
-    if _count_values(content) > max_values:  # an upper bound, for what stands in strings counts as well
+    """Raise BadFile where a JSON text has more than `max_values` values; nothing is parsed."""
+    if _count_values(content) > max_values:  # an upper bound, since strings' content counts as well
         without_strings = re.sub(rb'"[^"]*"', b"", content.replace(rb"\\", b"").replace(rb"\"", b""))
         if _count_values(without_strings) > max_values:
             raise BadFile(f"{where}: holds more than {max_values:,} values, the most that it may hold")
@@ -162,18 +161,18 @@ def _count_values(content: bytes) -> int:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Return what a TOML file holds; raises as `open_small` and `parse_toml`."""
+    """Return the content of a TOML file; raises like `open_small` and `parse_toml`."""
     return parse_toml(read_text(path, MAX_TOML), path)
 
 
 def parse_toml(text: str, where: Path | str) -> dict[str, Any]:
-    """Return what a TOML text holds.
+    """Return the content of a TOML text.
 
     Raises:
         BadFile: it is not TOML, or is nested too deeply.
     """
-    # A name of very many parts takes tomllib time and memory by their square. Parts have other characters in quotes
-    # only: such names are found by their depth.
+    # A name of very many parts takes tomllib quadratic time and memory. Parts have other characters in quotes only:
+    # such names are found by their depth.
     names = re.split(r"[^\w\"' \t.-]+|\.\.+", text)
     try:
         if max(name.count(".") for name in names) > MAX_DEPTH:
@@ -194,7 +193,7 @@ def _parse_int(digits: str) -> int:
 
 
 def _check_depth(value: Any) -> None:
-    """Raise RecursionError where values lie deeper than MAX_DEPTH; Python's own limit depends on the stack."""
+    """Raise RecursionError where values are nested deeper than MAX_DEPTH; Python's own limit depends on the stack."""
     level, depth = [value], 0
     while level:
         if depth > MAX_DEPTH:
@@ -210,7 +209,7 @@ def _check_depth(value: Any) -> None:
 
 
 def check_characters(content: bytes, value: Any, where: Path | str) -> None:
-    """Raise BadFile where a JSON text, parsed as `value`, holds half a surrogate pair, which is no character."""
+    """Raise BadFile where a JSON text, parsed as `value`, has half a surrogate pair, which is no character."""
     if re.search(rb"\\u[dD][89a-fA-F]", content):  # seldom: a pair is a character beyond the first 65,536
         try:
             json.dumps(value, ensure_ascii=False).encode()
@@ -224,7 +223,7 @@ def _half_of_a_pair(error: UnicodeEncodeError, where: Path | str) -> BadFile:
 
 
 def _in_words(error: str) -> str:
-    """Return msgspec's message with the place said as a key: "Expected `int`, got `str` - at `$.step`"."""
+    """Return msgspec's message with the place first, as a key, from "Expected `int`, got `str` - at `$.step`"."""
     message, _, place = error.partition(" - at ")
     where = place.strip("`").removeprefix("$").removeprefix(".")
     return f"{where}: {message}" if where else message

@@ -1,4 +1,4 @@
-"""Ask a run to stop: SIGTERM, SIGUSR1 and Ctrl-C set a flag that the trainer reads at the end of each step.
+"""Stopping of a run: SIGTERM, SIGUSR1 and Ctrl-C set a flag that the trainer reads at the end of each step.
 
 Before the first step there is nothing to finish and nothing to save: there a signal ends the process.
 
@@ -18,27 +18,27 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-START = time.time()  # when this process began, as near as a module can tell
+START = time.time()  # start of this process, as near as a module can tell
 
-# The environment's name for a folder where workers leave their process ids, and why they ended: see launch.py.
+# The environment variable with a folder where workers leave their process ids, and why they ended: see launch.py.
 LAUNCHER = "TORCHTITAN_GRAPH_LAUNCHER"
-GRACE_S = 1.5  # to end in order before the first step; then the process is ended in the midst of what it does
+GRACE_S = 1.5  # time to end in order before the first step; then the process is ended at any point
 
 _signals = [signal.SIGTERM, signal.SIGINT] + [signal.SIGUSR1] * hasattr(signal, "SIGUSR1")  # not on every system
 _received, _received_at = 0, 0.0
-_before: dict[int, Any] = {}  # what handled the signals before; empty where they are not handled here
+_before: dict[int, Any] = {}  # the previous handlers of the signals; empty where they are not handled here
 _pid = 0  # of the process that installed the handlers; its children inherit them
-_pipe = -1  # where `_watch` is told of signals
+_pipe = -1  # write end of the pipe by which `_watch` learns of signals
 _can_unwind = False  # whether somebody catches `Stopped`
 _stepping = False
 
 
 class Stopped(BaseException):
-    """A signal ends this process now: before its first step, or by Ctrl-C for the second time."""
+    """Exception: a signal ends this process now, before its first step, or by Ctrl-C for the second time."""
 
 
 def install() -> bool:
-    """Handle the signals from now on, and tell the launcher so. Only a main thread can; others do nothing.
+    """Install the signal handlers, and register with the launcher. Only a main thread can; others do nothing.
 
     Returns whether this began here: whoever began it ends it with `restore`, or with the process.
     """
@@ -62,7 +62,7 @@ def install() -> bool:
 
 
 def restore() -> None:
-    """Let the signals do what they did before: no step is left to finish."""
+    """Restore the previous signal handlers: no step is left to finish."""
     if _before and threading.current_thread() is threading.main_thread():
         signal.set_wakeup_fd(-1)
         for number, handler in _before.items():
@@ -71,19 +71,19 @@ def restore() -> None:
 
 
 def begin_setup() -> None:
-    """From now on, until the first step, a signal raises `Stopped`."""
+    """Set signals to raise `Stopped` from now on, until the first step."""
     global _can_unwind, _stepping
     _can_unwind, _stepping = True, False
 
 
 def begin_steps() -> None:
-    """From now on a signal waits for the end of the step."""
+    """Set signals to wait for the end of the step from now on."""
     global _stepping
     _stepping = True
 
 
 def begin_teardown() -> None:
-    """Tell the launcher that all is saved: from now on it ends this process, should it hang."""
+    """Notify the launcher that all is saved: from now on it kills this process, should it hang."""
     if LAUNCHER in os.environ:
         _touch("teardown")
 
@@ -94,18 +94,18 @@ def received() -> int:
 
 
 def name(number: int) -> str:
-    """Return a signal as people write it."""
+    """Return a signal's name for a message."""
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
 
 def message(number: int = 0) -> str:
-    """Say that `number`, or the signal that came here, has ended a process."""
+    """Return the message that `number`, or the signal received here, has ended a process."""
     what = "at once" if _stepping and not number else "before the first step"
     return f"stopped by {name(number or _received)} {what}; started again, a run goes on from its newest checkpoint"
 
 
 def exit_code(number: int = 0) -> int:
-    """Return the exit code of a process that `number`, or the signal that came here, ends; as shells have it."""
+    """Return the exit code of a process ended by `number`, or the signal received here, by the shell's convention."""
     return 128 + (number or _received)
 
 
@@ -115,13 +115,13 @@ def _touch(what: str) -> None:
 
 
 def _die_with_launcher() -> None:
-    """Let the kernel kill this worker when the launcher is gone, however that ended; only Linux can.
+    """Set the kernel to kill this worker when the launcher is gone, however that ended; only on Linux.
 
-    Otherwise a launcher that is killed outright leaves workers that hold their GPUs for ever.
+    Otherwise a killed launcher leaves workers that hold their GPUs for ever.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if not Path(os.environ[LAUNCHER], f"{os.getppid()}.launcher").exists():  # it was gone before that
+        if not Path(os.environ[LAUNCHER], f"{os.getppid()}.launcher").exists():  # it was already gone
             os._exit(128 + signal.SIGKILL)
 
 
@@ -134,7 +134,7 @@ def _note(number: int, frame: FrameType | None) -> None:
     both_ctrl_c = _received == number == signal.SIGINT
     _received, _received_at = number, time.monotonic()
     if _stepping:
-        if again and both_ctrl_c:  # who presses Ctrl-C again does not want to wait
+        if again and both_ctrl_c:  # a second Ctrl-C means not to wait
             raise Stopped
     elif again or not _can_unwind:
         end()
@@ -143,12 +143,12 @@ def _note(number: int, frame: FrameType | None) -> None:
 
 
 def _close_pipe() -> None:
-    with contextlib.suppress(ValueError):  # forked by another thread than the main one
+    with contextlib.suppress(ValueError):  # forked by a thread other than the main one
         signal.set_wakeup_fd(-1)
 
 
 def _watch(pipe: int) -> None:
-    """End the process where a signal before the first step does not."""
+    """End the process where a signal before the first step fails to."""
     first = 0.0
     while True:
         number = os.read(pipe, 1)[0]
@@ -171,9 +171,9 @@ def _end_if_not_stepping(number: int) -> None:
 
 
 def end() -> NoReturn:
-    """End the process at once, and say why: to its launcher, if it has one, else to the user.
+    """End the process at once, and report why: to its launcher, if it has one, else to the user.
 
-    A launcher's worker then returns 0. torchrun starts again what does not, though the run is to stop.
+    A launcher's worker then returns 0: torchrun would restart another exit code, though the run is to stop.
     """
     folder = os.environ.get(LAUNCHER)
     if folder:
@@ -184,10 +184,10 @@ def end() -> NoReturn:
 
 
 def _tell(folder: Path) -> None:
-    """Write what `launch.py` reads of a worker that ended."""
+    """Write the record of an ended worker for `launch.py`."""
     attempt, rank = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), os.environ.get("RANK", "0")
     record = {"code": exit_code(), "rank": int(rank), "time": time.time(), "lost_peer": False}
     tmp = folder / f"{rank}.{threading.get_ident()}.tmp"  # two threads may end the process
-    with contextlib.suppress(OSError):  # no room: this process ends all the same
+    with contextlib.suppress(OSError):  # no space: this process ends all the same
         tmp.write_text(json.dumps({**record, "message": f"Stopped: {message()}", "traceback": ""}))
         os.replace(tmp, folder / f"{attempt}.{rank}.json")

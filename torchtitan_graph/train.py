@@ -5,7 +5,7 @@ from __future__ import annotations
 from torchtitan_graph import stop
 
 if __name__ == "__main__":
-    stop.install()  # before torch is imported, which takes seconds
+    stop.install()  # before importing torch, which takes seconds
 
 import datetime
 import os
@@ -46,7 +46,7 @@ EXIT_CODES: dict[type, int] = {UserError: CONFIGURATION, NonFiniteError: NON_FIN
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train as the arguments say. Return the exit code.
+    """Train with the configuration of the arguments. Return the exit code.
 
     0 done, 2 something to change, 3 non-finite numbers, 4 a checkpoint could not be saved, 6 storage was away,
     128 + N ended by signal N.
@@ -124,15 +124,15 @@ def _started_again(config: JobConfig) -> str:
 
 
 def _end(error: BaseException, code: int, folder: Path | None, run: RunFolder | None) -> int:
-    """Write why this rank ends to the run's folder, say it, and return the exit code.
+    """Write why this rank ends to the run's folder, report it, and return the exit code.
 
-    Where there is a launcher it is told, and shows one rank's reason. A fault is raised again for its traceback.
+    A launcher gets the report, and shows one rank's reason. A fault is raised again for its traceback.
     """
     stopped = isinstance(error, stop.Stopped)
     if folder is not None and not stopped:
         try:
             write_failure(folder, error, code)
-        except OSError as disk:  # it may be what the error itself is about
+        except OSError as disk:  # the error itself may be about the disk
             logger.warning(f"why this run ends is not written to {folder}: {disk}")
     if run is not None:
         run.close(*(STOPPED, stop.name(stop.received())) if stopped else (FAILED, str(error)))
@@ -171,7 +171,7 @@ def _start(config: JobConfig, world_size: int, fake: bool) -> None:
 
 
 def warn_of_slow_products(times: float) -> None:
-    """Warn where a product in bf16 takes so many times as long as in fp32: a CPU without instructions for it."""
+    """Log a warning where a product in bf16 takes many times as long as in fp32: a CPU without instructions for it."""
     if times >= 4:
         logger.warning(
             f"training.mixed_precision_param = 'bfloat16': on this processor a product takes {times:.0f} times as long "
@@ -180,24 +180,24 @@ def warn_of_slow_products(times: float) -> None:
 
 
 def choose_kernels(config: JobConfig) -> None:
-    """Have torch take deterministic kernels in this process: on a CPU, or where debug.deterministic asks for them.
+    """Set torch to deterministic kernels in this process: on a CPU, or where debug.deterministic is set.
 
-    On a CPU they are no slower: of those in use only sums by index, as `x[index]` has in its backward, differ at all.
+    On a CPU they are no slower: of those in use only scatter-adds, as in the backward of `x[index]`, differ at all.
     """
     options = config.debug
     if not options.deterministic and devices.device_type() != "cpu":
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # What has no such kernel is refused only where it was asked for.
+    # Operators without such a kernel are refused only where the option is set.
     torch.use_deterministic_algorithms(True, warn_only=options.deterministic_warn_only or not options.deterministic)
-    # It shows reads of memory that nobody has written, and changes no other bit: on a GPU a kernel for each new tensor.
+    # It shows reads of uninitialized memory, and changes no other bit: on a GPU a kernel for each new tensor.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if devices.device_type() == "cuda":
         logger.info("debug.deterministic: kernels whose sums have a fixed order, the slower ones; see docs/08")
 
 
 def _dry_run(trainer: Trainer, begin: float) -> None:
-    """Build one rank's graphs of a job of any size, and say what they need; nothing is allocated, sent or trained."""
+    """Build one rank's graphs of a job of any size, and log the forecast; nothing is allocated, sent or trained."""
     lines = trainer.setup_dry()
     logger.info("\n".join([f"rank {dist.get_rank()} of {dist.get_world_size()}, {trainer.layout}:", *lines]))
     logger.info(

@@ -1,4 +1,4 @@
-"""Build the line from text to trained parameters, and run it."""
+"""The trainer: from text to trained parameters."""
 
 from __future__ import annotations
 
@@ -71,13 +71,13 @@ class Trainer(Blueprint):
 
     def __init__(self, config: JobConfig, world_size: int):
         super().__init__(config, world_size)
-        self.scope_table = ""  # what the step's modules and functions cost, where it is shown
-        self.planned = ""  # what its graphs say of its memory, in words; of eager mode nothing is known
+        self.scope_table = ""  # cost of the step's modules and functions, where it is shown
+        self.planned = ""  # the forecast of its memory, in words; "" in eager mode
         self.step = self.tokens_seen = 0
         self.stop_signal = 0  # the signal that asked a rank to stop; the same on all ranks
         self.tokens_by_source: dict[str, int] = {}
-        self.own_data_s = 0.0  # of this step, how long this rank read its own data
-        self.ahead: list[tuple[Batch, Batch]] = []  # of the next step, in the host's memory and on the device
+        self.own_data_s = 0.0  # seconds of this step in which this rank read its own data
+        self.ahead: list[tuple[Batch, Batch]] = []  # batches of the next step, in the host's memory and on the device
 
     def _check_tensors_to_load(self) -> None:
         config = self.config.checkpoint
@@ -86,16 +86,16 @@ class Trainer(Blueprint):
         if path is None:
             return
         model = self.model
-        if self.options.float8 is not None:  # whose history is looked for too
+        if self.options.float8 is not None:  # its history is checked too
             model = copy.deepcopy(model)
             convert(model, self.options.float8)
-        optimizer = None  # of a class of the user's the first step tells what state it has
+        optimizer = None  # the state of a user's class is known after its first step
         if "." not in self.config.optimizer.name:
             optimizer = build_optimizer(model, self.config.optimizer)
         check_loadable(path, folder, config, model, optimizer)
 
     def setup(self) -> None:
-        """Build the mesh, the step and the state; the process group is there."""
+        """Build the mesh, the step and the state, once the process group exists."""
         with self._report_when_out_of_memory():
             self._setup()
 
@@ -145,7 +145,7 @@ class Trainer(Blueprint):
         return bind_graphs(graphs, self.model, self.layout, self.options)
 
     def _open_corpora(self) -> None:
-        """Open what is trained on, and what is validated on: what is wrong with it is then said before any step."""
+        """Open the corpora of training and validation, so that their problems are reported before any step."""
         training = self.config.training
         corpus = dict(dataset=training.dataset, dataset_path=training.dataset_path, sources=training.sources)
         rows = rows_per_microbatch(self.config)
@@ -176,28 +176,28 @@ class Trainer(Blueprint):
         )
 
     def save_seed(self) -> None:
-        """Save the state before the first step, for runs in any layout to begin with."""
+        """Save the state before the first step, as the start of runs in any layout."""
         with self.checkpointer:
             self.checkpointer.save(0, self._train_state())
         logger.info(f"a run with job.dump_folder = {self.config.job.dump_folder!r} begins with this seed")
 
     def train(self, run: RunFolder) -> None:
-        """Train from where the newest checkpoint ends to `training.steps`, to the end of the data, or to a signal.
+        """Train from the newest checkpoint to `training.steps`, to the end of the data, or to a signal.
 
-        `stop_signal` says afterwards whether it was a signal, and then a checkpoint is there to go on from.
+        `stop_signal` is set afterwards if it was a signal; then there is a checkpoint to resume from.
         """
         with self._report_when_out_of_memory():
             self._train(run)
 
     @contextmanager
     def _report_when_out_of_memory(self) -> Iterator[None]:
-        """Log what held the memory, should it run out inside."""
+        """Log the memory's holders if an out-of-memory error is raised inside."""
         try:
             yield
         except Exception as error:
             if out_of_memory.is_out_of_memory(error):
                 doing = f"rank {dist.get_rank()}, after {self.step} steps"
-                optimizer = getattr(self, "optimizer", None)  # not there early in set-up
+                optimizer = getattr(self, "optimizer", None)  # missing early in set-up
                 logger.error(out_of_memory.report(error, doing, self.model, optimizer, self.config))
             raise
 
@@ -237,7 +237,7 @@ class Trainer(Blueprint):
                 last = not trained or self.step == config.training.steps
                 run.done(self.step, metrics.loss)
                 if self.step == first:
-                    self._set_timeouts(config.comm.train_timeout_seconds)  # all is warm: notice a hang soon
+                    self._set_timeouts(config.comm.train_timeout_seconds)  # all is warm: detect a hang soon
                 if self.step % config.training.gc_freq == 0:
                     gc.collect(1)
                 if config.validation.enable and (last or self.step % config.validation.freq == 0):
@@ -263,7 +263,7 @@ class Trainer(Blueprint):
                 )
 
     def train_step(self, metrics: Metrics) -> bool:
-        """Do one optimizer step: batches -> loss, gradients -> clip -> optimizer. False if the data is used up."""
+        """Run an optimizer step: batches -> loss, gradients -> clip -> optimizer; return False at the data's end."""
         begin = time.perf_counter()
         self.own_data_s = 0.0
         microbatches, num_tokens = self._next_step()
@@ -273,7 +273,7 @@ class Trainer(Blueprint):
         with metrics.watch_work(self.step + 1):
             on_device = [self._to_device(batch) for batch in microbatches]
             output = self.steps.train(on_device, num_tokens, microbatches)
-        if self.update is not None:  # touches no parameter if a loss or the norm is not finite
+        if self.update is not None:  # changes no parameter if a loss or the norm is not finite
             grad_norm = self.update(output.loss)
         else:
             grad_norm = self.steps.clip(self.config.training.max_norm)
@@ -286,7 +286,7 @@ class Trainer(Blueprint):
             self.optimizer.found_inf = reading.stops  # type: ignore[attr-defined]
             self.optimizer.step()
         data_loading_s += self._read_ahead()
-        read = reading.wait()  # now that all is launched: the device has work while the host goes on
+        read = reading.wait()  # after all launches: the device has work while the host goes on
         loss = self._loss_if_finite(read)
         if self.update is None and not self.takes_stops:
             self.optimizer.step()
@@ -310,11 +310,11 @@ class Trainer(Blueprint):
         return True
 
     def _begin_to_read(self, loss: Tensor, grad_norm: Tensor, num_tokens: Tensor) -> Reading:
-        """Send what the host has to know of a step on its way, in one copy: for it alone the host waits.
+        """Start the asynchronous device-to-host copy of the step's scalars, all in one: the host waits for it alone.
 
-        What a rank has to tell travels along: a signal, so that all stop after the same step, and news of its saves.
+        It includes each rank's signal, so that all stop after the same step, and the state of its saves.
         """
-        # Numbers become arguments of kernels: `new_tensor` would copy them from the host's memory, and wait for that.
+        # Numbers as kernels' arguments: `new_tensor` would copy them from the host's memory, and wait for that.
         mine = [loss, loss.new_full((), self.checkpointer.news()), loss.new_full((), stop.received())]
         gathered = loss.new_empty(dist.get_world_size(), len(mine))
         dist.all_gather(list(gathered.unbind()), torch.stack(mine))
@@ -325,16 +325,16 @@ class Trainer(Blueprint):
         return Reading(gathered, grad_norm, num_tokens, by_source)
 
     def _count_sources(self, targets: list[float]) -> None:
-        """Add the step's targets of all ranks to each source's, where the data is a mixture."""
+        """Add the step's targets of all ranks to each source's count, where the data is a mixture."""
         before, names = self.tokens_by_source, self.train_data.source_names
         if targets:
             counted = zip(names, targets, strict=True)
             self.tokens_by_source = {name: before.get(name, 0) + int(n) for name, n in counted}
 
     def _next_step(self) -> tuple[list[Batch], Tensor]:
-        """Take the microbatches of the next step that has targets, and count those of all ranks; none at the end.
+        """Return the microbatches of the next step with targets, and all ranks' number of targets; [] at the end.
 
-        The microbatches are in the host's memory, the count is on the device.
+        The microbatches are in the host's memory, the number is on the device.
         """
         empty_rows = 0
         while empty_rows < self.train_data.num_lanes:
@@ -342,22 +342,22 @@ class Trainer(Blueprint):
             microbatches = [next(self.train_data) for _ in range(self.num_microbatches)]
             self.own_data_s += time.perf_counter() - begin
             own, num_tokens = self._count_targets(microbatches)
-            if own or num_tokens > 0:  # a rank that has some needs no look at the sum, for which it would wait
+            if own or num_tokens > 0:  # a rank with targets needn't read the sum, for which it would wait
                 stop.begin_steps()
                 return microbatches, num_tokens
             empty_rows += self.rows_per_step
         return [], torch.zeros(())
 
     def _count_targets(self, microbatches: list[Batch]) -> tuple[int, Tensor]:
-        """Count the targets of this rank, and on the device those of all: the one denominator, known before the first
-        microbatch."""
+        """Return the number of targets of this rank, and on the device that of all: the one denominator, known before
+        the first microbatch."""
         own = sum(int((batch.labels_BL != IGNORE_INDEX).sum()) for batch in microbatches)
         return own, self.layout.sum_over_rows(torch.full((), own, device=self.device))
 
     def _read_ahead(self) -> float:
-        """Read the next step's microbatches and copy them to the device, while it computes. Give the seconds.
+        """Prefetch the next step's microbatches to the device, while it computes. Return the seconds.
 
-        A CPU computes itself: there is nothing to gain. A copy from memory that is not pinned would wait.
+        On a CPU there is nothing to gain. A copy from memory that is not pinned would wait.
         """
         begin, self.ahead = time.perf_counter(), []
         if self.device.type != "cpu" and self.step + 1 < self.config.training.steps:
@@ -374,7 +374,7 @@ class Trainer(Blueprint):
         return batch.to(self.device, non_blocking=True)
 
     def _loss_if_finite(self, read: Read) -> float:
-        """Give the loss of all ranks; stop if it or the norm is not finite: no parameter is touched then."""
+        """Return the loss of all ranks; raise if it or the norm is not finite: then no parameter is changed."""
         self.stop_signal = read.signal
         self.checkpointer.hear(read.of_saves)
         if not (wrong := read.not_finite()):
@@ -388,9 +388,9 @@ class Trainer(Blueprint):
 
     @torch.no_grad()
     def validate(self) -> float:
-        """Give the mean loss per target of the validation split, or of its first `validation.steps` microbatches."""
+        """Return the mean loss per target of the validation split, or of its first `validation.steps` microbatches."""
         data, config = self.validation_data.rewind(), self.config.validation
-        totals = torch.zeros(2, dtype=torch.float64, device=self.device)  # of losses, and of targets
+        totals = torch.zeros(2, dtype=torch.float64, device=self.device)  # sums of losses, and of targets
         found, empty_rows, taken = False, 0, 0
         while empty_rows < data.num_lanes and taken != config.steps:
             batch = next(data)
@@ -404,7 +404,7 @@ class Trainer(Blueprint):
                 empty_rows += config.local_batch_size * self.dims.data
         if not found:
             raise UserError("validation.dataset: its validation split holds no document with a target")
-        return float(totals[0] / totals[1])  # the device is waited for once, here
+        return float(totals[0] / totals[1])  # the only wait for the device
 
     def _resume(self) -> None:
         state = self.checkpointer.load(self.config.training.steps)
@@ -430,7 +430,7 @@ class Trainer(Blueprint):
             )
 
     def _load_train_state(self, state: dict[str, Any]) -> None:
-        """Go on from what `_train_state` returned; what checkpoint.exclude_from_loading names is not in it."""
+        """Restore the state that `_train_state` returned, without the parts in checkpoint.exclude_from_loading."""
         self.step, self.tokens_seen = state.get("step", 0), state.get("tokens_seen", 0)
         self.tokens_by_source = state.get("tokens_by_source", {})
         if "data" in state:
@@ -439,7 +439,7 @@ class Trainer(Blueprint):
             torch.set_rng_state(torch.tensor(list(bytes.fromhex(state["rng"])), dtype=torch.uint8))
 
     def _save_in_hugging_face_format(self, anew: bool) -> None:
-        """Write `step-N-hf` after the last checkpoint; where it is there already, only if it is to be made `anew`.
+        """Write `step-N-hf` after the last checkpoint; where it exists, only if `anew`.
 
         A run that was killed in between finds its last checkpoint, trains no step, and does this again.
         """
@@ -474,10 +474,10 @@ class Trainer(Blueprint):
         }
 
     def _set_timeouts(self, seconds: int) -> None:
-        """Wait so long for a collective of training from now on."""
+        """Set the timeout of training's collectives from now on."""
         for group in [dist.group.WORLD, *self.layout.all_groups]:
             set_timeout(group, seconds)  # type: ignore[arg-type]
 
 
 class NonFiniteError(RuntimeError):
-    """The loss or the gradient norm became infinite or not a number."""
+    """Error: the loss or the gradient norm became infinite or not a number."""

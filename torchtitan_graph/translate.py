@@ -34,7 +34,7 @@ TITLES = {
 _BALANCE = (
     "no bias evens out the experts' loads here; there one did by default. moe.load_balance_loss does it by a loss"
 )
-# Where a flavour of torchtitan's last TOML release is another model: a pattern of family and flavour, and how.
+# Flavours that differ from torchtitan's last TOML release: a pattern of family and flavour, and the difference.
 OTHER_MODELS = (
     ("llama3 debugmodel", "its positions are not stretched here; there they were, as those of 3.1"),
     ("llama4 debugmodel", "its layers are of other sizes here: 256 wide in experts, 512 elsewhere"),
@@ -50,7 +50,7 @@ OTHER_MODELS = (
 
 
 def translate(name: str) -> tuple[list[Setting], Resolution]:
-    """Return what the TOML file called `name` sets and what it resolves to, refused settings left at their defaults."""
+    """Return the settings of the TOML file `name` and their resolution, refused settings left at their defaults."""
     result = Resolution(JobConfig(), [])
     settings = read_file(name, result)
     resolve(settings, result)
@@ -58,9 +58,9 @@ def translate(name: str) -> tuple[list[Setting], Resolution]:
 
 
 def rehearse(config: JobConfig) -> tuple[list[str], list[str]]:
-    """Return what train would refuse before it starts anything, and of what it would only tell, a line each.
+    """Return what train would refuse before it starts anything, and its notices, a line each.
 
-    It is asked for the smallest number of processes that the degrees allow. What only this machine refuses is told.
+    The number of processes is the smallest that the degrees allow. Refusals by this machine alone are notices.
     """
     refused: list[str] = []
     notices: list[str] = []
@@ -76,7 +76,7 @@ def rehearse(config: JobConfig) -> tuple[list[str], list[str]]:
         notices.append(f"on this machine, {error}")
         config.model.hf_assets_path = None
     if here := _refusal(config, world_size):
-        # The file may be for another machine: its memory, its GPUs and its packages are left out.
+        # The file may be for another machine: memory, GPUs and packages are left out.
         config.comm.mode = "fake_backend"
         config.profiling.enable_memory_snapshot = config.metrics.enable_wandb = False
         if anywhere := _refusal(config, world_size):
@@ -96,7 +96,7 @@ def _refusal(config: JobConfig, world_size: int) -> str | None:
 
 
 def other_meanings(config: JobConfig, flavor: str) -> list[str]:
-    """Say in what the model of a file is not torchtitan's; `flavor` is the name in the file."""
+    """Return the differences between a file's model and torchtitan's; `flavor` is the name in the file."""
     family, folder = config.model.name, Path(config.model.hf_assets_path or "")
     if "." in family:
         return []
@@ -114,7 +114,7 @@ def other_meanings(config: JobConfig, flavor: str) -> list[str]:
 
 
 def report(name: str, settings: list[Setting], result: Resolution) -> tuple[str, bool]:
-    """Return a list of what becomes of each line of a file, and whether any is refused."""
+    """Return a report on each line of a file, and whether any is refused."""
     config = result.config
     lines: dict[str, list[str]] = {verdict: [] for verdict in TITLES}
     for finding in result.findings:
@@ -141,7 +141,7 @@ def report(name: str, settings: list[Setting], result: Resolution) -> tuple[str,
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the report, write the new file where one is asked for, and return 1 if anything is refused, 2 if the file
+    """Print the report, write the new file if one is asked for, and return 1 if anything is refused, 2 if the file
     can't be read, else 0."""
     parser = argparse.ArgumentParser(prog="python -m torchtitan_graph.translate", description=__doc__)
     parser.add_argument("old", metavar="OLD.toml", help="file of an earlier release")

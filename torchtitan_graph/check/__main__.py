@@ -14,7 +14,7 @@ from torchtitan_graph.models.layers.decoder import ATTENTION
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print a line for every check, and a summary. Returns 0 if nothing failed, else 1."""
+    """Print a line for every check, and a summary. Return 0 if nothing failed, else 1."""
     parser = argparse.ArgumentParser(prog="python -m torchtitan_graph.check", description=__doc__)
     parser.add_argument("name", help="llama3, ..., or the dotted name of a module of your own, found on PYTHONPATH")
     parser.add_argument("--flavor", default="debugmodel", help="of its FLAVORS; its sizes are made tiny")
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     attns = options.attn.split(",")
     if not set(attns) <= {*ATTENTION}:
         parser.error(f"--attn {options.attn}: legal are {', '.join(ATTENTION)}, and several as sdpa,flex")
-    torch.set_num_threads(1)  # every process of several ranks takes one, too: more would add in another order
+    torch.set_num_threads(1)  # workers with several ranks use one, too: more would add in another order
     found = checks(options.name, options.flavor, attns, options.full)
     return report(f"{options.name} {options.flavor}", found, options.exitfirst, options.traceback)
 

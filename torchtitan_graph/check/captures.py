@@ -1,4 +1,4 @@
-"""Capture a function in both ways, and say where the graphs differ and what only one of them notices."""
+"""Comparison of both captures of a function: where the graphs differ, and what only one of them detects."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _COPIES = (aten.clone, aten.copy, aten.copy_, aten._to_copy, aten.lift_fresh_cop
 
 
 class Difference(NamedTuple):
-    """A node that only one graph has, or in which they differ, as each capture has it."""
+    """A node that only one graph has, or in which they differ, as each capture shows it."""
 
     kind: str
     make_fx: str | None
@@ -39,13 +39,13 @@ class Difference(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """What both captures made of a function.
+    """The result of both captures of a function.
 
-    seconds      the CPU time that each took
-    refused      why one took nothing, by its name
+    seconds      the CPU time of each
+    refused      why a capture refused the function, by its name
     num_nodes    of the graph, cleaned up
-    differences  where the graphs differ
-    values       what the graph rests on beside its inputs, which Dynamo's graph checks and the other's does not
+    differences  differing nodes
+    values       Python values that the graph depends on besides its inputs, guarded in Dynamo's graph alone
     """
 
     seconds: dict[str, float]
@@ -59,7 +59,7 @@ class Comparison(NamedTuple):
         return not self.refused and not self.differences
 
     def lines(self) -> list[str]:
-        """Say it in words, but for the values."""
+        """Return the comparison as lines, without the values."""
         took = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.seconds.items())
         if self.refused:
             return [f"{name} does not take it: {why}" for name, why in self.refused.items()]
@@ -70,7 +70,7 @@ class Comparison(NamedTuple):
 
 
 class Comparing:
-    """A `Capture` that takes each function both ways: it gives make_fx's graph, and keeps what it found."""
+    """A `Capture` that captures each function both ways: it returns make_fx's graph, and keeps the comparison."""
 
     def __init__(self) -> None:
         self.found: list[Comparison] = []
@@ -83,7 +83,7 @@ class Comparing:
         stack_traces: bool = False,
         **others: Any,
     ) -> Callable[..., TracedResult]:
-        """Capture both ways. `others` are what else a `Capture` takes: what only one of them can do, the other refuses.
+        """Capture both ways. `others` are a `Capture`'s other arguments; those for one capture make the other refuse.
 
         Raises:
             UserError: neither can; the reason is make_fx's.
@@ -108,7 +108,7 @@ class Comparing:
             if not traced:
                 raise refused["make_fx"]
             found = [] if refused else list(differing(traced["make_fx"].gm, traced["dynamo"].gm))
-            if found and not stack_traces:  # lines of source take time: only where there is something to say of them
+            if found and not stack_traces:  # source lines cost time: only if there is a difference
                 found = list(differing(take("make_fx", True).gm, take("dynamo", True).gm))
             guards = [x.guards for x in traced.values() if isinstance(x.guards, Guards)]
             values = dict.fromkeys(value for each in guards for value in each.values)
@@ -142,8 +142,8 @@ def compare_captures(
 
 
 def differing(first: GraphModule, second: GraphModule) -> Iterator[Difference]:
-    """Give the nodes in which two cleaned graphs differ, module by module: by operator, by what of their arguments is
-    no node, and by what they give. Of graphs that have the same nodes, the first that reads another."""
+    """Yield the nodes in which two cleaned graphs differ, module by module: by operator, by constant arguments, and by
+    results. For graphs with equal nodes, the first with other inputs."""
     ours, theirs = _by_module(first), _by_module(second)
     is_same = True
     for place in dict.fromkeys((*ours, *theirs)):
@@ -159,7 +159,7 @@ def differing(first: GraphModule, second: GraphModule) -> Iterator[Difference]:
 
 
 class _Seen(NamedTuple):
-    """A node as it is compared: all of it but its name and the nodes that it reads."""
+    """A node for comparison: all of it but its name and its inputs."""
 
     node: Node
     target: Any
@@ -182,13 +182,13 @@ def _wired(gm: GraphModule) -> list[str]:
 
 
 def _digest(x: Tensor) -> tuple:
-    """Tell a constant by its numbers: each capture may have made its own."""
+    """Return a constant's key by its values: each capture may have its own copy."""
     held = b"" if x.is_meta else x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
     return "constant", x.shape, x.dtype, hashlib.sha256(held).digest()
 
 
 def _differing_of(ours: list[_Seen], theirs: list[_Seen]) -> Iterator[Difference]:
-    """Compare what two graphs have of one module and phase: operators first, then what is beside them."""
+    """Yield the differences of two graphs in one module and phase: operators first, then constants and layouts."""
     matcher = difflib.SequenceMatcher(None, [x.target for x in ours], [y.target for y in theirs], autojunk=False)
     for _, i, j, k, m in matcher.get_opcodes():
         for x, y in itertools.zip_longest(ours[i:j], theirs[k:m]):

@@ -1,4 +1,4 @@
-"""What must hold of a family, each as a function that raises where it does not, on tiny models of it."""
+"""Checks of a family, each a function that raises on failure, on tiny models of it."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ MORE_LAYOUTS = {
 
 
 def checks(name: str, flavor: str, attns: list[str], full: bool) -> Iterator[Check]:
-    """List what is checked of a family, in order: what fails first is nearest to the cause."""
+    """Yield the checks of a family, in order: the first failure is nearest to the cause."""
     cell = partial(Cell, family=name, flavor=flavor)
     yield Check(MODULE, partial(check_module, name, flavor, attns), ends=True)
     yield Check(PLAN, partial(check_plan_of, cell(ParallelDims(tp=2), attn=attns[0])), MODULE)
@@ -86,7 +86,7 @@ def checks(name: str, flavor: str, attns: list[str], full: bool) -> Iterator[Che
             if dims.num_ranks > 1:
                 title = f"{attn}, {layout}, fp64: the numbers of one rank, to {TOLERANCE:g}"
                 yield Check(title, partial(check_layout, here(dims, FP64, num_microbatches=dims.pp)), needs)
-                needs = title if dims.cp * dims.ep > 1 else needs  # it says why a family can't be laid out so
+                needs = title if dims.cp * dims.ep > 1 else needs  # it explains why a family can't be laid out so
             for precision, word in ((FP32, "fp32"), (BF16, "bf16")) if dims.pp == 1 else ():
                 title = f"{attn}, {layout}, {word}: the graph is eager FSDP2"
                 yield Check(title, partial(check_eager, here(dims, precision)), needs)
@@ -130,7 +130,7 @@ def check_keys(cell: Cell) -> None:
 
 @torch.no_grad()
 def check_visibility(cell: Cell) -> None:
-    """Change one token of every row, and see where the logits change."""
+    """Check that changing one token of every row changes logits only where it is visible."""
     model = build_plain(dataclasses.replace(cell, precision=FP64)).model
     batch = global_rows(cell.vocab_size, step=1)
     rows_B, places_B = torch.arange(NUM_ROWS), torch.arange(NUM_ROWS) * SEQ_LEN // NUM_ROWS + 2
@@ -185,7 +185,7 @@ def _differ_from_eager(cell: Cell) -> list[str]:
 
 @functools.lru_cache(maxsize=4)
 def _by_graph(cell: Cell) -> Seen:
-    """Train on the graph. What a process has seen of a cell it does not train again."""
+    """Train on the graph. A process trains each cell once."""
     return train(cell, build_graph(cell))
 
 
@@ -204,7 +204,7 @@ def check_layout(cell: Cell) -> None:
 
 
 def _cause(dims: ParallelDims) -> str:
-    """Say where to look when these ranks differ from one."""
+    """Return a hint where to look when these ranks differ from one."""
     if dims.cp > 1:
         return "attention: every key and value must go through `seen`, after its position is applied"
     if dims.pp > 1:
@@ -270,7 +270,7 @@ def check_files(cell: Cell) -> None:
     if lacking := [attribute for attribute in HF_CONTRACT if not hasattr(family, attribute)]:
         raise Skipped(f"to read and write Hugging Face's folders, define {', '.join(lacking)} as models/llama3.py does")
     model = build_model(cell, "cpu")
-    for name, tensor in live_tensors(model).items():  # as they begin, norms and biases are all alike
+    for name, tensor in live_tensors(model).items():  # initial norms and biases are all equal
         tensor.copy_(torch.randn(tensor.shape, generator=generator_for(0, name, tensor.device)))
     with tempfile.TemporaryDirectory() as folder:
         first, second = Path(folder) / "first", Path(folder) / "second"

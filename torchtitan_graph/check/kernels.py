@@ -1,4 +1,4 @@
-"""Kernels that only a GPU has, against what they stand for."""
+"""Comparison of GPU kernels with their references."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from torchtitan_graph.quantize.products import E4M3, ROWWISE, ROWWISE_WIDE, Reci
 
 
 def kernels_off(device: str = "cuda") -> Iterator[tuple[str, float]]:
-    """Name each kernel, and say how far off its results and gradients are, by the norm: the fused loss, elementwise
-    layers and attention within documents beside torch's in fp64; where the GPU has them, experts' products in float8
-    beside the emulated ones."""
+    """Yield each kernel's name, and the relative error of its results and gradients, by the norm: the fused loss,
+    elementwise layers and attention within documents against torch's in fp64; where the GPU has them, experts' products
+    in float8 against the emulated ones."""
     torch.manual_seed(0)
     logits_TV, labels_T = torch.randn(512, 50_000, device=device).bfloat16(), torch.arange(512, device=device) * 97
     labels_T[::7] = IGNORE_INDEX
@@ -73,7 +73,7 @@ def kernels_off(device: str = "cuda") -> Iterator[tuple[str, float]]:
 
 
 def same_and_earlier(documents_BL: Tensor) -> Tensor:
-    """Give the mask (B, 1, L, L) of causal attention within documents."""
+    """Return the mask (B, 1, L, L) of causal attention within documents."""
     same_BLL = documents_BL.unsqueeze(1) == documents_BL.unsqueeze(2)
     return same_BLL.tril().unsqueeze(1)
 

@@ -1,11 +1,11 @@
-"""Train a tiny model for a few optimizer steps in one of three ways, and compare all that came out.
+"""Training of a tiny model for a few optimizer steps in one of three ways, and comparison of the results.
 
     eager   FSDP2's `fully_shard` and autograd: the reference
     graph   traced, rewritten by the passes, bound to the live parameters
     plain   an `nn.Module` and autograd in one process: no FSDP2, no DTensor
 
-A cell says what is trained and how it is laid out. What came out is one dictionary: the losses, every gradient of
-every step, the norms and the parameters at the end, by a name that tells which.
+A cell is a model and its layout. The results are one dictionary by name: the losses, every gradient of every step, the
+norms and the parameters at the end.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ from torchtitan_graph.steps import (
 )
 from torchtitan_graph.steps.choices import ELEMENTWISE, plan_regions
 
-DEVICE = torch.device("cpu")  # where all of it runs; a script for GPUs sets another
+DEVICE = torch.device("cpu")  # of all runs; a script for GPUs sets another
 SEED = 3
 NUM_STEPS = 5
 NUM_ROWS, SEQ_LEN = 8, 32  # of one optimizer step, over all ranks and microbatches
 MTP_WEIGHT = 0.3
-# By these rates products and messages of tiny models take long, so that all are cut, see `overlap_products`.
+# With these rates products and messages of tiny models take long, so that all are cut, see `overlap_products`.
 SLOW = RATES["CPU"]._replace(half=1e7, full=1e7, near=1e6)
 MAX_NORM = 0.5  # below the norm of every step: each one is clipped
 
@@ -74,8 +74,8 @@ Data = Callable[["Cell", int, int], tuple[list[Batch], Tensor]]  # (cell, data_r
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """What is trained, and how. The vocabulary is uneven: 509 rows, or 510 where tensor parallelism halves them, so
-    that data parallelism then cuts 255. 130 feed-forward rows are uneven over four, and over two after TP."""
+    """A model and how it is trained. The vocabulary is uneven: 509 rows, or 510 where tensor parallelism halves them,
+    so that data parallelism then cuts 255. 130 feed-forward rows are uneven over four, and over two after TP."""
 
     dims: ParallelDims = ParallelDims()
     precision: Precision = FP32
@@ -104,7 +104,7 @@ class Cell:
     capture: str = "make_fx"
     pipeline: tuple[tuple[str, Any], ...] = ()  # options of `job.Parallelism`: its schedule and stages
     float8: Recipe | None = None  # of all linear layers in blocks, and of all experts
-    lengths: range | None = None  # that rows may have, where these differ
+    lengths: range | None = None  # of rows, where these differ
 
     def __post_init__(self) -> None:
         if not self.vocab_size:
@@ -115,7 +115,7 @@ class Cell:
         return self.num_microbatches * self.dims.data
 
     def options(self, mode: str) -> StepOptions:
-        """Give what `build_steps` is told of this cell."""
+        """Return the step options of this cell."""
         return StepOptions(
             device=DEVICE,
             rows=(NUM_ROWS // self.num_parts, self.lengths[-1] if self.lengths else SEQ_LEN),
@@ -145,14 +145,14 @@ class Cell:
         )
 
     def quantised(self) -> Float8 | None:
-        """Give the layers that multiply in float8, where any do."""
+        """Return the layers that multiply in float8, None without any."""
         if self.float8 is None:
             return None
         layers = dict(build_model(self).layers.named_modules(prefix="layers"))
         return Float8({n: self.float8 for n, m in layers.items() if type(m) is nn.Linear or isinstance(m, Experts)})
 
     def schedule(self) -> Schedule | None:
-        """Give the schedule of the stages, where there are any."""
+        """Return the schedule of the pipeline, None without one."""
         if self.dims.pp == 1:
             return None
         options = dataclasses.replace(job.Parallelism(pipeline_parallel_degree=self.dims.pp), **dict(self.pipeline))
@@ -161,7 +161,7 @@ class Cell:
 
 @functools.cache
 def layout_of(dims: ParallelDims) -> Layout:
-    """Make a layout's mesh once per worker."""
+    """Return a layout, whose mesh is created once per worker."""
     return dims.layout(DEVICE.type)
 
 
@@ -169,7 +169,7 @@ def layout_of(dims: ParallelDims) -> Layout:
 
 
 def global_rows(vocab_size: int, step: int) -> Batch:
-    """Make the rows of one optimizer step, the same on every rank: packed documents of about ten tokens."""
+    """Return the rows of one optimizer step, the same on every rank: packed documents of about ten tokens."""
     generator = torch.Generator().manual_seed(step)
     # Low tokens are common: there is something to learn within five steps.
     tokens_BL = (torch.rand(NUM_ROWS, SEQ_LEN + 1, generator=generator) ** 3 * vocab_size).long()
@@ -184,9 +184,9 @@ def global_rows(vocab_size: int, step: int) -> Batch:
 
 
 def microbatches(cell: Cell, data_rank: int, step: int) -> tuple[list[Batch], Tensor]:
-    """Give this rank's part of the step's rows, and the number of targets of all ranks and microbatches."""
+    """Return this rank's part of the step's rows, and the number of targets of all ranks and microbatches."""
     rows = global_rows(cell.vocab_size, step)
-    num_rows = NUM_ROWS // cell.num_parts * cell.num_parts  # all parts have as many
+    num_rows = NUM_ROWS // cell.num_parts * cell.num_parts  # all parts are equal
     rows = Batch(*(x[:num_rows] for x in rows)).to(DEVICE)
     parts = [Batch(*each) for each in zip(*(x.chunk(cell.num_parts) for x in rows), strict=True)]
     return parts[data_rank :: cell.dims.data], (rows.labels_BL != IGNORE_INDEX).sum()
@@ -210,7 +210,7 @@ def build_eager(cell: Cell) -> Steps:
 
 
 def build_graph(cell: Cell, edit: Callable[[GraphModule], GraphModule] | None = None) -> Steps:
-    """Build the graph's side; `edit` puts a fault into the finished graph."""
+    """Build the steps on graphs; `edit` puts a fault into the finished graph."""
     model, graphs = final_graphs(cell)
     if edit is not None:
         graphs = graphs._replace(train=_edited(graphs.train, edit))
@@ -231,7 +231,7 @@ def _edited(
 
 
 def final_graphs(cell: Cell) -> tuple[Decoder, Graphs]:
-    """Give the model on meta, and its final graphs."""
+    """Return the model on meta, and its final graphs."""
     model = build_model(cell)
     return model, build_graphs(
         model, load_family(cell.family), layout_of(cell.dims), cell.options("graph"), CAPTURES[cell.capture]
@@ -239,14 +239,14 @@ def final_graphs(cell: Cell) -> tuple[Decoder, Graphs]:
 
 
 def trace(cell: Cell) -> Traced:
-    """Give the steps before any pass, traced with real numbers, on which passes can be verified."""
+    """Return the steps before any pass, traced with real numbers, on which passes can be verified."""
     options = dataclasses.replace(cell.options("graph"), verify=True)
     family, layout = load_family(cell.family), layout_of(cell.dims)
     return trace_steps(build_model(cell), family, layout, options, CAPTURES[cell.capture])
 
 
 class Plain(NamedTuple):
-    """The step of a module as it is called, under autograd. It shares no code with the other two."""
+    """A module's own step under autograd. It shares no code with the other two."""
 
     model: Decoder
 
@@ -289,8 +289,8 @@ def build_plain(cell: Cell) -> Plain:
 
 
 def optimizing(model: Decoder) -> tuple[Optimizer, LRScheduler]:
-    """Give the optimizer and the schedule of the five steps."""
-    # With a smaller eps Adam would blow up the rounding errors of gradients near zero, in the parameters alone.
+    """Return the optimizer and the schedule of the five steps."""
+    # With a smaller eps Adam would amplify the rounding errors of gradients near zero, in the parameters alone.
     optimizer = build_optimizer(model, job.Optimizer(lr=1e-2, eps=1e-6))
     return optimizer, build_lr_scheduler(optimizer, job.LRScheduler(warmup_steps=2), NUM_STEPS)
 
@@ -302,8 +302,8 @@ def train(
     using: tuple[Optimizer, LRScheduler] | None = None,
     in_graph: bool = False,
 ) -> Seen:
-    """Take optimizer steps as the trainer does, and give what was seen on this rank. `in_graph` traces the optimizer's
-    step too."""
+    """Run optimizer steps like the trainer, and return the results on this rank. `in_graph` traces the optimizer's step
+    too."""
     model = steps.model
     optimizer, schedule = using or optimizing(model)
     update = Update(steps, optimizer, MAX_NORM) if in_graph and isinstance(steps, Steps) else None
@@ -337,7 +337,7 @@ def _copied(tensor: Tensor | None) -> Tensor:
 
 
 def bits_that_differ(expected: Seen, found: Seen) -> list[str]:
-    """Name what is not equal in every bit on this rank, its layout included."""
+    """Return the names of results that are not equal in every bit on this rank, layout included."""
     return [name for name in expected | found if not _same(expected.get(name), found.get(name))]
 
 
@@ -353,7 +353,7 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def far_apart(expected: Seen, found: Seen, tolerance: float) -> list[str]:
-    """Name the whole tensors that differ by more than `tolerance` times the expected one's largest value."""
+    """Return the names of whole tensors that differ by more than `tolerance` times the expected one's largest value."""
     assert expected.keys() == found.keys()
     gaps = {name: ((found[name] - x).abs().max(), x.abs().max()) for name, x in expected.items()}
     far = {name: gap / largest for name, (gap, largest) in gaps.items() if not gap <= tolerance * largest}
@@ -361,7 +361,7 @@ def far_apart(expected: Seen, found: Seen, tolerance: float) -> list[str]:
 
 
 def gathered(cell: Cell, seen: Seen) -> Seen:
-    """Put the ranks' parts together, and their losses; refuse copies that differ."""
+    """Return results gathered from the ranks' shards, and summed losses; replicas that differ fail an assertion."""
     mine = {name: _gathered(cell, name, x) for name, x in seen.items()}
     if cell.dims.pp == 1:
         return mine
@@ -383,8 +383,8 @@ def _gathered(cell: Cell, name: str, x: Tensor) -> Tensor:
         return x
     mesh, part = x.device_mesh, x.to_local()
     axes = mesh.mesh_dim_names or ()
-    # Tensor and expert parallelism cut first, storage what they left: put together in the opposite order. The parts
-    # need not be equal, and torch's own bookkeeping is not relied on.
+    # Tensor and expert parallelism cut first, then storage: gathered in the opposite order. The parts need not be
+    # equal, and torch's own bookkeeping is not relied on.
     for axis in sorted(axes, key=[EXPERT_FSDP, *DATA_AXES, TP, EXPERT_TP, EP].index):
         parts: list[Tensor] = [part] * mesh.size(axes.index(axis))
         dist.all_gather_object(parts, part, group=mesh.get_group(axis))

@@ -38,11 +38,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torchtitan_graph.parallel.join import LOOPBACK, host_store, join
 
 START_TIMEOUT_S = 180.0
-AFTER_FAILURE_S = 2.0  # how long the other ranks may take to report, once one has failed
+AFTER_FAILURE_S = 2.0  # time for the other ranks to report, once one has failed
 
 
 class RanksFailed(Exception):
-    """Say what every rank was doing when a call of `run_on` failed; `first` is what the first one to fail said."""
+    """Error with the state of every rank when a call of `run_on` failed; `first` is the report of the first to fail."""
 
     def __init__(self, report: str, first: str = "") -> None:
         super().__init__(report)
@@ -83,13 +83,13 @@ class _Workers:
         context = multiprocessing.get_context("spawn")
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            Path(self._stack_file(rank)).touch()  # it may be read before the worker has come so far as to write it
+            Path(self._stack_file(rank)).touch()  # it may be read before the worker has written it
             # Not daemons: those may have no children, and a data loader has some.
             process = context.Process(
                 target=_serve, args=(rank, world_size, self.store.port, theirs, self._stack_file(rank)), daemon=False
             )
             process.start()
-            theirs.close()  # so that the death of the worker ends the connection
+            theirs.close()  # so that the worker's death closes the connection
             self.connections.append(ours)
             self.processes.append(process)
         try:
@@ -108,7 +108,7 @@ class _Workers:
 
     def _collect(self, what: str, timeout: float) -> list[Any]:
         results: dict[int, Any] = {}
-        failures: dict[int, str] = {}  # in the order in which they came
+        failures: dict[int, str] = {}  # in order of arrival
         deadline = time.monotonic() + timeout
         while len(results) + len(failures) < len(self.processes) and time.monotonic() < deadline:
             ranks = {c: r for r, c in enumerate(self.connections) if r not in results and r not in failures}
@@ -139,7 +139,7 @@ class _Workers:
     def _report(self, results: dict[int, Any], failures: dict[int, str]) -> str:
         stuck = [rank for rank in range(len(self.processes)) if rank not in results and rank not in failures]
         for rank in stuck:
-            os.kill(self.processes[rank].pid or 0, signal.SIGUSR1)  # faulthandler writes the stack, also amid C++ code
+            os.kill(self.processes[rank].pid or 0, signal.SIGUSR1)  # faulthandler writes the stack, also in C++ code
         time.sleep(0.5 if stuck else 0)
         reports = {rank: "returned" for rank in results} | failures
         reports |= {rank: f"still running, at\n{Path(self._stack_file(rank)).read_text()}" for rank in stuck}
@@ -176,7 +176,7 @@ def _close_all() -> None:
 
 
 def _serve(rank: int, world_size: int, port: int, connection: Connection, stack_file: str) -> None:
-    """Live as one rank: join the process group, then answer calls until the parent says stop or is gone."""
+    """Run one rank: join the process group, then answer calls until the parent stops it or is gone."""
     stacks = open(stack_file, "w")  # noqa: SIM115  (open for as long as the process lives)
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks)

@@ -1,4 +1,4 @@
-"""Run checks one after the other, and print a line for each as it ends."""
+"""Execution of checks one after the other, with a line printed for each as it ends."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torchtitan_graph.check.pool import RanksFailed
 
 
 class Failed(Exception):
-    """Say what does not hold, and where to look."""
+    """Error: a check failed; the message is what and where to look."""
 
 
 class Skipped(Exception):
-    """Say why there is nothing to check."""
+    """Error: there is nothing to check; the message is why."""
 
 
 class Check(NamedTuple):
-    """`run` raises `Failed`, `Skipped` or whatever it comes upon, and may give a text to show. It makes no sense unless
-    the check called `needs` holds; if it `ends` and fails, nothing else is checked."""
+    """A check: `run` raises `Failed`, `Skipped` or any other error, and may return a text to show. It is skipped unless
+    the check called `needs` passes; if it `ends` and fails, no other check runs."""
 
     title: str
     run: Callable[[], str | None]
@@ -30,7 +30,7 @@ class Check(NamedTuple):
 
 
 def report(what: str, checks: Iterable[Check], exit_first: bool, with_traceback: bool) -> int:
-    """Print a line for every check, and a summary. Returns 0 if nothing failed, else 1."""
+    """Print a line for every check, and a summary. Return 0 if nothing failed, else 1."""
     results: dict[str, str] = {}
     for check in checks:
         begin = time.perf_counter()
@@ -50,7 +50,7 @@ _WORDS = {"ok": "passed", "FAIL": "failed", "skip": "skipped"}
 
 
 def _result(check: Check, results: dict[str, str], with_traceback: bool) -> tuple[str, str]:
-    """Run a check; give the word for its result, and what there is to say about it."""
+    """Run a check; return the word for its result, and the text to show."""
     if results.get(check.needs, "ok") != "ok":
         return "skip", f"for this did not pass: {check.needs}"
     try:
@@ -66,7 +66,7 @@ def _result(check: Check, results: dict[str, str], with_traceback: bool) -> tupl
 
 
 def _gist(raised: str) -> str:
-    """Give what a traceback ends with, the error itself; of an error that is not ours, also where it came from."""
+    """Return the end of a traceback, the error itself; for an error that is not ours, also its origin."""
     *_, error = re.split(r"^  File .*\n(?:    .*\n)*", raised, flags=re.MULTILINE)
     message, ours = re.subn(r"^([a-z_]+\.)*(Failed|UserError): ", "", error)
     frames = re.findall(r'^  File "(.*)", line (\d+), in (.*)$', raised, re.MULTILINE)

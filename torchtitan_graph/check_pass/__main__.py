@@ -24,7 +24,7 @@ from torchtitan_graph.models.spec import family_names, load_family
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print a line for every check, and a summary. Returns 0 if nothing failed, else 1."""
+    """Print a line for every check, and a summary. Return 0 if nothing failed, else 1."""
     parser = argparse.ArgumentParser(
         prog="python -m torchtitan_graph.check_pass",
         description=__doc__,
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     attns = options.attn.split(",")
     if not set(attns) <= {*ATTENTION}:
         parser.error(f"--attn {options.attn}: legal are {', '.join(ATTENTION)}, and several as sdpa,flex")
-    torch.set_num_threads(1)  # as every process of several ranks
+    torch.set_num_threads(1)  # like every process of several ranks
     torch.use_deterministic_algorithms(True)
     entry = ExtraPass(options.name, after=options.after, exact=not options.inexact)
     names = family_names() if options.families == "all" else options.families.split(",")

@@ -27,7 +27,7 @@ if __name__ == "__main__":
 
 
 def find_pass(entry: ExtraPass) -> Pass:
-    """Import a pass by its dotted name.
+    """Return a pass by its dotted name, imported.
 
     Raises:
         UserError: as `choices.plan_extra`, in the words of the command line.
@@ -36,7 +36,7 @@ def find_pass(entry: ExtraPass) -> Pass:
 
 
 def case_file(own: Pass, gm: GraphModule, failure: Failure) -> str:
-    """Give the file of a graph on which a pass fails."""
+    """Return the content of a file with a graph on which a pass fails."""
     after = apply(own, gm)
     lines = difference(gm, after) if isinstance(after, GraphModule) else []
     changes = "\n# ".join(["", "What the pass changes:", *lines]) if lines else ""
@@ -50,7 +50,7 @@ def case_file(own: Pass, gm: GraphModule, failure: Failure) -> str:
 
 
 def run_case(path: str, name: str, exact: bool) -> None:
-    """Run a pass on the graph of a file, say how it fails, and exit: 1 if it does."""
+    """Run a pass on the graph of a file, print its failure, and exit: 1 if it fails."""
     own = find_pass(ExtraPass(name, after="cleanup", exact=exact))
     names = runpy.run_path(path)
     join_ranks(names)

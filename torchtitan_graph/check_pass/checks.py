@@ -1,4 +1,4 @@
-"""What must hold of a pass, on tiny models of every family, in many layouts."""
+"""Checks of a pass, on tiny models of every family, in many layouts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from torchtitan_graph.parallel.layout import Layout, ParallelDims
 from torchtitan_graph.parallel.parallelize import check_plan
 from torchtitan_graph.steps import build_graphs, build_steps
 
-# Only graphs are made of these: nothing runs.
+# For these only graphs are built: nothing runs.
 LARGE_LAYOUTS = {
     "HSDP 2 x 4": ParallelDims(dp_replicate=2, dp_shard=4),
     "FSDP 4 x TP 2, EP 2": ParallelDims(dp_shard=4, tp=2, ep=2),
@@ -53,7 +53,7 @@ _MIB = 2**20
 
 
 class Wanted(NamedTuple):
-    """What is checked of what: the pass as `compile.extra_passes` names it, on these families and layouts.
+    """The scope of a check: the pass as `compile.extra_passes` names it, the families and attention implementations.
 
     graphs_only  nothing is trained: seconds instead of minutes
     full         four processes too
@@ -69,7 +69,7 @@ class Wanted(NamedTuple):
 
 
 def checks(wanted: Wanted) -> Iterator[Check]:
-    """List what is checked: the graphs of all families, then their numbers."""
+    """Yield the checks: the graphs of all families, then their numbers."""
     changed: list[bool] = []
     cells = [Cell(family=family, flavor=flavor, attn=a) for family, flavor in wanted.families for a in wanted.attns]
     of_graphs: dict[tuple[Cell, str], str] = {}
@@ -111,11 +111,11 @@ def _skip_unless_planned(cell: Cell) -> None:
         raise Skipped(str(reason)) from None
 
 
-# --- graphs, on ranks of which only one is there at a time ------------------------------------------------------------
+# --- graphs, one rank at a time ---------------------------------------------------------------------------------------
 
 
 class _Change(NamedTuple):
-    """What the pass did to one graph: its kind of outputs, what it was before and is after."""
+    """The effect of the pass on one graph: whether the graph trains, and its measures before and after."""
 
     trains: bool
     before: tuple[int, int, int]  # nodes, bytes at the peak, bytes received
@@ -125,7 +125,7 @@ class _Change(NamedTuple):
 
 
 def check_graphs(cell: Cell, wanted: Wanted, changed: list[bool]) -> str:
-    """Build the graphs of a job's ranks, one rank after the other, and look at what the pass does to each."""
+    """Build the graphs of a job's ranks, one rank after the other, and check the effect of the pass on each."""
     _skip_unless_planned(cell)
     per_stage = cell.dims.num_ranks // cell.dims.pp
     ranks = (
@@ -143,7 +143,7 @@ def check_graphs(cell: Cell, wanted: Wanted, changed: list[bool]) -> str:
 
 
 def _told(changes: Sequence[_Change]) -> str:
-    """Tell what changed in the graphs of rank 0's training."""
+    """Return the changes in the graphs of rank 0's training as text."""
     words = []
     for i, (word, unit) in enumerate((("nodes", 1), ("peak", _MIB), ("received", _MIB))):
         before, after = (sum(getattr(c, when)[i] for c in changes) / unit for when in ("before", "after"))
@@ -153,7 +153,7 @@ def _told(changes: Sequence[_Change]) -> str:
 
 
 def _changes(cell: Cell, wanted: Wanted, rank: int) -> list[_Change]:
-    """Build one rank's graphs; give what the pass did to each, in order."""
+    """Build one rank's graphs; return the changes by the pass, in order."""
     own, found = find_pass(wanted.entry), list[_Change]()
     init_fake_process_group(cell.dims.num_ranks, rank)
     try:
@@ -194,11 +194,11 @@ def _text(gm: GraphModule) -> list[tuple]:
     return [(n.name, str(n.target), str(n.args), str(n.kwargs), n.meta.get("tag")) for n in gm.graph.nodes]
 
 
-# --- numbers, on ranks that are there ---------------------------------------------------------------------------------
+# --- numbers, on real ranks -------------------------------------------------------------------------------------------
 
 
 def check_numbers(cell: Cell, wanted: Wanted) -> str:
-    """Train with and without the pass, and compare all that comes out."""
+    """Train with and without the pass, and compare all results."""
     _skip_unless_planned(cell)
     results = run_on(cell.dims.num_ranks, differences, cell, wanted.entry, timeout=TIMEOUT_S)
     different: list[str] = next((names for names, _ in results if names), [])
@@ -210,9 +210,9 @@ def check_numbers(cell: Cell, wanted: Wanted) -> str:
 
 
 def differences(cell: Cell, entry: ExtraPass) -> tuple[list[str], float]:
-    """Name what training with the pass makes otherwise; give how far off it is at most, in parts of a tensor's norm.
+    """Return the names of results that the pass changes, and the largest difference relative to a tensor's norm.
 
-    What an optimizer makes of rounding errors says little: of a pass that is not exact, only the first step is seen.
+    An optimizer amplifies rounding errors: for a pass that is not exact, only the first step is compared.
     """
     own = find_pass(entry)
     cell = cell if own.exact else dataclasses.replace(cell, num_steps=1)
@@ -231,11 +231,11 @@ def _trained(cell: Cell, extra: Sequence[Extra]) -> dict[str, Tensor]:
     return {name: x.to_local() if hasattr(x, "to_local") else x for name, x in train(cell, steps).items()}
 
 
-# --- what fails is made small -----------------------------------------------------------------------------------------
+# --- minimization of failures -----------------------------------------------------------------------------------------
 
 
 def _fail(cell: Cell, wanted: Wanted, failure: Failure, text: str | None = None) -> None:
-    """Raise what to say of a failure: how, and where a small graph is on which it shows."""
+    """Raise a failure with its text, and the file of a small graph that reproduces it."""
     if text is None and cell.dims.num_ranks <= 2 and cell.dims.pp == 1 and failure.kind in ("order", "numbers"):
         try:
             text = run_on(cell.dims.num_ranks, small_case, cell, wanted.entry, failure.kind, timeout=TIMEOUT_S)[0]
@@ -251,7 +251,7 @@ def _fail(cell: Cell, wanted: Wanted, failure: Failure, text: str | None = None)
 
 
 def small_case(cell: Cell, entry: ExtraPass, kind: str) -> str | None:
-    """Give a small graph on which the pass fails, as a file; all ranks of the cell together."""
+    """Return a small graph on which the pass fails, as a file's content; all ranks of the cell together."""
     own, traced = find_pass(entry), trace(cell)
     ordered = passes(traced.plan)
     place = [each.name for each in ordered].index(entry.after) + 1

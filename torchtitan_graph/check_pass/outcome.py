@@ -1,4 +1,4 @@
-"""What a pass does to one graph: how it fails, if it does, and what it changes."""
+"""The outcome of a pass on one graph: its failure, if any, and its changes."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ RAISES, UNSOUND, ORDER, NUMBERS = "raises", "unsound", "order", "numbers"
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """How a pass fails: `kind` is one of the words above."""
+    """A failure of a pass: `kind` is one of the words above."""
 
     kind: str
     said: str
 
 
 def apply(own: Pass, gm: GraphModule) -> GraphModule | Failure:
-    """Run a pass on a copy of a graph; give what it gives, or why that can't be run."""
+    """Run a pass on a copy of a graph; return the result, or why it can't be run."""
     try:
         after = own.run(copy_graph(gm))
     except Exception as error:
@@ -47,7 +47,7 @@ def apply(own: Pass, gm: GraphModule) -> GraphModule | Failure:
 
 
 def _stale_values(gm: GraphModule) -> str | None:
-    """Name the first node whose operator, on the values that its inputs are said to have, gives another one."""
+    """Return a text on the first node whose operator, on its inputs' metadata, contradicts its own metadata."""
     for node in gm.graph.nodes:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
             continue
@@ -68,8 +68,8 @@ def _stale_values(gm: GraphModule) -> str | None:
 
 @torch.no_grad()
 def outcome_on_random(own: Pass, gm: GraphModule) -> Failure | None:
-    """Apply a pass, and run the graph before and after it on random inputs; all ranks together, which agree on what
-    they find. None as well where the graph before the pass can't run on such numbers."""
+    """Apply a pass, and run the graph before and after it on random inputs; all ranks together, and return the failure
+    that all agree on. None as well where the graph before the pass can't run on such numbers."""
     after = apply(own, gm)
     failure = agree(after if isinstance(after, Failure) else None)
     if failure is None:
@@ -100,13 +100,13 @@ def _order(after: GraphModule) -> Failure | None:
 
 
 def layouts(gm: GraphModule) -> dict[str, Plain]:
-    """Give the layout of each placeholder by its name."""
+    """Return the layout of each placeholder by its name."""
     values = {node.name: node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")}
     return {name: Plain(tuple(x.shape), x.dtype) for name, x in values.items()}
 
 
 def compare(own: Pass, gm: GraphModule, expected: Sequence[Tensor], found: Sequence[Tensor]) -> Failure | None:
-    """Compare a graph's outputs before and after a pass; up to rounding where the pass promises no more."""
+    """Compare a graph's outputs before and after a pass; up to rounding for a pass that is not exact."""
     different = []
     for slot, a, b in zip(signature_of(gm).outputs, expected, found, strict=True):
         if same_bits(a, b) or (not own.exact and distance(a, b) <= tolerance(a.dtype)):
@@ -116,7 +116,7 @@ def compare(own: Pass, gm: GraphModule, expected: Sequence[Tensor], found: Seque
 
 
 def agree(failure: Failure | None) -> Failure | None:
-    """Let all ranks go on with the failure of the first that has one."""
+    """Return the failure of the first rank that has one, on all ranks."""
     return next((each for each in _gathered(failure) if each is not None), None)
 
 
@@ -129,6 +129,6 @@ def _gathered(mine: object) -> list:
 
 
 def difference(before: GraphModule, after: GraphModule) -> list[str]:
-    """Give what `diff` shows of two graphs."""
+    """Return the unified diff of two graphs."""
     old, new = (without_bytes(readable(gm)) for gm in (before, after))
     return list(difflib.unified_diff(old, new, "before", "after", n=1, lineterm=""))[2:]

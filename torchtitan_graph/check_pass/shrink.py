@@ -1,4 +1,4 @@
-"""Make a graph on which a pass fails small: the fewest outputs, and the fewest nodes between them and the inputs."""
+"""Minimization of a graph on which a pass fails: the fewest outputs, and nodes between outputs and inputs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ Fails = Callable[[GraphModule], bool]
 
 
 def shrink(gm: GraphModule, fails: Fails) -> GraphModule | None:
-    """Give a part of the graph on which `fails` still holds; None if it does not hold where inputs are plain tensors.
+    """Return a part of the graph on which `fails` still holds; None if it does not hold where inputs are plain tensors.
 
     A part computes some of the graph's values from some others, which become its inputs; nothing else is changed. So
-    what is given is a true example: the pass fails on it, by itself. First the outputs are chosen, then the earliest
-    values that fail, then the latest that may be inputs. Each choice is tried by halves, as a bisection does, then one
-    by one.
+    the result is a true example: the pass fails on it, by itself. First the outputs are chosen, then the earliest
+    values that fail, then the latest that may be inputs. Each choice is by bisection, then one by one.
     """
     outputs, cut = [n for n in dict.fromkeys(gm.graph.output_node().args[0]) if isinstance(n, Node)], set[Node]()  # type: ignore[arg-type]
 
@@ -43,7 +42,7 @@ def shrink(gm: GraphModule, fails: Fails) -> GraphModule | None:
 
 
 def _fewest(given: list[Node], fails: Callable[[list[Node]], bool]) -> list[Node]:
-    """Leave out what can be, in halves, quarters and so on."""
+    """Return the fewest elements that still fail, dropped in halves, quarters and so on."""
     size = len(given)
     while size > 1:
         size = (size + 1) // 2
@@ -59,7 +58,7 @@ def _fewest(given: list[Node], fails: Callable[[list[Node]], bool]) -> list[Node
 
 
 def _earliest(output: Node, nodes: Sequence[Node], fails: Callable[[Node], bool]) -> Node:
-    """Go up from an output to the first value that fails."""
+    """Return the first value above an output that still fails."""
     tensors = [n for n in nodes if n.op == "call_function" and isinstance(n.meta.get("val"), torch.Tensor)]
     count = _bisect(len(tensors), lambda count: not fails(tensors[count - 1]))
     found = next((n for n in tensors[count : count + 3] if fails(n)), output)
@@ -69,7 +68,7 @@ def _earliest(output: Node, nodes: Sequence[Node], fails: Callable[[Node], bool]
 
 
 def _tensors_read(node: Node) -> list[Node]:
-    """Give the computed tensors that a node reads; of a part of a tuple those that the tuple is made of."""
+    """Return the computed tensors that a node reads; for a tuple's element those that the tuple's operator reads."""
     found: list[Node] = []
     for source in node.all_input_nodes:
         if source.op == "call_function":
@@ -78,7 +77,7 @@ def _tensors_read(node: Node) -> list[Node]:
 
 
 def _bisect(size: int, holds: Callable[[int], bool]) -> int:
-    """Find the most, up to `size`, for which it holds, if it holds for all that is less."""
+    """Return the largest number, up to `size`, for which a monotone condition holds."""
     low, high = 0, size
     while low < high:
         middle = (low + high + 1) // 2
@@ -91,7 +90,7 @@ def _can_be_input(node: Node) -> bool:
 
 
 def _needed(outputs: Sequence[Node], cut: Container[Node]) -> list[Node]:
-    """Give the nodes that the outputs are computed from, in the graph's order, inputs included."""
+    """Return the nodes that the outputs depend on, in the graph's order, inputs included."""
     found: dict[Node, None] = {}
     waiting = list(outputs)
     while waiting:
@@ -103,7 +102,7 @@ def _needed(outputs: Sequence[Node], cut: Container[Node]) -> list[Node]:
 
 
 def part(gm: GraphModule, outputs: Sequence[Node], cut: Container[Node]) -> GraphModule:
-    """Give the graph of these outputs alone, in which the nodes of `cut` are inputs; all of them plain tensors."""
+    """Return the graph of these outputs alone, with the nodes of `cut` as inputs; all of them plain tensors."""
     kinds = _words(gm)
     graph, copies = Graph(), dict[Node, Node]()
     nodes = _needed(outputs, cut)
@@ -124,7 +123,7 @@ def part(gm: GraphModule, outputs: Sequence[Node], cut: Container[Node]) -> Grap
 
 
 def _words(gm: GraphModule) -> dict[Node, str]:
-    """Give the kind and the name of each input and output that is one plain tensor in the graph."""
+    """Return the kind and the name of each input and output of the graph, by node."""
     found: dict[Node, str] = {}
     signature, values = signature_of(gm), iter(gm.graph.output_node().args[0])  # type: ignore[arg-type]
     placeholders = iter(gm.graph.find_nodes(op="placeholder"))

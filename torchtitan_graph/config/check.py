@@ -45,7 +45,7 @@ RUN_DEFINING = (
 
 
 def check(config: JobConfig, world_size: int) -> list[str]:
-    """Return what the user should be told about a configuration on `world_size` processes, a line each.
+    """Check a configuration for `world_size` processes, and return its notices, a line each.
 
     Raises:
         UserError: options contradict each other or the number of processes; the message lists all of it. Or as
@@ -63,7 +63,7 @@ def check(config: JobConfig, world_size: int) -> list[str]:
 
 
 def _check_values(config: JobConfig, world_size: int) -> Iterator[str]:
-    """Find what a configuration that is written in Python holds instead of options and their values."""
+    """Yield a line for each table or value of a configuration built in Python that is no legal option."""
     if type(world_size) is not int or world_size < 1:
         yield f"world_size = {world_size!r}: must be the number of processes, a whole number of at least 1"
     if not isinstance(config, JobConfig):
@@ -83,7 +83,7 @@ def _check_values(config: JobConfig, world_size: int) -> Iterator[str]:
 
 
 def _misplaced(config: Any, kind: type, prefix: str) -> Iterator[str]:
-    """Find tables of another class, and attributes that are no options."""
+    """Yield a line for each table of a wrong class and each attribute that is no option."""
     known = {field.name: field for field in dataclasses.fields(kind)}
     for name in vars(config).keys() - known.keys():
         near = nearest(prefix + name, [*OPTIONS])
@@ -99,7 +99,7 @@ def _misplaced(config: Any, kind: type, prefix: str) -> Iterator[str]:
 
 
 def ranks_asked_for() -> int | None:
-    """Return NGPU, how many ranks a command is asked for; None where it is not set.
+    """Return the number of ranks in the environment variable NGPU; None where it is not set.
 
     Raises:
         UserError: it is no number of ranks.
@@ -123,10 +123,10 @@ def ranks_started() -> int:
 
 
 def check_environment() -> None:
-    """Check what launchers say to each process.
+    """Check the environment variables that launchers set, such as RANK and WORLD_SIZE.
 
     Raises:
-        UserError: it is no whole number, or there are fewer processes than that.
+        UserError: one is no whole number, or a rank is not below its number of processes.
     """
     for name, least in _OF_LAUNCHERS.items():
         given = os.environ.get(name, str(least))
@@ -148,7 +148,7 @@ def shard_degree(config: JobConfig, world_size: int) -> int:
 
 
 def is_dry_for_gpu(config: JobConfig) -> bool:
-    """Return whether this is a dry run that stands for one on a GPU, whatever this process computes on."""
+    """Return whether this is a dry run for a GPU, whatever device this process has."""
     return config.comm.mode == "fake_backend" and config.comm.fake_device != "CPU"
 
 
@@ -380,7 +380,7 @@ def _notices(config: JobConfig) -> list[str]:
 
 
 def _stage_notices(config: JobConfig) -> list[str]:
-    """Name the options of a pipeline that are set and not used."""
+    """Return a notice for each pipeline option that is set and has no effect."""
     options = config.parallelism
     keys = [key for key in OPTIONS if key.startswith("parallelism.pipeline_parallel_") and key != _PP]
     chosen = [key for key in [*keys, _PARTS] if get(config, key) != OPTIONS[key].default]

@@ -11,7 +11,7 @@ EXCLUDABLE = ("optimizer", "lr_scheduler", "dataloader", "train_state")
 
 
 def find_problems(config: JobConfig, world_size: int) -> list[str]:
-    """Return what is wrong with what is loaded and saved, a line each."""
+    """Return the problems of the options for loading and saving, a line each."""
     return [*_check_hugging_face(config), *_check_checkpoint(config, world_size)]
 
 
@@ -64,7 +64,7 @@ def _find_bad_initial_address(address: str, in_hf: bool) -> str | None:
 
 
 def _find_bad_address(address: str) -> str | None:
-    """Say why fsspec can't open an address, as far as that can be said without opening it."""
+    """Return why fsspec can't open an address, None if nothing is wrong; it isn't opened."""
     protocol, separator, path = address.partition("://")
     if not separator or not path.strip("/"):
         return "must be an address such as s3://bucket/run; a plain folder is file:///path/of/the/folder"

@@ -20,14 +20,14 @@ def dump_toml(config: JobConfig) -> str:
 
 
 def dump_changes(config: JobConfig, leave_out: Collection[str] = ()) -> str:
-    """Return as TOML what differs from the defaults, except for the keys in `leave_out`."""
+    """Return the options that differ from their defaults as TOML, except for the keys in `leave_out`."""
     leave_out = {"job.config_file", *leave_out}
     keys = [key for key in OPTIONS if key not in leave_out and get(config, key) != OPTIONS[key].default]
     return _write(config, keys, [], comments=False)
 
 
 def in_toml(value: Any) -> str:
-    """Return a value as a user would write it in TOML, for a message."""
+    """Return a value as TOML, for a message."""
     return "not set" if value is None else _literal(value)
 
 

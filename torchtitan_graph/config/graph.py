@@ -1,4 +1,4 @@
-"""Checks of what a graph alone does: [compile], [activation_checkpoint], and what needs or refuses them."""
+"""Checks of [compile], [activation_checkpoint], and the options that need or exclude a graph."""
 
 from torchtitan_graph.config.job import OPTIONS, ROW_MULTIPLE, Compile, JobConfig, get
 from torchtitan_graph.config.job import named as _name
@@ -12,7 +12,7 @@ _OF_TRACING = (
     "debug.stack_traces",
 )
 _OF_THE_GRAPH = (*_OF_TRACING, "compile.record_call_hierarchy", "compile.disable_passes", "compile.extra_passes")
-# What writes the tags of an activation_checkpoint.mode, and what acts on them.
+# The passes that write the tags of an activation_checkpoint.mode, and the one that acts on them.
 _PASSES_OF_MODE = {
     "selective": ("tag_recomputation", "rematerialize"),
     "full": ("tag_recomputation", "rematerialize"),
@@ -21,7 +21,7 @@ COMPONENTS = ("model", "loss", "flex")
 
 
 def find_problems(config: JobConfig) -> list[str]:
-    """Return what is wrong with how a step is to be made a graph, a line each."""
+    """Return the problems of the options for capturing, compiling and recomputing, a line each."""
     problems = [*_check_precompiled(config), *_check_capture(config), *_check_lengths(config)]
     if config.comm.mode == "fake_backend" and config.compile.mode == "eager":
         problems.append(
@@ -32,7 +32,7 @@ def find_problems(config: JobConfig) -> list[str]:
 
 
 def chosen_codegen(options: Compile) -> str:
-    """Return compile.codegen, where compile.enable says it too."""
+    """Return compile.codegen, or where it is not set what compile.enable implies."""
     return options.codegen or ("blocks" if options.enable else "off")
 
 
@@ -111,7 +111,7 @@ def _check_compile(config: JobConfig) -> list[str]:
 
 
 def _check_precompiled(config: JobConfig) -> list[str]:
-    """Refuse what looks at tracing or passes together with graphs that are read instead."""
+    """Return the problems of precompiled graphs together with options that inspect tracing or passes."""
     if config.compile.precompiled is None:
         return []
     problems = [
@@ -127,7 +127,7 @@ def _check_precompiled(config: JobConfig) -> list[str]:
 
 
 def _check_capture(config: JobConfig) -> list[str]:
-    """Refuse Dynamo where what it checks would be lost, or where nothing is captured."""
+    """Return the problems of capture by Dynamo: where its guards would be lost, or where there is no capture."""
     if config.compile.capture != "dynamo":
         return []
     stands_in_the_way = {
@@ -146,7 +146,7 @@ def _check_capture(config: JobConfig) -> list[str]:
 
 
 def _check_lengths(config: JobConfig) -> list[str]:
-    """Refuse what does not go with rows whose length differs from batch to batch."""
+    """Return the problems of rows whose length differs from batch to batch."""
     training, degrees, options = config.training, config.parallelism, config.compile
     if not training.dynamic_seq_len:
         return []
@@ -210,7 +210,7 @@ def _check_async_tensor_parallel(config: JobConfig) -> list[str]:
     ]
 
 
-# Optimizers that have their state in tensors, and don't branch on it.
+# Optimizers whose state is in tensors and that don't branch on it.
 _TRACED = ("Adam", "AdamW", "torch.optim.Adagrad", "torch.optim.Muon", "torch.optim.RMSprop", "torch.optim.SGD")
 
 
@@ -271,7 +271,7 @@ def _check_budget(config: JobConfig) -> list[str]:
 
 
 def unused(config: JobConfig) -> list[str]:
-    """Name the options of the graph, its memory and its code that are set and not used."""
+    """Return a notice for each option of the graph, its memory and its code that is set and has no effect."""
 
     def unused(why: str, *keys: str) -> list[str]:
         return [f"{_name(config, key)}: {why}" for key in keys if get(config, key) != OPTIONS[key].default]

@@ -247,7 +247,7 @@ class DataSource:
 
 
 def source_name(source: DataSource) -> str:
-    """Return what a corpus of a mixture is called."""
+    """Return the name of a mixture's corpus in the metrics."""
     return source.name or PurePath(source.dataset_path or source.dataset or "").name
 
 
@@ -764,8 +764,8 @@ class Debug:
 class JobConfig:
     """The configuration of a run: one attribute per TOML table.
 
-    `sources` says where each option that was set came from (a file's name or "command line"), `notices` what the user
-    should know about them; neither takes part in comparisons.
+    `sources` says where each option that was set came from (a file's name or "command line"), `notices` the messages to
+    the user about them; neither takes part in comparisons.
     """
 
     job: Job = field(default_factory=Job)
@@ -801,7 +801,7 @@ def get(config: JobConfig, key: str) -> Any:
 
 
 def named(config: JobConfig, key: str) -> str:
-    """Return how a message names an option: where it was set, its name and its value."""
+    """Return an option as a message names it: where it was set, its name and its value."""
     return f"{config.sources.get(key, 'default')}: {key} = {brief(get(config, key))}"
 
 

@@ -1,4 +1,4 @@
-"""Command line and TOML in, one checked JobConfig out, or one error that lists everything wrong with them."""
+"""Loading of the command line and the TOML file into one checked JobConfig, or one error that lists every problem."""
 
 import argparse
 import sys
@@ -16,7 +16,7 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.patience import is_away, wait_for_storage
 from torchtitan_graph.small_files import BadFile, read_toml
 
-# What a command adds to a job's options that builds its graphs and runs none: so passes can't be verified.
+# The options added to a job's for a command that builds its graphs and runs none; verification would run them.
 DRY = ("--comm.mode", "fake_backend", "--debug.no-verify_passes")
 
 
@@ -53,7 +53,7 @@ def load(argv: Sequence[str]) -> JobConfig:
 
 
 def find_config(what: Path) -> Path:
-    """Return the TOML file that is meant by a path: of a run's folder its `config.toml`; a file itself as it is.
+    """Return the TOML file for a path: a run folder's `config.toml`, or the file itself.
 
     Raises:
         UserError: it is a folder without one.
@@ -70,7 +70,7 @@ def find_config(what: Path) -> Path:
 def read_beside(
     parser: argparse.ArgumentParser, argv: Sequence[str] | None = None
 ) -> tuple[argparse.Namespace, list[str]]:
-    """Read the options of a command that takes those of training too; give its own, and the words that are left.
+    """Parse the command line of a tool that also takes training options; return its own options and the other words.
 
     A name that is none of either, and most like one of the command's own, ends the process as argparse does.
     """
@@ -83,7 +83,7 @@ def read_beside(
 
 
 def read_arguments(argv: Sequence[str], result: Resolution) -> list[Setting]:
-    """Split `--table.key value`, `--table.key=value`, `--table.flag` and `--table.no-flag` into settings."""
+    """Return the settings in `--table.key value`, `--table.key=value`, `--table.flag` and `--table.no-flag`."""
     settings = []
     rest = list(argv)
     while rest:
@@ -124,7 +124,7 @@ def _unexpected(word: str) -> str:
 
 
 def read_file(name: str, result: Resolution) -> list[Setting]:
-    """Read a TOML file into settings, one per key; a bare name that is no file here means a packaged one."""
+    """Return the settings of a TOML file, one per key; a bare name that is no file here means a packaged one."""
     path = Path(name)
     package = Path(torchtitan_graph.__file__).parent
     folders = [package / "train_configs", package.parent / "train_configs"] if path.name == name else []

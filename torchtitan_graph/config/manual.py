@@ -1,4 +1,4 @@
-"""The options as text: what --help prints, and the page docs/02_options.md."""
+"""The options as text, for --help and the page docs/02_options.md."""
 
 import textwrap
 from collections.abc import Iterable
@@ -35,7 +35,7 @@ def tables() -> dict[str, list[Option]]:
 
 
 def describe_table(name: str) -> str:
-    """Return the one line that says what a table is about."""
+    """Return the one-line description of a table."""
     kind: Any = JobConfig
     for part in name.split("."):
         kind = get_type_hints(kind)[part]
@@ -43,7 +43,7 @@ def describe_table(name: str) -> str:
 
 
 def describe(table: type) -> str:
-    """Return the one line that says what the dataclass of a table is about."""
+    """Return the one-line description of a table's dataclass."""
     assert is_dataclass(table) and table.__doc__, table
     return table.__doc__.strip()
 
@@ -82,7 +82,7 @@ def _help_block(title: str, members: Iterable[Option], prefix: str) -> str:
 
 
 def options_page() -> str:
-    """Return docs/02_options.md."""
+    """Return the text of docs/02_options.md."""
     lines = [
         "# 2. Options",
         "",

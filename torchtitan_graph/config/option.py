@@ -1,4 +1,4 @@
-"""What one option is: its type, default, legal values and help, declared beside its dataclass field."""
+"""One option: its type, default, legal values and help, declared as a dataclass field."""
 
 import dataclasses
 import difflib
@@ -89,12 +89,12 @@ class Option:
 
     @property
     def row(self) -> type | None:
-        """The dataclass of one entry of an array of tables, or None if this is none."""
+        """The dataclass of one entry where the option is an array of tables, else None."""
         inner = typing.get_args(self.kind)[:1]
         return inner[0] if inner and dataclasses.is_dataclass(inner[0]) else None  # type: ignore[return-value]
 
     def legal(self) -> str:
-        """Describe the legal values in words."""
+        """Return a description of the legal values."""
         if self.choices:
             return "one of " + ", ".join(self.choices) + (f", or {self.means}" if self.means else "")
         if self.row is not None:
@@ -109,7 +109,7 @@ class Option:
         return " or ".join([words, *(str(value) for value in self.also)])
 
     def accept(self, value: Any) -> Any:
-        """Check a value that has a type, as TOML gives it, and return it as the dataclass holds it.
+        """Check a value with a TOML type, and return it as the dataclass holds it.
 
         Raises:
             UserError: the value is not legal; the message says what is.
@@ -217,7 +217,7 @@ def options(table: type, prefix: str = "") -> dict[str, Option]:
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """Return the name most like a mistyped one, or None when none is near: no hint is better than a false one.
+    """Return the known name most similar to a mistyped one, or None when none is: no hint is better than a false one.
 
     A key without its table, or in a wrong one, is near; so is a name with other separators, or in other letters' case.
     A long table's name makes any two of its keys alike, so what is meant must be like the key itself.
@@ -242,7 +242,7 @@ def _likeness(name: str, other: str) -> float:
 
 
 def show(value: Any) -> str:
-    """Return a value as a user would write it on the command line."""
+    """Return a value as written on the command line."""
     if value is None:
         return "not set"
     if isinstance(value, bool):
@@ -255,7 +255,7 @@ def show(value: Any) -> str:
 
 
 def brief(value: Any) -> str:
-    """Return a value as an error shows it, cut where it is long."""
+    """Return a value for an error message, cut where it is long."""
     try:
         text = repr(value)
     except ValueError:  # Python prints no integer of thousands of digits
@@ -279,7 +279,7 @@ def _has_kind(value: Any, kind: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a value is one that a TOML file can hold, other than tables, dates and infinite numbers."""
+    """Return whether TOML can hold a value, other than tables, dates and infinite numbers."""
     if isinstance(value, list):
         return all(map(_is_plain, value))
     return any(_has_kind(value, kind) for kind in (bool, int, str)) or (type(value) is float and math.isfinite(value))

@@ -1,4 +1,4 @@
-"""Find what an option names by a dotted name: a class or a function of the user's own."""
+"""Import of the user's own classes and functions, which options give by dotted names."""
 
 import importlib
 from typing import Any
@@ -7,7 +7,7 @@ from torchtitan_graph.errors import UserError
 
 
 def find_own(option: str, dotted_name: str) -> Any:
-    """Import what `dotted_name`, the value of `option`, names.
+    """Return the object at `dotted_name`, the value of `option`, after importing its module.
 
     Raises:
         UserError: it is no dotted name, there is no such module, or nothing of that name in it.

@@ -1,4 +1,4 @@
-"""Checks that what options name in a run's folder is not what something else is written to."""
+"""Checks that no two options name the same place in a run's folder, nor one that the run itself uses."""
 
 import re
 from pathlib import PurePath
@@ -14,7 +14,7 @@ _FOLDERS = (
     "profiling.save_memory_snapshot_folder",
     "comm.save_traces_folder",
 )
-# What a run writes under names of its own. The last is a file that is replaced, before it has its name.
+# Files that a run writes under names of its own. The last pattern is of temporary files, before they are renamed.
 _OWN = (
     r"run\.(lock|reserve).*|(status|requeue)\.json|metrics(_rank\d+)?(_dropped)?\.jsonl|failures|graphs|wandb.*|"
     r"\.preflight-.*|.*\.tmp"
@@ -22,7 +22,7 @@ _OWN = (
 
 
 def find_problems(config: JobConfig) -> list[str]:
-    """Return what names a file or folder of the run's own, or one that another option names, a line each."""
+    """Return a line for each option whose file or folder collides with the run's own or with another option's."""
     places = {key: PurePath(get(config, key)) for key in (_FILE, *_FOLDERS) if get(config, key) or key != _FILE}
     problems = []
     for key, place in places.items():
@@ -36,7 +36,7 @@ def find_problems(config: JobConfig) -> list[str]:
 
 
 def _conflict(key: str, place: PurePath, other: str, others: PurePath) -> str | None:
-    """Say why a place can't be used beside another option's, None if it can."""
+    """Return why a place conflicts with another option's, None if it doesn't."""
     said = f"{other} = {str(others)!r}"
     if place == others:
         return f"{said} is the same" if key > other else None  # once for two

@@ -10,7 +10,7 @@ LINEARS_MX = ("mx", "quantize.linear.mx")  # as well
 EXPERTS = "quantize.grouped_mm.float8"
 _EXPERTS_MX = "quantize.grouped_mm.mx"
 _AUTO = "auto_filter_small_kn"
-# What can't be set beside float8, and to what instead.
+# Options that don't combine with float8, and the value each must have.
 _NOT_TOGETHER = {
     "parallelism.enable_async_tensor_parallel": ("products cut into parts", False),
     "training.enable_cpu_offload": ("parameters in the host's memory", False),
@@ -21,22 +21,22 @@ _NOT_TOGETHER = {
 
 
 def converts_linears(converters: Sequence[str]) -> bool:
-    """Return whether by model.converters linear layers multiply in float8."""
+    """Return whether model.converters makes linear layers multiply in float8."""
     return not {*converters}.isdisjoint(LINEARS)
 
 
 def converts_to_mx(converters: Sequence[str]) -> bool:
-    """Return whether by model.converters linear layers multiply in MX formats."""
+    """Return whether model.converters makes linear layers multiply in MX formats."""
     return not {*converters}.isdisjoint(LINEARS_MX)
 
 
 def converts_experts(converters: Sequence[str]) -> bool:
-    """Return whether by model.converters experts multiply in float8."""
+    """Return whether model.converters makes experts multiply in float8."""
     return EXPERTS in converters
 
 
 def find_problems(config: JobConfig) -> list[str]:
-    """Return what is wrong with how a model is to be quantised, a line each."""
+    """Return the problems of the options for quantization, a line each."""
     converters, problems = named(config, "model.converters"), []
     for name in dict.fromkeys(config.model.converters):
         if name == _EXPERTS_MX:
@@ -66,8 +66,8 @@ def find_problems(config: JobConfig) -> list[str]:
 
 
 def tokens_problems(config: JobConfig, is_mx: bool, instead: str) -> list[str]:
-    """Return what is wrong with how many tokens a rank computes at a time, in linear layers; `instead` says what else
-    to do."""
+    """Return the problems of the number of tokens that a rank's linear layers compute at a time; `instead` is the
+    advice."""
     degrees, training = config.parallelism, config.training
     key = "training.local_batch_size"
     if degrees.pipeline_parallel_degree > 1:
@@ -93,8 +93,8 @@ def tokens_problems(config: JobConfig, is_mx: bool, instead: str) -> list[str]:
 
 
 def not_together(config: JobConfig, what: str, instead: str) -> list[str]:
-    """Return what can't be set beside float8 layers, a line each; `what` says why there are some, `instead` what else
-    to do."""
+    """Return the options that don't combine with float8 layers, a line each; `what` is the reason, `instead` the
+    advice."""
     return [
         f"{named(config, key)}: {what} is not built with {other}; set it to {show(legal)}, {instead}"
         for key, (other, legal) in _NOT_TOGETHER.items()
@@ -103,7 +103,7 @@ def not_together(config: JobConfig, what: str, instead: str) -> list[str]:
 
 
 def unused(config: JobConfig) -> list[str]:
-    """Return the notices about options that are set while what they are about is not quantised."""
+    """Return a notice for each quantization option whose layers are not quantized."""
     done, notices = config.model.converters, []
     tables = (
         ("quantize.linear.float8", "no linear layer", converts_linears(done), LINEARS[0]),

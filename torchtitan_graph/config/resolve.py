@@ -1,4 +1,4 @@
-"""Settings in, a configuration and findings out: the one place where what a user sets is checked and translated."""
+"""Resolution of settings into a configuration and findings: every value that a user sets is checked here."""
 
 import pkgutil
 import re
@@ -33,7 +33,7 @@ NAMES = {*OPTIONS, *RENAMED, *UNSUPPORTED}
 
 
 class Setting(NamedTuple):
-    """A key that was set, where, and to what: a TOML value, or text of the command line."""
+    """A key that was set, its source, and its value: a TOML value, or text of the command line."""
 
     source: str
     key: str
@@ -41,7 +41,7 @@ class Setting(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """What became of a setting: refused, ignored or changed, and why."""
+    """The verdict on a setting: refused, ignored or changed, and why."""
 
     verdict: str
     setting: Setting
@@ -56,7 +56,7 @@ class Finding(NamedTuple):
 
 @dataclass
 class Resolution:
-    """A configuration and everything there is to say about how it came to be."""
+    """A configuration and the findings on its settings."""
 
     config: JobConfig
     findings: list[Finding]
@@ -66,20 +66,20 @@ class Resolution:
 
 
 def one_line(text: str) -> str:
-    """Return what may hold anything, such as a name in a file, without line breaks, and cut where it is long."""
+    """Return any text, such as a name in a file, without line breaks, and cut where it is long."""
     text = text if len(text) <= 1000 else text[:1000] + "..."
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def problem_list(problems: Sequence[str]) -> str:
-    """Return the one message that reports several problems, the first of very many."""
+    """Return one message for all problems; of very many, the first."""
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     more = [f"and {len(problems) - MOST_TOLD} more"] * (len(problems) > MOST_TOLD)
     return "\n  ".join([f"{count} in the configuration:", *problems[:MOST_TOLD], *more])
 
 
 def resolve(settings: Sequence[Setting], result: Resolution) -> None:
-    """Check every setting and put it in the configuration; a later setting of a key overrides an earlier one."""
+    """Check every setting and store it in the configuration; a later setting of a key overrides an earlier one."""
     given = {(setting.source, setting.key) for setting in settings}
     effective: dict[str, Setting] = {}
     for setting in settings:
@@ -110,13 +110,13 @@ def resolve(settings: Sequence[Setting], result: Resolution) -> None:
 
 
 def family_names() -> list[str]:
-    """List the model families of this package: every module in `models/` but the one that builds them."""
+    """Return the names of this package's model families: every module in `models/` but `spec`."""
     found = pkgutil.iter_modules([str(Path(torchtitan_graph.__file__).parent / "models")])
     return sorted(module.name for module in found if not module.ispkg and module.name != "spec")
 
 
 def is_flag(key: str) -> bool:
-    """Return whether the values of a known name are true and false."""
+    """Return whether the option of a known name is a boolean."""
     key = RENAMED.get(key, key)
     return OPTIONS[key].kind is bool if key in OPTIONS else UNSUPPORTED[key].is_flag
 
@@ -126,10 +126,10 @@ def _is_unsupported_value(key: str, value: Any) -> bool:
 
 
 def _store(setting: Setting, key: str, result: Resolution) -> bool:
-    """Check one value and put it in the configuration. Everything the user sets comes through here."""
+    """Check one value and store it in the configuration; return whether it is legal. All values pass here."""
     option = OPTIONS[key]
     is_list_as_text = option.kind == list[str] and isinstance(setting.value, str)
-    is_text = setting.source == COMMAND_LINE or is_list_as_text  # which files of torchtitan have too
+    is_text = setting.source == COMMAND_LINE or is_list_as_text  # files of torchtitan have these too
     try:
         value = option.parse(setting.value) if is_text else option.accept(setting.value)
     except UserError as error:
@@ -158,7 +158,7 @@ def _unknown(key: str) -> str:
 
 
 def _resolve_aliases(effective: dict[str, Setting], result: Resolution) -> None:
-    """Translate values that had another meaning, or another name, in earlier releases."""
+    """Replace values that had another meaning, or another name, in earlier releases."""
     config = result.config
     for key in ("training.dataset", "validation.dataset"):
         if get(config, key) == "c4_test":
@@ -190,7 +190,7 @@ def _resolve_aliases(effective: dict[str, Setting], result: Resolution) -> None:
 
 
 def _resolve_speed(effective: dict[str, Setting], result: Resolution) -> None:
-    """Leave out what files of torchtitan have beside converters to make the same numbers faster, and is not built."""
+    """Turn off speed-ups in torchtitan's files that are not built with converters; the numbers are the same."""
     config = result.config
     for key, what in _ONLY_FASTER.items():
         if config.model.converters and get(config, key):
@@ -201,7 +201,7 @@ def _resolve_speed(effective: dict[str, Setting], result: Resolution) -> None:
 
 
 def _resolve_references(effective: dict[str, Setting], result: Resolution) -> None:
-    """Put other options' values into dump_folder. What comes out holds no braces, so that it can be read again."""
+    """Replace `{table.key}` in dump_folder by that option's value. The result has no braces: it can be read again."""
 
     def value_of(match: re.Match[str]) -> str:
         key = match[1]

@@ -10,7 +10,7 @@ REFUSED, IGNORED = "refused", "ignored"
 
 
 class Unsupported(NamedTuple):
-    """What becomes of a name that is set, what to do instead, and the value that says nothing: its default once."""
+    """The verdict on an option of torchtitan, the advice, and the values that mean nothing: its defaults."""
 
     verdict: str
     instead: str
@@ -18,11 +18,11 @@ class Unsupported(NamedTuple):
 
     @property
     def is_flag(self) -> bool:
-        """Whether its values were true and false, so that the command line may leave them out."""
+        """Whether its values were true and false, which the command line may leave out."""
         return any(isinstance(value, bool) for value in self.harmless)
 
     def is_harmless(self, value: Any) -> bool:
-        """Return whether a value, or its text on the command line, says nothing."""
+        """Return whether a value, or its text on the command line, is one that means nothing."""
         return any(_same(value, one) for one in self.harmless)
 
 
@@ -42,7 +42,7 @@ def _ignore(harmless: Any, why: str) -> Unsupported:
 
 
 def _gone(why: str) -> Unsupported:
-    """Ignore a key that even torchtitan's last TOML release did not know: no value of it is silent."""
+    """Return an ignored name that torchtitan's last TOML release no longer had: every value of it gets a notice."""
     return Unsupported(IGNORED, why)
 
 
@@ -177,8 +177,8 @@ RENAMED = {
     **{f"mx.{name}": f"quantize.linear.mx.{name}" for name in _LINEAR_MX},
 }
 
-# What other trainers call it, and the option here that is about it; its values may mean something else. A name with a
-# table stands for itself, one without for that key in any table.
+# Options by their names in other trainers; values may differ in meaning. A name with a table stands for itself, one
+# without for that key in any table.
 NAMES_ELSEWHERE = {
     name: option
     for option, names in {

@@ -1,4 +1,4 @@
-"""One HTML page that shows a step's graphs: what each scope costs, what is held when, what is sent, what passes did."""
+"""An HTML page of a step's graphs: cost of each scope, memory over time, communication, and the effect of passes."""
 
 from torchtitan_graph.explorer.data import Strings, graph_data
 from torchtitan_graph.explorer.page import page

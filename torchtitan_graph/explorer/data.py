@@ -1,7 +1,7 @@
-"""A graph as columns of numbers and of numbers of strings: what the page is made of.
+"""A graph as columns of numbers and string indices: the data of the page.
 
-Every list of a table has a row per call, per scope, and so on. A string is written once, in `Strings`; tables say its
-number. What calls cost is not summed here: the page does that, for it sums over other scopes, too (blocks of a kind).
+Every list of a table has a row per call, per scope, and so on. A string is stored once, in `Strings`; tables hold its
+index. Costs of calls are not summed here: the page sums them, over other scopes too (blocks of a kind).
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ MEASURES = [name for name in Cost._fields if name != "calls"]
 
 
 class Strings:
-    """The strings of a page, each once, by number."""
+    """The distinct strings of a page, by index."""
 
     def __init__(self) -> None:
         self.table: list[str] = []
         self._numbers: dict[str, int] = {}
 
     def number(self, text: str | None) -> int:
-        """Give a string's number; no string is the empty one."""
+        """Return a string's index; None is the empty string."""
         text = text or ""
         if text not in self._numbers:
             self._numbers[text] = len(self.table)
@@ -51,14 +51,14 @@ def graph_data(
     notes: Sequence[str] = (),
     rest: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """Give what the page shows of a graph.
+    """Return the page's data of a graph.
 
     Args:
         gms: the graph; of a pipeline's stage its parts, in the order in which they run.
         charged: its calls, as `scopes.charges` gives them for the same costs, of parts by `scopes.in_a_row`.
-        watched: the passes that made it, from "traced" on, and what they left, before a stage is cut.
-        notes: lines of text to put beside it.
-        rest: bytes that lie there beside what the graph holds, by what for: parameters, the optimizer's state, ...
+        watched: the passes that made it, from "traced" on, and their result, before a stage is cut.
+        notes: lines of text shown with it.
+        rest: bytes held outside the graph, by purpose: parameters, the optimizer's state, ...
     """
     s, scopes = strings.number, list(tree(charged).walk())
     number_of = {scope.place: i for i, scope in enumerate(scopes)}
@@ -66,8 +66,8 @@ def graph_data(
     by_name = {charge.node.name: i for charge, i in reversed(list(zip(charged, range(len(charged)), strict=True)))}
 
     def given(source: str) -> int:
-        """Give the number of what is read; of a graph's input, below 0, that of its name. What a part is given goes by
-        the name that it has in the part before."""
+        """Return the index of the call that a name refers to; for a graph's input, a negative number from its name's
+        index. A part's inputs have the names they had in the part before."""
         return by_name.get(source, -1 - s(source))
 
     return {
@@ -109,14 +109,14 @@ def graph_data(
 
 
 def _places(node: Node, charged_to: Place) -> str:
-    """Say what a call stands for, where that is several places: a line for each."""
+    """Return the scopes a call stands for, if there are several: a line for each."""
     places = call_hierarchy(node)
     return "\n".join(map(shown, places)) if len(places) > 1 else ""
 
 
 def _memory(gms: Sequence[GraphModule], number: dict[Node, int], strings: Strings) -> dict[str, Any]:
-    """Give the graphs' memories: the call that each belongs to, the calls from and up to which it is held, and what
-    for. Between calls stand nodes that hold nothing."""
+    """Return the lifetimes of the graphs' memory: the owning call, the first and last call, bytes and purpose. Other
+    nodes between the calls hold nothing."""
     columns = ("owner", "begin", "end", "bytes", "purpose", "scratch_at", "scratch")
     found: dict[str, Any] = {"peak": 0, "workspace": WORKSPACE, **{key: [] for key in columns}}
     most = -1
@@ -156,13 +156,13 @@ def _collectives(
 
 
 def _whole(gm: GraphModule, charged: Sequence[Charge]) -> Measured:
-    """Return a graph's peak, and what the sums over its calls say of communication."""
+    """Return a graph's peak memory, and the sums of its calls' communication."""
     cost = [charge.cost for charge in charged]
     return Measured(peak_memory(gm).num_bytes, sum(x.received for x in cost), sum(x.exposed for x in cost) / 1e9)
 
 
 def _passed(each: Passed, last: Measured | None, strings: Strings) -> dict[str, Any]:
-    """Give a pass as columns. Of large graphs some are not measured: `last` is what `_whole` gives."""
+    """Return a pass as columns. Some passes on large graphs are not measured: `last` is the result of `_whole`."""
     measured = each.measured or last
     columns = list(zip(*each.changes, strict=True)) or [()] * 6
     keys = ("kind", "name", "operator", "module", "before", "after")

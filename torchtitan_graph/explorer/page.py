@@ -1,8 +1,8 @@
-"""The page: a template, its style and its script, and the data, in one file that asks nothing of any network.
+"""The HTML page: template, style, script and data in one file that makes no network requests.
 
 All names and lines are data. They travel compressed, in letters and digits that mean nothing to HTML, and the script
-puts them on the page as text, never as markup. The page's own policy lets the browser connect to nothing, and run only
-the script that was put in.
+puts them on the page as text, never as markup. The page's content security policy allows no connection, and only its
+own script.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _SCRIPTS = ("base.js", "table.js", "tree.js", "memory.js", "timeline.js", "passe
 
 
 def page(data: Mapping[str, Any]) -> str:
-    """Give the page of some data: `title`, `facts` (pairs of words), `strings`, `graphs`, see
-    `graph_data`, and, of a run, `run`, see `run_data`."""
+    """Return the page as HTML, from data with `title`, `facts` (pairs of words), `strings`, `graphs`, see `graph_data`,
+    and, for a run, `run`, see `run_data`."""
     style = (_FOLDER / "style.css").read_text(encoding="utf-8")
     scripts = "\n".join((_FOLDER / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     script = f'"use strict";\n(() => {{\n{scripts}\n}})();\n'
@@ -43,7 +43,7 @@ def page(data: Mapping[str, Any]) -> str:
         "SCRIPT": script,
         "DATA": base64.b64encode(packed).decode(),
     }
-    # In one sweep: what is put in is not looked at again.
+    # In one substitution: inserted text is not scanned again.
     return re.sub(
         r"\{\{([A-Z]+)\}\}", lambda place: fillings[place[1]], (_FOLDER / "page.html").read_text(encoding="utf-8")
     )

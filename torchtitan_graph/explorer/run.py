@@ -1,4 +1,4 @@
-"""What a run's folder tells beside its graphs: how far it came, its metrics, its files."""
+"""A run's folder apart from its graphs: progress, metrics, files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchtitan_graph.metrics.records import read_records
 from torchtitan_graph.small_files import BadFile, read_json, read_text
 
 MAX_POINTS, MAX_FILES, MAX_WORDS = 2000, 1000, 500
-# What status.json is asked for, as the page names it.
+# Fields of status.json, by their names on the page.
 _STATUS = {
     "state": "state",
     "reason": "reason",
@@ -32,7 +32,7 @@ _STATUS = {
 
 
 def run_data(folder: Path, page: Path) -> dict[str, Any]:
-    """Return what the page shows of a run. What can't be read is left out, with a warning.
+    """Return the page's data of a run. Unreadable files are left out, with a warning.
 
     Args:
         page: where the page is written: links to the run's files lead from there.
@@ -49,7 +49,7 @@ def run_data(folder: Path, page: Path) -> dict[str, Any]:
 
 
 def _or_nothing(path: Path, read: Any, nothing: Any) -> Any:
-    """Read a file that only tells something."""
+    """Read an informative file, or return `nothing` where it is missing or, with a warning, unusable."""
     try:
         return read(path)
     except FileNotFoundError:
@@ -65,7 +65,7 @@ def _brief(value: object) -> str:
 
 
 def _curves(records: list[dict[str, Any]]) -> dict[str, list[tuple[float, float]]]:
-    """Return by name what was logged as numbers: [step, value], of long runs some of them, with the last."""
+    """Return the numeric metrics by name, as [step, value]; those of long runs are thinned out, the last is kept."""
     found: dict[str, list[tuple[float, float]]] = {}
     for record in records:
         if not _is_number(step := record.get("step")):
@@ -81,7 +81,7 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 def _files(folder: Path, page: Path) -> list[tuple[str, str, int]]:
-    """Return a run's files by their names in its folder, each with its address as seen from the page, and its bytes."""
+    """Return a run's files by their names in its folder, each with its link from the page, and its bytes."""
     start = page.absolute().parent
     return [
         (str(path.relative_to(folder)), quote(os.fsencode(os.path.relpath(path.absolute(), start))), size)

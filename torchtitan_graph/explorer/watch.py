@@ -1,4 +1,4 @@
-"""What each pass changes in a graph, node by node, seen while the passes run."""
+"""The changes of each pass in a graph, node by node, recorded while the passes run."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ ADDED, REMOVED, CHANGED, MOVED = "added", "removed", "changed", "moved"
 
 
 class Change(NamedTuple):
-    """A node that a pass changed: how, its name, what it calls, its module, and its line before and after ("" where it
-    is not there). One that moved stands among other nodes in another order, and is else as it was."""
+    """A node that a pass changed: how, its name, operator and module, and its line before and after ("" where it is
+    absent). One that moved stands in another order among the nodes, and is otherwise the same."""
 
     kind: str
     name: str
@@ -29,8 +29,8 @@ class Change(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Passed:
-    """A pass that ran: its name, its seconds, how many calls the graph has after it, what the log's table says of the
-    graph then, if it was measured, and what the pass changed."""
+    """A pass that ran: its name, its seconds, the number of calls after it, the log table's figures of the graph then,
+    if measured, and the changes."""
 
     name: str
     seconds: float
@@ -41,7 +41,7 @@ class Passed:
 
 @dataclasses.dataclass
 class Watched:
-    """A graph as it is now, and the passes that made it so."""
+    """A graph in its present state, and the passes that made it."""
 
     gm: GraphModule
     passes: list[Passed]
@@ -49,7 +49,7 @@ class Watched:
 
 
 class _Line(NamedTuple):
-    seen: tuple[Any, ...]  # what the text is made of: while it is the same, the text is too
+    seen: tuple[Any, ...]  # the values the text is made of: while they are the same, the text is too
     text: str
     operator: str
     module: str
@@ -57,14 +57,14 @@ class _Line(NamedTuple):
 
 
 class PassWatch:
-    """Keeps, of each graph by its name, what `Inspection.look` is told. A graph that is begun anew, as while a memory
-    budget is tried out, replaces the one before."""
+    """An observer of passes that records every graph by its name. A graph that is started again, as while a memory
+    budget is searched, replaces the one before."""
 
     def __init__(self) -> None:
         self.graphs: dict[str, Watched] = {}
 
     def look(self, graph: str, name: str, seconds: float, gm: GraphModule, measured: Measured | None = None) -> None:
-        """Take a graph before any pass ("traced"), or after one."""
+        """Record a graph before any pass ("traced"), or after one."""
         before = self.graphs[graph]._lines if name != "traced" else {}
         lines = _lines(gm, before)
         if name == "traced":
@@ -99,7 +99,7 @@ def _same(a: object, b: object) -> bool:
 
 
 def _changes(before: dict[str, _Line], after: dict[str, _Line]) -> list[Change]:
-    """Compare two graphs' lines; changes stand in the order of the new graph, what is gone last."""
+    """Return the changes between two graphs' lines, in the order of the new graph; removed nodes are last."""
     moved = _moved([(name, before[name].place) for name in after if name in before])
     found = []
     for name, new in after.items():
@@ -115,8 +115,8 @@ def _changes(before: dict[str, _Line], after: dict[str, _Line]) -> list[Change]:
 
 
 def _moved(places: list[tuple[str, int]]) -> set[str]:
-    """Give the fewest nodes whose places explain a new order: all but a longest sequence that still grows."""
-    ends: list[int] = []  # of a growing sequence of each length, the least last place
+    """Return the smallest set of nodes that moved: all but a longest subsequence still in order."""
+    ends: list[int] = []  # of an increasing subsequence of each length, the least last place
     at: list[int] = []  # the entry with that place
     previous: list[int] = []
     for i, (_, place) in enumerate(places):

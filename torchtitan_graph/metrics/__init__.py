@@ -1,4 +1,4 @@
-"""What a run tells while it trains: console, metrics.jsonl, dashboards, traces of single steps, and why it ended."""
+"""Outputs of a run during training: console, metrics.jsonl, dashboards, profiler traces, and out-of-memory reports."""
 
 from torchtitan_graph.metrics import out_of_memory
 from torchtitan_graph.metrics.metrics import Metrics

@@ -1,19 +1,19 @@
-"""What a person reads while a run trains: a line per logged step, and on a terminal a bar between the lines."""
+"""Console output during training: a line per logged step, and on a terminal a progress bar between the lines."""
 
 from datetime import timedelta
 from typing import Any
 
-DATA_SHARE_SHOWN = 0.05  # waiting for data is worth a word from this share of a step on
+DATA_SHARE_SHOWN = 0.05  # waiting for data is shown from this share of a step on
 BAR_WIDTH = 20
 
 
 def progress(step: int, total_steps: int) -> str:
-    """Say how far a run is."""
+    """Return the step and percentage done as text."""
     return f"step {step:>{len(str(total_steps))}}/{total_steps} {100 * step // total_steps:>3}%"
 
 
 def step_line(record: dict[str, Any], total_steps: int) -> str:
-    """Say in a line what a step's record holds."""
+    """Return a step's record as a line."""
     parts = [
         progress(record["step"], total_steps),
         f"loss {record['loss']:.4f}",
@@ -31,7 +31,7 @@ def step_line(record: dict[str, Any], total_steps: int) -> str:
 
 
 def progress_bar(step: int, total_steps: int, step_time_s: float) -> str:
-    """Draw how far a run is."""
+    """Return a progress bar with the seconds per step and the time left."""
     filled = BAR_WIDTH * step // total_steps
     bar = "━" * filled + "─" * (BAR_WIDTH - filled)
     return f"{bar}  {progress(step, total_steps)}  {step_time_s:.2f} s/step  {_left(step, total_steps, step_time_s)}"

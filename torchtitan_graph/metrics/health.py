@@ -1,4 +1,4 @@
-"""Is the run well? Alarms on values that leap, and which rank the others wait for."""
+"""Alarms on outlying values, and detection of stragglers."""
 
 import collections
 import statistics
@@ -9,19 +9,19 @@ import torch.distributed as dist
 from torchtitan_graph.device import device
 from torchtitan_graph.log import logger
 
-WINDOW, FEWEST = 100, 20  # steps that a value is compared with; so many are needed first
-# Where a value hardly varies, its deviation counts as this part of it.
+WINDOW, FEWEST = 100, 20  # steps that a value is compared with; and how many are needed first
+# The least deviation, as a share of the median, for values that hardly vary.
 LEAST_DEVIATION = 0.01
-# Seconds. A rank that others wait for no longer is no straggler: the operating system alone takes that much now and
+# Seconds. A rank that delays the others by less is no straggler: the operating system alone takes that much now and
 # then, which is a large share of a short step.
 LEAST_WAIT_S = 0.1
 
 
 class Alarm:
-    """Warn where a value leaps: above the median of its last 100 by more than `threshold` deviations.
+    """Warnings of outliers: values above the median of the last 100 by more than `threshold` deviations.
 
-    The deviation is the median distance to that median, scaled to a normal distribution's standard deviation. One leap
-    is one warning, however many steps it lasts. After a resume the values are collected anew.
+    The deviation is the median distance to that median, scaled to a normal distribution's standard deviation. One
+    outlier is one warning, however many steps it lasts. After a resume the window starts empty.
     """
 
     def __init__(self, name: str, option: str, threshold: float) -> None:
@@ -30,7 +30,7 @@ class Alarm:
         self._is_raised = False
 
     def watch(self, step: int, value: float) -> None:
-        """Look at the value of a step."""
+        """Compare a step's value with the window, and add it."""
         if len(self._recent) >= FEWEST and self.threshold > 0:
             median = statistics.median(self._recent)
             deviation = 1.4826 * statistics.median(abs(x - median) for x in self._recent)
@@ -45,8 +45,8 @@ class Alarm:
 
 
 def compare_ranks(step: int, step_s: float, work_s: float, data_s: float, share: float) -> dict[str, float]:
-    """Gather how long each rank was busy in a step, and return whom the others waited for; rank 0 warns of a rank that
-    was busy longer than the median rank by more than `share` of the step, and by a tenth of a second.
+    """Return the busy seconds of the slowest and the median rank in a step, all-gathered; rank 0 warns of a straggler,
+    a rank busy longer than the median rank by more than `share` of the step, and by a tenth of a second.
 
     Args:
         step_s: seconds that the step took, much the same on all ranks.

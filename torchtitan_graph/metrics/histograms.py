@@ -1,4 +1,4 @@
-"""Histograms of tensors that ranks hold parts of: exact, and the same on every rank."""
+"""Histograms of sharded tensors: exact, and the same on every rank."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -26,10 +26,10 @@ class Histogram(NamedTuple):
 
 @torch.no_grad()
 def histograms(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Histogram]:
-    """Count the finite values of each tensor in equal bins: two reductions over all ranks, on `device`.
+    """Return histograms of the finite values of each tensor, in equal bins: two reductions over all ranks, on `device`.
 
-    What several ranks hold, they all count: every element of a tensor equally often, so the counts are divided by that.
-    A tensor without a finite value is left out. Ranks may hold different tensors, as a pipeline's stages do.
+    Ranks that hold the same part all count it: every element equally often, so the counts are divided by that. A tensor
+    without a finite value is left out. Ranks may hold different tensors, as a pipeline's stages do.
     """
     by_rank: list[dict[str, int]] = [{}] * dist.get_world_size()
     dist.all_gather_object(by_rank, {name: x.numel() for name, x in tensors.items()})
@@ -52,18 +52,18 @@ def histograms(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str,
 
 
 def _finite(x: Tensor) -> Tensor:
-    """Give the finite values that this rank holds, fp64, on the CPU: there counting is deterministic."""
+    """Return the finite values of this rank's shard, fp64, on the CPU: there counting is deterministic."""
     local = chunk_of(x).local.flatten().cpu().double()
     return local[local.isfinite()]
 
 
 def _extremes(x: Tensor) -> tuple[float, float]:
-    """Give the largest -x and the largest x."""
+    """Return the maxima of -x and x."""
     return (-x.min().item(), x.max().item()) if len(x) else (-torch.inf, -torch.inf)
 
 
 def _counts_and_sums(tensor: Tensor, low: float, high: float) -> Tensor:
-    """Give the counts of this rank's finite values, their sum and sum of squares, and how many values it holds."""
+    """Return a vector: counts of this rank's finite values, their sum and sum of squares, and its shard's size."""
     x = _finite(tensor)
     counts = torch.histc(x, NUM_BINS, *_widened(low, high)) if len(x) else x.new_zeros(NUM_BINS)
     num_held = x.new_tensor(chunk_of(tensor).local.numel())

@@ -15,13 +15,13 @@ MAX_LINE, MAX_MOVED = 2**24, 2**30  # bytes
 
 
 class Line(TypedDict):
-    """What each line has."""
+    """The field that every line has."""
 
     step: int
 
 
 def append(path: Path, record: dict[str, Any]) -> None:
-    """Add one line, floats with all their digits; where it can't be written whole, nothing is added."""
+    """Append one line, floats with all their digits; where it can't be written whole, nothing is added."""
     line = (json.dumps(record) + "\n").encode()
     with open(path, "ab", buffering=0, opener=_open_at_once) as file:
         size = file.tell()
@@ -38,7 +38,7 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 def begin(path: Path, start_step: int) -> None:
-    """Let lines be added to a file, after those of steps up to `start_step`.
+    """Prepare a file for appending, after the lines of steps up to `start_step`.
 
     What follows the last of these, an earlier run's later steps or a torn line, is moved to `*_dropped.jsonl`. A kill
     here leaves it in this file too, or only there.
@@ -64,7 +64,7 @@ def _move(file: BinaryIO, path: Path, end: int, size: int) -> None:
     if dropped.exists() and not dropped.is_file():
         raise BadFile(f"{dropped}: is no regular file")
     with dropped.open("a+b") as moved:
-        _end_line(moved)  # which a kill has torn
+        _end_line(moved)  # a kill may have torn the last line
         file.seek(end)
         shutil.copyfileobj(file, moved)
         _end_line(moved)
@@ -81,8 +81,8 @@ def _end_line(file: BinaryIO) -> None:
 
 
 def _end_of_kept(file: BinaryIO, path: Path, size: int, start_step: int) -> int:
-    """Return where the last line of a step up to `start_step` ends, 0 if there is none. The file is read backward."""
-    begin, end, rest = size, size, b""  # `rest` is what lies between the two
+    """Return the end of the last line of a step up to `start_step`, 0 if there is none. The file is read backward."""
+    begin, end, rest = size, size, b""  # `rest` is the bytes between the two
     while begin:
         if len(rest) > MAX_LINE or size - begin > MAX_MOVED:
             raise BadFile(f"{path}: its end is not lines of this run; move the file away")

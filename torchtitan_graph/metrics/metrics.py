@@ -1,4 +1,4 @@
-"""Time the steps, and log some of them to the console, metrics.jsonl, TensorBoard and Weights & Biases."""
+"""Timing of steps, and logging of some to the console, metrics.jsonl, TensorBoard and Weights & Biases."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -45,18 +45,18 @@ TAGS = {
 
 
 class Dashboard(Protocol):
-    """Where curves are drawn."""
+    """Interface of TensorBoard and Weights & Biases: points of curves."""
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None: ...
 
     def close(self) -> None: ...
 
 
-_LOAD = ".moe.load"  # ends the names of experts' loads in a step's state
+_LOAD = ".moe.load"  # the suffix of the names of experts' loads in a step's state
 
 
 class Metrics:
-    """Log step 1, every `metrics.log_freq`-th step, the last one, and each validation.
+    """Logging of step 1, every `metrics.log_freq`-th step, the last one, and each validation.
 
     Rank 0 logs; with `metrics.save_for_all_ranks` the others write files too, `metrics_rankR.jsonl` and a `rank_R`
     folder for TensorBoard; Weights & Biases gets rank 0's. Use as a context manager, or call `close()`.
@@ -64,12 +64,12 @@ class Metrics:
     Args:
         start_step: steps done before this process began. What a killed run logged for later steps is dropped.
         tokens_seen: targets of those steps.
-        flops_per_step: what this device is to compute in a step, recomputation not counted; None: not known. Set the
+        flops_per_step: FLOPs of this device in a step, without recomputation; None: not known. Set the
             attribute of that name before `end_step` where steps differ.
         peak_flops: FLOP/s this device can do; None: not known, and then there is no MFU.
         model_table: Markdown, shown in TensorBoard beside the configuration.
         scope_table: text, shown there too, if it is not empty.
-        of_all_stages: takes a step's state, and gives that of all stages of a pipeline; all ranks call it together.
+        of_all_stages: a function from a step's state to that of all pipeline stages; all ranks call it together.
     """
 
     def __init__(
@@ -134,12 +134,12 @@ class Metrics:
         self._tokens_by_source: dict[str, int] | None = None
 
     def start_step(self) -> None:
-        """Start the clock. What happens between two steps (a save, a validation) is not counted."""
+        """Start the clock. The time between two steps (a save, a validation) is not counted."""
         self._began = time.perf_counter()
 
     @contextmanager
     def watch_work(self, step: int) -> Iterator[None]:
-        """Time this rank's graphs, if the step is one that compares the ranks; not the first, which warms up."""
+        """Time this rank's graphs in steps that compare the ranks; not in the first, which warms up."""
         self._work = None
         several = dist.is_initialized() and dist.get_world_size() > 1
         if several and self._straggler_share and self.is_due(step) and step != self.first_step:
@@ -149,7 +149,7 @@ class Metrics:
             yield
 
     def is_due(self, step: int) -> bool:
-        """Tell whether a step is to be logged."""
+        """Return whether a step is to be logged."""
         return step == 1 or step % self.log_freq == 0 or step == self.total_steps
 
     def end_step(
@@ -165,13 +165,13 @@ class Metrics:
         own_data_s: float = 0.0,
         tokens_by_source: dict[str, int] | None = None,
     ) -> None:
-        """Stop the clock, look for alarming values, and log if it is this step's turn.
+        """Stop the clock, check for outliers, and log if the step is due.
 
-        Loss and gradient norm are numbers, so the device is through with them when the clock stops. `tokens_seen`
-        counts all ranks' targets from the run's beginning. `data_loading_s` is the part of the step spent waiting for
-        data, `own_data_s` that for this rank's own. `state` is what the step changed, by name: of a mixture of experts
-        `layers.1.moe.load`, the slots that went to each. `tokens_by_source` counts all ranks' targets of each corpus of
-        a mixture.
+        Loss and gradient norm are numbers, so the device has computed them when the clock stops. `tokens_seen` counts
+        all ranks' targets from the run's beginning. `data_loading_s` is the part of the step spent waiting for data,
+        `own_data_s` that for this rank's own. `state` is the model's state that the step changed, by name: of a mixture
+        of experts `layers.1.moe.load`, the slots of each expert. `tokens_by_source` counts all ranks' targets of each
+        corpus of a mixture.
         """
         self.loss = loss
         self._num_steps += 1
@@ -195,7 +195,7 @@ class Metrics:
             show_status(progress_bar(step, self.total_steps, self._step_time_s / self._num_steps))
 
     def log_pending(self) -> None:
-        """Log the last step, unless it is logged: a run may end where nobody knew it would."""
+        """Log the last step, unless it is logged: a run may end at a step that was not due."""
         if self._num_steps == 0:
             return
         step, tokens_seen = self._pending["step"], self._pending["tokens_seen"]
@@ -233,7 +233,7 @@ class Metrics:
             logger.info(f"{progress(step, self.total_steps)}  validation loss {loss:.4f}")
 
     def maybe_log_histograms(self, step: int, model: torch.nn.Module) -> None:
-        """Log the parameters, and the gradients that are there, if `metrics.histogram_freq` says so: all ranks
+        """Log histograms of the parameters and gradients if `metrics.histogram_freq` makes the step due: all ranks
         together."""
         if not self._histogram_freq or step % self._histogram_freq:
             return
@@ -268,7 +268,7 @@ class Metrics:
         return self._flops / self._step_time_s / self.peak_flops
 
     def _write(self, record: dict[str, Any], curves: dict[str, float]) -> None:
-        """Write a record, and beside its own numbers `curves` to the dashboards."""
+        """Write a record to metrics.jsonl, and its numbers and `curves` to the dashboards."""
         if self._json is not None:
             with self._going_on_without():
                 append(self._json, record)
@@ -283,7 +283,7 @@ class Metrics:
 
     @contextmanager
     def _going_on_without(self) -> Iterator[None]:
-        """Lose what can't be written, and say so once: training is worth more, and the console shows it."""
+        """Suppress an error in writing, and log the first: training goes on, and the console shows the numbers."""
         try:
             yield
         except OSError as error:
@@ -295,5 +295,5 @@ class Metrics:
 
 
 def busiest_over_mean(load_E: torch.Tensor) -> float:
-    """Give the largest load of an expert over the mean load: 1 is perfect balance."""
+    """Return the largest load of an expert over the mean load: 1 is perfect balance."""
     return float(load_E.max() / load_E.double().mean())

@@ -11,8 +11,8 @@ from torchtitan_graph.parallel.plan import Plan
 
 
 def model_table(model: nn.Module, plan: Plan, dtype: torch.dtype) -> str:
-    """Give a Markdown table of a model's parameters before they are laid out; rows alike but for their numbers in the
-    name, as those of layers are, make one row."""
+    """Return a Markdown table of a model's parameters before sharding; rows that differ only in a layer's number are
+    merged."""
     roles = parameter_roles(model, plan)
     rows: dict[tuple[str, tuple[int, ...], str], list[str]] = {}
     for name, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""When memory runs out: which step, which tensors, and which options would help."""
+"""The out-of-memory report: the step, the largest tensors, and options that need less memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NUM_SHOWN = 10
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an error says that memory ran out; torch raises a plain RuntimeError for a CPU's."""
+    """Return whether an error is an out-of-memory error; torch raises a plain RuntimeError for a CPU's."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
         isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     )
@@ -28,10 +28,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 def report(
     error: BaseException, doing: str, model: nn.Module, optimizer: torch.optim.Optimizer | None, config: JobConfig
 ) -> str:
-    """Describe what this process held when memory ran out, and what would take less.
+    """Return a report of the memory this process held when it ran out, with options that need less.
 
     Args:
-        doing: what it was at, as in "step 12".
+        doing: the activity, as in "step 12".
     """
     sizes: dict[str, int] = {}  # kind -> bytes
     found: list[tuple[int, str]] = []
@@ -58,7 +58,7 @@ def report(
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, str, Tensor]]:
-    """Give what lives from step to step: kind, name and this rank's part."""
+    """Yield the tensors that persist from step to step: kind, name and this rank's shard."""
     for name, parameter in model.named_parameters():
         yield "parameters", name, _local(parameter)
         if parameter.grad is not None:
@@ -69,7 +69,7 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterato
 
 
 def _values(error: BaseException) -> Iterator[tuple[str, str, Tensor]]:
-    """Give what the functions held that the error came through: of a graph, every value that was still needed."""
+    """Yield the tensors in the frames of the error's traceback: of a graph, every value still alive."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         code = frame.f_locals.get("self")
         nodes = {node.name: node for node in code.graph.nodes} if isinstance(code, GraphModule) else {}
@@ -90,7 +90,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _advice(sizes: dict[str, int], config: JobConfig) -> Iterator[str]:
-    """Name the options that are not used yet; first what the larger part of the memory is held by."""
+    """Yield options that would save memory and are not used; first those for the larger part of the memory."""
     training, parallelism = config.training, config.parallelism
     of_values, of_state = [], []
     if config.activation_checkpoint.mode != "full":

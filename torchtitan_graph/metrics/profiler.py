@@ -1,4 +1,4 @@
-"""Traces of single steps, for chrome://tracing or Perfetto, and snapshots of a GPU's memory."""
+"""Profiler traces of steps, for chrome://tracing or Perfetto, and snapshots of a GPU's memory."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ from torchtitan_graph.metrics.out_of_memory import is_out_of_memory
 
 
 class Profiler:
-    """Call `step()` after each training step."""
+    """The profilers of a run; call `step()` after each training step."""
 
     def __init__(self, step: Callable[[], None]) -> None:
         self.step = step
@@ -37,7 +37,7 @@ def check_profiling(config: job.Profiling) -> None:
 
 
 def _write(what: str, path: Path, write: Callable[[Path], None]) -> None:
-    """Write a file that training goes on without, should there be no room, or no right to write there."""
+    """Write a profiler's file; an error is logged and training goes on."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(path)
@@ -51,7 +51,7 @@ def _write(what: str, path: Path, write: Callable[[Path], None]) -> None:
 
 @contextmanager
 def maybe_profile(config: job.Profiling, dump_folder: Path, rank: int, start_step: int = 0) -> Iterator[Profiler]:
-    """Trace steps and save memory snapshots, as far as [profiling] says so."""
+    """Trace steps and save memory snapshots, as [profiling] sets."""
     with (
         _maybe_trace(config, dump_folder / config.save_traces_folder, rank, start_step) as trace,
         _maybe_snapshot(config, dump_folder / config.save_memory_snapshot_folder, rank, start_step) as snapshot,
@@ -66,7 +66,7 @@ def maybe_profile(config: job.Profiling, dump_folder: Path, rank: int, start_ste
 
 @contextmanager
 def _maybe_snapshot(config: job.Profiling, folder: Path, rank: int, start_step: int) -> Iterator[Profiler]:
-    """Record what the GPU's allocator does, and save it every `profile_freq` steps, and when memory runs out, to
+    """Record the GPU allocator's history, and save it every `profile_freq` steps, and when memory runs out, to
     `FOLDER/step-N/rankR.pickle`, which https://pytorch.org/memory_viz shows."""
     if not config.enable_memory_snapshot:
         yield Profiler(lambda: None)
@@ -95,7 +95,7 @@ def _maybe_snapshot(config: job.Profiling, folder: Path, rank: int, start_step: 
 
 @contextmanager
 def _maybe_trace(config: job.Profiling, traces: Path, rank: int, start_step: int) -> Iterator[Profiler]:
-    """Trace the last `profiler_active` of every `profile_freq` steps, if `profiling.enable_profiling` says so.
+    """Trace the last `profiler_active` of every `profile_freq` steps, if `profiling.enable_profiling` is set.
 
     The trace of a cycle that ends with step N, counted from the run's beginning, is `TRACES/step-N/rankR.json.gz`; its
     last `profiler_active` steps are recorded, after `profiler_warmup` steps that are traced and thrown away.
@@ -109,7 +109,7 @@ def _maybe_trace(config: job.Profiling, traces: Path, rank: int, start_step: int
         nonlocal done
         begun = (profiler.step_num - 1) // config.profile_freq * config.profile_freq + idle + config.profiler_warmup
         if profiler.step_num == max(begun, done):
-            return  # the run ends before the cycle's first step: a trace of none
+            return  # the run ends before the cycle's first recorded step: an empty trace
         done = profiler.step_num
         path = traces / f"step-{start_step + profiler.step_num}" / f"rank{rank}.json.gz"
         _write("profile", path, lambda path: profiler.export_chrome_trace(str(path)))

@@ -1,4 +1,4 @@
-"""Reads what a run wrote to metrics.jsonl."""
+"""Reading of metrics.jsonl."""
 
 from pathlib import Path
 from typing import TypeVar
@@ -12,10 +12,10 @@ MAX_VALUES = 10_000_000  # some 300,000 records, and less than a GiB
 
 
 def read_records(path: Path, schema: type[T]) -> list[T]:
-    """Return a metrics file's records; a last line without its end is left out, for it is torn or being written.
+    """Return a metrics file's records; a last line without its end is left out: it is torn or being written.
 
     Raises:
-        BadFile: it is no such file, or a line is no record of that type, such as `dict[str, Any]`; says which line.
+        BadFile: it is no such file, or a line is no record of that type, such as `dict[str, Any]`; names the line.
         OSError: as `open`.
     """
     content = read_small(path, MAX_BYTES)

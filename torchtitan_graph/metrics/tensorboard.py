@@ -1,4 +1,4 @@
-"""TensorBoard: the numbers, laid out as people look at them, with the configuration and the model beside them."""
+"""TensorBoard: curves in a layout of charts, with the configuration and the model as text."""
 
 import re
 import threading
@@ -34,7 +34,7 @@ PIXELS = 12  # the side of an expert's square in the picture of loads
 
 
 class TensorBoard:
-    """A folder of event files. What a killed run wrote for steps after `start_step` is hidden.
+    """A folder of event files. Points that a killed run wrote for steps after `start_step` are hidden.
 
     Args:
         texts: Markdown by name, shown on the page "text".
@@ -61,10 +61,10 @@ class TensorBoard:
                 self._layout = layout
         for tag, value in values.items():
             self._writer.add_scalar(tag, value, step)
-        self._writer.flush()  # a killed run keeps what it logged
+        self._writer.flush()  # a killed run keeps the points it logged
 
     def expert_loads(self, step: int, loads: Mapping[str, Tensor]) -> None:
-        """Draw the loads: a row per layer, a square per expert, black for none, white for twice the mean or more."""
+        """Write the loads as an image: a row per layer, a square per expert, black for 0, white from twice the mean."""
         shares = torch.stack([load_E.double() / load_E.double().mean().clamp(min=1e-9) for load_E in loads.values()])
         picture = (shares / 2).clamp(max=1).repeat_interleave(PIXELS, 0).repeat_interleave(PIXELS, 1)
         self._writer.add_image("experts/load", picture.cpu(), step, dataformats="HW")
@@ -85,7 +85,7 @@ class TensorBoard:
 
 
 def _quiet(hook: Callable[[threading.ExceptHookArgs], Any]) -> Callable[[threading.ExceptHookArgs], Any]:
-    """Return a hook that prints no traceback of the writer's thread: the next call raises what it could not write."""
+    """Return a hook that prints no traceback of the writer's thread: its I/O error is raised by the next call."""
 
     def print_others(args: threading.ExceptHookArgs) -> None:
         if not (isinstance(args.exc_value, OSError) and type(args.thread).__module__.startswith("tensorboard.")):
@@ -95,7 +95,7 @@ def _quiet(hook: Callable[[threading.ExceptHookArgs], Any]) -> Callable[[threadi
 
 
 def _layout_of(tags: Iterable[str]) -> dict[str, dict[str, list]]:
-    """Give the charts that have something to show, as `add_custom_scalars` takes them."""
+    """Return the charts with at least one curve, as `add_custom_scalars` takes them."""
     text = "\n".join(tags)
     shown = {
         category: {
@@ -109,5 +109,5 @@ def _layout_of(tags: Iterable[str]) -> dict[str, dict[str, list]]:
 
 
 def verbatim(text: str) -> str:
-    """Give Markdown that shows a text as it is."""
+    """Return Markdown that shows a text unchanged."""
     return "\n".join("    " + line for line in text.splitlines())

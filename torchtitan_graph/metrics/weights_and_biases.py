@@ -1,4 +1,4 @@
-"""Weights & Biases: the numbers of TensorBoard, sent there, or kept in a folder that `wandb sync` sends later."""
+"""Weights & Biases: TensorBoard's numbers, sent there, or kept in a folder that `wandb sync` sends later."""
 
 import importlib.util
 import os
@@ -30,7 +30,7 @@ def check_wandb(enabled: bool) -> None:
 
 
 class WeightsAndBiases:
-    """A run at Weights & Biases, which goes on when training is resumed.
+    """A run at Weights & Biases, which continues when training is resumed.
 
     WANDB_PROJECT and WANDB_NAME name it. Without WANDB_API_KEY (or another WANDB_MODE) nothing leaves the machine.
 
@@ -58,7 +58,7 @@ class WeightsAndBiases:
             logger.info(
                 f"Weights & Biases: kept in {folder / 'wandb'}, as WANDB_API_KEY is not set; `wandb sync` sends it"
             )
-        # An axis of our own: wandb's drops what a resumed run does again.
+        # An axis of our own: wandb's drops the steps that a resumed run repeats.
         self._run.define_metric("*", step_metric="step")
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
@@ -70,7 +70,7 @@ class WeightsAndBiases:
 
 
 def _run_id(kept: Path, new: bool) -> str:
-    """Return the id that is kept in a file; a new one, which is kept there from now on, where it holds none."""
+    """Return the run id in a file; if it holds none, a new one, which is stored there."""
     try:
         if not new and re.fullmatch(r"[\w-]{1,128}", found := read_text(kept), re.ASCII):
             return found

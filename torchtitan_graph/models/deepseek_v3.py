@@ -108,7 +108,7 @@ HF_KEYS: dict[str, str | Stored] = {
 }
 
 
-# The layers that predict more tokens, where `model.num_mtp_layers` leaves them out; and their copies of what is shared.
+# The multi-token-prediction layers, where `model.num_mtp_layers` leaves them out; and their copies of shared weights.
 HF_SKIPPED = (
     "model.layers.{num_layers}.*",
     "model.layers.*.embed_tokens.weight",
@@ -117,7 +117,7 @@ HF_SKIPPED = (
 
 
 def from_hf_config(raw: dict[str, Any]) -> Config:
-    """Read a config.json; raise a UserError if it says what DeepSeek-V2 and V3 can't express."""
+    """Return the configuration in a config.json; raise a UserError for what DeepSeek-V2 and V3 can't express."""
     reader = ConfigReader(raw)
     rope_theta, rope_scaling, mscale = read_rope(reader)
     is_v3 = "DeepseekV3ForCausalLM" in raw["architectures"]
@@ -163,7 +163,7 @@ def from_hf_config(raw: dict[str, Any]) -> Config:
 
 
 def _groups(reader: ConfigReader, is_v3: bool) -> tuple[int, int]:
-    """Read how many groups of experts there are, and from how many a token's experts come."""
+    """Return the number of expert groups, and the number that a token's experts are chosen from."""
     method = reader.raw.get("topk_method", "noaux_tc" if is_v3 else "greedy")
     reader.expect("topk_method", *(["noaux_tc"] if is_v3 else ["greedy", "group_limited_greedy"]))
     return (1, 1) if method == "greedy" else (reader.integer("n_group"), reader.integer("topk_group"))
@@ -180,7 +180,7 @@ def _expect_constants(reader: ConfigReader, is_v3: bool) -> None:
 
 
 def to_hf_config(config: Config) -> dict[str, Any]:
-    """Write a config.json, in the form of the releases."""
+    """Return a config.json, in the form of the releases."""
     is_v3 = config.version == 3
     return {
         "architectures": [f"DeepseekV{config.version}ForCausalLM"],

@@ -19,7 +19,7 @@ from torchtitan_graph.models.layers.stored import Stored
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """`window`: how many positions the even layers see, each position's own among them."""
+    """`window`: number of positions that the even layers see, each position's own among them."""
 
     dim: int
     num_layers: int
@@ -78,9 +78,9 @@ HF_KEYS: dict[str, str | Stored] = {
 
 
 def from_hf_config(raw: dict[str, Any]) -> Config:
-    """Read a config.json; raise a UserError if it says what gpt-oss can't express."""
+    """Return the configuration in a config.json; raise a UserError for what gpt-oss can't express."""
     reader = ConfigReader(raw)
-    # Where nothing is said, transformers too takes the releases' scaling.
+    # Without a value, transformers also defaults to the releases' scaling.
     rope_theta, rope_scaling, _ = read_rope(reader, theta=150000.0, implied=scaling_to_hf(Config.rope_scaling))
     num_layers, head_dim = reader.num_layers(), reader.integer("head_dim")
     num_heads, num_kv_heads = reader.integer("num_attention_heads"), reader.integer("num_key_value_heads")
@@ -113,7 +113,7 @@ def from_hf_config(raw: dict[str, Any]) -> Config:
 
 
 def to_hf_config(config: Config) -> dict[str, Any]:
-    """Write a config.json, in the form of the releases."""
+    """Return a config.json, in the form of the releases."""
     return {
         "architectures": ["GptOssForCausalLM"],
         "model_type": "gpt_oss",

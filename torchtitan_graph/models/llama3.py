@@ -64,14 +64,14 @@ HF_KEYS = {
 }
 
 HF_ARCHITECTURES = ("LlamaForCausalLM",)
-HF_SKIPPED = ("*.rotary_emb.inv_freq",)  # worked out anew; the oldest releases store it
+HF_SKIPPED = ("*.rotary_emb.inv_freq",)  # computed here; the oldest releases store it
 
 
 def from_hf_config(raw: dict[str, Any]) -> Config:
-    """Read a config.json.
+    """Return the configuration in a config.json.
 
     Raises:
-        UserError: it says what llama3 can't express.
+        UserError: llama3 can't express it.
     """
     reader = ConfigReader(raw)
     rope_theta, rope_scaling, _ = read_rope(reader)
@@ -99,7 +99,7 @@ def from_hf_config(raw: dict[str, Any]) -> Config:
 
 
 def to_hf_config(config: Config) -> dict[str, Any]:
-    """Write a config.json, in the form of the releases, which every version of transformers reads."""
+    """Return a config.json, in the form of the releases, which every version of transformers reads."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -114,7 +114,7 @@ def to_hf_config(config: Config) -> dict[str, Any]:
         "rope_theta": config.rope_theta,
         "rope_scaling": scaling_to_hf(config.rope_scaling),
         "rms_norm_eps": config.norm_eps,
-        # Our rotary positions have no limit; these are what the releases say: 3, and 3.1 and later.
+        # Our rotary positions have no limit; these are the releases' values: 3, and 3.1 and later.
         "max_position_embeddings": 8192 if config.rope_scaling is None else 131072,
         "hidden_act": "silu",
         "attention_bias": False,

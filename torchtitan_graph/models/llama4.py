@@ -1,7 +1,7 @@
 """Llama 4, the language model: Scout and Maverick. Weights are laid out as Hugging Face's `Llama4ForCausalLM`.
 
-Three layers of four rotate positions and see the chunk of the document that they are in; the fourth sees all of the
-document and knows no positions.
+Three layers of four have rotary positions and attend within chunks of a document; the fourth attends to the whole
+document without positions.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Config:
     """
     ffn_dim       of an expert, and of the shared one
     dense_ffn_dim of the layers without experts
-    moe_every     each so-many-th layer has experts
+    moe_every     every `moe_every`-th layer has experts
     qk_norm       queries and keys are normalised after they are rotated
     temperature_span  how many positions make attention without positions one step sharper
     """
@@ -95,7 +95,7 @@ HF_KEYS: dict[str, str | Stored] = {
 
 
 def from_hf_config(raw: dict[str, Any]) -> Config:
-    """Read a config.json, of the language model or of all; raise a UserError if it says what Llama 4 can't express."""
+    """Return the configuration in a config.json, of the language model or all; raise a UserError for others."""
     text = raw.get("text_config", raw)
     if not isinstance(text, dict):
         raise UserError(f"text_config = {text!r}: an object is wanted")
@@ -110,7 +110,7 @@ def from_hf_config(raw: dict[str, Any]) -> Config:
     ConfigReader(raw, problems=reader.problems).expect("tie_word_embeddings", tied)
     reader.expect("attention_bias", False)
     reader.expect("attn_scale", 0.1)
-    reader.expect("attn_temperature_tuning", True, 4)  # 4 is what the first releases say, and mean by it what true does
+    reader.expect("attn_temperature_tuning", True, 4)  # 4 is in the first releases, and means true
     reader.expect("no_rope_layers", rotated, [], None)
     reader.expect("layer_types", [("full_attention", "chunked_attention")[rotates] for rotates in rotated], None)
     reader.expect("moe_layers", list(range(moe_every - 1, num_layers, moe_every)), None)
@@ -141,7 +141,7 @@ def from_hf_config(raw: dict[str, Any]) -> Config:
 
 
 def to_hf_config(config: Config) -> dict[str, Any]:
-    """Write a config.json of the language model."""
+    """Return a config.json of the language model."""
     return {
         "architectures": ["Llama4ForCausalLM"],
         "model_type": "llama4_text",
@@ -167,7 +167,7 @@ def to_hf_config(config: Config) -> dict[str, Any]:
         "rope_theta": config.rope_theta,
         "rope_scaling": scaling_to_hf(config.rope_scaling),
         "rms_norm_eps": config.norm_eps,
-        # Ours have no limit; these are what the releases say: Maverick, and Scout.
+        # Ours have no limit; these are the releases' values: Maverick, and Scout.
         "max_position_embeddings": 1048576 if config.rope_scaling is None else 10485760,
         "hidden_act": "silu",
         "attention_bias": False,
@@ -175,13 +175,13 @@ def to_hf_config(config: Config) -> dict[str, Any]:
 
 
 def _rotated_layers(num_layers: int, full_every: int) -> list[int]:
-    """Write 1 for each layer that rotates, as `no_rope_layers` has it."""
+    """Return 1 for each layer with rotary positions, else 0, like `no_rope_layers`."""
     return [int((i + 1) % full_every != 0) for i in range(num_layers)]
 
 
 class Positions(NamedTuple):
-    """Cosine and sine (B, L, 1, H/2) for the layers that rotate; for the others what multiplies queries (B, L, 1, 1):
-    attention over a long document gets sharper (https://arxiv.org/abs/2501.19399)."""
+    """Cosine and sine (B, L, 1, H/2) for the layers with rotary positions; for the others a factor of the queries (B,
+    L, 1, 1): attention over a long document gets sharper (https://arxiv.org/abs/2501.19399)."""
 
     cos: Tensor
     sin: Tensor
@@ -189,7 +189,7 @@ class Positions(NamedTuple):
 
 
 class RotatedAttention(Attention):
-    """Rotates interleaved pairs, and then normalises queries and keys without weights."""
+    """Attention that rotates interleaved pairs, and then normalises queries and keys without weights."""
 
     def __init__(self, c: Config):
         super().__init__(c.dim, c.num_heads, c.num_kv_heads, c.head_dim)
@@ -202,7 +202,7 @@ class RotatedAttention(Attention):
 
 
 class UnplacedAttention(Attention):
-    """Knows no positions; see `Positions.sharpness`."""
+    """Attention without positions; see `Positions.sharpness`."""
 
     def __init__(self, c: Config):
         super().__init__(c.dim, c.num_heads, c.num_kv_heads, c.head_dim)

@@ -80,7 +80,7 @@ HF_KEYS: dict[str, str | Stored] = {
 
 
 def from_hf_config(raw: dict[str, Any]) -> Config:
-    """Read a config.json; raise a UserError if it says what Qwen3 can't express."""
+    """Return the configuration in a config.json; raise a UserError for what Qwen3 can't express."""
     reader, defaults = ConfigReader(raw), Config(0, 0, 0, 0, 0)
     rope_theta, rope_scaling, _ = read_rope(reader)
     has_experts = "Qwen3MoeForCausalLM" in raw["architectures"]
@@ -120,7 +120,7 @@ def from_hf_config(raw: dict[str, Any]) -> Config:
 
 
 def to_hf_config(config: Config) -> dict[str, Any]:
-    """Write a config.json, in the form of the releases."""
+    """Return a config.json, in the form of the releases."""
     common = {
         "hidden_size": config.dim,
         "num_hidden_layers": config.num_layers,

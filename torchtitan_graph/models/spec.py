@@ -1,4 +1,4 @@
-"""Find a family by name and build its model: what a family's module must define, and the errors when it does not."""
+"""Lookup of a family by name and construction of its model: the contract of a family's module, and its errors."""
 
 from __future__ import annotations
 
@@ -21,17 +21,16 @@ from torchtitan_graph.models.layers.stored import Stored
 # parameter names to Hugging Face's.
 CONTRACT = ("FLAVORS", "Model", "PLAN", "HF_KEYS")
 
-# What it needs besides to be read from Hugging Face's files, and written to them (docs/06_checkpoints.md): the names of
-# transformers' classes for it, and its configuration from and to the content of a config.json. HF_PREFIXES and
-# HF_SKIPPED are optional.
+# What it also needs to read and write Hugging Face's files (docs/06_checkpoints.md): the names of transformers' classes
+# for it, and its configuration from and to the content of a config.json. HF_PREFIXES and HF_SKIPPED are optional.
 HF_CONTRACT = ("HF_ARCHITECTURES", "from_hf_config", "to_hf_config")
 
 
 def load_family(name: str) -> ModuleType:
-    """Import the family's module: `llama3` is `models/llama3.py`, `my_pkg.my_model` the user's own.
+    """Return the family's module, imported: `llama3` is `models/llama3.py`, `my_pkg.my_model` the user's own.
 
     Raises:
-        UserError: no such family, or a module without what a family must define, or with something else there.
+        UserError: no such family, or a module that breaks the contract.
     """
     path = name if "." in name else f"torchtitan_graph.models.{name}"
     if "." not in name and name not in family_names():
@@ -44,7 +43,7 @@ def load_family(name: str) -> ModuleType:
         family = importlib.import_module(path)
     except ModuleNotFoundError as error:
         if error.name is None or not path.startswith(error.name):
-            raise  # the module is there; something that it imports is not
+            raise  # the module exists; one that it imports does not
         missing = f"there is no module {error.name!r} to import; is it on PYTHONPATH?"
         raise UserError(f"model.name = {name!r}: {missing}") from None
     lacking = [attribute for attribute in CONTRACT if not hasattr(family, attribute)]
@@ -55,12 +54,12 @@ def load_family(name: str) -> ModuleType:
     return family
 
 
-# What a flavour says of itself at least.
+# Fields that every flavour has.
 _SIZES = ("dim", "num_layers", "num_heads", "vocab_size", "tied", "norm_eps")
 
 
 def _problem_of(family: ModuleType) -> str | None:
-    """Say what of a family's module is not of the kind that it must be."""
+    """Return what in a family's module breaks the contract, None if nothing does."""
     flavors, model = family.FLAVORS, family.Model
     if not isinstance(flavors, Mapping) or not flavors:
         return f"FLAVORS is {_kind(flavors)}: must be a dict of configurations by name, with at least one"
@@ -93,7 +92,7 @@ def _kind(x: object) -> str:
     return f"the class {x.__name__}" if isinstance(x, type) else f"a {type(x).__name__}"
 
 
-# Sizes of a model that trains within seconds, by the names that configs have for them. Rows are uneven on purpose.
+# Sizes of a model that trains within seconds, by the field names of configs. Rows are uneven on purpose.
 _TINY = {
     "dim": 64,
     "num_layers": 3,
@@ -117,7 +116,7 @@ _TINY = {
 
 
 def tiny_config(config: Any, **changes: Any) -> Any:
-    """Shrink a debug flavour to a few thousand weights, for checks; fields of other names stay, zeros too."""
+    """Return a debug flavour shrunk to a few thousand weights, for checks; other fields, and zeros, stay."""
     names = {field.name for field in dataclasses.fields(config)}
     sizes = {name: size for name, size in _TINY.items() if name in names and getattr(config, name)}
     if getattr(config, "top_k", 0):
@@ -126,7 +125,7 @@ def tiny_config(config: Any, **changes: Any) -> Any:
 
 
 def build_model(name: str, flavor: str, attn: str, tokenizer_vocab_size: int) -> Decoder:
-    """Build a flavour on the meta device; `debugmodel` takes the tokenizer's vocabulary.
+    """Return a flavour's model on the meta device; `debugmodel` takes the tokenizer's vocabulary.
 
     Raises:
         UserError: unknown family or flavour, or a tokenizer with more tokens than the flavour's vocabulary.
@@ -137,7 +136,7 @@ def build_model(name: str, flavor: str, attn: str, tokenizer_vocab_size: int) ->
 
 
 def flavor_config(family: ModuleType, name: str, flavor: str, tokenizer_vocab_size: int) -> Any:
-    """Look a flavour up in the family's table; `debugmodel` takes the tokenizer's vocabulary.
+    """Return a flavour of the family's table; `debugmodel` takes the tokenizer's vocabulary.
 
     Raises:
         UserError: as `build_model`.

@@ -1,4 +1,4 @@
-"""Clip gradients by their norm over every rank and mesh axis."""
+"""Gradient clipping by the norm over every rank and mesh axis."""
 
 from collections.abc import Container, Iterable
 from typing import Any
@@ -26,17 +26,17 @@ def clip_grad_norm(
 ) -> Tensor:
     """Scale the gradients in place so that their global 2-norm is at most `max_norm`; return the norm before that.
 
-    The norm runs over all shards of all gradients, each counted once whatever it is sharded over or replicated on.
-    It is a plain scalar tensor, equal on every rank, on the gradients' device: nothing here waits for the device, and a
-    step with a norm that is not finite is the caller's not to take. `max_norm <= 0` only measures,
-    and a norm that is not finite scales nothing: what is not finite stays on the ranks that had it.
+    The norm runs over all shards of all gradients, each counted once whatever it is sharded over or replicated on. It
+    is a plain scalar tensor, equal on every rank, on the gradients' device: nothing here waits for the device, and the
+    caller must skip a step whose norm is not finite. `max_norm <= 0` only measures, and a norm that is not finite
+    scales nothing: non-finite values stay on the ranks that had them.
 
     Args:
         stages: the group of a pipeline's stages, each with parameters of its own.
         repeated: parameters that another stage has too, and counts.
-        device: where ranks' sums are made, if not where gradients are: NCCL sends nothing from the host's memory.
+        device: device of the all-reduces, if not the gradients': NCCL sends nothing from the host's memory.
     """
-    # Gradients of one layout are taken together: tensors of different meshes can't meet in one operation.
+    # Gradients of one layout are grouped: tensors of different meshes can't meet in one operation.
     by_layout: dict[Any, list[Tensor]] = {}
     for param in parameters:
         if param.grad is not None:
@@ -58,7 +58,7 @@ def clip_grad_norm(
 def ranks_with_non_finite_gradients(
     parameters: Iterable[Tensor], device: torch.device | str | None = None
 ) -> list[int]:
-    """Name the ranks whose part of any gradient is not finite; every rank takes part, on `device`."""
+    """Return the ranks whose shard of any gradient is not finite; every rank takes part, on `device`."""
     grads = [_local(param.grad) for param in parameters if param.grad is not None]
     mine = torch.stack([~grad.isfinite().all() for grad in grads]).any() if grads else torch.zeros(())
     mine = mine.to(device=device, dtype=torch.int32)  # NCCL sends no booleans
@@ -70,9 +70,9 @@ def ranks_with_non_finite_gradients(
 def _global_squares(
     by_layout: dict[Any, list[Tensor]], repeated: Container[Tensor], device: torch.device | str | None
 ) -> Tensor:
-    """Sum the squares of all gradients on the ranks that they are laid out on, in fp64."""
-    # By the ranks that hold different parts, along each axis. Several groups may have the same ranks, for torch takes a
-    # mesh that is like another for it; the order of the sums must not tell.
+    """Return the sum of squares of all gradients over the ranks that hold shards of them, in fp64."""
+    # Keyed by the ranks along each sharded axis. Several groups may have the same ranks, since torch treats equal
+    # meshes as one; the order of the sums must not depend on that.
     groups_of: dict[tuple[tuple[int, ...], ...], list[dist.ProcessGroup]] = {}
     sums: dict[tuple[tuple[int, ...], ...], Tensor] = {}
     for layout, params in by_layout.items():
@@ -95,13 +95,13 @@ def _global_squares(
 
 
 def _sum_over(group: dist.ProcessGroup, x: Tensor, device: torch.device | str | None) -> Tensor:
-    """Add up what the ranks of a group have; in a graph, where this is traced, it is a node."""
+    """All-reduce a tensor over a group by summing; while tracing, it is a node of the graph."""
     there = x if device is None else x.to(device)
     return c10d.wait_tensor(c10d.all_reduce(there, "sum", group.group_name)).to(x.device)
 
 
 def _squares(grads: list[Tensor]) -> Tensor:
-    """Sum the squares of one rank's tensors, in fp64.
+    """Return the sum of squares of one rank's tensors, in fp64.
 
     A CPU's norm adds up millions of numbers in a few fp32 sums, which ends off by 2e-2 where all are equal. There they
     are summed in short runs, and the runs in fp64, in the same time.
@@ -118,7 +118,7 @@ def _squares(grads: list[Tensor]) -> Tensor:
 
 
 def _dtype_of(tensors: list[Tensor]) -> torch.dtype:
-    """Give the dtype of their norm: fp32, or fp64 where any is."""
+    """Return the dtype of the tensors' norm: fp32, or fp64 where any is."""
     return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
 
 

@@ -1,4 +1,4 @@
-"""Build the optimizer over a model's parameters: AdamW, Adam, or a class of the user's, with settings by name."""
+"""Construction of the optimizer over a model's parameters: AdamW, Adam, or a user's class, with settings by name."""
 
 import copy
 import difflib
@@ -18,7 +18,7 @@ from torchtitan_graph.optim.own_class import check_step, find_class, rehearse
 from torchtitan_graph.parallel.storage import Storage, materialize
 
 BUILT_IN: dict[str, type[torch.optim.Optimizer]] = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
-# Arguments of an optimizer, and the options that they are made of.
+# Arguments of an optimizer, and the options they are set by.
 _ARGUMENTS = {"lr": ("lr",), "betas": ("beta1", "beta2"), "eps": ("eps",), "weight_decay": ("weight_decay",)}
 
 
@@ -30,8 +30,8 @@ def build_optimizer(model: nn.Module, config: job.Optimizer, in_part: bool = Fal
     one for each entry. Where `model` is a part of the whole one, a pipeline stage's, an entry may match none of it.
 
     The state (two moments of the parameter's layout, and a step count) is allocated here and not in the first step, so
-    that running out of memory is found out now and a checkpoint can be read straight into it. What a class of the
-    user's has is a place to load into, see `rehearse`.
+    that running out of memory is found out now and a checkpoint can be read straight into it. The state of a user's
+    class is only a place to load into, see `rehearse`.
 
     Raises:
         UserError: as `check_optimizer`, or the user's class can't take a step, or its state can't be saved.
@@ -77,14 +77,14 @@ def check_optimizer(model: nn.Module, config: job.Optimizer, in_part: bool = Fal
         return cls(groups, **arguments)  # type: ignore[arg-type]
     except Exception as error:
         if not cls.__module__.startswith("torch."):
-            raise  # the user's own code: only the traceback says where
+            raise  # the user's own code: only the traceback shows where
         raise UserError(f"{refused}: {error}") from error
 
 
 def check_first_step(
     model: nn.Module, storages: Mapping[str, Storage], config: job.Optimizer, in_part: bool = False
 ) -> None:
-    """Let a class of the user's take its first step on parameters of a few numbers, laid out as those of a model on
+    """Check that a user's optimizer class takes its first step, on tiny parameters sharded like those of a model on
     meta.
 
     Raises:
@@ -96,26 +96,26 @@ def check_first_step(
         build_optimizer(model, config, in_part)
     except UserError:
         raise
-    except Exception as error:  # it may be the sizes that the user's code does not take
+    except Exception as error:  # perhaps the user's code does not accept the sizes
         logger.info(f"optimizer.name = {config.name!r}: its step is not tried, for small parameters fail it: {error!r}")
 
 
 def is_fused(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether its kernels are fused ones, which take `found_inf`: a number that, being 1.0, lets them do nothing.
+    """Return whether its kernels are fused ones, which take `found_inf`: a number that, being 1.0, makes them no-ops.
 
-    That is their own way to take no step: torch's gradient scaler sets it.
+    torch's gradient scaler sets it to skip a step.
     """
     return type(optimizer) in BUILT_IN.values() and bool(optimizer.defaults.get("fused"))
 
 
 def takes_stops(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
-    """Tell whether its kernels take `found_inf` from `device` as it is: a copy would be waited for."""
+    """Return whether its kernels take `found_inf` from `device` without a copy, which would be waited for."""
     params = (param for group in optimizer.param_groups for param in group["params"])
     return is_fused(optimizer) and all(param.device.type == device.type for param in params)
 
 
 def _groups(model: nn.Module, config: job.Optimizer, taken: set[str], in_part: bool) -> list[dict[str, Any]]:
-    """Return the groups for torch: what no entry of `optimizer.param_groups` matches, then each entry's parameters."""
+    """Return torch's parameter groups: those that no entry of `optimizer.param_groups` matches, then each entry's."""
     rest = {name: param for name, param in model.named_parameters() if param.requires_grad}
     names, groups = list(rest), []
     for number, entry in enumerate(config.param_groups, 1):
@@ -131,7 +131,7 @@ def _groups(model: nn.Module, config: job.Optimizer, taken: set[str], in_part: b
 
 
 def _settings(entry: job.ParamGroup, config: job.Optimizer, taken: set[str]) -> dict[str, Any]:
-    """Return what an entry sets, else the table, as torch names it and as far as the optimizer takes it."""
+    """Return the settings of an entry, else of the table, by torch's names, as far as the optimizer takes them."""
 
     def either(own: float | None, of_table: float) -> float:
         return of_table if own is None else own
@@ -146,7 +146,7 @@ def _settings(entry: job.ParamGroup, config: job.Optimizer, taken: set[str]) -> 
 
 
 def _check_taken(config: job.Optimizer, taken: set[str]) -> None:
-    """Refuse options that an optimizer of the user's would not take: they would do nothing."""
+    """Raise for options that a user's optimizer would not take: they would have no effect."""
     default = job.Optimizer()
     if "lr" not in taken:
         raise UserError(f"optimizer.name = {config.name!r}: must take lr, which the schedule sets in every step")
@@ -163,7 +163,7 @@ def _check_taken(config: job.Optimizer, taken: set[str]) -> None:
 
 
 def _check_options(config: job.Optimizer, parameters: Mapping[str, inspect.Parameter]) -> None:
-    """Refuse a key of `optimizer.options` that the class does not take."""
+    """Raise for a key of `optimizer.options` that the class does not take."""
     if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
         return
     for key in config.options.keys() - parameters.keys():
@@ -173,7 +173,7 @@ def _check_options(config: job.Optimizer, parameters: Mapping[str, inspect.Param
 
 
 def _initial_state(param: torch.Tensor, fused: bool) -> dict[str, torch.Tensor]:
-    """Return what Adam's own first step would allocate for `param`."""
+    """Return the state that Adam's own first step would allocate for `param`."""
     # The fused kernel reads the step count on the parameter's device; the others read it on the host, where a CPU
     # tensor costs no synchronisation.
     return {

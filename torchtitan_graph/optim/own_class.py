@@ -1,4 +1,4 @@
-"""An optimizer class of the user's: find it, and see before training that its state can be saved."""
+"""A user's optimizer class: import it, and check before training that its state can be saved."""
 
 import inspect
 
@@ -10,7 +10,7 @@ from torchtitan_graph.errors import UserError
 
 
 def find_class(dotted_name: str) -> type[torch.optim.Optimizer]:
-    """Import the class that `optimizer.name` names.
+    """Return the class that `optimizer.name` names, imported.
 
     Raises:
         UserError: there is no such class, or it is no optimizer.
@@ -34,11 +34,11 @@ def check_step(cls: type[torch.optim.Optimizer]) -> None:
 
 
 def rehearse(optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> None:
-    """Take a step on gradients of zero and undo it, but for the state: a checkpoint is then read straight into it.
+    """Run a step on zero gradients and undo all but the state, so that a checkpoint is read straight into it.
 
-    Nobody but the class knows what state it makes, nor what it is at the start: the first step has to make it, so a
-    run that begins anew must drop this one by `forget_rehearsal`. A class that has its state from when it is built
-    takes no step. `names` are the parameters' names in the model.
+    Only the class knows its state and its initial values: the first step has to make it, so a run from the start must
+    drop this one by `forget_rehearsal`. A class that has its state from when it is built takes no step. `names` are the
+    parameters' names in the model.
 
     Raises:
         UserError: the step fails, or the state is not what a checkpoint can hold.
@@ -74,7 +74,7 @@ def _step_and_undo(optimizer: torch.optim.Optimizer, params: list[torch.Tensor])
                 f"optimizer.options: {name} can't take a step with {', '.join(odd)} ({error}); remove it"
             ) from error
         if not type(optimizer).__module__.startswith("torch."):
-            raise  # the user's own code: only the traceback says where
+            raise  # the user's own code: only the traceback shows where
         raise UserError(
             f"optimizer.name: {name} can't take a step on parameters laid out over ranks ({error}); use another, such "
             "as AdamW"
@@ -96,7 +96,7 @@ def _group_settings(optimizer: torch.optim.Optimizer) -> dict[tuple[int, str], s
 
 
 def _find_problem(optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> str | None:
-    """Say what of the state a checkpoint can't hold, or None: it holds tensors whose box each rank knows."""
+    """Return why a checkpoint can't hold the state, None if it can: its tensors must have known placements."""
     for param, state in optimizer.state.items():
         if param not in names:
             return f"it has state {param!r} that belongs to no parameter"

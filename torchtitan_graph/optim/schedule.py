@@ -9,8 +9,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torchtitan_graph.config import job
 from torchtitan_graph.log import logger
 
-# What a decay leaves of the learning rate when the fraction `left` of it is still to come (1 at its start, 0 at its
-# end).
+# The factor of the learning rate by the fraction `left` of the decay to come (1 at its start, 0 at its end).
 DECAYS: dict[str, Callable[[float], float]] = {
     "linear": lambda left: left,
     "sqrt": lambda left: 1 - math.sqrt(1 - left),
@@ -51,7 +50,7 @@ def build_lr_scheduler(optimizer: torch.optim.Optimizer, config: job.LRScheduler
 
 
 def _phases(config: job.LRScheduler, total_steps: int) -> tuple[int, int]:
-    """Return how many steps warm up and how many decay, cut to what `total_steps` has room for."""
+    """Return the numbers of warm-up and decay steps, cut to what `total_steps` has room for."""
     num_warmup = min(config.warmup_steps, total_steps)
     if num_warmup < config.warmup_steps:
         logger.warning(
@@ -71,7 +70,7 @@ def _phases(config: job.LRScheduler, total_steps: int) -> tuple[int, int]:
 
 
 class WarmupStableDecay(LambdaLR):
-    """Set the learning rate from the number of steps done, which is all the state there is.
+    """A learning-rate schedule whose only state is the number of steps done.
 
     Everything else comes from the configuration: a run resumed with another `optimizer.lr` uses the new one.
     """

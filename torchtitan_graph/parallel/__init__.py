@@ -1,1 +1,1 @@
-"""The mesh, the plan, the one `parallelize`, and data parallelism at rest."""
+"""Meshes, the compute plan, `parallelize`, and the storage layout of data parallelism."""

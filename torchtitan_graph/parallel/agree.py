@@ -1,4 +1,4 @@
-"""Ranks that agree on how it went: what fails on one of them is raised on all, so that none waits for another.
+"""Agreement of ranks on success or failure: an error on one of them is raised on all, so that none waits for another.
 
 Each function is called by all ranks of a group together. A group serves one thread at a time.
 """
@@ -18,11 +18,11 @@ FILES_TIMEOUT = datetime.timedelta(minutes=30)
 
 
 class RanksFailed(RuntimeError):
-    """Say which ranks failed, and with what."""
+    """Error that names the ranks that failed, with their errors."""
 
 
 def files_group() -> dist.ProcessGroup | None:
-    """Return a gloo group of all ranks besides those of training, for work on files; None without a process group.
+    """Return a gloo group of all ranks apart from those of training, for work on files; None without a process group.
 
     The first call makes it, all ranks together; later ones return the same.
     """
@@ -68,17 +68,17 @@ def on_all_ranks(function: Callable[[], T], group: dist.ProcessGroup | None = No
 
 
 def gather_from_ranks(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
-    """As `on_all_ranks`, but return the results of all ranks, in their order, to all."""
+    """Run `function` on every rank, and return all results, in rank order, on all ranks; raises like `on_all_ranks`."""
     return _gather(on_all_ranks(function, group), group)
 
 
 def describe(error: BaseException) -> str:
-    """Return an error's kind and text in one line; of `RanksFailed` the text, which names each rank's kind."""
+    """Return an error's type and text in one line; of `RanksFailed` the text, which names each rank's type."""
     return str(error) if isinstance(error, RanksFailed) else f"{type(error).__name__}: {error}"
 
 
 def describe_ranks(failures: dict[int, str]) -> str:
-    """Return what failed on which rank, at most four of them."""
+    """Return the failed ranks with their errors, at most four of them."""
     shown = [f"rank {rank}: {failure}" for rank, failure in list(failures.items())[:4]]
     more = [f"and {len(failures) - 4} ranks more"] if len(failures) > 4 else []
     return "; ".join(shown + more)

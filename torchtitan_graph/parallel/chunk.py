@@ -1,4 +1,4 @@
-"""Which part of a whole tensor this rank holds, and the whole of it again."""
+"""This rank's shard of a tensor, as offsets and sizes, and the gather of a whole tensor."""
 
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ class Chunk(NamedTuple):
 
 
 def chunk_of(tensor: torch.Tensor) -> Chunk:
-    """Return the box of a DTensor that this rank holds, possibly empty; of a plain tensor, all of it."""
+    """Return this rank's box of a DTensor, possibly empty; of a plain tensor, all of it."""
     if not isinstance(tensor, DTensor):
         return Chunk(tensor.detach(), (0,) * tensor.dim(), tuple(tensor.shape))
     with torch.no_grad():
@@ -30,10 +30,10 @@ def chunk_of(tensor: torch.Tensor) -> Chunk:
 
 
 def gather_whole(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """Gather a DTensor in `dtype`, all ranks together: rank 0 gets the whole of it, the others None.
+    """Gather a DTensor in `dtype`, all ranks together: return the whole of it on rank 0, None on the others.
 
-    A plain tensor is whole. The cuts are undone one by one, the last first, and only by the first rank of an axis:
-    nobody else holds more than before.
+    A plain tensor is whole. The cuts are undone one by one, the last first, and only on the first rank of an axis: no
+    other rank needs more memory.
     """
     part = chunk_of(tensor).local.to(dtype)
     if not isinstance(tensor, DTensor):
@@ -61,8 +61,8 @@ def box_of(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return offsets and sizes of the box that the rank at `coordinate` of the mesh holds.
 
-    This is worked out here because torch's own answer is wrong for some rows that tensor parallel and FSDP both cut
-    (25 rows on FSDP 3 x TP 2, on torch 2.13), and torch's own save then fails.
+    It is computed here because torch's own answer is wrong for some rows that tensor parallel and FSDP both cut (25
+    rows on FSDP 3 x TP 2, on torch 2.13), and torch's own save then fails.
     """
     offsets, sizes = [0] * len(shape), list(shape)
     for cut in _cuts(shape, placements, mesh_shape, coordinate):
@@ -72,7 +72,7 @@ def box_of(
 
 
 class _Cut(NamedTuple):
-    """What a mesh axis does to a dim: of its `whole` length a rank keeps `size`, at most `step`, from `begin` on."""
+    """One cut of a dim by a mesh axis: of its `whole` length a rank keeps `size`, at most `step`, from `begin` on."""
 
     axis: int
     dim: int
@@ -88,10 +88,10 @@ def _cuts(
     mesh_shape: tuple[int, ...],
     coordinate: tuple[int, ...],
 ) -> list[_Cut]:
-    """Return the cuts that lead from a whole tensor to the part at `coordinate`, in their order."""
+    """Return the cuts from a whole tensor to the shard at `coordinate`, in their order."""
     cuts, sizes = [], list(shape)
     for axis, dim in _order(placements, mesh_shape):
-        step = -(-sizes[dim] // mesh_shape[axis])  # as torch.chunk cuts: all pieces equal but the last ones
+        step = -(-sizes[dim] // mesh_shape[axis])  # as in torch.chunk: all pieces equal but the last ones
         begin = min(step * coordinate[axis], sizes[dim])
         cuts.append(_Cut(axis, dim, sizes[dim], step, begin, min(step, sizes[dim] - begin)))
         sizes[dim] = cuts[-1].size
@@ -99,12 +99,12 @@ def _cuts(
 
 
 def _order(placements: tuple[Placement, ...], mesh_shape: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Return each mesh axis that shards, with the dim it shards, those that cut first in front.
+    """Return each sharding mesh axis with the dim it shards, in the order of cutting.
 
     Note [Order of sharding]: FSDP2 cuts what tensor parallel has already cut, although its axis stands to the left on
-    the mesh. It says so by `_StridedShard(dim, split_factor)` on its axis, where `split_factor` is the number of
-    pieces that were there before. Each rank's rows are then one run of rows of the whole tensor, also where they
-    don't divide evenly. Plain `Shard`s cut from left to right.
+    the mesh. Its axis then has `_StridedShard(dim, split_factor)`, where `split_factor` is the number of earlier
+    pieces. Each rank's rows are then one run of rows of the whole tensor, also where they don't divide evenly. Plain
+    `Shard`s cut from left to right.
     """
     cuts = []
     for axis, placement in enumerate(placements):

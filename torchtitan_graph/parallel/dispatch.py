@@ -1,9 +1,9 @@
-"""Expert parallelism: each row goes to the rank that holds its expert, and its result comes back.
+"""Expert parallelism: each row is sent to the rank that holds its expert, and its result back.
 
 Note [Dispatch]
-How many rows a rank gets only the data know. One exchange of counts tells it to the host, which alone reads it, inside
-operators whose results have any number of rows (see ops.py): a graph shows the mean over the ranks, as many as a rank
-has of its own. No row is dropped and nothing is padded; a rank may get none.
+The number of rows that a rank receives depends on the data. One exchange of counts brings it to the host, which alone
+reads it, inside operators whose results have any number of rows (see ops.py): a graph shows the mean over the ranks, as
+many as a rank has of its own. No row is dropped and nothing is padded; a rank may get none.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ c10d = torch.ops._c10d_functional
 
 
 def dispatched(ep: DeviceMesh, forward: Callable[[Tensor, Tensor], Tensor], x_SD: Tensor, load_E: Tensor) -> Tensor:
-    """Run experts on the rows of all ranks of `ep` that go to this rank's; give this rank's rows. See Note [Dispatch].
+    """Run experts on the rows of all ranks of `ep`, exchanged; return this rank's results. See Note [Dispatch].
 
     Args:
-        forward: (rows that lie by expert, how many go to each of this rank's experts) -> rows.
-        x_SD: this rank's rows; they lie by expert.
-        load_E: how many go to each expert of all ranks.
+        forward: (rows sorted by expert, their number for each of this rank's experts) -> rows.
+        x_SD: this rank's rows, sorted by expert.
+        load_E: number of rows for each expert of all ranks.
     """
     degree, group = ep.size(), ep.get_group().group_name
     sent_RE, even = load_E.view(degree, -1), [load_E.shape[0] // degree] * degree

@@ -1,4 +1,4 @@
-"""How a process finds the others of its job; on one machine over loopback alone, and nothing listens beyond it."""
+"""Rendezvous of a job's processes; on one machine over loopback alone, with no listener beyond it."""
 
 import datetime
 import ipaddress
@@ -16,10 +16,10 @@ _INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 
 
 def join(backend: str, timeout: datetime.timedelta = datetime.timedelta(minutes=30)) -> None:
-    """Start the process group as torchrun's environment says; without one, this process alone is the group.
+    """Start the process group from torchrun's environment variables; without them, this process alone is the group.
 
     Raises:
-        RuntimeError: not all are there within `timeout`.
+        RuntimeError: not all processes joined within `timeout`.
         OSError: the port is in use.
     """
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": "0"}.items():
@@ -31,16 +31,16 @@ def join(backend: str, timeout: datetime.timedelta = datetime.timedelta(minutes=
 
 
 def meet() -> None:
-    """Wait until all ranks are here."""
-    # Told its device, NCCL has no need to warn that it guesses one.
+    """Wait until all ranks have called this."""
+    # Given its device, NCCL does not warn that it guesses one.
     dist.barrier(device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)
 
 
 def connect(rank: int, timeout: datetime.timedelta, wait_for: int | None = None) -> dist.TCPStore:
     """Return the job's store at MASTER_ADDR:MASTER_PORT, which rank 0 hosts unless torchrun does.
 
-    If that is a loopback address, and this machine's processes are all there are, gloo and NCCL are told to stay there
-    too, unless the environment names an interface for them. `wait_for` is how many processes the host waits for.
+    If that is a loopback address, and all processes are on this machine, gloo and NCCL use the loopback interface too,
+    unless the environment names another. `wait_for` is the number of processes the host waits for.
 
     Raises:
         RuntimeError: nothing answers there within `timeout`.
@@ -52,7 +52,7 @@ def connect(rank: int, timeout: datetime.timedelta, wait_for: int | None = None)
     if not _is_loopback(host) or os.environ.get("LOCAL_WORLD_SIZE", world_size) != world_size:
         return dist.TCPStore(host, port, wait_for, is_host, timeout)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _INTERFACE)
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={_INTERFACE}")  # = is for no other interface that begins so
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={_INTERFACE}")  # = excludes other interfaces with this prefix
     if is_host:
         return host_store(timeout, host, port, wait_for)
     return dist.TCPStore(host, port, wait_for, False, timeout)
@@ -61,14 +61,14 @@ def connect(rank: int, timeout: datetime.timedelta, wait_for: int | None = None)
 def host_store(
     timeout: datetime.timedelta, host: str = LOOPBACK, port: int = 0, wait_for: int | None = None
 ) -> dist.TCPStore:
-    """Host a store that listens on `host` only; port 0 is a free one. torch itself would listen on every address."""
+    """Return a store hosted on `host` only; port 0 is a free one. torch itself would listen on every address."""
     listener = socket.create_server((host, port))
     port = listener.getsockname()[1]
     return dist.TCPStore(host, port, wait_for, True, timeout, master_listen_fd=listener.detach())
 
 
 def _is_loopback(host: str) -> bool:
-    # Not what a name stands for: many a machine calls itself by a loopback address, by which no other one reaches it.
+    # Not resolved from a name: many machines map their own hostname to a loopback address, where no other reaches them.
     try:
         return ipaddress.IPv4Address(host).is_loopback
     except ValueError:

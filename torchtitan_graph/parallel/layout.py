@@ -1,6 +1,6 @@
-"""How the ranks of a job are arranged on the axes of parallelism, and what each axis means for sums.
+"""Mesh axes: the arrangement of a job's ranks, and the groups that sums run over.
 
-The axes are named here and nowhere else.
+The axes' names are defined here alone.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torchtitan_graph.graph.cost import Link
 PP, DP_REPLICATE, DP_SHARD, CP, TP, EP = "pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"
 EXPERT_TP = "etp"
 
-# The ranks that share one copy of the parameters, dp_shard x cp of them; and one copy of the experts.
+# Ranks that share one copy of the parameters, dp_shard x cp of them; and one copy of the experts.
 FSDP, EXPERT_FSDP = "fsdp", "efsdp"
 
-# Ranks along these see different tokens: losses, counts of targets and a step's state are summed over them. The inner
-# one first: that is the order in which sums are sent.
+# Ranks along these axes see different tokens: losses, counts of targets and a step's state are summed over them. The
+# inner one first: that is the order in which sums are sent.
 DATA_AXES = (FSDP, DP_REPLICATE)
 
-_OTHERS = "others"  # the ranks of a mesh that is there for one axis alone
+_OTHERS = "others"  # all other ranks of a mesh built for one axis alone
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class ParallelDims:
 
     pp pipeline stages, dp_replicate copies of the storage, dp_shard ranks that share one copy, cp context (sequence)
     parallel, tp tensor parallel. ep, expert parallel, and etp, the ranks that share one expert, reuse ranks of
-    dp_shard, cp and tp; with ep 1 experts lie as all else does, whatever etp.
+    dp_shard, cp and tp; with ep 1 experts are sharded like other parameters, whatever etp.
     """
 
     dp_replicate: int = 1
@@ -52,7 +52,7 @@ class ParallelDims:
 
     @property
     def data(self) -> int:
-        """How many ranks (or groups of ranks that work on the same rows) see different rows."""
+        """The number of ranks (or groups of ranks that work on the same rows) that see different rows."""
         return self.dp_replicate * self.dp_shard
 
     @property
@@ -69,7 +69,7 @@ class ParallelDims:
         return self.ep > 1 and self.tp > 1 and self.etp == 1
 
     def layout(self, device_type: str) -> Layout:
-        """Build the layout; every rank of the job calls this together.
+        """Build and return the layout; every rank of the job calls this together.
 
         A mesh has the axes of degree above 1; that of the parameters has always `fsdp`: a parameter is then a DTensor
         in every layout.
@@ -86,7 +86,7 @@ class ParallelDims:
 
 
 def sum_over(groups: Sequence[dist.ProcessGroup], x: Tensor) -> Tensor:
-    """Add up, in place, what the ranks of the groups have of it, one group after the other."""
+    """All-reduce a tensor in place over the groups, one after the other, and return it."""
     for group in groups:
         dist.all_reduce(x, group=group)
     return x
@@ -98,7 +98,7 @@ def _mesh(device_type: str, degrees: dict[str, int], keep: str = "") -> DeviceMe
 
 
 def _without_stages(mesh: DeviceMesh) -> DeviceMesh:
-    """Give the mesh of this rank's pipeline stage."""
+    """Return the mesh of this rank's pipeline stage."""
     names = tuple(name for name in mesh.mesh_dim_names or () if name != PP)
     return mesh if names == mesh.mesh_dim_names else mesh[names]
 
@@ -107,9 +107,9 @@ def _without_stages(mesh: DeviceMesh) -> DeviceMesh:
 class Layout:
     """A job's ranks on its axes, seen from this rank. An axis of degree 1 has no group, and every rank is its first.
 
-    mesh     that the parameters of this rank's pipeline stage lie on: dp_replicate, fsdp, tp
+    mesh     of the parameters of this rank's pipeline stage: dp_replicate, fsdp, tp
     context  has cp; None where its degree is 1
-    experts  that experts lie on: dp_replicate, efsdp, ep, etp; None where ep is 1: then they lie on `mesh`
+    experts  of the experts: dp_replicate, efsdp, ep, etp; None where ep is 1: then they are on `mesh`
     stages   has pp; None where its degree is 1
     """
 
@@ -144,7 +144,7 @@ class Layout:
         return found
 
     def links(self, num_near: int) -> dict[str, Link]:
-        """Give what is known of every group's ways, by its name, where machines have `num_near` ranks each.
+        """Return the link of every group by its name, for machines with `num_near` ranks each.
 
         The ranks are counted from the group's first one: a group's place among the machines must not matter, for all
         ranks have to estimate alike.
@@ -170,7 +170,7 @@ class Layout:
 
     @property
     def gathers_rows(self) -> tuple[str, int]:
-        """The name and the degree of the group over which rows are gathered; no name where all have whole ones."""
+        """The name and the degree of the group that gathers rows; ("", 1) where ranks have whole rows."""
         return (self.group(CP).group_name, self.degree(CP)) if self.degree(CP) > 1 else ("", 1)
 
     @property
@@ -181,23 +181,23 @@ class Layout:
         return next(mesh for mesh in self._meshes if axis in (mesh.mesh_dim_names or ()))
 
     def submesh(self, *axes: str) -> DeviceMesh:
-        """Give the part of the parameters' mesh with those of the axes that it has, in the mesh's order."""
+        """Return the submesh of the parameters' mesh with those of the axes that it has, in the mesh's order."""
         names = tuple(name for name in self.mesh.mesh_dim_names or () if name in axes)
         return self.mesh[names]
 
     def expert_submesh(self, *axes: str) -> DeviceMesh:
-        """Give the same of the experts' mesh."""
+        """Return the same submesh of the experts' mesh."""
         assert self.experts is not None, "ep is above 1"
         return self.experts[tuple(name for name in self.experts.mesh_dim_names or () if name in axes)]
 
     @property
     def data_rank(self) -> int:
-        """This rank's number among those that see different rows."""
+        """This rank's index among those that see different rows."""
         return self.rank(DP_REPLICATE) * self.degree(DP_SHARD) + self.rank(DP_SHARD)
 
     @property
     def data_groups(self) -> list[dist.ProcessGroup]:
-        """The groups over which a sum runs over all tokens, one after the other."""
+        """The groups that all-reduce a sum over all tokens, one after the other."""
         return [self.group(axis) for axis in DATA_AXES if self.degree(axis) > 1]
 
     @property
@@ -207,30 +207,30 @@ class Layout:
 
     @property
     def row_groups(self) -> list[dist.ProcessGroup]:
-        """The groups over which a sum runs over all tokens of a row that routers see."""
+        """The groups that all-reduce a sum over a row's tokens as routers see them."""
         groups = [self.group(CP)] if self.degree(CP) > 1 else []
         return [*groups, self.group(TP)] if self.dims.ep_spans_tp else groups
 
     @property
     def routing_groups(self) -> list[dist.ProcessGroup]:
-        """The groups over which a sum runs over all tokens that routers see."""
+        """The groups that all-reduce a sum over all tokens that routers see."""
         return [*self.data_groups, self.group(TP)] if self.dims.ep_spans_tp else self.data_groups
 
     @property
     def num_routing_parts(self) -> int:
-        """How many equal parts the tokens that routers see come in."""
+        """The number of equal parts of the tokens that routers see."""
         return self.dims.dp_replicate * self.dims.fsdp * (self.dims.tp if self.dims.ep_spans_tp else 1)
 
     def sum_over_rows(self, x: Tensor) -> Tensor:
-        """Add up, in place, what the ranks counted of whole rows: those that share a row counted the same."""
+        """All-reduce in place counts of whole rows; ranks that share a row counted the same."""
         return self.sum_over_data(x).div_(self.degree(CP), rounding_mode="floor")
 
     def sum_over_data(self, x: Tensor) -> Tensor:
-        """Add up, in place, what the ranks that see different tokens counted of it."""
+        """All-reduce in place counts of the ranks that see different tokens."""
         return sum_over(self.data_groups, x)
 
     def mean_over_stages(self, x: float) -> float:
-        """Give the mean of a number over the stages of the pipeline."""
+        """Return the mean of a number over the stages of the pipeline."""
         if self.dims.pp == 1:
             return x
         total = torch.tensor(x, dtype=torch.float64, device=self.mesh.device_type)
@@ -238,7 +238,7 @@ class Layout:
         return total.item() / self.dims.pp
 
     def of_all_stages(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Put together what the stages of the pipeline have, each its own, by name; on the CPU where there are any."""
+        """Return the state of all pipeline stages, merged by name; on the CPU where there are any."""
         if self.dims.pp == 1:
             return state
         by_stage: list[dict[str, Tensor]] = [{}] * self.dims.pp
@@ -246,11 +246,11 @@ class Layout:
         return {name: x for of_stage in by_stage for name, x in of_stage.items()}
 
     def total_loss(self, by_rank: Sequence[float]) -> float:
-        """Add up the losses that all ranks of the job report; those along tp report the same, or what has the same
+        """Return the sum of the losses of all ranks of the job; those along tp report the same, or parts with the same
         sum, each stage its own."""
         return math.fsum(by_rank) / self.dims.tp
 
     def __str__(self) -> str:
-        """Show the axes that the configuration names."""
+        """Return the axes with configured degrees, as text."""
         shown = (PP, DP_REPLICATE, DP_SHARD, CP, TP, EP)
         return str({axis: self.degree(axis) for axis in shown if self.degree(axis) > 1 or axis == DP_SHARD})

@@ -1,4 +1,4 @@
-"""The one function that applies a compute layout to a model, before it is traced or sharded."""
+"""The function that applies a compute layout to a model, before it is traced or sharded."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from torchtitan_graph.parallel.sequence import whole_rows
 
 
 def parallelize(model: nn.Module, plan: Plan, layout: Layout, *, loss_parallel: bool) -> None:
-    """Apply the plan to the model in place; on one rank of every axis that it names there is nothing to do.
+    """Apply the plan to the model in place; without effect where every axis in it has one rank.
 
     The model is on the meta device: nothing is allocated or sent. Tied parameters stay tied. `check_plan` has passed.
     """
@@ -59,7 +59,7 @@ def parallelize(model: nn.Module, plan: Plan, layout: Layout, *, loss_parallel: 
 
 
 def context_modules(model: nn.Module, plan: Plan) -> list[str]:
-    """Name the modules that give attention the whole rows' keys and values."""
+    """Return the names of the modules that gather attention's keys and values over the sequence."""
     return list(_by_name((name for name, _ in model.named_modules()), context_roles(plan)))
 
 
@@ -68,13 +68,13 @@ def _of_whole_rows(degree: int, group: str, forward: Callable[..., Any], *parts:
 
 
 def _by_name(names: Iterable[str], roles: Mapping[str, str]) -> dict[str, str]:
-    """Give the role of each name that a pattern matches."""
+    """Return the role of each name that a pattern matches."""
     names = list(names)
     return {name: role for pattern, role in roles.items() for name in names if _matches(pattern, name)}
 
 
 def _cut_parameters(model: nn.Module, on_tp: Mapping[str, str], on_ep: Mapping[str, str], layout: Layout) -> None:
-    """Make a DTensor of each parameter that has a role; its owner computes with this rank's part, a plain tensor."""
+    """Replace each parameter that has a role by a DTensor; its owner computes with the local shard, a plain tensor."""
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     tp_roles, experts = _by_name(names, on_tp), _by_name(names, on_ep)
     shared: dict[nn.Module, set[str]] = {}  # a module -> its parameters of role `share`; every owner has an entry
@@ -97,12 +97,11 @@ def _cut_parameters(model: nn.Module, on_tp: Mapping[str, str], on_ep: Mapping[s
 def _on_locals(
     module: nn.Module, forward: Callable[..., Any], shared: set[str], degree: int, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run a module's forward with this rank's plain tensors in the places of its own parameters; of those that are
-    shared, with their `degree`-th part."""
+    """Run a module's forward with local shards in place of its DTensor parameters; shared ones divided by `degree`."""
     held = dict(module._parameters)
     for leaf, parameter in held.items():
         if isinstance(parameter, DTensor):
-            # Every rank adds something to the gradient of what all of them hold.
+            # Every rank contributes to the gradient of a replicated parameter.
             gradient = [Partial() if p.is_replicate() else p for p in parameter.placements]
             local = parameter.to_local(grad_placements=gradient)
             module._parameters[leaf] = local / degree if leaf in shared else local  # type: ignore[assignment]
@@ -113,10 +112,10 @@ def _on_locals(
 
 
 def _summed(tp: DeviceMesh, forward: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Gather `x` over the sequence, run, and reduce the (first) result to this rank's part of the sequence.
+    """Gather `x` over the sequence, run, and reduce-scatter the (first) result to this rank's part of the sequence.
 
-    What a module returns beside it is the same on every rank (a count, an auxiliary loss); its gradient is shared out,
-    because all that is inside sums the ranks' gradients.
+    A module's other results are the same on every rank (a count, an auxiliary loss); their gradient is divided by the
+    degree, because the inner collectives sum the ranks' gradients.
     """
     sequence = Shard(SEQUENCE_DIM)
     whole = DTensor.from_local(x, tp, [sequence], run_check=False).redistribute(placements=[Replicate()])
@@ -133,8 +132,8 @@ def _with_shared_gradient(degree: int, x: Tensor) -> Tensor:
 
 
 def _apart(degree: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run on this rank's part of the sequence. A loss beside the result is that part's alone: it is reported
-    `degree`-fold, as losses are averaged over tensor parallel's ranks; its gradient is its own."""
+    """Run on this rank's part of the sequence. A loss among the other results is that part's alone: it is multiplied by
+    `degree` when reported, as losses are averaged over tensor parallel's ranks; its gradient is not."""
 
     def reported(x: Tensor) -> Tensor:
         return x + (degree - 1) * x.detach() if x.requires_grad else x
@@ -156,7 +155,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def parameter_roles(model: nn.Module, plan: Plan) -> dict[str, dict[str, str]]:
-    """Give, by parameter, the role on each axis that the plan names, of it or (embedding, vocabulary) of its module."""
+    """Return by parameter its role on each axis of the plan, its own or (embedding, vocabulary) its module's."""
     found: dict[str, dict[str, str]] = {}
     for pattern, roles in plan.items():
         for axis, role in roles.items():
@@ -167,12 +166,12 @@ def parameter_roles(model: nn.Module, plan: Plan) -> dict[str, dict[str, str]]:
 
 
 def check_plan(model: nn.Module, plan: Plan, dims: ParallelDims) -> None:
-    """Check, before any mesh exists, that the plan fits the model and that the degrees divide what they split.
+    """Check, before any mesh exists, that the plan fits the model and that the degrees divide the dims they shard.
 
     A pattern may match nothing: a plan covers every flavour of a family.
 
     Raises:
-        UserError: an axis or a role that there is not, a parameter without a role, or a size that does not divide.
+        UserError: an unknown axis or role, a parameter without a role, or a size that does not divide.
     """
     for pattern, roles in plan.items():
         axes = list(roles) if isinstance(roles, Mapping) else []
@@ -190,7 +189,7 @@ def check_plan(model: nn.Module, plan: Plan, dims: ParallelDims) -> None:
 
 
 def _check_expert_parallel(model: nn.Module, plan: Mapping[str, str], degree: int) -> set[str]:
-    """Give the names of the experts' parameters."""
+    """Check expert parallelism's degree, and return the names of the experts' parameters."""
     parameters = dict(model.named_parameters())
     experts = {name for name, role in _by_name(parameters, plan).items() if role == "expert"}
     option = f"parallelism.expert_parallel_degree = {degree}"

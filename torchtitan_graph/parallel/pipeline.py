@@ -1,4 +1,4 @@
-"""Run a step of a pipeline: this rank's actions, one after the other, on the parts of its stages' graphs."""
+"""Execution of a pipeline step: this rank's actions, in order, on the parts of its stages' graphs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torchtitan_graph.graph.traced import TracedResult, run_traced
 from torchtitan_graph.parallel.layout import PP, Layout
 from torchtitan_graph.parallel.schedule import COMPUTING, Schedule
 
-Inputs = Callable[[], tuple[Any, ...]]  # gives a microbatch: batch, masks, num_tokens
+Inputs = Callable[[], tuple[Any, ...]]  # returns a microbatch: batch, masks, num_tokens
 
 
 class StageGraph(NamedTuple):
@@ -29,8 +29,8 @@ class StageGraph(NamedTuple):
     parts         of the training step
     train         that step before it was cut
     evaluate      the evaluation step, if there is one
-    passed        like what goes from stage to stage, on meta: in training, and in evaluation
-    reduce_dtype  in which gradients are summed over the microbatches
+    passed        example of the activation sent between stages, on meta: in training, and in evaluation
+    reduce_dtype  of the sum of gradients over the microbatches
     """
 
     parts: Parts
@@ -42,12 +42,12 @@ class StageGraph(NamedTuple):
 
 
 class Stage:
-    """A stage's parts on the live parameters, and what its microbatches hold between them."""
+    """A stage's parts bound to the live parameters, with the values its microbatches keep between them."""
 
     def __init__(self, graph: StageGraph, model: nn.Module) -> None:
         self.graph, self.parts, train = graph, graph.parts.by_name, graph.train
         signature, placeholders = signature_of(train.gm), iter(train.gm.graph.find_nodes(op="placeholder"))
-        names: dict[bool, list[str]] = {True: [], False: []}  # of the graph's inputs, whether they are a batch's
+        names: dict[bool, list[str]] = {True: [], False: []}  # of the graph's inputs: True a batch's, False the state's
         for slot in signature.inputs:
             names[slot.kind == "input"] += [next(placeholders).name for _ in range(slot.layout.num_tensors)]
         self._input_names, self._state_names = names[True], names[False]
@@ -60,7 +60,7 @@ class Stage:
         self._backward = [name for name in ("backward", "input", "weight") if name in self.parts]
         self._add = AddGradients(model)
         self.evaluate = run_traced(graph.evaluate, module=model) if graph.evaluate is not None else None
-        self._common: dict[str, Tensor] = {}  # what all microbatches of the step read
+        self._common: dict[str, Tensor] = {}  # values that all microbatches of the step read
         self._held: dict[int, dict[str, Tensor]] = {}  # by microbatch
         self._sums: dict[str, Tensor] = {}
         self._shared: set[str] | None = None  # terms of sums that share memory: the same ones in every microbatch
@@ -68,14 +68,14 @@ class Stage:
         self.state: dict[str, Tensor] = {}
 
     def begin(self) -> None:
-        """Begin a step: gather the weights, if that is done once."""
+        """Begin a step: gather the weights, if that is done once a step."""
         self._bound = self._state.tensors()
         self._common = dict(zip(self._state_names, self._bound, strict=True))
         self._common |= self._call("gather", {})
         self._sums, self.losses, self.state = {}, [], {}
 
     def forward(self, i: int, inputs: Inputs, x: Tensor | None) -> Tensor | None:
-        """Take microbatch `i` and what the stage before gave of it; give what the next stage takes."""
+        """Run forward on microbatch `i` and the activation of the stage before; return this stage's activation."""
         outputs, given = self.graph.parts.outputs, (*inputs(), x)
         if self.graph.train.guards is not None and self._guarded is not self._bound:
             self.graph.train.guards(*given)
@@ -90,8 +90,8 @@ class Stage:
         return made.get(outputs["output"].get("y", ""))
 
     def backward_input(self, i: int, dy: Tensor | None) -> Tensor | None:
-        """Take the gradient of what `forward` gave; give that of what it took. Unless backward is split, it is all of
-        backward."""
+        """Run backward on the gradient of `forward`'s result; return that of its input. Unless backward is split, it is
+        all of backward."""
         held = self._held[i]
         if dy is not None:
             held[self._input_names[-1]] = dy
@@ -99,13 +99,12 @@ class Stage:
         self._take_state(given)
         dx = self.graph.parts.outputs["output"].get("dx", "")
         kept = {*self.graph.parts.sums, *(name for name in given if self._is_read(name, self._backward[1:]))}
-        kept |= {dx} if self._shared is None else set()  # it may be on its way while a sum is written to
+        kept |= {dx} if self._shared is None else set()  # it may be in transit while a sum is written to
         held |= {name: x for name, x in given.items() if name in kept}
         return given.get(dx)
 
     def backward_weight(self, i: int) -> None:
-        """Add a microbatch's gradients of the weights: as FSDP2, in the dtype of the reduction, in the order of
-        execution."""
+        """Add a microbatch's weight gradients: as FSDP2, in the dtype of the reduction, in the order of execution."""
         held = self._held.pop(i)
         for part in self._backward[1:]:
             given = self._call(part, held)
@@ -136,7 +135,7 @@ class Stage:
         self._sums, self._common = {}, {}
 
     def _call(self, part: str, held: dict[str, Tensor], later: Sequence[str] = ()) -> dict[str, Tensor]:
-        """Run a part on what a microbatch holds, and on what all do; let go of what no later part reads."""
+        """Run a part on a microbatch's values and the common ones; drop those that no later part reads."""
         inputs = []
         for name in self.parts[part].reads:
             if name not in held:
@@ -152,7 +151,7 @@ class Stage:
 
 
 class Pipeline:
-    """A rank's stages, and what it does with them in a step."""
+    """A rank's pipeline stages, and their execution by a schedule."""
 
     def __init__(
         self,
@@ -168,22 +167,22 @@ class Pipeline:
         self.num_stages, self.rank = len(schedule.stages), layout.rank(PP)
         self._ends = schedule.rank_of[0], schedule.rank_of[-1]
         self._tied = tied if self._ends[0] != self._ends[1] and self.rank in self._ends else None
-        # Parameters that a rank before this one has too, by name.
+        # Names of parameters that an earlier rank holds too.
         is_repeated = self._tied is not None and self.rank != self._ends[0]
         self.repeated = [name for name, p in model.named_parameters() if p is self._tied] if is_repeated else []
-        self._device = device  # parameters may rest elsewhere
+        self._device = device  # parameters may be on the host
         passed = next(iter(graphs.values())).passed
         self._zero = torch.zeros((), dtype=torch.promote_types(passed.dtype, torch.float32), device=self._device)
 
     @torch.no_grad()
     def train(self, microbatches: Sequence[Inputs]) -> StepOutput:
-        """Add a step's gradients to the live parameters' `.grad`, which is None; give the loss and the state of this
+        """Add a step's gradients to the live parameters' `.grad`, which is None; return the loss and the state of this
         rank's stages."""
         for stage in self.stages.values():
             stage.begin()
         messages = _Messages(self.schedule.rank_of, self.layout, self._device)
         num_left = dict.fromkeys(self.stages, len(microbatches))
-        through: list[Stage] = []  # with their last backward: what another rank waits for is sent before they reduce
+        through: list[Stage] = []  # stages after their last backward: sends to other ranks go before their reductions
         for kind, number, i in self.schedule.actions[self.rank]:
             stage = self.stages[number]
             if kind in COMPUTING:
@@ -216,7 +215,7 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, inputs: Inputs) -> Tensor:
-        """Give the loss of a batch, on all stages."""
+        """Return the loss of a batch, on all stages."""
         messages, y = _Messages(self.schedule.rank_of, self.layout, self._device), None
         for number, stage in self.stages.items():
             if number and number - 1 not in self.stages:
@@ -232,16 +231,16 @@ class Pipeline:
         return loss
 
     def _add_tied_gradient(self) -> None:
-        """Add up the two gradients of a weight that the first and the last stage share, where these are on two ranks.
+        """Sum the two gradients of a weight that the first and the last stage share, where these are on two ranks.
 
-        Both ranks hold the weight, take the same steps, and so keep it the same.
+        Both ranks hold the weight and take the same steps, so it stays equal.
         """
         if self._tied is None:
             return
         gradient: Tensor = self._tied.grad.to_local()  # type: ignore[union-attr]
         mine = gradient.to(self._device)
         other, group, peer = torch.empty_like(mine), self.layout.group(PP), sum(self._ends) - self.rank
-        # One sends while the other receives: NCCL does two ranks' messages one by one, in their order.
+        # One sends while the other receives: NCCL runs two ranks' messages one by one, in order.
         exchange = [partial(dist.isend, mine, group_dst=peer), partial(dist.irecv, other, group_src=peer)]
         for start in exchange if self.rank == self._ends[0] else reversed(exchange):
             _wait(start(group=group))
@@ -254,15 +253,15 @@ def _reduce(stages: list[Stage]) -> None:
 
 
 class _Messages:
-    """What stages hand to one another in a step: on one rank, or as messages.
+    """Activations and gradients passed between stages in a step: on one rank, or as messages.
 
-    Two ranks' messages match by their order alone: tags are not known to NCCL.
+    Two ranks' messages match by their order alone: NCCL has no tags.
     """
 
     def __init__(self, rank_of: Sequence[int], layout: Layout, device: torch.device) -> None:
         self._rank_of, self._group, self._device = rank_of, layout.group(PP), device
-        self._there: dict[tuple[str, int, int], tuple[Tensor, dist.Work | None]] = {}  # F or B, for stage, microbatch
-        # Held until they are gone; gloo never tells before `wait`.
+        self._there: dict[tuple[str, int, int], tuple[Tensor, dist.Work | None]] = {}  # F or B, to stage, microbatch
+        # Kept alive until they are sent; gloo never reports that before `wait`.
         self._sent: list[tuple[Tensor, dist.Work | None]] = []
 
     def put(self, what: str, stage: int, microbatch: int, x: Tensor | None) -> None:
@@ -275,20 +274,20 @@ class _Messages:
         return x
 
     def send(self, what: str, stage: int, microbatch: int) -> None:
-        """Send what is there for a stage of another rank."""
+        """Send the value at hand for a stage of another rank."""
         x = self.take(what, stage, microbatch).contiguous()
         self._sent = [(tensor, work) for tensor, work in self._sent if work and not work.is_completed()]
         self._sent.append((x, dist.isend(x, group=self._group, group_dst=self._rank_of[stage])))
 
     def receive(self, what: str, stage: int, microbatch: int, source: int, like: Tensor | None) -> None:
-        """Begin to receive what the stage `source`, of another rank, sends."""
+        """Start receiving from the stage `source` of another rank."""
         assert like is not None, "built for training, and for evaluation when the options have eval_rows"
         x = torch.empty(like.shape, dtype=like.dtype, device=self._device)
         work = dist.irecv(x, group=self._group, group_src=self._rank_of[source])
         self._there[what, stage, microbatch] = x, work
 
     def wait(self) -> None:
-        """Wait until all is sent."""
+        """Wait until all messages are sent."""
         for _, work in self._sent:
             _wait(work)
 

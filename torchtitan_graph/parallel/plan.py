@@ -2,23 +2,23 @@
 
     "layers.*.attention.wq.weight": {"tp": "shard 0"}
 
-An axis that is not named changes nothing of what a rank computes there.
+An axis without a role does not change a rank's computation there.
 
 | role of a module | under tensor parallelism |
 |---|---|
 | embedding  | each rank holds rows of the table; the output is sharded over the sequence |
-| partial    | what each rank returns is its part of a sum, see below |
+| partial    | each rank's result is its term of a sum, see below |
 | vocabulary | each rank holds rows of the output table; the logits stay sharded over the vocabulary for the loss |
 
 | role of a module | under context parallelism |
 |---|---|
-| context    | gives what it is given of the whole row, from the ranks that have its parts |
+| context    | gathers its arguments over the row, from the ranks that have its parts |
 
 | role of a parameter | under tensor parallelism |
 |---|---|
 | shard 0, shard 1, shard 2 | each rank holds a part of that dim |
 | replicate  | each rank holds all of it, and its gradient is the sum of the ranks' |
-| share      | as replicate, but each rank works with its share of the value, 1 / degree: what is added once to a sum |
+| share      | as replicate, but each rank computes with 1 / degree of the value: it is added once to a sum |
 
 | role of a module | under expert parallelism |
 |---|---|
@@ -35,7 +35,7 @@ module that is `apart` then works on this rank's part of the sequence, and a `pa
 
 Between modules a rank has plain tensors, sharded over the sequence; inside a `partial` module, plain tensors of the
 whole sequence: its first argument is gathered, once for all that is inside, and its result is reduced and sharded over
-the sequence again. So a layer's code says nothing about parallelism: its weights are smaller, that is all.
+the sequence again. So a layer's code has nothing about parallelism: only its weights are smaller.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Plan = Mapping[str, Mapping[str, str]]  # pattern -> axis -> role
 
 SEQUENCE_DIM = 1
 
-# What splits a parameter, and on which dim; the first two are modules, whose weight is meant.
+# Roles that shard a parameter, and the dim; the first two are of modules, and shard their weight.
 SPLIT_DIM = {"embedding": 0, "vocabulary": 0, "shard 0": 0, "shard 1": 1, "shard 2": 2}
 MODULE_ROLES = ("embedding", "partial", "vocabulary")
 PARAMETER_ROLES = ("shard 0", "shard 1", "shard 2", "replicate", "share")
@@ -63,7 +63,7 @@ ROLES = {
 
 
 def tensor_roles(plan: Plan, dims: ParallelDims) -> dict[str, str]:
-    """Give the roles on tp by pattern, as they are beside the degrees of the other axes."""
+    """Return the roles on tp by pattern, given the degrees of the other axes."""
     if not dims.ep_spans_tp:
         return {pattern: roles[TP] for pattern, roles in plan.items() if TP in roles}
     both = {pattern: roles.get(EP, roles.get(TP)) for pattern, roles in plan.items()}
@@ -71,17 +71,17 @@ def tensor_roles(plan: Plan, dims: ParallelDims) -> dict[str, str]:
 
 
 def context_roles(plan: Plan) -> dict[str, str]:
-    """Give the roles on cp by pattern."""
+    """Return the roles on cp by pattern."""
     return {pattern: roles[CP] for pattern, roles in plan.items() if CP in roles}
 
 
 def expert_roles(plan: Plan) -> dict[str, str]:
-    """Give the roles on ep by pattern, but for those that only take the place of another on tp."""
+    """Return the roles on ep by pattern, except those that only replace a role on tp."""
     return {pattern: roles[EP] for pattern, roles in plan.items() if roles.get(EP) in ("dispatch", "expert")}
 
 
 def table_style(role: str, loss_parallel: bool) -> ParallelStyle:
-    """Give torch's parallel style for a table of the vocabulary: the embedding, or the output."""
+    """Return torch's parallel style for a table of the vocabulary: the embedding, or the output."""
     sequence = Shard(SEQUENCE_DIM)
     if role == "embedding":
         return RowwiseParallel(input_layouts=Replicate(), output_layouts=sequence)

@@ -1,4 +1,4 @@
-"""Which activations are recomputed in backward: the one decision, read by the graph's policy and by the eager path."""
+"""The choice of activations to recompute in backward, for both the graph's policy and the eager path."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ aten = torch.ops.aten
 
 MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default, GROUPED_MM)
 
-# What tells the host how many rows go to which rank: kept under any policy, so that it waits for a GPU once a layer.
+# The device-to-host read of a dispatch's row counts: never recomputed, so that the host waits once a layer.
 HOST_READS = (torch.ops._c10d_functional.all_to_all_single.default, torch.ops.torchtitan_graph.row_splits.default)
 
-# Costly to compute again for the memory they free: what `selective` with "op" keeps, beside every second matmul.
+# Costly to recompute for the memory they free: `selective` with "op" keeps them, and every second matmul.
 SAVED_OPS = (
     *ATTENTION,
     *HOST_READS,
@@ -32,11 +32,11 @@ SAVED_OPS = (
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """What a step may hold at its peak, beside what lies there from step to step.
+    """The limit of a step's peak memory, above the memory held from step to step.
 
-    fraction   0: the least that can be had; 1: what mode none holds; between them, that part of the difference
-    num_bytes  in place of the fraction, where it is given
-    in_flight  microbatches of which a pipeline's stage keeps values at once
+    fraction   0: the lowest peak possible; 1: the peak of mode none; between them, that part of the difference
+    num_bytes  replaces the fraction, if given
+    in_flight  microbatches whose activations a pipeline stage keeps at once
     """
 
     fraction: float = 0.5
@@ -46,9 +46,9 @@ class Budget:
 
 @dataclasses.dataclass(frozen=True)
 class Recompute:
-    """every: each `every`-th block is recomputed whole (0: none); by_op: within every block, all but `SAVED_OPS` and
-    every second matmul; in the graph alone: budget, as much as it asks for, and saved and again, modules of blocks by
-    their names, whatever the others say."""
+    """The recomputation of a model. every: each `every`-th block is recomputed whole (0: none); by_op: within every
+    block, all but `SAVED_OPS` and every second matmul; in the graph alone: budget, as much as it needs, and saved and
+    again, modules of blocks by their names, which override the others."""
 
     every: int = 0
     by_op: bool = False
@@ -58,7 +58,7 @@ class Recompute:
 
     @classmethod
     def from_option(cls, mode: str, selective: str) -> Recompute:
-        """Read `activation_checkpoint.mode` and `.selective_ac_option`."""
+        """Return the recomputation of `activation_checkpoint.mode` and `.selective_ac_option`."""
         if mode == "full":
             return cls(every=1)
         if mode == "selective":
@@ -66,12 +66,12 @@ class Recompute:
         return cls()
 
     def whole_block(self, index: int) -> bool:
-        """Tell whether block `index` (from 0) is recomputed whole: with every = 2, the second, the fourth, ..."""
+        """Return whether block `index` (from 0) is recomputed whole: with every = 2, the second, the fourth, ..."""
         return self.every > 0 and (index + 1) % self.every == 0
 
     def named(self, module: str) -> bool | None:
-        """Tell whether what a module computes is named to be computed again (True) or saved (False), the module itself
-        or the innermost one around it that is named."""
+        """Return whether a module's results are to be recomputed (True) or saved (False) by its own name or the
+        innermost named module around it; None if none is named."""
         while module:
             if module in self.saved or module in self.again:
                 return module not in self.saved
@@ -80,7 +80,7 @@ class Recompute:
 
 
 class KeptOps:
-    """Decides, operator by operator through one block's forward, what `by_op` keeps."""
+    """The decision of `by_op`, operator by operator through one block's forward."""
 
     def __init__(self) -> None:
         self.num_matmuls = 0

@@ -1,4 +1,4 @@
-"""Which modules each stage of a pipeline has, and what each of its ranks does in a step, in order."""
+"""Pipeline schedules: the modules of each stage, and the actions of each rank in a step, in order."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.torch_private.pipelines import PipelineAction, pipeline_order, with_messages
 from torchtitan_graph.small_files import BadFile, read_text
 
-# Schedules, and how many stages a rank has: exactly one, exactly two (V: the first and the last stage meet on one
+# Schedules, and the number of stages of a rank: exactly one, exactly two (V: the first and the last stage are on one
 # rank), or any number from two on.
 ONE, V, LOOPED = "one", "two", "several"
 SCHEDULES = {"GPipe": ONE, "1F1B": ONE, "Interleaved1F1B": LOOPED, "ZBVZeroBubble": V, "DualPipeV": V}
 
-MOST_MICROBATCHES = 4096  # of a step: torch's time to order their messages grows by the square
-COMPUTING = ("F", "B", "I", "W")  # the actions that do not only send or receive
-_ALIKE = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # what they take, where all stages are alike
+MOST_MICROBATCHES = 4096  # of a step: torch's time to order their messages is quadratic
+COMPUTING = ("F", "B", "I", "W")  # the actions other than sends and receives
+_ALIKE = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # relative times, where all stages are alike
 
 _ACTION = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})", re.ASCII)
 _SIDE_BY_SIDE = re.compile(r"\((.*)\)OVERLAP_F_B")
@@ -50,7 +50,7 @@ class Schedule:
         return any(action.kind == "W" for actions in self.actions for action in actions)
 
     def waiting(self, seconds: Callable[[PipelineAction], float] | None = None) -> float:
-        """Give the share of a step in which a rank has nothing to do (the bubble), on average over ranks.
+        """Return the bubble: the share of a step in which a rank is idle, on average over ranks.
 
         Messages take no time, and an action `seconds`. Unless they are given, stages are alike, and backward takes
         twice as long as forward.
@@ -65,19 +65,19 @@ class Schedule:
         message: Callable[[PipelineAction], float] = lambda action: 0.0,
         before: Callable[[PipelineAction], float] = lambda action: 0.0,
     ) -> list[float]:
-        """Give when each rank has done all its actions.
+        """Return the time at which each rank has finished its actions.
 
         Args:
-            seconds: of an action that computes.
-            before: what a rank has to do before it waits for what such an action takes.
-            message: how long what an action sends is on its way; messages in one direction between two ranks go one
-                after the other, each when it is sent and the receiver asks for it.
+            seconds: of a computing action.
+            before: seconds of a rank's work before it waits for such an action's input.
+            message: seconds in transit of an action's message; messages in one direction between
+                two ranks go one after the other, each once it is sent and the receiver asks for it.
         """
         now, places = [0.0] * len(self.actions), [0] * len(self.actions)
-        sent: dict[tuple[str, int, int], tuple[PipelineAction, float]] = {}  # (F or B, the stage it is for, microbatch)
+        sent: dict[tuple[str, int, int], tuple[PipelineAction, float]] = {}  # (F or B, receiving stage, microbatch)
         asked: dict[tuple[str, int, int], float] = {}
-        there: dict[tuple[str, int, int], float] = {}  # when x or dy is there
-        free: dict[tuple[int, int], float] = {}  # when the way from a rank to another is
+        there: dict[tuple[str, int, int], float] = {}  # when x or dy has arrived
+        free: dict[tuple[int, int], float] = {}  # when the link between two ranks is free
         last = len(self.stages) - 1
 
         def travel(what: tuple[str, int, int]) -> None:
@@ -99,7 +99,7 @@ class Schedule:
                     else:
                         waits = stage > 0 if kind == "F" else stage < last and kind != "W"
                         if waits and (way, stage, i) not in there:
-                            break  # until other ranks have come further
+                            break  # until other ranks have advanced
                         begin = there[way, stage, i] if waits else 0.0
                         now[rank] = max(now[rank] + before(action), begin) + seconds(action)
                         what = way, stage + 1 if way == "F" else stage - 1, i
@@ -115,7 +115,7 @@ def plan_pipeline(options: job.Parallelism, modules: Sequence[str], num_microbat
     """Divide a model's modules, in the order of forward, into stages, and schedule a step's microbatches.
 
     Raises:
-        UserError: what is asked for does not fit the model, the number of ranks or of microbatches.
+        UserError: the options don't fit the model, the number of ranks or of microbatches.
     """
     num_ranks = options.pipeline_parallel_degree
     if num_microbatches > MOST_MICROBATCHES:
@@ -168,14 +168,14 @@ _MORE = (
 
 
 def _orders(name: str, num_ranks: int, num_stages: int, num_microbatches: int) -> Sequence[Sequence[PipelineAction]]:
-    if name == "1F1B":  # torch's list of it begins with a backward on the last rank (2.11 to 2.15)
+    if name == "1F1B":  # torch's 1F1B begins with a backward on the last rank (2.11 to 2.15)
         return [_one_forward_one_backward(rank, num_ranks - rank, num_microbatches) for rank in range(num_ranks)]
     return pipeline_order(name, num_ranks, num_stages // num_ranks, num_microbatches)
 
 
 def _one_forward_one_backward(stage: int, num_ahead: int, num_microbatches: int) -> list[PipelineAction]:
-    """Let a stage run `num_ahead` forwards, as many as there are stages from it on, then a backward and a forward in
-    turn, then what backwards are left."""
+    """Return a stage's 1F1B order: `num_ahead` forwards, one for each stage from it on, then a backward and a forward
+    in turn, then the remaining backwards."""
     forwards = [PipelineAction("F", stage, i) for i in range(num_microbatches)]
     backwards = [PipelineAction("B", stage, i) for i in range(num_microbatches)]
     order, rest = forwards[:num_ahead], forwards[num_ahead:]
@@ -188,7 +188,7 @@ def _one_forward_one_backward(stage: int, num_ahead: int, num_microbatches: int)
 
 
 def _count_stages(options: job.Parallelism, modules: Sequence[str]) -> int:
-    """Say how many stages there are on all ranks."""
+    """Return the number of stages on all ranks."""
     num_ranks, name = options.pipeline_parallel_degree, options.pipeline_parallel_schedule
     kind, per_stage = SCHEDULES[name], options.pipeline_parallel_layers_per_stage
     how = f"parallelism.pipeline_parallel_degree {num_ranks}"
@@ -265,11 +265,11 @@ def _shown(modules: Sequence[str]) -> str:
     return ", ".join([modules[0], *between, *modules[-2:]])
 
 
-# --- a schedule of one's own ----------------------------------------------------------------------------------------
+# --- a user's own schedule ------------------------------------------------------------------------------------------
 
 
 def _find_bad_order(orders: Sequence[Sequence[PipelineAction]], num_stages: int, num_microbatches: int) -> str | None:
-    """Say what is wrong with what ranks compute, whatever they wait for: of their messages torch knows more."""
+    """Return the first fault in the ranks' computing actions, None if there is none; messages are checked by torch."""
     lines: dict[int, int] = {}
     done: set[tuple[str, int, int]] = set()
     for line, order in enumerate(orders, 1):
@@ -289,8 +289,8 @@ def _find_bad_order(orders: Sequence[Sequence[PipelineAction]], num_stages: int,
 
 
 def read_csv(path: Path, num_ranks: int, num_microbatches: int) -> list[list[PipelineAction]]:
-    """Read what each rank computes: a line for each, actions such as 0F0, 1B0, 0I2 or 0W2 (stage, kind, microbatch)
-    separated by commas, empty where it waits; (0F3;1B0)OVERLAP_F_B for two side by side.
+    """Return each rank's actions from a file: a line for each, actions such as 0F0, 1B0, 0I2 or 0W2 (stage, kind,
+    microbatch) separated by commas, empty where it waits; (0F3;1B0)OVERLAP_F_B for two side by side.
 
     Raises:
         UserError: it can't be read; names the line.

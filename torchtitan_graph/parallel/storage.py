@@ -1,10 +1,10 @@
-"""The storage layout: what each rank keeps of a parameter at rest, exactly as FSDP2 keeps it.
+"""The storage layout: each rank's shard of a parameter at rest, exactly as FSDP2 keeps it.
 
 A parameter is a DTensor over the axes that shard and replicate it (and tensor parallel's, where it is on); experts that
-expert parallelism has cut lie on a mesh of their own, with its axis. The axis that shards splits one dim of what these
-left to the rank into parts of equal size, the last ones shorter or empty. The local tensor lies in a buffer padded to
-that size: collectives and graphs take the padded one, so that every rank runs the same graph; everything else sees the
-unpadded one.
+expert parallelism has sharded are on a mesh of their own, with its axis. The sharding axis splits one dim of the tensor
+that these leave to the rank into parts of equal size, the last ones shorter or empty. The local tensor is in a buffer
+padded to that size: collectives and graphs take the padded one, so that every rank runs the same graph; everything else
+sees the unpadded one.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from torchtitan_graph.graph.torch_private.distributed import DTensorSpec, Stride
 from torchtitan_graph.parallel.chunk import chunk_of
 from torchtitan_graph.parallel.layout import DATA_AXES, DP_REPLICATE, EP, EXPERT_FSDP, FSDP, Layout
 
-_FEW = 4  # numbers in each dim of a parameter that stands for a large one
+_FEW = 4  # size of each dim of a small stand-in parameter
 
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """storage: dtype at rest; compute: dtype that is gathered and multiplied; reduce: dtype gradients are summed in."""
+    """Dtypes of a parameter. storage: at rest; compute: gathered and multiplied; reduce: of the sum of gradients."""
 
     storage: torch.dtype = torch.float32
     compute: torch.dtype = torch.float32
@@ -40,20 +40,20 @@ class Precision:
 
     @property
     def sum_in(self) -> torch.dtype:
-        """In which tensor parallelism's parts of a gradient are added, as FSDP2 takes it."""
+        """The dtype in which tensor parallelism's terms of a gradient are summed, as in FSDP2."""
         return self.reduce if self.reduce != self.compute else self.storage
 
 
 @dataclasses.dataclass(frozen=True)
 class Storage:
-    """How one parameter lies at rest; also the layout of its slot, and its gradient's, in a graph's signature.
+    """The storage layout of one parameter; also the layout of its slot, and its gradient's, in a graph's signature.
 
-    mesh           with all of the axes that the parameter lies on
-    shard_axis     the ranks along it hold a part each
+    mesh           with all of the parameter's axes
+    shard_axis     the ranks along it hold a shard each
     replicate_axis the ranks along it hold the same; the mesh may lack it
-    compute_shape  what a rank multiplies: the whole parameter, or tensor parallelism's part of it
-    dim            what `shard_axis` cuts; another than 0 is cut evenly, as FSDP2 asks
-    on_host        this rank's part, its gradient and the optimizer's state lie in the host's memory
+    compute_shape  shape that a rank multiplies: the whole parameter, or tensor parallelism's shard of it
+    dim            the dim that `shard_axis` shards; another than 0 must divide evenly, as in FSDP2
+    on_host        the shard, its gradient and the optimizer's state are in the host's memory
     is_trained     it has a gradient, and optimizer state; else it is frozen, or a quantised weight
     """
 
@@ -87,33 +87,33 @@ class Storage:
 
     @functools.cached_property
     def padded_shape(self) -> torch.Size:
-        """This rank's part with its padding; the same on all ranks."""
+        """The shape of this rank's shard with its padding; the same on all ranks."""
         sizes = list(self.compute_shape)
         sizes[self.dim] = -(-sizes[self.dim] // self.shard_degree)
         return torch.Size(sizes)
 
     @functools.cached_property
     def local_range(self) -> tuple[int, int]:
-        """Where this rank's part begins on `dim` of the compute shape, and how long it is without padding."""
+        """The offset of this rank's shard on `dim` of the compute shape, and its size without padding."""
         size, per_rank = self.compute_shape[self.dim], self.padded_shape[self.dim]
         begin = min(per_rank * self.mesh.get_local_rank(self.shard_axis), size)
         return begin, min(per_rank, size - begin)
 
     def in_small(self) -> Storage:
-        """Return how a parameter of a few numbers in each dim would lie there."""
+        """Return the storage of a small stand-in parameter with the same placements, a few numbers in each dim."""
         local = torch.Size(min(size, _FEW) for size in self.compute_shape)
         whole = (size // cut * small for size, cut, small in zip(self.shape, self.compute_shape, local, strict=True))
         return dataclasses.replace(self, shape=torch.Size(whole), compute_shape=local, on_host=False)
 
     def empty(self, device: torch.device) -> DTensor:
-        """Allocate the parameter's part on this rank, its padding zero; for a GPU's parameter on the host in pinned
-        memory, which it copies while both go on."""
+        """Return the parameter's newly allocated shard on this rank, its padding zero; for a GPU's parameter on the
+        host in pinned memory, for asynchronous copies."""
         place, pin = ("cpu", device.type == "cuda") if self.on_host else (device, False)
         padded = torch.zeros(self.padded_shape, dtype=self.precision.storage, device=place, pin_memory=pin)
         return self.unflatten([padded])
 
     def flatten(self, value: Tensor) -> list[Tensor]:
-        """Give the padded local tensor that a live parameter is the unpadded view of."""
+        """Return the padded local tensor that a live parameter is the unpadded view of."""
         found = (type(value), tuple(value.shape), value.dtype, getattr(value, "placements", None))
         wanted = (DTensor, tuple(self.shape), self.precision.storage, self.placements)
         if found != wanted:
@@ -126,7 +126,7 @@ class Storage:
         return [local.as_strided(padded, torch.empty(padded, device="meta").stride())]
 
     def unflatten(self, tensors: list[Tensor]) -> DTensor:
-        """Wrap a padded local tensor (a new parameter, or a gradient) as the DTensor it stands for."""
+        """Return a padded local tensor (a new parameter, or a gradient) as the unpadded DTensor."""
         local = tensors[0].narrow(self.dim, 0, self.local_range[1])
         return make_dtensor(local, self._spec)
 
@@ -136,7 +136,7 @@ class Storage:
 
 
 def plan_storage(model: nn.Module, layout: Layout, precision: Precision, on_host: bool = False) -> dict[str, Storage]:
-    """Lay out every parameter of a model (on meta, after `parallelize`) over the data-parallel axes, by name."""
+    """Return parameters' storage layouts over the data-parallel axes, by name; the model is on meta, parallelized."""
     return {name: _storage(name, parameter, layout, precision, on_host) for name, parameter in model.named_parameters()}
 
 
@@ -157,13 +157,13 @@ def _storage(name: str, parameter: Tensor, layout: Layout, precision: Precision,
 
 
 def is_expert(parameter: Tensor) -> bool:
-    """Tell whether expert parallelism has cut a parameter."""
+    """Return whether expert parallelism has sharded a parameter."""
     return isinstance(parameter, DTensor) and EP in (parameter.device_mesh.mesh_dim_names or ())
 
 
 def stored_dim(parameter: Tensor, layout: Layout) -> int:
-    """Give the dim that storage cuts: 1 where a rank's experts don't divide over the ranks that share them, and their
-    second dim does; else 0. Unequal parts would be padded: by 1.6 where four ranks share five experts."""
+    """Return the dim that storage shards: 1 where a rank's experts don't divide over the ranks that share them, and
+    their second dim does; else 0. Unequal shards would be padded: by 1.6 where four ranks share five experts."""
     if not is_expert(parameter) or parameter.dim() == 1:
         return 0
     shape, degree = parameter.to_local().shape, layout.dims.efsdp  # type: ignore[attr-defined]
@@ -176,8 +176,8 @@ def _degree(mesh: DeviceMesh, axis: str) -> int:
 
 
 def materialize(model: nn.Module, storages: Mapping[str, Storage], device: torch.device) -> None:
-    """Replace the model's meta parameters by allocated ones at rest, in place; tied ones by one. Buffers are zero, and
-    whole on every rank but for those that `storages` has."""
+    """Replace the model's meta parameters by allocated shards, in place; tied ones by one. Buffers are zero, and whole
+    on every rank except those in `storages`."""
     new: dict[nn.Parameter, nn.Parameter] = {}
     for name, p in [*model.named_parameters(remove_duplicate=False)]:  # a module in two places changes in both
         if p not in new:
@@ -204,15 +204,15 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Reshard:
-    """Which weights are given up after forward and gathered again for backward: those of blocks, and those outside
-    (embedding, final norm, output), with which backward begins."""
+    """The gathered weights that are freed after forward and gathered again for backward: those of blocks, and those
+    outside (embedding, final norm, output), with which backward begins."""
 
     blocks: bool = True
     root: bool = False
 
     @classmethod
     def from_option(cls, policy: str) -> Reshard:
-        """Read `parallelism.fsdp_reshard_after_forward`; the default leaves the root's gathered, as FSDP2 does."""
+        """Return the resharding of `parallelism.fsdp_reshard_after_forward`; "default" keeps the root's, like FSDP2."""
         return cls(blocks=policy != "never", root=policy == "always")
 
 
@@ -228,7 +228,7 @@ def shard_eager(
     """Apply FSDP2 to each block, then to the root, and allocate: the eager reference in every layout.
 
     Gradients are summed, not averaged: the loss is already divided by the global number of tokens. Inputs keep their
-    dtype, as in a graph, where nothing casts them. With `on_host` parameters rest in the host's memory.
+    dtype, as in a graph, where nothing casts them. With `on_host` parameters are in the host's memory.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=precision.compute if precision.compute != precision.storage else None,
@@ -248,7 +248,7 @@ def shard_eager(
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
     cast_parameters(model, precision.storage)
-    slots = {name for name, buffer in model.named_buffers() if buffer.requires_grad}  # `to_empty` forgets it
+    slots = {name for name, buffer in model.named_buffers() if buffer.requires_grad}  # `to_empty` drops it
     model.to_empty(device="cpu" if on_host else device)
     for owner, module in model.named_modules():
         for leaf, buffer in module.named_buffers(recurse=False):
@@ -257,7 +257,7 @@ def shard_eager(
 
 @torch.no_grad()
 def set_local(parameter: DTensor, full: Tensor) -> None:
-    """Copy this rank's part of a full tensor into a parameter at rest."""
+    """Copy this rank's shard of a full tensor into a parameter at rest."""
     local, offsets, _ = chunk_of(parameter)
     for dim, (begin, size) in enumerate(zip(offsets, local.shape, strict=True)):
         full = full.narrow(dim, begin, size)
@@ -265,9 +265,9 @@ def set_local(parameter: DTensor, full: Tensor) -> None:
 
 
 def buckets(model: nn.Module, blocks: Iterable[str], others: Mapping[str, Storage] | None = None) -> list[list[str]]:
-    """Group the parameters as FSDP2 does when each block is sharded, then the root; each group in FSDP2's order, and
-    `others`, which rest as they do, after them. A block's experts, where they lie on a mesh of their own, are a group
-    of their own.
+    """Return parameters' names in buckets as FSDP2 groups them when each block is sharded, then the root; each bucket
+    in FSDP2's order, and `others`, which are stored alike, after them. A block's experts, where they are on a mesh of
+    their own, are a bucket of their own.
 
     The order decides a gradient's place in its bucket, and with it, on more than two ranks, the order of summation.
     """

@@ -1,4 +1,4 @@
-"""Check a pass by running the graph before and after it on the same numbers."""
+"""Verification of a pass by running the graph before and after it on the same numbers."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from torchtitan_graph.parallel.storage import Storage
 
 
 class BrokenPromise(RuntimeError):
-    """A pass changes numbers that it promises to keep, or lets ranks send in different orders."""
+    """Error: a pass changes numbers that it promises to keep, or makes ranks send in different orders."""
 
 
 class Numbers(NamedTuple):
-    """What passes are verified on.
+    """Inputs for verifying passes.
 
-    tensors       the plain tensors of the graph's inputs that are no parameters (batch, mask, number of tokens)
+    tensors       the graph's inputs that are no parameters (batch, mask, number of tokens), as plain tensors
     has_gradients of one data-parallel rank's loss alone: to its gradients the others add zeros, which is exact in any
                   order and dtype. Otherwise a pass that packs gradients in another order, or reduces them in a wider
                   dtype, would seem broken.
@@ -36,8 +36,7 @@ class Numbers(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What a graph gave, how the parameters that it began from lie at rest, and whether one rank's loss alone had
-    gradients."""
+    """The results of a graph, its parameters' storage layouts, and whether one rank's loss alone had gradients."""
 
     storages: dict[str, Storage]
     results: dict[str, Tensor]
@@ -55,27 +54,27 @@ def verify_pass(
     is_changed: bool = True,
     given: Given | None = None,
 ) -> Given:
-    """Run the graph before and after a pass, and give what the second gives.
+    """Run the graph before and after a pass, and return the second one's results.
 
     It raises unless both give the same loss and, gathered, the same gradients, bit for bit. Every parameter starts from
-    one full tensor, seeded by its name: in the compute layout as it is, at rest as this rank's shard of it. A gradient
-    in the compute layout is summed over data parallel as storage would sum it.
+    one full tensor, seeded by its name: in the compute layout whole, at rest as this rank's shard. A gradient in the
+    compute layout is summed over data parallel as storage would sum it.
 
     Args:
         exact: if not, each output may be off, as a whole, by the square root of the compute dtype's spacing.
         is_changed: if not, on any rank, `after` is the same graph, which is not run.
-        given: what `before` gave when the pass that made it was verified, if it was.
+        given: results of `before` from verifying the previous pass, if there are any.
 
     Raises:
-        BrokenPromise: names the pass and the first outputs that differ, with the largest difference, or what ranks send
-            in another order.
+        BrokenPromise: names the pass and the first outputs that differ, with the largest difference, or the
+            ranks' first messages in different orders.
     """
     _check_order(name, after)
     storages = {s.name: s.layout for s in signature_of(after).inputs if isinstance(s.layout, Storage)}
-    of_one = bool(_begins(before)) and bool(_begins(after))  # else the beginning is inside of compiled code
+    of_one = bool(_begins(before)) and bool(_begins(after))  # else backward begins inside compiled code
     mine = (given is None or given.storages != storages, is_changed, not of_one)
     flags: list[tuple[bool, bool, bool]] = [mine] * dist.get_world_size()
-    dist.all_gather_object(flags, mine)  # a graph sends: it runs on all ranks, or on none
+    dist.all_gather_object(flags, mine)  # a graph communicates: it runs on all ranks, or on none
     runs_before, runs_after, of_all = map(any, zip(*flags, strict=True))
     has_gradients = numbers.has_gradients or of_all
     if given is None or runs_before or given.of_one == of_all:
@@ -104,7 +103,7 @@ def verify_pass(
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Tell whether two tensors are equal in every bit; any two that are no numbers are."""
+    """Return whether two tensors are equal in every bit; any two NaNs are."""
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
     if a.dtype.is_floating_point:
@@ -116,31 +115,31 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    """Give how far `b` is from `a`, as a whole, in parts of its norm."""
+    """Return the norm of the difference of two tensors, relative to that of `a`."""
     if a.shape != b.shape:
         return float("inf")
     return float((a.double() - b.double()).norm() / a.double().norm().clamp(min=1e-300))
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """Give what a pass that is not exact may be off: rounding stays far below it, a wrong or missing term far above."""
+    """Return the tolerance of an inexact pass: rounding stays far below it, a wrong or missing term far above."""
     return float(torch.finfo(dtype).eps ** 0.5) if dtype.is_floating_point else 0.0
 
 
 def _compute_dtypes(gm: GraphModule, storages: dict[str, Storage]) -> set[torch.dtype]:
-    """Give the dtypes that parameters are computed in; without any, fp64's spacing is all that a pass may be off."""
+    """Return the dtypes that parameters are computed in; fp64 where there are none."""
     if storages:
         return {s.precision.compute for s in storages.values()}
     return {node.meta["val"].dtype for node in input_nodes(gm, "param").values()} or {torch.float64}
 
 
 def collectives(gm: GraphModule, axes: Mapping[str, str]) -> list[str]:
-    """Give what a graph sends, in order: operator, axis, shape. All ranks of a group must send the same."""
+    """Return a graph's collectives, in order: operator, axis, shape. All ranks of a group must have the same."""
     return [_message(node, axes.get(group) or name_of_group(group)) for node, group in _sent(gm)]
 
 
 def first_difference(by_rank: Mapping[int, Sequence[str]]) -> str:
-    """Say where ranks that should send the same do not; nothing if they do."""
+    """Return where the collectives of ranks first differ, as text; "" if they are equal."""
     (first, expected), *others = by_rank.items()
     for rank, sent in others:
         if sent != expected:
@@ -162,7 +161,7 @@ def _message(node: Node, where: str) -> str:
 
 
 def _check_order(name: str, gm: GraphModule) -> None:
-    """Raise unless the ranks of each group send the same over it, in one order: running the graph would hang."""
+    """Raise unless the ranks of each group have the same collectives in one order: else the graph would hang."""
     mine: dict[tuple[int, ...], list[str]] = {}
     for node, group in _sent(gm):
         mine.setdefault(tuple(ranks_of_group(group)), []).append(_message(node, name_of_group(group)))
@@ -174,7 +173,7 @@ def _check_order(name: str, gm: GraphModule) -> None:
 
 
 def _begins(gm: GraphModule) -> list[Node]:
-    """Give the nodes that backward begins with: the 1 that is a loss' own gradient."""
+    """Return the nodes that backward begins with: the 1 that is a loss's own gradient."""
     slots = (slot for slot in signature_of(gm).outputs for _ in range(slot.layout.num_tensors))
     outputs = zip(slots, gm.graph.output_node().args[0], strict=True)  # type: ignore[arg-type]
     losses = {_undetached(node) for slot, node in outputs if slot.kind == "loss"}
@@ -189,7 +188,7 @@ def _undetached(node: Any) -> Any:
 
 
 class _WithoutGradients(Interpreter):
-    """Runs a graph, and begins its backward with 0."""
+    """An interpreter of a graph that begins its backward with 0."""
 
     def __init__(self, gm: GraphModule) -> None:
         super().__init__(gm)

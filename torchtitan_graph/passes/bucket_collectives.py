@@ -1,4 +1,4 @@
-"""Send a block's parameters, and its gradients, in one collective each."""
+"""Bucketing: one collective for a block's parameters, and one for its gradients."""
 
 from __future__ import annotations
 
@@ -95,8 +95,8 @@ def _merge_gathers(gm: GraphModule, starts: list[Node], first: Node) -> None:
 
 
 def _merge_reductions(gm: GraphModule, members: dict[str, Reduction], last: Node) -> dict[str, Node]:
-    """Merge reductions gradient -> [cast] -> [pad] -> collectives -> [cast] -> [copy to the host]; give each one's new
-    last node by name."""
+    """Merge reductions gradient -> [cast] -> [pad] -> collectives -> [cast] -> [copy to the host]; return the new last
+    nodes by name."""
     some = next(iter(members.values()))
     collectives = [node for node in some.nodes if node.target in _REDUCTIONS]
     is_away = any(node.target is _OPS.offload.default for node in some.nodes)

@@ -1,4 +1,4 @@
-"""Remove what tracing leaves behind."""
+"""Functionalization, and removal of aliases and unused nodes that tracing leaves."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def cleanup(gm: GraphModule) -> GraphModule:
             others look at the same memory; names the operator and the module.
     """
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
-    memory: dict[Node, list[Node]] = {}  # a node -> all that lie in the same memory, in one shared list
+    memory: dict[Node, list[Node]] = {}  # a node -> all nodes that share its memory, in one shared list
     for node in list(gm.graph.nodes):
         shared = aliased(node)
         if node.target in (aten.detach.default, aten.alias.default):
@@ -54,7 +54,7 @@ def cleanup(gm: GraphModule) -> GraphModule:
                 looks[new] = looks[written]
             for old, look in looks.items():
                 _replace_from(old, look, order)
-        elif shared and (node.target is not operator.getitem or is_view(shared[0][0])):  # else it has its own
+        elif shared and (node.target is not operator.getitem or is_view(shared[0][0])):  # else it owns it
             together = memory.setdefault(shared[0][0], [shared[0][0]])
             together.append(node)
             memory[node] = together
@@ -66,8 +66,8 @@ def cleanup(gm: GraphModule) -> GraphModule:
 def _looks(
     gm: GraphModule, new: Node, written: Node, together: list[Node], order: dict[Node, int], where: str
 ) -> dict[Node, Node]:
-    """Make the new value of a whole memory, of one view's new value, and give each node that lies in it what it shows
-    now."""
+    """Insert the new value of a whole memory from one view's new value; return the new view of each node in that
+    memory."""
     made: list[Node] = []
 
     def insert(target: Any, *args: Any, **kwargs: Any) -> Node:
@@ -76,7 +76,7 @@ def _looks(
         order[made[-1]] = order[new]
         return made[-1]
 
-    # That of the memory is made first, through each view in turn; then it is looked at as before.
+    # The memory's new value is built first, through each view in turn; then the views of it are taken again.
     base, whole, view = together[0], new, written
     while view is not base:
         whole, view = _put_back(insert, whole, view, base, where), view.args[0]  # type: ignore[assignment]
@@ -92,7 +92,7 @@ def _looks(
 
 
 def _put_back(insert: Callable[..., Node], new: Node, view: Node, base: Node, where: str) -> Node:
-    """Insert what a view is taken of, with a new value in the view's place; `base` is what the memory was made by."""
+    """Insert the source of a view with a new value in the view's place; `base` is the node that made the memory."""
     of: Any = view.args[0]
     shape = value(of).shape if isinstance(value(of), torch.Tensor) else None
     if view.target in _SCATTER and not (view.target is aten.as_strided.default and _leaves_out(of, base)):
@@ -111,16 +111,16 @@ def _put_back(insert: Callable[..., Node], new: Node, view: Node, base: Node, wh
 
 
 def _leaves_out(of: Node, base: Node) -> bool:
-    """Return whether `of` has fewer elements than its memory, of which `as_strided` may show those beside it."""
+    """Return whether `of` has fewer elements than its memory; `as_strided` may show the others."""
     return value(of).numel() != value(base).numel()
 
 
 def _operator(node: Node) -> str:
-    """Name the operator of a node; of a part of several results the one that gave them."""
+    """Return the operator of a node as text; for a part of a tuple, the operator that made the tuple."""
     return str(node.args[0].target if node.target is operator.getitem else node.target)  # type: ignore[union-attr]
 
 
-# What puts a new value back where a view was taken.
+# Operators that write a new value back where a view was taken.
 _SCATTER = {
     aten.as_strided.default: aten.as_strided_scatter.default,
     aten.diagonal.default: aten.diagonal_scatter.default,
@@ -134,12 +134,12 @@ _RESHAPED = (
 
 
 def _replace_from(old: Node, new: Node, order: dict[Node, int]) -> None:
-    """Let what comes after the new node read that."""
+    """Replace `old` by `new` in the nodes after `new`."""
     old.replace_all_uses_with(new, delete_user_cb=lambda user: order[user] > order[new])
 
 
 def _as_stored(gm: GraphModule, node: Node, written: Node) -> Node:
-    """Cast a new value to the dtype of the memory that it was written to, where the operator alone would widen it."""
+    """Cast a new value to the dtype of the memory it was written to, where the operator alone would widen it."""
     if value(node).dtype == value(written).dtype:
         return node
     with gm.graph.inserting_after(node):
@@ -149,7 +149,7 @@ def _as_stored(gm: GraphModule, node: Node, written: Node) -> Node:
 
 
 def _written(node: Node) -> Node:
-    """Give the one tensor that an in-place operator writes to: its first argument."""
+    """Return the one tensor that an in-place operator writes to: its first argument."""
     written = [source for source, is_write in aliased(node) if is_write]
     if written != [node.args[0]]:
         raise UserError(f"{_where(node)} writes to {written}, not to its first argument: compute a new tensor instead")
@@ -157,7 +157,7 @@ def _written(node: Node) -> Node:
 
 
 def _functional(node: Node) -> torch._ops.OpOverload:
-    """Give `aten::add` for `aten::add_`: the overload that takes the same, for `pow_.Scalar` is `pow.Tensor_Scalar`."""
+    """Return `aten::add` for `aten::add_`: the overload of equal arguments, `pow.Tensor_Scalar` for `pow_.Scalar`."""
     op: torch._ops.OpOverload = node.target  # type: ignore[assignment]
     packet, name = op._schema.name.split("::")
     functional = getattr(getattr(torch.ops, packet), name.removesuffix("_"), None)

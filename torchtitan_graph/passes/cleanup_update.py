@@ -1,4 +1,4 @@
-"""Remove what tracing leaves behind in the graph of the optimizer's step."""
+"""Removal of aliases, profiler marks and unused nodes in the graph of the optimizer's step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ aten = torch.ops.aten
 
 
 def cleanup_update(gm: GraphModule) -> GraphModule:
-    """Drop detached aliases, a profiler's marks and what nothing uses; writes to inputs are the step. Bitwise.
+    """Drop detached aliases, profiler marks and unused nodes; writes to inputs are the step's effect and stay. Bitwise.
 
     w = detach(p); m = mark(); adamw_([w], [g]); end(m)
     adamw_([p], [g])
@@ -22,7 +22,7 @@ def cleanup_update(gm: GraphModule) -> GraphModule:
         if node.target in (aten.detach.default, aten.alias.default) or _is_mark(node.target):
             gm.graph.erase_node(node)
         elif node.op == "call_function":
-            node.meta.setdefault("val", None)  # of what only writes the tracer says nothing
+            node.meta.setdefault("val", None)  # the tracer sets no value on operators that only write
     erase_unused(gm)
     gm.recompile()
     return gm

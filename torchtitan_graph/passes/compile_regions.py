@@ -1,4 +1,4 @@
-"""Let parts of the graph be calls: compiled by Inductor, or equal ones of one subgraph."""
+"""Regions of the graph as calls: compiled by Inductor, or one subgraph shared by equal regions."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from torchtitan_graph.graph.torch_private.tracing import boxed
 from torchtitan_graph.graph.traffic import is_permutation
 from torchtitan_graph.log import logger
 
-# Regions that are no modules: a flex attention operator; what follows the last module; all that can be compiled.
+# Regions other than modules: a flex attention operator; nodes after the last module; all that can be compiled.
 FLEX, LOSS, WHOLE = "flex", "loss", "whole"
 
 _FORWARD, _BACKWARD = torch.ops.higher_order.flex_attention, torch.ops.higher_order.flex_attention_backward
 _EXCHANGE, _ROW_SPLITS = torch.ops.torchtitan_graph.exchange.default, torch.ops.torchtitan_graph.row_splits.default
 _ATEN = torch.ops.aten
-# Sums by index. In Inductor's code threads add to a number atomically, in an order that differs from run to run.
-# torch's own kernels give the same bits in each run (on a GPU those of scatters do with debug.deterministic).
+# Scatter-adds. Inductor's code adds atomically, in an order that differs from run to run. torch's own kernels give the
+# same bits in each run (on a GPU those of scatters do with debug.deterministic).
 _ADDS_BY_INDEX = {
     _ATEN.embedding_dense_backward,
     _ATEN.index_put,
@@ -51,13 +51,13 @@ _HOST_COPIES = (_OPS.offload.default, _OPS.reload.default, _OPS.arrived.default,
 # torch's own call of a subgraph, with gradients: Inductor's code of it is wrong on a CPU (2.13).
 _SUBGRAPH = torch.ops.higher_order.invoke_subgraph
 
-# FLEX, LOSS, WHOLE or a pattern of module names -> Inductor's options there; None: not compiled, only one subgraph
+# FLEX, LOSS, WHOLE or a pattern of module names -> Inductor's options there; None: one subgraph, not compiled
 Regions = Mapping[str, Mapping[str, Any] | None]
-Compiled = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]  # of its inputs as a list, which it empties
+Compiled = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]  # takes its inputs as a list, and empties it
 
 
 def compile_regions(gm: GraphModule, regions: Regions, compiles: bool = True) -> GraphModule:
-    """Hand each region to Inductor, which is not bitwise, or call it as it is; all other nodes stay, in their order.
+    """Compile each region with Inductor, which is not bitwise, or call it uncompiled; all other nodes stay in order.
 
         a = f(x); b = g(a); y = h(b)                              f and g in one region
         region = compiled(inputs(x)); b = region[0]; y = h(b)
@@ -97,16 +97,16 @@ def compile_regions(gm: GraphModule, regions: Regions, compiles: bool = True) ->
     return gm
 
 
-# --- policy: which node is in which region --------------------------------------------------------------------------
+# --- policy: the region of each node --------------------------------------------------------------------------------
 
 
 def tag_regions(gm: GraphModule, patterns: Sequence[str]) -> None:
-    """Write on each node of a region its name: what it is ("flex", "loss", a module), then which.
+    """Write on each node of a region its name: its kind ("flex", "loss", a module), then its number or phase.
 
-    A flex attention operator takes its score and mask subgraphs along and nothing else, and is in no other region. A
-    module's forward and backward are two regions. Collectives, what layout passes put around them, views of what a
-    region is given, what writes into its arguments, sums by index (an embedding's gradient), and rows on the ranks
-    that hold their experts, of which there is any number, are in none.
+    A flex attention operator is a region with its score and mask subgraphs alone. A module's forward and backward are
+    two regions. In no region are collectives, nodes that layout passes put around them, views of a region's inputs,
+    in-place operators, scatter-adds (an embedding's gradient), and rows on the ranks that hold their experts, whose
+    number is unbacked.
     """
     modules = [pattern for pattern in patterns if pattern not in (FLEX, LOSS, WHOLE)]
     loss = _whole_loss(gm) if LOSS in patterns else set()
@@ -138,7 +138,7 @@ def tag_regions(gm: GraphModule, patterns: Sequence[str]) -> None:
 
 
 def region_of(module: str, patterns: Iterable[str]) -> str | None:
-    """Give the name that the first matching pattern matches: the module's own, or that of a module around it."""
+    """Return the module name that the first matching pattern matches: `module` itself, or an enclosing module."""
     parts = module.split(".")
     for pattern in patterns:
         wanted = pattern.split(".")
@@ -153,17 +153,16 @@ def _options(regions: Regions, node: Node) -> Mapping[str, Any] | None:
 
 
 def _whole_loss(gm: GraphModule) -> set[Node]:
-    """Give the loss. One that goes through the logits by rows holds less than Inductor's would, and stays: then no
-    node."""
+    """Return the nodes of the loss, or none for a loss computed row by row, which holds less memory than Inductor's."""
     loss = loss_of(gm)
     return set() if any(getattr(n.target, "namespace", "") == "torchtitan_graph" for n in loss) else loss
 
 
 def _away(gm: GraphModule) -> set[Node]:
-    """Give what handles rows on the ranks that hold their experts: Inductor would take the number of rows that the
-    trace shows for theirs."""
+    """Return the nodes on rows at the ranks that hold their experts: Inductor would specialize on the traced number of
+    rows."""
     found: set[Node] = set()
-    ends: set[Node] = set()  # what brings rows home, or tells the host their number
+    ends: set[Node] = set()  # the exchange that returns the rows, and the device-to-host read of their number
     for node in gm.graph.nodes:
         if node.target is _EXCHANGE and node.args[2] or node.target is _ROW_SPLITS:
             ends.add(node)
@@ -173,7 +172,7 @@ def _away(gm: GraphModule) -> set[Node]:
 
 
 def _compiles(node: Node) -> bool:
-    """Tell whether torch compiles a flex attention operator on its device, and right.
+    """Return whether torch compiles a flex attention operator on its device, and correctly.
 
     On a CPU torch 2.13 has no backward and no log-sum-exp; and where a sequence ends inside a block of the mask, its
     kernel gives wrong numbers, or none (seen for 24, 40, 104 and 120 positions in blocks of 128).
@@ -203,8 +202,8 @@ def _adds_by_index(node: Node) -> bool:
 
 
 def _is_layout(node: Node) -> bool:
-    """Tell a collective, a copy to or from the host, or a node that a layout pass put before or after a collective: not
-    a cast that stands alone."""
+    """Return whether a node is a collective, a copy to or from the host, or a node that a layout pass put next to a
+    collective: not a cast that stands alone."""
     if node.target in _HOST_COPIES:
         return True
     if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in ("_c10d_functional", "_dtensor"):
@@ -212,12 +211,12 @@ def _is_layout(node: Node) -> bool:
     return meta.role(node) is not None and any(meta.role(n) for n in (*node.all_input_nodes, *node.users))
 
 
-# --- mechanism: compile what is tagged ------------------------------------------------------------------------------
+# --- mechanism: compile tagged nodes --------------------------------------------------------------------------------
 
 
 def _settle_strides(gm: GraphModule) -> None:
-    """Let all read tokens, positions and masks in one piece: compiled code asserts the strides of what it is given, and
-    a caller may give others than were traced, as those of a part of longer rows."""
+    """Make tokens, positions and masks contiguous: compiled code asserts its inputs' strides, and a caller's may differ
+    from the traced ones, as those of a part of longer rows."""
     for node in gm.graph.find_nodes(op="placeholder"):
         readers = list(node.users)
         if readers and value(node).dim() > 1 and not value(node).is_floating_point():
@@ -228,11 +227,11 @@ def _settle_strides(gm: GraphModule) -> None:
 
 
 def _segments(gm: GraphModule) -> list[list[Node]]:
-    """Give the calls of each region, cut wherever another node reads what it has made so far.
+    """Return the calls of each region, cut wherever a node outside it reads one of its results.
 
-    A segment can then run where its last operator stands: what it needs is there, and nothing has asked for it yet.
-    WHOLE is cut at each wait too: one segment would need the weights of all blocks at once. All are cut where one part
-    of activations is waited for, beside whose journey another is multiplied.
+    A segment can then run at the place of its last operator: its inputs exist there, and no reader comes before. WHOLE
+    is cut at each wait too: one segment would need the weights of all blocks at once. All are cut at the wait for a
+    part of activations that is sent while another part is multiplied.
     """
     done: list[list[Node]] = []
     running: dict[str, dict[Node, None]] = {}  # a region's name -> its calls since it was last cut, in order
@@ -253,14 +252,14 @@ def _segments(gm: GraphModule) -> list[list[Node]]:
 
 
 class _Part(NamedTuple):
-    """A segment, copied into a graph of its own under its operators' names, which do not tell which layer's it is.
+    """A segment, copied into a graph of its own; its nodes are named by operators, without the layer's number.
 
     nodes    its calls, in order
-    inputs   the nodes that it reads, and `outputs` those that are read of it
-    same_as  of each output, the first that lies in the same memory
-    scratch  bytes that it holds at its peak beside its outputs, in this order of its nodes: an estimate, for Inductor
+    inputs   the nodes that it reads, and `outputs` its nodes with readers outside
+    same_as  for each output, the first output in the same memory
+    scratch  its peak memory in bytes without its outputs, in this order of its nodes: an estimate, for Inductor
              fuses some of them, and gives dead inputs' memory to results
-    works    what its kernels ask of a device: an estimate too
+    works    its kernels' work, for the cost model: an estimate too
     kind     its code and layouts: parts of a kind compile to the same
     """
 
@@ -316,7 +315,7 @@ def _cut_out(
 
 
 def _compile(alike: Sequence[_Part], number: str) -> Compiled:
-    """Compile the first of parts of a kind, which takes seconds to minutes."""
+    """Compile the first part of a kind, which takes seconds to minutes, and return the call."""
     part, others = alike[0], f" and {len(alike) - 1} like it" if len(alike) > 1 else ""
     name = meta.region(part.last)
     logger.info(f"compiling region {number}: {name}{others}, {len(part.nodes)} operators")
@@ -331,7 +330,7 @@ def _compile(alike: Sequence[_Part], number: str) -> Compiled:
 
 
 def _as_it_is(part: _Part) -> Compiled:
-    """Give a part's own operators as one call: a function, for that is what a node can call."""
+    """Return a function that runs a part's own operators, uncompiled: a node's target must be a function."""
     run = boxed(part.graph)
 
     def subgraph(inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -341,12 +340,12 @@ def _as_it_is(part: _Part) -> Compiled:
 
 
 def _inputs(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Put a region's inputs into a list. The graph then lets go of those that it does not need after it."""
+    """Return a region's inputs as a list, so that the graph drops its references to those not needed later."""
     return list(tensors)
 
 
 def _replace(gm: GraphModule, part: _Part, compiled: Compiled, results: dict[Node, Node]) -> None:
-    """Put one call in place of a part. `results` has what stands for the outputs of the parts replaced so far."""
+    """Replace a part by one call. `results` maps outputs of the parts replaced so far to their replacements."""
     inputs, region = [results.get(node, node) for node in part.inputs], meta.region(part.last)
     with gm.graph.inserting_after(part.last):
         held = gm.graph.create_node("call_function", _inputs, tuple(inputs), name=f"{region} inputs")
@@ -370,15 +369,15 @@ def _replace(gm: GraphModule, part: _Part, compiled: Compiled, results: dict[Nod
 
 
 def _with_kernel_options(args: tuple[Any, ...], more: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Add to the kernel options of a flex attention operator: the one argument that is a dictionary."""
+    """Add kernel options to a flex attention operator's arguments, in the only one that is a dictionary."""
     return tuple({**x, **more} if isinstance(x, Mapping) else x for x in args)
 
 
 def _kernel_options(node: Node, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Give what a flex attention operator is told only when it is compiled, for where it is."""
-    if _on_cpu(node):  # its kernel can't give the log-sum-exp, and nothing reads it
+    """Return the kernel options that a flex attention operator needs only when compiled, for its device."""
+    if _on_cpu(node):  # its kernel can't compute the log-sum-exp, and nothing reads it
         return {"OUTPUT_LOGSUMEXP": False} if node.target is _FORWARD else {}
-    searches = bool(options.get("max_autotune"))  # Inductor then looks for blocks itself, and would find ours alone
+    searches = bool(options.get("max_autotune"))  # Inductor then searches block sizes itself, and would find only ours
     return flex_kernel_options(value(node.args[0]), own_blocks=not searches)  # type: ignore[arg-type]
 
 

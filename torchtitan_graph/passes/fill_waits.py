@@ -1,4 +1,4 @@
-"""Compute what a wait does not concern while something is under way."""
+"""Reordering of independent work into the waits of collectives."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _COUNTS = torch.ops._c10d_functional.all_to_all_single.default
 def fill_waits(
     gm: GraphModule, blocks: Container[str], costs: Costs, part_of: Callable[[Node], str] = in_one_part
 ) -> GraphModule:
-    """Make weights' gradients, and shared experts in forward, while activations are sent. Bitwise.
+    """Reorder weight gradients, and in forward shared experts, to run while activations are sent. Bitwise.
 
         dw = mm(dy, x); dx = mm(dy, w); s = start(dx); use(wait(s))
         dx = mm(dy, w); s = start(dx); dw = mm(dy, x); use(wait(s))
 
-    For tensor, context and expert parallelism. Only as much is put there as the wait is estimated to take (see Note
-    [Estimate]), all within a block, and only as long as the step's peak stays what it is.
+    For tensor, context and expert parallelism. Only as much work is moved as the wait is estimated to take (see Note
+    [Estimate]), all within a block, and only while the step's peak memory stays the same.
     """
-    # Of a pipeline's stage `part_of` tells the part that a node runs in: then each part's peak stays.
+    # For a pipeline's stage `part_of` returns the part that a node runs in: then each part's peak stays.
     sent = [n for n in gm.graph.find_nodes(op="call_function", target=WAIT) if meta.role(n) is None]
     if any(costs.link(n.all_input_nodes[0]) for n in sent):
         bound = peaks(held_memory(gm, size_of, part_of), part_of)
@@ -48,12 +48,12 @@ def _put_in_order(gm: GraphModule, nodes: list[Node]) -> None:
 
 
 class _Sweep:
-    """One walk over a graph that gives its nodes in a new order, `made`.
+    """One walk over a graph that builds a new order of its nodes, `made`.
 
-    A weight's gradient is put off: to the next wait that would stand still, to its first use, to the end of its block,
-    or until holding what it reads would raise the peak. In forward later nodes are made before a wait, unless it is one
-    of `unfilled`. That they hold too much is seen only afterwards: `too_full` are the waits before which such nodes
-    stand where the peak is passed.
+    A weight's gradient is delayed: to the next wait that would idle, to its first use, to the end of its block, or
+    until keeping its inputs would raise the peak. In forward later nodes are moved before a wait, unless it is one of
+    `unfilled`. Whether they hold too much shows only afterwards: `too_full` are the waits before which moved nodes are
+    alive where the peak is exceeded.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class _Sweep:
         self._held, self._put_off_bytes = collections.Counter[str](), collections.Counter[str]()  # by part
         self.made: list[Node] = []
         self.too_full: set[Node] = set()
-        self._early: dict[Node, Node] = {}  # what was made before its place, and the wait that it fills
+        self._early: dict[Node, Node] = {}  # node moved before its place -> the wait that it fills
         self._part_of, self._bound = part_of, bound
         self._blocks, self._clock, self._unfilled = blocks, Clock(costs), unfilled
         self._memories = Memories(gm)
@@ -96,7 +96,7 @@ class _Sweep:
             self._make(node)
 
     def _block_of(self, node: Node) -> str:
-        """Give a node's block, or its module outside of blocks; nothing of inputs and of what passes put there."""
+        """Return a node's block, or its module outside of blocks; "" for inputs and nodes that passes inserted."""
         if node.op != "call_function" or meta.role(node):
             return ""
         return block_of(node, self._blocks) or meta.module(node)
@@ -106,13 +106,13 @@ class _Sweep:
         return {self._block_of(n) for n in waits if meta.phase(n) == "backward"} - {""}
 
     def _fits(self, node: Node) -> bool:
-        """Tell whether all that is put off could still be made after a node within the bound."""
+        """Return whether all delayed nodes could still be computed after a node within the memory bound."""
         part = self._part_of(node)
         needed = self._taken[node] + scratch_of(node) + self._put_off_bytes[part]
         return self._held[part] + needed <= self._bound[part]
 
     def _put(self, node: Node) -> None:
-        """Put a node off, if it fits."""
+        """Delay a node, if it fits."""
         if self._fits(node):
             self._put_off[node] = None
             self._put_off_bytes[self._part_of(node)] += self._taken[node]
@@ -146,7 +146,7 @@ class _Sweep:
     def _fill(self, wait: Node) -> None:
         while self._put_off and self._clock.left(wait) > 0:
             self._make_next()
-        # Behind that of a dispatch's counts the host is told: what there is to do comes while the host waits for that.
+        # The device-to-host read follows a dispatch's exchange of counts: the host waits for it, and other work runs.
         is_counts = wait.all_input_nodes[0].target is _COUNTS
         is_ahead = meta.role(wait) is None and meta.phase(wait) == "forward" and not is_counts
         if is_ahead and wait not in self._unfilled and self._clock.left(wait) > 0:
@@ -159,10 +159,10 @@ class _Sweep:
                     self._make(node)
 
     def _without(self, wait: Node) -> Iterator[Node]:
-        """Give what stands later in the block and needs neither this wait nor any other, in order."""
+        """Yield later nodes of the block that depend neither on this wait nor on any other, in order."""
         block, needs = self._block_of(wait), {wait}
         node = wait.next
-        # Backward's gathers may stand in forward already.
+        # Gathers of backward may stand in forward already.
         while node.op != "output" and (
             not self._block_of(node) or (self._block_of(node), "forward") == (block, meta.phase(node))
         ):
@@ -176,7 +176,7 @@ class _Sweep:
 
 
 def _may_move(node: Node) -> bool:
-    """Tell what computes, in memory of its own, without sending."""
+    """Return whether a node computes, in memory of its own, without communication."""
     if node.op != "call_function" or meta.role(node) or node.target is torch.ops.torchtitan_graph.exchange.default:
         return False
     sends = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "_c10d_functional"
@@ -184,8 +184,8 @@ def _may_move(node: Node) -> bool:
 
 
 def _weight_gradients(gm: GraphModule) -> tuple[set[Node], set[Node]]:
-    """Give the products that only gradients at rest need, with what is made for them alone; and views and casts that
-    only such gradients need."""
+    """Return the products only gradients at rest read, with their exclusive inputs; and the views and casts only such
+    gradients read."""
     products: set[Node] = set()
     views: set[Node] = set()
     for node in reversed(gm.graph.nodes):

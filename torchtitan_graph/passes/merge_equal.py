@@ -1,4 +1,4 @@
-"""Compute once what a graph computes twice."""
+"""Common-subexpression elimination."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from torchtitan_graph.graph.liveness import owners
 
 
 def merge_equal(gm: GraphModule) -> GraphModule:
-    """Let equal nodes be one: the same operator on the same arguments, its first value still there. Bitwise.
+    """Eliminate common subexpressions: equal operators on equal arguments, while the first value is alive. Bitwise.
 
         m = pad(mask); attend(q, m); n = pad(mask); attend(r, n); ...; attend_backward(dq, m)
         m = pad(mask); attend(q, m); attend(r, m); ...; attend_backward(dq, m)
 
-    A value that would have to wait for its second reader is computed twice: so no more is held at any point than
-    before. What a graph gives stays apart, for an optimizer may write to it. Collectives and what layout passes made
-    stay as well.
+    A value that would have to stay alive until its second reader is computed twice: so memory is nowhere higher than
+    before. Outputs of the graph are not merged, for an optimizer may write to them; nor are collectives and nodes of
+    layout passes.
     """
     owner, place = owners(gm), {node: i for i, node in enumerate(gm.graph.nodes)}
     last_use = {owner[x]: i for node, i in place.items() for x in (*node.all_input_nodes, node)}
     last_use |= dict.fromkeys(gm.graph.find_nodes(op="placeholder"), len(place))
     given = {owner[node] for node in gm.graph.output_node().all_input_nodes}
     alike: dict[tuple, list[Node]] = {}  # an operator and its inputs -> the first node for each of its other arguments
-    equal: dict[Node, Node] = {}  # a node -> the first that has its value
+    equal: dict[Node, Node] = {}  # a node -> the first node with its value
     for node in list(gm.graph.nodes):
         if not _is_pure(node):
             equal[node] = node
@@ -49,7 +49,7 @@ def merge_equal(gm: GraphModule) -> GraphModule:
 
 
 def _arguments(node: Node, equal: Mapping[Node, Node]) -> str:
-    """Write a node's arguments down: 1, 1.0 and True are different ones."""
+    """Return a node's arguments as text: 1, 1.0 and True differ."""
     return repr(map_arg((node.args, node.kwargs), equal.__getitem__))
 
 

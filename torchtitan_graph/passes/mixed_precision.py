@@ -1,4 +1,4 @@
-"""Storage layout, second half: parameters rest in one dtype and are computed in another."""
+"""Layout pass for mixed precision: parameters are stored in one dtype and computed in another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mechanism: keep in the host's memory, from forward to backward, what a policy tagged."""
+"""Mechanism: offload of tagged activations to the host's memory, from forward to backward."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def offload_activations(gm: GraphModule, blocks: Container[str]) -> GraphModule:
         a = f(x); ...; dx = f_backward(dy, a)
         a = f(x); h = offload(a); ...; k = arrived(h, a); ...; b = reload(k); ...; dx = f_backward(dy, arrived(b, k))
 
-    A copy has the next block's time to arrive; then the memory that it was made of is free. What the last block's
-    backward reads would have to come back at once: it stays. What comes back is not started before its own block's
-    backward where that would raise the step's peak.
+    A copy has the next block's time to arrive; then the device memory of the original is free. Activations that the
+    last block's backward reads would be needed back at once: they stay. A copy back is not started before its own
+    block's backward where that would raise the step's peak memory.
     """
     tagged = [node for node in gm.graph.nodes if meta.tag(node) == meta.OFFLOAD]
     if not tagged:
@@ -40,14 +40,14 @@ def offload_activations(gm: GraphModule, blocks: Container[str]) -> GraphModule:
     next_end = {block: ends[after] for block, after in itertools.pairwise(ends)}
     begins = _begins_of_backward(gm, blocks, list(ends))
     places = [order[node] for node in begins]
-    moves: list[tuple[int, Node, list[Node]]] = []  # the backward that reads a node first, the node, who reads it
+    moves: list[tuple[int, Node, list[Node]]] = []  # the first backward that reads a node, the node, its readers
     for node in tagged:
         uses = sorted((user for user in node.users if meta.phase(user) == "backward"), key=order.__getitem__)
         number = bisect.bisect(places, order[uses[0]]) - 1 if uses else 0
         if number > 0 and block_of(node, blocks) in next_end:
             moves.append((number, node, uses))
     kept = {}
-    for _, node, _ in reversed(moves):  # each is put before those that were put there
+    for _, node, _ in reversed(moves):  # each is inserted before those already there
         block = block_of(node, blocks) or ""
         kept[node] = _send(gm, node, ends[block], next_end[block])
     coming: dict[int, list[Node]] = collections.defaultdict(list)
@@ -61,7 +61,7 @@ def offload_activations(gm: GraphModule, blocks: Container[str]) -> GraphModule:
 
 
 def _ends_of_forward(gm: GraphModule, blocks: Container[str]) -> dict[str, Node]:
-    """Give the last node of each block's forward, in order."""
+    """Return the last node of each block's forward, in order."""
     ends: dict[str, Node] = {}
     for node in gm.graph.nodes:
         if node.op == "call_function" and meta.phase(node) == "forward" and (block := block_of(node, blocks)):
@@ -71,8 +71,8 @@ def _ends_of_forward(gm: GraphModule, blocks: Container[str]) -> dict[str, Node]
 
 
 def _begins_of_backward(gm: GraphModule, blocks: Container[str], forward: list[str]) -> list[Node]:
-    """Give the first node of each block's backward. A node of an earlier block that stands before the one of a later
-    block does not count: a value that both read, made again."""
+    """Return the first node of each block's backward. Nodes of an earlier block before that of a later block,
+    rematerialized values that both read, don't count."""
     begins: list[Node] = []
     waiting = list(forward)
     for node in gm.graph.nodes:
@@ -83,7 +83,7 @@ def _begins_of_backward(gm: GraphModule, blocks: Container[str], forward: list[s
 
 
 def _send(gm: GraphModule, node: Node, end: Node, next_end: Node) -> Node:
-    """Let a copy of a node start behind `end` and be there behind `next_end`; give it."""
+    """Start a device-to-host copy of a node behind `end`, wait for it behind `next_end`, and return the wait."""
     with gm.graph.inserting_after(end):
         copy = call(gm.graph, node, _OFFLOAD, node)
     with gm.graph.inserting_after(next_end):
@@ -91,7 +91,7 @@ def _send(gm: GraphModule, node: Node, end: Node, next_end: Node) -> Node:
 
 
 def _fetch(gm: GraphModule, node: Node, kept: Node, uses: list[Node], begin: Node) -> Node:
-    """Let backward read a copy that comes back, from `begin` on; give its start."""
+    """Start the copy back at `begin`, make backward read it, and return the start."""
     with gm.graph.inserting_before(begin):
         start = call(gm.graph, node, _RELOAD, kept, value(node).device.type)
     with gm.graph.inserting_before(uses[0]):
@@ -104,7 +104,7 @@ def _fetch(gm: GraphModule, node: Node, kept: Node, uses: list[Node], begin: Nod
 
 
 def _fetch_early(gm: GraphModule, begins: list[Node], coming: dict[int, list[Node]]) -> None:
-    """Start what each block's backward reads when the one before begins, as far as the peak allows."""
+    """Prefetch the activations of each block's backward when the block before begins, as far as the peak allows."""
     held = held_memory(gm, size_of)
     peak, most, number = max(held.values()), [0] * len(begins), -1
     place = {node: i for i, node in enumerate(begins)}

@@ -1,4 +1,4 @@
-"""Start collectives early and wait for them late, so that they run beside the arithmetic."""
+"""Overlap of collectives with computation: start early, wait late."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def overlap_collectives(gm: GraphModule, costs: Costs, part_of: Callable[[Node],
         sa = start(a); sb = start(b); a' = wait(sa); use(a'); b' = wait(sb); use(b')
 
     One bucket is gathered ahead: memory stays at two blocks' weights. Where that is estimated not to be enough to hide
-    a gather (see Note [Estimate]), it starts earlier, as long as the step's peak stays what it is: the first gather of
-    backward, say, not before the loss, where it would lie through that peak. What is reduced in two stages (over
-    shards, then over their copies) starts its second stage when the next bucket starts its first. Rows on their
-    way to experts or back, and their counts, are sent as soon as they are there, and the host is told right then how
-    many rows come: it waits for that only before it sends them, while the device puts them in order. Other waits stand
-    right before their first use.
+    a gather (see Note [Estimate]), it starts earlier, as long as the step's peak memory stays the same: the first
+    gather of backward, say, not before the loss, where it would be alive at that peak. Gradients reduced in two stages
+    (over shards, then over replicas) start the second stage when the next bucket starts its first. Rows to experts or
+    back, and their counts, are sent as soon as they are computed, and the copy of the counts to the host starts right
+    then: the host waits for it only before it sends the rows, while the device sorts them. Other waits stand right
+    before their first use.
     """
-    # Of a pipeline's stage `part_of` tells the part that a node runs in: then each part's peak stays.
+    # For a pipeline's stage `part_of` returns the part that a node runs in: then each part's peak stays.
     gathers: list[Node] = []
     reductions: list[list[Node]] = []  # the waits of each reduction, stage by stage
     others: list[Node] = []
@@ -74,7 +74,7 @@ def overlap_collectives(gm: GraphModule, costs: Costs, part_of: Callable[[Node],
 
 
 def _tell_host_early(gm: GraphModule) -> None:
-    """Put what tells the host how many rows it exchanges right behind the exchange of the counts."""
+    """Move the device-to-host copy of the exchanged rows' counts right behind the exchange of the counts."""
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
     for splits in gm.graph.find_nodes(op="call_function", target=torch.ops.torchtitan_graph.row_splits.default):
         sent, received = splits.all_input_nodes
@@ -92,8 +92,7 @@ def _tell_host_early(gm: GraphModule) -> None:
 def _start_earlier(
     gm: GraphModule, gathers: list[Node], reductions: list[Node], costs: Costs, part_of: Callable[[Node], str]
 ) -> None:
-    """Start gathers early enough to be there when they are waited for, within the memory that the graph holds at its
-    peak. They keep their order."""
+    """Move gathers early enough to finish before their waits, within the graph's peak memory. They keep their order."""
     if not any(costs.link(_start(wait)) for wait in gathers):
         return
     by_node = held_memory(gm, size_of, part_of)
@@ -122,7 +121,7 @@ def _start_earlier(
 
 
 def _times(nodes: list[Node], costs: Costs) -> list[float]:
-    """Give when each node would begin if nothing were waited for."""
+    """Return the time at which each node would begin if no wait took time."""
     seconds = (0.0 if costs.link(node) else costs.seconds(node) for node in nodes)
     return list(itertools.accumulate(seconds, initial=0.0))[:-1]
 
@@ -130,10 +129,10 @@ def _times(nodes: list[Node], costs: Costs) -> list[float]:
 def _latest_starts(
     gathers: list[Node], reductions: list[Node], times: list[float], order: dict[Node, int], costs: Costs
 ) -> dict[Node, float]:
-    """Give when each gather, by its wait, has to start to be there in time: after it its group sends the next one, and
-    what is reduced meanwhile."""
+    """Return the latest start of each gather, by its wait, that finishes in time: its group must then also send the
+    next gather and the reductions meanwhile."""
     found: dict[Node, float] = {}
-    pending: dict[str | None, list[Node]] = collections.defaultdict(list)  # by group, the last one last
+    pending: dict[str | None, list[Node]] = collections.defaultdict(list)  # by group, in order
     for start in sorted(reductions, key=order.__getitem__):
         pending[group_of(start)].append(start)
     following: dict[str | None, float] = {}
@@ -154,7 +153,7 @@ def _start(wait: Node) -> Node:
 
 
 def _results(node: Node, order: dict[Node, int], limit: int) -> list[Node]:
-    """Give `node` and all that is computed from it and stands before place `limit`, in order."""
+    """Return `node` and all its descendants before place `limit`, in order."""
     found, pending = {node}, [node]
     while pending:
         for user in pending.pop().users:

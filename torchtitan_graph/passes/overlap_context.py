@@ -1,4 +1,4 @@
-"""Gather keys and values while the queries are made."""
+"""Overlap of the gather of keys and values with the computation of queries."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ c10d = torch.ops._c10d_functional
 
 
 def overlap_context(gm: GraphModule, modules: Container[str]) -> GraphModule:
-    """Start what each of the modules sends before anything else in its attention, and wait when it is needed. Bitwise.
+    """Start each module's collectives before all else in its attention, and wait where the result is needed. Bitwise.
 
         q = ...; k = ...; a = wait(start(k)); attend(q, a)
         k = ...; s = start(k); q = ...; a = wait(s); attend(q, a)
 
-    In backward likewise: the gradients of queries are made while those of keys and values are summed.
+    In backward likewise: the gradients of queries are computed while those of keys and values are reduced.
     """
     for wait in gm.graph.find_nodes(op="call_function", target=c10d.wait_tensor.default):
         if meta.module(wait) in modules:
@@ -30,7 +30,7 @@ def overlap_context(gm: GraphModule, modules: Container[str]) -> GraphModule:
 
 
 def _start_early(start: Node) -> None:
-    """Put what stands before `start` in its attention, and is not for it, after it."""
+    """Move the nodes before `start` in its attention that it does not depend on behind it."""
     needed, others, node = {start}, [], start.prev
     while _in_the_attention_of(start, node):
         if needed.isdisjoint(node.users):
@@ -43,7 +43,7 @@ def _start_early(start: Node) -> None:
 
 
 def _wait_late(wait: Node) -> None:
-    """Put a wait, and what needs it, to the end of its attention, past what its block computes again meanwhile."""
+    """Move a wait, and its dependents, to the end of its attention, past its block's rematerialized nodes."""
     held, node = {wait: None}, wait.next
     while _in_the_attention_of(wait, node) or (
         _in_the_block_of(wait, node) and held.keys().isdisjoint(node.all_input_nodes)
@@ -56,8 +56,8 @@ def _wait_late(wait: Node) -> None:
 
 
 def _in_the_attention_of(collective: Node, node: Node) -> bool:
-    """Tell whether a node may be moved with those of a collective's attention; what no module made stands among them:
-    sums of gradients, and what passes put there."""
+    """Return whether a node may be moved with those of a collective's attention, which include nodes of no module: sums
+    of gradients, and nodes that passes inserted."""
     attention, _, _ = meta.module(collective).rpartition(".")
     inside = f"{meta.module(node)}.".startswith(f"{attention}.")
     among = meta.role(node) is not None or not meta.module(node)

@@ -1,4 +1,4 @@
-"""Start copies from the host early and wait late for those to it, so that they run beside the arithmetic."""
+"""Overlap of copies between host and device with computation: start early, wait late."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ _OPS = torch.ops.torchtitan_graph
 
 
 def overlap_copies(gm: GraphModule, buckets: Sequence[Sequence[str]]) -> GraphModule:
-    """Start copies from the host a bucket early, and wait for those to it a bucket late. Bitwise.
+    """Start host-to-device copies a bucket early, and wait for device-to-host copies a bucket late. Bitwise.
 
         a' = arrived(reload(a)); use(a'); b' = arrived(reload(b)); use(b')
         ra = reload(a); rb = reload(b); a' = arrived(ra); use(a'); b' = arrived(rb); use(b')
 
     The copies of a bucket of parameters start where those of the one before are waited for; those of a bucket of
-    gradients are waited for where the last of the next one starts. So a bucket of shards lies on the device beside the
-    one in use, in either direction. Those with which backward begins would lie there through the loss: they start as
-    early as leaves the step's peak what it is.
+    gradients are waited for where the last of the next one starts. So the device holds one bucket of shards more than
+    the one in use, in either direction. The first copies of backward would be held through the loss: they start as
+    early as the step's peak memory allows.
     """
     bucket_of = {name: i for i, names in enumerate(buckets) for name in names}
 
     def runs_of(nodes: list[Node]) -> list[list[Node]]:
-        """Put nodes together that follow each other and are of one bucket."""
+        """Group consecutive nodes of one bucket."""
         runs = itertools.groupby(nodes, key=lambda n: (bucket_of[meta.param(n) or ""], meta.phase(n)))
         return [list(run) for _, run in runs]
 
     fetched = runs_of([n for n in _calls(gm, _OPS.arrived.default) if meta.role(n) == meta.GATHER])
     sent = runs_of([n for n in _calls(gm, _OPS.offload.default) if meta.role(n) == meta.REDUCE])
-    first = None  # of backward
+    first = None  # the first run of backward
     for before, run in itertools.pairwise([[], *fetched]):
         is_alike = before and meta.phase(before[0]) == meta.phase(run[0])
         first = run if before and not is_alike else first
@@ -53,7 +53,7 @@ def overlap_copies(gm: GraphModule, buckets: Sequence[Sequence[str]]) -> GraphMo
 
 
 def _start_earlier(gm: GraphModule, starts: list[Node]) -> None:
-    """Let copies start, all at one place, as early as the memory allows that the graph holds at its peak."""
+    """Start copies, all at one place, as early as the graph's peak memory allows."""
     held = held_memory(gm, size_of)
     nodes, peak, size = list(held), max(held.values()), sum(map(size_of, starts))
     place = nodes.index(starts[0])
@@ -65,7 +65,7 @@ def _start_earlier(gm: GraphModule, starts: list[Node]) -> None:
 
 
 def _land_last(gm: GraphModule) -> None:
-    """Let the host wait when it has nothing more to start."""
+    """Move the host's waits to the end, when it has nothing more to launch."""
     on_host = set(_calls(gm, _OPS.landed.default))
     for node in list(gm.graph.nodes):
         if node.op == "call_function" and (node in on_host or not on_host.isdisjoint(node.all_input_nodes)):
@@ -74,7 +74,7 @@ def _land_last(gm: GraphModule) -> None:
 
 
 def _calls(gm: GraphModule, target: torch._ops.OpOverload) -> list[Node]:
-    """Give the calls of an operator in their order."""
+    """Return the calls of an operator in order."""
     return [node for node in gm.graph.nodes if node.target is target]
 
 

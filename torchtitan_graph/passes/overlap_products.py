@@ -1,4 +1,4 @@
-"""Multiply what is here while the rest travels."""
+"""Overlap of tensor parallelism's communication with its products, by parts of the sequence."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from torchtitan_graph.graph.traffic import group_of
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 _GATHER, _SUM = c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default
-_ROWS = {aten.mm.default: 0, aten.addmm.default: 1}  # a product -> which of its arguments has the rows
+_ROWS = {aten.mm.default: 0, aten.addmm.default: 1}  # a product -> the index of the argument with the rows
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.slice.Tensor)
 
 
 class Ring(NamedTuple):
-    """The ranks of tensor parallelism: the name of their group, how many there are, and this one's place."""
+    """The group of tensor parallelism: its name, its size, and this rank's index."""
 
     group: str
     degree: int
@@ -30,7 +30,7 @@ class Ring(NamedTuple):
 
 
 def overlap_products(gm: GraphModule, ring: Ring | None, costs: Costs) -> GraphModule:
-    """Under tensor parallelism, send the ranks' parts of the sequence one by one, and multiply beside it. Not bitwise.
+    """Split tensor parallelism's gathers and sums by ranks' parts of the sequence, and multiply meanwhile. Not bitwise.
 
         y = mm(wait(gather(x)), w)
         s = send(x); y0 = mm(x, w); y1 = mm(wait(s), w); y = cat(y0, y1)
@@ -59,7 +59,7 @@ def overlap_products(gm: GraphModule, ring: Ring | None, costs: Costs) -> GraphM
 
 
 class _New:
-    """Nodes that may come to stand for others: made, and thrown away if they take no less time."""
+    """Candidate nodes to replace others; erased if they take no less time."""
 
     def __init__(self, graph: Graph, ring: Ring) -> None:
         self._graph, self._ring, self.nodes = graph, ring, list[Node]()
@@ -69,20 +69,20 @@ class _New:
         return self.nodes[-1]
 
     def send(self, source: Node, rows: Node, number: int) -> Node:
-        """Start to send rows to the rank `number` places on, and to receive those of the one as far back."""
+        """Start to send rows to the rank `number` places after this one, and to receive from the rank as far before."""
         give, take = [0] * self._ring.degree, [0] * self._ring.degree
         give[(self._ring.rank + number) % self._ring.degree] = value(rows).shape[0]
         take[(self._ring.rank - number) % self._ring.degree] = value(rows).shape[0]
         return self(source, c10d.all_to_all_single.default, rows, take, give, self._ring.group)
 
     def flat(self, source: Node, x: Node) -> Node:
-        """Make a matrix of rows of (B, L, D)."""
+        """Insert a view of (B, L, D) as a matrix of rows."""
         if not value(x).is_contiguous():
             x = self(source, aten.clone.default, x, memory_format=torch.contiguous_format)
         return self(source, aten.view.default, x, [-1, value(x).shape[-1]])
 
     def join(self, source: Node, parts: Mapping[int, Node], B: int) -> Node:
-        """Put parts of the sequence together, each of matrix (B * l, D): (B, L, D)."""
+        """Concatenate parts of the sequence, each a matrix (B * l, D), to (B, L, D)."""
         each = [parts[rank] for rank in range(self._ring.degree)]
         if B > 1:
             each = [self(source, aten.view.default, x, [B, -1, value(x).shape[-1]]) for x in each]
@@ -107,7 +107,7 @@ class _New:
 class _Gathered(NamedTuple):
     """A gather over the sequence.
 
-    path      the collective, and all nodes that put the parts together, in order: the last one is all rows, (B, L, D)
+    path      the collective, and all nodes that concatenate the parts, in order: the last is all rows, (B, L, D)
     same      that one and its views
     place     the first node that reads any of them
     products  of the rows
@@ -144,7 +144,7 @@ def _gathered(wait: Node, ring: Ring) -> _Gathered | None:
 
 
 def _put_together(node: Node) -> list[Node]:
-    """Give what brings parts into the sequence's order, one step of it: a view, or a cat of a split."""
+    """Return the nodes of the next step that brings parts into the sequence's order: a view, or a cat of a split."""
     users = list(node.users)
     if len(users) != 1:
         return []
@@ -159,7 +159,7 @@ def _put_together(node: Node) -> list[Node]:
 
 
 def _same_rows(whole: Node) -> dict[Node, None]:
-    """Give a node, (B, L, D), and its views that have the same rows in the same order."""
+    """Return a node, (B, L, D), and its views that have the same rows in the same order."""
     found, width = {whole: None}, value(whole).shape[-1]
     pending = [whole]
     while pending:
@@ -172,7 +172,7 @@ def _same_rows(whole: Node) -> dict[Node, None]:
 
 
 def _can_stand_before(place: Node, node: Node, without: Iterable[Node] = ()) -> bool:
-    """Tell whether what a node reads, but for some of it, stands before a place, or can: views of what does."""
+    """Return whether a node's inputs, except some, stand before a place, or are views that can be moved there."""
     return all(
         x < place or is_view(x) and _can_stand_before(place, x) for x in node.all_input_nodes if x not in without
     )
@@ -189,7 +189,7 @@ def _cut_gather(graph: Graph, found: _Gathered, ring: Ring, costs: Costs, room: 
     (start, *_, whole), new = found.path, _New(graph, ring)
     B, products = value(whole).shape[0], found.products
     is_read = any(user not in found.same and user not in products for node in found.same for user in node.users)
-    if size_of(whole) * is_read + max(map(size_of, products)) > room:  # parts, while they are put together
+    if size_of(whole) * is_read + max(map(size_of, products)) > room:  # the parts, during concatenation
         return
     with graph.inserting_before(start):
         parts = {ring.rank: new.flat(start, start.args[0])}  # type: ignore[arg-type]
@@ -217,7 +217,7 @@ def _cut_gather(graph: Graph, found: _Gathered, ring: Ring, costs: Costs, room: 
         graph.erase_node(product)
     if is_read:
         whole.replace_all_uses_with(again)
-        for view in list(found.same)[:0:-1]:  # views of what is there only now
+        for view in list(found.same)[:0:-1]:  # views of a value that now exists only here
             if view < again:
                 again.append(view)
     erase_dead(graph, [*list(found.same)[:0:-1], *reversed(found.path)])
@@ -227,10 +227,10 @@ def _cut_gather(graph: Graph, found: _Gathered, ring: Ring, costs: Costs, room: 
 
 
 class _Summed(NamedTuple):
-    """A sum over the ranks, of which each keeps a part of the sequence.
+    """A reduce-scatter along the sequence over the ranks.
 
     terms  products of all rows, what adds them, and views: the last one is this rank's term
-    path   all nodes that bring its rows into the ranks' order, in order; the collective; its wait
+    path   all nodes that reorder its rows by ranks, in order; the collective; its wait
     """
 
     terms: list[Node]
@@ -260,7 +260,7 @@ def _rows_of(product: Node) -> Node:
 
 
 def _terms(node: Node) -> list[Node]:
-    """Give the products that a node is the sum of, with all that adds them, inputs first; none where it is not."""
+    """Return the products that a node is the sum of, with the nodes that add them, inputs first, or []."""
     if len(node.users) != 1 or node.kwargs:
         return []
     if node.target in _ROWS:
@@ -272,7 +272,7 @@ def _terms(node: Node) -> list[Node]:
 
 
 def _taken_apart(node: Node) -> list[Node]:
-    """Give what brings rows from the sequence's order into the ranks', one step of it: a view, or a cat of a split."""
+    """Return the nodes of the last step from the sequence's order to the ranks': a view, or a cat of a split."""
     if len(node.users) != 1:
         return []
     if node.target in _VIEWS:
@@ -291,7 +291,7 @@ def _cut_sum(graph: Graph, found: _Summed, ring: Ring, costs: Costs) -> None:
     B, rows_of_part, _ = value(wait).shape
 
     def part_of(node: Node, rank: int) -> Node:
-        """Make a rank's rows of a term."""
+        """Insert a rank's rows of a term, and return them."""
         if node.target is aten.add.Tensor:
             return new(node, aten.add.Tensor, *(part_of(x, rank) for x in node.all_input_nodes))
         if node.target not in _ROWS:

@@ -1,4 +1,4 @@
-"""Mechanism: compute again in backward what a policy tagged."""
+"""Mechanism: rematerialization in backward of tagged activations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torchtitan_graph.graph.edit import copy_node, erase_unused
 
 
 def rematerialize(gm: GraphModule) -> GraphModule:
-    """Let backward read copies of RECOMPUTE nodes, each made just before its first use there. Bitwise.
+    """Rematerialize RECOMPUTE nodes: backward reads copies, each made just before its first use there. Bitwise.
 
         a = f(x) [RECOMPUTE]; y = g(a); ...; dx = g_backward(dy, a)
         a = f(x); y = g(a); ...; a' = f(x); dx = g_backward(dy, a')
@@ -19,7 +19,7 @@ def rematerialize(gm: GraphModule) -> GraphModule:
     copies: dict[Node, Node] = {}
 
     def copied(node: Node) -> Node:
-        """Give the copy of a tagged node; make it and what it needs, inputs first, at the insertion point."""
+        """Return the copy of a tagged node; insert it and its inputs' copies, inputs first, at the insertion point."""
         pending = [node]
         while pending:
             needed = [n for n in pending[-1].all_input_nodes if _is_recomputed(n) and n not in copies]
@@ -40,7 +40,7 @@ def rematerialize(gm: GraphModule) -> GraphModule:
             if _is_recomputed(argument):
                 with gm.graph.inserting_before(node):
                     node.replace_input_with(argument, copied(argument))
-    erase_unused(gm)  # a gather whose forward use was only to make a view for backward
+    erase_unused(gm)  # a gather whose forward use was only a view for backward
     gm.recompile()
     return gm
 

@@ -1,4 +1,4 @@
-"""Storage layout, third part: parameters rest in the host's memory, and gradients go there."""
+"""Layout pass for parameters and gradients in the host's memory."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _OPS = torch.ops.torchtitan_graph
 
 
 def rest_on_host(gm: GraphModule, storages: Mapping[str, Storage]) -> GraphModule:
-    """Fetch parameters from the host's memory to gather them, and bring reduced gradients there. A layout pass.
+    """Copy parameters from the host's memory before their gather, and reduced gradients to it. A layout pass.
 
         w -> all_gather -> use                      ... -> dw -> reduce_scatter -> return
         w -> arrived(reload) -> all_gather -> use   ... -> dw -> reduce_scatter -> landed(arrived(offload)) -> return
 
-    A copy is part of a gather: where that is made again for backward, so is the copy. What is computed outside the
-    graph, clipping and the optimizer's step, is computed on the host: gradients have landed when the graph ends.
+    A copy is part of a gather: where that is repeated for backward, so is the copy. Clipping and the optimizer's step,
+    outside the graph, run on the host: the gradients' copies are complete when the graph ends.
     """
     parameters, gradients = input_nodes(gm, "param"), output_nodes(gm, "grad")
     if not any(storages[name].on_host for name in parameters):
@@ -47,7 +47,7 @@ def rest_on_host(gm: GraphModule, storages: Mapping[str, Storage]) -> GraphModul
         with gm.graph.inserting_before(gradient.next):
             copy = call(gm.graph, gradient, _OPS.offload.default, gradient)
             there = call(gm.graph, gradient, _OPS.arrived.default, copy, gradient)
-        # All stand at the end: the host waits in the first for all copies, and in the others for nothing.
+        # All stand at the end: the host waits in the first for all copies, and the others return at once.
         with gm.graph.inserting_before(gm.graph.output_node()):
             landed[name] = call(gm.graph, gradient, _OPS.landed.default, there)
         for node in (copy, there, landed[name]):

@@ -1,4 +1,4 @@
-"""Let the loss work in the memory of the logits."""
+"""Cross entropy in the memory of the logits."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def reuse_logits(gm: GraphModule) -> GraphModule:
 
     One matrix of tokens x vocabulary is held instead of three, with casts in the logits' dtype instead of fp32; the
     logarithms are computed again in backward. Of a fused loss only the gradient changes its place. Only for logits that
-    nothing else reads (what does could be computed again, or put off, past the write), in memory that no input has, and
-    sums over all classes alike. It runs before the policies, which see what the loss holds then. From here on a node's
-    value may change: none may let what reads it be computed again.
+    nothing else reads (another reader could be recomputed, or delayed, past the write), in memory that no input has,
+    and sums over all classes alike. It runs before the policies, which see what the loss holds then. From here on a
+    node's value may change: no policy may recompute its readers.
     """
     found = gm.graph.find_nodes(op="call_function", target=aten._log_softmax.default)
     losses = list(filter(None, map(_match, found)))
@@ -62,8 +62,8 @@ def reuse_logits(gm: GraphModule) -> GraphModule:
 
 
 class _Loss(NamedTuple):
-    """What is computed of logits: the nodes of forward, in order, from a cast or the logarithms to the sum, and those
-    of backward to the gradient of the logits; none in evaluation."""
+    """The loss's nodes: in forward, in order, from a cast or the logarithms to the sum; in backward to the gradient of
+    the logits, none in evaluation."""
 
     logits: Node
     forward: list[Node]
@@ -71,7 +71,7 @@ class _Loss(NamedTuple):
 
 
 def _match(logs: Node) -> _Loss | None:
-    """Find the loss that is computed of log-probabilities, if it is of the kind that we have operators for."""
+    """Return the loss computed from log-probabilities, None if the operators here don't cover it."""
     readers = {node.target: node for node in logs.users}
     nll, nll_back, back = (
         readers.pop(op.default, None)
@@ -79,7 +79,7 @@ def _match(logs: Node) -> _Loss | None:
     )
     if nll is None or readers or logs.args[1:] != (1, False) or value(logs).dim() != 2 or nll.args[2:4] != (None, _SUM):
         return None
-    if value(logs).dtype not in (torch.float32, torch.float64):  # the operators would not round in between
+    if value(logs).dtype not in (torch.float32, torch.float64):  # the operators would skip the rounding in between
         return None
     forward, backward = [logs, nll], []
     if nll_back is not None or back is not None:
@@ -98,7 +98,7 @@ def _match(logs: Node) -> _Loss | None:
 
 
 def _rewrite(gm: GraphModule, loss: _Loss) -> None:
-    """Put one operator in place of the nodes of forward, and one in place of those of backward."""
+    """Replace the loss's forward nodes by one operator, and its backward nodes by another."""
     nll, ignored = loss.forward[-1], loss.forward[-1].args[4]
     with gm.graph.inserting_before(nll):
         made = call(gm.graph, nll, cross_entropy, loss.logits, nll.args[1], ignored)

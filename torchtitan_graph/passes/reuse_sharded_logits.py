@@ -1,4 +1,4 @@
-"""Let the loss of a vocabulary that tensor parallel shards work in the memory of the logits."""
+"""Cross entropy of a vocabulary sharded by tensor parallelism, in the memory of the logits."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ aten = torch.ops.aten
 
 
 def reuse_sharded_logits(gm: GraphModule) -> GraphModule:
-    """Compute what the loss of a sharded vocabulary has of the logits' size some rows at a time. Bitwise.
+    """Compute the values of a sharded vocabulary's loss that have the logits' size some rows at a time. Bitwise.
 
         s = x - m; z = sum(exp(s)); l = gather(s - log z, t); ...; p = x - m - log z; dx = (onehot(t) + exp(p)) * scale
         z = sum(exponentials(x, m)); l = gather(x, t) - m - log z; ...; dx = sharded_cross_entropy_backward_(x, ...)
 
-    Beside the logits one such matrix is held in forward, where the sum stays torch's own, and none in backward, instead
-    of two and four. Where logits are narrow, they and their gradient are never whole in fp32 but for the largest's
-    search. Only for logits that nothing else reads, in memory that no input has. From here on a node's value may
-    change: no policy may let what reads it be computed again.
+    Besides the logits one such matrix is held in forward, where the sum stays torch's own, and none in backward,
+    instead of two and four. Where logits are narrow, they and their gradient are never whole in fp32 except in the
+    search for the maximum. Only for logits that nothing else reads, in memory that no input has. From here on a node's
+    value may change: no policy may recompute its readers.
     """
     found = gm.graph.find_nodes(op="call_function", target=aten.gather.default)
     losses = list(filter(None, map(_match, found)))
@@ -41,20 +41,20 @@ def reuse_sharded_logits(gm: GraphModule) -> GraphModule:
 
 
 class _Loss(NamedTuple):
-    """What is computed of logits whose largest is m: exp(x - m), gathered x - m - log z, and the logits' gradient."""
+    """The loss's nodes; m is the logits' maximum: exp(x - m), the gathered x - m - log z, and the logits' gradient."""
 
     logits: Node
     largest: Node
     log: Node
     exp: Node
     gather: Node
-    back: tuple[Node, Node, Node] | None = None  # column, value, scale: what the gradient is of beside those
+    back: tuple[Node, Node, Node] | None = None  # column, value, scale: the gradient's other operands
     end: Node | None = None
     """The gradient's last node."""
 
 
 def _match(gather: Node) -> _Loss | None:
-    """Find the loss whose targets' logarithms a gather takes."""
+    """Return the loss whose target log-probabilities a gather takes, None if it is another pattern."""
     logs: Node = gather.args[0]  # type: ignore[assignment]
     parts = _logarithms(logs)
     if parts is None or gather.args[1] != 1 or value(logs).dtype not in (torch.float32, torch.float64):
@@ -74,7 +74,7 @@ def _match(gather: Node) -> _Loss | None:
 
 
 def _with_backward(loss: _Loss, readers: list[Node]) -> _Loss | None:
-    """Add the gradient that is made of the logarithms; None if what reads them is another one."""
+    """Add the gradient nodes to a loss; None if the readers of the log-probabilities are another pattern."""
     zeros, exp = (
         next((x for x in readers if x.target is t), None) for t in (aten.zeros_like.default, aten.exp.default)
     )
@@ -89,7 +89,7 @@ def _with_backward(loss: _Loss, readers: list[Node]) -> _Loss | None:
     if [*put.users] != [add] or [*add.users] != [mul] or mul.target is not aten.mul.Tensor or mul.args[0] is not add:
         return None
     count = rows.args[0]
-    num_rows = value(count) if isinstance(count, Node) else count  # a node where rows differ from call to call
+    num_rows = value(count) if isinstance(count, Node) else count  # a node where the rows' number is dynamic
     if rows.target is not aten.arange.default or len(rows.args) > 1 or len(put.args) > 3:
         return None
     if num_rows != len(value(zeros)):
@@ -103,7 +103,7 @@ def _with_backward(loss: _Loss, readers: list[Node]) -> _Loss | None:
 
 
 def _logarithms(node: Node) -> tuple[Node, Node, Node] | None:
-    """Give (x, m, log z) of x - m - log z."""
+    """Return (x, m, log z) of x - m - log z."""
     first = node.args[0] if node.target is aten.sub.Tensor else None
     if not isinstance(first, Node) or first.target is not aten.sub.Tensor or node.kwargs or first.kwargs:
         return None
@@ -112,21 +112,21 @@ def _logarithms(node: Node) -> tuple[Node, Node, Node] | None:
 
 
 def _narrow(wide: Node) -> Node:
-    """Give the logits that were cast to fp32, or those that need no cast."""
+    """Return the logits before their cast to fp32, or those without a cast."""
     logits = wide.args[0] if wide.target is aten._to_copy.default else None
     is_cast = isinstance(logits, Node) and value(logits).dtype.itemsize < value(wide).dtype.itemsize
     return logits if is_cast else wide  # type: ignore[return-value]
 
 
 def _subtractions(logits: Node, largest: Node) -> list[Node]:
-    """Give all nodes that are x - m, one in forward and perhaps another, computed again, in backward."""
+    """Return all nodes that are x - m, one in forward and perhaps another, rematerialized, in backward."""
     wide = [logits, *(x for x in logits.users if x.target is aten._to_copy.default)]
     readers = dict.fromkeys(x for each in wide for x in each.users if x.target is aten.sub.Tensor)
     return [x for x in readers if x.args[1] is largest and _narrow(x.args[0]) is logits]  # type: ignore[arg-type]
 
 
 def _own_readers(loss: _Loss) -> set[Node]:
-    """Give what of the loss reads the logits: its differences to the largest, the search for that, and their casts."""
+    """Return the loss's readers of the logits: the differences to the maximum, the search for it, and their casts."""
     differences = _subtractions(loss.logits, loss.largest)
     wide = {loss.logits, *(node.args[0] for node in differences)}
     searches = {x for each in wide for x in each.users if x.target is aten.amax.default}  # type: ignore[union-attr]
@@ -134,7 +134,7 @@ def _own_readers(loss: _Loss) -> set[Node]:
 
 
 def _rewrite(gm: GraphModule, loss: _Loss) -> None:
-    """Put operators that go by rows in place of those of the logits' size."""
+    """Replace the operators of the logits' size by row-by-row operators."""
     wide = value(loss.exp).dtype
     with gm.graph.inserting_before(loss.exp):
         loss.exp.replace_all_uses_with(call(gm.graph, loss.exp, exponentials, loss.logits, loss.largest))

@@ -1,4 +1,4 @@
-"""Storage layout, first half: parameters arrive as shards, gradients leave as shards."""
+"""Layout pass for sharding: parameters enter as shards, gradients leave as shards."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ def _gather(gm: GraphModule, name: str, placeholder: Node, first: Node, storage:
         nodes.append(call(gm.graph, first, target, *args, **kwargs))
 
     degree, dim, dtype = storage.shard_degree, storage.dim, value(placeholder).dtype
-    is_byte = dtype.itemsize == 1 and dtype.is_floating_point  # gloo knows no such numbers
+    is_byte = dtype.itemsize == 1 and dtype.is_floating_point  # gloo has no such dtype
     with gm.graph.inserting_before(first):
         if is_byte:
             then(aten.view.dtype, placeholder, torch.uint8)
         then(c10d.all_gather_into_tensor.default, nodes[-1], degree, storage.shard_group.group_name)
         then(c10d.wait_tensor.default, nodes[-1])
-        if dim:  # the parts came one under the other
+        if dim:  # the shards arrive concatenated along dim 0
             axes = list(range(len(storage.compute_shape) + 1))
             axes.insert(dim, axes.pop(0))
             then(aten.view.default, nodes[-1], [degree, *storage.padded_shape])
@@ -91,7 +91,7 @@ def _layouts_of_buffers(gm: GraphModule) -> dict[str, Layout]:
 
 
 def _move_up(gradient: Node) -> None:
-    """Let the sum that finishes a gradient over tensor parallel's ranks stand where its terms are made. It is traced
+    """Move the sum that finishes a gradient over tensor parallel's ranks to where its terms are computed. It is traced
     last of all, and the reduction of a whole block would wait for it there."""
     chain = [gradient]
     while chain[0].target in _SUM:
@@ -115,7 +115,7 @@ def _reduce(gm: GraphModule, name: str, gradient: Node, storage: Storage) -> Nod
         if not value(gradient).is_contiguous():
             # Collectives refuse it, and fused optimizers would read its memory in the parameter's order.
             then(aten.clone.default, memory_format=torch.contiguous_format, role=None)
-        if dim and degree > 1:  # the ranks' parts, one under the other; no part of the reduction, as FSDP2 has it
+        if dim and degree > 1:  # the ranks' parts, concatenated along dim 0; not tagged as reduction, as in FSDP2
             sizes, axes = list(storage.compute_shape), list(range(len(storage.compute_shape) + 1))
             sizes[dim : dim + 1] = [degree, storage.padded_shape[dim]]
             axes.insert(0, axes.pop(dim))

@@ -1,4 +1,4 @@
-"""Policy: compute as much again as a memory budget asks for. It only writes tags; `rematerialize` acts on them."""
+"""Policy: the recomputation that a memory budget needs. It only writes tags; `rematerialize` acts on them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from torchtitan_graph.graph.rehearse import Rehearsal
 from torchtitan_graph.graph.traffic import group_of
 from torchtitan_graph.parallel.recompute import Budget
 
-# What a GPU of these years does in the time of a byte read or written, and of one received: operations.
+# Operations that a present GPU computes in the time of reading or writing a byte, and of receiving one.
 _BYTE, _BYTE_RECEIVED = 100, 1000
-_LEAST_GAIN = 32  # a level that saves less than this part of what a block keeps is left out
+_LEAST_GAIN = 32  # a level that saves less than this share of a block's kept memory is left out
 
 
 class Point(NamedTuple):
-    """What one choice costs: bytes kept from forward to backward, the most held at once, operations added."""
+    """The cost of one choice: bytes kept from forward to backward, peak memory, operations added."""
 
     kept: int
     peak: int
@@ -35,20 +35,20 @@ class Point(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """What can be had for how much work, from what mode none gives to all that can be computed again; and what was
-    chosen. `flops` are those of the whole graph."""
+    """The trade-off of memory for work, from mode none to full recomputation; and the chosen point. `flops` are those
+    of the whole graph."""
 
     points: list[Point]
     chosen: Point
     flops: int
 
     def added(self, point: Point) -> float:
-        """Return what part of the graph's operations a choice adds; 0 where the graph multiplies nothing."""
+        """Return the share of the graph's operations that a choice adds; 0 where the graph has no products."""
         return point.flops / self.flops if self.flops else 0.0
 
 
 class _Level(NamedTuple):
-    """What a block may compute again, and how many operations and how much work that adds."""
+    """A recomputation level of a block: its nodes, the bytes still kept, and the work and operations it adds."""
 
     again: frozenset[Node]
     kept: int
@@ -63,14 +63,14 @@ def tag_budget(
     buckets: Sequence[Sequence[str]],
     offload: Container[str] = (),
 ) -> GraphModule:
-    """Tag RECOMPUTE in blocks, as little as lets the step hold what the budget says. Bitwise.
+    """Tag RECOMPUTE in blocks, with the least work that meets the memory budget. Bitwise.
 
         a = mm(x, w); s = silu(a); y = mm(s, v)       s and, where that is too much, a are tagged
 
     A kind of block has levels: minimum cuts, at every price of memory in work. Blocks move to their next level in the
-    order of what a byte costs there, the first blocks first, until the step at its peak holds what is asked for. That
-    is seen by rehearsal, so nothing is computed again where gradients set the peak. What the modules in `offload` then
-    keep lies in the host's memory. `gm.meta["curve"]` tells the choices.
+    order of the cost per byte, the first blocks first, until the step's peak memory meets the budget. The peak is
+    estimated by rehearsal, so nothing is recomputed where gradients set it. Activations that the modules in `offload`
+    then keep are in the host's memory. `gm.meta["curve"]` holds the choices.
     """
     if budget is None or not any(meta.phase(node) == "backward" for node in gm.graph.nodes):
         return gm
@@ -89,7 +89,7 @@ def tag_budget(
 
 
 class _Plan:
-    """The levels of all blocks, and what the step holds at each choice of them."""
+    """The levels of all blocks, and the step's memory at each choice of them."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class _Plan:
         self.curve = [self.point(self._after(end)) for end in self._ends]
 
     def point(self, level_of: Sequence[int]) -> Point:
-        """Rehearse a choice: the level of each block."""
+        """Return the cost of a choice, the level of each block, by rehearsal."""
         if (key := tuple(level_of)) not in self._found:
             of_blocks = [levels[level] for levels, level in zip(self.levels, level_of, strict=True)]
             held = self._rehearsal.held(self._others.union(*(each.again for each in of_blocks)))
@@ -130,8 +130,7 @@ class _Plan:
         return level_of
 
     def solve(self) -> list[int]:
-        """Give each block's level: the fewest moves with which the step holds no more than the budget, or the least
-        that can be had."""
+        """Return each block's level: the fewest moves whose peak memory meets the budget, or the lowest peak."""
         most, least = self.curve[0].peak, min(point.peak for point in self.curve)
         asked = self._budget.num_bytes
         target = max(least, int(least + self._budget.fraction * (most - least)) if asked is None else asked)
@@ -150,7 +149,7 @@ class _Plan:
                 if high - low <= 1:
                     break
         level_of = self._after(high)
-        # Of the last blocks backward soon lets go: what the peak does not need of them is not computed again.
+        # Backward soon frees the last blocks: recomputation of theirs that the peak does not need is undone.
         spared = 1
         while spared <= len(level_of) and fits([*level_of[:-spared], *[0] * spared]):
             level_of[-spared:] = [0] * spared
@@ -159,7 +158,7 @@ class _Plan:
 
 
 def _levels(nodes: list[Node], forward: Forward) -> list[_Level]:
-    """Give what a block may compute again: first what `tag_elementwise` chooses, then more and more."""
+    """Return a block's levels: first the choice of `tag_elementwise`, then more and more recomputation."""
     first = elementwise_again(nodes, forward)
     work = {node: 0 if node in first else _work(node) for node in nodes}
     values = values_of(nodes, forward, work.get)
@@ -175,7 +174,7 @@ def _levels(nodes: list[Node], forward: Forward) -> list[_Level]:
 
 
 def _work(node: Node) -> int | None:
-    """Give what it costs to compute a node's value again, in operations; None where that would write to a value."""
+    """Return the work of recomputing a node's value, in operations; None where that would write to a value."""
     if node.target is operator.getitem:
         source: Node = node.args[0]  # type: ignore[assignment]
         return None if meta.tag(source) == meta.SAVE else 0

@@ -1,4 +1,4 @@
-"""Policy: which activations lie in the host's memory till backward. It only writes tags; `offload_activations` acts."""
+"""Policy: activations to offload to the host's memory. It only writes tags; `offload_activations` acts on them."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ def tag_offload(gm: GraphModule, modules: Collection[str]) -> GraphModule:
 
         h = mm(x, w); v = view(h); y = silu(v); ...; silu_backward(dy, v)      h is tagged, and v RECOMPUTE
 
-    A view of what is tagged is made again, of the copy that comes back. Weights and integers are never tagged, nor
-    what is computed again, written in place, or shares memory with what stays.
+    A view of a tagged activation is recomputed from the copy back. Weights and integers are never tagged, nor
+    activations that are recomputed, written in place, or share memory with others that stay.
     """
     if not modules:
         return gm
     owner, may_move, needed = owners(gm), movable(gm, modules), _needed_in_backward(gm)
-    sharing: dict[Node, list[Node]] = {}  # whose values lie in a node's memory, in order
+    sharing: dict[Node, list[Node]] = {}  # owner of a memory -> the nodes in it, in order
     for node in gm.graph.nodes:
         sharing.setdefault(owner[node], []).append(node)
     for root, members in sharing.items():
         kept = [n for n in members if n in needed and meta.tag(n) != meta.RECOMPUTE]
         if not kept or may_move.isdisjoint(members):
             continue
-        # What a collective gives is there when it has been waited for.
+        # A collective's result is complete after its wait.
         first = next((n for n in members if n.target is _WAIT and meta.phase(n) == "forward"), kept[0])
         views = _views_between(first, [n for n in kept if n is not root or n is first])
         if first in may_move and views is not None:
@@ -44,7 +44,7 @@ def tag_offload(gm: GraphModule, modules: Collection[str]) -> GraphModule:
 
 
 def _needed_in_backward(gm: GraphModule) -> set[Node]:
-    """Give the nodes of forward that backward reads, or what it computes again."""
+    """Return the forward nodes that backward, or its recomputation, reads."""
     needed: set[Node] = set()
     for node in reversed(gm.graph.nodes):
         is_forward = node.op == "call_function" and meta.phase(node) == "forward"
@@ -58,7 +58,7 @@ def _is_made_again(node: Node, needed: Container[Node]) -> bool:
 
 
 def _views_between(first: Node, kept: Sequence[Node]) -> set[Node] | None:
-    """Give the views that lead from a node to others in the same memory; None if some are not made of it."""
+    """Return the views from a node to others in the same memory; None if some are not derived from it."""
     found: set[Node] = set()
     for node in kept:
         while node is not first and node not in found:

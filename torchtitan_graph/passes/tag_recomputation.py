@@ -1,4 +1,4 @@
-"""Policy: which activations the backward pass computes again. It only writes tags; `rematerialize` acts on them."""
+"""Policy: recomputation of activations in backward. It only writes tags; `rematerialize` acts on them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def tag_recomputation(gm: GraphModule, blocks: Container[str], recompute: Recomp
 
         h = norm(x); y = mm(h, w); z = silu(y)    by operator: mm is tagged SAVE, the others RECOMPUTE
 
-    Modules that are named go before the rest. What leaves a block, the next one's input, is saved: its recomputation
-    starts there. So is what the host reads of a dispatch. Gathered weights are no activations; `tag_resharding` decides
-    on them.
+    Modules named in options come first. A block's output, the next one's input, is saved: recomputation starts there.
+    So are a dispatch's values that the host reads. Gathered weights are no activations; `tag_resharding` decides on
+    them.
     """
     weights = gathered_weights(gm)
     kept: dict[str, KeptOps] = {}
@@ -38,7 +38,7 @@ def tag_recomputation(gm: GraphModule, blocks: Container[str], recompute: Recomp
         if leaves or _tells_the_host(node):
             again = False
         else:
-            if recompute.by_op:  # products are counted whoever decides on them: the others' turn stays
+            if recompute.by_op:  # products are counted whichever rule decides: the others' alternation stays
                 again = not _keeps(node, kept.setdefault(block, KeptOps()))
             elif recompute.whole_block(number_of(block)):
                 again = True
@@ -50,7 +50,7 @@ def tag_recomputation(gm: GraphModule, blocks: Container[str], recompute: Recomp
 
 
 def _keeps(node: Node, kept: KeptOps) -> bool:
-    if node.target in (operator.getitem, _WAIT):  # a collective that is kept is not waited for again
+    if node.target in (operator.getitem, _WAIT):  # the wait of a kept collective is kept
         source: Node = node.args[0]  # type: ignore[assignment]
         return meta.tag(source) == meta.SAVE
     return kept.keeps(node.target)

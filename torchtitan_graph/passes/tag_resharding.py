@@ -1,4 +1,4 @@
-"""Policy: which weights the backward pass gathers again. It only writes tags; `rematerialize` acts on them."""
+"""Policy: weights to gather again in backward. It only writes tags; `rematerialize` acts on them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchtitan_graph.parallel.storage import Reshard
 
 
 def tag_resharding(gm: GraphModule, blocks: Container[str], reshard: Reshard) -> GraphModule:
-    """Tag gathers RECOMPUTE, with the views of what they gather: of blocks' weights, and of the others. Bitwise.
+    """Tag gathers of the blocks' or the other weights RECOMPUTE, with the views of the gathered weights. Bitwise.
 
     full = wait(all_gather(shard)); w = t(full); y = mm(x, w)     all before mm are tagged: backward gathers
                                                                   again, and nothing holds `full` till then

@@ -1,1 +1,1 @@
-"""Forecast a run of any number of devices on one machine, before it is paid for."""
+"""Forecast of a run on any number of devices, computed on one machine."""

@@ -31,7 +31,7 @@ from torchtitan_graph.run.files import check_result, write_result
 
 
 def parser() -> argparse.ArgumentParser:
-    """Give the parser of what is not an option of training."""
+    """Return the parser of the options that training doesn't have."""
     made = argparse.ArgumentParser(
         prog="python -m torchtitan_graph.plan",
         description=__doc__,
@@ -59,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the forecast that the arguments ask for. Return the exit code: 0 done, 2 something to change."""
+    """Print the forecast of the arguments. Return the exit code: 0 done, 2 something to change."""
     options, of_training = read_beside(parser(), argv)
     init_logging()
     begin = time.perf_counter()
@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def progress(done: int, number: int) -> None:
-    """Tell now and then how many operators have been replayed."""
+    """Log every hundredth replayed operator, and the last."""
     if done == number or done % 100 == 0:
         logger.info(f"replayed {done} of {number} operators on this CPU")
 

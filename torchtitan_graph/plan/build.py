@@ -1,4 +1,4 @@
-"""The graphs of a job's ranks, built as a run would build them, in a world of one process."""
+"""The graphs of a job's ranks, built as in a run, in a fake process group of one process."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from torchtitan_graph.steps import Graphs, StepOptions
 from torchtitan_graph.steps.choices import check_disabled
 from torchtitan_graph.steps.held import in_flight
 
-CPU = "CPU"  # the device that this process may be
+CPU = "CPU"  # name of this machine's CPU as a device
 
 
 class Rank(NamedTuple):
-    """What one rank of a job would run.
+    """The graphs and figures of one rank of a job.
 
     rank     its number among all ranks
     graphs   its steps
     links    of its groups, by their names in the graphs
-    told     what it holds, sends and computes
-    visible  by block the fraction of all pairs of positions that attention looks at, in rows of one document
-    names    of its modules, by what they are called in the graphs, which may be those of a rank with alike stages
+    told     its memory, communication and operations
+    visible  by block the fraction of all pairs of positions that attention sees, in rows of one document
+    names    of its modules, by their names in the graphs, which may be those of a rank with equal stages
     """
 
     rank: int
@@ -53,7 +53,7 @@ class Rank(NamedTuple):
 
     @property
     def modules(self) -> list[GraphModule]:
-        """The graphs of a training step; of a pipeline, those of its stages' parts."""
+        """The graphs of a training step; in a pipeline, those of its stages' parts."""
         train = self.graphs.train
         if isinstance(train, TracedResult):
             return [train.gm]
@@ -61,7 +61,7 @@ class Rank(NamedTuple):
 
 
 class Job(NamedTuple):
-    """A job as its ranks would run it: `ranks` has one for each place along pp, the first of its stage."""
+    """A job with the graphs of its ranks: `ranks` has one for each place along pp, the first of its stage."""
 
     config: JobConfig
     dims: ParallelDims
@@ -75,7 +75,7 @@ class Job(NamedTuple):
 
 
 def configuration(words: Sequence[str], world_size: int) -> JobConfig:
-    """Read a job's configuration, and check it for this number of ranks.
+    """Return a job's configuration, checked for this number of ranks.
 
     Raises:
         UserError: as a run of it; or it has too many ranks, or an option is one that only a dry run looks at.
@@ -87,7 +87,7 @@ def configuration(words: Sequence[str], world_size: int) -> JobConfig:
         raise UserError(f"comm.fake_rank = {rank}: is of a dry run; a forecast is of all ranks, so leave it out")
     if (device := config.comm.fake_device) != OPTIONS["comm.fake_device"].default:
         raise UserError(f"comm.fake_device = {device}: is of a dry run; here --device says it, so leave it out")
-    config.compile.precompiled = None  # they are of one layout; traced again, graphs are the same
+    config.compile.precompiled = None  # they are of one layout; graphs traced here are equal
     for notice in check(config, world_size):
         logger.warning(notice)
     check_disabled(config.compile.disable_passes)
@@ -95,15 +95,15 @@ def configuration(words: Sequence[str], world_size: int) -> JobConfig:
 
 
 def build(config: JobConfig, world_size: int, rates: Rates, make: Callable[..., Blueprint] = Blueprint) -> Job:
-    """Build the graphs of a job's ranks on devices of a kind. Ranks of a pipeline whose stages are alike share theirs.
+    """Build the graphs of a job's ranks on devices of a kind. Pipeline ranks with equal stages share theirs.
 
     Args:
-        make: gives a blueprint for a configuration and a number of ranks.
+        make: constructor of a blueprint, from a configuration and a number of ranks.
 
     Raises:
         UserError: as a run of that configuration.
     """
-    # Float8 is traced as a GPU multiplies it, or emulated, as a CPU does.
+    # Float8 is traced as a GPU multiplies it, or emulated, as on a CPU.
     comm = dataclasses.replace(config.comm, fake_device="CPU" if rates.name.upper().startswith("CPU") else "H100")
     make = partial(_blueprint, make, dataclasses.replace(config, comm=comm), world_size, rates)
     first = make()
@@ -120,15 +120,15 @@ def build(config: JobConfig, world_size: int, rates: Rates, make: Callable[..., 
 
 
 def _blueprint(make: Callable[..., Blueprint], config: JobConfig, world_size: int, rates: Rates) -> Blueprint:
-    blueprint = make(copy.deepcopy(config), world_size)  # what it resolves for this layout stays its own
+    blueprint = make(copy.deepcopy(config), world_size)  # options resolved for this layout stay in the copy
     blueprint.options = dataclasses.replace(blueprint.options, rates=rates, dump_to=None, picture=None)
     if rates.name == CPU:
-        blueprint.options = dataclasses.replace(blueprint.options, compiles=True)  # a replay runs what is compiled
+        blueprint.options = dataclasses.replace(blueprint.options, compiles=True)  # a replay runs compiled code
     return blueprint
 
 
 def _ranks_at(places: Sequence[int], blueprint: Blueprint, world_size: int) -> dict[int, Rank]:
-    """Build the graphs of the first of some places along pp, and let the others have the same."""
+    """Return the ranks at some places along pp, with the graphs of the first, which is built."""
     num_ranks = world_size // blueprint.dims.pp
     stands_for = "gloo" if blueprint.options.rates.name == CPU else "nccl"
     init_fake_process_group(world_size, places[0] * num_ranks, stands_for)
@@ -149,8 +149,7 @@ def _ranks_at(places: Sequence[int], blueprint: Blueprint, world_size: int) -> d
 
 
 def _names(options: StepOptions, built: int, place: int) -> dict[str, str]:
-    """Give the names of the modules of a place along pp by those of the place that was built for it; none without
-    stages."""
+    """Return the module names of a place along pp by those of the place that was built for it; {} without stages."""
     if options.pipeline is None:
         return {}
     theirs, own = (
@@ -161,21 +160,21 @@ def _names(options: StepOptions, built: int, place: int) -> dict[str, str]:
 
 
 def _renamed(graphs: Graphs, options: StepOptions, names: Mapping[str, str], place: int) -> Graphs:
-    """Let the stages of a place along pp have the graphs of others that are alike, and parameters of their own."""
+    """Return graphs for the stages of a place along pp that equal the built ones, with its own parameters' names."""
     if not isinstance(graphs.train, dict):
         return graphs
     assert options.pipeline is not None
     stages = zip(options.pipeline.stages_of(place), graphs.train.values(), strict=True)
     storages = {}
     for name, storage in graphs.storages.items():
-        module = block_of(name, names) or ""  # none: a tied embedding that lies where the output is
+        module = block_of(name, names) or ""  # "" for a tied embedding in the output's stage
         storages[names.get(module, "") + name[len(module) :]] = storage
     return graphs._replace(train=dict(stages), storages=storages)
 
 
 def _kind(place: int, model: Decoder, options: StepOptions) -> Hashable:
-    """Give what is equal for places along pp whose stages have equal graphs: the kinds of their blocks, and what
-    options say of each. What passes of the user's do is not known."""
+    """Return a key that is equal for places along pp whose stages have equal graphs: their blocks' kinds and the
+    options for each. User's passes are opaque: each place then differs."""
     if options.pipeline is None:
         return 0
     if options.extra or options.budget_gib is not None:

@@ -1,11 +1,11 @@
-"""Experts that get more tokens than others: how many rows the busiest rank multiplies, and what that costs.
+"""Uneven loads of experts: the rows of the busiest rank, and their cost.
 
 Note [Busiest rank]
-Each rank of ep holds as many experts, in their order. A rank's rows are those that are sent to its experts: where loads
-are even, as many on each; a graph is forecast so. All ranks wait for the one with most rows, at the exchange that
-brings results home and in backward again. So what an experts' layer does, its exchanges too, takes as many times
-longer as the busiest rank has more rows than the mean, layer by layer; and that rank's memory of these rows grows so.
-Without expert parallelism a rank has all experts, and as many rows however they fall.
+Each rank of ep holds as many experts, in their order. A rank's rows are those sent to its experts: with even loads,
+equally many on each, as a forecast assumes. All ranks wait for the one with most rows, at the exchange that brings
+results home and in backward again. So the time of an experts' layer, with its exchanges, is multiplied by the busiest
+rank's rows over the mean, layer by layer; and so is that rank's memory of these rows. Without expert parallelism a rank
+has all experts, and the same number of rows for any loads.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from torchtitan_graph.models.layers.moe import MoE
 from torchtitan_graph.small_files import ANY_SIZE, MAX_BYTES, BadFile, open_small, parse_json, read_small
 
 ALL_LAYERS = ""
-_MOST = 1e200  # a load: the sum of all is a float too
+_MOST = 1e200  # limit of a load: the sum of all is a float too
 _EXCHANGE = torch.ops.torchtitan_graph.exchange.default
 
 
 class Busiest(NamedTuple):
-    """The rank of ep with most rows in a layer: its number, and its rows over the mean of the ranks'."""
+    """The busiest rank of ep in a layer: its index, and its rows over the ranks' mean."""
 
     rank: int
     over_mean: float
 
 
 def read_loads(path: Path) -> dict[str, list[float]]:
-    """Read the experts' loads by layer from a file.
+    """Return the experts' loads by layer, read from a file.
 
     JSON: a list with a number for each expert, for every layer (then under `ALL_LAYERS`), or lists by the layers'
     names, as {"layers.1": [...]}. Or the metrics.jsonl of a run with metrics.log_expert_loads: its last record that has
@@ -59,7 +59,7 @@ def read_loads(path: Path) -> dict[str, list[float]]:
         found = _last_record(path, where) if path.suffix == ".jsonl" else _read_json(path, where)
     except OSError as error:
         raise UserError(f"{where}: can't be read ({error})") from error
-    except BadFile as error:  # which begins with the path, or with `where`
+    except BadFile as error:  # its text begins with the path, or with `where`
         raise UserError(f"{where}: {str(error).removeprefix(where + ': ')}") from error
     by_layer = found if isinstance(found, dict) else {ALL_LAYERS: found}
     for layer, loads in by_layer.items():
@@ -74,14 +74,14 @@ def read_loads(path: Path) -> dict[str, list[float]]:
 
 
 def _last_record(path: Path, where: str) -> Any:
-    """Read the last record that has loads, of a file's last 64 MiB: a long run's has very many before it."""
+    """Return the loads in the last record with any, of a file's last 64 MiB: a long run has very many earlier ones."""
     with open_small(path, ANY_SIZE) as file:
         begin = max(0, file.seek(0, os.SEEK_END) - MAX_BYTES)
         file.seek(begin)
         lines = file.read(MAX_BYTES).split(b"\n")
     for line in reversed(lines):
         if b'"expert_loads"' in line:
-            with contextlib.suppress(BadFile):  # a line may be torn, or just being written
+            with contextlib.suppress(BadFile):  # a line may be torn, or being written
                 if "expert_loads" in (record := parse_json(line, dict[str, Any], where)):
                     return record["expert_loads"]
     of = f" of its last {MAX_BYTES // 2**20} MiB, which are read," if begin else ""
@@ -89,7 +89,7 @@ def _last_record(path: Path, where: str) -> Any:
 
 
 def _read_json(path: Path, where: str) -> Any:
-    """Read JSON in which no table has a name twice."""
+    """Return parsed JSON in which no object has a key twice."""
 
     def table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         counts = Counter(name for name, _ in pairs)
@@ -111,7 +111,7 @@ def _are_loads(loads: object) -> bool:
 
 
 def busiest(loads_E: Sequence[float], ep: int) -> Busiest:
-    """Find the rank of ep that gets most rows. See Note [Busiest rank]."""
+    """Return the rank of ep that gets most rows. See Note [Busiest rank]."""
     each = len(loads_E) // ep
     rows = [sum(loads_E[rank * each : (rank + 1) * each]) for rank in range(ep)]
     rank = max(range(ep), key=rows.__getitem__)
@@ -119,17 +119,17 @@ def busiest(loads_E: Sequence[float], ep: int) -> Busiest:
 
 
 def experts_of(model: Decoder) -> dict[str, int]:
-    """Give the layers that have experts, by name, and how many."""
+    """Return the number of experts of each layer that has any, by name."""
     experts = {name: module.config.num_experts for name, module in model.named_modules() if isinstance(module, MoE)}
     return {".".join(name.split(".")[:2]): number for name, number in experts.items()}
 
 
 def busiest_by_layer(loads: Mapping[str, Sequence[float]], layers: Mapping[str, int], ep: int) -> dict[str, Busiest]:
-    """Find the busiest rank of each layer.
+    """Return the busiest rank of each layer.
 
     Args:
-        loads: of `read_loads`.
-        layers: the layers that have experts, by name, and how many.
+        loads: result of `read_loads`.
+        layers: the number of experts of each layer that has any, by name.
 
     Raises:
         UserError: a layer's loads are missing, are of other experts, or of a layer that has none.
@@ -150,15 +150,15 @@ def busiest_by_layer(loads: Mapping[str, Sequence[float]], layers: Mapping[str, 
 
 
 def layer_of(node: Node) -> str | None:
-    """Give the layer whose experts a node works for, by name; None of what is outside of experts."""
+    """Return the name of the layer whose experts a node belongs to; None outside of experts."""
     parts = meta.module(node).split(".")
     return ".".join(parts[:2]) if "experts" in parts else None
 
 
 @dataclass(frozen=True)
 class UnevenCosts(Costs):
-    """What nodes take on the rank that is the busiest of its layer, where `even` says it for even loads. Gathers of
-    weights and reductions of their gradients take as long as ever."""
+    """The cost model on the busiest rank of each layer, given `even` for even loads. Gathers of weights and reductions
+    of their gradients are unchanged."""
 
     even: Costs = field(default_factory=Costs)
     found: Mapping[str, Busiest] = field(default_factory=dict)
@@ -192,19 +192,19 @@ class UnevenCosts(Costs):
 
 
 def uneven(even: Costs, found: Mapping[str, Busiest]) -> Costs:
-    """Give what nodes take where loads are as found."""
+    """Return the cost model for the found loads."""
     return UnevenCosts(even.rates, even.links, even.visible, even, found)
 
 
 def rows_sent(gm: GraphModule) -> int:
-    """Give the rows that a graph sends to experts in one exchange: as many as each rank gets where loads are even. 0 of
-    a graph without an exchange."""
+    """Return the rows that a graph sends to experts in one exchange, which are a rank's rows with even loads; 0 without
+    an exchange."""
     there = (node for node in gm.graph.find_nodes(op="call_function", target=_EXCHANGE) if not node.args[2])
     return next((node.meta["val"].shape[0] for node in there), 0)
 
 
 def peak_with_loads(gm: GraphModule, found: Mapping[str, Busiest]) -> int:
-    """Give the most bytes that a graph holds on such a rank."""
+    """Return a graph's peak memory in bytes on the busiest rank."""
 
     def size(node: Node) -> int:
         return math.ceil(size_of(node) * (_over_mean(node, found) if _is_there(node) else 1.0))
@@ -218,7 +218,7 @@ def _over_mean(node: Node, found: Mapping[str, Busiest]) -> float:
 
 
 def _is_there(node: Node) -> bool:
-    """Tell rows that are with their experts, of which a rank has any number, from weights, and from rows at home."""
+    """Return whether a value is rows on their experts' ranks, of any number, not weights or a rank's own rows."""
     x = node.meta.get("val")
     if not isinstance(x, torch.Tensor) or x.dim() != 2 or not x.is_floating_point() or meta.role(node) is not None:
         return False

@@ -1,4 +1,4 @@
-"""What checkpoints and failures cost a run: the best interval between checkpoints, and the share of time that trains.
+"""Cost of checkpoints and failures: the best interval between checkpoints, and the goodput.
 
 Note [Failures]
 Failures come at random, with a mean time M between them (of all nodes: one node's over their number). A run trains for
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Saving:
-    """A checkpoint, in seconds: `waits`, for which training stands still, and `written`, until it is whole."""
+    """The cost of a checkpoint, in seconds: `waits` while training stands still, and `written` until it is complete."""
 
     num_bytes: float
     waits: float
@@ -31,11 +31,11 @@ class Saving:
 
 @dataclass(frozen=True)
 class Failures:
-    """What to expect of a run that fails now and then.
+    """Expectations of a run with random failures.
 
     mtbf_s      mean time between failures of all nodes
     interval_s  the best time of training between two saves, and `interval_steps` the same in steps
-    goodput     share of the time in which the run comes forward
+    goodput     share of the time in which the run makes progress
     saving, redone, restarting   shares of the time that saves, work done again, and restarts take
     """
 
@@ -49,12 +49,12 @@ class Failures:
 
 
 def saving(num_bytes: float, largest_of_rank: float, bytes_per_s: float, copied_per_s: float | None) -> Saving:
-    """Say what a checkpoint takes.
+    """Return the cost of a checkpoint.
 
     Args:
-        num_bytes: that all ranks write together, and `largest_of_rank` those of the one that writes most.
-        bytes_per_s: that the storage takes from all ranks together.
-        copied_per_s: bytes that a rank copies to the host's memory, where a thread writes them; None: it waits.
+        num_bytes: bytes that all ranks write together, and `largest_of_rank` those of the one that writes most.
+        bytes_per_s: rate of the storage for all ranks together.
+        copied_per_s: rate of a rank's device-to-host copy, from which a thread writes; None: training waits.
     """
     written = num_bytes / bytes_per_s
     if copied_per_s is None:
@@ -64,9 +64,8 @@ def saving(num_bytes: float, largest_of_rank: float, bytes_per_s: float, copied_
 
 
 def best_interval(cost_s: float, mtbf_s: float) -> float:
-    """Give the time of training between two saves, of `cost_s` each, at which a run comes forward fastest. See Note
-    [Failures]."""
-    low, high = 0.0, 1.0  # of T / M: the two sides are equal once between
+    """Return the interval between saves, of `cost_s` each, with the highest goodput. See Note [Failures]."""
+    low, high = 0.0, 1.0  # bounds of T / M: the two sides are equal once between
     for _ in range(80):
         middle = (low + high) / 2
         if middle < -math.expm1(-(middle + cost_s / mtbf_s)):
@@ -77,16 +76,16 @@ def best_interval(cost_s: float, mtbf_s: float) -> float:
 
 
 def goodput(interval_s: float, cost_s: float, restart_s: float, mtbf_s: float) -> float:
-    """Give the share of time in which a run comes forward. See Note [Failures]."""
+    """Return the goodput: the share of time in which a run makes progress. See Note [Failures]."""
     if (interval_s + cost_s + restart_s) / mtbf_s > 700:
-        return 0.0  # it never gets through a stretch
+        return 0.0  # it never completes an interval
     lost = math.exp(restart_s / mtbf_s) * math.expm1((interval_s + cost_s) / mtbf_s)
     return interval_s / (mtbf_s * lost)
 
 
 def expect(saved: Saving, step_s: float, node_mtbf_s: float, num_nodes: int, restart_s: float) -> Failures:
-    """Say how a run of `num_nodes` goes that saves at the best interval: whole steps, and no save before the last one
-    is written.
+    """Return the expectations of a run of `num_nodes` that saves at the best interval: whole steps, and no save before
+    the last one is written.
 
     Args:
         restart_s: from a failure until the run trains again.

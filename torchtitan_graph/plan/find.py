@@ -1,4 +1,4 @@
-"""`--search`: the candidates of a job, forecast with few layers, and the best of them as a TOML file."""
+"""`--search`: forecasts of a job's candidates with few layers, and the best of them as a TOML file."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from torchtitan_graph.plan.search import VARIED, Candidate, Figures, Found, Sear
 from torchtitan_graph.plan.simulate import Plan, by_rates, simulate
 from torchtitan_graph.rates import Rates
 
-_SHOWN = 10  # of those that lost, by each reason
+_SHOWN = 10  # losing candidates listed for each reason
 
 
 def check_varied(words: str) -> tuple[str, ...]:
-    """Read what a search may vary, as `tp,rows`; nothing: all.
+    """Return what a search may vary, from words such as `tp,rows`; from none: all.
 
     Raises:
         UserError: a word is none of those.
@@ -38,7 +38,7 @@ def check_varied(words: str) -> tuple[str, ...]:
 
 
 def figures(plan: Plan) -> Figures:
-    """Give what a search judges a forecast by."""
+    """Return the figures of a forecast by which a search compares."""
     step = plan.step
     parts = {
         "arithmetic": sum(step.computed.values()),
@@ -55,8 +55,8 @@ def figures(plan: Plan) -> Figures:
 def search(
     config: JobConfig, world_size: int, rates: Rates, cpu: ThisCpu | None, varied: Sequence[str] = VARIED
 ) -> tuple[Search, Found]:
-    """Search for the fastest way to run a job, and say on stderr how far it is. `cpu`: its operators are replayed here,
-    not priced by `rates`.
+    """Return the search for a job's fastest configuration and its result, with progress on stderr. `cpu`: replay
+    operators on it instead of using `rates`.
 
     Raises:
         UserError: the job itself can't be built, nothing is legal, or nothing fits.
@@ -84,7 +84,7 @@ def search(
         progress=lambda line: print(line, file=sys.stderr, flush=True),
     )
     level = logger.level
-    logger.setLevel("WARNING")  # each candidate is traced and passed: that is too much to be told
+    logger.setLevel("WARNING")  # each candidate is traced and passed: that would be too much to log
     try:
         return of, of.run()
     finally:
@@ -98,14 +98,14 @@ def _shallow(layers: int, config: JobConfig, world_size: int) -> Blueprint:
 
 
 def best_toml(of: Search, best: Candidate) -> str:
-    """Give the best configuration as a TOML file that trains as it is: what differs from the defaults."""
+    """Return the best configuration as a TOML file that trains unchanged: the differences from the defaults."""
     config = of.configured(best.settings)
     config.comm = dataclasses.replace(of.config.comm, mode="default")
     return dump_changes(config)
 
 
 def lines(of: Search, found: Found) -> list[str]:
-    """Tell what won, and why the others lost."""
+    """Return the winner, and the reasons against the others, as lines."""
     best = found.best
     assert best.figures is not None
     by_reason: dict[str, list[Candidate]] = {"slower": [*found.fitting[1:]], "does not fit": [], "illegal": []}

@@ -1,4 +1,4 @@
-"""Which layers of a model are alike; and a model with few of its layers, whose figures tell those of all."""
+"""Kinds of a model's layers, and models cut to few layers, whose figures extrapolate to all."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchtitan_graph.steps import StepOptions
 
 
 def kind_of(name: str, model: Decoder, options: StepOptions) -> Hashable:
-    """Give what is equal for blocks whose part of a step's graph is: what they are made of, and what options say of
+    """Return a key that is equal for blocks with equal parts of a step's graph: their structure, and the options for
     them. A module that is no block is a kind of its own."""
     if name not in model.blocks:
         return name
@@ -33,16 +33,16 @@ def kind_of(name: str, model: Decoder, options: StepOptions) -> Hashable:
 
 
 def depths(model: Decoder, options: StepOptions) -> tuple[int, int, float] | None:
-    """Give two numbers of layers, and where on the line between them all layers are: 0 is the first, 1 the second. None
-    where the model has no more layers than that.
+    """Return two numbers of layers, and the position of all layers on the line between them: 0 is the first, 1 the
+    second. None where the model has no more layers than that.
 
     Layers come in periods of alike ones, after some that are none (DeepSeek's first are dense); both numbers end with a
-    whole period, as the model does. What options say of single layers, such as to recompute every second one, makes
-    periods longer.
+    whole period, as the model does. Options for single layers, such as to recompute every second one, make periods
+    longer.
     """
     kinds = [kind_of(name, model, options) for name in model.blocks]
     if any(isinstance(block, AheadBlock) for block in model.blocks.values()):
-        return None  # they come after all others, which a beginning of the layers leaves out
+        return None  # they come after all others, which a prefix of the layers leaves out
     first, period = _periods(kinds)
     few = first + period * (2 if first + period < 2 else 1)
     more = few + period
@@ -50,7 +50,7 @@ def depths(model: Decoder, options: StepOptions) -> tuple[int, int, float] | Non
 
 
 def _periods(kinds: Sequence[Hashable]) -> tuple[int, int]:
-    """Give how many layers come first, and how many then repeat to the end: the fewest that both are."""
+    """Return the layers before the first period, and the period that repeats to the end, with the smallest sum."""
     n = len(kinds)
     best = n, 1
     for period in range(1, n + 1):
@@ -61,6 +61,6 @@ def _periods(kinds: Sequence[Hashable]) -> tuple[int, int]:
 
 
 def keep_layers(model: Decoder, number: int) -> None:
-    """Leave of a model its first layers, and what is outside of layers."""
+    """Drop all layers of a model but the first ones; modules outside of layers stay."""
     names = model.modules_in_order
     model.keep([*names[: 1 + number], *names[1 + len(model.blocks) :]])

@@ -1,8 +1,8 @@
 """A CPU as a device: its operators by replay, its optimizer's step measured, gloo's collectives by a table.
 
 Note [A rank's core]
-A rank has a core, and gloo's thread of it works on the same core: it copies through loopback. So what a collective
-takes is added to the arithmetic, and none of it is hidden; and ranks that are more than the cores take turns.
+A rank has a core, and gloo's thread of it works on the same core: it copies through loopback. So a collective's time is
+added to the arithmetic, and none of it is hidden; and more ranks than cores take turns.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from torchtitan_graph.plan.replay import Replay, is_run
 from torchtitan_graph.plan.simulate import Prices
 from torchtitan_graph.rates import Rates
 
-_MAPPED_BYTES = 32 << 20  # glibc asks the system for as much at once, each time: a replay pays for it too
-_ON_THE_HOST = Work(OTHER, 0.0, 0.0, 0.0, 4)  # a view, which takes no time but Python's
+_MAPPED_BYTES = 32 << 20  # glibc maps allocations of this size anew each time: a replay pays for that too
+_ON_THE_HOST = Work(OTHER, 0.0, 0.0, 0.0, 4)  # a view, which takes only Python's time
 
 
 class Wire(NamedTuple):
-    """What a gloo collective takes by the clock, of ranks with a core each: seconds for each doubling of the group, and
-    bytes/s of those that it receives."""
+    """The time of a gloo collective, of ranks with a core each: seconds for each doubling of the group, and bytes/s of
+    received bytes."""
 
     latency: float
     rate: float
@@ -45,7 +45,7 @@ class Wire(NamedTuple):
 _SUM, _EXCHANGE, _MESSAGE = Wire(1.0e-3, 1.0e9), Wire(0.45e-3, 1.0e9), Wire(0.14e-3, 3.0e9)
 GLOO: Mapping[str, Wire] = {
     "all_gather_into_tensor": Wire(0.8e-3, 0.65e9),
-    "reduce_scatter_tensor": Wire(0.9e-3, 0.4e9),  # gloo adds up all of it, and gives a part
+    "reduce_scatter_tensor": Wire(0.9e-3, 0.4e9),  # gloo sums all of it, and returns a shard
     "all_reduce": _SUM,
     "all_to_all_single": _EXCHANGE,
     "exchange": _EXCHANGE,
@@ -54,10 +54,10 @@ GLOO: Mapping[str, Wire] = {
 
 @dataclass(frozen=True)
 class ReplayedCosts(Costs):
-    """What nodes take on this CPU.
+    """The cost model of nodes on this CPU.
 
     crowding   how many ranks share a core
-    new_bytes  what the process has not held before in a run of its graph, by node
+    new_bytes  bytes above the process's memory so far in a run of its graph, by node
     """
 
     replay: Replay = field(default_factory=Replay)
@@ -90,12 +90,12 @@ class ReplayedCosts(Costs):
 
 
 class ThisCpu:
-    """This machine's CPU as a device, for a job of so many ranks on it. What it has measured it keeps."""
+    """This machine's CPU as a device, for a job of so many ranks on it. Measurements are kept."""
 
     def __init__(self, num_ranks: int) -> None:
-        """Take all ranks to be on this machine."""
+        """Set up for ranks that are all on this machine."""
         one = 1 if num_ranks > 1 else torch.get_num_threads()
-        given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # OpenMP leaves aside what is no number, too
+        given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # OpenMP ignores other words, too
         num_threads = max(1, int(given)) if given.isdecimal() and len(given) < 6 else one
         num_cores = os.cpu_count() or 1
         self.num_ranks = num_ranks
@@ -104,11 +104,11 @@ class ThisCpu:
         self._new: dict[GraphModule, Mapping[Node, int]] = {}
 
     def learn(self, job: Job, progress: Callable[[int, int], None] | None = None) -> int:
-        """Run every different operator of a job's ranks; give how many were new."""
+        """Run every different operator of a job's ranks; return the number of new ones."""
         return self.replay.learn(itertools.chain.from_iterable(rank.modules for rank in job.ranks), progress)
 
     def prices(self, rates: Rates) -> Prices:
-        """Give what the nodes of a rank's graphs take."""
+        """Return the cost model of a rank's graphs."""
 
         def of(rank: Rank) -> Costs:
             new: dict[Node, int] = {}
@@ -121,13 +121,13 @@ class ThisCpu:
         return of
 
     def rates(self, rates: Rates) -> Rates:
-        """Give a CPU's rates with the part of this machine's memory that a rank has."""
+        """Return a CPU's rates with a rank's share of this machine's memory."""
         return rates._replace(memory_gib=devices.memory_total_gib() / self.num_ranks)
 
 
 @functools.lru_cache(maxsize=4)
 def seconds_of_update(replay: Replay) -> float:
-    """Give the seconds that clipping and AdamW's step take for each byte of parameters, of many and large ones."""
+    """Return the seconds of clipping and AdamW's step for each byte of parameters, measured on many large ones."""
     update, num_bytes = _update()
     with replay.company(lambda: _update()[0]):
         times = []
@@ -139,7 +139,7 @@ def seconds_of_update(replay: Replay) -> float:
 
 
 def _update() -> tuple[Callable[[], object], int]:
-    """Give a step of an optimizer, and the bytes of its parameters."""
+    """Return an optimizer's step, and the bytes of its parameters."""
     parameters = [torch.nn.Parameter(torch.randn(2**18)) for _ in range(16)]
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
@@ -153,7 +153,7 @@ def _update() -> tuple[Callable[[], object], int]:
 
 
 def _new_bytes(gm: GraphModule) -> dict[Node, int]:
-    """Give by node the bytes that the process has not held before in the run of a graph."""
+    """Return by node the bytes by which its memory exceeds all before in a run of a graph."""
     found, most = {}, 0
     for node, held in held_memory(gm, size_of).items():
         if held > most:

@@ -1,4 +1,4 @@
-"""What follows from a forecast when more is known: the storage's rate, how often nodes fail, how uneven experts are."""
+"""Additions to a forecast from more facts: the storage's rate, nodes' failures, uneven experts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _RESTART_MINUTES = 10.0  # assumed: a job is scheduled, and its processes start 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this file."""
+    """Add this module's options to a parser."""
     parser.add_argument(
         "--storage_gb_per_s",
         type=float,
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_arguments(args: argparse.Namespace, config: JobConfig) -> None:
-    """Refuse before any work what these options can't be of such a job."""
+    """Check, before any work, that these options are legal for the job."""
     for name in ("storage_gb_per_s", "node_mtbf_hours", "restart_minutes"):
         given = getattr(args, name)
         if given is not None and not (1e-9 <= given <= 1e9):
@@ -84,7 +84,7 @@ def check_arguments(args: argparse.Namespace, config: JobConfig) -> None:
 
 
 def check_loads(path: Path, model: Decoder) -> None:
-    """Refuse loads of other experts than a model's, before its graphs are built.
+    """Check that loads are of a model's experts, before its graphs are built.
 
     Raises:
         UserError: they don't fit.
@@ -94,8 +94,8 @@ def check_loads(path: Path, model: Decoder) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Uneven:
-    """A step with uneven experts: the busiest rank by layer, the step's seconds, and the bytes that such a rank needs
-    more; None of a pipeline."""
+    """A step with uneven experts: the busiest rank by layer, the step's seconds, and the additional bytes of such a
+    rank; None in a pipeline."""
 
     by_layer: Mapping[str, Busiest]
     ep: int
@@ -107,7 +107,7 @@ class Uneven:
 
 @dataclasses.dataclass(frozen=True)
 class Outlook:
-    """What was asked for; None of what was not."""
+    """The requested additions to a forecast; None for the others."""
 
     saving: Saving | None = None
     failures: Failures | None = None
@@ -118,7 +118,7 @@ class Outlook:
         return [*self._of_saving(), *self._of_failures(), *self._of_experts()]
 
     def data(self) -> dict[str, Any]:
-        """Give it as plain data, for JSON."""
+        """Return the additions as plain data, for JSON."""
         return {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
 
     def _of_saving(self) -> Iterator[str]:
@@ -155,7 +155,7 @@ class Outlook:
 
 
 def look_ahead(args: argparse.Namespace, plan: Plan, prices: Prices) -> Outlook:
-    """Tell what was asked for of a forecast.
+    """Return the requested additions to a forecast.
 
     Raises:
         UserError: the loads don't fit the model.
@@ -174,8 +174,8 @@ def look_ahead(args: argparse.Namespace, plan: Plan, prices: Prices) -> Outlook:
 
 
 def _checkpoint_bytes(job: Job) -> tuple[int, int]:
-    """Give the bytes of a checkpoint of parameters and two moments, and those of the rank that has most of them. What
-    is quantised is made anew."""
+    """Return the bytes of a checkpoint of parameters and two moments, and those of the rank with most of them.
+    Quantized weights are not saved."""
     whole: dict[str, int] = {}
     largest = 0
     for rank in job.ranks:

@@ -1,12 +1,11 @@
-"""What a graph's operators take on this CPU: each different one is run here, once, on made-up numbers.
+"""Times of a graph's operators on this CPU: each different one is run once, on random inputs.
 
 Note [Replay]
 Operators are the same where target, shapes, strides, dtypes and constants are; a model has some hundred of them,
-however deep it is. Each runs a few times with its inputs in the caches, and a few times with caches that something else
-has filled. A step lies between: its inputs were made some operators ago. How far between is one number, `COLDNESS`,
-fitted once, on one model (docs/log.md says which, and when). What a process allocates in a step it has mostly given
-back to the system after the step before, so the step's peak is also paid for page by page, at a rate that is measured
-as well.
+however deep it is. Each runs a few times with its inputs in the caches, and a few times with caches filled by other
+data. A step is between the two: its inputs were computed some operators ago. How far between is one number, `COLDNESS`,
+fitted once, on one model (docs/log.md says which, and when). A process has mostly returned a step's memory to the
+system after it, so the next step's peak also costs page faults, at a rate that is measured as well.
 
 With one thread a call's time is that of its thread, which other processes on the machine don't lengthen much.
 
@@ -36,10 +35,10 @@ import torchtitan_graph.row_loss  # noqa: F401 (registers the loss by rows)
 from torchtitan_graph.graph.cost import WAIT
 from torchtitan_graph.graph.traffic import group_of
 
-COLDNESS = 0.3  # how cold a step's caches are: 0 as right after the same call, 1 as after other work
-_EVICTED_BYTES = 24 << 20  # more than a core's own caches hold
-_BUFFER = 32 << 20  # bytes: no cache holds as many
-_LEAST_S, _MOST_CALLS = 0.01, 9  # a call is repeated for so long, or so often
+COLDNESS = 0.3  # coldness of a step's caches: 0 as right after the same call, 1 as after other work
+_EVICTED_BYTES = 24 << 20  # more than a core's own caches
+_BUFFER = 32 << 20  # bytes: more than any cache
+_LEAST_S, _MOST_CALLS = 0.01, 9  # a call is repeated for at least so long, and at most so often
 
 aten = torch.ops.aten
 _FLEX = (torch.ops.higher_order.flex_attention, torch.ops.higher_order.flex_attention_backward)
@@ -47,7 +46,7 @@ _FLEX = (torch.ops.higher_order.flex_attention, torch.ops.higher_order.flex_atte
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of one call: with what it reads in the caches, and not."""
+    """Seconds of one call: with its inputs in the caches, and without."""
 
     warm: float
     cold: float
@@ -57,16 +56,16 @@ class Times:
 
 
 class Replay:
-    """The times of operators on this CPU, kept for all graphs that it is asked about."""
+    """The measured times of operators on this CPU, shared by all graphs."""
 
     def __init__(self, num_threads: int = 1, num_beside: int = 0) -> None:
-        """Run calls with so many threads, while `num_beside` other cores make the same call."""
+        """Set the number of threads of a call, and the number of other cores that make the same call meanwhile."""
         self.num_threads, self.num_beside = num_threads, num_beside
         self.clock = time.thread_time if num_threads == 1 else time.perf_counter
         self.known: dict[object, Times] = {}
 
     def times(self, node: Node) -> Times:
-        """Give what a node takes, run if none like it was before; of inputs, waits and collectives nothing."""
+        """Return a node's time, run if no equal one was before; 0 for inputs, waits and collectives."""
         if not is_run(node):
             return Times(0.0, 0.0)
         key = key_of(node)
@@ -75,8 +74,8 @@ class Replay:
         return self.known[key]
 
     def learn(self, graphs: Iterable[GraphModule], progress: Callable[[int, int], None] | None = None) -> int:
-        """Run every different operator of some graphs; give how many were new. `progress` is told how many of them are
-        done."""
+        """Run every different operator of some graphs; return the number of new ones. `progress` is called with the
+        number done."""
         nodes = {key_of(node): node for gm in graphs for node in gm.graph.nodes if is_run(node)}
         new = {key: node for key, node in nodes.items() if key not in self.known}
         for done, (key, node) in enumerate(new.items(), start=1):
@@ -102,7 +101,7 @@ class Replay:
 
     @contextlib.contextmanager
     def company(self, make: Callable[[], Callable[[], object]]) -> Iterator[None]:
-        """Let other cores do what `make` gives, each on what it made itself, over and over until this ends."""
+        """Run the calls that `make` returns on other cores, each on its own data, over and over inside the context."""
         stop = threading.Event()
 
         def work(call: Callable[[], object]) -> None:
@@ -131,7 +130,7 @@ class Replay:
             result = call()
             times.append(self.clock() - begin)
             del result
-        # The lower quartile, for now and then some calls wait for new pages from the system.
+        # The lower quartile, since some calls wait for new pages from the system.
         return max(0.0, sorted(times)[len(times) // 4] - self._of_the_clock)
 
     @functools.cached_property
@@ -141,13 +140,13 @@ class Replay:
 
     @functools.cached_property
     def seconds_per_new_byte(self) -> float:
-        """Seconds that a byte of memory takes which the system gives, and clears, on first use."""
+        """Seconds per byte of new memory, which the system maps and clears on first use."""
         first = statistics.median(self._filled(torch.empty(2 * _BUFFER, dtype=torch.uint8)) for _ in range(5)) / 2
         return max(0.0, first - self._again) / _BUFFER
 
     @functools.cached_property
     def seconds_per_byte(self) -> float:
-        """Seconds that a byte of memory takes which is written or read."""
+        """Seconds per byte of memory written or read."""
         return self._again / _BUFFER
 
     @functools.cached_property
@@ -162,7 +161,7 @@ class Replay:
 
 
 def is_run(node: Node) -> bool:
-    """Tell whether a node computes something on its own: it is no input, no pick, no wait and no collective."""
+    """Return whether a node computes by itself: it is no input, no tuple element, no wait and no collective."""
     return (
         node.op == "call_function"
         and node.target not in (WAIT, operator.getitem)
@@ -172,7 +171,7 @@ def is_run(node: Node) -> bool:
 
 
 def key_of(node: Node) -> object:
-    """Give what two nodes share that take the same time."""
+    """Return a key that is equal for nodes with equal times."""
     constants = [x for x in pytree.tree_leaves((node.args, node.kwargs)) if not isinstance(x, Node)]
     return node.target, tuple(map(_layout, _tensors_in(node))), str(constants), *_bodies(node)
 
@@ -187,23 +186,23 @@ def _layout(x: torch.Tensor) -> tuple[object, ...]:
 
 
 def _bodies(node: Node) -> list[str]:
-    """Give the code of the subgraphs that a node calls, such as a mask's rule."""
+    """Return the code of the subgraphs that a node calls, such as a mask's rule."""
     return [body.code for source in node.all_input_nodes if isinstance(body := _attribute(source), GraphModule)]
 
 
 def _attribute(node: Node) -> object:
-    """Give what a `get_attr` node stands for; None of other nodes."""
+    """Return the attribute of a `get_attr` node; None for other nodes."""
     if node.op != "get_attr":
         return None
     return operator.attrgetter(str(node.target))(node.graph.owning_module)
 
 
-# --- made-up numbers ------------------------------------------------------------------------------------------------
+# --- random inputs --------------------------------------------------------------------------------------------------
 
 
 def _call_of(node: Node) -> Callable[[], object]:
-    """Give a call of the node's function on made-up numbers. One that empties the list which it is given gets a new
-    list each time."""
+    """Return a call of the node's function on random inputs. A function that empties its list gets a new list each
+    time."""
     made = {source: _made_up(node, source) for source in node.all_input_nodes}
     args, kwargs = map_arg(node.args, made.__getitem__), map_arg(node.kwargs, made.__getitem__)
     target: Any = node.target
@@ -222,10 +221,10 @@ def _made_up(node: Node, source: Node) -> Any:
 
 
 def _tensor(node: Node, source: Node, like: torch.Tensor) -> torch.Tensor:
-    """Make a tensor of that layout. Floats are normal; integers are legal as what they are: a place, a group's end."""
+    """Return a tensor of that layout. Floats are normal; integers are legal for their use: an index, a group's end."""
     count = max(1, like.untyped_storage().nbytes() // like.element_size())
     if like.is_floating_point():
-        wide = torch.float32 if like.element_size() == 1 else like.dtype  # float8 has no random numbers of its own
+        wide = torch.float32 if like.element_size() == 1 else like.dtype  # torch has no random float8
         flat = torch.randn(count, dtype=wide).to(like.dtype)
     elif like.dtype == torch.bool:
         flat = torch.ones(count, dtype=torch.bool)
@@ -237,25 +236,25 @@ def _tensor(node: Node, source: Node, like: torch.Tensor) -> torch.Tensor:
 def _integers(node: Node, source: Node, like: torch.Tensor, count: int) -> torch.Tensor:
     name, tensors = str(node.target), list(_tensors_in(node))
     floats = [x for x in tensors if x.is_floating_point()]
-    if node.target in _FLEX and like.dtype == torch.int32:  # which blocks a query's sees: all, in order
+    if node.target in _FLEX and like.dtype == torch.int32:  # the blocks that a query's block sees: all, in order
         width = max(x.shape[-1] for x in tensors if x.dtype == torch.int32)
         is_list = like.dim() == 4
         return torch.arange(count) % like.shape[-1] if is_list else torch.full((count,), width)
     if "varlen" in name:  # each row is one segment
         B, L = floats[0].shape[:2]
         return torch.tensor([B, L]) if like.numel() == 2 else (torch.arange(count) * L).clamp(max=B * L)
-    if "grouped" in name or "searchsorted" in name:  # where groups end: equal ones
+    if "grouped" in name or "searchsorted" in name:  # ends of groups: equal sizes
         rows = floats[0].shape[0] if floats else count
         return torch.linspace(0, rows, count + 1)[1:].long()
     if "regroup" in name:
         rows = floats[0].shape[0]
-        return torch.arange(rows, rows + count).div(count, rounding_mode="floor")  # as even as may be, in sum `rows`
+        return torch.arange(rows, rows + count).div(count, rounding_mode="floor")  # even, with sum `rows`
     return torch.randint(_num_places(node, source, floats, tensors), (count,))
 
 
 def _num_places(node: Node, source: Node, floats: list[torch.Tensor], tensors: list[torch.Tensor]) -> int:
-    """Give how many places an index may name: those of the dimension that the operator looks along, or of the smallest
-    one that there is."""
+    """Return the number of legal values of an index: the size of the dim that the operator indexes, or of the smallest
+    dim."""
     name, args = str(node.target), node.args
     if "embedding_dense_backward" in name:
         return int(args[2])  # type: ignore[arg-type]

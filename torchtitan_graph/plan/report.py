@@ -1,4 +1,4 @@
-"""A forecast in words, and as data."""
+"""A forecast as text, and as data."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torchtitan_graph.plan.build import CPU
 from torchtitan_graph.plan.simulate import Plan
 
 _ROUNDING = 1e-9  # seconds
-_SPARE = 0.05  # of the memory: what leaves less may not fit
+_SPARE = 0.05  # share of the memory: a smaller rest may not suffice
 _MUCH = 1 / 3  # of a step
 
-# What a step waits for, and what lets it wait less.
+# The remedy for each cause of waiting in a step, and what --search then varies.
 _HOST, _STAGES = "the host", "other stages"
 _FEWER_GATHERS = "a larger training.local_batch_size, so that weights are gathered for fewer microbatches"
 _INSTEAD = {
@@ -34,12 +34,12 @@ _INSTEAD = {
 
 
 def lines(plan: Plan) -> list[str]:
-    """Tell a forecast in lines."""
+    """Return a forecast as lines of text."""
     return [*_memory(plan), *_traffic(plan), *_time(plan), *_stages(plan), *(f"note: {each}" for each in notes(plan))]
 
 
 def notes(plan: Plan) -> list[str]:
-    """Say what a forecast does not know, and what of it asks for a change."""
+    """Return notes on a forecast: its uncertainties, and changes to try."""
     found, rates, step = [], plan.rates, plan.step
     if rates.name != CPU:
         found.append(
@@ -64,7 +64,7 @@ def notes(plan: Plan) -> list[str]:
 
 
 def _waits(plan: Plan) -> dict[str, float]:
-    """Give the seconds of a step in which the device waits, by what for."""
+    """Return the seconds of a step in which the device waits, by cause."""
     return {**plan.step.exposed, _HOST: plan.step.host, _STAGES: plan.step.bubble}
 
 
@@ -140,7 +140,7 @@ def _stages(plan: Plan) -> list[str]:
 
 
 def as_data(plan: Plan) -> dict[str, Any]:
-    """Give a forecast as plain data: bytes, seconds and FLOPs."""
+    """Return a forecast as plain data: bytes, seconds and FLOPs."""
     told, job, step = plan.rank.told, plan.job, plan.step
     number = job.options.num_microbatches
 

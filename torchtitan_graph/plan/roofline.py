@@ -1,12 +1,12 @@
-"""What bounds a step: its operators' bytes and FLOPs, each a kernel of its own, and fused.
+"""Roofline of a step: the bytes and FLOPs of its operators, each a kernel of its own, and fused.
 
 Note [Roofline]
 The graph is the job's own, all passes but `compile_regions` done, and its kernels are priced by graph/cost.py, as a
-forecast is. Unfused, each operator reads its inputs and writes its outputs. Fused, all that stands between two
-products, or attention's kernels, is one kernel, that moves only what enters and leaves it; what it moves and takes is
-divided among its operators as they would move it alone. Each of the two is timed twice: at the peaks of the device,
-where launches and hops take no time; and realistically, with the shares and the seconds of its file, of which
-`fusion_share` says how much of ideal fusion a compiler reaches.
+forecast is. Unfused, each operator reads its inputs and writes its outputs. Fused, all operators between two products,
+or attention's kernels, are one kernel, which moves only its inputs and outputs; its bytes and time are divided among
+its operators by their unfused bytes. Each of the two is timed twice: at the peaks of the device, where launches and
+hops take no time; and realistically, with the shares and the seconds of its file, of which `fusion_share` says how much
+of ideal fusion a compiler reaches.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ COMMUNICATION, OPTIMIZER = "communication", "optimizer"
 CLASSES = (PRODUCT, ATTENTION, LOSS, NORMS, POINTWISE, COPIES, COMMUNICATION, OPTIMIZER)
 UNFUSED, FUSED, REALISTIC, UNCOMPILED = "unfused", "fused", "realistic", "realistic, unfused"
 OUTSIDE = "outside modules"
-_NOTHING = 1e-12  # seconds that are rounding
+_NOTHING = 1e-12  # seconds below which a difference is rounding
 
 aten = torch.ops.aten
-# They only move numbers, to another place or dtype.
+# Operators that only move numbers, to another place or dtype.
 _COPIES = (
     aten._to_copy.default,
     aten.clone.default,
@@ -75,12 +75,12 @@ _COPIES = (
 
 @dataclass
 class Cost:
-    """What some operators of a step cost.
+    """The cost of some operators of a step.
 
-    flops     the model's, by the convention of graph/flops.py: what is computed again does not count
+    flops     the model's, by the convention of graph/flops.py: recomputation does not count
     moved     bytes read and written
     received  bytes that come from other ranks, or over PCIe
-    seconds   by what takes them: COMPUTE, MEMORY, LAUNCH or COMMUNICATION
+    seconds   by bound: COMPUTE, MEMORY, LAUNCH or COMMUNICATION
     """
 
     flops: float = 0.0
@@ -93,7 +93,7 @@ class Cost:
         return sum(self.seconds.values())
 
     def add(self, other: Cost, times: float = 1.0) -> None:
-        """Add what others cost, so many times."""
+        """Add another cost, `times` times."""
         self.flops += other.flops * times
         self.moved += other.moved * times
         self.received += other.received * times
@@ -101,13 +101,13 @@ class Cost:
             self.seconds[what] = self.seconds.get(what, 0.0) + seconds * times
 
 
-Costed = dict[tuple[str, str], Cost]  # by module, layers under one name, and class
+Costed = dict[tuple[str, str], Cost]  # by module, with layers under one name, and class
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """A step of one rank, by UNFUSED, FUSED, REALISTIC and UNCOMPILED: what each module's operators cost, by class; the
-    last is what a forecast of the job says, none of which is compiled."""
+    """A step of one rank, by UNFUSED, FUSED, REALISTIC and UNCOMPILED: the cost of each module's operators, by class;
+    the last equals a forecast of the job, none of which is compiled."""
 
     job: Job
     rates: Rates
@@ -118,15 +118,15 @@ class Roofline:
         return sum(cost.time for cost in self.steps[how].values())
 
     def mfu(self, how: str) -> float:
-        """Give the model's FLOPs over what the device could do in bf16 in that time, 0 to 1."""
+        """Return the model FLOPs over the device's bf16 peak in that time, 0 to 1."""
         return self.flops / (self.seconds(how) * self.rates.half)
 
     def by_class(self, how: str) -> dict[str, Cost]:
-        """Sum over the modules, in the order of CLASSES."""
+        """Return the sums over the modules, in the order of CLASSES."""
         return {each: _sum(c for (_, kind), c in self.steps[how].items() if kind == each) for each in CLASSES}
 
     def by_module(self, how: str) -> dict[str, Cost]:
-        """Sum over the classes, in the order of the graph."""
+        """Return the sums over the classes, in the order of the graph."""
         names = dict.fromkeys(module for module, _ in self.steps[how])
         return {name: _sum(c for (module, _), c in self.steps[how].items() if module == name) for name in names}
 
@@ -139,7 +139,7 @@ def _sum(costs: Iterable[Cost]) -> Cost:
 
 
 def roofline(config: JobConfig, world_size: int, rates: Rates) -> Roofline:
-    """Build a job's step on devices of a kind, and count what it costs. See Note [Roofline].
+    """Build a job's step on devices of a kind, and compute its cost. See Note [Roofline].
 
     Raises:
         UserError: the job has a pipeline, an optimizer whose bytes are not known, or as `build`.
@@ -186,7 +186,7 @@ def _uncompiled(config: JobConfig, world_size: int) -> Blueprint:
 
 @dataclass(frozen=True)
 class _Kernels(Costs):
-    """The same device, whose kernels are given: each runs where its last node stands."""
+    """The cost model of the same device for given kernels: each runs at the place of its last node."""
 
     kernels: Mapping[Node, Kernel] = field(default_factory=dict)
 
@@ -195,7 +195,7 @@ class _Kernels(Costs):
 
 
 def _step(job: Job, rank: Rank, costs: Costs, kernels: Sequence[Kernel]) -> Costed:
-    """Count what a rank's step costs, in these kernels: its microbatches, the sums between them and the optimizer."""
+    """Return the cost of a rank's step, in these kernels: its microbatches, the sums between them and the optimizer."""
     assert isinstance(rank.graphs.train, TracedResult)
     found: Costed = collections.defaultdict(Cost)
     for key, cost in _microbatch(rank.graphs.train.gm, costs, {kernel.nodes[-1]: kernel for kernel in kernels}):
@@ -254,10 +254,10 @@ def _class(node: Node, loss: Container[Node], work: Work) -> str:
     return COPIES if node.target in _COPIES else POINTWISE
 
 
-# --- told -------------------------------------------------------------------------------------------------------------
+# --- as text and data -------------------------------------------------------------------------------------------------
 
 ALL = "in all"
-_SHOWN = 0.0005  # of a step: modules that take less are told together
+_SHOWN = 0.0005  # share of a step: smaller modules are summed up in one line
 _TOLD = {
     UNFUSED: "at the peaks, unfused",
     FUSED: "at the peaks, fused",
@@ -267,7 +267,7 @@ _TOLD = {
 
 
 def lines(found: Roofline) -> list[str]:
-    """Tell a roofline in lines: bytes by class, time and what bounds it by module, and the step."""
+    """Return a roofline as lines: bytes by class, time and bounds by module, and the step."""
     job, rates = found.job, found.rates
     microbatches = f"{job.options.num_microbatches} x {job.options.rows[0]} rows of {job.options.rows[1]} tokens"
     by_class = [found.by_class(how) for how in (UNFUSED, FUSED)]
@@ -314,7 +314,7 @@ def _mfu(cost: Cost, rates: Rates) -> float:
 
 
 def as_data(found: Roofline) -> dict[str, Any]:
-    """Give a roofline as plain data: bytes, seconds and FLOPs."""
+    """Return a roofline as plain data: bytes, seconds and FLOPs."""
 
     def told(cost: Cost) -> dict[str, Any]:
         return {

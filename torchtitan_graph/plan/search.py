@@ -1,13 +1,13 @@
-"""Find the fastest way to run a job on a cluster: degrees, rows at a time, recomputation, when weights are freed.
+"""Search for the fastest configuration of a job on a cluster: degrees, rows at a time, recomputation, resharding.
 
 Note [Search]
-Which candidates are legal is the trainer's own word: each is a configuration that goes through `check` and `Trainer`.
-A step's time, memory and communication grow by the same with every period of alike layers, so a candidate is built with
-few layers, twice, and the line through both tells the whole depth; a pipeline, whose stages are short, is built whole.
-Three things are never slower, or never smaller, than their neighbours, and so need not be built: if the leanest way to
-compute some rows does not fit, more rows don't; what recomputes less is not slower, nor is what keeps gathered weights.
-What makes the peak may change with depth, so a peak just above what there is, is not left to the line. The best is
-built whole too, and takes its place by what that says: the winner's figures are never extrapolated.
+The trainer decides which candidates are legal: each is a configuration that goes through `check` and `Trainer`. A
+step's time, memory and communication are linear in the number of periods of alike layers, so a candidate is built with
+few layers, twice, and extrapolated to the whole depth; a pipeline, whose stages are short, is built whole. Three things
+are never slower, or never smaller, than their neighbours, and so need not be built: if the leanest way to compute some
+rows does not fit, more rows don't; less recomputation is not slower, nor is keeping gathered weights. The place of the
+peak may change with depth, so a peak just above the limit is not extrapolated. The best is built whole too, and ranked
+by that: the winner's figures are never extrapolated.
 """
 
 from __future__ import annotations
@@ -48,23 +48,23 @@ SHORT = {
 AXES = (DP_REPLICATE, TP, CP, PP, EP)
 VARIED = (*AXES, "schedule", "rows", "recompute", "reshard")
 
-# From what costs least time and most memory to the contrary.
+# From least time and most memory to the contrary.
 _POLICIES = (
     {_MODE: "none"},
     {_MODE: "selective", _OPTION: "op"},
     {_MODE: "full"},
 )
-_CLOSE = 1.05  # what seems to need so much more than there is, is built whole to know
+_CLOSE = 1.05  # a candidate that seems to need up to so much more than the limit is built whole
 _RESHARDS = ("never", "default", "always")
 
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """What a candidate is judged by.
+    """The figures by which candidates are compared.
 
     step_s   seconds of an optimizer step
-    peak     bytes that the rank needs that needs most
-    parts    seconds of the step by what they go to: arithmetic, exposed communication by axis, bubble, optimizer, ...
+    peak     bytes of the rank that needs most
+    parts    seconds of the step by purpose: arithmetic, exposed communication by axis, bubble, optimizer, ...
     """
 
     step_s: float
@@ -72,7 +72,7 @@ class Figures:
     parts: Mapping[str, float]
 
     def at(self, other: Figures, x: float) -> Figures:
-        """Give the figures on the line from these, at 0, to others, at 1."""
+        """Return the figures on the line between these, at 0, and others, at 1."""
         names = dict.fromkeys([*self.parts, *other.parts])
         parts = {n: _line(self.parts.get(n, 0.0), other.parts.get(n, 0.0), x) for n in names}
         return Figures(_line(self.step_s, other.step_s, x), _line(self.peak, other.peak, x), parts)
@@ -89,12 +89,12 @@ Forecast = Callable[[JobConfig, "int | None"], Figures]  # of a job, with so man
 
 @dataclasses.dataclass
 class Candidate:
-    """A way to run the job: what it sets, and either its figures, or why it is out."""
+    """A candidate configuration: its settings, and either its figures, or why it is out."""
 
     settings: Settings
     figures: Figures | None = None
     why: str = ""
-    whole: bool = False  # its figures are those of all layers, not extrapolated
+    whole: bool = False  # its figures are of all layers, not extrapolated
 
     def __str__(self) -> str:
         given = [(SHORT[key], value) for key, value in self.settings.items() if key in SHORT]
@@ -112,7 +112,7 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What a search found: those that fit, the fastest first, and all others."""
+    """The result of a search: candidates that fit, the fastest first, and all others."""
 
     fitting: Sequence[Candidate]
     others: Sequence[Candidate]
@@ -122,12 +122,12 @@ class Found:
         return self.fitting[0]
 
 
-# --- what there is to choose from -----------------------------------------------------------------------------------
+# --- the candidates -------------------------------------------------------------------------------------------------
 
 
 def degrees(world_size: int, num_near: int, has_experts: bool, fixed: Settings) -> Iterator[dict[str, int]]:
-    """Give all ways to divide a job's ranks: the degrees that multiply to their number, and of experts those that
-    divide the ranks they reuse. Tensor and expert parallel stay inside a machine of `num_near`."""
+    """Yield all ways to divide a job's ranks: degrees that multiply to their number, and for experts those that divide
+    the ranks they reuse. Tensor and expert parallelism stay inside a machine of `num_near`."""
 
     def divisors(n: int) -> list[int]:
         return [d for d in range(1, n + 1) if n % d == 0]
@@ -149,13 +149,13 @@ def degrees(world_size: int, num_near: int, has_experts: bool, fixed: Settings) 
 
 
 def rows_at_a_time(rows: int) -> list[int]:
-    """Give the powers of two that divide a rank's rows of a step, and all of them."""
+    """Return the powers of two that divide a rank's rows of a step, and all of them."""
     return sorted({*(2**i for i in range(rows.bit_length()) if rows % 2**i == 0), rows})
 
 
 def ways(of: Settings, fixed: Settings) -> list[list[dict[str, Any]]]:
-    """Give what else may differ, by how much is computed again, and then by when gathered weights are freed: the first
-    of each is not slower than the second, nor smaller."""
+    """Return the other settings, by recomputation, and then by when gathered weights are freed: the first of each is
+    not slower than the second, nor smaller."""
     policies = [{}] if _MODE in fixed else list(_POLICIES)
     gathers = of[_SHARD] * of[_CP] > 1
     reshards = [{}] if _RESHARD in fixed or not gathers else [{_RESHARD: how} for how in _RESHARDS]
@@ -170,12 +170,12 @@ class Search:
 
     Args:
         config: the job; options that are not varied stay as they are.
-        varied: of `VARIED`, what may differ from it.
-        rows: of a step, on all ranks together.
-        memory: bytes that a rank may fill.
-        forecast: gives a candidate's figures, or raises the trainer's `UserError`.
-        depths: the two numbers of layers to build, and where on the line between them all layers are; None: whole.
-        progress: told a line now and then.
+        varied: members of `VARIED` that may differ from it.
+        rows: rows of a step, on all ranks together.
+        memory: limit of a rank's bytes.
+        forecast: function that returns a candidate's figures, or raises the trainer's `UserError`.
+        depths: the two numbers of layers to build, and the position of all layers on the line between; None: whole.
+        progress: called with a line for each candidate.
     """
 
     def __init__(
@@ -207,10 +207,10 @@ class Search:
         return {key: get(self.config, key) for name in VARIED if name not in varied for key in of[name]}
 
     def run(self) -> Found:
-        """Find the fastest that fits.
+        """Return the result, with the fastest candidate that fits first.
 
         Raises:
-            UserError: none is legal, or none fits: names what would need least.
+            UserError: none is legal, or none fits: names the one that needs least.
         """
         found: list[Candidate] = []
         for of in degrees(self.world_size, self.num_near, self.has_experts, self.fixed):
@@ -224,7 +224,7 @@ class Search:
         return Found(fitting, others)
 
     def _with_degrees(self, of: dict[str, int]) -> list[Candidate]:
-        """Judge all candidates of some degrees."""
+        """Return all candidates of some degrees, judged."""
         data = of[_REPLICATE] * of[_SHARD]
         if self.rows % data:
             why = f"illegal: {self.rows} rows of a step don't divide over {data} data-parallel ranks"
@@ -248,11 +248,11 @@ class Search:
                 found += judged
                 is_too_much = all(each.why.startswith("does not fit") for each in judged)
                 if judged[0].why.startswith("illegal") and schedule is None:
-                    break  # it is the degrees that are
+                    break  # the degrees themselves are illegal
         return found
 
     def _with_rows(self, base: dict[str, Any]) -> list[Candidate]:
-        """Judge the ways to compute some rows, from the fastest; stop where no slower one can be of use."""
+        """Return the ways to compute some rows, judged from the fastest on; stop where no slower one can be better."""
         found: list[Candidate] = []
         for of_policy in ways(base, self.fixed):
             for way in of_policy:
@@ -260,13 +260,13 @@ class Search:
                 if found[-1].why.startswith("illegal"):
                     return found
                 if not found[-1].why:
-                    break  # what follows frees weights sooner, to gather them again
+                    break  # the next ones free weights sooner, and gather them again
             if way is of_policy[0] and not found[-1].why:
-                break  # what follows computes more again, and frees no later
+                break  # the next ones recompute more, and free no later
         return found
 
     def _judge(self, settings: dict[str, Any]) -> Candidate:
-        """Forecast a candidate."""
+        """Return a candidate with its forecast, or why it is out."""
         each = Candidate(settings)
         config = self.configured(settings)
         is_whole = self.depths is None or settings[_PP] > 1
@@ -290,7 +290,7 @@ class Search:
         return each
 
     def configured(self, settings: Settings) -> JobConfig:
-        """Give the job's configuration with a candidate's settings; it trains as it is."""
+        """Return the job's configuration with a candidate's settings; it trains unchanged."""
         config = copy.deepcopy(self.config)
         for key, value in {**settings, "training.global_batch_size": self.rows}.items():
             put(config, key, value)
@@ -303,7 +303,7 @@ class Search:
             each.why = f"does not fit: needs {needs:.4g} GiB of {has:.4g}"
 
     def _check_best(self, fitting: list[Candidate]) -> list[Candidate]:
-        """Sort by time, and build the first whole until it stays the first."""
+        """Return the candidates sorted by time; the first is built whole until it stays the first."""
         while True:
             fitting.sort(key=lambda each: each.figures.step_s if each.figures else math.inf)
             if not fitting or fitting[0].whole:
@@ -324,7 +324,7 @@ class Search:
 
 
 def why_slower(each: Candidate, best: Candidate) -> str:
-    """Say by how much a candidate is slower than the best, and what takes most of that."""
+    """Return by how much a candidate is slower than the best, and its largest cause."""
     assert each.figures is not None and best.figures is not None
     by = each.figures.step_s / best.figures.step_s - 1
     more = {name: s - best.figures.parts.get(name, 0.0) for name, s in each.figures.parts.items()}

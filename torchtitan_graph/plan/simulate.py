@@ -1,4 +1,4 @@
-"""How long a step takes: its kernels, its collectives beside them, its pipeline's schedule and its optimizer."""
+"""Simulation of a step's time: kernels, overlapping collectives, the pipeline's schedule and the optimizer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torchtitan_graph.rates import Rates
 from torchtitan_graph.steps.budget import trained_bytes
 from torchtitan_graph.steps.held import cast_for_sums, sums_of
 
-Prices = Callable[[Rank], Costs]  # what the nodes of a rank's graphs take
+Prices = Callable[[Rank], Costs]  # the cost model of a rank's graphs
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class StepTime:
     seconds    from its begin to the next one's
     computed   of the kernels of all microbatches, by their kind
     sent       of communication, by axis
-    exposed    what of it nothing hides, by axis; along pp what messages add
-    host       for which the device waits for the host to start kernels
+    exposed    of communication that is not hidden, by axis; along pp added by messages
+    host       in which the device waits for the host to launch kernels
     optimizer  of clipping, and of the optimizer's step
     sums       to add up the microbatches' gradients
-    bubble     for which a rank of a pipeline waits for others, if messages took no time
+    bubble     in which a rank of a pipeline waits for others, with messages of no time
     """
 
     seconds: float
@@ -49,11 +49,11 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Plan:
-    """A forecast: of the rank that needs most memory, with the time of a step that is the same on all.
+    """A forecast of the rank that needs most memory, with the time of a step, which is the same on all.
 
     fullest   its place in `job.ranks`
     needs     bytes that each of `job.ranks` needs, the device's `reserved_gib` included
-    mfu       model FLOPs of a step over what the device could do in bf16, 0 to 1; of a pipeline the mean of its stages
+    mfu       model FLOPs of a step over the device's bf16 peak, 0 to 1; in a pipeline the mean of its stages
     """
 
     job: Job
@@ -73,21 +73,21 @@ class Plan:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks."""
+        """Tokens per second of all ranks."""
         return self.job.tokens_per_step / self.step.seconds
 
 
 def by_rates(job: Job, rates: Rates) -> Prices:
-    """Give the prices of a kind of device. What a CUDA graph replays the host does not start."""
+    """Return the cost model of a kind of device. The host does not launch kernels that a CUDA graph replays."""
     rates = rates._replace(launch=0.0) if job.config.compile.cuda_graphs else rates
     return lambda rank: Costs(rates, rank.links, rank.visible)
 
 
 def simulate(job: Job, prices: Prices, rates: Rates) -> Plan:
-    """Forecast a job from its ranks' graphs.
+    """Return the forecast of a job from its ranks' graphs.
 
     Args:
-        prices: what the nodes of a rank's graphs take.
+        prices: the cost model of a rank's graphs.
         rates: of the device: its memory and its peak.
     """
     needs = tuple(rank.told.in_all + int(rates.reserved_gib * 2**30) for rank in job.ranks)
@@ -99,13 +99,13 @@ def simulate(job: Job, prices: Prices, rates: Rates) -> Plan:
 
 
 def _of_trained(rank: Rank, price: Callable[[int, bool], float]) -> float:
-    """Give what is done with a rank's parameters that are trained, on its device and on the host."""
+    """Return a cost of a rank's trainable parameters, summed over its device and its host."""
     storages = rank.graphs.storages.values()
     return sum(price(trained_bytes(s for s in storages if s.on_host == away), away) for away in (False, True))
 
 
 def _whole(job: Job, costs: Costs) -> StepTime:
-    """Microbatches one after the other; their gradients are added up."""
+    """Return the step time of microbatches one after the other, whose gradients are summed."""
     (rank,), number = job.ranks, job.options.num_microbatches
     assert isinstance(rank.graphs.train, TracedResult)
     time = estimate(rank.graphs.train.gm, costs) * number
@@ -122,13 +122,13 @@ def _step_time(time: Estimate, seconds: float, optimizer: float, sums: float, bu
 
 
 def _pipelined(job: Job, prices: Prices, shown: int) -> StepTime:
-    """Every rank's actions, in the order of the schedule; `shown` is the rank whose times are told."""
+    """Return the step time of all ranks' actions, in the schedule's order; `shown` is the rank reported on."""
     schedule = job.options.pipeline
     assert schedule is not None
-    known: dict[GraphModule, list[tuple[Costs, Estimate]]] = {}  # stages that are alike share their parts' graphs
+    known: dict[GraphModule, list[tuple[Costs, Estimate]]] = {}  # equal stages share their parts' graphs
     parts: dict[Key, Estimate] = {}
     passed: dict[int, int] = {}
-    adding: dict[int, tuple[float, float]] = {}  # a microbatch's gradients, by stage: the first's, and a later one's
+    adding: dict[int, tuple[float, float]] = {}  # seconds of gradient sums, by stage: first microbatch, later one
     near = all(link.near == link.degree for link in _links_along_pp(job))
     costs_of = [prices(rank) for rank in job.ranks]
     for rank, costs in zip(job.ranks, costs_of, strict=True):
@@ -177,7 +177,7 @@ def _pipelined(job: Job, prices: Prices, shown: int) -> StepTime:
 
 
 def _estimate(gm: GraphModule, costs: Costs, known: list[tuple[Costs, Estimate]]) -> Estimate:
-    """Estimate a graph, unless it is known for the same costs."""
+    """Return the estimate of a graph, reused if it is known for the same costs."""
     found = next((each for of, each in known if of == costs), None)
     if found is None:
         known.append((costs, found := estimate(gm, costs)))
@@ -199,13 +199,13 @@ class _Runs(NamedTuple):
     after: list[Key]
 
     def everything(self) -> list[Key]:
-        """Give all these parts."""
+        """Return all these parts."""
         return [key for keys in (*self.during.values(), *self.before.values(), self.after) for key in keys]
 
 
 def _runs(schedule: Schedule, place: int, names: Mapping[int, list[str]]) -> _Runs:
-    """Give what a place along pp runs: the weights of all its stages are gathered before the first action, and a
-    stage's gradients reduced when its last one's message is sent, before the next."""
+    """Return the parts that a place along pp runs: the weights of all its stages are gathered before the first action,
+    and a stage's gradients reduced when its last one's message is sent, before the next."""
     actions = [action for action in schedule.actions[place] if action.kind in COMPUTING]
     during: dict[PipelineAction, list[Key]] = {}
     for action in actions:

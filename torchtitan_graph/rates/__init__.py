@@ -1,6 +1,6 @@
-"""What devices and their networks do in a second: read from a file for each kind of machine, which says its sources.
+"""Rates of devices and their networks, read from a file for each kind of machine, with its sources.
 
-`h100.toml` beside this file is read as the device H100. A file of one's own has the same keys, all of them.
+`h100.toml` in this folder is the device H100. A user's file has the same keys, all of them.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from torchtitan_graph.small_files import read_toml
 
 
 class Rates(NamedTuple):
-    """What one device of a kind does in a second at most, in one direction; what share of that is reached; and how many
-    devices lie in a machine.
+    """Peak rates of one device of a kind, in one direction; the share of each that is reached; and the number of
+    devices in a machine.
 
     fp8, half, full   FLOP/s of products in float8, in bf16 and fp16, and in wider dtypes
     memory            bytes/s read and written
-    memory_gib        GiB that torch sees
-    reserved_gib      GiB of these that no tensor gets: contexts, libraries' workspaces, what the allocator rounds up
+    memory_gib        GiB visible to torch
+    reserved_gib      GiB of these not available to tensors: contexts, libraries' workspaces, the allocator's rounding
     near, far         bytes/s received from devices of the same machine, and from those of others
     host              bytes/s copied from the host's memory, or to it
     host_memory       bytes/s that the host reads and writes of its memory for each device
     num_near          devices in a machine
     product_share, fp8_share, attention_share, memory_share, network_share
-                      the part of a peak that is reached; of products, of those in float8, of attention's
-    fusion_share      of the bytes that neighbours would not move if all of them were fused, the part that a compiled
-                      region does not move
-    launch            seconds that the host takes to start an operator
-    kernel            seconds that an operator takes at least
-    near_hop, far_hop seconds of a message's way within a machine, and between two
+                      the share of a peak that is reached; by products, by those in float8, by attention
+    fusion_share      of the bytes that ideal fusion of neighbours would save, the share that a compiled
+                      region saves
+    launch            seconds of the host to launch an operator
+    kernel            least seconds of an operator
+    near_hop, far_hop latency of a message in seconds, within a machine, and between two
     """
 
     name: str
@@ -59,12 +59,12 @@ class Rates(NamedTuple):
     far_hop: float
 
     def peak(self, width: int) -> float:
-        """Give the FLOP/s of products of numbers of `width` bytes."""
+        """Return the FLOP/s of products of numbers of `width` bytes."""
         return self.fp8 if width < 2 else self.half if width == 2 else self.full
 
 
 _MAY_BE_ZERO = ("reserved_gib", "launch", "kernel", "near_hop", "far_hop", "fusion_share")
-# What a figure is at least and at most, so that one in another unit is found out: 989 for 989e12 FLOP/s, 6 for 6e-6 s.
+# The legal range of each figure, to detect one in another unit: 989 for 989e12 FLOP/s, 6 for 6e-6 s.
 _UNITS: dict[str, tuple[str, float, float]] = {
     **dict.fromkeys(("fp8", "half", "full"), ("FLOP/s", 1e7, 1e19)),
     **dict.fromkeys(("memory", "near", "far", "host", "host_memory"), ("bytes/s", 1e5, 1e16)),
@@ -74,7 +74,7 @@ _UNITS: dict[str, tuple[str, float, float]] = {
 
 
 def read_rates(path: Path) -> Rates:
-    """Read a device's file.
+    """Return the rates in a device's file.
 
     Raises:
         UserError: it can't be read, a key is missing or unknown, or a value is not legal; names the file and the key.
@@ -98,12 +98,12 @@ def read_rates(path: Path) -> Rates:
 
 
 def _shown(value: Any) -> str:
-    # Python prints no integer of thousands of digits.
+    # Python can't print integers of thousands of digits.
     return "a whole number" if type(value) is int and abs(value) >= 2**1000 else f"{value!r:.80}"
 
 
 def _problem(key: str, value: Any) -> str | None:
-    """Say what a key's value must be, if it is not."""
+    """Return what a key's value must be, None if it is legal."""
     if key == "name":
         return None if isinstance(value, str) and value.strip() else "a name"
     if key == "num_near":
@@ -122,7 +122,7 @@ RATES: dict[str, Rates] = {each.name: each for each in map(read_rates, sorted(Pa
 
 
 def find_rates(name: str, legal: Sequence[str] = tuple(RATES)) -> Rates:
-    """Find a device by its name, whatever its case, or by its file.
+    """Return the rates of a device by its name, whatever its case, or by its file.
 
     Args:
         legal: the names that an error lists.

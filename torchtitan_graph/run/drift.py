@@ -1,4 +1,4 @@
-"""What differs between the configuration that a run was saved with and the one it is to go on with."""
+"""Comparison of a run's saved configuration with the one it resumes with."""
 
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,9 @@ _NOT_COMPARED = ("job.config_file", "job.allow_changed")  # not in the file; abo
 
 
 def check_drift(saved: Path, config: JobConfig, place: str | None = None) -> None:
-    """Log in what `config` differs from the one in the file `saved`, and refuse what makes it another run.
+    """Log how `config` differs from the configuration in `saved`, and raise for differences that define the run.
 
-    `place` is where the file is known to be, if that is not its path.
+    `place` names the file in messages, if that is not its path.
 
     Raises:
         UserError: an option of RUN_DEFINING differs and `job.allow_changed` does not name it.

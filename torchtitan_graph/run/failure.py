@@ -1,4 +1,4 @@
-"""Why a rank failed: a file per rank in the run's folder, for who reads it and for the decision to start again."""
+"""Failure records: a file per rank in the run's folder, for people and for the decision to restart."""
 
 import contextlib
 import os
@@ -21,11 +21,11 @@ FOLDER = "failures"
 RESERVE, RESERVED = "run.reserve", 64 * 2**10  # a folder with a file of so many bytes, for failures on a full disk
 # Exit codes of the trainer and of the preflight.
 FAULT, CONFIGURATION, NON_FINITE, SAVE_FAILED, BAD_NODE, STORAGE_AWAY = 1, 2, 3, 4, 5, 6
-FINAL = (CONFIGURATION, NON_FINITE, SAVE_FAILED)  # another attempt would fail in the same way
+FINAL = (CONFIGURATION, NON_FINITE, SAVE_FAILED)  # another attempt would fail the same way
 
 
 class Why(TypedDict):
-    """Why something failed. `lost_peer`: it says no more than that another rank is lost."""
+    """Cause of a failure. `lost_peer`: the error reports no more than the loss of another rank."""
 
     time: Seconds
     code: int
@@ -35,27 +35,27 @@ class Why(TypedDict):
 
 
 class Failure(Identity, Why):
-    """Why a rank, or a node, failed: what the run's folder says."""
+    """Failure record of a rank, or a node, in the run's folder."""
 
 
 class RankFailure(Why):
-    """Why a rank failed: what its launcher is told."""
+    """Failure record of a rank, for its launcher."""
 
     rank: Count
 
 
 def reserve(dump_folder: Path) -> None:
-    """Take space and a name for what is written about this run's end, should the disk be full then."""
-    give_back_reserve(dump_folder)  # an earlier run's, which was killed, or whatever has the name
+    """Write a file that reserves disk space for the failure record, should the disk be full when the run ends."""
+    give_back_reserve(dump_folder)  # that of an earlier run that was killed, or whatever has the name
     (dump_folder / RESERVE).mkdir()
     with (dump_folder / RESERVE / "space").open("xb") as file:
-        file.write(os.urandom(RESERVED))  # which no file system makes smaller
+        file.write(os.urandom(RESERVED))  # random, so that no file system compresses it
         file.flush()
         os.fsync(file.fileno())
 
 
 def give_back_reserve(dump_folder: Path) -> None:
-    """Let what was reserved be used."""
+    """Delete the reserved file, to free its space."""
     path = dump_folder / RESERVE
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
@@ -65,7 +65,7 @@ def give_back_reserve(dump_folder: Path) -> None:
 
 
 def write_failure(dump_folder: Path, error: BaseException, code: int) -> None:
-    """Say why this rank ends.
+    """Write this rank's failure record.
 
     A mistake that is found before anything has started leaves no folder behind; only under SLURM, where the decision
     to start again reads it, the folder is made for it. In a folder that another run has, nothing is written.
@@ -77,7 +77,7 @@ def write_failure(dump_folder: Path, error: BaseException, code: int) -> None:
 
 
 def tell_launcher(error: BaseException, code: int) -> bool:
-    """Say why this rank ends to the launcher that started it, which tells the user; False if it can't be told."""
+    """Write this rank's failure record for the launcher that started it, which shows it; return whether that worked."""
     folder = os.environ.get(LAUNCHER)
     if not folder:
         return False
@@ -91,7 +91,7 @@ def tell_launcher(error: BaseException, code: int) -> bool:
 
 
 def write_bad_node(dump_folder: Path, node: str, why: str) -> None:
-    """Say that a node failed the preflight."""
+    """Write a failure record for a node that failed the preflight."""
     _write(dump_folder, node, host=node, code=BAD_NODE, lost_peer=False, message=why, traceback="")
 
 
@@ -109,7 +109,7 @@ def read_failures(dump_folder: Path) -> list[Failure]:
 
 
 class NotTriedAgain(UserError):
-    """An attempt would end as the one before it did, with this exit code."""
+    """An attempt that would end as the one before it did, with this exit code."""
 
     def __init__(self, failure: Failure) -> None:
         said = failure["message"].removeprefix("NotTriedAgain: not tried again: ")  # by a peer, or an attempt between
@@ -118,7 +118,7 @@ class NotTriedAgain(UserError):
 
 
 def refuse_to_repeat(dump_folder: Path) -> None:
-    """Raise the error that torchrun's attempt before this one ended with, if this one would end so too."""
+    """Raise the error that ended torchrun's previous attempt, if it would end this one too."""
     me = identity()
     if me["job_id"] is None or me["attempt"][1] == 0:
         return
@@ -160,7 +160,7 @@ def _blames_device(error: BaseException) -> bool:
 
 
 def _blames_peer(error: BaseException) -> bool:
-    """Return whether an error says no more than that another rank ended, or did not come in time."""
+    """Return whether an error reports only that another rank ended, or timed out."""
     text = str(error).lower()
     words = ("closed by peer", "connection reset", "connection closed", "timed out", "timeout", "broken pipe", "nccl")
     return isinstance(error, RuntimeError) and any(word in text for word in words)

@@ -1,4 +1,4 @@
-"""Files that others read while they change, and files that a command is asked to write."""
+"""Writing of files that others read meanwhile, and of files that a command is asked for."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Do as `write_text` with an object as JSON; where there is no room for two, overwrite the one that is there."""
+    """Write an object as JSON like `write_text`; where the disk has no room for a second file, overwrite the first."""
     text = json.dumps(content, indent=1) + "\n"
     try:
         write_text(path, text)
@@ -32,7 +32,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def write_text(path: Path, content: str) -> None:
-    """Replace a file; a reader, and a kill at any moment, finds the old content or the new. An error leaves the old."""
+    """Replace a file's content atomically: a reader, or a kill at any moment, finds old or new, an error old."""
     tmp = path.with_name(f"{path.name}.tmp")
     try:
         tmp.unlink(missing_ok=True)  # it might be a FIFO, which is not opened before it is read
@@ -48,7 +48,7 @@ def write_text(path: Path, content: str) -> None:
 
 
 def check_result(option: str, path: Path) -> None:
-    """Refuse, before the work that fills it, a file that could not be written.
+    """Check that a result file can be written, before the work that fills it.
 
     Raises:
         UserError: it is a folder, or its folder is not there or takes no files; names the option.
@@ -62,7 +62,7 @@ def check_result(option: str, path: Path) -> None:
 
 
 def write_result(option: str, path: Path, content: str) -> None:
-    """Write a file that a command was asked for, as `write_text`; what is no file, as /dev/stdout, as it is.
+    """Write a command's result file like `write_text`; one that is no regular file, such as /dev/stdout, in place.
 
     Raises:
         UserError: it can't be written; names the option and the reason. Nothing of it is left.
@@ -77,10 +77,10 @@ def write_result(option: str, path: Path, content: str) -> None:
 
 
 def read_json(path: Path, schema: type[T]) -> T | None:
-    """Return what a file says that only informs; None where there is none, or, with a warning, where it can't be used.
+    """Return the content of an informative file; None where it is missing, or, with a warning, unusable.
 
     Raises:
-        OSError: storage is away.
+        OSError: a transient I/O error.
     """
     try:
         return read_small_json(path, schema)

@@ -1,4 +1,4 @@
-"""A run's folder, held by one run at a time: lock, saved configuration, status and failures."""
+"""A run's folder, locked by one run at a time: saved configuration, status and failures."""
 
 import tempfile
 import threading
@@ -22,7 +22,7 @@ from torchtitan_graph.small_files import BadFile, read_small
 
 
 class RunFolder:
-    """Hold `job.dump_folder` for this run; every rank makes one, rank 0's does the work.
+    """The lock on `job.dump_folder`, with heartbeat and status; every rank constructs one, rank 0's does the work.
 
     Raises:
         UserError: another run holds the folder, or the run in it has another model, tokenizer or data.
@@ -56,7 +56,7 @@ class RunFolder:
         self._heart.join()
 
     def _compare(self, config: JobConfig, file: Path) -> None:
-        """Compare the configuration with that of the run which is to go on, here and at an address."""
+        """Compare the configuration with those that the run saved, in its folder and at its remote address."""
         table, compared = config.checkpoint, None
         if file.exists() and any((self.path / table.folder).glob("step-*")):
             try:
@@ -73,9 +73,9 @@ class RunFolder:
                 _begin_at(remote, config, file.name)
 
     def save_config(self, config: JobConfig) -> None:
-        """Save the configuration, here and at an address, once the run is set up with it; all ranks together.
+        """Save the configuration in the folder and at the remote address, once the run is set up; all ranks together.
 
-        A start that fails leaves the file of the run before it, which says of what its checkpoints are.
+        A failed start leaves the earlier run's file, which describes its checkpoints.
         """
         if config.job.save_config_file:
             file = self.path / config.job.save_config_file
@@ -97,27 +97,27 @@ class RunFolder:
                     logger.error(f"{self._lock.path} was deleted or taken over: another run may write to {self.path}")
                 if self.status is not None:
                     self.status.write()
-            except OSError as error:  # a full disk, a file server that is away: training may well go on
+            except OSError as error:  # a full disk, an unreachable file server: training may well go on
                 logger.warning(f"no heartbeat in {self.path}: {error}")
 
     @contextmanager
     def during(self, activity: str) -> Iterator[None]:
-        """Count the time inside as `activity`, one of `status.TIMES`."""
+        """Count the time in the context as `activity`, one of `status.TIMES`."""
         with self.status.during(activity) if self.status else nullcontext():
             yield
 
     def resume(self, step: int) -> None:
-        """Say after which step training goes on."""
+        """Record the step after which training resumes."""
         if self.status:
             self.status.resume(step)
 
     def done(self, step: int, loss: float | None) -> None:
-        """Say that a step is done, and with which loss."""
+        """Record a finished step and its loss."""
         if self.status:
             self.status.done(step, loss)
 
     def close(self, state: str, reason: str = "") -> None:
-        """Write the last status, and let others have the folder; what can't be written is warned of."""
+        """Write the last status, and release the folder; an error is a warning."""
         if self.status is None:
             return
         self._stop_heart()
@@ -128,7 +128,7 @@ class RunFolder:
             logger.warning(f"that this run is {state} is not written to {self.path}: {error}")
         (logger.warning if state == FAILED else logger.info)(self.status.goodput())
         self.status = None
-        remove_if_empty(self._traces)  # in which all ranks have been, but for those that come after a failure
+        remove_if_empty(self._traces)  # every rank is done with it, except where some come after a failure
         try:
             self._lock.release()
         except OSError as error:
@@ -136,7 +136,7 @@ class RunFolder:
 
 
 def _begin_at(remote: Remote, config: JobConfig, name: str) -> None:
-    """Write the configuration to an address that has none: whether it can be written to is then known at once."""
+    """Write the configuration to a remote address that has none, which shows at once whether it is writable."""
     with tempfile.TemporaryDirectory() as folder, using("remote_folder", remote.address):
         if name not in remote.sizes():
             write_text(Path(folder, name), dump_toml(config))
@@ -144,10 +144,10 @@ def _begin_at(remote: Remote, config: JobConfig, name: str) -> None:
 
 
 def check_place(dump_folder: str) -> Path:
-    """Return the path of a run's folder, which need not be there yet.
+    """Return the path of a run's folder, which need not exist yet.
 
     Raises:
-        UserError: there is something else, or the system takes no such name.
+        UserError: something else is there, or the system refuses the name.
     """
     path, option = Path(dump_folder), f"job.dump_folder = {dump_folder!r}"
     with refuse_unreadable(option):
@@ -158,9 +158,9 @@ def check_place(dump_folder: str) -> Path:
 
 
 def _check_drift_from(remote: Remote, config: JobConfig, name: str, compared: bytes | None) -> None:
-    """Do as `check_drift` with the file `name` beside the checkpoints at an address, if there are any.
+    """Run `check_drift` on the file `name` at a remote address, if there are checkpoints.
 
-    One that holds what has been `compared` already is not compared again.
+    A file equal to `compared`, which was checked before, is skipped.
     """
     with tempfile.TemporaryDirectory() as folder:
         with using("remote_folder", remote.address):

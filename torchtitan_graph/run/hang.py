@@ -1,4 +1,4 @@
-"""What is left behind when a step hangs: where every rank stood, and what NCCL had to do."""
+"""Diagnostics of a hung step: every rank's stacks, and NCCL's flight recorder."""
 
 import faulthandler
 import os
@@ -13,9 +13,9 @@ STDERR = 2
 
 
 def set_up_flight_recorder(config: job.Comm, dump_folder: Path) -> None:
-    """Let NCCL write its last `trace_buf_size` collectives when one of them times out; before the process group."""
+    """Set NCCL to write its last `trace_buf_size` collectives when one times out; before the process group exists."""
     folder = (dump_folder / config.save_traces_folder).absolute()
-    with suppress(OSError):  # what is wrong with the folder is said when the run's own files are made there
+    with suppress(OSError):  # a problem with the folder is reported when the run's own files are made there
         folder.mkdir(parents=True, exist_ok=True)
     for name, old_name, value in (
         ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE", str(config.trace_buf_size)),
@@ -27,7 +27,7 @@ def set_up_flight_recorder(config: job.Comm, dump_folder: Path) -> None:
 
 
 def remove_if_empty(folder: Path) -> None:
-    """Remove the folder of a run's traces once all ranks are through with it, where nothing was written to it."""
+    """Remove the folder of a run's traces if it is empty, once all ranks are done with it."""
     with suppress(OSError):  # not empty, or not there
         folder.rmdir()
 
@@ -35,8 +35,8 @@ def remove_if_empty(folder: Path) -> None:
 class HangWatch:
     """Write the stacks of this process to a file when a step takes longer than a collective may.
 
-    A rank that waits in a collective ends with the timeout's error; one that hangs elsewhere would be killed without
-    a word. Python's fault handler writes from a thread of its own, which needs no lock of the interpreter. A context
+    A rank that waits in a collective ends with the timeout's error; one that hangs elsewhere would be killed without a
+    message. Python's fault handler writes from a thread of its own, which needs no lock of the interpreter. A context
     manager; at its end the file is named, or removed where nothing was ever written to it. Where no file can be made,
     the stacks go to stderr.
     """
@@ -48,7 +48,7 @@ class HangWatch:
 
     @contextmanager
     def watch(self, first: bool) -> Iterator[None]:
-        """Watch one step; before the end of the `first` collectives may take longer."""
+        """Watch one step, the `first` with the longer timeout."""
         seconds = self._config.init_timeout_seconds if first else self._config.train_timeout_seconds
         faulthandler.dump_traceback_later(seconds, file=self._file)
         try:
@@ -57,7 +57,7 @@ class HangWatch:
             faulthandler.cancel_dump_traceback_later()
 
     def __enter__(self) -> "HangWatch":
-        # Not to wait, should it be a FIFO.
+        # Non-blocking, should it be a FIFO.
         flags = os.O_CREAT | os.O_APPEND | os.O_WRONLY | os.O_NONBLOCK
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -71,7 +71,7 @@ class HangWatch:
         if self._file == STDERR:
             return
         os.close(self._file)
-        # Others may still come to the folder, so it is not removed here.
+        # Other ranks may still write to the folder, so it is not removed here.
         with suppress(OSError):
             size = self._path.stat().st_size
             if size > self._size:

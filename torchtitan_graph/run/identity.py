@@ -1,4 +1,4 @@
-"""Who this process is: what a lock, a status and a failure say of the one that wrote them."""
+"""The identity of a process, as a lock, a status and a failure record it."""
 
 import os
 import socket
@@ -26,7 +26,7 @@ class Identity(TypedDict):
 
 
 def identity() -> Identity:
-    """Return who this process is."""
+    """Return this process's identity."""
     run_id = os.environ.get("TORCHELASTIC_RUN_ID")
     elastic = None if run_id in (None, "none") else f"torchrun {run_id}"  # "none" is every unnamed torchrun's id
     return {
@@ -41,6 +41,6 @@ def identity() -> Identity:
 
 
 def describe(who: Identity) -> str:
-    """Return an identity for a message."""
+    """Return an identity as text for a message."""
     job = f", job {who['job_id']}" if who["job_id"] else ""
     return printable(f"process {who['pid']} on {who['host']}{job}")

@@ -1,8 +1,8 @@
 """One run at a time in a folder, also where the folder is shared by several hosts.
 
-The lock is a file that only one process can give its name: a link, which is made whole or not at all. Its content says
-who holds it, its modification time is a heartbeat. Locks of the kernel (flock) would need no heartbeat, but many shared
-file systems don't have them.
+The lock is a file whose name only one process can create: by a hard link, which is atomic. Its content names the
+holder, its modification time is a heartbeat. Locks of the kernel (flock) would need no heartbeat, but many shared file
+systems don't have them.
 """
 
 import contextlib
@@ -22,11 +22,11 @@ STALE_AFTER_S = 120  # a holder touches the file every ten seconds; a file serve
 
 
 class FolderHeld(UserError):
-    """Another run has the folder: nothing is written there."""
+    """Error: another run holds the folder, and nothing may be written there."""
 
 
 class Lock:
-    """Hold the lock of a folder, until `release`.
+    """The lock of a folder, held until `release`.
 
     A lock is stale, and taken over, when its heartbeat is old, when its process was on this host and is gone, and when
     this process belongs to a later attempt of the holder's job: SLURM and torchrun end one attempt before the next.
@@ -40,7 +40,7 @@ class Lock:
         self.path = folder / NAME
         self.me = identity()
         self._mine = json.dumps(self.me).encode()
-        # For a moment at a time: the lock before it has its name, a stale one that is removed, a file for its time.
+        # A temporary name: for the lock before it is linked, a stale one during removal, a file for the server's time.
         self._beside = folder / f"{NAME}.{self.me['host']}.{self.me['pid']}"
         while not self._create():
             with contextlib.suppress(FileNotFoundError):  # it was released meanwhile
@@ -48,14 +48,14 @@ class Lock:
         self._clean_up()
 
     def beat(self) -> bool:
-        """Say that the holder lives; False if another run has taken the lock over."""
+        """Touch the lock as a heartbeat; return False if another run has taken it over."""
         if not self._is_mine():
             return False
         os.utime(self.path)
         return True
 
     def release(self) -> None:
-        """Let others have it."""
+        """Remove the lock, unless another run has taken it over."""
         if self._is_mine():
             self.path.unlink()
 
@@ -66,17 +66,17 @@ class Lock:
             return False
 
     def _create(self) -> bool:
-        """Make the lock, unless there is one. A kill leaves none, or a whole one."""
+        """Create the lock and return True; False if there is one. A kill leaves none, or a whole one."""
         try:
-            self._beside.unlink(missing_ok=True)  # what has the name, a FIFO or a link, is not written to
+            self._beside.unlink(missing_ok=True)  # a FIFO or a link of that name is not written to
             with self._beside.open("xb") as file:
                 file.write(self._mine)
                 file.flush()
                 os.fsync(file.fileno())
             os.link(self._beside, self.path)
         except FileExistsError:
-            return self._beside.stat().st_nlink == 2  # a file server has made it, and its answer was lost
-        except OSError:  # not every file system has links; where there is another reason it comes again
+            return self._beside.stat().st_nlink == 2  # a file server has linked it, and its answer was lost
+        except OSError:  # not every file system has links; another cause fails again there
             return self._create_without_link()
         finally:
             self._beside.unlink(missing_ok=True)
@@ -90,7 +90,7 @@ class Lock:
         try:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(self._mine)
-        except OSError:  # a full disk: an empty lock would be nobody's
+        except OSError:  # a full disk: an empty lock would name no holder
             self.path.unlink()
             raise
         return True
@@ -119,7 +119,7 @@ class Lock:
         self._remove(content)
 
     def _stale(self, holder: Identity | None) -> str | None:
-        """Say why the holder is no more, or None if it may live."""
+        """Return why the holder is gone, or None if it may be alive."""
         if holder and holder["host"] == self.me["host"] and not _alive(holder["pid"]):
             return "that process is gone"
         same_job = holder and self.me["job_id"] is not None and holder["job_id"] == self.me["job_id"]
@@ -137,7 +137,7 @@ class Lock:
             self._beside.unlink()
 
     def _remove(self, content: bytes) -> None:
-        """Remove the stale lock; put it back if it turns out that another process has just taken it over."""
+        """Remove the stale lock; restore it if another process has just taken it over."""
         if read_small(self.path) != content:
             return
         os.rename(self.path, self._beside)
@@ -149,7 +149,7 @@ class Lock:
             self._beside.unlink()
 
     def _clean_up(self) -> None:
-        """Remove what processes of this host that were killed at the lock have left beside it."""
+        """Remove temporary files of this host's processes that were killed while taking the lock."""
         for path in self.path.parent.glob(f"{NAME}.{glob.escape(self.me['host'])}.*"):
             pid = path.name.rpartition(".")[2]
             if pid.isdecimal() and len(pid) < 10 and not _alive(int(pid)) and not path.is_dir():
@@ -157,13 +157,13 @@ class Lock:
 
 
 def is_held_by_another(folder: Path, job_id: str) -> bool:
-    """Return whether a run that is not of this job has the folder, for who does not want it for itself."""
+    """Return whether a run of another job holds the folder; the lock is left alone."""
     path = folder / NAME
     try:
         holder, touched = parse_json(read_small(path), Identity, path), path.stat().st_mtime
     except FileNotFoundError:
         return False
-    except BadFile as error:  # the trainer looks again
+    except BadFile as error:  # the trainer checks again
         logger.warning(f"{error}: it is ignored")
         return False
     if holder["job_id"] == job_id or (holder["host"] == identity()["host"] and not _alive(holder["pid"])):

@@ -1,4 +1,4 @@
-"""status.json: whether a run goes on, how far it is, and what its time went into."""
+"""status.json: a run's state, its progress, and a breakdown of its time."""
 
 import threading
 import time
@@ -16,17 +16,17 @@ from torchtitan_graph.small_files import Count
 NAME = "status.json"
 RUNNING, STOPPED, FINISHED, FAILED = "running", "stopped", "finished", "failed"
 HEARTBEAT_S = 10
-# What seconds go into. They add up to the time from the run's first start to its last heartbeat: steps that stayed,
-# what was lost with a process and is done again, start-up, checkpoints, validation, no process while the job that had
-# it was to start it again, and no process since nobody had started one.
+# Categories of time. They add up to the time from the run's first start to its last heartbeat: steps that stayed, work
+# lost with a process and done again, start-up, checkpoints, validation, no process while the same job restarts, and no
+# process since nobody had started one.
 TIMES = ("useful", "lost", "startup", "checkpoint", "validation", "restarting", "idle")
 
 
-REASON = 500  # characters of it at the most: the file fits into a block, and can be overwritten on a full disk
+REASON = 500  # characters at the most: the file fits into a block, and can be overwritten on a full disk
 
 
 class Written(Identity):
-    """What status.json holds and is read again, beside what a person looks for."""
+    """Fields of status.json that are read again; the others are for people."""
 
     state: str
     reason: str
@@ -37,14 +37,14 @@ class Written(Identity):
 
 
 def read_status(folder: Path) -> Written | None:
-    """Return the status of the run in a folder; None where there is none that can be used."""
+    """Return the status of the run in a folder; None where there is no usable one."""
     return read_json(folder / NAME, Written)
 
 
 class Status:
     """The status of a run over all its restarts, written by rank 0 at each heartbeat and at the end.
 
-    Between the two it belongs to two threads: the trainer's, which says what it does, and the one of the heartbeat.
+    Two threads use it: the trainer's, which records its progress, and the heartbeat's.
     """
 
     def __init__(self, folder: Path, total_steps: int) -> None:
@@ -53,7 +53,7 @@ class Status:
         before = read_status(folder)
         seconds = before["seconds"] if before else {}
         self._seconds: dict[str, float] = {name: seconds.get(name, 0.0) for name in TIMES}
-        self._seconds["idle"] += seconds.get("down", 0.0)  # of a release that didn't tell them apart
+        self._seconds["idle"] += seconds.get("down", 0.0)  # of a release that had one name for both
         if before:
             self._count_gap(before)
         self._before = before
@@ -71,7 +71,7 @@ class Status:
         self.write()
 
     def _count_gap(self, before: Written) -> None:
-        """Count the time since the last heartbeat. A process that was killed then still ran for a part of the next."""
+        """Count the time since the last heartbeat. A killed process still ran for a part of the next interval."""
         gap = max(0.0, stop.START - before["time"])
         killed = min(gap, HEARTBEAT_S) if before["state"] == RUNNING else 0.0
         job_id = identity()["job_id"]
@@ -80,7 +80,7 @@ class Status:
         self._seconds["restarting" if same_job else "idle"] += gap - killed
 
     def resume(self, step: int) -> None:
-        """Say after which step training goes on: later ones of earlier processes are lost, at their mean time."""
+        """Record the step after which training resumes: the time of later ones, at their mean, is counted as lost."""
         done = self._before["step"] if self._before else 0
         with self._mutex:
             self._count("useful")
@@ -93,7 +93,7 @@ class Status:
 
     @contextmanager
     def during(self, activity: str) -> Iterator[None]:
-        """Count the time that is spent inside as `activity`, one of TIMES, and what follows as useful."""
+        """Count the time in the context as `activity`, one of TIMES, and the time after it as useful."""
         with self._mutex:
             self._count(activity)
         try:
@@ -103,7 +103,7 @@ class Status:
                 self._count("useful")
 
     def done(self, step: int, loss: float | None = None) -> None:
-        """Say that a step is done, and with which loss."""
+        """Record a finished step and its loss."""
         with self._mutex:
             self._content |= {"step": step, "loss": loss}
 
@@ -125,14 +125,14 @@ class Status:
             write_json(self._path, self._content)
 
     def _seconds_left(self) -> float | None:
-        """Return how long the steps that are left take, at the mean of this process, saves and validations included."""
+        """Return the seconds left, at this process's mean seconds per step, saves and validations included."""
         done = self._content["step"] - self._first_step
         if done <= 0:
             return None
         return (self._content["total_steps"] - self._content["step"]) * (time.time() - self._first_at) / done
 
     def goodput(self) -> str:
-        """Return one line on what the run's time went into."""
+        """Return a line with the shares of the run's time by category."""
         total = sum(self._seconds.values()) or 1.0
         rest = ", ".join(f"{name} {self._seconds[name] / total:.1%}" for name in TIMES[1:])
         return f"goodput {self._seconds['useful'] / total:.1%} of {total:,.0f} s; {rest}"
@@ -144,4 +144,4 @@ class Status:
 
 
 def _readable(seconds: float) -> str:
-    return str(timedelta(seconds=min(round(seconds), 10**13)))  # what Python can show; 300,000 years
+    return str(timedelta(seconds=min(round(seconds), 10**13)))  # the most that Python can show; 300,000 years

@@ -1,4 +1,4 @@
-"""The one place where a training step is put together: a model, a layout and options in, steps to call out.
+"""Construction of training steps from a model, a layout and options.
 
     steps = build_steps(model, family, layout, options)
     loss, state = steps.train(microbatches, num_tokens)      gradients are in `.grad`

@@ -1,4 +1,4 @@
-"""A training step that holds what a memory budget says: met, refused, told and drawn."""
+"""The memory budget of a training step: search, refusal, log and drawing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torchtitan_graph.patience import refuse_unwritable
 PARAMETERS, QUANTISED, OPTIMIZER, INPUTS = "parameters", "quantised weights", "optimizer state", "batch and masks"
 EARLIER = "gradients of earlier microbatches"
 _MIB = 2**20
-_TRIES = 5  # of what stages may keep: to a 32nd of what could be saved
+_TRIES = 5  # bisections of the share of activations that stages keep: to a 32nd of the savings
 _GIB = "activation_checkpoint.memory_budget_gib"
 _LESS = (
     "give as much, or take a smaller training.local_batch_size or training.seq_len, more processes, or a higher"
@@ -34,12 +34,12 @@ _LESS = (
 def at_rest(
     storages: Mapping[str, Storage], *, accumulates: bool, knows_optimizer: bool = True, on_host: bool = False
 ) -> dict[str, int]:
-    """Give the bytes that a rank holds from step to step, and between the microbatches of a step, by what for.
+    """Return the bytes that a rank holds from step to step, and between a step's microbatches, by purpose.
 
     Args:
-        accumulates: gradients of earlier microbatches lie there while the next one runs.
-        knows_optimizer: it keeps two moments.
-        on_host: what it holds in the host's memory, not on its device.
+        accumulates: gradients of earlier microbatches are held while the next one runs.
+        knows_optimizer: its state is two moments.
+        on_host: count the host's memory, not the device's.
     """
     there = [each for each in storages.values() if each.on_host == on_host]
     if not there:
@@ -57,7 +57,7 @@ def at_rest(
 
 
 def trained_bytes(storages: Iterable[Storage]) -> int:
-    """Give the bytes of the parameters that are not frozen: as many as their gradients take."""
+    """Return the bytes of the trainable parameters, which are also those of their gradients."""
     return sum(_num_bytes(each) for each in storages if each.is_trained)
 
 
@@ -68,17 +68,17 @@ def _num_bytes(storage: Storage) -> int:
 def meet(
     gib: float, rest: Mapping[str, int], gm: GraphModule, rewritten: Callable[[GraphModule, Budget], GraphModule]
 ) -> GraphModule:
-    """Run the passes so that a rank holds no more than `gib` in all.
+    """Run the passes so that a rank's memory is at most `gib` in all.
 
-    What a policy rehearses is what the passes up to it know. Where the graph holds more in the end, they run again with
-    as much less to give.
+    A policy rehearses the graph as the passes up to it left it. Where the final graph's peak is higher, they run again
+    with a budget lowered by the difference.
 
     Args:
-        rest: what lies there beside the step, by what for.
-        rewritten: runs the passes on a graph, which it changes.
+        rest: bytes held outside the step, by purpose.
+        rewritten: runs the passes on a graph, in place.
 
     Raises:
-        UserError: even the least is more.
+        UserError: even the lowest peak is higher.
     """
     allowed = int(gib * GIB) - sum(rest.values())
     asked, least = allowed, None
@@ -95,15 +95,15 @@ def meet(
 
 
 def share(gib: float, rest: Mapping[str, int], peak: Callable[[float], int]) -> float:
-    """Find what part of what they could keep the stages of a rank keep, each the same, so that the rank holds no more
-    than `gib` in all. All ranks call it together.
+    """Return the share of activations, the same for all stages of a rank, whose peak memory is at most `gib` in all.
+    All ranks call it together.
 
     Args:
-        rest: what lies there beside the step, by what for.
-        peak: gives what a step holds at its peak with a part, from 0 to 1.
+        rest: bytes held outside the step, by purpose.
+        peak: returns a step's peak memory for a share, from 0 to 1.
 
     Raises:
-        UserError: on all ranks, if even the least of one is more.
+        UserError: on all ranks, if even the lowest peak of one is higher.
     """
     allowed = int(gib * GIB) - sum(rest.values())
     part, needs = 1.0, peak(1.0)
@@ -134,7 +134,7 @@ def _too_little(gib: float, rest: Mapping[str, int], least: int) -> str:
 
 
 def tell(gm: GraphModule, graph: str, picture: Path | None) -> None:
-    """Log what could be had for how much work, where there was a budget; draw it to a file."""
+    """Log the trade-off of memory for work, if there was a budget, and draw it to a file."""
     curve: Curve | None = gm.meta.get("curve")
     if curve is None:
         return
@@ -159,7 +159,7 @@ def _lines(curve: Curve) -> list[str]:
 
 
 def draw(curve: Curve) -> str:
-    """Draw a curve as SVG: the peak, from 0, over the operations that are added."""
+    """Return a drawing of a curve as SVG: the peak, from 0, over the added operations."""
     points = sorted({*curve.points, curve.chosen}, key=lambda point: point.flops)
     most = max(1, *(point.peak for point in points))
     widest = max(0.01, *map(curve.added, points))

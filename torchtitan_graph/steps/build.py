@@ -1,4 +1,4 @@
-"""Steps that train: on the graphs, or eagerly."""
+"""Training steps, on the graphs or eager."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ Evaluation = Callable[[Any, Any, Tensor], Tensor]  # the same -> loss
 
 @dataclasses.dataclass(frozen=True)
 class Steps:
-    """What a run computes with: built by `build_steps`, called by all ranks together."""
+    """A run's training and evaluation steps: built by `build_steps`, called by all ranks together."""
 
     model: Decoder
     layout: Layout
@@ -58,22 +58,22 @@ class Steps:
     step: Step | Pipeline
     evaluation: Evaluation | None
     flops: Flops | None = None
-    seq_len: int = 1  # of the rows that these are counted for
+    seq_len: int = 1  # of the rows whose FLOPs are counted
     recorders: Recorders | None = None
     quantized: Float8State | None = None
 
     def close(self) -> None:
-        """Forget what a device recorded of the steps; before process groups are destroyed."""
+        """Release recorded CUDA graphs; before process groups are destroyed."""
         if self.recorders is not None:
             self.recorders.close()
 
     def train(
         self, microbatches: Sequence[Batch], num_tokens: Tensor, on_host: Sequence[Batch] | None = None
     ) -> StepOutput:
-        """Add the gradients of an optimizer step to the live parameters' `.grad`.
+        """Accumulate the gradients of an optimizer step in the live parameters' `.grad`.
 
         Args:
-            microbatches: of this rank, on the device; of whole rows, also where ranks share them.
+            microbatches: of this rank, on the device; of whole rows, also under context parallelism.
             num_tokens: scalar, the targets of all ranks and microbatches.
             on_host: the microbatches in the host's memory; without them attn = "varlen" waits for the device.
 
@@ -98,7 +98,7 @@ class Steps:
         return StepOutput(loss, self._sum_state(state))
 
     def evaluate(self, batch: Batch, on_host: Batch | None = None) -> Tensor:
-        """Give the sum of the loss over this rank's targets of a batch; `on_host` as of `train`."""
+        """Return the sum of the loss over this rank's targets of a batch; `on_host` as in `train`."""
         one = torch.ones((), dtype=torch.int64, device=batch.tokens_BL.device)
         if self.quantized is not None:
             self.quantized.refresh(anew=False)
@@ -108,7 +108,7 @@ class Steps:
         return self._run(self.evaluation, batch, on_host, one)
 
     def clip(self, max_norm: float) -> Tensor:
-        """Clip the gradients of all ranks, as `clip_grad_norm`."""
+        """Clip the gradients of all ranks, like `clip_grad_norm`."""
         parameters, device = dict(self.model.named_parameters()), self.layout.mesh.device_type
         if not isinstance(self.step, Pipeline):
             return clip_grad_norm(parameters.values(), max_norm, device=device)
@@ -116,7 +116,7 @@ class Steps:
         return clip_grad_norm(parameters.values(), max_norm, self.layout.group(PP), repeated, device)
 
     def count_flops(self, microbatches: Sequence[Batch]) -> float | None:
-        """Give the operations of a step on this rank, in a pipeline the mean over its stages; None in eager mode,
+        """Return the operations of a step on this rank, in a pipeline the mean over its stages; None in eager mode,
         where there is no graph to count them on."""
         if self.flops is None:
             return None
@@ -137,7 +137,7 @@ class Steps:
         return *of_this_rank(batch, self.model, self.layout, on_host), num_tokens
 
     def _sum_state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Add up the ranks' counts, all of a dtype in one message. They are of what routers see."""
+        """All-reduce the routers' counts over the ranks, all of a dtype in one message."""
         summed: dict[str, Tensor] = {}
         for dtype in dict.fromkeys(x.dtype for x in state.values()):
             alike = {name: x for name, x in state.items() if x.dtype == dtype}
@@ -150,10 +150,10 @@ class Steps:
 def build_steps(
     model: Decoder, family: ModuleType, layout: Layout, options: StepOptions, capture: Capture = make_fx_capture
 ) -> Steps:
-    """Lay a model out, build its steps, and allocate its parameters; their values are yet to be given.
+    """Lay a model out, build its steps, and allocate its parameters, uninitialized.
 
     Args:
-        model: on meta, as its family makes it; `check_steps` has passed.
+        model: on the meta device, as its family builds it; `check_steps` has passed.
         family: the module that defines `PLAN`.
         capture: how the step becomes a graph.
     """
@@ -176,7 +176,7 @@ def _quantized(
 
 
 def bind_graphs(graphs: Graphs, model: Decoder, layout: Layout, options: StepOptions) -> Steps:
-    """Allocate the parameters of a model, and let the graphs step on them."""
+    """Allocate the parameters of a model, and return the steps of its graphs bound to them."""
     cast_parameters(model, options.precision.storage)
     materialize(model, graphs.storages, options.device)
     new = None if options.recorders is None else options.recorders.new

@@ -1,4 +1,4 @@
-"""What can be said of steps before any process group exists: whether the model can be laid out, and fits."""
+"""Checks of steps before any process group exists: whether the model can be laid out, and fits."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def check_steps(
 
 
 def _check_varlen(model: Decoder, dims: ParallelDims, options: StepOptions, on_gpu: bool) -> None:
-    """Refuse what flash attention's kernels for segments can't do."""
+    """Check that flash attention's kernels for segments support the step."""
     model.check_attention(dims.cp)
     compute = options.precision.compute
     if model.attn != "varlen" or not on_gpu:
@@ -73,7 +73,7 @@ def _check_varlen(model: Decoder, dims: ParallelDims, options: StepOptions, on_g
 
 
 def _tell_dense_masks(config: JobConfig, model: Decoder, dims: ParallelDims, options: StepOptions) -> None:
-    """Say what masks of all pairs of positions take on a GPU, and which attention there needs none."""
+    """Log the memory of dense masks on a GPU, and the attention implementations without them."""
     (rows, keys), itemsize = options.rows, options.precision.compute.itemsize
     queries, nothing = keys // dims.cp, torch.zeros(1, 1, dtype=torch.int64)
     rules, segments = model.mask_rules(nothing, nothing).keys(), model.segments(nothing, nothing).keys()
@@ -91,8 +91,8 @@ def _tell_dense_masks(config: JobConfig, model: Decoder, dims: ParallelDims, opt
 
 
 def _check_parameters(config: JobConfig, model: Decoder) -> None:
-    """Refuse a scalar, and a parameter that is in a block and in another or outside: as FSDP2, which shards block by
-    block."""
+    """Check that no parameter is a scalar, or shared between a block and another or the outside: as FSDP2, which shards
+    block by block."""
     first: dict[torch.Tensor, tuple[str, str | None]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.dim() == 0:
@@ -109,7 +109,7 @@ def _check_parameters(config: JobConfig, model: Decoder) -> None:
 
 
 def _check_rows_fit(config: JobConfig, model: Decoder, itemsize: int) -> None:
-    """Refuse rows whose tokens, or dense masks, can't fit into this device's memory."""
+    """Check that rows' tokens, and dense masks, fit into this device's memory."""
     num_masks, what, hint = 0, "the tokens", ""
     if model.attn == "sdpa":
         num_masks = len(model.mask_rules(*torch.zeros(2, 1, 1, dtype=torch.int64)))
@@ -131,7 +131,7 @@ def _check_rows_fit(config: JobConfig, model: Decoder, itemsize: int) -> None:
 
 
 def _check_scores_fit(options: StepOptions, num_heads: int, cp: int) -> None:
-    """Refuse rows whose scores can't fit on a CPU, where flex attention is not compiled and holds many of them."""
+    """Check that attention scores fit on a CPU, where flex attention is not compiled and holds many of them."""
     batch, seq_len = options.rows
     needed = flex_cpu_bytes(batch, num_heads, seq_len // cp, seq_len) / devices.GIB
     if needed > devices.memory_total_gib():

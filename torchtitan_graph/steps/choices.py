@@ -1,4 +1,4 @@
-"""What the configuration says of passes: checked, and looked up in the model and among the user's own functions."""
+"""Options about passes: checked, and resolved to the model's modules and the user's own functions."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def check_disabled(names: Sequence[str]) -> None:
 
 
 def plan_extra(options: job.Compile) -> list[Extra]:
-    """Find the passes of `compile.extra_passes`.
+    """Return the passes of `compile.extra_passes`, imported.
 
     Raises:
         UserError: a name that can't be imported or is no function of a graph, or a pass to follow that does not exist
@@ -58,7 +58,7 @@ def plan_extra(options: job.Compile) -> list[Extra]:
 
 
 def find_extra(entry: job.ExtraPass, options: job.Compile, of_pass: str, of_after: str) -> Extra:
-    """Find a pass of the user's, whose name and place a message calls `of_pass` and `of_after`.
+    """Return a user's pass, imported; `of_pass` and `of_after` are its options in messages.
 
     Raises:
         UserError: as `plan_extra`.
@@ -82,19 +82,19 @@ def find_extra(entry: job.ExtraPass, options: job.Compile, of_pass: str, of_afte
     return Extra(entry.after, Pass(entry.pass_, run, entry.exact, cut=known[entry.after].cut, option=option))
 
 
-# Modules that an operator of elementwise.py can compute.
+# Modules that an operator of elementwise.py can replace.
 ELEMENTWISE: Mapping[str, type[nn.Module]] = {"swiglu": SwiGLU, "rope": Rotation}
-# What compile.fusions names: modules of these classes, each compiled alone.
+# Names in compile.fusions: modules of these classes, each compiled alone.
 FUSIONS: Mapping[str, type[nn.Module]] = {"rms_norm": nn.RMSNorm, **ELEMENTWISE}
 
 
 def needed_regions(device: torch.device) -> dict[str, dict[str, Any]]:
-    """Give what is compiled unasked: flex attention on CUDA, which holds every score where it is not."""
+    """Return the regions always compiled: flex attention on CUDA, which holds every score when uncompiled."""
     return {FLEX: {}} if device.type == "cuda" else {}
 
 
 def plan_regions(options: job.Compile, model: nn.Module, device: torch.device) -> Regions:
-    """Give what `compile_regions` compiles, and Inductor's options there.
+    """Return the regions for `compile_regions`, with Inductor's options.
 
     Raises:
         UserError: a pattern that no module's name matches, a fusion that the model has no use for, options of something
@@ -130,7 +130,7 @@ def plan_regions(options: job.Compile, model: nn.Module, device: torch.device) -
 
 
 def _modules_of(fusion: str, model: nn.Module) -> list[str]:
-    """Give the regions of a fusion: patterns of module names, few however many layers there are."""
+    """Return the regions of a fusion: patterns of module names, few however many layers there are."""
     if fusion not in FUSIONS:
         near = nearest(fusion, list(FUSIONS))
         hint = f"; did you mean {near}?" if near else ""
@@ -146,7 +146,7 @@ def _modules_of(fusion: str, model: nn.Module) -> list[str]:
 def plan_saved(
     saved: Sequence[str], again: Sequence[str], model: nn.Module, blocks: Container[str]
 ) -> tuple[frozenset[str], frozenset[str]]:
-    """Give the modules whose results are kept for backward, and those whose results are computed again there.
+    """Return the modules whose results are kept for backward, and those whose results are recomputed there.
 
     Args:
         saved, again: `activation_checkpoint.save` and `.recompute`.
@@ -182,7 +182,7 @@ def _modules_of_blocks(option: str, pattern: str, model: nn.Module, blocks: Cont
 def plan_offload(
     patterns: Sequence[str], model: nn.Module, blocks: Container[str], last: Container[str]
 ) -> tuple[str, ...]:
-    """Give the modules whose activations lie in the host's memory till backward.
+    """Return the modules whose activations are offloaded to the host's memory till backward.
 
     Args:
         patterns: `activation_checkpoint.offload`.

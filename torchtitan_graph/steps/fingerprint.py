@@ -1,4 +1,4 @@
-"""What a job's graphs depend on, as words: two jobs with equal words have equal graphs."""
+"""The fingerprint of a job's graphs, as words: jobs with equal words have equal graphs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.steps.held import in_flight
 from torchtitan_graph.steps.options import StepOptions
 
-# Options that no stored graph depends on: whole tables, then single ones. Any other counts, also one that is new.
+# Options that no stored graph depends on: whole tables, then single ones. Any other counts, also a new one.
 _NO_MATTER = (
     "job.",
     "profiling.",
@@ -46,11 +46,11 @@ _NO_MATTER = (
     "validation.freq",
     "validation.steps",
     "validation.dataloader.",
-    "model.hf_assets_path",  # what it says of the model is in the model's own configuration
+    "model.hf_assets_path",  # its effect on the model is in the model's own configuration
     "parallelism.data_parallel_shard_degree",  # -1 is a number of ranks, see below
     "activation_checkpoint.visualize_memory_budget_pareto",  # the curve is stored
     "compile.precompiled",
-    # Code is made, and the optimizer's step traced, when the run starts.
+    # Code is generated, and the optimizer's step traced, when the run starts.
     "compile.codegen",
     "compile.enable",
     "compile.components",
@@ -65,7 +65,7 @@ _NO_MATTER = (
 
 
 def fingerprint(config: JobConfig, model: Decoder, dims: ParallelDims, options: StepOptions) -> dict[str, str]:
-    """Give what the graphs of a job depend on: the options that matter, the model, the ranks, the device, torch, and
+    """Return all that a job's graphs depend on: the options that matter, the model, the ranks, the device, torch, and
     the sources of this package and of the user's own."""
     set_to = {
         key: in_toml(job.get(config, key))
@@ -76,10 +76,10 @@ def fingerprint(config: JobConfig, model: Decoder, dims: ParallelDims, options: 
     microbatches = pipeline and [in_flight(pipeline, stage) for stage in range(len(pipeline.stages))]
     return {
         **set_to,
-        # compile.fusions takes from them what it has.
+        # The modules in compile.fusions are not among them.
         "layers that are an operator each": str(sorted(kind.__name__ for kind in options.fused)),
         "microbatches of a step": str(options.num_microbatches),
-        # A file may say it, whose name tells nothing.
+        # They may come from a file, whose name is no content.
         "the pipeline's stages": str((pipeline.stages, pipeline.rank_of, microbatches) if pipeline else "none"),
         **{f"degree of {axis}": str(degree) for axis, degree in dataclasses.asdict(dims).items()},
         **{f"the model's {key}": str(value) for key, value in vars(model.config).items()},
@@ -92,13 +92,12 @@ def fingerprint(config: JobConfig, model: Decoder, dims: ParallelDims, options: 
 
 
 def _own_names(config: JobConfig) -> list[str]:
-    """Give the dotted names of the user's own that graphs depend on."""
+    """Return the dotted names of the user's own code that graphs depend on."""
     return [*([config.model.name] if "." in config.model.name else []), *(p.pass_ for p in config.compile.extra_passes)]
 
 
 def _own_packages(names: Iterable[str]) -> list[str]:
-    """Give the packages of the user's that these dotted names lie in, and those that they import, in turn; but for what
-    is installed."""
+    """Return the user's packages of these dotted names, and those that they import, recursively; not installed ones."""
     found: set[str] = set()
     pending = [name.partition(".")[0] for name in names]
     while pending:
@@ -111,7 +110,7 @@ def _own_packages(names: Iterable[str]) -> list[str]:
 
 
 def _imports(path: Path) -> list[str]:
-    """Give the packages that a file imports; none if it can't be read as Python, for then nobody imports it."""
+    """Return the packages that a file imports; none if it can't be parsed as Python, for then nobody imports it."""
     found: list[str] = []
     with contextlib.suppress(SyntaxError, ValueError):
         for node in ast.walk(ast.parse(path.read_bytes())):
@@ -123,14 +122,14 @@ def _imports(path: Path) -> list[str]:
 
 
 def _is_own(package: str) -> bool:
-    """Tell whether an import is of a file of the user's: loaded, and neither Python's nor installed."""
+    """Return whether an import is of a user's file: loaded, and neither Python's nor installed."""
     if package in sys.stdlib_module_names or package in ("torch", "torchtitan_graph") or package not in sys.modules:
         return False
     return not any({"site-packages", "dist-packages"} & {*path.parts} for path in _files_of(package))
 
 
 def _files_of(package: str) -> list[Path]:
-    """Give where a module or a package of the user's lies: what it imports of itself counts too."""
+    """Return the paths of a user's module or package: all its files count."""
     module = importlib.import_module(package)
     if hasattr(module, "__path__"):
         return [Path(folder) for folder in module.__path__]
@@ -150,13 +149,13 @@ def _python_files(places: Iterable[Path]) -> list[Path]:
 
 
 def _hash_of_parameters(model: nn.Module) -> str:
-    """Tell which parameters there are, and which take gradients."""
+    """Return a hash of the parameters' names, shapes and requires_grad."""
     all_of_them = [[name, list(p.shape), p.requires_grad] for name, p in model.named_parameters()]
     return hashlib.sha256(json.dumps(all_of_them).encode()).hexdigest()
 
 
 def _describe(device: torch.device) -> str:
-    """Name the device's kind; a GPU's, since torch chooses kernels of attention by it."""
+    """Return the device's kind; for a GPU its model, by which torch chooses attention kernels."""
     if device.type != "cuda":
         return device.type
     return f"{torch.cuda.get_device_name(device)}, {torch.cuda.get_device_capability(device)}"

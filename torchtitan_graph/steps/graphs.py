@@ -49,8 +49,8 @@ from torchtitan_graph.steps.stages import build_stages, make_code, rewrite_stage
 class Traced(NamedTuple):
     """A model's steps in the compute layout, before any pass.
 
-    plan    what the passes are told
-    inputs  what the training step was traced with, but for parameters and buffers
+    plan    the passes' inputs
+    inputs  the training step's example inputs, without parameters and buffers
     """
 
     train: TracedResult
@@ -61,8 +61,8 @@ class Traced(NamedTuple):
 
 
 class Graphs(NamedTuple):
-    """The final graphs of a model's steps, and how its parameters lie at rest; nothing is allocated yet. Of a pipeline,
-    those of this rank's stages, by number."""
+    """The final graphs of a model's steps, and the storage layout of its parameters; nothing is allocated yet. In a
+    pipeline, those of this rank's stages, by number."""
 
     train: TracedResult | dict[int, StageGraph]
     evaluate: TracedResult | None
@@ -73,8 +73,8 @@ class Graphs(NamedTuple):
 def build_graphs(
     model: Decoder, family: ModuleType, layout: Layout, options: StepOptions, capture: Capture = make_fx_capture
 ) -> Graphs:
-    """Trace a model's steps, and run the passes on them; this is also all of a dry run. Steps that are precompiled are
-    read instead, and only the passes that make code run."""
+    """Trace a model's steps, and run the passes on them; a dry run does only this. Precompiled steps are read instead,
+    and only the passes that generate code run."""
     if options.pipeline is not None:
         stages, storages, flops = build_stages(model, family, layout, options, capture)
         return Graphs(stages, None, storages, flops)
@@ -98,8 +98,8 @@ def build_graphs(
 def rewrite_steps(
     model: Decoder, family: ModuleType, layout: Layout, options: StepOptions, capture: Capture = make_fx_capture
 ) -> tuple[dict[int, Rewritten], Mapping[str, Storage]]:
-    """Trace a model's steps and run the passes, but for those that make code: what is stored beforehand. Give them by
-    the number of the pipeline's stage, else under 0, and how the parameters lie."""
+    """Trace a model's steps and run the passes, but for those that generate code; return the steps to store, by the
+    pipeline stage's number, else under 0, and the parameters' storage layout."""
     if options.pipeline is not None:
         return rewrite_stages(model, family, layout, options, capture)
     traced = trace_steps(model, family, layout, options, capture)
@@ -124,7 +124,7 @@ def _rewrite(traced: Traced, layout: Layout, options: StepOptions, *, makes_code
         chosen = [each for each in passes(plan, options.extra) if makes_code or not each.cut]
         return run_passes(gm, chosen, options.disabled, options.device, watch)
 
-    said: list[str] = []  # of the last try: the one that is taken
+    said: list[str] = []  # of the last try, which is the chosen one
 
     def within(gm: GraphModule, budget: Budget) -> GraphModule:
         said.clear()
@@ -149,7 +149,7 @@ def _rewrite(traced: Traced, layout: Layout, options: StepOptions, *, makes_code
 
 
 def _arguments(model: Decoder, layout: Layout, options: StepOptions) -> tuple[Any, Any]:
-    """Give arguments like those of the training step and of the evaluation step, if there is one."""
+    """Return example arguments of the training step, and of the evaluation step if there is one."""
     evaluate = options.eval_rows and example_inputs(model, options.eval_rows, layout, options)
     return example_inputs(model, options.rows, layout, options), evaluate
 
@@ -174,7 +174,7 @@ def trace_steps(
 def _trace_training(
     model: Decoder, layout: Layout, options: StepOptions, example: Any, capture: Capture
 ) -> TracedResult:
-    """Trace the training step: for all lengths that its rows may have."""
+    """Trace the training step, for all lengths that its rows may have."""
 
     def trace(capture: Capture) -> TracedResult:
         sum_in = options.precision.sum_in

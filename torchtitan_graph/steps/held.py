@@ -1,4 +1,4 @@
-"""What a rank of a pipeline holds while its schedule runs, read from its stages' graphs."""
+"""Peak memory of a pipeline rank over its schedule, computed from its stages' graphs."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from torchtitan_graph.parallel.schedule import Schedule
 
 
 class StagesPeak(NamedTuple):
-    """The most bytes that a rank of a pipeline holds in a step beside what lies there from step to step, by what for,
-    and what runs then; `part` is the stage, the name of that part and its node, None while weights are gathered."""
+    """A pipeline rank's peak memory in a step, above its memory from step to step: bytes by purpose, and the place;
+    `part` is the stage, the part's name and its node, None while weights are gathered."""
 
     by: Mapping[str, int]
     where: str
@@ -40,8 +40,8 @@ KEPT, SUMS, TAKEN, RUNS = "kept for backward", "sums of gradients", "batches and
 
 
 def peak_of_stages(graphs: Mapping[int, StageGraph], schedule: Schedule, rank: int) -> StagesPeak:
-    """Go through what this rank of a pipeline does in a step: weights that are gathered once, sums of gradients, what
-    each microbatch keeps for backward, and what runs; in the end the sums are reduced, which all are still there."""
+    """Return this rank's peak memory over its schedule: weights that are gathered once, sums of gradients, activations
+    of each microbatch kept for backward, and the running part; the reductions come last, with all sums alive."""
     parts = {number: graph.parts.by_name for number, graph in graphs.items()}
     gives = {(number, name): output_memory(part.gm) for number in parts for name, part in parts[number].items()}
     sums = {number: sums_of(graph) for number, graph in graphs.items()}
@@ -64,7 +64,7 @@ def peak_of_stages(graphs: Mapping[int, StageGraph], schedule: Schedule, rank: i
             if name in ("forward", "input"):
                 held[KEPT] += gives[stage, name]
                 continue
-            # What the microbatch kept is let go of; of its gradients the sums stay.
+            # The microbatch's activations are freed; the sums of its gradients stay.
             held[TAKEN] -= received
             held[KEPT] -= sum(gives[stage, each] for each in ("forward", "input")[: 1 + (name == "weight")])
             if stage not in has_sums:
@@ -79,8 +79,8 @@ def peak_of_stages(graphs: Mapping[int, StageGraph], schedule: Schedule, rank: i
 
 
 def _most(parts: Mapping[str, Part], name: str, sums: Mapping[str, int]) -> tuple[int, int, Node]:
-    """Tell when a part, and what was kept for it or summed, hold most: the bytes of what it has made by then, of what
-    was there and it has let go of, and the node that runs."""
+    """Return the node at a part's peak memory, with the bytes allocated by then, and the bytes freed of its inputs,
+    kept values and sums."""
     gm = parts[name].gm
     freed_after = _last_reads_of_sums(gm, sums) if name == "reduce" else _last_reads(parts, name)
     held, freed, found = held_memory(gm, size_of), 0, []
@@ -91,7 +91,7 @@ def _most(parts: Mapping[str, Part], name: str, sums: Mapping[str, int]) -> tupl
 
 
 def _last_reads(parts: Mapping[str, Part], name: str) -> collections.Counter[Node]:
-    """Give the bytes that are free after each node of a part, of what was kept for it and no later part reads."""
+    """Return the bytes freed after each node of a part, of values kept for it that no later part reads."""
     gm, order = parts[name].gm, [each for each in parts if each in ("forward", "backward", "input", "weight")]
     if name not in order[1:]:
         return collections.Counter()
@@ -111,7 +111,7 @@ def _last_reads(parts: Mapping[str, Part], name: str) -> collections.Counter[Nod
 
 
 def _last_reads_of_sums(gm: GraphModule, sums: Mapping[str, int]) -> collections.Counter[Node]:
-    """Give the bytes of sums that are free after each node of the reduction."""
+    """Return the bytes of sums freed after each node of the reduction."""
     last_use, found = Memories(gm).last_use, collections.Counter[Node]()
     for x in gm.graph.find_nodes(op="placeholder"):
         found[last_use[x]] += sums.get(str(x.target), 0)
@@ -119,7 +119,7 @@ def _last_reads_of_sums(gm: GraphModule, sums: Mapping[str, int]) -> collections
 
 
 def in_flight(schedule: Schedule, stage: int) -> int:
-    """Give the most microbatches of which a stage keeps values at once."""
+    """Return the most microbatches whose activations a stage keeps at once."""
     held = most = 0
     for action in schedule.actions[schedule.rank_of[stage]]:
         if action.stage == stage:
@@ -129,12 +129,12 @@ def in_flight(schedule: Schedule, stage: int) -> int:
 
 
 def sums_of(graph: StageGraph) -> dict[str, int]:
-    """Give the bytes of a stage's summed gradients, which have the dtype of their reduction, by their values' names."""
+    """Return the bytes of a stage's summed gradients, in the dtype of their reduction, by their values' names."""
     return {name: x.numel() * graph.reduce_dtype.itemsize for name, x in _terms(graph).items()}
 
 
 def cast_for_sums(graph: StageGraph) -> int:
-    """Give the bytes that are read and written where a microbatch's gradients are cast to that dtype."""
+    """Return the bytes read and written in casting a microbatch's gradients to that dtype."""
     itemsize, terms = graph.reduce_dtype.itemsize, _terms(graph).values()
     return sum(x.numel() * (x.itemsize + itemsize) for x in terms if x.dtype != graph.reduce_dtype)
 

@@ -1,4 +1,4 @@
-"""What goes into a step: the model as its layout wants it, this rank's part of a batch, and an example to trace."""
+"""Inputs of a step: the model in its compute layout, this rank's part of a batch, and example inputs for tracing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SEQ_LEN = "seq_len"  # the tokens of a row, where they differ from batch to batc
 
 
 def prepare(model: Decoder, family: ModuleType, layout: Layout, options: StepOptions) -> None:
-    """Tell the model what is no part of it, and bring it into the compute layout."""
+    """Set runtime options on the model, and bring it into the compute layout."""
     groups, row_groups = ([g.group_name for g in each] for each in (layout.routing_groups, layout.row_groups))
     num_parts = options.num_microbatches * layout.num_routing_parts
     set_up_experts(model, options.experts, num_parts, groups, row_groups)
@@ -54,8 +54,7 @@ def prepare(model: Decoder, family: ModuleType, layout: Layout, options: StepOpt
 def lay_out(
     model: Decoder, family: ModuleType, layout: Layout, options: StepOptions, reshard: Reshard | None = None
 ) -> PassPlan:
-    """Bring a model into the layouts of its step, and give what passes are told of it; `reshard` in the place of the
-    options'."""
+    """Bring a model into the layouts of its step, and return the passes' inputs; `reshard` replaces the option."""
     prepare(model, family, layout, options)
     cast_parameters(model, options.precision.compute)
     storages = plan_storage(model, layout, options.precision, options.cpu_offload)
@@ -76,7 +75,7 @@ def lay_out(
 
 
 def once_per_kind(capture: Capture, model: Decoder, options: StepOptions) -> Capture:
-    """Tell a capture which modules are blocks, unless each of them is to be traced."""
+    """Bind a capture to the model's blocks, each kind of which is traced once, unless all are to be traced."""
     return capture if options.trace_every_block else partial(capture, blocks=model.blocks)
 
 
@@ -85,7 +84,7 @@ def loss_is_parallel(layout: Layout, options: StepOptions) -> bool:
 
 
 def costs_on(layout: Layout, options: StepOptions) -> Costs:
-    """Give what nodes and collectives take: all ranks the same, for they must place collectives alike."""
+    """Return the cost model of nodes and collectives: the same on all ranks, which must order collectives alike."""
     rates = options.rates if dist.get_backend() == "fake" else on_rank_0(lambda: options.rates, files_group())
     return Costs(rates, layout.links(rates.num_near))
 
@@ -95,8 +94,8 @@ def ring_of(layout: Layout) -> Ring:
 
 
 def shapes_of(masks: Any, shorter: Any, lengths: range) -> DynamicShapes:
-    """Name, in a training step's arguments, the dimensions that are as long as the rows: of what a block mask's rule
-    closes over, those that are not so long in the masks of `shorter` rows."""
+    """Return the dynamic dimensions, as long as the rows, of a training step's arguments: for tensors in a block mask's
+    rule, those that differ in the masks of `shorter` rows."""
     length = torch.export.Dim(SEQ_LEN, min=lengths[0], max=lengths[-1])
     shapes = {f"batch.{name}": {1: length} for name in Batch._fields}
     for name, mask in masks.items():
@@ -114,10 +113,10 @@ def shapes_of(masks: Any, shorter: Any, lengths: range) -> DynamicShapes:
 
 
 def of_this_rank(whole: Batch, model: Decoder, layout: Layout, on_host: Batch | None = None) -> tuple[Batch, Any]:
-    """Give this rank's part of the rows, and its masks: of its own queries, and the whole rows' keys.
+    """Return this rank's part of the rows, and its masks: of its own queries, and the whole rows' keys.
 
     Args:
-        on_host: the same rows in the host's memory, of which segments are made without a wait for the device.
+        on_host: the same rows in the host's memory, to compute segments without waiting for the device.
     """
     L, device = whole.tokens_BL.shape[1], whole.tokens_BL.device
     if layout.degree(CP) == 1:
@@ -131,7 +130,7 @@ def of_this_rank(whole: Batch, model: Decoder, layout: Layout, on_host: Batch | 
 def example_inputs(
     model: Decoder, rows: tuple[int, int], layout: Layout, options: StepOptions
 ) -> tuple[Batch, Any, Tensor]:
-    """Make inputs of the shapes to trace: random tokens if passes are to be verified on them, else on meta."""
+    """Return example inputs for tracing: random tokens if passes are to be verified on them, else on meta."""
     num_tokens = rows[0] * rows[1] * layout.dims.data
     if not options.verify:
         whole = Batch(*(torch.empty(rows, dtype=torch.int64, device="meta") for _ in Batch._fields))
@@ -140,7 +139,7 @@ def example_inputs(
     tokens, labels = torch.randint(model.config.vocab_size, (2, *rows), generator=generator)
     documents = (torch.rand(rows, generator=generator) < 0.01).long().cumsum(1)
     positions = torch.arange(rows[1]).expand(rows).contiguous()
-    if (cp := layout.degree(CP)) > 1:  # a rank's loss depends on what it has of the rows, and on nothing else
+    if (cp := layout.degree(CP)) > 1:  # a rank's loss must depend on its own part of the rows alone
         documents = torch.arange(rows[1]).div(block_length(rows[1], cp), rounding_mode="floor").expand(rows)
     on_host = Batch(tokens, labels, positions, documents)
     batch = on_host.to(options.device)
@@ -148,11 +147,11 @@ def example_inputs(
 
 
 def numbers_of(example: Any, layout: Layout) -> Numbers:
-    """Give the numbers on which the passes of a step with such arguments are verified."""
+    """Return the numbers for verifying the passes of a step with such arguments."""
     tensors = [x.detach() for x in pytree.tree_leaves(example) if isinstance(x, Tensor)]
     return Numbers(tensors, has_gradients(layout))
 
 
 def has_gradients(layout: Layout) -> bool:
-    """Tell whether this rank's loss is the one that has gradients when passes are verified, see `Numbers`."""
+    """Return whether this rank's loss is the one with gradients when passes are verified, see `Numbers`."""
     return layout.data_rank == 0 and layout.rank(CP) == 0

@@ -1,4 +1,4 @@
-"""How a model's steps are computed: what the configuration says of them."""
+"""Options of a model's steps, read from the configuration."""
 
 from __future__ import annotations
 
@@ -40,34 +40,34 @@ from torchtitan_graph.steps.precompiled import Precompiled
 
 @dataclasses.dataclass(frozen=True)
 class StepOptions:
-    """How a model's steps are computed, beside its layout.
+    """Options of a model's steps, apart from its layout.
 
     rows, eval_rows  of a microbatch of training, and of evaluation if there is one: (number of rows, tokens per row)
-    lengths          of a row of training, the tokens that it may have, those of `rows` at most; None: always as many
+    lengths          the numbers of tokens that a row of training may have, at most that of `rows`; None: one number
     mode             "graph", or "eager": FSDP2 and autograd, the reference
-    offload          modules whose activations lie in the host's memory till backward
+    offload          modules whose activations are in the host's memory till backward
     cpu_offload      parameters, gradients and the optimizer's state rest in the host's memory
     loss             (logits, labels, num_tokens) -> scalar
     loss_parallel    under tensor parallelism logits stay sharded over the vocabulary for the loss
-    async_tp         products run beside what tensor parallelism's ranks send
+    async_tp         tensor parallelism's products overlap its communication
     disabled         passes to leave out, by name
     extra            passes of the user's
     verify           check every pass on real numbers
     trace_every_block  trace alike blocks too, each of them
     dump_to          folder for the readable graph after each pass
     dump_only        the passes after which, by name, if not after each
-    look             is told the graphs after each pass, as `Inspection.look`
-    seed             of the numbers that passes are verified on
-    mtp_weight       of the loss of the layers that predict more tokens
+    look             called with the graph after each pass, as `Inspection.look`
+    seed             of the numbers for verifying passes
+    mtp_weight       weight of the loss of the layers that predict more tokens
     pipeline         the schedule of its stages, where there are any
-    precompiled      where the rewritten graphs are, if they need not be traced
-    budget_gib       what a rank may hold in all, in place of the fraction of `recompute.budget`
-    picture          file for the curve of what a memory budget could have
-    recorders        keep the training step's work for replays, on a device that can
-    rates            of the devices that the steps are for: what collectives are placed by
-    compiles         regions become code; not in a dry run, where nothing runs
+    precompiled      folder of rewritten graphs to read instead of tracing
+    budget_gib       a rank's memory limit in all, in place of the fraction of `recompute.budget`
+    picture          file for the drawing of the memory budget's curve
+    recorders        record the training step for replays, as CUDA graphs
+    rates            of the target device, for the cost model
+    compiles         compile regions; not in a dry run, where nothing runs
     float8           the layers that multiply in float8, if any
-    fused            classes of modules that one operator each computes, see elementwise.py
+    fused            classes of modules that one operator replaces, see elementwise.py
     plans_norms      RMSNorm is traced as a GPU computes it, in graphs that are not run
     """
 
@@ -109,7 +109,7 @@ class StepOptions:
 
 
 def lengths_of_rows(config: JobConfig, device: torch.device) -> range | None:
-    """Give how many tokens the rows of a training batch may have, where that is not always the same.
+    """Return the numbers of tokens that the rows of a training batch may have, None where there is one.
 
     Raises:
         UserError: an older torch, whose traces of attention's backward are of one length; or flex attention on a
@@ -131,13 +131,13 @@ def lengths_of_rows(config: JobConfig, device: torch.device) -> range | None:
 
 
 def rows_per_microbatch(config: JobConfig) -> int:
-    """Give the rows that a rank computes at a time; of a pipeline, that a stage does."""
+    """Return the rows that a rank, or in a pipeline a stage, computes at a time."""
     of_stage = config.parallelism.pipeline_parallel_microbatch_size
     return of_stage if config.parallelism.pipeline_parallel_degree > 1 else config.training.local_batch_size
 
 
 def step_options(config: JobConfig, model: Decoder, num_microbatches: int, device: torch.device) -> StepOptions:
-    """Read what the configuration says of steps.
+    """Return the step options of a configuration.
 
     Raises:
         UserError: CUDA graphs on a CPU, a loss of experts for a model without them, regions to compile or modules to
@@ -202,7 +202,7 @@ def _loss(config: JobConfig, device: torch.device) -> Callable[..., Tensor]:
     if chosen == "auto":
         chosen, where = ("torch", "a CPU") if _is_cpu(config, device) else ("fused", "a GPU")
         logger.info(f"training.loss_implementation = auto: {chosen}, on {where}")
-        config.training.loss_implementation = chosen  # so the run's config.toml says it
+        config.training.loss_implementation = chosen  # written to the run's config.toml
     return fused_cross_entropy if chosen == "fused" else cross_entropy
 
 
@@ -217,7 +217,7 @@ def _fused(config: JobConfig, device: torch.device) -> tuple[type[nn.Module], ..
         else:
             chosen, why = "fused", "on a GPU"
         logger.info(f"model.elementwise = auto: {chosen}, {why}")
-        config.model.elementwise = chosen  # so the run's config.toml says it
+        config.model.elementwise = chosen  # written to the run's config.toml
     return kinds if chosen == "fused" else ()
 
 
@@ -255,7 +255,7 @@ def _recorders(config: JobConfig, device: torch.device) -> Recorders | None:
 
 
 def _is_cpu(config: JobConfig, device: torch.device) -> bool:
-    """Tell whether the steps are for a CPU: this process' own, and not in place of a GPU, as in a dry run for one."""
+    """Return whether the steps are for a CPU: this process's own, and not a dry run for a GPU."""
     return device.type == "cpu" and not is_dry_for_gpu(config)
 
 

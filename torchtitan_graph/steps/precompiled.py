@@ -1,5 +1,5 @@
-"""The steps of a job, traced and rewritten beforehand, in a folder: `python -m torchtitan_graph.precompile` writes it,
-and training with `compile.precompiled` takes its graphs from there.
+"""A job's steps in a folder, traced and rewritten beforehand: `python -m torchtitan_graph.precompile` writes it, and
+training with `compile.precompiled` reads it.
 
     index.json             what the graphs were made for, and which rank has which
     HASH.json.gz           a rank's steps as data, by their SHA-256; ranks that have the same share a file
@@ -36,15 +36,15 @@ from torchtitan_graph.passes.tag_budget import Curve, Point
 from torchtitan_graph.patience import is_away
 from torchtitan_graph.small_files import gunzip, parse_json, read_json, read_small
 
-# Ranks whose places on these axes are equal have equal graphs: tests/numerics/test_precompiled.py traces all of them.
-# A pipeline's rank has stages of its own. Along tp each has other rows of the vocabulary, counted from another one on.
+# Ranks with equal places on these axes have equal graphs: tests/numerics/test_precompiled.py traces all of them. A
+# pipeline's rank has stages of its own. Along tp each has its own shard of the vocabulary, with another first row.
 AXES = (PP, TP)
 
 INDEX = "index.json"
 _FORMAT = 3
-# Of a rank's graphs, unpacked. Those of 405B take 21 MB and 4 million values, which are 115 bytes and 21 values a node.
+# Limits of unpacked graphs. Those of 405B take 21 MB and 4 million values, which are 115 bytes and 21 values a node.
 _MOST_BYTES, _MOST_VALUES = 128 * 2**20, 10_000_000
-_MOST_BYTES_OF_INDEX = 4 * 2**20  # 80 for a rank
+_MOST_BYTES_OF_INDEX = 4 * 2**20  # 80 bytes for a rank
 
 
 class _Index(TypedDict):
@@ -55,7 +55,7 @@ class _Index(TypedDict):
 
 
 class Rewritten(NamedTuple):
-    """A model's steps, or those of one stage of a pipeline, after all passes but those that make code."""
+    """A model's steps, or those of one pipeline stage, after all passes but those that generate code."""
 
     train: TracedResult
     evaluate: TracedResult | None
@@ -63,7 +63,7 @@ class Rewritten(NamedTuple):
 
 
 def ranks_to_trace(dims: ParallelDims) -> dict[tuple[int, ...], int]:
-    """Give a rank for each place on `AXES`, the first that has it."""
+    """Return one rank for each place on `AXES`, the first with it."""
     below = dims.dp_replicate * dims.fsdp * dims.tp  # ranks of a stage
     return {(p, t): p * below + t for p, t in itertools.product(range(dims.pp), range(dims.tp))}
 
@@ -71,7 +71,7 @@ def ranks_to_trace(dims: ParallelDims) -> dict[tuple[int, ...], int]:
 def steps_to_data(
     steps: Mapping[int, Rewritten], layout: Layout, storages: Mapping[str, Storage], device: torch.device
 ) -> bytes:
-    """Give a rank's steps, those of its stages by number, as the text of a file.
+    """Return a rank's steps, those of its stages by number, as a file's content.
 
     Raises:
         UserError: a graph holds something that can't be stored.
@@ -104,7 +104,7 @@ def _curve_from_data(data: Any) -> Curve:
 
 
 class Writer:
-    """Writes a folder of graphs; it counts as one when the last rank's are there.
+    """Writer of a folder of graphs; the folder is valid once the last rank's are written.
 
     Raises:
         UserError: the folder is a file, or someone else's: what lies there would be lost.
@@ -132,7 +132,7 @@ class Writer:
         index = {"format": _FORMAT, "fingerprint": dict(self._fingerprint), "axes": AXES, "graphs": self._graphs}
         _write(self.folder / INDEX, json.dumps(index, indent=1).encode())
         known = {f"{digest}.json.gz" for digest in self._graphs.values()}
-        for path in self.folder.iterdir():  # of the job before
+        for path in self.folder.iterdir():  # of an earlier job
             if _holds_graphs(path) and path.name not in known:
                 path.unlink()
 
@@ -163,7 +163,7 @@ def _name(place: tuple[int, ...]) -> str:
 class Precompiled:
     """A folder of graphs that was made for this job.
 
-    again  the command that makes it anew
+    again  the command that writes it again
     graphs  the hash of a rank's steps by its place on `AXES`
     """
 
@@ -174,10 +174,10 @@ class Precompiled:
     def load(
         self, arguments: Mapping[int, Any], layout: Layout, storages: Mapping[str, Storage], device: torch.device
     ) -> dict[int, Rewritten]:
-        """Read this rank's steps.
+        """Return this rank's steps, read from the folder.
 
         Args:
-            arguments: like those that the steps are called with, by the stage's number: of training, of evaluation.
+            arguments: example arguments of the steps, by the stage's number: of training, of evaluation.
 
         Raises:
             UserError: the file is not there, or is not what `precompile` wrote.
@@ -213,7 +213,7 @@ class Precompiled:
 
 @contextlib.contextmanager
 def _as_written(folder: Path, again: str, what: str) -> Iterator[None]:
-    """Say of what fails inside that the file is not what was written, and what makes it anew."""
+    """Raise a UserError for an error inside, unless transient: the file is missing or altered; names the command."""
     begin = f"compile.precompiled = {str(folder)!r}: {what}"
     try:
         yield
@@ -227,14 +227,14 @@ def _as_written(folder: Path, again: str, what: str) -> Iterator[None]:
 
 
 def open_precompiled(folder: Path, fingerprint: Mapping[str, str], again: str) -> Precompiled:
-    """Open a folder of graphs.
+    """Check a folder of graphs against a job's fingerprint, and return it.
 
     Args:
-        fingerprint: what this run's graphs would be made for.
+        fingerprint: the fingerprint of this run's graphs.
         again: the command that makes the folder.
 
     Raises:
-        UserError: it is not there, is not what `precompile` wrote, or was made for something else: names that.
+        UserError: it is missing, is not what `precompile` wrote, or has another fingerprint; names the difference.
     """
     with _as_written(folder, again, INDEX):
         index = read_json(folder / INDEX, _Index, _MOST_BYTES_OF_INDEX)

@@ -1,4 +1,4 @@
-"""What the host has to know of a step: in one copy, for which it waits when the device has its next work already."""
+"""The asynchronous device-to-host copy of a step's scalars, waited for once the device has its next work."""
 
 import math
 from typing import NamedTuple
@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 class Read(NamedTuple):
-    """What the host knows of a step, once the device is through with it.
+    """The scalars of a step on the host, once the device has computed it.
 
     losses      of each rank
-    of_saves    each rank's news of its saves
+    of_saves    each rank's state of its saves
     signal      that asked a rank to stop, or 0
     grad_norm   of all ranks, before clipping
     num_tokens  targets of all ranks
@@ -26,7 +26,7 @@ class Read(NamedTuple):
     by_source: list[float]
 
     def not_finite(self) -> str:
-        """Say which ranks' losses are not finite, and what the norm is if it is not; nothing if all are."""
+        """Return a text with the ranks whose loss is not finite, and the norm if it is not; "" if all are finite."""
         ranks = [rank for rank, loss in enumerate(self.losses) if not math.isfinite(loss)]
         losses = [f"the loss is not finite on ranks {ranks}"] * bool(ranks)
         norm = [f"the gradient norm is {self.grad_norm}"] * (not math.isfinite(self.grad_norm))
@@ -34,13 +34,13 @@ class Read(NamedTuple):
 
 
 class Reading:
-    """These numbers on their way to the host. `stops` is on the device: 1.0 if the step is not to be taken, or 0.0."""
+    """The asynchronous device-to-host copy of a step's scalars. `stops` is on the device, 1.0 to skip the step."""
 
     def __init__(self, gathered: Tensor, grad_norm: Tensor, num_tokens: Tensor, by_source: Tensor | None = None):
-        """Begin to copy.
+        """Start the copy.
 
         Args:
-            gathered: (ranks, 3): loss, news of saves and signal of each.
+            gathered: (ranks, 3): loss, state of saves and signal of each.
             by_source: (corpora,) targets of all ranks; may be in the host's memory.
         """
         device, self._num_ranks = gathered.device, len(gathered)
@@ -48,13 +48,13 @@ class Reading:
         # Counts are exact in fp64.
         there = torch.cat([x.to(device, torch.float64, non_blocking=True).flatten() for x in parts])
         self.stops = (~there[: self._num_ranks].isfinite().all() | ~there[3 * self._num_ranks].isfinite()).float()
-        self._here = there.to("cpu", non_blocking=True)  # a GPU's come into pinned memory
+        self._here = there.to("cpu", non_blocking=True)  # from a GPU into pinned memory
         self._copied = torch.cuda.Event() if there.is_cuda else None
         if self._copied is not None:
             self._copied.record()
 
     def wait(self) -> Read:
-        """Wait for the copy, and not for what was launched after it."""
+        """Wait for the copy, not for work launched after it, and return the scalars."""
         if self._copied is not None:
             self._copied.synchronize()
         numbers, ranks = self._here.tolist(), self._num_ranks

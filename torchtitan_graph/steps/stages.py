@@ -1,4 +1,4 @@
-"""The graphs of a pipeline's stages: each traced whole, passed, then cut into the parts that its schedule runs."""
+"""The graphs of a pipeline's stages: traced whole, rewritten by passes, then cut into the parts of its schedule."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ from torchtitan_graph.steps.precompiled import Rewritten
 
 
 class _Like(NamedTuple):
-    """Like a stage's inputs in training, (batch, masks, num_tokens, x, dy), and in evaluation, without dy, if there is
-    any; and like what it passes on in each, on meta."""
+    """Example stage inputs: for training, (batch, masks, num_tokens, x, dy), and for evaluation, without dy, if there
+    is any; with the stage's output in each, on meta."""
 
     modules: StageModules
     train: tuple[Any, ...]
@@ -61,7 +61,7 @@ class _Like(NamedTuple):
 def build_stages(
     model: Decoder, family: ModuleType, layout: Layout, options: StepOptions, capture: Capture
 ) -> tuple[dict[int, StageGraph], Mapping[str, Storage], Flops]:
-    """Build the graphs of this rank's pipeline stages, by number; and give how its parameters lie, and its FLOPs."""
+    """Return this rank's pipeline stages' graphs, by number, the parameters' storage layouts, and the FLOPs."""
     plan, like = _take_stages(model, family, layout, options)
     if options.precompiled is None:
         steps = _rewritten(model, plan, layout, options, capture, like)
@@ -77,13 +77,13 @@ def build_stages(
 def rewrite_stages(
     model: Decoder, family: ModuleType, layout: Layout, options: StepOptions, capture: Capture
 ) -> tuple[dict[int, Rewritten], Mapping[str, Storage]]:
-    """Give the steps of this rank's stages before they are cut, by number, and how its parameters lie."""
+    """Return the steps of this rank's stages before they are cut, by number, and its parameters' storage layout."""
     plan, like = _take_stages(model, family, layout, options)
     return _rewritten(model, plan, layout, options, capture, like), plan.storages
 
 
 def make_code(gm: GraphModule, plan: PassPlan, options: StepOptions, name: str) -> GraphModule:
-    """Run the passes that make code, which no file holds: of a stage they come after the cut."""
+    """Run the passes that generate code, which no file holds: in a stage they come after the cut."""
     chosen = [each for each in passes(plan, options.extra) if each.cut]
     return run_passes(gm, chosen, options.disabled, options.device, Inspection(name))
 
@@ -91,8 +91,8 @@ def make_code(gm: GraphModule, plan: PassPlan, options: StepOptions, name: str) 
 def _take_stages(
     model: Decoder, family: ModuleType, layout: Layout, options: StepOptions
 ) -> tuple[PassPlan, dict[int, _Like]]:
-    """Leave of the model this rank's stages, and lay them out; give what passes are told, and by the stages' numbers
-    what is like their inputs."""
+    """Keep only this rank's stages in the model, and lay them out; return the passes' inputs, and example stage inputs
+    by stage number."""
     assert options.pipeline is not None
     numbers, num_stages = options.pipeline.stages_of(layout.rank(PP)), len(options.pipeline.stages)
     logger.info(
@@ -103,7 +103,7 @@ def _take_stages(
         modules = options.pipeline.stages[number]
         logger.info(f"stage {number} of {num_stages}: {modules[0]} to {modules[-1]}")
     model.keep([name for number in numbers for name in options.pipeline.stages[number]])
-    # Weights are gathered once a step, unless they are to be given up as soon as may be.
+    # Weights are gathered once a step, unless they are to be resharded as soon as possible.
     again = options.reshard.root
     plan = lay_out(model, family, layout, options, Reshard(blocks=again, root=again))
     plan = dataclasses.replace(plan, part_of=functools.partial(part_of, gather_once=not again))
@@ -118,7 +118,7 @@ def _rewritten(
     capture: Capture,
     like: Mapping[int, _Like],
 ) -> dict[int, Rewritten]:
-    """Trace this rank's stages, and run the passes on them that come before the cut."""
+    """Trace this rank's stages, and run the passes before the cut on them."""
     traced = {number: _trace_stage(number, model, layout, options, capture, like[number]) for number in like}
     if options.budget_gib is not None:
         stages = {number: train for number, (train, _) in traced.items()}
@@ -134,7 +134,7 @@ def _within(
     options: StepOptions,
     like: Mapping[int, _Like],
 ) -> PassPlan:
-    """Let each stage keep the same part of what it could, as much as a rank has memory for in all."""
+    """Return the passes' inputs with the largest share of kept activations, equal for all stages, within `gib`."""
 
     def peak(fraction: float) -> int:
         graphs: dict[int, StageGraph] = {}
@@ -163,7 +163,7 @@ def _rewrite(
     options: StepOptions,
     like: _Like,
 ) -> Rewritten:
-    """Run the passes on a stage's steps that come before the cut."""
+    """Run the passes before the cut on a stage's steps."""
     flops = count_flops(train.gm, model.blocks, layout.gathers_rows)
     watch = Inspection(
         f"stage {number}",
@@ -186,7 +186,7 @@ def _is_shown(layout: Layout) -> bool:
 
 
 def _tell(number: int, step: TracedResult, layout: Layout, options: StepOptions) -> None:
-    """Tell what could be had of a stage for how much work, as `tell`."""
+    """Log and draw a stage's trade-off of memory for work."""
     picture = options.picture and options.picture.with_stem(f"{options.picture.stem}_stage_{number}")
     tell(step.gm, f"stage {number}, beside summed gradients", picture if _is_shown(layout) else None)
 
@@ -203,9 +203,9 @@ def _run_passes(
 
 
 def _finish(number: int, steps: Rewritten, like: _Like, plan: PassPlan, options: StepOptions) -> StageGraph:
-    """Cut a stage into the parts that its schedule runs, and make code of them."""
+    """Cut a stage into the parts of its schedule, and compile them."""
     stage = _cut(steps.train, like, plan, options)
-    # A compiled cast would expect the graph's dtype, but what is reduced was summed in that of the reduction.
+    # A compiled cast would expect the graph's dtype, but gradients are summed in the dtype of the reduction.
     made = {
         name: part._replace(gm=make_code(part.gm, plan, options, f"stage {number}, {name}"))
         for name, part in stage.parts.by_name.items()
@@ -256,8 +256,8 @@ def _like(number: int, model: Decoder, layout: Layout, options: StepOptions) -> 
 def _stage_inputs(
     model: Decoder, rows: tuple[int, int], stage: StageModules, layout: Layout, options: StepOptions
 ) -> tuple[tuple[Any, ...], Tensor]:
-    """Make a stage's inputs (batch, masks, num_tokens, x, dy), and what is like x and dy, on meta. Of real numbers, as
-    `example_inputs` says, dy is that of one rank alone."""
+    """Return a stage's inputs (batch, masks, num_tokens, x, dy), and a tensor like x and dy, on meta. With real
+    numbers, as in `example_inputs`, dy is nonzero on one rank alone."""
     batch, masks, num_tokens = example_inputs(model, rows, layout, options)
     shape = rows[0], batch.tokens_BL.shape[1] // layout.degree(TP), model.config.dim
     passed = torch.empty(shape, dtype=options.precision.compute, device="meta")

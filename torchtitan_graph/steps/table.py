@@ -1,4 +1,4 @@
-"""What the training step's modules and functions cost, as a table."""
+"""The cost of the training step's modules and functions, as a table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchtitan_graph.graph.scopes import Charge, charges
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.steps.graphs import Graphs
 
-DEPTH = 3  # a model, its blocks, and what these call
+DEPTH = 3  # a model, its blocks, and their calls
 
 
 def step_table(
@@ -28,16 +28,16 @@ def step_table(
     depth: int = DEPTH,
     trace: Path | None = None,
 ) -> list[str]:
-    """Give the lines of a table: of a run of the training step, or of each of a pipeline's stages.
+    """Return the lines of a table of costs of the training step, or of each pipeline stage.
 
-    Of a stage it is a microbatch with what is done once a step. What is held is then not told, for the stage's parts
-    run at different times.
+    For a stage it covers a microbatch and the parts run once a step; memory is left out, since the stage's parts run at
+    different times.
 
     Args:
-        seq_len: of rows of one document, which attention counts for.
-        costs: what nodes take.
+        seq_len: length of rows, one document each, for attention's cost.
+        costs: the cost model.
         by: "module" | "function" | "scope", which is both.
-        depth: how many calls below the whole.
+        depth: number of levels of calls.
         trace: a profile of a run of these graphs.
 
     Raises:

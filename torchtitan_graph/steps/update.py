@@ -37,9 +37,9 @@ c10d = torch.ops._c10d_functional
 
 
 class Update:
-    """Clip the gradients in `.grad`, and take the optimizer's step, as one graph. Bitwise `clip`, then `step()`.
+    """Gradient clipping and the optimizer's step as one graph. Bitwise `clip`, then `step()`.
 
-    It is traced when it is first called: then the gradients are there, each as the training step lays it out.
+    It is traced in its first call, when the gradients exist in the training step's layout.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class Update:
         stack_traces: bool = False,
         verify: bool = False,
     ) -> None:
-        """Take an optimizer of torch's; one that is not fused may be without its state.
+        """Bind an optimizer of torch's; one that is not fused may be without its state.
 
         Raises:
-            UserError: its update is of whole matrices, of which ranks hold parts.
+            UserError: its update needs whole matrices, and ranks hold shards.
         """
         _check_parts(optimizer)
         self._steps, self._live, self._max_norm = steps, optimizer, max_norm
@@ -86,7 +86,7 @@ class Update:
         return self._run(gradients, loss)
 
     def trace(self, gradients: dict[str, Tensor], loss: Tensor, device: torch.device | None = None) -> TracedResult:
-        """Trace the step for gradients like these, and run the passes on it; all may be on meta, and count as on
+        """Trace the step for gradients like these, and run the passes on it; all may be on meta, with costs as on
         `device`."""
         begin, model, device = time.perf_counter(), self._steps.model, device or loss.device
 
@@ -115,7 +115,7 @@ class Update:
         return dataclasses.replace(traced, gm=gm)
 
     def _make_state(self, loss: Tensor) -> Tensor:
-        """Take the first step outside the graph, for only the class knows what state it makes."""
+        """Run the first step outside the graph, since only the class knows its initial state."""
         norm = self._steps.clip(self._max_norm)
         if not _is_not_finite(loss, norm):
             self._live.step()
@@ -124,13 +124,12 @@ class Update:
 
     @torch.no_grad()
     def _step_on_copies(self, stops: Tensor, names: dict[Tensor, str]) -> None:
-        """Step on copies, block by block, and write them back unless the step is not to be taken: only fused kernels
-        have a word for that."""
-        blocks: dict[str, list[Tensor]] = {}  # what is in no block is large, and goes alone
+        """Step on copies, block by block, and write them back unless the step is skipped: only fused kernels skip."""
+        blocks: dict[str, list[Tensor]] = {}  # parameters outside of blocks are large, and go alone
         for parameter, name in names.items():
             blocks.setdefault(block_of(name, self._steps.model.blocks) or name, []).append(parameter)
         is_kept = functools.cache(lambda device: (stops > 0).to(device))
-        rates = [group["lr"].item() for group in self._twin.param_groups]  # read anew in each run, as plain numbers
+        rates = [group["lr"].item() for group in self._twin.param_groups]  # read in each run, as plain numbers
         for parameters in blocks.values():
             with _on_parts(self._twin, parameters, Tensor.clone, rates) as parts:
                 self._twin.step()
@@ -143,7 +142,7 @@ class Update:
                     live.copy_(torch.where(is_kept(live.device), live, new))
 
     def _follow(self) -> None:
-        """Let the traced optimizer have the settings of the live one, which schedules and checkpoints know."""
+        """Copy the live optimizer's settings, which schedules and checkpoints change, to the traced one."""
         self._twin.state = self._live.state
         for group, live in zip(self._twin.param_groups, self._live.param_groups, strict=True):
             group["lr"].fill_(live["lr"])
@@ -151,7 +150,7 @@ class Update:
 
 
 def _made_up(gm: GraphModule) -> Numbers:
-    """Give numbers for what a step reads beside parameters and buffers, none below 0, as second moments are."""
+    """Return random numbers for inputs other than parameters and buffers; none below 0, like second moments."""
     kinds = [slot.kind for slot in signature_of(gm).inputs for _ in range(slot.layout.num_tensors)]
     owners = zip(kinds, gm.graph.find_nodes(op="placeholder"), strict=True)
     values = [node.meta["val"] for kind, node in owners if kind not in ("param", "buffer")]
@@ -170,7 +169,7 @@ def _check_parts(optimizer: Optimizer) -> None:
 
 
 def _twin_of(optimizer: Optimizer, is_fused: bool) -> Optimizer:
-    """Give an optimizer of the same parameters and state whose learning rates are tensors, and so inputs of a graph.
+    """Return an optimizer of the same parameters and state whose learning rates are tensors, and so inputs of a graph.
 
     A CPU's kernel reads a rate in fp64, and so loses no bit of it; that of a GPU takes one in fp32. An optimizer that
     is not fused has it as a number, read on the host.
@@ -192,8 +191,8 @@ def _on_parts(
     taken: Callable[[Tensor], Tensor] = lambda x: x,
     rates: Sequence[float] = (),
 ) -> Iterator[dict[Tensor, Tensor]]:
-    """Let an optimizer of DTensors step on the parts that this rank has, in the same order: its update is elementwise,
-    or the parts are whole. Of parameters and state it gets what `taken` gives of them.
+    """Replace an optimizer's DTensors by their local shards, in the same order, inside the context: its update is
+    elementwise, or the shards are whole. `taken` maps each shard and state first, to a copy for instance.
 
     On torch 2.11 a trace of DTensors' own update has a second one, of tensors of the whole shape that nobody has.
     """
@@ -221,7 +220,7 @@ def _part(tensor: Tensor) -> Tensor:
 
 
 def _is_not_finite(loss: Tensor, norm: Tensor) -> Tensor:
-    """Tell, as the kernel wants it, whether a rank's loss or the norm is not finite: 1.0 or 0.0, equal on all ranks."""
+    """Return 1.0 if a rank's loss or the norm is not finite, else 0.0, equal on all ranks: the kernel's `found_inf`."""
     bad_ranks = (~loss.isfinite()).float()
     if dist.get_world_size() > 1:
         bad_ranks = c10d.wait_tensor(c10d.all_reduce(bad_ranks, "sum", dist.group.WORLD.group_name))  # type: ignore[union-attr]

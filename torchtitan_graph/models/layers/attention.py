@@ -17,9 +17,8 @@ from torchtitan_graph.models.layers.rope import Rotation
 
 
 class Seen(nn.Module):
-    """What other positions see of a token: keys and values, or what they are made of. Under context parallelism it
-    gives those of the whole row, in order; else what it is given.
-    """
+    """The module at which context parallelism gathers a token's keys and values, or the latents they come from. Under
+    it the result is of the whole row, in order; else the arguments are returned."""
 
     def forward(self, *parts_BL: Tensor) -> tuple[Tensor, ...]:
         return parts_BL
@@ -35,12 +34,12 @@ def attend(
     sinks_N: Tensor | None = None,
     score: ScoreFunction | None = None,
 ) -> Tensor:
-    """Attend with grouped queries: each of the K key heads serves N/K query heads. Gives (B, L, N, width of values).
+    """Return attention with grouped queries (B, L, N, width of values): each of the K key heads serves N/K query heads.
 
     Args:
-        scale: of the products of queries and keys; None is 1 / sqrt(H).
+        scale: factor of the products of queries and keys; None is 1 / sqrt(H).
         sinks_N: a logit per head that takes part in the softmax and has no value: it lets a head attend to nothing.
-        score: changes a scaled score, `(score, b, h, q, kv) -> score`, as a soft cap or a bias does; flex only.
+        score: function of a scaled score, `(score, b, h, q, kv) -> score`, as a soft cap or a bias does; flex only.
 
     Raises:
         UserError: a score function without flex attention, which alone has one; sinks within segments; or a use that
@@ -87,9 +86,9 @@ def _check_places(Lq: int, Lk: int, mask: Mask, score: ScoreFunction | None) -> 
 
 
 def _reads_query(score: ScoreFunction) -> bool:
-    """Tell whether a score function looks at the argument `q`; of one that can't be followed, suppose it."""
+    """Return whether a score function reads its argument `q`; True if it can't be traced."""
     try:
-        # Through a function of its own: of a method FX would count `self` among the arguments.
+        # Through a function of its own: for a method FX would count `self` among the arguments.
         followed = torch.fx.symbolic_trace(lambda x, b, h, q, kv: score(x, b, h, q, kv))
         _, _, _, query, _ = followed.graph.find_nodes(op="placeholder")
     except Exception:
@@ -100,7 +99,7 @@ def _reads_query(score: ScoreFunction) -> bool:
 def _sdpa(
     q_BNLH: Tensor, k_BNLH: Tensor, v_BNLH: Tensor, mask_B1LL: Tensor, scale: float, sinks_N: Tensor | None
 ) -> Tensor:
-    """Attend; keys and values have N heads, or fewer for groups of queries."""
+    """Return scaled-dot-product attention; keys and values have N heads, or fewer for groups of queries."""
     width, groups = v_BNLH.shape[-1], q_BNLH.shape[1] // k_BNLH.shape[1]
     if groups > 1 and (sinks_N is not None or not _takes_groups(q_BNLH, k_BNLH, v_BNLH, mask_B1LL)):
         k_BNLH, v_BNLH = (x.repeat_interleave(groups, dim=1) for x in (k_BNLH, v_BNLH))
@@ -123,11 +122,11 @@ def _sdpa(
 
 
 def _takes_groups(q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, mask_B1LL: Tensor) -> bool:
-    """Tell whether a fused kernel shares keys among queries' heads, and none that holds every score can be chosen.
+    """Return whether a fused kernel shares keys among queries' heads, and none that holds every score can be chosen.
 
-    cuDNN's on a GPU does, in half precision and not in deterministic runs. Which one is chosen is torch's matter; the
-    efficient one comes before what holds every score, so it must take groups as well: not in torch 2.11. A CPU's fused
-    kernel has no grouped form.
+    cuDNN's on a GPU does, in half precision and not in deterministic runs. torch chooses the kernel; the efficient one
+    precedes the one that holds every score, so it must take groups as well: not in torch 2.11. A CPU's fused kernel has
+    no grouped form.
     """
     if not q_BNLH.is_cuda:
         return False
@@ -137,13 +136,13 @@ def _takes_groups(q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, mask_B1LL: Ten
 
 
 def _as_wide(values: Tensor, keys: Tensor) -> Tensor:
-    """Pad values to the keys' width: the fused kernels want it so, and the fallback would hold every score."""
+    """Return values padded to the keys' width: fused kernels require it, and the fallback would hold every score."""
     more = keys.shape[-1] - values.shape[-1]
     return F.pad(values, (0, more)) if more > 0 else values
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions. Under tensor parallelism it holds a rank's own heads.
+    """Grouped-query attention with rotary positions. Under tensor parallelism it has a rank's own heads.
 
     Args:
         bias: of all four projections.
@@ -197,7 +196,7 @@ class Attention(nn.Module):
         return self.wo(attend(q_BLNH, k_BLKH, v_BLKH, mask, sinks_N=self.sinks).flatten(-2))
 
     def placed(self, q_BLNH: Tensor, k_BLKH: Tensor, rope: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """Normalise queries and keys, and rotate them to their positions."""
+        """Return queries and keys, normalised and rotated to their positions."""
         if self.q_norm is not None and self.k_norm is not None:
             q_BLNH, k_BLKH = self.q_norm(q_BLNH), self.k_norm(k_BLKH)
         cos, sin = rope
@@ -205,7 +204,7 @@ class Attention(nn.Module):
 
 
 def flex_cpu_bytes(batch: int, num_heads: int, Lq: int, Lk: int) -> int:
-    """Estimate the peak bytes of one layer's uncompiled flex attention, forward and backward, on a CPU.
+    """Return an estimate of the peak bytes of one layer's uncompiled flex attention, forward and backward, on a CPU.
 
     It holds scores in fp32, several times over in the backward: 14 GiB were measured at batch 8, 16 heads, sequence
     2048, all of whose scores were held: seven matrices of them.

@@ -1,4 +1,4 @@
-"""The skeleton that every family fills: embedding, blocks, norm, output."""
+"""The decoder that every family builds on: embedding, blocks, norm, output."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from torchtitan_graph.parallel.plan import Plan
 
 ATTENTION = ("sdpa", "flex", "varlen")  # its implementations
 TOKENS_AT_A_TIME = 2**20  # whose positions are counted
-LOAD = ".load"  # ends the name of the state in which a mixture of experts counts the slots of each
+LOAD = ".load"  # suffix of the state's name with a mixture's slots per expert
 
 
 class DecoderConfig(Protocol):
-    """What every family's config has."""
+    """Fields of every family's config."""
 
     @property
     def dim(self) -> int: ...
@@ -49,8 +49,8 @@ class DecoderConfig(Protocol):
 
 
 def decoder_plan(**layers: Plan) -> dict[str, Mapping[str, str]]:
-    """Give a family's plan from those of the layers in its blocks, by their names there: what is split on which axis.
-    The words are explained in parallel/plan.py."""
+    """Return a family's plan from the plans of the layers in its blocks, by their names there. The roles are explained
+    in parallel/plan.py."""
     plan: dict[str, Mapping[str, str]] = {
         "tok_embeddings": {"tp": "embedding"},
         "layers.*.attention_norm.weight": {"tp": "replicate"},
@@ -65,11 +65,11 @@ def decoder_plan(**layers: Plan) -> dict[str, Mapping[str, str]]:
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each normalised before and added to the residual stream.
+    """Attention and a feed-forward layer, each with a norm before it, added to the residual stream.
 
     Args:
-        feed_forward: any layer that gives (B, L, D), or a `MoE`; the block then gives its `Routing` as well.
-        mask: the rule, of those in the model's `mask_rules`, that says what its attention sees.
+        feed_forward: any layer that returns (B, L, D), or a `MoE`; the block then returns its `Routing` as well.
+        mask: name of its attention's rule in the model's `mask_rules`.
     """
 
     def __init__(self, dim: int, norm_eps: float, attention: nn.Module, feed_forward: nn.Module, mask: str = "causal"):
@@ -78,7 +78,7 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(dim, eps=norm_eps)
         self.attention = attention
         self.ffn_norm = nn.RMSNorm(dim, eps=norm_eps)
-        # Two names: plans and checkpoints tell a layer of experts from a dense one.
+        # Two names: plans and checkpoints distinguish a layer of experts from a dense one.
         self.moe = feed_forward if isinstance(feed_forward, MoE) else None
         self.feed_forward = feed_forward if self.moe is None else None
 
@@ -92,9 +92,9 @@ class Block(nn.Module):
 
 
 class AheadBlock(Block):
-    """A block that predicts one token further ahead than what it is given (DeepSeek-V3, section 2.2): it mixes that
-    with the embedding of the token that lies between. Its result, normalised, goes to the model's own output; as it is,
-    to the next such block."""
+    """A multi-token-prediction block (DeepSeek-V3, section 2.2), one token further ahead than its input: it mixes that
+    with the embedding of the token between. Its normalised result goes to the model's own output; unnormalised, to the
+    next such block."""
 
     def __init__(self, dim: int, norm_eps: float, attention: nn.Module, feed_forward: nn.Module, mask: str = "causal"):
         super().__init__(dim, norm_eps, attention, feed_forward, mask)
@@ -106,7 +106,7 @@ class AheadBlock(Block):
     def forward(  # type: ignore[override]
         self, x_BLD: Tensor, embedding_BLD: Tensor, *, rope: Any, mask: Mask
     ) -> tuple[Tensor, Tensor, Routing | None]:
-        """Take what the trunk, or the block before, gives, and the embedding of each position's next token."""
+        """Run the block on the trunk's or previous block's result, and the embedding of each position's next token."""
         mixed_BLD = self.eh_proj(torch.cat((self.enorm(embedding_BLD), self.hnorm(x_BLD)), dim=-1))
         result = super().forward(mixed_BLD, rope=rope, mask=mask)
         y_BLD, routing = result if isinstance(result, tuple) else (result, None)
@@ -116,8 +116,8 @@ class AheadBlock(Block):
 class Decoder(nn.Module):
     """A decoder-only transformer over packed documents.
 
-    A family gives the blocks, and defines `rope(positions_BL)`. Where blocks see different positions, it extends
-    `mask_rules`. Blocks of its own are called as `Block` is, and give what it gives.
+    A family passes the blocks, and defines `rope(positions_BL)`. Where blocks see different positions, it extends
+    `mask_rules`. Its own blocks have the arguments and results of `Block`.
 
     Raises:
         UserError: `attn` is none of ATTENTION.
@@ -129,9 +129,9 @@ class Decoder(nn.Module):
             raise UserError(f"attn = {attn!r}: a model computes attention by {' or '.join(ATTENTION)}")
         self.config: Any = config
         self.attn = attn
-        self.ahead_weight = 0.0  # of the losses of `AheadBlock`s
+        self.ahead_weight = 0.0  # weight of the losses of `AheadBlock`s
         self.num_parts = 1  # microbatches and ranks that a step's tokens are divided among
-        self.parts_differ = False  # in their numbers of tokens
+        self.parts_differ = False  # the parts have different numbers of tokens
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(blocks)
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
@@ -141,13 +141,13 @@ class Decoder(nn.Module):
 
     @property
     def modules_in_order(self) -> list[str]:
-        """The names of what forward calls, one after the other: a pipeline stage has some of them."""
+        """The names of the modules in the order of forward: a pipeline stage has some of them."""
         return ["tok_embeddings", *self.blocks, "norm", "output"]
 
     def keep(self, names: Container[str]) -> None:
-        """Drop all but the modules named; those that stay keep their names.
+        """Drop all modules except those in `names`, which stay under their names.
 
-        Where the output stays and is tied, the embedding does too: the weight that they share goes by its name.
+        Where the output stays and is tied, the embedding does too: their shared weight has its name.
         """
         for name in self.modules_in_order:
             owner, _, leaf = name.rpartition(".")
@@ -160,18 +160,18 @@ class Decoder(nn.Module):
         return {f"layers.{number}": block for number, block in self.layers.named_children()}
 
     def after_step(self, state: Mapping[str, Tensor]) -> None:
-        """Take back what an optimizer step changed: the `state` of its outputs, of all microbatches and ranks."""
+        """Update the model from the `state` that an optimizer step returned, of all microbatches and ranks."""
         for name, load_E in state.items():
             moe = self.get_submodule(name.removesuffix(LOAD))
             assert isinstance(moe, MoE), name
             move_correction_bias(moe, load_E)
 
     def rope(self, positions_BL: Tensor) -> Any:
-        """Give what every block's attention takes as `rope`, from the positions."""
+        """Return the argument `rope` of every block's attention, from the positions."""
         raise NotImplementedError
 
     def initial_std(self, name: str) -> float | None:
-        """Give the standard deviation that parameter `name` is drawn with; None means ones, 0 zeros."""
+        """Return the standard deviation of the initial values of parameter `name`; None means ones, 0 zeros."""
         path, _, leaf = name.rpartition(".")
         owner = self.get_submodule(path)
         is_scale = self.get_parameter(name).dim() == 1 and not isinstance(owner, (nn.Linear, nn.Embedding))
@@ -189,22 +189,22 @@ class Decoder(nn.Module):
         return 0.02
 
     def mask_rules(self, documents_BL: Tensor, positions_BL: Tensor) -> dict[str, Rule]:
-        """Give the rules that blocks name, of which positions see which."""
+        """Return the mask rules, by the names that blocks use."""
         return {"causal": all_of(causal, same_document(documents_BL))}
 
     def segments(self, documents_BL: Tensor, positions_BL: Tensor) -> dict[str, Tensor]:
-        """Give, of the rules by which a token sees what is not later in its segment, a document or a part of one, where
-        (B, L) segments begin: what attn = "varlen" can do."""
+        """Return, by rule, where segments begin (B, L): for rules by which a token sees its segment's tokens up to
+        itself, a segment being a document or a part of one. attn = "varlen" supports only these."""
         return {"causal": begins_of(documents_BL)}
 
     def check_attention(self, cp: int = 1) -> None:
-        """Refuse attn = "varlen" where attention is not within segments of rows that a rank has whole.
+        """Check for attn = "varlen" that attention is within segments of rows that a rank has whole.
 
         Args:
             cp: the degree of context parallelism.
 
         Raises:
-            UserError: names the rule that is none of `segments`, or lets see other pairs than its segments do.
+            UserError: names the rule that is missing in `segments`, or differs from its segments.
         """
         if self.attn != "varlen":
             return
@@ -232,12 +232,12 @@ class Decoder(nn.Module):
                 )
 
     def num_visible(self, positions_BL: Tensor) -> dict[str, Tensor]:
-        """Give, by rule, how many positions each position sees: what counts as attention's arithmetic. A rule that is
-        not among them is counted pair by pair."""
+        """Return, by rule, the number of positions that each position sees, for attention's FLOPs. Other rules are
+        counted pair by pair."""
         return {"causal": positions_BL + 1}
 
     def visible_pairs(self, documents_BL: Tensor, positions_BL: Tensor) -> dict[str, float]:
-        """Give, by block, the fraction of all pairs of positions that its attention looks at."""
+        """Return, by block, the fraction of all pairs of positions that its attention sees."""
         B, L = positions_BL.shape
         numbers = self.num_visible(positions_BL)
         for name, rule in self.mask_rules(documents_BL, positions_BL).items():
@@ -247,7 +247,7 @@ class Decoder(nn.Module):
         return {name: fractions[getattr(block, "mask", "causal")] for name, block in self.blocks.items()}
 
     def visible_in_one_document(self, seq_len: int) -> dict[str, float]:
-        """Give the same of a row that is one document, which may be longer than memory has room for."""
+        """Return the same fractions for a row that is one document, which may be longer than memory has room for."""
         one = torch.zeros(1, 1, dtype=torch.int64)
         if self.mask_rules(one, one).keys() - self.num_visible(one).keys():
             positions_BL = torch.arange(seq_len).expand(1, -1)
@@ -267,14 +267,14 @@ class Decoder(nn.Module):
         places_L: Tensor | None = None,
         device: torch.device | None = None,
     ) -> dict[str, Mask]:
-        """Build the attention masks of one batch; made once, outside the graph, and shared by all layers.
+        """Build the attention masks of one batch, outside the graph, shared by all layers.
 
         Args:
-            documents_BL: equal numbers where two tokens belong to one document.
-            positions_BL: of each token in its document.
-            places_L: of the queries, in the row; None: one at each place. Segments have all.
-            device: that the masks are for; None: that of the documents. Segments are made of documents in the host's
-                memory: for others the host waits. See Note [Numbers of segments].
+            documents_BL: document number of each token.
+            positions_BL: position of each token in its document.
+            places_L: places of the queries in the row; None: one at each place. Segments have all.
+            device: device of the masks; None: that of the documents. Segments are computed from documents in the
+                host's memory: for others the host waits. See Note [Numbers of segments].
         """
         (B, L), device = documents_BL.shape, device or documents_BL.device
         if self.attn == "varlen":
@@ -292,11 +292,10 @@ class Decoder(nn.Module):
         side_outputs: bool = False,
         only: Container[str] | None = None,
     ) -> Any:
-        """Give the logits (B, L, V); with `side_outputs` also what a training step takes beside them: `SideOutputs`.
-        Without positions and masks every row is one document.
+        """Return the logits (B, L, V); with `side_outputs` also `SideOutputs`, for a training step.
 
-        With `only` run the modules of those names alone, a pipeline stage's: on what the stage before it gave, in the
-        place of tokens, to what the next one takes, in the place of logits.
+        With `only` run just the modules of those names, a pipeline stage's: the input is the previous stage's
+        activation in place of tokens, the result this stage's in place of logits.
         """
 
         def runs(name: str) -> bool:
@@ -332,11 +331,11 @@ class Decoder(nn.Module):
         beside: SideOutputs,
         experts: list[Tensor],
     ) -> list[Tensor]:
-        """Give the logits of each `AheadBlock`, which are in training alone."""
+        """Return the logits of each `AheadBlock`, for training."""
         ahead = []
         for name, block in self.blocks.items():
             if isinstance(block, AheadBlock):
-                # What a row's last position takes from its first is in no loss, and no other position sees it.
+                # The last position gets the row's first token here; it is in no loss, and no other position sees it.
                 tokens_BL = tokens_BL.roll(-1, dims=1)
                 embedding_BLD = self.tok_embeddings(tokens_BL)
                 x_BLD, normed_BLD, routing = block(x_BLD, embedding_BLD, rope=rope, mask=masks[block.mask])
@@ -346,7 +345,7 @@ class Decoder(nn.Module):
 
 
 def _note(beside: SideOutputs, experts: list[Tensor], name: str, routing: Routing | None) -> None:
-    """Keep what a block's mixture of experts gives beside its result."""
+    """Add a block's routing to the side outputs."""
     if routing is not None:
         beside.state[f"{name}.moe{LOAD}"] = routing.load_E
         if routing.loss is not None:

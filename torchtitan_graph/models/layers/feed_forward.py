@@ -9,7 +9,7 @@ from torchtitan_graph.elementwise import swiglu
 class SwiGLU(nn.Module):
     """The activation: a module, so that it has a name in the graph.
 
-    is_fused  one operator computes it, see elementwise.py
+    is_fused  computed by one operator, see elementwise.py
     """
 
     is_fused = False
@@ -20,7 +20,7 @@ class SwiGLU(nn.Module):
         return F.silu(gate) * up
 
     def is_one_operator(self, gate: Tensor, up: Tensor) -> bool:
-        """Tell whether one operator computes it: that broadcasts nothing, and promotes no dtype."""
+        """Return whether one operator computes it, which neither broadcasts nor promotes dtypes."""
         return self.is_fused and gate.shape == up.shape and gate.dtype == up.dtype
 
 

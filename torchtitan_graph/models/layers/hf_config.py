@@ -1,4 +1,4 @@
-"""Read config.json as transformers does, and refuse by name what a family can't express."""
+"""Reader of config.json, like transformers'; what a family can't express is an error by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Config = TypeVar("Config")
 
 _MISSING: Any = object()
 
-# What changes every family's forward, and is one thing in all of them. silu has two names.
+# Keys that affect every family's forward, with the only values supported. silu has two names.
 _EVERYWHERE: dict[str, tuple[Any, ...]] = {
     "attention_dropout": (0.0,),
     "hidden_act": ("silu", "swish"),
@@ -22,19 +22,19 @@ _EVERYWHERE: dict[str, tuple[Any, ...]] = {
 }
 
 
-# No release comes near: the largest have 126 layers, or 61 of 384 experts. What a model is built of is made one by one.
+# No release comes near: the largest have 126 layers, or 61 of 384 experts. Modules are built one by one.
 MOST_LAYERS, MOST_EXPERTS, MOST_EXPERTS_IN_ALL = 2_000, 4_096, 200_000
 
 
 class ConfigReader:
-    """Take values out of a config.json, collecting everything that is wrong with it for one error.
+    """Typed reader of a config.json that collects every problem for one error.
 
-    Null is a value of its own: where transformers refuses it, or means something else by it than by a missing key, so
-    does this. In the place of what is wrong the methods return something legal, so that reading goes on.
+    Null is a value of its own: it is refused, or differs from a missing key, as in transformers. In place of a wrong
+    value the methods return a legal one, so that reading goes on.
 
     Args:
-        where: is put before the keys' names in messages.
-        problems: the list that the reader adds to.
+        where: prefix of the keys' names in messages.
+        problems: the list that problems are added to.
     """
 
     def __init__(self, raw: Mapping[str, Any], where: str = "", problems: list[str] | None = None):
@@ -51,11 +51,11 @@ class ConfigReader:
         most: int = 2**31 - 1,
         alias: str = "",
     ) -> int:
-        """Take an integer.
+        """Return an integer.
 
         Args:
-            default: where the key is missing; `null`: where it is null. Without them that is a problem.
-            alias: a second name, which must say the same where both are there.
+            default: value for a missing key; `null`: value for null. Without them that is a problem.
+            alias: a second name, which must have the same value where both are present.
         """
         if alias in self.raw:
             self.expect(alias, self.raw.get(key, self.raw[alias]))
@@ -69,15 +69,15 @@ class ConfigReader:
         return self._wrong(key, value, f"an integer from {least} to {shown}", least)
 
     def num_layers(self) -> int:
-        """Take the number of layers."""
+        """Return the number of layers."""
         return self.integer("num_hidden_layers", most=MOST_LAYERS)
 
     def num_experts(self, key: str, default: int = _MISSING, *, alias: str = "") -> int:
-        """Take the number of a layer's experts; arguments as of `integer`."""
+        """Return the number of a layer's experts; arguments as in `integer`."""
         return self.integer(key, default, most=MOST_EXPERTS, alias=alias)
 
     def number(self, key: str, default: float = _MISSING, *, null: float = _MISSING, above: float = 0.0) -> float:
-        """Take a finite number that is larger than `above`, as a float; `default` and `null` as for `integer`."""
+        """Return a finite number larger than `above`, as a float; `default` and `null` as in `integer`."""
         value = self.raw.get(key)
         if value is None:
             return self._instead(key, default, null, 1.0)
@@ -86,29 +86,29 @@ class ConfigReader:
         return self._wrong(key, value, f"a number above {above:g}", 1.0)
 
     def flag(self, key: str, default: bool) -> bool:
-        """Take true or false."""
+        """Return true or false."""
         value = self.raw.get(key, default)
         return value if isinstance(value, bool) else self._wrong(key, value, "true or false", default)
 
     def expect(self, key: str, *legal: Any) -> None:
-        """Note a problem if the key is there and its value is none of the legal ones."""
+        """Record a problem if the key is present and its value is none of the legal ones."""
         if key in self.raw and self.raw[key] not in legal:
             listed = " or ".join(f"{value!r:.200}" for value in legal if value is not None) or "null"
             self.problems.append(f"{self.where}{key} = {self.raw[key]!r:.200} can't be expressed; legal is {listed}")
 
     def need(self, condition: bool, problem: str) -> None:
-        """Note how values contradict each other, if they are sound one by one."""
+        """Record a contradiction between values, if each is legal by itself."""
         if not condition and not self.problems:
             self.problems.append(problem)
 
     def expect_of_all(self, *model_types: str) -> None:
-        """Check what is one thing in every family, and that the file is of the family's `model_type`."""
+        """Check the keys that have one value in every family, and the family's `model_type`."""
         self.expect("model_type", *model_types)
         for key, legal in _EVERYWHERE.items():
             self.expect(key, *legal)
 
     def check_heads(self, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
-        """Check that heads can be grouped, and rotated by pairs."""
+        """Check that key heads divide query heads, and that a head's width is even."""
         self.need(
             num_heads % num_kv_heads == 0,
             f"num_key_value_heads = {num_kv_heads} must divide num_attention_heads = {num_heads}",

@@ -1,4 +1,4 @@
-"""How positions are rotated, as a config.json says it: in either of transformers' two forms, and by its precedence."""
+"""Rotary parameters of a config.json: in either of transformers' two forms, and by its precedence."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _CONTEXT = "original_max_position_embeddings"
 def read_rope(
     reader: ConfigReader, theta: float = 10000.0, implied: Mapping[str, Any] | None = None
 ) -> tuple[float, Scaling | None, float]:
-    """Read the base of the frequencies, how they are scaled, and `mscale_all_dim`, which is DeepSeek's (0: none).
+    """Return the base of the frequencies, their scaling, and `mscale_all_dim`, which is DeepSeek's (0: none).
 
     Released files have `rope_theta` and `rope_scaling` (null, or with `rope_type`, in older files `type`); since
-    version 5 transformers writes it all into `rope_parameters`. What depends on the length of a sequence ("dynamic",
-    "longrope") is refused.
+    version 5 transformers writes it all into `rope_parameters`. Scalings that depend on the length of a sequence
+    ("dynamic", "longrope") are refused.
 
     Args:
-        theta: where the file says none.
-        implied: the parameters where the file says nothing of them.
+        theta: default base.
+        implied: default parameters.
     """
     rope = _parameters(reader, theta, implied)
     rope.expect("rope_type", "default", "linear", "llama3", "yarn")
@@ -40,7 +40,7 @@ def read_rope(
 
 
 def scaling_to_hf(scaling: Scaling | None, mscale: float = 0.0) -> dict[str, Any] | None:
-    """Write a scaling as a config.json's `rope_scaling`; `mscale` is DeepSeek's, and 0 is left out."""
+    """Return a scaling as a config.json's `rope_scaling`; `mscale` is DeepSeek's, and 0 is left out."""
     if isinstance(scaling, LinearScaling):
         written: dict[str, Any] = {"rope_type": "linear", "factor": scaling.factor}
     elif isinstance(scaling, Llama3Scaling):
@@ -69,7 +69,7 @@ def scaling_to_hf(scaling: Scaling | None, mscale: float = 0.0) -> dict[str, Any
 
 
 def _parameters(reader: ConfigReader, theta: float, implied: Mapping[str, Any] | None) -> ConfigReader:
-    """Bring both forms, and what stands beside them, into the newer one."""
+    """Return the parameters of both forms, and of the keys next to them, in the newer form."""
     raw = reader.raw
     found = raw.get("rope_scaling") or raw.get("rope_parameters")
     found = (implied or {}) if found is None else found
@@ -101,12 +101,12 @@ def _yarn(rope: ConfigReader) -> YarnScaling:
 
 
 def _unless_zero(rope: ConfigReader, key: str, otherwise: float = 0.0) -> float:
-    """Take a number of YaRN's, where 0 and null mean what a missing key means."""
+    """Return a number of YaRN's, where 0 and null are like a missing key."""
     return rope.number(key) if rope.raw.get(key) else otherwise
 
 
 def _implied_magnitude(factor: float, mscale: float, mscale_all_dim: float) -> float:
-    """Give what multiplies cosine and sine where `attention_factor` doesn't say it."""
+    """Return the factor of cosine and sine where `attention_factor` is missing."""
     if mscale and mscale_all_dim:
         return yarn_magnitude(factor, mscale) / yarn_magnitude(factor, mscale_all_dim)
     return yarn_magnitude(factor)

@@ -12,7 +12,7 @@ from torchtitan_graph.parallel.storage import set_local
 
 
 def generator_for(seed: int, name: str, device: torch.device) -> torch.Generator:
-    """Give the parameter's own generator."""
+    """Return the parameter's own generator."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
@@ -20,7 +20,7 @@ def generator_for(seed: int, name: str, device: torch.device) -> torch.Generator
 def initial_weight(
     name: str, shape: torch.Size, std: float | None, seed: int, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
-    """Draw one parameter in full: normal, cut at three standard deviations; ones where `std` is None; zeros where 0."""
+    """Return one parameter's full initial values: normal, cut at 3 `std`; ones where `std` is None, zeros where 0."""
     full = torch.empty(shape, device=device, dtype=dtype)
     if std is None:
         return full.fill_(1.0)
@@ -31,8 +31,8 @@ def initial_weight(
 
 @torch.no_grad()
 def initialize(model: Decoder, seed: int, device: torch.device | None = None) -> None:
-    """Draw every parameter of a materialized model in full, one at a time, and keep this rank's part of it; fill the
-    buffers. The numbers depend on the kind of `device` that draws them: where a parameter rests, if it is not given."""
+    """Draw every parameter of a materialized model in full, one at a time, and keep this rank's shard; fill the
+    buffers. The numbers depend on the kind of `device` that draws them: by default the parameter's."""
     for name, parameter in model.named_parameters():
         std = model.initial_std(name)
         full = initial_weight(name, parameter.shape, std, seed, device or parameter.device, torch.float32)
@@ -42,10 +42,10 @@ def initialize(model: Decoder, seed: int, device: torch.device | None = None) ->
 
 @torch.no_grad()
 def initialize_buffers(model: nn.Module) -> None:
-    """Let every module that has an `init_buffers` fill its buffers.
+    """Fill the buffers of every module that has an `init_buffers`.
 
     Raises:
-        UserError: a buffer that none has filled: what it was given when the model was built on meta is lost.
+        UserError: a buffer that none has filled: its values from building the model on meta are lost.
     """
     before = {name: (buffer, num_writes(buffer)) for name, buffer in model.named_buffers()}
     for module in model.modules():

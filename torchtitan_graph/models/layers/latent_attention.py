@@ -16,12 +16,12 @@ class LatentAttention(nn.Module):
     """Attention whose keys and values come from one narrow latent vector per token.
 
     A head's query and key have `nope_dim` features without position, and `rope_dim` rotated ones; the rotated part of
-    the key is one for all heads. Under tensor parallelism a rank holds its own heads, and the whole of the latent's
+    the key is shared by all heads. Under tensor parallelism a rank holds its own heads, and the latent's whole
     projections.
 
     Args:
         q_lora_rank: width of the latent that queries come from; 0: straight from the input.
-        scale: of the products of queries and keys.
+        scale: factor of the products of queries and keys.
     """
 
     PLAN = {

@@ -1,4 +1,4 @@
-"""Which positions see which: rules, their products, and the masks that attention is given.
+"""Attention masks: rules for which positions see which, their intersections, and masks built from them.
 
 A rule is a function `(b, h, q, kv) -> bool` on index tensors that broadcast: row of the batch, head, position of the
 query, position of the key. That is flex attention's own convention.
@@ -23,12 +23,12 @@ Mask = Tensor | BlockMask | Segments
 
 
 def causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-    """See what is not later."""
+    """Mask rule: a query sees keys that are not later."""
     return q >= kv
 
 
 def same_document(documents_BL: Tensor) -> Rule:
-    """See what has the same number in `documents_BL`."""
+    """Return a mask rule: a query sees keys with the same number in `documents_BL`."""
 
     def rule(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return documents_BL[b, q] == documents_BL[b, kv]
@@ -37,7 +37,7 @@ def same_document(documents_BL: Tensor) -> Rule:
 
 
 def sliding(window: int) -> Rule:
-    """See the last `window` positions, the query's own among them."""
+    """Return a mask rule: a query sees the last `window` positions, its own among them."""
 
     def rule(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return q - kv < window
@@ -46,7 +46,7 @@ def sliding(window: int) -> Rule:
 
 
 def chunked(positions_BL: Tensor, chunk: int) -> Rule:
-    """See what lies in the same chunk of a document; `positions_BL` count from the document's start."""
+    """Return a mask rule: a query sees its chunk of a document; `positions_BL` count from the document's start."""
 
     def rule(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return positions_BL[b, q] // chunk == positions_BL[b, kv] // chunk
@@ -55,14 +55,14 @@ def chunked(positions_BL: Tensor, chunk: int) -> Rule:
 
 
 def begins_of(*numbers_BL: Tensor) -> Tensor:
-    """Tell (B, L) where a segment begins: at a row's first token, and where a number is not the one before it."""
+    """Return (B, L) whether a segment begins: at a row's first token, and where a number differs from the last."""
     begins_BL = torch.ones_like(numbers_BL[0], dtype=torch.bool)
     begins_BL[:, 1:] = torch.stack([x[:, 1:] != x[:, :-1] for x in numbers_BL]).any(0)
     return begins_BL
 
 
 def all_of(*rules: Rule) -> Rule:
-    """See what every rule lets see."""
+    """Return the intersection of mask rules."""
 
     def rule(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         seen = rules[0](b, h, q, kv)
@@ -74,7 +74,7 @@ def all_of(*rules: Rule) -> Rule:
 
 
 def of_queries(rule: Rule, places_L: Tensor | None) -> Rule:
-    """Number the queries of a rank that has a part of the row, those at `places_L`; keys keep their places."""
+    """Return a mask rule for a rank's part of the row, with queries at `places_L`; keys keep their places."""
     if places_L is None:
         return rule
 
@@ -85,9 +85,8 @@ def of_queries(rule: Rule, places_L: Tensor | None) -> Rule:
 
 
 def dense_mask_bytes(B: int, Lq: int, Lk: int, num_masks: int, itemsize: int) -> int:
-    """Return what the masks of one batch take under sdpa: for each pair of positions a boolean, and a number of
-    `itemsize` bytes (`as_bias`).
-    """
+    """Return the bytes of one batch's masks under sdpa: for each pair of positions a boolean, and a number of
+    `itemsize` bytes (`as_bias`)."""
     return B * Lq * Lk * num_masks * (1 + itemsize)
 
 
@@ -95,10 +94,10 @@ def build_mask(attn: str, rule: Rule, B: int, L: int, device: torch.device, plac
     """Build the mask of one batch.
 
     Args:
-        attn: "sdpa" gives a boolean tensor (B, 1, Lq, L), True where a query (dim 2) sees a key (dim 3); "flex" a
-            `BlockMask` that holds the same rule over blocks.
+        attn: "sdpa": a boolean tensor (B, 1, Lq, L), True where a query (dim 2) sees a key (dim 3); "flex": a
+            `BlockMask` of the same rule over blocks.
         rule: one for all heads.
-        places_L: of the queries; None: one at each place.
+        places_L: places of the queries; None: one at each place.
     """
     Lq, rule = L if places_L is None else len(places_L), of_queries(rule, places_L)
     if attn == "flex":
@@ -112,7 +111,7 @@ def _seen(rule: Rule, B: int, q_L: Tensor, Lk: int) -> Tensor:
 
 
 def _strips(rule: Rule, B: int, Lq: int, Lk: int, device: torch.device) -> Iterator[Tensor]:
-    """Give the mask of some queries at a time, whole blocks of them: that of a long row takes gigabytes."""
+    """Yield the mask of some queries at a time, whole blocks of them: that of a long row takes gigabytes."""
     length = max(1, PAIRS_AT_A_TIME // (B * Lk * FLEX_BLOCK)) * FLEX_BLOCK
     length = Lq if device.type == "meta" else length
     for q_L in torch.arange(Lq, device=device).split(length):
@@ -120,12 +119,12 @@ def _strips(rule: Rule, B: int, Lq: int, Lk: int, device: torch.device) -> Itera
 
 
 def num_seen(rule: Rule, B: int, L: int, device: torch.device) -> Tensor:
-    """Count (B, L) the positions that each position sees."""
+    """Return the number (B, L) of positions that each position sees."""
     return torch.cat([seen.sum(-1).squeeze(1) for seen in _strips(rule, B, L, L, device)], dim=1)
 
 
 def _block_mask(rule: Rule, B: int, Lq: int, Lk: int, device: torch.device) -> BlockMask:
-    """Give what `create_block_mask` gives, which holds eleven bytes for each pair of positions."""
+    """Return the result of `create_block_mask`, without its eleven bytes for each pair of positions."""
     block, counts = FLEX_BLOCK, []
     for seen in _strips(rule, B, Lq, Lk, device):
         seen = F.pad(seen, (0, -Lk % block, 0, -seen.shape[2] % block))
@@ -140,9 +139,9 @@ def _block_mask(rule: Rule, B: int, Lq: int, Lk: int, device: torch.device) -> B
 
 
 def as_bias(mask: Mask, dtype: torch.dtype) -> Mask:
-    """Give a boolean mask as what is added to scores: 0 where a query sees a key, else -inf. Others stay.
+    """Return a boolean mask as a bias of scores: 0 where a query sees a key, else -inf. Other masks are unchanged.
 
-    Attention's kernels want it so, and would make, and keep for backward, one in each layer.
+    Attention's kernels need this form, and would build, and keep for backward, one in each layer.
     """
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         return mask

@@ -1,14 +1,14 @@
-"""Mixture of experts: every token goes to a few of many feed-forward layers; none is dropped.
+"""Mixture of experts: every token is routed to a few of many feed-forward layers; none is dropped.
 
 Note [Experts in a static graph]
-The T*A routed slots are sorted by expert and multiplied in groups (see ops.py). There are always T*A of them, however
-they fall on the experts: no shape depends on data and nothing is padded. What it costs is one sort of integers and two
-permutations of rows.
+The T*A routed slots are sorted by expert and multiplied in groups (see ops.py). There are always T*A of them, whatever
+their distribution over the experts: no shape depends on data and nothing is padded. The cost is one sort of integers
+and two permutations of rows.
 
 Note [Load balance without a loss]
 DeepSeek-V3's correction bias takes part in the choice of experts only. After each optimizer step it moves against the
-load that the step saw (`move_correction_bias`). The load leaves the forward pass as a value, next to the activations:
-recomputation can't count it twice, and a graph has it as an output.
+load of that step (`move_correction_bias`). The load is a result of the forward pass, like the activations:
+recomputation can't count it twice, and it is an output of the graph.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ c10d = torch.ops._c10d_functional
 
 
 class Routing(NamedTuple):
-    """What a mixture's forward pass gives beside its output.
+    """Results of a mixture's forward pass other than its output.
 
-    load_E   int64, how many slots went to each expert
-    loss     what the training loss is to be raised by, or None
+    load_E   int64, number of slots of each expert
+    loss     to add to the training loss, or None
     """
 
     load_E: Tensor
@@ -50,7 +50,7 @@ class MoEConfig:
                  their experts, or the sum of the "top2"
     correction_bias  see Note [Load balance without a loss]
     score_input  scores multiply the experts' inputs, not their outputs
-    shared_dim   width of the feed-forward layer that every token goes through; 0: there is none
+    shared_dim   width of the feed-forward layer for every token; 0: none
     biased       router and experts have biases
     clamped_swiglu  gpt_oss' activation in place of SwiGLU
     """
@@ -73,14 +73,14 @@ class MoEConfig:
 
 @dataclasses.dataclass(frozen=True)
 class AuxiliaryLoss:
-    """What a mixture of experts adds to the training loss; nothing by default.
+    """Auxiliary losses of a mixture of experts; none by default.
 
     load_balance   times E * sum_e (share of the slots that go to e) * (mean probability of e): 1 times it in balance
     by_sequence    the shares are each row's own (DeepSeek-V3, equation 17), not the whole step's (Switch Transformer)
     router_z       times the mean of logsumexp(logits)^2 (ST-MoE): keeps the gate's logits small
     num_parts      into which the microbatches and ranks cut a step's tokens: the step's loss is the mean over them
     groups         names of the process groups over which a microbatch's loads are summed for the shares
-    row_groups     of those over which a row's own are summed: their ranks have its parts
+    row_groups     names of the groups over which a row's own loads are summed: their ranks have its parts
     """
 
     load_balance: float = 0.0
@@ -91,7 +91,7 @@ class AuxiliaryLoss:
     row_groups: tuple[str, ...] = ()
 
     def __call__(self, logits_TE: Tensor, scores_TE: Tensor, chosen_TA: Tensor, load_E: Tensor, B: int) -> Tensor:
-        """Give the loss of one layer and microbatch."""
+        """Return the loss of one layer and microbatch."""
         loss = logits_TE.new_zeros(())
         if self.load_balance:
             probabilities_BLE = (scores_TE / scores_TE.sum(-1, keepdim=True)).unflatten(0, (B, -1))
@@ -111,7 +111,7 @@ class AuxiliaryLoss:
 
 
 class Gate(nn.Linear):
-    """A linear layer that computes in fp32, whatever the dtype (fp64 stays fp64): close scores decide who computes."""
+    """A linear layer that computes in fp32 (fp64 stays fp64) for any dtype: close scores choose the experts."""
 
     def forward(self, x_TD: Tensor) -> Tensor:
         wide = torch.promote_types(x_TD.dtype, torch.float32)
@@ -120,7 +120,7 @@ class Gate(nn.Linear):
 
 
 class Router(nn.Module):
-    """Choose `top_k` experts for every token, and score them."""
+    """The choice of `top_k` experts for every token, and their scores."""
 
     bias_E: Tensor | None
 
@@ -133,12 +133,12 @@ class Router(nn.Module):
         self.forced_balance = False
 
     def init_buffers(self) -> None:
-        """Prefer no expert."""
+        """Set the correction bias to zero."""
         if self.bias_E is not None:
             self.bias_E.zero_()
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Give the scores, fp32, and the numbers of the chosen experts, both (T, A); and the logits (T, E)."""
+        """Return the scores, fp32, and the indices of the chosen experts, both (T, A); and the logits (T, E)."""
         config, logits_TE = self.config, self.gate(x_TD)
         scores_TE = self.scores(logits_TE) if config.score != "softmax_of_chosen" else logits_TE
         chosen_TA = self._choose(scores_TE.detach())
@@ -150,7 +150,7 @@ class Router(nn.Module):
         return scores_TA * config.scale, chosen_TA, logits_TE
 
     def scores(self, logits_TE: Tensor) -> Tensor:
-        """Score every expert."""
+        """Return the score of every expert."""
         return logits_TE.sigmoid() if self.config.score == "sigmoid" else logits_TE.softmax(-1)
 
     def _choose(self, scores_TE: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ class Router(nn.Module):
 
 
 class ClampedSwiGLU(SwiGLU):
-    """gpt_oss' activation: a steeper gate, clamped from above; the linear half clamped, and one added."""
+    """gpt_oss' activation: a steeper gate, clamped from above; the linear half is clamped, plus one."""
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:
         if self.is_one_operator(gate, up):
@@ -181,7 +181,7 @@ class ClampedSwiGLU(SwiGLU):
 
 
 class Experts(nn.Module):
-    """Feed-forward layers, stacked on dim 0. Each row goes through its group's."""
+    """Feed-forward layers of experts, stacked on dim 0. Each row goes through its expert's."""
 
     def __init__(self, dim: int, config: MoEConfig):
         super().__init__()
@@ -195,7 +195,7 @@ class Experts(nn.Module):
         self.b3 = nn.Parameter(torch.empty(E, F_)) if config.biased else None
 
     def forward(self, x_SD: Tensor, load_E: Tensor) -> Tensor:
-        """Take rows that lie by expert, `load_E` of them for each."""
+        """Run the experts on rows sorted by expert, `load_E` of them for each."""
         offsets_E = load_E.cumsum(0).to(torch.int32)
 
         def linear(x: Tensor, weight: str, b: Tensor | None) -> Tensor:
@@ -206,14 +206,14 @@ class Experts(nn.Module):
         return linear(self.activation(gate_SF, up_SF), "w2", self.b2)
 
     def product(self, x: Tensor, weight: str, offsets_E: Tensor) -> Tensor:
-        """Multiply rows by the weight of that name, transposed; `offsets_E[e]` is where expert e's end."""
+        """Return rows times the transposed weight of that name; `offsets_E[e]` is where expert e's rows end."""
         return grouped_mm(x, getattr(self, weight), offsets_E, transposed=True)
 
 
 class MoE(nn.Module):
     """A mixture of experts in place of a feed-forward layer. See Note [Experts in a static graph].
 
-    Under tensor parallelism every rank holds a part of every expert, routes all tokens alike, and gives its part of
+    Under tensor parallelism every rank holds a part of every expert, routes all tokens alike, and returns its term of
     the experts' outputs. Under expert parallelism every rank holds some of the experts, and routes its own tokens.
     """
 
@@ -256,7 +256,7 @@ class MoE(nn.Module):
         if self.config.score_input:
             x_SD = x_SD * permuted(scores_TA1.flatten(0, 1), order_S, inverse_S)
         y_SD, shared_BLD = self.experts(x_SD, load_E), None
-        if self.shared_experts is not None:  # here, while the results are under way
+        if self.shared_experts is not None:  # here, while the results are in transit
             shared_BLD = self.shared_experts(x_TD.view_as(x_BLD))
         y_TAD = permuted(y_SD, inverse_S, order_S).unflatten(0, (-1, A))
         y_TD = (y_TAD if self.config.score_input else y_TAD * scores_TA1).sum(1)
@@ -271,11 +271,11 @@ class MoE(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class ExpertTraining:
-    """How mixtures of experts are trained: what is no part of the model itself.
+    """Training options of mixtures of experts, which are no part of the model.
 
-    auxiliary          what is added to the loss
-    bias_update_speed  how far a correction bias moves in a step, up or down
-    forced_balance     every expert gets as many slots, whatever the router says: for measuring speed
+    auxiliary          losses to add
+    bias_update_speed  step size of a correction bias, up or down
+    forced_balance     every expert gets equally many slots, whatever its scores: for measuring speed
     """
 
     auxiliary: AuxiliaryLoss | None = None
@@ -286,10 +286,10 @@ class ExpertTraining:
 def set_up_experts(
     model: nn.Module, training: ExpertTraining, num_parts: int, groups: Sequence[str], row_groups: Sequence[str] = ()
 ) -> None:
-    """Tell a model's mixtures of experts how they are trained.
+    """Set training options on a model's mixtures of experts.
 
     Args:
-        num_parts, groups, row_groups: as of `AuxiliaryLoss`.
+        num_parts, groups, row_groups: as in `AuxiliaryLoss`.
     """
     loss = training.auxiliary
     if loss is not None:
@@ -303,10 +303,10 @@ def set_up_experts(
 
 @torch.no_grad()
 def move_correction_bias(moe: MoE, load_E: Tensor) -> None:
-    """Make the experts of a step that had more than the mean load less likely to be chosen, and the others more.
+    """Lower the correction bias of experts that had more than the mean load in a step, and raise the others'.
 
     Args:
-        load_E: the slots of all microbatches and ranks that went to each expert.
+        load_E: the slots of each expert, over all microbatches and ranks.
     """
     bias_E = moe.router.bias_E
     if bias_E is not None:

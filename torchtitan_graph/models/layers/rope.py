@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021) and the ways it is stretched to longer contexts."""
+"""Rotary position embedding (Su et al. 2021) and its scalings to longer contexts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchtitan_graph.elementwise import rotate
 
 @dataclasses.dataclass(frozen=True)
 class LinearScaling:
-    """Position interpolation (https://arxiv.org/abs/2306.15595): every wave is stretched by `factor`."""
+    """Position interpolation (https://arxiv.org/abs/2306.15595): every wavelength is multiplied by `factor`."""
 
     factor: float
     magnitude = 1.0
@@ -24,7 +24,7 @@ class LinearScaling:
 
 @dataclasses.dataclass(frozen=True)
 class Llama3Scaling:
-    """Llama 3.1's frequency scaling: slow waves are stretched by `factor`, fast ones kept, those between blended."""
+    """Llama 3.1's frequency scaling: long wavelengths are multiplied by `factor`, short ones kept, others blended."""
 
     factor: float
     low_freq_factor: float = 1.0
@@ -33,20 +33,20 @@ class Llama3Scaling:
     magnitude = 1.0
 
     def __call__(self, frequencies_H: Tensor, theta: float) -> Tensor:
-        # How often a wave turns within the original context.
+        # Number of periods within the original context.
         turns_H = self.original_context * frequencies_H / (2 * math.pi)
         if self.low_freq_factor >= self.high_freq_factor:
             keep_H = (turns_H >= self.low_freq_factor).to(frequencies_H)
         else:
             keep_H = (turns_H - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        keep_H = keep_H.clamp(0.0, 1.0)  # 1 where the wave turns often (keep), 0 where it turns seldom (stretch)
+        keep_H = keep_H.clamp(0.0, 1.0)  # 1 for short wavelengths (keep), 0 for long ones (stretch)
         return frequencies_H * (keep_H + (1 - keep_H) / self.factor)
 
 
 @dataclasses.dataclass(frozen=True)
 class YarnScaling:
     """YaRN (https://arxiv.org/abs/2309.00071): pairs that turn more than `beta_fast` times within the original context
-    are kept, those that turn less than `beta_slow` times stretched by `factor`, those between blended by their number.
+    are kept, those that turn less than `beta_slow` times stretched by `factor`, those between blended by their index.
 
     truncate   round the numbers of the first and the last blended pair outwards to integers
     magnitude  multiplies cosine and sine: attention's logits then change by its square
@@ -70,12 +70,12 @@ class YarnScaling:
         return frequencies_H * (1 - stretch_H) + frequencies_H / self.factor * stretch_H
 
     def _pair(self, turns: float, width: int, theta: float) -> float:
-        """Give the number of the pair (fractional) that turns this often within the original context."""
+        """Return the index of the pair (fractional) that turns this often within the original context."""
         return width * math.log(self.original_context / (2 * math.pi * turns)) / (2 * math.log(theta))
 
 
 def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
-    """Give YaRN's correction of attention's temperature for a context stretched by `factor`."""
+    """Return YaRN's correction of attention's temperature for a context stretched by `factor`."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
@@ -83,7 +83,7 @@ Scaling = LinearScaling | Llama3Scaling | YarnScaling
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: Scaling | None, device: torch.device) -> Tensor:
-    """Give the angle per position, in radians, of each of the H/2 pairs of a head, in fp32."""
+    """Return the angle per position, in radians, of each of the H/2 pairs of a head, in fp32."""
     exponents_H = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
     frequencies_H = 1.0 / theta**exponents_H
     return frequencies_H if scaling is None else scaling(frequencies_H, theta)
@@ -92,7 +92,7 @@ def rope_frequencies(head_dim: int, theta: float, scaling: Scaling | None, devic
 def rope_cos_sin(
     positions_BL: Tensor, head_dim: int, theta: float, scaling: Scaling | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Give cosine and sine, each (B, L, 1, H/2) in fp32, of every position's angles.
+    """Return cosine and sine, each (B, L, 1, H/2) in fp32, of every position's angles.
 
     They are computed from the positions in every step: the model needs no buffer that would have to be sized,
     sharded or saved, and the cost is that of one layer's elementwise operator.
@@ -106,7 +106,7 @@ def rope_cos_sin(
 
 
 def apply_rope(x_BLNH: Tensor, cos_BL1H: Tensor, sin_BL1H: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Rotate the pairs of every head in fp32 (fp64 stays fp64); give the dtype of `x_BLNH`.
+    """Rotate the pairs of every head in fp32 (fp64 stays fp64); return them in the dtype of `x_BLNH`.
 
     Pair i is features (i, i + H/2), as Hugging Face's Llama lays its weights out; or, interleaved, (2i, 2i + 1).
     """
@@ -120,7 +120,7 @@ def apply_rope(x_BLNH: Tensor, cos_BL1H: Tensor, sin_BL1H: Tensor, *, interleave
 class Rotation(nn.Module):
     """`apply_rope` as a module, so that it has a name in the graph.
 
-    is_fused  one operator computes it, see elementwise.py
+    is_fused  computed by one operator, see elementwise.py
     """
 
     is_fused = False

@@ -39,7 +39,7 @@ from torchtitan_graph.parallel.pipeline import StageGraph
 from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.parallel.schedule import Schedule, plan_pipeline
 from torchtitan_graph.parallel.storage import Precision, Reshard, cast_parameters
-from torchtitan_graph.quantize.products import Recipe
+from torchtitan_graph.quantize.products import Recipe, multiple_for
 from torchtitan_graph.quantize.state import Float8
 from torchtitan_graph.rates import RATES
 from torchtitan_graph.steps import (
@@ -103,7 +103,7 @@ class Cell:
     num_steps: int = NUM_STEPS
     capture: str = "make_fx"
     pipeline: tuple[tuple[str, Any], ...] = ()  # options of `job.Parallelism`: its schedule and stages
-    float8: Recipe | None = None  # of all linear layers in blocks, and of all experts
+    float8: Recipe | None = None  # of linear layers in blocks, whose sizes allow it, and of all experts
     lengths: range | None = None  # that rows may have, where these differ
 
     def __post_init__(self) -> None:
@@ -149,7 +149,9 @@ class Cell:
         if self.float8 is None:
             return None
         layers = dict(build_model(self).layers.named_modules(prefix="layers"))
-        return Float8({n: self.float8 for n, m in layers.items() if type(m) is nn.Linear or isinstance(m, Experts)})
+        multiple = multiple_for(self.float8.scaling)
+        fits = {n for n, m in layers.items() if type(m) is nn.Linear and not any(s % multiple for s in m.weight.shape)}
+        return Float8({n: self.float8 for n, m in layers.items() if n in fits or isinstance(m, Experts)})
 
     def schedule(self) -> Schedule | None:
         """Give the schedule of the stages, where there are any."""

@@ -24,7 +24,7 @@ def main() -> None:
     # What generate.py and convert_to_hf.py will need.
     beside = [name for name in DESCRIPTION if (options.hf_folder / name).is_file()]
     if taken := [name for name in beside if (options.out / name).exists()]:
-        parser.error(f"{options.out} holds {', '.join(taken)} already: name a new folder")
+        parser.exit(2, f"{options.out} holds {', '.join(taken)} already: name a new folder\n")
     init_logging()
     try:
         model = from_hf(options.hf_folder, getattr(torch, options.dtype), quantized=options.quantized)
@@ -32,9 +32,9 @@ def main() -> None:
         for name in beside:
             shutil.copy(options.hf_folder / name, options.out)
     except UserError as error:
-        parser.error(str(error))
+        parser.exit(2, f"{error}\n")  # without the usage: the command was not wrong
     except (OSError, SaveError) as error:
-        parser.error(f"{options.out}: can't be written: {error.__cause__ or error}")
+        parser.exit(2, f"{options.out}: can't be written: {error.__cause__ or error}\n")
     logger.info(f"train from it with --checkpoint.initial_load_path {path}")
 
 

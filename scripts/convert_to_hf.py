@@ -34,9 +34,9 @@ def main() -> None:
         load_model(checkpoint, model)
         save_weights(model, family, options.out, assets=assets)
     except UserError as error:
-        parser.error(str(error))
+        parser.exit(2, f"{error}\n")  # without the usage: the command was not wrong
     except OSError as error:
-        parser.error(f"{options.out}: can't be written: {error}")
+        parser.exit(2, f"{options.out}: can't be written: {error}\n")
 
 
 if __name__ == "__main__":

@@ -118,7 +118,7 @@ def main() -> None:
     try:
         model, tokenizer = open_model(options.model, options.config)
     except UserError as error:
-        parser.error(str(error))
+        parser.exit(2, f"{error}\n")  # without the usage: the command was not wrong
     model.to(devices.device())
     generator = torch.Generator().manual_seed(options.seed)
     prompt = ([] if tokenizer.bos_id is None else [tokenizer.bos_id]) + tokenizer.encode(options.prompt)

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchtitan_graph.errors import UserError
+
 _LIBRARY = "torchtitan_graph"
 
 
@@ -70,8 +72,13 @@ def _is_aligned(x: Tensor) -> bool:
     )
 
 
-def _groups(offsets_E: Tensor) -> list[tuple[int, int]]:
+def _groups(offsets_E: Tensor, num_rows: int) -> list[tuple[int, int]]:
     ends = offsets_E.tolist()
+    if [0, *ends, num_rows] != sorted([0, *ends, num_rows]) or ends[-1:] not in ([], [num_rows]):
+        raise UserError(
+            f"groups of rows end at {str(ends):.100}, and there are {num_rows:,} rows: the ends must rise from 0 to the"
+            " number of rows. Of counts they are torch.cumsum(counts, 0)"
+        )
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
@@ -87,7 +94,7 @@ def grouped_mm(x_SD: Tensor, w: Tensor, offsets_E: Tensor, transposed: bool) -> 
     if _has_grouped_kernel(x_SD):
         return _grouped_kernel(x_SD, w_EDF, offsets_E)
     out_SF = x_SD.new_empty(x_SD.shape[0], w_EDF.shape[2])
-    for (begin, end), w_DF in zip(_groups(offsets_E), w_EDF, strict=True):
+    for (begin, end), w_DF in zip(_groups(offsets_E, len(x_SD)), w_EDF, strict=True):
         torch.mm(x_SD[begin:end], w_DF, out=out_SF[begin:end])
     return out_SF
 
@@ -98,7 +105,7 @@ def grouped_outer(x_SD: Tensor, y_SF: Tensor, offsets_E: Tensor) -> Tensor:
     if _has_grouped_kernel(x_SD):
         return _grouped_kernel(x_SD.t(), y_SF, offsets_E)
     out_EDF = x_SD.new_empty(offsets_E.shape[0], x_SD.shape[1], y_SF.shape[1])
-    for (begin, end), out_DF in zip(_groups(offsets_E), out_EDF, strict=True):
+    for (begin, end), out_DF in zip(_groups(offsets_E, len(x_SD)), out_EDF, strict=True):
         torch.mm(x_SD[begin:end].t(), y_SF[begin:end], out=out_DF)
     return out_EDF
 
@@ -109,7 +116,7 @@ def grouped_sum(x_SF: Tensor, offsets_E: Tensor) -> Tensor:
     if x_SF.is_cuda:
         return _sum_by_product(x_SF, offsets_E)
     out_EF = x_SF.new_empty(offsets_E.shape[0], x_SF.shape[1])
-    for (begin, end), out_F in zip(_groups(offsets_E), out_EF, strict=True):
+    for (begin, end), out_F in zip(_groups(offsets_E, len(x_SF)), out_EF, strict=True):
         torch.sum(x_SF[begin:end], dim=0, out=out_F)
     return out_EF
 

@@ -42,6 +42,13 @@ def find_full_disk(path: Path, error: str) -> str | None:
     return f"the disk at {place} is full, or a quota is used up: {free:,.1f} MiB of {total:,.1f} are free"
 
 
+def why_unwritable(path: Path, error: OSError) -> str:
+    """Say why `path` can't be written: a full disk, a file where a folder is to be made, or what the system says."""
+    if isinstance(error, FileExistsError) and error.filename and not os.path.isdir(error.filename):
+        return f"{error.filename} is there, and is no folder: move it away, or name another place"
+    return find_full_disk(path, str(error)) or str(error)
+
+
 def is_away(error: BaseException) -> bool:
     """Return whether an error is a transient I/O error, or quotes one from another rank."""
     if isinstance(error, OSError):
@@ -68,7 +75,7 @@ def refuse_unwritable(what: str, path: Path) -> Iterator[None]:
     except OSError as error:
         if is_away(error):
             raise
-        raise UserError(f"{what} can't be written: {find_full_disk(path, str(error)) or error}") from error
+        raise UserError(f"{what} can't be written: {why_unwritable(path, error)}") from error
 
 
 def wait_for_storage(function: Callable[[], T]) -> T:

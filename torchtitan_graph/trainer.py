@@ -403,7 +403,7 @@ class Trainer(Blueprint):
             else:
                 empty_rows += config.local_batch_size * self.dims.data
         if not found:
-            raise UserError("validation.dataset: its validation split holds no document with a target")
+            raise UserError("validation.dataset: its validation split holds no document with text")
         return float(totals[0] / totals[1])  # the only wait for the device
 
     def _resume(self) -> None:

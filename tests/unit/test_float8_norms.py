@@ -15,7 +15,7 @@ from torchtitan_graph.models.layers.feed_forward import FeedForward
 from torchtitan_graph.quantize import LayerNormLinear, LayerNormMLP, Linear, Recipe
 from torchtitan_graph.quantize.products import E4M3, workspace_of
 
-D, F = 32, 48
+D, F = 32, 64
 EVERY = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 
 
@@ -23,7 +23,7 @@ def built(recipe: Recipe, kind: str, has_workspaces: bool) -> tuple[Callable[...
     """Give steps x -> (result, gradients), of the layers together and apart."""
     torch.manual_seed(0)
     norm = nn.RMSNorm(D) if kind == "mlp" else nn.LayerNorm(D)
-    mlp, parts = FeedForward(D, F), {"wq": nn.Linear(D, F), "wk": nn.Linear(D, 16, bias=False), "wv": nn.Linear(D, F)}
+    mlp, parts = FeedForward(D, F), {"wq": nn.Linear(D, F), "wk": nn.Linear(D, 32, bias=False), "wv": nn.Linear(D, F)}
     one = LayerNormMLP(norm, mlp, recipe) if kind == "mlp" else LayerNormLinear(norm, parts, recipe)
     plain = [mlp.w1, mlp.w2, mlp.w3] if kind == "mlp" else [*parts.values()]
     layers = nn.ModuleList([Linear(each, recipe) for each in plain])

@@ -195,9 +195,37 @@ def test_a_norm_before_layers_is_the_layers_apart_under_autocast() -> None:
             lambda: GroupedLinear(nn.Parameter(torch.ones(2, 32, 32)), Recipe())(X, torch.tensor([16])),
             r"offsets_E has shape \[1\]: must be \[2\]",
         ),
+        (
+            lambda: GroupedLinear(nn.Parameter(torch.ones(2, 32, 32)), Recipe())(X, torch.tensor([8.0, 16.0])),
+            "offsets_E is of torch.float32: must be torch.int32 or torch.int64",
+        ),
+        (
+            lambda: GroupedLinear(nn.Parameter(torch.ones(2, 32, 64)), Recipe())(X, torch.tensor([8, 16])),
+            r"rows of shape \[16, 32\] do not fit a weight of shape \[2, 32, 64\]: must be \(rows, in\)",
+        ),
         (lambda: net()(X.long()), "is given torch.int64: must be floating point"),
     ],
 )
 def test_a_wrong_call_is_told_the_right_one(make: object, words: str) -> None:
     with pytest.raises(UserError, match=words):
         make()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("ends", [[8, 8], [8, 17], [17, 16], [-1, 16], [16, 8], [0, 0]])
+@pytest.mark.parametrize("scaling", [TENSORWISE, ROWWISE])
+def test_ends_of_groups_that_leave_rows_out_are_refused(ends: list[int], scaling: str) -> None:
+    """Such as counts in their place: rows of no group were memory that nobody had written."""
+    layer, offsets_E = GroupedLinear(EXPERTS, Recipe(scaling)), torch.tensor(ends)
+    with pytest.raises(UserError, match="and there are 16 rows: the ends must rise .*torch.cumsum"):
+        layer(X, offsets_E)
+    traced = minimal_fx_tracer(lambda x, ends: layer(x, ends), module=layer)(X, torch.tensor([8, 16]))
+    with pytest.raises(UserError, match="and there are 16 rows"):
+        run_traced(traced, module=layer)(X, offsets_E)
+
+
+def test_ends_of_groups_without_rows_are_legal() -> None:
+    layer = GroupedLinear(EXPERTS, Recipe())
+    assert (
+        layer(X, torch.tensor([0, 16])).shape == layer(X, torch.tensor([16, 16], dtype=torch.int32)).shape == (16, 32)
+    )
+    assert layer(X[:0], torch.tensor([0, 0])).shape == (0, 32)

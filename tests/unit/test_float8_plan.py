@@ -253,8 +253,8 @@ def with_own(recipe: Recipe = RECIPE, ffn_dim: int = 768) -> Decoder:
 @pytest.mark.parametrize(
     ("recipe", "ffn_dim", "words", "device", "message"),
     [
-        (Recipe(), 760, (), CPU, "own float8 layer layers.0.feed_forward.w1 is 760 x 256, and both .* multiples of 16"),
-        (Recipe(MX), 784, (), CPU, "w1 is 784 x 256, and both sizes must be multiples of 32"),
+        (Recipe(), 760, (), CPU, "Linear: old is 760 x 256, and both sizes must be multiples of 16"),
+        (Recipe(MX), 784, (), CPU, "Linear: old is 784 x 256, and both sizes must be multiples of 32"),
         (Recipe(), 768, ("--training.seq_len", "40"), CPU, "seq_len = 40: a rank computes 40 tokens at a time"),
         (Recipe(MX), 768, ("--training.seq_len", "48"), CPU, "48 tokens .* MXFP8 want a multiple of 32"),
         (Recipe(MX), 768, (), torch.device("cuda"), "emulated alone, on a GPU too; give its recipe emulate=True"),
@@ -318,6 +318,15 @@ def test_a_layer_of_no_recipe_is_refused() -> None:
         (
             lambda: LayerNormLinear(nn.RMSNorm(32), {}, Recipe()),
             r"layers = \{\}: must be a dict of linear layers by name",
+        ),
+        (lambda: Linear(nn.Linear(30, 64), Recipe(ROWWISE)), "Linear: old is 64 x 30, and both .* multiples of 16"),
+        (
+            lambda: LayerNormLinear(nn.BatchNorm1d(32), {"a": linear}, Recipe()),
+            "LayerNormLinear: norm is of class BatchNorm1d: must be one over a token",
+        ),
+        (
+            lambda: LayerNormMLP(nn.GroupNorm(2, 32), FeedForward(32, 32), Recipe()),
+            "LayerNormMLP: norm is of class GroupNorm: must be one over a token",
         ),
         (lambda: LayerNormMLP(nn.RMSNorm(32), linear, Recipe()), "old is of class Linear: must be a FeedForward"),
         (

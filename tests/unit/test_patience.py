@@ -10,7 +10,7 @@ from torchtitan_graph.checkpoint.folder import find_problem
 from torchtitan_graph.config import load
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.parallel.agree import RanksFailed
-from torchtitan_graph.patience import is_away, wait_for_storage
+from torchtitan_graph.patience import is_away, refuse_unwritable, wait_for_storage
 
 STALE = OSError(errno.ESTALE, "Stale file handle", "/shared/file")
 
@@ -66,3 +66,12 @@ def test_no_configuration_and_no_checkpoint_is_given_up_for_it(
     for read in (lambda: load(["--job.config_file", str(tmp_path / "mine.toml")]), lambda: find_problem(tmp_path)):
         with pytest.raises(OSError, match="Stale"):
             read()
+
+
+def test_what_is_in_the_way_is_told(tmp_path: Path) -> None:
+    (tmp_path / "tb").write_text("")
+    (tmp_path / "link").symlink_to("nowhere")
+    for name in ("tb", "link"):
+        said = rf"folder can't be written: .*{name} is there, and is no folder: move it"
+        with pytest.raises(UserError, match=said), refuse_unwritable("folder", tmp_path / name):
+            (tmp_path / name).mkdir(exist_ok=True)

@@ -218,6 +218,18 @@ def test_a_place_that_can_not_be_written_to_is_one_line(
     assert "/dev/null/out: can't be written" in words
 
 
+@pytest.mark.parametrize("name", ["generate.py", "convert_to_hf.py", "convert_from_hf.py", "pretokenize.py"])
+def test_what_is_wrong_with_data_is_told_without_the_usage(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    words = {"generate.py": [], "pretokenize.py": ["--dataset_path", "nowhere", "--out"]}.get(name, ["nowhere"])
+    with pytest.raises(SystemExit) as end:
+        run_script(name, *words, tmp_path / "out", monkeypatch=monkeypatch)
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "nowhere" in line or "out: there is no such folder" in line
+
+
 def test_show_graph_filters_counts_and_compares(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

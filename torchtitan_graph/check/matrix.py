@@ -39,7 +39,7 @@ from torchtitan_graph.parallel.pipeline import StageGraph
 from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.parallel.schedule import Schedule, plan_pipeline
 from torchtitan_graph.parallel.storage import Precision, Reshard, cast_parameters
-from torchtitan_graph.quantize.products import Recipe
+from torchtitan_graph.quantize.products import Recipe, multiple_for
 from torchtitan_graph.quantize.state import Float8
 from torchtitan_graph.rates import RATES
 from torchtitan_graph.steps import (
@@ -86,7 +86,7 @@ class Cell:
     attn: str = "sdpa"
     fused_loss: bool = False
     fused_layers: bool = False  # rotary positions and SwiGLU
-    ffn_dim: int = 130
+    ffn_dim: int = 0
     changes: tuple[tuple[str, object], ...] = ()  # of the family's tiny configuration
     auxiliary: AuxiliaryLoss | None = None
     recompute: Recompute = Recompute()
@@ -103,12 +103,14 @@ class Cell:
     num_steps: int = NUM_STEPS
     capture: str = "make_fx"
     pipeline: tuple[tuple[str, Any], ...] = ()  # options of `job.Parallelism`: its schedule and stages
-    float8: Recipe | None = None  # of all linear layers in blocks, and of all experts
+    float8: Recipe | None = None  # of linear layers in blocks, whose sizes allow it, and of all experts
     lengths: range | None = None  # of rows, where these differ
 
     def __post_init__(self) -> None:
         if not self.vocab_size:
             object.__setattr__(self, "vocab_size", 509 if self.dims.tp == 1 else 510)
+        if not self.ffn_dim:
+            object.__setattr__(self, "ffn_dim", 130 if self.float8 is None else 160)
 
     @property
     def num_parts(self) -> int:
@@ -149,7 +151,9 @@ class Cell:
         if self.float8 is None:
             return None
         layers = dict(build_model(self).layers.named_modules(prefix="layers"))
-        return Float8({n: self.float8 for n, m in layers.items() if type(m) is nn.Linear or isinstance(m, Experts)})
+        multiple = multiple_for(self.float8.scaling)
+        fits = {n for n, m in layers.items() if type(m) is nn.Linear and not any(s % multiple for s in m.weight.shape)}
+        return Float8({n: self.float8 for n, m in layers.items() if n in fits or isinstance(m, Experts)})
 
     def schedule(self) -> Schedule | None:
         """Return the schedule of the pipeline, None without one."""

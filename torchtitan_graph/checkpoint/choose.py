@@ -23,6 +23,7 @@ from torchtitan_graph.config import job
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.agree import on_rank_0
+from torchtitan_graph.patience import why_unwritable
 
 INITIAL = "initial"  # the folder, beside the run's checkpoints, for one that is fetched to begin with
 
@@ -55,7 +56,7 @@ def choose_undamaged(
         try:
             choice = on_rank_0(lambda: _choose(folder, config, num_steps, problems), group)
         except OSError as error:
-            raise UserError(f"checkpoint.folder = {config.folder!r}: {error}") from error
+            raise UserError(f"checkpoint.folder = {config.folder!r}: {why_unwritable(folder, error)}") from error
         if choice is None:
             return None
         if choice.address is None:

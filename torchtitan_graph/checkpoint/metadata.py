@@ -12,9 +12,11 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -53,9 +55,13 @@ _FIELDS: dict[type, dict[str, tuple[type, ...]]] = {
         **{"relative_path": (_Text,), "offset": (_Int,), "length": (_Int,)},
         **{"transform_descriptors": (list, _Nothing)},
     },
+    StorageMeta: {},  # where torch's own writer put the checkpoint: it may have been moved since
+    BytesStorageMetadata: {},  # a pickled object; refused by name
 }
 _RECORDS = {_Name(kind.__module__, kind.__qualname__): kind for kind in (*_FIELDS, TensorProperties)}
 _SIZE, _GETATTR = _Name("torch", "Size"), _Name("builtins", "getattr")
+# A path in StorageMeta, as some versions of Python name it. None is made.
+_PATHS = {_Name(module, f"{of}Path") for module in ("pathlib", "pathlib._local") for of in ("Posix", "Windows")}
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -87,6 +93,12 @@ def _check(metadata: Any) -> None:
         for chunk in saved.chunks:
             if type(chunk) is not ChunkStorageMetadata or not len(chunk.offsets) == len(chunk.sizes) == len(saved.size):
                 raise UserError(f"{_shown(name)} has parts of another shape")
+            for begin, size, whole in zip(chunk.offsets, chunk.sizes, saved.size, strict=True):
+                if min(begin, size) < 0 or begin + size > whole:
+                    raise UserError(
+                        f"{_shown(name)} of shape {[*saved.size]!s:.100} has a part of shape {[*chunk.sizes]!s:.100} at"
+                        f" {[*chunk.offsets]!s:.100}, which is not inside"
+                    )
     for index, info in metadata.storage_data.items():
         if type(index) is not MetadataIndex or type(info) is not StorageInfo or min(info.offset, info.length) < 0:
             raise UserError("it does not say where its tensors are")
@@ -196,7 +208,7 @@ class _Reader:
         found = _Name(module, name)
         if found in _RECORDS:
             self.push(_RECORDS[found])
-        elif found in (_SIZE, _GETATTR) or found in METADATA_GETTERS:
+        elif found in (_SIZE, _GETATTR) or found in METADATA_GETTERS or found in _PATHS:
             self.push(found)
         elif module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             self.push(getattr(torch, name))
@@ -211,7 +223,7 @@ class _Reader:
         self.push(object.__new__(kind))
 
     def reduce(self) -> None:
-        """Make a tensor's size. Layouts and memory formats are None: nobody reads them."""
+        """Make a tensor's size. Layouts, memory formats and paths are None: nobody reads them."""
         what, given = self.take(2)
         if not isinstance(what, _Name):
             raise UserError(f"it calls {_shown(what)}; nothing was run")

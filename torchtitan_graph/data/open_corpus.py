@@ -3,6 +3,7 @@
 import difflib
 import os
 import sysconfig
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -122,7 +123,10 @@ def open_corpus(
                 return open_saved(path, text_column, split, seed)
             if is_shards(path):
                 return _open_shards(path, split, seed, tokenizer)
-            return ShuffledCorpus(_open_path(path, text_column, skip_not_utf8), split, seed)
+            source = _open_path(path, text_column, skip_not_utf8)
+            if not len(source):
+                raise UserError(f"{option}_path = {dataset_path!r}: holds no documents: it is empty. Name another")
+            return ShuffledCorpus(source, split, seed)
     if dataset in ("stdlib", "c4_test"):
         if dataset == "c4_test":
             logger.info("%s = 'c4_test': the embedded corpus `stdlib` takes its place", option)
@@ -218,6 +222,9 @@ def _open_folder(root: Path, column: str, skip_not_utf8: bool) -> Source:
             f"{root}: none of the {len(files)} files in this folder can be read as documents. Known are"
             f" {', '.join((*JSON_SUFFIXES, '.parquet'))}, and as text {' '.join(sorted(TEXT_SUFFIXES))}."
         )
+    if left_out := Counter(file.suffix for file in set(files).difference(texts, tables)):
+        named = ", ".join(f"{count:,} {suffix or 'without a suffix'}" for suffix, count in left_out.most_common(8))
+        logger.info(f"{root}: {len(texts) + len(tables):,} files are read, {left_out.total():,} left out: {named}")
     return sources[0] if len(sources) == 1 else Chain(sources)
 
 

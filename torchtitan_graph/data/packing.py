@@ -47,7 +47,7 @@ class Lane:
         self._corpus, self._tokenizer, self._seq_len, self._repeat = corpus, tokenizer, seq_len, repeat
         self._number = number
         self.cursor = cursor
-        self.filled = 0
+        self.filled = self._num_empty = 0
         self._tokens = np.empty(0, np.int64)  # of the document under way
         self._documents: Iterator[tuple[int, Document]] | None = None
 
@@ -114,9 +114,14 @@ class Lane:
                 break
         if item is None:
             if self._repeat:
+                why = (
+                    f"The {self._num_empty:,} that were read are empty"
+                    if self._num_empty
+                    else "It has too few documents"
+                )
                 raise UserError(
                     f"training.dataset: lane {self._number} of {self._corpus.num_lanes} got no document with text in"
-                    f" {_EMPTY_EPOCHS} epochs. The corpus has too few documents to repeat it."
+                    f" {_EMPTY_EPOCHS} epochs. {why}: take a corpus with more text"
                 )
             return False
         index, ids = item
@@ -132,4 +137,5 @@ class Lane:
             ids = self._tokenizer.encode(document) if isinstance(document, str) else document
             if len(ids):
                 return index, ids
+            self._num_empty += 1
         return None

@@ -18,7 +18,7 @@ import numpy as np
 from torchtitan_graph.data.files import DataFile
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
-from torchtitan_graph.small_files import parse_json
+from torchtitan_graph.small_files import BadFile, parse_json
 
 # Corpora up to this size are read once when they are opened: their digest covers every byte, and corrupt input is
 # found before training. Of larger ones the digest covers names, sizes and both ends of each file, and a corrupt
@@ -28,6 +28,13 @@ _END_BYTES = 4096
 _MOST_NAMED = 10
 _LONGEST_CHARACTER = 4  # bytes of UTF-8
 _LONGEST_LINE = 128 * 2**20
+_PACKED = {"gzip": b"\x1f\x8b\x08", "zstd": b"\x28\xb5\x2f\xfd", "xz": b"\xfd7zXZ\0", "zip": b"PK\3\4"}
+_ONE_PER_LINE = 'JSON lines have one object on each line, such as {"text": "..."}'
+_COLUMN_HINT = (
+    "A run reads the key 'text'. Rename it, or run scripts/pretokenize.py --text_column with the key that holds the"
+    " text, and train on its shards"
+)
+_KINDS = {list: "a list", dict: "an object", int: "a number", float: "a number", bool: "a truth value"}
 _UTF8_HINT = "Convert to UTF-8 what is another encoding; training.skip_not_utf8 = true leaves such documents out"
 
 
@@ -127,7 +134,8 @@ class TextPieces(_Texts):
     """One text file, cut at the first line end after every 8 KiB; each piece is a document.
 
     One document could not be shared out between training and validation. Nothing is indexed: piece i begins at the
-    first line or, where none begins in 8 KiB, the first character from byte 8192 * i on.
+    first line or, where none begins in 8 KiB, the first character from byte 8192 * i on. Where none begins before the
+    file's end, the piece before is the last.
     """
 
     PIECE_BYTES = 8192
@@ -136,18 +144,28 @@ class TextPieces(_Texts):
         self._file, self.skip_not_utf8 = str(file), skip_not_utf8
         self._data = DataFile(file)
         self.digest = digest_files(file.parent, [file])
+        _refuse_packed(self._data)
+        self._number = -(-self._data.size // self.PIECE_BYTES)
+        if self._number and not self._piece(self._number - 1)[0]:
+            self._number -= 1
+            self.digest += ", less the empty piece at its end"  # that was once a document: the order was another
         if self._data.size <= SMALL_CORPUS_BYTES:
             self._read_all()
 
     def __len__(self) -> int:
-        return -(-self._data.size // self.PIECE_BYTES)
+        return self._number
 
     def _read(self, index: int) -> str:
+        content, first_byte = self._piece(index)
+        return _decode(content, self._file, first_byte)
+
+    def _piece(self, index: int) -> tuple[bytes, int]:
+        """Return the bytes of a piece, and where it begins."""
         first = max(0, index * self.PIECE_BYTES - 1)  # a line end there makes the piece begin behind it
         content = self._data.read(first, 2 * self.PIECE_BYTES + _LONGEST_CHARACTER)
         start = self._begin(content, index * self.PIECE_BYTES - first) if index else 0
         end = self._begin(content, (index + 1) * self.PIECE_BYTES - first)
-        return _decode(content[start:end], self._file, first + start)
+        return content[start:end], first + start
 
     def _begin(self, content: bytes, place: int) -> int:
         """Return where the piece begins that is looked for from `place` on: at the file's end if no line does."""
@@ -200,14 +218,21 @@ class JsonLines(_Texts):
             raise UserError(f"{where}: has {end - start:,} bytes, more than the {_LONGEST_LINE:,} of a document here")
         content = self._data.read(start, end - start)
         _decode(content, where)
-        row = parse_json(content, object, where)
+        try:
+            row = parse_json(content, object, where)
+        except BadFile as error:
+            if index == 0 and content.lstrip()[:1] in (b"[", b"{"):  # one value, perhaps, spread over lines
+                raise UserError(f"{error}. {_ONE_PER_LINE}") from error
+            raise
         if not isinstance(row, dict):
-            raise UserError(f"{where}: not a JSON object with the key {self._column!r}.")
+            raise UserError(f"{where}: not a JSON object with the key {self._column!r}. {_ONE_PER_LINE}")
         text = row.get(self._column)
         if not isinstance(text, str):
-            found = f", but {type(text).__name__}" if self._column in row else ""
-            keys = _shortened(sorted(row))
-            raise UserError(f"{where}: no text under the key {self._column!r}{found}; there is {keys}.")
+            if self._column in row:
+                found = f"what is under the key {self._column!r} is no text, but {_KINDS.get(type(text), 'null')}"
+            else:
+                found = f"no text under the key {self._column!r}; there is {_shortened(sorted(row))}"
+            raise UserError(f"{where}: {found}. {_COLUMN_HINT}")
         # JSON can spell half a surrogate pair, which no encoding of text can.
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
@@ -276,6 +301,16 @@ def _decode(content: bytes, where: str, first_byte: int = 0) -> str:
         line_ends = content.count(b"\n", 0, error.start)
         line = f", in line {line_ends + 1}" if first_byte == 0 else ""
         raise NotUtf8(f"{where}: not UTF-8 at byte {first_byte + error.start}{line}: {error.reason}") from error
+
+
+def _refuse_packed(file: DataFile) -> None:
+    begin = file.read(0, 8)
+    for kind, magic in _PACKED.items():
+        if begin.startswith(magic):
+            raise UserError(
+                f"{file.path}: is a {kind} file, which is not read as text: unpack it first. (JSON lines are read from"
+                " .jsonl.gz and .json.gz)"
+            )
 
 
 def _shortened(names: list[str]) -> str:

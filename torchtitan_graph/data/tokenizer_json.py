@@ -19,6 +19,8 @@ from torchtitan_graph.small_files import check_values, read_json, read_small
 MOST_GROWTH = 4096  # unicode forms, a SentencePiece map, markers of spaces and bytes as characters reach 2,200 together
 MOST_IDS = 2**24
 _MOST_NAMED = 8
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 _PROBE = "Ab 12, é 🎉\n"
 
 
@@ -38,6 +40,13 @@ class TokenizerConfig(TypedDict, total=False):
 
     bos_token: Any
     eos_token: Any
+    unk_token: Any
+    sep_token: Any
+    pad_token: Any
+    cls_token: Any
+    mask_token: Any
+    additional_special_tokens: Any
+    extra_special_tokens: Any
     added_tokens_decoder: dict[str, AddedToken]
 
 
@@ -83,9 +92,13 @@ def read_tokenizer_config(file: Path) -> TokenizerConfig:
 
 
 def add_listed_tokens(tokenizer: tokenizers.Tokenizer, config: TokenizerConfig, file: Path) -> list[str]:
-    """Add what `added_tokens_decoder` lists and the tokenizer lacks, as transformers does; return what was added.
+    """Register what `added_tokens_decoder` lists, and what is named as special, as transformers does.
 
-    Listed ids give the order; a token's id is the next that is free. (transformers counts them in the same way.)
+    Listed ids give the order; the id of a new token is the next that is free. (transformers counts them in the same
+    way.) A token that is there gets the listed flags. One that is named alone, as pad_token, must be there.
+
+    Returns:
+        What this changed: a token's text, and its flags where they are not those of special tokens.
 
     Raises:
         UserError: a listed id is that of another token.
@@ -93,27 +106,63 @@ def add_listed_tokens(tokenizer: tokenizers.Tokenizer, config: TokenizerConfig, 
     listed = config.get("added_tokens_decoder", {})
     if wrong := [number for number in listed if not (number.isascii() and number.isdigit() and len(number) < 10)]:
         raise UserError(f"{file}: added_tokens_decoder lists {wrong[0]!r:.80}, which is no id")
-    added: dict[str, int] = {}  # with the listed ids
-    tokens = []
+    before = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
+    named = [_named(config.get(key)) for key in _NAMED]
+    special = {text for text, _ in named}
+    new: dict[str, int] = {}  # with the listed ids
+    tokens: dict[str, tokenizers.AddedToken] = {}
     for number, token in sorted(listed.items(), key=lambda item: int(item[0])):
         text = token.get("content", "")
-        if not text or text in added or tokenizer.token_to_id(text) is not None:
+        if not text:
             continue
-        if (other := tokenizer.id_to_token(int(number))) is not None:
-            raise UserError(
-                f"{file}: added_tokens_decoder lists {text!r} with the id {number}, which is that of {other!r} in"
-                " tokenizer.json. Take the line out, or name an id that is free"
+        if text not in new and tokenizer.token_to_id(text) is None:
+            if (other := tokenizer.id_to_token(int(number))) is not None:
+                raise UserError(
+                    f"{file}: added_tokens_decoder lists {text!r} with the id {number}, which is that of {other!r} in"
+                    " tokenizer.json. Take the line out, or name an id that is free"
+                )
+            new[text] = int(number)
+        tokens[text] = tokenizers.AddedToken(text, **{key: value for key, value in token.items() if key != "content"})
+        if text in special:
+            tokens[text].special = True
+    for text, flags in [*named, *map(_named, _further(config))]:
+        if not text or text in before or text in tokens:
+            continue
+        if tokenizer.token_to_id(text) is None:
+            logger.info(
+                f"{file}: names {text!r:.80}, which is in no list of tokens: it gets no id, as nothing needs it"
             )
-        flags = {key: value for key, value in token.items() if key != "content"}
-        tokens.append(tokenizers.AddedToken(text, **flags))
-        added[text] = int(number)
-    tokenizer.add_tokens(tokens)  # at once: each call takes time by the number of tokens that there are
-    moved = [text for text, number in added.items() if tokenizer.token_to_id(text) != number]
+        else:
+            tokens[text] = tokenizers.AddedToken(text, **flags, special=True)
+    changed = {text: token for text, token in tokens.items() if repr(token) != repr(before.get(text))}
+    tokenizer.add_tokens([*changed.values()])  # at once: each call takes time by the number of tokens that there are
+    _tell_moved(tokenizer, new, file)
+    return [text + "".join(f"\0{flag}" for flag in _unusual(token)) for text, token in changed.items()]
+
+
+def _named(token: Any) -> tuple[str, dict[str, bool]]:
+    """Return a special token's text, or "", and its flags; older files spell out how the token is matched."""
+    if not isinstance(token, dict):
+        return token if isinstance(token, str) else "", {}
+    flags = {flag: token[flag] for flag in _FLAGS if isinstance(token.get(flag), bool)}
+    return _named(token.get("content"))[0], flags
+
+
+def _further(config: TokenizerConfig) -> list[Any]:
+    found = config.get("extra_special_tokens") or config.get("additional_special_tokens")
+    return [*found.values()] if isinstance(found, dict) else found if isinstance(found, list) else []
+
+
+def _unusual(token: tokenizers.AddedToken) -> list[str]:
+    return [flag for flag in _FLAGS if getattr(token, flag)] + ([] if token.special else ["text"])
+
+
+def _tell_moved(tokenizer: tokenizers.Tokenizer, new: dict[str, int], file: Path) -> None:
+    moved = [text for text, number in new.items() if tokenizer.token_to_id(text) != number]
     for text in moved[:_MOST_NAMED]:
         logger.info(f"{file}: {text!r} gets the id {tokenizer.token_to_id(text)}, the next that is free")
     if len(moved) > _MOST_NAMED:
         logger.info(f"{file}: and {len(moved) - _MOST_NAMED:,} more get the ids that follow")
-    return list(added)
 
 
 @contextmanager

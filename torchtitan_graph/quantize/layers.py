@@ -23,6 +23,7 @@ from torchtitan_graph.quantize.products import (
     as_autocast,
     largest_of_weight,
     linear,
+    multiple_for,
     over,
     quantize,
     quantize_input,
@@ -102,6 +103,9 @@ class Linear(Kept):
     def __init__(self, old: nn.Linear, recipe: Recipe):
         _expect("Linear", "old", old, nn.Linear)
         super().__init__(recipe, old.weight.device)
+        (F, D), multiple = old.weight.shape, multiple_for(recipe.scaling)
+        if F % multiple or D % multiple:
+            raise UserError(f"Linear: old is {F} x {D}, and both sizes must be multiples of {multiple}")
         self.weight, self.bias = old.weight, old.bias
 
     def forward(self, x: Tensor, given: QuantizedInput | None = None) -> Tensor:
@@ -119,7 +123,7 @@ class LayerNormLinear(nn.Module):
     @called_as("LayerNormLinear(norm, {'wq': wq, 'wk': wk}, Recipe())")
     def __init__(self, norm: nn.Module, layers: Mapping[str, nn.Linear], recipe: Recipe):
         super().__init__()
-        _expect("LayerNormLinear", "norm", norm, nn.Module)
+        _expect_norm("LayerNormLinear", norm)
         if not isinstance(layers, Mapping) or not layers or not all(str(name).isidentifier() for name in layers):
             raise UserError(f"LayerNormLinear: layers = {layers!r}: must be a dict of linear layers by name")
         self.norm = norm
@@ -138,7 +142,7 @@ class LayerNormMLP(nn.Module):
     @called_as("LayerNormMLP(norm, feed_forward, Recipe())")
     def __init__(self, norm: nn.Module, old: FeedForward, recipe: Recipe):
         super().__init__()
-        _expect("LayerNormMLP", "norm", norm, nn.Module)
+        _expect_norm("LayerNormMLP", norm)
         _expect("LayerNormMLP", "old", old, FeedForward)
         self.norm, self.activation = norm, old.activation
         self.w1, self.w2, self.w3 = (Linear(each, recipe) for each in (old.w1, old.w2, old.w3))
@@ -163,6 +167,15 @@ def _expect(layer: str, name: str, given: object, kind: type) -> None:
         raise UserError(f"{layer}: {name} is of class {type(given).__name__}: must be a {kind.__name__}")
 
 
+def _expect_norm(layer: str, norm: object) -> None:
+    _expect(layer, "norm", norm, nn.Module)
+    if isinstance(norm, _NOT_BY_TOKEN):
+        raise UserError(f"{layer}: norm is of class {type(norm).__name__}: must be one over a token, such as RMSNorm")
+
+
+_NOT_BY_TOKEN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.GroupNorm)
+
+
 def _read_by(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
     """Give x to layers of one recipe. What delayed scaling keeps of x is the same in all of them: the first one's."""
     first, x = layers[0], as_autocast(x)
@@ -175,6 +188,8 @@ class GroupedLinear(Kept):
     """A linear layer for each of E groups of rows, which multiplies in float8, without bias.
 
     rows (S, D) that lie by group, and where each group ends (E,) -> (S, F)
+
+    The ends rise, and the last is S. Where a GPU's kernel multiplies, which nothing waits for, that is not checked.
     """
 
     @called_as("GroupedLinear(weight_EFD, Recipe())")
@@ -191,6 +206,13 @@ class GroupedLinear(Kept):
         if offsets_E.shape != self.weight.shape[:1]:
             groups = len(self.weight)
             raise UserError(f"GroupedLinear: offsets_E has shape {[*offsets_E.shape]}: must be [{groups}]")
+        if offsets_E.dtype not in (torch.int32, torch.int64):
+            raise UserError(f"GroupedLinear: offsets_E is of {offsets_E.dtype}: must be torch.int32 or torch.int64")
+        if x_SD.dim() != 2 or x_SD.shape[1] != self.weight.shape[2]:
+            raise UserError(
+                f"GroupedLinear: rows of shape {[*x_SD.shape]} do not fit a weight of shape {[*self.weight.shape]}:"
+                " must be (rows, in), and (experts, out, in)"
+            )
         x_SD = as_autocast(x_SD)
         y_SF, *_ = grouped_linear(x_SD, self.weight, offsets_E, self.recipe, *self.state())
         return y_SF

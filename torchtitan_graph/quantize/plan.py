@@ -28,7 +28,6 @@ from torchtitan_graph.parallel.parallelize import parameter_roles
 from torchtitan_graph.parallel.plan import SPLIT_DIM, Plan
 from torchtitan_graph.quantize.layers import Kept, Linear, kept_weights
 from torchtitan_graph.quantize.products import (
-    BLOCK,
     DELAYED,
     E4M3,
     E5M2,
@@ -36,11 +35,11 @@ from torchtitan_graph.quantize.products import (
     ROWWISE,
     TENSORWISE,
     Recipe,
+    multiple_for,
     takes_kernel,
 )
 from torchtitan_graph.quantize.state import Float8
 
-MULTIPLE = 16  # of which the kernels want both sizes of a matrix to be; in MX formats of a block
 _FILTER, _FQNS = "quantize.linear.float8.filter_fqns", "quantize.grouped_mm.float8.fqns"
 _FILTER_MX = "quantize.linear.mx.filter_fqns"
 
@@ -51,7 +50,7 @@ def plan_float8(config: JobConfig, model: nn.Module, device: torch.device) -> Fl
     Raises:
         UserError: a part of a name that no such layer has, none that is left, sizes that the kernels can't take, a
             layer that delayed scaling can't follow, a GPU without float8, or a float8 layer of the model's own with
-            any of these.
+            any of these (but for sizes: such a layer is not built).
     """
     layers: dict[str, Recipe] = {}
     _plan_own(config, model, device)
@@ -78,11 +77,6 @@ def _plan_own(config: JobConfig, model: nn.Module, device: torch.device) -> None
     if problems:
         raise UserError("\n".join(problems))
     asked = f"model.name = {config.model.name!r}: its own float8 layer"
-    for name, linear in linears.items():
-        multiple = _words_of(linear.recipe.scaling)[-1]
-        F, D = linear.weight.shape
-        if F % multiple or D % multiple:
-            raise UserError(f"{asked} {name} is {F} x {D}, and both sizes must be multiples of {multiple}")
     delayed = [name for name, kept in own.items() if kept.recipe.scaling == DELAYED]
     _check_called_once(model, delayed, f"{asked}s are of recipe {DELAYED}", "call a layer in one place")
     for name, kept in own.items():
@@ -157,7 +151,8 @@ def _find_linears(model: nn.Module, scaling: str, filtered: Sequence[str]) -> li
 def _words_of(scaling: str) -> tuple[str, str, int]:
     """Give the option that filters the linear layers of a recipe, their converter, and what their sizes must be
     multiples of."""
-    return (_FILTER_MX, LINEARS_MX[0], BLOCK) if scaling == MX else (_FILTER, LINEARS[0], MULTIPLE)
+    option, converter = (_FILTER_MX, LINEARS_MX[0]) if scaling == MX else (_FILTER, LINEARS[0])
+    return option, converter, multiple_for(scaling)
 
 
 def _plan_experts(config: JobConfig, model: nn.Module, device: torch.device) -> dict[str, Recipe]:

@@ -50,6 +50,11 @@ class Recipe(NamedTuple):
         return self.scaling in (ROWWISE, ROWWISE_WIDE, MX)
 
 
+def multiple_for(scaling: str) -> int:
+    """Give what both sizes of a matrix must be multiples of: a kernel's unit, or in MX formats a block."""
+    return BLOCK if scaling == MX else 16
+
+
 def largest(x: Tensor, by_row: bool = False) -> Tensor:
     """Give the largest magnitude, fp32: a scalar, or (..., 1) of rows; of nothing 0."""
     if not x.numel():

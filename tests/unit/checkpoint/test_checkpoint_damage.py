@@ -277,6 +277,12 @@ def test_a_folder_that_can_not_be_written_to_is_refused_at_the_start(small_disk:
         load(small_disk / "new")
 
 
+def test_a_file_in_the_place_of_the_folder_is_told(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")
+    with pytest.raises(UserError, match=r"checkpoint.folder = 'checkpoint': .*run is there, and is no folder: move it"):
+        load(tmp_path / "run")
+
+
 # Several ranks
 
 

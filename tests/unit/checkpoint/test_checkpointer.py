@@ -28,9 +28,11 @@ def log_to_caplog(monkeypatch: pytest.MonkeyPatch) -> None:
 class Run:
     """A tiny run whose data are drawn from the step's number: the real optimizer, schedule and checkpoints."""
 
-    def __init__(self, folder: Path, seed: int = 0, width: int = 3, lr: float = 0.1, **options: Any) -> None:
+    def __init__(
+        self, folder: Path, seed: int = 0, width: int = 3, lr: float = 0.1, num_inputs: int = 3, **options: Any
+    ) -> None:
         torch.manual_seed(seed)
-        self.model = nn.Sequential(nn.Linear(3, width), nn.Linear(width, 1))
+        self.model = nn.Sequential(nn.Linear(num_inputs, width), nn.Linear(width, 1))
         self.optimizer = build_optimizer(self.model, job.Optimizer(lr=lr))
         self.lr_scheduler = build_lr_scheduler(self.optimizer, job.LRScheduler(warmup_steps=2), total_steps=20)
         config = job.Checkpoint(**({"enable": True, "interval": 2} | options))
@@ -448,7 +450,7 @@ def test_only_models_are_refused_before_a_step_is_built(tmp_path: Path) -> None:
 
 def test_what_delayed_scaling_saw_belongs_to_a_run_that_goes_on_alone(tmp_path: Path) -> None:
     def run(folder: str, is_delayed: bool, **options: Any) -> Run:
-        run = Run(tmp_path / folder, **(full() | options))
+        run = Run(tmp_path / folder, **(full(width=16, num_inputs=16) | options))
         if is_delayed:
             run.model[0] = Linear(run.model[0], Recipe(DELAYED))
         return run

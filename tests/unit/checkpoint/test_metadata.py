@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from torchtitan_graph.checkpoint.metadata import read_metadata
 from torchtitan_graph.checkpoint.stored_part import read_stored
+from torchtitan_graph.checkpoint.tensors import load_tensors, saved_tensors
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.torch_private.distributed import StorageInfo
 
@@ -149,6 +151,10 @@ def tensor(**fields: Any) -> Callable[[Metadata], None]:
     return lambda metadata: vars(next(iter(metadata.state_dict_metadata.values()))).update(fields)
 
 
+def chunk(**fields: Any) -> Callable[[Metadata], None]:
+    return lambda metadata: vars(next(iter(metadata.state_dict_metadata.values())).chunks[0]).update(fields)
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -162,6 +168,15 @@ def tensor(**fields: Any) -> Callable[[Metadata], None]:
         (tensor(chunks=[3]), "parts of another shape"),
         (tensor(size=torch.Size([1])), "parts of another shape"),
         (tensor(size=[1, 3]), "size is something of list"),
+        (
+            chunk(offsets=torch.Size([-1, 0])),
+            r"of shape \[2, 3\] has a part of shape \[1, 3\] at \[-1, 0\], which is not",
+        ),
+        (chunk(offsets=torch.Size([2, 0])), "which is not inside"),
+        (chunk(offsets=torch.Size([0, 2**62])), "which is not inside"),
+        (chunk(sizes=torch.Size([1, 4])), "which is not inside"),
+        (chunk(sizes=torch.Size([-1, 3])), "which is not inside"),
+        (tensor(size=torch.Size([2, -3])), "which is not inside"),
     ],
 )
 def test_an_index_with_wrong_fields_is_refused(tmp_path: Path, change: Callable[[Metadata], None], why: str) -> None:
@@ -170,6 +185,27 @@ def test_an_index_with_wrong_fields_is_refused(tmp_path: Path, change: Callable[
     with pytest.raises(UserError, match=why) as error:
         read_metadata(written(tmp_path / "step-1", pickle.dumps(metadata)))
     assert len(str(error.value)) < 600
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_checkpoint_of_torchs_own_writer_is_read(tmp_path: Path, kind: type) -> None:
+    """Its index says where it was written, as a text or a path, and nobody looks there."""
+    saved = {"model": {"weight": torch.randn(3, 4), "bias": torch.randn(3)}}
+    dcp.save(saved, checkpoint_id=kind(tmp_path / "old"), no_dist=True)
+    folder = (tmp_path / "old").rename(tmp_path / "moved")
+    metadata = read_metadata(folder)
+    assert metadata.storage_meta is None
+    found = {name: torch.zeros(tuple(each.size)) for name, each in saved_tensors(metadata).items()}
+    load_tensors(folder, metadata, found)
+    assert all(torch.equal(found[f"model.{name}"], x) for name, x in saved["model"].items()) and len(found) == 2
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_a_pickled_object_of_torchs_own_writer_is_named(tmp_path: Path) -> None:
+    dcp.save({"step": 3, "x": torch.ones(2)}, checkpoint_id=tmp_path / "step-1", no_dist=True)
+    with pytest.raises(UserError, match="step is not a tensor; pickled objects are not loaded"):
+        read_metadata(tmp_path / "step-1")
 
 
 @pytest.mark.slow

@@ -176,6 +176,50 @@ def test_listed_tokens_that_are_there_change_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "config",
+    [
+        {"added_tokens_decoder": {"1908": {"content": "the", "lstrip": True, "normalized": False}}},  # a word
+        {"added_tokens_decoder": {"1908": {"content": "the", "special": True}}},
+        {"added_tokens_decoder": {"0": {"content": "<|bos|>", "rstrip": True, "special": False}}},  # a special token
+        {"added_tokens_decoder": {"0": {"content": "<|bos|>", **SPECIAL, "single_word": True}}},
+        {"added_tokens_decoder": {str(i): {"content": "x!", "lstrip": i > 3000} for i in (3000, 3001)}},  # twice
+        {"pad_token": "the", "added_tokens_decoder": {"1908": {"content": "the", "special": False}}},
+        {"pad_token": "the", "additional_special_tokens": ["and"]},
+        {"mask_token": {"__type": "AddedToken", "content": "the", "lstrip": True, "normalized": False}},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("from_text", [True, False])
+def test_tokens_that_are_there_are_registered_as_transformers_does(tmp_path, config, from_text):
+    transformers = pytest.importorskip("transformers")
+    path = beside(tmp_path, eos_token="<|eos|>", tokenizer_class="PreTrainedTokenizerFast", **config)
+    ours, theirs = load_tokenizer(path, from_text), transformers.PreTrainedTokenizerFast.from_pretrained(path)
+    assert ours.vocab_size == len(theirs)
+    for text in (" the other, breathe the air and", "a <|bos|> b <|bos|>x", "a x! x!b  x!", TEXT):
+        expected = theirs.encode(text, add_special_tokens=False, split_special_tokens=not from_text)
+        assert ours.encode(text) == expected
+    special = [token.content for token in theirs.added_tokens_decoder.values() if token.special]
+    assert sorted(ours.special_tokens) == sorted(special)
+    assert ours.digest != load_tokenizer(str(SMALL)).digest
+
+
+def test_a_special_token_that_is_in_no_list_gets_no_id(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("torchtitan_graph.log.logger.propagate", True)
+    with caplog.at_level("INFO", "torchtitan_graph"):
+        tokenizer = load_tokenizer(beside(tmp_path, pad_token="<pad>", extra_special_tokens={"image_token": "<image>"}))
+    assert tokenizer.vocab_size == 2048 and tokenizer.digest == load_tokenizer(str(SMALL)).digest
+    assert "'<pad>', which is in no list" in caplog.text and "'<image>'" in caplog.text
+
+
+def test_listed_flags_make_another_tokenizer(tmp_path):
+    digests = set()
+    for flags in (SPECIAL, {**SPECIAL, "lstrip": True}, {**SPECIAL, "special": False}):
+        path = beside(tmp_path, added_tokens_decoder={"2048": {"content": "<x>", **flags}})
+        digests.add(load_tokenizer(path).digest)
+    assert len(digests) == 3
+
+
+@pytest.mark.parametrize(
     ("listed", "message"),
     [
         ([], "added_tokens_decoder: Expected `object`, got `array`"),

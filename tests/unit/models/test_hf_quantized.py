@@ -1,5 +1,6 @@
 """Weights as DeepSeek (fp8 blocks) and gpt_oss (MXFP4) publish them, in small files of that layout."""
 
+import json
 from pathlib import Path
 from types import ModuleType
 
@@ -12,6 +13,7 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.hf import from_hf, load_weights, to_hf
 from torchtitan_graph.models.hf.files import Folder
 from torchtitan_graph.models.hf.quantized import DequantizedFolder, dequantize_mxfp4
+from torchtitan_graph.models.hf.read import check_weights
 from torchtitan_graph.models.layers.stored import Stored
 from torchtitan_graph.models.spec import load_family, tiny_config
 
@@ -117,11 +119,38 @@ def test_plain_files_are_read_also_where_quantized_ones_are_allowed(tmp_path: Pa
     assert model.proj.min() == 1.0
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "is_read"),
+    [
+        ("quantization_config", {"quant_method": "gptq", "bits": 4}, False),
+        ("quantization_config", {"load_in_4bit": True}, False),
+        ("quantization_config", {"quant_method": ["fp8"]}, False),
+        ("quantization_config", "awq", False),
+        ("compression_config", {"quant_method": "compressed-tensors"}, False),
+        ("quantization_config", {"quant_method": "fp8"}, True),
+        ("quantization_config", {}, True),
+        ("quantization_config", None, True),
+    ],
+)
+def test_a_quantization_that_is_not_read_is_refused_by_name(
+    key: str, value: object, is_read: bool, tmp_path: Path
+) -> None:
+    """Also where the tensors have the names and the dtype of plain ones."""
+    save_file({"proj.weight": torch.ones(ROWS, COLUMNS)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({key: value}))
+    model = Matrix()
+    if is_read:
+        load_weights(model, family(), tmp_path)
+        return
+    with pytest.raises(UserError, match=rf"config.json: {key} has the quant_method .*; fp8, mxfp4 are"):
+        check_weights(model, family(), tmp_path, quantized=True)
+
+
 def test_blocks_of_another_size_are_refused(tmp_path: Path) -> None:
     content, _ = fp8_file()
     content["proj.weight_scale_inv"] = torch.ones(4, 5)
     save_file(content, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match=r"proj.weight of shape \[200, 300\] has scales of shape \[4, 5\]"):
+    with pytest.raises(UserError, match=r"proj.weight of shape \[200, 300\] .* has scales of shape \[4, 5\]"):
         load_weights(Matrix(), family(), tmp_path, quantized=True)
 
 
@@ -136,7 +165,7 @@ def test_blocks_of_another_size_are_refused(tmp_path: Path) -> None:
 )
 def test_mxfp4_of_another_form_is_refused(changes: dict, tmp_path: Path) -> None:
     save_file(mxfp4_file() | changes, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match=r"gate_up of shape \[.*\] has scales of shape \["):
+    with pytest.raises(UserError, match=r"gate_up of shape \[.*\] .* has scales of shape \["):
         load_weights(Experts(), family(), tmp_path, quantized=True)
 
 

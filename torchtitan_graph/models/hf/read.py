@@ -24,6 +24,7 @@ from torchtitan_graph.models.hf.quantized import DequantizedFolder
 from torchtitan_graph.models.layers.stored import Stored
 from torchtitan_graph.parallel.chunk import chunk_of
 
+METHODS = ("fp8", "mxfp4")  # of quantized weights, as config.json calls what DequantizedFolder reads
 NUMBERS = ("F64", "F32", "F16", "BF16")  # dtypes of files that need no scales
 
 
@@ -58,6 +59,7 @@ def _match(
 ) -> tuple[DequantizedFolder, str, list[Place], list[Place]]:
     """Open a folder; give it with the prefix of its names, the model's places in it, and those of tied parameters."""
     folder = DequantizedFolder(Folder(path))
+    _check_quantization(path)
     if folder.quantized() and not quantized:
         raise UserError(
             f"{path} is quantized ({len(folder.quantized())} tensors, such as {min(folder.quantized())}): set "
@@ -132,6 +134,20 @@ def _check_config(model: nn.Module, family: ModuleType, path: Path) -> None:
     theirs = with_mtp_layers(config_of(family, raw, file), getattr(model.config, "num_mtp_layers", 0))
     if found := differences(model.config, theirs):
         logger.warning(f"the weights of {path} were trained as another model: {'; '.join(found)}")
+
+
+def _check_quantization(path: Path) -> None:
+    """Refuse weights that config.json says are stored in a way that is not read, whatever their tensors look like."""
+    file = path / "config.json"
+    raw = read_json(file) if file.exists() else {}
+    for key in ("quantization_config", "compression_config"):
+        found = raw.get(key)
+        method = found.get("quant_method") if isinstance(found, dict) else found
+        if found and method not in METHODS:
+            raise UserError(
+                f"{file}: {key} has the quant_method {method!r:.100}, which is not read here; {', '.join(METHODS)} are."
+                f" Convert the weights to plain numbers; where they are that already, take {key} out"
+            )
 
 
 def _copy(place: Place, prefix: str, folder: DequantizedFolder) -> None:

@@ -210,6 +210,9 @@ def read_manifest(path: Path) -> dict[str, File]:
     for name, size in content["files"].items():
         if Path(name).name != name or name in ("", "..") or "\0" in name or len(name.encode()) > 255:
             raise UserError(f"its {MANIFEST} says {size} of {name[:100]!r}, which is no file of this folder")
+    sums = content.get("crc32", content["files"])  # manifests of old have none; a damaged key would drop them
+    if not content.keys() <= {"files", "crc32"} or sums.keys() != content["files"].keys():
+        raise UserError(f"its {MANIFEST} is damaged: it has not a checksum of each of its files")
     return {name: File(size, content.get("crc32", {}).get(name)) for name, size in content["files"].items()}
 
 

@@ -434,9 +434,26 @@ def test_a_manifest_that_names_files_elsewhere_is_refused(name: str, run: Path) 
     assert load(run) == 2
 
 
+@pytest.mark.parametrize("what", ["another key", "a checksum less", "a checksum more"])
+def test_a_manifest_that_lost_a_checksum_is_damaged(what: str, run: Path) -> None:
+    file = run / "step-3" / MANIFEST
+    content = json.loads(file.read_text())
+    if what == "another key":
+        content["crc33"] = content.pop("crc32")
+    elif what == "a checksum less":
+        del content["crc32"][DATA]
+    else:
+        content["crc32"]["more"] = "00000000"
+    file.write_text(json.dumps(content))
+    assert (
+        find_problem(run / "step-3") == f"its {MANIFEST} is damaged: it does not have a checksum of each of its files"
+    )
+    assert load(run) == 2
+
+
 def test_a_manifest_with_half_a_character_is_refused(run: Path) -> None:
     file = run / "step-3" / MANIFEST
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"x": "\udc80"}))
+    file.write_text(json.dumps(json.loads(file.read_text())).replace('"crc32"', '"\\udc80"'))
     assert (
         find_problem(run / "step-3")
         == f"its {MANIFEST}: is not JSON: \\udc80 is half of a surrogate pair, and no character"

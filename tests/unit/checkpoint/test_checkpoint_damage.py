@@ -445,9 +445,7 @@ def test_a_manifest_that_lost_a_checksum_is_damaged(what: str, run: Path) -> Non
     else:
         content["crc32"]["more"] = "00000000"
     file.write_text(json.dumps(content))
-    assert (
-        find_problem(run / "step-3") == f"its {MANIFEST} is damaged: it does not have a checksum of each of its files"
-    )
+    assert find_problem(run / "step-3") == f"its {MANIFEST} is damaged: it has not a checksum of each of its files"
     assert load(run) == 2
 
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import functools
-import inspect
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -17,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.edit import aliased
+from torchtitan_graph.graph.reached import Reached, reached, readable
 from torchtitan_graph.graph.signature import layout_of
 from torchtitan_graph.graph.torch_private.fake import FakeTensorMode
 from torchtitan_graph.log import logger
@@ -45,13 +42,10 @@ def no_other_step(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def unchanged_gradients(
-    fn: Callable[..., Any], module: nn.Module | None, optimizer: torch.optim.Optimizer | None, fake_mode: FakeTensorMode
-) -> Iterator[None]:
-    """Put back the `.grad` of live tensors: of those passed, of those that the function holds (see `_reached`), and of
-    those that operators in this mode are given."""
-    owners = [module, optimizer, *(owner for _, owner in _reached(fn))]
-    before = {id(p): (p, p.grad) for owner in owners for p in _leaves(owner)}
+def unchanged_gradients(held: Iterable[Reached], fake_mode: FakeTensorMode) -> Iterator[None]:
+    """Put back the `.grad` of live tensors: of those that the function, its module and its optimizer hold, and of those
+    that operators in this mode are given."""
+    before = {id(x): (x, x.grad) for _, x, _ in held if isinstance(x, Tensor) and x.is_leaf}
     try:
         yield
     finally:
@@ -59,16 +53,6 @@ def unchanged_gradients(
             if x.is_leaf and x.grad is not gradient:
                 x.grad = gradient
         fake_mode.live.clear()
-
-
-def _leaves(owner: Any) -> list[Tensor]:
-    """Give the tensors that may have a `.grad`, of a module, an optimizer or another variable."""
-    found: list[Tensor] = [owner] if isinstance(owner, Tensor) else []
-    if isinstance(owner, nn.Module):
-        found = list(owner.parameters())
-    elif isinstance(owner, torch.optim.Optimizer):
-        found = [p for group in owner.param_groups for p in group["params"]]
-    return [x for x in found if x.is_leaf]
 
 
 def refuse_live(fn: Callable[..., Any], module: nn.Module | None, fake_mode: FakeTensorMode) -> None:
@@ -146,60 +130,11 @@ def warn_of_constants(gm: GraphModule, fn: Callable[..., Any]) -> None:
         )
 
 
-_MOST_REACHED = 10_000
-
-
-def _reached(fn: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors, modules and optimizers that a function holds, by the names that its author gave them.
-
-    They are looked for in the variables around it that its code names, in what it is bound to, and in functions,
-    containers and objects among these; in the first 10,000 values.
-    """
-    left: collections.deque[tuple[str, Any]] = collections.deque([("", fn)])
-    seen: set[int] = set()
-    while left and len(seen) < _MOST_REACHED:
-        name, held = left.popleft()
-        if id(held) in seen:
-            continue
-        seen.add(id(held))
-        if isinstance(held, (Tensor, nn.Module, torch.optim.Optimizer)):
-            yield name, held
-        else:
-            left.extend((".".join(filter(None, (name, key))), value) for key, value in _held_by(held))
-
-
-def _held_by(held: Any) -> Iterable[tuple[str, Any]]:
-    """Give what a value that is no tensor, module or optimizer holds, by name."""
-    if isinstance(held, functools.partial):
-        return [("", held.func), *((str(i), x) for i, x in enumerate(held.args)), *held.keywords.items()]
-    if inspect.ismethod(held):
-        return [("", held.__func__), ("self", held.__self__)]
-    if inspect.isfunction(held):
-        plain = inspect.unwrap(held)
-        if not inspect.isfunction(plain):
-            return [("", plain)]
-        cells = zip(plain.__code__.co_freevars, plain.__closure__ or (), strict=True)
-        names = [name for name in plain.__code__.co_names if name in plain.__globals__]
-        return [
-            *((name, cell.cell_contents) for name, cell in cells if cell != types.CellType()),  # not an empty one
-            *((name, plain.__globals__[name]) for name in names),
-        ]
-    if isinstance(held, dict):
-        return [(str(key), value) for key, value in held.items() if isinstance(key, (str, int))]
-    if isinstance(held, (list, tuple)):
-        return [(str(i), value) for i, value in enumerate(held)]
-    if isinstance(held, (type, types.ModuleType)) or not hasattr(held, "__dict__"):
-        return []
-    return list(vars(held).items())
-
-
 def _names(fn: Callable[..., Any], tensors: Iterable[Tensor]) -> str:
     """Name tensors as the function's author does, where its closure or a module in it tells; else by shape."""
     known: dict[int, str] = {}
-    for name, x in _reached(fn):
-        if isinstance(x, nn.Module):
-            known = {id(p): f"{name}.{path}" if name else path for path, p in x.named_parameters()} | known
-        elif isinstance(x, Tensor):
-            known.setdefault(id(x), name)
+    for name, x, _ in reached(fn):
+        if isinstance(x, Tensor):
+            known.setdefault(id(x), readable(name))
     names = list(dict.fromkeys(known.get(id(x), f"one of shape {list(x.shape)}") for x in tensors))
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

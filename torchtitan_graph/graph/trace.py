@@ -31,6 +31,7 @@ from torchtitan_graph.graph.calls import (
 )
 from torchtitan_graph.graph.dimensions import DynamicShapes
 from torchtitan_graph.graph.dynamic import Sizes, keep_traced_sizes
+from torchtitan_graph.graph.effects import no_effects
 from torchtitan_graph.graph.gradients import (
     left_gradients,
     no_other_step,
@@ -40,6 +41,7 @@ from torchtitan_graph.graph.gradients import (
     warn_of_constants,
 )
 from torchtitan_graph.graph.hierarchy import Recorder
+from torchtitan_graph.graph.reached import reached
 from torchtitan_graph.graph.refusals import check_state, refuse_unsupported, refusing_reads
 from torchtitan_graph.graph.signature import Signature, Slot, layout_of, signature_of
 from torchtitan_graph.graph.stamp import TraceInFull, opaque
@@ -50,7 +52,6 @@ from torchtitan_graph.graph.state import (
     optimizer_options,
     swapped_state,
     unassigned_data,
-    unchanged_attributes,
 )
 from torchtitan_graph.graph.torch_private.fake import FakeTensorMode, NeedsSymbols
 from torchtitan_graph.graph.torch_private.sizes import SymbolicFakeTensorMode
@@ -197,7 +198,9 @@ def minimal_fx_tracer(
             recorder = Recorder(names) if call_hierarchy else None
             fakes = fakes_of(plain, fake_mode, device)
             stamped = opaque(blocks, module, fake_mode, stack_traces, recorder)
-            with unchanged_gradients(fn, module, optimizer, fake_mode), no_other_step(optimizer), stamped as stamps:
+            held = list(reached(fn, module, optimizer))
+            unchanged = unchanged_gradients(held, fake_mode)
+            with no_effects(held), unchanged, no_other_step(optimizer), stamped as stamps:
                 gm = trace_to_graph(run, fakes, fake_mode, module, stack_traces, recorder)
                 refuse_live(fn, module, fake_mode)
                 refuse_lost(gm, out.left)
@@ -282,7 +285,7 @@ def _on_flat_tensors(
         traced = dict(zip([(s.kind, s.name) for s in slots], _unflatten(slots, flat, values), strict=True))
         full = [given.constants[i] if i in given.constants else traced["input", n] for i, n in enumerate(given.names)]
         args, kwargs = pytree.tree_unflatten(full, given.in_spec)
-        with swapped_state(module, optimizer, traced), unchanged_attributes(module), unassigned_data(traced):
+        with swapped_state(module, optimizer, traced), unassigned_data(traced):
             result = fn(*args, **kwargs)
         paths, out.spec = flatten_with_path(result)
         for path, x in paths:

@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
+    "KEPT_BY_TORCH",
     "accumulate",
     "count_step",
     "free_gradient_dtype",
@@ -18,6 +19,19 @@ __all__ = [
     "num_writes",
     "scaled_mm",
 ]
+
+# What torch notes in modules and optimizers as they are called: warnings that were given, checks that were made, the
+# weights of a recurrent layer as they were last seen. Nothing that is computed depends on it. There is no list of it.
+KEPT_BY_TORCH = frozenset(
+    {
+        "_flat_weight_refs",
+        "_flat_weights",
+        "_is_full_backward_hook",
+        "_need_device_dtype_check_for_fused",
+        "_opt_called",
+        "_warned_capturable_if_run_uncaptured",
+    }
+)
 
 
 def mark_as_parameter(tensor: torch.Tensor) -> None:

@@ -23,7 +23,7 @@ _CALL = "minimal_fx_tracer(step, module=model, optimizer=optimizer)"
 
 @contextlib.contextmanager
 def no_other_step(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
-    """Refuse the step of any optimizer but this one while a function is traced."""
+    """Refuse the step of any optimizer but this one while a function is traced, and one without gradients."""
 
     def refuse(stepped: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if stepped is not optimizer:
@@ -32,6 +32,13 @@ def no_other_step(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
                 f"the traced function takes a step of an optimizer ({type(stepped).__name__}), {given}: a graph would"
                 f" lose it; write {_CALL}, of one optimizer with a group for each kind of parameter, or take the step"
                 " outside"
+            )
+        is_alone = len(args) < 2 and not any(kwargs.values())  # a closure would compute gradients
+        if is_alone and all(p.grad is None for group in stepped.param_groups for p in group["params"]):
+            raise UserError(
+                f"the traced function takes a step of {type(stepped).__name__}, and has computed no gradients: those "
+                "that lie in .grad when it is called are not read. Call backward() in the function, before the step, "
+                "or pass gradients in and assign them"
             )
 
     handle = register_optimizer_step_pre_hook(refuse)
@@ -78,29 +85,32 @@ def left_gradients(traced: Mapping[tuple[str, str], Tensor]) -> dict[str, list[T
     return {name: layout_of(g).flatten(g) for name, g in held.items()}
 
 
-def refuse_lost(gm: GraphModule, left: Mapping[str, int]) -> None:
+def refuse_lost(gm: GraphModule, left: Mapping[str, int]) -> bool:
     """Take the gradients that the function leaves in `.grad` from the end of a graph's results; refuse those that
-    neither another result nor a write to an input depends on. `left` is how many plain tensors each has, by name."""
+    neither another result nor a write to an input depends on. `left` is how many plain tensors each has, by name. Tell
+    whether the function computed one."""
     output = gm.graph.output_node()
     results: list[Node] = list(output.args[0])  # type: ignore[arg-type]
     num_left = sum(left.values())
     kept, gradients = results[: len(results) - num_left], iter(results[len(results) - num_left :])
     if not num_left:
-        return
+        return False
     output.args = (kept,)
     needed = _needed(gm)
-    lost = [name for name, n in left.items() if any([_is_lost(next(gradients), needed) for _ in range(n)])]
+    parts = [(name, next(gradients)) for name, n in left.items() for _ in range(n)]
+    computed = [(name, node) for name, node in parts if _is_computed(node)]
+    lost = list(dict.fromkeys(name for name, node in computed if node not in needed))
     if lost:
         raise UserError(
             f"the traced function leaves gradients in .grad of {', '.join(lost)}, which no optimizer takes and no "
             f"result depends on: a graph would lose them. Write {_CALL} and step in it, or return gradients from the "
             "function (torch.autograd.grad); for what is not trained set requires_grad_(False)"
         )
+    return bool(computed)
 
 
-def _is_lost(gradient: Node, needed: set[Node]) -> bool:
-    was_given = gradient.op == "placeholder"
-    return not was_given and gradient.target is not torch.ops.aten.zero_.default and gradient not in needed
+def _is_computed(gradient: Node) -> bool:
+    return gradient.op != "placeholder" and gradient.target is not torch.ops.aten.zero_.default
 
 
 def _needed(gm: GraphModule) -> set[Node]:

@@ -19,7 +19,7 @@ from torchtitan_graph.graph.signature import is_dynamic, signature_of
 from torchtitan_graph.graph.state import live_state
 from torchtitan_graph.graph.torch_private.fake import WritesToLive
 from torchtitan_graph.graph.torch_private.sizes import dynamic_marks
-from torchtitan_graph.graph.torch_private.tensors import has_gradient_hooks
+from torchtitan_graph.graph.torch_private.tensors import has_gradient_hooks, has_step_hooks
 from torchtitan_graph.graph.torch_private.tracing import DynamicOutputShapeException, FakeTensor, refused_region
 
 
@@ -32,6 +32,11 @@ def check_state(module: torch.nn.Module | None, optimizer: torch.optim.Optimizer
         raise UserError(
             f"{', '.join(hooked)} has a hook on its gradient, which a graph would not call: remove it, and change the "
             "gradient in the traced function"
+        )
+    if optimizer is not None and has_step_hooks(optimizer):
+        raise UserError(
+            f"{type(optimizer).__name__} has a hook on its step, which a graph would not call: remove it, and do what "
+            "it does in the traced function, or outside"
         )
 
 

@@ -39,6 +39,7 @@ class FakeTensorMode(_FakeTensorMode):
     Of higher-order operators torch finds the rules for its own class alone.
 
     live: the tensors with numbers that operators were given, by their identity, and what `.grad` each had at first.
+    watch: is called with each operator and what it is given.
     """
 
     supports_higher_order_operators = True
@@ -46,9 +47,12 @@ class FakeTensorMode(_FakeTensorMode):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.live: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self.watch: Callable[[Any, Any], None] | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         self._keep_live(func, args, kwargs or {})
+        if self.watch is not None:
+            self.watch(func, (args, kwargs))
         is_region = isinstance(func, torch._ops.HigherOrderOperator)
         # `while_loop_stack_output` keeps the values of each round, for backward.
         if is_region and func.name().startswith("while_loop") and self.shape_env is None:

@@ -42,6 +42,7 @@ class Reached(NamedTuple):
 _MOST = 100_000
 _HOLD_NOTHING = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _CONTAINERS = (dict, collections.OrderedDict, collections.defaultdict, list, tuple, set, collections.deque)
+_LOOKED_INTO = (nn.Module, torch.optim.Optimizer, LRScheduler, torch.amp.GradScaler, types.SimpleNamespace)
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "torchtitan_graph"}
 
 
@@ -125,7 +126,7 @@ def _places(held: Any, own: set[str]) -> Iterator[Place]:
         yield Place(held, _read_elements, lambda owner, content: None, "{name}[{key}]")
     elif is_random(held):
         yield from _random(held)
-    elif isinstance(held, (nn.Module, torch.optim.Optimizer, LRScheduler, types.SimpleNamespace)) or (
+    elif isinstance(held, _LOOKED_INTO) or (
         not isinstance(held, functools.partial) and hasattr(held, "__dict__") and _is_own(held, own)
     ):
         yield Place(held, _read_attributes, _write_attributes, "{name}.{key}")

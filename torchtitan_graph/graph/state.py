@@ -226,6 +226,7 @@ class BoundState:
             and all(t._local_tensor is held for t, held in self._locals)
             and all(group.get(key) == value for group, key, value in self._options)
             and all(getattr(owner, attribute) is value for owner, _, attribute, value in self._modes)
+            and all(t.dtype is dtype for t, dtype in self._dtypes)  # `module.to` changes it in place
         ):
             self._bind()
         return self._tensors
@@ -258,6 +259,7 @@ class BoundState:
                     "it back, or trace again"
                 )
         self._tensors = [t for slot in self._slots for t in flatten(slot, state[slot.kind, slot.name])]
+        self._dtypes = [(t, t.dtype) for t in self._tensors]
         self._modes = modes  # not before all fits, else the next call would find nothing changed
         self._places = list(_places(self._module, self._optimizer))
         self._locals = [(t, t._local_tensor) for _, _, t in self._places if isinstance(t, DTensor)]

@@ -219,7 +219,7 @@ def minimal_fx_tracer(
             symbolic = gm is None
             gm = gm or graph({}, sizes.env)
             gm.meta["signature"] = Signature(slots, out.slots)
-            if out.has_computed_grad:
+            if optimizer is not None and out.has_computed_grad:  # else they are results, of this call alone
                 others = Sizes(given.by_name, dynamic_shapes)  # of `sizes` the graph rests on what is found
                 _refuse_uncleared(begun, others, held, device, symbolic)
             if symbolic:

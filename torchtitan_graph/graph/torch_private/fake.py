@@ -11,6 +11,7 @@ from torch import Tensor, ops
 from torch._higher_order_ops.utils import registered_hop_fake_fns
 from torch._subclasses import FakeTensorMode as _FakeTensorMode
 
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.torch_private.tracing import author_s_stack
 
 aten = ops.aten
@@ -53,6 +54,11 @@ class FakeTensorMode(_FakeTensorMode):
         self._keep_live(func, args, kwargs or {})
         if self.watch is not None:
             self.watch(func, (args, kwargs))
+        if func is aten.mkldnn_rnn_layer.default:
+            raise UserError(
+                "the traced function calls an LSTM by oneDNN's kernel, whose memory for backward no trace has: trace it"
+                " and call it inside torch.backends.mkldnn.flags(enabled=False)"
+            )
         is_region = isinstance(func, torch._ops.HigherOrderOperator)
         # `while_loop_stack_output` keeps the values of each round, for backward.
         if is_region and func.name().startswith("while_loop") and self.shape_env is None:

@@ -270,6 +270,19 @@ def test_what_torch_notes_in_an_optimizer_is_not_refused(make: Callable[[Any], t
     minimal_fx_tracer(step, m, optimizer)(X)
 
 
+def test_a_fused_step_may_be_told_to_be_none() -> None:
+    m = nn.Linear(4, 4)
+    optimizer: Any = torch.optim.AdamW(m.parameters(), fused=True)
+    training(m, optimizer, lambda: None)(X)
+
+    def step(x: Tensor) -> None:
+        optimizer.found_inf = 1.0 - x.isfinite().all().float()
+        training(m, optimizer, lambda: None)(x)
+
+    minimal_fx_tracer(step, m, optimizer)(X)
+    assert not hasattr(optimizer, "found_inf")
+
+
 @pytest.mark.parametrize("make", [nn.GRU, nn.RNN])
 def test_a_recurrent_layer_that_reads_its_weights_again_is_that_of_eager(make: Callable[..., nn.RNNBase]) -> None:
     m = make(4, 8, 2, batch_first=True, bidirectional=True)

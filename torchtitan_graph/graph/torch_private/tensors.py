@@ -23,7 +23,8 @@ __all__ = [
 ]
 
 # What torch notes in modules and optimizers as they are called: warnings that were given, checks that were made, the
-# weights of a recurrent layer as they were last seen. Nothing that is computed depends on it. There is no list of it.
+# weights of a recurrent layer as they were last seen, what a fused step is told by attributes. Nothing of a later call
+# depends on it. There is no list of it.
 KEPT_BY_TORCH = frozenset(
     {
         "_flat_weight_refs",
@@ -32,6 +33,8 @@ KEPT_BY_TORCH = frozenset(
         "_need_device_dtype_check_for_fused",
         "_opt_called",
         "_warned_capturable_if_run_uncaptured",
+        "found_inf",
+        "grad_scale",
     }
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
@@ -50,8 +51,13 @@ def called_as(call: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 def expect(call: str, name: str, value: object, kind: Any, wanted: str) -> None:
     """Raise a UserError unless a parameter is of a class; `wanted` says what it must be, `call` how it is given."""
     if not isinstance(value, kind):
-        found = f"the class {value.__name__}" if isinstance(value, type) else f"of class {type(value).__name__}"
+        found = f"the class {value.__name__}" if isinstance(value, type) else f"of class {class_name(value)}"
         raise UserError(f"{name} is {found}: must be {wanted}; write {call}")
+
+
+def class_name(value: object) -> str:
+    """Return the name of a value's class; of one that torch made for it, as for each graph, that of its base."""
+    return next(cls.__name__ for cls in type(value).__mro__ if re.fullmatch("[A-Za-z]\\w*", cls.__name__))
 
 
 def expect_state(call: str, module: object, optimizer: object) -> None:

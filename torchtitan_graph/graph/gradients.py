@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import functools
-import inspect
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -17,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.edit import aliased
+from torchtitan_graph.graph.reached import Reached, reached, readable
 from torchtitan_graph.graph.signature import layout_of
 from torchtitan_graph.graph.torch_private.fake import FakeTensorMode
 from torchtitan_graph.log import logger
@@ -26,7 +23,7 @@ _CALL = "minimal_fx_tracer(step, module=model, optimizer=optimizer)"
 
 @contextlib.contextmanager
 def no_other_step(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
-    """Refuse the step of any optimizer but this one while a function is traced."""
+    """Refuse the step of any optimizer but this one while a function is traced, and one without gradients."""
 
     def refuse(stepped: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if stepped is not optimizer:
@@ -35,6 +32,13 @@ def no_other_step(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
                 f"the traced function takes a step of an optimizer ({type(stepped).__name__}), {given}: a graph would"
                 f" lose it; write {_CALL}, of one optimizer with a group for each kind of parameter, or take the step"
                 " outside"
+            )
+        is_alone = len(args) < 2 and not any(kwargs.values())  # a closure would compute gradients
+        if is_alone and all(p.grad is None for group in stepped.param_groups for p in group["params"]):
+            raise UserError(
+                f"the traced function takes a step of {type(stepped).__name__}, and has computed no gradients: those "
+                "that lie in .grad when it is called are not read. Call backward() in the function, before the step, "
+                "or pass gradients in and assign them"
             )
 
     handle = register_optimizer_step_pre_hook(refuse)
@@ -45,13 +49,10 @@ def no_other_step(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def unchanged_gradients(
-    fn: Callable[..., Any], module: nn.Module | None, optimizer: torch.optim.Optimizer | None, fake_mode: FakeTensorMode
-) -> Iterator[None]:
-    """Put back the `.grad` of live tensors: of those passed, of those that the function holds (see `_reached`), and of
-    those that operators in this mode are given."""
-    owners = [module, optimizer, *(owner for _, owner in _reached(fn))]
-    before = {id(p): (p, p.grad) for owner in owners for p in _leaves(owner)}
+def unchanged_gradients(held: Iterable[Reached], fake_mode: FakeTensorMode) -> Iterator[None]:
+    """Put back the `.grad` of live tensors: of those that the function, its module and its optimizer hold, and of those
+    that operators in this mode are given."""
+    before = {id(x): (x, x.grad) for _, x, _ in held if isinstance(x, Tensor) and x.is_leaf}
     try:
         yield
     finally:
@@ -59,16 +60,6 @@ def unchanged_gradients(
             if x.is_leaf and x.grad is not gradient:
                 x.grad = gradient
         fake_mode.live.clear()
-
-
-def _leaves(owner: Any) -> list[Tensor]:
-    """Give the tensors that may have a `.grad`, of a module, an optimizer or another variable."""
-    found: list[Tensor] = [owner] if isinstance(owner, Tensor) else []
-    if isinstance(owner, nn.Module):
-        found = list(owner.parameters())
-    elif isinstance(owner, torch.optim.Optimizer):
-        found = [p for group in owner.param_groups for p in group["params"]]
-    return [x for x in found if x.is_leaf]
 
 
 def refuse_live(fn: Callable[..., Any], module: nn.Module | None, fake_mode: FakeTensorMode) -> None:
@@ -94,29 +85,32 @@ def left_gradients(traced: Mapping[tuple[str, str], Tensor]) -> dict[str, list[T
     return {name: layout_of(g).flatten(g) for name, g in held.items()}
 
 
-def refuse_lost(gm: GraphModule, left: Mapping[str, int]) -> None:
+def refuse_lost(gm: GraphModule, left: Mapping[str, int]) -> bool:
     """Take the gradients that the function leaves in `.grad` from the end of a graph's results; refuse those that
-    neither another result nor a write to an input depends on. `left` is how many plain tensors each has, by name."""
+    neither another result nor a write to an input depends on. `left` is how many plain tensors each has, by name. Tell
+    whether the function computed one."""
     output = gm.graph.output_node()
     results: list[Node] = list(output.args[0])  # type: ignore[arg-type]
     num_left = sum(left.values())
     kept, gradients = results[: len(results) - num_left], iter(results[len(results) - num_left :])
     if not num_left:
-        return
+        return False
     output.args = (kept,)
     needed = _needed(gm)
-    lost = [name for name, n in left.items() if any([_is_lost(next(gradients), needed) for _ in range(n)])]
+    parts = [(name, next(gradients)) for name, n in left.items() for _ in range(n)]
+    computed = [(name, node) for name, node in parts if _is_computed(node)]
+    lost = list(dict.fromkeys(name for name, node in computed if node not in needed))
     if lost:
         raise UserError(
             f"the traced function leaves gradients in .grad of {', '.join(lost)}, which no optimizer takes and no "
             f"result depends on: a graph would lose them. Write {_CALL} and step in it, or return gradients from the "
             "function (torch.autograd.grad); for what is not trained set requires_grad_(False)"
         )
+    return bool(computed)
 
 
-def _is_lost(gradient: Node, needed: set[Node]) -> bool:
-    was_given = gradient.op == "placeholder"
-    return not was_given and gradient.target is not torch.ops.aten.zero_.default and gradient not in needed
+def _is_computed(gradient: Node) -> bool:
+    return gradient.op != "placeholder" and gradient.target is not torch.ops.aten.zero_.default
 
 
 def _needed(gm: GraphModule) -> set[Node]:
@@ -146,60 +140,11 @@ def warn_of_constants(gm: GraphModule, fn: Callable[..., Any]) -> None:
         )
 
 
-_MOST_REACHED = 10_000
-
-
-def _reached(fn: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors, modules and optimizers that a function holds, by the names that its author gave them.
-
-    They are looked for in the variables around it that its code names, in what it is bound to, and in functions,
-    containers and objects among these; in the first 10,000 values.
-    """
-    left: collections.deque[tuple[str, Any]] = collections.deque([("", fn)])
-    seen: set[int] = set()
-    while left and len(seen) < _MOST_REACHED:
-        name, held = left.popleft()
-        if id(held) in seen:
-            continue
-        seen.add(id(held))
-        if isinstance(held, (Tensor, nn.Module, torch.optim.Optimizer)):
-            yield name, held
-        else:
-            left.extend((".".join(filter(None, (name, key))), value) for key, value in _held_by(held))
-
-
-def _held_by(held: Any) -> Iterable[tuple[str, Any]]:
-    """Give what a value that is no tensor, module or optimizer holds, by name."""
-    if isinstance(held, functools.partial):
-        return [("", held.func), *((str(i), x) for i, x in enumerate(held.args)), *held.keywords.items()]
-    if inspect.ismethod(held):
-        return [("", held.__func__), ("self", held.__self__)]
-    if inspect.isfunction(held):
-        plain = inspect.unwrap(held)
-        if not inspect.isfunction(plain):
-            return [("", plain)]
-        cells = zip(plain.__code__.co_freevars, plain.__closure__ or (), strict=True)
-        names = [name for name in plain.__code__.co_names if name in plain.__globals__]
-        return [
-            *((name, cell.cell_contents) for name, cell in cells if cell != types.CellType()),  # not an empty one
-            *((name, plain.__globals__[name]) for name in names),
-        ]
-    if isinstance(held, dict):
-        return [(str(key), value) for key, value in held.items() if isinstance(key, (str, int))]
-    if isinstance(held, (list, tuple)):
-        return [(str(i), value) for i, value in enumerate(held)]
-    if isinstance(held, (type, types.ModuleType)) or not hasattr(held, "__dict__"):
-        return []
-    return list(vars(held).items())
-
-
 def _names(fn: Callable[..., Any], tensors: Iterable[Tensor]) -> str:
     """Name tensors as the function's author does, where its closure or a module in it tells; else by shape."""
     known: dict[int, str] = {}
-    for name, x in _reached(fn):
-        if isinstance(x, nn.Module):
-            known = {id(p): f"{name}.{path}" if name else path for path, p in x.named_parameters()} | known
-        elif isinstance(x, Tensor):
-            known.setdefault(id(x), name)
+    for name, x, _ in reached(fn):
+        if isinstance(x, Tensor):
+            known.setdefault(id(x), readable(name))
     names = list(dict.fromkeys(known.get(id(x), f"one of shape {list(x.shape)}") for x in tensors))
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

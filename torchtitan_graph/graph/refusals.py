@@ -19,8 +19,13 @@ from torchtitan_graph.graph.signature import is_dynamic, signature_of
 from torchtitan_graph.graph.state import live_state
 from torchtitan_graph.graph.torch_private.fake import WritesToLive
 from torchtitan_graph.graph.torch_private.sizes import dynamic_marks
-from torchtitan_graph.graph.torch_private.tensors import has_gradient_hooks
-from torchtitan_graph.graph.torch_private.tracing import DynamicOutputShapeException, FakeTensor, refused_region
+from torchtitan_graph.graph.torch_private.tensors import has_gradient_hooks, has_step_hooks
+from torchtitan_graph.graph.torch_private.tracing import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    refused_region,
+)
 
 
 def check_state(module: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None) -> None:
@@ -32,6 +37,11 @@ def check_state(module: torch.nn.Module | None, optimizer: torch.optim.Optimizer
         raise UserError(
             f"{', '.join(hooked)} has a hook on its gradient, which a graph would not call: remove it, and change the "
             "gradient in the traced function"
+        )
+    if optimizer is not None and has_step_hooks(optimizer):
+        raise UserError(
+            f"{type(optimizer).__name__} has a hook on its step, which a graph would not call: remove it, and do what "
+            "it does in the traced function, or outside"
         )
 
 
@@ -45,17 +55,24 @@ def refusing_reads(optimizer: torch.optim.Optimizer | None, sizes: Sizes) -> Ite
             f"the traced function writes in place to a tensor that it closes over, by {error.func}{place(error.stack)}:"
             " a graph's inputs are not its own; return the new value from the function and write it back outside"
         ) from error
-    except GuardOnDataDependentSymNode as error:
-        files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    except (GuardOnDataDependentSymNode, DataDependentOutputException) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        files = [frame.filename for frame in frames]
         if optimizer is not None and inspect.unwrap(type(optimizer).step).__code__.co_filename in files:
             raise UserError(
                 f"{type(optimizer).__name__} branches on a number of its state, which no trace has; one that does not "
                 "is fused: such as AdamW(fused=True, lr=torch.tensor(...))"
             ) from error
+        if inspect.getfile(torch.amp.GradScaler) in files:
+            raise UserError(
+                f"the traced function steps by a GradScaler{place(frames)}, which decides by a number whether to, and "
+                "no trace has it: train in bfloat16, which needs no scaler, or return gradients and step outside"
+            ) from error
+        what = sizes.words(error.cond) if isinstance(error, GuardOnDataDependentSymNode) else "a number"
         raise UserError(
             "the traced function reads a tensor's value or an unbacked size and decides by it"
-            f" ({sizes.words(error.cond)}{place(traceback.extract_tb(error.__traceback__))}), which no trace has: keep"
-            " it a tensor (torch.where), promise what holds by torch._check, or decide outside"
+            f" ({what}{place(frames)}), which no trace has: keep it a tensor (torch.where), promise what holds by "
+            "torch._check, or decide outside"
         ) from error
     except DynamicOutputShapeException as error:
         raise UserError(
@@ -81,6 +98,17 @@ def refusing_reads(optimizer: torch.optim.Optimizer | None, sizes: Sizes) -> Ite
                 "the traced function makes a NumPy array of a tensor"
                 f"{place(traceback.extract_tb(error.__traceback__))}, which holds numbers that no trace has: compute"
                 " with torch, or outside"
+            ) from error
+        if "unsupported format string passed to" in first:
+            raise UserError(
+                "the traced function formats a number that only a run knows"
+                f"{place(traceback.extract_tb(error.__traceback__))}: return it, and format it outside"
+            ) from error
+        if "does not require grad and does not have a grad_fn" in first:
+            around = "" if torch.is_grad_enabled() else "torch.no_grad() is around the trace: leave it; or "
+            raise UserError(
+                "the traced function differentiates what depends on no tensor that takes gradients"
+                f"{place(traceback.extract_tb(error.__traceback__))}: {around}set requires_grad_() before the trace"
             ) from error
         if not any(word in first for word in ("SymInt", "symbolic", "isIntList")):
             raise

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import copy
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch.distributed.tensor import DTensor
 
 from torchtitan_graph.errors import UserError
@@ -147,18 +145,19 @@ def _swapped_optimizer(
         yield
         return
     live = _parameter_names(module, optimizer)
-    old_state, old_groups = optimizer.state, [dict(group) for group in optimizer.param_groups]
+    old_state, groups = optimizer.state, [(group, dict(group)) for group in optimizer.param_groups]
     new_state: dict = collections.defaultdict(dict)
     for p, values in old_state.items():
         name = live[p]
         new_state[traced["param", name]] = {k: traced.get(("optim", f"{name}.{k}"), v) for k, v in values.items()}
     before = {p: dict(values) for p, values in new_state.items()}
     optimizer.state = new_state  # type: ignore[assignment]
-    for group in optimizer.param_groups:
+    for group, old in groups:
         owner = _group_name(group, live)
         group["params"] = [traced["param", live[p]] for p in group["params"]]
-        for key in group:
+        for key in old:
             group[key] = traced.get(("optim", f"{owner}.{key}"), group[key])
+    swapped = [dict(group) for group, _ in groups]
     try:
         yield
         for p, values in new_state.items():
@@ -170,65 +169,28 @@ def _swapped_optimizer(
                 )
     finally:
         optimizer.state = old_state
-        for group, old in zip(optimizer.param_groups, old_groups, strict=True):
-            group.update(old)
-
-
-@contextlib.contextmanager
-def unchanged_attributes(module: torch.nn.Module | None) -> Iterator[None]:
-    """Take back what the function leaves of the trace in plain attributes of modules, and refuse it."""
-
-    def attributes(child: torch.nn.Module) -> dict[str, Any]:
-        return {key: x for key, x in vars(child).items() if key not in ("_parameters", "_buffers", "_modules")}
-
-    saved = {}
-    for name, child in module.named_modules() if module is not None else ():
-        saved[name, child] = {
-            k: (x, copy.copy(x) if type(x) in (list, dict) else x) for k, x in attributes(child).items()
-        }
-    leaks = []
-    try:
-        yield
-    finally:
-        for (name, child), old in saved.items():
-            for key, x in attributes(child).items():
-                if _is_container(x) and any(is_traced(leaf) for leaf in pytree.tree_leaves(x)):
-                    leaks.append((f"{name}.{key}".lstrip("."), child, key, old.get(key)))
-        for _, child, key, before in leaks:
-            child.__dict__.pop(key)
-            if before is not None:
-                child.__dict__[key] = _restored(*before)
-    if leaks:
-        raise UserError(
-            f"the traced function keeps a tensor in {', '.join(name for name, *_ in leaks)}: after the trace it would "
-            "hold a value without numbers; return it from the function instead"
-        )
+        for (group, old), there in zip(groups, swapped, strict=True):
+            # What the function put there instead is for `no_effects` to see.
+            group.update({key: x for key, x in old.items() if group.get(key) is there[key]})
 
 
 @contextlib.contextmanager
 def unassigned_data(traced: Mapping[tuple[str, str], torch.Tensor]) -> Iterator[None]:
-    """Refuse `x.data = y`: a graph would go on with the old values."""
+    """Refuse `x.data = y`, of which a graph would keep the old values, and state that is frozen or freed inside."""
     plain = {name: x for (_, name), x in traced.items() if not is_traceable_wrapper_subclass(x)}
     before = {name: x.untyped_storage() for name, x in plain.items()}
+    took_gradients = {name: (x, x.requires_grad) for (kind, name), x in traced.items() if kind in ("param", "buffer")}
     yield
     if assigned := [name for name, x in plain.items() if x.untyped_storage() is not before[name]]:
         raise UserError(
             f"the traced function assigns the data of {', '.join(assigned)}: a graph would lose it silently; return "
             "the new value from the function and write it back outside"
         )
-
-
-def _is_container(x: Any) -> bool:
-    """Tell whether a tensor may be in it, quickly: a module has some twenty attributes, and most hold nothing."""
-    return not (isinstance(x, (bool, int, float, str, type(None))) or (isinstance(x, dict) and not x))
-
-
-def _restored(held: Any, content: Any) -> Any:
-    """Give what an attribute held, with its content of then: others may hold the same list or dictionary."""
-    if held is not content:
-        held.clear()
-        held.update(content) if isinstance(held, dict) else held.extend(content)
-    return held
+    if changed := [name for name, (x, took) in took_gradients.items() if x.is_leaf and x.requires_grad is not took]:
+        raise UserError(
+            f"the traced function changes requires_grad of {', '.join(changed)}, which a graph would not do when it is"
+            " called: set it before the trace"
+        )
 
 
 def is_traced(leaf: Any) -> bool:
@@ -264,6 +226,7 @@ class BoundState:
             and all(t._local_tensor is held for t, held in self._locals)
             and all(group.get(key) == value for group, key, value in self._options)
             and all(getattr(owner, attribute) is value for owner, _, attribute, value in self._modes)
+            and all(t.dtype is dtype for t, dtype in self._dtypes)  # `module.to` changes it in place
         ):
             self._bind()
         return self._tensors
@@ -296,6 +259,7 @@ class BoundState:
                     "it back, or trace again"
                 )
         self._tensors = [t for slot in self._slots for t in flatten(slot, state[slot.kind, slot.name])]
+        self._dtypes = [(t, t.dtype) for t in self._tensors]
         self._modes = modes  # not before all fits, else the next call would find nothing changed
         self._places = list(_places(self._module, self._optimizer))
         self._locals = [(t, t._local_tensor) for _, _, t in self._places if isinstance(t, DTensor)]

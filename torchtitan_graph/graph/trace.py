@@ -31,6 +31,7 @@ from torchtitan_graph.graph.calls import (
 )
 from torchtitan_graph.graph.dimensions import DynamicShapes
 from torchtitan_graph.graph.dynamic import Sizes, keep_traced_sizes
+from torchtitan_graph.graph.effects import no_effects
 from torchtitan_graph.graph.gradients import (
     left_gradients,
     no_other_step,
@@ -40,6 +41,7 @@ from torchtitan_graph.graph.gradients import (
     warn_of_constants,
 )
 from torchtitan_graph.graph.hierarchy import Recorder
+from torchtitan_graph.graph.reached import Reached, reached
 from torchtitan_graph.graph.refusals import check_state, refuse_unsupported, refusing_reads
 from torchtitan_graph.graph.signature import Signature, Slot, layout_of, signature_of
 from torchtitan_graph.graph.stamp import TraceInFull, opaque
@@ -50,12 +52,12 @@ from torchtitan_graph.graph.state import (
     optimizer_options,
     swapped_state,
     unassigned_data,
-    unchanged_attributes,
 )
 from torchtitan_graph.graph.torch_private.fake import FakeTensorMode, NeedsSymbols
 from torchtitan_graph.graph.torch_private.sizes import SymbolicFakeTensorMode
 from torchtitan_graph.graph.torch_private.tracing import DataDependentOutputException, trace_to_graph
 from torchtitan_graph.graph.traced import TracedResult, autocast
+from torchtitan_graph.graph.uncleared import Uncleared
 from torchtitan_graph.graph.uncollected import uncollected
 from torchtitan_graph.log import logger
 
@@ -181,14 +183,21 @@ def minimal_fx_tracer(
             Slot(name, kind, sizes.layout(name, tensor) if kind == "input" else layout_of(tensor))
             for kind, name, tensor in values
         )
-        plain = [
-            (t, sizes.strided(slot.name, t) if slot.kind == "input" else (t.shape, t.stride()))
-            for slot, (_, _, tensor) in zip(slots, values, strict=True)
-            for t in slot.layout.flatten(tensor)
-        ]
+        held = list(reached(fn, module, optimizer))
+
+        def begun(sizes: Sizes, out: _Result) -> tuple[Callable[..., list[torch.Tensor]], list[Any]]:
+            """Give the function to trace, and its arguments with their sizes and strides."""
+            plain = [
+                (t, sizes.strided(slot.name, t) if slot.kind == "input" else (t.shape, t.stride()))
+                for slot, (_, _, tensor) in zip(slots, values, strict=True)
+                for t in slot.layout.flatten(tensor)
+            ]
+            numbers = {i: sizes.number(given.names[i], x) for i, x in given.constants.items()}
+            run = _on_flat_tensors(fn, module, optimizer, given._replace(constants=numbers), slots, values, out)
+            return run, plain
+
         out = _Result()
-        numbers = {i: sizes.number(given.names[i], x) for i, x in given.constants.items()}
-        run = _on_flat_tensors(fn, module, optimizer, given._replace(constants=numbers), slots, values, out)
+        run, plain = begun(sizes, out)
 
         def graph(blocks: Mapping[str, torch.nn.Module], env: ShapeEnv | None = None) -> GraphModule:
             kind = FakeTensorMode if env is None else SymbolicFakeTensorMode
@@ -197,10 +206,11 @@ def minimal_fx_tracer(
             recorder = Recorder(names) if call_hierarchy else None
             fakes = fakes_of(plain, fake_mode, device)
             stamped = opaque(blocks, module, fake_mode, stack_traces, recorder)
-            with unchanged_gradients(fn, module, optimizer, fake_mode), no_other_step(optimizer), stamped as stamps:
+            unchanged = unchanged_gradients(held, fake_mode)
+            with no_effects(held), unchanged, no_other_step(optimizer), stamped as stamps:
                 gm = trace_to_graph(run, fakes, fake_mode, module, stack_traces, recorder)
                 refuse_live(fn, module, fake_mode)
-                refuse_lost(gm, out.left)
+                out.has_computed_grad = refuse_lost(gm, out.left)
                 stamps.put_in(gm)
             return gm
 
@@ -209,6 +219,9 @@ def minimal_fx_tracer(
             symbolic = gm is None
             gm = gm or graph({}, sizes.env)
             gm.meta["signature"] = Signature(slots, out.slots)
+            if optimizer is not None and out.has_computed_grad:  # else they are results, of this call alone
+                others = Sizes(given.by_name, dynamic_shapes)  # of `sizes` the graph rests on what is found
+                _refuse_uncleared(begun, others, held, device, symbolic)
             if symbolic:
                 sizes.settle(gm)
                 out.constants = {i: sizes.returned(x) for i, x in out.constants.items()}
@@ -256,12 +269,14 @@ def minimal_fx_tracer(
 @dataclasses.dataclass
 class _Result:
     """What a function gave when it was traced: its pytree, its leaves that are no tensors, and its tensors' slots; and
-    what it left in `.grad`, by name in how many plain tensors."""
+    what it left in `.grad`, by name in how many plain tensors; whether it computed that; and what watches it."""
 
     spec: Any = None
     constants: dict[int, Any] = dataclasses.field(default_factory=dict)
     slots: tuple[Slot, ...] = ()
     left: dict[str, int] = dataclasses.field(default_factory=dict)
+    has_computed_grad: bool = False
+    uncleared: Uncleared | None = None
 
 
 def _on_flat_tensors(
@@ -282,8 +297,12 @@ def _on_flat_tensors(
         traced = dict(zip([(s.kind, s.name) for s in slots], _unflatten(slots, flat, values), strict=True))
         full = [given.constants[i] if i in given.constants else traced["input", n] for i, n in enumerate(given.names)]
         args, kwargs = pytree.tree_unflatten(full, given.in_spec)
-        with swapped_state(module, optimizer, traced), unchanged_attributes(module), unassigned_data(traced):
+        if out.uncleared is not None:
+            out.uncleared.lay(traced)
+        with swapped_state(module, optimizer, traced), unassigned_data(traced):
             result = fn(*args, **kwargs)
+        if out.uncleared is not None:
+            out.uncleared.refuse(traced)
         paths, out.spec = flatten_with_path(result)
         for path, x in paths:
             check_result(f"the result{pytree.keystr(path)}", x)
@@ -296,6 +315,25 @@ def _on_flat_tensors(
         return [*given_back, *(t for parts in left.values() for t in parts)]
 
     return run
+
+
+def _refuse_uncleared(
+    begun: Callable[[Sizes, _Result], tuple[Callable[..., list[torch.Tensor]], list[Any]]],
+    sizes: Sizes,
+    held: list[Reached],
+    device: Any,
+    symbolic: bool,
+) -> None:
+    """Run a function that leaves gradients in `.grad` once more, unrecorded, with gradients of a call before."""
+    out = _Result(uncleared=Uncleared())
+    run, plain = begun(sizes, out)
+    kind = SymbolicFakeTensorMode if symbolic else FakeTensorMode
+    fake_mode = kind(allow_non_fake_inputs=True, shape_env=sizes.env if symbolic else None)
+    fake_mode.watch = out.uncleared.see  # type: ignore[union-attr]
+    fakes = fakes_of(plain, fake_mode, device)
+    one_thread = torch.autograd.set_multithreading_enabled(False)  # a mode is of its thread
+    with unchanged_gradients(held, fake_mode), no_effects(held), fake_mode, one_thread:
+        run(*fakes)
 
 
 def _unless_read(

@@ -19,7 +19,7 @@ from torchtitan_graph.graph.dynamic import Sizes
 from torchtitan_graph.graph.observe import Watchable
 from torchtitan_graph.graph.refusals import refuse_strides
 from torchtitan_graph.graph.signature import Slot, signature_of
-from torchtitan_graph.graph.state import BoundState, flatten
+from torchtitan_graph.graph.state import BoundState, flatten, live_state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,14 +130,27 @@ def run_traced(
     return run
 
 
-def _expect_state_as_traced(traced: TracedResult, module: object, optimizer: object) -> None:
+def _expect_state_as_traced(
+    traced: TracedResult, module: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None
+) -> None:
     with_module = any(slot.kind in ("param", "buffer") for slot in signature_of(traced.gm).inputs)
     if module is None and with_module:
-        raise UserError(f"the function was traced with module=, and is run with one: write {RUN}")
-    with_optimizer = bool(traced.options)
-    if with_optimizer is not (optimizer is not None):
-        how = "with optimizer=, and is run with one" if with_optimizer else "without optimizer=, and is run without"
-        raise UserError(f"the function was traced {how}")
+        raise UserError(f"the function was traced with module=, and is run without: write {RUN}")
+    if live_state(module, None) and not with_module:
+        raise UserError(
+            "the function was traced without module=, and is run with one: its parameters are constants of the graph;"
+            f" write {TRACE}, or run_traced(traced)(*arguments)"
+        )
+    if traced.options and optimizer is None:
+        raise UserError(
+            "the function was traced with optimizer=, and is run without: write "
+            "run_traced(traced, module=model, optimizer=optimizer)(*arguments)"
+        )
+    if optimizer is not None and not traced.options:
+        raise UserError(
+            "the function was traced without optimizer=, and is run with one: write "
+            "minimal_fx_tracer(fn, module=model, optimizer=optimizer)(*arguments), or run it without"
+        )
 
 
 def _flat_inputs(

@@ -37,7 +37,9 @@ def flagged(model: Net, x: Tensor) -> Tensor:
 
 def counted(model: Net, x: Tensor) -> Tensor:
     model.calls += 1
-    return plain(model, x)
+    y = plain(model, x)
+    model.calls -= 1  # else neither takes it
+    return y
 
 
 def branching(model: Net, x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.dynamo import dynamo_capture
@@ -180,6 +181,109 @@ def test_gradients_that_are_taken_are_left_to_the_function(make: Callable, takes
     for _ in range(3):
         torch.testing.assert_close(run(X), step(X), rtol=0, atol=0)
         eager.zero_grad()
+
+
+def uncleared(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable:
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def partly(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable:
+    return before(lambda: setattr(model.weight, "grad", None), uncleared(model, optimizer))
+
+
+def before(deed: Callable, step: Callable) -> Callable:
+    def both(x: Tensor) -> Any:
+        deed()
+        return step(x)
+
+    return both
+
+
+def after(deed: Callable, step: Callable) -> Callable:
+    def both(x: Tensor) -> Any:
+        result = step(x)
+        deed()
+        return result
+
+    return both
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+@pytest.mark.parametrize(("make", "names"), [(uncleared, "weight, bias"), (partly, "bias")])
+def test_gradients_that_add_up_from_call_to_call_are_refused_by_name(make: Callable, names: str, name: str) -> None:
+    model, (optimizer,) = stepped(MAKE[name])
+    was = everything(model, [optimizer])
+    with pytest.raises(UserError, match=rf"adds to \.grad of {names}, which it does not clear: .*zero_grad\(\) in the"):
+        minimal_fx_tracer(make(model, optimizer), model, optimizer)(X)
+    assert everything(model, [optimizer]) == was
+
+
+def zeroed(model: nn.Module) -> Callable:
+    def clear() -> None:
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad.detach_()
+                p.grad.zero_()
+
+    return clear
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])  # numbers that are read are symbols
+@pytest.mark.parametrize("when", [before, after])
+@pytest.mark.parametrize("how", ["to None", "to zeros", "by hand"])
+def test_gradients_may_be_cleared_first_or_at_the_end(how: str, when: Callable, name: str) -> None:
+    def cleared_so() -> tuple[Callable, nn.Module, torch.optim.Optimizer]:
+        model, (optimizer,) = stepped(MAKE[name])
+        model.unused = nn.Parameter(torch.ones(1))  # has no gradient
+        clear = zeroed(model) if how == "by hand" else lambda: optimizer.zero_grad(set_to_none=how == "to None")
+        clear()
+        return when(clear, uncleared(model, optimizer)), model, optimizer
+
+    (fn, model, optimizer), (eager, *_) = cleared_so(), cleared_so()
+    run = run_traced(minimal_fx_tracer(fn, model, optimizer)(X), model, optimizer)
+    for _ in range(3):
+        assert torch.equal(run(X), eager(X))
+
+
+def test_gradients_may_add_up_inside_a_call() -> None:
+    model, (optimizer,) = stepped(MAKE["SGD"])
+
+    def step(x: Tensor) -> None:
+        optimizer.zero_grad()
+        for part in x.split(2):
+            model(part).square().mean().backward()
+        optimizer.step()
+
+    minimal_fx_tracer(step, model, optimizer)(X)
+
+
+def test_a_step_on_gradients_from_outside_is_refused() -> None:
+    model, (optimizer,) = stepped(MAKE["SGD"])
+    with pytest.raises(UserError, match=r"step of SGD, and has computed no gradients: those .* in \.grad .* not read"):
+        minimal_fx_tracer(lambda x: optimizer.step(), model, optimizer)(X)
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        lambda o: o.register_step_post_hook(lambda *_: None),
+        lambda o: o.register_step_pre_hook(lambda *_: None),
+        lambda o: register_optimizer_step_post_hook(lambda *_: None),
+    ],
+)
+def test_a_hook_on_a_step_is_refused(register: Callable) -> None:
+    model, (optimizer,) = stepped(MAKE["SGD"])
+    handle = register(optimizer)
+    with pytest.raises(UserError, match="SGD has a hook on its step, which a graph would not call: remove it"):
+        minimal_fx_tracer(training(model, optimizer), model, optimizer)(X)
+    handle.remove()
+    minimal_fx_tracer(training(model, optimizer), model, optimizer)(X)
 
 
 # what is live stays as it was, whatever ends a trace

@@ -162,7 +162,7 @@ def test_a_module_of_other_shapes_is_refused_by_name() -> None:
 def test_a_trace_with_a_module_does_not_run_without_one() -> None:
     model = nn.Linear(3, 1)
     traced = minimal_fx_tracer(lambda x: model(x), module=model)(torch.zeros(1, 3))
-    with pytest.raises(UserError, match="was traced with module=, and is run with one"):
+    with pytest.raises(UserError, match="was traced with module=, and is run without"):
         run_traced(traced)
 
 

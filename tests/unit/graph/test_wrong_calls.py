@@ -34,6 +34,15 @@ def step(x: Tensor) -> Tensor:
     return MODEL(x).sum()
 
 
+def stepped() -> Any:
+    def both(x: Tensor) -> None:
+        OPTIMIZER.zero_grad()
+        step(x).backward()
+        OPTIMIZER.step()
+
+    return minimal_fx_tracer(both, MODEL, OPTIMIZER)(X)
+
+
 @pytest.fixture(scope="module")
 def traced() -> Any:
     return minimal_fx_tracer(step, module=MODEL)(X)
@@ -47,9 +56,14 @@ def traced() -> Any:
         (lambda t: run_traced(t, X), f"module is of class Tensor: must be one nn.Module .*; {RUN}"),
         (lambda t: run_traced(t, [MODEL]), f"module is of class list: .*ModuleList.*; {RUN}"),
         (lambda t: run_traced(t, model=MODEL), f"keyword argument 'model'; {RUN}"),
-        (lambda t: run_traced(t), f"was traced with module=, and is run with one: {RUN}"),
-        (lambda t: run_traced(t, MODEL, OPTIMIZER), "was traced without optimizer=, and is run without$"),
-        (lambda t: run_traced(t.gm, MODEL), rf"traced is of class .*minimal_fx_tracer\(fn, module=model\).*; {RUN}"),
+        (lambda t: run_traced(t), f"was traced with module=, and is run without: {RUN}"),
+        (lambda t: run_traced(t, MODEL, OPTIMIZER), "without optimizer=, and is run with one: write minimal_fx_tracer"),
+        (lambda t: run_traced(stepped(), MODEL), "with optimizer=, and is run without: write run_traced.*optimizer="),
+        (lambda t: run_traced(minimal_fx_tracer(lambda x: x)(X), MODEL), "without module=, and is run with one: .*; w"),
+        (
+            lambda t: run_traced(t.gm, MODEL),
+            rf"traced is of class GraphModule: .*\(fn, module=model\).*; {RUN}",
+        ),
         (lambda t: run_traced(minimal_fx_tracer(step, MODEL), MODEL), f"traced is of class function: .*; {RUN}"),
         (lambda t: t(MODEL, X), f"run on the live state of its module: {RUN}"),
     ],
@@ -213,3 +227,64 @@ def test_a_branch_that_writes_to_what_it_is_given_is_refused_in_a_line() -> None
     ) as found:
         minimal_fx_tracer(fn)(torch.ones(3))
     assert "\n" not in str(found.value)
+
+
+# what ends in an error of torch's is told in words of the function's author
+
+
+def formatted(x: Tensor) -> Tensor:
+    loss = step(x)
+    assert f"{loss.item():.3f}"
+    return loss
+
+
+def scaled(x: Tensor) -> None:
+    OPTIMIZER.zero_grad()
+    SCALER.scale(step(x)).backward()
+    SCALER.step(OPTIMIZER)
+
+
+SCALER = torch.amp.GradScaler("cpu")
+SCALER.scale(torch.ones(1))  # makes what it holds
+LSTM = nn.LSTM(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("fn", "module", "optimizer", "words"),
+    [
+        (formatted, MODEL, None, r"formats a number that only a run knows \(test_wrong_calls.py:\d+: .*outside"),
+        (lambda x: f"{step(x):.3f}", MODEL, None, "formats a number that only a run knows"),
+        (scaled, MODEL, OPTIMIZER, r"steps by a GradScaler \(test_wrong_calls.py:\d+: .*: train in bfloat16"),
+        (lambda x: LSTM(x)[0], LSTM, None, r"an LSTM by oneDNN's kernel.*mkldnn.flags\(enabled=False\)"),
+    ],
+)
+def test_what_torch_would_say_raw(fn: Any, module: Any, optimizer: Any, words: str) -> None:
+    with pytest.raises(UserError, match=words) as error:
+        minimal_fx_tracer(fn, module, optimizer)(X)
+    assert "\n" not in str(error.value)
+
+
+def test_a_gradient_under_no_grad_says_so() -> None:
+    def gradient(x: Tensor) -> Any:
+        return torch.autograd.grad(step(x), list(MODEL.parameters()))
+
+    with torch.no_grad(), pytest.raises(UserError, match=r"torch.no_grad\(\) is around the trace: leave it"):
+        minimal_fx_tracer(gradient, MODEL)(X)
+    with pytest.raises(UserError, match=r"that takes gradients \(.*\): set requires_grad_\(\) before the trace"):
+        minimal_fx_tracer(lambda x: torch.autograd.grad(x.sum(), x))(X)
+
+
+def test_a_scaler_is_as_it_was() -> None:
+    before = dict(SCALER._per_optimizer_states)
+    with pytest.raises(UserError, match="steps by a GradScaler"):
+        minimal_fx_tracer(scaled, MODEL, OPTIMIZER)(X)
+    assert dict(SCALER._per_optimizer_states) == before
+
+
+def test_a_module_that_was_cast_in_place_is_refused_by_name_until_it_is_back() -> None:
+    model = nn.Linear(2, 2)
+    run = run_traced(minimal_fx_tracer(lambda x: model(x), model)(X), model)
+    model.double()
+    with pytest.raises(UserError, match=r"weight has shape \[2, 2\] and torch.float64, traced with .* torch.float32"):
+        run(X)
+    assert torch.equal(run_traced(minimal_fx_tracer(lambda x: model(x), model.float())(X), model)(X), run(X))

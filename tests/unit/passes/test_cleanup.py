@@ -245,6 +245,7 @@ def test_a_step_with_its_optimizer_writes_to_its_inputs_and_is_refused() -> None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step(x: Tensor) -> None:
+        optimizer.zero_grad()
         model(x).sum().backward()
         optimizer.step()
 

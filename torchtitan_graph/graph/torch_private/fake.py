@@ -11,6 +11,7 @@ from torch import Tensor, ops
 from torch._higher_order_ops.utils import registered_hop_fake_fns
 from torch._subclasses import FakeTensorMode as _FakeTensorMode
 
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.torch_private.tracing import author_s_stack
 
 aten = ops.aten
@@ -39,6 +40,7 @@ class FakeTensorMode(_FakeTensorMode):
     Of higher-order operators torch finds the rules for its own class alone.
 
     live: the tensors with numbers that operators were given, by their identity, and what `.grad` each had at first.
+    watch: is called with each operator and what it is given.
     """
 
     supports_higher_order_operators = True
@@ -46,9 +48,17 @@ class FakeTensorMode(_FakeTensorMode):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.live: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self.watch: Callable[[Any, Any], None] | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         self._keep_live(func, args, kwargs or {})
+        if self.watch is not None:
+            self.watch(func, (args, kwargs))
+        if func is aten.mkldnn_rnn_layer.default:
+            raise UserError(
+                "the traced function calls an LSTM by oneDNN's kernel, whose memory for backward no trace has: trace it"
+                " and call it inside torch.backends.mkldnn.flags(enabled=False)"
+            )
         is_region = isinstance(func, torch._ops.HigherOrderOperator)
         # `while_loop_stack_output` keeps the values of each round, for backward.
         if is_region and func.name().startswith("while_loop") and self.shape_env is None:

@@ -5,19 +5,38 @@ from collections.abc import Iterable
 import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
+    "KEPT_BY_TORCH",
     "accumulate",
     "count_step",
     "free_gradient_dtype",
     "has_gradient_hooks",
+    "has_step_hooks",
     "is_traceable_wrapper_subclass",
     "mark_as_parameter",
     "multiply",
     "num_writes",
     "scaled_mm",
 ]
+
+# What torch notes in modules and optimizers as they are called: warnings that were given, checks that were made, the
+# weights of a recurrent layer as they were last seen, what a fused step is told by attributes. Nothing of a later call
+# depends on it. There is no list of it.
+KEPT_BY_TORCH = frozenset(
+    {
+        "_flat_weight_refs",
+        "_flat_weights",
+        "_is_full_backward_hook",
+        "_need_device_dtype_check_for_fused",
+        "_opt_called",
+        "_warned_capturable_if_run_uncaptured",
+        "found_inf",
+        "grad_scale",
+    }
+)
 
 
 def mark_as_parameter(tensor: torch.Tensor) -> None:
@@ -29,6 +48,17 @@ def mark_as_parameter(tensor: torch.Tensor) -> None:
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:
     """Tell whether somebody registered a hook on a parameter's gradient; public API only adds and removes them."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether somebody registered a hook on the step of this optimizer, or of all; public API only adds and
+    removes them."""
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or _global_optimizer_pre_hooks
+        or _global_optimizer_post_hooks
+    )
 
 
 def num_writes(tensor: torch.Tensor) -> int:

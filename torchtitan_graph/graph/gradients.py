@@ -23,7 +23,9 @@ _CALL = "minimal_fx_tracer(step, module=model, optimizer=optimizer)"
 
 @contextlib.contextmanager
 def no_other_step(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
-    """Refuse the step of any optimizer but this one while a function is traced, and one without gradients."""
+    """Refuse the step of any optimizer but this one while a function is traced, and one on live gradients alone."""
+    groups = optimizer.param_groups if optimizer is not None else []
+    has_live = any(p.grad is not None for group in groups for p in group["params"])
 
     def refuse(stepped: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if stepped is not optimizer:
@@ -34,7 +36,7 @@ def no_other_step(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
                 " outside"
             )
         is_alone = len(args) < 2 and not any(kwargs.values())  # a closure would compute gradients
-        if is_alone and all(p.grad is None for group in stepped.param_groups for p in group["params"]):
+        if is_alone and has_live and all(p.grad is None for group in stepped.param_groups for p in group["params"]):
             raise UserError(
                 f"the traced function takes a step of {type(stepped).__name__}, and has computed no gradients: those "
                 "that lie in .grad when it is called are not read. Call backward() in the function, before the step, "

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from torchtitan_graph import fused_loss
 from torchtitan_graph.graph.step import IGNORE_INDEX
+from torchtitan_graph.ops import fused_loss
 
 
 def cross_entropy(logits_BLV: Tensor, labels_BL: Tensor, num_tokens: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from test_kernels import HEADS
 
 from torchtitan_graph.check import matrix
 from torchtitan_graph.check.matrix import BF16, FP32, Cell
-from torchtitan_graph.elementwise import rotate, swiglu
+from torchtitan_graph.ops.elementwise import rotate, swiglu
 from torchtitan_graph.parallel.layout import ParallelDims
 
 NAMES = ("_rotate", "_swiglu", "_swiglu_backward")  # our kernels

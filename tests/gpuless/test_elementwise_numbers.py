@@ -13,7 +13,7 @@ CLOSE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 8e-3}
 @pytest.fixture
 def kernels() -> Any:
     os.environ["TRITON_INTERPRET"] = "1"  # read where Triton is imported: this process does so only now
-    from torchtitan_graph import elementwise_kernels
+    from torchtitan_graph.ops import elementwise_kernels
 
     return elementwise_kernels
 
@@ -26,7 +26,7 @@ def off(found: torch.Tensor, exact: torch.Tensor) -> float:
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 def test_a_rotation_is_the_cpus(kernels: Any, dtype: torch.dtype, interleaved: bool) -> None:
     """Of heads that lie between others, by tokens or by heads; of more pairs than a program takes at once."""
-    from torchtitan_graph.elementwise import rotate
+    from torchtitan_graph.ops.elementwise import rotate
 
     for B, L, N, H in ((2, 3, 5, 6), (1, 2, 33, 80), (3, 1, 1, 2)):
         wide = torch.randn(B, N, L, H + 4, dtype=torch.float64).to(dtype)
@@ -47,7 +47,7 @@ def test_a_rotation_is_the_cpus(kernels: Any, dtype: torch.dtype, interleaved: b
 @pytest.mark.parametrize("clamped", [False, True])
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 def test_a_gate_is_the_cpus(kernels: Any, dtype: torch.dtype, clamped: bool) -> None:
-    from torchtitan_graph.elementwise import _FORM, swiglu, swiglu_backward
+    from torchtitan_graph.ops.elementwise import _FORM, swiglu, swiglu_backward
 
     for shape in ((7, 300), (1, 1), (4, 1024)):
         gate, up, gradient = ((torch.randn(shape, dtype=torch.float64) * 6).to(dtype) for _ in range(3))

@@ -13,7 +13,7 @@ from test_compiled import SHARED, compiled_ones, inspect
 
 from torchtitan_graph.check import matrix
 from torchtitan_graph.check.matrix import BF16, FP32, Cell
-from torchtitan_graph.fused_loss import fused_cross_entropy
+from torchtitan_graph.ops.fused_loss import fused_cross_entropy
 from torchtitan_graph.parallel.layout import ParallelDims
 
 VOCABULARY, IGNORED = 128256, -100  # llama3's

@@ -13,7 +13,7 @@ IGNORED = -100
 @pytest.fixture
 def kernels() -> Any:
     os.environ["TRITON_INTERPRET"] = "1"  # read where Triton is imported: this process does so only now
-    from torchtitan_graph import loss_kernels
+    from torchtitan_graph.ops import loss_kernels
 
     return loss_kernels
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchtitan_graph.elementwise import rotate, swiglu, swiglu_backward
 from torchtitan_graph.models.layers.feed_forward import SwiGLU
 from torchtitan_graph.models.layers.moe import ClampedSwiGLU
 from torchtitan_graph.models.layers.rope import Rotation, rope_cos_sin
+from torchtitan_graph.ops.elementwise import rotate, swiglu, swiglu_backward
 
 CLOSE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 4e-3}
 

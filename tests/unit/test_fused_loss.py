@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan_graph import fused_loss
 from torchtitan_graph.check import kernels
-from torchtitan_graph.fused_loss import (
+from torchtitan_graph.ops import fused_loss
+from torchtitan_graph.ops.fused_loss import (
     fused_cross_entropy,
     fused_cross_entropy_backward,
     fused_cross_entropy_backward_,

@@ -5,8 +5,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchtitan_graph import ops
-from torchtitan_graph.ops import grouped_add, grouped_mm, grouped_outer, grouped_sum, permuted, regroup, row_splits
+from torchtitan_graph.ops import experts
+from torchtitan_graph.ops.exchange import regroup, row_splits
+from torchtitan_graph.ops.experts import grouped_add, grouped_mm, grouped_outer, grouped_sum, permuted
 
 D, F = 6, 5
 SIZES = [(3, 4, 1), (0, 5, 0, 0, 2, 0), (8,), (0, 0)]  # of the groups
@@ -63,7 +64,7 @@ def test_grouped_sums_and_outer_products_are_those_of_each_groups_rows(
 def test_sums_on_a_gpu_are_those_of_a_cpu(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     """The form that never reads the offsets on the host, run on a CPU."""
     x = randn(sum(sizes), F, dtype=dtype)
-    torch.testing.assert_close(ops._sum_by_product(x, ends(sizes)), grouped_sum(x, ends(sizes)))
+    torch.testing.assert_close(experts._sum_by_product(x, ends(sizes)), grouped_sum(x, ends(sizes)))
 
 
 @pytest.fixture
@@ -77,7 +78,7 @@ def like_a_recent_gpu(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
         taken.append(w.shape)
         return kernel(x, w, offs=offs)
 
-    monkeypatch.setattr(ops, "_has_grouped_kernel", lambda x: x.dtype == torch.bfloat16)
+    monkeypatch.setattr(experts, "_has_grouped_kernel", lambda x: x.dtype == torch.bfloat16)
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", demanding)
     return taken
 
@@ -172,7 +173,7 @@ def test_the_largest_of_each_group_is_that_of_its_rows(sizes: tuple[int, ...], d
     x, found = randn(sum(sizes), F, dtype=dtype), []
     for rows in x.split(sizes):
         found.append(torch.cat([rows.abs(), x.new_zeros(1, F)]).amax(0))
-    assert torch.equal(ops.grouped_largest(x, ends(sizes)), torch.stack(found))
+    assert torch.equal(experts.grouped_largest(x, ends(sizes)), torch.stack(found))
     if len(x):
         x[0, 0] = float("nan")  # and so the loss: a run stops
-        assert ops.grouped_largest(x, ends(sizes)).isnan().sum() == 1
+        assert experts.grouped_largest(x, ends(sizes)).isnan().sum() == 1

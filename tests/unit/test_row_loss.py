@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torchtitan_graph.row_loss import cross_entropy, cross_entropy_backward_
+from torchtitan_graph.ops.row_loss import cross_entropy, cross_entropy_backward_
 
 aten, SUM, IGNORED = torch.ops.aten, 2, -100
 

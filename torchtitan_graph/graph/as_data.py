@@ -20,8 +20,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-import torchtitan_graph.ops
-import torchtitan_graph.row_loss  # noqa: F401 (both register operators)
+import torchtitan_graph.ops  # noqa: F401 (registers the operators)
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.arguments import take_call
 from torchtitan_graph.graph.malformed import check, size

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch.fx import GraphModule, Node
 
-import torchtitan_graph.row_loss  # noqa: F401 (registers the loss by rows)
+import torchtitan_graph.ops  # noqa: F401 (registers the operators)
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.blocks import block_of
 from torchtitan_graph.graph.edit import is_view, value

@@ -15,8 +15,7 @@ from collections.abc import Container, Mapping, Sequence
 import torch
 from torch.fx import GraphModule, Node
 
-import torchtitan_graph.float8_ops
-import torchtitan_graph.ops  # noqa: F401 (both register grouped operators)
+import torchtitan_graph.ops  # noqa: F401 (registers the operators)
 from torchtitan_graph.graph import meta, varlen  # noqa: F401 (registers its operators)
 from torchtitan_graph.graph.blocks import block_of
 from torchtitan_graph.graph.edit import value

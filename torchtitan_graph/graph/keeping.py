@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch.fx import GraphModule, Node
 
-import torchtitan_graph.elementwise  # noqa: F401 (registers the operators)
+import torchtitan_graph.ops  # noqa: F401 (registers the operators)
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.blocks import block_of
 from torchtitan_graph.graph.collectives import gathered_weights

@@ -13,7 +13,7 @@ import torch.utils._pytree as pytree
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import GraphModule, Node
 
-import torchtitan_graph.ops  # noqa: F401 (registers the copies to the host's memory)
+import torchtitan_graph.ops  # noqa: F401 (registers the operators)
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import aliased, is_view, shared_arguments, value
 from torchtitan_graph.graph.flops import VARLEN

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-import torchtitan_graph.float8_ops  # noqa: F401 (registers its operators)
+import torchtitan_graph.ops  # noqa: F401 (registers the operators)
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import aliased, value
 from torchtitan_graph.graph.liveness import owners
@@ -23,7 +23,7 @@ from torchtitan_graph.graph.observe import WAIT, Watchable, mark
 from torchtitan_graph.graph.signature import signature_of
 from torchtitan_graph.graph.torch_private.tracing import boxed
 from torchtitan_graph.log import logger
-from torchtitan_graph.ops import reads_host
+from torchtitan_graph.ops.experts import reads_host
 
 _OWN = torch.ops.torchtitan_graph
 # What gives as much whatever the number of rows.

@@ -20,8 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 # What registers operators that may be in a file.
-import torchtitan_graph.ops
-import torchtitan_graph.row_loss  # noqa: F401
+import torchtitan_graph.ops  # noqa: F401 (registers the operators)
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.signature import Plain, Signature, Slot

@@ -25,7 +25,7 @@ from torchtitan_graph.graph.torch_private.flash import (
     varlen_backward,
     varlen_forward,
 )
-from torchtitan_graph.row_loss import wide
+from torchtitan_graph.ops.row_loss import wide
 
 _LIBRARY = "torchtitan_graph"
 

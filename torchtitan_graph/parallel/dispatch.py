@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_graph.ops import exchanged, regroup, row_splits
+from torchtitan_graph.ops.exchange import exchanged, regroup, row_splits
 
 c10d = torch.ops._c10d_functional
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch.fx import GraphModule, Node
 
-import torchtitan_graph.ops  # noqa: F401 (registers the copies)
+import torchtitan_graph.ops  # noqa: F401 (registers the operators)
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.collectives import Reduction, made_from_inputs, reductions
 from torchtitan_graph.graph.edit import call, erase_dead, value

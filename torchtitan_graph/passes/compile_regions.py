@@ -11,7 +11,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-import torchtitan_graph.ops  # noqa: F401 (registers the exchange)
+import torchtitan_graph.ops  # noqa: F401 (registers the operators)
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.blocks import loss_of
 from torchtitan_graph.graph.cost import Work, fused_kernels, works_of

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch.fx import GraphModule, Node
 
-import torchtitan_graph.ops  # noqa: F401 (registers the exchange)
+import torchtitan_graph.ops  # noqa: F401 (registers the operators)
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.collectives import made_from_inputs
 from torchtitan_graph.graph.cost import Costs

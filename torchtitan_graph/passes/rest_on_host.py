@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch.fx import GraphModule
 
-import torchtitan_graph.ops  # noqa: F401 (registers the copies)
+import torchtitan_graph.ops  # noqa: F401 (registers the operators)
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import call, value
 from torchtitan_graph.graph.signature import input_nodes, output_nodes, set_outputs

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import GraphModule, Node
 
-import torchtitan_graph.ops  # noqa: F401 (registers the exchange)
+import torchtitan_graph.ops  # noqa: F401 (registers the operators)
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.cost import Costs, Link, Work

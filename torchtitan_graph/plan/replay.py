@@ -30,8 +30,7 @@ import torch.utils._pytree as pytree
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-import torchtitan_graph.ops
-import torchtitan_graph.row_loss  # noqa: F401 (registers the loss by rows)
+import torchtitan_graph.ops  # noqa: F401 (registers the operators)
 from torchtitan_graph.graph.cost import WAIT
 from torchtitan_graph.graph.traffic import group_of
 

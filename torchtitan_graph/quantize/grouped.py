@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.float8_ops import scaled_grouped_mm, scaled_grouped_outer
-from torchtitan_graph.ops import grouped_add, grouped_largest, grouped_mm, grouped_outer
+from torchtitan_graph.ops.experts import grouped_add, grouped_largest, grouped_mm, grouped_outer
+from torchtitan_graph.ops.float8 import scaled_grouped_mm, scaled_grouped_outer
 from torchtitan_graph.quantize.products import (
     E4M3,
     MX,

@@ -19,6 +19,7 @@ from torchtitan_graph.graph.trace import Capture
 from torchtitan_graph.graph.varlen import Segments
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.moe import set_up_experts
+from torchtitan_graph.ops.planned_norms import take_norms_of_gpu
 from torchtitan_graph.parallel.agree import files_group, on_rank_0
 from torchtitan_graph.parallel.layout import CP, TP, Layout
 from torchtitan_graph.parallel.parallelize import context_modules, parallelize
@@ -26,7 +27,6 @@ from torchtitan_graph.parallel.sequence import block_length, places_of
 from torchtitan_graph.parallel.storage import Reshard, buckets, cast_parameters, plan_storage
 from torchtitan_graph.parallel.verify import Numbers
 from torchtitan_graph.passes.overlap_products import Ring
-from torchtitan_graph.planned_norms import take_norms_of_gpu
 from torchtitan_graph.quantize.state import add_workspaces, convert
 from torchtitan_graph.steps.options import StepOptions
 

@@ -8,11 +8,12 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from torchtitan_graph import rates, row_loss
+from torchtitan_graph import rates
 from torchtitan_graph.graph import cost
 from torchtitan_graph.graph.cost import Costs, Estimate, Link, estimate, fused_kernels
 from torchtitan_graph.graph.liveness import Memories, readers_of_memory
 from torchtitan_graph.graph.torch_private.fake import FakeTensorMode
+from torchtitan_graph.ops import row_loss
 
 c10d = torch.ops._c10d_functional
 N = 1024  # rows and columns: 4 MiB

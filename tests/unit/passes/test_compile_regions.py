@@ -32,6 +32,7 @@ from torchtitan_graph.graph.trace import minimal_fx_tracer
 from torchtitan_graph.loss import cross_entropy
 from torchtitan_graph.models import llama3
 from torchtitan_graph.models.spec import load_family
+from torchtitan_graph.ops.row_loss import cross_entropy_backward_
 from torchtitan_graph.parallel.layout import Layout, ParallelDims
 from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.parallel.storage import Precision, buckets, plan_storage
@@ -39,7 +40,6 @@ from torchtitan_graph.passes.cleanup import cleanup
 from torchtitan_graph.passes.compile_regions import FLEX, LOSS, WHOLE, compile_regions, tag_regions
 from torchtitan_graph.passes.rematerialize import rematerialize
 from torchtitan_graph.passes.tag_recomputation import tag_recomputation
-from torchtitan_graph.row_loss import cross_entropy_backward_
 from torchtitan_graph.steps import build_graphs
 from torchtitan_graph.steps.choices import FUSIONS, plan_regions
 

@@ -9,15 +9,15 @@ from torch import Tensor
 from torch.fx import GraphModule
 from toy import aten, batch, bitwise, calls, run_toy, toy, trace_toy
 
-from torchtitan_graph import fused_loss
 from torchtitan_graph.graph.edit import value
 from torchtitan_graph.graph.step import trace_eval_step
 from torchtitan_graph.graph.trace import minimal_fx_tracer
 from torchtitan_graph.loss import cross_entropy
+from torchtitan_graph.ops import fused_loss
+from torchtitan_graph.ops.row_loss import cross_entropy as rows
+from torchtitan_graph.ops.row_loss import cross_entropy_backward_ as rows_backward
 from torchtitan_graph.passes.cleanup import cleanup
 from torchtitan_graph.passes.reuse_logits import reuse_logits
-from torchtitan_graph.row_loss import cross_entropy as rows
-from torchtitan_graph.row_loss import cross_entropy_backward_ as rows_backward
 
 FUSED, FUSED_BACK, FUSED_IN_PLACE = (
     getattr(torch.ops.torchtitan_graph, f"fused_cross_entropy_{end}").default

@@ -8,9 +8,9 @@ from toy import aten, bitwise, calls
 
 from torchtitan_graph.graph.edit import value
 from torchtitan_graph.graph.trace import minimal_fx_tracer
+from torchtitan_graph.ops.row_loss import exponentials, sharded_cross_entropy_backward_
 from torchtitan_graph.passes.cleanup import cleanup
 from torchtitan_graph.passes.reuse_sharded_logits import reuse_sharded_logits
-from torchtitan_graph.row_loss import exponentials, sharded_cross_entropy_backward_
 
 OURS = (exponentials, sharded_cross_entropy_backward_)
 T, V = 40, 6

@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan_graph.elementwise import swiglu
+from torchtitan_graph.ops.elementwise import swiglu
 
 
 class SwiGLU(nn.Module):

@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan_graph.elementwise import LIMIT, STEEPNESS, swiglu
 from torchtitan_graph.models.layers.feed_forward import FeedForward, SwiGLU
-from torchtitan_graph.ops import grouped_add, grouped_mm, permuted
+from torchtitan_graph.ops.elementwise import LIMIT, STEEPNESS, swiglu
+from torchtitan_graph.ops.experts import grouped_add, grouped_mm, permuted
 
 c10d = torch.ops._c10d_functional
 

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from torchtitan_graph.elementwise import rotate
+from torchtitan_graph.ops.elementwise import rotate
 
 
 @dataclasses.dataclass(frozen=True)

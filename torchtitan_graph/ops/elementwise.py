@@ -25,7 +25,7 @@ def rotate(x_BLNH: Tensor, cos_BL1H: Tensor, sin_BL1H: Tensor, interleaved: bool
     """
     out_BLNH = _like(x_BLNH)
     if x_BLNH.is_cuda:
-        from torchtitan_graph.elementwise_kernels import write_rotated
+        from torchtitan_graph.ops.elementwise_kernels import write_rotated
 
         write_rotated(out_BLNH, x_BLNH, cos_BL1H, sin_BL1H, interleaved, back)
         return out_BLNH
@@ -48,7 +48,7 @@ def swiglu(gate: Tensor, up: Tensor, clamped: bool) -> Tensor:
     _check_alike(gate, up)
     out = _like(gate)
     if gate.is_cuda:
-        from torchtitan_graph.elementwise_kernels import write_swiglu
+        from torchtitan_graph.ops.elementwise_kernels import write_swiglu
 
         write_swiglu(out, gate, up, *_FORM[clamped])
         return out
@@ -61,7 +61,7 @@ def swiglu_backward(gradient: Tensor, gate: Tensor, up: Tensor, clamped: bool) -
     """Return the gradients of gate and up."""
     of_gate, of_up = _like(gate), _like(up)
     if gate.is_cuda:
-        from torchtitan_graph.elementwise_kernels import write_swiglu_gradients
+        from torchtitan_graph.ops.elementwise_kernels import write_swiglu_gradients
 
         write_swiglu_gradients(of_gate, of_up, gradient, gate, up, *_FORM[clamped])
         return of_gate, of_up

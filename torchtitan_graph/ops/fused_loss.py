@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_graph.row_loss import parts_of, wide
+from torchtitan_graph.ops.row_loss import parts_of, wide
 
 _LIBRARY = "torchtitan_graph"
 
@@ -74,7 +74,7 @@ def fused_cross_entropy_terms(logits_TV: Tensor, columns_T: Tensor) -> Tensor:
     logits_TV = logits_TV.contiguous()
     terms_3T = logits_TV.new_empty((3, len(columns_T)), dtype=wide(logits_TV.dtype))
     if logits_TV.is_cuda:
-        from torchtitan_graph.loss_kernels import write_terms
+        from torchtitan_graph.ops.loss_kernels import write_terms
 
         write_terms(terms_3T, logits_TV, columns_T)
         return terms_3T
@@ -114,7 +114,7 @@ def _write(
     out_TV: Tensor, logits_TV: Tensor, columns_T: Tensor, largest_T: Tensor, log_T: Tensor, scale_T: Tensor
 ) -> None:
     if logits_TV.is_cuda:
-        from torchtitan_graph.loss_kernels import write_gradient
+        from torchtitan_graph.ops.loss_kernels import write_gradient
 
         write_gradient(out_TV, logits_TV, columns_T, largest_T, log_T, scale_T)
         return

@@ -1,0 +1,12 @@
+"""Operators of our own, and their GPU kernels. Importing this package registers all of them with torch."""
+
+from torchtitan_graph.ops import (  # noqa: F401
+    copies,
+    elementwise,
+    exchange,
+    experts,
+    float8,
+    fused_loss,
+    planned_norms,
+    row_loss,
+)

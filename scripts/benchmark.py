@@ -39,12 +39,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from torchtitan_graph import device as devices
+from torchtitan_graph.analysis.liveness import input_memory, peak_memory
+from torchtitan_graph.capture.step import make_eager_step
 from torchtitan_graph.compiler import Inspection, passes, run_passes
 from torchtitan_graph.config import job
 from torchtitan_graph.data.batch import Batch
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph.liveness import input_memory, peak_memory
-from torchtitan_graph.graph.step import make_eager_step
 from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
 from torchtitan_graph.loss import cross_entropy, fused_cross_entropy
 from torchtitan_graph.models.layers.decoder import Decoder

@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 from torchtitan_graph.check.matrix import BF16, Cell, build_model
 from torchtitan_graph.compiler import Pass, passes
 from torchtitan_graph.graph import meta
-from torchtitan_graph.graph.show import shape_of
+from torchtitan_graph.graph.edit import shape_of
 from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
 from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.layout import ParallelDims

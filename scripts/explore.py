@@ -16,6 +16,9 @@ import torch.distributed as dist
 from torch.fx import GraphModule
 
 import torchtitan_graph
+from torchtitan_graph.analysis.liveness import input_memory
+from torchtitan_graph.analysis.measured import find_trace, has_traces, measured
+from torchtitan_graph.analysis.scopes import charges, in_a_row
 from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.command import run_command
 from torchtitan_graph.config import DRY, JobConfig, check, find_config, load, ranks_asked_for, read_beside
@@ -23,9 +26,6 @@ from torchtitan_graph.device import GIB
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.explorer import PassWatch, Strings, graph_data, page, run_data
 from torchtitan_graph.forecast import forecast
-from torchtitan_graph.graph.liveness import input_memory
-from torchtitan_graph.graph.measured import find_trace, has_traces, measured
-from torchtitan_graph.graph.scopes import charges, in_a_row
 from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
 from torchtitan_graph.log import init_logging, logger
 from torchtitan_graph.run.files import check_result, write_result

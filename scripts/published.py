@@ -20,12 +20,12 @@ from typing import NamedTuple
 
 from torch.fx import Node
 
+from torchtitan_graph.analysis.cost import OTHER, PRODUCT, Costs, Work
 from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.config.job import JobConfig
 from torchtitan_graph.device import GIB
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
-from torchtitan_graph.graph.cost import OTHER, PRODUCT, Costs, Work
 from torchtitan_graph.log import init_logging, logger
 from torchtitan_graph.plan.build import Job, build, configuration
 from torchtitan_graph.plan.simulate import Plan, by_rates, simulate

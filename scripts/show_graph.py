@@ -22,14 +22,14 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from torchtitan_graph.analysis.liveness import takes_memory
+from torchtitan_graph.analysis.measured import find_trace
 from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.command import run_command
 from torchtitan_graph.compiler import PassPlan, passes
 from torchtitan_graph.config import DRY, JobConfig, check, find_config, load, ranks_asked_for, read_beside
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph.liveness import takes_memory
-from torchtitan_graph.graph.measured import find_trace
-from torchtitan_graph.graph.show import without_bytes
+from torchtitan_graph.formats.show import without_bytes
 from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
 from torchtitan_graph.log import init_logging, logger
 from torchtitan_graph.run.files import check_result, write_result

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_graph import device as devices
+from torchtitan_graph.capture.dynamo import CAPTURES
 from torchtitan_graph.checkpoint import begins_anew, check_choice
 from torchtitan_graph.config import JobConfig, shard_degree
 from torchtitan_graph.data.open_corpus import check_names
 from torchtitan_graph.data.tokenizer import Tokenizer, find_assets, load_tokenizer
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.forecast import Forecast, forecast
-from torchtitan_graph.graph.dynamo import CAPTURES
 from torchtitan_graph.log import logger
 from torchtitan_graph.metrics import check_profiling, check_wandb
 from torchtitan_graph.models.hf import check_weights, choose_model

@@ -13,16 +13,16 @@ from typing import NamedTuple
 import torch
 from torch.fx import GraphModule, Node
 
+from torchtitan_graph.analysis.changes import Measured, PassTable, Written
+from torchtitan_graph.analysis.cost import Costs
+from torchtitan_graph.analysis.liveness import in_one_part
+from torchtitan_graph.capture.uncollected import uncollected
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.formats.show import dump
 from torchtitan_graph.graph import meta
-from torchtitan_graph.graph.changes import Measured, PassTable, Written
-from torchtitan_graph.graph.cost import Costs
 from torchtitan_graph.graph.edit import copy_graph
 from torchtitan_graph.graph.hierarchy import call_hierarchy
-from torchtitan_graph.graph.liveness import in_one_part
-from torchtitan_graph.graph.show import dump
 from torchtitan_graph.graph.signature import signature_of
-from torchtitan_graph.graph.uncollected import uncollected
 from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.parallel.storage import Reshard, Storage

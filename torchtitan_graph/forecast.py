@@ -11,21 +11,21 @@ import torch.distributed as dist
 from torch.fx import GraphModule
 
 from torchtitan_graph import device as devices
+from torchtitan_graph.analysis.cost import Estimate, estimate
+from torchtitan_graph.analysis.liveness import Peak, at_node, host_memory, input_memory, peak_memory
+from torchtitan_graph.analysis.traffic import Traffic, traffic
 from torchtitan_graph.config import job
 from torchtitan_graph.device import GIB
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
-from torchtitan_graph.graph.cost import Estimate, estimate
-from torchtitan_graph.graph.liveness import Peak, at_node, host_memory, input_memory, peak_memory
-from torchtitan_graph.graph.partition import ONCE_A_STEP
 from torchtitan_graph.graph.torch_private.pipelines import PipelineAction
-from torchtitan_graph.graph.traffic import Traffic, traffic
 from torchtitan_graph.log import logger
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.parallel.layout import PP, Layout
 from torchtitan_graph.parallel.pipeline import StageGraph
 from torchtitan_graph.parallel.recompute import Budget, Recompute
 from torchtitan_graph.passes.compile_regions import WHOLE
+from torchtitan_graph.runtime.partition import ONCE_A_STEP
 from torchtitan_graph.steps import Graphs, StepOptions, costs_on
 from torchtitan_graph.steps.budget import EARLIER, INPUTS, OPTIMIZER, at_rest, trained_bytes
 from torchtitan_graph.steps.held import RUNS, peak_of_stages

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from torchtitan_graph.graph.step import IGNORE_INDEX
+from torchtitan_graph.capture.step import IGNORE_INDEX
 from torchtitan_graph.ops import fused_loss
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from torchtitan_graph import device as devices
 from torchtitan_graph import stop
 from torchtitan_graph.blueprint import Blueprint
+from torchtitan_graph.capture.uncollected import uncollected
 from torchtitan_graph.checkpoint import (
     Checkpointer,
     SaveError,
@@ -32,7 +33,6 @@ from torchtitan_graph.data.open_corpus import validation_corpus
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.forecast import check_fits, forecast
 from torchtitan_graph.graph.torch_private.distributed import set_timeout
-from torchtitan_graph.graph.uncollected import uncollected
 from torchtitan_graph.log import logger
 from torchtitan_graph.metrics import (
     Metrics,

@@ -35,6 +35,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from torchtitan_graph.analysis.flops import Flops
+from torchtitan_graph.analysis.measured import measured
+from torchtitan_graph.capture.trace import minimal_fx_tracer
 from torchtitan_graph.checkpoint import Checkpointer
 from torchtitan_graph.checkpoint.folder import MANIFEST, checksum
 from torchtitan_graph.checkpoint.metadata import METADATA
@@ -45,9 +48,6 @@ from torchtitan_graph.data.shards import write_shards
 from torchtitan_graph.data.tokenizer import ByteTokenizer, load_tokenizer
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.explorer.run import run_data
-from torchtitan_graph.graph.flops import Flops
-from torchtitan_graph.graph.measured import measured
-from torchtitan_graph.graph.trace import minimal_fx_tracer
 from torchtitan_graph.metrics.jsonl import append, begin
 from torchtitan_graph.models import llama3
 from torchtitan_graph.models.hf import from_hf, to_hf

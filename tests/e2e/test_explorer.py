@@ -16,19 +16,19 @@ from browser import browser, complaints
 from torch import nn
 from torch.fx import Graph, GraphModule
 
+from torchtitan_graph.analysis.cost import Costs
+from torchtitan_graph.analysis.liveness import at_node, peak_memory
+from torchtitan_graph.analysis.scopes import PARTS, Cost, Scope, charges, tree
+from torchtitan_graph.capture.trace import make_fx_capture, minimal_fx_tracer
 from torchtitan_graph.check.matrix import Cell, build_model
 from torchtitan_graph.compiler import Inspection, Pass, run_passes
 from torchtitan_graph.explorer import PassWatch, Strings, graph_data, page
 from torchtitan_graph.graph import meta
-from torchtitan_graph.graph.cost import Costs
 from torchtitan_graph.graph.edit import call
 from torchtitan_graph.graph.hierarchy import Entry
-from torchtitan_graph.graph.liveness import at_node, peak_memory
-from torchtitan_graph.graph.scopes import PARTS, Cost, Scope, charges, tree
 from torchtitan_graph.graph.signature import Signature
 from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
 from torchtitan_graph.graph.torch_private.fake import FakeTensorMode
-from torchtitan_graph.graph.trace import make_fx_capture, minimal_fx_tracer
 from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.recompute import Recompute

@@ -12,9 +12,9 @@ import pytest
 from runs import REPOSITORY, Result, numbers, records, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from torchtitan_graph.analysis.measured import find_trace, measured
 from torchtitan_graph.config import load
-from torchtitan_graph.graph.measured import find_trace, measured
-from torchtitan_graph.graph.show import without_bytes
+from torchtitan_graph.formats.show import without_bytes
 
 STEP_KEYS = [
     *["step", "loss", "grad_norm", "lr", "tokens_seen", "tokens_per_second", "step_time_s", "data_loading_s", "mfu"],

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from runs import train
 
-from torchtitan_graph.graph.measured import find_trace, measured
+from torchtitan_graph.analysis.measured import find_trace, measured
 
 OPTIONS = ("--training.mixed_precision_param", "float32", "--validation.enable", "--validation.freq", "5")
 STAGES = ("--parallelism.pipeline_parallel_degree", "2", "--parallelism.pipeline_parallel_schedule", "ZBVZeroBubble")

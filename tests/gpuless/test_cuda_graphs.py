@@ -19,7 +19,7 @@ from torch import Tensor
 
 from torchtitan_graph import device as devices
 from torchtitan_graph import train as entry
-from torchtitan_graph.graph import pieces
+from torchtitan_graph.runtime import pieces
 from torchtitan_graph.trainer import Trainer
 
 QUIET = (

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from test_kernels import FLAVORS, HEADS
 
+from torchtitan_graph.capture.traced import TracedResult
 from torchtitan_graph.check import matrix
 from torchtitan_graph.check.matrix import BF16, FP32, Cell
 from torchtitan_graph.graph.edit import value
-from torchtitan_graph.graph.traced import TracedResult
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from torchtitan_graph.capture.trace import minimal_fx_tracer
+from torchtitan_graph.capture.traced import run_traced
 from torchtitan_graph.graph.torch_private.flex import ScoreFunction
-from torchtitan_graph.graph.trace import minimal_fx_tracer
-from torchtitan_graph.graph.traced import run_traced
 from torchtitan_graph.models.layers.attention import attend
 from torchtitan_graph.models.layers.masks import Rule, all_of, build_mask, causal, chunked, same_document, sliding
 from torchtitan_graph.passes.cleanup import cleanup

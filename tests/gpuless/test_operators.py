@@ -10,9 +10,9 @@ import torch.distributed as dist
 from test_kernels import FLAVORS
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from torchtitan_graph.capture.traced import TracedResult
 from torchtitan_graph.check import matrix
 from torchtitan_graph.check.matrix import BF16, FP32, Cell
-from torchtitan_graph.graph.traced import TracedResult
 from torchtitan_graph.models.spec import load_family, tiny_config
 
 FUSED = {"cudnn", "flash", "efficient"}

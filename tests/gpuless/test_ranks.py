@@ -22,13 +22,13 @@ from torch.fx import GraphModule
 from torchtitan_graph.check import matrix
 from torchtitan_graph.check.matrix import BF16, Cell
 from torchtitan_graph.device import CudaRecorder, Recorders
-from torchtitan_graph.graph import pieces
 from torchtitan_graph.graph.collectives import made_from_inputs
 from torchtitan_graph.models.layers.moe import MoE
 from torchtitan_graph.ops import exchange
 from torchtitan_graph.parallel.layout import EP, ParallelDims
 from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.parallel.schedule import SCHEDULES
+from torchtitan_graph.runtime import pieces
 from torchtitan_graph.steps import Steps, bind_graphs
 
 QWEN: dict[str, Any] = {

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
 
+from torchtitan_graph.analysis.traffic import is_permutation
 from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import call, value
 from torchtitan_graph.graph.signature import output_nodes, set_outputs
-from torchtitan_graph.graph.traffic import is_permutation
 from torchtitan_graph.ops.fused_loss import fused_cross_entropy_backward_
 from torchtitan_graph.ops.row_loss import cross_entropy, sharded_cross_entropy_backward_
 from torchtitan_graph.passes.reuse_logits import reuse_logits

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from pool import run_on
-from torchtitan_graph.graph.traffic import is_permutation
+from torchtitan_graph.analysis.traffic import is_permutation
 from torchtitan_graph.parallel.layout import ParallelDims
 
 TP4 = ParallelDims(tp=4)

@@ -9,7 +9,7 @@ from matrix import BF16, FSDP2, LAYOUTS, TP2, Cell, final_graphs, layout_of
 from torch.fx import GraphModule
 
 from pool import run_on
-from torchtitan_graph.graph.show import name_of_group, readable, without_bytes
+from torchtitan_graph.formats.show import name_of_group, readable, without_bytes
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.recompute import Recompute
 

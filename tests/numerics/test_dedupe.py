@@ -6,8 +6,8 @@ import pytest
 from matrix import BF16, FSDP2, FSDP2_TP2, ONE, TP2, Cell, bits_that_differ, build_graph, final_graphs, train
 
 from pool import run_on
-from torchtitan_graph.graph.liveness import peak_memory
-from torchtitan_graph.graph.traced import TracedResult
+from torchtitan_graph.analysis.liveness import peak_memory
+from torchtitan_graph.capture.traced import TracedResult
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.recompute import Recompute
 

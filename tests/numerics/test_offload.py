@@ -7,8 +7,8 @@ import pytest
 from matrix import BF16, FP32, FSDP2, ONE, TP2, Cell, bits_that_differ, build_graph, final_graphs, train
 
 from pool import run_on
-from torchtitan_graph.graph import keeping
-from torchtitan_graph.graph.liveness import host_memory
+from torchtitan_graph.analysis import keeping
+from torchtitan_graph.analysis.liveness import host_memory
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.recompute import Recompute
 

@@ -15,12 +15,12 @@ from matrix import BF16, CPU, SEED, Cell, bits_that_differ, build_graph, build_m
 from torch.fx import GraphModule
 
 from pool import run_on
+from torchtitan_graph.capture.trace import make_fx_capture
+from torchtitan_graph.capture.traced import TracedResult
+from torchtitan_graph.formats.as_data import traced_from_data
 from torchtitan_graph.graph import meta
-from torchtitan_graph.graph.as_data import traced_from_data
 from torchtitan_graph.graph.signature import signature_of
 from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
-from torchtitan_graph.graph.trace import make_fx_capture
-from torchtitan_graph.graph.traced import TracedResult
 from torchtitan_graph.models.layers.init import initialize
 from torchtitan_graph.models.layers.moe import AuxiliaryLoss
 from torchtitan_graph.models.spec import load_family

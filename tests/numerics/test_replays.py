@@ -30,10 +30,10 @@ from torch import Tensor
 
 from pool import run_on
 from torchtitan_graph.device import Recorders
-from torchtitan_graph.graph.pieces import overwrite
 from torchtitan_graph.models.layers.init import initialize
 from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.layout import ParallelDims
+from torchtitan_graph.runtime.pieces import overwrite
 from torchtitan_graph.steps import Steps, Update, build_steps
 
 EP2 = ParallelDims(dp_shard=2, ep=2)

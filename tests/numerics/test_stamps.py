@@ -10,11 +10,11 @@ import pytest
 import torch.distributed as dist
 from matrix import BF16, CPU, Cell, build_model
 
+from torchtitan_graph.capture.stamp import described
+from torchtitan_graph.capture.trace import make_fx_capture
+from torchtitan_graph.capture.traced import TracedResult
 from torchtitan_graph.graph.hierarchy import call_hierarchy, fwd_call_hierarchy
-from torchtitan_graph.graph.stamp import described
 from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
-from torchtitan_graph.graph.trace import make_fx_capture
-from torchtitan_graph.graph.traced import TracedResult
 from torchtitan_graph.models.layers.moe import AuxiliaryLoss
 from torchtitan_graph.models.spec import family_names, load_family
 from torchtitan_graph.parallel.layout import ParallelDims

@@ -10,9 +10,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from pool import run_on
+from torchtitan_graph.capture.step import SideOutputs, StepOutput, bind_train_step, make_eager_step, trace_train_step
 from torchtitan_graph.compiler import Inspection, PassPlan, passes, run_passes
 from torchtitan_graph.data.batch import Batch
-from torchtitan_graph.graph.step import SideOutputs, StepOutput, bind_train_step, make_eager_step, trace_train_step
 from torchtitan_graph.loss import cross_entropy
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.storage import (

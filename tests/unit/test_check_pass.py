@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.fx import GraphModule
 
+from torchtitan_graph.capture.trace import minimal_fx_tracer
 from torchtitan_graph.check.matrix import BF16, Cell
 from torchtitan_graph.check.report import Check, Failed, report
 from torchtitan_graph.check_pass.__main__ import main
@@ -19,8 +20,7 @@ from torchtitan_graph.check_pass.checks import Wanted, check_changed, check_grap
 from torchtitan_graph.check_pass.outcome import first_difference, same_bits
 from torchtitan_graph.check_pass.shrink import shrink
 from torchtitan_graph.config.job import ExtraPass
-from torchtitan_graph.graph.replay import read
-from torchtitan_graph.graph.trace import minimal_fx_tracer
+from torchtitan_graph.formats.replay import read
 from torchtitan_graph.parallel.layout import ParallelDims
 
 ONE = Cell(num_steps=1, changes=(("num_layers", 1),))

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.fx import GraphModule, symbolic_trace
 
+from torchtitan_graph.capture.trace import minimal_fx_tracer
 from torchtitan_graph.compiler import Inspection, Pass, run_passes
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph.trace import minimal_fx_tracer
 
 CPU = torch.device("cpu")
 

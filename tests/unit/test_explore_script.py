@@ -17,12 +17,12 @@ import pytest
 import torch
 from torch.fx import GraphModule
 
+from torchtitan_graph.capture.trace import minimal_fx_tracer
 from torchtitan_graph.compiler import Inspection, Pass, run_passes
 from torchtitan_graph.explorer import PassWatch, run_data
 from torchtitan_graph.explorer.run import MAX_POINTS, MAX_WORDS
 from torchtitan_graph.explorer.watch import Change
 from torchtitan_graph.graph.edit import call
-from torchtitan_graph.graph.trace import minimal_fx_tracer
 
 REPOSITORY = Path(__file__).parents[2]
 aten = torch.ops.aten

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch.fx import GraphModule
 
 from pool import run_on
+from torchtitan_graph.capture.trace import minimal_fx_tracer
 from torchtitan_graph.check.matrix import NUM_ROWS, SEQ_LEN, Cell, build_model
 from torchtitan_graph.compiler import Extra, Inspection, PassPlan, passes, run_passes
 from torchtitan_graph.config import dump_toml, job, load
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
-from torchtitan_graph.graph.trace import minimal_fx_tracer
 from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.verify import Numbers

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from torchtitan_graph.analysis.flops import matmul_flops
 from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.config import load
-from torchtitan_graph.graph.flops import matmul_flops
 from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
 
 aten = torch.ops.aten

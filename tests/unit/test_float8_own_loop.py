@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan_graph.capture import minimal_fx_tracer, run_traced
+from torchtitan_graph.capture.step import trace_train_step
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph.step import trace_train_step
 from torchtitan_graph.quantize import GroupedLinear, LayerNormLinear, Linear, Recipe, refresh
 from torchtitan_graph.quantize.products import DELAYED, MX, ROWWISE, ROWWISE_WIDE, TENSORWISE
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_graph import device as devices
+from torchtitan_graph.analysis import keeping
 from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.check.matrix import BF16, NUM_ROWS, SEQ_LEN, Cell, build_model
 from torchtitan_graph.config import job, load
@@ -25,7 +26,6 @@ from torchtitan_graph.forecast import (
     check_fits,
     forecast,
 )
-from torchtitan_graph.graph import keeping
 from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
 from torchtitan_graph.log import logger
 from torchtitan_graph.models.spec import load_family

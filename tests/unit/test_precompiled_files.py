@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from torchtitan_graph.analysis.flops import Flops
 from torchtitan_graph.blueprint import Blueprint
+from torchtitan_graph.capture.trace import minimal_fx_tracer
 from torchtitan_graph.config import load
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph.flops import Flops
-from torchtitan_graph.graph.trace import minimal_fx_tracer
 from torchtitan_graph.models import llama3
 from torchtitan_graph.models.spec import tiny_config
 from torchtitan_graph.parallel.layout import ParallelDims

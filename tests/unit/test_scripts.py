@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from torchtitan_graph import compiler
-from torchtitan_graph.graph.show import dump
-from torchtitan_graph.graph.trace import minimal_fx_tracer
+from torchtitan_graph.capture.trace import minimal_fx_tracer
+from torchtitan_graph.formats.show import dump
 from torchtitan_graph.models import llama3
 from torchtitan_graph.models.hf import to_hf
 from torchtitan_graph.models.spec import family_names

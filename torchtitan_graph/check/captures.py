@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
+from torchtitan_graph.capture.calls import called_as
+from torchtitan_graph.capture.dynamo import CAPTURES, Guards
+from torchtitan_graph.capture.stamp import described
+from torchtitan_graph.capture.traced import TracedResult
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph.calls import called_as
-from torchtitan_graph.graph.dynamo import CAPTURES, Guards
-from torchtitan_graph.graph.show import line_of
-from torchtitan_graph.graph.stamp import described
-from torchtitan_graph.graph.traced import TracedResult
+from torchtitan_graph.formats.show import line_of
 from torchtitan_graph.passes.cleanup import cleanup
 
 aten = torch.ops.aten

@@ -23,11 +23,11 @@ from torch.fx import GraphModule
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from torchtitan_graph.capture.dynamo import CAPTURES
+from torchtitan_graph.capture.step import StepOutput
+from torchtitan_graph.capture.traced import TracedResult
 from torchtitan_graph.config import job
 from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
-from torchtitan_graph.graph.dynamo import CAPTURES
-from torchtitan_graph.graph.step import StepOutput
-from torchtitan_graph.graph.traced import TracedResult
 from torchtitan_graph.loss import cross_entropy, fused_cross_entropy
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.init import initial_weight, initialize

@@ -14,8 +14,8 @@ from torchtitan_graph.check_pass.outcome import Failure, apply, difference, outc
 from torchtitan_graph.compiler import Pass
 from torchtitan_graph.config import job
 from torchtitan_graph.config.job import ExtraPass
-from torchtitan_graph.graph.replay import join_ranks, read
-from torchtitan_graph.graph.show import readable
+from torchtitan_graph.formats.replay import join_ranks, read
+from torchtitan_graph.formats.show import readable
 from torchtitan_graph.steps.choices import find_extra
 
 _FOOT = """
@@ -45,8 +45,8 @@ def case_file(own: Pass, gm: GraphModule, failure: Failure) -> str:
     text = readable(gm, title, _FOOT.format(changes=changes, name=own.name, exact=own.exact))
     runs = f"torchrun --nproc_per_node {dist.get_world_size()}" if dist.get_world_size() > 1 else "python"
     text = text.replace("Run it on random inputs: python THIS_FILE.", f"Run the pass on it: {runs} THIS_FILE.")
-    own_import = "from torchtitan_graph.check_pass.case import run_case\nfrom torchtitan_graph.graph.replay"
-    return text.replace("from torchtitan_graph.graph.replay", own_import).replace(", run_file", "")
+    own_import = "from torchtitan_graph.check_pass.case import run_case\nfrom torchtitan_graph.formats.replay"
+    return text.replace("from torchtitan_graph.formats.replay", own_import).replace(", run_file", "")
 
 
 def run_case(path: str, name: str, exact: bool) -> None:

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.fx import GraphModule
 
+from torchtitan_graph.analysis.liveness import peak_memory
+from torchtitan_graph.analysis.traffic import traffic
 from torchtitan_graph.check.family import LAYOUTS, MORE_LAYOUTS, TIMEOUT_S
 from torchtitan_graph.check.matrix import BF16, FP32, NUM_ROWS, SEQ_LEN, Cell, build_model, layout_of, trace, train
 from torchtitan_graph.check.pool import RanksFailed, run_on
@@ -32,10 +34,8 @@ from torchtitan_graph.check_pass.shrink import shrink
 from torchtitan_graph.compiler import Extra, Inspection, Pass, passes, run_passes
 from torchtitan_graph.config.job import ExtraPass
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph.liveness import peak_memory
 from torchtitan_graph.graph.signature import signature_of
 from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
-from torchtitan_graph.graph.traffic import traffic
 from torchtitan_graph.models.layers.init import initialize
 from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.layout import Layout, ParallelDims

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from torchtitan_graph.compiler import Pass, find_problem
-from torchtitan_graph.graph.edit import copy_graph
-from torchtitan_graph.graph.replay import random_inputs
-from torchtitan_graph.graph.show import line_of, readable, shape_of, without_bytes
+from torchtitan_graph.formats.replay import random_inputs
+from torchtitan_graph.formats.show import line_of, readable, without_bytes
+from torchtitan_graph.graph.edit import copy_graph, shape_of
 from torchtitan_graph.graph.signature import Plain, signature_of
 from torchtitan_graph.parallel.verify import collectives, distance, first_difference, same_bits, tolerance
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Container, Sequence
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from torchtitan_graph.formats.replay import plain_slot
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import copy_node
-from torchtitan_graph.graph.replay import plain_slot
 from torchtitan_graph.graph.signature import Signature, signature_of
 
 Fails = Callable[[GraphModule], bool]

@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from torchtitan_graph.capture.uncollected import uncollected
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.torch_private.distributed import METADATA_GETTERS, StorageInfo
-from torchtitan_graph.graph.uncollected import uncollected
 from torchtitan_graph.small_files import open_small
 
 METADATA = ".metadata"

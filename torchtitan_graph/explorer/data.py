@@ -12,15 +12,16 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
+from torchtitan_graph.analysis.changes import Measured
+from torchtitan_graph.analysis.cost import WAIT, Costs
+from torchtitan_graph.analysis.liveness import WORKSPACE, lifetimes, peak_memory, scratch_of
+from torchtitan_graph.analysis.scopes import PARTS, Charge, Cost, tree
+from torchtitan_graph.analysis.traffic import group_of, kind_of
 from torchtitan_graph.explorer.watch import Passed, Watched
+from torchtitan_graph.formats.show import call_of, name_of_group, target_of
 from torchtitan_graph.graph import meta
-from torchtitan_graph.graph.changes import Measured
-from torchtitan_graph.graph.cost import WAIT, Costs
+from torchtitan_graph.graph.edit import shape_of
 from torchtitan_graph.graph.hierarchy import Place, call_hierarchy, shown
-from torchtitan_graph.graph.liveness import WORKSPACE, lifetimes, peak_memory, scratch_of
-from torchtitan_graph.graph.scopes import PARTS, Charge, Cost, tree
-from torchtitan_graph.graph.show import call_of, name_of_group, shape_of, target_of
-from torchtitan_graph.graph.traffic import group_of, kind_of
 
 MEASURES = [name for name in Cost._fields if name != "calls"]
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from torch.fx import GraphModule, Node
 
+from torchtitan_graph.analysis.changes import Measured
+from torchtitan_graph.formats.show import call_of, marks_of, target_of
 from torchtitan_graph.graph import meta
-from torchtitan_graph.graph.changes import Measured
-from torchtitan_graph.graph.show import call_of, marks_of, target_of
 
 ADDED, REMOVED, CHANGED, MOVED = "added", "removed", "changed", "moved"
 

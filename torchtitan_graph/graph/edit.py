@@ -146,3 +146,10 @@ def erase_dead(graph: Graph, nodes: Iterable[Node]) -> None:
     for node in nodes:
         if not node.users:
             graph.erase_node(node)
+
+
+def shape_of(val: object) -> str:
+    """Give a value's dtype and shape, as `float32[4, 8]`; of a tuple each one's."""
+    if isinstance(val, torch.Tensor):
+        return f"{str(val.dtype).removeprefix('torch.')}{list(val.shape)}"
+    return f"({', '.join(map(shape_of, val))})" if isinstance(val, (tuple, list)) else ""

@@ -39,10 +39,16 @@ from torch.fx import Node
 
 from torchtitan_graph.errors import UserError
 
-_PROJECT = Path(__file__).parent.parent
-_LEFT_OUT = tuple(
-    os.path.join(folder, "") for folder in (Path(torch.__file__).parent, _PROJECT / "graph", _PROJECT / "parallel")
-) + ("<eval_with_key>", "<frozen")  # generated code
+_PACKAGE = Path(__file__).parents[1]
+# Where a frame is not of the traced function's author: torch, and what traces.
+TRACERS = tuple(
+    os.path.join(folder, "")
+    for folder in (
+        Path(torch.__file__).parent,
+        *(_PACKAGE / room for room in ("graph", "analysis", "runtime", "capture", "formats")),
+    )
+)
+_LEFT_OUT = (*TRACERS, os.path.join(_PACKAGE / "parallel", ""), "<eval_with_key>", "<frozen")  # generated code
 _STANDARD = os.path.join(sysconfig.get_path("stdlib"), "")
 _TAKES_ANYTHING = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 

@@ -196,7 +196,7 @@ def _settle(gm: GraphModule, inherited: Node | None) -> None:
     numbers: list[int] = []  # its keys; they only grow
     for node in gm.graph.nodes:
         if inherited is None and "phase" in node.meta:
-            continue  # a copy from a block's graph, see graph/stamp.py: it was settled there
+            continue  # a copy from a block's graph, see capture/stamp.py: it was settled there
         custom = dict(node.meta.get("custom") or {})
         is_backward = custom.pop("phase", None) == "backward"
         place, source = custom.pop("place", None), None

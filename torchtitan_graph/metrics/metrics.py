@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torchtitan_graph.config import JobConfig, dump_toml
 from torchtitan_graph.config.job import OPTIONS, get
 from torchtitan_graph.device import device, peak_memory_gib
-from torchtitan_graph.graph.observe import Stopwatch, stopwatch
 from torchtitan_graph.log import logger, show_status
 from torchtitan_graph.metrics.console import progress, progress_bar, step_line
 from torchtitan_graph.metrics.health import Alarm, compare_ranks
@@ -22,6 +21,7 @@ from torchtitan_graph.metrics.jsonl import append, begin
 from torchtitan_graph.metrics.tensorboard import TensorBoard, verbatim
 from torchtitan_graph.metrics.weights_and_biases import WeightsAndBiases
 from torchtitan_graph.patience import is_away, refuse_unwritable
+from torchtitan_graph.runtime.observe import Stopwatch, stopwatch
 
 # Key of a record -> name of its curve.
 TAGS = {

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from torchtitan_graph.graph.cost import Link
+from torchtitan_graph.analysis.cost import Link
 
 PP, DP_REPLICATE, DP_SHARD, CP, TP, EP = "pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"
 EXPERT_TP = "etp"

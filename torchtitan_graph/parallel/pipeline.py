@@ -11,14 +11,14 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from torchtitan_graph.graph.observe import Watchable
-from torchtitan_graph.graph.partition import Parts
+from torchtitan_graph.capture.state import BoundState, sharing_memory
+from torchtitan_graph.capture.step import AddGradients, StepOutput, combine
+from torchtitan_graph.capture.traced import TracedResult, run_traced
 from torchtitan_graph.graph.signature import signature_of
-from torchtitan_graph.graph.state import BoundState, sharing_memory
-from torchtitan_graph.graph.step import AddGradients, StepOutput, combine
-from torchtitan_graph.graph.traced import TracedResult, run_traced
 from torchtitan_graph.parallel.layout import PP, Layout
 from torchtitan_graph.parallel.schedule import COMPUTING, Schedule
+from torchtitan_graph.runtime.observe import Watchable
+from torchtitan_graph.runtime.partition import Parts
 
 Inputs = Callable[[], tuple[Any, ...]]  # returns a microbatch: batch, masks, num_tokens
 

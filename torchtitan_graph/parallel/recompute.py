@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from torchtitan_graph.analysis.flops import ATTENTION, GROUPED_MM
 from torchtitan_graph.graph.blocks import number_of
-from torchtitan_graph.graph.flops import ATTENTION, GROUPED_MM
 from torchtitan_graph.graph.torch_private.tracing import ignore_profiler_in_recomputation
 
 aten = torch.ops.aten

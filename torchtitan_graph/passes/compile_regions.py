@@ -12,16 +12,16 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 import torchtitan_graph.ops  # noqa: F401 (registers the operators)
+from torchtitan_graph.analysis.cost import Work, fused_kernels, works_of
+from torchtitan_graph.analysis.flops import attention_flops, matmul_flops
+from torchtitan_graph.analysis.liveness import Memories, most_within, readers_of_memory, size_of
+from torchtitan_graph.analysis.traffic import is_permutation
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.blocks import loss_of
-from torchtitan_graph.graph.cost import Work, fused_kernels, works_of
 from torchtitan_graph.graph.edit import call, erase_dead, is_view, value
 from torchtitan_graph.graph.flex_kernels import flex_kernel_options
-from torchtitan_graph.graph.flops import attention_flops, matmul_flops
-from torchtitan_graph.graph.liveness import Memories, most_within, readers_of_memory, size_of
 from torchtitan_graph.graph.torch_private.inductor import compile_by_inductor
 from torchtitan_graph.graph.torch_private.tracing import boxed
-from torchtitan_graph.graph.traffic import is_permutation
 from torchtitan_graph.log import logger
 
 # Regions other than modules: a flex attention operator; nodes after the last module; all that can be compiled.

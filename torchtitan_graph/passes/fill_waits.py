@@ -8,12 +8,12 @@ from collections.abc import Callable, Container, Iterator, Mapping
 import torch
 from torch.fx import GraphModule, Node
 
+from torchtitan_graph.analysis.cost import WAIT, Clock, Costs
+from torchtitan_graph.analysis.flops import attention_flops, matmul_flops
+from torchtitan_graph.analysis.liveness import Memories, held_memory, in_one_part, peaks, scratch_of, size_of
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.blocks import block_of
-from torchtitan_graph.graph.cost import WAIT, Clock, Costs
 from torchtitan_graph.graph.edit import aliased, is_view
-from torchtitan_graph.graph.flops import attention_flops, matmul_flops
-from torchtitan_graph.graph.liveness import Memories, held_memory, in_one_part, peaks, scratch_of, size_of
 
 _COUNTS = torch.ops._c10d_functional.all_to_all_single.default
 

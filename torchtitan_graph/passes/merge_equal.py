@@ -9,9 +9,9 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
+from torchtitan_graph.analysis.liveness import owners
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import erase_unused
-from torchtitan_graph.graph.liveness import owners
 
 
 def merge_equal(gm: GraphModule) -> GraphModule:

@@ -11,11 +11,11 @@ import torch
 from torch.fx import GraphModule, Node
 
 import torchtitan_graph.ops  # noqa: F401 (registers the operators)
+from torchtitan_graph.analysis.cost import Costs
+from torchtitan_graph.analysis.liveness import held_memory, in_one_part, owners, peaks, scratch_of, size_of
+from torchtitan_graph.analysis.traffic import group_of
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.collectives import made_from_inputs
-from torchtitan_graph.graph.cost import Costs
-from torchtitan_graph.graph.liveness import held_memory, in_one_part, owners, peaks, scratch_of, size_of
-from torchtitan_graph.graph.traffic import group_of
 
 c10d = torch.ops._c10d_functional
 _DISPATCH = (torch.ops.torchtitan_graph.exchange.default, c10d.all_to_all_single.default)

@@ -9,8 +9,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 import torchtitan_graph.ops  # noqa: F401 (registers the operators)
+from torchtitan_graph.analysis.liveness import held_memory, size_of
 from torchtitan_graph.graph import meta
-from torchtitan_graph.graph.liveness import held_memory, size_of
 
 _OPS = torch.ops.torchtitan_graph
 

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from torchtitan_graph.analysis.cost import WAIT, Clock, Costs
+from torchtitan_graph.analysis.liveness import held_memory, size_of
+from torchtitan_graph.analysis.traffic import group_of
 from torchtitan_graph.graph import meta
-from torchtitan_graph.graph.cost import WAIT, Clock, Costs
 from torchtitan_graph.graph.edit import call, erase_dead, is_view, value
-from torchtitan_graph.graph.liveness import held_memory, size_of
-from torchtitan_graph.graph.traffic import group_of
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 _GATHER, _SUM = c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default

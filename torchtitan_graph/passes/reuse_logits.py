@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch.fx import GraphModule, Node
 
+from torchtitan_graph.analysis.liveness import owners, readers_of_memory
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import call, erase_dead, value
-from torchtitan_graph.graph.liveness import owners, readers_of_memory
 from torchtitan_graph.ops.fused_loss import fused_cross_entropy_backward_
 from torchtitan_graph.ops.row_loss import cross_entropy, cross_entropy_backward_
 

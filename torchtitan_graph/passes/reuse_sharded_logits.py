@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch.fx import GraphModule, Node
 
+from torchtitan_graph.analysis.liveness import owners, readers_of_memory
 from torchtitan_graph.graph.edit import call, erase_unused, value
-from torchtitan_graph.graph.liveness import owners, readers_of_memory
 from torchtitan_graph.ops.row_loss import exponentials, sharded_cross_entropy_backward_
 
 aten = torch.ops.aten

@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 from torch.fx import GraphModule, Node
 
+from torchtitan_graph.analysis.cut import hull, kept
+from torchtitan_graph.analysis.flops import flops_of
+from torchtitan_graph.analysis.keeping import Forward, chosen, elementwise_again, forward_of, movable, moved, values_of
+from torchtitan_graph.analysis.liveness import size_of
+from torchtitan_graph.analysis.rehearse import Rehearsal
+from torchtitan_graph.analysis.traffic import group_of
 from torchtitan_graph.graph import meta
-from torchtitan_graph.graph.cut import hull, kept
 from torchtitan_graph.graph.edit import aliased
-from torchtitan_graph.graph.flops import flops_of
-from torchtitan_graph.graph.keeping import Forward, chosen, elementwise_again, forward_of, movable, moved, values_of
-from torchtitan_graph.graph.liveness import size_of
-from torchtitan_graph.graph.rehearse import Rehearsal
-from torchtitan_graph.graph.traffic import group_of
 from torchtitan_graph.parallel.recompute import Budget
 
 # Operations that a present GPU computes in the time of reading or writing a byte, and of receiving one.

@@ -6,8 +6,8 @@ from collections.abc import Container
 
 from torch.fx import GraphModule
 
+from torchtitan_graph.analysis.keeping import elementwise_again, forward_of
 from torchtitan_graph.graph import meta
-from torchtitan_graph.graph.keeping import elementwise_again, forward_of
 
 
 def tag_elementwise(gm: GraphModule, blocks: Container[str]) -> GraphModule:

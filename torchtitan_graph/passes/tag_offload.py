@@ -7,10 +7,10 @@ from collections.abc import Collection, Container, Sequence
 import torch
 from torch.fx import GraphModule, Node
 
+from torchtitan_graph.analysis.keeping import movable
+from torchtitan_graph.analysis.liveness import owners
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import aliased
-from torchtitan_graph.graph.keeping import movable
-from torchtitan_graph.graph.liveness import owners
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 

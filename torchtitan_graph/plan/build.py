@@ -11,16 +11,16 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.fx import GraphModule
 
+from torchtitan_graph.analysis.cost import Link
 from torchtitan_graph.blueprint import Blueprint
+from torchtitan_graph.capture.traced import TracedResult
 from torchtitan_graph.config import DRY, JobConfig, check, load
 from torchtitan_graph.config.check import MOST_RANKS
 from torchtitan_graph.config.job import OPTIONS
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.forecast import Forecast, forecast
 from torchtitan_graph.graph.blocks import block_of
-from torchtitan_graph.graph.cost import Link
 from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
-from torchtitan_graph.graph.traced import TracedResult
 from torchtitan_graph.log import logger
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.parallel.layout import ParallelDims

@@ -24,10 +24,10 @@ import torch
 from torch.fx import GraphModule, Node
 
 import torchtitan_graph.ops  # noqa: F401 (registers the operators)
+from torchtitan_graph.analysis.cost import Costs, Link, Work
+from torchtitan_graph.analysis.liveness import held_memory, size_of
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
-from torchtitan_graph.graph.cost import Costs, Link, Work
-from torchtitan_graph.graph.liveness import held_memory, size_of
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.moe import MoE
 from torchtitan_graph.small_files import ANY_SIZE, MAX_BYTES, BadFile, open_small, parse_json, read_small

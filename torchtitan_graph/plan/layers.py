@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Hashable, Sequence
 
-from torchtitan_graph.graph.alike import description
+from torchtitan_graph.capture.alike import description
 from torchtitan_graph.graph.blocks import number_of
 from torchtitan_graph.models.layers.decoder import AheadBlock, Decoder
 from torchtitan_graph.passes.compile_regions import region_of

@@ -20,9 +20,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from torchtitan_graph import device as devices
-from torchtitan_graph.graph.cost import OTHER, Costs, Link, Work
-from torchtitan_graph.graph.liveness import held_memory, size_of
-from torchtitan_graph.graph.traffic import is_permutation, kind_of, received
+from torchtitan_graph.analysis.cost import OTHER, Costs, Link, Work
+from torchtitan_graph.analysis.liveness import held_memory, size_of
+from torchtitan_graph.analysis.traffic import is_permutation, kind_of, received
 from torchtitan_graph.optim import clip_grad_norm
 from torchtitan_graph.plan.build import Job, Rank
 from torchtitan_graph.plan.replay import Replay, is_run

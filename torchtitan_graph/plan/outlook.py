@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from torchtitan_graph.analysis.cost import Costs
+from torchtitan_graph.analysis.liveness import peak_memory
+from torchtitan_graph.capture.traced import TracedResult
 from torchtitan_graph.config import JobConfig
 from torchtitan_graph.device import GIB
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph.cost import Costs
-from torchtitan_graph.graph.liveness import peak_memory
-from torchtitan_graph.graph.traced import TracedResult
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.parallel.storage import Storage
 from torchtitan_graph.plan.build import Job, Rank

@@ -31,8 +31,8 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 import torchtitan_graph.ops  # noqa: F401 (registers the operators)
-from torchtitan_graph.graph.cost import WAIT
-from torchtitan_graph.graph.traffic import group_of
+from torchtitan_graph.analysis.cost import WAIT
+from torchtitan_graph.analysis.traffic import group_of
 
 COLDNESS = 0.3  # coldness of a step's caches: 0 as right after the same call, 1 as after other work
 _EVICTED_BYTES = 24 << 20  # more than a core's own caches

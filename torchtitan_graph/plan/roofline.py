@@ -1,7 +1,7 @@
 """Roofline of a step: the bytes and FLOPs of its operators, each a kernel of its own, and fused.
 
 Note [Roofline]
-The graph is the job's own, all passes but `compile_regions` done, and its kernels are priced by graph/cost.py, as a
+The graph is the job's own, all passes but `compile_regions` done, and its kernels are priced by analysis/cost.py, as a
 forecast is. Unfused, each operator reads its inputs and writes its outputs. Fused, all operators between two products,
 or attention's kernels, are one kernel, which moves only its inputs and outputs; its bytes and time are divided among
 its operators by their unfused bytes. Each of the two is timed twice: at the peaks of the device, where launches and
@@ -21,12 +21,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from torchtitan_graph.blueprint import Blueprint
-from torchtitan_graph.config import JobConfig, dump_toml
-from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph import meta
-from torchtitan_graph.graph.blocks import loss_of
-from torchtitan_graph.graph.cost import (
+from torchtitan_graph.analysis.cost import (
     ATTENTION,
     LAUNCH,
     MEMORY,
@@ -42,10 +37,15 @@ from torchtitan_graph.graph.cost import (
     update_bytes,
     works_of,
 )
-from torchtitan_graph.graph.liveness import owners, readers_of_memory
-from torchtitan_graph.graph.scopes import operations_of
-from torchtitan_graph.graph.traced import TracedResult
-from torchtitan_graph.graph.traffic import num_bytes, received
+from torchtitan_graph.analysis.liveness import owners, readers_of_memory
+from torchtitan_graph.analysis.scopes import operations_of
+from torchtitan_graph.analysis.traffic import num_bytes, received
+from torchtitan_graph.blueprint import Blueprint
+from torchtitan_graph.capture.traced import TracedResult
+from torchtitan_graph.config import JobConfig, dump_toml
+from torchtitan_graph.errors import UserError
+from torchtitan_graph.graph import meta
+from torchtitan_graph.graph.blocks import loss_of
 from torchtitan_graph.optim.optimizer import BUILT_IN
 from torchtitan_graph.plan.build import Job, Rank, build
 from torchtitan_graph.plan.simulate import by_rates
@@ -77,7 +77,7 @@ _COPIES = (
 class Cost:
     """The cost of some operators of a step.
 
-    flops     the model's, by the convention of graph/flops.py: recomputation does not count
+    flops     the model's, by the convention of analysis/flops.py: recomputation does not count
     moved     bytes read and written
     received  bytes that come from other ranks, or over PCIe
     seconds   by bound: COMPUTE, MEMORY, LAUNCH or COMMUNICATION

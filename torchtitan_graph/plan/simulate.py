@@ -9,14 +9,14 @@ from typing import NamedTuple
 
 from torch.fx import GraphModule
 
-from torchtitan_graph.graph.cost import Costs, Estimate, Link, estimate
-from torchtitan_graph.graph.partition import ONCE_A_STEP
+from torchtitan_graph.analysis.cost import Costs, Estimate, Link, estimate
+from torchtitan_graph.capture.traced import TracedResult
 from torchtitan_graph.graph.torch_private.pipelines import PipelineAction
-from torchtitan_graph.graph.traced import TracedResult
 from torchtitan_graph.parallel.layout import PP
 from torchtitan_graph.parallel.schedule import COMPUTING, Schedule
 from torchtitan_graph.plan.build import Job, Rank
 from torchtitan_graph.rates import Rates
+from torchtitan_graph.runtime.partition import ONCE_A_STEP
 from torchtitan_graph.steps.budget import trained_bytes
 from torchtitan_graph.steps.held import cast_for_sums, sums_of
 

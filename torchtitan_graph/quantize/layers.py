@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from torchtitan_graph.capture.calls import called_as
 from torchtitan_graph.config.option import nearest
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph.calls import called_as
 from torchtitan_graph.models.layers.feed_forward import FeedForward
 from torchtitan_graph.models.layers.moe import Experts
 from torchtitan_graph.quantize.grouped import check_grouped, grouped_linear

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from torchtitan_graph.capture.step import SLOT
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph.step import SLOT
 from torchtitan_graph.models.layers.moe import Experts
 from torchtitan_graph.parallel.layout import DP_REPLICATE, FSDP, TP, Layout
 from torchtitan_graph.parallel.storage import Precision, Storage

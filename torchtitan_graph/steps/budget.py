@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch.fx import GraphModule
 
 from torchtitan_graph import device as devices
+from torchtitan_graph.analysis.liveness import peak_memory
 from torchtitan_graph.device import GIB
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.edit import copy_graph
-from torchtitan_graph.graph.liveness import peak_memory
 from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.recompute import Budget
 from torchtitan_graph.parallel.storage import Storage

@@ -12,20 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_graph.data.batch import Batch
-from torchtitan_graph.device import Recorders
-from torchtitan_graph.graph.flops import Flops
-from torchtitan_graph.graph.observe import Watchable
-from torchtitan_graph.graph.pieces import Replayed
-from torchtitan_graph.graph.step import (
+from torchtitan_graph.analysis.flops import Flops
+from torchtitan_graph.capture.step import (
     StepOutput,
     bind_train_step,
     combine,
     make_eager_step,
     make_eval_step,
 )
-from torchtitan_graph.graph.trace import Capture, make_fx_capture
-from torchtitan_graph.graph.traced import run_traced
+from torchtitan_graph.capture.trace import Capture, make_fx_capture
+from torchtitan_graph.capture.traced import run_traced
+from torchtitan_graph.data.batch import Batch
+from torchtitan_graph.device import Recorders
 from torchtitan_graph.loss import loss_context
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.optim import clip_grad_norm
@@ -40,6 +38,8 @@ from torchtitan_graph.parallel.storage import (
 )
 from torchtitan_graph.quantize.layers import kept_weights
 from torchtitan_graph.quantize.state import Float8State
+from torchtitan_graph.runtime.observe import Watchable
+from torchtitan_graph.runtime.pieces import Replayed
 from torchtitan_graph.steps.graphs import Graphs, build_graphs
 from torchtitan_graph.steps.inputs import loss_is_parallel, of_this_rank, prepare
 from torchtitan_graph.steps.options import StepOptions

@@ -12,17 +12,17 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.fx import GraphModule
 
-from torchtitan_graph.compiler import Inspection, PassPlan, passes, run_passes
-from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph.dimensions import SizeError
-from torchtitan_graph.graph.flops import Flops, count_flops
-from torchtitan_graph.graph.liveness import input_memory
-from torchtitan_graph.graph.step import (
+from torchtitan_graph.analysis.flops import Flops, count_flops
+from torchtitan_graph.analysis.liveness import input_memory
+from torchtitan_graph.capture.dimensions import SizeError
+from torchtitan_graph.capture.step import (
     trace_eval_step,
     trace_train_step,
 )
-from torchtitan_graph.graph.trace import Capture, make_fx_capture
-from torchtitan_graph.graph.traced import TracedResult
+from torchtitan_graph.capture.trace import Capture, make_fx_capture
+from torchtitan_graph.capture.traced import TracedResult
+from torchtitan_graph.compiler import Inspection, PassPlan, passes, run_passes
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.loss import loss_context
 from torchtitan_graph.models.layers.decoder import Decoder

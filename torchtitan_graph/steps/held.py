@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 from torch.fx import GraphModule, Node
 
-from torchtitan_graph.graph.edit import value
-from torchtitan_graph.graph.liveness import (
+from torchtitan_graph.analysis.liveness import (
     GATHERED,
     Memories,
     held_memory,
@@ -18,9 +17,10 @@ from torchtitan_graph.graph.liveness import (
     owners,
     size_of,
 )
-from torchtitan_graph.graph.partition import Part
+from torchtitan_graph.graph.edit import value
 from torchtitan_graph.parallel.pipeline import StageGraph
 from torchtitan_graph.parallel.schedule import Schedule
+from torchtitan_graph.runtime.partition import Part
 
 
 class StagesPeak(NamedTuple):

@@ -11,11 +11,11 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from torchtitan_graph.analysis.cost import Costs
+from torchtitan_graph.capture.dimensions import DynamicShapes
+from torchtitan_graph.capture.trace import Capture
 from torchtitan_graph.compiler import PassPlan
 from torchtitan_graph.data.batch import Batch
-from torchtitan_graph.graph.cost import Costs
-from torchtitan_graph.graph.dimensions import DynamicShapes
-from torchtitan_graph.graph.trace import Capture
 from torchtitan_graph.graph.varlen import Segments
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.moe import set_up_experts

@@ -4,7 +4,7 @@ training with `compile.precompiled` reads it.
     index.json             what the graphs were made for, and which rank has which
     HASH.json.gz           a rank's steps as data, by their SHA-256; ranks that have the same share a file
 
-Nothing that these files say is run when they are read: see graph/as_data.py.
+Nothing that these files say is run when they are read: see formats/as_data.py.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from typing import Any, NamedTuple, TypedDict
 
 import torch
 
+from torchtitan_graph.analysis.flops import Flops
+from torchtitan_graph.capture.traced import TracedResult
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph.as_data import traced_from_data, traced_to_data
-from torchtitan_graph.graph.flops import Flops
-from torchtitan_graph.graph.malformed import Malformed
-from torchtitan_graph.graph.traced import TracedResult
+from torchtitan_graph.formats.as_data import traced_from_data, traced_to_data
+from torchtitan_graph.formats.malformed import Malformed
 from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.layout import PP, TP, Layout, ParallelDims
 from torchtitan_graph.parallel.storage import Storage

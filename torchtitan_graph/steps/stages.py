@@ -15,17 +15,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.fx import GraphModule
 
-from torchtitan_graph.compiler import Inspection, PassPlan, passes, run_passes
-from torchtitan_graph.graph.edit import copy_graph
-from torchtitan_graph.graph.flops import Flops, count_flops
-from torchtitan_graph.graph.partition import ONCE_A_STEP, part_of, partition
-from torchtitan_graph.graph.step import (
+from torchtitan_graph.analysis.flops import Flops, count_flops
+from torchtitan_graph.capture.step import (
     StageModules,
     trace_stage_evaluation,
     trace_stage_step,
 )
-from torchtitan_graph.graph.trace import Capture
-from torchtitan_graph.graph.traced import TracedResult
+from torchtitan_graph.capture.trace import Capture
+from torchtitan_graph.capture.traced import TracedResult
+from torchtitan_graph.compiler import Inspection, PassPlan, passes, run_passes
+from torchtitan_graph.graph.edit import copy_graph
 from torchtitan_graph.log import logger
 from torchtitan_graph.loss import loss_context
 from torchtitan_graph.models.layers.decoder import Decoder
@@ -33,6 +32,7 @@ from torchtitan_graph.parallel.layout import PP, TP, Layout
 from torchtitan_graph.parallel.pipeline import StageGraph
 from torchtitan_graph.parallel.recompute import Budget
 from torchtitan_graph.parallel.storage import Reshard, Storage
+from torchtitan_graph.runtime.partition import ONCE_A_STEP, part_of, partition
 from torchtitan_graph.steps.budget import at_rest, share, tell
 from torchtitan_graph.steps.held import in_flight, peak_of_stages
 from torchtitan_graph.steps.inputs import (

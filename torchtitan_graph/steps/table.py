@@ -8,10 +8,10 @@ from pathlib import Path
 
 from torch.fx import GraphModule
 
-from torchtitan_graph.graph.cost import Costs
-from torchtitan_graph.graph.measured import measured
-from torchtitan_graph.graph.scope_table import by_type, scope_table
-from torchtitan_graph.graph.scopes import Charge, charges
+from torchtitan_graph.analysis.cost import Costs
+from torchtitan_graph.analysis.measured import measured
+from torchtitan_graph.analysis.scope_table import by_type, scope_table
+from torchtitan_graph.analysis.scopes import Charge, charges
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.steps.graphs import Graphs
 

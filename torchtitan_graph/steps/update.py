@@ -19,18 +19,18 @@ from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 from torch.optim import Optimizer
 
+from torchtitan_graph.analysis.cost import Costs
+from torchtitan_graph.capture.trace import minimal_fx_tracer
+from torchtitan_graph.capture.traced import TracedResult, run_traced
 from torchtitan_graph.compiler import Extra, Inspection, run_passes, update_passes
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.blocks import block_of
-from torchtitan_graph.graph.cost import Costs
-from torchtitan_graph.graph.pieces import Replayed
 from torchtitan_graph.graph.signature import signature_of
 from torchtitan_graph.graph.torch_private.tensors import count_step
-from torchtitan_graph.graph.trace import minimal_fx_tracer
-from torchtitan_graph.graph.traced import TracedResult, run_traced
 from torchtitan_graph.log import logger
 from torchtitan_graph.optim import is_fused
 from torchtitan_graph.parallel.verify import Numbers
+from torchtitan_graph.runtime.pieces import Replayed
 from torchtitan_graph.steps.build import Steps
 
 c10d = torch.ops._c10d_functional

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from torchtitan_graph.capture.trace import minimal_fx_tracer
 from torchtitan_graph.graph.edit import call, copy_graph, copy_node, value
-from torchtitan_graph.graph.trace import minimal_fx_tracer
 
 aten = torch.ops.aten
 

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from torchtitan_graph.capture.trace import minimal_fx_tracer
+from torchtitan_graph.capture.traced import run_traced
 from torchtitan_graph.graph.torch_private import fake
-from torchtitan_graph.graph.trace import minimal_fx_tracer
-from torchtitan_graph.graph.traced import run_traced
 
 aten = torch.ops.aten
 

@@ -52,5 +52,5 @@ def test_strips_are_the_whole(rule: Rule, places: Tensor | None, score: bool, mo
 
 def test_whoever_traces_has_them() -> None:
     """A tensor that a score function closes over has its gradient by them."""
-    code = "import sys, torchtitan_graph.graph.trace; assert 'torchtitan_graph.graph.flex_strips' in sys.modules"
+    code = "import sys, torchtitan_graph.capture.trace; assert 'torchtitan_graph.graph.flex_strips' in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import checkpoint
 
+from torchtitan_graph.capture.dynamo import dynamo_capture
+from torchtitan_graph.capture.stamp import described
+from torchtitan_graph.capture.trace import minimal_fx_tracer
 from torchtitan_graph.compiler import Inspection, Pass, run_passes
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
-from torchtitan_graph.graph.dynamo import dynamo_capture
 from torchtitan_graph.graph.edit import call
 from torchtitan_graph.graph.hierarchy import call_hierarchy, fwd_call_hierarchy, shown
-from torchtitan_graph.graph.stamp import described
-from torchtitan_graph.graph.trace import minimal_fx_tracer
 from torchtitan_graph.passes.cleanup import cleanup
 
 aten = torch.ops.aten

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from torchtitan_graph.capture.trace import minimal_fx_tracer
 from torchtitan_graph.config import JobConfig
-from torchtitan_graph.graph.observe import Watchable
-from torchtitan_graph.graph.trace import minimal_fx_tracer
 from torchtitan_graph.metrics.out_of_memory import is_out_of_memory, report
+from torchtitan_graph.runtime.observe import Watchable
 
 
 class Model(nn.Module):

@@ -12,9 +12,9 @@ from reference import Results, largest_gap, loss_of
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
+from torchtitan_graph.capture.trace import minimal_fx_tracer
+from torchtitan_graph.capture.traced import run_traced
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph.trace import minimal_fx_tracer
-from torchtitan_graph.graph.traced import run_traced
 from torchtitan_graph.models import llama3
 from torchtitan_graph.models.layers import attention, masks
 from torchtitan_graph.models.layers.attention import attend

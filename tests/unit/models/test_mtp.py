@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from torchtitan_graph.capture.step import next_labels
 from torchtitan_graph.data.batch import IGNORE_INDEX
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph.step import next_labels
 from torchtitan_graph.models import deepseek_v3
 from torchtitan_graph.models.hf import allocate, load_weights, new_model, save_weights
 from torchtitan_graph.models.hf.architecture import with_mtp_layers

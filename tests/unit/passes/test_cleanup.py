@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from toy import aten, bitwise, calls, run_toy, toy, trace_toy
 
+from torchtitan_graph.capture.trace import minimal_fx_tracer
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph.trace import minimal_fx_tracer
 from torchtitan_graph.passes.cleanup import cleanup
 
 

@@ -17,18 +17,18 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 from toy import GATHER, WAIT, Toy, batch, bitwise, blocks, calls, run_toy, text, toy, trace_toy
 
+from torchtitan_graph.analysis.liveness import peak_memory
+from torchtitan_graph.capture.step import trace_eval_step, trace_train_step
+from torchtitan_graph.capture.trace import minimal_fx_tracer
 from torchtitan_graph.check.matrix import Cell, build_model
 from torchtitan_graph.compiler import PassPlan, passes
 from torchtitan_graph.config import job
 from torchtitan_graph.data.batch import Batch
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import edit, meta
-from torchtitan_graph.graph.liveness import peak_memory
-from torchtitan_graph.graph.step import trace_eval_step, trace_train_step
 from torchtitan_graph.graph.torch_private import inductor
 from torchtitan_graph.graph.torch_private.fake import FakeTensorMode
 from torchtitan_graph.graph.torch_private.tracing import boxed
-from torchtitan_graph.graph.trace import minimal_fx_tracer
 from torchtitan_graph.loss import cross_entropy
 from torchtitan_graph.models import llama3
 from torchtitan_graph.models.spec import load_family

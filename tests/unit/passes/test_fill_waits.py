@@ -12,11 +12,10 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from toy import WAIT, aten, c10d, calls, place, text
 
+from torchtitan_graph.analysis.cost import Costs, Link, estimate
+from torchtitan_graph.analysis.liveness import held_memory, in_one_part, peak_memory, peaks, size_of
 from torchtitan_graph.check.matrix import BF16, FP32
 from torchtitan_graph.graph import meta
-from torchtitan_graph.graph.cost import Costs, Link, estimate
-from torchtitan_graph.graph.liveness import held_memory, in_one_part, peak_memory, peaks, size_of
-from torchtitan_graph.graph.partition import part_of
 from torchtitan_graph.graph.torch_private.fake import FakeTensorMode
 from torchtitan_graph.models import deepseek_v3, llama3, llama4
 from torchtitan_graph.models.spec import tiny_config
@@ -24,6 +23,7 @@ from torchtitan_graph.parallel.layout import Layout
 from torchtitan_graph.parallel.storage import Precision
 from torchtitan_graph.passes.fill_waits import fill_waits
 from torchtitan_graph.rates import RATES
+from torchtitan_graph.runtime.partition import part_of
 from torchtitan_graph.steps import StepOptions, build_graphs
 
 EXCHANGE = torch.ops.torchtitan_graph.exchange.default

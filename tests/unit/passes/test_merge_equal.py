@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.fx import GraphModule
 from toy import aten, bitwise, calls, run_toy, text, toy, trace_toy
 
-from torchtitan_graph.graph.liveness import peak_memory
-from torchtitan_graph.graph.trace import minimal_fx_tracer
+from torchtitan_graph.analysis.liveness import peak_memory
+from torchtitan_graph.capture.trace import minimal_fx_tracer
 from torchtitan_graph.passes.cleanup import cleanup
 from torchtitan_graph.passes.merge_equal import merge_equal
 

@@ -7,11 +7,12 @@ import torch
 from torch.fx import GraphModule, Node
 from toy import aten, bitwise, blocks, calls, place, run_toy, text, toy, trace_toy
 
+from torchtitan_graph.analysis import keeping
+from torchtitan_graph.analysis.liveness import host_memory, owners, peak_memory
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph import keeping, meta
+from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.blocks import block_of
 from torchtitan_graph.graph.edit import call
-from torchtitan_graph.graph.liveness import host_memory, owners, peak_memory
 from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.parallel.storage import Precision, plan_storage
 from torchtitan_graph.passes import offload_activations as module

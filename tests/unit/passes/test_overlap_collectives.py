@@ -8,10 +8,10 @@ from test_bucket_collectives import bucketed
 from torch.fx import GraphModule, Node
 from toy import ALL_REDUCE, GATHER, REDUCE_SCATTER, WAIT, aten, calls, phase_of, place, text
 
+from torchtitan_graph.analysis.cost import Costs
+from torchtitan_graph.analysis.liveness import peak_memory
 from torchtitan_graph.graph import meta
-from torchtitan_graph.graph.cost import Costs
 from torchtitan_graph.graph.edit import call
-from torchtitan_graph.graph.liveness import peak_memory
 from torchtitan_graph.models import llama3
 from torchtitan_graph.models.spec import tiny_config
 from torchtitan_graph.parallel.layout import Layout

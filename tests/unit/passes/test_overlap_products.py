@@ -9,11 +9,11 @@ import torch
 from torch.fx import GraphModule, Node
 from toy import GATHER, REDUCE_SCATTER, WAIT, calls, place, text
 
+from torchtitan_graph.analysis.cost import Costs, estimate
+from torchtitan_graph.analysis.liveness import peak_memory
+from torchtitan_graph.analysis.traffic import is_permutation
 from torchtitan_graph.check.matrix import SLOW
 from torchtitan_graph.graph import meta
-from torchtitan_graph.graph.cost import Costs, estimate
-from torchtitan_graph.graph.liveness import peak_memory
-from torchtitan_graph.graph.traffic import is_permutation
 from torchtitan_graph.models import deepseek_v3, llama3
 from torchtitan_graph.models.spec import tiny_config
 from torchtitan_graph.parallel.layout import Layout

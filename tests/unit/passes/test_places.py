@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch.fx import GraphModule, Node
 
+from torchtitan_graph.capture.trace import make_fx_capture
 from torchtitan_graph.check.matrix import BF16, NUM_ROWS, SEQ_LEN, Cell, build_model
 from torchtitan_graph.compiler import Extra, Pass, PassPlan, passes
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.hierarchy import call_hierarchy, fwd_call_hierarchy, shown
 from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
-from torchtitan_graph.graph.trace import make_fx_capture
 from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.recompute import Recompute

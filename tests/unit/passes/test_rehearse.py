@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from toy import blocks, toy, trace_toy
 
+from torchtitan_graph.analysis.liveness import peak_memory
+from torchtitan_graph.analysis.rehearse import Rehearsal
 from torchtitan_graph.graph import meta
-from torchtitan_graph.graph.liveness import peak_memory
-from torchtitan_graph.graph.rehearse import Rehearsal
 from torchtitan_graph.graph.signature import Signature
 from torchtitan_graph.graph.torch_private.fake import FakeTensorMode
 from torchtitan_graph.parallel.recompute import Recompute

@@ -7,11 +7,11 @@ import torch
 from torch.fx import GraphModule, Node
 from toy import GATHER, bitwise, blocks, calls, place, run_toy, toy, trace_toy
 
+from torchtitan_graph.analysis.liveness import host_memory, peak_memory
 from torchtitan_graph.compiler import PassPlan, passes
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.blocks import block_of
 from torchtitan_graph.graph.edit import infer, value
-from torchtitan_graph.graph.liveness import host_memory, peak_memory
 from torchtitan_graph.graph.signature import input_nodes, output_nodes
 from torchtitan_graph.parallel.layout import Layout
 from torchtitan_graph.parallel.storage import Precision, Reshard, buckets, plan_storage

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.fx import GraphModule
 from toy import aten, batch, bitwise, calls, run_toy, toy, trace_toy
 
+from torchtitan_graph.capture.step import trace_eval_step
+from torchtitan_graph.capture.trace import minimal_fx_tracer
 from torchtitan_graph.graph.edit import value
-from torchtitan_graph.graph.step import trace_eval_step
-from torchtitan_graph.graph.trace import minimal_fx_tracer
 from torchtitan_graph.loss import cross_entropy
 from torchtitan_graph.ops import fused_loss
 from torchtitan_graph.ops.row_loss import cross_entropy as rows

@@ -6,8 +6,8 @@ from torch import Tensor
 from torch.fx import GraphModule
 from toy import aten, bitwise, calls
 
+from torchtitan_graph.capture.trace import minimal_fx_tracer
 from torchtitan_graph.graph.edit import value
-from torchtitan_graph.graph.trace import minimal_fx_tracer
 from torchtitan_graph.ops.row_loss import exponentials, sharded_cross_entropy_backward_
 from torchtitan_graph.passes.cleanup import cleanup
 from torchtitan_graph.passes.reuse_sharded_logits import reuse_sharded_logits

@@ -7,9 +7,10 @@ import torch
 from torch.fx import GraphModule
 from toy import aten, batch, bitwise, blocks, calls, run_toy, text, toy, trace_toy
 
-from torchtitan_graph.graph import keeping, meta
-from torchtitan_graph.graph.liveness import host_memory, peak_memory
-from torchtitan_graph.graph.step import trace_eval_step
+from torchtitan_graph.analysis import keeping
+from torchtitan_graph.analysis.liveness import host_memory, peak_memory
+from torchtitan_graph.capture.step import trace_eval_step
+from torchtitan_graph.graph import meta
 from torchtitan_graph.loss import cross_entropy
 from torchtitan_graph.parallel.recompute import Budget, Recompute
 from torchtitan_graph.passes.cleanup import cleanup

@@ -6,9 +6,10 @@ import torch
 from torch.fx import GraphModule
 from toy import aten, bitwise, blocks, calls, run_toy, text, toy, trace_toy
 
-from torchtitan_graph.graph import keeping, meta
-from torchtitan_graph.graph.flops import count_flops
-from torchtitan_graph.graph.liveness import peak_memory
+from torchtitan_graph.analysis import keeping
+from torchtitan_graph.analysis.flops import count_flops
+from torchtitan_graph.analysis.liveness import peak_memory
+from torchtitan_graph.graph import meta
 from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.parallel.storage import Precision, plan_storage
 from torchtitan_graph.passes.cleanup import cleanup

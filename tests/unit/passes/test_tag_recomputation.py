@@ -9,10 +9,10 @@ import torch
 from torch.fx import GraphModule
 from toy import GATHER, WAIT, aten, bitwise, blocks, calls, run_toy, text, toy, trace_toy
 
+from torchtitan_graph.analysis.liveness import peak_memory
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import call
-from torchtitan_graph.graph.liveness import peak_memory
 from torchtitan_graph.parallel.recompute import Budget, Recompute
 from torchtitan_graph.parallel.storage import Precision, plan_storage
 from torchtitan_graph.passes.cleanup import cleanup

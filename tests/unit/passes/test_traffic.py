@@ -9,8 +9,8 @@ import pytest
 import torch
 from toy import Toy, blocks, trace_toy
 
+from torchtitan_graph.analysis.traffic import traffic
 from torchtitan_graph.check.matrix import NUM_ROWS, SEQ_LEN, Cell, build_model
-from torchtitan_graph.graph.traffic import traffic
 from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.layout import CP, DP_REPLICATE, EP, EXPERT_FSDP, FSDP, TP, Layout, ParallelDims
 from torchtitan_graph.parallel.storage import Precision, buckets, plan_storage

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
+from torchtitan_graph.capture.step import SideOutputs, trace_train_step
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.signature import signature_of
-from torchtitan_graph.graph.step import SideOutputs, trace_train_step
 from torchtitan_graph.loss import cross_entropy
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional

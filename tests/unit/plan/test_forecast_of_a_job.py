@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from torchtitan_graph.analysis.cost import estimate
+from torchtitan_graph.analysis.liveness import GATHERED_INPUTS, lifetimes
 from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.config import load
 from torchtitan_graph.forecast import OPTIMIZER, STEP
-from torchtitan_graph.graph.cost import estimate
-from torchtitan_graph.graph.liveness import GATHERED_INPUTS, lifetimes
 from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
 from torchtitan_graph.graph.torch_private.pipelines import PipelineAction
 from torchtitan_graph.parallel.schedule import plan_pipeline

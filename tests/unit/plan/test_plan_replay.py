@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch.fx import GraphModule
 
+from torchtitan_graph.analysis.cost import Costs, estimate
 from torchtitan_graph.check.matrix import Cell, build_model
 from torchtitan_graph.config import load
-from torchtitan_graph.graph.cost import Costs, estimate
 from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group, is_gloo
 from torchtitan_graph.models.spec import family_names, load_family
 from torchtitan_graph.parallel.layout import ParallelDims

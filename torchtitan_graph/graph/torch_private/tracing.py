@@ -7,7 +7,6 @@ import re
 import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -24,7 +23,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph.hierarchy import Recorder
+from torchtitan_graph.graph.hierarchy import TRACERS, Recorder
 
 __all__ = [
     "DataDependentOutputException",
@@ -256,14 +255,11 @@ def _recorded(recorder: Recorder | None, base: types.CodeType, engine: types.Cod
         PythonKeyTracer.create_node = created  # type: ignore[method-assign]
 
 
-_NOT_THE_AUTHOR_S = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-
-
 def _author_s_frames(tracer: Any, stack: traceback.StackSummary) -> traceback.StackSummary:
     """Of the stack that made a node, keep the traced function's own frames. `make_fx` would keep those of functions
     that are named `forward`."""
     begin = max((i for i, frame in enumerate(stack) if frame.name == "marked"), default=-1) + 1
-    own = [frame for frame in stack[begin:] if not frame.filename.startswith(_NOT_THE_AUTHOR_S)]
+    own = [frame for frame in stack[begin:] if not frame.filename.startswith(TRACERS)]
     return traceback.StackSummary.from_list(own)
 
 

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from torchtitan_graph.capture.step import SideOutputs
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph.step import SideOutputs
 from torchtitan_graph.graph.varlen import segments_of
 from torchtitan_graph.models.layers.masks import (
     Mask,

@@ -1,0 +1,1 @@
+"""What a graph costs: memory, arithmetic, traffic, time, by scope."""

@@ -1,0 +1,167 @@
+"""What each block's forward may keep for backward, and what of it may be computed again: the values of a cut."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Container, Mapping
+from typing import NamedTuple
+
+import torch
+from torch.fx import GraphModule, Node
+
+import torchtitan_graph.ops  # noqa: F401 (registers the operators)
+from torchtitan_graph.analysis.cut import Value, computed_again
+from torchtitan_graph.analysis.liveness import owners, size_of
+from torchtitan_graph.graph import meta
+from torchtitan_graph.graph.blocks import block_of
+from torchtitan_graph.graph.collectives import gathered_weights
+from torchtitan_graph.graph.edit import aliased, is_view
+
+aten = torch.ops.aten
+
+# They move numbers as they are: as cheap as elementwise operators.
+_MOVES = (
+    *(aten._to_copy.default, aten.clone.default, aten._unsafe_view.default, aten.cat.default, aten.stack.default),
+    *(aten.constant_pad_nd.default, aten.index_select.default),
+)
+_OWN = torch.ops.torchtitan_graph
+_ELEMENTWISE = (_OWN.rotate.default, _OWN.swiglu.default)  # operators of our own, see elementwise.py
+WORTH = 32  # a byte that is kept till backward is worth as many bytes read and written
+SMALLEST = 2**20  # bytes that are worth a copy of their own in the host's memory
+START = 2**16  # to start an operator costs as much as so many bytes read and written
+
+
+class Forward(NamedTuple):
+    """What forward computes, by block; under None what stands outside the blocks.
+
+    owner    the node whose memory a node's value lies in
+    weights  gathered weights and their views, which are in no group: no activations
+    held     the memory that backward reads in any case
+    written  the memory that is written to: what reads it can't be computed again later
+    """
+
+    groups: Mapping[str | None, list[Node]]
+    owner: Mapping[Node, Node]
+    weights: Container[Node]
+    held: Container[Node]
+    written: Container[Node]
+
+
+def forward_of(gm: GraphModule, blocks: Container[str]) -> Forward:
+    """Sort what forward computes by block."""
+    owner, weights = owners(gm), gathered_weights(gm)
+    held = {owner[node] for node in gm.graph.nodes if is_wanted(node)}
+    groups: dict[str | None, list[Node]] = {}
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and meta.phase(node) == "forward" and node not in weights:
+            groups.setdefault(block_of(node, blocks), []).append(node)
+    written = {owner[x] for node in gm.graph.nodes for x, writes in aliased(node) if writes}
+    return Forward(groups, owner, weights, held, written)
+
+
+def values_of(
+    nodes: list[Node], forward: Forward, cost: Callable[[Node], int | None], worth: int = 1
+) -> dict[Node, Value]:
+    """Give the values of a block, and those that it reads of what was made before it; none for what is computed again
+    in any case.
+
+    Args:
+        cost: of computing a node's value again from its inputs; None: it can't be.
+        worth: of a byte.
+    """
+    owner, values, place = forward.owner, dict[Node, Value](), dict[Node, int]()
+
+    def add(node: Node, value: Value) -> int:
+        values[node], place[node] = value, len(place)
+        return place[node]
+
+    def place_of(node: Node) -> int:
+        if node in place:
+            return place[node]
+        node = owner[node]  # made before the block
+        price = 0 if node in forward.held else size_of(node) * worth
+        return place[node] if node in place else add(node, Value(price, None, (), False))
+
+    for node in nodes:
+        is_free = meta.tag(node) is None and not any(owner[x] in forward.written for x in node.all_input_nodes)
+        again = cost(node) if is_free else None
+        if again is not None:
+            is_own = owner[node] is node
+            is_kept = is_own and isinstance(node.meta["val"], torch.Tensor)  # a tuple's elements are
+            inputs = tuple(place_of(n) for n in node.all_input_nodes if not _is_there(n, forward))
+            keep = size_of(node) * worth if is_kept else None
+            add(node, Value(keep, again if is_own else 0, inputs, is_wanted(node)))
+        elif meta.tag(node) != meta.RECOMPUTE:
+            add(node, Value(size_of(node) * worth, None, (), is_wanted(node)))
+    return values
+
+
+def elementwise_again(nodes: list[Node], forward: Forward) -> set[Node]:
+    """Give those elementwise results of a block that are cheaper computed again than kept: a minimum cut."""
+
+    def cost(node: Node) -> int | None:
+        return moved(node) if _is_cheap(node, forward.owner) else None
+
+    values = values_of(nodes, forward, cost, WORTH)
+    return chosen(values, forward, computed_again(tuple(values.values())))
+
+
+def chosen(values: Mapping[Node, Value], forward: Forward, places: Container[int]) -> set[Node]:
+    """Give the nodes whose values at these places are computed again. A view of what is kept stays."""
+    found = {node for i, node in enumerate(values) if i in places}
+    return {node for node in found if forward.owner[node] in found}
+
+
+def movable(gm: GraphModule, modules: Container[str]) -> set[Node]:
+    """Give the large activations of these modules that may lie in the host's memory till backward: no weights, nothing
+    that is written in place or that the graph gives."""
+    if not modules:
+        return set()
+    owner, weights = owners(gm), gathered_weights(gm)
+    stay = {owner[node] for node in gm.graph.output_node().all_input_nodes}
+    stay |= {owner[x] for node in gm.graph.nodes for x, writes in aliased(node) if writes}
+    return {
+        node
+        for node, root in owner.items()
+        if root.op == "call_function" and root not in stay and root not in weights
+        if meta.phase(node) == "forward" and block_of(node, modules) and _is_large(node)
+    }
+
+
+def is_wanted(node: Node) -> bool:
+    """Tell whether backward reads a node's value, or computes something of it again."""
+    return any(meta.phase(user) == "backward" or meta.tag(user) == meta.RECOMPUTE for user in node.users)
+
+
+def moved(node: Node) -> int:
+    """Give the bytes that an operator reads and writes, and what it costs to start it."""
+    tensors = [x.meta.get("val") for x in (node, *node.all_input_nodes)]
+    return START + sum(x.numel() * x.element_size() for x in tensors if isinstance(x, torch.Tensor))
+
+
+def _is_large(node: Node) -> bool:
+    """Tell whether a copy of a value is worth its while, and lies as it does: without gaps."""
+    x = node.meta.get("val")
+    if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+        return False
+    size = x.numel() * x.element_size()
+    return size >= SMALLEST and size == x.untyped_storage().nbytes()
+
+
+def _is_there(node: Node, forward: Forward) -> bool:
+    """Tell whether a value costs backward nothing: an input, a weight, or what it computes again in any case."""
+    is_made = forward.owner[node].op == "call_function"
+    return not is_made or node in forward.weights or meta.tag(node) == meta.RECOMPUTE
+
+
+def _is_cheap(node: Node, owner: Mapping[Node, Node]) -> bool:
+    if node.target is operator.getitem:
+        return owner[node] is not node  # a part of `split`, and not of an operator that makes several values
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    is_elementwise = torch.Tag.pointwise in node.target.tags or node.target in (*_MOVES, *_ELEMENTWISE)
+    return is_view(node) or is_elementwise or _is_constant(node)
+
+
+def _is_constant(node: Node) -> bool:
+    return not node.all_input_nodes and node.target.namespace == "aten"  # type: ignore[union-attr]

@@ -1,0 +1,317 @@
+"""How much memory a graph's values take: what is alive at once, by the operators' own word on what shares memory."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import operator
+from collections.abc import Callable, Container, Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+import torch.utils._pytree as pytree
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.fx import GraphModule, Node
+
+import torchtitan_graph.ops  # noqa: F401 (registers the operators)
+from torchtitan_graph.analysis.flops import VARLEN
+from torchtitan_graph.analysis.traffic import group_of, num_bytes
+from torchtitan_graph.graph import meta
+from torchtitan_graph.graph.edit import aliased, is_view, shared_arguments, value
+from torchtitan_graph.graph.signature import output_nodes, signature_of
+from torchtitan_graph.graph.torch_private.distributed import is_gloo
+
+# They give their argument's memory without saying so in their schemas.
+_SILENT_VIEWS = (torch.ops.aten._unsafe_view.default, torch.ops._c10d_functional.wait_tensor.default)
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
+_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
+# What they send is kept until they are waited for: by the process group, or, of a sum in gloo, as a copy.
+_KEEP_INPUT = (_GATHER, _SCATTER, torch.ops._c10d_functional.all_to_all_single.default)
+_CAT = torch.ops.aten.cat.default
+_OFFLOAD = torch.ops.torchtitan_graph.offload.default
+_CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+class Peak(NamedTuple):
+    """The most bytes that a graph's values hold at once, beside its inputs, and the node that runs then."""
+
+    num_bytes: int
+    node: Node
+
+
+def peak_memory(gm: GraphModule) -> Peak:
+    """Find when a graph holds most, each value being freed after its last use; outputs are held to the end.
+
+    What an operator needs only while it runs is not counted but for what `scratch_of` names, nor what an allocator
+    rounds up.
+    """
+    held = held_memory(gm, size_of)
+    node = max(held, key=held.__getitem__)
+    return Peak(held[node], node)
+
+
+# What a memory is for.
+GATHERED, COMMUNICATION, NEW_GRADIENTS = "gathered weights", "communication buffers", "new gradients"
+GATHERED_INPUTS = "gathered inputs kept for backward"
+ACTIVATIONS, BACKWARD, WORKSPACE = "activations", "backward's own values", "workspace"
+
+
+def at_node(gm: GraphModule, running: Node) -> dict[str, int]:
+    """Give the bytes that a graph holds while a node runs, by what they are for (see `Lifetime`), and what the node
+    needs beside them."""
+    number = list(gm.graph.nodes).index(running)
+    found: dict[str, int] = collections.Counter()
+    for each in lifetimes(gm):
+        if each.begin <= number <= each.end:
+            found[each.purpose] += each.num_bytes
+    found[WORKSPACE] += scratch_of(running)
+    return {purpose: size for purpose, size in found.items() if size}
+
+
+def _purpose(memories: Memories, owner: Node, grads: Container[Node]) -> str:
+    if owner in grads:
+        return NEW_GRADIENTS
+    if meta.role(owner) == meta.GATHER:
+        return GATHERED
+    if meta.phase(owner) == "backward":
+        return COMMUNICATION if meta.role(owner) == meta.REDUCE or group_of(owner) is not None else BACKWARD
+    last = memories.last_use[owner]
+    if meta.phase(last) == "backward" or last.op == "output":  # a part of a stage gives what it keeps for backward
+        return GATHERED_INPUTS if _is_gathered(memories, owner) else ACTIVATIONS
+    return ACTIVATIONS if group_of(owner) is None else COMMUNICATION
+
+
+def _is_gathered(memories: Memories, owner: Node) -> bool:
+    """Tell a gather's result, and the copy of it in which the ranks' parts lie side by side in another dimension."""
+    made_of = {memories.owner[x] for x in owner.all_input_nodes} if owner.target is _CAT else {owner}
+    return all(each.target is _GATHER for each in made_of)
+
+
+def host_memory(gm: GraphModule) -> int:
+    """Give the most bytes of the host's memory that copies of activations take at once."""
+    held = held_memory(gm, lambda node: _num_bytes(node) if _is_activation_away(node) else 0, scratch=lambda _: 0)
+    return max(held.values())
+
+
+def _is_activation_away(node: Node) -> bool:
+    return node.target is _OFFLOAD and meta.role(node) is None
+
+
+def in_one_part(node: Node) -> str:
+    """Say of every node that it is in the same part: a graph that runs whole."""
+    return ""
+
+
+def scratch_of(node: Node) -> int:
+    """Give the bytes that a node needs beside its results while it runs: a compiled region's values; the keys and
+    values that attention within segments repeats on a CPU, for each head of a group; the copy that attention's backward
+    there makes of a gradient whose heads do not lie side by side; and gloo's copies. What others need is little.
+    """
+    if node.target in VARLEN:
+        q_BLNH, k_BLKH = (value(x) for x in node.args[node.target is VARLEN[1] :][:2])  # type: ignore[arg-type]
+        repeats = q_BLNH.device.type == "cpu" and q_BLNH.shape[2] > k_BLKH.shape[2]
+        return 2 * num_bytes(q_BLNH) if repeats else 0
+    if node.target is _CPU_ATTENTION_BACKWARD:
+        dout_BNLH = node.args[0].meta["val"]  # type: ignore[union-attr]
+        return 0 if dout_BNLH.transpose(1, 2).is_contiguous() else dout_BNLH.numel() * dout_BNLH.element_size()
+    if node.target in (_GATHER, _SCATTER):
+        return _gloo_copy(node)
+    return meta.scratch(node)
+
+
+def _gloo_copy(node: Node) -> int:
+    """Give the bytes of the copy that gloo gathers into, or that it sums in. The first is gone soon after the start:
+    its thread lets go of it when all has arrived. The second stays until the wait, in place of what was summed."""
+    group = group_of(node)
+    if group is None or not is_gloo(group):
+        return 0
+    return num_bytes(value(node if node.target is _GATHER else node.all_input_nodes[0]))
+
+
+def held_memory(
+    gm: GraphModule,
+    size: Callable[[Node], int],
+    part_of: Callable[[Node], str] = in_one_part,
+    scratch: Callable[[Node], int] = scratch_of,
+) -> dict[Node, int]:
+    """Give what is held while each node runs, in bytes, where a memory takes as many as `size` says of its owner, and a
+    node as many as `scratch` says while it runs.
+
+    Args:
+        part_of: the part that a node runs in, of a graph that is cut later. What a part holds is counted for itself:
+            all that later parts use is held to its end, and what it is given is not counted.
+    """
+    memories = Memories(gm)
+    freed_at: dict[Node, int] = collections.Counter()
+    for owner, node in memories.last_use.items():
+        freed_at[node] += size(owner) if part_of(owner) == part_of(node) else 0
+    now, held = collections.Counter[str](), {}
+    for node in gm.graph.nodes:
+        part = part_of(node)
+        now[part] += sum(map(size, memories.taken(node)))
+        held[node] = now[part] + scratch(node)
+        now[part] -= freed_at[node]
+    return held
+
+
+class Lifetime(NamedTuple):
+    """When a memory is held: from the node of number `begin` to that of number `end`, both included; and what for:
+    weights that were gathered, inputs that backward keeps as they were gathered, what else collectives give, gradients
+    that leave the graph, or other values of forward and backward."""
+
+    owner: Node
+    begin: int
+    end: int
+    num_bytes: int
+    purpose: str
+
+
+def lifetimes(gm: GraphModule) -> list[Lifetime]:
+    """Give when each of a graph's memories is held, in the order in which they are taken. What is held while a node
+    runs is the sum over those that it lies in, and what it needs beside them (`scratch_of`)."""
+    memories, number = Memories(gm), {node: i for i, node in enumerate(gm.graph.nodes)}
+    grads = {memories.owner[node] for node in output_nodes(gm, "grad").values()}
+    return [
+        Lifetime(owner, begin, number[memories.last_use[owner]], size, _purpose(memories, owner, grads))
+        for node, begin in number.items()
+        for owner in memories.taken(node)
+        if (size := size_of(owner))
+    ]
+
+
+def most_within(nodes: Iterable[Node], memories: Memories) -> int:
+    """Give what some of a graph's nodes hold at most while they run: of what they make, and of what is read by them
+    last."""
+    inside = dict.fromkeys(nodes)
+    made = {owner for node in inside for owner in memories.taken(node)}
+    seen = {owner for node in inside for owner in memories.used(node)}
+    now = most = sum(size_of(owner) for owner in seen - made if memories.last_use[owner] in inside)
+    for node in inside:
+        now += sum(map(size_of, memories.taken(node)))
+        most = max(most, now + scratch_of(node))
+        now -= sum(size_of(owner) for owner in memories.used(node) if memories.last_use[owner] is node)
+    return most
+
+
+def peaks(held: Mapping[Node, int], part_of: Callable[[Node], str]) -> dict[str, int]:
+    """Give the most that each part holds, of what is held while each node runs."""
+    found: dict[str, int] = {}
+    for node, size in held.items():
+        found[part_of(node)] = max(found.get(part_of(node), 0), size)
+    return found
+
+
+def output_memory(gm: GraphModule) -> int:
+    """Give the bytes that a graph's outputs lie in, but for its inputs' memory."""
+    owner, output = owners(gm), gm.graph.output_node()
+    return sum(size_of(node) for node in {owner[x] for x in output.all_input_nodes})
+
+
+def input_memory(gm: GraphModule) -> int:
+    """Give the bytes that a graph's inputs lie in but for parameters and buffers: of a step, batch and masks; of a
+    pipeline's stage, without what other stages send."""
+    placeholders, found = iter(gm.graph.find_nodes(op="placeholder")), 0
+    for slot in signature_of(gm).inputs:
+        for node in itertools.islice(placeholders, slot.layout.num_tensors):
+            is_given = slot.kind == "input" and slot.name not in ("x", "dy")
+            found += node.meta["val"].untyped_storage().nbytes() if is_given else 0
+    return found
+
+
+class Memories:
+    """When the memories of a graph's values are taken, and used; each is called by its `owner`, and free after its
+    `last_use`.
+
+    All results of an operator that gives several are there while it runs, and until the last of them is picked. What a
+    collective sends is there until its wait.
+    """
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.owner = owners(gm)
+        self._results: dict[Node, list[Node]] = {}
+        for node in gm.graph.nodes:
+            if self.owner[node] is node and node.target is operator.getitem:
+                self._results.setdefault(node.all_input_nodes[0], []).append(node)
+        self._used = {node: self._owners_at(node) for node in gm.graph.nodes}
+        self.last_use = {owner: node for node, owners_at in self._used.items() for owner in owners_at}
+
+    def results(self, node: Node) -> list[Node]:
+        """Give the memories of those results of an operator with several that the graph picks."""
+        return self._results.get(node, [])
+
+    def taken(self, node: Node) -> list[Node]:
+        """Give the memories that begin with a node."""
+        is_own = self.owner[node] is node and node.target is not operator.getitem
+        return [node] * is_own + self.results(node)
+
+    def used(self, node: Node) -> set[Node]:
+        """Give the memories that have to be there while a node runs."""
+        return self._used[node]
+
+    def _owners_at(self, node: Node) -> set[Node]:
+        at = [*node.all_input_nodes, node]
+        if node.target is _WAIT and (start := node.all_input_nodes[0]).target in _KEEP_INPUT:
+            at += start.all_input_nodes
+        found = {self.owner[x] for x in at}
+        for x in at:
+            if x in self._results:
+                found.update(self._results[x])
+        return found
+
+
+def owners(gm: GraphModule) -> dict[Node, Node]:
+    """Give for each node the one whose memory its value lies in: its own, unless it is a view or written in place."""
+    owner: dict[Node, Node] = {}
+    picked: dict[tuple[Node, object], Node] = {}
+    for node in gm.graph.nodes:
+        owner[node] = node
+        if node.target is operator.getitem:
+            (source,) = node.all_input_nodes
+            # A part of `split`; of other tuples each element has memory of its own, but for a region's views.
+            number = node.args[1] if (first := meta.same_as(node)) is None else first
+            owner[node] = owner[source] if is_view(source) else picked.setdefault((source, number), node)
+        elif node.target in _SILENT_VIEWS:
+            owner[node] = owner[node.all_input_nodes[0]]
+        elif sources := aliased(node):
+            owner[node] = owner[sources[0][0]]
+    return owner
+
+
+def takes_memory(target: object) -> bool:
+    """Tell whether what is called gives a value that lies in memory of its own: it is no view, `getitem` included, and
+    writes to none of its arguments in place."""
+    if target is operator.getitem or target in _SILENT_VIEWS:
+        return False
+    return not isinstance(target, OpOverload) or not shared_arguments(target)
+
+
+def readers_of_memory(gm: GraphModule) -> dict[Node, set[Node]]:
+    """Give who reads each memory, by its owner; views of it don't, but what reads them does."""
+    owner, found = owners(gm), collections.defaultdict[Node, set[Node]](set)
+    for node in gm.graph.nodes:
+        for source in node.all_input_nodes:
+            if owner[source] is not owner[node]:
+                found[owner[source]].add(node)
+    return found
+
+
+def size_of(node: Node) -> int:
+    """Give the bytes of the device's memory that a node's value lies in, of several results those that none picks; of
+    inputs none."""
+    return 0 if node.target is _OFFLOAD else _num_bytes(node)
+
+
+def _num_bytes(node: Node) -> int:
+    value = node.meta.get("val") if node.op in ("call_function", "call_module") else None
+    if isinstance(value, torch.Tensor):
+        return value.untyped_storage().nbytes()
+    if not isinstance(value, (tuple, list)):
+        return 0
+    if node.target is not operator.getitem:
+        # Views have no memory of their own, and a region's function only lists what it is given.
+        if is_view(node) or not isinstance(node.target, (OpOverload, HigherOrderOperator)):
+            return 0
+        picked = {user.args[1] for user in node.users if user.target is operator.getitem}
+        value = [x for i, x in enumerate(value) if i not in picked]
+    return sum(x.untyped_storage().nbytes() for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor))

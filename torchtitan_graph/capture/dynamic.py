@@ -1,0 +1,385 @@
+"""Dimensions that may differ from call to call, and numbers that a traced function reads from tensors.
+
+Note [Dynamic dimensions]
+What is marked (`torch._dynamo.mark_dynamic`, `mark_unbacked`, `maybe_mark_dynamic`, or `dynamic_shapes` of the tracer)
+is a symbol to the trace: sizes that derive from it (`2 * s`) are computed by the graph when it runs. What the traced
+function compares it to holds for the sizes that it was traced with. Each such comparison is kept, and each call's sizes
+are checked against it. A dimension that the function takes for one number can't be dynamic: that is an error.
+
+A number that is read from a tensor (`.item()`) is a symbol too, without a value: the function may compute with it, and
+with `torch._check` take sizes of it, but not branch on it. The graph checks it when it runs.
+
+In a training step a node's value, in its `meta`, has the sizes that it was traced with, and passes reckon with these. A
+pass that gives a size of the batch to an operator takes it from a node, never from a value.
+"""
+
+from __future__ import annotations
+
+import re
+import sysconfig
+import traceback
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import sympy
+import torch
+import torch.utils._pytree as pytree
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from torchtitan_graph.capture.dimensions import SMALLEST, Dimension, DynamicShapes, SizeError, declared_by, marked
+from torchtitan_graph.errors import UserError
+from torchtitan_graph.graph import meta
+from torchtitan_graph.graph.edit import erase_dead
+from torchtitan_graph.graph.hierarchy import TRACERS
+from torchtitan_graph.graph.signature import Layout, Plain, layout_of, signature_of
+from torchtitan_graph.graph.torch_private.fake import FakeTensorMode
+from torchtitan_graph.graph.torch_private.sizes import (
+    add_runtime_checks,
+    compute,
+    hint,
+    is_symbolic,
+    new_symbol,
+    require,
+)
+from torchtitan_graph.graph.torch_private.tracing import author_s_stack
+
+
+class Condition(NamedTuple):
+    """What the sizes of a call have to fulfil, and where the traced function needs it."""
+
+    expression: sympy.Basic
+    where: str
+
+
+class Compared(list[Any]):
+    """What a trace compared symbols to, and where the traced function did."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.where: list[str] = []
+
+    def append(self, guard: Any) -> None:
+        super().append(guard)
+        self.where.append(place(author_s_stack()))
+
+
+def compare(condition: Any, where: str) -> None:
+    """Let a trace rest on a relation of its symbols that the traced function needs at that place."""
+    if is_symbolic(condition):
+        found = condition.node.shape_env.guards
+        before = len(found)
+        assert condition, f"{condition}{where} does not hold of the sizes that are traced"
+        found.where[before:] = [where] * (len(found) - before)
+
+
+class _PromisedOf(dict[Any, Compared]):
+    """What was promised of a number that only a run knows, by the number's symbol."""
+
+    def setdefault(self, symbol: sympy.Symbol, _: list) -> Compared:  # type: ignore[override]
+        return super().setdefault(symbol, Compared())
+
+
+class Sizes:
+    """The symbols of a trace; afterwards, what a call's sizes are checked against.
+
+    Args:
+        leaves: the leaves of the arguments, tensors and others, by name.
+        dynamic_shapes: of such a name and a dimension, what it is called: dimensions of one name are equal. A
+            `torch.export.Dim` has bounds as well, and may derive from another (`2 * n`). A `BlockMask` has a name too.
+    """
+
+    def __init__(self, leaves: Mapping[str, Any], dynamic_shapes: DynamicShapes | None = None) -> None:
+        tensors = {name: x for name, x in leaves.items() if isinstance(x, torch.Tensor)}
+        found = [x for name, tensor in tensors.items() for x in marked(name, tensor)]
+        found += declared_by(leaves, dynamic_shapes or {})
+        self.dimensions = sorted(found, key=_is_computed)  # those with symbols of their own come first
+        self.env = ShapeEnv()
+        self.env.guards = self._found = Compared()
+        self._promised = _PromisedOf()
+        self.env.deferred_runtime_asserts = self._promised  # type: ignore[assignment]
+        self._own = [x for x in self.dimensions if not _is_computed(x)]
+        self._symbols = [new_symbol(self.env, str(x), x.size, x.unbacked, x.low, x.high) for x in self._own]
+        first = {x.name: str(x) for x in reversed(self._own) if x.name is not None}  # of those that are equal
+        self._names = {
+            size.node.expr: first.get(x.name, str(x)) for x, size in zip(self._own, self._symbols, strict=True)
+        }
+        self._conditions: list[Condition] = []
+        self._seen: set[tuple[int, ...]] = set()
+        self._relate()
+        computed = enumerate(self.dimensions[len(self._own) :], len(self._own))
+        sizes = [*self._symbols, *(x.of_root(self._symbols[self._roots[i]]) for i, x in computed)]
+        self._at = {(x.tensor, x.dim): size for x, size in zip(self.dimensions, sizes, strict=True)}
+
+    def layout(self, name: str, tensor: torch.Tensor) -> Layout:
+        """Give an argument's layout, with the symbols' names where its sizes may differ."""
+        layout = layout_of(tensor)
+        if not isinstance(layout, Plain):
+            return layout
+        sizes = [self._at.get((name, i), size) for i, size in enumerate(tensor.shape)]
+        return Plain(tuple(x if isinstance(x, int) else str(x) for x in sizes), layout.dtype)
+
+    def strided(self, name: str, tensor: torch.Tensor) -> tuple[list[Any], list[Any]]:
+        """Give an argument's sizes and strides, symbols where they may differ.
+
+        A stride is a symbol where it is what the dimensions inside it take.
+        """
+        shape = [self._at.get((name, i), size) for i, size in enumerate(tensor.shape)]
+        stride: list[Any] = list(tensor.stride())
+        inside, symbolic = 1, 1
+        for i in sorted(range(tensor.dim()), key=lambda i: (tensor.stride(i), -i)):
+            if tensor.stride(i) == inside:
+                stride[i] = symbolic
+                inside, symbolic = inside * tensor.shape[i], symbolic * shape[i]
+        return shape, stride
+
+    def number(self, name: str, number: Any) -> Any:
+        """Give a symbol for an argument that is a number, where it may differ."""
+        return self._at.get((name, None), number)
+
+    def varies(self, name: str) -> bool:
+        """Tell whether an argument is a number that may differ."""
+        return (name, None) in self._at
+
+    def settle(self, gm: GraphModule) -> None:
+        """Keep what the trace found about the symbols, and let the graph check the numbers that it reads.
+
+        Raises:
+            UserError: the function takes a dynamic dimension for one number, needs sizes that its bounds don't keep,
+                or a relation that is not declared.
+        """
+        found = [self._found, *self._promised.values()]  # what is promised of an unbacked size no guard says
+        self._conditions = [Condition(g.expr, where) for of in found for g, where in zip(of, of.where, strict=True)]
+        for x, symbol in zip(self._own, self._names, strict=True):
+            self._check_traced(x, symbol)
+        add_runtime_checks(gm, self.env)
+        self.env.freeze()
+        self._take_sizes_of_inputs(gm)
+
+    def _take_sizes_of_inputs(self, gm: GraphModule) -> None:
+        """Let the graph compute each size once, at its beginning, of its inputs' sizes.
+
+            n = sym_stride(x, 0); a = view(x, [n]); m = sym_size(a, 0); b = ones(m)
+            s = sym_size(x, 1); a = view(x, [s]); b = ones(s)
+
+        The tracer takes a size where it finds it: of a stride, which a call may have otherwise, or of an activation,
+        which would then be held, or computed again, for its size.
+        """
+        roots: dict[Any, tuple[Node, Dimension, Any]] = {}
+        nodes = dict(_inputs(gm))
+        for x, symbol, size in zip(self._own, self._names, self._symbols, strict=True):
+            root = self.env.replace(symbol)
+            if root.is_Symbol and not x.unbacked:
+                roots.setdefault(root, (nodes[x.tensor], x, size))
+        found: dict[Any, list[Node]] = {}
+        for node in gm.graph.nodes:
+            if node.op == "call_function" and is_symbolic(val := node.meta.get("val")):
+                expression = self.env.replace(val.node.expr)
+                if expression.free_symbols and expression.free_symbols <= roots.keys():
+                    found.setdefault(expression, []).append(node)
+        before = next(node for node in gm.graph.nodes if node.op != "placeholder")
+        of_inputs: dict[Any, Node] = {}
+        with gm.graph.inserting_before(before):
+            for root in dict.fromkeys(s for expression in found for s in sorted(expression.free_symbols, key=str)):
+                node, x, size = roots[root]
+                of_inputs[root] = gm.graph.call_function(torch.ops.aten.sym_size.int, (node, x.dim))
+                of_inputs[root].meta["val"] = size
+            sizes = {each: compute(gm.graph, each, of_inputs) for each in found}
+        for expression, replaced in found.items():
+            for node in replaced:
+                node.replace_all_uses_with(sizes[expression])
+        order = {node: i for i, node in enumerate(gm.graph.nodes)}
+        taken = {node for replaced in found.values() for node in replaced} | {*sizes.values(), *of_inputs.values()}
+        erase_dead(gm.graph, sorted(taken, key=order.__getitem__, reverse=True))
+        gm.recompile()
+
+    def returned(self, leaf: Any) -> Any:
+        """Give what stands for a leaf of the traced function's result: for a size, its expression of a call's sizes."""
+        if not isinstance(leaf, torch.SymInt):
+            return leaf
+        found = leaf.node.expr
+        if found.free_symbols <= self._names.keys():
+            return found
+        raise UserError(f"the result holds {found}, a number that only a run knows: return its tensor")
+
+    def check(self, leaves: Mapping[str, Any]) -> dict[sympy.Symbol, sympy.Integer]:
+        """Give a call's sizes by symbol, for which the trace holds.
+
+        Raises:
+            UserError: it does not; names the relation.
+        """
+        return self._check(tuple(x.in_call(leaves) for x in self.dimensions))
+
+    def check_named(self, sizes: Mapping[str, int]) -> None:
+        """Check sizes of a call by the names of dimensions, all of which have one."""
+        self._check(tuple(x.of_root(sizes[x.root or ""]) for x in self.dimensions))
+
+    def _check(self, sizes: tuple[int, ...]) -> dict[sympy.Symbol, sympy.Integer]:
+        given = {symbol: sympy.Integer(n) for symbol, n in zip(self._names, sizes, strict=False)}
+        if sizes in self._seen:
+            return given
+        for x, size in zip(self.dimensions, sizes, strict=True):
+            low = x.low if x.low is not None else 0 if x.unbacked or x.of else SMALLEST
+            if size < low or (x.high is not None and size > x.high):
+                legal = f"{low} and more" if x.high is None else f"{low} to {x.high}"
+                raise SizeError(f"{x} is {size}: the trace holds for {legal}; trace again for this size")
+        for i, root in self._roots.items():
+            self.dimensions[i].check(sizes[i], self.dimensions[root], sizes[root])
+        for expression, where in self._conditions:
+            if expression.free_symbols <= given.keys() and expression.xreplace(given) == sympy.false:
+                found = ", ".join(f"{self._names[s]} is {given[s]}" for s in sorted(expression.free_symbols, key=str))
+                raise SizeError(
+                    f"{found}: the trace holds where {self.words(expression)}{where}; keep to that, or trace again"
+                )
+        self._seen.add(sizes)
+        return given
+
+    def what_is_unknown(self, gm: GraphModule) -> str | None:
+        """Say of which number the trace has no value, if there is one."""
+        if unbacked := next((x for x in self.dimensions if x.unbacked and x.of is None), None):
+            return f"{unbacked} is unbacked"
+        node = next((n for n in gm.graph.nodes if n.target is torch.ops.aten._local_scalar_dense.default), None)
+        if node is not None:
+            return f"{meta.module(node) or 'the traced function'} reads a tensor's value ({node.target})"
+        for loop in (n for n in gm.graph.nodes if isinstance(n.target, torch._ops.HigherOrderOperator)):
+            symbols = {s for x in _sizes(loop.meta.get("val")) if is_symbolic(x) for s in x.node.expr.free_symbols}
+            if not symbols <= self._names.keys():
+                return f"{meta.module(loop) or 'the traced function'} gives what only a run knows ({loop.target})"
+        return None
+
+    def of_unbacked(self) -> dict[Any, int]:
+        """Give the sizes that were traced of symbols that are unbacked."""
+        return {symbol: x.size for x, symbol in zip(self._own, self._names, strict=True) if x.unbacked}
+
+    def failed(self, error: RuntimeError) -> UserError | None:
+        """Say in words which check of a number that the graph reads has failed, if that is the error. A graph checks
+        bounds (u0 <= 99) that torch makes of what was promised (u0 < 100)."""
+        failed = re.search(r"expression (.*) on node", str(error))
+        if failed is None:
+            return None
+        numbers = set(re.findall(r"\w+", failed[1]))
+        promised = [
+            (symbol, check.expr, where)
+            for symbol, checks in self._promised.items()
+            for check, where in zip(checks, checks.where, strict=True)
+            if numbers & set(map(str, check.expr.free_symbols))
+        ]
+        promised = [each for each in promised if str(each[1]) == failed[1]] or promised
+        needs = " and ".join(dict.fromkeys(f"{self.words(expression)}{where}" for _, expression, where in promised))
+        what = self._names.get(promised[0][0] if promised else None, "a number that it reads from a tensor")
+        name = promised[0][0] if promised else failed[1].split()[0]
+        return UserError(
+            f"the traced function needs {needs or failed[1]}, where {name} is {what}; that is not so in this call"
+        )
+
+    def _relate(self) -> None:
+        """Make dimensions of one name equal, and those that derive from another what they are of it."""
+        first: dict[str, int] = {}
+        for i, x in enumerate(self.dimensions):
+            if x.name is not None and x.of is None:
+                first.setdefault(x.name, i)
+        self._roots: dict[int, int] = {}  # of a dimension, the other one that has its root's name
+        for i, x in sorted(enumerate(self.dimensions), key=lambda pair: pair[1].of is not None and pair[1].unbacked):
+            if x.root is None:
+                continue
+            if x.root not in first:
+                raise UserError(f"dynamic_shapes: {x} is {x.name}, but no dimension is {x.root}: name that one as well")
+            root = first[x.root]
+            other = self.dimensions[root]
+            x.check(x.size, other, other.size)
+            if root != i:
+                self._roots[i] = root
+            if root != i and x.of is None:
+                require(self._symbols[i] == self._symbols[root])
+
+    def _check_traced(self, x: Dimension, symbol: sympy.Symbol) -> None:
+        found = self.env.replace(symbol)
+        if found.is_number and x.required:
+            pins = (c.where for c in self._conditions if isinstance(c[0], sympy.Eq) and len(c[0].free_symbols) == 1)
+            raise SizeError(
+                f"{x} is to be dynamic, but the traced function takes it for {found}{next(pins, '')}: let it not "
+                "depend on that number, or leave the dimension out"
+            )
+        sources = [y for y, s in zip(self._own, self._names, strict=True) if s in found.free_symbols]
+        others = {y.root for y in sources}
+        if x.of is None and x.name is not None and others - {x.name}:
+            where = next((c.where for c in self._conditions if symbol in c.expression.free_symbols), "")
+            raise SizeError(
+                f"dynamic_shapes: the traced function needs {x} == {self.words(found)}{where}: give {x.name} that "
+                "name, or say so by torch.export.Dim (2 * Dim(...))"
+            )
+        for bound in (x.low, x.high):
+            for expression, where in self._conditions if bound is not None else ():
+                if expression.free_symbols == {symbol} and expression.xreplace({symbol: bound}) == sympy.false:
+                    raise SizeError(
+                        f"{self._names[symbol]} may be {bound}, as declared, but the trace holds only where "
+                        f"{self.words(expression)}{where}: declare other bounds"
+                    )
+
+    def words(self, expression: sympy.Basic) -> str:
+        """Write an expression with the names of dimensions in place of symbols."""
+        named = expression.xreplace({symbol: sympy.Symbol(name) for symbol, name in self._names.items()})
+        if isinstance(named, sympy.Rel):
+            return f"{named.lhs} {named.rel_op} {named.rhs}"
+        return str(named)
+
+
+def _sizes(val: Any) -> list[Any]:
+    """Give the sizes of a node's value, and the numbers in it."""
+    leaves = pytree.tree_leaves(val)
+    return [n for x in leaves for n in (x.shape if isinstance(x, torch.Tensor) else (x,))]
+
+
+def _is_computed(x: Dimension) -> bool:
+    """Tell a dimension that has no symbol of its own in a trace: one that is computed of another's."""
+    return x.of is not None and not x.unbacked
+
+
+def _inputs(gm: GraphModule) -> Iterator[tuple[str, Node]]:
+    """Give the placeholders of arguments that are plain tensors, by name."""
+    placeholders = iter(gm.graph.find_nodes(op="placeholder"))
+    for slot in signature_of(gm).inputs:
+        nodes = [next(placeholders) for _ in range(slot.layout.num_tensors)]
+        if slot.kind == "input" and len(nodes) == 1:
+            yield slot.name, nodes[0]
+
+
+def keep_traced_sizes(gm: GraphModule, sizes: Sizes) -> None:
+    """Give each node's value the sizes that it was traced with, as numbers; those of the graph's arguments stay."""
+    mode, known, unbacked = FakeTensorMode(allow_non_fake_inputs=True), dict[Any, torch.Tensor](), sizes.of_unbacked()
+    with mode:
+        for inner in gm.modules():
+            for node in inner.graph.nodes if isinstance(inner, GraphModule) else ():
+                if "val" in node.meta:
+                    node.meta["val"] = pytree.tree_map(lambda x: _as_traced(x, known, unbacked), node.meta["val"])
+    gm.recompile()
+
+
+def _as_traced(x: Any, known: dict[Any, torch.Tensor], unbacked: Mapping[Any, int]) -> Any:
+    """Give a size as a number; a tensor in memory of numbers, one for all that lie alike."""
+    if is_symbolic(x):
+        return hint(x, unbacked)
+    if not isinstance(x, torch.Tensor):
+        return x
+    shape, stride = ([hint(n, unbacked) for n in sizes] for sizes in (x.shape, x.stride()))
+    offset, num_bytes = (hint(n, unbacked) for n in (x.storage_offset(), x.untyped_storage().nbytes()))
+    key = (*shape, None, *stride, offset, num_bytes, x.dtype, x.device)
+    if key not in known:
+        whole = torch.empty(num_bytes // x.element_size(), dtype=x.dtype, device=x.device)
+        known[key] = whole.as_strided(shape, stride, offset)
+    return known[key]
+
+
+_STANDARD = sysconfig.get_path("stdlib")
+_NOT_THE_AUTHOR_S = (*TRACERS, "<")
+
+
+def place(frames: traceback.StackSummary) -> str:
+    """Give the place in a user's code that a stack leads to."""
+    for frame in reversed(frames):
+        is_standard = frame.filename.startswith(_STANDARD) and "site-packages" not in frame.filename
+        is_standard |= frame.filename.endswith("typing_extensions.py")  # what decorates torch's own functions
+        if not is_standard and not frame.filename.startswith(_NOT_THE_AUTHOR_S):
+            return f" ({Path(frame.filename).name}:{frame.lineno}: {frame.line})"
+    return ""

@@ -1,0 +1,195 @@
+"""What no graph can hold, refused in words of the traced function's author."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import traceback
+from collections.abc import Collection, Iterator
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from torchtitan_graph.capture.dynamic import Sizes, place
+from torchtitan_graph.capture.state import live_state
+from torchtitan_graph.errors import UserError
+from torchtitan_graph.graph import meta
+from torchtitan_graph.graph.edit import aliased
+from torchtitan_graph.graph.signature import is_dynamic, signature_of
+from torchtitan_graph.graph.torch_private.fake import WritesToLive
+from torchtitan_graph.graph.torch_private.sizes import dynamic_marks
+from torchtitan_graph.graph.torch_private.tensors import has_gradient_hooks, has_step_hooks
+from torchtitan_graph.graph.torch_private.tracing import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    refused_region,
+)
+
+
+def check_state(module: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None) -> None:
+    marked = [name for (_, name), x in live_state(module, optimizer).items() if dynamic_marks(x)]
+    if marked:
+        raise UserError(f"{', '.join(marked)} has a dimension marked dynamic: only an argument's may be")
+    hooked = [name for name, p in module.named_parameters() if has_gradient_hooks(p)] if module is not None else []
+    if hooked:
+        raise UserError(
+            f"{', '.join(hooked)} has a hook on its gradient, which a graph would not call: remove it, and change the "
+            "gradient in the traced function"
+        )
+    if optimizer is not None and has_step_hooks(optimizer):
+        raise UserError(
+            f"{type(optimizer).__name__} has a hook on its step, which a graph would not call: remove it, and do what "
+            "it does in the traced function, or outside"
+        )
+
+
+@contextlib.contextmanager
+def refusing_reads(optimizer: torch.optim.Optimizer | None, sizes: Sizes) -> Iterator[None]:
+    """Refuse, in words of the function's author, what depends on numbers that no trace has."""
+    try:
+        yield
+    except WritesToLive as error:
+        raise UserError(
+            f"the traced function writes in place to a tensor that it closes over, by {error.func}{place(error.stack)}:"
+            " a graph's inputs are not its own; return the new value from the function and write it back outside"
+        ) from error
+    except (GuardOnDataDependentSymNode, DataDependentOutputException) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        files = [frame.filename for frame in frames]
+        if optimizer is not None and inspect.unwrap(type(optimizer).step).__code__.co_filename in files:
+            raise UserError(
+                f"{type(optimizer).__name__} branches on a number of its state, which no trace has; one that does not "
+                "is fused: such as AdamW(fused=True, lr=torch.tensor(...))"
+            ) from error
+        if inspect.getfile(torch.amp.GradScaler) in files:
+            raise UserError(
+                f"the traced function steps by a GradScaler{place(frames)}, which decides by a number whether to, and "
+                "no trace has it: train in bfloat16, which needs no scaler, or return gradients and step outside"
+            ) from error
+        what = sizes.words(error.cond) if isinstance(error, GuardOnDataDependentSymNode) else "a number"
+        raise UserError(
+            "the traced function reads a tensor's value or an unbacked size and decides by it"
+            f" ({what}{place(frames)}), which no trace has: keep it a tensor (torch.where), promise what holds by "
+            "torch._check, or decide outside"
+        ) from error
+    except DynamicOutputShapeException as error:
+        raise UserError(
+            f"the traced function makes a tensor whose shape depends on values ({error.func}), which no trace has: "
+            "take torch.where or a mask of fixed shape, or do it outside"
+        ) from error
+    except (TypeError, RuntimeError, IndexError) as error:
+        if refused := refused_region(error):
+            operator, reason, stack = refused
+            at = place(stack) or place(traceback.extract_tb(error.__traceback__))
+            raise UserError(
+                f"a function that is given to {operator} can't be a graph of its own{at}: {reason}; let it return new"
+                " values"
+            ) from error
+        first = str(error).partition("\n")[0]
+        if "use_reentrant=True" in str(error):
+            raise UserError(
+                "the traced function calls torch.utils.checkpoint with use_reentrant=True, or without the argument, "
+                "which only works with .backward(): pass use_reentrant=False"
+            ) from error
+        if ".numpy() is not supported" in first:
+            raise UserError(
+                "the traced function makes a NumPy array of a tensor"
+                f"{place(traceback.extract_tb(error.__traceback__))}, which holds numbers that no trace has: compute"
+                " with torch, or outside"
+            ) from error
+        if "unsupported format string passed to" in first:
+            raise UserError(
+                "the traced function formats a number that only a run knows"
+                f"{place(traceback.extract_tb(error.__traceback__))}: return it, and format it outside"
+            ) from error
+        if "does not require grad and does not have a grad_fn" in first:
+            around = "" if torch.is_grad_enabled() else "torch.no_grad() is around the trace: leave it; or "
+            raise UserError(
+                "the traced function differentiates what depends on no tensor that takes gradients"
+                f"{place(traceback.extract_tb(error.__traceback__))}: {around}set requires_grad_() before the trace"
+            ) from error
+        if not any(word in first for word in ("SymInt", "symbolic", "isIntList")):
+            raise
+        raise UserError(
+            f"the traced function does with a dynamic size, or a number that it reads, what takes a plain number only"
+            f"{place(traceback.extract_tb(error.__traceback__))}: {first}; leave it out, or let the dimension be fixed"
+        ) from error
+
+
+def refuse_unsupported(gm: GraphModule, may_write: Collection[tuple[str, str]]) -> None:
+    """Refuse random operations, and in-place writes to inputs other than those, by kind and name; name them."""
+    for nested in gm.modules():
+        for node in nested.graph.nodes if isinstance(nested, GraphModule) else ():
+            if _draws(node):
+                raise UserError(
+                    f"the traced function draws random numbers ({node.target}, in "
+                    f"{meta.module(node) or 'the function itself'}{_line(node)}): a graph that recomputes or reorders "
+                    "would draw others; draw outside and pass the numbers in"
+                )
+    placeholders = iter(gm.graph.find_nodes(op="placeholder"))
+    owner = {next(placeholders): slot for slot in signature_of(gm).inputs for _ in range(slot.layout.num_tensors)}
+    root: dict[Node, tuple[str, str]] = {node: (slot.kind, slot.name) for node, slot in owner.items()}
+    known: set[Node] = set()  # small tensors that the function brings: reading one gives a constant of the trace
+    for node in gm.graph.nodes:
+        inputs = node.all_input_nodes
+        if node.target is torch.ops.aten.lift_fresh_copy.default or (inputs and known.issuperset(inputs)):
+            known.add(node)
+        elif any(is_write and x in known for x, is_write in aliased(node)) and _writes_to_many(node):
+            # Of one tensor torch notices that its numbers are no longer known, of a list it does not.
+            raise UserError(
+                f"the traced function writes to a number of its own ({node.target}{_line(node)}), and reading it would "
+                "give what was there before: make it by torch.full, or write to one tensor at a time"
+            )
+        if node.op == "get_attr":
+            root[node] = ("constant", "a tensor that it closes over")
+            if isinstance(getattr(gm, str(node.target)), FakeTensor):
+                raise UserError(
+                    f"{meta.module(node) or 'the traced function'} reads a tensor that another trace left: let it be "
+                    "an argument, or forget it before the function begins; where one block leaves it for another, "
+                    "debug.trace_every_block helps"
+                )
+        for source, is_write in aliased(node):
+            if source in root:
+                kind, name = root[source]
+                if is_write and root[source] not in may_write:
+                    raise UserError(
+                        f"the traced function writes in place to {name} ({node.target}{_line(node)}): a graph's inputs "
+                        "are not its own; return the new value from the function and write it back outside"
+                    )
+                root.setdefault(node, root[source])
+
+
+def refuse_strides(gm: GraphModule, strides: list[tuple[int, ...]], error: RuntimeError) -> None:
+    """Name the argument whose strides are not those traced, where a view in the graph has failed for them."""
+    owners = [slot for slot in signature_of(gm).inputs for _ in range(slot.layout.num_tensors)]
+    for slot, found, node in zip(owners, strides, gm.graph.find_nodes(op="placeholder"), strict=True):
+        wanted = node.meta["val"].stride()
+        if not is_dynamic(slot.layout) and found != wanted:
+            name = slot.name
+            raise UserError(f"{name} has strides {found}, traced with {wanted}: make it so, or trace again") from error
+
+
+def _writes_to_many(node: Node) -> bool:
+    """Tell whether an operator writes to the tensors of a list."""
+    return isinstance(node.target, torch._ops.OpOverload) and any(
+        a.alias_info is not None and a.alias_info.is_write and isinstance(a.type, torch.ListType)
+        for a in node.target._schema.arguments
+    )
+
+
+def _line(node: Node) -> str:
+    line = meta.source_line(node)
+    return f", {line}" if line else ""
+
+
+def _draws(node: Node) -> bool:
+    """Tell whether a node draws random numbers: of those tagged so, attention does not where its dropout is 0."""
+    if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    names = [argument.name for argument in node.target._schema.arguments]
+    if "dropout_p" not in names:
+        return True
+    i = names.index("dropout_p")
+    return bool((node.args[i] if i < len(node.args) else node.kwargs.get("dropout_p", 0.0)) != 0.0)

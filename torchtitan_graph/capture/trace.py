@@ -1,0 +1,395 @@
+"""Trace a Python function, with the state it closes over, into one FX graph, to be run on live state.
+
+traced = minimal_fx_tracer(step, module=model)(batch, num_tokens)
+step = run_traced(traced, module=model)
+loss, grads = step(batch, num_tokens)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.utils._pytree as pytree
+from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from torchtitan_graph.capture.arguments import Given, check_result, flatten_with_path, positional_parameters, take_call
+from torchtitan_graph.capture.calls import (
+    TRACE,
+    called_as,
+    expect,
+    expect_arguments,
+    expect_function,
+    expect_state,
+)
+from torchtitan_graph.capture.dimensions import DynamicShapes
+from torchtitan_graph.capture.dynamic import Sizes, keep_traced_sizes
+from torchtitan_graph.capture.effects import no_effects
+from torchtitan_graph.capture.gradients import (
+    left_gradients,
+    no_other_step,
+    refuse_live,
+    refuse_lost,
+    unchanged_gradients,
+    warn_of_constants,
+)
+from torchtitan_graph.capture.reached import Reached, reached
+from torchtitan_graph.capture.refusals import check_state, refuse_unsupported, refusing_reads
+from torchtitan_graph.capture.stamp import TraceInFull, opaque
+from torchtitan_graph.capture.state import (
+    classes_of,
+    live_state,
+    modes_of,
+    optimizer_options,
+    swapped_state,
+    unassigned_data,
+)
+from torchtitan_graph.capture.traced import TracedResult, autocast
+from torchtitan_graph.capture.uncleared import Uncleared
+from torchtitan_graph.capture.uncollected import uncollected
+from torchtitan_graph.errors import UserError
+from torchtitan_graph.graph import meta
+from torchtitan_graph.graph.hierarchy import Recorder
+from torchtitan_graph.graph.signature import Signature, Slot, layout_of, signature_of
+from torchtitan_graph.graph.torch_private.fake import FakeTensorMode, NeedsSymbols
+from torchtitan_graph.graph.torch_private.sizes import SymbolicFakeTensorMode
+from torchtitan_graph.graph.torch_private.tracing import DataDependentOutputException, trace_to_graph
+from torchtitan_graph.log import logger
+
+
+class InParts(functools.partial):
+    """`whole(forward, *arguments)`: a function to trace, of which a capture may take `forward` in a way of its own.
+
+    `forward` takes the first of the arguments, or all of them. What stands around it, such as backward, does not.
+    """
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        if not self.args:
+            raise UserError("InParts has no forward: write InParts(whole, forward), for whole(forward, *arguments)")
+        return self.args[0]
+
+    def with_forward(self, forward: Callable[..., Any]) -> InParts:
+        return InParts(self.func, forward)
+
+
+class Capture(Protocol):
+    """A way to turn a function, which closes over `module`, into a graph: `capture(fn, module)(*args, **kwargs)`. Of
+    `blocks`, submodules by name, those that are alike need to be traced once only. `fn` may be `InParts`."""
+
+    def __call__(
+        self,
+        fn: Callable[..., Any],
+        module: torch.nn.Module | None = ...,
+        *,
+        device: Any = ...,
+        blocks: Mapping[str, torch.nn.Module] = ...,
+        stack_traces: bool = ...,
+        dynamic_shapes: DynamicShapes | None = ...,
+        call_hierarchy: bool = ...,
+    ) -> Callable[..., TracedResult]: ...
+
+
+@called_as("make_fx_capture(fn, module=model)(*arguments)")
+def make_fx_capture(
+    fn: Callable[..., Any],
+    module: torch.nn.Module | None = None,
+    *,
+    device: Any = None,
+    blocks: Mapping[str, torch.nn.Module] = types.MappingProxyType({}),
+    stack_traces: bool = False,
+    dynamic_shapes: DynamicShapes | None = None,
+    call_hierarchy: bool = False,
+) -> Callable[..., TracedResult]:
+    """Trace as `minimal_fx_tracer` does, for a training step: sizes that no pass could reckon with are refused."""
+    trace = minimal_fx_tracer(
+        fn,
+        module,
+        device=device,
+        blocks=blocks,
+        stack_traces=stack_traces,
+        dynamic_shapes=dynamic_shapes,
+        call_hierarchy=call_hierarchy,
+    )
+
+    def capture(*args: Any, **kwargs: Any) -> TracedResult:
+        traced = trace(*args, **kwargs)
+        if traced.sizes is not None:
+            if unknown := traced.sizes.what_is_unknown(traced.gm):
+                raise UserError(
+                    f"{unknown}: a training step's passes need sizes to reckon with, and numbers in tensors"
+                )
+            keep_traced_sizes(traced.gm, traced.sizes)
+        return traced
+
+    return capture
+
+
+@called_as(TRACE)
+def minimal_fx_tracer(
+    fn: Callable[..., Any],
+    module: torch.nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    device: torch.device | str | None = None,
+    blocks: Mapping[str, torch.nn.Module] = types.MappingProxyType({}),
+    stack_traces: bool = False,
+    donated: Collection[str] = (),
+    dynamic_shapes: DynamicShapes | None = None,
+    call_hierarchy: bool = False,
+) -> Callable[..., TracedResult]:
+    """Give a callable that traces `fn(*args, **kwargs)` for the arguments it is called with.
+
+    `fn` closes over `module` and `optimizer`. Their tensors become inputs of the graph, by name: parameters and
+    buffers (a tied one once), and optimizer state, which the graph updates in place. What else `fn` closes over is a
+    constant of the trace. The loss function too: changing it means tracing again.
+
+    Args:
+        device: what meta tensors are traced as (a model built on meta is traced before it is allocated).
+        blocks: submodules of `module`, by name: those that are alike are traced once. See Note [Stamping].
+        stack_traces: record the Python stack on each node; tracing then takes about 1.6 times as long.
+        donated: the arguments, by name, that the function may write to in place.
+        dynamic_shapes: the dimensions that may differ from call to call, by the tensor's name and the dimension: a name
+            (those of one name are equal), a `torch.export.Dim`, or None. Marks on tensors (`mark_dynamic`) do the same.
+            See Note [Dynamic dimensions].
+        call_hierarchy: record on each node the calls of modules and functions that it was made in. See Note [Call
+            hierarchy].
+
+    Raises:
+        UserError: an argument or a use of state that a graph can't hold, naming it and what to do instead.
+    """
+    expect_state(TRACE, module, optimizer)
+    expect_function(TRACE, fn, module, device, blocks)
+    expect(TRACE, "donated", donated, (list, tuple, set, frozenset), "a list of the arguments' names")
+    for name in donated:
+        expect(TRACE, "what donated holds", name, str, "an argument's name")
+
+    @uncollected()
+    def trace(*args: Any, **kwargs: Any) -> TracedResult:
+        expect_arguments(fn, args, kwargs)
+        given = take_call(positional_parameters(fn), args, kwargs)
+        if unknown := [name for name in donated if name not in given.arguments]:
+            raise UserError(f"donated = {[*donated]}: {unknown[0]!r} must be one of {', '.join(given.arguments)}")
+        check_state(module, optimizer)
+        values = [(kind, name, tensor) for (kind, name), tensor in live_state(module, optimizer).items()]
+        values += [("input", given.names[i], x) for i, x in enumerate(given.leaves) if i not in given.constants]
+        sizes = Sizes(given.by_name, dynamic_shapes)
+        slots = tuple(
+            Slot(name, kind, sizes.layout(name, tensor) if kind == "input" else layout_of(tensor))
+            for kind, name, tensor in values
+        )
+        held = list(reached(fn, module, optimizer))
+
+        def begun(sizes: Sizes, out: _Result) -> tuple[Callable[..., list[torch.Tensor]], list[Any]]:
+            """Give the function to trace, and its arguments with their sizes and strides."""
+            plain = [
+                (t, sizes.strided(slot.name, t) if slot.kind == "input" else (t.shape, t.stride()))
+                for slot, (_, _, tensor) in zip(slots, values, strict=True)
+                for t in slot.layout.flatten(tensor)
+            ]
+            numbers = {i: sizes.number(given.names[i], x) for i, x in given.constants.items()}
+            run = _on_flat_tensors(fn, module, optimizer, given._replace(constants=numbers), slots, values, out)
+            return run, plain
+
+        out = _Result()
+        run, plain = begun(sizes, out)
+
+        def graph(blocks: Mapping[str, torch.nn.Module], env: ShapeEnv | None = None) -> GraphModule:
+            kind = FakeTensorMode if env is None else SymbolicFakeTensorMode
+            fake_mode = kind(allow_non_fake_inputs=True, shape_env=env)
+            names = {id(child): name for name, child in module.named_modules()} if module is not None else {}
+            recorder = Recorder(names) if call_hierarchy else None
+            fakes = fakes_of(plain, fake_mode, device)
+            stamped = opaque(blocks, module, fake_mode, stack_traces, recorder)
+            unchanged = unchanged_gradients(held, fake_mode)
+            with no_effects(held), unchanged, no_other_step(optimizer), stamped as stamps:
+                gm = trace_to_graph(run, fakes, fake_mode, module, stack_traces, recorder)
+                refuse_live(fn, module, fake_mode)
+                out.has_computed_grad = refuse_lost(gm, out.left)
+                stamps.put_in(gm)
+            return gm
+
+        with refusing_reads(optimizer, sizes):
+            gm = None if sizes.dimensions else _unless_read(graph, blocks)
+            symbolic = gm is None
+            gm = gm or graph({}, sizes.env)
+            gm.meta["signature"] = Signature(slots, out.slots)
+            if optimizer is not None and out.has_computed_grad:  # else they are results, of this call alone
+                others = Sizes(given.by_name, dynamic_shapes)  # of `sizes` the graph rests on what is found
+                _refuse_uncleared(begun, others, held, device, symbolic)
+            if symbolic:
+                sizes.settle(gm)
+                out.constants = {i: sizes.returned(x) for i, x in out.constants.items()}
+        _name_placeholders(gm)
+        meta.settle(gm)
+        warn_of_constants(gm, fn)
+        may_write = {
+            (slot.kind, slot.name) for slot in slots if slot.kind in ("param", "optim") and optimizer is not None
+        }
+        of_argument = zip(given.names, given.owners, strict=True)
+        may_write |= {("input", leaf) for leaf, argument in of_argument if argument in donated}
+        try:
+            refuse_unsupported(gm, may_write)
+        except UserError:
+            if not stack_traces:  # once more, to name the line
+                minimal_fx_tracer(
+                    fn,
+                    module,
+                    optimizer,
+                    device=device,
+                    stack_traces=True,
+                    donated=donated,
+                    dynamic_shapes=dynamic_shapes,
+                )(*args, **kwargs)
+            raise
+        return TracedResult(
+            gm=gm,
+            in_spec=given.in_spec,
+            arguments=given.arguments,
+            parameters=given.parameters,
+            names=given.names,
+            constants=given.constants,
+            out_spec=out.spec,
+            out_constants=out.constants,
+            options=optimizer_options(module, optimizer),
+            modes={name: x for _, name, _, x in modes_of(module)},
+            autocast=autocast(),
+            sizes=sizes if symbolic else None,
+            classes=classes_of(module),
+        )
+
+    return trace
+
+
+@dataclasses.dataclass
+class _Result:
+    """What a function gave when it was traced: its pytree, its leaves that are no tensors, and its tensors' slots; and
+    what it left in `.grad`, by name in how many plain tensors; whether it computed that; and what watches it."""
+
+    spec: Any = None
+    constants: dict[int, Any] = dataclasses.field(default_factory=dict)
+    slots: tuple[Slot, ...] = ()
+    left: dict[str, int] = dataclasses.field(default_factory=dict)
+    has_computed_grad: bool = False
+    uncleared: Uncleared | None = None
+
+
+def _on_flat_tensors(
+    fn: Callable[..., Any],
+    module: torch.nn.Module | None,
+    optimizer: torch.optim.Optimizer | None,
+    given: Given,
+    slots: tuple[Slot, ...],
+    values: list[tuple[str, str, Any]],
+    out: _Result,
+) -> Callable[..., list[torch.Tensor]]:
+    """Give the function that is traced: plain tensors in, plain tensors out, on state that is swapped for them.
+
+    A call fills `out`.
+    """
+
+    def run(*flat: torch.Tensor) -> list[torch.Tensor]:
+        traced = dict(zip([(s.kind, s.name) for s in slots], _unflatten(slots, flat, values), strict=True))
+        full = [given.constants[i] if i in given.constants else traced["input", n] for i, n in enumerate(given.names)]
+        args, kwargs = pytree.tree_unflatten(full, given.in_spec)
+        if out.uncleared is not None:
+            out.uncleared.lay(traced)
+        with swapped_state(module, optimizer, traced), unassigned_data(traced):
+            result = fn(*args, **kwargs)
+        if out.uncleared is not None:
+            out.uncleared.refuse(traced)
+        paths, out.spec = flatten_with_path(result)
+        for path, x in paths:
+            check_result(f"the result{pytree.keystr(path)}", x)
+        out.constants = {i: x for i, (_, x) in enumerate(paths) if not isinstance(x, torch.Tensor)}
+        tensors = [(path, x.detach()) for path, x in paths if isinstance(x, torch.Tensor)]
+        out.slots = tuple(Slot(pytree.keystr(path), "output", layout_of(x)) for path, x in tensors)
+        left = left_gradients(traced)
+        out.left = {name: len(parts) for name, parts in left.items()}
+        given_back = [t for slot, (_, x) in zip(out.slots, tensors, strict=True) for t in slot.layout.flatten(x)]
+        return [*given_back, *(t for parts in left.values() for t in parts)]
+
+    return run
+
+
+def _refuse_uncleared(
+    begun: Callable[[Sizes, _Result], tuple[Callable[..., list[torch.Tensor]], list[Any]]],
+    sizes: Sizes,
+    held: list[Reached],
+    device: Any,
+    symbolic: bool,
+) -> None:
+    """Run a function that leaves gradients in `.grad` once more, unrecorded, with gradients of a call before."""
+    out = _Result(uncleared=Uncleared())
+    run, plain = begun(sizes, out)
+    kind = SymbolicFakeTensorMode if symbolic else FakeTensorMode
+    fake_mode = kind(allow_non_fake_inputs=True, shape_env=sizes.env if symbolic else None)
+    fake_mode.watch = out.uncleared.see  # type: ignore[union-attr]
+    fakes = fakes_of(plain, fake_mode, device)
+    one_thread = torch.autograd.set_multithreading_enabled(False)  # a mode is of its thread
+    with unchanged_gradients(held, fake_mode), no_effects(held), fake_mode, one_thread:
+        run(*fakes)
+
+
+def _unless_read(
+    graph: Callable[[Mapping[str, torch.nn.Module]], GraphModule], blocks: Mapping[str, torch.nn.Module]
+) -> GraphModule | None:
+    """Trace each kind of block once, or say why that can't be; give None if that needs symbols: the function
+    reads a tensor's value, or loops by one."""
+    try:
+        try:
+            return graph(blocks)
+        except TraceInFull as reason:
+            logger.info(f"every block is traced, not every kind: {reason}")
+        return graph({})  # here, where nothing of the first is held: a checkpoint that it left begun would go on
+    except (DataDependentOutputException, NeedsSymbols):
+        return None
+    except AssertionError as error:  # of a loop that carries a Python number
+        if "fake_mode with shape_env" not in str(error):
+            raise
+        return None
+
+
+def _unflatten(slots: tuple[Slot, ...], flat: tuple[torch.Tensor, ...], values: list) -> list[torch.Tensor]:
+    """Build the traced leaves: subclasses rewrapped, each a leaf that requires grad as the live tensor does."""
+    leaves, position = [], 0
+    for slot, (_, _, live) in zip(slots, values, strict=True):
+        leaf = slot.layout.unflatten(list(flat[position : position + slot.layout.num_tensors])).detach()
+        if live.requires_grad:
+            leaf.requires_grad_()
+            if live.is_leaf:
+                leaf.grad_dtype = live.grad_dtype
+        leaves.append(leaf)
+        position += slot.layout.num_tensors
+    return leaves
+
+
+def fakes_of(
+    plain: Sequence[tuple[torch.Tensor, tuple[Sequence[Any], Sequence[Any]]]],
+    fake_mode: FakeTensorMode,
+    device: torch.device | str | None,
+) -> list[torch.Tensor]:
+    """Give tensors without numbers like these, and `device` as that of those on meta."""
+    with fake_mode:
+        return [
+            torch.empty_strided(
+                tuple(shape), tuple(stride), dtype=t.dtype, device=device if t.is_meta and device else t.device
+            )
+            for t, (shape, stride) in plain
+        ]
+
+
+def _name_placeholders(gm: GraphModule) -> None:
+    placeholders = iter(gm.graph.find_nodes(op="placeholder"))
+    for slot in signature_of(gm).inputs:
+        for _ in range(slot.layout.num_tensors):
+            node = next(placeholders)
+            stem = "".join(c if c.isalnum() else "_" for c in slot.name).strip("_")
+            node._rename(stem)
+            node.target = node.name
+    gm.recompile()

@@ -1,0 +1,1 @@
+"""A graph written and read: as Python, as data."""

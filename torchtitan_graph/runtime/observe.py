@@ -1,0 +1,160 @@
+"""Watch a graph while it runs: by module for a profiler, by work and waiting for a stopwatch.
+
+Each way of watching is a copy of the graph with calls between its nodes, made when it is first needed: a run that
+nobody watches costs nothing, and the same operators run in the same order in any case.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import re
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.profiler import record_function
+
+from torchtitan_graph.graph import meta
+from torchtitan_graph.graph.edit import shape_of
+from torchtitan_graph.graph.hierarchy import call_hierarchy, shown
+from torchtitan_graph.graph.torch_private.profiler import begin_range, is_profiling
+from torchtitan_graph.graph.torch_private.tracing import boxed
+
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+Edit = Callable[[Graph], None]
+_UNSAFE = re.compile(r'[\x00-\x1f"\\]')
+
+
+class Watchable:
+    """A graph as a function of one list, which it empties; watched where a profiler or a stopwatch runs. A profiler is
+    told the graph's `meta["name"]`."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        self._gm, self._add_spans = gm, partial(add_spans, name=gm.meta.get("name", "graph"))
+        self._copies: dict[tuple[Edit, ...], Callable[[list[Tensor]], list[Tensor]]] = {}
+
+    def __call__(self, inputs: list[Tensor]) -> list[Tensor]:
+        edits: tuple[Edit, ...] = (self._add_spans,) * is_profiling() + (add_marks,) * (_stopwatch is not None)
+        if edits not in self._copies:
+            self._copies[edits] = boxed(self._gm, edits)
+        mark()
+        outputs = self._copies[edits](inputs)
+        mark()
+        return outputs
+
+
+def add_spans(graph: Graph, name: str) -> None:
+    """Let a profiler see modules, `forward layers.0` around `forward layers.0.attention`, and in them the nodes of the
+    graph of that name, with the words of `_words`. What runs a graph of its own, as compiled code does, is one node."""
+    is_open: list[tuple[str, Node]] = []
+    for node in list(graph.nodes):
+        if node.op != "output" and (node.op != "call_function" or node.target is operator.getitem):
+            continue
+        names = _span_names(node) if node.op != "output" else []
+        num_kept = 0
+        while num_kept < min(len(names), len(is_open)) and names[num_kept] == is_open[num_kept][0]:
+            num_kept += 1
+        with graph.inserting_before(node):
+            while len(is_open) > num_kept:
+                graph.call_function(_end_span, (is_open.pop()[1],))
+            for each in names[num_kept:]:
+                is_open.append((each, graph.call_function(_begin_span, (each,))))
+            if node.op != "output":
+                begun = graph.call_function(begin_range, (node.name, _words(node, name)))
+        if node.op != "output":
+            with graph.inserting_after(node):
+                graph.call_function(_end_span, (begun,))
+
+
+def _words(node: Node, graph: str) -> dict[str, str]:
+    """Say which node it is, and where and by whom it was made; `analysis/measured.py` reads the first two, and the
+    value's shape. A trace's writer escapes nothing."""
+    places = " | ".join(map(shown, call_hierarchy(node)))
+    words = {
+        "node": node.name,
+        "graph": graph,
+        "phase": meta.phase(node),
+        "origin": meta.origin(node),
+        "module": meta.module(node),
+        "value": shape_of(node.meta.get("val")),
+        "scope": places,
+    }
+    return {key: _UNSAFE.sub("?", text) for key, text in words.items() if text}
+
+
+def _span_names(node: Node) -> list[str]:
+    """Give the spans around a node, the outermost first; a number in a module's name belongs to the word before."""
+    phase, parts = meta.phase(node), re.findall(r"[^.]+(?:\.\d+)?", _UNSAFE.sub("?", meta.module(node)))
+    return [phase] + [f"{phase} {'.'.join(parts[: i + 1])}" for i in range(len(parts))]
+
+
+def _begin_span(name: str) -> Any:
+    span = record_function(name)
+    span.__enter__()
+    return span
+
+
+def _end_span(span: Any) -> None:
+    span.__exit__(None, None, None)
+
+
+def add_marks(graph: Graph) -> None:
+    """Let the stopwatch see where the graph waits for a collective, and where that ends."""
+    for node in graph.find_nodes(op="call_function", target=WAIT):
+        with graph.inserting_before(node):
+            graph.call_function(mark)
+        with graph.inserting_after(node):
+            graph.call_function(mark)
+
+
+class Stopwatch:
+    """The time that graphs work on this device, waits for other ranks left out.
+
+    On a GPU the marks are events in the stream that computes: time that it stands still, waiting for a collective's,
+    is no work.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._marks: list[Any] = []  # work begins, ends, begins, ends ...
+
+    def mark(self) -> None:
+        if self._on_gpu:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+    def seconds(self) -> float:
+        """Return the seconds of work; waits for the device."""
+        if self._on_gpu and self._marks:
+            self._marks[-1].synchronize()
+        pairs = zip(self._marks[::2], self._marks[1::2], strict=True)
+        return sum(begin.elapsed_time(end) / 1e3 if self._on_gpu else end - begin for begin, end in pairs)
+
+
+_stopwatch: Stopwatch | None = None
+
+
+@contextlib.contextmanager
+def stopwatch(device: torch.device) -> Iterator[Stopwatch]:
+    """Time what graphs do inside."""
+    global _stopwatch
+    _stopwatch = Stopwatch(device)
+    try:
+        yield _stopwatch
+    finally:
+        _stopwatch = None
+
+
+def mark() -> None:
+    """Let the stopwatch, where one runs, see that work begins, or that it ends."""
+    if _stopwatch is not None:
+        _stopwatch.mark()

@@ -104,6 +104,3 @@ def exchanged(x_SD: Tensor, splits_2R: Tensor, back: bool, group: str) -> Tensor
 
 def _wait(x: Tensor) -> Tensor:
     return torch.ops._c10d_functional.wait_tensor(x)
-
-
-# --- copies to the host's memory, and back ----------------------------------------------------------------------------

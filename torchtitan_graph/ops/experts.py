@@ -223,6 +223,3 @@ def permuted(x_TD: Tensor, order_S: Tensor, inverse_S: Tensor, copies: int = 1) 
     of a GPU's threads.
     """
     return _Permuted.apply(x_TD, order_S, inverse_S, copies)
-
-
-# --- exchange of rows with the ranks that hold their experts ----------------------------------------------------------

@@ -348,7 +348,7 @@ def _inputs(gm: GraphModule) -> Iterator[tuple[str, Node]]:
 
 
 def keep_traced_sizes(gm: GraphModule, sizes: Sizes) -> None:
-    """Replace symbols in nodes' fake values by the traced sizes; placeholders' too."""
+    """Replace symbols in nodes' fake values by the traced sizes; the signature keeps them."""
     mode, known, unbacked = FakeTensorMode(allow_non_fake_inputs=True), dict[Any, torch.Tensor](), sizes.of_unbacked()
     with mode:
         for inner in gm.modules():

@@ -188,9 +188,9 @@ def _line(frames: Iterable[Any]) -> str:
 @contextlib.contextmanager
 def _seen_changes() -> Iterator[dict[str, str]]:
     """Yield a dictionary of side effects of the functions that Dynamo captures meanwhile: an attribute, or a list or
-    dict itself, and its line. Dynamo warns of the objects alone, and discards the rest at the end.
+    dict itself, and its line.
 
-    Dynamo warns of the objects alone, and forgets the rest when it is done.
+    Dynamo warns of the objects alone, and discards the rest at the end.
     """
     from torch._dynamo.output_graph import OutputGraph
 

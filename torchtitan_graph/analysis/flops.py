@@ -73,7 +73,7 @@ class Flops:
 def count_flops(gm: GraphModule, blocks: Container[str], whole_rows: tuple[str, int] = ("", 1)) -> Flops:
     """Return the FLOPs of a graph that no pass has changed; attention outside any block is counted under "".
 
-    An attention sink counts where it is computed as a key's column. Values count at their own width, also where a kernel
+    An attention sink counts where it is computed as a key's column. Values count at their own width, even if a kernel
     needs them padded to the keys' width.
 
     Args:

@@ -4,7 +4,7 @@ Note [Call hierarchy]
 A scope is one call of a module, or of a user's function. A node's place is the scopes that it was made in, the
 outermost first. `count` is how many earlier calls of the same module, or of the same function, had the same parent
 scope and made at least one node. Nothing outside the parent matters. So a block that is copied from another, or is
-computed again, has the counts that it had; a call that makes no node is not counted; and a new trace's graph begins at
+recomputed, has the counts that it had; a call that makes no node is not counted; and a new trace's graph begins at
 0. A generator's resumptions are one call.
 
 A backward node has a forward origin, the place of the node whose gradient it computes (`fwd_call_hierarchy`). Its own

@@ -1,4 +1,4 @@
-"""Exchanges of rows between ranks, whose numbers only the data know, as operators.
+"""Custom operators: exchanges of data-dependent numbers of rows between ranks.
 
 Shapes do not depend on the numbers, so a graph holds each as one node.
 """

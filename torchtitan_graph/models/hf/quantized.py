@@ -24,7 +24,7 @@ class DequantizedFolder:
     """A `Folder` whose quantized tensors are read as fp32, slice by slice; the others unchanged."""
 
     def __init__(self, folder: Folder):
-        """Find the quantized tensors of a folder.
+        """Wrap a folder, and check its quantized tensors.
 
         Raises:
             UserError: there are not as many scales as blocks of 128 x 128, so the blocks have another size.

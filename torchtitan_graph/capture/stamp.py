@@ -7,7 +7,7 @@ by copies of the nodes of its phase. Code between the blocks is traced as usual.
 trace of every block.
 
 Two blocks of a kind have equal descriptions (capture/alike.py), and tensors of equal layouts. Since no description is
-complete, the second of a kind is traced as well, and must have the same graph. Every exception (a block with state for
+complete, the second of a kind is traced as well, and must have the same graph. Any other case (a block with state for
 the next one, tensors that are neither its own nor arguments, an error) raises `TraceInFull`, and every block is traced;
 errors are then those of a trace without stamps.
 """

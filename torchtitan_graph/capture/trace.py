@@ -65,7 +65,8 @@ from torchtitan_graph.log import logger
 class InParts(functools.partial):
     """`whole(forward, *arguments)`: a function to trace, with a `forward` that captures may treat separately.
 
-    `forward` has the first of the arguments, or all of them. The code around it, such as backward, has them all.
+    `forward` has the first of the arguments, or all of them. The code around it, such as backward, is traced as
+    usual.
     """
 
     @property

@@ -280,7 +280,7 @@ def write_train_state(tmp: Path, state: dict[str, Any]) -> None:
 
 
 def write_config(tmp: Path, text: str) -> None:
-    """Write the run's configuration, so that a checkpoint has its model's wherever it is moved."""
+    """Write the run's configuration, so that a moved checkpoint still has it."""
     with (tmp / CONFIG).open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()

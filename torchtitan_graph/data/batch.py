@@ -13,8 +13,8 @@ BYTES_PER_TOKEN = 4 * 8  # of a batch
 class Batch(NamedTuple):
     """Rows of packed documents, as int64 tensors, all of shape (B, L).
 
-    tokens_BL: the input. labels_BL: the next token of the same document, IGNORE_INDEX where there is none: at a
-    document's last token
+    tokens_BL: the input.
+    labels_BL: the next token of the same document, IGNORE_INDEX where there is none: at a document's last token
         and in padding. A document that is split at a row's end keeps the target of its last token there.
     positions_BL: place of a token in its document's part in this row: 0 at a document's first token and at
         a row's first, always below L.

@@ -36,8 +36,9 @@ class Corpus(Protocol):
 class ShuffledCorpus:
     """A split of a source with random access: every epoch distributes all documents over the lanes in a new shuffle.
 
-    split: "train", "validation" (5 % of the documents, by hash of their identity), or "all". Raises UserError if the
-    split has no documents.
+    split: "train", "validation" (5 % of the documents, by hash of their identity), or "all".
+
+    Raises UserError if the split has no documents.
     """
 
     def __init__(self, source: Source, split: str, seed: int) -> None:

@@ -130,8 +130,8 @@ class DataLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set a merged position, of any number of ranks and workers; the next batch is the first after it.
 
-        Weights of a mixture that differ from the saved run's are used from there on. Raises UserError if it was saved
-        with another corpus, tokenizer, seed or row length, or is inconsistent.
+        Weights of a mixture that differ from the saved run's are used from there on.
+        Raises UserError if it was saved with another corpus, tokenizer, seed or row length, or is inconsistent.
         """
         for key, here in self._identity.items():
             if state.get(key) != here:
@@ -191,9 +191,11 @@ def build_dataloader(
 ) -> DataLoader:
     """Return a loader of this rank's rows of a split of a corpus; `loading` are arguments of `DataLoader`.
 
-    split: "train", "validation", or "all", for a corpus that is used for validation as a whole. sources: the parts of a
-    mixture; if there are any, they replace `dataset` and `dataset_path`. skip_not_utf8: leave out text that is not
-    UTF-8. Raises UserError if the corpus can't be found or read.
+    split: "train", "validation", or "all", for a corpus that is used for validation as a whole.
+    sources: the parts of a mixture; if there are any, they replace `dataset` and `dataset_path`.
+    skip_not_utf8: leave out text that is not UTF-8.
+
+    Raises UserError if the corpus can't be found or read.
     """
     if sources:
         corpus: Corpus = open_mixture(sources, split, seed, tokenizer, skip_not_utf8)

@@ -101,10 +101,11 @@ def open_corpus(
 ) -> Corpus:
     """Open a split of the corpus at `dataset_path`, or else of the one named `dataset`.
 
-    split: "train" and "validation" have no document in common; "all" is the whole corpus. tokenizer: the tokenizer of
-    the documents; shards of token ids are refused if it is another, or None. skip_not_utf8: leave out text that is not
-    UTF-8, with a warning; else it is an error. Raises UserError if there is no such corpus, it can't be read, or the
-    split has no documents.
+    split: "train" and "validation" have no document in common; "all" is the whole corpus.
+    tokenizer: the tokenizer of the documents; shards of token ids are refused if it is another, or None.
+    skip_not_utf8: leave out text that is not UTF-8, with a warning; else it is an error.
+
+    Raises UserError if there is no such corpus, it can't be read, or the split has no documents.
     """
     assert split in ("train", "validation", "all"), split
     option = "training.dataset" if split == "train" else "validation.dataset"

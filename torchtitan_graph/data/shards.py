@@ -127,9 +127,11 @@ def write_shards(
     """Write token ids to a new folder, and yield the numbers of documents and tokens so far, after each document.
 
     `documents(start)` gives the key and the ids of each document from number `start` on, which is not 0 after a killed
-    writer of the same source: see Note [Shards in the making]. `splits` are those of the documents: "train" and
-    "validation" if each document is in one of them by its key, else the one that all are in. Raises UserError if the
-    folder exists, or the leftover is of another source or tokenizer.
+    writer of the same source: see Note [Shards in the making].
+    `splits` are those of the documents: "train" and "validation" if each document is in one of them by its key, else
+    the one that all are in.
+
+    Raises UserError if the folder exists, or the leftover is of another source or tokenizer.
     """
     if folder.exists():
         raise UserError(f"{folder} is there already; name another folder, or delete it")

@@ -39,8 +39,9 @@ class Tokenizer(Protocol):
 def load_tokenizer(path: str | None, special_tokens_in_text: bool = False) -> Tokenizer:
     """Return the tokenizer of a folder with a tokenizer.json, or of that file; without a path, bytes are the tokens.
 
-    special_tokens_in_text: read special tokens in text as tokens; else they are text. Raises UserError if there is no
-    readable tokenizer, or none of its special tokens ends a document.
+    special_tokens_in_text: read special tokens in text as tokens; else they are text.
+
+    Raises UserError if there is no readable tokenizer, or none of its special tokens ends a document.
     """
     if not path:
         return ByteTokenizer()

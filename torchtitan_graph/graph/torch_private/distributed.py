@@ -51,8 +51,8 @@ _fake_stands_for = ""
 
 
 def init_fake_process_group(world_size: int, rank: int = 0, stands_for: str = "nccl") -> None:
-    """Initialize a fake process group of any size: this process is one rank, and nothing is sent. torch has it
-    for its own tests.
+    """Initialize a fake process group of any size: this process is one rank, and nothing is sent. torch has it for
+    its own tests.
 
     One may follow another in a process, so DTensor's caches are cleared: meshes of the same ranks compare equal there,
     and the previous world's groups would be used. `stands_for`: the backend whose copies a forecast counts.

@@ -39,8 +39,8 @@ class FakeTensorMode(_FakeTensorMode):
 
     torch looks up fake rules of higher-order operators only for its own class.
 
-    live: the tensors with data among operators' arguments, by their identity, with the first `.grad` of each. watch: is
-    called with each operator and its arguments.
+    live: the tensors with data among operators' arguments, by their identity, with the first `.grad` of each.
+    watch: is called with each operator and its arguments.
     """
 
     supports_higher_order_operators = True

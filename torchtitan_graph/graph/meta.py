@@ -1,13 +1,15 @@
 """The one owner of `node.meta`: the project's metadata of a node, written and read.
 
 phase    "forward" | "backward"
-module name of the innermost submodule whose call made the node ("" outside any) tag a memory policy's choice: SAVE |
-RECOMPUTE (read by `rematerialize`) | OFFLOAD (by `offload_activations`) role of a layout pass' node: GATHER | REDUCE,
-with its parameter region name of the part of the graph that is compiled together (read by `compile_regions`) operations
-FLOPs of a compiled region, attention counted as causal works bytes and FLOPs of a compiled region's kernels:
-`cost.Work` scratch bytes of temporaries that a compiled region needs while it runs same_as of a compiled region's
-result, the number of the first result in the same memory origin of a node that neither forward nor autograd made:
-RECOMPUTED, or the name of the pass that made it
+module   name of the innermost submodule whose call made the node ("" outside any)
+tag      a memory policy's choice: SAVE | RECOMPUTE (read by `rematerialize`) | OFFLOAD (by `offload_activations`)
+role     of a layout pass' node: GATHER | REDUCE, with its parameter
+region   name of the part of the graph that is compiled together (read by `compile_regions`)
+operations  FLOPs of a compiled region, attention counted as causal
+works    bytes and FLOPs of a compiled region's kernels: `cost.Work`
+scratch  bytes of temporaries that a compiled region needs while it runs
+same_as  of a compiled region's result, the number of the first result in the same memory
+origin   of a node that neither forward nor autograd made: RECOMPUTED, or the name of the pass that made it
 call_hierarchy, fwd_call_hierarchy  where it was made, see graph/hierarchy.py; only where the trace recorded it
 """
 

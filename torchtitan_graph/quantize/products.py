@@ -35,8 +35,8 @@ class Recipe(NamedTuple):
               steps (weights: always their own); or one for each row, and then perhaps the weight's gradient in full
               precision; or, in MX formats, one for each block of a row
     gradient  the format of gradients; activations and weights are E4M3
-    emulate multiply the dequantized numbers in fp32, on a GPU too is_traced_for_gpu use a GPU's kernel on any device:
-    for a dry run, where nothing runs
+    emulate   multiply the dequantized numbers in fp32, on a GPU too
+    is_traced_for_gpu  use a GPU's kernel on any device: for a dry run, where nothing runs
     """
 
     scaling: str = TENSORWISE

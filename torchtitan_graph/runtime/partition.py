@@ -3,8 +3,8 @@
     gather     once a step: weights, from their shards
     forward    of a microbatch
     backward   of a microbatch; or its two halves
-      input the gradient of the stage's input, for which the previous stage waits
-      weight the gradients of the weights, for which no stage waits
+      input      the gradient of the stage's input, for which the previous stage waits
+      weight     the gradients of the weights, for which no stage waits
     reduce     once a step: gradients, summed over the microbatches, to their shards
 
 A stage is traced whole and all passes except those after the partitioning have run on it: a part's nodes are the

@@ -3,8 +3,7 @@
 - fp8: `X.weight` in float8_e4m3fn, and `X.weight_scale_inv`, an fp32 factor for each block of 128 x 128.
 - MXFP4: `X_blocks` (E, rows, groups, 16) in uint8, each two fp4 numbers, the low four bits first; `X_scales`
   (E, rows, groups) in uint8, the exponents of two, biased by 127, of groups of 32 numbers. The dequantized tensor is
-      transposed: `X` (E, groups * 32, rows).
-      https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf
+  transposed: `X` (E, groups * 32, rows). https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class StrictCapture(NamedTuple):
     guards    the graph's conditions, each an expression of these names and the line that reads them
     inputs    (*arguments) -> the graph's inputs
     result    (the graph's outputs, arguments) -> the function's result
-    holds     (arguments) -> by assumption on sizes, whether these arguments meet it, and the line that needs it
+    holds     (arguments) -> for each assumption on sizes, whether these arguments meet it, and the line that needs it
     violated  (arguments) -> one violated guard; empty if there is none
     """
 

@@ -59,7 +59,7 @@ from torchtitan_graph.steps import StepOptions, Steps, bind_graphs, build_graphs
 from torchtitan_graph.steps.choices import ELEMENTWISE, FUSIONS, check_disabled, plan_regions
 from torchtitan_graph.steps.inputs import loss_is_parallel, prepare
 
-# What a debug flavour is made of three sizes by; llama3's debug flavour has very narrow heads.
+# Three sizes of a debug flavour; llama3's debug flavour has very narrow heads.
 SIZES: dict[str, dict[str, Any]] = {
     "small": {"dim": 256, "num_layers": 4, "vocab_size": 4096},
     "mid": {"dim": 512, "num_layers": 8, "vocab_size": 8192},
@@ -67,7 +67,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 MODES = ("eager", "compile", "compile_whole", "graph", "blocks", "whole")
 EAGER = ("eager", "compile", "compile_whole")
-# What is compiled of the graph; blocks and whole as compile.codegen says.
+# The compiled regions of a graph; blocks and whole as in compile.codegen.
 REGIONS = {"regional": ("layers.*.feed_forward", "layers.*.moe"), "blocks": ("layers.*", LOSS), "whole": (WHOLE,)}
 
 
@@ -84,7 +84,7 @@ def config_of(args: argparse.Namespace) -> Any:
 
 
 def dims_of(layout: str) -> ParallelDims:
-    """Read a layout such as hsdp4: an axis, and a number of ranks."""
+    """Return the dimensions of a layout such as hsdp4: an axis, and a number of ranks."""
     match = re.fullmatch(r"(fsdp|hsdp|tp|ep)([1-9]\d*)", layout)
     if match is None or (match[1] == "hsdp" and (int(match[2]) < 4 or int(match[2]) % 2)):
         raise UserError(f"--layouts {layout}: legal are fsdp1, fsdp2, ..., so tp and ep; hsdp4, hsdp6, ...")
@@ -104,7 +104,7 @@ def make_model(config: Any, args: argparse.Namespace) -> Decoder:
 
 
 def make_batch(rows: int, seq_len: int, vocab_size: int, device: torch.device) -> Batch:
-    """Random tokens, four documents a row."""
+    """Return a batch of random tokens, four documents a row."""
     tokens, labels = torch.randint(vocab_size, (2, rows, seq_len), device=device)
     positions = torch.arange(seq_len, device=device).expand(rows, seq_len)
     documents = positions * 4 // seq_len
@@ -112,21 +112,21 @@ def make_batch(rows: int, seq_len: int, vocab_size: int, device: torch.device) -
 
 
 def recompute_of(policy: str) -> Recompute:
-    """Give what is computed again: a policy's name, a budget in percent, or nothing."""
+    """Return the recomputation of a policy: a policy's name, a budget in percent, or none."""
     return Recompute(budget=Budget(int(policy) / 100)) if policy.isdigit() else Recompute.from_option(policy, "op")
 
 
 def options_of(
     mode: str, precision: Precision, args: argparse.Namespace, model: Decoder, device: torch.device
 ) -> StepOptions:
-    """Give what steps are told of a mode."""
+    """Return a mode's options of steps."""
     mode, _, policy = mode.partition("@")
     fusions = [name for name in mode.split("+") if name in FUSIONS]
     regions = {
         **plan_regions(job.Compile(fusions=fusions), model, device),
         **{pattern: {} for pattern in REGIONS.get(mode, ())},
     }
-    # As "auto", but where torch compiles eager: there it is what torch makes of its own.
+    # As "auto", but torch's own loss where torch compiles eager.
     is_compiled = mode.startswith("compile")
     is_torchs = device.type != "cuda" or is_compiled
     loss = fused_cross_entropy if not is_torchs else torch.compile(cross_entropy) if is_compiled else cross_entropy
@@ -146,7 +146,7 @@ def options_of(
 def build(
     mode: str, precision: Precision, args: argparse.Namespace, layout: Layout, device: torch.device
 ) -> tuple[Steps, int | None]:
-    """Build a mode's steps; give them, and the peak that the graph predicts."""
+    """Return a mode's steps, and the peak that the graph predicts."""
     family, model = load_family(args.family), make_model(config_of(args), args)
     options, predicted = options_of(mode, precision, args, model, device), None
     if options.mode == "graph":
@@ -166,7 +166,7 @@ def build(
 
 
 def compile_whole(model: Decoder, family: ModuleType, layout: Layout, options: StepOptions) -> Steps:
-    """Build eager steps that compile the model's forward as one. Its dense weights are one group of FSDP2's: hooks on
+    """Return eager steps with the model's forward compiled as one. Its dense weights are one group of FSDP2's: hooks on
     blocks would break the graph at each of them, and leave what `compile` measures."""
     prepare(model, family, layout, options)
     shard_eager(model, {}, layout, options.precision, options.reshard, options.device)
@@ -175,7 +175,7 @@ def compile_whole(model: Decoder, family: ModuleType, layout: Layout, options: S
 
 
 def peak_bytes(run: Callable[[], None]) -> int:
-    """Give the most bytes that `run` allocates and holds at once."""
+    """Return the peak of the bytes that `run` allocates."""
     if torch.cuda.is_available():
         synchronize()
         before = torch.cuda.memory_allocated()
@@ -193,7 +193,7 @@ def peak_bytes(run: Callable[[], None]) -> int:
     blocks: dict[int, int] = {}  # by address, in bytes
     for event in sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["ts"]):
         size, address = event["args"]["Bytes"], event["args"]["Addr"]
-        # What gloo's thread frees is not recorded: an address that is given out again was free.
+        # Frees by gloo's thread are not recorded: an address that is allocated again was free.
         held -= blocks.pop(address, 0)
         if size > 0:
             blocks[address] = size
@@ -208,7 +208,7 @@ def synchronize() -> None:
 
 
 def product_rate(dtype: torch.dtype, device: torch.device) -> float:
-    """Give the FLOP/s of a large matrix product here and now."""
+    """Return the FLOP/s of a large matrix product, measured now."""
     a, b = (torch.randn(2048, 2048, device=device, dtype=dtype) for _ in range(2))
 
     def seconds() -> float:
@@ -286,7 +286,7 @@ def measure(rank: int, where: str, args: argparse.Namespace, dtype: str, results
 
 
 def measure_tracing(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Time tracing and the passes as the model grows, for a rank of a fake group of 8."""
+    """Measure the time of tracing and of the passes as the model grows, for a rank of a fake group of 8."""
     init_fake_process_group(8)
     layout, device = ParallelDims(dp_shard=8).layout("cpu"), torch.device("cpu")
     precision, family, rows = Precision(compute=torch.bfloat16), load_family(args.family), []
@@ -325,7 +325,7 @@ def check_numbers(args: argparse.Namespace, *names: str) -> None:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Raise a UserError for what would only be found in every process, or would measure nothing."""
+    """Raise a UserError for an error that each process would find only later, or that would measure nothing."""
     check_numbers(args, "rows", "seq_len", "steps", "trace_layers")
     if args.json and not args.json.absolute().parent.is_dir():
         raise UserError(f"--json {args.json}: there is no folder for it")
@@ -347,7 +347,7 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 
 def of_model(args: argparse.Namespace, model: str) -> argparse.Namespace:
-    """Give the arguments for one of the models: FAMILY, or FAMILY:FLAVOR."""
+    """Return the arguments for one of the models: FAMILY, or FAMILY:FLAVOR."""
     family, _, flavor = model.partition(":")
     return argparse.Namespace(**{**vars(args), "family": family, "flavor": flavor or "mid"})
 

@@ -56,7 +56,7 @@ def measure(rank: int, args: argparse.Namespace, folder: Path) -> None:
         checkpointers[mode] = Checkpointer(folder / mode, config, model, optimizer, scheduler)
 
     def a_round(number: int, checkpointer: Checkpointer | None) -> tuple[float, float]:
-        """Return the seconds of the round, and those that the call of `save` took."""
+        """Return the seconds of the round, and of the call of `save`."""
         dist.barrier()
         begin, saving = time.perf_counter(), 0.0
         for i in range(args.steps):

@@ -37,7 +37,7 @@ from torchtitan_graph.steps import StepOptions, bind_graphs, build_graphs
 
 
 def watch(pipeline: Pipeline, stretch: float) -> dict[PipelineAction, list[float]]:
-    """Record what every action of this rank takes, in seconds; one that takes less than `stretch` sleeps."""
+    """Record the seconds of every action of this rank; one that takes less than `stretch` sleeps."""
     taken: dict[PipelineAction, list[float]] = defaultdict(list)
 
     def timed(run: Callable[..., Any], kind: str, stage: int, least: float) -> Callable[..., Any]:

@@ -26,12 +26,12 @@ SOURCE = TESTS / "null_gpu.cpp"
 NOT_RUN = 2  # exit code
 NO_TESTS = 5  # pytest's exit code
 SITE = Path(sysconfig.get_path("platlib"))
-# Of the CUDA runtime, cuBLAS, NCCL and the driver.
+# Symbols of the CUDA runtime, cuBLAS, NCCL and the driver.
 SYMBOL = r"(?:__cuda|cuda|cublas|nccl|cu[A-Z])\w*"
 
 
 def build(folder: Path) -> Path:
-    """Compile the null GPU against the headers in torch's wheels; give the library, named as the driver's is."""
+    """Compile the null GPU against the headers in torch's wheels; return the library, named like the driver's."""
     headers = [*SITE.glob("nvidia/cu*/include"), SITE / "nvidia/nccl/include", SITE / "triton/backends/nvidia/include"]
     wanted: set[str] = set(re.findall(r"\b(cu[A-Z]\w*)\(", (SITE / "triton/backends/nvidia/driver.c").read_text()))
     for name in ("c10_cuda", "torch_cuda", "torch_python", "caffe2_nvrtc"):
@@ -49,7 +49,7 @@ def build(folder: Path) -> Path:
 
 
 def why_not() -> str | None:
-    """Say what is missing here, if anything is."""
+    """Return a message of what is missing here, None if nothing is."""
     import torch
 
     if torch.version.cuda is None:
@@ -62,20 +62,20 @@ def why_not() -> str | None:
 
 
 def environment(library: Path) -> dict[str, str]:
-    """Give the environment of a process that takes the null GPU for one."""
+    """Return the environment of a process that uses the null GPU."""
     return os.environ | {
         "NULL_GPU": "1",
         "LD_PRELOAD": str(library),
         "TRITON_LIBCUDA_PATH": str(library.parent),
         "TORCHINDUCTOR_CACHE_DIR": str(library.parent / "inductor"),
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # processes that compile would be forked before there is a GPU
-        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",  # memory is 0 when it is given out, not what somebody left there
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # compiling processes would be forked before there is a GPU
+        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",  # memory is 0 when it is allocated, not old data
         "OMP_NUM_THREADS": "1",
     }
 
 
 def pytest(arguments: list[str], env: dict[str, str]) -> tuple[int, str]:
-    """Run pytest in a process of its own; give its exit code and what it says."""
+    """Run pytest in a process of its own; return its exit code and output."""
     ours = ["-o", "filterwarnings=ignore", "-o", "timeout=1800", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", *ours, *arguments]
     done = subprocess.run(command, cwd=TESTS.parents[1], env=env, capture_output=True, text=True)

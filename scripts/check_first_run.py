@@ -16,13 +16,13 @@ from torchtitan_graph.metrics.records import read_records
 
 
 class Step(TypedDict):
-    """What each line of metrics.jsonl has."""
+    """The key of every line of metrics.jsonl."""
 
     step: int
 
 
 class Record(Step, total=False):
-    """What some have."""
+    """A key of some lines."""
 
     validation_loss: float
 
@@ -48,7 +48,7 @@ def main(folder: Path) -> int:
         tokenizer=load_tokenizer(config.model.hf_assets_path),
         seq_len=config.validation.seq_len,
     )
-    learned = loss < entropy  # also false for a loss that is no number
+    learned = loss < entropy  # also false for nan
     relation = "below" if learned else "NOT below"
     print(f"validation loss {loss:.4f} at step {step}: {relation} the split's unigram entropy, {entropy:.4f} nats")
     return 0 if learned else 1

@@ -48,7 +48,7 @@ from torchtitan_graph.train import choose_kernels
 from torchtitan_graph.trainer import Trainer
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-# Heads that the GPU's kernels take: a power of two, at least 16 wide.
+# Heads that the GPU's kernels support: a power of two, at least 16 wide.
 HEADS = (("head_dim", 32), ("nope_dim", 32), ("rope_dim", 32), ("v_dim", 32), ("kv_lora_rank", 32))
 FLAVORS = [(f, x) for f in family_names() for x in load_family(f).FLAVORS if x.startswith("debugmodel")]
 SHARED = (
@@ -74,10 +74,10 @@ MODES = {
     WHOLE: "--compile.codegen whole",
     FLOAT8: "--model.converters float8 --quantize.linear.float8.filter_fqns output",
 }
-MODES_OF_OTHERS = (EAGER, GRAPH, DETERMINISTIC, CUDA_GRAPHS)  # but the first model, which is timed in each
+MODES_OF_OTHERS = (EAGER, GRAPH, DETERMINISTIC, CUDA_GRAPHS)  # except the first model, which is timed in each
 NUM_STEPS = 10  # measured ones
 MOST_MINUTES = 24 * 60
-NUM_AT_ONCE = max(1, min(4, (os.cpu_count() or 1) // 4))  # parts that time nothing share the GPU
+NUM_AT_ONCE = max(1, min(4, (os.cpu_count() or 1) // 4))  # untimed parts share the GPU
 EQUAL, DIFFERS, MEASURED, FAILED, NOT_RUN = "equal", "DIFFERS", "measured", "FAILED", "not run"
 AGREES = "agrees"
 TOLERANCE = 1e-2  # of a norm: results in bf16 are rounded by 2**-9
@@ -90,9 +90,9 @@ COLUMNS = (
 
 
 class Part(NamedTuple):
-    """Some rows, made by a process of its own: `make(*arguments)`.
+    """Some rows of the table, computed by a process of its own: `make(*arguments)`.
 
-    seconds   that it may take on an H100, for the time left
+    seconds   time limit on an H100, for the estimate of the remaining time
     is_timed  it needs the GPU for itself
     """
 
@@ -109,7 +109,7 @@ class Part(NamedTuple):
 
 
 def all_parts(folder: Path) -> list[Part]:
-    """Give all that is to be done: what shares the GPU, the longest of it first, then what needs it alone."""
+    """Return all parts: first those that share the GPU, the longest of them first, then those that need it alone."""
 
     def bits(attn: str, flavors: Iterable[tuple[str, str]], seconds: float) -> list[Part]:
         return [Part("bits", f"{f} {x}", attn, compare_bits, (f, x, attn), seconds, False) for f, x in flavors]
@@ -130,21 +130,21 @@ def all_parts(folder: Path) -> list[Part]:
 
 
 def seconds_of(parts: Iterable[Part], num_at_once: int = NUM_AT_ONCE) -> float:
-    """Give how long parts may take on an H100."""
+    """Return the seconds that parts may take on an H100."""
     return sum(part.seconds / (1 if part.is_timed else num_at_once) for part in parts)
 
 
-# --- what a part does, in a process of its own ------------------------------------------------------------------------
+# --- a part's work, in a process of its own ---------------------------------------------------------------------------
 
 
 def compare_bits(family: str, flavor: str, attn: str) -> Iterator[Row]:
-    """Train a tiny model both ways: loss, every gradient and the parameters of all steps."""
+    """Train a tiny model both ways: yield whether loss, every gradient and the parameters of all steps are equal."""
     _join()
     matrix.DEVICE = torch.device("cuda")
-    # Else bf16 attention takes cuDNN's kernels, whose backward adds in an order of its own each time.
+    # Else bf16 attention uses cuDNN's kernels, whose backward adds in another order each time.
     choose_kernels(load(["--debug.deterministic"]))
     precisions = {"fp32": FP32, "bf16": BF16}
-    if attn == "varlen":  # whose kernels have half precision alone
+    if attn == "varlen":  # its kernels have half precision alone
         del precisions["fp32"]
     for name, precision in precisions.items():
         mode = f"{attn} {name}"
@@ -169,17 +169,17 @@ def compare_bits(family: str, flavor: str, attn: str) -> Iterator[Row]:
 
 
 def compare_numbers() -> Iterator[Row]:
-    """Compare kernels that a CPU does not have with what they stand for, by norms."""
+    """Compare kernels that a CPU does not have with their references, by norms."""
     for name, off in kernels_off():
         result = AGREES if off <= TOLERANCE else DIFFERS
         yield {"mode": name, "result": result, "note": f"off by {off:.1e} of the norm"}
 
 
 def measure(words: str, mode: str) -> Iterator[Row]:
-    """Give the medians of a mode's steps beside what is forecast of them."""
+    """Yield the medians of a mode's steps, with their forecasts."""
     options = f"{SHARED} {words} {MODES[mode]}".split()
     is_eager = mode in (EAGER, COMPILED)
-    # An eager step has no graph to forecast; its operations are those of the graph.
+    # An eager step has no graph to forecast; its FLOPs are those of the graph.
     config, rates = configuration([*options, *(["--compile.mode", "graph"] if is_eager else [])], 1), devices.rates()
     plan = simulate(job := build(config, 1, rates), by_rates(job, rates), rates)
     with training(options, is_compiled=mode == COMPILED) as (step, num_tokens):
@@ -220,7 +220,7 @@ def write_profile(words: str, path: Path) -> Iterator[Row]:
 
 @contextlib.contextmanager
 def training(options: Sequence[str], is_compiled: bool = False) -> Iterator[tuple[Callable[[], None], int]]:
-    """Give an optimizer step of the trainer's, on rows of one document each, and the number of its tokens."""
+    """Yield an optimizer step of the trainer's, on rows of one document each, and the number of its tokens."""
     _join()
     config = load(options)
     choose_kernels(config)
@@ -276,7 +276,7 @@ def describe_device() -> Iterator[Row]:
 
 
 def first_line(error: BaseException) -> str:
-    """Give the error's kind and the first line of what it says, without where this machine keeps its files."""
+    """Return the error's type and the first line of its message, without this machine's paths."""
     text = f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0]
     for path in (REPOSITORY, Path(sys.prefix), Path.home()):
         text = text.replace(str(path), "...")
@@ -284,7 +284,7 @@ def first_line(error: BaseException) -> str:
 
 
 def _in_child(part: Part, rows: Path, log: Path) -> None:
-    """Write a part's rows to a file, a line each as soon as it is there, and what is said meanwhile to another."""
+    """Write a part's rows to a file, a line each as soon as it is computed, and its output to another."""
     with log.open("w") as said, rows.open("w") as file:
         os.dup2(said.fileno(), 1)
         os.dup2(said.fileno(), 2)
@@ -299,10 +299,10 @@ def _in_child(part: Part, rows: Path, log: Path) -> None:
 
 
 def run_parts(parts: Sequence[Part], seconds: float, folder: Path, say: Callable[[str], None] = print) -> list[Row]:
-    """Run each part in a process of its own; give their rows. What fails, or has no time left, is a row too. Ctrl-C is
-    an end of the time."""
+    """Run each part in a process of its own, and return their rows. A failed part, or one without time left, is a row
+    too. Ctrl-C ends the time."""
     why = "the time was up; --minutes gives more"
-    # Forked, for torch is loaded here, and this process never asks for the GPU.
+    # Forked, as torch is loaded here, and this process never uses the GPU.
     context, begin = multiprocessing.get_context("fork"), time.monotonic()
     waiting, running, rows = list(parts), dict[Any, tuple[Part, Path, Path, float]](), list[Row]()
 
@@ -357,7 +357,7 @@ def _has_room(part: Part, running: Sequence[Part]) -> bool:
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """Give the rows as lines with a heading."""
+    """Return the rows as lines with a heading."""
     cells = [COLUMNS, *(tuple("" if (x := row.get(c)) is None else str(x) for c in COLUMNS) for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(COLUMNS))]
     numbers = range(COLUMNS.index("step_ms"), COLUMNS.index("note"))
@@ -370,7 +370,7 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 
 def commit() -> str:
-    """Name the commit that is checked out, and say whether files differ from it."""
+    """Return the name of the commit that is checked out, and whether files differ from it."""
     try:
         git = ["git", "-C", str(REPOSITORY)]
         name = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()

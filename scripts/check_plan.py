@@ -45,7 +45,7 @@ _BF16, _FULL = "--training.mixed_precision_param bfloat16", "--activation_checkp
 _TP, _EP = "--parallelism.tensor_parallel_degree", "--parallelism.expert_parallel_degree"
 _PP, _CP = "--parallelism.pipeline_parallel_degree", "--parallelism.context_parallel_degree"
 
-# A name, the job's file, the number of ranks, what else is set.
+# A name, the job's file, the number of ranks, further options.
 CELLS: dict[str, tuple[str, int, str]] = {
     "llama3 fp32": ("llama3", 1, "--training.local_batch_size 1 --training.global_batch_size 2"),
     "llama3 bf16 full": ("llama3", 1, f"{_BF16} {_FULL}"),
@@ -61,7 +61,7 @@ CELLS: dict[str, tuple[str, int, str]] = {
     "llama3 cp2 fp32": ("llama3", 2, f"{_CP} 2"),
     "llama4 fsdp4 bf16": ("llama4", 4, _BF16),
     "llama3 fsdp2 tp2 fp32": ("llama3", 4, f"{_TP} 2"),
-    # Chosen when nothing of the model of cost was changed any more.
+    # Chosen when the cost model was final.
     "llama3 bf16": ("llama3", 1, _BF16),
     "llama4 fp32 full": ("llama4", 1, _FULL),
     "qwen3 bf16": ("qwen3", 1, _BF16),
@@ -78,14 +78,14 @@ CELLS: dict[str, tuple[str, int, str]] = {
 
 
 class Measured(NamedTuple):
-    """What a rank did: bytes at its peak, and seconds of a step."""
+    """A rank's measurements: bytes at its peak, and seconds of a step."""
 
     peak: int
     step_s: float
 
 
 class Cell(NamedTuple):
-    """A forecast beside a measurement: bytes at the peak, and seconds."""
+    """A forecast and a measurement: bytes at the peak, and seconds."""
 
     name: str
     world_size: int
@@ -109,14 +109,14 @@ class Cell(NamedTuple):
 
 
 def words_of(name: str) -> tuple[list[str], int]:
-    """Give a cell's options, and its number of ranks."""
+    """Return a cell's options, and its number of ranks."""
     family, world_size, more = CELLS[name]
     shared = "--debug.moe_force_load_balance --validation.no-enable --checkpoint.no-enable --training.seq_len 256"
     return ["--job.config_file", _DEBUG.format(family), *shared.split(), *more.split()], world_size
 
 
 def train(rank: int, world_size: int, words: Sequence[str], num_steps: int, port: int, folder: str) -> None:
-    """Train a few steps as one rank, and write what they took to a file."""
+    """Train a few steps as one rank, and write the measurements to a file."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
@@ -128,7 +128,7 @@ def train(rank: int, world_size: int, words: Sequence[str], num_steps: int, port
 
 
 def train_here(words: Sequence[str], num_steps: int) -> Measured:
-    """Train a few steps as the rank that this process is, and give what they took."""
+    """Train a few steps as this process' rank, and return the measurements."""
     config = load(words)
     trainer = Trainer(config, dist.get_world_size())
     trainer.setup()
@@ -156,7 +156,7 @@ def train_here(words: Sequence[str], num_steps: int) -> Measured:
 
 
 def _bytes_at_rest(trainer: Trainer) -> int:
-    """Give the bytes of parameters and of the optimizer's state, but for its counts of steps."""
+    """Return the bytes of parameters and of the optimizer's state, except its counts of steps."""
     parameters = {id(p): p for p in trainer.model.parameters()}
     state = [x for p in parameters.values() for x in trainer.optimizer.state.get(p, {}).values() if x.dim()]
     return sum(_local(x).nbytes for x in [*parameters.values(), *state])
@@ -167,7 +167,7 @@ def _local(x: Any) -> torch.Tensor:
 
 
 def measure(words: Sequence[str], world_size: int, num_steps: int, port: int) -> list[Measured]:
-    """Let real processes train, and give what each rank took."""
+    """Train in real processes, and return each rank's measurements."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(train, (world_size, words, num_steps, port, folder), nprocs=world_size)
         ranks = range(world_size)
@@ -175,7 +175,7 @@ def measure(words: Sequence[str], world_size: int, num_steps: int, port: int) ->
 
 
 def compare(name: str, num_rounds: int, num_steps: int, port: int) -> Cell:
-    """Forecast a cell, and run it."""
+    """Forecast a cell, and measure it."""
     words, world_size = words_of(name)
     rates = RATES["CPU"]
     job = build(configuration(words, world_size), world_size, rates)

@@ -25,7 +25,7 @@ def compare(words: Sequence[str]) -> Comparing:
     """Build the graphs of a configuration both ways, as a dry run does.
 
     Raises:
-        UserError: as a run of that configuration, or neither capture takes a step.
+        UserError: as a run of that configuration, or both captures fail on a step.
     """
     config = load([*words, *DRY])
     world_size = ranks_asked_for() or 1

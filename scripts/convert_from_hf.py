@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the checkpoint")
     parser.add_argument("--quantized", action="store_true", help="turn fp8 or MXFP4 weights back into numbers")
     options = parser.parse_args()
-    # What generate.py and convert_to_hf.py will need.
+    # Needed by generate.py and convert_to_hf.py.
     beside = [name for name in DESCRIPTION if (options.hf_folder / name).is_file()]
     if taken := [name for name in beside if (options.out / name).exists()]:
         parser.exit(2, f"{options.out} holds {', '.join(taken)} already: name a new folder\n")

@@ -28,7 +28,7 @@ from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.steps import trace_steps
 
 FSDP2 = Cell(ParallelDims(dp_shard=2), BF16, changes=(("num_layers", 1),))
-# Where a pass has nothing to do in that graph. Two blocks, so that one is gathered before the other.
+# For passes that have nothing to do in that graph. Two blocks, so that one is gathered before the other.
 CELLS = {
     "overlap_context": dataclasses.replace(FSDP2, dims=ParallelDims(cp=2)),
     "overlap_collectives": dataclasses.replace(FSDP2, changes=(("num_layers", 2),)),
@@ -38,13 +38,13 @@ CELLS = {
     "tag_recomputation": dataclasses.replace(FSDP2, recompute=Recompute(every=1)),
 }
 MOST = 8  # changed nodes in a drawing
-AROUND = 4  # nodes that they read or that read them
+AROUND = 4  # their inputs and users
 
-Shown = dict[str, tuple[Node, str]]  # a node's name -> the node, and all that its line says
+Shown = dict[str, tuple[Node, str]]  # a node's name -> the node, and its line
 
 
 def pages() -> dict[str, str]:
-    """Give the pages by their file's name, with one of all."""
+    """Return the pages by file name, with an index of all."""
     drawn: dict[str, tuple[Pass, str]] = {}  # in the order of the list, which the first cell runs
     for cell in (FSDP2, *CELLS.values()):
         for each, before, after in replay(cell):
@@ -59,7 +59,7 @@ def pages() -> dict[str, str]:
 
 
 def replay(cell: Cell) -> Iterable[tuple[Pass, Shown, Shown]]:
-    """Trace a step, run the passes on it, and give each with what the graph was before and is after."""
+    """Trace a step, run the passes on it, and yield each with the graph before and after."""
     init_fake_process_group(cell.dims.num_ranks)
     family, layout = load_family(cell.family), cell.dims.layout("cpu")
     traced = trace_steps(build_model(cell), family, layout, cell.options("graph"))
@@ -94,7 +94,7 @@ def _wrap(text: str) -> str:
 
 
 def _spaced(text: str) -> str:
-    """Part the lines of before and after, which a docstring indents, from the text: they become a block of code."""
+    """Insert an empty line before the indented lines of a docstring, which then become a block of code."""
     lines: list[str] = []
     for line in text.splitlines():
         is_code, was_code = line.startswith("    "), bool(lines) and lines[-1].startswith("    ")
@@ -110,7 +110,8 @@ def summary(each: Pass) -> str:
 
 
 def drawing(before: Shown, after: Shown) -> str:
-    """Draw the first change: nodes that are gone or otherwise in orange, new ones in green, and what is around them."""
+    """Return a drawing of the first change: removed or changed nodes in orange, new ones in green, and their
+    neighbours."""
     changed = _changed(before, after)
     if not changed:
         return "In the graph of this page's example there is nothing for it to do.\n"
@@ -123,7 +124,7 @@ def drawing(before: Shown, after: Shown) -> str:
 
 
 def _changed(before: Shown, after: Shown) -> list[str]:
-    """Name the nodes whose lines differ, are gone, new or elsewhere, in the order in which they run."""
+    """Return the names of nodes whose lines are changed, removed, new or moved, in order."""
     old, new = ([text for _, text in each.values()] for each in (before, after))
     names: dict[str, None] = {}
     for kind, a, b, c, d in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
@@ -133,7 +134,7 @@ def _changed(before: Shown, after: Shown) -> list[str]:
 
 
 def _near(changed: list[str], before: Shown, after: Shown) -> set[str]:
-    """Choose the first changed node, those that hang together with it, and a few around them."""
+    """Return the first changed node, changed nodes connected to it, and a few neighbours."""
     beside: dict[str, list[str]] = {}
     for each in (before, after):
         for name, (node, _) in each.items():
@@ -150,7 +151,7 @@ def _near(changed: list[str], before: Shown, after: Shown) -> set[str]:
 
 
 def _first_messages(before: Shown) -> set[str]:
-    """Choose the first two waits whose nodes move, what they wait for, and who reads what comes."""
+    """Return the first two waits whose nodes move, their collectives, and the nodes that read the results."""
     waits = [node for node, _ in before.values() if "wait_tensor" in str(node.target)][:2]
     found = {n.name for wait in waits for n in (wait, *wait.all_input_nodes, *list(wait.users)[:1])}
     return found | {n.name for wait in waits for user in list(wait.users)[:1] for n in list(user.users)[:1]}

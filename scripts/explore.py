@@ -38,11 +38,11 @@ STAGE = "One microbatch, with what the stage does once a step; its parts run one
 
 
 def with_records(config: JobConfig) -> JobConfig:
-    """Let a configuration's graphs say what the page shows: of each call its place, and its line of source. Graphs that
-    are there already are traced again, to the same.
+    """Set the options for graphs with the places and source lines of calls, which the page shows. Precompiled graphs
+    are traced again, to equal ones.
 
     Raises:
-        UserError: its graphs can't say so.
+        UserError: its graphs can't have them.
     """
     if config.compile.capture != "make_fx":
         raise UserError(
@@ -55,7 +55,7 @@ def with_records(config: JobConfig) -> JobConfig:
 
 
 def build(config: JobConfig, world_size: int, trace: Path | None) -> dict[str, Any]:
-    """Build a configuration's graphs, as a dry run does; give the page's data.
+    """Build a configuration's graphs, as a dry run does, and return the page's data.
 
     Args:
         trace: a profile of a run of it.
@@ -65,7 +65,7 @@ def build(config: JobConfig, world_size: int, trace: Path | None) -> dict[str, A
     """
     check_disabled(config.compile.disable_passes)
     blueprint, watch = Blueprint(config, world_size), PassWatch()
-    # Nothing is written but the page, and no number is computed.
+    # Nothing is written except the page, and no number is computed.
     silent = dict(dump_to=None, picture=None, verify=False)
     if trace is not None:  # of a graph that ran: its norms are this machine's
         silent["plans_norms"] = False
@@ -107,7 +107,7 @@ def build(config: JobConfig, world_size: int, trace: Path | None) -> dict[str, A
 
 
 class Shown(NamedTuple):
-    """A graph that is shown: the name that passes were watched under, the graph, and the parts in which it runs."""
+    """A shown graph: its name in the record of passes, the graph, and the parts in which it runs."""
 
     name: str
     whole: GraphModule

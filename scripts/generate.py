@@ -25,7 +25,7 @@ from torchtitan_graph.models.hf import allocate, choose_model, from_hf, new_mode
 
 
 class Described(NamedTuple):
-    """What a checkpoint is of: a model on meta, and where its tokenizer and config.json are, if anywhere."""
+    """The description of a checkpoint: a model on meta, its tokenizer, and the folder of its assets, if any."""
 
     family: ModuleType
     model: nn.Module
@@ -34,12 +34,12 @@ class Described(NamedTuple):
 
 
 def open_model(folder: Path, config: Path | None = None) -> tuple[nn.Module, Tokenizer]:
-    """Load a model and its tokenizer, of a run those of its newest checkpoint.
+    """Return a model and its tokenizer; a run's are those of its newest checkpoint.
 
-    `config` is the run's configuration, if it is not to be looked for.
+    `config` is the run's configuration, if it is not to be searched.
 
     Raises:
-        UserError: the folder holds neither a complete checkpoint nor a Hugging Face model; says which and why.
+        UserError: the folder has neither a complete checkpoint nor a Hugging Face model.
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: there is no such folder")
@@ -54,9 +54,9 @@ def open_model(folder: Path, config: Path | None = None) -> tuple[nn.Module, Tok
 
 
 def describe(checkpoint: Path, config: Path | None = None) -> Described:
-    """Find out of what model a checkpoint is: by the configuration in it, or in one of the three folders above.
+    """Return a checkpoint's description, by the configuration in it, or in one of the three folders above.
 
-    That is a run's config.toml, or the config.json that convert_from_hf.py puts beside what it writes.
+    That is a run's config.toml, or the config.json that convert_from_hf.py copies next to its result.
     """
     file = config or _find_config(checkpoint)
     if file.name == "config.json":
@@ -64,9 +64,9 @@ def describe(checkpoint: Path, config: Path | None = None) -> Described:
         return Described(family, model, _tokenizer_of(file.parent, model), file.parent)
     job = load(["--job.config_file", str(file)])
     if job.model.attn == "auto":
-        job.model.attn = "sdpa"  # flex would be compiled for lengths that change with each token
+        job.model.attn = "sdpa"  # flex would be compiled for a length that changes with each token
     path = job.model.hf_assets_path
-    if path and not find_assets(path).exists():  # it began where the run was started: perhaps at a folder above
+    if path and not find_assets(path).exists():  # relative to where the run was started: perhaps a folder above
         above = (folder / path for folder in file.resolve().parents)
         path = job.model.hf_assets_path = str(next(filter(Path.exists, above), path))
     tokenizer, assets = load_tokenizer(path), find_assets(path) if path else None
@@ -87,14 +87,15 @@ def _find_config(checkpoint: Path) -> Path:
 
 
 def _tokenizer_of(folder: Path, model: nn.Module) -> Tokenizer:
-    """Load the tokenizer of a Hugging Face folder; what was trained on bytes has no tokenizer.json to bring along."""
+    """Return the tokenizer of a Hugging Face folder; without a tokenizer.json, a model trained on bytes has the
+    tokenizer of bytes."""
     of_bytes = load_tokenizer(None)
     is_of_bytes = model.config.vocab_size == of_bytes.vocab_size and not (folder / "tokenizer.json").exists()
     return of_bytes if is_of_bytes else load_tokenizer(str(folder))
 
 
 def choose(logits_V: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    """Draw the next token among the `top_k` likeliest (0: all), or take the likeliest at temperature 0."""
+    """Draw the next token among the `top_k` likeliest (0: all), or return the likeliest at temperature 0."""
     if temperature == 0:
         return int(logits_V.argmax())
     logits_K, tokens_K = logits_V.float().cpu().topk(min(top_k or len(logits_V), len(logits_V)))
@@ -131,7 +132,7 @@ def main() -> None:
         if token == tokenizer.eos_id:
             break
         tokens.append(token)
-        # A token may be part of a character: what is decoded is shown once it no longer ends in one that is broken.
+        # A token may be part of a character: the text is shown once it no longer ends in an incomplete one.
         text = options.prompt + tokenizer.decode(tokens[first:])
         if not text.endswith("\ufffd"):
             sys.stdout.write(text[len(shown) :])

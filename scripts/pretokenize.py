@@ -26,7 +26,7 @@ _SECONDS_BETWEEN_LINES = 10
 
 
 class Encode:
-    """A document of a source by its number, with its key; it can be sent to another process."""
+    """A function from a document's number in a source to its key and ids; it can be pickled."""
 
     def __init__(self, source: Source, tokenizer: Tokenizer) -> None:
         self.source, self.tokenizer = source, tokenizer
@@ -60,9 +60,9 @@ def encode_all(encode: Encode, numbers: range, num_workers: int) -> Iterator[Enc
 
 
 def pretokenize(options: argparse.Namespace) -> None:
-    """Write the shards, and say how far it is.
+    """Write the shards, and log the progress.
 
-    Raises UserError where the corpus, the tokenizer or the folder is not what it should be.
+    Raises UserError for an invalid corpus, tokenizer or folder.
     """
     tokenizer = load_tokenizer(options.hf_assets_path, options.special_tokens)
     corpus = open_corpus(
@@ -82,17 +82,17 @@ def pretokenize(options: argparse.Namespace) -> None:
         encode = Encode(source, tokenizer)
         documents = lambda start: encode_all(encode, range(start, total), options.num_workers)  # noqa: E731
         digest = source.digest if total == len(source) else f"{source.digest}, the first {total}"
-        # All its documents are written, and each is for training or validation by its key; but a dataset with splits
-        # of its own was opened as one of them.
+        # All its documents are written, and each is for training or validation by its key; but a dataset with splits of
+        # its own was opened as one of them.
         splits = ["train", "validation"] if corpus.split != "all" else [options.split]
-    else:  # a stream, of which only the split's documents come
+    else:  # a stream, which has only the split's documents
         stream, total, splits = corpus, limit, [options.split]
         texts = (text for lane in range(stream.num_lanes) for _, text in stream.documents(lane, 0, 0))
         encoded = ((document_key(str(text)), np.array(tokenizer.encode(str(text)), np.uint32)) for text in texts)
         documents = lambda start: itertools.islice(encoded, start, limit)  # noqa: E731
         digest = corpus.digest + (f", the first {limit}" if limit else "")
     if options.special_tokens:
-        digest += ", special tokens read from text"  # other rows than those of the text
+        digest += ", special tokens read from text"  # other rows than the text's
     began = said = time.monotonic()
     before = num_documents = num_tokens = 0
     writing = write_shards(

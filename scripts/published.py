@@ -31,15 +31,16 @@ from torchtitan_graph.plan.build import Job, build, configuration
 from torchtitan_graph.plan.simulate import Plan, by_rates, simulate
 from torchtitan_graph.rates import RATES, Rates
 
-# What casting the operands of a product to float8 moves, over what the product itself reads and writes in bf16: each
-# operand is read once for its largest magnitude, and read and written once more; but several products share one.
+# Bytes of casting the operands of a product to float8, relative to those that the product itself reads and writes in
+# bf16: each operand is read once for its largest magnitude, and read and written once more; but several products share
+# one.
 QUANTISING = 0.5
 
 FULL, OP, COMPILED, FLOAT8, ASYNC = "full", "op", "compiled", "float8", "async TP"
 
 
 class Published(NamedTuple):
-    """A figure: tokens/s of each device, and GiB where they are told; `fitted`, if constants were fitted to it."""
+    """A published figure: tokens/s of each device, and GiB if known; `fitted`, if constants were fitted to it."""
 
     board: str
     model: str
@@ -58,14 +59,14 @@ class Published(NamedTuple):
 
     @property
     def words(self) -> list[str]:
-        """The job's options: float8 is left out, see `Float8`."""
+        """The job's options, without float8, see `Float8`."""
         data = self.world // (self.tp * self.cp * self.pp)
         rows = self.rows // self.microbatches
         options = {
             "model.name": "llama3",
             "model.flavor": self.model,
             "model.attn": "flex",
-            "training.loss_implementation": "torch",  # as theirs
+            "training.loss_implementation": "torch",  # as in torchtitan
             "model.elementwise": "torch",
             "model.hf_assets_path": "",
             "training.seq_len": self.seq_len,
@@ -125,7 +126,7 @@ FIGURES = (
 
 @dataclasses.dataclass(frozen=True)
 class Float8(Costs):
-    """The same graph, as if its layers' products ran in float8: this program does not compile such a graph."""
+    """Costs of the same graph with its layers' products in float8: this program does not compile such a graph."""
 
     def works(self, node: Node) -> Sequence[Work]:
         works = super().works(node)
@@ -141,14 +142,14 @@ def _in_float8(work: Work) -> tuple[Work, Work]:
 
 
 def as_published(config: JobConfig, world_size: int) -> Blueprint:
-    """Give a blueprint whose norms are several operators, as they were in the torch of those runs."""
+    """Return a blueprint whose norms are several operators, as they were in the torch of those runs."""
     blueprint = Blueprint(config, world_size)
     blueprint.options = dataclasses.replace(blueprint.options, plans_norms=False)
     return blueprint
 
 
 def told(figure: Published, job: Job, rates: Rates) -> Plan:
-    """Forecast a figure on a board."""
+    """Return the forecast of a figure on a board."""
     prices = by_rates(job, rates)
     if FLOAT8 in figure.how:
         return simulate(job, lambda rank: Float8(rates, rank.links, rank.visible), rates)

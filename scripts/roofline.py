@@ -23,7 +23,7 @@ from torchtitan_graph.run.files import check_result, write_result
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the roofline that the arguments ask for. Return the exit code: 0 done, 2 something to change."""
+    """Print the roofline for the arguments. Return the exit code: 0 done, 2 for a UserError."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -47,7 +47,7 @@ _WIDTHS = {name: dtype.itemsize for name, dtype in vars(torch).items() if isinst
 
 
 class Line(NamedTuple):
-    """A node of a graph, as its line in a dump says it."""
+    """A node of a graph, from its line in a dump."""
 
     text: str
     operator: str
@@ -62,7 +62,7 @@ def read_lines(text: str) -> list[Line]:
 
 
 def _read_line(text: str) -> Line | None:
-    """Read a line of a dump; None of one that is no node's. A line may have been written by anybody, and be long."""
+    """Return a line of a dump as a node; None if it is no node's. A line is untrusted, and may be long."""
     call, _, words = text.partition("  # ")
     words, _, held = words.rpartition(" | ")
     called, marks = _CALL.match(call), _MARKS.match(words)
@@ -82,7 +82,8 @@ def _size(value: str) -> int:
 
 @functools.cache
 def _takes_memory(operator: str) -> bool:
-    """Return whether a node's value has a storage of its own: a view has not, and parts of a tuple have the tuple's."""
+    """Return whether a node's value has a storage of its own: a view has none, and parts of a tuple have the
+    tuple's."""
     if operator == "getitem":
         return False
     try:
@@ -92,7 +93,7 @@ def _takes_memory(operator: str) -> bool:
 
 
 def statistics(lines: Iterable[Line]) -> list[str]:
-    """Count nodes and the bytes that their values take by operator, and by the module's first two names."""
+    """Return tables of nodes and their values' bytes, by operator, and by the module's first two names."""
     tables = []
     keys = {"operator": lambda line: line.operator, "module": lambda line: ".".join(line.module.split(".")[:2])}
     lines = list(lines)
@@ -109,7 +110,7 @@ def statistics(lines: Iterable[Line]) -> list[str]:
 
 
 def timeline(lines: Sequence[Line], title: str) -> str:
-    """Draw what is held, node by node, as an SVG picture; the peak is marked and named."""
+    """Return an SVG picture of held memory, node by node, with the peak marked and named."""
     width, height, peak = 1000, 300, max(lines, key=lambda line: line.held)
     x, y = width / max(1, len(lines) - 1), (height - 60) / max(peak.held, 1e-9)
     points = " ".join(f"{i * x:.1f},{height - line.held * y:.1f}" for i, line in enumerate(lines))
@@ -131,7 +132,7 @@ def timeline(lines: Sequence[Line], title: str) -> str:
 
 
 def check_name(name: str, names: Sequence[str], parser: argparse.ArgumentParser) -> str:
-    """Refuse what is the name of no pass; `traced` is before any."""
+    """Check that `name` is a pass; `traced` is before any."""
     if name not in names:
         near = difflib.get_close_matches(name, names, n=1)
         parser.error(f"{name}: legal are {', '.join(names)}{f'; did you mean {near[0]}?' if near else ''}")
@@ -139,14 +140,14 @@ def check_name(name: str, names: Sequence[str], parser: argparse.ArgumentParser)
 
 
 def find_graph(folder: Path, name: str, parser: argparse.ArgumentParser) -> Path:
-    """Find the graph after a pass."""
+    """Return the file of the graph after a pass."""
     paths = sorted(folder.glob("*.py"))
     names = [path.stem.partition("_")[2] for path in paths]
     return paths[names.index(check_name(name, names, parser))]
 
 
 def read(path: Path) -> str:
-    """Read a graph.
+    """Return a graph's text.
 
     Raises:
         UserError: it can't be read.
@@ -158,7 +159,8 @@ def read(path: Path) -> str:
 
 
 def passes_of(config: JobConfig) -> list[str]:
-    """Name the graphs that a configuration's dry run can write; a stage's code is made after it is cut."""
+    """Return the names of the graphs that a configuration's dry run can write; a stage's code is generated after
+    partitioning."""
     is_cut = config.parallelism.pipeline_parallel_degree > 1
     ordered = [each for each in passes(PassPlan({}, (), ()), plan_extra(config.compile)) if not (is_cut and each.cut)]
     return ["traced", *(each.name for each in ordered if each.name not in config.compile.disable_passes)]
@@ -166,13 +168,13 @@ def passes_of(config: JobConfig) -> list[str]:
 
 @contextlib.contextmanager
 def dry(words: Sequence[str]) -> Iterator[Blueprint]:
-    """Give the blueprint of a configuration's dry run, without evaluation, on a fake process group.
+    """Yield the blueprint of a configuration's dry run, without evaluation, on a fake process group.
 
     Raises:
         UserError: as a run of that configuration.
     """
     config, world_size = load([*words, *DRY]), ranks_asked_for() or 1
-    config.compile.precompiled = None  # of the passes it has the last alone; traced again, graphs are the same
+    config.compile.precompiled = None  # it has only the last pass' graph; traced again, graphs are the same
     for notice in check(config, world_size):
         logger.warning(notice)
     check_disabled(config.compile.disable_passes)
@@ -201,10 +203,10 @@ def build(words: Sequence[str], folder: Path, wanted: Sequence[str], parser: arg
 def table(words: Sequence[str], by: str, depth: int, profile: Path | None) -> list[str]:
     """Return a table of the FLOPs, bytes and time of modules or functions, forward and backward side by side.
 
-    Of a run's folder that is given as the profile, the configuration is taken too, unless `words` name another file.
+    With a run's folder as the profile, its configuration is used too, unless `words` name another file.
 
     Raises:
-        UserError: as a run of that configuration; or the profile is none of it.
+        UserError: as a run of that configuration; or the profile is of another.
     """
     if profile is not None and profile.is_dir() and not any(_names_config(word) for word in words):
         words = ["--job.config_file", str(find_config(profile)), *words]
@@ -223,7 +225,7 @@ def _names_config(word: str) -> bool:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Give the parser of what is not an option of training."""
+    """Return the parser of the options that are not training's."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -253,7 +255,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
     options, of_training = read_beside(parser, argv)
     given = [name for name in vars(options) if getattr(options, name) != parser.get_default(name)]
-    alone = {"by": ("depth", "profile"), "diff": ("graphs", "stage")}  # what else such a table, or difference, looks at
+    alone = {"by": ("depth", "profile"), "diff": ("graphs", "stage")}  # other options of such a table, or difference
     for name, others in alone.items():
         if name in given and (rest := [other for other in given if other not in (name, *others)]):
             parser.error(f"--{name}: looks at whole graphs; leave out --{', --'.join(rest)}")
@@ -285,10 +287,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def show(options: argparse.Namespace, folder: Path, parser: argparse.ArgumentParser) -> None:
-    """Print, of the graphs in a folder, what the options ask for.
+    """Print what the options select of the graphs in a folder.
 
     Raises:
-        UserError: a file can't be read, or the picture not be written.
+        UserError: a file can't be read, or the picture can't be written.
     """
     if not folder.is_dir():
         parser.error(f"--graphs {folder}: there is no such folder")

@@ -15,12 +15,13 @@ from torchtitan_graph.log import init_logging, logger
 
 FILES = ("tokenizer.json", "tokenizer_config.json")
 BOS, EOS = "<|bos|>", "<|eos|>"
-# Merges stay inside: a word with the space before it, up to 3 digits, signs, line ends, or the spaces of an indent.
+# Merges stay within one of these: a word with the space before it, up to 3 digits, signs, line ends, or the spaces of
+# an indent.
 _WORDS = r"\s?\p{L}[\p{L}\p{M}']*|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def train_tokenizer(documents: Iterator[str], vocab_size: int) -> Tokenizer:
-    """Return a BPE of `vocab_size` tokens, every byte and the two special ones among them."""
+    """Return a BPE of `vocab_size` tokens, including every byte and the two special ones."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

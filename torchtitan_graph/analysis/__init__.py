@@ -1,1 +1,1 @@
-"""What a graph costs: memory, arithmetic, traffic, time, by scope."""
+"""The costs of a graph: peak memory, FLOPs, communication, time, by scope."""

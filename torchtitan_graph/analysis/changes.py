@@ -1,5 +1,5 @@
-"""What passes change in a graph, as a table: time, nodes, operators, the predicted peak, what is received, and what of
-that nothing hides."""
+"""A table of each pass' changes to a graph: time, nodes, operators, predicted peak memory, bytes received, exposed
+communication."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from torchtitan_graph.analysis.traffic import traffic
 
 _MIB = 2**20
 _ROW = "  {:24} {:>8} {:>16} {:>13} {:>13} {:>10}   {}"
-# To find a peak takes half as long as a pass. Of larger graphs only the first and the last are measured.
+# Computing a peak takes half as long as a pass. Of larger graphs only the first and the last are measured.
 _LARGE = 10_000
 
 
 class Written:
-    """What is written in a graph, to be compared after a pass, which may edit it in place: its nodes in their order,
-    what each calls on what, and its value. Tags are not part of it: nothing computes them."""
+    """A snapshot of a graph's nodes, in order, with targets, arguments and values, for comparison after a pass, which
+    may edit the graph in place. Tags are left out: they change no result."""
 
     def __init__(self, gm: GraphModule) -> None:
         self._calls = [(node, node.op, node.target, node.args, node.kwargs) for node in gm.graph.nodes]
         self._values = [node.meta.get("val") for node in gm.graph.nodes]
 
     def is_still_in(self, gm: GraphModule) -> bool:
-        """Tell whether `gm` has these nodes and no others. It may hold another constant or subgraph all the same, where
-        `holds_more` is true."""
+        """Return whether `gm` has exactly these nodes. Its constants or subgraphs may still differ where `holds_more`
+        is true."""
         now = Written(gm)
         return self._calls == now._calls and all(map(operator.is_, self._values, now._values))
 
     @property
     def holds_more(self) -> bool:
-        """Tell whether the graph has constants or subgraphs, which are not compared."""
+        """Return whether the graph has constants or subgraphs, which are not compared."""
         return any(op in ("get_attr", "call_module") for _, op, *_ in self._calls)
 
 
 class Measured(NamedTuple):
-    """Of a graph: the bytes that it holds at its peak beside its inputs, those that it receives, and the seconds of
-    communication that nothing hides."""
+    """A graph's peak memory in bytes without its inputs, the bytes that it receives, and its seconds of exposed
+    communication."""
 
     peak: int
     received: int
@@ -54,14 +54,14 @@ class Measured(NamedTuple):
 
 
 class PassTable:
-    """A row for each pass: what it changed; and the peak, the bytes received and the estimate of communication that
-    nothing hides, where they are others than before.
+    """A row for each pass: its changes; and the peak memory, the bytes received and the estimated exposed
+    communication, where they changed.
 
-    A peak is beside the inputs; among these are the whole parameters until `shard_params` makes them shards.
+    A peak is without the inputs, which include the whole parameters until `shard_params` makes them shards.
     """
 
     def __init__(self, gm: GraphModule, costs: Costs) -> None:
-        """Begin with the graph before any pass."""
+        """Start with the graph before any pass."""
         self._costs, self._is_large, self._first = costs, len(gm.graph.nodes) > _LARGE, len(gm.graph.nodes)
         self._gm, self._operators, self._seconds = gm, _operators(gm), 0.0
         self._written, self._last = Written(gm), self._measure(gm)
@@ -70,7 +70,8 @@ class PassTable:
         self._rows.append(_row("traced", "", str(self._first), self._last.words()))
 
     def add(self, name: str, seconds: float, gm: GraphModule) -> None:
-        """Add the pass that gave this graph; `measured` is what it is then, None if it was not measured."""
+        """Add a row for the pass that returned this graph; `measured` is then the graph's, None if it was not
+        measured."""
         before, after = self._operators, _operators(gm)
         nodes = f"{sum(before.values())} -> {sum(after.values())}" if before != after else ""
         found = self._last if self._is_large or self._written.is_still_in(gm) else self._measure(gm)
@@ -81,15 +82,15 @@ class PassTable:
         self._seconds += seconds
 
     def lines(self) -> list[str]:
-        """Give the table, with all passes together in its last row."""
+        """Return the table, with all passes together in its last row."""
         if self._is_large:
             self._last = self._measure(self._gm)
         nodes = f"{self._first} -> {len(self._gm.graph.nodes)}"
         return [*self._rows, _row("all", f"{self._seconds:.2f} s", nodes, self._last.words())]
 
     def communication(self) -> str:
-        """Tell what of the communication of the graph that `lines` told of last nothing hides; nothing where it sends
-        nothing."""
+        """Return, as text, the exposed communication of the graph that `lines` measured last; "" for a graph without
+        any."""
         found = self._estimate
         return f"communication: {found} (an estimate, by the rates of {self._costs.rates.name})" if found.sent else ""
 
@@ -100,7 +101,7 @@ class PassTable:
 
 
 def _operators(gm: GraphModule) -> collections.Counter[Any]:
-    """Count a graph's nodes by what they call; inputs, outputs and subgraphs by their kind."""
+    """Count a graph's nodes by target; inputs, outputs and subgraphs by kind."""
     return collections.Counter(node.target if node.op == "call_function" else node.op for node in gm.graph.nodes)
 
 

@@ -1,14 +1,14 @@
-"""How long a graph takes, and how much of its communication nothing hides: an estimate, from shapes alone.
+"""An estimate of a graph's time and its exposed communication, from shapes alone.
 
 Note [Estimate]
-A kernel takes as long as its products at the device's peak or its bytes through memory, whichever is longer, and never
-less than the least that a kernel takes; it starts when the host has got so far. A collective takes a hop's latency for
-each doubling of its group, and its bytes over the slower of two ways: within machines, and between them, where each
-rank of the group in a machine has a port of its own. Of all peaks a share is reached. Collectives of one group run one
-after another, beside the arithmetic, from where they start; a `wait_tensor` stands still until its own is done. So do
-copies to the host's memory, and from it. The figures are a device's `Rates`, each with its source. Not seen: kernels
-that collectives slow down, ranks that are late, experts that get more rows than others. No figure depends on the rank:
-what is placed by it stands in the same order on all of them.
+A kernel takes the time of its products at the device's peak or of its bytes through memory, whichever is longer, and at
+least a kernel's minimum; it starts when the host has launched it. A collective takes a hop's latency for each doubling
+of its group, and its bytes over the slower of two ways: within machines, and between them, where each rank of the group
+in a machine has a port of its own. All peaks are multiplied by the share that is reached. Collectives of one group run
+one after another, concurrently with the arithmetic, from where they start; a `wait_tensor` blocks until its own is
+done. So do copies to the host's memory, and from it. The figures are a device's `Rates`, each with its source. Not
+modelled: kernels that collectives slow down, ranks that are late, experts that get more rows than others. No figure
+depends on the rank: passes that use a rank's estimate to order nodes choose the same order on all.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from torchtitan_graph.rates import RATES, Rates
 aten = torch.ops.aten
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 _OWN = torch.ops.torchtitan_graph
-# Copies beside the arithmetic, by the way they take; and what waits for them, or lets the host wait.
+# Copies concurrent with the arithmetic, by direction; and the waits for them, the device's and the host's.
 _COPIES: Mapping[object, str] = {_OWN.offload.default: "to the host", _OWN.reload.default: "from the host"}
 _ARRIVED, _LANDED = _OWN.arrived.default, _OWN.landed.default
-# What tells the host how many rows are exchanged, and what waits until the host knows.
+# The operator that copies the numbers of exchanged rows to the host, and the one that waits for them there.
 _ROW_SPLITS, _EXCHANGE = _OWN.row_splits.default, _OWN.exchange.default
 
-# They go through the logits some rows at a time, in several kernels each: bytes of fp32 that these read and write for
-# each logit, beside the logits and results themselves. Logits in fp32 are not cast, which saves _CAST of them. A part
-# is larger than a GPU's caches. See row_loss.py.
+# They process the logits some rows at a time, in several kernels each: bytes of fp32 that these read and write for each
+# logit, in addition to the logits and results themselves. Logits in fp32 are not cast, which saves _CAST of them. A
+# part is larger than a GPU's caches. See row_loss.py.
 _BY_ROWS: Mapping[object, int] = {
     _OWN.cross_entropy.default: 12,
     _OWN.cross_entropy_backward_.default: 32,
@@ -51,34 +51,34 @@ _BY_ROWS: Mapping[object, int] = {
 }
 _CAST = 8
 
-_VIEW = aten._unsafe_view.default  # it says of itself that it is none
+_VIEW = aten._unsafe_view.default  # a view whose schema states no alias
 
-# They read no more of their first argument than they give.
+# They read as many bytes of their first argument as their result has.
 _SELECT = (aten.embedding.default, aten.index_select.default, aten.gather.default)
 
-# They read nothing of their first argument: they overwrite it, or take its shape alone.
+# They read no data of their first argument: they overwrite it, or use its shape alone.
 _UNREAD = (
     *(aten.copy_.default, aten.copy.default, aten.fill_.Scalar, aten.zero_.default),
     *(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default),
     *(aten.new_zeros.default, aten.new_ones.default, aten.new_full.default),
 )
 
-# Bytes that pass through memory for each byte of a trained parameter: Adam reads it, its gradient and two moments, and
-# writes three of them; the norm reads gradients, clipping reads and writes them; a sum reads two and writes one.
+# Bytes of memory traffic for each byte of a trained parameter: Adam reads it, its gradient and two moments, and writes
+# three of them; the norm reads gradients, clipping reads and writes them; a sum reads two and writes one.
 _UPDATE, _CLIP, _ACCUMULATE = 7, 3, 3
 
 PRODUCT, ATTENTION, OTHER = "products", "attention", "other"
-COMPUTE, MEMORY, LAUNCH = "compute", "memory", "launch"  # what a kernel's time is
+COMPUTE, MEMORY, LAUNCH = "compute", "memory", "launch"  # the terms of a kernel's time
 
 
 class Work(NamedTuple):
-    """What a kernel asks of a device.
+    """A kernel's work.
 
     kind        PRODUCT, ATTENTION or OTHER
-    operations  of products; attention's for the pairs that its kernel looks at, scores computed again included
+    operations  FLOPs of products; attention's for the pairs that its kernel computes, recomputed scores included
     num_bytes   read and written
-    least       the same if all neighbours that are compiled with it were fused; else as many
-    width       bytes of each number that is multiplied, of the narrower operand
+    least       the same if all neighbours in its compiled region were fused; else `num_bytes`
+    width       bytes of each multiplied number, of the narrower operand
     """
 
     kind: str
@@ -89,14 +89,14 @@ class Work(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """A kernel: the nodes that it computes, in their order, and what it asks for."""
+    """A kernel: its nodes, in order, and its work."""
 
     nodes: Sequence[Node]
     work: Work
 
 
 class Link(NamedTuple):
-    """The ranks of a group: along which axis, how many, and how many of them share a machine."""
+    """The ranks of a group: its axis, its size, and how many of them share a machine."""
 
     axis: str
     degree: int
@@ -105,8 +105,8 @@ class Link(NamedTuple):
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of a run of a graph: in all, of communication by axis, what of it nothing hides, and of kernels by their
-    kind. What is left of all seconds the device waits for the host."""
+    """Seconds of a run of a graph: total, of communication by axis, its exposed part by axis, and of kernels by kind.
+    The rest of the total the device waits for the host."""
 
     seconds: float
     sent: Mapping[str, float]
@@ -114,7 +114,7 @@ class Estimate:
     computed: Mapping[str, float] = field(default_factory=dict)
 
     def __add__(self, other: Estimate) -> Estimate:
-        """Run one after the other."""
+        """Add estimates of graphs that run one after the other."""
         sent, exposed, computed = (
             {key: a.get(key, 0.0) + b.get(key, 0.0) for key in {**a, **b}}
             for a, b in (
@@ -126,7 +126,7 @@ class Estimate:
         return Estimate(self.seconds + other.seconds, sent, exposed, computed)
 
     def __mul__(self, times: float) -> Estimate:
-        """Run several times."""
+        """Multiply by a number of runs."""
         sent, exposed, computed = (
             {key: x * times for key, x in each.items()} for each in (self.sent, self.exposed, self.computed)
         )
@@ -145,9 +145,9 @@ def _ms(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class Costs:
-    """What nodes take on a kind of device, with the groups' links by name. See Note [Estimate].
+    """Seconds of nodes on a kind of device, with the groups' links by name. See Note [Estimate].
 
-    visible  by block the fraction of all pairs of positions that its mask leaves, where it is known
+    visible  by block the fraction of all pairs of positions that its mask allows, where it is known
     """
 
     rates: Rates = RATES["CPU"]
@@ -155,27 +155,27 @@ class Costs:
     visible: Mapping[str, float] = field(default_factory=dict)
 
     def seconds(self, node: Node) -> float:
-        """Give how long a node takes; of a collective or a copy to or from the host, on its own stream."""
+        """Return a node's seconds; for a collective or a copy to or from the host, on its own stream."""
         link = self.link(node)
         if node.target in _COPIES:
             return num_bytes(node.meta.get("val")) / self.rates.host
         return self.sending(node, link) if link else self.computing(node)
 
     def computing(self, node: Node) -> float:
-        """Give how long the kernels of a node take that is no collective."""
+        """Return the seconds of a node's kernels; of a node that is no collective."""
         return sum(map(self.kernel, self.works(node)))
 
     def works(self, node: Node) -> Sequence[Work]:
-        """Give what a node's kernels ask for: none of views and collectives, several of a compiled region."""
+        """Return the work of a node's kernels: none for views and collectives, several for a compiled region."""
         return meta.works(node) if meta.region(node) else works_of(node, self.visible)
 
     def kernel(self, work: Work) -> float:
-        """Give how long a kernel takes."""
+        """Return a kernel's seconds."""
         return max(self.terms(work).values())
 
     def terms(self, work: Work) -> dict[str, float]:
-        """Give how long a kernel's arithmetic takes alone, its bytes, and the least that a kernel takes: by COMPUTE,
-        MEMORY and LAUNCH."""
+        """Return the seconds of a kernel's arithmetic alone, of its bytes, and a kernel's minimum: by COMPUTE, MEMORY
+        and LAUNCH."""
         rates = self.rates
         share = rates.attention_share
         if work.kind != ATTENTION:
@@ -187,46 +187,46 @@ class Costs:
         }
 
     def moved(self, work: Work) -> float:
-        """Give the bytes that a kernel reads and writes, where it is fused as far as a compiler does that."""
+        """Return the bytes that a kernel reads and writes, at the share of fusion that a compiler reaches."""
         return work.num_bytes - self.rates.fusion_share * (work.num_bytes - work.least)
 
     def moving(self, num_bytes: float) -> float:
-        """Give how long bytes take that are read or written of the device's memory."""
+        """Return the seconds of reading or writing bytes of the device's memory."""
         return num_bytes / (self.rates.memory * self.rates.memory_share)
 
     def starting(self, node: Node) -> float:
-        """Give how long a collective keeps the arithmetic waiting where it starts: a part of its own time."""
+        """Return the seconds that starting a collective blocks the arithmetic: a part of its own time."""
         return 0.0
 
     def optimizer(self, trained: int, on_host: bool = False) -> float:
-        """Give how long clipping and Adam's step take for so many bytes of parameters."""
+        """Return the seconds of clipping and Adam's step for so many bytes of parameters."""
         moved = update_bytes(trained)
         return moved / self.rates.host_memory if on_host else self.moving(moved)
 
     def accumulating(self, trained: int, on_host: bool = False) -> float:
-        """Give how long it takes to add a microbatch's gradients of so many bytes to those of others."""
+        """Return the seconds of accumulating a microbatch's gradients of so many bytes."""
         moved = sum_bytes(trained)
         return moved / self.rates.host_memory if on_host else self.moving(moved)
 
     def link(self, node: Node) -> Link | None:
-        """Give a collective's link; None of other nodes, and of groups that are no axis."""
+        """Return a collective's link; None for other nodes, and for groups that are no axis."""
         group = group_of(node)
         return self.links.get(group) if group is not None else None
 
     def sending(self, node: Node, link: Link) -> float:
-        """Give how long a collective takes over a link."""
+        """Return a collective's seconds over a link."""
         size, (_, degree, near) = received(node, link.degree), link
         hop = self.rates.near_hop if near == degree else self.rates.far_hop
-        if is_permutation(node):  # all wait for those that send to another machine
+        if is_permutation(node):  # all wait for the ranks that send to another machine
             return self.message(size, near == degree)
         if "all_to_all" in kind_of(node) or kind_of(node) == "exchange":
             within, between = size * (near - 1) / max(degree - 1, 1), size * (degree - near) / max(degree - 1, 1)
-        else:  # a ring, or several, through each machine: all bytes come in once, over the ports of all that are there
+        else:  # rings through each machine: all bytes enter it once, over all ports of its ranks
             within, between = size * (near > 1), size / near * (near < degree)
         return hop * math.ceil(math.log2(degree)) + max(self._travel(within, True), self._travel(between, False))
 
     def message(self, size: float, is_near: bool) -> float:
-        """Give how long a message takes from one device to another."""
+        """Return the seconds of a message between two devices."""
         return (self.rates.near_hop if is_near else self.rates.far_hop) + self._travel(size, is_near)
 
     def _travel(self, size: float, is_near: bool) -> float:
@@ -234,18 +234,18 @@ class Costs:
 
 
 def update_bytes(trained: int) -> int:
-    """Give the bytes that clipping and Adam's step read and write for so many bytes of parameters."""
+    """Return the bytes that clipping and Adam's step read and write for so many bytes of parameters."""
     return (_UPDATE + _CLIP) * trained
 
 
 def sum_bytes(trained: int) -> int:
-    """Give the bytes that are read and written to add gradients of so many bytes to others."""
+    """Return the bytes that accumulating gradients of so many bytes reads and writes."""
     return _ACCUMULATE * trained
 
 
 def works_of(node: Node, visible: Mapping[str, float] | None = None) -> Sequence[Work]:
-    """Give what a node asks of a device that is no compiled region. Of attention whose kernel leaves out what the
-    mask does, flex and varlen, the part `visible` of its block counts, else what a causal mask leaves."""
+    """Return the work of a node that is no compiled region. Where attention's kernel skips masked pairs, in flex and
+    varlen, the fraction `visible` of its block counts, else that of a causal mask."""
     is_call = node.op == "call_function" and node.target not in (WAIT, operator.getitem, _ARRIVED, _LANDED)
     if not is_call or node.target in _COPIES or is_view(node) or node.target is _VIEW:
         return ()
@@ -253,20 +253,20 @@ def works_of(node: Node, visible: Mapping[str, float] | None = None) -> Sequence
     if operations:
         kind = PRODUCT
     elif all_pairs := attention_flops(node):
-        # Backward's kernels compute the scores again, one product more than the four that count.
+        # Backward's kernels recompute the scores, one product more than the four that count.
         kind, operations = ATTENTION, all_pairs * _pairs(node, visible or {}) * (1.25 if runs_backward(node) else 1.0)
     moved = float(touched(node))
     return (Work(kind, operations, moved, moved, _dtype(node).itemsize),)
 
 
 def _pairs(node: Node, visible: Mapping[str, float]) -> float:
-    """Give the part of all pairs of positions that an attention's kernel looks at."""
+    """Return the fraction of all pairs of positions that an attention's kernel computes."""
     if node.target in VARLEN or not isinstance(node.target, torch._ops.OpOverload):
         return visible.get(block_of(node, visible) or "", 0.5)
     names = [argument.name for argument in node.target._schema.arguments]
     place = names.index("is_causal")
     is_causal = node.args[place] if place < len(node.args) else node.kwargs.get("is_causal", False)
-    return 0.5 if is_causal else 1.0  # a mask of its own is added to every score
+    return 0.5 if is_causal else 1.0  # an explicit mask is added to every score
 
 
 def fused_kernels(
@@ -275,13 +275,13 @@ def fused_kernels(
     readers: Mapping[Node, Set[Node]],
     visible: Mapping[str, float] | None = None,
 ) -> list[Kernel]:
-    """Give the kernels of nodes that are compiled together, in their order: products and attention are kernels of their
-    own; what stands between two of them is one, which reads and writes at least what enters and leaves it.
+    """Return the kernels of nodes that are compiled together, in their order: each product and attention is a kernel of
+    its own; the nodes between two of them are one, which reads and writes at least its inputs and outputs.
 
     Args:
-        owner: tells in whose memory a value lies.
-        readers: tells who reads each memory.
-        visible: as of `works_of`.
+        owner: the node that owns a value's memory.
+        readers: the nodes that read each memory.
+        visible: as in `works_of`.
     """
     found: list[Kernel | list[Node]] = [[]]
     for node in nodes:
@@ -298,7 +298,7 @@ def _fused(nodes: Sequence[Node], owner: Mapping[Node, Node], readers: Mapping[N
     inside, made = set(nodes), {owner[node] for node in nodes}
     enters = {owner[x] for node in nodes for x in _read(node)} - inside
     leaves = {x for x in made if not readers.get(x, set()) <= inside}
-    least = sum(num_bytes(x.meta.get("val")) for x in (*enters, *leaves))  # what is written in place is in both
+    least = sum(num_bytes(x.meta.get("val")) for x in (*enters, *leaves))  # values written in place are in both
     moved = sum(map(touched, nodes))
     return Work(OTHER, 0.0, float(moved), float(min(least, moved)), 4)
 
@@ -309,8 +309,8 @@ def _dtype(node: Node) -> torch.dtype:
 
 
 def touched(node: Node) -> int:
-    """Give the bytes that a node reads and writes."""
-    made = num_bytes(node.meta.get("val"))  # an operator may give nothing: an optimizer's writes in place
+    """Return the bytes that a node reads and writes."""
+    made = num_bytes(node.meta.get("val"))  # an operator may return nothing: an optimizer's writes in place
     if node.target in _SELECT:
         return 2 * made
     moved = made + sum(stored_bytes(x.meta.get("val")) for x in _read(node))
@@ -321,37 +321,37 @@ def touched(node: Node) -> int:
 
 
 def _read(node: Node) -> list[Node]:
-    """Give the inputs of which a node reads more than their shape."""
+    """Return the inputs whose data a node reads, not only their shape."""
     return [x for x in node.all_input_nodes if node.target not in _UNREAD or x is not node.args[0]]
 
 
 class Clock:
-    """Time as the nodes of a graph go by, in the order in which they are told."""
+    """A simulated clock, advanced node by node in the graph's order."""
 
     def __init__(self, costs: Costs) -> None:
         self.costs, self.now = costs, 0.0
         self.sent: dict[str, float] = collections.defaultdict(float)
         self.exposed: dict[str, float] = collections.defaultdict(float)
         self.computed: dict[str, float] = collections.defaultdict(float)
-        self._host = 0.0  # when the host has started all that was told so far
+        self._host = 0.0  # when the host has launched all nodes so far
         self._told: dict[Node, float] = {}  # when the host can know the rows of an exchange
-        # When a stream has nothing more to do; and when it would have, if the host had started all at once.
+        # When a stream is free; and when it would be, if the host had launched all at once.
         self._free: dict[str, tuple[float, float]] = collections.defaultdict(lambda: (0.0, 0.0))
-        self._done: dict[Node, tuple[str, float, float]] = {}  # a collective -> its axis, and both of its end
+        self._done: dict[Node, tuple[str, float, float]] = {}  # a collective -> its axis, and both times of its end
 
     def left(self, wait: Node) -> float:
-        """Give how long a wait would stand still now."""
+        """Return the seconds that a wait would block now."""
         _, done, _ = self._done.get(wait.all_input_nodes[0], ("", 0.0, 0.0))
         return max(0.0, done - self.now)
 
     def tell(self, node: Node) -> None:
-        """Let a node run, or start, or be waited for."""
+        """Advance the clock by a node: a kernel, the start of a collective or copy, or a wait."""
         if node.target is _EXCHANGE:
             self._host = max(self._host, self._told.get(node.args[1], 0.0))  # type: ignore[arg-type]
         if node.target is WAIT or node.target is _ARRIVED:
             if left := self.left(node):
                 axis, _, alone = self._done[node.all_input_nodes[0]]
-                self.exposed[axis] += max(0.0, alone - self.now)  # the rest is for the host
+                self.exposed[axis] += max(0.0, alone - self.now)  # the rest waits for the host
                 self.now += left
         elif link := self.costs.link(node):
             self._start(node, str(group_of(node)), link.axis)

@@ -1,4 +1,4 @@
-"""The cheapest cut of a small network, and what it says of values: which to keep, and which to compute again."""
+"""Minimum cuts of small networks of values: which to save, and which to recompute."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 
 class Value(NamedTuple):
-    """A value that may be kept, computed again from others, or neither.
+    """A value that may be saved, recomputed from others, or neither.
 
-    keep    what it costs to keep; None: it can't be, it is a view of another
-    again   what it costs to compute again; None: it can't be
-    inputs  what it is computed from: places in the list of values
-    wanted  whether it is asked for
+    keep    the cost of saving it; None: it can't be saved, it is a view of another
+    again   the cost of recomputing it; None: it can't be recomputed
+    inputs  indices of its inputs in the list of values
+    wanted  whether backward reads it
     """
 
     keep: int | None
@@ -24,15 +24,16 @@ class Value(NamedTuple):
 
 @functools.lru_cache(maxsize=256)  # a model's blocks are alike
 def computed_again(values: tuple[Value, ...]) -> frozenset[int]:
-    """Give the places of the values that are computed again where keeping and computing cost least in all.
+    """Return the indices of the values that are recomputed where saving and recomputing cost least in all: a minimum
+    cut.
 
-    Each value is two vertices, asked for (2 i) and computed (2 i + 1): to keep it is to cut the edge between them, to
-    compute it is to cut that from the second to the sink, and a computed value asks for its inputs. (A network of this
-    kind is in "Checkmate", Jain et al. 2020, and in torch's own partitioner.)
+    Each value is two vertices, needed (2 i) and computed (2 i + 1): saving it cuts the edge between them, recomputing
+    it cuts the edge from the second to the sink, and a computed value needs its inputs. (A network of this kind is in
+    "Checkmate", Jain et al. 2020, and in torch's own partitioner.)
     """
     source, sink = 2 * len(values), 2 * len(values) + 1
     endless = 1 + sum((value.keep or 0) + (value.again or 0) for value in values)
-    network: list[dict[int, int]] = [{} for _ in range(sink + 1)]  # vertex -> next vertex -> capacity that is left
+    network: list[dict[int, int]] = [{} for _ in range(sink + 1)]  # vertex -> next vertex -> residual capacity
 
     def edge(a: int, b: int, capacity: int | None) -> None:
         network[a][b] = endless if capacity is None else capacity
@@ -51,14 +52,14 @@ def computed_again(values: tuple[Value, ...]) -> frozenset[int]:
 
 @functools.lru_cache(maxsize=256)
 def hull(values: tuple[Value, ...]) -> list[frozenset[int]]:
-    """Give the choices of what is computed again that no mixture of others betters, those that keep most first.
+    """Return the sets of recomputed values on the lower convex hull of bytes and work, those that save most first.
 
-    `keep` is in bytes, `again` in work. Each choice is a cheapest cut at some price of a byte in work, and none is
-    missed: between two neighbours the price is tried at which both cost the same.
+    `keep` is in bytes, `again` in work. Each set is a minimum cut at some price of a byte in work, and none is missed:
+    between two neighbours the price is tried at which both cost the same.
     """
 
     def cut(byte: int, work: int) -> _Choice:
-        # Of choices that cost the same the one that keeps less: each byte has a little price more.
+        # Of sets with equal cost, the one that saves fewer bytes: each byte costs slightly more.
         byte, work = (byte << 24) + 2, (work << 24) + 1
         priced = (v._replace(keep=v.keep and v.keep * byte, again=v.again and v.again * work) for v in values)
         again = computed_again(tuple(priced))
@@ -84,7 +85,7 @@ class _Choice(NamedTuple):
 
 
 def kept(values: Sequence[Value], again: Container[int]) -> int:
-    """Give what is kept, in what `keep` counts, if these are computed again."""
+    """Return the total `keep` of the saved values, if the values in `again` are recomputed."""
     asked: set[int] = set()
     pending = [i for i, value in enumerate(values) if value.wanted]
     while pending:
@@ -96,8 +97,8 @@ def kept(values: Sequence[Value], again: Container[int]) -> int:
 
 
 def _fill(network: list[dict[int, int]], source: int, sink: int) -> set[int]:
-    """Send as much as goes from source to sink, by shortest ways (Edmonds and Karp 1972); give what the source still
-    reaches then."""
+    """Compute a maximum flow by shortest augmenting paths (Edmonds and Karp 1972); return the vertices that the source
+    still reaches."""
     while True:
         before, queue = {source: source}, [source]
         for a in queue:

@@ -1,8 +1,8 @@
-"""Count the arithmetic of a traced step.
+"""Count the FLOPs of a traced step.
 
 Convention: a multiply-add is two operations; matrix products, convolutions and attention count, elementwise work does
-not; forward and backward count once, before any recomputation; what all ranks of context parallel compute alike counts
-once among them; attention counts the pairs of positions that its mask leaves.
+not; forward and backward count once, before any recomputation; products that all ranks of context parallel repeat count
+once among them; attention counts the pairs of positions that its mask allows.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _GROUPED = (
 VARLEN = (_OWN.varlen_attention.default, _OWN.varlen_attention_backward.default)
 
 # Matrix products per head: forward has scores, (L, H) x (H, L), and outputs, (L, L) x (L, width of values); backward
-# the gradients of queries and keys, as large as the first, and of values and scores, as large as the second. The
-# scores that fused kernels compute again in backward are recomputation.
+# the gradients of queries and keys, as large as the first, and of values and scores, as large as the second. The scores
+# that fused kernels recompute in backward are recomputation.
 ATTENTION = (
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention.default,
@@ -54,15 +54,15 @@ _BACKWARD = (
 
 @dataclasses.dataclass(frozen=True)
 class Flops:
-    """Operations of one microbatch on one device: `matmul`, and `attention`, by block, as if every position saw every
+    """FLOPs of one microbatch on one device: `matmul`, and `attention`, by block, as if every position saw every
     other."""
 
     matmul: int
     attention: Mapping[str, int]
 
     def of(self, visible: Mapping[str, float], length: float = 1.0) -> float:
-        """Give the operations where a block's mask leaves the fraction `visible` of all pairs, and rows have the part
-        `length` of the tokens that they were traced with."""
+        """Return the FLOPs where a block's mask allows the fraction `visible` of all pairs, and rows have the fraction
+        `length` of the traced tokens."""
         attention = sum(count * visible[block] for block, count in self.attention.items())
         return self.matmul * length + attention * length**2
 
@@ -71,10 +71,10 @@ class Flops:
 
 
 def count_flops(gm: GraphModule, blocks: Container[str], whole_rows: tuple[str, int] = ("", 1)) -> Flops:
-    """Count the operations of a graph that no pass has changed; attention outside any block is counted under "".
+    """Return the FLOPs of a graph that no pass has changed; attention outside any block is counted under "".
 
-    A sink's column counts as it is computed. Values count as wide as they are, also where a kernel wants them padded to
-    the keys' width.
+    An attention sink counts where it is computed as a key's column. Values count at their own width, even if a kernel
+    needs them padded to the keys' width.
 
     Args:
         whole_rows: the name and the degree of the group that gathers whole rows, if one does.
@@ -91,12 +91,12 @@ def count_flops(gm: GraphModule, blocks: Container[str], whole_rows: tuple[str, 
 
 
 def flops_of(node: Node) -> int:
-    """Give a node's operations, attention's as if every position saw every other."""
+    """Return a node's FLOPs, attention's as if every position saw every other."""
     return attention_flops(node) or matmul_flops(node)
 
 
 def attention_flops(node: Node) -> int:
-    """Count an attention's operations, forward or backward, as if every position saw every other; 0 of other nodes."""
+    """Return an attention's FLOPs, forward or backward, as if every position saw every other; 0 for other nodes."""
     if runs_backward(node):
         # The gradient of the output comes first, then query, key and value; flex has query, key, value first.
         return 2 * _products(node, 0 if node.target is _BACKWARD[-1] else 1)
@@ -104,12 +104,12 @@ def attention_flops(node: Node) -> int:
 
 
 def runs_backward(node: Node) -> bool:
-    """Tell an attention's backward."""
+    """Return whether a node is an attention's backward."""
     return node.target in _BACKWARD
 
 
 def matmul_flops(node: Node) -> int:
-    """Count a matrix product's operations; 0 of other nodes."""
+    """Return a matrix product's FLOPs; 0 for other nodes."""
     if node.target in (aten.mm.default, aten.bmm.default, aten._scaled_mm.default):
         return 2 * math.prod(value(node).shape) * _shape(node, 0)[-1]
     if node.target in (aten.addmm.default, aten.baddbmm.default):
@@ -128,13 +128,13 @@ def matmul_flops(node: Node) -> int:
 
 
 def _convolution(x: Sequence[int], weight: Sequence[int], out: Sequence[int], is_transposed: object) -> int:
-    """Count a convolution's operations: each number of what is larger meets the weights of one channel."""
+    """Return a convolution's FLOPs: each number of the larger of input and output meets the weights of one channel."""
     return 2 * math.prod(x if is_transposed else out) * math.prod(weight[1:])
 
 
 def _computed_alike(gm: GraphModule, group: str) -> set[str]:
-    """Name the modules whose products every rank of a group computes alike: of parameters, and of what it gathers over
-    the group. Latent attention expands whole rows of its latent."""
+    """Return the modules whose products every rank of a group repeats: of parameters, and of values gathered over the
+    group. Latent attention expands whole rows of its latent."""
     gather = torch.ops._c10d_functional.all_gather_into_tensor.default
     alike = set(input_nodes(gm, "param").values())
     for node in gm.graph.nodes:
@@ -145,7 +145,8 @@ def _computed_alike(gm: GraphModule, group: str) -> set[str]:
 
 
 def _products(node: Node, query: int) -> int:
-    """Count the forward's two products of an attention whose query, key and value begin at the argument `query`."""
+    """Return the FLOPs of the forward's two products of an attention whose query, key and value begin at the argument
+    `query`."""
     numbers, Lk = _shape(node, query).numel(), _shape(node, query + 1)[1 if node.target in VARLEN else 2]
     values: Node = node.args[query + 2]  # type: ignore[assignment]
     while values.target is aten.constant_pad_nd.default:

@@ -1,4 +1,4 @@
-"""What each block's forward may keep for backward, and what of it may be computed again: the values of a cut."""
+"""Each block's forward values as input of a minimum cut: which may be saved for backward, and which recomputed."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from torchtitan_graph.graph.edit import aliased, is_view
 
 aten = torch.ops.aten
 
-# They move numbers as they are: as cheap as elementwise operators.
+# They copy numbers unchanged: as cheap as elementwise operators.
 _MOVES = (
     *(aten._to_copy.default, aten.clone.default, aten._unsafe_view.default, aten.cat.default, aten.stack.default),
     *(aten.constant_pad_nd.default, aten.index_select.default),
 )
 _OWN = torch.ops.torchtitan_graph
 _ELEMENTWISE = (_OWN.rotate.default, _OWN.swiglu.default)  # operators of our own, see elementwise.py
-WORTH = 32  # a byte that is kept till backward is worth as many bytes read and written
-SMALLEST = 2**20  # bytes that are worth a copy of their own in the host's memory
-START = 2**16  # to start an operator costs as much as so many bytes read and written
+WORTH = 32  # a byte saved till backward costs as much as so many bytes read and written
+SMALLEST = 2**20  # bytes: the smallest tensor that is offloaded
+START = 2**16  # launching an operator costs as much as so many bytes read and written
 
 
 class Forward(NamedTuple):
-    """What forward computes, by block; under None what stands outside the blocks.
+    """Forward's nodes, by block; under None those outside the blocks.
 
-    owner    the node whose memory a node's value lies in
+    owner    the node that owns the memory of a node's value
     weights  gathered weights and their views, which are in no group: no activations
-    held     the memory that backward reads in any case
-    written  the memory that is written to: what reads it can't be computed again later
+    held     memories that backward reads in any case
+    written  memories that are written to: nodes that read them can't be recomputed later
     """
 
     groups: Mapping[str | None, list[Node]]
@@ -48,7 +48,7 @@ class Forward(NamedTuple):
 
 
 def forward_of(gm: GraphModule, blocks: Container[str]) -> Forward:
-    """Sort what forward computes by block."""
+    """Group forward's nodes by block."""
     owner, weights = owners(gm), gathered_weights(gm)
     held = {owner[node] for node in gm.graph.nodes if is_wanted(node)}
     groups: dict[str | None, list[Node]] = {}
@@ -62,12 +62,12 @@ def forward_of(gm: GraphModule, blocks: Container[str]) -> Forward:
 def values_of(
     nodes: list[Node], forward: Forward, cost: Callable[[Node], int | None], worth: int = 1
 ) -> dict[Node, Value]:
-    """Give the values of a block, and those that it reads of what was made before it; none for what is computed again
-    in any case.
+    """Return the values of a block for a cut, and of the earlier values that it reads; without nodes that are
+    recomputed in any case.
 
     Args:
-        cost: of computing a node's value again from its inputs; None: it can't be.
-        worth: of a byte.
+        cost: of recomputing a node's value from its inputs; None: it can't be.
+        worth: the cost of a byte.
     """
     owner, values, place = forward.owner, dict[Node, Value](), dict[Node, int]()
 
@@ -97,7 +97,7 @@ def values_of(
 
 
 def elementwise_again(nodes: list[Node], forward: Forward) -> set[Node]:
-    """Give those elementwise results of a block that are cheaper computed again than kept: a minimum cut."""
+    """Return the elementwise results of a block that are cheaper recomputed than saved: a minimum cut."""
 
     def cost(node: Node) -> int | None:
         return moved(node) if _is_cheap(node, forward.owner) else None
@@ -107,14 +107,14 @@ def elementwise_again(nodes: list[Node], forward: Forward) -> set[Node]:
 
 
 def chosen(values: Mapping[Node, Value], forward: Forward, places: Container[int]) -> set[Node]:
-    """Give the nodes whose values at these places are computed again. A view of what is kept stays."""
+    """Return the nodes whose values at these indices are recomputed. A view of a saved value is not."""
     found = {node for i, node in enumerate(values) if i in places}
     return {node for node in found if forward.owner[node] in found}
 
 
 def movable(gm: GraphModule, modules: Container[str]) -> set[Node]:
-    """Give the large activations of these modules that may lie in the host's memory till backward: no weights, nothing
-    that is written in place or that the graph gives."""
+    """Return the large activations of these modules that may be offloaded to the host's memory till backward: no
+    weights, nothing that is written in place, no outputs."""
     if not modules:
         return set()
     owner, weights = owners(gm), gathered_weights(gm)
@@ -129,18 +129,18 @@ def movable(gm: GraphModule, modules: Container[str]) -> set[Node]:
 
 
 def is_wanted(node: Node) -> bool:
-    """Tell whether backward reads a node's value, or computes something of it again."""
+    """Return whether a node's value is read in backward, or by a recomputed node."""
     return any(meta.phase(user) == "backward" or meta.tag(user) == meta.RECOMPUTE for user in node.users)
 
 
 def moved(node: Node) -> int:
-    """Give the bytes that an operator reads and writes, and what it costs to start it."""
+    """Return the bytes that an operator reads and writes, plus the cost of its launch in bytes."""
     tensors = [x.meta.get("val") for x in (node, *node.all_input_nodes)]
     return START + sum(x.numel() * x.element_size() for x in tensors if isinstance(x, torch.Tensor))
 
 
 def _is_large(node: Node) -> bool:
-    """Tell whether a copy of a value is worth its while, and lies as it does: without gaps."""
+    """Return whether a value is large enough to be offloaded, and fills its whole storage."""
     x = node.meta.get("val")
     if not isinstance(x, torch.Tensor) or not x.is_floating_point():
         return False
@@ -149,14 +149,14 @@ def _is_large(node: Node) -> bool:
 
 
 def _is_there(node: Node, forward: Forward) -> bool:
-    """Tell whether a value costs backward nothing: an input, a weight, or what it computes again in any case."""
+    """Return whether a value is free for backward: an input, a weight, or recomputed in any case."""
     is_made = forward.owner[node].op == "call_function"
     return not is_made or node in forward.weights or meta.tag(node) == meta.RECOMPUTE
 
 
 def _is_cheap(node: Node, owner: Mapping[Node, Node]) -> bool:
     if node.target is operator.getitem:
-        return owner[node] is not node  # a part of `split`, and not of an operator that makes several values
+        return owner[node] is not node  # a part of `split`, not of an operator with several results
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     is_elementwise = torch.Tag.pointwise in node.target.tags or node.target in (*_MOVES, *_ELEMENTWISE)

@@ -1,4 +1,4 @@
-"""How much memory a graph's values take: what is alive at once, by the operators' own word on what shares memory."""
+"""Liveness of a graph's values: their memory at each node, with the aliases that operators' schemas declare."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from torchtitan_graph.graph.edit import aliased, is_view, shared_arguments, valu
 from torchtitan_graph.graph.signature import output_nodes, signature_of
 from torchtitan_graph.graph.torch_private.distributed import is_gloo
 
-# They give their argument's memory without saying so in their schemas.
+# Views whose schemas declare no alias.
 _SILENT_VIEWS = (torch.ops.aten._unsafe_view.default, torch.ops._c10d_functional.wait_tensor.default)
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 _SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
-# What they send is kept until they are waited for: by the process group, or, of a sum in gloo, as a copy.
+# Their inputs are kept until the wait: by the process group, or, for a sum in gloo, as a copy.
 _KEEP_INPUT = (_GATHER, _SCATTER, torch.ops._c10d_functional.all_to_all_single.default)
 _CAT = torch.ops.aten.cat.default
 _OFFLOAD = torch.ops.torchtitan_graph.offload.default
@@ -34,32 +34,30 @@ _CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for
 
 
 class Peak(NamedTuple):
-    """The most bytes that a graph's values hold at once, beside its inputs, and the node that runs then."""
+    """The most bytes that a graph's values hold at once, without its inputs, and the node that runs then."""
 
     num_bytes: int
     node: Node
 
 
 def peak_memory(gm: GraphModule) -> Peak:
-    """Find when a graph holds most, each value being freed after its last use; outputs are held to the end.
+    """Return a graph's peak memory, with each value freed after its last use, and outputs kept to the end.
 
-    What an operator needs only while it runs is not counted but for what `scratch_of` names, nor what an allocator
-    rounds up.
+    An operator's temporaries are not counted except those in `scratch_of`, nor an allocator's rounding.
     """
     held = held_memory(gm, size_of)
     node = max(held, key=held.__getitem__)
     return Peak(held[node], node)
 
 
-# What a memory is for.
+# The purposes of memory.
 GATHERED, COMMUNICATION, NEW_GRADIENTS = "gathered weights", "communication buffers", "new gradients"
 GATHERED_INPUTS = "gathered inputs kept for backward"
 ACTIVATIONS, BACKWARD, WORKSPACE = "activations", "backward's own values", "workspace"
 
 
 def at_node(gm: GraphModule, running: Node) -> dict[str, int]:
-    """Give the bytes that a graph holds while a node runs, by what they are for (see `Lifetime`), and what the node
-    needs beside them."""
+    """Return the bytes held while a node runs, by purpose (see `Lifetime`), and the node's own temporaries."""
     number = list(gm.graph.nodes).index(running)
     found: dict[str, int] = collections.Counter()
     for each in lifetimes(gm):
@@ -77,19 +75,20 @@ def _purpose(memories: Memories, owner: Node, grads: Container[Node]) -> str:
     if meta.phase(owner) == "backward":
         return COMMUNICATION if meta.role(owner) == meta.REDUCE or group_of(owner) is not None else BACKWARD
     last = memories.last_use[owner]
-    if meta.phase(last) == "backward" or last.op == "output":  # a part of a stage gives what it keeps for backward
+    if meta.phase(last) == "backward" or last.op == "output":  # a stage's part returns its values saved for backward
         return GATHERED_INPUTS if _is_gathered(memories, owner) else ACTIVATIONS
     return ACTIVATIONS if group_of(owner) is None else COMMUNICATION
 
 
 def _is_gathered(memories: Memories, owner: Node) -> bool:
-    """Tell a gather's result, and the copy of it in which the ranks' parts lie side by side in another dimension."""
+    """Return whether a node is an all-gather's result, or the copy of it that concatenates the ranks' parts in another
+    dimension."""
     made_of = {memories.owner[x] for x in owner.all_input_nodes} if owner.target is _CAT else {owner}
     return all(each.target is _GATHER for each in made_of)
 
 
 def host_memory(gm: GraphModule) -> int:
-    """Give the most bytes of the host's memory that copies of activations take at once."""
+    """Return the most bytes of the host's memory that offloaded activations take at once."""
     held = held_memory(gm, lambda node: _num_bytes(node) if _is_activation_away(node) else 0, scratch=lambda _: 0)
     return max(held.values())
 
@@ -99,15 +98,14 @@ def _is_activation_away(node: Node) -> bool:
 
 
 def in_one_part(node: Node) -> str:
-    """Say of every node that it is in the same part: a graph that runs whole."""
+    """Default partition function: all nodes are in one part."""
     return ""
 
 
 def scratch_of(node: Node) -> int:
-    """Give the bytes that a node needs beside its results while it runs: a compiled region's values; the keys and
-    values that attention within segments repeats on a CPU, for each head of a group; the copy that attention's backward
-    there makes of a gradient whose heads do not lie side by side; and gloo's copies. What others need is little.
-    """
+    """Return the bytes of a node's temporaries: a compiled region's values; the keys and values that attention within
+    segments repeats on a CPU, for each head of a group; the copy that attention's backward there makes of a gradient
+    whose heads are not adjacent; and gloo's copies. Those of others are small."""
     if node.target in VARLEN:
         q_BLNH, k_BLKH = (value(x) for x in node.args[node.target is VARLEN[1] :][:2])  # type: ignore[arg-type]
         repeats = q_BLNH.device.type == "cpu" and q_BLNH.shape[2] > k_BLKH.shape[2]
@@ -121,8 +119,8 @@ def scratch_of(node: Node) -> int:
 
 
 def _gloo_copy(node: Node) -> int:
-    """Give the bytes of the copy that gloo gathers into, or that it sums in. The first is gone soon after the start:
-    its thread lets go of it when all has arrived. The second stays until the wait, in place of what was summed."""
+    """Return the bytes of the copy that gloo gathers into, or that it sums in. The first is freed soon after the start,
+    when all parts have arrived. The second stays until the wait, in place of the input."""
     group = group_of(node)
     if group is None or not is_gloo(group):
         return 0
@@ -135,12 +133,12 @@ def held_memory(
     part_of: Callable[[Node], str] = in_one_part,
     scratch: Callable[[Node], int] = scratch_of,
 ) -> dict[Node, int]:
-    """Give what is held while each node runs, in bytes, where a memory takes as many as `size` says of its owner, and a
-    node as many as `scratch` says while it runs.
+    """Return the bytes held while each node runs, where `size` returns those of a memory by its owner, and `scratch`
+    those of a node's temporaries.
 
     Args:
-        part_of: the part that a node runs in, of a graph that is cut later. What a part holds is counted for itself:
-            all that later parts use is held to its end, and what it is given is not counted.
+        part_of: the part that a node runs in, of a graph that is partitioned later. Each part is counted alone: values
+            that later parts use are held to its end, and its inputs are not counted.
     """
     memories = Memories(gm)
     freed_at: dict[Node, int] = collections.Counter()
@@ -156,9 +154,9 @@ def held_memory(
 
 
 class Lifetime(NamedTuple):
-    """When a memory is held: from the node of number `begin` to that of number `end`, both included; and what for:
-    weights that were gathered, inputs that backward keeps as they were gathered, what else collectives give, gradients
-    that leave the graph, or other values of forward and backward."""
+    """When a memory is held: from the node of index `begin` to that of `end`, both included; and its purpose: gathered
+    weights, gathered inputs saved for backward, other collectives' results, gradients that leave the graph, or other
+    values of forward and backward."""
 
     owner: Node
     begin: int
@@ -168,8 +166,8 @@ class Lifetime(NamedTuple):
 
 
 def lifetimes(gm: GraphModule) -> list[Lifetime]:
-    """Give when each of a graph's memories is held, in the order in which they are taken. What is held while a node
-    runs is the sum over those that it lies in, and what it needs beside them (`scratch_of`)."""
+    """Return when each of a graph's memories is held, in the order of allocation. A node's held bytes are the sum over
+    those that include it, plus its temporaries (`scratch_of`)."""
     memories, number = Memories(gm), {node: i for i, node in enumerate(gm.graph.nodes)}
     grads = {memories.owner[node] for node in output_nodes(gm, "grad").values()}
     return [
@@ -181,8 +179,8 @@ def lifetimes(gm: GraphModule) -> list[Lifetime]:
 
 
 def most_within(nodes: Iterable[Node], memories: Memories) -> int:
-    """Give what some of a graph's nodes hold at most while they run: of what they make, and of what is read by them
-    last."""
+    """Return the peak of some of a graph's nodes while they run, over their results and the values with their last use
+    among them."""
     inside = dict.fromkeys(nodes)
     made = {owner for node in inside for owner in memories.taken(node)}
     seen = {owner for node in inside for owner in memories.used(node)}
@@ -195,7 +193,7 @@ def most_within(nodes: Iterable[Node], memories: Memories) -> int:
 
 
 def peaks(held: Mapping[Node, int], part_of: Callable[[Node], str]) -> dict[str, int]:
-    """Give the most that each part holds, of what is held while each node runs."""
+    """Return each part's peak, from the bytes held while each node runs."""
     found: dict[str, int] = {}
     for node, size in held.items():
         found[part_of(node)] = max(found.get(part_of(node), 0), size)
@@ -203,14 +201,14 @@ def peaks(held: Mapping[Node, int], part_of: Callable[[Node], str]) -> dict[str,
 
 
 def output_memory(gm: GraphModule) -> int:
-    """Give the bytes that a graph's outputs lie in, but for its inputs' memory."""
+    """Return the bytes of a graph's outputs, without its inputs' memory."""
     owner, output = owners(gm), gm.graph.output_node()
     return sum(size_of(node) for node in {owner[x] for x in output.all_input_nodes})
 
 
 def input_memory(gm: GraphModule) -> int:
-    """Give the bytes that a graph's inputs lie in but for parameters and buffers: of a step, batch and masks; of a
-    pipeline's stage, without what other stages send."""
+    """Return the bytes of a graph's inputs other than parameters and buffers: of a step, batch and masks; of a
+    pipeline's stage, without other stages' activations."""
     placeholders, found = iter(gm.graph.find_nodes(op="placeholder")), 0
     for slot in signature_of(gm).inputs:
         for node in itertools.islice(placeholders, slot.layout.num_tensors):
@@ -220,11 +218,11 @@ def input_memory(gm: GraphModule) -> int:
 
 
 class Memories:
-    """When the memories of a graph's values are taken, and used; each is called by its `owner`, and free after its
+    """When the memories of a graph's values are allocated and used; each is named by its `owner`, and freed after its
     `last_use`.
 
-    All results of an operator that gives several are there while it runs, and until the last of them is picked. What a
-    collective sends is there until its wait.
+    All results of an operator with several exist while it runs, and until the last of them is picked. A collective's
+    input is kept until its wait.
     """
 
     def __init__(self, gm: GraphModule) -> None:
@@ -237,16 +235,16 @@ class Memories:
         self.last_use = {owner: node for node, owners_at in self._used.items() for owner in owners_at}
 
     def results(self, node: Node) -> list[Node]:
-        """Give the memories of those results of an operator with several that the graph picks."""
+        """Return the memories of those results of an operator with several that the graph picks."""
         return self._results.get(node, [])
 
     def taken(self, node: Node) -> list[Node]:
-        """Give the memories that begin with a node."""
+        """Return the memories that a node allocates."""
         is_own = self.owner[node] is node and node.target is not operator.getitem
         return [node] * is_own + self.results(node)
 
     def used(self, node: Node) -> set[Node]:
-        """Give the memories that have to be there while a node runs."""
+        """Return the memories that must exist while a node runs."""
         return self._used[node]
 
     def _owners_at(self, node: Node) -> set[Node]:
@@ -261,14 +259,14 @@ class Memories:
 
 
 def owners(gm: GraphModule) -> dict[Node, Node]:
-    """Give for each node the one whose memory its value lies in: its own, unless it is a view or written in place."""
+    """Return for each node the owner of its value's memory: itself, unless it is a view or written in place."""
     owner: dict[Node, Node] = {}
     picked: dict[tuple[Node, object], Node] = {}
     for node in gm.graph.nodes:
         owner[node] = node
         if node.target is operator.getitem:
             (source,) = node.all_input_nodes
-            # A part of `split`; of other tuples each element has memory of its own, but for a region's views.
+            # A part of `split`; of other tuples each element has memory of its own, except a region's views.
             number = node.args[1] if (first := meta.same_as(node)) is None else first
             owner[node] = owner[source] if is_view(source) else picked.setdefault((source, number), node)
         elif node.target in _SILENT_VIEWS:
@@ -279,15 +277,15 @@ def owners(gm: GraphModule) -> dict[Node, Node]:
 
 
 def takes_memory(target: object) -> bool:
-    """Tell whether what is called gives a value that lies in memory of its own: it is no view, `getitem` included, and
-    writes to none of its arguments in place."""
+    """Return whether a call's result has memory of its own: it is no view, `getitem` included, and writes to none of
+    its arguments in place."""
     if target is operator.getitem or target in _SILENT_VIEWS:
         return False
     return not isinstance(target, OpOverload) or not shared_arguments(target)
 
 
 def readers_of_memory(gm: GraphModule) -> dict[Node, set[Node]]:
-    """Give who reads each memory, by its owner; views of it don't, but what reads them does."""
+    """Return the nodes that read each memory, by its owner; of a view, the nodes that read the view."""
     owner, found = owners(gm), collections.defaultdict[Node, set[Node]](set)
     for node in gm.graph.nodes:
         for source in node.all_input_nodes:
@@ -297,8 +295,8 @@ def readers_of_memory(gm: GraphModule) -> dict[Node, set[Node]]:
 
 
 def size_of(node: Node) -> int:
-    """Give the bytes of the device's memory that a node's value lies in, of several results those that none picks; of
-    inputs none."""
+    """Return the bytes of device memory of a node's value; for several results, of those that no `getitem` picks; 0 for
+    inputs."""
     return 0 if node.target is _OFFLOAD else _num_bytes(node)
 
 
@@ -309,7 +307,7 @@ def _num_bytes(node: Node) -> int:
     if not isinstance(value, (tuple, list)):
         return 0
     if node.target is not operator.getitem:
-        # Views have no memory of their own, and a region's function only lists what it is given.
+        # Views have no memory of their own, and a region's function returns a list of picked results.
         if is_view(node) or not isinstance(node.target, (OpOverload, HigherOrderOperator)):
             return 0
         picked = {user.args[1] for user in node.users if user.target is operator.getitem}

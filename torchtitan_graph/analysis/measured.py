@@ -1,4 +1,4 @@
-"""What a profile of real steps says of the nodes of their graphs: seconds, by name."""
+"""Measured seconds of graphs' nodes, by name, from a profile of real steps."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.edit import shape_of
 from torchtitan_graph.small_files import BadFile, gunzip, parse_json, read_small
 
-_FOLDER = "**/step-*"  # of a step's traces: `profiling.save_traces_folder` may lie deeper
+_FOLDER = "**/step-*"  # of a step's traces: `profiling.save_traces_folder` may be nested
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 # Unpacked; a step of 405B has 40,000 nodes, each with six events of 400 bytes and 40 values.
 _MOST_BYTES, _MOST_VALUES = 256 * 2**20, 12_000_000
-_MOST = 1e20  # microseconds: more than any clock says
+_MOST = 1e20  # microseconds: more than any clock's time
 
 Event = Mapping[str, Any]
 
@@ -31,12 +31,12 @@ class _Trace(TypedDict):
 
 
 def has_traces(path: Path) -> bool:
-    """Tell whether a run's folder has any trace."""
+    """Return whether a run's folder has any trace."""
     return any(path.glob(f"{_FOLDER}/rank*.json.gz"))
 
 
 def find_trace(path: Path, rank: int, world_size: int) -> Path:
-    """Give a rank's newest trace in the folder of a run of so many ranks; a trace itself as it is.
+    """Return a rank's newest trace in the folder of a run of so many ranks; a file is returned as it is.
 
     Raises:
         UserError: there is none, or the run had another number of ranks.
@@ -58,19 +58,20 @@ def find_trace(path: Path, rank: int, world_size: int) -> Path:
 
 
 def measured(trace: Path, gms: Sequence[GraphModule] = ()) -> dict[str, dict[str, float]]:
-    """Read from a trace how many seconds each node took: by the graph's `meta["name"]`, then by the node's name. It is
-    the mean over the runs recorded.
+    """Return each node's seconds in a trace, by the graph's `meta["name"]`, then by the node's name: the mean over the
+    recorded runs.
 
     On a CPU that is the time of the node's call, in which a `wait_tensor` waits for other ranks. Where anything ran on
-    a GPU it is the sum of the kernels and copies that the call launched, which may run beside those of other nodes.
+    a GPU it is the sum of the kernels and copies that the call launched, which may run concurrently with those of other
+    nodes.
 
     Args:
         trace: a file that `profiling.enable_profiling` wrote.
-        gms: graphs that it must be of.
+        gms: the graphs that were profiled, to be checked.
 
     Raises:
-        UserError: the file is no trace, or says nothing of nodes; or it is of other graphs: a node was not measured, or
-            had another shape.
+        UserError: the file is no trace, or has no events of nodes; or it is of other graphs: a node was not measured,
+            or had another shape.
     """
     events = _read(trace)
     calls = [event for event in events if {"node", "graph"} <= event["args"].keys()]
@@ -94,8 +95,8 @@ def measured(trace: Path, gms: Sequence[GraphModule] = ()) -> dict[str, dict[str
 
 
 def _check_is_of(gm: GraphModule, values: Mapping[tuple[str, str], str | None]) -> None:
-    """Refuse a profile of another graph of the same name. `values` are shapes by graph and node; parts of tuples are
-    not measured."""
+    """Raise a UserError for a profile of another graph of the same name. `values` are shapes by graph and node; parts
+    of tuples are not measured."""
     name = gm.meta["name"]
     other = (
         "it is of another graph. Give the run's folder alone, whose config.toml says what was chosen where it ran: "
@@ -115,7 +116,7 @@ def _check_is_of(gm: GraphModule, values: Mapping[tuple[str, str], str | None]) 
 
 
 def _read(trace: Path) -> list[Event]:
-    """Give the events of a trace that last, each with its `args`."""
+    """Return the events of a trace that have a duration, each with its `args`."""
     try:
         content = read_small(trace, _MOST_BYTES)
         text = gunzip(content, trace, _MOST_BYTES) if trace.suffix == ".gz" else content
@@ -131,7 +132,7 @@ def _read(trace: Path) -> list[Event]:
 
 
 def _is_sound(event: Event) -> bool:
-    """Tell an event that has all that is read of it: times in microseconds, a thread, names, a launch's number."""
+    """Return whether an event's fields are valid: times in microseconds, a thread, names, a launch's number."""
     args: Any = event["args"]
     times: list[Any] = [event.get("ts"), event.get("dur")]
     return (
@@ -144,7 +145,7 @@ def _is_sound(event: Event) -> bool:
 
 
 def _of_launches(calls: Iterable[Event], events: Iterable[Event], on_gpu: Mapping[int, float]) -> list[float]:
-    """Give what ran on a GPU for each call: what was launched while it ran, by its thread."""
+    """Return each call's microseconds on a GPU: of the kernels and copies launched while it ran, by its thread."""
     launches: dict[Any, list[tuple[float, float]]] = collections.defaultdict(list)  # by thread: when, microseconds
     for event in events:
         if event.get("cat") in _LAUNCHES and (number := event["args"].get("correlation")) in on_gpu:

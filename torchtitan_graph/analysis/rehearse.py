@@ -1,5 +1,4 @@
-"""What a graph would hold if backward computed other values again: `rematerialize`, rehearsed, and what is moved to the
-host's memory meanwhile."""
+"""Peak memory under a recomputation plan: `rematerialize` and offloading, simulated."""
 
 from __future__ import annotations
 
@@ -18,15 +17,15 @@ from torchtitan_graph.graph.collectives import gathered_weights, reductions
 
 
 class Held(NamedTuple):
-    """Bytes of a graph's values beside its inputs: the most at once, and of these what lies there when backward begins,
-    but for gathered weights."""
+    """Peak bytes of a graph's values without its inputs, and the bytes of these that exist when backward begins,
+    without gathered weights."""
 
     peak: int
     kept: int
 
 
 class Rehearsal:
-    """What a graph would hold if backward computed other values again, found without editing the graph."""
+    """Computes a graph's peak memory under recomputation plans, without editing the graph."""
 
     def __init__(
         self,
@@ -35,12 +34,12 @@ class Rehearsal:
         movable: Container[Node] = (),
         blocks: Container[str] = (),
     ) -> None:
-        """Read the graph, which stays as it is.
+        """Read the graph, without changing it.
 
         Args:
-            buckets: names of parameters whose gradients are to be reduced together, when the last is there.
-            movable: values that lie in the host's memory till backward, if they are kept for it.
-            blocks: where they leave, and come back.
+            buckets: names of parameters whose gradients are reduced together, when the last is computed.
+            movable: values that are offloaded to the host's memory till backward, if they are saved for it.
+            blocks: the boundaries at which they are offloaded and reloaded.
         """
         memories, nodes, weights = Memories(gm), list(gm.graph.nodes), gathered_weights(gm)
         owner = memories.owner
@@ -48,14 +47,14 @@ class Rehearsal:
         place = {node: i for i, node in enumerate(nodes)}
         self._nodes = nodes
         self._inputs = [[place[x] for x in (*node.all_input_nodes, *also.get(node, ()))] for node in nodes]
-        # Of a view, which of its inputs it looks at: one of the same memory.
+        # For a view, the index of the input that it aliases.
         self._source = [
             next((i for i, x in enumerate(node.all_input_nodes) if owner[x] is owner[node]), None)
             if owner[node] is not node
             else None
             for node in nodes
         ]
-        # Of an operator that gives several, its results that are picked; of such a result, where it is picked first.
+        # For an operator with several results, the picked ones; for such a result, where it is picked first.
         self._results = [[place[x] for x in memories.results(node)] for node in nodes]
         self._first = [
             place[owner[node]] if node.target is operator.getitem and source is None else None
@@ -71,9 +70,9 @@ class Rehearsal:
         self._stays = [node.op in ("placeholder", "output") or node.is_impure() for node in nodes]
 
     def held(self, again: Container[Node]) -> Held:
-        """Find what the graph holds if `rematerialize` finds these nodes tagged RECOMPUTE.
+        """Return the graph's memory under the plan that `rematerialize` recomputes these nodes.
 
-        A copy of the node number i has the number i + n.
+        The copy of node i has the index i + n.
         """
         n, sizes, source = len(self._nodes), self._sizes, self._source
         runs, reads = self._order([node in again for node in self._nodes])
@@ -106,14 +105,14 @@ class Rehearsal:
         return Held(peak, kept)
 
     def _moves(self, runs: list[int], reads: list[list[int]], owner: list[int]) -> list[tuple[int, int, int]]:
-        """Give what lies in the host's memory for a while, as `offload_activations` has it: whose memory, after which
-        step it is left, and before which it is taken anew."""
+        """Return the offloaded memories, as `offload_activations` chooses them: the owner, the step after which it is
+        freed, and the step before which it is allocated again."""
         if not any(self._may_move):
             return []
         n = len(self._nodes)
         late = [i >= n or self._is_late[i] for i in runs]
         ends: dict[str, int] = {}  # of each block's forward, in order
-        read, first = [0] * n, dict[int, tuple[int, int]]()  # the last time in forward; the first in backward, as what
+        read, first = [0] * n, dict[int, tuple[int, int]]()  # last read in forward; first in backward, with the value
         for t, i in enumerate(runs):
             block = self._block[i % n]
             if block and not late[t]:
@@ -139,7 +138,7 @@ class Rehearsal:
         return [(i, leaves, back) for i, leaves, back in found if leaves < back]
 
     def _order(self, is_again: list[bool]) -> tuple[list[int], list[list[int]]]:
-        """Give what runs, in order, and what each reads."""
+        """Return the nodes that run, in order, and each one's inputs."""
         n = len(self._nodes)
         reads = self._inputs + [[]] * n
         has_copy = [False] * n
@@ -165,7 +164,7 @@ class Rehearsal:
             runs.append(i)
         is_used = [False] * (2 * n)
         alive = []
-        for i in reversed(runs):  # what only backward wanted of forward is not made there any more
+        for i in reversed(runs):  # dead code: forward nodes that only backward read
             if is_used[i] or self._stays[i % n]:
                 alive.append(i)
                 for j in reads[i]:
@@ -176,8 +175,8 @@ class Rehearsal:
 def _reduced_together(
     gm: GraphModule, nodes: list[Node], buckets: Sequence[Sequence[str]]
 ) -> tuple[list[Node], dict[Node, list[Node]]]:
-    """Give the order in which nodes run once each bucket is reduced at once, and what some of them read besides: one
-    operator then reads what several do now."""
+    """Return the order of nodes once each bucket is reduced at once, and additional inputs of some: one operator then
+    reads the inputs of several."""
     found, place = reductions(gm), {node: i for i, node in enumerate(nodes)}
     after: dict[Node, list[Node]] = {}
     also: dict[Node, list[Node]] = {}

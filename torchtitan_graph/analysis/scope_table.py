@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from torchtitan_graph.analysis.scopes import FORWARD, PASSES_FORWARD, Charge, Cost, Scope, total, tree
 
-# A column of `Cost`: its words, its smallest unit, and by what factor each of the units is larger than the one before.
+# A column of `Cost`: its title, its smallest unit, and the factor between units.
 _COLUMNS = {
     "calls": ("nodes", 1, 1, [""]),
     "flops": ("", 1, 1000, ["FLOP", "KFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"]),
@@ -28,10 +28,10 @@ def by_type(charged: Iterable[Charge], kind: str) -> Iterator[Charge]:
 
 
 def scope_table(charged: Iterable[Charge], depth: int) -> list[str]:
-    """Give the lines of a table: a row for each scope down to `depth` calls below the whole, with all that is below it.
+    """Return the lines of a table: a row for each scope down to `depth` calls below the root, its callees included.
 
-    Each column is told twice, of forward and of backward, where what is recomputed or made by passes runs. A column
-    without any cost is left out.
+    Each column has two parts, forward and backward, by the phase in which recomputed nodes and those of passes run. A
+    column without any cost is left out.
     """
     root = tree(charged)
     whole = root.cost
@@ -51,14 +51,14 @@ def scope_table(charged: Iterable[Charge], depth: int) -> list[str]:
 
 
 def _sides(scope: Scope) -> tuple[Cost, Cost]:
-    """Give what runs in forward and what runs in backward."""
+    """Return the costs in forward and in backward."""
     forward = [cost for part, cost in scope.parts.items() if part in (FORWARD, PASSES_FORWARD)]
     backward = [cost for part, cost in scope.parts.items() if part not in (FORWARD, PASSES_FORWARD)]
     return total([Cost(), *forward]), total([Cost(), *backward])
 
 
 class _Column:
-    """A cost in the largest unit of which the whole graph has ten."""
+    """A column of costs, in the largest unit of which the whole graph has at least ten."""
 
     def __init__(self, name: str, whole: int) -> None:
         words, first, step, units = _COLUMNS[name]
@@ -67,6 +67,6 @@ class _Column:
         self._name, self._divisor, self._digits = name, first * step**level, 0 if step == 1 else 2
 
     def cell(self, cost: Cost) -> str:
-        """Give the cost as text; of none, nothing."""
+        """Return the cost as text; blank for 0."""
         value = getattr(cost, self._name)
         return " " * _WIDTH if not value else f"{value / self._divisor:{_WIDTH},.{self._digits}f}"

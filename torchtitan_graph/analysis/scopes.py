@@ -1,14 +1,14 @@
-"""What each scope of a model costs: a graph's calls, summed over the modules and functions that made them.
+"""The costs of each scope of a model: a graph's calls, summed over the modules and functions that made them.
 
 Note [Costs by scope]
-Each call of a graph is charged to one scope and to one part of the step, so that sums over scopes lose nothing and
-count nothing twice. Its scope is its place (Note [Call hierarchy]). One that stands for several places, as a bucket's
-collective, a merged node or a compiled region, is charged to the innermost scope that holds them all; one without a
-place to the root. Its part is told by its phase and by who made it; a region is of its phase. Inputs, constants and
-the output are no calls and cost nothing.
+Each call of a graph is charged to one scope and to one part of the step, so that sums over scopes are complete and
+count nothing twice. Its scope is its place (Note [Call hierarchy]). One with several places, as a bucket's collective,
+a merged node or a compiled region, is charged to the innermost scope that contains them all; one without a place to the
+root. Its part follows from its phase and its origin; a region's from its phase. Inputs, constants and the output are no
+calls and cost nothing.
 
 All costs are whole numbers: of bytes, of operations, of nanoseconds. So a sum has no order, and a table can be checked
-to the last digit. Times are rounded along the clock, not one by one: those of a graph add up to its estimate, rounded.
+to the last digit. Times are rounded on the clock, not one by one: those of a graph add up to its estimate, rounded.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ FORWARD, BACKWARD, RECOMPUTED = "forward", "backward", "recomputed"
 PASSES_FORWARD, PASSES_BACKWARD = "passes in forward", "passes in backward"
 PARTS = (FORWARD, BACKWARD, RECOMPUTED, PASSES_FORWARD, PASSES_BACKWARD)
 
-_CAUSAL = 0.5  # the pairs of positions that a causal mask leaves, as Note [Estimate] has it
+_CAUSAL = 0.5  # the pairs of positions that a causal mask allows, as in Note [Estimate]
 
 
 class Cost(NamedTuple):
-    """What calls cost, in bytes and nanoseconds.
+    """Costs of calls, in bytes and nanoseconds.
 
-    calls     how many there are
-    flops     by the convention of analysis/flops.py, but on this rank, and what is computed twice counts twice
-    moved     bytes that they read and write; of views and collectives none
-    held      bytes of their results, and of what they need while they run, that are there at the graph's peak
+    calls     number of calls
+    flops     by the convention of analysis/flops.py, but on this rank, and recomputation counts
+    moved     bytes read and written; 0 for views and collectives
+    held      bytes of their results, and of their temporaries, that exist at the graph's peak
     received  bytes of collectives
     sending   of collectives, on their own stream: an estimate
-    exposed   that waits for collectives stand still: an estimate, which `time` has too
+    exposed   blocked in waits for collectives: an estimate, included in `time`
     time      on the stream that computes: an estimate
     measured  by a profiler
     """
@@ -63,13 +63,13 @@ class Cost(NamedTuple):
 
 
 def total(costs: Iterable[Cost]) -> Cost:
-    """Add up costs."""
+    """Return the sum of costs."""
     return Cost(*map(sum, zip(*costs, strict=True)))
 
 
 class Charge(NamedTuple):
-    """A call of a graph: to what it is charged, what it costs, and when it runs on the estimate's clock; a collective
-    on the stream of its group."""
+    """A call of a graph: the scope and part it is charged to, its cost, and its begin and end on the estimate's clock;
+    a collective's on the stream of its group."""
 
     node: Node
     place: Place
@@ -83,10 +83,10 @@ class Charge(NamedTuple):
 class Scope:
     """A call of a module or a function.
 
-    place     where it stands; () is the root, the whole step
-    children  the calls that it makes, in the order in which their first nodes stand
-    charges   what is charged to itself, in the graph's order
-    parts     what it costs with all below it, by part
+    place     its place in the call hierarchy; () is the root, the whole step
+    children  the calls that it makes, in the order of their first nodes
+    charges   the calls charged to this scope itself, in the graph's order
+    parts     its costs, its callees' included, by part
     """
 
     place: Place
@@ -96,11 +96,11 @@ class Scope:
 
     @property
     def cost(self) -> Cost:
-        """All parts together."""
+        """The sum of all parts."""
         return total(self.parts.values())
 
     def walk(self) -> Iterator[Scope]:
-        """Give this scope and all below it, each before its children."""
+        """Yield this scope and all below it, each before its children."""
         yield self
         for child in self.children:
             yield from child.walk()
@@ -114,12 +114,12 @@ def charges(
     """Charge each call of a graph. See Note [Costs by scope].
 
     Args:
-        costs: what nodes take on a kind of device, the groups' links, and what masks leave; attention counts as causal
-            where that is not told, and in compiled regions.
+        costs: seconds of nodes on a kind of device, the groups' links, and the fractions that masks allow; attention
+            counts as causal where its fraction is unknown, and in compiled regions.
         measured: the seconds that a profiler measured, by the nodes' names.
 
     Raises:
-        UserError: something was measured that is no call of this graph: the profile is another graph's.
+        UserError: a measured name is no call of this graph: the profile is another graph's.
     """
     calls = [node for node in gm.graph.nodes if node.op in ("call_function", "call_module")]
     measured = measured or {}
@@ -136,7 +136,7 @@ def charges(
         clock.tell(node)
         then, sent_too, stood_too = _told(clock)
         begin, end, sending, link = now, then, sent_too - sent, costs.link(node)
-        if sending:  # on a stream of its own, from when that is free
+        if sending:  # on its own stream, from when that is free
             wait = next((user for user in node.users if user.all_input_nodes[0] is node), None)
             end = _ns(clock.now + clock.left(wait)) if wait is not None else begin + sending
             begin = end - sending
@@ -156,13 +156,13 @@ def charges(
 
 
 def _told(clock: Clock) -> tuple[int, int, int]:
-    """Give the time so far, what was sent on other streams, and how long that was waited for."""
+    """Return the clock's time, the time of other streams, and its exposed part."""
     return _ns(clock.now), _ns(sum(clock.sent.values())), _ns(sum(clock.exposed.values()))
 
 
 def in_a_row(graphs: Sequence[Sequence[Charge]]) -> list[Charge]:
-    """Charge graphs that run one after another, as the parts of a pipeline's stage, as one. Each holds its values for
-    itself: at the peak are those of the graph that holds most."""
+    """Combine the charges of graphs that run one after another, as the parts of a pipeline's stage. At the peak, only
+    the values of the graph with the largest peak are held."""
     most = max(graphs, key=lambda charged: total(each.cost for each in charged).held, default=())
     found: list[Charge] = []
     for charged in graphs:
@@ -175,7 +175,7 @@ def in_a_row(graphs: Sequence[Sequence[Charge]]) -> list[Charge]:
 
 
 def tree(charged: Iterable[Charge]) -> Scope:
-    """Sum charges over their scopes; give the root."""
+    """Sum charges over their scopes, and return the root."""
     root = Scope(())
     known = {root.place: root}
 
@@ -197,14 +197,14 @@ def tree(charged: Iterable[Charge]) -> Scope:
 
 
 def _scope_of(node: Node) -> Place:
-    """Give the innermost scope that holds all of a node's places."""
+    """Return the innermost scope that contains all of a node's places."""
     places = call_hierarchy(node)
     same = itertools.takewhile(lambda entries: len(set(entries)) == 1, zip(*places, strict=False))
     return tuple(entries[0] for entries in same)
 
 
 def _part(node: Node) -> str:
-    # A region is a call of what it was made of, not something that its pass adds.
+    # A region is a call of its original nodes, not an addition of its pass.
     origin = meta.phase(node) if meta.region(node) else meta.origin(node)
     if origin in (FORWARD, BACKWARD, RECOMPUTED):
         return origin
@@ -212,14 +212,14 @@ def _part(node: Node) -> str:
 
 
 def operations_of(node: Node, visible: Mapping[str, float]) -> int:
-    """Give a node's operations, attention's for what the mask of its block leaves, or as causal."""
+    """Return a node's FLOPs, attention's for the fraction that the mask of its block allows, or as causal."""
     if known := meta.operations(node) or matmul_flops(node):
         return round(known)
     return round(attention_flops(node) * visible.get(block_of(node, visible) or "", _CAUSAL))
 
 
 def _held_at_peak(gm: GraphModule) -> dict[Node, int]:
-    """Give the bytes that a graph holds at its peak, by the node whose value lies in them, or which needs them."""
+    """Return the bytes held at a graph's peak, by the node that owns them, or has them as temporaries."""
     peak = peak_memory(gm).node
     number = {node: i for i, node in enumerate(gm.graph.nodes)}[peak]
     found = {each.owner: each.num_bytes for each in lifetimes(gm) if each.begin <= number <= each.end}

@@ -1,4 +1,4 @@
-"""What a graph sends: its collectives, by axis."""
+"""A graph's communication: its collectives, by axis."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GROUP_ARGUMENTS = ("group_name", "group")
 
 
 class Traffic(NamedTuple):
-    """The collectives of one kind along one axis: how many, and the bytes that a rank receives in them at least."""
+    """The collectives of one kind along one axis: their number, and the least bytes that a rank receives in them."""
 
     number: int
     num_bytes: int
@@ -26,11 +26,11 @@ def traffic(gm: GraphModule, axes: Mapping[str, tuple]) -> dict[tuple[str, str],
     """Count a graph's collectives by (axis, kind).
 
     Args:
-        axes: the axis and the degree of each group (and more, as `Link` has it), by the group's name.
+        axes: the axis and the degree of each group (and more, as in `Link`), by the group's name.
 
-    An operator of any library counts that takes the name of such a group, but for those that only wait; other groups,
-    of a user's pass, do not. Received are: of an all-gather the others' parts, of a reduce-scatter the others' terms of
-    one's own part, of an all-reduce both, of an exchange all but what stays.
+    An operator of any library counts if it takes the name of such a group, except waits; other groups, of a user's
+    pass, do not. A rank receives: of an all-gather the others' parts, of a reduce-scatter the others' terms of its own
+    part, of an all-reduce both, of an exchange all but its own part.
     """
     found: dict[tuple[str, str], Traffic] = {}
     for node in gm.graph.nodes:
@@ -43,7 +43,7 @@ def traffic(gm: GraphModule, axes: Mapping[str, tuple]) -> dict[tuple[str, str],
 
 
 def group_of(node: Node) -> str | None:
-    """Give the name of the group that a collective runs over; None of what is none."""
+    """Return the name of a collective's group; None for other nodes."""
     if not isinstance(node.target, torch._ops.OpOverload) or (argument := _group_argument(node.target)) is None:
         return None
     place, name = argument
@@ -58,12 +58,12 @@ def _group_argument(target: torch._ops.OpOverload) -> tuple[int, str] | None:
 
 
 def kind_of(node: Node) -> str:
-    """Give a collective's kind, the name of its operator."""
+    """Return a collective's kind, the name of its operator."""
     return str(node.target._schema.name).partition("::")[2]  # type: ignore[union-attr]
 
 
 def received(node: Node, degree: int) -> int:
-    """Give the bytes that a rank receives in a collective at least."""
+    """Return the least bytes that a rank receives in a collective."""
     size, kind = num_bytes(value(node)), kind_of(node)
     if kind == "all_reduce":
         return 2 * size * (degree - 1) // degree
@@ -75,19 +75,19 @@ def received(node: Node, degree: int) -> int:
 
 
 def is_permutation(node: Node) -> bool:
-    """Tell an exchange in which a rank receives from one other rank alone."""
+    """Return whether a node is an exchange in which each rank receives from one other rank."""
     return node.target is torch.ops._c10d_functional.all_to_all_single.default and sum(map(bool, node.args[1])) == 1  # type: ignore[arg-type]
 
 
 def num_bytes(values: Any) -> int:
-    """Give the bytes of a node's value, a tensor or several."""
+    """Return the bytes of a node's value, a tensor or several."""
     if isinstance(values, torch.Tensor):
         return math.prod(values.shape) * values.element_size()
     return sum(map(num_bytes, values)) if isinstance(values, (tuple, list)) else 0
 
 
 def stored_bytes(values: Any) -> int:
-    """Give the bytes that a node's value takes in memory: where it is expanded, the same ones stand for many."""
+    """Return the bytes of memory of a node's value: an expanded dimension counts once."""
     if isinstance(values, torch.Tensor):
         # A stride that differs from call to call is no int, and never 0.
         repeats = [isinstance(step, int) and step == 0 for step in values.stride()]

@@ -1,4 +1,4 @@
-"""Public functions, at a stable path, to capture a function as a graph and run it on live state."""
+"""The public functions, at a stable path, to capture a function as a graph and run it on live state."""
 
 from torchtitan_graph.capture.dynamo import dynamo_capture
 from torchtitan_graph.capture.trace import Capture, InParts, make_fx_capture, minimal_fx_tracer

@@ -1,4 +1,4 @@
-"""Whether two modules are made alike: their traces are then the same, but for names."""
+"""Descriptions of modules: equal for modules whose traces are equal except for names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ATOMS = (int, bool, str, bytes, complex, type(None), type, torch.dtype, torch.d
 
 
 class _Itself:
-    """Equals itself alone; and holds what it stands for, lest another comes to lie in its place."""
+    """Compares an object by identity, and keeps it alive, so that its `id` is not reused."""
 
     def __init__(self, x: object) -> None:
         self.x = x
@@ -28,10 +28,11 @@ class _Itself:
 
 
 def description(module: nn.Module, forward: Any, arguments: Any) -> Hashable:
-    """Give what is equal for modules of one kind, called alike: classes, attributes, hooks, what wraps `forward`.
+    """Return a value that is equal for modules of one kind with equal calls: classes, attributes, hooks, wrappers of
+    `forward`.
 
-    Parameters, buffers and submodules count by their names in the module. What can't be looked into counts as itself:
-    a module that has one of its own is a kind of its own.
+    Parameters, buffers and submodules count by their names in the module. An opaque object is compared by identity: a
+    module with one of its own is a kind of its own.
     """
     seen: dict[int, tuple[str, Any]] = {id(m): (f"module {name}", m) for name, m in module.named_modules()}
     seen |= {id(x): (f"tensor {name}", x) for name, x in (*module.named_parameters(), *module.named_buffers())}
@@ -39,27 +40,28 @@ def description(module: nn.Module, forward: Any, arguments: Any) -> Hashable:
     def own(name: str, of: nn.Module) -> dict[str, Any]:
         held = dict(vars(of))
         if not name:
-            held.pop("forward", None)  # `forward` is given; while it is traced another stands in its place
+            held.pop("forward", None)  # `forward` is an argument; while it is traced, the attribute is a replacement
         return held
 
     try:
         attributes = tuple((name, type(m), _described(own(name, m), seen)) for name, m in module.named_modules())
         return attributes, _described(forward, seen), _described(arguments, seen)
-    except RecursionError:  # it holds too much, or too deep, to be looked into
+    except RecursionError:  # it is too large or too deep to describe
         return _Itself(object())
 
 
 def _described(x: Any, seen: dict[int, tuple[str, Any]]) -> Hashable:
-    """Describe an object; `seen` holds what is described elsewhere, by identity, and keeps it alive meanwhile."""
+    """Describe an object; `seen` has the objects that are described elsewhere, by identity, and keeps them alive
+    meanwhile."""
     if id(x) in seen:
         return seen[id(x)][0]
     if isinstance(x, float):
-        return "float", repr(x)  # nan is nan, 0 is not -0
+        return "float", repr(x)  # nan equals nan, 0 differs from -0
     if isinstance(x, _ATOMS):
         return type(x), x
     if isinstance(x, (torch.Tensor, nn.Module)):
         return _Itself(x)
-    seen[id(x)] = f"object {len(seen)}", x  # it may hold itself
+    seen[id(x)] = f"object {len(seen)}", x  # it may contain itself
     if isinstance(x, dict):
         items = tuple((_described(k, seen), _described(v, seen)) for k, v in x.items())
         return type(x), _attributes(x, seen), _described(getattr(x, "default_factory", None), seen), items
@@ -81,5 +83,5 @@ def _described(x: Any, seen: dict[int, tuple[str, Any]]) -> Hashable:
 
 
 def _attributes(x: Any, seen: dict[int, tuple[str, Any]]) -> Hashable:
-    """Describe what an object holds by name: a function may, and what is of a subclass of `dict` and its like."""
+    """Describe an object's `__dict__`: functions have one, and instances of subclasses of `dict` and its like."""
     return _described(getattr(x, "__dict__", None), seen)

@@ -1,4 +1,4 @@
-"""A call's arguments and result as leaves: what they are called, and what of them no graph can take."""
+"""A call's arguments and result as pytree leaves: their names, and checks that a graph can take them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.utils._pytree as pytree
 from torch.nn.attention.flex_attention import BlockMask
 
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph import flex_strips  # noqa: F401 (uncompiled flex attention, which a mask is an argument of)
+from torchtitan_graph.graph import flex_strips  # noqa: F401 (uncompiled flex attention, for masks as arguments)
 from torchtitan_graph.graph.torch_private.flex import mask_parts, mask_whole
 
 _CONSTANT_TYPES = (int, float, bool, str, type(None))
@@ -30,13 +30,13 @@ def _mask_leaves(mask: BlockMask) -> tuple[list[Any], tuple]:
 
 
 if BlockMask not in pytree.SUPPORTED_NODES:
-    # A mask is an input like any other: another batch's documents then run through the same graph.
+    # A mask is an input like any other: a batch with other documents then runs through the same graph.
     pytree.register_pytree_node(BlockMask, _mask_leaves, mask_whole, flatten_with_keys_fn=_mask_with_keys)
 
 
 class Given(NamedTuple):
-    """The arguments that a function is traced for; `owners` are those that the leaves are of, by name, and all but
-    these and `leaves` as in `TracedResult`."""
+    """The arguments that a function is traced for; `owners` are the names of the leaves' arguments, all but these and
+    `leaves` as in `TracedResult`."""
 
     leaves: list[Any]
     in_spec: pytree.TreeSpec
@@ -52,7 +52,7 @@ class Given(NamedTuple):
 
 
 def take_call(parameters: tuple[str, ...], args: tuple, kwargs: dict[str, Any]) -> Given:
-    """Flatten a call's arguments, and refuse those that a graph can't take."""
+    """Flatten a call's arguments; raise a UserError for those that a graph can't take."""
     paths, in_spec = flatten_with_path(ordered(args, kwargs))
     leaves = [leaf for _, leaf in paths]
     names = tuple(_leaf_name(path, parameters) for path, _ in paths)
@@ -65,7 +65,7 @@ def take_call(parameters: tuple[str, ...], args: tuple, kwargs: dict[str, Any]) 
 
 
 def ordered(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Give a call's arguments in one order, however its keywords are."""
+    """Return a call's arguments with sorted keywords."""
     return args, dict(sorted(kwargs.items()))
 
 
@@ -78,13 +78,13 @@ def positional_parameters(fn: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def _by_name(args: tuple, kwargs: dict[str, Any], parameters: tuple[str, ...]) -> dict[str, Any]:
-    """Name a call's arguments as the function's author does, in the order in which they are flattened."""
+    """Return a call's arguments by the function's parameter names, in flattening order."""
     names = (*parameters[: len(args)], *(f"args[{i}]" for i in range(len(parameters), len(args))))
     return dict(zip(names, args, strict=True)) | dict(sorted(kwargs.items()))
 
 
 def _leaf_name(path: tuple, parameters: tuple[str, ...]) -> str:
-    """Name a leaf of (args, kwargs): `batch.tokens_BL`, not `args[0].tokens_BL`."""
+    """Return the name of a leaf of (args, kwargs): `batch.tokens_BL`, not `args[0].tokens_BL`."""
     kind, first, *rest = path
     if kind.idx == 1:
         return f"{first.key}{pytree.keystr(tuple(rest))}"
@@ -99,11 +99,11 @@ def leaves_by_name(
     arguments: Mapping[str, pytree.TreeSpec],
     names: tuple[str, ...],
 ) -> list[Any]:
-    """Give the leaves of a call in the traced order, where its arguments come in another form: by keyword, not by
-    position, or the reverse. What was traced is as in `Given`.
+    """Return the leaves of a call in the traced order, where its arguments have another form: by keyword, not by
+    position, or the reverse. The traced arguments are those of `Given`.
 
     Raises:
-        UserError: other arguments, or others inside them; names the difference.
+        UserError: names the arguments, or leaves, that differ.
     """
     given, traced_leaves = _by_name(args, kwargs, parameters), set(names)
     found: dict[str, Any] = {}
@@ -158,7 +158,7 @@ def check_result(name: str, leaf: Any) -> None:
 
 
 def _how_to_register(kind: type) -> str:
-    """Say how trees of tensors may hold objects of a class, where it is the user's."""
+    """Return a hint how to register a user's class as a pytree node; "" for other classes."""
     if kind.__module__.partition(".")[0] in ("builtins", "numpy", "torch"):
         return ""
     if dataclasses.is_dataclass(kind):
@@ -174,7 +174,7 @@ def flatten_with_path(tree: Any) -> tuple[list[tuple[Any, Any]], pytree.TreeSpec
     """Return the leaves of a tree, each with its path, and the structure.
 
     Raises:
-        UserError: it holds an object of a class that was registered without names of what it holds.
+        UserError: it contains an object of a class that was registered without names of its leaves.
     """
     try:
         return pytree.tree_flatten_with_path(tree)

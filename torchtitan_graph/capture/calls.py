@@ -1,4 +1,4 @@
-"""A wrong call of a public function, refused in one line with the call to write."""
+"""Checks of calls of public functions, with a UserError of one line that shows the right call."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RUN = "run_traced(traced, module=model)(*arguments)"
 
 
 def called_as(call: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Let a function that is called with other parameters than it has say how to call it.
+    """Decorate a function so that a call with wrong parameters raises a UserError with the right call.
 
     Raises:
         UserError: an unknown keyword, too many arguments, or one that is missing.
@@ -49,14 +49,14 @@ def called_as(call: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def expect(call: str, name: str, value: object, kind: Any, wanted: str) -> None:
-    """Raise a UserError unless a parameter is of a class; `wanted` says what it must be, `call` how it is given."""
+    """Raise a UserError unless a parameter is of a class; `wanted` describes legal values, `call` is the right call."""
     if not isinstance(value, kind):
         found = f"the class {value.__name__}" if isinstance(value, type) else f"of class {class_name(value)}"
         raise UserError(f"{name} is {found}: must be {wanted}; write {call}")
 
 
 def class_name(value: object) -> str:
-    """Return the name of a value's class; of one that torch made for it, as for each graph, that of its base."""
+    """Return the name of a value's class; of a generated class, as each graph has, that of its base."""
     return next(cls.__name__ for cls in type(value).__mro__ if re.fullmatch("[A-Za-z]\\w*", cls.__name__))
 
 
@@ -88,7 +88,7 @@ def expect_function(call: str, fn: object, module: nn.Module | None, device: Any
 
 
 def expect_arguments(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise a UserError if a function that is to be traced can't be called with these arguments."""
+    """Raise a UserError if the function to trace can't be called with these arguments."""
     try:
         signature = inspect.signature(fn, follow_wrapped=False)
     except (TypeError, ValueError):  # a builtin, such as torch.sin, has none

@@ -1,4 +1,4 @@
-"""The dimensions that may differ from call to call, as a user says it: by marks on tensors, and by names."""
+"""Dynamic dimensions as a user declares them: by marks on tensors, and by names."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from torchtitan_graph.graph.signature import layout_of
 from torchtitan_graph.graph.torch_private.sizes import dynamic_marks, export_dims
 from torchtitan_graph.graph.torch_private.tensors import is_traceable_wrapper_subclass
 
-# Of a tensor's name and a dimension, what that is called: see `Sizes`. A sequence has all dimensions.
+# By a tensor's name and a dimension: the dimension's name, see `Sizes`. A sequence lists all dimensions.
 DynamicShapes = Mapping[str, Mapping[int, Any] | Sequence[Any]]
 
-# Of a block mask's tensors, by number from the last on: the dimensions that count blocks of queries, and of keys.
+# The dimensions of a block mask's tensors, counted from the last, that count blocks of queries, and of keys.
 _BLOCKS: dict[str, tuple[int | None, int | None]]
 _BLOCKS = {"kv_num_blocks": (-1, None), "kv_indices": (-2, -1), "q_num_blocks": (None, -1), "q_indices": (-1, -2)}
 _BLOCKS |= {f"full_{name}": dims for name, dims in _BLOCKS.items()}
 
-SMALLEST = 2  # torch takes sizes 0 and 1 for other cases: a symbol is never one of them
+SMALLEST = 2  # torch specializes sizes 0 and 1: a symbol is never one of them
 
 
 class SizeError(UserError):
-    """A function that is not for the sizes that it is to be traced for, or a call whose sizes are not among those."""
+    """A function that is specialized on a dynamic size, or a call with a size outside the traced range."""
 
 
 class Dimension(NamedTuple):
-    """A dimension that may differ: `tensor.shape[dim]`, as it is when it is traced; without `dim` a number.
+    """A dimension that may differ: `tensor.shape[dim]`, with its traced size; without `dim` a number.
 
-    name       what `dynamic_shapes` calls it, or the `shape_id` of a mark; None where there is none
-    of         another dimension's name and the function of it that this one is, None for one of its own
+    name       its name in `dynamic_shapes`, or the `shape_id` of a mark; None where there is none
+    of         the name of the dimension that this one derives from, and the function of its size; None for its own
     unbacked   the trace may not use its size: so it may be 0 and 1
-    required   it is an error if the function takes it for one number
-    low, high  the sizes that are declared, None where nothing is
+    required   it is an error if the function is specialized on one size
+    low, high  declared bounds of its size, None where there is none
     """
 
     tensor: str
@@ -52,7 +52,7 @@ class Dimension(NamedTuple):
         return self.tensor if self.dim is None else f"{self.tensor}.shape[{self.dim}]"
 
     def in_call(self, leaves: Mapping[str, Any]) -> int:
-        """Give its size in a call's arguments, by name."""
+        """Return its size in a call's arguments, by name."""
         return leaves[self.tensor] if self.dim is None else leaves[self.tensor].shape[self.dim]
 
     @property
@@ -61,11 +61,11 @@ class Dimension(NamedTuple):
         return self.of[0] if self.of else self.name
 
     def of_root(self, size: Any) -> Any:
-        """Give this dimension's size where its root has this one."""
+        """Return this dimension's size, from the root's."""
         return self.of[1](size) if self.of else size
 
     def check(self, size: int, root: Dimension, its_size: int) -> None:
-        """Refuse a size that does not agree with that of the root."""
+        """Raise a SizeError for a size that does not match the root's."""
         expected = self.of_root(its_size)
         if size != expected and self.of is None:
             raise SizeError(f"{root} is {its_size}, but {self} is {size}: both are {self.name}, and must be equal")
@@ -74,7 +74,7 @@ class Dimension(NamedTuple):
 
 
 def marked(name: str, tensor: torch.Tensor) -> list[Dimension]:
-    """Give the dimensions that are marked on a tensor."""
+    """Return the dimensions that are marked on a tensor."""
     marks = dynamic_marks(tensor)
     if is_traceable_wrapper_subclass(tensor) and any(map(dynamic_marks, (tensor, *layout_of(tensor).flatten(tensor)))):
         raise UserError(
@@ -105,7 +105,7 @@ def marked(name: str, tensor: torch.Tensor) -> list[Dimension]:
 
 
 def declared_by(leaves: Mapping[str, Any], shapes: DynamicShapes) -> list[Dimension]:
-    """Give the dimensions that `dynamic_shapes` names."""
+    """Return the dimensions that `dynamic_shapes` names."""
     tensors, found = {name: x for name, x in leaves.items() if isinstance(x, torch.Tensor)}, []
     if not isinstance(shapes, Mapping):
         raise UserError(
@@ -138,9 +138,9 @@ def declared_by(leaves: Mapping[str, Any], shapes: DynamicShapes) -> list[Dimens
 
 
 def _of_mask(name: str, leaves: Mapping[str, Any], dims: Any) -> list[Dimension]:
-    """Give what follows from a block mask's own dimensions: its lengths, and the number of blocks in them.
+    """Return the dimensions that follow from a block mask's: its lengths, and the numbers of blocks in them.
 
-    A trace is not to depend on how many blocks there are: rows that end in the first are no other case.
+    A trace must not depend on the number of blocks: a row that ends in the first block is no special case.
     """
     found: list[Dimension] = []
     if not isinstance(dims, Mapping) or not dims.keys() <= {2, 3}:
@@ -170,7 +170,7 @@ def _in_blocks(length: Callable[[Any], Any], block: int, root: Any) -> Any:
 
 
 def _named(x: Dimension, what: Any) -> list[Dimension]:
-    """Give a dimension as `dynamic_shapes` has it, nothing for one that stays as it is."""
+    """Return a dimension as declared in `dynamic_shapes`; nothing for a static one."""
     derived, hint = export_dims()
     if what is None:
         return []
@@ -188,7 +188,8 @@ def _named(x: Dimension, what: Any) -> list[Dimension]:
 
 
 def _checked(x: Dimension) -> list[Dimension]:
-    """Give the dimension, or nothing if it stays as it is: one that may be dynamic, and is of a size that can't."""
+    """Return the dimension after checks of its size and bounds; nothing for an optional one whose size can't be
+    dynamic."""
     if not x.unbacked and x.size < SMALLEST:
         if not x.required:
             return []

@@ -1,16 +1,17 @@
-"""Dimensions that may differ from call to call, and numbers that a traced function reads from tensors.
+"""Dynamic dimensions, and numbers that a traced function reads from tensors.
 
 Note [Dynamic dimensions]
-What is marked (`torch._dynamo.mark_dynamic`, `mark_unbacked`, `maybe_mark_dynamic`, or `dynamic_shapes` of the tracer)
-is a symbol to the trace: sizes that derive from it (`2 * s`) are computed by the graph when it runs. What the traced
-function compares it to holds for the sizes that it was traced with. Each such comparison is kept, and each call's sizes
-are checked against it. A dimension that the function takes for one number can't be dynamic: that is an error.
+A marked dimension (`torch._dynamo.mark_dynamic`, `mark_unbacked`, `maybe_mark_dynamic`, or `dynamic_shapes` of the
+tracer) is a symbol in the trace: sizes that derive from it (`2 * s`) are computed by the graph when it runs.
+Comparisons of it in the traced function are decided by the traced sizes. Each is recorded as a condition, and each
+call's sizes are checked against it. A dimension on which the function is specialized can't be dynamic: that is an
+error.
 
 A number that is read from a tensor (`.item()`) is a symbol too, without a value: the function may compute with it, and
-with `torch._check` take sizes of it, but not branch on it. The graph checks it when it runs.
+with `torch._check` use it as a size, but not branch on it. The graph checks it when it runs.
 
-In a training step a node's value, in its `meta`, has the sizes that it was traced with, and passes reckon with these. A
-pass that gives a size of the batch to an operator takes it from a node, never from a value.
+In a training step a node's fake value, in its `meta`, has the traced sizes, and passes compute with these. A pass that
+inserts an operator with a size of the batch takes it from a node, never from a fake value.
 """
 
 from __future__ import annotations
@@ -47,14 +48,14 @@ from torchtitan_graph.graph.torch_private.tracing import author_s_stack
 
 
 class Condition(NamedTuple):
-    """What the sizes of a call have to fulfil, and where the traced function needs it."""
+    """A condition on a call's sizes, and the line of the traced function that needs it."""
 
     expression: sympy.Basic
     where: str
 
 
 class Compared(list[Any]):
-    """What a trace compared symbols to, and where the traced function did."""
+    """A trace's guards on symbols, with the lines of the traced function."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +67,7 @@ class Compared(list[Any]):
 
 
 def compare(condition: Any, where: str) -> None:
-    """Let a trace rest on a relation of its symbols that the traced function needs at that place."""
+    """Add a relation of a trace's symbols to its guards, with the line that needs it."""
     if is_symbolic(condition):
         found = condition.node.shape_env.guards
         before = len(found)
@@ -75,18 +76,18 @@ def compare(condition: Any, where: str) -> None:
 
 
 class _PromisedOf(dict[Any, Compared]):
-    """What was promised of a number that only a run knows, by the number's symbol."""
+    """The relations that `torch._check` assumed, by symbol of a number that is read from data."""
 
     def setdefault(self, symbol: sympy.Symbol, _: list) -> Compared:  # type: ignore[override]
         return super().setdefault(symbol, Compared())
 
 
 class Sizes:
-    """The symbols of a trace; afterwards, what a call's sizes are checked against.
+    """The symbols of a trace; afterwards, the conditions on a call's sizes.
 
     Args:
         leaves: the leaves of the arguments, tensors and others, by name.
-        dynamic_shapes: of such a name and a dimension, what it is called: dimensions of one name are equal. A
+        dynamic_shapes: by such a name and a dimension, the dimension's name: dimensions of one name are equal. A
             `torch.export.Dim` has bounds as well, and may derive from another (`2 * n`). A `BlockMask` has a name too.
     """
 
@@ -94,14 +95,14 @@ class Sizes:
         tensors = {name: x for name, x in leaves.items() if isinstance(x, torch.Tensor)}
         found = [x for name, tensor in tensors.items() for x in marked(name, tensor)]
         found += declared_by(leaves, dynamic_shapes or {})
-        self.dimensions = sorted(found, key=_is_computed)  # those with symbols of their own come first
+        self.dimensions = sorted(found, key=_is_computed)  # those with symbols of their own first
         self.env = ShapeEnv()
         self.env.guards = self._found = Compared()
         self._promised = _PromisedOf()
         self.env.deferred_runtime_asserts = self._promised  # type: ignore[assignment]
         self._own = [x for x in self.dimensions if not _is_computed(x)]
         self._symbols = [new_symbol(self.env, str(x), x.size, x.unbacked, x.low, x.high) for x in self._own]
-        first = {x.name: str(x) for x in reversed(self._own) if x.name is not None}  # of those that are equal
+        first = {x.name: str(x) for x in reversed(self._own) if x.name is not None}  # of each set of equal dimensions
         self._names = {
             size.node.expr: first.get(x.name, str(x)) for x, size in zip(self._own, self._symbols, strict=True)
         }
@@ -113,7 +114,7 @@ class Sizes:
         self._at = {(x.tensor, x.dim): size for x, size in zip(self.dimensions, sizes, strict=True)}
 
     def layout(self, name: str, tensor: torch.Tensor) -> Layout:
-        """Give an argument's layout, with the symbols' names where its sizes may differ."""
+        """Return an argument's layout, with symbols' names as its dynamic sizes."""
         layout = layout_of(tensor)
         if not isinstance(layout, Plain):
             return layout
@@ -121,9 +122,9 @@ class Sizes:
         return Plain(tuple(x if isinstance(x, int) else str(x) for x in sizes), layout.dtype)
 
     def strided(self, name: str, tensor: torch.Tensor) -> tuple[list[Any], list[Any]]:
-        """Give an argument's sizes and strides, symbols where they may differ.
+        """Return an argument's sizes and strides, with symbols for dynamic ones.
 
-        A stride is a symbol where it is what the dimensions inside it take.
+        A stride is a symbol where it is the product of the inner dimensions.
         """
         shape = [self._at.get((name, i), size) for i, size in enumerate(tensor.shape)]
         stride: list[Any] = list(tensor.stride())
@@ -135,21 +136,21 @@ class Sizes:
         return shape, stride
 
     def number(self, name: str, number: Any) -> Any:
-        """Give a symbol for an argument that is a number, where it may differ."""
+        """Return the symbol of an argument that is a number, or the number itself if it is static."""
         return self._at.get((name, None), number)
 
     def varies(self, name: str) -> bool:
-        """Tell whether an argument is a number that may differ."""
+        """Return whether an argument is a dynamic number."""
         return (name, None) in self._at
 
     def settle(self, gm: GraphModule) -> None:
-        """Keep what the trace found about the symbols, and let the graph check the numbers that it reads.
+        """Store the trace's conditions on symbols, and insert checks of the numbers that the graph reads.
 
         Raises:
-            UserError: the function takes a dynamic dimension for one number, needs sizes that its bounds don't keep,
-                or a relation that is not declared.
+            UserError: the function is specialized on a dynamic dimension, needs sizes within narrower bounds, or an
+                undeclared relation.
         """
-        found = [self._found, *self._promised.values()]  # what is promised of an unbacked size no guard says
+        found = [self._found, *self._promised.values()]  # no guard has the assumptions on an unbacked size
         self._conditions = [Condition(g.expr, where) for of in found for g, where in zip(of, of.where, strict=True)]
         for x, symbol in zip(self._own, self._names, strict=True):
             self._check_traced(x, symbol)
@@ -158,13 +159,13 @@ class Sizes:
         self._take_sizes_of_inputs(gm)
 
     def _take_sizes_of_inputs(self, gm: GraphModule) -> None:
-        """Let the graph compute each size once, at its beginning, of its inputs' sizes.
+        """Compute each size once, at the graph's beginning, from its inputs' sizes.
 
             n = sym_stride(x, 0); a = view(x, [n]); m = sym_size(a, 0); b = ones(m)
             s = sym_size(x, 1); a = view(x, [s]); b = ones(s)
 
-        The tracer takes a size where it finds it: of a stride, which a call may have otherwise, or of an activation,
-        which would then be held, or computed again, for its size.
+        The tracer takes a size from any node that has it: a stride, which may differ in a call, or an activation, which
+        would then be saved, or recomputed, for its size.
         """
         roots: dict[Any, tuple[Node, Dimension, Any]] = {}
         nodes = dict(_inputs(gm))
@@ -195,7 +196,8 @@ class Sizes:
         gm.recompile()
 
     def returned(self, leaf: Any) -> Any:
-        """Give what stands for a leaf of the traced function's result: for a size, its expression of a call's sizes."""
+        """Return a leaf of the traced function's result as it is stored: for a size, its expression of a call's
+        sizes."""
         if not isinstance(leaf, torch.SymInt):
             return leaf
         found = leaf.node.expr
@@ -204,15 +206,15 @@ class Sizes:
         raise UserError(f"the result holds {found}, a number that only a run knows: return its tensor")
 
     def check(self, leaves: Mapping[str, Any]) -> dict[sympy.Symbol, sympy.Integer]:
-        """Give a call's sizes by symbol, for which the trace holds.
+        """Return a call's sizes by symbol, checked against the trace's conditions.
 
         Raises:
-            UserError: it does not; names the relation.
+            UserError: names the violated condition.
         """
         return self._check(tuple(x.in_call(leaves) for x in self.dimensions))
 
     def check_named(self, sizes: Mapping[str, int]) -> None:
-        """Check sizes of a call by the names of dimensions, all of which have one."""
+        """Check a call's sizes, by the names of dimensions; all must have one."""
         self._check(tuple(x.of_root(sizes[x.root or ""]) for x in self.dimensions))
 
     def _check(self, sizes: tuple[int, ...]) -> dict[sympy.Symbol, sympy.Integer]:
@@ -236,7 +238,7 @@ class Sizes:
         return given
 
     def what_is_unknown(self, gm: GraphModule) -> str | None:
-        """Say of which number the trace has no value, if there is one."""
+        """Return a description of a number that the trace has no value for, None if there is none."""
         if unbacked := next((x for x in self.dimensions if x.unbacked and x.of is None), None):
             return f"{unbacked} is unbacked"
         node = next((n for n in gm.graph.nodes if n.target is torch.ops.aten._local_scalar_dense.default), None)
@@ -249,12 +251,12 @@ class Sizes:
         return None
 
     def of_unbacked(self) -> dict[Any, int]:
-        """Give the sizes that were traced of symbols that are unbacked."""
+        """Return the traced sizes of unbacked symbols."""
         return {symbol: x.size for x, symbol in zip(self._own, self._names, strict=True) if x.unbacked}
 
     def failed(self, error: RuntimeError) -> UserError | None:
-        """Say in words which check of a number that the graph reads has failed, if that is the error. A graph checks
-        bounds (u0 <= 99) that torch makes of what was promised (u0 < 100)."""
+        """Return a UserError for a failed check of a number that the graph reads; None for another error. A graph
+        checks bounds (u0 <= 99) that torch derives from the assumptions (u0 < 100)."""
         failed = re.search(r"expression (.*) on node", str(error))
         if failed is None:
             return None
@@ -274,12 +276,12 @@ class Sizes:
         )
 
     def _relate(self) -> None:
-        """Make dimensions of one name equal, and those that derive from another what they are of it."""
+        """Make dimensions of one name equal, and derived dimensions equal to their function of the root."""
         first: dict[str, int] = {}
         for i, x in enumerate(self.dimensions):
             if x.name is not None and x.of is None:
                 first.setdefault(x.name, i)
-        self._roots: dict[int, int] = {}  # of a dimension, the other one that has its root's name
+        self._roots: dict[int, int] = {}  # of a dimension, another one with its root's name
         for i, x in sorted(enumerate(self.dimensions), key=lambda pair: pair[1].of is not None and pair[1].unbacked):
             if x.root is None:
                 continue
@@ -318,7 +320,7 @@ class Sizes:
                     )
 
     def words(self, expression: sympy.Basic) -> str:
-        """Write an expression with the names of dimensions in place of symbols."""
+        """Return an expression as text, with the names of dimensions in place of symbols."""
         named = expression.xreplace({symbol: sympy.Symbol(name) for symbol, name in self._names.items()})
         if isinstance(named, sympy.Rel):
             return f"{named.lhs} {named.rel_op} {named.rhs}"
@@ -326,18 +328,18 @@ class Sizes:
 
 
 def _sizes(val: Any) -> list[Any]:
-    """Give the sizes of a node's value, and the numbers in it."""
+    """Return the sizes of a node's value, and the numbers in it."""
     leaves = pytree.tree_leaves(val)
     return [n for x in leaves for n in (x.shape if isinstance(x, torch.Tensor) else (x,))]
 
 
 def _is_computed(x: Dimension) -> bool:
-    """Tell a dimension that has no symbol of its own in a trace: one that is computed of another's."""
+    """Return whether a dimension is computed from another's, without a symbol of its own."""
     return x.of is not None and not x.unbacked
 
 
 def _inputs(gm: GraphModule) -> Iterator[tuple[str, Node]]:
-    """Give the placeholders of arguments that are plain tensors, by name."""
+    """Yield the placeholders of arguments that are plain tensors, by name."""
     placeholders = iter(gm.graph.find_nodes(op="placeholder"))
     for slot in signature_of(gm).inputs:
         nodes = [next(placeholders) for _ in range(slot.layout.num_tensors)]
@@ -346,7 +348,7 @@ def _inputs(gm: GraphModule) -> Iterator[tuple[str, Node]]:
 
 
 def keep_traced_sizes(gm: GraphModule, sizes: Sizes) -> None:
-    """Give each node's value the sizes that it was traced with, as numbers; those of the graph's arguments stay."""
+    """Replace symbols in nodes' fake values by the traced sizes; the signature keeps them."""
     mode, known, unbacked = FakeTensorMode(allow_non_fake_inputs=True), dict[Any, torch.Tensor](), sizes.of_unbacked()
     with mode:
         for inner in gm.modules():
@@ -357,7 +359,7 @@ def keep_traced_sizes(gm: GraphModule, sizes: Sizes) -> None:
 
 
 def _as_traced(x: Any, known: dict[Any, torch.Tensor], unbacked: Mapping[Any, int]) -> Any:
-    """Give a size as a number; a tensor in memory of numbers, one for all that lie alike."""
+    """Return a symbolic size as a number; a fake tensor with traced sizes, one for all of equal layout."""
     if is_symbolic(x):
         return hint(x, unbacked)
     if not isinstance(x, torch.Tensor):
@@ -376,10 +378,10 @@ _NOT_THE_AUTHOR_S = (*TRACERS, "<")
 
 
 def place(frames: traceback.StackSummary) -> str:
-    """Give the place in a user's code that a stack leads to."""
+    """Return the innermost place of a stack in a user's code."""
     for frame in reversed(frames):
         is_standard = frame.filename.startswith(_STANDARD) and "site-packages" not in frame.filename
-        is_standard |= frame.filename.endswith("typing_extensions.py")  # what decorates torch's own functions
+        is_standard |= frame.filename.endswith("typing_extensions.py")  # it decorates torch's own functions
         if not is_standard and not frame.filename.startswith(_NOT_THE_AUTHOR_S):
             return f" ({Path(frame.filename).name}:{frame.lineno}: {frame.line})"
     return ""

@@ -1,16 +1,15 @@
-"""A second way to capture a step: Dynamo takes its forward pass, and the tracer takes that graph and its backward.
+"""The second capture of a step: Dynamo captures its forward pass, and the tracer traces that graph and its backward.
 
 Note [Two captures]
-The tracer runs a function, and sees what ran: a flag that it read, a counter that it raised are lost in the graph, and
-nobody is told. Dynamo reads the function's code instead. What it makes beside the graph is a list of guards, what of
-Python's values the graph rests on, and of what the function changes. So `dynamo_capture` checks the first (before the
-first step, and whenever parameters are bound again) and refuses the second.
+The tracer records the operators that ran: a flag that the function read, a counter that it incremented are lost in the
+graph, silently. Dynamo reads the function's code instead. In addition to the graph it returns guards, the Python values
+that the graph depends on, and the function's side effects. So `dynamo_capture` checks the first (before the first step,
+and whenever parameters are bound again) and refuses the second.
 
-Dynamo is given fake tensors in the places of the state. Its graph is then run under the tracer as the forward pass
-would be: it finds parameters and arguments where the function found them. Of its nodes nothing is kept but the module
-that they are of, annotations and their lines of source. So signature, phases, DTensors and
-refusals are the tracer's own, and the two captures can be compared node by node. Every block is captured: those that
-are alike are not stamped.
+Dynamo gets fake tensors in place of the state. Its graph is then run under the tracer as the forward pass would be: it
+reads parameters and arguments from the same places as the function. Only its nodes' module, annotations and source
+lines are kept. So signature, phases, DTensors and refusals are the tracer's own, and the two captures can be compared
+node by node. Every block is captured: blocks that are alike are not stamped.
 """
 
 from __future__ import annotations
@@ -63,11 +62,11 @@ def dynamo_capture(
     dynamic_shapes: DynamicShapes | None = None,
     call_hierarchy: bool = False,
 ) -> Callable[..., TracedResult]:
-    """Return a callable that lets Dynamo take `fn`, or its forward if it is `InParts`, for the arguments that it is
-    called with: a `Capture`. `blocks` are captured one by one.
+    """Return a callable that captures `fn`, or its forward if it is `InParts`, by Dynamo for the arguments of the call:
+    a `Capture`. `blocks` are captured one by one.
 
     Raises:
-        UserError: what Dynamo or a graph can't hold, or what the function changes beside its result.
+        UserError: names what Dynamo or a graph can't contain, or a side effect of the function.
     """
     expect_state(_CALL, module, None)
     expect_function(_CALL, fn, module, device, blocks)
@@ -102,7 +101,7 @@ def dynamo_capture(
         except UserError:
             raise
         except Exception as error:
-            in_make_fx(fn, module)(*args, **kwargs)  # what it refuses too it tells in words of the function's author
+            in_make_fx(fn, module)(*args, **kwargs)  # what it also refuses gets its error, in terms of the user's code
             if isinstance(error, NotCaptured):
                 raise UserError(f"compile.capture = 'dynamo': {error}; change that, or use 'make_fx'") from error
             if "modified by an inplace operation" in str(error):
@@ -118,12 +117,12 @@ def dynamo_capture(
 
 
 class _Call(NamedTuple):
-    """A call of a function as Dynamo takes it: all arguments by position, first those of its parameters in their order,
-    then those that can only be given by name.
+    """A call of a function in Dynamo's form: all arguments by position, first those of its parameters in their order,
+    then the keyword-only ones.
 
-    fn         the function that Dynamo takes
-    whole      the function that is called; if it is `InParts`, Dynamo takes its forward
-    num_taken  how many of the arguments `fn` takes
+    fn         the function that Dynamo captures
+    whole      the called function; if it is `InParts`, Dynamo captures its forward
+    num_taken  the number of `fn`'s arguments
     keywords   the names of the last ones
     """
 
@@ -134,7 +133,7 @@ class _Call(NamedTuple):
 
     @property
     def replaced(self) -> Callable[..., Any]:
-        """The function in whose place Dynamo's graph is called."""
+        """The function that Dynamo's graph replaces."""
         return self.whole.forward if isinstance(self.whole, InParts) else self.whole
 
     @classmethod
@@ -148,7 +147,7 @@ class _Call(NamedTuple):
         return cls(_by_position(fn.forward, num_taken, ()), fn, num_taken, keywords)
 
     def by_position(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Return what of a call's arguments `fn` takes."""
+        """Return the arguments of `fn` in a call's arguments."""
         positional, by_name = _bound(self.whole, args, kwargs)
         return (*positional, *(by_name[name] for name in self.keywords))[: self.num_taken]
 
@@ -156,15 +155,15 @@ class _Call(NamedTuple):
 def _bound(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a call's arguments by position as far as they can be, and those that are left by name, sorted."""
+    """Return a call's arguments by position as far as possible, and the others by name, sorted."""
     if not kwargs:
-        return args, {}  # a builtin has no signature to look at
+        return args, {}  # a builtin has no signature
     bound = inspect.signature(fn).bind(*args, **kwargs)
     return bound.args, dict(sorted(bound.kwargs.items()))
 
 
 def _by_position(fn: Callable[..., Any], num_positional: int, keywords: tuple[str, ...]) -> Callable[..., Any]:
-    """Return a function in Python, which is what Dynamo reads, that takes all arguments by position."""
+    """Return a Python function, as Dynamo needs it, with all arguments by position."""
     if keywords:
 
         def call(*args: Any) -> Any:
@@ -180,15 +179,15 @@ def _by_position(fn: Callable[..., Any], num_positional: int, keywords: tuple[st
 def _captured(
     call: _Call, module: nn.Module, fakes: tuple[Any, ...], mode: FakeTensorMode, device: Any
 ) -> tuple[Callable[..., Any], StrictCapture, dict[int, Tensor]]:
-    """Give Dynamo's graph, to be called as the function is, what Dynamo says of it, and which of its inputs are
-    constants."""
+    """Return a function that runs Dynamo's graph with the original's signature, Dynamo's capture, and the graph's
+    inputs that are constants."""
     fn = call.fn
     state = {name: _faked(x, mode, device) for (_, name), x in live_state(module, None).items()}
     with reparametrize(module, state):
         strict = capture_strictly(fn, fakes, Compared)
         found = strict.inputs(*fakes)
     names = {str(id(child)): name for name, child in module.named_modules()}
-    # Tensor parallelism's wrapper (parallel/parallelize.py) lets a module have its local parts during a call.
+    # Tensor parallelism's wrapper (parallel/parallelize.py) replaces a module's parameters by local ones during a call.
     found_changed = {each: line for each, line in strict.changed.items() if not line.endswith(" in _on_locals")}
     if changed := {_by_name(each): line for each, line in found_changed.items()}:
         told = ", ".join(f"{each} ({line})" if line else each for each, line in sorted(changed.items()))
@@ -198,7 +197,7 @@ def _captured(
         )
     _drop_sizes_of_rules(strict.gm)
     _keep_metadata(strict.gm, names)
-    # Tensors that the function takes from elsewhere are constants of the graph.
+    # Tensors that are neither arguments nor state are constants of the graph.
     constants = {i: x for i, x in enumerate(found) if isinstance(x, Tensor) and not is_traced(x)}
 
     @functools.wraps(call.replaced)
@@ -212,8 +211,8 @@ def _captured(
 
 
 def _faked(tensor: Tensor, mode: FakeTensorMode, device: Any, strided: Any = None) -> Tensor:
-    """Give a tensor without numbers like this one; on `device`, which Dynamo's graph names. A plain one has the sizes
-    and strides of `strided`."""
+    """Return a fake tensor like this one, on `device`, which Dynamo's graph names. A plain one has the sizes and
+    strides of `strided`."""
     layout = layout_of(tensor)
     with mode:
         parts = layout.flatten(tensor)
@@ -227,7 +226,7 @@ def _faked(tensor: Tensor, mode: FakeTensorMode, device: Any, strided: Any = Non
 
 
 def _drop_sizes_of_rules(gm: GraphModule) -> None:
-    """Drop the sizes that Dynamo hands, beside each tensor, to what flex attention's functions close over.
+    """Remove the sizes that Dynamo passes, with each tensor, to the closures of flex attention's functions.
 
     flex_attention(q, k, v, score, (..., rule), scale, options, (n, bias), (n, m, documents))
     flex_attention(q, k, v, score, (..., rule), scale, options, (bias,), (documents,))
@@ -253,9 +252,9 @@ def _drop_sizes_of_rules(gm: GraphModule) -> None:
 
 
 def _keep_metadata(gm: GraphModule, names: Mapping[str, str]) -> None:
-    """Leave on nodes what the tracer is to take over. Dynamo keys its stack of modules by their identity, with a number
-    behind it where one is called again. What a region computes is kept alike; but a node in another body (an autograd
-    function's, a mask rule's) says nothing: the node that calls the body does."""
+    """Keep only the nodes' metadata that the tracer reads. Dynamo keys its stack of modules by their identity, with a
+    suffix for repeated calls. Nodes of a region keep theirs; nodes of other bodies (an autograd function's, a mask
+    rule's) have none: the node that calls the body has it."""
     regions = [getattr(gm, node.args[0].target) for node in gm.graph.nodes if node.target in WRAPPERS]
     for node in gm.graph.nodes:
         if node.op != "placeholder":
@@ -274,11 +273,11 @@ def _keep_metadata(gm: GraphModule, names: Mapping[str, str]) -> None:
 
 
 class Guards:
-    """What a graph rests on beside its inputs: called with a call's arguments, it refuses what is not as it was.
+    """The Python values that a graph depends on: a call with a call's arguments raises a UserError if one has changed.
 
     Args:
-        constants: of the tensors that Dynamo's graph takes, those that are constants of ours, by number.
-        call: how a call's arguments become those of the function that Dynamo took.
+        constants: the inputs of Dynamo's graph that are constants of ours, by index.
+        call: maps a call's arguments to those of the function that Dynamo captured.
     """
 
     def __init__(self, strict: StrictCapture, constants: Mapping[int, Tensor], call: _Call) -> None:
@@ -297,12 +296,13 @@ class Guards:
 
     @property
     def values(self) -> list[str]:
-        """The values among them, as `model.layers.0.flag == False (the line that reads it)`, but for types and such."""
+        """The guards on values, as `model.layers.0.flag == False (the line that reads it)`, without those on types and
+        such."""
         return [_by_name(each) for each in self._strict.guards if re.match(r"(not )?[LG]\[[^ ]* ==", each)]
 
 
 class _Replay(Interpreter):
-    """Runs a graph of Dynamo's under the tracer, regions in their places: the graph that comes of it has none."""
+    """Runs Dynamo's graph under the tracer, with its regions inlined: the resulting graph has none."""
 
     def run_node(self, n: Node) -> Any:
         with made_for(n):
@@ -312,7 +312,7 @@ class _Replay(Interpreter):
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target in WRAPPERS:
             return run_wrapped(target, args, kwargs, _run)
-        if target is torch.ops.aten._assert_scalar.default:  # what Dynamo makes of it
+        if target is torch.ops.aten._assert_scalar.default:  # Dynamo's form of it
             return require(args[0])
         return super().call_function(target, args, kwargs)
 
@@ -322,7 +322,7 @@ def _run(gm: GraphModule, *inputs: Any) -> Any:
 
 
 def _by_name(source: str) -> str:
-    """Write Dynamo's name of a value as the function's author does: model.layers.0 for L['model']._modules[...]."""
+    """Return Dynamo's name of a value in the user's form: model.layers.0 for L['model']._modules[...]."""
     source = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", source)
     source = re.sub(r"\.__dict__\['([^']+)'\]", r".\1", source)
     source = re.sub(r"\b[LG]\['([^']+)'\]", r"\1", source)

@@ -1,4 +1,4 @@
-"""Python's state that a traced function changes, which a graph would change no more: refused by name, and put back."""
+"""Side effects of a traced function on Python state, which a graph would not repeat: undone, and refused by name."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from torchtitan_graph.graph.torch_private.tensors import KEPT_BY_TORCH
 
 @contextlib.contextmanager
 def no_effects(held: Iterable[Reached]) -> Iterator[None]:
-    """Put back what a function changes of what it holds, and of random numbers, while it is traced, however that ends,
-    and refuse it by name if it ended well."""
+    """Undo the function's changes of reachable Python values, and of random generators, after the trace, and raise a
+    UserError that names them if it succeeded."""
     found = [(name, *each) for name, _, places in held for each in places]
     found += [(name, place, place.read(place.owner)) for name, place in random_places()]
     changed: dict[str, tuple[Place, Any]] = {}
@@ -43,7 +43,7 @@ def _is_same(before: Content, after: Content) -> bool:
 
 
 def _differing(name: str, place: Place, before: Content, after: Content) -> Iterator[tuple[str, Any]]:
-    """Give what differs in value by name, as it is now, but for what may."""
+    """Yield the changed values by name, with their present content, except permitted ones."""
     nothing = object()
     for key in dict.fromkeys([*before, *after]):
         kept = isinstance(place.owner, (nn.Module, torch.optim.Optimizer)) and key in KEPT_BY_TORCH

@@ -1,4 +1,4 @@
-"""Gradients and optimizers' steps that a graph would lose: refused by name, and what is live is put back."""
+"""Gradients and optimizers' steps that a graph would lose: refused by name, with live gradients restored."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ _CALL = "minimal_fx_tracer(step, module=model, optimizer=optimizer)"
 
 @contextlib.contextmanager
 def no_other_step(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
-    """Refuse the step of any optimizer but this one while a function is traced, and one on live gradients alone."""
+    """Raise a UserError for the step of any other optimizer while a function is traced, or for a step on live gradients
+    alone."""
     groups = optimizer.param_groups if optimizer is not None else []
     has_live = any(p.grad is not None for group in groups for p in group["params"])
 
@@ -52,8 +53,8 @@ def no_other_step(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unchanged_gradients(held: Iterable[Reached], fake_mode: FakeTensorMode) -> Iterator[None]:
-    """Put back the `.grad` of live tensors: of those that the function, its module and its optimizer hold, and of those
-    that operators in this mode are given."""
+    """Restore the `.grad` of live tensors after the trace: those reachable from the function, its module and its
+    optimizer, and those among operators' arguments in this mode."""
     before = {id(x): (x, x.grad) for _, x, _ in held if isinstance(x, Tensor) and x.is_leaf}
     try:
         yield
@@ -65,7 +66,8 @@ def unchanged_gradients(held: Iterable[Reached], fake_mode: FakeTensorMode) -> I
 
 
 def refuse_live(fn: Callable[..., Any], module: nn.Module | None, fake_mode: FakeTensorMode) -> None:
-    """Refuse gradients in live tensors, and the module's parameters under a reference of the function's own."""
+    """Raise a UserError for gradients in live tensors, and for parameters of the module that the function references
+    directly."""
     live = fake_mode.live
     own = [name for name, p in module.named_parameters() if id(p) in live] if module is not None else []
     if own:
@@ -82,15 +84,15 @@ def refuse_live(fn: Callable[..., Any], module: nn.Module | None, fake_mode: Fak
 
 
 def left_gradients(traced: Mapping[tuple[str, str], Tensor]) -> dict[str, list[Tensor]]:
-    """Give what lies in `.grad` of a trace's leaves, as plain tensors by name."""
+    """Return the `.grad` of a trace's leaves, as plain tensors by name."""
     held = {name: x.grad for (_, name), x in traced.items() if x.is_leaf and x.grad is not None}
     return {name: layout_of(g).flatten(g) for name, g in held.items()}
 
 
 def refuse_lost(gm: GraphModule, left: Mapping[str, int]) -> bool:
-    """Take the gradients that the function leaves in `.grad` from the end of a graph's results; refuse those that
-    neither another result nor a write to an input depends on. `left` is how many plain tensors each has, by name. Tell
-    whether the function computed one."""
+    """Remove the gradients in `.grad` from a graph's results; raise a UserError for those that neither another result
+    nor a write to an input depends on. `left` is the number of plain tensors of each, by name. Return whether the
+    function computed one."""
     output = gm.graph.output_node()
     results: list[Node] = list(output.args[0])  # type: ignore[arg-type]
     num_left = sum(left.values())
@@ -116,7 +118,7 @@ def _is_computed(gradient: Node) -> bool:
 
 
 def _needed(gm: GraphModule) -> set[Node]:
-    """Give the nodes that a result, or a write to an input, depends on."""
+    """Return the nodes that a result, or a write to an input, depends on."""
     of_input = set(gm.graph.find_nodes(op="placeholder"))
     needed = {gm.graph.output_node()}
     for node in gm.graph.nodes:
@@ -132,7 +134,7 @@ def _needed(gm: GraphModule) -> set[Node]:
 
 
 def warn_of_constants(gm: GraphModule, fn: Callable[..., Any]) -> None:
-    """Name the parameters among a trace's constants."""
+    """Log a warning with the parameters among a trace's constants."""
     held = [getattr(gm, str(node.target)) for node in gm.graph.find_nodes(op="get_attr")]
     if found := [x for x in held if isinstance(x, nn.Parameter)]:
         logger.warning(
@@ -143,7 +145,7 @@ def warn_of_constants(gm: GraphModule, fn: Callable[..., Any]) -> None:
 
 
 def _names(fn: Callable[..., Any], tensors: Iterable[Tensor]) -> str:
-    """Name tensors as the function's author does, where its closure or a module in it tells; else by shape."""
+    """Return tensors' names in the function's closure or its modules; of others, their shape."""
     known: dict[int, str] = {}
     for name, x, _ in reached(fn):
         if isinstance(x, Tensor):

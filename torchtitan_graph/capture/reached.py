@@ -1,4 +1,5 @@
-"""What a traced function holds: by its variables, and by containers, objects, modules and optimizers among these."""
+"""The values reachable from a traced function: by its variables, and by containers, objects, modules and optimizers
+among these."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ Content = Mapping[Any, Any]
 
 
 class Place(NamedTuple):
-    """What can be changed in a value: `read(owner)` gives its content by key, `write(owner, content)` puts it back, and
-    `form` names a part of it, of the owner's name and a key."""
+    """A mutable part of a value: `read(owner)` returns its content by key, `write(owner, content)` restores it, and
+    `form` formats an element's name from the owner's name and a key."""
 
     owner: Any
     read: Callable[[Any], Content]
@@ -32,7 +33,7 @@ class Place(NamedTuple):
 
 
 class Reached(NamedTuple):
-    """A value that a function holds, its name, and what can be changed in it, with its content."""
+    """A value reachable from a function, its name, and its mutable parts, with their content."""
 
     name: str
     value: Any
@@ -49,12 +50,12 @@ _LIBRARIES = {*sys.stdlib_module_names, "torch", "torchtitan_graph"}
 def reached(
     fn: Callable[..., Any], module: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None
 ) -> Iterator[Reached]:
-    """Yield the values that a function, its module and its optimizer hold, by the names that the function's author gave
-    them, with their places and content.
+    """Yield the values reachable from a function, its module and its optimizer, by their names in the function's
+    source, with their mutable parts and content.
 
-    They are looked for in the variables that a function's code names, in what it is bound to, and in functions,
-    containers and objects among these; of libraries in modules, optimizers, learning rates' schedules and what their
-    functions close over; in the first 100,000 values.
+    The search covers the variables that a function's code names, the object that it is bound to, and functions,
+    containers and objects among these; of libraries only modules, optimizers, learning rates' schedules and closures of
+    their functions; up to 100,000 values.
     """
     seen: dict[int, Any] = {}
     left = collections.deque([("", module), ("optimizer", optimizer), ("", fn)])
@@ -77,7 +78,7 @@ def reached(
 
 
 def readable(name: str) -> str:
-    """Write model.weight for model._parameters['weight']."""
+    """Return model.weight for model._parameters['weight']."""
     return re.sub(r"(^|\.)_(?:modules|parameters|buffers)\['([^']+)'\]", r"\1\2", name)
 
 
@@ -86,7 +87,8 @@ def _named(form: str, name: str, key: Any) -> str:
 
 
 def _behind(held: Any, own: set[str]) -> Iterator[tuple[str, Any]]:
-    """Yield what a value has that is no place of it, by name: parts of a partial function, of a method; its classes."""
+    """Yield values that a value references other than by its places, by name: parts of a partial function, of a method;
+    its classes."""
     if isinstance(held, functools.partial):
         yield from [("", held.func), *((str(i), x) for i, x in enumerate(held.args)), *held.keywords.items()]
     elif inspect.ismethod(held):
@@ -135,14 +137,14 @@ def _places(held: Any, own: set[str]) -> Iterator[Place]:
 
 
 def random_places() -> list[tuple[str, Place]]:
-    """Return the states of the generators that Python and NumPy draw from where they are given none, by name."""
+    """Return the states of Python's and NumPy's default random generators, by name."""
     numpy = sys.modules.get("numpy.random")
     found = [("random", random._inst), *([("numpy.random", numpy.mtrand._rand)] if numpy is not None else [])]  # type: ignore[attr-defined]
     return [(name, place) for name, held in found for place in _random(held)]
 
 
 def is_random(held: Any) -> bool:
-    """Tell whether a value draws random numbers by Python or NumPy, and has a state."""
+    """Return whether a value is a random generator of Python or NumPy with a state."""
     numpy = sys.modules.get("numpy.random")
     kinds = (random.Random, *((numpy.RandomState, numpy.Generator) if numpy is not None else ()))
     return isinstance(held, kinds) and not isinstance(held, random.SystemRandom)
@@ -213,7 +215,7 @@ def _set_attributes(held: Any, content: Content) -> None:
 
 
 def _read_attributes(held: Any) -> Content:
-    if isinstance(held, torch.optim.Optimizer):  # its state is looked at where it is swapped
+    if isinstance(held, torch.optim.Optimizer):  # its state is checked where it is swapped
         return {key: x for key, x in vars(held).items() if key != "state"}
     return dict(vars(held))
 
@@ -245,7 +247,7 @@ def _package(held: Any) -> str:
 
 
 def _is_own(held: Any, own: set[str]) -> bool:
-    """Tell whether a value is of the author's code: what libraries keep for themselves is no effect of a function."""
+    """Return whether a value is of the user's code: libraries' internal state is no side effect of a function."""
     package = _package(held)
     return package in own or _is_no_library(package)
 

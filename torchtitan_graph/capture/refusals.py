@@ -1,4 +1,4 @@
-"""What no graph can hold, refused in words of the traced function's author."""
+"""UserErrors for code that no graph can contain, in terms of the user's function."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def check_state(module: torch.nn.Module | None, optimizer: torch.optim.Optimizer
 
 @contextlib.contextmanager
 def refusing_reads(optimizer: torch.optim.Optimizer | None, sizes: Sizes) -> Iterator[None]:
-    """Refuse, in words of the function's author, what depends on numbers that no trace has."""
+    """Convert errors of code that depends on data into UserErrors in terms of the user's function."""
     try:
         yield
     except WritesToLive as error:
@@ -119,7 +119,8 @@ def refusing_reads(optimizer: torch.optim.Optimizer | None, sizes: Sizes) -> Ite
 
 
 def refuse_unsupported(gm: GraphModule, may_write: Collection[tuple[str, str]]) -> None:
-    """Refuse random operations, and in-place writes to inputs other than those, by kind and name; name them."""
+    """Raise a UserError for random operations, and for in-place writes to inputs other than those in `may_write`, by
+    kind and name."""
     for nested in gm.modules():
         for node in nested.graph.nodes if isinstance(nested, GraphModule) else ():
             if _draws(node):
@@ -131,13 +132,13 @@ def refuse_unsupported(gm: GraphModule, may_write: Collection[tuple[str, str]]) 
     placeholders = iter(gm.graph.find_nodes(op="placeholder"))
     owner = {next(placeholders): slot for slot in signature_of(gm).inputs for _ in range(slot.layout.num_tensors)}
     root: dict[Node, tuple[str, str]] = {node: (slot.kind, slot.name) for node, slot in owner.items()}
-    known: set[Node] = set()  # small tensors that the function brings: reading one gives a constant of the trace
+    known: set[Node] = set()  # the function's own small tensors: reading one is a constant of the trace
     for node in gm.graph.nodes:
         inputs = node.all_input_nodes
         if node.target is torch.ops.aten.lift_fresh_copy.default or (inputs and known.issuperset(inputs)):
             known.add(node)
         elif any(is_write and x in known for x, is_write in aliased(node)) and _writes_to_many(node):
-            # Of one tensor torch notices that its numbers are no longer known, of a list it does not.
+            # torch notices writes to one such tensor, whose data is unknown then, but not to a list.
             raise UserError(
                 f"the traced function writes to a number of its own ({node.target}{_line(node)}), and reading it would "
                 "give what was there before: make it by torch.full, or write to one tensor at a time"
@@ -162,7 +163,8 @@ def refuse_unsupported(gm: GraphModule, may_write: Collection[tuple[str, str]]) 
 
 
 def refuse_strides(gm: GraphModule, strides: list[tuple[int, ...]], error: RuntimeError) -> None:
-    """Name the argument whose strides are not those traced, where a view in the graph has failed for them."""
+    """Raise a UserError that names the argument whose strides differ from the traced, if a view in the graph failed on
+    them."""
     owners = [slot for slot in signature_of(gm).inputs for _ in range(slot.layout.num_tensors)]
     for slot, found, node in zip(owners, strides, gm.graph.find_nodes(op="placeholder"), strict=True):
         wanted = node.meta["val"].stride()
@@ -172,7 +174,7 @@ def refuse_strides(gm: GraphModule, strides: list[tuple[int, ...]], error: Runti
 
 
 def _writes_to_many(node: Node) -> bool:
-    """Tell whether an operator writes to the tensors of a list."""
+    """Return whether an operator writes to the tensors of a list."""
     return isinstance(node.target, torch._ops.OpOverload) and any(
         a.alias_info is not None and a.alias_info.is_write and isinstance(a.type, torch.ListType)
         for a in node.target._schema.arguments
@@ -185,7 +187,7 @@ def _line(node: Node) -> str:
 
 
 def _draws(node: Node) -> bool:
-    """Tell whether a node draws random numbers: of those tagged so, attention does not where its dropout is 0."""
+    """Return whether a node draws random numbers: of those tagged so, attention does not where its dropout is 0."""
     if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
     names = [argument.name for argument in node.target._schema.arguments]

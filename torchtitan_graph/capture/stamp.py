@@ -2,14 +2,14 @@
 
 Note [Stamping]
 While a function is traced each block is one opaque operator, and another in backward. A block's own graph, forward and
-backward in one, is made by the same tracer when the first of its kind is called; afterwards each opaque operator is
-replaced by copies of the nodes of its phase. What lies between the blocks is traced as ever. The result is, node for
-node, what tracing every block gives.
+backward in one, is traced by the same tracer at the first call of its kind; afterwards each opaque operator is replaced
+by copies of the nodes of its phase. Code between the blocks is traced as usual. The result equals, node for node, a
+trace of every block.
 
-Two of a kind are described alike (capture/alike.py), and called with alike tensors. Since no description sees
-everything, the second of a kind is traced as well, and must give the same graph. Whatever does not fit (a block that
-keeps something for the next one, tensors that it takes from elsewhere, an error) raises `TraceInFull`, and every block
-is traced; errors are then told as if there were no stamps.
+Two blocks of a kind have equal descriptions (capture/alike.py), and tensors of equal layouts. Since no description is
+complete, the second of a kind is traced as well, and must have the same graph. Any other case (a block with state for
+the next one, tensors that are neither its own nor arguments, an error) raises `TraceInFull`, and every block is traced;
+errors are then those of a trace without stamps.
 """
 
 from __future__ import annotations
@@ -48,27 +48,27 @@ from torchtitan_graph.log import logger
 _library = torch.library.Library("torchtitan_graph_blocks", "DEF")
 _library.define("forward(Tensor[] tensors, int call) -> Tensor[]")
 _library.define("backward(Tensor[] gradients, int call) -> Tensor[]")
-_library.define("gradient(Tensor result, int[] stride) -> Tensor")  # in a block's own graph: what backward is given
+_library.define("gradient(Tensor result, int[] stride) -> Tensor")  # in a block's own graph: backward's inputs
 _ops = torch.ops.torchtitan_graph_blocks
 FORWARD, BACKWARD, GRADIENT = _ops.forward.default, _ops.backward.default, _ops.gradient.default
 
-Given = tuple[tuple[int, ...] | None, ...]  # of a block's results: the strides of their gradients, None for no gradient
+Given = tuple[tuple[int, ...] | None, ...]  # the strides of the gradients of a block's results, None for no gradient
 
 
 class TraceInFull(Exception):
-    """Say why blocks can't be stamped."""
+    """The reason why blocks can't be stamped."""
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockGraph:
-    """A block's graph. What backward is given stands in it as results of GRADIENT.
+    """A block's graph. Backward's incoming gradients are results of GRADIENT in it.
 
-    block      the name of the block that was traced
-    place      of its call, where places are recorded
+    block      the name of the traced block
+    place      the place of its call, where places are recorded
     spec, constants  the pytree of the block's result, and its leaves that are no tensors, by position
-    results, gradients  nodes: of the result's tensors, and of the gradients of the tensors that the block took
-    given      for which results backward is given gradients
-    layouts    of the gradients of the tensors that the block took, None where there is none
+    results, gradients  nodes: of the result's tensors, and of the gradients of the block's input tensors
+    given      the results that have gradients
+    layouts    of the gradients of the block's input tensors, None where there is none
     """
 
     gm: GraphModule
@@ -84,7 +84,8 @@ class BlockGraph:
 
     @functools.cached_property
     def nodes(self) -> dict[Any, list[Node]]:
-        """The nodes by what becomes of them: a placeholder's or GRADIENT's is given, those of a phase are copied."""
+        """The nodes by their use in a stamp: placeholders and GRADIENT are replaced by inputs, those of a phase are
+        copied."""
         found: dict[Any, list[Node]] = {"placeholder": [], GRADIENT: [], "forward": [], "backward": [], "output": []}
         for node in self.gm.graph.nodes:
             kind = node.op if node.op in found else node.target if node.target is GRADIENT else meta.phase(node)
@@ -93,7 +94,7 @@ class BlockGraph:
 
 
 class _Kind:
-    """Blocks that are called alike: how often, and their graph; one more for other results that gradients come to."""
+    """A kind of block: its number of calls, and its graphs, one for each set of results with gradients."""
 
     def __init__(self) -> None:
         self.num_calls = 0
@@ -114,13 +115,13 @@ class _Call:
         self.is_grad, self.words = torch.is_grad_enabled(), current_words()
         self.place = stamps.recorder.place() if stamps.recorder is not None else ()
         self.copies: dict[Node, Node] = {}
-        self.places: dict[Place, Place] = {}  # of the traced block, those of this call
+        self.places: dict[Place, Place] = {}  # from the traced block's places to this call's
         self.has_backward = False
         self.kind: _Kind
         self.graph: BlockGraph
 
     def key(self) -> Hashable:
-        """Give what is equal for calls whose graphs are the same."""
+        """Return a key that is equal for calls with the same graph."""
         constants = {i: x for i, x in enumerate(self.leaves) if not isinstance(x, Tensor)}
         words = {k: x for k, x in self.words.items() if (k, x) != ("module", self.name)}
         tensors = tuple(
@@ -131,7 +132,7 @@ class _Call:
         return _hashable((made, self.spec, self.is_grad, tensors, tuple(self.state)))
 
     def trace(self, given: Given | None = None) -> BlockGraph:
-        """Trace the block alone; `given` is for which results there are gradients, all at first."""
+        """Trace the block alone; `given` are the results with gradients, all at first."""
         found: dict[str, Any] = {}
         try:
             before = self.key()
@@ -146,7 +147,7 @@ class _Call:
                 raise TraceInFull(f"{self.name} changes what it holds")
         except TraceInFull:
             raise
-        except Exception as error:  # of the block's own code: tracing in full tells it in its own words
+        except Exception as error:  # in the block's own code: tracing in full raises it again
             raise TraceInFull(f"{self.name} raises {type(error).__name__}") from error
         for node in gm.graph.find_nodes(op="get_attr"):
             if isinstance(getattr(gm, str(node.target)), FakeTensor):
@@ -156,7 +157,7 @@ class _Call:
         return BlockGraph(gm, self.name, self.place, results=outputs[:n], gradients=outputs[n:], **found)
 
     def _run(self, found: dict[str, Any], given: Given | None, *flat: Tensor) -> list[Tensor]:
-        """Give the tensors of the block's result, and then the gradients of those that it takes; fill `found`."""
+        """Return the tensors of the block's result, and then the gradients of its inputs; fill `found`."""
         tensors = self._inputs(flat)
         state = dict(zip(self.state, tensors, strict=False))
         arguments = iter(tensors[len(state) :])
@@ -188,7 +189,7 @@ class _Call:
         return [*(x.detach() for x in results), *plain]
 
     def _inputs(self, flat: Sequence[Tensor]) -> list[Tensor]:
-        """Give the tensors that the block takes, as leaves of its own."""
+        """Return the block's input tensors, as new leaves."""
         given, tensors = iter(flat), []
         for x, layout in zip(self.tensors, self.layouts, strict=True):
             leaf = layout.unflatten([next(given) for _ in range(layout.num_tensors)]).detach()
@@ -199,7 +200,7 @@ class _Call:
 
 
 def _grad_dtype(x: Tensor) -> torch.dtype | None:
-    """Give the dtype that gradients of a tensor are cast to; None: they stay as they are."""
+    """Return the dtype that gradients of a tensor are cast to; None: they are not cast."""
     return x.grad_dtype if x.requires_grad and x.is_leaf else x.dtype
 
 
@@ -253,11 +254,11 @@ class _Stamp(torch.autograd.Function):
         return None, *(x and x.unflatten([next(made) for _ in range(x.num_tensors)]) for x in layouts)
 
 
-_calls: list[_Call] = []  # of the trace that is being made
+_calls: list[_Call] = []  # of the current trace
 
 
 class Stamps:
-    """The blocks of a trace: what traces them, and puts their nodes where they were called."""
+    """The blocks of a trace: traces them, and inserts their nodes at their calls."""
 
     def __init__(
         self, module: nn.Module | None, fake_mode: FakeTensorMode, stack_traces: bool, recorder: Recorder | None
@@ -267,8 +268,8 @@ class Stamps:
         self.num_alone = 0
 
     def call(self, name: str, block: nn.Module, forward: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Stand for a block's forward."""
-        if keeps_its_own_way():  # a stamp keeps nothing that could be computed again
+        """Replace a block's forward by one opaque operator."""
+        if keeps_its_own_way():  # a stamp saves no values that could be recomputed
             raise TraceInFull(f"{name} is called in a checkpointed region")
         call = _Call(self, name, block, forward, args, kwargs)
         differentiable = [id(x) for x in call.tensors if x.requires_grad]
@@ -289,7 +290,7 @@ class Stamps:
         return pytree.tree_unflatten(leaves, call.graph.spec)
 
     def call_alone(self, forward: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Stand for the forward of a block that is like no other: it is traced in its place."""
+        """Run the forward of a block without a second of its kind: it is traced in place."""
         self.num_alone += 1
         return forward(*args, **kwargs)
 
@@ -311,10 +312,11 @@ def opaque(
     stack_traces: bool,
     recorder: Recorder | None = None,
 ) -> Iterator[Stamps]:
-    """Let the blocks, by their names in `module`, that look alike be one operator each in a trace that is made inside.
+    """Make each call of a block, by name in `module`, one opaque operator in traces made inside, where its kind has
+    several.
 
     Raises:
-        TraceInFull: here or inside; then no graph comes of this trace.
+        TraceInFull: here or inside; then this trace has no graph.
     """
     stamps = Stamps(module, fake_mode, stack_traces, recorder)
     if blocks and any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
@@ -328,7 +330,7 @@ def opaque(
             block.forward = functools.partial(stands, block.forward)
         yield stamps
     finally:
-        _calls.clear()  # they hold the model
+        _calls.clear()  # they reference the model
         for block, forward in before.items():
             if forward is None:
                 vars(block).pop("forward", None)
@@ -343,7 +345,7 @@ def _look(block: nn.Module) -> Hashable:
 
 
 def _hashable(x: Any) -> Hashable:
-    """Give what has no hash as equal to nothing."""
+    """Return `x`, or a unique object if it has no hash."""
     try:
         hash(x)
     except TypeError:
@@ -352,7 +354,7 @@ def _hashable(x: Any) -> Hashable:
 
 
 def _replace(gm: GraphModule, node: Node, call: _Call, phase: str) -> None:
-    """Replace an opaque operator."""
+    """Replace an opaque operator by the nodes of its block."""
     graph = call.graph
     given, results = ("placeholder", graph.results) if phase == "forward" else (GRADIENT, graph.gradients)
     call.copies.update(zip(graph.nodes[given], node.args[0], strict=True))  # type: ignore[arg-type]
@@ -374,14 +376,14 @@ def _copy(gm: GraphModule, before: Node, call: _Call, nodes: Sequence[Node]) -> 
             copies[node] = copy = copy_node(gm.graph, node, copies.__getitem__)
             meta.move(copy, graph.block, call.name, places)
             if _is_sum(node) and node.args[1] in graph.nodes[GRADIENT]:
-                meta.unsettle(copy)  # it belongs to where that gradient comes from
+                meta.unsettle(copy)  # its place is that gradient's
             if node.op == "get_attr":
                 copy.target = f"{str(node.target)}_of_{graph.block.replace('.', '_')}"
                 setattr(gm, copy.target, getattr(graph.gm, str(node.target)))
 
 
 def _moved(graph: BlockGraph, call: _Call, place: Place) -> Place:
-    """Give the place in a block's call that another's has in the block that was traced. Nodes share their places."""
+    """Return the place in a block's call that corresponds to a place in the traced block. Nodes share their places."""
     if place not in call.places:
         n = len(graph.place)
         call.places[place] = (*call.place, *(_renamed(e, graph.block, call.name) for e in place[n:]))
@@ -389,27 +391,28 @@ def _moved(graph: BlockGraph, call: _Call, place: Place) -> Place:
 
 
 def _renamed(entry: Entry, old: str, new: str) -> Entry:
-    """Let a module of a block be that of another. One that the block made itself, or was given, has no path there."""
+    """Return a scope with its module's path in another block. Modules that the block created itself, or got as
+    arguments, have no path there."""
     is_inside = entry.type == "module" and entry.path.startswith(f"{old}.")
     return entry._replace(path=new + entry.path[len(old) :]) if is_inside else entry
 
 
 def _is_sum(node: Node) -> bool:
-    """Tell a sum that autograd's engine makes."""
+    """Return whether a node is a sum by autograd's engine."""
     return node.target is torch.ops.aten.add.Tensor and "is_gradient_acc" in node.meta
 
 
 def _check_sums(gradient: Node, made: Node, name: str) -> None:
-    """Refuse a tensor that a block reads more than once, and others after it: autograd adds the gradients one by one as
-    they come, where a stamp gives the sum of its own."""
+    """Raise TraceInFull for a tensor that a block reads more than once, and others after it: autograd adds the
+    gradients one by one as they arrive, where a stamp returns its own sum."""
     for user in gradient.users:
         if _is_sum(user) and user.args[1] is gradient and made.target is torch.ops.aten.add.Tensor:
             raise TraceInFull(f"{name} reads a tensor more than once that others read too")
 
 
 def described(gm: GraphModule, block: str | None = "") -> list[tuple]:
-    """Give each node without its name: operator, arguments by place, values, and where it comes from, `block` being as
-    any other; of a graph inside the graph, which several nodes may share, without the last."""
+    """Return each node without its name: operator, arguments by index, values, and origin, with `block` anonymized; for
+    a subgraph, which several nodes may share, without the origin."""
     place = {node: f"%{i}" for i, node in enumerate(gm.graph.nodes)}
     lines = []
     for node in gm.graph.nodes:
@@ -429,7 +432,7 @@ def described(gm: GraphModule, block: str | None = "") -> list[tuple]:
 
 
 def _constant(x: Tensor) -> tuple:
-    """Give a small constant's bytes, a large one's identity; without an operator, which would be traced."""
+    """Return a small constant's bytes, a large one's identity; without an operator, which would be traced."""
     is_small, memory = x.device.type == "cpu" and x.numel() <= 64, x.untyped_storage()
     held = ctypes.string_at(memory.data_ptr(), memory.nbytes()) if is_small else id(x)
     return x.shape, x.stride(), x.storage_offset(), x.dtype, held

@@ -1,4 +1,4 @@
-"""The state that a traced function closes over: a module's parameters and buffers, an optimizer's tensors. By name."""
+"""The state that a traced function closes over: a module's parameters and buffers, an optimizer's tensors, by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchtitan_graph.graph.torch_private.tracing import FakeTensor, reparametri
 def live_state(
     module: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None
 ) -> dict[tuple[str, str], torch.Tensor]:
-    """Give the state's tensors by (kind, name): tied ones once, optimizer state under its parameter's name."""
+    """Return the state's tensors by (kind, name): tied ones once, optimizer state under its parameter's name."""
     if module is None:
         return {}
     state: dict[tuple[str, str], torch.Tensor] = {("param", name): p for name, p in module.named_parameters()}
@@ -47,12 +47,13 @@ def _parameter_names(module: torch.nn.Module | None, optimizer: torch.optim.Opti
 
 
 def _group_name(group: dict[str, Any], names: dict[torch.Tensor, str]) -> str:
-    """Name a parameter group by its members, whatever their order."""
+    """Return a parameter group's name, by its members, whatever their order."""
     return f"group of {min((names[p] for p in group['params']), default='nothing')}"
 
 
 def optimizer_options(module: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    """Give what the parameter groups hold beside tensors, by name: constants of a trace. Members are given by name."""
+    """Return the parameter groups' values that are no tensors, by name: constants of a trace. Members are listed by
+    name."""
     if optimizer is None:
         return {}
     names = _parameter_names(module, optimizer)
@@ -71,8 +72,8 @@ def _options_of(group: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def modes_of(module: torch.nn.Module | None) -> Iterator[tuple[Any, str, str, bool]]:
-    """Yield (object, the attribute's name in the module, in the object, value) of what a trace takes from modules and
-    parameters beside tensors."""
+    """Yield (object, the attribute's name in the module, in the object, value) of the flags of modules and parameters
+    that are constants of a trace."""
     for name, child in module.named_modules() if module is not None else ():
         yield child, f"{name}.training".lstrip("."), "training", child.training
     for name, p in module.named_parameters() if module is not None else ():
@@ -80,7 +81,7 @@ def modes_of(module: torch.nn.Module | None) -> Iterator[tuple[Any, str, str, bo
 
 
 def classes_of(module: torch.nn.Module | None) -> dict[str, str]:
-    """Give the class of each module, by name, and how many hooks it calls, where there are any."""
+    """Return the class of each module, by name, and its number of hooks, if any."""
     found = {}
     for name, child in module.named_modules() if module is not None else ():
         hooks = sum(len(held) for key, held in vars(child).items() if key in _HOOKS)
@@ -98,8 +99,8 @@ def swapped_state(
     optimizer: torch.optim.Optimizer | None,
     traced: dict[tuple[str, str], torch.Tensor],
 ) -> Iterator[None]:
-    """Put the traced tensors in the places of the live ones while the function runs. Those of parameters are parameters
-    to `isinstance`, for the function may ask."""
+    """Replace the live tensors by the traced ones while the function runs. Those of parameters are parameters to
+    `isinstance`, for the function may check it."""
     for (kind, _), t in traced.items():
         if kind == "param":
             mark_as_parameter(t)
@@ -120,7 +121,7 @@ def swapped_state(
 
 @contextlib.contextmanager
 def _same_members(module: torch.nn.Module) -> Iterator[None]:
-    """Take back parameters, buffers and submodules that the function adds: they are tensors of the trace."""
+    """Remove parameters, buffers and submodules that the function adds: they are tensors of the trace."""
     members: list[dict[str, Any]] = []
     for child in module.modules():
         members += [child._parameters, child._buffers, child._modules]
@@ -170,13 +171,14 @@ def _swapped_optimizer(
     finally:
         optimizer.state = old_state
         for (group, old), there in zip(groups, swapped, strict=True):
-            # What the function put there instead is for `no_effects` to see.
+            # Values that the function set instead are left for `no_effects` to find.
             group.update({key: x for key, x in old.items() if group.get(key) is there[key]})
 
 
 @contextlib.contextmanager
 def unassigned_data(traced: Mapping[tuple[str, str], torch.Tensor]) -> Iterator[None]:
-    """Refuse `x.data = y`, of which a graph would keep the old values, and state that is frozen or freed inside."""
+    """Raise a UserError for `x.data = y`, for which a graph would keep the old values, and for state that is frozen or
+    unfrozen inside."""
     plain = {name: x for (_, name), x in traced.items() if not is_traceable_wrapper_subclass(x)}
     before = {name: x.untyped_storage() for name, x in plain.items()}
     took_gradients = {name: (x, x.requires_grad) for (kind, name), x in traced.items() if kind in ("param", "buffer")}
@@ -198,7 +200,7 @@ def is_traced(leaf: Any) -> bool:
 
 
 class BoundState:
-    """The plain tensors of the live state, held between steps.
+    """The plain tensors of the live state, kept between steps.
 
     Raises:
         UserError: names, layouts or the optimizer's options differ from those traced; names the difference.
@@ -220,7 +222,7 @@ class BoundState:
 
     def tensors(self) -> list[torch.Tensor]:
         # A parameter that was replaced (load_state_dict(assign=True), a swap) would leave the graph stepping on a
-        # tensor nobody holds. Identity in the owner is all that needs checking: no module is walked.
+        # tensor without an owner. Identity in the owner is all that needs checking: no module is walked.
         if not (
             all(place.get(key) is held for place, key, held in self._places)
             and all(t._local_tensor is held for t, held in self._locals)
@@ -260,7 +262,7 @@ class BoundState:
                 )
         self._tensors = [t for slot in self._slots for t in flatten(slot, state[slot.kind, slot.name])]
         self._dtypes = [(t, t.dtype) for t in self._tensors]
-        self._modes = modes  # not before all fits, else the next call would find nothing changed
+        self._modes = modes  # after all checks, else the next call would find no change
         self._places = list(_places(self._module, self._optimizer))
         self._locals = [(t, t._local_tensor) for _, _, t in self._places if isinstance(t, DTensor)]
         groups = self._optimizer.param_groups if self._optimizer is not None else []
@@ -268,7 +270,7 @@ class BoundState:
 
 
 def _places(module: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[dict, Any, Any]]:
-    """Yield (dict, key, object) for every place that holds a tensor of the state, or the owner of one."""
+    """Yield (dict, key, object) for every dictionary entry that is a tensor of the state, or the owner of one."""
     for child in module.modules() if module is not None else ():
         for place in (child._parameters, child._buffers, child._modules):
             yield from ((place, key, held) for key, held in place.items() if held is not None)
@@ -279,7 +281,7 @@ def _places(module: torch.nn.Module | None, optimizer: torch.optim.Optimizer | N
 
 
 def flatten(slot: Slot, tensor: Any) -> list[torch.Tensor]:
-    """Give the plain tensors of a slot's live value, checked against the slot."""
+    """Return the plain tensors of a slot's live value, checked against the slot."""
     if not isinstance(tensor, torch.Tensor):
         raise UserError(f"{slot.name} is a {type(tensor).__name__}, traced as a tensor")
     try:
@@ -304,9 +306,10 @@ def _check_names(slots: tuple[Slot, ...], state: dict[tuple[str, str], torch.Ten
 
 
 def sharing_memory(results: Mapping[str, torch.Tensor], others: Iterable[torch.Tensor]) -> set[str]:
-    """Name the results that can't be written to in place: their memory is another's too, or an element's many times.
+    """Return the names of results that can't be written to in place: they share memory with another tensor, or are
+    expanded.
 
-    Of two results that share, the second is named. Parts of one buffer that don't meet share nothing.
+    Of two results that share memory, the second is named. Disjoint parts of one buffer share none.
     """
     held = [("", t) for x in others for t in layout_of(x).flatten(x)]
     spans = []

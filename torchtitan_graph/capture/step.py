@@ -22,12 +22,12 @@ from torchtitan_graph.graph.torch_private.tensors import accumulate, free_gradie
 from torchtitan_graph.graph.torch_private.tracing import annotated
 from torchtitan_graph.runtime.pieces import Recorder, Replayed
 
-SLOT = ".amax"  # ends the names of slots, see `make_train_step`: they tell largest magnitudes
-IGNORE_INDEX = -100  # a label that is no target, as of torch's cross_entropy and of data/batch.py
+SLOT = ".amax"  # suffix of slots' names, see `make_train_step`: they hold largest magnitudes
+IGNORE_INDEX = -100  # a label that is no target, as in torch's cross_entropy and data/batch.py
 
 
 class Inputs(Protocol):
-    """What a step reads of a batch."""
+    """The fields of a batch that a step reads."""
 
     tokens_BL: Tensor
     labels_BL: Tensor
@@ -38,16 +38,16 @@ Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # (logits_BLV, labels_BL, num
 
 
 class SideOutputs(NamedTuple):
-    """What a model's forward pass gives beside the logits when it is called with `side_outputs=True`.
+    """The results of a model's forward pass, other than the logits, when it is called with `side_outputs=True`.
 
-    losses  terms of the training loss, a number for each token, (B, L): it is raised by the mean of each over all
-            tokens of the step, which is the same for every number of microbatches and ranks
-    state   what a step changes, by name: it leaves the step as a value, and `model.after_step` takes it back. Each is
-            a count that adds up over microbatches and over ranks that see different data. (What layers tell in slots
-            is state too, see `make_train_step`.)
+    losses  terms of the training loss, a number for each token, (B, L): the mean of each over all tokens of the step is
+            added to it, equal for every number of microbatches and ranks
+    state   new state, by name: it leaves the step as a value, and `model.after_step` applies it. Each is a count,
+            summed over microbatches and over ranks with different data. (Slots of layers are state too, see
+            `make_train_step`.)
     ahead   logits of the tokens further ahead: the first's targets are the labels' next ones, and so on
-    ahead_weight  of the mean of their losses, which is added to the training loss
-    experts  scalars of mixtures of experts: each is this microbatch's share of a mean over the step already
+    ahead_weight  weight of the mean of their losses in the training loss
+    experts  scalars of mixtures of experts: each is already this microbatch's share of a mean over the step
     """
 
     losses: list[Tensor]
@@ -58,14 +58,14 @@ class SideOutputs(NamedTuple):
 
 
 class StepOutput(NamedTuple):
-    """What a training step gives beside the gradients: this rank's loss, and `SideOutputs.state`."""
+    """A training step's results other than gradients: this rank's loss, and `SideOutputs.state`."""
 
     loss: Tensor
     state: dict[str, Tensor]
 
 
 class StageModules(NamedTuple):
-    """What of a model a pipeline stage runs: modules, by name, and whether it is the first and the last stage."""
+    """The modules of a pipeline stage, by name, and whether it is the first and the last stage."""
 
     names: tuple[str, ...]
     first: bool
@@ -84,11 +84,11 @@ def _forward(model: nn.Module, loss: Loss, batch: Inputs, masks: Any, num_tokens
 
 
 def _terms(model: nn.Module, batch: Inputs, beside: SideOutputs) -> list[Tensor]:
-    """Return what a microbatch adds to the loss beside the targets' own.
+    """Return a microbatch's terms of the loss other than the targets' own.
 
     Raises:
-        UserError: a term is not a number for each token; sums and means over a microbatch have another size for each
-            number of microbatches and ranks. Or microbatches have different numbers of tokens.
+        UserError: a term is not a number for each token; sums and means over a microbatch would depend on the number of
+            microbatches and ranks. Or microbatches have different numbers of tokens.
     """
     wanted = tuple(batch.tokens_BL.shape)
     for term in beside.losses:
@@ -109,7 +109,7 @@ def _terms(model: nn.Module, batch: Inputs, beside: SideOutputs) -> list[Tensor]
 
 
 def next_labels(labels_BL: Tensor) -> Tensor:
-    """Give each position the target of the one after it in its document, IGNORE_INDEX where there is none."""
+    """Return, for each position, the target of the one after it in its document, IGNORE_INDEX where there is none."""
     following_BL = torch.cat((labels_BL[:, 1:], torch.full_like(labels_BL[:, :1], IGNORE_INDEX)), dim=1)
     return torch.where(labels_BL == IGNORE_INDEX, IGNORE_INDEX, following_BL)
 
@@ -117,13 +117,13 @@ def next_labels(labels_BL: Tensor) -> Tensor:
 def make_train_step(
     model: nn.Module, loss: Loss, sum_in: torch.dtype | None = None
 ) -> Callable[[Inputs, Any, Tensor], tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]]:
-    """Give `step(batch, masks, num_tokens) -> (loss, gradients by name in parameter order, state)`, to be traced.
+    """Return `step(batch, masks, num_tokens) -> (loss, gradients by name in parameter order, state)`, to be traced.
 
-    As of autograd, a parameter that is frozen or that the loss does not depend on has no gradient. A buffer that takes
-    a gradient is a slot: a layer tells something in it, which is state.
+    As in autograd, a parameter that is frozen or that the loss does not depend on has no gradient. A buffer with a
+    gradient is a slot: a layer passes a value out of the step through it, which is state.
 
     The loss function is in the step's closure: a constant of the trace. Another loss is another trace. `sum_in` is the
-    dtype in which tensor parallelism's parts of a gradient are added, where the installed FSDP2 says so.
+    dtype in which tensor parallelism's parts of a gradient are added, where the installed FSDP2 requires it.
     """
 
     def forward(batch: Inputs, masks: Any, num_tokens: Tensor) -> StepOutput:
@@ -149,8 +149,7 @@ def _slots(model: nn.Module) -> dict[str, Tensor]:
 
 
 def combine(total: Mapping[str, Tensor], more: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Add a microbatch's state, or some of it, to that of those before it: counts add up, of what is told in slots the
-    larger counts."""
+    """Accumulate a microbatch's state, or some of it: counts are added, of slots the larger counts."""
     added = {
         name: torch.maximum(total.get(name, torch.zeros_like(x)), x) if name.endswith(SLOT) else total.get(name, 0) + x
         for name, x in more.items()
@@ -159,7 +158,8 @@ def combine(total: Mapping[str, Tensor], more: Mapping[str, Tensor]) -> dict[str
 
 
 def _as_parameter(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """Finish a gradient that tensor parallelism left as partial sums: a replicated norm's, from its sequences."""
+    """Reduce a gradient that tensor parallelism left as partial sums: a replicated norm's, over its parts of the
+    sequence."""
     if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:  # type: ignore[attr-defined]
         return gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
     return gradient
@@ -176,15 +176,15 @@ def trace_train_step(
     capture: Capture = make_fx_capture,
     sum_in: torch.dtype | None = None,
 ) -> TracedResult:
-    """Trace the step of a model on meta as if it lay on `device`; its outputs are named: the loss, gradients and state
+    """Trace the step of a model on meta as if it were on `device`; its outputs are named: the loss, gradients and state
     by name."""
     traced = capture(make_train_step(model, loss, sum_in), model, device=device)(batch, masks, num_tokens)
     return _with_outputs_named(traced, [("loss", "loss")])
 
 
 def _with_outputs_named(traced: TracedResult, first: Sequence[tuple[str, str]]) -> TracedResult:
-    """Say of what kind each output of a training step is, and its name: of the `first` ones, of what then come by name,
-    the gradients and the state; but for those that are None."""
+    """Set the kind and name of each output of a training step: the `first` ones, then gradients and state by name;
+    without those that are None."""
     spec, signature = traced.out_spec, signature_of(traced.gm)
     *_, gradients, state = pytree.tree_unflatten(range(spec.num_leaves), spec)
     kinds = [*first, *(("grad", name) for name in gradients), *(("state", name) for name in state)]
@@ -199,7 +199,7 @@ def _with_outputs_named(traced: TracedResult, first: Sequence[tuple[str, str]]) 
 
 
 def _refuse_sums_in_slots(gm: GraphModule) -> None:
-    """Raise a UserError if a layer is called several times: what it tells in its slot would add up."""
+    """Raise a UserError if a layer is called several times: the values in its slot would be added."""
     slots = (slot for slot in signature_of(gm).outputs for _ in range(slot.layout.num_tensors))
     for slot, node in zip(slots, gm.graph.output_node().args[0], strict=True):  # type: ignore[arg-type]
         while isinstance(node, Node) and node.target is torch.ops.aten.detach.default:
@@ -222,7 +222,7 @@ def trace_eval_step(
     device: Any,
     capture: Capture = make_fx_capture,
 ) -> TracedResult:
-    """Trace the loss alone: no backward."""
+    """Trace the loss alone, without backward."""
     traced = capture(make_eval_step(model, loss), model, device=device)(batch, masks, num_tokens)
     signature = signature_of(traced.gm)
     (slot,) = signature.outputs
@@ -232,7 +232,7 @@ def trace_eval_step(
 
 
 def make_eval_step(model: nn.Module, loss: Loss) -> Callable[[Inputs, Any, Tensor], Tensor]:
-    """Give `step(batch, masks, num_tokens) -> loss`, to be traced or, in eager mode, called."""
+    """Return `step(batch, masks, num_tokens) -> loss`, to be traced or, in eager mode, called."""
 
     def step(batch: Inputs, masks: Any, num_tokens: Tensor) -> Tensor:
         with torch.no_grad():  # no decorator: Dynamo would begin in torch's own function
@@ -244,11 +244,11 @@ def make_eval_step(model: nn.Module, loss: Loss) -> Callable[[Inputs, Any, Tenso
 def make_stage_step(
     model: nn.Module, loss: Loss, stage: StageModules, sum_in: torch.dtype | None = None
 ) -> Callable[..., Any]:
-    """Give a pipeline stage's `step(batch, masks, num_tokens, x, dy) -> (y, loss, dx, gradients by name, state)`, to be
-    traced.
+    """Return a pipeline stage's `step(batch, masks, num_tokens, x, dy) -> (y, loss, dx, gradients by name, state)`, to
+    be traced.
 
-    x is what the stage before gives and dx its gradient: None in the first stage. y is what the next one takes and dy
-    its gradient: None in the last. The loss is what this stage adds to it, None if that is nothing.
+    x is the previous stage's activation and dx its gradient: None in the first stage. y is this stage's activation and
+    dy its gradient: None in the last. The loss is this stage's part of it, None if there is none.
     """
 
     def forward(batch: Inputs, masks: Any, num_tokens: Tensor, x: Tensor | None) -> Any:
@@ -310,7 +310,7 @@ def trace_stage_step(
 def trace_stage_evaluation(
     model: nn.Module, loss: Loss, stage: StageModules, arguments: tuple[Any, ...], *, device: Any, capture: Capture
 ) -> TracedResult:
-    """Trace a pipeline stage's `step(batch, masks, num_tokens, x)`: y, of the last stage the loss."""
+    """Trace a pipeline stage's `step(batch, masks, num_tokens, x)`: y, for the last stage the loss."""
 
     def step(batch: Inputs, masks: Any, num_tokens: Tensor, x: Tensor | None) -> Tensor:
         with torch.no_grad():  # no decorator: Dynamo would begin in torch's own function
@@ -326,11 +326,12 @@ def bind_train_step(
     new_recorder: Callable[[], Recorder] | None = None,
     accumulates: bool = False,
 ) -> Callable[[Inputs, Any, Tensor], StepOutput]:
-    """Give `step(batch, masks, num_tokens) -> StepOutput` that adds the gradients to the live parameters' `.grad`.
+    """Return `step(batch, masks, num_tokens) -> StepOutput` that accumulates the gradients in the live parameters'
+    `.grad`.
 
     Args:
-        new_recorder: records what the device then replays, see `Replayed`.
-        accumulates: a step has several runs, and a replay would write over the gradients of the one before.
+        new_recorder: returns a recorder of the graph's pieces, see `Replayed`.
+        accumulates: a step has several runs, and a replay would overwrite the previous one's gradients.
     """
     if new_recorder is None:
         run, add = run_traced(traced, module=model), AddGradients(model)
@@ -348,10 +349,10 @@ def bind_train_step(
 
 
 class AddGradients:
-    """Add what a graph gives to the live parameters' `.grad`.
+    """Accumulates a graph's gradients in the live parameters' `.grad`.
 
     Args:
-        replayed: the graph writes its gradients to the same memory in each run, and so must `.grad` lie in the same.
+        replayed: the graph writes its gradients to the same memory in each run, so `.grad` must keep its memory too.
         accumulates: a step has several runs.
     """
 
@@ -362,7 +363,7 @@ class AddGradients:
         self._copies: dict[str, Tensor] = {}
 
     def __call__(self, gradients: dict[str, Tensor], inputs: Any) -> None:
-        """Take gradients by name; `inputs` are those of the graph, which it may have handed through."""
+        """Accumulate gradients by name; `inputs` are those of the graph, which it may have returned."""
         if self._copied is None:
             held = [x for x in pytree.tree_leaves(inputs) if isinstance(x, Tensor)]
             shared = sharing_memory(gradients, [*held, *self._parameters.values(), *self._buffers])
@@ -389,18 +390,18 @@ class AddGradients:
 
 
 def _part(x: Tensor) -> Tensor:
-    """Give what this rank has of a tensor: an operator on DTensors looks at each of them, which takes longer than to
-    add them."""
+    """Return this rank's part of a tensor: an operator on DTensors inspects each of them, which takes longer than the
+    addition."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 
 def _told(slot: Tensor, gradient: Tensor | None) -> Tensor:
-    """Give what a layer told in a slot, 0 where the loss does not depend on it: it has seen nothing."""
+    """Return the value of a layer's slot, 0 where the loss does not depend on it: the layer has seen no data."""
     return torch.zeros_like(slot) if gradient is None else gradient
 
 
 def make_eager_step(model: nn.Module, loss: Loss) -> Callable[[Inputs, Any, Tensor], StepOutput]:
-    """Give the same step without a graph: forward, loss and `backward` on a model under FSDP2. The reference."""
+    """Return the same step without a graph: forward, loss and `backward` on a model under FSDP2. The reference."""
 
     slots = _slots(model)
 

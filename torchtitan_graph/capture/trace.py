@@ -63,9 +63,10 @@ from torchtitan_graph.log import logger
 
 
 class InParts(functools.partial):
-    """`whole(forward, *arguments)`: a function to trace, of which a capture may take `forward` in a way of its own.
+    """`whole(forward, *arguments)`: a function to trace, with a `forward` that captures may treat separately.
 
-    `forward` takes the first of the arguments, or all of them. What stands around it, such as backward, does not.
+    `forward` has the first of the arguments, or all of them. The code around it, such as backward, is traced as
+    usual.
     """
 
     @property
@@ -79,8 +80,9 @@ class InParts(functools.partial):
 
 
 class Capture(Protocol):
-    """A way to turn a function, which closes over `module`, into a graph: `capture(fn, module)(*args, **kwargs)`. Of
-    `blocks`, submodules by name, those that are alike need to be traced once only. `fn` may be `InParts`."""
+    """A function that turns a function, which closes over `module`, into a graph: `capture(fn, module)(*args,
+    **kwargs)`. Of `blocks`, submodules by name, those that are alike need to be traced only once. `fn` may be
+    `InParts`."""
 
     def __call__(
         self,
@@ -106,7 +108,8 @@ def make_fx_capture(
     dynamic_shapes: DynamicShapes | None = None,
     call_hierarchy: bool = False,
 ) -> Callable[..., TracedResult]:
-    """Trace as `minimal_fx_tracer` does, for a training step: sizes that no pass could reckon with are refused."""
+    """Trace as `minimal_fx_tracer` does, for a training step: raise a UserError for sizes that passes could not compute
+    with."""
     trace = minimal_fx_tracer(
         fn,
         module,
@@ -143,25 +146,25 @@ def minimal_fx_tracer(
     dynamic_shapes: DynamicShapes | None = None,
     call_hierarchy: bool = False,
 ) -> Callable[..., TracedResult]:
-    """Give a callable that traces `fn(*args, **kwargs)` for the arguments it is called with.
+    """Return a callable that traces `fn(*args, **kwargs)` for the arguments it is called with.
 
-    `fn` closes over `module` and `optimizer`. Their tensors become inputs of the graph, by name: parameters and
-    buffers (a tied one once), and optimizer state, which the graph updates in place. What else `fn` closes over is a
-    constant of the trace. The loss function too: changing it means tracing again.
+    `fn` closes over `module` and `optimizer`. Their tensors become inputs of the graph, by name: parameters and buffers
+    (a tied one once), and optimizer state, which the graph updates in place. All else that `fn` closes over is a
+    constant of the trace, the loss function too: changing it requires a new trace.
 
     Args:
-        device: what meta tensors are traced as (a model built on meta is traced before it is allocated).
+        device: the device that replaces meta in the trace (a model built on meta is traced before it is allocated).
         blocks: submodules of `module`, by name: those that are alike are traced once. See Note [Stamping].
         stack_traces: record the Python stack on each node; tracing then takes about 1.6 times as long.
         donated: the arguments, by name, that the function may write to in place.
         dynamic_shapes: the dimensions that may differ from call to call, by the tensor's name and the dimension: a name
             (those of one name are equal), a `torch.export.Dim`, or None. Marks on tensors (`mark_dynamic`) do the same.
             See Note [Dynamic dimensions].
-        call_hierarchy: record on each node the calls of modules and functions that it was made in. See Note [Call
+        call_hierarchy: record on each node the calls of modules and functions around it. See Note [Call
             hierarchy].
 
     Raises:
-        UserError: an argument or a use of state that a graph can't hold, naming it and what to do instead.
+        UserError: names an argument or a use of state that a graph can't contain, and what to do instead.
     """
     expect_state(TRACE, module, optimizer)
     expect_function(TRACE, fn, module, device, blocks)
@@ -186,7 +189,7 @@ def minimal_fx_tracer(
         held = list(reached(fn, module, optimizer))
 
         def begun(sizes: Sizes, out: _Result) -> tuple[Callable[..., list[torch.Tensor]], list[Any]]:
-            """Give the function to trace, and its arguments with their sizes and strides."""
+            """Return the function to trace, and its arguments with their sizes and strides."""
             plain = [
                 (t, sizes.strided(slot.name, t) if slot.kind == "input" else (t.shape, t.stride()))
                 for slot, (_, _, tensor) in zip(slots, values, strict=True)
@@ -219,8 +222,8 @@ def minimal_fx_tracer(
             symbolic = gm is None
             gm = gm or graph({}, sizes.env)
             gm.meta["signature"] = Signature(slots, out.slots)
-            if optimizer is not None and out.has_computed_grad:  # else they are results, of this call alone
-                others = Sizes(given.by_name, dynamic_shapes)  # of `sizes` the graph rests on what is found
+            if optimizer is not None and out.has_computed_grad:  # else they are results of this call alone
+                others = Sizes(given.by_name, dynamic_shapes)  # `sizes` collects the graph's own guards
                 _refuse_uncleared(begun, others, held, device, symbolic)
             if symbolic:
                 sizes.settle(gm)
@@ -236,7 +239,7 @@ def minimal_fx_tracer(
         try:
             refuse_unsupported(gm, may_write)
         except UserError:
-            if not stack_traces:  # once more, to name the line
+            if not stack_traces:  # again, to name the line
                 minimal_fx_tracer(
                     fn,
                     module,
@@ -268,8 +271,8 @@ def minimal_fx_tracer(
 
 @dataclasses.dataclass
 class _Result:
-    """What a function gave when it was traced: its pytree, its leaves that are no tensors, and its tensors' slots; and
-    what it left in `.grad`, by name in how many plain tensors; whether it computed that; and what watches it."""
+    """A traced function's result: its pytree, its leaves that are no tensors, and its tensors' slots; the gradients
+    left in `.grad`, as numbers of plain tensors by name; whether it computed them; and the check of uncleared ones."""
 
     spec: Any = None
     constants: dict[int, Any] = dataclasses.field(default_factory=dict)
@@ -288,7 +291,7 @@ def _on_flat_tensors(
     values: list[tuple[str, str, Any]],
     out: _Result,
 ) -> Callable[..., list[torch.Tensor]]:
-    """Give the function that is traced: plain tensors in, plain tensors out, on state that is swapped for them.
+    """Return the function that is traced: plain tensors in, plain tensors out, with the state replaced by them.
 
     A call fills `out`.
     """
@@ -324,14 +327,14 @@ def _refuse_uncleared(
     device: Any,
     symbolic: bool,
 ) -> None:
-    """Run a function that leaves gradients in `.grad` once more, unrecorded, with gradients of a call before."""
+    """Run a function that leaves gradients in `.grad` again, unrecorded, with gradients of an earlier call."""
     out = _Result(uncleared=Uncleared())
     run, plain = begun(sizes, out)
     kind = SymbolicFakeTensorMode if symbolic else FakeTensorMode
     fake_mode = kind(allow_non_fake_inputs=True, shape_env=sizes.env if symbolic else None)
     fake_mode.watch = out.uncleared.see  # type: ignore[union-attr]
     fakes = fakes_of(plain, fake_mode, device)
-    one_thread = torch.autograd.set_multithreading_enabled(False)  # a mode is of its thread
+    one_thread = torch.autograd.set_multithreading_enabled(False)  # a mode is thread-local
     with unchanged_gradients(held, fake_mode), no_effects(held), fake_mode, one_thread:
         run(*fakes)
 
@@ -339,14 +342,14 @@ def _refuse_uncleared(
 def _unless_read(
     graph: Callable[[Mapping[str, torch.nn.Module]], GraphModule], blocks: Mapping[str, torch.nn.Module]
 ) -> GraphModule | None:
-    """Trace each kind of block once, or say why that can't be; give None if that needs symbols: the function
-    reads a tensor's value, or loops by one."""
+    """Trace each kind of block once, or all blocks, with the reason logged; return None if symbols are needed: the
+    function reads a tensor's value, or loops by one."""
     try:
         try:
             return graph(blocks)
         except TraceInFull as reason:
             logger.info(f"every block is traced, not every kind: {reason}")
-        return graph({})  # here, where nothing of the first is held: a checkpoint that it left begun would go on
+        return graph({})  # outside the handler: references to the first trace would keep its open checkpoint alive
     except (DataDependentOutputException, NeedsSymbols):
         return None
     except AssertionError as error:  # of a loop that carries a Python number
@@ -356,7 +359,7 @@ def _unless_read(
 
 
 def _unflatten(slots: tuple[Slot, ...], flat: tuple[torch.Tensor, ...], values: list) -> list[torch.Tensor]:
-    """Build the traced leaves: subclasses rewrapped, each a leaf that requires grad as the live tensor does."""
+    """Return the traced leaves: subclasses rewrapped, each a leaf that requires grad as the live tensor does."""
     leaves, position = [], 0
     for slot, (_, _, live) in zip(slots, values, strict=True):
         leaf = slot.layout.unflatten(list(flat[position : position + slot.layout.num_tensors])).detach()
@@ -374,7 +377,7 @@ def fakes_of(
     fake_mode: FakeTensorMode,
     device: torch.device | str | None,
 ) -> list[torch.Tensor]:
-    """Give tensors without numbers like these, and `device` as that of those on meta."""
+    """Return fake tensors like these, on `device` instead of meta."""
     with fake_mode:
         return [
             torch.empty_strided(

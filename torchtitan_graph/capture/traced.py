@@ -1,4 +1,4 @@
-"""A traced function: its graph and its calling convention, and how it runs on live state."""
+"""A traced function: its graph and its calling convention, and its run on live state."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ class TracedResult:
     in_spec     pytree of (args, kwargs)
     arguments   the pytree of each argument by its name, in the order of in_spec
     parameters  the function's positional parameters
-    names       the leaves of (args, kwargs), named as the function's author does
+    names       the leaves of (args, kwargs), by the function's own names
     constants   the leaves of (args, kwargs) that are no tensors, by position; a call with other values is refused
     out_spec    pytree of the result
-    out_constants  the leaves of the result that are no tensors, by position; a size that differs as an expression
-    options     what the optimizer's groups hold beside tensors, by name: constants of the trace as well
-    modes       what modules are in training mode, and what parameters take gradients, by name: constants as well
-    autocast    the device types that compute in a lower precision around the call, and in which
-    sizes       the dimensions that may differ from call to call, and what the graph reads; None without any
-    classes     the modules' classes and how many hooks they call, by name: compared when state is bound;
+    out_constants  the leaves of the result that are no tensors, by position; a dynamic size as an expression
+    options     the values in the optimizer's groups that are no tensors, by name: constants of the trace as well
+    modes       modules' training mode and parameters' requires_grad, by name: constants as well
+    autocast    the device types with autocast active around the call, and its dtype
+    sizes       the dynamic dimensions and the numbers that the graph reads; None without any
+    classes     the modules' classes and their number of hooks, by name: compared when state is bound;
                 a stored step has none
-    guards      refuses a call, before the first run and whenever state is bound again, if other Python values that the
-                graph rests on are not as they were; None where the capture does not know them
+    guards      raises a UserError, before the first run and whenever state is bound again, if other Python values that
+                the graph depends on have changed; None where the capture does not know them
     """
 
     gm: GraphModule
@@ -71,10 +71,10 @@ def run_traced(
     *,
     make_run: Callable[[GraphModule], Callable[[list[torch.Tensor]], list[torch.Tensor]]] = Watchable,
 ) -> Callable[..., Any]:
-    """Give a callable with the traced function's own signature that runs the graph on the live state.
+    """Return a callable with the traced function's own signature that runs the graph on the live state.
 
-    State is matched by name and bound once; each call checks only that the modules still hold the bound tensors, and
-    binds again if they don't. Runs under `no_grad`. `make_run` gives the graph as a function of a list of plain
+    State is matched by name and bound once; each call checks only that the modules still have the bound tensors, and
+    binds again if they don't. Runs under `no_grad`. `make_run` returns the graph as a function of a list of plain
     tensors, which it empties.
 
     Raises:
@@ -100,7 +100,7 @@ def run_traced(
         flat = state + inputs
         del inputs
         strides = [x.stride() for x in flat]
-        del args, kwargs  # the graph frees an input after its last use, if nobody else holds it
+        del args, kwargs  # the graph frees an input without other references after its last use
         if autocast() != traced.autocast:
             raise UserError(
                 f"torch.autocast is {autocast() or 'off'}, traced with {traced.autocast or 'off'}: its casts are in "
@@ -117,7 +117,7 @@ def run_traced(
                 if "view size is not compatible" in str(error):
                     refuse_strides(traced.gm, strides, error)
                 raise
-            except ZeroDivisionError as error:  # in Python, where a kernel has inf
+            except ZeroDivisionError as error:  # in Python, where a kernel returns inf
                 if not traced.sizes:
                     raise
                 found = ", ".join(map(str, traced.sizes.dimensions)) or "a number that it reads"
@@ -160,14 +160,14 @@ def _flat_inputs(
     args: tuple,
     kwargs: dict[str, Any],
 ) -> tuple[list[torch.Tensor], Mapping[Any, Any]]:
-    """Give the plain tensors of a call's arguments, checked against those traced, and its sizes by symbol."""
+    """Return the plain tensors of a call's arguments, checked against those traced, and its sizes by symbol."""
     leaves, in_spec = pytree.tree_flatten(ordered(args, kwargs))
     if in_spec != traced.in_spec:
         leaves = leaves_by_name(args, kwargs, traced.parameters, traced.arguments, traced.names)
     for i, constant in traced.constants.items():
         if traced.sizes is not None and traced.sizes.varies(traced.names[i]):
             continue
-        if type(leaves[i]) is not type(constant) or repr(leaves[i]) != repr(constant):  # nan is nan, 0 is not -0
+        if type(leaves[i]) is not type(constant) or repr(leaves[i]) != repr(constant):  # nan equals nan, 0 is not -0
             found = "a tensor" if isinstance(leaves[i], torch.Tensor) else repr(leaves[i])
             raise UserError(
                 f"{traced.names[i]} is {found}, traced with {constant!r}: a value that is no tensor is a "
@@ -187,19 +187,19 @@ def _flat_inputs(
 def _unflatten_result(
     traced: TracedResult, slots: tuple[Slot, ...], values: list[torch.Tensor], sizes: Mapping[Any, Any]
 ) -> Any:
-    """Build the traced function's result of a graph's outputs."""
+    """Return the traced function's result, from a graph's outputs."""
     results: list[Any] = []
     position = 0
     for slot in slots:
         results.append(slot.layout.unflatten(values[position : position + slot.layout.num_tensors]))
         position += slot.layout.num_tensors
-    for i, constant in traced.out_constants.items():  # ascending, so that each lands at its own place
+    for i, constant in traced.out_constants.items():  # ascending, so that each gets its own position
         results.insert(i, int(constant.xreplace(sizes)) if isinstance(constant, sympy.Expr) else constant)
     return pytree.tree_unflatten(results, traced.out_spec)
 
 
 def _example_inputs(gm: GraphModule) -> dict[str, torch.Tensor]:
-    """Give what each argument was traced as, by name; of a tensor subclass its last part."""
+    """Return each argument's traced fake tensor, by name; for a tensor subclass its last part."""
     placeholders = iter(gm.graph.find_nodes(op="placeholder"))
     owners = [(slot, next(placeholders)) for slot in signature_of(gm).inputs for _ in range(slot.layout.num_tensors)]
     return {slot.name: node.meta["val"] for slot, node in owners if slot.kind == "input"}

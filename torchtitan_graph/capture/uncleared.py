@@ -1,4 +1,4 @@
-"""Gradients that a function adds to from call to call, where a graph begins each call without any: refused by name."""
+"""Gradients that a function accumulates over calls, where a graph starts each call without any: refused by name."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _READ_NOTHING = (aten.detach.default, aten.alias.default)
 
 
 class Uncleared:
-    """Lays gradients in `.grad` before a function runs, and tells of which it is a sum when the function ends.
+    """Sets gradients in `.grad` before a function runs, and checks at its end which of them are included in a sum.
 
-    `see` is told of each operator. What is first done with such a gradient is to clear it, to put another in its place,
-    which is no operator, or to add to it.
+    `see` is called with each operator. The first use of such a gradient is to clear it, to replace it, which is no
+    operator, or to add to it.
     """
 
     def __init__(self) -> None:
-        self._laid: dict[int, str] = {}  # names by the identity of memory that nothing was done with yet
+        self._laid: dict[int, str] = {}  # names by the identity of memory that is still unused
         self._used: set[str] = set()
         self._cleared: set[int] = set()
-        self._kept: list[Any] = []  # memory that was freed could be another's
+        self._kept: list[Any] = []  # freed memory could become another's
 
     def lay(self, traced: Mapping[tuple[str, str], Tensor]) -> None:
         for (_, name), x in traced.items():
@@ -58,7 +58,8 @@ class Uncleared:
         return id(self._kept[-1])
 
     def refuse(self, traced: Mapping[tuple[str, str], Tensor]) -> None:
-        """Refuse gradients that the function used before it cleared them, and leaves so for the next call."""
+        """Raise a UserError for gradients that the function used before it cleared them, and does not clear for the
+        next call."""
         left = []
         for (_, name), x in traced.items():
             parts = layout_of(x.grad).flatten(x.grad) if name in self._used and x.grad is not None else []

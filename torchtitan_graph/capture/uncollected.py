@@ -1,4 +1,4 @@
-"""Keep Python's collector of cycles away: while a graph is built, and while steps are taken."""
+"""Disable Python's garbage collector while a graph is built, and while steps run."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Collect nothing inside, but by `gc.collect`; afterwards the collector is as it was, whatever was raised. A graph
-    is many small objects that stay: the collector would walk through all of them again and again, which takes a third
-    of the time to build a large graph, and find next to nothing."""
+    """Disable garbage collection inside, except `gc.collect`; restore the collector afterwards, whatever was raised. A
+    graph is many small objects that stay: the collector would scan all of them again and again, which takes a third of
+    the time to build a large graph, and frees next to nothing."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Save a run and go on from it: on another number of ranks, in another layout, after a kill at any moment."""
+"""Save and resume a run: on another number of ranks, in another layout, after a kill at any moment."""
 
 from torchtitan_graph.checkpoint.checkpointer import Checkpointer, check_loadable, load_model, save_model
 from torchtitan_graph.checkpoint.choose import begins_anew, check_choice, find_likely

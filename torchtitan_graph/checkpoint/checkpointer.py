@@ -1,4 +1,4 @@
-"""When to save, what to load, and what a checkpoint holds."""
+"""When to save, what to load, and the content of a checkpoint."""
 
 import os
 import time
@@ -31,24 +31,24 @@ from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.agree import RanksFailed, files_group, on_all_ranks, on_rank_0
 from torchtitan_graph.parallel.chunk import chunk_of
 
-# What a rank tells all others in every step: see `Checkpointer.news`.
+# A rank's flags for all others in every step: see `Checkpointer.news`.
 DUE, FAILED = 1, 2
 
-# What checkpoint.exclude_from_loading calls parts of the trainer's state.
+# The parts of the trainer's state, by their names in checkpoint.exclude_from_loading.
 TRAINER_PARTS = {"dataloader": ("data",), "train_state": ("step", "tokens_seen", "tokens_by_source", "rng")}
 
 
-# Buffers of this name are what float8's delayed scaling has seen of the steps before. A run goes on with them; a model
-# is whole without them.
+# Suffix of the buffers with float8 delayed scaling's history of earlier steps. A resumed run needs them; a model is
+# complete without them.
 _HISTORY = ".amax_history"
 
 
 class Checkpointer:
-    """Save and load one run: parameters, optimizer, schedule, and whatever the trainer hands over as `train_state`.
+    """Save and load one run: parameters, optimizer, schedule, and the trainer's `train_state`.
 
     A checkpoint is a folder `step-N` with the tensors as `model.NAME` and `optim.NAME.KEY`, NAME being a parameter's
     name in the model, all else in `train_state.json`, and `run_config` in `config.toml`. All ranks call each method
-    together, but for `news`. Used as a context, it waits at the end for the save that is running.
+    together, except `news`. Used as a context, it waits at the end for the running save.
     """
 
     def __init__(
@@ -67,9 +67,9 @@ class Checkpointer:
         self.lr_scheduler = lr_scheduler
         self.group = files_group() if config.enable or config.initial_load_path else None
         self.saver = Saver(config, self.group, run_config)
-        self._begin = time.monotonic()  # of the time that checkpoint.interval_minutes counts
+        self._begin = time.monotonic()  # start of the time of checkpoint.interval_minutes
         self._time_is_up = False
-        self.loaded_optimizer = False  # whether `load` has filled the optimizer's state
+        self.loaded_optimizer = False  # whether `load` has loaded the optimizer's state
 
     def __enter__(self) -> "Checkpointer":
         return self
@@ -82,19 +82,19 @@ class Checkpointer:
         except SaveError as failure:
             if error is None:
                 raise
-            logger.error(str(failure))  # beside the error that ends the run
+            logger.error(str(failure))  # the run ends with another error
 
     def news(self) -> int:
-        """Return what this rank has to tell the others: its clock says that a save is due; a save failed."""
+        """Return this rank's flags for the others: DUE if its clock says so, FAILED if a save failed."""
         minutes = self.config.interval_minutes
         due = minutes > 0 and time.monotonic() - self._begin >= 60 * minutes
         return DUE * due + FAILED * self.saver.has_failed()
 
     def hear(self, news: list[int]) -> None:
-        """Take every rank's news of this step, in rank order. Rank 0's clock is everybody's.
+        """Process every rank's news of this step, in rank order. Rank 0's clock counts for all.
 
         Raises:
-            SaveError: a save failed; on all ranks in the same step, so that none is left waiting for the others.
+            SaveError: a save failed; on all ranks in the same step, so that none waits for the others.
         """
         self._time_is_up = bool(news[0] & DUE)
         if failed := [rank for rank, of_rank in enumerate(news) if of_rank & FAILED]:
@@ -102,7 +102,7 @@ class Checkpointer:
             raise SaveError(f"saving a checkpoint failed on ranks {failed}, whose logs say why")
 
     def maybe_save(self, step: int, get_train_state: Callable[[], dict[str, Any]], last: bool = False) -> None:
-        """Save if `step` is due by steps or by time, a milestone, the last, or the first and that was asked for."""
+        """Save if `step` is due by steps or by time, a milestone, the last, or the first if configured."""
         config = self.config
         if not config.enable or config.load_only:
             return  # before all ranks gather their state
@@ -114,12 +114,12 @@ class Checkpointer:
     def save(self, step: int, train_state: dict[str, Any], last: bool = False) -> None:
         """Save the state after `step`, unless checkpoints are off or only loaded.
 
-        `train_state` is JSON-able; rank 0's is the one that is kept. After the last step only the model's tensors are
-        saved if `checkpoint.last_save_model_only` says so, in `checkpoint.export_dtype` unless another folder is to be
-        the export, and the save is waited for.
+        `train_state` can be written as JSON; rank 0's is saved. After the last step only the model's tensors are saved
+        if `checkpoint.last_save_model_only` says so, in `checkpoint.export_dtype` unless another folder is the export,
+        and the call waits for the save.
 
         Raises:
-            SaveError: this save failed, or the one before it, which was running.
+            SaveError: this save failed, or the previous one, which was running.
         """
         if not self.config.enable or self.config.load_only:
             return
@@ -133,19 +133,19 @@ class Checkpointer:
             self.saver.wait()
 
     def wait(self) -> None:
-        """Wait for the save that is running; raise `SaveError` if it fails."""
+        """Wait for the running save; raise `SaveError` if it fails."""
         self.saver.wait()
 
     def load(self, num_steps: int | None = None) -> dict[str, Any] | None:
         """Load the newest whole checkpoint, or the one of `checkpoint.load_step`; return its `train_state`.
 
-        It is looked for in the folder and in `checkpoint.remote_folder`. Where they hold none, or checkpoints are off,
+        The folder and `checkpoint.remote_folder` are searched. Where there is none, or checkpoints are off,
         `checkpoint.initial_load_path` is loaded. Returns None if training begins at step 0: with nothing loaded, or
-        with only the parameters of `initial_load_path`. What `checkpoint.exclude_from_loading` names is left as it
-        is, and left out of what is returned.
+        with only the parameters of `initial_load_path`. The parts in `checkpoint.exclude_from_loading` are neither
+        loaded nor returned.
 
-        A checkpoint of only the model can't be trained on exactly, so an older full one is loaded instead, unless
-        the run is over with it: unless it is of step `num_steps`, the number of steps the run is to have, or later.
+        A run can't be resumed exactly from a checkpoint of only the model, so an older full one is loaded instead,
+        unless the run ends with it: unless it is of step `num_steps`, the run's number of steps, or later.
 
         Raises:
             UserError: there is no such checkpoint, none that can be resumed, it is damaged, or it is of another model;
@@ -182,14 +182,14 @@ class Checkpointer:
         return {key: value for key, value in saved["train_state"].items() if key not in left_out}
 
     def _exported(self) -> dict[str, torch.Tensor]:
-        """Return the model's tensors as they are kept after the last step."""
+        """Return the model's tensors in the dtype of the save after the last step."""
         tensors, dtype = tensors_of(self.model, None), getattr(torch, self.config.export_dtype)
         if dtype == torch.float32 or self.config.last_save_in_hf:
             return tensors
         return {name: x.detach().to(dtype) if isinstance(x, nn.Parameter) else x for name, x in tensors.items()}
 
     def _train_state(self, step: int, model_only: bool, train_state: dict[str, Any]) -> dict[str, Any]:
-        """Return the content of train_state.json. The last two entries are for a reader, and not loaded."""
+        """Return the content of train_state.json. The last two entries are for a human reader, and not loaded."""
         return {
             "step": step,
             "model_only": model_only,
@@ -205,7 +205,8 @@ class Checkpointer:
 def _what_is_loaded(
     path: Path, folder: Path, config: job.Checkpoint, saved: dict[str, Any]
 ) -> tuple[bool, bool, list[str]]:
-    """Tell of a checkpoint whether the run goes on from it, whether it gives the model alone, and what is left out."""
+    """Return whether the run resumes from a checkpoint, whether only its model is loaded, and which parts are
+    excluded."""
     resumed = config.enable and path.parent == folder
     excluded = config.exclude_from_loading if not resumed or config.load_step >= 0 else []
     return resumed, saved["model_only"] or (not resumed and config.initial_load_model_only), excluded
@@ -214,13 +215,13 @@ def _what_is_loaded(
 def check_loadable(
     path: Path, folder: Path, config: job.Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> None:
-    """Refuse a checkpoint of another model or optimizer by names and shapes, before a step is built for it. What is
-    damaged is not refused: `Checkpointer.load` may take an older one.
+    """Check that a checkpoint has the names and shapes of this model and optimizer, before a step is built for it. A
+    damaged one passes: `Checkpointer.load` may use an older one.
 
     Args:
-        path, folder: what will be loaded, and where the run's own checkpoints are.
-        model: the whole one, on meta.
-        optimizer: of that model, with its state; None if that is not known yet, and so not compared.
+        path, folder: the checkpoint to load, and the folder of the run's own checkpoints.
+        model: the whole model, on meta.
+        optimizer: that model's, with its state; None if that is not known yet, and so not compared.
 
     Raises:
         UserError: as `Checkpointer.load`.
@@ -235,7 +236,7 @@ def check_loadable(
     if model_only:
         tensors = _but_histories(tensors, metadata)
     entries = saved_tensors(metadata)
-    # In which dtype parameters rest is not known yet.
+    # The parameters' storage dtype is not known yet.
     tensors = {name: x.to(entries[name].properties.dtype) if name in entries else x for name, x in tensors.items()}
     here = unite([parts_of({name: chunk_of(tensor) for name, tensor in tensors.items()})])
     kinds = ("model",) if optimizer is None else ("model", "optim")
@@ -243,7 +244,7 @@ def check_loadable(
 
 
 def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
-    """Return the tensors of a model, and of its optimizer if given, by the names that a checkpoint has for them."""
+    """Return the tensors of a model, and of its optimizer if given, by their names in a checkpoint."""
     tensors = _model_tensors(model)
     if optimizer is None:
         return tensors
@@ -251,7 +252,7 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dic
     for name, param in model.named_parameters():
         if param.requires_grad:
             assert param in mine, f"the optimizer lacks {name}: build it with build_optimizer"
-            state = optimizer.state.get(param, {})  # an optimizer may do without
+            state = optimizer.state.get(param, {})  # an optimizer may have none
             tensors |= {f"optim.{name}.{key}": value for key, value in state.items()}
     return tensors
 
@@ -267,7 +268,7 @@ def save_model(folder: Path, model: nn.Module) -> Path:
 
 
 def load_model(path: Path, model: nn.Module) -> None:
-    """Fill a model from a checkpoint, complete or of the model only, converting it to the model's dtypes.
+    """Load a checkpoint, complete or of the model only, into a model, converted to the model's dtypes.
 
     Raises:
         UserError: `path` is no whole checkpoint, or one of another model.
@@ -282,13 +283,14 @@ def load_model(path: Path, model: nn.Module) -> None:
 
 
 def _model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    kept = model.state_dict().keys()  # lacks buffers that are worked out anew, such as rotary tables
+    kept = model.state_dict().keys()  # without buffers that are computed again, such as rotary tables
     tensors: dict[str, torch.Tensor] = {f"model.{name}": param for name, param in model.named_parameters()}
     return tensors | {f"model.{name}": buffer for name, buffer in model.named_buffers() if name in kept}
 
 
 def _but_histories(tensors: dict[str, torch.Tensor], metadata: Metadata) -> dict[str, torch.Tensor]:
-    """Leave out the histories that a checkpoint lacks: a run that starts from its parameters has seen nothing."""
+    """Return the tensors without the histories that a checkpoint lacks: a run that starts from its parameters has
+    none."""
     saved = saved_tensors(metadata)
     return {name: tensor for name, tensor in tensors.items() if name in saved or not name.endswith(_HISTORY)}
 
@@ -301,9 +303,10 @@ def _check_same_model(
     convert: bool,
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Raise on every rank one UserError with everything in which a checkpoint's tensors and all ranks' differ.
+    """Raise on every rank one UserError that lists all differences between a checkpoint's tensors and those of all
+    ranks.
 
-    Only the kinds are compared that are to be loaded: "model", and perhaps "optim".
+    Only the `kinds` that are loaded are compared: "model", and perhaps "optim".
     """
     here = held_by_all({name: chunk_of(tensor) for name, tensor in tensors.items()}, group)
     _refuse_another(path, on_rank_0(lambda: _find_differences(metadata, here, kinds, convert), group))
@@ -321,7 +324,7 @@ def _of_what(problems: list[str]) -> str:
 
 
 def _advice(problems: list[str]) -> list[str]:
-    """Say what to do where the configuration of the run, not its model, has changed."""
+    """Return advice where the run's configuration has changed, not its model."""
     if _of_what(problems) == "optimizer":
         return [
             "go on with the run's own [optimizer], or without its state: checkpoint.load_step = N, with"
@@ -336,7 +339,7 @@ def _advice(problems: list[str]) -> list[str]:
 
 
 def _find_differences(metadata: Metadata, here: dict[str, Held], kinds: Collection[str], convert: bool) -> list[str]:
-    """Compare a checkpoint's tensors of these kinds with those of all ranks together."""
+    """Return the differences between a checkpoint's tensors of these kinds and those of all ranks together."""
     saved = {name: entry for name, entry in saved_tensors(metadata).items() if name.partition(".")[0] in kinds}
     problems = [f"missing: {name}" for name in here if name not in saved]
     # Parameters that start a run may come from one with histories.
@@ -348,7 +351,7 @@ def _find_differences(metadata: Metadata, here: dict[str, Held], kinds: Collecti
         (shape,), (dtype,), entry = held.shapes, held.dtypes, saved[name]
         if tuple(entry.size) != shape:
             problems.append(f"{name}: shape {list(entry.size)}, but here {list(shape)}")
-        # Parameters alone may start a run in another dtype; a run that goes on would silently lose its bits.
+        # Parameters alone may start a run in another dtype; a resumed run would silently lose its bits.
         elif not convert and entry.properties.dtype != dtype:
             problems.append(f"{name}: {entry.properties.dtype}, but here {dtype}")
     return problems

@@ -1,4 +1,5 @@
-"""Which checkpoint a run goes on from: rank 0 chooses by the folders, all ranks together fetch and look for damage."""
+"""Choose the checkpoint that a run resumes from: rank 0 by the folders, then all ranks fetch it and check for
+damage."""
 
 import os
 from pathlib import Path
@@ -25,19 +26,19 @@ from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.agree import on_rank_0
 from torchtitan_graph.patience import why_unwritable
 
-INITIAL = "initial"  # the folder, beside the run's checkpoints, for one that is fetched to begin with
+INITIAL = "initial"  # the folder, in that of the run's checkpoints, for one that is fetched at the start
 
 
 class Candidate(NamedTuple):
     """A checkpoint that may be loaded."""
 
     path: Path
-    address: str | None = None  # from where it is to be fetched to `path` first
+    address: str | None = None  # the address from which it must be fetched to `path` first
     model_only: bool = False
 
     @property
     def place(self) -> str:
-        """Where it is now."""
+        """Its present place."""
         return self.address or str(self.path)
 
 
@@ -46,10 +47,10 @@ def choose_undamaged(
 ) -> Path | None:
     """Return the checkpoint to load, None if there is none; all ranks together.
 
-    Every byte of it has been read and found to be what was written. An older one is taken where that is not so.
+    Every byte of it is read and compared with its checksum. An older one replaces a damaged one.
 
     Raises:
-        UserError: there is none that may be loaded; the message says why not.
+        UserError: none may be loaded; the message says why.
     """
     problems: dict[str, str] = {}
     while True:
@@ -73,14 +74,14 @@ def choose_undamaged(
 
 
 def begins_anew(folder: Path, config: job.Checkpoint) -> bool:
-    """Return whether it is certain, by names alone, that a run has no checkpoint of its own to go on from."""
+    """Return whether it is certain, by names alone, that a run has no checkpoint of its own to resume from."""
     return not config.enable or (config.remote_folder is None and not any(folder.glob("step-*")))
 
 
 def check_choice(folder: Path, config: job.Checkpoint, num_steps: int) -> None:
-    """Refuse a load_step or an initial_load_path that can't be loaded, by names and small files, before all else.
+    """Check that load_step or initial_load_path can be loaded, by names and small files, before all else.
 
-    Every rank may call it by itself: nothing is changed. What is at an address is looked at later.
+    Every rank may call it by itself: nothing is changed. Addresses are checked later.
 
     Raises:
         UserError: as `choose_undamaged`.
@@ -94,11 +95,11 @@ def check_choice(folder: Path, config: job.Checkpoint, num_steps: int) -> None:
 
 
 def find_likely(folder: Path, config: job.Checkpoint, num_steps: int) -> Path | None:
-    """Return what `choose_undamaged` will choose if nothing is damaged, by names and small files; None where these do
-    not tell: of what is at an address, or of a save that was killed when it was all but done. Nothing is changed.
+    """Return the checkpoint that `choose_undamaged` will choose if none is damaged, by names and small files; None
+    where these are not enough: for an address, or a save that was killed just before its end. Nothing is changed.
 
     Raises:
-        UserError: there are only checkpoints that can't be trained on exactly.
+        UserError: there are only checkpoints of the model alone.
     """
     if begins_anew(folder, config):
         initial = config.initial_load_path
@@ -112,7 +113,7 @@ def find_likely(folder: Path, config: job.Checkpoint, num_steps: int) -> Path | 
 
 
 def find_held(folder: Path, config: job.Checkpoint) -> str | None:
-    """Say what holds checkpoints of this run already, and what to do to have a place that does not."""
+    """Return a message if there already are checkpoints of this run, with the option to change; None if not."""
     if any(folder.glob("step-*")):
         return f"{folder} holds checkpoints already; name another job.dump_folder"
     if config.remote_folder is not None:
@@ -123,7 +124,7 @@ def find_held(folder: Path, config: job.Checkpoint) -> str | None:
 
 
 def _choose(folder: Path, config: job.Checkpoint, num_steps: int | None, problems: dict[str, str]) -> Candidate | None:
-    """Choose by names and small files. `problems` are of places that are not to be taken; more are added."""
+    """Choose by names and small files. `problems` maps excluded places to reasons; more are added."""
     if not config.enable:
         return _choose_initial(folder, config, problems)
     if not config.load_only:
@@ -162,7 +163,7 @@ def _choose(folder: Path, config: job.Checkpoint, num_steps: int | None, problem
 
 
 def _own_steps(folder: Path, problems: dict[str, str]) -> dict[int, Candidate]:
-    """Return what may be loaded of `folder`, oldest first; what is not whole is added to `problems`."""
+    """Return the loadable checkpoints of `folder`, oldest first; add incomplete ones to `problems`."""
     steps = {}
     for step, path in list_steps(folder).items():
         if str(path) in problems:
@@ -177,7 +178,8 @@ def _own_steps(folder: Path, problems: dict[str, str]) -> dict[int, Candidate]:
 def _find_remote(
     folder: Path, config: job.Checkpoint, steps: dict[int, Candidate], problems: dict[str, str]
 ) -> dict[int, Candidate]:
-    """Return what checkpoint.remote_folder holds and `folder` lacks: with load_step all of it, else what is newer."""
+    """Return the checkpoints in checkpoint.remote_folder that `folder` lacks: with load_step all, else the newer
+    ones."""
     assert config.remote_folder is not None
     full = [step for step, candidate in steps.items() if not candidate.model_only]
     oldest = max(full, default=-1) + 1 if config.load_step < 0 else 0
@@ -190,13 +192,13 @@ def _find_remote(
             found[step] = candidate
             continue
         logger.warning(f"skipping checkpoint {remote.address}: {candidate}")
-        if not remote.is_leftover():  # of a save that was killed, and so of nothing that can be lost
+        if not remote.is_leftover():  # of a killed save, so nothing can be lost
             problems[remote.address] = candidate
     return found
 
 
 def _look_at(remote: Remote, path: Path, step: int) -> Candidate | str:
-    """Return the checkpoint at an address as one to be fetched to `path`, or say what is wrong with it."""
+    """Return the checkpoint at an address, to be fetched to `path`, or a message of its problem."""
     if problem := remote.find_problem():
         return problem
     try:
@@ -211,7 +213,7 @@ def _find_wrong_name(state: dict[str, Any], step: int) -> str | None:
 
 
 def _find_newest(folder: Path, steps: dict[int, Candidate], num_steps: int | None) -> Candidate:
-    """Return the newest that can be trained on exactly, or the newest of all if nothing is left to train."""
+    """Return the newest that can be resumed exactly, or the newest of all if nothing is left to train."""
     newest = max(steps)
     full = [step for step, candidate in steps.items() if not candidate.model_only]
     if newest in full or (num_steps is not None and newest >= num_steps):
@@ -248,7 +250,7 @@ def _choose_load_step(step: int, steps: dict[int, Candidate]) -> Candidate:
 
 
 def _initial_places(folder: Path, config: job.Checkpoint) -> list[str]:
-    """Return where the checkpoint of checkpoint.initial_load_path is, and where it is fetched to."""
+    """Return the place of the checkpoint of checkpoint.initial_load_path, and the one it is fetched to."""
     given = config.initial_load_path or ""
     if "://" not in given:
         return [str(Path(given))]
@@ -258,7 +260,7 @@ def _initial_places(folder: Path, config: job.Checkpoint) -> list[str]:
 
 def _choose_initial(folder: Path, config: job.Checkpoint, problems: dict[str, str]) -> Candidate | None:
     if config.initial_load_path is None or config.initial_load_in_hf:
-        return None  # in Hugging Face's format it is the trainer that loads it
+        return None  # in Hugging Face's format, the trainer loads it
     place, *fetched = _initial_places(folder, config)
     option = f"checkpoint.initial_load_path = {config.initial_load_path!r}"
     if fetched:
@@ -282,7 +284,8 @@ def _choose_initial(folder: Path, config: job.Checkpoint, problems: dict[str, st
 
 
 def _find_initial(remote: Remote, path: Path, problems: dict[str, str]) -> Candidate | str:
-    """Return the checkpoint at an address, as it was fetched to `path` where that is the same, or what is wrong."""
+    """Return the checkpoint at an address, or its fetched copy at `path` if that is equal, or a message of its
+    problem."""
     if remote.address in problems:
         return problems[remote.address]
     step = step_of(path.name)

@@ -1,9 +1,9 @@
-"""Checkpoint folders on disk: which are whole, and how one comes and goes without ever being half there.
+"""Checkpoint folders on disk: their completeness, and their atomic creation and deletion.
 
 Note [Atomic save]: a save is written into `step-N.tmp`. Its last file is `manifest.json`, which lists every file with
-its size and checksum: a folder whose manifest holds is whole. Then it is renamed to `step-N`, and a folder that is to
-go is renamed to `step-N.deleting` before anything in it is deleted. Every file, and every folder after a rename, is
-flushed to disk (fsync) before the next step. So a kill at any moment leaves all `step-N` whole, and leftovers that are
+its size and checksum: a folder that matches its manifest is whole. Then it is renamed to `step-N`, and a folder is
+renamed to `step-N.deleting` before anything in it is deleted. Every file, and every folder after a rename, is flushed
+to disk (fsync) before the next step. So a kill at any moment leaves all `step-N` whole, and leftovers that are
 recognised by name.
 """
 
@@ -88,29 +88,29 @@ class _State(TypedDict):
     lr_scheduler: _Schedule
 
 
-_OF_A_RUN = {"tokens_seen", "data", "rng"}  # a run saves all of them; who saves a model by itself, none
+_OF_A_RUN = {"tokens_seen", "data", "rng"}  # a run saves all of them; a model saved by itself has none
 
 
 class File(NamedTuple):
-    """What the manifest says of a file: its size in bytes, and its checksum, which manifests of old lack."""
+    """A file's entry in the manifest: its size in bytes, and its checksum, which old manifests lack."""
 
     size: int
     crc32: str | None
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    """Return where the checkpoint of `step` is, or would be."""
+    """Return the path of the checkpoint of `step`."""
     return folder / f"step-{step}"
 
 
 def step_of(name: str) -> int | None:
-    """Return the step that a checkpoint's folder is called after, None for any other name."""
+    """Return the step in the name of a checkpoint's folder, None for any other name."""
     match = re.fullmatch(r"step-(0|[1-9]\d*)", name, re.ASCII)
     return int(match[1]) if match else None
 
 
 def list_steps(folder: Path) -> dict[int, Path]:
-    """Return what is called as a checkpoint in `folder`, oldest first."""
+    """Return the folders with a checkpoint's name in `folder`, oldest first."""
     steps = ((step_of(path.name), path) for path in folder.glob("step-*"))
     return dict(sorted((step, path) for step, path in steps if step is not None))
 
@@ -127,7 +127,7 @@ def find_steps(folder: Path) -> dict[int, Path]:
 
 
 def find_below(path: Path) -> list[Path]:
-    """Return the complete checkpoints in `path`; where it holds none, those of the run, or of the runs, in it."""
+    """Return the complete checkpoints in `path`; without any, those of the run, or of the runs, in it."""
     for folders in ([path], path.glob("*"), path.glob("*/*")):
         found = [step for folder in sorted(folders) if folder.is_dir() for step in find_steps(folder).values()]
         if found:
@@ -136,7 +136,7 @@ def find_below(path: Path) -> list[Path]:
 
 
 def newest_below(path: Path) -> Path:
-    """Return `path`, or the newest checkpoint of the run in it, for who only reads.
+    """Return `path`, or the newest checkpoint of the run in it, for readers.
 
     Raises:
         UserError: there are several runs in it.
@@ -150,7 +150,7 @@ def newest_below(path: Path) -> Path:
 
 
 def find_problem(path: Path) -> str | None:
-    """Say what keeps a folder from being a complete checkpoint, or None if nothing does. Reads only small files."""
+    """Return the problem that makes a folder no complete checkpoint, None if there is none. Reads only small files."""
     try:
         files = read_manifest(path)
         read_train_state(path)
@@ -160,7 +160,8 @@ def find_problem(path: Path) -> str | None:
 
 
 def find_wrong_size(files: dict[str, File], sizes: dict[str, int]) -> str | None:
-    """Say which file of a manifest is not among those of `sizes`, or has another size there."""
+    """Return a message with a file of a manifest that is missing in `sizes`, or has another size there; None without
+    any."""
     for name, file in files.items():
         if name not in sizes:
             return f"its file {name} is missing"
@@ -170,7 +171,8 @@ def find_wrong_size(files: dict[str, File], sizes: dict[str, int]) -> str | None
 
 
 def find_damage(path: Path, names: Iterable[str] | None = None) -> str | None:
-    """Say which of the named files (default: all) differs from what was written, or None if none does. Reads them."""
+    """Return a message with one of the named files (default: all) that is damaged, None if there is none. Reads
+    them."""
     files = read_manifest(path)
     for name in files if names is None else names:
         try:
@@ -184,7 +186,7 @@ def find_damage(path: Path, names: Iterable[str] | None = None) -> str | None:
 
 
 def find_damage_together(path: Path, group: dist.ProcessGroup | None) -> str | None:
-    """Do as `find_damage`, each rank with a part of the files."""
+    """Run `find_damage` on all ranks, each with a part of the files."""
     try:
         found = gather_from_ranks(lambda: find_damage(path, part_of_rank(read_manifest(path))), group)
     except RanksFailed as error:
@@ -193,7 +195,7 @@ def find_damage_together(path: Path, group: dist.ProcessGroup | None) -> str | N
 
 
 def part_of_rank(names: Iterable[str]) -> list[str]:
-    """Return this rank's part of a work on files that all ranks share."""
+    """Return this rank's share of files that all ranks process together."""
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     return sorted(names)[rank::world_size]
 
@@ -202,7 +204,7 @@ def read_manifest(path: Path) -> dict[str, File]:
     """Return the files of a checkpoint by name.
 
     Raises:
-        UserError: `path` has no manifest, or none that can be understood.
+        UserError: `path` has no manifest, or an invalid one.
     """
     content = _read_json(path / MANIFEST, _Manifest)
     if not {TRAIN_STATE, METADATA} <= content["files"].keys():
@@ -210,7 +212,7 @@ def read_manifest(path: Path) -> dict[str, File]:
     for name, size in content["files"].items():
         if Path(name).name != name or name in ("", "..") or "\0" in name or len(name.encode()) > 255:
             raise UserError(f"its {MANIFEST} says {size} of {name[:100]!r}, which is no file of this folder")
-    sums = content.get("crc32", content["files"])  # manifests of old have none; a damaged key would drop them
+    sums = content.get("crc32", content["files"])  # old manifests have none; a damaged key would drop them
     if not content.keys() <= {"files", "crc32"} or sums.keys() != content["files"].keys():
         raise UserError(f"its {MANIFEST} is damaged: it has not a checksum of each of its files")
     return {name: File(size, content.get("crc32", {}).get(name)) for name, size in content["files"].items()}
@@ -220,7 +222,7 @@ def read_train_state(path: Path) -> dict[str, Any]:
     """Return everything of a checkpoint that is not a tensor.
 
     Raises:
-        UserError: the file is missing or is not what `write_train_state` writes.
+        UserError: the file is missing or was not written by `write_train_state`.
     """
     state = _read_json(path / TRAIN_STATE, _State)
     held = state["train_state"].keys()
@@ -242,7 +244,7 @@ def checksum(path: Path) -> str:
 
 
 def check_writable(folder: Path) -> None:
-    """Make the folder of a run's checkpoints.
+    """Create the folder of a run's checkpoints.
 
     Raises:
         OSError: nothing can be written there.
@@ -253,7 +255,7 @@ def check_writable(folder: Path) -> None:
 
 
 def clean_up(folder: Path) -> None:
-    """Finish or delete what a killed save left in `folder`."""
+    """Finish or delete the leftovers of a killed save in `folder`."""
     for path in folder.glob("step-*.tmp"):
         if find_problem(path) is None and find_problem(path.with_suffix("")):
             logger.warning(f"finishing the save of {path.with_suffix('')}, which was killed when it was all but done")
@@ -266,19 +268,19 @@ def clean_up(folder: Path) -> None:
 
 
 def prepare(tmp: Path) -> None:
-    """Make the empty folder that a save is written into."""
+    """Create the empty folder of a save."""
     tmp.parent.mkdir(parents=True, exist_ok=True)
     clean_up(tmp.parent)
     tmp.mkdir()
 
 
 def write_train_state(tmp: Path, state: dict[str, Any]) -> None:
-    """Write everything that is not a tensor."""
+    """Write everything except tensors."""
     _write_json(tmp / TRAIN_STATE, state)
 
 
 def write_config(tmp: Path, text: str) -> None:
-    """Write the run's configuration, so that a checkpoint says of what model it is wherever it is moved."""
+    """Write the run's configuration, so that a moved checkpoint still has it."""
     with (tmp / CONFIG).open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -286,7 +288,7 @@ def write_config(tmp: Path, text: str) -> None:
 
 
 def write_manifest(tmp: Path, sums: dict[str, str]) -> None:
-    """Mark `tmp` as complete, after a look whether it is. `sums` are checksums that other ranks worked out."""
+    """Mark `tmp` as complete, after a check. `sums` are checksums that other ranks computed."""
     metadata = read_metadata(tmp)
     for name in sorted({info.relative_path for info in metadata.storage_data.values()}):
         if not (tmp / name).is_file():
@@ -301,24 +303,25 @@ def write_manifest(tmp: Path, sums: dict[str, str]) -> None:
 
 
 def commit(tmp: Path) -> None:
-    """Give a complete folder its name; one that has the name (an older branch of the run) makes place.
+    """Rename a complete folder to its final name; a folder with that name (an older branch of the run) is removed.
 
-    A model without the rest is what a run ended with. It is kept, under another name, when a longer run comes by.
+    A checkpoint of only the model is the end of an earlier run. It is kept, under another name, when a longer run
+    passes it.
     """
     final = tmp.with_suffix("")
-    if os.path.lexists(final):  # a link that leads nowhere too
+    if os.path.lexists(final):  # a dangling link too
         kept = name_for_model(final.name, {path.name for path in final.parent.iterdir()})
         _rename(final, final.with_name(kept) if is_model_only(final) else final.with_suffix(".deleting"))
     _rename(tmp, final)
 
 
 def is_model_only(path: Path) -> bool:
-    """Return whether a folder holds a checkpoint of the model alone."""
+    """Return whether a folder is a checkpoint of the model alone."""
     return find_problem(path) is None and read_train_state(path)["model_only"]
 
 
 def name_for_model(name: str, taken: Container[str]) -> str:
-    """Return what the model in `name` is called once that name is needed: `step-N-model`, or that with a number."""
+    """Return the new name of the model in `name`: `step-N-model`, or that with a number."""
     kept = f"{name}-model"
     return next(
         free for free in itertools.chain([kept], (f"{kept}-{n}" for n in itertools.count(2))) if free not in taken
@@ -326,10 +329,10 @@ def name_for_model(name: str, taken: Container[str]) -> str:
 
 
 def prune(newest: Path, keep_latest_k: int, keep_every: int) -> None:
-    """Delete all complete checkpoints but `newest`, just written, and the `keep_latest_k - 1` of the highest steps.
+    """Delete all complete checkpoints except `newest`, just written, and the `keep_latest_k - 1` of the highest steps.
 
-    0 keeps all. Those of a multiple of `keep_every` steps, where that is not 0, are never deleted; nor are those of
-    the model alone.
+    0 keeps all. Those of a multiple of `keep_every` steps, where that is not 0, are never deleted; nor are those of the
+    model alone.
     """
     steps = {step: path for step, path in find_steps(newest.parent).items() if not is_model_only(path)}
     for step in excess_steps(steps, step_of(newest.name), keep_latest_k, keep_every):
@@ -339,14 +342,14 @@ def prune(newest: Path, keep_latest_k: int, keep_every: int) -> None:
 
 
 def excess_steps(steps: Iterable[int], newest: int | None, keep_latest_k: int, keep_every: int) -> list[int]:
-    """Return which of the steps' checkpoints `prune` deletes, here and at an address."""
+    """Return the steps whose checkpoints `prune` deletes, here and at an address."""
     others = sorted(step for step in steps if step != newest)
     excess = others[: max(len(others) - (keep_latest_k - 1), 0)] if keep_latest_k else []
     return [step for step in excess if not keep_every or step % keep_every]
 
 
 def _delete(path: Path) -> None:
-    """Delete a folder, or a file that has its name, or a link but not what it leads to."""
+    """Delete a folder, a file of that name, or a link but not its target."""
     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
@@ -356,7 +359,7 @@ def _rename(old: Path, new: Path) -> None:
 
 
 def _read_json(path: Path, schema: type) -> dict[str, Any]:
-    """Return what a small file holds, with all its keys, once those of `schema` are found to be as that says."""
+    """Return the content of a small file, with all its keys, after a check of those of `schema`."""
     try:
         content = wait_for_storage(lambda: read_small(path))
     except FileNotFoundError:
@@ -380,7 +383,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or which names a folder has, to disk."""
+    """Flush a file, or a folder's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,9 +1,9 @@
 """Read `.metadata`, the index of a checkpoint in the format of torch.distributed.checkpoint, as data.
 
 The file is a pickle, and a pickle can run code, and fill any memory, when Python's unpickler opens it. Here it is read
-by a program that knows the few instructions that torch's writer uses, and for each record the types of its fields.
-Nothing else is called, imported or changed. Memory grows with the bytes that are read, and values are never nested
-deeper than the index itself.
+by an interpreter of the few instructions that torch's writer uses, with the types of each record's fields. Nothing else
+is called, imported or changed. Memory grows with the bytes that are read, and values are never nested deeper than the
+index itself.
 """
 
 from collections.abc import Callable
@@ -28,24 +28,24 @@ from torchtitan_graph.small_files import open_small
 
 METADATA = ".metadata"
 
-# Beside as many bytes as the tensors' files have together. An index takes 200 bytes for a part of a tensor, whose own
-# file takes more than 1,000 before its first number.
+# Added to the size of the tensors' files together. An index takes 200 bytes for a part of a tensor, whose own file
+# takes more than 1,000 before its first number.
 _MOST_BYTES = 8 * 2**20
-_MOST_STACKED = 10_000  # values that no container holds yet: a writer puts them away by the thousand
-_LONGEST = 2**16  # bytes of a text
+_MOST_STACKED = 10_000  # values in no container yet: a writer appends them by the thousand
+_LONGEST = 2**16  # bytes of a string
 _DEEPEST = 20  # marks: an index has six
-_BLOCK = 2**20  # bytes that are read at once
+_BLOCK = 2**20  # bytes per read
 
 
 class _Name(NamedTuple):
-    """What a pickle names: a module and something in it."""
+    """A global name in a pickle: a module and an attribute of it."""
 
     module: str
     name: str
 
 
 _Text, _Int, _Size, _Nothing = str, int, torch.Size, type(None)
-# The fields of each record and their types; those that nobody reads may be of any.
+# The fields of each record and their types; unread ones may be of any.
 _FIELDS: dict[type, dict[str, tuple[type, ...]]] = {
     Metadata: {"state_dict_metadata": (dict,), "storage_data": (dict,)},
     TensorStorageMetadata: {"properties": (TensorProperties,), "size": (_Size,), "chunks": (list,)},
@@ -60,15 +60,15 @@ _FIELDS: dict[type, dict[str, tuple[type, ...]]] = {
 }
 _RECORDS = {_Name(kind.__module__, kind.__qualname__): kind for kind in (*_FIELDS, TensorProperties)}
 _SIZE, _GETATTR = _Name("torch", "Size"), _Name("builtins", "getattr")
-# A path in StorageMeta, as some versions of Python name it. None is made.
+# A path in StorageMeta, by its names in versions of Python. None is created.
 _PATHS = {_Name(module, f"{of}Path") for module in ("pathlib", "pathlib._local") for of in ("Posix", "Windows")}
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Read which tensors `folder` holds, and where.
+    """Return the tensors in `folder`, and their places.
 
     Raises:
-        UserError: the file is anything but records of tensors; nothing of it has been run.
+        UserError: the file is not a list of tensors' records; nothing of it has been run.
     """
     path = folder / METADATA
     try:
@@ -78,13 +78,13 @@ def read_metadata(folder: Path) -> Metadata:
             _check(metadata)
     except (OSError, UserError) as error:
         raise UserError(f"{path} can't be read: {error}") from error
-    except Exception as error:  # garbage leads nearly anywhere; what it raised may hold a value without end
+    except Exception as error:  # invalid input can raise nearly anything, with a value of any size
         raise UserError(f"{path} can't be read: it is not what was written ({type(error).__name__})") from error
     return metadata
 
 
 def _check(metadata: Any) -> None:
-    """Check that an index holds tensors in boxes of theirs, and that each lies in a file of the folder."""
+    """Check that an index has tensors with parts inside their shapes, each in a file of the folder."""
     if type(metadata) is not Metadata:
         raise UserError("it holds no index of tensors")
     for name, saved in metadata.state_dict_metadata.items():
@@ -110,7 +110,7 @@ def _check(metadata: Any) -> None:
 
 
 def _shown(x: Any) -> str:
-    """Name a value in a message: a text by how it begins, anything else by its type, for it may have no end."""
+    """Return a value for a message: the beginning of a string, the type of anything else, as it may be of any size."""
     if isinstance(x, _Name):
         return f"{_shown(x.module)}.{_shown(x.name)}"
     if isinstance(x, type):
@@ -121,7 +121,7 @@ def _shown(x: Any) -> str:
 
 
 class _Reader:
-    """The stack and the memo that a pickle's instructions work on; Python's pickletools.py says what each does."""
+    """The stack and the memo of a pickle's instructions, which Python's pickletools.py describes."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -130,14 +130,14 @@ class _Reader:
         self._memo: list[Any] = []
 
     def read(self) -> Any:
-        """Return what the file holds."""
+        """Return the object in the file."""
         if self._file.read(2) not in (b"\x80\x04", b"\x80\x05"):
             raise UserError("it is no pickle of protocol 4 or 5, as torch writes them")
         rest, is_last = b"", False
         while not is_last:
             block = self._file.read(_BLOCK)
             content, is_last = rest + block, len(block) < _BLOCK
-            # Short of the file's end, an instruction that begins before this place is there as a whole.
+            # Before the file's end, an instruction that begins before this place is complete.
             begin = self._run(content, len(content) if is_last else len(content) - _LONGEST)
             if begin is None:
                 (found,) = self._stack
@@ -146,7 +146,7 @@ class _Reader:
         raise UserError("it is cut off")
 
     def _run(self, content: bytes, end: int) -> int | None:
-        """Do the instructions that begin before `end`; return where the next begins, or None after the last."""
+        """Run the instructions that begin before `end`; return where the next begins, or None after the last."""
         memo, i = self._memo, 0
         while i < end:
             op, stack = content[i], self._stack
@@ -170,7 +170,7 @@ class _Reader:
                 size = content[i]
                 stack.append(int.from_bytes(content[i + 1 : i + 1 + size], "little", signed=True))
                 i += 1 + size
-            elif op == 0x95:  # FRAME: a hint for who reads ahead
+            elif op == 0x95:  # FRAME: a hint for readers that prefetch
                 i += 8
             elif op == 0x2E:  # STOP
                 return None
@@ -187,12 +187,12 @@ class _Reader:
         self._stack = []
 
     def since_mark(self) -> list[Any]:
-        """Take the values since the last mark, and the mark."""
+        """Pop the values since the last mark, and the mark."""
         values, self._stack = self._stack, self._below.pop()
         return values
 
     def take(self, size: int) -> list[Any]:
-        """Take the last values."""
+        """Pop the last values."""
         values = self._stack[-size:]
         del self._stack[-size:]
         return values
@@ -201,7 +201,7 @@ class _Reader:
         self._stack.append(x)
 
     def find(self) -> None:
-        """Look up what is named."""
+        """Push the object of a global name."""
         module, name = self.take(2)
         if not isinstance(module, str) or not isinstance(name, str):
             raise UserError("it names something without a name; nothing was run")
@@ -216,14 +216,14 @@ class _Reader:
             raise UserError(f"it names {_shown(found)}, which no index of tensors needs; nothing was run")
 
     def new(self) -> None:
-        """Make an empty record."""
+        """Push an empty record."""
         kind, given = self.take(2)
         if not isinstance(kind, type) or given != ():
             raise UserError(f"it makes {_shown(kind)}, which is no record; nothing was run")
         self.push(object.__new__(kind))
 
     def reduce(self) -> None:
-        """Make a tensor's size. Layouts, memory formats and paths are None: nobody reads them."""
+        """Push a tensor's size. Layouts, memory formats and paths are None: they are not read."""
         what, given = self.take(2)
         if not isinstance(what, _Name):
             raise UserError(f"it calls {_shown(what)}; nothing was run")
@@ -237,7 +237,7 @@ class _Reader:
         self.push(None)
 
     def build(self) -> None:
-        """Fill a record."""
+        """Set the fields of a record."""
         (state,), record = self.take(1), self._stack[-1]
         if type(record) is TensorProperties:
             dtype, *_ = state
@@ -252,9 +252,9 @@ class _Reader:
             object.__setattr__(record, name, value)
 
     def set_items(self, pairs: list[Any]) -> None:
-        """Put keys and values into a dictionary."""
+        """Add keys and values to a dictionary."""
         into, keys = self._stack[-1], pairs[::2]
-        # The hash of anything else may have no end.
+        # The hash of anything else may take for ever.
         if type(into) is not dict or any(type(key) is not str and type(key) is not MetadataIndex for key in keys):
             raise UserError("it has keys that are no names")
         into.update(zip(keys, pairs[1::2], strict=True))
@@ -267,7 +267,7 @@ class _Reader:
 
 
 _INT_SIZES = {0x68: 1, 0x6A: 4, 0x4A: 4, 0x4B: 1, 0x4D: 2}  # of BINGET, LONG_BINGET, BININT, BININT1, BININT2
-_TEXT_SIZES = {0x8C: 1, 0x58: 4}  # of what says how long SHORT_BINUNICODE and BINUNICODE are
+_TEXT_SIZES = {0x8C: 1, 0x58: 4}  # of the lengths of SHORT_BINUNICODE and BINUNICODE
 _ACTIONS: dict[int, Callable[[_Reader], None]] = {
     ord("N"): lambda reader: reader.push(None),
     0x88: lambda reader: reader.push(True),

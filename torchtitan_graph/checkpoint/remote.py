@@ -1,9 +1,8 @@
-"""Checkpoints at an address that fsspec opens, such as s3://bucket/run: how they get there, and back.
+"""Upload checkpoints to an address that fsspec opens, such as s3://bucket/run, and fetch them.
 
 Note [Whole at an address]: object stores have no rename. A checkpoint there is whole when it has a `manifest.json`,
-which is written last and deleted first, and all files have the sizes that it says. Its `train_state.json` is written
-first and deleted last: a folder with it and without a manifest is what a killed upload or deletion left, and no one
-else's.
+which is written last and deleted first, and all files have the sizes in it. Its `train_state.json` is written first and
+deleted last: a folder with it and without a manifest is the leftover of a killed upload or deletion, and nobody else's.
 """
 
 import contextlib
@@ -46,21 +45,21 @@ T = TypeVar("T")
 class Remote:
     """A folder at an address: of a run's checkpoints, or of one of them.
 
-    Every method may raise whatever a file system raises that is away or says no.
+    Every method may raise any error of a file system that is unreachable or refuses.
     """
 
     def __init__(self, address: str) -> None:
         self.address = address.removesuffix("/")
-        self.fs, path = url_to_fs(self.address)  # cached: opening one anew costs nothing
+        self.fs, path = url_to_fs(self.address)  # cached: opening one again costs nothing
         self.path = path.rstrip("/")
 
     def list_steps(self) -> dict[int, "Remote"]:
-        """Return what is called as a checkpoint in this folder, oldest first."""
+        """Return the folders with a checkpoint's name in this folder, oldest first."""
         steps = sorted(step for name in self._list() if (step := step_of(name)) is not None)
         return {step: Remote(f"{self.address}/step-{step}") for step in steps}
 
     def names(self) -> list[str]:
-        """Return what is in this folder."""
+        """Return the names in this folder."""
         return list(self._list())
 
     def sizes(self) -> dict[str, int]:
@@ -68,40 +67,40 @@ class Remote:
         return {name: entry["size"] for name, entry in self._list().items() if entry["type"] == "file"}
 
     def find_problem(self) -> str | None:
-        """Say what keeps this folder from being a complete checkpoint, or None. See Note [Whole at an address]."""
+        """Return the problem that makes this folder no complete checkpoint, or None. See Note [Whole at an address]."""
         try:
             return find_wrong_size(self.read_manifest(), self.sizes())
         except UserError as error:
             return str(error)
 
     def is_leftover(self) -> bool:
-        """Return whether a killed upload or deletion left this. See Note [Whole at an address]."""
+        """Return whether this is the leftover of a killed upload or deletion. See Note [Whole at an address]."""
         sizes = self.sizes()
         return TRAIN_STATE in sizes and MANIFEST not in sizes
 
     def read_manifest(self) -> dict[str, File]:
-        """Do as the function of this name, with its errors."""
+        """Return the manifest, as the function of this name, with its errors."""
         return self._read(MANIFEST, read_manifest)
 
     def read_train_state(self) -> dict[str, Any]:
-        """Do as the function of this name, with its errors."""
+        """Return the state, as the function of this name, with its errors."""
         return self._read(TRAIN_STATE, read_train_state)
 
     def put(self, folder: Path, names: Iterable[str]) -> None:
-        """Copy files of `folder` here."""
-        with contextlib.suppress(PermissionError):  # to make a folder where there are none
+        """Upload files of `folder`."""
+        with contextlib.suppress(PermissionError):  # creating a folder in storage without folders
             self.fs.makedirs(self.path, exist_ok=True)
         for name in names:
             self.fs.put_file(str(folder / name), f"{self.path}/{name}")
 
     def get(self, names: Iterable[str], folder: Path) -> None:
-        """Copy files of this folder to `folder`; they are plain names, as `read_manifest` sees to."""
+        """Download files of this folder to `folder`; they are plain names, as `read_manifest` checks."""
         for name in names:
             self.fs.get_file(f"{self.path}/{name}", str(folder / name))
             sync(folder / name)
 
     def is_model_only(self) -> bool:
-        """Do as the function of this name."""
+        """Return whether this is a checkpoint of the model alone."""
         return self.find_problem() is None and self.read_train_state()["model_only"]
 
     def copy_to(self, other: "Remote") -> None:
@@ -115,11 +114,11 @@ class Remote:
         """Delete this folder, if it is there. See Note [Whole at an address]."""
         for name in sorted(self.sizes(), key=lambda name: (name != MANIFEST, name == TRAIN_STATE)):
             self.fs.rm_file(f"{self.path}/{name}")
-        with contextlib.suppress(OSError):  # without its files a folder may be none
+        with contextlib.suppress(OSError):  # without its files a folder may not exist
             self.fs.rmdir(self.path)
 
     def _list(self) -> dict[str, dict[str, Any]]:
-        # Not `find` or `glob`, which take storage that is away for an empty folder.
+        # Not `find` or `glob`, for which unreachable storage is an empty folder.
         self.fs.invalidate_cache()  # other processes write here too
         try:
             entries = self.fs.ls(self.path, detail=True)
@@ -132,7 +131,7 @@ class Remote:
         if sizes.get(name, 0) > MAX_BYTES:
             raise UserError(f"its {name} has {sizes[name]:,} bytes, more than the {MAX_BYTES:,} that it may have")
         with tempfile.TemporaryDirectory() as folder:
-            if name in sizes:  # the reader has words for what is not there
+            if name in sizes:  # the reader has the message for a missing file
                 with contextlib.suppress(FileNotFoundError):
                     self.get([name], Path(folder))
             return reader(Path(folder))
@@ -140,7 +139,7 @@ class Remote:
 
 @contextlib.contextmanager
 def using(option: str, address: str) -> Iterator[None]:
-    """Turn what is raised at a run's start by an address that can't be reached into one error that says so."""
+    """Convert errors of an unreachable address at a run's start into one UserError."""
     try:
         yield
     except Exception as error:
@@ -151,14 +150,14 @@ def using(option: str, address: str) -> Iterator[None]:
 
 
 def upload(newest: Path, config: job.Checkpoint, group: dist.ProcessGroup | None) -> None:
-    """Copy every checkpoint that checkpoint.remote_folder lacks, then prune there; all ranks together.
+    """Upload every checkpoint that checkpoint.remote_folder lacks, then prune there; all ranks together.
 
-    `newest` was just saved. What is there is compared by manifest, and so by checksum: a step that was saved again is
-    copied again.
+    `newest` was just saved. Checkpoints are compared by manifest, and so by checksum: a step that was saved again is
+    uploaded again.
 
     Raises:
-        Exception: on all ranks, whatever failed on one of them. What was whole there still is, but perhaps for a step
-            that was saved again.
+        Exception: on all ranks, any error on one of them. Checkpoints that were whole there still are, except perhaps a
+            step that was saved again.
     """
     assert config.remote_folder is not None
     address = config.remote_folder.removesuffix("/")
@@ -169,7 +168,7 @@ def upload(newest: Path, config: job.Checkpoint, group: dist.ProcessGroup | None
 
 
 def _compare(newest: Path, address: str, config: job.Checkpoint) -> tuple[list[int], list[int]]:
-    """Return the steps to be copied to `address`, and those to be deleted there."""
+    """Return the steps to upload to `address`, and those to delete there."""
     here = {step: path for step, path in list_steps(newest.parent).items() if find_problem(path) is None}
     there = Remote(address).list_steps()
     whole = {step for step, remote in there.items() if remote.find_problem() is None}
@@ -215,12 +214,12 @@ def _delete(addresses: list[str]) -> None:
 
 
 def fetch(address: str, path: Path, group: dist.ProcessGroup | None) -> str | None:
-    """Copy the checkpoint at `address` to `path`, if every byte is what was written; else say what is wrong with it.
+    """Download the checkpoint at `address` to `path`, if it is undamaged; else return a message of its problem.
 
-    All ranks together. What is at `path` makes place. See Note [Atomic save].
+    All ranks together. A folder at `path` is replaced. See Note [Atomic save].
 
     Raises:
-        Exception: on all ranks, whatever failed on one of them.
+        Exception: on all ranks, any error on one of them.
     """
     tmp = path.with_suffix(".tmp")
     names = on_rank_0(lambda: _begin_fetch(address, tmp), group)
@@ -249,6 +248,6 @@ def _finish_fetch(address: str, tmp: Path, names: list[str]) -> str | None:
                 f"{tmp / name} was fetched by another rank, and rank 0 can't see it: checkpoint.folder must be on "
                 "storage that all nodes share"
             )
-    Remote(address).get([MANIFEST], tmp)  # last, so that no half of a checkpoint can be taken for a whole one
+    Remote(address).get([MANIFEST], tmp)  # last, so that no partial checkpoint can be taken for a whole one
     sync(tmp)
     return find_problem(tmp)

@@ -1,4 +1,4 @@
-"""Write one checkpoint: while training waits, or in a thread while it goes on."""
+"""Write a checkpoint: while training waits, or in a thread while it continues."""
 
 import functools
 import shutil
@@ -35,15 +35,15 @@ SAVE_POINTS = ("prepare", "save_tensors", "write_train_state", "write_manifest",
 
 
 class SaveError(RuntimeError):
-    """A checkpoint could not be saved; those that were there before are as they were."""
+    """A checkpoint could not be saved; earlier ones are unchanged."""
 
 
 class Saver:
-    """Write checkpoints, one after the other. All ranks call each method together, but for `has_failed`.
+    """Writes checkpoints, one after the other. All ranks call each method together, except `has_failed`.
 
-    With `checkpoint.async_mode` other than "disabled", a thread writes a copy in the host's memory, through the
-    process group `group`, which nothing else uses meanwhile. Its error is raised by the next `save` or `wait`; as a
-    save fails on all ranks or on none, so does that. `run_config` is written beside the tensors.
+    With `checkpoint.async_mode` other than "disabled", a thread writes a copy in the host's memory, through the process
+    group `group`, which nothing else uses meanwhile. Its error is raised by the next `save` or `wait`, on all ranks or
+    on none, as a save fails. `run_config` is written next to the tensors.
     """
 
     def __init__(self, config: job.Checkpoint, group: dist.ProcessGroup | None, run_config: str = "") -> None:
@@ -60,12 +60,12 @@ class Saver:
     def save(
         self, path: Path, tensors: dict[str, torch.Tensor], train_state: dict[str, Any], last: bool = False
     ) -> None:
-        """Write `tensors` as they are now, and rank 0's `train_state`; return when that is done, or safe to go on from.
+        """Write the current `tensors`, and rank 0's `train_state`; return when that is done, or training may continue.
 
         Where checkpoint.remote_folder is set, it is copied there; that may fail, unless it is the `last` one.
 
         Raises:
-            SaveError: this save, or the one before it, failed.
+            SaveError: this save, or the previous one, failed.
         """
         self.wait()
         begin = time.perf_counter()
@@ -79,7 +79,7 @@ class Saver:
         self._running = self._thread.submit(self._write, path, copies, train_state, begin, last)
 
     def wait(self) -> None:
-        """Wait for the save that is running.
+        """Wait for the running save.
 
         Raises:
             SaveError: it failed.
@@ -95,7 +95,8 @@ class Saver:
         return self._running is not None and self._running.done() and self._running.exception() is not None
 
     def _copy(self, chunks: dict[str, Chunk]) -> dict[str, Chunk]:
-        """Copy what the next step will overwrite; "async_with_pinned_mem" does so into the same memory each time."""
+        """Copy the tensors that the next step overwrites; "async_with_pinned_mem" does so into the same memory each
+        time."""
         keep = self.config.async_mode == "async_with_pinned_mem"
         copies = {}
         for name, chunk in chunks.items():
@@ -108,7 +109,7 @@ class Saver:
             buffer.copy_(chunk.local, non_blocking=True)
             copies[name] = chunk._replace(local=buffer)
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # copies into pinned memory are still under way
+            torch.cuda.synchronize()  # copies into pinned memory are asynchronous
         return copies
 
     def _write(
@@ -132,7 +133,7 @@ class Saver:
 
     @contextmanager
     def _removed_if_unfinished(self, tmp: Path) -> Iterator[None]:
-        """Leave no part of a save that failed: where the disk is full, a restart needs the room."""
+        """Delete the partial folder of a failed save: where the disk is full, a restart needs the space."""
         try:
             yield
         except BaseException:
@@ -141,7 +142,8 @@ class Saver:
             raise
 
     def _upload(self, path: Path, last: bool) -> None:
-        """Copy what is saved to checkpoint.remote_folder. A run can go on without, unless nothing comes after."""
+        """Upload a saved checkpoint to checkpoint.remote_folder. A failure is logged, and raised only after the last
+        one."""
         try:
             upload(path, self.config, self.group)
         except Exception as error:
@@ -153,7 +155,8 @@ class Saver:
 
 
 def _use_gpu_of_this_process() -> Callable[[], None] | None:
-    """Return what a new thread must call first: it would use the first GPU, whatever this process' own is."""
+    """Return a new thread's initializer: without it, the thread would use the first GPU instead of this process'
+    own."""
     if not torch.cuda.is_available():
         return None
     return functools.partial(torch.cuda.set_device, torch.cuda.current_device())
@@ -169,7 +172,7 @@ def _sums_of_this_rank(tmp: Path) -> dict[str, str]:
 def _as_save_error(path: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, RanksFailed, UserError) as error:  # any other is a fault, and keeps its traceback
+    except (OSError, RanksFailed, UserError) as error:  # any other is a bug, and keeps its traceback
         why = find_full_disk(path.parent, describe(error)) or describe(error)
         raise SaveError(
             f"{path} could not be saved ({why}); the checkpoints that were there are as they were. Make room on that "

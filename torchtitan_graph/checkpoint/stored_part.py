@@ -1,7 +1,7 @@
-"""A part of a tensor as a checkpoint's file has it: what `torch.save` wrote of a plain tensor.
+"""A stored part of a tensor in a checkpoint's file, as `torch.save` writes a plain tensor.
 
 It is read without `torch.load`: that has a zip reader of its own, which may find another archive in the same bytes than
-the one that was checked, and unpacks what is compressed. Nothing of the file is run.
+the one that was checked, and decompresses entries. Nothing of the file is run.
 """
 
 import io
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torchtitan_graph.errors import UserError
 
-_MOST_BYTES = 4096  # of the pickle that says what a tensor is; it takes 200
+_MOST_BYTES = 4096  # of the pickle that describes a tensor; it takes 200
 _BLOCK = 2**24
 _INSTRUCTIONS = {
     *("PROTO", "GLOBAL", "BINPUT", "BINGET", "MARK", "BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1", "NONE"),
@@ -68,7 +68,7 @@ class _Slice(io.RawIOBase):
 
 
 class _Described(NamedTuple):
-    """What `torch.save` writes of a tensor: the arguments of `torch._utils._rebuild_tensor_v2` and `_v3`."""
+    """A tensor in `torch.save`'s format: the arguments of `torch._utils._rebuild_tensor_v2` and `_v3`."""
 
     storage: Any
     offset: Any
@@ -85,7 +85,7 @@ def _data_of(data: Any, *_: Any) -> Any:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Builds a description of a tensor, of names from a fixed list."""
+    """Builds a description of a tensor from names in a fixed list."""
 
     def find_class(self, module: str, name: str) -> Any:
         known = {
@@ -93,7 +93,7 @@ class _Unpickler(pickle.Unpickler):
             ("torch._utils", "_rebuild_tensor_v3"): _Described,
             ("torch._utils", "_rebuild_parameter"): _data_of,
             ("collections", "OrderedDict"): dict,
-            ("torch.storage", "UntypedStorage"): None,  # the tensor's dtype is beside it
+            ("torch.storage", "UntypedStorage"): None,  # the tensor's dtype is another argument
             **{("torch", storage): dtype for storage, dtype in _STORAGES.items()},
         }
         if (module, name) in known:
@@ -107,10 +107,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_stored(whole: BinaryIO, begin: int, length: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Read the tensor that `length` bytes of a file hold, from `begin` on.
+    """Return the tensor in `length` bytes of a file, from `begin` on.
 
     Raises:
-        UserError: they hold something else than one plain tensor of this shape and dtype.
+        UserError: they are not one plain tensor of this shape and dtype.
     """
     with zipfile.ZipFile(cast(IO[bytes], _Slice(whole, begin, length))) as archive:
         entries = archive.infolist()
@@ -128,7 +128,7 @@ def read_stored(whole: BinaryIO, begin: int, length: int, shape: torch.Size, dty
         if f"{folder}byteorder" in archive.namelist() and archive.read(f"{folder}byteorder") != sys.byteorder.encode():
             raise UserError("its numbers are in another order of bytes than this machine's")
         entry = archive.getinfo(f"{folder}data/{key}")
-        # All that the strides reach, and no less numbers than it has: an expanded one could be of any size.
+        # All that the strides reach, and at least as many numbers as it has: an expanded one could be of any size.
         reach = found.offset + sum((n - 1) * step for n, step in zip(found.size, found.stride, strict=True)) + 1
         if max(reach if math.prod(shape) else 0, math.prod(shape)) * dtype.itemsize > entry.file_size:
             raise UserError("it says that it holds more than its file has")
@@ -148,7 +148,7 @@ def _fill(content: Tensor, archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> 
 
 
 def _description(content: bytes) -> tuple[_Described, str]:
-    """Return what a pickle says of a tensor, checked, and under which name its numbers are."""
+    """Return a pickle's description of a tensor, checked, and the name of its numbers."""
     for instruction, _, _ in pickletools.genops(content):
         if instruction.name not in _INSTRUCTIONS:
             raise UserError(f"it is not what torch.save writes of a tensor ({instruction.name}); nothing was run")

@@ -1,7 +1,7 @@
-"""Tensors to and from a folder in the format of torch.distributed.checkpoint (DCP).
+"""Write and read tensors in a folder in the format of torch.distributed.checkpoint (DCP).
 
-DCP is given tensors and nothing else, each as the box of it that a rank holds, so that what was saved in one layout
-can be read in any other. Reading runs no code from the folder: see metadata.py and stored_part.py.
+DCP gets tensors and nothing else, each as a rank's box of it, so that a checkpoint of one layout can be read in any
+other. Reading runs no code from the folder: see metadata.py and stored_part.py.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ def save_tensors(folder: Path, chunks: dict[str, Chunk], group: dist.ProcessGrou
     Returns once on disk.
 
     Raises:
-        RanksFailed: on every rank, where one of them failed, or where all boxes don't make up every tensor.
+        RanksFailed: on every rank, where one of them failed, or where all boxes together don't cover every tensor once.
     """
     writer, no_dist = _Writer(folder), not dist.is_initialized()
     with _failures_of_ranks(), _quiet_about_a_single_process(no_dist):
@@ -50,7 +50,7 @@ def save_tensors(folder: Path, chunks: dict[str, Chunk], group: dist.ProcessGrou
 def load_tensors(
     folder: Path, metadata: Metadata, tensors: dict[str, torch.Tensor], group: dist.ProcessGroup | None = None
 ) -> None:
-    """Fill tensors in place from `folder`, whatever the layout they were saved in; all ranks together.
+    """Load tensors in place from `folder`, whatever the layout they were saved in; all ranks together.
 
     Raises:
         RanksFailed: on every rank, where one of them failed.
@@ -68,7 +68,7 @@ def saved_tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
 
 class _Writer(dcp.FileSystemWriter):
     def storage_meta(self) -> None:
-        """Keep the folder's own path out of it: a checkpoint can be moved."""
+        """Return None, instead of the folder's own path: a checkpoint can be moved."""
 
 
 class _Reader(dcp.FileSystemReader):
@@ -80,7 +80,7 @@ class _Reader(dcp.FileSystemReader):
         return self.metadata
 
     def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
-        """Read file by file, as the base class does, which takes whatever it finds."""
+        """Read file by file, as the base class does, but with checks."""
         by_file: dict[str, list[dcp.ReadItem]] = {}
         for item in plan.items:
             by_file.setdefault(self.metadata.storage_data[item.storage_index].relative_path, []).append(item)
@@ -99,13 +99,13 @@ class _Reader(dcp.FileSystemReader):
         shape = saved.chunks[index.index].sizes
         try:
             stored = read_stored(file, info.offset, info.length, shape, saved.properties.dtype)
-        except Exception as error:  # garbage leads nearly anywhere
+        except Exception as error:  # invalid input can raise nearly anything
             raise UserError(f"{index.fqn} in {info.relative_path} can't be read: {error!s:.300}") from error
         return _narrow(stored, item.storage_offsets, item.lengths)
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):
-    """Write each rank's boxes; of equal ones, the base class keeps one."""
+    """Plans each rank's boxes; of equal ones, the base class writes one."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False, enable_plan_caching=False)
@@ -116,7 +116,7 @@ class _SavePlanner(dcp.DefaultSavePlanner):
         return self.plan
 
     def create_global_plan(self, all_plans: list[dcp.SavePlan]) -> tuple[list[dcp.SavePlan], Metadata]:
-        """Refuse, on rank 0, what could not be loaded again; the base class would too, but not by name."""
+        """Check, on rank 0, that the tensors can be loaded again; the base class would too, but without their names."""
         if gaps := find_gaps(unite({item.index.fqn: _part(item) for item in plan.items} for plan in all_plans)):
             raise RuntimeError("; ".join(gaps))
         return super().create_global_plan(all_plans)
@@ -126,7 +126,7 @@ class _SavePlanner(dcp.DefaultSavePlanner):
 
 
 class _LoadPlanner(dcp.LoadPlanner):
-    """Read into each rank's boxes whatever saved boxes overlap them."""
+    """Plans reads of all saved boxes that overlap each rank's boxes."""
 
     def set_up_planner(
         self, state_dict: dict[str, Chunk], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -185,7 +185,7 @@ def _read_items(name: str, chunk: Chunk, saved: TensorStorageMetadata) -> list[d
     if not chunk.local.numel():
         return []
     items = create_read_items_for_chunk_list(name, saved, [_box(chunk)])
-    # DCP leaves what no saved box covers as it was, and lets one box overwrite another, without a word.
+    # DCP leaves what no saved box covers unchanged, and lets one box overwrite another, silently.
     boxes = [Box(tuple(item.dest_offsets), tuple(item.lengths)) for item in items]
     if not make_up(boxes, chunk.local.shape):
         num_read, wanted = sum(math.prod(box.sizes) for box in boxes), chunk.local.numel()
@@ -197,7 +197,8 @@ def _read_items(name: str, chunk: Chunk, saved: TensorStorageMetadata) -> list[d
 
 @contextlib.contextmanager
 def _failures_of_ranks() -> Iterator[None]:
-    """Turn what DCP raises on all ranks into an `Exception`, which it is not; what ends a process stays that."""
+    """Convert DCP's error on all ranks into an `Exception`, which it is not; errors that end a process are raised
+    unchanged."""
     try:
         yield
     except dcp.CheckpointException as error:
@@ -210,7 +211,8 @@ def _failures_of_ranks() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet_about_a_single_process(alone: bool) -> Iterator[None]:
-    """Drop DCP's warning that there is no process group. Filters are of all threads: let them be where there is one."""
+    """Suppress DCP's warning that there is no process group. Filters apply to all threads: with a process group they
+    are left alone."""
     if not alone:
         yield
         return

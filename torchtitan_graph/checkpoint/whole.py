@@ -1,4 +1,5 @@
-"""A checkpoint is whole when the ranks' boxes together make up each of its tensors, whichever rank holds which."""
+"""Completeness of a checkpoint: the ranks' boxes together cover each of its tensors once, in any distribution over
+ranks."""
 
 import functools
 import itertools
@@ -21,7 +22,7 @@ class Box(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What a rank holds of a tensor: a box, perhaps an empty one, of a tensor of `shape`."""
+    """A rank's part of a tensor: a box, perhaps an empty one, of a tensor of `shape`."""
 
     box: Box
     shape: tuple[int, ...]
@@ -29,7 +30,7 @@ class Part(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What all ranks hold of a tensor. More than one shape or dtype is a contradiction."""
+    """All ranks' parts of a tensor. More than one shape or dtype is a contradiction."""
 
     boxes: frozenset[Box]
     shapes: frozenset[tuple[int, ...]]
@@ -37,7 +38,7 @@ class Held(NamedTuple):
 
 
 def held_by_all(chunks: Mapping[str, Chunk], group: dist.ProcessGroup | None) -> dict[str, Held]:
-    """Return on rank 0 what all ranks hold, by name; on the others nothing. All ranks together."""
+    """Return on rank 0 all ranks' parts, by name; on the others nothing. All ranks together."""
     mine = parts_of(chunks)
     if not dist.is_initialized():
         return unite([mine])
@@ -47,7 +48,7 @@ def held_by_all(chunks: Mapping[str, Chunk], group: dist.ProcessGroup | None) ->
 
 
 def parts_of(chunks: Mapping[str, Chunk]) -> dict[str, Part]:
-    """Return what this rank holds, by name."""
+    """Return this rank's parts, by name."""
     return {
         name: Part(Box(chunk.offsets, tuple(chunk.local.shape)), chunk.shape, chunk.local.dtype)
         for name, chunk in chunks.items()
@@ -55,7 +56,7 @@ def parts_of(chunks: Mapping[str, Chunk]) -> dict[str, Part]:
 
 
 def unite(by_rank: Iterable[Mapping[str, Part]]) -> dict[str, Held]:
-    """Return what ranks hold together."""
+    """Return the ranks' parts together, by name."""
     parts: dict[str, list[Part]] = {}
     for of_rank in by_rank:
         for name, part in of_rank.items():
@@ -64,7 +65,7 @@ def unite(by_rank: Iterable[Mapping[str, Part]]) -> dict[str, Held]:
 
 
 def find_gaps(held: Mapping[str, Held]) -> list[str]:
-    """Say, a line each, which tensors the ranks' boxes don't make up exactly."""
+    """Return messages, a line each, of tensors that the ranks' boxes don't cover exactly once."""
     problems = []
     for name, (boxes, shapes, dtypes) in held.items():
         if len(shapes) > 1 or len(dtypes) > 1:
@@ -77,16 +78,16 @@ def find_gaps(held: Mapping[str, Held]) -> list[str]:
 
 
 def make_up(boxes: Collection[Box], shape: tuple[int, ...]) -> bool:
-    """Return whether the boxes hold every number of a tensor once."""
+    """Return whether the boxes cover every number of a tensor once."""
     together = frozenset(boxes)
     return len(together) == len(boxes) and _make_up(together, shape)
 
 
-@functools.lru_cache(maxsize=256)  # many tensors are cut alike
+@functools.lru_cache(maxsize=256)  # many tensors are sharded alike
 def _make_up(boxes: frozenset[Box], shape: tuple[int, ...]) -> bool:
-    """Do as `make_up`.
+    """Return whether the boxes cover every number once.
 
-    They do if as many boxes as the whole tensor, one, hold each number. How many do so is known by its differences
+    They do if each number is in as many boxes as in the whole tensor, one. That count is determined by its differences
     along all dims together, and these are not zero only at corners of boxes, where each box adds 1 or -1.
     """
     corners: Counter[tuple[int, ...]] = Counter()

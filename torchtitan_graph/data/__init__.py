@@ -1,4 +1,4 @@
-"""Text to batches: corpora, tokenizers, packing, and a loader whose position is global."""
+"""Text to batches: corpora, tokenizers, packing, and a loader with a global position."""
 
 from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
 from torchtitan_graph.data.loader import DataLoader, build_dataloader, merge_states

@@ -1,4 +1,4 @@
-"""What a data loader hands to the training step."""
+"""The batch of a training step."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Batch(NamedTuple):
 
     tokens_BL: the input.
     labels_BL: the next token of the same document, IGNORE_INDEX where there is none: at a document's last token
-        and in padding. A document that is cut at a row's end keeps the target of its last token there.
-    positions_BL: place of a token in its document as far as this row holds it: 0 at a document's first token and at
+        and in padding. A document that is split at a row's end keeps the target of its last token there.
+    positions_BL: place of a token in its document's part in this row: 0 at a document's first token and at
         a row's first, always below L.
     documents_BL: number of the document within its row, from 0; padding is a document of its own.
     """
@@ -27,5 +27,5 @@ class Batch(NamedTuple):
     documents_BL: torch.Tensor
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
-        """Give the same rows on a device; `non_blocking` as of `Tensor.to`."""
+        """Return the same rows on a device; `non_blocking` as in `Tensor.to`."""
         return Batch(*(x.to(device, non_blocking=non_blocking) for x in self))

@@ -8,14 +8,14 @@ from torchtitan_graph.data.sources import Document, Source
 from torchtitan_graph.errors import UserError
 
 # Note [Lanes]
-# Which document a row of the global sequence begins with depends on how many tokens every document before it has.
-# So that nobody has to tokenise everything to find a row, the documents are dealt to `num_lanes` lanes, which are
-# packed each for itself, and the rows are taken from the lanes in turn: row r is row r // num_lanes of lane
-# r % num_lanes. A rank tokenises the lanes of its own rows. num_lanes is a power of two, so that the rows of a rank
-# fall on few lanes where the batch is one too. It depends on the corpus alone, and a lane starts its next epoch by
-# itself, with documents of a new shuffle: nothing has to be communicated.
+# The first document of a row of the global sequence depends on the number of tokens of every document before it. So
+# that no rank has to tokenise everything to find a row, the documents are distributed over `num_lanes` lanes, each
+# packed by itself, and the rows are taken from the lanes in turn: row r is row r // num_lanes of lane r % num_lanes. A
+# rank tokenises the lanes of its own rows. num_lanes is a power of two, so that the rows of a rank are in few lanes
+# where the batch is one too. It depends on the corpus alone, and a lane starts its next epoch by itself, with documents
+# of a new shuffle: nothing has to be communicated.
 MAX_LANES = 256
-_DOCUMENTS_PER_LANE = 32  # below that, lanes differ much in length, and the longest ends long after the others
+_DOCUMENTS_PER_LANE = 32  # with fewer, lanes differ much in length, and the longest ends long after the others
 VALIDATION_FRACTION = 0.05
 _FEW_DOCUMENTS = 4096
 
@@ -23,8 +23,8 @@ _FEW_DOCUMENTS = 4096
 class Corpus(Protocol):
     """Documents of one split in the order of training.
 
-    `documents` yields what a lane reads in an epoch as (index, document), from `start` on; indices ascend, with gaps,
-    and mean the same whenever lane and epoch are the same. An instance can be pickled.
+    `documents` yields a lane's documents in an epoch as (index, document), from `start` on; indices ascend, with gaps,
+    and are the same whenever lane and epoch are. An instance can be pickled.
     """
 
     num_lanes: int
@@ -34,9 +34,10 @@ class Corpus(Protocol):
 
 
 class ShuffledCorpus:
-    """A split of a source that is read in any order: every epoch shuffles all documents anew and deals them out.
+    """A split of a source with random access: every epoch distributes all documents over the lanes in a new shuffle.
 
     split: "train", "validation" (5 % of the documents, by hash of their identity), or "all".
+
     Raises UserError if the split has no documents.
     """
 
@@ -74,7 +75,7 @@ def split_fraction(split: str) -> float:
 
 
 def in_split(split: str, identity: str | int, threshold: int = int(VALIDATION_FRACTION * 2**64)) -> bool:
-    """Tell whether a document belongs to a split: those whose hash is below the threshold are for validation."""
+    """Return whether a document belongs to a split: those whose hash is below the threshold are for validation."""
     return split == "all" or (document_key(identity) < threshold) == (split == "validation")
 
 
@@ -82,23 +83,24 @@ def _validation_threshold(source: Source) -> int:
     total = len(source)
     if total > _FEW_DOCUMENTS:
         return int(VALIDATION_FRACTION * 2**64)
-    # A fraction by chance could leave a split of a small corpus empty: take the fraction exactly, and one at least.
+    # A random fraction could leave a split of a small corpus empty: use the exact fraction, at least one document.
     hashes = sorted(document_key(source.identity(index)) for index in range(total))
     return hashes[max(1, round(VALIDATION_FRACTION * total))] if total > 1 else 0
 
 
 def document_key(identity: str | int) -> int:
-    """Return the 64 bits that decide on a document's split: a hash of its identity, unless that is the hash."""
+    """Return the 64 bits that decide a document's split: a hash of its identity, or the identity if it is the hash."""
     if isinstance(identity, int):
         return identity
     return int.from_bytes(hashlib.blake2b(identity.encode(errors="surrogateescape"), digest_size=8).digest(), "little")
 
 
 def shuffled(index: int, total: int, key: tuple[int, int]) -> int:
-    """Return the place of `index` in a shuffle of range(total): one permutation per key, no memory, any order.
+    """Return the place of `index` in a shuffle of range(total): a permutation for each key, without memory, in any
+    order.
 
-    A Feistel network permutes the smallest power of four that holds `total`; what falls outside is sent through again
-    until it falls inside (cycle walking; Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
+    A Feistel network permutes the smallest power of four that is at least `total`; results outside are permuted again
+    until they are inside (cycle walking; Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
     """
     half = max(1, ((total - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1

@@ -1,4 +1,4 @@
-"""What a model reaches that knows how often each token occurs, and nothing else."""
+"""The loss of a model that knows only the tokens' frequencies."""
 
 import torch
 

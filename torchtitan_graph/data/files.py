@@ -1,4 +1,4 @@
-"""Files that hold a corpus: of any size, regular, and read as they were when the run opened them."""
+"""Files of a corpus: of any size, regular, and unchanged since the run opened them."""
 
 import os
 import stat
@@ -16,7 +16,7 @@ def open_data(path: Path) -> BinaryIO:
 
 
 class DataFile:
-    """A regular file of which a run reads parts; that it stays as it is, is seen by size and modification time.
+    """A regular file that a run reads in parts; changes are detected by size and modification time.
 
     Raises:
         UserError: it is something else, such as a FIFO.
@@ -28,28 +28,28 @@ class DataFile:
     def __init__(self, path: Path) -> None:
         found = os.stat(path)
         if not stat.S_ISREG(found.st_mode):
-            open_data(path).close()  # raises, and says what it is
+            open_data(path).close()  # raises, with the kind of file
         self.path, self.size, self._changed_at = str(path), found.st_size, found.st_mtime_ns
 
     def read(self, start: int = 0, count: int = -1) -> bytes:
         """Return `count` bytes from `start` on, or all of them.
 
         Raises:
-            UserError: it is gone, can't be read, or is not what it was.
+            UserError: it is gone, can't be read, or has changed.
         """
         with refuse_unreadable(self.path):
             self.check()
             with open_data(Path(self.path)) as stream:
                 stream.seek(start)
                 content = stream.read(count)
-            self.check()  # afterwards: it may have been written meanwhile
+            self.check()  # again: it may have been written meanwhile
         return content
 
     def check(self) -> None:
-        """Compare the file with what it was when it was opened.
+        """Check that the file has not changed since it was opened.
 
         Raises:
-            UserError: it is gone, or is not what it was.
+            UserError: it is gone, or has changed.
         """
         try:
             found = os.stat(self.path)

@@ -1,4 +1,4 @@
-"""Corpora read through Hugging Face `datasets` (extra `hf`): Parquet files, saved datasets, and streams of the hub."""
+"""Corpora of Hugging Face `datasets` (extra `hf`): Parquet files, saved datasets, and streams of the hub."""
 
 import importlib
 from collections.abc import Iterator
@@ -12,11 +12,11 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.patience import is_away
 from torchtitan_graph.small_files import read_json
 
-_SHUFFLED_TOGETHER = 256  # documents of a stream; every lane that a process reads holds so many
+_SHUFFLED_TOGETHER = 256  # documents of a stream; every lane that a process reads has so many in memory
 
 
 class Rows:
-    """A document per row of a map-style dataset, which `datasets` maps into memory from Arrow files."""
+    """A document per row of a map-style dataset, which `datasets` memory-maps from Arrow files."""
 
     def __init__(self, rows: Any, column: str, name: str, digest: str) -> None:
         if column not in rows.column_names:
@@ -40,7 +40,7 @@ class Rows:
 class StreamedCorpus:
     """A split of a streaming dataset: a lane reads some of its shards in order, and shuffles each block it has read.
 
-    A lane is resumed by reading up to its place again.
+    A lane is resumed by reading up to its position again.
     """
 
     def __init__(self, stream: Any, column: str, name: str, split: str, seed: int) -> None:
@@ -52,7 +52,7 @@ class StreamedCorpus:
     def documents(self, lane: int, epoch: int, start: int) -> Iterator[tuple[int, str]]:
         first = start // _SHUFFLED_TOGETHER * _SHUFFLED_TOGETHER
         stream = self._stream.shard(self.num_lanes, lane).skip(first)
-        # Not `for row in stream`: in a worker process that would give each worker other shards.
+        # Not `for row in stream`: in a worker process that would yield another shard for each worker.
         for block in stream.iter(batch_size=_SHUFFLED_TOGETHER):
             if self._column not in block:
                 raise UserError(f"{self._name}: no column {self._column!r}; there is {sorted(block)}.")
@@ -61,7 +61,7 @@ class StreamedCorpus:
                 text = texts[shuffled(place, len(texts), (self._seed, epoch))]
                 if not isinstance(text, str):
                     raise UserError(f"{self._name}: no text in the column {self._column!r}, but {text!r:.80}.")
-                # The place in the stream would do to tell documents apart, but the text keeps copies in one split.
+                # The place in the stream would identify documents too, but the text keeps copies in one split.
                 if in_split(self._split, text):
                     yield first + place, text
             first += len(texts)
@@ -70,7 +70,7 @@ class StreamedCorpus:
 def open_parquet(file: Path, column: str) -> Source:
     """Open a Parquet file; `datasets` writes it to its cache as Arrow first, once, for reading in any order."""
     datasets = _import_datasets(str(file))
-    DataFile(file)  # raises where it is no regular file
+    DataFile(file)  # raises for no regular file
     try:
         rows = datasets.load_dataset("parquet", data_files=str(file), split="train")
     except (datasets.exceptions.DatasetGenerationError, ValueError) as error:  # pyarrow's are ValueErrors
@@ -79,20 +79,20 @@ def open_parquet(file: Path, column: str) -> Source:
 
 
 def is_saved_dataset(path: Path) -> bool:
-    """Tell whether a folder was written by `save_to_disk`."""
+    """Return whether a folder was written by `save_to_disk`."""
     return (path / "dataset_dict.json").exists() or (path / "state.json").exists()
 
 
 def open_saved(path: Path, column: str, split: str, seed: int) -> Corpus:
-    """Open what `save_to_disk` wrote. Splits of its own (validation, or else test) are kept to."""
+    """Open a dataset written by `save_to_disk`. Its own splits (validation, or else test) are used."""
     datasets = _import_datasets(str(path))
     for name in ("dataset_dict.json", "state.json", "dataset_info.json"):
         for file in (path / name, *path.glob(f"*/{name}")):
             if file.exists():
-                read_json(file, dict[str, Any])  # raises where it is not what `datasets` may be given to read
+                read_json(file, dict[str, Any])  # raises for an invalid file, before `datasets` reads it
     try:
         saved = datasets.load_from_disk(str(path))
-    except Exception as error:  # of many kinds, as its files are damaged
+    except Exception as error:  # of many types, for damaged files
         if is_away(error):
             raise
         raise UserError(f"{path}: not a saved dataset that can be read: {error!r}") from error
@@ -113,7 +113,7 @@ def open_saved(path: Path, column: str, split: str, seed: int) -> Corpus:
 
 
 def open_hub(name: str, column: str, split: str, seed: int) -> Corpus:
-    """Stream a dataset of the hub, "owner/name" or "owner/name:config". Its own validation split is kept to."""
+    """Stream a dataset of the hub, "owner/name" or "owner/name:config". Its own validation split is used."""
     datasets = _import_datasets(name)
     repository, _, config = name.partition(":")
     try:
@@ -121,7 +121,7 @@ def open_hub(name: str, column: str, split: str, seed: int) -> Corpus:
         own = "validation" in parts and split != "all"
         part = "validation" if own and split == "validation" else "train"
         stream = datasets.load_dataset(repository, config or None, split=part, streaming=True)
-    except Exception as error:  # of many kinds: offline, no such name, no such config, access not granted
+    except Exception as error:  # of many types: offline, no such name, no such config, access not granted
         raise UserError(
             f"{_option(split)} = {name!r}: can't be streamed from the Hugging Face hub: {error}\n"
             f"Without a network, set {_option(split)}_path to a local copy, or use the embedded corpus `stdlib`."

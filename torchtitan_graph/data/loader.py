@@ -22,19 +22,19 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 
 # Note [Position]
-# The position in the data is global: how many rows all ranks together have taken, and the cursor behind the last row
-# taken from each lane. It fits any number of ranks and workers. Workers read ahead, so their own positions are of no
-# use: each batch carries the cursors behind its rows, and only `DataLoader.__next__` makes them the position. A rank
-# knows the cursors of the lanes it took rows from; `merge_states` keeps, of every lane, the one furthest on.
-# Of a mixture it also holds where the weights began to hold, see Note [Mixture].
+# The position in the data is global: the number of rows that all ranks together have taken, and the cursor after the
+# last row taken from each lane. It is valid for any number of ranks and workers. Workers prefetch, so their own
+# positions are of no use: each batch carries the cursors after its rows, and only `DataLoader.__next__` makes them the
+# position. A rank has the cursors of the lanes it took rows from; `merge_states` chooses, for every lane, the most
+# advanced one. For a mixture it also has the row from which the weights are valid, see Note [Mixture].
 
 
 class DataLoader:
-    """Iterate over this rank's microbatches: batch m holds rows m*n*B + rank*B to m*n*B + (rank+1)*B - 1 of n ranks.
+    """Iterate over this rank's microbatches: batch m has rows m*n*B + rank*B to m*n*B + (rank+1)*B - 1 for n ranks.
 
-    Never ends. Without repeat, a lane that is through gives rows without targets; the corpus is through when
-    `num_lanes` rows of the global sequence in a row had none. With `multiple`, rows hold whole documents, and a batch
-    is as long as its longest row, up to a multiple of that.
+    Never ends. Without repeat, a lane's rows after its end have no targets; the corpus has ended after `num_lanes`
+    consecutive rows of the global sequence without any. With `multiple`, rows have whole documents, and a batch is as
+    long as its longest row, rounded up to a multiple of that.
     """
 
     def __init__(
@@ -62,12 +62,12 @@ class DataLoader:
         length: int | str = seq_len if multiple is None else f"up to {seq_len}, of whole documents"
         self._identity = {"corpus": corpus.digest, "tokenizer": tokenizer.digest, "seed": seed, "seq_len": length}
         self.num_lanes = corpus.num_lanes
-        with warnings.catch_warnings():  # torchdata 0.11 calls what newer torch deprecates
+        with warnings.catch_warnings():  # torchdata 0.11 calls a function that newer torch deprecates
             warnings.filterwarnings("ignore", "'set_vital' is deprecated")
             self._loader = StatefulDataLoader(
                 rows,
                 batch_size=None,
-                generator=torch.Generator(),  # its own: an iterator draws from it, also the one of a resumed run
+                generator=torch.Generator(),  # its own: an iterator draws from it, also that of a resumed run
                 num_workers=num_workers,
                 persistent_workers=persistent_workers and num_workers > 0,
                 pin_memory=pin_memory and torch.cuda.is_available(),
@@ -94,7 +94,7 @@ class DataLoader:
         return batch
 
     def read_ahead(self, num_batches: int) -> list[Batch]:
-        """Give so many of the batches that `__next__` gives next; the position stays. See Note [Position]."""
+        """Return the next batches of `__next__`, without changing the position. See Note [Position]."""
         while len(self._ahead) < num_batches:
             self._ahead.append(self._read())
         return [batch for batch, _ in self._ahead]
@@ -108,13 +108,13 @@ class DataLoader:
         return read
 
     def take_targets(self) -> torch.Tensor:
-        """Return how many targets of each source were in this rank's batches since the last call; of mixtures only."""
+        """Return the number of targets of each source in this rank's batches since the last call; for mixtures only."""
         taken = self._targets.clone()
         self._targets.zero_()
         return taken
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's part of the position behind the batches taken; `merge_states` makes it whole."""
+        """Return this rank's part of the position after the batches taken; `merge_states` completes it."""
         taken = self._first_row + self._batches * self._rows.global_batch_size
         state = {**self._identity, "rows": taken, "lanes": [list(cursor) for cursor in self._cursors]}
         if len(self.source_names) > 1:
@@ -128,10 +128,10 @@ class DataLoader:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a merged position, of any number of ranks and workers; the next batch is the first behind it.
+        """Set a merged position, of any number of ranks and workers; the next batch is the first after it.
 
-        Weights of a mixture that are not those of the saved run hold from there on.
-        Raises UserError if it was saved with another corpus, tokenizer, seed or row length, or does not add up.
+        Weights of a mixture that differ from the saved run's are used from there on.
+        Raises UserError if it was saved with another corpus, tokenizer, seed or row length, or is inconsistent.
         """
         for key, here in self._identity.items():
             if state.get(key) != here:
@@ -149,13 +149,13 @@ class DataLoader:
                 logger.info("training.sources: the weights change from row %d on", state["rows"])
         given = self._mixture.lanes_given(saved["given"] if saved else [state["rows"]])
         if [row for row, *_ in state["lanes"]] != given or min(map(min, state["lanes"])) < 0:
-            # To go forward to a row that its lane's cursor is far behind would take for ever.
+            # Skipping to a row far ahead of its lane's cursor would take for ever.
             raise UserError(f"checkpoint: its data position says {state['rows']:,} rows, which its lanes did not give")
         self._rows.set_start(state["rows"], origin, state["lanes"])
         self.rewind()
 
     def rewind(self) -> "DataLoader":
-        """Go back to the position that was loaded last, or to the beginning; the next batch is the first from there."""
+        """Return to the position that was loaded last, or to the beginning; the next batch is the first from there."""
         self._iterator = None
         self._ahead.clear()
         self._batches = 0
@@ -165,12 +165,12 @@ class DataLoader:
 
 
 def _short(value: Any) -> str:
-    """Return a value for a message, of whose hashes a few digits are enough."""
+    """Return a value for a message, with hashes abbreviated."""
     return re.sub("[0-9a-f]{64}", lambda digits: digits[0][:8], repr(value))
 
 
 def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the parts of all data-parallel ranks into one position, the same whatever the number of ranks."""
+    """Merge the parts of all data-parallel ranks into one position, equal for any number of ranks."""
     first = states[0]
     assert all({**state, "lanes": first["lanes"]} == first for state in states), "ranks at different steps, or runs"
     lanes = [max(cursors) for cursors in zip(*(state["lanes"] for state in states), strict=True)]
@@ -189,24 +189,26 @@ def build_dataloader(
     skip_not_utf8: bool = False,
     **loading: Any,
 ) -> DataLoader:
-    """Open a split of a corpus and load this rank's rows of it; `loading` is what `DataLoader` takes.
+    """Return a loader of this rank's rows of a split of a corpus; `loading` are arguments of `DataLoader`.
 
-    split: "train", "validation", or "all", of a corpus that is for validation as a whole.
-    sources: the parts of a mixture; where there are any, they take the place of `dataset` and `dataset_path`.
+    split: "train", "validation", or "all", for a corpus that is used for validation as a whole.
+    sources: the parts of a mixture; if there are any, they replace `dataset` and `dataset_path`.
     skip_not_utf8: leave out text that is not UTF-8.
-    Raises UserError where the corpus can't be found or read.
+
+    Raises UserError if the corpus can't be found or read.
     """
     if sources:
         corpus: Corpus = open_mixture(sources, split, seed, tokenizer, skip_not_utf8)
     else:
         corpus = open_corpus(dataset, dataset_path, split, seed, text_column, tokenizer, skip_not_utf8)
-        if split != "validation":  # whose documents are like those that are trained on
+        if split != "validation":  # validation documents are like training's
             warn_of_special_tokens(corpus, tokenizer, dataset_path or dataset)
     return DataLoader(corpus, tokenizer, seed=seed, **loading)
 
 
 class _Rows(IterableDataset):
-    """Microbatches of a rank, or of one of its workers, with the cursors behind their rows; an error is the last."""
+    """Microbatches of a rank, or of one of its workers, with the cursors after their rows; an error is the last
+    item."""
 
     def __init__(
         self,
@@ -223,12 +225,13 @@ class _Rows(IterableDataset):
         self._multiple = multiple
         self._local_batch_size, self._dp_rank = local_batch_size, dp_rank
         self.global_batch_size = local_batch_size * dp_degree
-        # In shared memory, for workers that persist: they see where a new iteration starts.
+        # In shared memory, for persistent workers: they see where a new iteration starts.
         self._start = torch.zeros(1 + mixture.num_lanes, len(Cursor._fields), dtype=torch.int64).share_memory_()
         self._origin = torch.zeros(1 + len(mixture.names), dtype=torch.int64).share_memory_()
 
     def start(self) -> tuple[int, Origin, list[Cursor]]:
-        """Return how many rows all ranks took before the first batch, the mixture's origin, and the cursors."""
+        """Return the number of rows that all ranks took before the first batch, the mixture's origin, and the
+        cursors."""
         rows, *cursors = self._start.tolist()
         since, *given = self._origin.tolist()
         return rows[0], Origin(since, tuple(given)), [Cursor(*cursor) for cursor in cursors]
@@ -238,20 +241,20 @@ class _Rows(IterableDataset):
         self._origin.copy_(torch.tensor([origin.row, *origin.given]))
 
     def row_numbers(self, first_row: int, batch: int) -> range:
-        """Return which rows of the global sequence this rank's batch holds; `first_row` is all ranks' first."""
+        """Return the rows of the global sequence in this rank's batch; `first_row` is all ranks' first."""
         first = first_row + batch * self.global_batch_size + self._dp_rank * self._local_batch_size
         return range(first, first + self._local_batch_size)
 
     def __iter__(self) -> Iterator[tuple[Batch, list[Cursor]] | UserError]:
         try:
             yield from self._batches()
-        except UserError as error:  # raised in a worker process, it would come back with a traceback for its message
+        except UserError as error:  # raised in a worker process, its message would be a traceback
             yield error
 
     def _batches(self) -> Iterator[tuple[Batch, list[Cursor]]]:
         worker = get_worker_info()
         batch, stride = (worker.id, worker.num_workers) if worker else (0, 1)
-        first_row, origin, cursors = self.start()  # once: it may be set anew while workers still read ahead
+        first_row, origin, cursors = self.start()  # once: it may be changed while workers still prefetch
         lanes: dict[int, Lane] = {}
         while True:
             rows, behind, longest = [], [], 1

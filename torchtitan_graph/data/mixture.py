@@ -1,4 +1,4 @@
-"""Several corpora as one: each row of the global sequence is of one of them, as often as its weight says."""
+"""Several corpora as one: each row of the global sequence is from one of them, in proportion to the weights."""
 
 import bisect
 import itertools
@@ -9,23 +9,23 @@ from torchtitan_graph.data.corpus import Corpus
 from torchtitan_graph.data.sources import Document
 
 # Note [Mixture]
-# Which corpus a row is of depends on the weights and the row's number alone, so that every rank and worker knows it
-# without asking. The weights are rounded to parts of PERIOD rows, whose order is worked out once and repeats: as even
-# as can be, so that every step has its share of each corpus to within a row or two. Within a corpus the rows that it
-# gives are numbered for themselves, and come from its own lanes in turn (see Note [Lanes]); each repeats by itself.
-# Other weights may be used from some row on: `Origin` says from which, and how many rows each corpus gave before.
+# A row's corpus depends on the weights and the row's number alone, so that every rank and worker knows it without
+# communication. The weights are rounded to parts of PERIOD rows, whose order is computed once and repeats: as even as
+# possible, so that every step has its share of each corpus to within a row or two. Within a corpus, its rows are
+# numbered by themselves, and come from its own lanes in turn (see Note [Lanes]); each repeats by itself. Other weights
+# may be used from some row on: `Origin` is that row, and the number of rows of each corpus before it.
 PERIOD = 2**14
 
 
 class Origin(NamedTuple):
-    """The row from which the weights hold, and how many rows each corpus gave before it."""
+    """The row from which the weights are valid, and the number of rows of each corpus before it."""
 
     row: int
     given: tuple[int, ...]
 
 
 class Place(NamedTuple):
-    """Where a row comes from: the number of the corpus, the lane among all corpora's, and the row's number in it."""
+    """A row's place: the number of the corpus, the lane among all corpora's, and the row's number in it."""
 
     source: int
     lane: int
@@ -33,7 +33,7 @@ class Place(NamedTuple):
 
 
 class Mixture:
-    """Corpora by name, with a weight each; it has all their lanes, one corpus' after the other's."""
+    """Corpora by name, with a weight each; its lanes are all of theirs, one corpus' after the other's."""
 
     def __init__(self, corpora: Mapping[str, Corpus], weights: Sequence[float]) -> None:
         self.names = tuple(corpora)
@@ -44,7 +44,8 @@ class Mixture:
         digests = [f"{name}: {corpus.digest}" for name, corpus in corpora.items()]
         self.digest = self._corpora[0].digest if len(corpora) == 1 else "; ".join(digests)
         self._sources = _deal(self.weights)
-        # How many of a period's rows before each are of the same corpus, and how many of the whole period.
+        # For each row of a period, the number of earlier rows of the same corpus; and each corpus' number in the whole
+        # period.
         self._before, counts = [], [0] * len(corpora)
         for source in self._sources:
             self._before.append(counts[source])
@@ -52,16 +53,16 @@ class Mixture:
         self._per_period = counts
 
     def documents(self, lane: int, epoch: int, start: int) -> Iterator[tuple[int, Document]]:
-        """Yield what the corpus of a lane has there, as any `Corpus` does."""
+        """Yield the documents of a lane of its corpus, as any `Corpus` does."""
         source = bisect.bisect_right(self._first_lanes, lane) - 1
         return self._corpora[source].documents(lane - self._first_lanes[source], epoch, start)
 
     def origin(self) -> Origin:
-        """Return where a run begins."""
+        """Return the origin of a run's beginning."""
         return Origin(0, (0,) * len(self.names))
 
     def place(self, row: int, origin: Origin) -> Place:
-        """Return where a row of the global sequence comes from; it is not before `origin`."""
+        """Return the place of a row of the global sequence; it is not before `origin`."""
         periods, slot = divmod(row - origin.row, len(self._sources))
         source = self._sources[slot]
         number = origin.given[source] + periods * self._per_period[source] + self._before[slot]
@@ -69,12 +70,12 @@ class Mixture:
         return Place(source, self._first_lanes[source] + number % num_lanes, number // num_lanes)
 
     def lanes_given(self, given: Sequence[int]) -> list[int]:
-        """Return how many rows each lane gave, where each corpus gave so many."""
+        """Return the number of rows that each lane gave, from those of each corpus."""
         corpora = zip(given, self._corpora, strict=True)
         return [-(-(rows - lane) // corpus.num_lanes) for rows, corpus in corpora for lane in range(corpus.num_lanes)]
 
     def given(self, row: int, origin: Origin) -> tuple[int, ...]:
-        """Return how many rows before `row` each corpus gave."""
+        """Return the number of rows before `row` that each corpus gave."""
         periods, slot = divmod(row - origin.row, len(self._sources))
         begun = self._sources[:slot]
         return tuple(
@@ -84,7 +85,7 @@ class Mixture:
 
 
 def _deal(weights: Sequence[float]) -> list[int]:
-    """Return which corpus each row of a period is of: always the one that is furthest behind its share."""
+    """Return the corpus of each row of a period: always the one that is furthest behind its share."""
     if len(weights) == 1:
         return [0]
     exact = [weight * PERIOD for weight in weights]

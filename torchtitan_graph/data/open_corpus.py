@@ -1,4 +1,4 @@
-"""Find a corpus by the names that a job gives."""
+"""Open a corpus by the names in a job's configuration."""
 
 import difflib
 import os
@@ -33,10 +33,9 @@ JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".json.gz")
 
 
 def validation_corpus(config: JobConfig) -> dict[str, Any]:
-    """Return what a job validates on: dataset, dataset_path, sources and split, as `build_dataloader` takes them.
+    """Return a job's validation corpus: dataset, dataset_path, sources and split, as arguments of `build_dataloader`.
 
-    Where nothing is named it is what the job trains on, the documents that are held out. A path of its own is held out
-    as a whole.
+    By default it is the held-out documents of the training corpus. A path of its own is used as a whole.
     """
     training, validation = config.training, config.validation
     if validation.dataset is None and validation.dataset_path is None:
@@ -72,7 +71,7 @@ def open_mixture(
 ) -> Mixture:
     """Open a split of every entry of `training.sources`.
 
-    Raises UserError, naming the entry, where `open_corpus` would.
+    Raises UserError, naming the entry, if `open_corpus` would.
     """
     corpora: dict[str, Corpus] = {}
     for number, source in enumerate(sources, 1):
@@ -81,7 +80,7 @@ def open_mixture(
             corpus = open_corpus(dataset, path, split, seed, tokenizer=tokenizer, skip_not_utf8=skip_not_utf8)
         except UserError as error:
             raise UserError(f"training.sources, entry {number}: {error}") from error
-        if tokenizer and split != "validation":  # whose documents are like those that are trained on
+        if tokenizer and split != "validation":  # validation documents are like training's
             warn_of_special_tokens(corpus, tokenizer, f"training.sources, entry {number}")
         corpora[source_name(source)] = corpus
     mixture = Mixture(corpora, [source.weight for source in sources])
@@ -100,17 +99,18 @@ def open_corpus(
     tokenizer: Tokenizer | None = None,
     skip_not_utf8: bool = False,
 ) -> Corpus:
-    """Open a split of the corpus at `dataset_path`, or else of the one that `dataset` names.
+    """Open a split of the corpus at `dataset_path`, or else of the one named `dataset`.
 
     split: "train" and "validation" have no document in common; "all" is the whole corpus.
-    tokenizer: what the documents will be read with; shards of token ids are refused if they are of another, or none.
-    skip_not_utf8: leave out text that is not UTF-8, with a warning; else it is refused.
+    tokenizer: the tokenizer of the documents; shards of token ids are refused if it is another, or None.
+    skip_not_utf8: leave out text that is not UTF-8, with a warning; else it is an error.
+
     Raises UserError if there is no such corpus, it can't be read, or the split has no documents.
     """
     assert split in ("train", "validation", "all"), split
     option = "training.dataset" if split == "train" else "validation.dataset"
     if dataset_path:
-        _place(dataset_path, f"{option}_path")  # raises where it is none
+        _place(dataset_path, f"{option}_path")  # raises for an invalid path
         path = Path(dataset_path).expanduser()
         with refuse_unreadable(f"{option}_path = {dataset_path!r}"):
             if not path.exists():
@@ -140,7 +140,7 @@ def check_names(config: JobConfig) -> None:
     """Check the names of a job's corpora; nothing is opened.
 
     Raises:
-        UserError: one without a path is no corpus, as `open_corpus` and `open_mixture` say.
+        UserError: a name without a path is no corpus, as in `open_corpus` and `open_mixture`.
     """
     training, validation = config.training, config.validation
     if not training.sources and not training.dataset_path:
@@ -180,7 +180,7 @@ def _open_shards(path: Path, split: str, seed: int, tokenizer: Tokenizer | None)
 
 
 def _open_stdlib() -> Source:
-    """Open the running Python's own standard library: its .py files, less tests and fixtures."""
+    """Open the running Python's own standard library: its .py files, without tests and fixtures."""
     root = Path(sysconfig.get_path("stdlib"))
     # pydoc_data is one generated table, larger than any module; config-* differs between machines.
     skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3", "pydoc_data", "__pycache__"}
@@ -197,7 +197,7 @@ def _open_stdlib() -> Source:
 
 
 def _open_path(path: Path, column: str, skip_not_utf8: bool) -> Source:
-    """Open one text, JSON lines or Parquet file, or all of these that a folder holds, at any depth, by name."""
+    """Open one text, JSON lines or Parquet file, or all of these in a folder, at any depth, by name."""
     if path.is_dir():
         return _open_folder(path, column, skip_not_utf8)
     if path.name.endswith((*JSON_SUFFIXES, ".json")):

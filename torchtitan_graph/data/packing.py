@@ -1,4 +1,4 @@
-"""Packing of one lane: its documents, token by token, cut into rows."""
+"""Packing of one lane: its documents, token by token, split into rows."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -11,12 +11,13 @@ from torchtitan_graph.data.sources import Document
 from torchtitan_graph.data.tokenizer import Tokenizer
 from torchtitan_graph.errors import UserError
 
-# By chance a lane of a small split may get nothing in an epoch; not so often in a row.
+# By chance a lane of a small split may have no document in an epoch; but not so often in a row.
 _EMPTY_EPOCHS = 16
 
 
 class Cursor(NamedTuple):
-    """Place in a lane: rows given so far; epoch, index and tokens given so far of the document under way."""
+    """Position in a lane: number of rows returned so far; epoch, index and number of used tokens of the current
+    document."""
 
     row: int = 0
     epoch: int = 0
@@ -27,10 +28,10 @@ class Cursor(NamedTuple):
 class Lane:
     """Rows of `seq_len` tokens from one lane of a corpus, starting at a cursor.
 
-    A document is [bos] + ids + [eos], and left out if it has no ids. A row takes the next `seq_len` tokens, wherever
+    A document is [bos] + ids + [eos], and left out if it has no ids. A row has the next `seq_len` tokens, wherever
     documents begin or end, so every token is an input once. If documents stay `whole`, a row ends where the next one
-    has no room; only one that is longer than a row is cut. With `repeat` the lane goes on with its next epoch;
-    otherwise its last row is padded, and padding follows for ever.
+    does not fit; only one that is longer than a row is split. With `repeat` the lane continues with its next epoch;
+    otherwise its last row is padded, and rows of padding follow for ever.
     """
 
     def __init__(
@@ -48,11 +49,11 @@ class Lane:
         self._number = number
         self.cursor = cursor
         self.filled = self._num_empty = 0
-        self._tokens = np.empty(0, np.int64)  # of the document under way
+        self._tokens = np.empty(0, np.int64)  # of the current document
         self._documents: Iterator[tuple[int, Document]] | None = None
 
     def next_row(self) -> np.ndarray:
-        """Return the next row: tokens, labels, positions and documents, as (4, L); `filled` says how much of it is no
+        """Return the next row: tokens, labels, positions and documents, as (4, L); `filled` is its length without
         padding."""
         row = np.empty((4, self._seq_len), np.int64)
         tokens_L, labels_L, positions_L, documents_L = row
@@ -74,11 +75,11 @@ class Lane:
         return row
 
     def skip_row(self) -> None:
-        """Leave the next row out: it belongs to another rank or worker."""
+        """Skip the next row: it belongs to another rank or worker."""
         self._next_pieces()
 
     def _next_pieces(self) -> list[tuple[np.ndarray, int]]:
-        """Take a row's worth of tokens: the part of each document, and the target of the part's last token."""
+        """Return a row's tokens: the part of each document, and the target of the part's last token."""
         pieces: list[tuple[np.ndarray, int]] = []
         wanted = self._seq_len
         while wanted and self._document_under_way():
@@ -95,8 +96,8 @@ class Lane:
         return pieces
 
     def _document_under_way(self) -> bool:
-        """Go to the next document if this one is through; return whether there is one."""
-        if self._documents is None:  # the first row, maybe of a resumed lane: begin inside the cursor's document
+        """Advance to the next document if this one has ended; return whether there is one."""
+        if self._documents is None:  # the first row, perhaps of a resumed lane: begin inside the cursor's document
             self._documents = self._corpus.documents(self._number, self.cursor.epoch, self.cursor.document)
             self._read_document(self.cursor.offset)
         while self.cursor.offset >= len(self._tokens):
@@ -105,7 +106,7 @@ class Lane:
         return True
 
     def _read_document(self, offset: int) -> bool:
-        """Go to the next document that has tokens, at `offset` if it is the cursor's; return whether there is one."""
+        """Advance to the next document with tokens, at `offset` if it is the cursor's; return whether there is one."""
         item = self._next_with_tokens()
         for _ in range(_EMPTY_EPOCHS if self._repeat and item is None else 0):
             self.cursor = Cursor(self.cursor.row, self.cursor.epoch + 1)
@@ -131,7 +132,7 @@ class Lane:
         return True
 
     def _next_with_tokens(self) -> tuple[int, list[int] | np.ndarray] | None:
-        """Return the number and the ids of the epoch's next document, less those without any."""
+        """Return the number and the ids of the epoch's next document that has any."""
         assert self._documents is not None
         for index, document in self._documents:
             ids = self._tokenizer.encode(document) if isinstance(document, str) else document

@@ -1,13 +1,13 @@
-"""Documents as token ids in files that are mapped into memory: written once, by `scripts/pretokenize.py`.
+"""Documents as token ids in memory-mapped files, written once by `scripts/pretokenize.py`.
 
 A folder holds `shards.json` and, for each shard of consecutive documents, three arrays of NumPy's format (nothing is
 pickled): `tokens-N.npy`, all token ids; `ends-N.npy`, where each document ends in it; `keys-N.npy`, a hash of each
-document's identity, by which it belongs to training or validation. With them the rows of a run are bitwise those that
-the text itself gives, so a run may go over from the text to its shards, or back, when it is resumed.
+document's identity, which decides between training and validation. With them the rows of a run are bitwise those of the
+text itself, so a run may switch from the text to its shards, or back, when it is resumed.
 
 Note [Shards in the making]: they are written into `FOLDER.part`, each array under another name first, its keys last: a
-shard with keys is whole, and a run of the script that was killed goes on behind the last such. `shards.json` comes
-last of all, and then the folder gets its name.
+shard with keys is whole, and after a kill the script continues after the last such. `shards.json` is written last, and
+then the folder is renamed.
 """
 
 import bisect
@@ -34,12 +34,12 @@ _ARRAYS = ("tokens", "ends", "keys")
 
 
 def is_shards(path: Path) -> bool:
-    """Tell whether a folder was written by `write_shards`."""
+    """Return whether a folder was written by `write_shards`."""
     return (path / INDEX).exists()
 
 
 class Index(TypedDict):
-    """What `shards.json` holds."""
+    """The content of `shards.json`."""
 
     format: str
     source: str
@@ -85,7 +85,7 @@ class Shards:
         self._arrays = [[_map(Path(file.path)) for file in files] for files in self._files]
         self._first_documents = list(itertools.accumulate((len(ends) for _, ends, _ in self._arrays), initial=0))
 
-    def __getstate__(self) -> dict[str, Any]:  # mapped files are opened anew, not copied
+    def __getstate__(self) -> dict[str, Any]:  # mapped files are opened again, not copied
         return {name: value for name, value in self.__dict__.items() if name != "_arrays"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -99,7 +99,7 @@ class Shards:
         shard, number = self._find(index)
         tokens, ends, _ = self._arrays[shard]
         for file in self._files[shard][:2]:
-            file.check()  # to read what was cut off a mapped file would end the process
+            file.check()  # reading a truncated part of a mapped file would end the process
         ids = tokens[ends[number - 1] if number else 0 : ends[number]]
         if len(ids) and ids.max() >= self._vocab_size:
             raise UserError(f"{self._folder}, document {index + 1}: its token ids are not of this tokenizer")
@@ -126,11 +126,12 @@ def write_shards(
 ) -> Iterator[tuple[int, int]]:
     """Write token ids to a new folder, and yield the numbers of documents and tokens so far, after each document.
 
-    `documents(start)` gives the key and the ids of each document from number `start` on, which is not 0 where a
-    killed writer left shards of the same source: see Note [Shards in the making].
-    `splits` are those that the documents are for: "train" and "validation" if each document is for one of them by
-    its key, else the one that all are for.
-    Raises UserError if the folder is there, or what was left behind is of another source or tokenizer.
+    `documents(start)` gives the key and the ids of each document from number `start` on, which is not 0 after a killed
+    writer of the same source: see Note [Shards in the making].
+    `splits` are those of the documents: "train" and "validation" if each document is in one of them by its key, else
+    the one that all are in.
+
+    Raises UserError if the folder exists, or the leftover is of another source or tokenizer.
     """
     if folder.exists():
         raise UserError(f"{folder} is there already; name another folder, or delete it")
@@ -178,7 +179,7 @@ def _begin(part: Path, job: dict[str, Any]) -> None:
 
 
 def _whole_shards(part: Path) -> tuple[int, int, int]:
-    """Return how many shards, documents and tokens are whole."""
+    """Return the numbers of whole shards, and of their documents and tokens."""
     number = num_documents = num_tokens = 0
     while _path(part, "keys", number).is_file():
         num_documents += len(_map(_path(part, "ends", number)))
@@ -195,7 +196,7 @@ def _write_shard(folder: Path, number: int, ids_of: list[np.ndarray], keys: list
 
 
 def _write(path: Path, content: np.ndarray | bytes) -> None:
-    """Write a file that is there whole or not at all."""
+    """Write a file atomically."""
     temporary = path.with_suffix(".tmp")
     with temporary.open("wb") as file:
         if isinstance(content, bytes):
@@ -207,7 +208,7 @@ def _write(path: Path, content: np.ndarray | bytes) -> None:
     os.replace(temporary, path)
 
 
-# A header as NumPy writes it for an array of one dimension. NumPy's own reader has Python's parser read it.
+# The header that NumPy writes for an array of one dimension. NumPy's own reader evaluates it by Python's parser.
 _HEADER = re.compile(
     rb"\x93NUMPY\x01\x00(..)"
     rb"(\{'descr': '([<|][ui][1248])', 'fortran_order': False, 'shape': \(([0-9]{1,15}),\), \} *\n)",
@@ -216,7 +217,7 @@ _HEADER = re.compile(
 
 
 def _map(path: Path) -> np.ndarray:
-    """Map an array of one dimension, of integers."""
+    """Return a memory-mapped array of one dimension, of integers."""
     with refuse_unreadable(str(path)), open_data(path) as file:
         header = _HEADER.match(file.read(4096))
         if not header or int.from_bytes(header[1], "little") != len(header[2]):
@@ -236,7 +237,7 @@ def _path(folder: Path, name: str, number: int) -> Path:
 
 def _files_digest(folder: Path, num_shards: int) -> str:
     files: list[Path] = []
-    for number in range(num_shards):  # which may be any number: the first file that is not there ends it
+    for number in range(num_shards):  # may be any number: the first missing file ends the loop
         files += [_path(folder, name, number) for name in _ARRAYS]
         if missing := next((file for file in files[-len(_ARRAYS) :] if not file.is_file()), None):
             raise UserError(f"{missing} is missing")

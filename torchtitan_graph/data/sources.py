@@ -20,9 +20,9 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.small_files import BadFile, parse_json
 
-# Corpora up to this size are read once when they are opened: their digest covers every byte, and corrupt input is
-# found before training. Of larger ones the digest covers names, sizes and both ends of each file, and a corrupt
-# document is found when its turn comes.
+# Corpora up to this size are read once when they are opened: their digest covers every byte, and corrupt input is found
+# before training. For larger ones the digest covers names, sizes and both ends of each file, and a corrupt document is
+# found when it is read.
 SMALL_CORPUS_BYTES = 64 * 2**20
 _END_BYTES = 4096
 _MOST_NAMED = 10
@@ -42,15 +42,15 @@ class NotUtf8(UserError):
     """A document that can't be decoded."""
 
 
-Document = str | np.ndarray  # its text, or its token ids without those that begin and end it
+Document = str | np.ndarray  # its text, or its token ids without bos and eos
 
 
 class Source(Protocol):
     """Documents that can be read in any order.
 
-    `digest` tells whether two sources hold the same documents under the same numbers. `identity` names a document
-    by where it is, or is the hash of that (see `corpus.document_key`); the split into train and validation goes by it.
-    An instance can be pickled.
+    `digest` is equal for two sources with the same documents under the same numbers. `identity` names a document by its
+    place, or is the hash of that (see `corpus.document_key`); it decides the split into train and validation. An
+    instance can be pickled.
     """
 
     digest: str
@@ -63,9 +63,9 @@ class Source(Protocol):
 
 
 class _Texts:
-    """What the sources of text share: documents that are not UTF-8 are refused, or skipped by being empty."""
+    """Base of the sources of text: documents that are not UTF-8 are refused, or replaced by empty ones."""
 
-    _file: str  # what is read, for messages
+    _file: str  # the file or folder, for messages
     skip_not_utf8: bool
     _told = False
 
@@ -87,7 +87,7 @@ class _Texts:
             return ""
 
     def _read_all(self) -> None:
-        """Read every document once; those that are not UTF-8 are refused together, or told."""
+        """Read every document once; those that are not UTF-8 are reported together, as an error or a warning."""
         errors = []
         for index in range(len(self)):
             try:
@@ -131,11 +131,11 @@ class TextFiles(_Texts):
 
 
 class TextPieces(_Texts):
-    """One text file, cut at the first line end after every 8 KiB; each piece is a document.
+    """One text file, split at the first line end after every 8 KiB; each piece is a document.
 
-    One document could not be shared out between training and validation. Nothing is indexed: piece i begins at the
-    first line or, where none begins in 8 KiB, the first character from byte 8192 * i on. Where none begins before the
-    file's end, the piece before is the last.
+    One document could not be split into training and validation. Nothing is indexed: piece i begins at the first line
+    or, where none begins in 8 KiB, the first character from byte 8192 * i on. Where none begins before the file's end,
+    the previous piece is the last.
     """
 
     PIECE_BYTES = 8192
@@ -148,7 +148,7 @@ class TextPieces(_Texts):
         self._number = -(-self._data.size // self.PIECE_BYTES)
         if self._number and not self._piece(self._number - 1)[0]:
             self._number -= 1
-            self.digest += ", less the empty piece at its end"  # that was once a document: the order was another
+            self.digest += ", less the empty piece at its end"  # it was once a document, with another order of all
         if self._data.size <= SMALL_CORPUS_BYTES:
             self._read_all()
 
@@ -160,22 +160,22 @@ class TextPieces(_Texts):
         return _decode(content, self._file, first_byte)
 
     def _piece(self, index: int) -> tuple[bytes, int]:
-        """Return the bytes of a piece, and where it begins."""
-        first = max(0, index * self.PIECE_BYTES - 1)  # a line end there makes the piece begin behind it
+        """Return the bytes of a piece, and its first byte's place in the file."""
+        first = max(0, index * self.PIECE_BYTES - 1)  # a line end there makes the piece begin after it
         content = self._data.read(first, 2 * self.PIECE_BYTES + _LONGEST_CHARACTER)
         start = self._begin(content, index * self.PIECE_BYTES - first) if index else 0
         end = self._begin(content, (index + 1) * self.PIECE_BYTES - first)
         return content[start:end], first + start
 
     def _begin(self, content: bytes, place: int) -> int:
-        """Return where the piece begins that is looked for from `place` on: at the file's end if no line does."""
+        """Return the begin of a piece, searched from `place` on: the file's end if no line begins."""
         last = place - 1 + self.PIECE_BYTES
         line_end = content.find(b"\n", place - 1, last)
         if line_end >= 0:
             return line_end + 1
         if last > len(content):
             return len(content)
-        inside = 0  # of a character
+        inside = 0  # bytes inside a character
         while inside < _LONGEST_CHARACTER and content[place + inside] & 0b1100_0000 == 0b1000_0000:
             inside += 1
         return place + inside
@@ -185,10 +185,10 @@ class TextPieces(_Texts):
 
 
 class JsonLines(_Texts):
-    """A document per line of a JSON lines file, its text under the key `column`. Blank lines are no documents.
+    """A document per line of a JSON lines file, its text under the key `column`. Blank lines are skipped.
 
     Opening reads the file once, for the place of every line (16 bytes of memory each). A gzip file can only be read
-    from its beginning, so it is unpacked into a temporary file first, which goes when the source does.
+    from its beginning, so it is unpacked into a temporary file first, which is deleted with the source.
     """
 
     def __init__(self, file: Path, column: str, skip_not_utf8: bool = False) -> None:
@@ -205,7 +205,7 @@ class JsonLines(_Texts):
         if self._data.size <= SMALL_CORPUS_BYTES:
             self._read_all()
         elif len(self):
-            self[0]  # raises where a line is not as it should be
+            self[0]  # raises for an invalid line
 
     def __len__(self) -> int:
         return len(self._documents)
@@ -221,7 +221,7 @@ class JsonLines(_Texts):
         try:
             row = parse_json(content, object, where)
         except BadFile as error:
-            if index == 0 and content.lstrip()[:1] in (b"[", b"{"):  # one value, perhaps, spread over lines
+            if index == 0 and content.lstrip()[:1] in (b"[", b"{"):  # perhaps one value over several lines
                 raise UserError(f"{error}. {_ONE_PER_LINE}") from error
             raise
         if not isinstance(row, dict):
@@ -233,7 +233,7 @@ class JsonLines(_Texts):
             else:
                 found = f"no text under the key {self._column!r}; there is {_shortened(sorted(row))}"
             raise UserError(f"{where}: {found}. {_COLUMN_HINT}")
-        # JSON can spell half a surrogate pair, which no encoding of text can.
+        # JSON can contain half a surrogate pair, which no encoding of text can.
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
     def identity(self, index: int) -> str:
@@ -265,7 +265,7 @@ class Chain:
 
 
 def _index_lines(file: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Return the byte at which each line starts, with the file's end, and the numbers of the lines that hold text."""
+    """Return the byte at which each line starts, with the file's end, and the numbers of the lines with text."""
     ends, position = [], 0
     with open(file, "rb") as stream:
         while chunk := stream.read(2**24):
@@ -290,7 +290,7 @@ def _unpack(file: Path) -> Path:
 
 
 def _remove(file: Path, owner: int) -> None:
-    if os.getpid() == owner:  # a forked worker's copy of the source goes first
+    if os.getpid() == owner:  # a forked worker's copy of the source is deleted first
         file.unlink(missing_ok=True)
 
 

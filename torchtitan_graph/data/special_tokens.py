@@ -1,4 +1,4 @@
-"""A warning of text that spells out a tokenizer's special tokens, such as conversations that are rendered already."""
+"""Warn of text that contains a tokenizer's special tokens, such as conversations that are rendered already."""
 
 import itertools
 import re
@@ -16,11 +16,11 @@ _MOST_NAMED = 8
 
 
 def warn_of_special_tokens(corpus: Corpus, tokenizer: Tokenizer, place: str) -> None:
-    """Warn if the first documents of a corpus spell out special tokens, which are never read from text.
+    """Warn if the first documents of a corpus contain special tokens' text, which is never read as tokens.
 
-    It looks at up to 256 documents, and at no further one behind 4 million characters.
+    Up to 256 documents are searched, and none after 4 million characters.
     """
-    if not tokenizer.special_tokens or (dist.is_initialized() and dist.get_rank()):  # one rank says it
+    if not tokenizer.special_tokens or (dist.is_initialized() and dist.get_rank()):  # one rank warns
         return
     longest_first = sorted(tokenizer.special_tokens, key=len, reverse=True)
     any_of_them = re.compile("|".join(map(re.escape, longest_first)))

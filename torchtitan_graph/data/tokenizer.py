@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes, or any Hugging Face tokenizer.json."""
+"""Text to token ids and back: by bytes, or by any Hugging Face tokenizer.json."""
 
 import hashlib
 from collections.abc import Mapping
@@ -19,10 +19,10 @@ from torchtitan_graph.patience import refuse_unreadable
 
 
 class Tokenizer(Protocol):
-    """Turn text into ids below vocab_size and back; `encode` adds no special ids, and never reads any from text.
+    """Converts text into ids below vocab_size and back; `encode` adds no special ids, and reads none from text.
 
-    bos_id starts a document (None: nothing does), eos_id ends it. Where a text spells out one of
-    `special_tokens`, it is text. `digest` is equal for tokenizers that give the same ids.
+    bos_id starts a document (None: nothing does), eos_id ends it. One of `special_tokens` inside a text is text.
+    `digest` is equal for tokenizers with the same ids.
     """
 
     vocab_size: int
@@ -37,9 +37,10 @@ class Tokenizer(Protocol):
 
 
 def load_tokenizer(path: str | None, special_tokens_in_text: bool = False) -> Tokenizer:
-    """Load the tokenizer of a folder with a tokenizer.json, or of that file; without a path, bytes are the tokens.
+    """Return the tokenizer of a folder with a tokenizer.json, or of that file; without a path, bytes are the tokens.
 
-    special_tokens_in_text: read special tokens where text spells them out; else they are text there.
+    special_tokens_in_text: read special tokens in text as tokens; else they are text.
+
     Raises UserError if there is no readable tokenizer, or none of its special tokens ends a document.
     """
     if not path:
@@ -58,10 +59,10 @@ def load_tokenizer(path: str | None, special_tokens_in_text: bool = False) -> To
 
 
 def find_assets(path: str) -> Path:
-    """Give the place of `model.hf_assets_path`.
+    """Return the path of `model.hf_assets_path`.
 
-    A relative path that is not there is looked for in the package, which ships the tokenizer of its own examples.
-    Raises UserError if it can't be looked for.
+    A relative path that does not exist is searched in the package, which contains the tokenizer of its own examples.
+    Raises UserError if the path is invalid.
     """
     package = Path(torchtitan_graph.__file__).parent
     places = (folder / path for folder in (Path(), package, package.parent))
@@ -87,7 +88,7 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A tokenizer.json. Which tokens begin and end a document is read from tokenizer_config.json beside it."""
+    """A tokenizer.json. The tokens that begin and end a document are named in tokenizer_config.json next to it."""
 
     def __init__(self, file: Path, special_tokens_in_text: bool) -> None:
         self._file, self._special_tokens_in_text = file, special_tokens_in_text
@@ -122,7 +123,7 @@ class FileTokenizer:
             return self._tokenizer.decode(ids, skip_special_tokens=True)
 
 
-# Where no tokenizer_config.json says it: the names in use by llama, qwen, deepseek, gpt and ourselves.
+# Defaults without tokenizer_config.json: the names used by llama, qwen, deepseek, gpt and ourselves.
 _BOS = ("<|bos|>", "<|begin_of_text|>", "<｜begin▁of▁sentence｜>", "<s>", "<bos>")
 _EOS = ("<|eos|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "</s>", "<eos>", "<|endoftext|>")
 
@@ -133,14 +134,14 @@ def _special_ids(
     ids = []
     for key, usual_names in (("bos_token", _BOS), ("eos_token", _EOS)):
         token = config.get(key)
-        if isinstance(token, dict):  # older files spell out how the token is matched
+        if isinstance(token, dict):  # older files describe how the token is matched
             token = token.get("content", "")
         if token is not None and (not isinstance(token, str) or tokenizer.token_to_id(token) is None):
             raise UserError(
                 f"{file.parent / 'tokenizer_config.json'}: {key} is {token!r:.80}, which is no token of {file}. Name"
                 " one that is, null for none, or list it in added_tokens_decoder"
             )
-        # A key that is there and null says that there is no such token.
+        # A key with null means that there is no such token.
         names = usual_names if key not in config else (token,) if token is not None else ()
         known = (tokenizer.token_to_id(name) for name in names)
         ids.append(next((i for i in known if i is not None), None))

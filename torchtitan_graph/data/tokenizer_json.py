@@ -1,4 +1,4 @@
-"""A tokenizer.json that anybody may have written, and the tokens that tokenizer_config.json beside it adds."""
+"""Read an untrusted tokenizer.json, and the tokens that tokenizer_config.json next to it adds."""
 
 import base64
 import json
@@ -25,7 +25,7 @@ _PROBE = "Ab 12, é 🎉\n"
 
 
 class AddedToken(TypedDict, total=False):
-    """A token that tokenizer_config.json lists, and how text is searched for it."""
+    """A token in tokenizer_config.json, and how text is searched for it."""
 
     content: str
     single_word: bool
@@ -36,7 +36,7 @@ class AddedToken(TypedDict, total=False):
 
 
 class TokenizerConfig(TypedDict, total=False):
-    """What is read of tokenizer_config.json; its other keys are left out."""
+    """The keys that are read from tokenizer_config.json; others are ignored."""
 
     bos_token: Any
     eos_token: Any
@@ -51,7 +51,7 @@ class TokenizerConfig(TypedDict, total=False):
 
 
 def read_tokenizer(file: Path) -> tuple[tokenizers.Tokenizer, bytes]:
-    """Read a tokenizer.json; return it with the file's content.
+    """Return the tokenizer of a tokenizer.json, and the file's content.
 
     Raises:
         UserError: it is not one, it can make text more than MOST_GROWTH times longer, or has ids beyond MOST_IDS.
@@ -67,7 +67,7 @@ def read_tokenizer(file: Path) -> tuple[tokenizers.Tokenizer, bytes]:
         )
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    # What surrounds a document is packing's to add, and what a file's own template repeats is nobody's.
+    # Packing adds the tokens around a document; the file's own template is not used.
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     for parts in ([tokenizer.normalizer, tokenizer.pre_tokenizer], [tokenizer.decoder]):
         with blame(f"{file}: not a tokenizer.json that is understood here"):
@@ -83,7 +83,7 @@ def read_tokenizer(file: Path) -> tuple[tokenizers.Tokenizer, bytes]:
 
 
 def read_tokenizer_config(file: Path) -> TokenizerConfig:
-    """Read tokenizer_config.json; none is an empty one."""
+    """Return tokenizer_config.json; empty if there is none."""
     with refuse_unreadable(str(file)):
         try:
             return read_json(file, TokenizerConfig)
@@ -92,13 +92,13 @@ def read_tokenizer_config(file: Path) -> TokenizerConfig:
 
 
 def add_listed_tokens(tokenizer: tokenizers.Tokenizer, config: TokenizerConfig, file: Path) -> list[str]:
-    """Register what `added_tokens_decoder` lists, and what is named as special, as transformers does.
+    """Add the tokens in `added_tokens_decoder`, and those named as special, as transformers does.
 
-    Listed ids give the order; the id of a new token is the next that is free. (transformers counts them in the same
-    way.) A token that is there gets the listed flags. One that is named alone, as pad_token, must be there.
+    Listed ids determine the order; the id of a new token is the next free one, as in transformers. An existing token
+    gets the listed flags. One that is only named, as pad_token, must exist.
 
     Returns:
-        What this changed: a token's text, and its flags where they are not those of special tokens.
+        The changes: a token's text, and its flags where they are not those of special tokens.
 
     Raises:
         UserError: a listed id is that of another token.
@@ -135,13 +135,13 @@ def add_listed_tokens(tokenizer: tokenizers.Tokenizer, config: TokenizerConfig, 
         else:
             tokens[text] = tokenizers.AddedToken(text, **flags, special=True)
     changed = {text: token for text, token in tokens.items() if repr(token) != repr(before.get(text))}
-    tokenizer.add_tokens([*changed.values()])  # at once: each call takes time by the number of tokens that there are
+    tokenizer.add_tokens([*changed.values()])  # at once: each call takes time proportional to the number of tokens
     _tell_moved(tokenizer, new, file)
     return [text + "".join(f"\0{flag}" for flag in _unusual(token)) for text, token in changed.items()]
 
 
 def _named(token: Any) -> tuple[str, dict[str, bool]]:
-    """Return a special token's text, or "", and its flags; older files spell out how the token is matched."""
+    """Return a special token's text, or "", and its flags; older files describe how the token is matched."""
     if not isinstance(token, dict):
         return token if isinstance(token, str) else "", {}
     flags = {flag: token[flag] for flag in _FLAGS if isinstance(token.get(flag), bool)}
@@ -167,7 +167,7 @@ def _tell_moved(tokenizer: tokenizers.Tokenizer, new: dict[str, int], file: Path
 
 @contextmanager
 def blame(what: str) -> Iterator[None]:
-    """Raise what the library raises, bare Exceptions and panics of its own language, as a UserError about `what`."""
+    """Convert errors of the library, bare Exceptions and panics of its own language, into a UserError about `what`."""
     try:
         yield
     except BaseException as error:  # a panic is no Exception
@@ -177,7 +177,7 @@ def blame(what: str) -> Iterator[None]:
 
 
 def _growth(part: dict[str, Any]) -> float:
-    """Return how many times longer, in bytes, a text can be behind a normaliser, pre-tokenizer or decoder."""
+    """Return the most that a normaliser, pre-tokenizer or decoder can lengthen a text, as a factor of bytes."""
     kind = part["type"]
     if kind == "Sequence":
         return math.prod(map(_growth, part.get("normalizers") or part.get("pretokenizers") or part.get("decoders", [])))
@@ -188,7 +188,7 @@ def _growth(part: dict[str, Any]) -> float:
         return 1 + content  # an expression may match between characters
     if kind == "Prepend":  # before each piece between two added tokens
         return 1 + len(part["prepend"].encode())
-    if kind == "Precompiled":  # a trie and, behind it, what its entries are replaced by
+    if kind == "Precompiled":  # a trie and, after it, the replacements of its entries
         replacements = base64.b64decode(part["precompiled_charsmap"])
         return max(1, *map(len, replacements[4 + int.from_bytes(replacements[:4], "little") :].split(b"\0")))
     return _GROWTH.get(kind, 1)

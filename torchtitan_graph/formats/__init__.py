@@ -1,1 +1,1 @@
-"""A graph written and read: as Python, as data."""
+"""Write and read a graph: as Python, as data."""

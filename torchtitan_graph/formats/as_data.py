@@ -1,10 +1,10 @@
 """A traced step as plain data (what JSON has), and plain data as a traced step.
 
-The data may come from a file of anybody's, and FX makes Python code of a graph's names and constants. So reading runs
-nothing and imports nothing: operators are looked up in the namespaces below, functions in a list, and each name and
-word is checked. Note [What is stored of a graph]: of each node its name, operator, arguments, what stands for its value
-(shape, strides, offset, dtype, device, memory) and what graph/meta.py owns; not the lines of source, nor what tracing
-leaves for others. Groups are stored by axis, since each world has names of its own; the device by its kind.
+The data may come from an untrusted file, and FX generates Python code from a graph's names and constants. So reading
+runs nothing and imports nothing: operators are looked up in the namespaces below, functions in a list, and each name
+and string is checked. Note [What is stored of a graph]: of each node its name, operator, arguments, fake value (shape,
+strides, offset, dtype, device, memory) and the metadata of graph/meta.py; neither source lines, nor other metadata of
+the tracer. Groups are stored by axis, since their names differ between worlds; the device by its kind.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _FUNCTIONS: dict[str, Any] = {
     "flex_attention": torch.ops.higher_order.flex_attention,
     "flex_attention_backward": torch.ops.higher_order.flex_attention_backward,
 }
-# Texts that operators take, beside names of groups: no file's name is among them.
+# Strings among operators' arguments, besides groups' names: no file name is among them.
 _WORDS = {"sum", "avg", "max", "min", "product", "mean", "amax", "amin", "floor", "trunc", "none", "tanh", "AUTO"}
-_WORDS |= {"cpu", "cuda"}  # where a copy goes
+_WORDS |= {"cpu", "cuda"}  # the destination of a copy
 _DTYPES = {str(x).removeprefix("torch."): x for x in vars(torch).values() if isinstance(x, torch.dtype)}
 _LAYOUTS = {"strided": torch.strided}
 _FORMATS = {
@@ -47,26 +47,26 @@ _FORMATS = {
 }
 _CONSTANTS = (bool, int, float, type(None))
 
-_MOST_CONSTANTS = 64  # numbers of a tensor that a graph closes over
-# Of a step: a node takes 2.5 KB, and those of a rank of 405B are 200,000. Tensors are as many as differ in layout.
+_MOST_CONSTANTS = 64  # numbers of a constant tensor in a graph
+# Limits of a step: a node takes 2.5 KB, and a rank of 405B has 200,000. Tensors are counted by distinct layout.
 _MOST_NODES, _MOST_TENSORS, _MOST_TARGETS = 250_000, 10_000, 10_000
 
-Places = Mapping[str, str]  # a group's name -> what it is called in every world, such as "mesh.fsdp"
+Places = Mapping[str, str]  # a group's name -> its name in every world, such as "mesh.fsdp"
 
 
 # --- a traced step as data ------------------------------------------------------------------------------------------
 
 
 def traced_to_data(traced: TracedResult, groups: Places, device: torch.device, layouts: Mapping[str, Layout]) -> Any:
-    """Give a traced step as data; how it is called is left to who reads it.
+    """Return a traced step as data; its calling convention is left to the reader.
 
     Args:
         groups: the places of this world's process groups.
-        device: what the step runs on.
-        layouts: the slots' that are not plain tensors, by name: the parameters' and their gradients'.
+        device: the step's device.
+        layouts: those of slots that are not plain tensors, by name: the parameters' and their gradients'.
 
     Raises:
-        UserError: the step holds something that can't be stored; names it.
+        UserError: names a part of the step that can't be stored.
     """
     signature = signature_of(traced.gm)
     if traced.options or traced.autocast or traced.sizes:
@@ -106,7 +106,7 @@ def _short(x: Any) -> str:
 
 
 class _Writer:
-    """Graphs as data, what they have in common in tables."""
+    """Writes graphs as data, with shared values in tables."""
 
     def __init__(self, groups: Places, device: torch.device) -> None:
         self._groups, self._device = groups, device
@@ -153,7 +153,7 @@ class _Writer:
         return [list(x.shape), _short(x.dtype), self._device_of(x.device), x.flatten().tolist()]
 
     def _arguments(self, node: Node, write: Callable[[Any], Any]) -> tuple[Any, Any]:
-        """Write arguments, those that name a process group by its place."""
+        """Write arguments, names of process groups as their places."""
         names = (
             [a.name for a in node.target._schema.arguments] if isinstance(node.target, torch._ops.OpOverload) else []
         )
@@ -181,7 +181,7 @@ class _Writer:
         return "own" if device.type == self._device.type else device.type
 
     def write(self, x: Any, place: Mapping[Node, int] = {}) -> Any:  # noqa: B006 (only read)
-        """Write a value: a constant as it is, a list as one, all else as {what it is: what it holds}."""
+        """Write a value: a constant as it is, a list as a list, all else as {kind: content}."""
         if isinstance(x, _CONSTANTS) or (isinstance(x, str) and x in _WORDS):
             return x
         if isinstance(x, Node):
@@ -213,15 +213,15 @@ def traced_from_data(
     device: torch.device,
     layouts: Mapping[str, Layout],
 ) -> TracedResult:
-    """Give the traced step that was stored.
+    """Return the stored step.
 
     Args:
-        arguments: like those that it was traced with, and is called with.
+        arguments: like those of its trace and its calls.
         groups: the names of this world's process groups, by place.
-        device, layouts: as of `traced_to_data`.
+        device, layouts: as in `traced_to_data`.
 
     Raises:
-        Malformed, or another exception: the data is no step that was stored.
+        Malformed, or another exception: the data is no stored step.
     """
     reader = _Reader(data, groups, device)
     gm = reader.graph(data["graph"])
@@ -261,7 +261,7 @@ def traced_from_data(
 
 
 def _identifier(x: Any) -> str:
-    """Give a name that may stand in Python code."""
+    """Return the name, after a check that it may be in Python code."""
     check(isinstance(x, str) and x.isascii() and x.isidentifier() and not keyword.iskeyword(x), f"the name {x!r}")
     return x
 
@@ -277,7 +277,7 @@ class _Reader:
         self._targets = [_find_target(each) for each in data["targets"]]
         self._origins = read_origins(data)
         self._modules: list[GraphModule] = []
-        for each in data["modules"]:  # those that a module holds come before it
+        for each in data["modules"]:  # a module comes after those that it contains
             self._modules.append(self.graph(each))
 
     def graph(self, data: Any) -> GraphModule:
@@ -350,13 +350,14 @@ class _Reader:
 
 
 def _only(x: Any) -> tuple[str, Any]:
-    """Give what a value is, and what it holds."""
+    """Return a value's kind and content."""
     check(isinstance(x, dict) and len(x) == 1, f"the value {x!r:.80}")
     return next(iter(x.items()))
 
 
 def _containers(x: Any) -> Any:
-    """Read tuples, lists and dictionaries of places for tensors. Keys are parameters' names: they are in no code."""
+    """Return the nested tuples, lists and dictionaries of a result, with 0 for each tensor. Keys are parameters' names:
+    they are in no code."""
     if isinstance(x, list):
         return list(map(_containers, x))
     if not isinstance(x, dict):

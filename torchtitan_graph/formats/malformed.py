@@ -1,4 +1,4 @@
-"""Refuse data that no graph was stored as."""
+"""The error for data that is no stored graph, and checks that raise it."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from typing import Any
 
 
 class Malformed(ValueError):
-    """Data that no graph was stored as."""
+    """Data that is no stored graph."""
 
 
 def check(sound: bool, what: str) -> None:
-    """Raise Malformed, with what it is about, unless it is sound."""
+    """Raise Malformed, with `what`, unless `sound`."""
     if not sound:
         raise Malformed(what)
 
 
 def size(x: Any) -> int:
-    """Give a size, or a place in a list."""
+    """Return a size or an index, after a check that it is one."""
     check(type(x) is int and 0 <= x < 2**48, f"the size {x!r}")
     return x

@@ -1,8 +1,8 @@
-"""Where a graph's nodes come from, as plain data, and back: what graph/meta.py owns, and annotations.
+"""Origins of a graph's nodes, to plain data and back: the metadata of graph/meta.py, and annotations.
 
-Many nodes say the same, so it is a row of a table, "origins". A place in the call hierarchy is there as the number of
-its innermost scope, from 1 on, in the table "scopes", whose rows are (parent's number, a scope's `Entry`); a scope
-follows its parent.
+Many nodes have equal metadata, so it is a row of a table, "origins". A place in the call hierarchy is stored as the
+number of its innermost scope, from 1 on, in the table "scopes", whose rows are (parent's number, a scope's `Entry`); a
+scope follows its parent.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.hierarchy import Entry, Place
 
 _PLAIN = (bool, int, float, str, type(None))
-_OF_CODE = {"operations", "works", "scratch", "same_as"}  # no words, and of what is compiled, which is not stored
-_DEEPEST = 1000  # calls, as Python's own limit is
-_MOST_CALLS = 2**22  # of all places in the hierarchy together: a large graph's 20,000 places are 10 deep
+_OF_CODE = {"operations", "works", "scratch", "same_as"}  # no strings, only of compiled regions, which are not stored
+_DEEPEST = 1000  # calls, as Python's own limit
+_MOST_CALLS = 2**22  # the sum over all places of their depth: a large graph's 20,000 places are 10 deep
 
 
 class Origins:
-    """The tables, as they are written."""
+    """Builds the tables."""
 
     def __init__(self) -> None:
         self._rows: dict[tuple, int] = {}
@@ -33,7 +33,7 @@ class Origins:
         return {"origins": list(self._rows), "scopes": list(self._scopes)}
 
     def number(self, node: Node) -> int:
-        """Give the number of a node's row."""
+        """Return the index of a node's row."""
         places = [node.meta.get(key) for key in meta.HIERARCHIES]
         numbers = [None if each is None else tuple(map(self._place, each)) for each in places]
         words = {key: x for key, x in node.meta.get("custom", {}).items() if isinstance(x, _PLAIN)}
@@ -48,10 +48,10 @@ class Origins:
 
 
 def read_origins(data: Any) -> list[dict[str, Any]]:
-    """Give what each row says of a node, as its `meta` has it.
+    """Return each row as a node's `meta`.
 
     Raises:
-        Malformed, or another exception: the tables are none that were written.
+        Malformed, or another exception: the tables were not written by `Origins`.
     """
     places: list[Place] = [()]
     num_calls = 0
@@ -68,7 +68,7 @@ def _entry(kind: Any, name: Any, qualname: Any, path: Any, count: Any) -> Entry:
 
 
 def _is_line(x: Any) -> bool:
-    """Tell a text of one line: a dump has it in a comment of its code."""
+    """Return whether a value is text of one line: a dump writes it in a comment."""
     return isinstance(x, str) and x.isprintable()
 
 

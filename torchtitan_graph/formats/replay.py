@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-# What registers operators that may be in a file.
+# Registers operators that may be in a file.
 import torchtitan_graph.ops  # noqa: F401 (registers the operators)
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
@@ -34,7 +34,7 @@ _MARK = re.compile(r"(\w+)='([^']*)'")
 
 
 def not_kept(what: str) -> Callable[..., NoReturn]:
-    """Stand for what a file can't hold: using it says so."""
+    """Return a function that raises a UserError, in place of a value that a file can't store."""
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise UserError(f"{what}, is not kept in this file: a graph runs from a file without it")
@@ -43,7 +43,7 @@ def not_kept(what: str) -> Callable[..., NoReturn]:
 
 
 class _Python:
-    """Stand for the Python functions of a graph, such as what Inductor compiled."""
+    """Placeholder for the Python functions of a graph, such as Inductor's."""
 
     def __getattr__(self, name: str) -> Callable[..., NoReturn]:
         return not_kept(f"{name}, a Python function")
@@ -54,8 +54,8 @@ python = _Python()
 
 @torch.no_grad()
 def run_file(path: str) -> None:
-    """Run a file's graph on random inputs, and print its outputs: one of its ranks alone, whose collectives give what
-    is in their memory; or under torchrun, with as many processes, all of them."""
+    """Run a file's graph on random inputs, and print its outputs: one of its ranks alone, whose collectives return
+    uninitialized memory; or under torchrun, with as many processes, all of them."""
     names = runpy.run_path(path)
     join_ranks(names)
     inputs = random_inputs({name: _input(words) for name, words in names["graph"].__annotations__.items()})
@@ -66,10 +66,10 @@ def run_file(path: str) -> None:
 
 
 def join_ranks(names: Mapping[str, Any]) -> None:
-    """Start the process group that a file's graph sends in, with its groups' names.
+    """Initialize the process group of a file's graph, with its groups' names.
 
     Raises:
-        UserError: torchrun has started other ranks than the file's groups can be made of.
+        UserError: the file's groups can't be made of torchrun's ranks.
     """
     size, rank = names["NUM_RANKS"], names["RANK"]
     started = int(os.environ.get("WORLD_SIZE", 1))
@@ -84,8 +84,8 @@ def join_ranks(names: Mapping[str, Any]) -> None:
 
 
 def random_inputs(layouts: Mapping[str, Plain], rank: int = 0) -> dict[str, Tensor]:
-    """Make inputs by their names: small floats, other ones on each rank; of integers zeros and ones, the same on all;
-    a single integer is 8, and what is boolean is true, so that a mask hides nothing."""
+    """Return random inputs by name: small floats, different on each rank; integers 0 and 1, the same on all; a scalar
+    integer is 8, and booleans are true, so that a mask hides nothing."""
     return {name: _random(name, layout, rank) for name, layout in layouts.items()}
 
 
@@ -111,11 +111,11 @@ def _slot(words: str) -> Slot:
 
 
 def read(path: Path) -> GraphModule:
-    """Read a graph from a file: nodes, their values' layouts, what is written on them, the signature. A file is Python,
-    and is run: read none of a stranger's.
+    """Return the graph in a file: nodes, their values' layouts, their metadata, the signature. A file is Python, and is
+    run: read only files that you trust.
 
     Raises:
-        UserError: the file holds no graph, or one that calls what can't be kept in a file.
+        UserError: the file contains no graph, or one with a call that can't be stored in a file.
     """
     try:
         text, names = read_text(path), runpy.run_path(str(path))
@@ -153,7 +153,7 @@ def read(path: Path) -> GraphModule:
 
 
 def plain_slot(words: str, node: Node) -> Slot:
-    """Give the slot of an output, or an input, that is a plain tensor: `words` are its kind and its name."""
+    """Return the slot of an output, or an input, that is a plain tensor: `words` are its kind and its name."""
     kind, name = words.split(" ", 1)
     return Slot(name, kind, Plain(tuple(_value(node).shape), _value(node).dtype))
 

@@ -1,4 +1,4 @@
-"""Show a graph as a Python file: to read, to compare, to run, and to read back (formats/replay.py)."""
+"""Write a graph as a Python file: to read, to compare, to run, and to read back (formats/replay.py)."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ _LARGEST_CONSTANT = 64
 
 
 def readable(gm: GraphModule, title: str = "A graph.", foot: str = _FOOT) -> str:
-    """Give the graph as a Python file, a line per node.
+    """Return the graph as a Python file, a line per node.
 
-    A line ends with the value's dtype and shape, the node's phase and module, what passes wrote on it, its line of
-    source where the trace recorded it, and after | what is held beside the inputs while it runs.
+    A line ends with the value's dtype and shape, the node's phase, module and passes' metadata, its source line where
+    the trace recorded it, and after | the bytes held while it runs, without the inputs.
     """
     names = [f"{slot.kind} {slot.name}{number}" for slot in signature_of(gm).outputs for number in _numbers(slot)]
     results = [f'        "{name}": {x},' for name, x in zip(names, gm.graph.output_node().args[0], strict=True)]  # type: ignore[arg-type]
@@ -60,7 +60,7 @@ def readable(gm: GraphModule, title: str = "A graph.", foot: str = _FOOT) -> str
 
 
 def without_bytes(text: str) -> list[str]:
-    """Give a readable graph's lines without the bytes that are held and what its head says: what `diff` should see."""
+    """Return a readable graph's lines without held bytes and header, for `diff`."""
     lines = [line.rpartition(" | ")[0] if line.endswith(" MiB") else line for line in text.splitlines()]
     return lines[4:]
 
@@ -72,12 +72,12 @@ def dump(gm: GraphModule, folder: Path, number: int, name: str) -> None:
 
 
 def line_of(node: Node) -> str:
-    """Give what a node calls, on what, and after # what its value is and where it comes from."""
+    """Return a node's call, and after # its value and origin."""
     return f"{node.name} = {call_of(node)}  # {_words(node)}"
 
 
 def call_of(node: Node) -> str:
-    """Give what a node calls, on what: `aten.mm.default(x, t)`."""
+    """Return a node's call: `aten.mm.default(x, t)`."""
     if node.target is operator.getitem:
         return "{}[{}]".format(*node.args)
     group = group_of(node)
@@ -95,7 +95,7 @@ def _argument(x: Any, groups: Mapping[str, str]) -> str:
 
 
 def name_of_group(name: str) -> str:
-    """Name a group by its ranks, for the name that a job gives it is free in no other process: as `ranks 0 2`."""
+    """Return a group's name by its ranks, as `ranks 0 2`: the job's own name for it may be taken in another process."""
     if not dist.is_initialized() or name.startswith("ranks "):  # of a graph that was read from a file
         return name
     return f"ranks {' '.join(map(str, ranks_of_group(name)))}"
@@ -110,7 +110,7 @@ def _words(node: Node) -> str:
 
 
 def marks_of(node: Node) -> str:
-    """Give a node's value, phase and module, and what passes wrote on it."""
+    """Return a node's value, phase, module and passes' metadata, as text."""
     marks = {"tag": meta.tag(node), "role": meta.role(node), "param": meta.param(node), "region": meta.region(node)}
     words = [shape_of(node.meta.get("val")), meta.phase(node), meta.module(node)]
     return " ".join(filter(None, [*words, *(f"{key}={value!r}" for key, value in marks.items() if value)]))
@@ -135,12 +135,12 @@ def _input(node: Node, words: str) -> str:
 
 
 def _numbers(slot: Slot) -> list[str]:
-    """Tell the plain tensors of one input or output apart."""
+    """Return suffixes of the plain tensors of one input or output."""
     return [""] if slot.layout.num_tensors == 1 else [f" {i}" for i in range(slot.layout.num_tensors)]
 
 
 def _names(gm: GraphModule) -> Iterator[str]:
-    """Define what the lines call: operators, groups of ranks, constants, nested functions."""
+    """Yield definitions of the names in the lines: operators, groups of ranks, constants, nested functions."""
     targets = {node.target for each in _all_graphs(gm) for node in each.graph.nodes if node.op == "call_function"}
     for name in sorted({target.namespace for target in targets if isinstance(target, OpOverload)}):
         yield f"{name} = torch.ops.{name}"
@@ -184,7 +184,7 @@ def _nested(name: str, gm: GraphModule) -> Iterator[str]:
 
 
 def target_of(node: Node) -> str:
-    """Name what a node calls; a Python function (what Inductor compiled) without its address."""
+    """Return the name of a node's target; for a Python function (Inductor's) without its address."""
     if isinstance(node.target, OpOverload):
         return str(node.target)
     if getattr(operator, getattr(node.target, "__name__", ""), None) is node.target:  # of sizes

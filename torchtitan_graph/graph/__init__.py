@@ -1,1 +1,1 @@
-"""Trace a function into one FX graph, describe it, edit it, show it. Knows FX; knows no model."""
+"""Describe and edit FX graphs. Knows FX; knows no model."""

@@ -1,4 +1,5 @@
-"""What layout passes made of parameters and gradients: the one reading of the roles that they wrote on nodes."""
+"""The all-gathers of parameters and the reductions of gradients, found by the roles that layout passes wrote on
+nodes."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from torchtitan_graph.graph.signature import output_nodes
 
 
 def gathered_weights(gm: GraphModule) -> dict[Node, str]:
-    """Give the forward nodes that gather a parameter, and the views of what is gathered, with the parameter's name.
+    """Return the forward nodes that gather a parameter, and the views of their results, with the parameter's name.
 
     Backward reads a weight through views made in forward: they live and die with it.
     """
@@ -27,7 +28,7 @@ def gathered_weights(gm: GraphModule) -> dict[Node, str]:
 
 
 def made_from_inputs(node: Node) -> list[Node]:
-    """Give `node` and all it is computed from but the graph's inputs, what is read first."""
+    """Return `node` and all it is computed from except the graph's inputs, in topological order."""
     if node.op == "placeholder":
         return []
     found = [n for source in node.all_input_nodes for n in made_from_inputs(source)]
@@ -35,10 +36,10 @@ def made_from_inputs(node: Node) -> list[Node]:
 
 
 class Reduction(NamedTuple):
-    """How a gradient comes to rest.
+    """A parameter's gradient and its reduction.
 
-    gradient  as autograd made it, in the compute layout
-    nodes     what is done to it, in order, one node feeding the next; empty where it rests as it was made
+    gradient  autograd's, in the compute layout
+    nodes     the chain of nodes that reduce it, in order; empty for a gradient that is not reduced
     """
 
     gradient: Node
@@ -50,12 +51,12 @@ class Reduction(NamedTuple):
 
 
 def reductions(gm: GraphModule) -> dict[str, Reduction]:
-    """Give each parameter's reduction, as long as none are packed together."""
+    """Return each parameter's reduction; valid until reductions are bucketed."""
     found = {}
     for name, node in output_nodes(gm, "grad").items():
         nodes: list[Node] = []
         while meta.role(node) == meta.REDUCE:
             nodes.insert(0, node)
-            node = node.all_input_nodes[0]  # a copy that has arrived holds what it was made of, too
+            node = node.all_input_nodes[0]  # an asynchronous copy that has arrived also reads its source
         found[name] = Reduction(node, nodes)
     return found

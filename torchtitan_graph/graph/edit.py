@@ -1,4 +1,4 @@
-"""Edit a graph: new nodes with their shapes, dtypes and origin."""
+"""Edit a graph: insert nodes with their fake values and origin."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from torchtitan_graph.graph.torch_private.tracing import set_arguments
 
 
 def value(node: Node) -> Any:
-    """Give the fake tensor (or tuple of them) that stands for a node's value."""
+    """Return the fake tensor (or tuple of them) that stands for a node's value."""
     return node.meta["val"]
 
 
 def call(graph: Graph, source: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
-    """Insert a call at the graph's insertion point. Phase and module are those of `source`; its value is inferred."""
+    """Insert a call at the graph's insertion point, with phase and module of `source` and an inferred fake value."""
     node = _create(graph, "call_function", target, args, kwargs)
     meta.inherit(node, source)
     infer(node)
@@ -30,7 +30,7 @@ def call(graph: Graph, source: Node, target: Any, *args: Any, **kwargs: Any) -> 
 
 
 def copy_node(graph: Graph, node: Node, transform: Callable[[Node], Any]) -> Node:
-    """Copy a node, perhaps of another graph, to the graph's insertion point, as FX's `node_copy`."""
+    """Copy a node, possibly of another graph, to the graph's insertion point, as FX's `node_copy` does."""
     args, kwargs = map_arg(node.args, transform), map_arg(node.kwargs, transform)
     new = _create(graph, node.op, node.target, args, kwargs, node.name)
     new.meta.update(node.meta)
@@ -39,7 +39,7 @@ def copy_node(graph: Graph, node: Node, transform: Callable[[Node], Any]) -> Nod
 
 
 def copy_graph(gm: GraphModule) -> GraphModule:
-    """Copy a graph. FX lets a copied node share its annotations with the original."""
+    """Return a copy of a graph. In FX's own copy, nodes share their annotations with the original's."""
     copied = copy.deepcopy(gm)
     for inner in copied.modules():
         for node in inner.graph.nodes if isinstance(inner, GraphModule) else ():
@@ -48,7 +48,7 @@ def copy_graph(gm: GraphModule) -> GraphModule:
 
 
 def _create(graph: Graph, op: str, target: Any, args: Any, kwargs: Any, name: str | None = None) -> Node:
-    """Make a node. Its arguments come afterwards: FX looks into those that a node is made with for symbolic numbers,
+    """Create a node and set its arguments afterwards: FX searches arguments passed at creation for symbolic numbers,
     which a graph here never has, and that takes as long as all the rest."""
     node = graph.create_node(op, target, name=name)
     set_arguments(node, args, kwargs)
@@ -58,8 +58,8 @@ def _create(graph: Graph, op: str, target: Any, args: Any, kwargs: Any, name: st
 def infer(node: Node) -> None:
     """Compute the node's fake value from those of its inputs.
 
-    Layers are alike: what was found for inputs of the same layouts is given again. It is kept on the fake mode, and
-    lives no longer than the values themselves.
+    Layers are alike: the result is cached by the layouts of the inputs. The cache is on the fake mode, and lives no
+    longer than the values themselves.
     """
     leaves = torch.utils._pytree.tree_leaves(value(node.all_input_nodes[0]))
     fake_mode = next(x for x in leaves if isinstance(x, torch.Tensor)).fake_mode  # type: ignore[attr-defined]
@@ -73,8 +73,8 @@ def infer(node: Node) -> None:
 
 
 def recast(x: Any, dtype: torch.dtype, shape: Sequence[int] | None = None) -> Any:
-    """Give a fake tensor of another dtype, laid out alike; or one of another shape without gaps. As `infer`, it makes
-    one for all that are alike."""
+    """Return a fake tensor of another dtype and the same layout; or of another shape, contiguous. Cached as in
+    `infer`."""
     known = vars(x.fake_mode).setdefault("inferred", {})
     key = ("recast", _layout(x), dtype, shape and tuple(shape))
     if key not in known:
@@ -83,7 +83,7 @@ def recast(x: Any, dtype: torch.dtype, shape: Sequence[int] | None = None) -> An
 
 
 def _layout(argument: Any) -> tuple:
-    """Give all of an operator's argument that its result's layout may depend on."""
+    """Return everything in an operator's argument that its result's layout may depend on, as a cache key."""
     if isinstance(argument, Node):
         argument = value(argument)
     if isinstance(argument, torch.Tensor):
@@ -97,7 +97,7 @@ def _layout(argument: Any) -> tuple:
 
 
 def is_view(node: Node) -> bool:
-    """Tell whether a node only looks at its first argument's memory (`getitem` of a tuple included)."""
+    """Return whether a node's value is a view of its first argument (`getitem` of a tuple included)."""
     if node.target is operator.getitem:
         return True
     return isinstance(node.target, torch._ops.OpOverload) and _gives_a_view(node.target)
@@ -109,7 +109,7 @@ def _gives_a_view(target: torch._ops.OpOverload) -> bool:
 
 
 def aliased(node: Node) -> list[tuple[Node, bool]]:
-    """Give the inputs whose memory a node's value shares or that it writes to, and whether it writes."""
+    """Return the inputs that a node's value may alias or that it writes to, and whether it writes."""
     if node.target is operator.getitem:
         return [(node.args[0], False)]  # type: ignore[list-item]
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -124,15 +124,15 @@ def aliased(node: Node) -> list[tuple[Node, bool]]:
 
 @functools.cache
 def shared_arguments(target: torch._ops.OpOverload) -> list[tuple[int, str, bool]]:
-    """Give the arguments whose memory an operator's value shares or that it writes to: place, name, whether it writes.
-    To read a schema takes longer than to look at a node."""
+    """Return the arguments that an operator's result may alias or that it writes to: place, name, whether it writes.
+    Cached: parsing a schema takes longer than visiting a node."""
     arguments = enumerate(target._schema.arguments)
     return [(i, a.name, a.alias_info.is_write) for i, a in arguments if a.alias_info is not None]
 
 
 def erase_unused(gm: GraphModule) -> None:
-    """Erase what nothing uses and has no effect, in subgraphs as well. FX's `eliminate_dead_code` does the same, but
-    first checks the whole graph, and looks for effects of every node, not only of those that nothing uses."""
+    """Erase unused nodes without side effects, in subgraphs as well. FX's `eliminate_dead_code` does the same, but
+    first checks the whole graph, and tests every node for side effects, not only the unused."""
     for node in reversed(gm.graph.nodes):
         if not node.users and not node.is_impure():
             gm.graph.erase_node(node)
@@ -142,14 +142,14 @@ def erase_unused(gm: GraphModule) -> None:
 
 
 def erase_dead(graph: Graph, nodes: Iterable[Node]) -> None:
-    """Erase those of the nodes, last first, that nothing uses; FX itself never drops a wait for a collective."""
+    """Erase those of `nodes` that are unused, last first; FX itself never erases a wait for a collective."""
     for node in nodes:
         if not node.users:
             graph.erase_node(node)
 
 
 def shape_of(val: object) -> str:
-    """Give a value's dtype and shape, as `float32[4, 8]`; of a tuple each one's."""
+    """Return a value's dtype and shape, as `float32[4, 8]`; of a tuple, each one's."""
     if isinstance(val, torch.Tensor):
         return f"{str(val.dtype).removeprefix('torch.')}{list(val.shape)}"
     return f"({', '.join(map(shape_of, val))})" if isinstance(val, (tuple, list)) else ""

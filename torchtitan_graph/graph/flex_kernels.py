@@ -1,4 +1,4 @@
-"""Which kernels compiled flex attention takes on a GPU, and in which blocks, where torch's own spill registers."""
+"""Block sizes of compiled flex attention's GPU kernels, for heads at which torch's own kernels spill registers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class _Heads(NamedTuple):
     width: int  # of queries and keys
 
 
-# Of `kernel_options`. What is not named stays torch's. Each was chosen as the nearest to torch's own
-# that spills next to nothing, by tests/gpuless/test_compiled.py, for an A100 (8.0) and an H100 (9.0), and for the heads
-# of released models. The products of fp32 take no tensor cores: of a block of torch's, eight warps can't hold the sums.
+# Values of `kernel_options`; missing ones stay torch's. Each was chosen as the nearest to torch's own that spills next
+# to nothing, by tests/gpuless/test_compiled.py, for an A100 (8.0) and an H100 (9.0), and for the heads of released
+# models. Products in fp32 use no tensor cores: with torch's block sizes, eight warps can't hold the sums.
 _WARPS = {"bwd_num_warps": 8}
 _FP32 = {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32, "fwd_num_warps": 8, **_WARPS}
 _SMALL = {"bwd_BLOCK_M1": 32, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 32}
@@ -38,10 +38,10 @@ _BLOCKS = {
 
 
 def flex_kernel_options(q_BNLH: Tensor, own_blocks: bool = True) -> dict[str, Any]:
-    """Give the `kernel_options` of flex attention for such queries, in eager and in a graph.
+    """Return the `kernel_options` of flex attention for these queries, in eager and in a graph.
 
-    Always the kernel that trains: for rows under 128 tokens torch takes one for decoding, which refuses groups of heads
-    whose queries are more than a block of the mask. And blocks of our own, where some are known to be better.
+    Always the training kernel: for rows under 128 tokens torch chooses one for decoding, which refuses groups of heads
+    with more queries than a block of the mask. And block sizes of our own, where some are known to be better.
     """
     if not (q_BNLH.device.type == "cuda" and torch.cuda.is_available()):
         return {}  # a dry run for a GPU may have none

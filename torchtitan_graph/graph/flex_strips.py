@@ -1,4 +1,4 @@
-"""Flex attention where it is not compiled, some queries at a time where rows are long: at once it holds all scores."""
+"""Uncompiled flex attention in strips of queries where rows are long: in one call it holds all scores."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchtitan_graph.graph.torch_private.flex import (
     run_flex_attention_with,
 )
 
-AT_ONCE = 2**28  # scores that are held, as torch does, with torch's bits; if there are more, a strip has these:
+AT_ONCE = 2**28  # scores in one call, as in torch, with torch's bits; above, a strip has at most these:
 SCORES_AT_A_TIME = 2**25
 
 
@@ -27,7 +27,7 @@ class Strip(NamedTuple):
 
 
 def most_scores(B: int, N: int, Lq: int, Lk: int) -> int:
-    """Give how many scores are held at most."""
+    """Return the most scores that are held at once."""
     scores = B * N * Lq * Lk
     return scores if scores <= AT_ONCE else max(SCORES_AT_A_TIME, scores * 128 // Lq)
 
@@ -79,7 +79,8 @@ def _backward(
 
 
 def _asking(of_score: tuple, joint: Any) -> tuple:
-    """Let what a score function closes over ask for the gradients that its backward gives: inputs of a graph don't."""
+    """Set `requires_grad` on the tensors in a score function's closure for which its backward returns gradients: inputs
+    of a graph don't have it."""
     if not isinstance(joint, GraphModule) or not of_score:
         return of_score
     *_, output = joint.graph.nodes
@@ -93,7 +94,8 @@ def _is_long(q_BNLH: Tensor, k: Tensor) -> bool:
 
 
 def _strips(q_BNLH: Tensor, k: Tensor, mask: tuple) -> Iterator[Strip]:
-    """Cut the queries where the scores of a strip become many; the mask's blocks say which keys it needs."""
+    """Yield strips of at most `SCORES_AT_A_TIME` scores where possible; the mask's blocks tell which keys each
+    needs."""
     (B, N, Lq, _), Lk = q_BNLH.shape, k.shape[2]
     of_query, of_key = mask[-3:-1]
     first, last = _key_blocks(mask)
@@ -108,7 +110,7 @@ def _strips(q_BNLH: Tensor, k: Tensor, mask: tuple) -> Iterator[Strip]:
 
 
 def _key_blocks(mask: tuple) -> tuple[list[int], list[int]]:
-    """Give, by block of queries, the first and the last block of keys that any of them sees."""
+    """Return, by block of queries, the first and the last block of keys that any of them sees."""
     firsts, lasts = [], []
     for count_BHQ, number_BHQK in (mask[2:4], mask[4:6]):
         K = number_BHQK.shape[-1]
@@ -120,7 +122,8 @@ def _key_blocks(mask: tuple) -> tuple[list[int], list[int]]:
 
 
 def _moved(function: Callable[..., Any], strip: Strip, before: int) -> Callable[..., Any]:
-    """Let a rule or score function, whose places follow `before` other arguments, count from the row's beginning."""
+    """Return a mask rule or score function for a strip, its positions shifted to the row's; they follow `before` other
+    arguments."""
 
     def of_places(*args: Any) -> Any:
         b, h, q, kv = args[before : before + 4]
@@ -130,7 +133,7 @@ def _moved(function: Callable[..., Any], strip: Strip, before: int) -> Callable[
 
 
 def _joined(parts: tuple[Tensor, ...]) -> Tensor:
-    """Join strips, in memory in the order that they have."""
+    """Return the strips concatenated, in the parts' memory order."""
     order = sorted(range(parts[0].dim()), key=parts[0].stride, reverse=True)
     whole = torch.cat([x.permute(order) for x in parts], dim=order.index(2))
     return whole.permute([order.index(dim) for dim in range(len(order))])

@@ -1,24 +1,24 @@
-"""Where in the model's own hierarchy of calls a node was made: modules and functions, interleaved.
+"""A node's place in the model's call hierarchy: modules and functions, interleaved.
 
 Note [Call hierarchy]
-A scope is one call of a module, or of a function of the user's. A node's place is the scopes that it was made in, the
+A scope is one call of a module, or of a user's function. A node's place is the scopes that it was made in, the
 outermost first. `count` is how many earlier calls of the same module, or of the same function, had the same parent
 scope and made at least one node. Nothing outside the parent matters. So a block that is copied from another, or is
-computed again, has the counts that it had; a call that makes no node is not counted; and a graph that is traced anew
-begins at 0. A generator that goes on is one call.
+recomputed, has the counts that it had; a call that makes no node is not counted; and a new trace's graph begins at
+0. A generator's resumptions are one call.
 
 A backward node has a forward origin, the place of the node whose gradient it computes (`fwd_call_hierarchy`). Its own
-place is the same, and below it what ran inside autograd's engine: a function's backward, or what is computed again;
-of that, what the engine itself calls has the count of its origin, or 0.
+place is the same, and below it the calls inside autograd's engine: a function's backward, or recomputation; a call by
+the engine itself has the count of its origin, or 0.
 
 Left out are functions of torch, of the standard library, of this project's tracer (`graph/`, `parallel/`) and of
-generated code; comprehensions, which have no frame of their own from Python 3.12 on; decorators' closures, which take
-(*args, **kwargs); and a module's own `forward` and `__call__`, which are the module, with what decorates them.
+generated code; comprehensions, which have no frame from Python 3.12 on; decorators' closures, which take (*args,
+**kwargs); and a module's own `forward` and `__call__`, which are the module, with what decorates them.
 
-How: when a node is made, Python's frames are walked from the innermost outwards, to the first that the last node had
-too; not to a generator's, which may be called from elsewhere now. The last node's frames are held, so that no other can
-have their identity, and so is what is counted. The k-th frame of the wrapper of a module's call belongs to the k-th
-module that runs.
+Method: when a node is made, Python's frames are walked from the innermost outwards, to the first that the last node had
+too; not to a generator's, which may have another caller now. References to the last node's frames are kept, so that no
+other frame has their `id`, and also to the callables that are counted. The k-th frame of the wrapper of a module's call
+belongs to the k-th module that runs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from torch.fx import Node
 from torchtitan_graph.errors import UserError
 
 _PACKAGE = Path(__file__).parents[1]
-# Where a frame is not of the traced function's author: torch, and what traces.
+# Files that are not the traced function's author's: torch, and the tracer.
 TRACERS = tuple(
     os.path.join(folder, "")
     for folder in (
@@ -54,10 +54,11 @@ _TAKES_ANYTHING = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 
 
 class Entry(NamedTuple):
-    """A level of a place. `type`, `qualname`, `path` of a module, and `count` are a contract; the rest is for display.
+    """One scope of a place. `type`, `qualname`, `path` of a module, and `count` are a contract; the rest is for
+    display.
 
     type      "module" | "function"
-    name      a module's attribute, "" of the model; a function's name
+    name      a module's attribute, "" for the model; a function's name
     qualname  of a module's class, or of a function: its Python module and qualified name
     path      a module's full path in the model; a function's file and line
     count     see Note [Call hierarchy]
@@ -79,32 +80,32 @@ Place = tuple[Entry, ...]
 
 
 def shown(place: Place) -> str:
-    """Write a place as `layers.0:Block > attention:Attention > apply_rope()#1`."""
+    """Return a place as text: `layers.0:Block > attention:Attention > apply_rope()#1`."""
     if isinstance(place, (Node, Entry)):
         raise UserError(f"a {type(place).__name__} is no place: write shown(place) for place in call_hierarchy(node)")
     return " > ".join(map(str, place))
 
 
 class Scope:
-    """A call, while it runs. All nodes that are made in it share its `place`. In autograd's engine nothing is counted:
-    each call that it makes belongs to another forward node."""
+    """A running call. All nodes that are made in it share its `place`. Calls in autograd's engine are not counted: each
+    belongs to another forward node."""
 
     def __init__(self, place: Place, counts: bool = True) -> None:
         self.place, self._is_counting = place, counts
-        self._counts: dict[int, tuple[object, int]] = {}  # by identity, of what was called, and how often
-        self._generators: dict[int, tuple[FrameType, Scope]] = {}  # that it started: they go and come back
+        self._counts: dict[int, tuple[object, int]] = {}  # by the callable's `id`: the callable, its number of calls
+        self._generators: dict[int, tuple[FrameType, Scope]] = {}  # started in this scope: they are resumed
 
     def module(self, name: str, module: nn.Module) -> Scope:
-        """Begin a module's call."""
+        """Return the scope of a module's call."""
         kind = f"{type(module).__module__}.{type(module).__qualname__}"
         return self._child(module, Entry("module", name.rpartition(".")[2], kind, name, 0))
 
     def function(self, frame: FrameType) -> Scope:
-        """Begin a function's call, or go on with a generator's."""
+        """Return the scope of a function's call, or a running generator's scope."""
         if id(frame) in self._generators:
             return self._generators[id(frame)][1]
         code = frame.f_code
-        # Python 3.10 has only the name.
+        # Python 3.10 has no `co_qualname`.
         qualname = f"{frame.f_globals.get('__name__')}.{getattr(code, 'co_qualname', code.co_name)}"
         place = f"{code.co_filename}:{code.co_firstlineno}"
         scope = self._child(code, Entry("function", code.co_name, qualname, place, 0))
@@ -119,11 +120,11 @@ class Scope:
 
 
 class Recorder:
-    """Tells, at any moment of a trace, the innermost scope.
+    """Records the stack of scopes during a trace.
 
     Args:
         names: the modules' names, by their identity.
-        place, module: the scope that the traced function runs in, and its module: of a block that is traced alone.
+        place, module: the scope that the traced function runs in, and its module, for a block that is traced alone.
     """
 
     def __init__(self, names: dict[int, str], place: Place = (), module: nn.Module | None = None) -> None:
@@ -132,17 +133,18 @@ class Recorder:
         self._engine: CodeType | None = None
         self._wrapper: CodeType | None = None
         self._running: list[nn.Module] = []
-        self._held: list[tuple[FrameType, Scope]] = []  # of the last node, the outermost first
-        self._depth: dict[int, int] = {}  # a held frame's place in the list, by its identity
-        self._is_scope: dict[int, tuple[CodeType, bool]] = {}  # by identity: to hash a code object is to hash all of it
-        self._forwards: dict[type, list[CodeType]] = {}  # of a class
+        self._held: list[tuple[FrameType, Scope]] = []  # frames of the last node, the outermost first
+        self._depth: dict[int, int] = {}  # a held frame's index in the list, by its identity
+        self._is_scope: dict[int, tuple[CodeType, bool]] = {}  # by identity: hashing a code object hashes all of it
+        self._forwards: dict[type, list[CodeType]] = {}  # by class
 
     def of(self, module: nn.Module, place: Place) -> Recorder:
-        """Give what records a module's call alone, which is at a place."""
+        """Return a recorder for tracing a module's call alone, at a place."""
         return Recorder(self._names, place, module)
 
     def wrap(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        """Give a function that begins a module's call, its first argument, and tells that it runs."""
+        """Return a function that runs a call of its first argument, a module, and keeps it on the stack of running
+        modules."""
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             self._running.append(module)
@@ -156,7 +158,8 @@ class Recorder:
 
     @contextlib.contextmanager
     def running(self, base: CodeType, engine: CodeType) -> Iterator[None]:
-        """Record what a function calls, by its code; and, by its code, what runs autograd's engine."""
+        """Record scopes inside the function with the code `base`; `engine` is the code of the function that runs
+        autograd's engine."""
         self._base, self._engine = base, engine
         try:
             yield
@@ -165,7 +168,7 @@ class Recorder:
             self._depth.clear()
 
     def place(self) -> Place:
-        """Give the place of a node that would be made now; in autograd's engine, the part of it inside."""
+        """Return the place of a node made now; in autograd's engine, only the part inside it."""
         new: list[FrameType] = []
         frame: FrameType | None = sys._getframe(1)
         depth = -1
@@ -197,7 +200,7 @@ class Recorder:
         return self._held[-1][1].place if self._held else self._root.place
 
     def _forward_of(self, kind: type[nn.Module]) -> list[CodeType]:
-        """Give the code of a class' `forward` and `__call__`, and that of what decorates them."""
+        """Return the code of a class' `forward` and `__call__`, and of the functions that they wrap."""
         if kind not in self._forwards:
             found: list[CodeType] = []
             for called in (kind.forward, kind.__call__):
@@ -214,7 +217,7 @@ class Recorder:
             left_out = (
                 file.startswith(_LEFT_OUT)
                 or (file.startswith(_STANDARD) and "site-packages" not in file)
-                or (file == "<string>" and code.co_name.startswith(("<", "__")))  # of a dataclass, or FX's
+                or (file == "<string>" and code.co_name.startswith(("<", "__")))  # generated by a dataclass or FX
                 or (bool(code.co_freevars) and code.co_flags & _TAKES_ANYTHING == _TAKES_ANYTHING)
                 or code.co_name in ("<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>")
             )
@@ -223,24 +226,24 @@ class Recorder:
 
 
 def below(origin: Place, inside: Place) -> Place:
-    """Put what ran in autograd's engine below a forward origin; what is computed again stands where it stood."""
+    """Append the scopes inside autograd's engine to a forward origin; a recomputed module replaces its own scope."""
     at = next((i for i in reversed(range(len(origin))) if inside and origin[i][:4] == inside[0][:4]), None)
     return (*origin, *inside) if at is None else (*origin[: at + 1], *inside[1:])
 
 
 def call_hierarchy(node: Node) -> tuple[Place, ...]:
-    """Give a node's places: one, or of a node that a pass made of several, theirs; none where they were not recorded,
-    and of the graph's inputs and output."""
+    """Return a node's places: one, or several for a node that a pass merged from several; none where they were not
+    recorded, and for the graph's inputs and output."""
     return meta_of(node).get("call_hierarchy", ())
 
 
 def fwd_call_hierarchy(node: Node) -> tuple[Place, ...]:
-    """Give the forward origin of a backward node: the places of the forward nodes whose gradient it computes."""
+    """Return the forward origin of a backward node: the places of the forward nodes whose gradient it computes."""
     return meta_of(node).get("fwd_call_hierarchy", ())
 
 
 def meta_of(node: Node) -> dict[str, Any]:
-    """Return what a node carries; a graph's own `meta` would be taken for a node's without."""
+    """Return a node's metadata; check that it is a node, as a graph also has a `meta`."""
     if not isinstance(node, Node):
         raise UserError(f"a {type(node).__name__} is no node of a graph: write it for node in traced.gm.graph.nodes")
     return node.meta

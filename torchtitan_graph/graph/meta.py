@@ -1,15 +1,15 @@
-"""The one owner of `node.meta`: what the project writes on a node, and how it is read.
+"""The one owner of `node.meta`: the project's metadata of a node, written and read.
 
 phase    "forward" | "backward"
 module   name of the innermost submodule whose call made the node ("" outside any)
-tag      a memory policy's word: SAVE | RECOMPUTE (read by `rematerialize`) | OFFLOAD (by `offload_activations`)
-role     what a layout pass made: GATHER | REDUCE, with the parameter it serves
-region   the part of the graph that is compiled together, by name (read by `compile_regions`)
-operations  of such a part, compiled: its FLOPs, attention's as causal
-works    what the kernels of such a part, compiled, ask of a device: `cost.Work`
-scratch  bytes that it needs beside its results while it runs
-same_as  of a result of such a part, the number of the first result that lies in the same memory
-origin   of what neither forward nor autograd made: RECOMPUTED, or the name of the pass that made it
+tag      a memory policy's choice: SAVE | RECOMPUTE (read by `rematerialize`) | OFFLOAD (by `offload_activations`)
+role     of a layout pass' node: GATHER | REDUCE, with its parameter
+region   name of the part of the graph that is compiled together (read by `compile_regions`)
+operations  FLOPs of a compiled region, attention counted as causal
+works    bytes and FLOPs of a compiled region's kernels: `cost.Work`
+scratch  bytes of temporaries that a compiled region needs while it runs
+same_as  of a compiled region's result, the number of the first result in the same memory
+origin   of a node that neither forward nor autograd made: RECOMPUTED, or the name of the pass that made it
 call_hierarchy, fwd_call_hierarchy  where it was made, see graph/hierarchy.py; only where the trace recorded it
 """
 
@@ -76,13 +76,13 @@ def same_as(node: Node) -> int | None:
 
 
 def origin(node: Node) -> str:
-    """Tell who made a node: "forward", autograd ("backward"), RECOMPUTED, or a pass, by its name."""
+    """Return a node's origin: "forward", autograd ("backward"), RECOMPUTED, or the name of a pass."""
     return meta_of(node).get("origin", phase(node))
 
 
 def source_line(node: Node) -> str | None:
-    """Give the innermost line of source outside torch that made the node, as `layers/rope.py:31`, where the trace
-    recorded it."""
+    """Return the innermost source line outside torch that made the node, as `layers/rope.py:31`; None where the trace
+    recorded none."""
     frames = re.findall(r'File "(.*)", line (\d+)', node.meta.get("stack_trace") or "")
     for path, number in reversed(frames):
         if not Path(path).is_relative_to(_TORCH):
@@ -101,7 +101,8 @@ def write(node: Node, **values: str | float | tuple[Any, ...] | None) -> None:
 
 
 def inherit(node: Node, source: Node) -> None:
-    """Let a node that a pass made stand where `source` stands: same phase, module, stack trace; own tag and role."""
+    """Copy phase, module, stack trace, annotations and places of `source` to a new node of a pass, but neither tag nor
+    role."""
     for key in ("phase", "module", "stack_trace", "custom", "seq_nr", "origin", *HIERARCHIES):
         if key in source.meta:
             node.meta[key] = source.meta[key]
@@ -111,13 +112,13 @@ def inherit(node: Node, source: Node) -> None:
 
 
 def own_annotations(node: Node) -> None:
-    """Let a node that was copied have a dictionary of annotations of its own, which a user's pass may write to."""
+    """Replace a copied node's dictionary of annotations by a copy, which a user's pass may write to."""
     if node.meta.get("custom"):
         node.meta["custom"] = dict(node.meta["custom"])
 
 
 def stand_for(node: Node, sources: Iterable[Node]) -> None:
-    """Let a node that was made of several have the places of all."""
+    """Set a merged node's places to those of all `sources`."""
     each = list(sources)
     for key in HIERARCHIES:
         if places := dict.fromkeys(place for source in each for place in source.meta.get(key, ())):
@@ -125,8 +126,8 @@ def stand_for(node: Node, sources: Iterable[Node]) -> None:
 
 
 def fill_places(gm: GraphModule) -> None:
-    """Let nodes that say nothing, of a pass that makes them by FX's own means or of the graph's inputs, have the places
-    of what they read, or else of what reads them."""
+    """Set the places of nodes without any, which a pass made by FX's own means, to those of their inputs, or else of
+    their users."""
     silent = [
         node
         for node in gm.graph.nodes
@@ -141,18 +142,18 @@ def fill_places(gm: GraphModule) -> None:
 
 
 def recomputed(node: Node) -> None:
-    """Let a node be what backward computes again: its forward origin is what it repeats."""
+    """Mark a node as recomputed in backward: its forward origin is the place that it repeats."""
     node.meta["origin"] = RECOMPUTED
     if "call_hierarchy" in node.meta:
         node.meta["fwd_call_hierarchy"] = node.meta["call_hierarchy"]
 
 
-_pass = ""  # that runs
+_pass = ""  # the running pass
 
 
 @contextlib.contextmanager
 def made_by(name: str) -> Iterator[None]:
-    """Let nodes that inherit from others say that a pass made them."""
+    """Record a pass' name as the origin of nodes that inherit from others meanwhile."""
     global _pass
     before, _pass = _pass, name
     try:
@@ -162,8 +163,8 @@ def made_by(name: str) -> Iterator[None]:
 
 
 def move(node: Node, old: str, new: str, places: Callable[[Place], Place]) -> None:
-    """Let a node, copied from one block's graph, stand in another: `old` and `new` are the blocks' names; `places`
-    gives of each place the new one."""
+    """Move a node, copied from one block's graph, to another block: `old` and `new` are the blocks' names; `places`
+    maps each place to the new one."""
     name = module(node)
     if name == old or name.startswith(f"{old}."):
         write(node, module=new + name[len(old) :])
@@ -174,29 +175,29 @@ def move(node: Node, old: str, new: str, places: Callable[[Place], Place]) -> No
 
 
 def unsettle(node: Node) -> None:
-    """Let the next `settle` say where a copied sum of gradients comes from."""
+    """Mark a copied sum of gradients, so that the next `settle` computes its origin."""
     node.meta.pop("phase")
-    node.meta |= {"custom": {"phase": "backward"}, "seq_nr": sys.maxsize}  # of a sum, the counter as it is: see _is_sum
+    node.meta |= {"custom": {"phase": "backward"}, "seq_nr": sys.maxsize}  # a sum has the counter's value: see _is_sum
     if "call_hierarchy" in node.meta:
         node.meta["custom"]["place"], node.meta["is_grad"] = (), False
 
 
 def settle(gm: GraphModule) -> None:
-    """Read what the tracer left on the nodes into the keys above, once, right after tracing.
+    """Convert the tracer's annotations of the nodes into the keys above, once, right after tracing.
 
-    A backward node gets the module, the annotations and the stack trace of the forward node with its autograd
-    sequence number, in nested subgraphs as well; one of a module that backward calls, to compute again what a
-    checkpointed region did not keep, has its own. The phase itself comes from the tracer's mark on the engine.
+    A backward node gets the module, the annotations and the stack trace of the forward node with its autograd sequence
+    number, in nested subgraphs as well; one of a module that backward calls, to recompute a checkpointed region, has
+    its own. The phase itself comes from the tracer's mark on the engine.
     """
     _settle(gm, inherited=None)
 
 
 def _settle(gm: GraphModule, inherited: Node | None) -> None:
-    forward: dict[int, Node] = {}  # autograd's sequence number -> the node that it was counted up for
-    numbers: list[int] = []  # its keys; they only grow
+    forward: dict[int, Node] = {}  # autograd's sequence number -> the node that incremented it
+    numbers: list[int] = []  # its keys, increasing
     for node in gm.graph.nodes:
         if inherited is None and "phase" in node.meta:
-            continue  # a copy from a block's graph, see capture/stamp.py: it was settled there
+            continue  # copied from a block's graph, see capture/stamp.py: it was settled there
         custom = dict(node.meta.get("custom") or {})
         is_backward = custom.pop("phase", None) == "backward"
         place, source = custom.pop("place", None), None
@@ -204,14 +205,14 @@ def _settle(gm: GraphModule, inherited: Node | None) -> None:
             custom.pop("module", None)
         seq_nr = node.meta.get("seq_nr")
         if is_backward:
-            # The second of two gradients that the engine sums itself, or the forward node.
+            # The second of two gradients in a sum by the engine, or the forward node.
             source = node.args[1] if _is_sum(node, numbers) else _forward_of(seq_nr, forward, numbers)
             if isinstance(source, Node) and "module" not in custom:
                 custom = dict(source.meta["custom"])
                 _copy_stack_trace(node, source)
         elif seq_nr is not None and (not numbers or seq_nr > numbers[-1]):
-            # The number is counted up just before the operator runs; what autograd does not record after it shows the
-            # same number.
+            # The counter is incremented just before the operator runs; a later node that autograd does not record has
+            # the same number.
             forward[seq_nr] = node
             numbers.append(seq_nr)
         if inherited is not None:
@@ -228,7 +229,7 @@ def _settle(gm: GraphModule, inherited: Node | None) -> None:
 
 
 def _settle_place(node: Node, place: Place, source: Any) -> None:
-    """Write down where a node was made; of a backward node also of which forward node it is, if of any."""
+    """Write a node's place; for a backward node also its forward origins, if it has any."""
     is_again = node.meta.pop("is_grad", False) and phase(node) == "backward" and bool(place)
     if phase(node) == "backward":
         origins = fwd_call_hierarchy(source) or call_hierarchy(source) if isinstance(source, Node) else ()
@@ -241,15 +242,16 @@ def _settle_place(node: Node, place: Place, source: Any) -> None:
 
 
 def _is_sum(node: Node, numbers: list[int]) -> bool:
-    """Tell a sum that the engine makes between two operators' backwards. torch 2.11 lets its mark stand on all that
-    follows the first; but a sum shows the counter as it is, and an operator's backward that operator's number."""
+    """Return whether a node is a sum that the engine makes between two operators' backwards. torch 2.11 leaves its mark
+    on all nodes after the first; but a sum has the counter's current value, and an operator's backward that operator's
+    number."""
     is_marked = node.target is torch.ops.aten.add.Tensor and "is_gradient_acc" in node.meta
     return is_marked and bool(numbers) and node.meta["seq_nr"] >= numbers[-1]
 
 
 def _forward_of(seq_nr: int | None, forward: dict[int, Node], numbers: list[int]) -> Node | None:
-    """Find the forward node of a backward node's number: the next higher one, if an operator counted further up while
-    it ran, as flex attention does."""
+    """Return the forward node of a backward node's number: the next higher one, if an operator incremented the counter
+    further while it ran, as flex attention does."""
     place = bisect.bisect_left(numbers, seq_nr) if seq_nr is not None else len(numbers)
     return forward[numbers[place]] if place < len(numbers) else None
 

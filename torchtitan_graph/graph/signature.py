@@ -1,4 +1,4 @@
-"""What a graph's inputs and outputs are: per value its name, kind and layout. The graph carries it; passes edit it."""
+"""A graph's inputs and outputs: per value its name, kind and layout. The graph carries them; passes edit them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torchtitan_graph.graph.torch_private.tensors import is_traceable_wrapper_su
 
 
 class Layout(Protocol):
-    """How one logical value (perhaps a tensor subclass) lies in plain tensors."""
+    """How one logical value (perhaps a tensor subclass) is made of plain tensors."""
 
     @property
     def num_tensors(self) -> int: ...
 
     def flatten(self, value: Any) -> list[torch.Tensor]:
-        """Give the plain tensors of `value`; raise UserError if it has another layout."""
+        """Return the plain tensors of `value`; raise UserError if it has another layout."""
         ...
 
     def unflatten(self, tensors: list[torch.Tensor]) -> Any:
-        """Give the logical value back."""
+        """Return the logical value."""
         ...
 
 
@@ -95,7 +95,7 @@ def _size(size: Any) -> int | str:
 
 
 def layout_of(value: torch.Tensor) -> Plain | Wrapped:
-    """Record how `value` lies in plain tensors, nested subclasses included."""
+    """Return the layout of `value` in plain tensors, nested subclasses included."""
     if not is_traceable_wrapper_subclass(value):
         return Plain(tuple(map(_size, value.shape)), value.dtype)
     attrs, context = value.__tensor_flatten__()  # type: ignore[attr-defined]
@@ -111,7 +111,7 @@ def layout_of(value: torch.Tensor) -> Plain | Wrapped:
 
 
 def is_dynamic(layout: Layout) -> bool:
-    """Tell whether a size may differ from call to call."""
+    """Return whether a size may differ from call to call."""
     return isinstance(layout, Plain) and any(isinstance(size, str) for size in layout.shape)
 
 
@@ -136,10 +136,10 @@ class Signature:
 
 
 def signature_of(gm: torch.fx.GraphModule) -> Signature:
-    """Return what a traced graph's inputs and outputs are.
+    """Return a traced graph's inputs and outputs.
 
     Raises:
-        UserError: it is no such graph.
+        UserError: `gm` is no traced graph.
     """
     if not isinstance(gm, torch.fx.GraphModule) or "signature" not in gm.meta:
         raise UserError(
@@ -149,7 +149,7 @@ def signature_of(gm: torch.fx.GraphModule) -> Signature:
 
 
 def input_nodes(gm: torch.fx.GraphModule, kind: str) -> dict[str, torch.fx.Node]:
-    """Give the placeholder of each input of that kind by name; each must be a single plain tensor in the graph."""
+    """Return the placeholder of each input of that kind by name; each must be a single plain tensor in the graph."""
     placeholders = iter(gm.graph.find_nodes(op="placeholder"))
     found = {}
     for slot in signature_of(gm).inputs:
@@ -160,7 +160,7 @@ def input_nodes(gm: torch.fx.GraphModule, kind: str) -> dict[str, torch.fx.Node]
 
 
 def output_nodes(gm: torch.fx.GraphModule, kind: str) -> dict[str, torch.fx.Node]:
-    """Give the node that feeds each output of that kind by name; each must be a single plain tensor in the graph."""
+    """Return the node that feeds each output of that kind by name; each must be a single plain tensor in the graph."""
     values = iter(gm.graph.output_node().args[0])  # type: ignore[arg-type]
     found = {}
     for slot in signature_of(gm).outputs:
@@ -171,7 +171,7 @@ def output_nodes(gm: torch.fx.GraphModule, kind: str) -> dict[str, torch.fx.Node
 
 
 def set_outputs(gm: torch.fx.GraphModule, kind: str, nodes: dict[str, torch.fx.Node]) -> None:
-    """Let the graph return other nodes for the named outputs of that kind."""
+    """Replace the nodes of the named outputs of that kind."""
     output, position = gm.graph.output_node(), 0
     values = list(output.args[0])  # type: ignore[arg-type]
     for slot in signature_of(gm).outputs:
@@ -182,7 +182,8 @@ def set_outputs(gm: torch.fx.GraphModule, kind: str, nodes: dict[str, torch.fx.N
 
 
 def set_layouts(gm: torch.fx.GraphModule, kinds: tuple[str, ...], layouts: Mapping[str, Layout]) -> None:
-    """Give the inputs and outputs of those kinds, by name, other layouts: the second half of an edit of their nodes."""
+    """Replace the layouts of the inputs and outputs of those kinds, by name: the second half of an edit of their
+    nodes."""
 
     def changed(slots: tuple[Slot, ...]) -> tuple[Slot, ...]:
         return tuple(dataclasses.replace(s, layout=layouts[s.name]) if s.kind in kinds else s for s in slots)

@@ -1,13 +1,13 @@
-"""Attention within segments of rows: documents, or parts of them. It costs what the pairs in the segments cost, and
-holds no mask.
+"""Attention within segments of rows: documents, or parts of them. Its cost is that of the pairs in segments; there is
+no mask.
 
-On a GPU flash attention's kernels for segments of various lengths run, once for all; on a CPU torch's causal kernel
-runs for each segment. Eager mode and the graph call the same operators, so they have the same bits.
+On a GPU, one call of flash attention's variable-length kernels does all segments; on a CPU, torch's causal kernel runs
+for each segment. Eager mode and the graph call the same operators, so they have the same bits.
 
 Note [Numbers of segments]
-How many segments a batch has, and how long the longest is, the host must know to launch a kernel. The operators read
-both from a tensor in the host's memory, made where the batch is. So nothing waits for the device, and one graph holds
-for all batches: of the segments' places it takes as many as there may be.
+To launch a kernel, the host needs a batch's number of segments and the length of the longest. The operators read both
+from a tensor in the host's memory, made with the batch. So nothing waits for the device, and one graph is valid for all
+batches: its input of the segments' places has the largest possible size.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LIBRARY = "torchtitan_graph"
 
 @dataclasses.dataclass(frozen=True)
 class Segments:
-    """The segments of B rows of L tokens, in the place of a mask: a token sees what is not later in its own.
+    """The segments of B rows of L tokens, in place of a mask: a token sees its segment's tokens up to itself.
 
     begins  (B * L + 1,) int32, on the device: the first token of each segment, counted over all rows, then B * L to
             the end
@@ -48,11 +48,11 @@ if Segments not in pytree.SUPPORTED_NODES:
 
 
 def segments_of(begins_BL: Tensor, device: torch.device) -> Segments:
-    """Give the segments of rows for a device.
+    """Return the segments of rows for a device.
 
     Args:
-        begins_BL: boolean, True where a segment begins: at each row's first token, too. Of another memory than the
-            host's it is waited for; of meta, nothing is read.
+        begins_BL: boolean, True where a segment begins: at each row's first token, too. If it is on a device, the host
+            waits for it; on meta, nothing is read.
     """
     if begins_BL.is_meta:
         begins = torch.empty(begins_BL.numel() + 1, dtype=torch.int32, device="meta")
@@ -70,12 +70,12 @@ def segments_of(begins_BL: Tensor, device: torch.device) -> Segments:
 def varlen_attention(
     q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, begins: Tensor, sizes: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attend within segments, with grouped queries: each of the K key heads serves N/K query heads.
+    """Return attention within segments, with grouped queries: each of the K key heads serves N/K query heads.
 
     Args:
         v_BLKH: values, as wide as keys.
-        begins, sizes: as of `Segments`.
-        scale: of the products of queries and keys.
+        begins, sizes: those of `Segments`.
+        scale: factor of the products of queries and keys.
 
     Returns:
         the result (B, L, N, H), and the logarithms of the sums of exponentials (N, B * L), which backward reads.
@@ -105,7 +105,7 @@ def varlen_attention_backward(
     sizes: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Give the gradients of queries, keys and values."""
+    """Return the gradients of queries, keys and values."""
     d_out_TNH, q_TNH, k_TKH, v_TKH, out_TNH = _in_one_row(d_out_BLNH, q_BLNH, k_BLKH, v_BLKH, out_BLNH)
     if q_TNH.is_cuda:
         number, longest = sizes.tolist()
@@ -128,19 +128,19 @@ def varlen_attention_backward(
 
 
 def _in_one_row(*parts: Tensor) -> list[Tensor]:
-    """Lay rows one after the other: (B, L, heads, width) to (B * L, heads, width), numbers of a head side by side."""
+    """Reshape (B, L, heads, width) to (B * L, heads, width), each head contiguous."""
     return [x.flatten(0, 1) if x.stride(-1) == 1 else x.contiguous().flatten(0, 1) for x in parts]
 
 
 def _by_head(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Give (heads, T, width), keys and values once for each query head: a CPU's kernel has no groups."""
+    """Return (heads, T, width), keys and values repeated for each query head: a CPU's kernel has no groups."""
     groups = q_TNH.shape[1] // k_TKH.shape[1]
     k_TNH, v_TNH = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (k_TKH, v_TKH))
     return q_TNH.transpose(0, 1), k_TNH.transpose(0, 1), v_TNH.transpose(0, 1)
 
 
 def _places(begins: Tensor, sizes: Tensor) -> Iterator[slice]:
-    """Give the tokens of each segment."""
+    """Yield the tokens of each segment."""
     bounds = begins[: int(sizes[0]) + 1].tolist()
     return (slice(begin, end) for begin, end in zip(bounds, bounds[1:], strict=False))
 

@@ -1,4 +1,4 @@
-"""Exchanges of rows between ranks, whose numbers only the data know, as operators.
+"""Custom operators: exchanges of data-dependent numbers of rows between ranks.
 
 Shapes do not depend on the numbers, so a graph holds each as one node.
 """
@@ -104,6 +104,3 @@ def exchanged(x_SD: Tensor, splits_2R: Tensor, back: bool, group: str) -> Tensor
 
 def _wait(x: Tensor) -> Tensor:
     return torch.ops._c10d_functional.wait_tensor(x)
-
-
-# --- copies to the host's memory, and back ----------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Products and sums over groups of rows whose sizes only the data know, as operators.
+"""Custom operators: products and sums over groups of rows of data-dependent sizes.
 
 Rows come sorted by group; `offsets_E[e]` is where group e ends. Shapes do not depend on the sizes, so a graph holds
 each as one node, and their backwards are made of them.
@@ -223,6 +223,3 @@ def permuted(x_TD: Tensor, order_S: Tensor, inverse_S: Tensor, copies: int = 1) 
     of a GPU's threads.
     """
     return _Permuted.apply(x_TD, order_S, inverse_S, copies)
-
-
-# --- exchange of rows with the ranks that hold their experts ----------------------------------------------------------

@@ -61,7 +61,7 @@ def _places(offsets_E: Tensor, num_rows: int) -> tuple[Tensor, Tensor, int]:
     begins_E = torch.cat([ends_E.new_zeros(1), ends_E[:-1]])
     shift_E = begins_E - (offsets_E - sizes_E)
     row_S = torch.arange(num_rows, device=offsets_E.device, dtype=offsets_E.dtype)
-    group_S = torch.searchsorted(offsets_E, row_S, right=True).clamp(max=offsets_E.shape[0] - 1)  # behind all: no group
+    group_S = torch.searchsorted(offsets_E, row_S, right=True).clamp(max=offsets_E.shape[0] - 1)  # after all: no group
     num_places = -(-num_rows // _ALIGNED) * _ALIGNED + _ALIGNED * offsets_E.shape[0]
     return (row_S + shift_E[group_S]).long(), ends_E, num_places
 

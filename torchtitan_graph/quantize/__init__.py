@@ -1,5 +1,4 @@
-"""Layers whose products are of 8-bit numbers, for models that are written with them; `model.converters` puts them into
-any."""
+"""Layers that multiply in 8 bits, for models written with them; `model.converters` converts any model's."""
 
 from torchtitan_graph.quantize.layers import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear
 from torchtitan_graph.quantize.products import Recipe

@@ -1,7 +1,7 @@
-"""Products of groups of rows with a matrix each, as experts have them, in float8.
+"""Float8 products of groups of rows with a matrix each, as in experts.
 
-Any rank may have any number of rows of a group, or none: nothing here depends on how many there are. Emulated unless a
-GPU scales by rows: its kernels know no other scales.
+Any rank may have any number of rows of a group, or none: nothing here depends on the number. Emulated unless a GPU
+scales by rows: its kernels support no other scales.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ def grouped_linear(
     slot: Tensor | None = None,
     past: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Multiply each group's rows by its own matrix, transposed; give (S, F) in x's dtype, and the workspace if it was
-    made here.
+    """Return each group's rows times its own matrix, transposed, (S, F) in x's dtype, and the workspace if it was made
+    here.
 
-    With one scale for a tensor, that of the rows is of all groups, and each matrix has its own: the workspace is
-    (E, F, D) and (E,). By rows, each product scales along what it sums: in the weight's gradient a column of a group.
+    With tensorwise scaling, the rows of all groups share one scale, and each matrix has its own: the workspace is (E,
+    F, D) and (E,). By rows, each product scales along its inner dim: in the weight's gradient a column of a group.
 
     Args:
         offsets_E: where each group ends.
-        q, scale, slot, past: as of `products.linear`.
+        q, scale, slot, past: as in `products.linear`.
     """
     if recipe.by_row:
         return _Rowwise.apply(x_SD, weight_EFD, offsets_E, recipe), None, None
@@ -56,7 +56,7 @@ def grouped_linear(
 
 
 def check_grouped(recipe: Recipe) -> None:
-    """Raise a UserError if groups of rows can't be multiplied as a recipe says."""
+    """Raise a UserError if a recipe does not support groups of rows."""
     if recipe.scaling == MX:
         others = ", ".join(each for each in SCALINGS if each != MX)
         raise UserError(
@@ -65,7 +65,7 @@ def check_grouped(recipe: Recipe) -> None:
 
 
 def _largest(x_SD: Tensor) -> Tensor:
-    """Give the largest magnitude of any number of rows; of none 0."""
+    """Return the largest magnitude of any number of rows; 0 for none."""
     return torch.cat([x_SD.abs().amax(-1), x_SD.new_zeros(1)]).amax().float()
 
 
@@ -110,7 +110,7 @@ class _Tensorwise(torch.autograd.Function):
 
 
 class _Rowwise(torch.autograd.Function):
-    """Each product has other rows, so each quantises both its operands anew."""
+    """Each product has other rows, so each quantises both its operands."""
 
     @staticmethod
     def forward(ctx: Any, x_SD: Tensor, weight_EFD: Tensor, offsets_E: Tensor, recipe: Recipe) -> Tensor:
@@ -132,7 +132,7 @@ class _Rowwise(torch.autograd.Function):
 
 
 def _by_rows(x_SD: Tensor, dtype: torch.dtype, w_EFD: Tensor, offsets_E: Tensor, recipe: Recipe) -> Tensor:
-    """Multiply each group's rows by its own matrix, transposed, each row of both quantised: (S, F)."""
+    """Return each group's rows times its own matrix, transposed, each row of both quantised: (S, F)."""
     (xq_SD, scale_S1), (wq_EFD, scale_EF1) = quantized(x_SD, dtype, True), quantized(w_EFD, E4M3, True)
     if takes_kernel(x_SD.device, recipe):
         return scaled_grouped_mm(xq_SD, scale_S1.squeeze(-1), wq_EFD, scale_EF1.squeeze(-1), offsets_E)
@@ -140,7 +140,7 @@ def _by_rows(x_SD: Tensor, dtype: torch.dtype, w_EFD: Tensor, offsets_E: Tensor,
 
 
 def _by_columns(dy_SF: Tensor, dtype: torch.dtype, x_SD: Tensor, offsets_E: Tensor, recipe: Recipe) -> Tensor:
-    """Sum the outer products of each group's rows, each column of a group quantised: (E, F, D)."""
+    """Return the sum of outer products of each group's rows, each column of a group quantised: (E, F, D)."""
     dyq_SF, dy_scale_EF, dy_scale_SF = _columns(dy_SF, offsets_E, dtype)
     xq_SD, x_scale_ED, x_scale_SD = _columns(x_SD, offsets_E, E4M3)
     if takes_kernel(x_SD.device, recipe):
@@ -149,7 +149,7 @@ def _by_columns(dy_SF: Tensor, dtype: torch.dtype, x_SD: Tensor, offsets_E: Tens
 
 
 def _columns(x_SF: Tensor, offsets_E: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantise each column of each group's rows; give the scales too, (E, F) and at each number."""
+    """Quantise each column of each group's rows; return the scales too, (E, F) and for each number."""
     scale_EF = scale_for(grouped_largest(x_SF, offsets_E).float(), dtype)
     scale_SF = grouped_add(torch.zeros_like(x_SF, dtype=torch.float32), scale_EF, offsets_E)
     return quantize(x_SF, scale_SF, dtype), scale_EF, scale_SF

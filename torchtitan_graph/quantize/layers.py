@@ -1,4 +1,4 @@
-"""Layers whose products are of float8 numbers, and what each keeps of its weights."""
+"""Float8 layers, and the quantization state of their weights."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from torchtitan_graph.quantize.products import (
     scale_for,
 )
 
-HISTORY = 16  # steps whose largest magnitudes delayed scaling keeps
+HISTORY = 16  # steps whose largest magnitudes delayed scaling stores
 
 
 class Kept(nn.Module):
-    """What is kept of a weight, beside it.
+    """Per-weight quantization state.
 
     weight_q, weight_scale  its workspace; without, each call quantises the weight. Not saved
-    amax, amax_history      with delayed scaling: what the gradient of the first tells, of activations and of the
-                            result's gradient, the second keeps of the last steps. That is saved. See `linear`
+    amax, amax_history      with delayed scaling: the gradient of the first is the largest magnitudes of activations and
+                            of the result's gradient, the second stores the last steps'. That is saved. See `linear`
     """
 
     weight_q: Tensor | None
@@ -60,7 +60,7 @@ class Kept(nn.Module):
 
     @torch.no_grad()
     def init_buffers(self) -> None:
-        """Have seen nothing; a workspace is filled before it is used."""
+        """Reset to the state before any step; a workspace is filled before it is used."""
         for buffer in self._buffers.values():
             if buffer is not None:
                 buffer.zero_()
@@ -69,32 +69,32 @@ class Kept(nn.Module):
             self.amax.requires_grad_()
 
     def add_workspace(self, weight: Tensor) -> None:
-        """Hold a workspace of this rank's part of a weight; of experts it has a scale for each."""
+        """Add a workspace for this rank's shard of a weight; experts' has a scale for each."""
         self.weight_q = torch.empty_like(weight, dtype=E4M3, requires_grad=False)
         self.weight_scale = torch.empty(weight.shape[:-2], device=weight.device)
         self.fill_workspace(weight)
 
     @torch.no_grad()
     def fill_workspace(self, weight: Tensor) -> None:
-        """Quantise a weight that no other rank has a part of."""
+        """Quantise a weight that is not sharded."""
         assert self.weight_q is not None and self.weight_scale is not None
         self.weight_scale.copy_(scale_for(largest_of_weight(weight), E4M3))
         self.weight_q.copy_(quantize(weight, over(self.weight_scale), E4M3))
 
     @torch.no_grad()
     def see(self, seen: Tensor) -> None:
-        """Keep what a step has told in `amax`: the largest magnitudes of activations and of the result's gradient."""
+        """Store a step's `amax`: the largest magnitudes of activations and of the result's gradient."""
         assert self.amax_history is not None
         self.amax_history.copy_(torch.cat([seen[None, :2], self.amax_history[:-1]]))
 
     def state(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-        """Give workspace, slot and past as functions of `products` take them."""
+        """Return workspace, slot and past as arguments of functions of `products`."""
         past = None if self.amax_history is None else self.amax_history.amax(0)
         return self.weight_q, self.weight_scale, self.amax, past
 
 
 class Linear(Kept):
-    """A linear layer that multiplies in float8. Its parameters are the names and numbers of the layer that it replaces.
+    """A linear layer that multiplies in float8. Its parameters are those of the layer that it replaces.
 
     (..., D) -> (..., F)
     """
@@ -109,13 +109,14 @@ class Linear(Kept):
         self.weight, self.bias = old.weight, old.bias
 
     def forward(self, x: Tensor, given: QuantizedInput | None = None) -> Tensor:
-        """Take x quantised too, where other layers read it as well."""
+        """Return the layer's result; `given` is x quantised, where other layers read it as well."""
         y, *_ = linear(x, self.weight, self.recipe, *self.state(), given)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
 class LayerNormLinear(nn.Module):
-    """A norm, such as RMSNorm or LayerNorm, and the linear layers that read its result: it is quantised once for all.
+    """A norm, such as RMSNorm or LayerNorm, and the linear layers that read its result, which is quantised once for
+    all.
 
     (..., D) -> a tuple with (..., F) of each layer, in their order
     """
@@ -134,7 +135,7 @@ class LayerNormLinear(nn.Module):
 
 
 class LayerNormMLP(nn.Module):
-    """A norm and the SwiGLU feed-forward layer that reads its result: it is quantised once for `w1` and `w3`.
+    """A norm and the SwiGLU feed-forward layer that reads its result, which is quantised once for `w1` and `w3`.
 
     (..., D) -> (..., D)
     """
@@ -177,7 +178,8 @@ _NOT_BY_TOKEN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNor
 
 
 def _read_by(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
-    """Give x to layers of one recipe. What delayed scaling keeps of x is the same in all of them: the first one's."""
+    """Return the results of layers of one recipe on x, quantised once. Delayed scaling's history of x is the same in
+    all of them: the first one's."""
     first, x = layers[0], as_autocast(x)
     assert isinstance(first, Linear)
     given = quantize_input(x, first.recipe, first.state()[-1])
@@ -187,9 +189,9 @@ def _read_by(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
 class GroupedLinear(Kept):
     """A linear layer for each of E groups of rows, which multiplies in float8, without bias.
 
-    rows (S, D) that lie by group, and where each group ends (E,) -> (S, F)
+    rows (S, D) sorted by group, and where each group ends (E,) -> (S, F)
 
-    The ends rise, and the last is S. Where a GPU's kernel multiplies, which nothing waits for, that is not checked.
+    The ends rise, and the last is S. With a GPU's kernel, for which nothing waits, that is not checked.
     """
 
     @called_as("GroupedLinear(weight_EFD, Recipe())")
@@ -219,8 +221,8 @@ class GroupedLinear(Kept):
 
 
 class Float8Experts(Experts):
-    """Experts that multiply in float8. Their parameters are those of the ones that they replace; what is kept of each
-    weight is in `kept`, by its name."""
+    """Experts that multiply in float8, with the parameters of those that they replace; each weight's quantization state
+    is in `kept`, by its name."""
 
     def __init__(self, old: Experts, recipe: Recipe):
         nn.Module.__init__(self)
@@ -238,7 +240,7 @@ class Float8Experts(Experts):
 
 
 def kept_weights(model: nn.Module) -> dict[str, tuple[Kept, Tensor]]:
-    """Give what a model keeps of its float8 weights, by name, and the weights."""
+    """Return the quantization state of a model's float8 weights, by name, with the weights."""
     found: dict[str, tuple[Kept, Tensor]] = {}
     for name, module in model.named_modules():
         if isinstance(module, (Linear, GroupedLinear)):

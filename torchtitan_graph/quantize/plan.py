@@ -1,4 +1,5 @@
-"""Which layers of a model multiply in float8, and how: what the configuration says, for this model and device."""
+"""The layers of a model that multiply in float8, and their recipes, from the configuration, for this model and
+device."""
 
 from __future__ import annotations
 
@@ -45,12 +46,12 @@ _FILTER_MX = "quantize.linear.mx.filter_fqns"
 
 
 def plan_float8(config: JobConfig, model: nn.Module, device: torch.device) -> Float8 | None:
-    """Find the layers to convert, or none where model.converters does not say so.
+    """Return the layers to convert; None without such model.converters.
 
     Raises:
-        UserError: a part of a name that no such layer has, none that is left, sizes that the kernels can't take, a
-            layer that delayed scaling can't follow, a GPU without float8, or a float8 layer of the model's own with
-            any of these (but for sizes: such a layer is not built).
+        UserError: a part of a name that no such layer has, no layer left, sizes that the kernels don't support, a layer
+            that delayed scaling does not support, a GPU without float8, or a float8 layer of the model's own with any
+            of these (except sizes: such a layer is not built).
     """
     layers: dict[str, Recipe] = {}
     _plan_own(config, model, device)
@@ -64,7 +65,7 @@ def plan_float8(config: JobConfig, model: nn.Module, device: torch.device) -> Fl
 
 
 def _plan_own(config: JobConfig, model: nn.Module, device: torch.device) -> None:
-    """Refuse the model's own layers what the converter's are refused; in a dry run for a GPU they take its products."""
+    """Check the model's own layers as the converters' are; in a dry run for a GPU they use its products."""
     own = {name: kept for name, (kept, _) in kept_weights(model).items()}
     if not own:
         return
@@ -85,7 +86,7 @@ def _plan_own(config: JobConfig, model: nn.Module, device: torch.device) -> None
 
 
 def _check_gpu(config: JobConfig, device: torch.device, asked: str, kept: Kept) -> None:
-    """Refuse a layer of the model's own that this device, or the one that a dry run is for, can't multiply."""
+    """Raise a UserError for a layer of the model's own that this device, or a dry run's, can't multiply."""
     if kept.recipe.emulate or not (device.type == "cuda" or is_dry_for_gpu(config)):
         return
     instead, recipe = "give its recipe emulate=True, which is slow", kept.recipe
@@ -130,7 +131,7 @@ def _plan_mx(config: JobConfig, model: nn.Module, device: torch.device) -> dict[
 
 
 def _find_linears(model: nn.Module, scaling: str, filtered: Sequence[str]) -> list[str]:
-    """Find the linear layers. Those of a class of their own, such as a router's gate, stay as they are."""
+    """Return the linear layers to convert. Subclasses, such as a router's gate, stay unchanged."""
     option, converter, multiple = _words_of(scaling)
     chosen = [part for part in filtered if part not in OPTIONS[option].default]
     linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
@@ -149,8 +150,8 @@ def _find_linears(model: nn.Module, scaling: str, filtered: Sequence[str]) -> li
 
 
 def _words_of(scaling: str) -> tuple[str, str, int]:
-    """Give the option that filters the linear layers of a recipe, their converter, and what their sizes must be
-    multiples of."""
+    """Return the option that filters the linear layers of a recipe, their converter, and the multiple that their sizes
+    must be of."""
     option, converter = (_FILTER_MX, LINEARS_MX[0]) if scaling == MX else (_FILTER, LINEARS[0])
     return option, converter, multiple_for(scaling)
 
@@ -177,7 +178,7 @@ def _plan_experts(config: JobConfig, model: nn.Module, device: torch.device) -> 
 
 
 def _check_kernel_of_groups(recipe: Recipe, device: torch.device) -> None:
-    """Refuse what a GPU's products of groups of rows do not take."""
+    """Raise a UserError for a recipe that a GPU's products of groups of rows do not support."""
     table = "quantize.grouped_mm.float8"
     instead = f"or set {table}.emulate = true, which is slow"
     if not recipe.by_row:
@@ -201,7 +202,7 @@ def _delayed(option: str) -> str:
 
 
 def _check_called_once(model: nn.Module, names: Collection[str], asked: str, instead: str) -> None:
-    """Refuse a layer that stands in several places, for delayed scaling adds up what it tells in one slot."""
+    """Raise a UserError for a layer with several names: delayed scaling would add its calls' magnitudes in one slot."""
     first = {m: name for name, m in model.named_modules()}
     for name, m in model.named_modules(remove_duplicate=False):
         if first[m] in names and first[m] != name:
@@ -226,11 +227,10 @@ def _check_parts(option: str, parts: Sequence[str], names: Collection[str], whos
 
 
 def check_cut(float8: Float8 | None, model: nn.Module, plan: Plan, degree: int) -> None:
-    """Check that tensor parallelism leaves each rank parts of linear layers, converted or the model's own, that the
-    kernels can take.
+    """Check that the kernels support tensor parallelism's shards of linear layers, converted or the model's own.
 
     Raises:
-        UserError: a part of another size, or a layer whose logits are sharded over the vocabulary.
+        UserError: a shard of another size, or a layer whose logits are sharded over the vocabulary.
     """
     converted = {} if float8 is None else float8.layers
     linears = {name: recipe for name, recipe in converted.items() if isinstance(model.get_submodule(name), nn.Linear)}

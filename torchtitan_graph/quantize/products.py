@@ -1,12 +1,12 @@
-"""A linear layer's products in float8: how tensors are scaled into the format, and what autograd does with it.
+"""A linear layer's products in float8, with their scaling and autograd functions.
 
-A number x is stored as q = x / scale in float8, and stands for q * scale. The scale brings the largest magnitude of a
+A number x is stored as q = x / scale in float8, and represents q * scale. The scale brings the largest magnitude of a
 tensor, or of each row that a product runs along, to the format's largest: OCP 8-bit Floating Point Specification;
 Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433. In MX formats each block of a row has a scale, a power of
 two: https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf, section 6.3.
 
-The autograd functions take and give tensors and plain values only: nothing of a module, no cache. So every tracer and
-torch.compile can follow them, and what is computed again is computed the same.
+Arguments and results of the autograd functions are tensors and plain values only: no module, no cache. So every tracer
+and torch.compile can trace them, and recomputation has the same result.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TENSORWISE, DELAYED, ROWWISE, ROWWISE_WIDE = "tensorwise", "tensorwise_delayed", "rowwise", "rowwise_with_gw_hp"
 MX = "mxfp8"
 SCALINGS = (TENSORWISE, DELAYED, ROWWISE, ROWWISE_WIDE, MX)
-BLOCK = 32  # numbers of a row that have one scale, in MX formats
+BLOCK = 32  # numbers of a row with one scale, in MX formats
 
 
 class Recipe(NamedTuple):
-    """How a layer is quantised: plain values.
+    """A layer's quantization: plain values.
 
     scaling   a name above: one scale for a tensor, from its own largest magnitude or, delayed, from those of earlier
               steps (weights: always their own); or one for each row, and then perhaps the weight's gradient in full
               precision; or, in MX formats, one for each block of a row
     gradient  the format of gradients; activations and weights are E4M3
-    emulate   multiply the numbers that float8 stands for in fp32, on a GPU too
-    is_traced_for_gpu  take a GPU's kernel on any device: of a dry run, where nothing runs
+    emulate   multiply the dequantized numbers in fp32, on a GPU too
+    is_traced_for_gpu  use a GPU's kernel on any device: for a dry run, where nothing runs
     """
 
     scaling: str = TENSORWISE
@@ -46,53 +46,55 @@ class Recipe(NamedTuple):
 
     @property
     def by_row(self) -> bool:
-        """Whether scales are of rows, or of blocks of them: each product has other rows, and quantises anew."""
+        """Whether scales are of rows, or of blocks of them: each product has other rows, and quantises its operands."""
         return self.scaling in (ROWWISE, ROWWISE_WIDE, MX)
 
 
 def multiple_for(scaling: str) -> int:
-    """Give what both sizes of a matrix must be multiples of: a kernel's unit, or in MX formats a block."""
+    """Return the multiple that both sizes of a matrix must be of: a kernel's unit, or in MX formats a block."""
     return BLOCK if scaling == MX else 16
 
 
 def largest(x: Tensor, by_row: bool = False) -> Tensor:
-    """Give the largest magnitude, fp32: a scalar, or (..., 1) of rows; of nothing 0."""
+    """Return the largest magnitude, fp32: a scalar, or (..., 1) of rows; 0 for an empty tensor."""
     if not x.numel():
         return x.new_zeros((*x.shape[:-1], 1) if by_row else (), dtype=torch.float32)
     return (x.abs().amax(-1, keepdim=True) if by_row else x.abs().amax()).float()
 
 
 def scale_for(magnitude: Tensor, dtype: torch.dtype) -> Tensor:
-    """Give the scale that brings a magnitude to the format's largest number; of zeros too, one that divides."""
+    """Return the scale that maps a magnitude to the format's largest number; positive for zeros too."""
     return magnitude.clamp(min=1e-12) / torch.finfo(dtype).max
 
 
 def scale_by(past: Tensor | None, i: int, magnitude: Tensor, dtype: torch.dtype) -> Tensor:
-    """Scale by what earlier steps saw, where they saw anything; else by the magnitude itself."""
+    """Return the scale of earlier steps' magnitudes, where there are any; else of the magnitude itself."""
     if past is not None:
-        # What is not finite scales by itself: saturated, it would reach no loss, and the next step would scale by it.
+        # Non-finite values use their own scale: saturated, they would not reach the loss, and the next step would scale
+        # by them.
         magnitude = torch.where((past[i] > 0) & magnitude.isfinite(), past[i], magnitude)
     return scale_for(magnitude, dtype)
 
 
 def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Divide by the scale, and round to the format; what is larger than it holds becomes its largest number."""
-    limit = torch.finfo(dtype).max  # a cast alone gives inf in e5m2, in e4m3 what the device likes
+    """Divide by the scale, and round to the format; larger values are clamped to its largest number."""
+    limit = torch.finfo(dtype).max  # a cast alone gives inf in e5m2, in e4m3 it depends on the device
     return (x.float() / scale).clamp(-limit, limit).to(dtype)
 
 
 def quantized(x: Tensor, dtype: torch.dtype, by_row: bool = False) -> tuple[Tensor, Tensor]:
-    """Quantise by the tensor's own scale, or its rows'; give the scale too."""
+    """Quantise by the tensor's own scale, or its rows'; return the scale too."""
     scale = scale_for(largest(x, by_row), dtype)
     return quantize(x, scale, dtype), scale
 
 
 def in_blocks(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Quantise a matrix as MX formats do; zeros fill its rows' last blocks. Give the scales too, fp32 (rows, blocks).
+    """Quantise a matrix in MX format, its rows' last blocks padded by zeros. Return the scales too, fp32 (rows,
+    blocks).
 
-    A scale is the largest power of two that the block's largest magnitude reaches, over that of the format; what is
-    then larger than the format holds becomes its largest number. It is at least 2**-126; with anything in the block
-    that is not finite it is nan.
+    A scale is the largest power of two up to the block's largest magnitude, divided by that of the format; larger
+    values are then clamped to the format's largest number. It is at least 2**-126; it is nan if a number in the block
+    is not finite.
     """
     if missing := -x.shape[-1] % BLOCK:
         x = nn.functional.pad(x, (0, missing))
@@ -105,33 +107,33 @@ def in_blocks(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def by_rows(x: Tensor, dtype: torch.dtype, recipe: Recipe) -> tuple[Tensor, Tensor]:
-    """Quantise a matrix by its rows, as a recipe by rows says; give the scales too."""
+    """Quantise a matrix by rows or blocks, as the recipe says; return the scales too."""
     return in_blocks(x, dtype) if recipe.scaling == MX else quantized(x, dtype, True)
 
 
 def meant(q: Tensor, scale: Tensor) -> Tensor:
-    """Give what quantised numbers stand for, fp32; the scale is a scalar, (rows, 1) or (rows, blocks)."""
+    """Return dequantized numbers, fp32; the scale is a scalar, (rows, 1) or (rows, blocks)."""
     if scale.dim() == 2 and scale.shape[1] > 1:
         return (q.unflatten(-1, (scale.shape[1], BLOCK)).float() * scale[..., None]).flatten(-2)
     return q.float() * scale
 
 
 def largest_of_weight(weight: Tensor) -> Tensor:
-    """Give the largest magnitude of a weight, fp32: a scalar, or of experts (E, F, D) one for each."""
+    """Return the largest magnitude of a weight, fp32: a scalar, or one for each of experts (E, F, D)."""
     return largest(weight) if weight.dim() == 2 else weight.abs().amax((1, 2)).float()
 
 
 def over(scale: Tensor) -> Tensor:
-    """Give a weight's scale, or scales, in the shape that multiplies it."""
+    """Return a weight's scale, or scales, in a shape that broadcasts over it."""
     return scale if scale.dim() == 0 else scale[:, None, None]
 
 
 def workspace_of(weight: Tensor, q: Tensor | None, scale: Tensor | None) -> tuple[Tensor, Tensor, bool]:
-    """Give a weight's workspace, its quantised form and that one's scale (of experts one for each), and whether it was
-    made here.
+    """Return a weight's workspace, its quantised form and the scale (one for each expert), and whether it was made
+    here.
 
-    One that is given is taken as it is (hit): whoever keeps it refreshes it when the weight changes. With none given
-    (miss), or that of another weight, by shape, format, kind of scale or device (invalid), it is made of the weight.
+    A given one is used (hit): its owner refreshes it when the weight changes. Without one (miss), or with one of
+    another shape, format, kind of scale or device (invalid), it is computed from the weight.
     """
     if q is not None and scale is not None:
         found = (q.shape, q.dtype, q.device, scale.shape, scale.dtype, scale.device)
@@ -142,14 +144,14 @@ def workspace_of(weight: Tensor, q: Tensor | None, scale: Tensor | None) -> tupl
 
 
 def takes_kernel(device: torch.device, recipe: Recipe) -> bool:
-    """Tell whether products are a GPU's own."""
+    """Return whether products use a GPU's own kernel."""
     return (device.type == "cuda" or recipe.is_traced_for_gpu) and not recipe.emulate
 
 
 def product(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch.dtype, recipe: Recipe) -> Tensor:
-    """Multiply a (M, K) by b (N, K), transposed, and give (M, N); scales are scalars, (M, 1) and (N, 1), or of blocks.
+    """Return a (M, K) times b (N, K), transposed: (M, N); scales are scalars, (M, 1) and (N, 1), or of blocks.
 
-    Emulated, and on a CPU always, in fp32: bitwise what a CPU's own `_scaled_mm` gives, which is slow.
+    Emulated, and on a CPU always, in fp32: bitwise the result of a CPU's own `_scaled_mm`, which is slow.
     """
     if takes_kernel(a.device, recipe):
         return scaled_mm(a, scale_a, b, scale_b, dtype)
@@ -158,7 +160,7 @@ def product(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch
 
 
 class QuantizedInput(NamedTuple):
-    """What linear layers read of x (..., D): its rows, quantised, their scales, and (not by rows) the magnitude."""
+    """The quantised input x (..., D) of linear layers: its rows, their scales, and (not by rows) the magnitude."""
 
     q_TD: Tensor
     scale: Tensor
@@ -166,7 +168,7 @@ class QuantizedInput(NamedTuple):
 
 
 def quantize_input(x: Tensor, recipe: Recipe, past: Tensor | None = None) -> QuantizedInput:
-    """Quantise what linear layers read; `past` is as of `linear`. Nothing is differentiated."""
+    """Quantise the input of linear layers, without gradient; `past` is as in `linear`."""
     x_TD = _rows(as_autocast(x.detach()))
     if recipe.by_row:
         return QuantizedInput(*by_rows(x_TD, E4M3, recipe))
@@ -185,15 +187,15 @@ def linear(
     past: Tensor | None = None,
     given: QuantizedInput | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Multiply x (..., D) by the weight (F, D), transposed; give (..., F) in x's dtype, and the workspace if it was
-    made here (see `workspace_of`; scaling by rows has none).
+    """Return x (..., D) times the weight (F, D), transposed, (..., F) in x's dtype, and the workspace if it was made
+    here (see `workspace_of`; scaling by rows has none).
 
     Args:
         q, scale: the weight's workspace.
         slot, past: with delayed scaling. The gradient of `slot`, which is 0, 0, 1, is set to the largest magnitudes of
-            activations and of the result's gradient, and 1. So they leave a step as values, once also if the layer is
-            computed again; where gradients add up, the third tells how many. `past` (2,) are those to scale by, 0
-            where there are none yet.
+            activations and of the result's gradient, and 1. So they leave a step as values, once even if the layer is
+            recomputed; where gradients are added, the third is their number. `past` (2,) are the magnitudes to scale
+            by, 0 where there are none yet.
         given: x quantised, where other layers read it too.
     """
     if not x.is_floating_point():
@@ -208,12 +210,12 @@ def linear(
 
 
 def as_autocast(x: Tensor) -> Tensor:
-    """Cast what a layer is given as `torch.autocast` does for other layers, if it is on."""
+    """Cast a layer's input as `torch.autocast` does for other layers, if it is on."""
     return x.to(torch.get_autocast_dtype(x.device.type)) if _is_autocast_on(x) else x
 
 
 def as_written(x: Tensor) -> contextlib.AbstractContextManager:
-    """Let what is emulated be multiplied in fp32 under `torch.autocast` too."""
+    """Disable `torch.autocast` for emulated products, which are in fp32."""
     return torch.autocast(x.device.type, enabled=False) if _is_autocast_on(x) else contextlib.nullcontext()
 
 
@@ -222,7 +224,7 @@ def _is_autocast_on(x: Tensor) -> bool:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Give (..., D) as rows (T, D); one vector is one row."""
+    """Return (..., D) as rows (T, D); one vector is one row."""
     return x.flatten(0, -2) if x.dim() > 1 else x[None]
 
 
@@ -266,7 +268,7 @@ class _Tensorwise(torch.autograd.Function):
 
 
 class _Rowwise(torch.autograd.Function):
-    """Each product has other rows, so each quantises both its operands anew."""
+    """Each product has other rows, so each quantises both its operands."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weight_FD: Tensor, xq_TD: Tensor, x_scale: Tensor, recipe: Recipe) -> Tensor:

@@ -1,5 +1,4 @@
-"""What changes of a model's float8 layers from one optimizer step to the next: workspaces, and what delayed scaling has
-seen."""
+"""The state of a model's float8 layers from step to step: workspaces, and delayed scaling's magnitudes."""
 
 from __future__ import annotations
 
@@ -25,14 +24,14 @@ _WORKSPACE = ".weight_q"
 
 @dataclasses.dataclass(frozen=True)
 class Float8:
-    """Which linear layers and experts of a model multiply in float8, by name, and how."""
+    """The linear layers and experts of a model that multiply in float8, by name, with their recipes."""
 
     layers: Mapping[str, Recipe]
 
 
 def convert(model: nn.Module, float8: Float8) -> None:
-    """Replace layers by those that multiply in float8, in place, as far as a pipeline's stage has them; parameters stay
-    the same ones."""
+    """Replace layers by those that multiply in float8, in place, for those that a pipeline's stage has; parameters are
+    reused."""
     there = dict(model.named_modules())
     new: dict[nn.Module, nn.Module] = {}
     for name in float8.layers.keys() & there.keys():
@@ -45,7 +44,8 @@ def convert(model: nn.Module, float8: Float8) -> None:
 
 
 def add_workspaces(model: nn.Module, storages: Mapping[str, Storage]) -> dict[str, Storage]:
-    """Let the layers whose weights have one scale hold workspaces, and give how these lie at rest, as their weights."""
+    """Add workspaces to the layers with tensorwise scaling, and return the workspaces' storage layouts, those of the
+    weights."""
     found = {}
     by_parameter: dict[Tensor, Storage] = dict(zip(model.parameters(), storages.values(), strict=True))
     for name, (kept, weight) in kept_weights(model).items():
@@ -61,11 +61,11 @@ def _part(tensor: Tensor) -> Tensor:
 
 
 def refresh(model: nn.Module) -> None:
-    """Quantise the weights of a model's float8 layers once, in a training loop of your own: all calls then take them as
-    they are. Call it before the first step, and again whenever the optimizer or anything else has changed weights.
+    """Quantise the weights of a model's float8 layers once, in a training loop of your own: all calls then use the
+    result. Call it before the first step, and again whenever the optimizer or anything else has changed weights.
 
-    With delayed scaling it also keeps what a backward pass has told as `.grad` of the layers' `amax`, and forgets that:
-    call it after each backward pass. Layers that scale by rows quantise their weights in each call, as ever.
+    With delayed scaling it also stores a backward pass' magnitudes, the `.grad` of the layers' `amax`, and clears it:
+    call it after each backward pass. Layers that scale by rows quantise their weights in each call anyway.
 
     Raises:
         UserError: no such layer in the model, sharded weights, or delayed scaling of a layer that was called twice.
@@ -93,8 +93,8 @@ def refresh(model: nn.Module) -> None:
 
 
 def check_told_once(names: Sequence[str], seen: Tensor) -> None:
-    """Raise a UserError if layers have told largest magnitudes several times, which then are sums. (layers, 3), the
-    third how often."""
+    """Raise a UserError if layers' magnitudes are sums over several calls. `seen` is (layers, 3), the third the number
+    of calls."""
     if several := [(name, int(times)) for name, times in zip(names, seen[:, 2].tolist(), strict=True) if times > 1]:
         name, times = several[0]
         raise UserError(
@@ -108,8 +108,8 @@ class Float8State:
     """The state of a model's float8 layers, which changes from one optimizer step to the next, outside the graph."""
 
     def __init__(self, model: nn.Module, storages: Mapping[str, Storage], layout: Layout, compute: torch.dtype) -> None:
-        """Take a model at rest, or a pipeline stage of it, how its workspaces lie, and the dtype that its weights are
-        computed in: a workspace is made as a call without one would make it."""
+        """Initialize from a model in its storage layout, or a pipeline stage of it, its workspaces' storage layouts,
+        and the weights' compute dtype: a workspace equals that of a call without one."""
         kept = kept_weights(model)
         self._cached = [
             _Cached(*each, storages[name + _WORKSPACE]) for name, each in kept.items() if each[0].weight_q is not None
@@ -121,8 +121,8 @@ class Float8State:
     def refresh(self, anew: bool = True) -> None:
         """Quantise the weights, in place; all ranks together. If not `anew`, only if a step was taken since.
 
-        A scale is one of all ranks that hold a part of the weight, or of an expert's. Under tensor parallelism each
-        rank multiplies its own part, by that part's scale.
+        A scale is shared by all ranks with a shard of the weight, or of an expert's. Under tensor parallelism each rank
+        multiplies its own shard, with that shard's scale.
         """
         if self._is_fresh and not anew:
             return
@@ -135,14 +135,14 @@ class Float8State:
 
     @torch.no_grad()
     def take(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Keep the largest magnitudes of a step's microbatches, over all ranks, and give the rest of its state."""
+        """Store the largest magnitudes of a step's microbatches, over all ranks, and return the rest of its state."""
         self._is_fresh = False
         if self._delayed:
             seen = torch.stack([state[name] for name in self._delayed])
             for axis in (FSDP, DP_REPLICATE, TP):  # of a pipeline, the ranks of this stage
                 if self._layout.degree(axis) > 1:
                     dist.all_reduce(seen, dist.ReduceOp.MAX, self._layout.group(axis))
-            if self._is_first:  # to look is to wait for the device, and a model calls its layers alike in each step
+            if self._is_first:  # checking waits for the device, and a model calls its layers alike in each step
                 check_told_once(list(self._delayed), seen)
                 self._is_first = False
             for kept, row in zip(self._delayed.values(), seen, strict=True):
@@ -151,19 +151,19 @@ class Float8State:
 
 
 class _Cached(NamedTuple):
-    """What is kept of a weight, the weight, and how its workspace lies."""
+    """A weight, its quantization state, and its workspace's storage layout."""
 
     kept: Kept
     weight: Tensor
     storage: Storage
 
     def own(self, scales: Tensor) -> Tensor:
-        """Give the scales of the experts that this rank has a part of; a view."""
+        """Return the scales of the experts in this rank's shard; a view."""
         return scales.narrow(0, *self.storage.local_range) if scales.dim() and self.storage.dim == 0 else scales
 
 
 def _refresh(weights: Sequence[_Cached], compute: torch.dtype) -> None:
-    """Quantise weights that the same ranks hold parts of; one message agrees on their scales."""
+    """Quantise weights that are sharded over the same ranks; one all-reduce gives their common scales."""
     magnitudes = []
     for each in weights:
         assert each.kept.weight_scale is not None

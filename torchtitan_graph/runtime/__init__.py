@@ -1,1 +1,1 @@
-"""How a graph runs: watched, in pieces that a GPU records, cut for a pipeline."""
+"""Run a graph: with a profiler or stopwatch, as CUDA graphs, or partitioned for a pipeline."""

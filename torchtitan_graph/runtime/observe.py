@@ -1,7 +1,7 @@
-"""Watch a graph while it runs: by module for a profiler, by work and waiting for a stopwatch.
+"""Observe a graph while it runs: by module for a profiler, by work and waiting for a stopwatch.
 
-Each way of watching is a copy of the graph with calls between its nodes, made when it is first needed: a run that
-nobody watches costs nothing, and the same operators run in the same order in any case.
+Each kind of observation is a copy of the graph with calls between its nodes, made when it is first needed: an
+unobserved run costs nothing, and the same operators run in the same order in any case.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _UNSAFE = re.compile(r'[\x00-\x1f"\\]')
 
 
 class Watchable:
-    """A graph as a function of one list, which it empties; watched where a profiler or a stopwatch runs. A profiler is
-    told the graph's `meta["name"]`."""
+    """A graph as a function of one list, which it empties; observed where a profiler or a stopwatch runs. A profiler's
+    events have the graph's `meta["name"]`."""
 
     def __init__(self, gm: GraphModule) -> None:
         self._gm, self._add_spans = gm, partial(add_spans, name=gm.meta.get("name", "graph"))
@@ -50,8 +50,9 @@ class Watchable:
 
 
 def add_spans(graph: Graph, name: str) -> None:
-    """Let a profiler see modules, `forward layers.0` around `forward layers.0.attention`, and in them the nodes of the
-    graph of that name, with the words of `_words`. What runs a graph of its own, as compiled code does, is one node."""
+    """Insert profiler spans of modules, `forward layers.0` around `forward layers.0.attention`, and in them of the
+    nodes of the graph of that name, with the arguments of `_words`. A node that runs a graph of its own, as compiled
+    code does, is one span."""
     is_open: list[tuple[str, Node]] = []
     for node in list(graph.nodes):
         if node.op != "output" and (node.op != "call_function" or node.target is operator.getitem):
@@ -73,7 +74,7 @@ def add_spans(graph: Graph, name: str) -> None:
 
 
 def _words(node: Node, graph: str) -> dict[str, str]:
-    """Say which node it is, and where and by whom it was made; `analysis/measured.py` reads the first two, and the
+    """Return a profiler event's arguments: the node and its origin; `analysis/measured.py` reads the first two, and the
     value's shape. A trace's writer escapes nothing."""
     places = " | ".join(map(shown, call_hierarchy(node)))
     words = {
@@ -89,7 +90,7 @@ def _words(node: Node, graph: str) -> dict[str, str]:
 
 
 def _span_names(node: Node) -> list[str]:
-    """Give the spans around a node, the outermost first; a number in a module's name belongs to the word before."""
+    """Return the spans around a node, the outermost first; a number in a module's name belongs to the word before."""
     phase, parts = meta.phase(node), re.findall(r"[^.]+(?:\.\d+)?", _UNSAFE.sub("?", meta.module(node)))
     return [phase] + [f"{phase} {'.'.join(parts[: i + 1])}" for i in range(len(parts))]
 
@@ -105,7 +106,7 @@ def _end_span(span: Any) -> None:
 
 
 def add_marks(graph: Graph) -> None:
-    """Let the stopwatch see where the graph waits for a collective, and where that ends."""
+    """Insert the stopwatch's marks before and after each wait for a collective."""
     for node in graph.find_nodes(op="call_function", target=WAIT):
         with graph.inserting_before(node):
             graph.call_function(mark)
@@ -114,10 +115,9 @@ def add_marks(graph: Graph) -> None:
 
 
 class Stopwatch:
-    """The time that graphs work on this device, waits for other ranks left out.
+    """The time that graphs work on this device, without waits for other ranks.
 
-    On a GPU the marks are events in the stream that computes: time that it stands still, waiting for a collective's,
-    is no work.
+    On a GPU the marks are events in the stream that computes: time that it waits for a collective's is no work.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -145,7 +145,7 @@ _stopwatch: Stopwatch | None = None
 
 @contextlib.contextmanager
 def stopwatch(device: torch.device) -> Iterator[Stopwatch]:
-    """Time what graphs do inside."""
+    """Time the work of graphs inside."""
     global _stopwatch
     _stopwatch = Stopwatch(device)
     try:
@@ -155,6 +155,6 @@ def stopwatch(device: torch.device) -> Iterator[Stopwatch]:
 
 
 def mark() -> None:
-    """Let the stopwatch, where one runs, see that work begins, or that it ends."""
+    """Mark the begin or end of work in the active stopwatch, if there is one."""
     if _stopwatch is not None:
         _stopwatch.mark()

@@ -1,14 +1,14 @@
-"""Cut the graph of a pipeline stage into parts that run at different times of a step.
+"""Partition the graph of a pipeline stage into parts that run at different times of a step.
 
     gather     once a step: weights, from their shards
     forward    of a microbatch
     backward   of a microbatch; or its two halves
-      input      what the stage before waits for: the gradient of the stage's input
-      weight     the gradients of the weights, which nobody waits for
+      input      the gradient of the stage's input, for which the previous stage waits
+      weight     the gradients of the weights, for which no stage waits
     reduce     once a step: gradients, summed over the microbatches, to their shards
 
-A stage is traced whole and all passes but those after the cut have run on it: a part's nodes are the graph's own. They
-are told apart by their role, their phase and by what they are computed from.
+A stage is traced whole and all passes except those after the partitioning have run on it: a part's nodes are the
+graph's own. They are distinguished by their role, their phase and their inputs.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import copy_node, is_view, value
 from torchtitan_graph.graph.signature import Signature, Slot, input_nodes, layout_of, output_nodes
 
-ONCE_A_STEP = ("gather", "reduce")  # the parts that no microbatch runs
+ONCE_A_STEP = ("gather", "reduce")  # the parts that run once a step, not by microbatch
 
 
 class Part(NamedTuple):
-    """Some nodes as a graph of their own. Inputs and outputs are values of the whole graph, by their names there."""
+    """A part's graph. Inputs and outputs are values of the whole graph, by their names there."""
 
     gm: GraphModule
     reads: tuple[str, ...]
@@ -35,11 +35,11 @@ class Part(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """A stage's parts, in the order in which they run for a microbatch, and what its values are called in them.
+    """A stage's parts, in the order in which they run for a microbatch, and the names of its values.
 
     by_name   the parts
     outputs   kind -> name of an output -> the value
-    sums      the values that are to be summed over the microbatches for `reduce`
+    sums      the values that are summed over the microbatches for `reduce`
     """
 
     by_name: Mapping[str, Part]
@@ -48,7 +48,8 @@ class Parts(NamedTuple):
 
 
 def part_of(node: Node, *, gather_once: bool) -> str:
-    """Give the part of a stage that a node will be in, backward being one: what passes before the cut go by."""
+    """Return the part of a stage that a node will be in, with backward as one: the partition function of passes before
+    the partitioning."""
     role = meta.role(node)
     if role == meta.REDUCE or (role == meta.GATHER and gather_once):
         return role
@@ -56,15 +57,14 @@ def part_of(node: Node, *, gather_once: bool) -> str:
 
 
 def partition(gm: GraphModule, *, gather_once: bool, split_backward: bool) -> Parts:
-    """Cut the graph of a stage.
+    """Partition the graph of a stage.
 
-    Views of weights and constants are made again in each part that reads them: a view that is kept from one part to
-    another would hold a gathered weight.
+    Views of weights and constants are computed again in each part that reads them: a view saved from one part to
+    another would keep a gathered weight.
 
     Args:
         gather_once: weights are gathered in a part of their own; else by each microbatch's forward and backward.
-        split_backward: backward in two halves; else in one, whose nodes then stand as they were traced, which holds
-            less at a time.
+        split_backward: backward in two halves; else in one, in the traced order of nodes, which has a lower peak.
     """
     outputs = {kind: output_nodes(gm, kind) for kind in ("loss", "output", "state", "grad")}
     nodes = [n for n in gm.graph.nodes if n.op in ("call_function", "get_attr")]
@@ -78,7 +78,8 @@ def partition(gm: GraphModule, *, gather_once: bool, split_backward: bool) -> Pa
     sums = [n for n in gm.graph.nodes if n not in reduce and (n in grads or any(user in reduce for user in n.users))]
 
     def part(inside: Set[Node], gives: Iterable[Node], readers: Iterable[Node] = ()) -> Part:
-        """Cut a part out that gives these values, and what the later nodes `readers` read of it."""
+        """Return the part of the nodes `inside`, with outputs `gives` and the values that the later nodes `readers`
+        read."""
         later = set(readers)
         crossing = [n for n in nodes if n in inside and not later.isdisjoint(n.users) and not _is_tuple(n)]
         return _cut(gm, inside | free, list(dict.fromkeys([*gives, *crossing])))
@@ -104,8 +105,8 @@ def partition(gm: GraphModule, *, gather_once: bool, split_backward: bool) -> Pa
 
 
 def _made_in_backward(gm: GraphModule, nodes: Sequence[Node]) -> set[Node]:
-    """Give the nodes of backward, and what is made of the gradient that it begins with, whatever its phase: a pass may
-    have put something there."""
+    """Return the nodes of backward, and all that depend on the incoming gradient, whatever their phase: a pass may have
+    inserted some."""
     late = {node for name, node in input_nodes(gm, "input").items() if name == "dy"}
     for node in nodes:
         if meta.phase(node) == "backward" or not late.isdisjoint(node.all_input_nodes):
@@ -114,7 +115,7 @@ def _made_in_backward(gm: GraphModule, nodes: Sequence[Node]) -> set[Node]:
 
 
 def _remade(nodes: Sequence[Node], late: Set[Node], weights: Set[Node]) -> set[Node]:
-    """Give what costs nothing to make again: constants, subgraphs, and forward's views of `weights`."""
+    """Return the nodes that are free to compute again: constants, subgraphs, and forward's views of `weights`."""
     seen = set(weights)
     for node in nodes:
         if node.op == "get_attr" or (is_view(node) and node not in late and node.args[0] in seen):
@@ -123,8 +124,7 @@ def _remade(nodes: Sequence[Node], late: Set[Node], weights: Set[Node]) -> set[N
 
 
 def _needed_for(wanted: Iterable[Node], nodes: Sequence[Node]) -> set[Node]:
-    """Give those of the nodes that the wanted ones are computed from. A tuple does not leave a part: what is taken out
-    of it stays with it."""
+    """Return the nodes that `wanted` depends on. A tuple does not leave a part: its picked elements stay with it."""
     needed, found = set(wanted), set()
     for node in reversed(nodes):
         if node in needed:

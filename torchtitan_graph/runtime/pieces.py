@@ -1,7 +1,7 @@
-"""Run a graph in pieces that a device records once and replays; what can't be recorded runs between them as it is.
+"""Run a graph in pieces that a device records once and replays; calls that can't be recorded run eagerly between them.
 
-A replay does what was recorded in the same memory: inputs are copied to where they lay, and results stay where they
-are. On a GPU it is one launch for hundreds of kernels (a CUDA graph).
+A replay runs the recorded work in the same memory: inputs are copied to their recorded addresses, and results stay in
+place. On a GPU it is one launch for hundreds of kernels (a CUDA graph).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torchtitan_graph.ops.experts import reads_host
 from torchtitan_graph.runtime.observe import WAIT, Watchable, mark
 
 _OWN = torch.ops.torchtitan_graph
-# What gives as much whatever the number of rows.
+# The size of their results does not depend on the number of rows.
 _BY_GROUP = (
     _OWN.grouped_outer.default,
     _OWN.grouped_sum.default,
@@ -38,26 +38,26 @@ _UNSAFE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torc
 
 
 class Recorder(Protocol):
-    """What a device keeps of some work."""
+    """A device's recording of some work."""
 
     def record(self, run: Callable[[], list[Tensor]]) -> list[Tensor]:
-        """Run the work once, and give its results; each replay writes them anew in the same memory."""
+        """Run the work once, and return its results; each replay overwrites them."""
         ...
 
     def replay(self) -> None: ...
 
     def reset(self) -> None:
-        """Forget the work, and give its memory back."""
+        """Delete the recording, and free its memory."""
         ...
 
 
 class Replayed:
-    """A graph as a function of one list, which it empties: run as it is in its first call, in which libraries warm up,
+    """A graph as a function of one list, which it empties: eager in its first call, in which libraries warm up,
     recorded in the second, and replayed from then on.
 
-    Parameters, buffers, the optimizer's state and what the graph writes to are used where they lie: if one has moved,
-    the graph is recorded anew. Other inputs are copied. Gradients are given in the memory that every replay writes to;
-    other results are copies.
+    Parameters, buffers, the optimizer's state and tensors that the graph writes to are used in place: if the address of
+    one has changed, the graph is recorded again. Other inputs are copied. Gradients are returned in the memory that
+    every replay overwrites; other results are copies.
     """
 
     def __init__(self, gm: GraphModule, new_recorder: Callable[[], Recorder]) -> None:
@@ -96,7 +96,7 @@ class Replayed:
 
 
 class _Recording:
-    """A graph's pieces, recorded for inputs that lie where they lie."""
+    """A graph's pieces, recorded for inputs at fixed addresses."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class _Recording:
         last = {node: i for i, piece in enumerate(pieces) for node in piece.reads}
         last |= dict.fromkeys(outputs, len(pieces))
         recorded = {node for piece in pieces if piece.is_recorded for node in piece.reads}
-        loose: set[Node] = set()  # what a piece that is not recorded gives to others like it, in each run anew
+        loose: set[Node] = set()  # results of unrecorded pieces for others, new in each run
         for i, piece in enumerate(pieces):
             given = [values[node] for node in piece.reads]
             if piece.is_recorded:
@@ -149,7 +149,7 @@ class _Recording:
 
 
 class Piece(NamedTuple):
-    """Nodes that run one after the other, whether they can be recorded, and the values that they read and give."""
+    """Nodes that run one after the other, whether they can be recorded, and their inputs and outputs."""
 
     run: Callable[[list[Tensor]], list[Tensor]]
     reads: list[Node]
@@ -166,7 +166,7 @@ def _replay(recorder: Recorder, loose: dict[Node, Tensor]) -> None:
 
 
 def _run_loose(piece: Piece, held: dict[Node, Tensor], fixed: dict[Node, Tensor], loose: dict[Node, Tensor]) -> None:
-    """Run a piece that is not recorded; what recorded ones read of it is copied to where they read it."""
+    """Run an unrecorded piece; results that recorded ones read are copied to the recorded addresses."""
     made = piece.run([held[node] if node in held else loose[node] for node in piece.reads])
     for node, x in zip(piece.gives, made, strict=True):
         if node in fixed:
@@ -176,7 +176,7 @@ def _run_loose(piece: Piece, held: dict[Node, Tensor], fixed: dict[Node, Tensor]
 
 
 def overwrite(old: Tensor, new: Tensor) -> None:
-    """Copy to where another tensor of this layout lies; what is there once and shown often, once."""
+    """Copy to the memory of another tensor of this layout; an expanded dimension once."""
     for dim, stride in enumerate(old.stride()):
         if stride == 0 and old.shape[dim] > 1:
             old, new = old.narrow(dim, 0, 1), new.narrow(dim, 0, 1)
@@ -187,11 +187,11 @@ def overwrite(old: Tensor, new: Tensor) -> None:
 
 
 def cut_into_pieces(gm: GraphModule) -> list[Piece]:
-    """Cut a graph where it meets what can't be recorded, its nodes in their order.
+    """Split a graph into pieces, in order, at nodes that can't be recorded.
 
-    That is what reads a tensor on the host, rows of which there is any number (on the ranks that hold experts), what
-    goes from device to device, and operators and functions that are not ours or torch's. A collective that is under way
-    at a cut is not recorded either.
+    These are nodes that read a tensor on the host, have a data-dependent number of rows (on the ranks that hold
+    experts), copy between devices, or call operators and functions that are not ours or torch's. A collective that is
+    in flight at a split is not recorded either.
     """
     calls = [node for node in gm.graph.nodes if node.op == "call_function"]
     unrecorded = _unrecorded(calls)
@@ -210,7 +210,7 @@ def cut_into_pieces(gm: GraphModule) -> list[Piece]:
 
 
 def _unrecorded(calls: Sequence[Node]) -> set[Node]:
-    away: set[Node] = set()  # what has any number of rows
+    away: set[Node] = set()  # values with a data-dependent number of rows
     found: set[Node] = set()
     for node in calls:
         reads_rows = not away.isdisjoint(node.all_input_nodes)
@@ -224,7 +224,7 @@ def _unrecorded(calls: Sequence[Node]) -> set[Node]:
 
 
 def _under_way(calls: Sequence[Node], unrecorded: set[Node]) -> set[Node]:
-    """Give the collectives, with their waits, that begin before a cut and end after it, or don't begin in a piece."""
+    """Return the collectives, with their waits, that are in flight at a split, or don't begin in a piece."""
     place = {node: i for i, node in enumerate(calls)}
     spans = []
     for wait in (node for node in calls if node.target is WAIT):
@@ -247,7 +247,7 @@ def _is_recordable(node: Node) -> bool:
     if node.target is operator.getitem or isinstance(node.target, torch._ops.HigherOrderOperator):
         return True
     if not isinstance(node.target, torch._ops.OpOverload):
-        return meta.region(node) is not None  # Inductor's; a function of the user's may do anything
+        return meta.region(node) is not None  # Inductor's; a user's function may do anything
     if node.target.namespace not in _KNOWN or not _UNSAFE.isdisjoint(node.target.tags):
         return False
     if node.target is torch.ops.aten.index_put.default and (fills := _fills(node)) is not None:
@@ -259,8 +259,8 @@ def _is_recordable(node: Node) -> bool:
 
 
 def _fills(node: Node) -> bool | None:
-    """Tell of `x[mask] = number` whether it fills in a constant, as an embedding that ranks share does; None without a
-    mask. The host reads a mask, but for one number in its own memory: with that torch fills."""
+    """Return whether `x[mask] = number` fills in a constant, as an embedding that ranks share does; None without a
+    mask. The host reads a mask, except for one number in its own memory: with that torch fills."""
     args: Any = node.args
     _, indices, number, *_ = args
     dtypes = [value(x).dtype for x in indices if x is not None]
@@ -286,6 +286,6 @@ def _piece(gm: GraphModule, nodes: list[Node], is_recorded: bool) -> Piece:
 
 
 def _written(gm: GraphModule) -> set[Node]:
-    """Give the nodes whose memory is written to in place."""
+    """Return the nodes whose memory is written to in place."""
     owner = owners(gm)
     return {owner[source] for node in gm.graph.nodes for source, is_write in aliased(node) if is_write}

@@ -1,4 +1,4 @@
 """Every private torch name that the project uses, by subject: why, and what would replace it.
 
-Releases of torch differ only here. A subject imports no other.
+Differences between releases of torch are only here. A subject imports no other.
 """

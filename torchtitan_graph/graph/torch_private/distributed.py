@@ -1,4 +1,4 @@
-"""Groups of processes, DTensors, and the index of a checkpoint."""
+"""Process groups, DTensors, and the index of a checkpoint."""
 
 import datetime
 import functools
@@ -37,13 +37,13 @@ StridedShard = _StridedShard
 def dtensor_spec(
     mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, dtype: torch.dtype
 ) -> DTensorSpec:
-    """Describe a DTensor, for `make_dtensor`."""
+    """Return the spec of a DTensor, for `make_dtensor`."""
     return DTensorSpec(mesh, placements, TensorMeta(shape, torch.empty(shape, device="meta").stride(), dtype))
 
 
 def make_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """Wrap a local tensor. `DTensor.from_local` does the same through an autograd function, and describes it anew, at
-    many times the cost, which is paid for every gradient of every step."""
+    """Return a DTensor of a local tensor. `DTensor.from_local` does the same through an autograd function, with a new
+    spec, at many times the cost, which is paid for every gradient of every step."""
     return DTensor(local, spec, requires_grad=False)
 
 
@@ -51,10 +51,11 @@ _fake_stands_for = ""
 
 
 def init_fake_process_group(world_size: int, rank: int = 0, stands_for: str = "nccl") -> None:
-    """Start a process group of any size in which this process is one rank and nothing is sent. Tests' own, so far.
+    """Initialize a fake process group of any size: this process is one rank, and nothing is sent. torch has it for
+    its own tests.
 
-    One may follow another in a process, so what DTensor remembers is cleared: it takes meshes of the same ranks for
-    one, and would go on with the groups of the world before. `stands_for`: the backend whose copies a forecast counts.
+    One may follow another in a process, so DTensor's caches are cleared: meshes of the same ranks compare equal there,
+    and the previous world's groups would be used. `stands_for`: the backend whose copies a forecast counts.
     """
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -66,14 +67,14 @@ def init_fake_process_group(world_size: int, rank: int = 0, stands_for: str = "n
 
 
 def ranks_of_group(name: str) -> list[int]:
-    """Give the ranks of a group by its name, which is all that a graph's collectives know of it. Replaced when
-    functional collectives take groups."""
+    """Return the ranks of a group by its name, all that a graph's collectives have of it. Replaced when functional
+    collectives take groups."""
     return torch.distributed.get_process_group_ranks(_resolve_process_group(name))  # type: ignore[arg-type, unused-ignore]
 
 
 def is_gloo(group: str) -> bool:
-    """Tell whether gloo carries a group's collectives, or a fake group stands for gloo, by the group's name; of an
-    unknown one it does not. Replaced as `ranks_of_group`."""
+    """Return whether a group's collectives run on gloo, or on a fake group in place of gloo, by the group's name; False
+    for an unknown one. Replaced as `ranks_of_group`."""
     try:
         backend = torch.distributed.get_backend(_resolve_process_group(group))  # type: ignore[arg-type, unused-ignore]
         return (_fake_stands_for if backend == "fake" else backend) == "gloo"
@@ -82,16 +83,16 @@ def is_gloo(group: str) -> bool:
 
 
 def name_group(name: str, group: torch.distributed.ProcessGroup) -> None:
-    """Let collectives find a group by that name too. Replaced as `ranks_of_group`."""
+    """Register a group under a further name for collectives. Replaced as `ranks_of_group`."""
     torch._C._distributed_c10d._register_process_group(name, group)  # type: ignore[arg-type, unused-ignore]
 
 
 @functools.cache
 def one_thread_per_gloo_group() -> None:
-    """Let each gloo group that is made from now on run its collectives in one thread, one after the other.
+    """Make every later gloo group run its collectives in one thread, one after the other.
 
-    torch starts two for each network interface, and both write the name of what they finished into one string of the
-    group, without a lock (`ProcessGroupGloo::runLoop`; 2.11 to 2.15): if two collectives of a group end at the same
+    torch starts two for each network interface, and both write the name of the finished collective into one string of
+    the group, without a lock (`ProcessGroupGloo::runLoop`; 2.11 to 2.15): if two collectives of a group end at the same
     moment, the heap is corrupt. No argument of `init_process_group` or `new_group` sets the number. A lock in torch
     would replace this.
     """
@@ -116,15 +117,16 @@ def one_thread_per_gloo_group() -> None:
 
 
 def set_timeout(group: torch.distributed.ProcessGroup, seconds: int) -> None:
-    """Change how long a collective of a live group may take: before 2.15 public API sets it only at the start."""
+    """Change the timeout of a live group's collectives: before 2.15 public API sets it only at the start."""
     public = getattr(torch.distributed, "set_timeout", None)
     (public or _set_pg_timeout)(datetime.timedelta(seconds=seconds), group)
 
 
-# Where in which file a tensor is, as the pickled `.metadata` has it. An index in JSON would replace it.
+# A tensor's file and place in it, as in the pickled `.metadata`. An index in JSON would replace it.
 StorageInfo = _StorageInfo
 
-# What the pickled `.metadata` calls for a tensor's layout and its memory format. An index in JSON would replace it.
+# The functions that the pickled `.metadata` calls for a tensor's layout and its memory format. An index in JSON would
+# replace it.
 METADATA_GETTERS = {
     ("torch.serialization", "_get_layout"),
     ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),

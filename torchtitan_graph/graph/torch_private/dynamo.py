@@ -1,4 +1,4 @@
-"""Dynamo takes a function as one graph, and says what that rests on."""
+"""Capture a function as one graph by Dynamo, with the guards of that graph."""
 
 import contextlib
 import functools
@@ -20,35 +20,36 @@ from torchtitan_graph.graph.torch_private.fake import FakeTensorMode
 
 
 def fake_mode_for_dynamo(env: ShapeEnv) -> FakeTensorMode:
-    """Give a mode whose fake tensors Dynamo takes as a function's arguments and state; `env` has their sizes that are
-    symbols. Dynamo makes others of its own for these."""
+    """Return a mode whose fake tensors Dynamo accepts as a function's arguments and state; `env` has the symbols of
+    their sizes. Dynamo replaces these by others."""
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
 
 
-# Guards on tensors: a graph's signature says more of them. On sizes: see `StrictCapture.holds`. The last is what is
-# set around a call, see below.
+# Left out: guards on tensors, as a graph's signature states more of them; on sizes, see `StrictCapture.holds`; the last
+# is of the state set around a call, see below.
 _NOT_GUARDED = {"TENSOR_MATCH", "DIMENSION_DYNAMIC_MARKING_GUARD", "NO_TENSOR_ALIASING", "DUPLICATE_INPUT"}
 _NOT_GUARDED |= {"DTENSOR_SPEC_MATCH", "SHAPE_ENV", "GLOBAL_STATE"}
 
-# Of that state: the graph is run under `no_grad` and without autocast, which the tracer checks; threads change nothing.
+# Parts of that state: the graph runs under `no_grad` and without autocast, which the tracer checks; threads change
+# nothing.
 _MAY_CHANGE = {"grad_mode", "autocast_state", "num_threads"}
 
 
 class NotCaptured(Exception):
-    """Say why Dynamo can't take a function as one graph, and the line where."""
+    """The reason why Dynamo can't capture a function as one graph, and the line."""
 
 
 class StrictCapture(NamedTuple):
-    """What Dynamo took of a function.
+    """Dynamo's capture of a function.
 
     gm        the graph
-    sources   where each of its inputs is found, as an expression of the function's names in L and globals in G
-    changed   the same of what the function changes that is no result, and the line where
-    guards    what has to be so, each an expression of these names and the line that reads them
+    sources   for each of its inputs, an expression of the function's names in L and globals in G
+    changed   the same for side effects that are no result, and the line
+    guards    the graph's conditions, each an expression of these names and the line that reads them
     inputs    (*arguments) -> the graph's inputs
     result    (the graph's outputs, arguments) -> the function's result
-    holds     (arguments) -> what it supposes of sizes, of those of these arguments, and where the function needs it
-    violated  (arguments) -> one of the guards that is not so; empty if all are
+    holds     (arguments) -> for each assumption on sizes, whether these arguments meet it, and the line that needs it
+    violated  (arguments) -> one violated guard; empty if there is none
     """
 
     gm: torch.fx.GraphModule
@@ -64,11 +65,11 @@ class StrictCapture(NamedTuple):
 def capture_strictly(
     fn: Callable[..., Any], arguments: tuple[Any, ...], new_guards: Callable[[], list[Any]]
 ) -> StrictCapture:
-    """Let Dynamo take a function as one graph, from torch 2.13 on. `torch.export` would replace it if it kept guards
-    and took a function that closes over its module; `torch.compile(fullgraph=True)` if it gave its graph.
+    """Capture a function as one graph by Dynamo, from torch 2.13 on. `torch.export` would replace it if it kept guards
+    and accepted a function that closes over its module; `torch.compile(fullgraph=True)` if it returned its graph.
 
     Args:
-        new_guards: makes the list to which Dynamo appends what it compares sizes to; `where` lists the places.
+        new_guards: returns the list to which Dynamo appends its guards on sizes; `where` lists their lines.
 
     Raises:
         NotCaptured: why Dynamo can't.
@@ -89,8 +90,8 @@ def capture_strictly(
 
     regions = importlib.import_module("torch._higher_order_ops.invoke_subgraph")  # an operator has the module's name
     strict: dict[str, Any] = dict(specialize_int=True, specialize_float=True, automatic_dynamic_shapes=False)
-    strict |= dict(skip_nnmodule_hook_guards=False)  # a hook that is added later is to be noticed
-    strict |= dict(replay_side_effects=False, side_effect_replay_policy="warn")  # told of, see `_seen_changes`
+    strict |= dict(skip_nnmodule_hook_guards=False)  # a hook that is added later must violate a guard
+    strict |= dict(replay_side_effects=False, side_effect_replay_policy="warn")  # reported by `_seen_changes`
     strict |= dict(skip_fwd_side_effects_in_bwd_under_checkpoint=True)  # else a region may not append to a list
     with (
         torch._dynamo.config.patch(strict),
@@ -107,7 +108,7 @@ def capture_strictly(
             out = fullgraph_capture(fn, arguments, {})
         except TorchDynamoException as error:
             raise NotCaptured(_why(error)) from error
-        except RuntimeError as error:  # what a region returns can't be its graph's output, such as a set of tensors
+        except RuntimeError as error:  # a region's result can't be its graph's output, such as a set of tensors
             raise NotCaptured(_why(error)) from error
         if out.backend_input is None:
             raise NotCaptured("the function computes nothing of tensors")
@@ -124,7 +125,7 @@ def capture_strictly(
 
         scope = {"L": _get_frame(fn, arguments).locals, "G": found.f_globals}
         symbols = {symbol for guard in guards for symbol in guard.expr.free_symbols}
-        sizes = {symbol: eval(env.var_to_sources[symbol][0].name, scope) for symbol in symbols}  # of Dynamo's making
+        sizes = {symbol: eval(env.var_to_sources[symbol][0].name, scope) for symbol in symbols}  # Dynamo's own text
         compared = [sympy_interp(PythonReferenceAnalysis, sizes, guard.expr) for guard in guards]
         return [*zip(compared, guards.where, strict=True)]
 
@@ -149,18 +150,18 @@ def capture_strictly(
 
 
 def _call(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Stand for a `nested_compile_region`, as it does without Dynamo: it may then return and change what it likes.
-    Dynamo's operator would give all layers the first one's names, and compute forward again in backward."""
+    """Call a `nested_compile_region` as it runs without Dynamo: then it may return and change anything. Dynamo's
+    operator would name all layers as the first one, and recompute forward in backward."""
     return fn(*args, **kwargs)
 
 
-WRAPPERS = (tag_activation_checkpoint, wrap)  # Dynamo's operators that take a graph, and give what it gives
+WRAPPERS = (tag_activation_checkpoint, wrap)  # Dynamo's operators that take a graph, and return its results
 
 
 def run_wrapped(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
-    """Run in place of one of these `run(graph, *inputs)`, a checkpointed region's by `torch.utils.checkpoint` as
-    without Dynamo. torch's own kernel of that region, made for `torch.compile`, computes more again than backward
-    needs, and fails where the region writes to a value of its own.
+    """Return `run(graph, *inputs)` for one of these operators, a checkpointed region's by `torch.utils.checkpoint` as
+    without Dynamo. torch's own kernel of that region, made for `torch.compile`, recomputes more than backward needs,
+    and fails where the region writes to a value of its own.
     """
     body, *inputs = args
     run = functools.partial(run, body)
@@ -171,7 +172,7 @@ def run_wrapped(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run:
 
 
 def _why(error: Any) -> str:
-    """Give a sentence or two of Dynamo's page of an error, and the author's line."""
+    """Return one or two sentences of Dynamo's long error message, and the author's line."""
     first, *more = str(error).strip().splitlines()
     explained = [line.strip().removeprefix("Explanation: ") for line in more if "Explanation: " in line]
     where = _line(getattr(error, "real_stack", None) or ())
@@ -179,16 +180,18 @@ def _why(error: Any) -> str:
 
 
 def _line(frames: Iterable[Any]) -> str:
-    """Give the author's line that a stack of Dynamo's leads to, nothing if it has none."""
+    """Return the author's line in one of Dynamo's stacks, "" if it has none."""
     own = [frame for frame in frames if not Path(frame.filename).is_relative_to(Path(torch.__file__).parent)]
     return "".join(f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}" for frame in own[-1:])
 
 
 @contextlib.contextmanager
 def _seen_changes() -> Iterator[dict[str, str]]:
-    """Give what the functions that Dynamo takes meanwhile change: attributes, or a list or dict itself; and where.
+    """Yield a dictionary of side effects of the functions that Dynamo captures meanwhile: an attribute, or a list or
+    dict itself, and its line.
 
-    Dynamo warns of the objects alone, and forgets the rest when it is done."""
+    Dynamo warns of the objects alone, and discards the rest at the end.
+    """
     from torch._dynamo.output_graph import OutputGraph
 
     found: dict[str, str] = {}
@@ -197,7 +200,7 @@ def _seen_changes() -> Iterator[dict[str, str]]:
     def seen(graph: Any, **options: bool) -> list[str]:
         sources, effects = of_torch(graph, **options), graph.side_effects
         for x in effects._get_modified_vars():
-            with contextlib.suppress(NotImplementedError):  # what the function made itself has no name
+            with contextlib.suppress(NotImplementedError):  # an object that the function itself made has no name
                 if x.source is not None and x.source.name in sources:
                     names = [f"{x.source.name}.{name}" for name in effects.store_attr_mutations.get(x, ())]
                     line = _line(next(reversed(effects.mutation_user_stacks.get(x, [])), ()))
@@ -212,7 +215,7 @@ def _seen_changes() -> Iterator[dict[str, str]]:
 
 
 def _said(manager: Any) -> list[str]:
-    """List what a tree of guards checks."""
+    """Return the conditions in a tree of guards."""
     own = [each for guard in manager.get_leaf_guards() for each in guard.verbose_code_parts()]
     pairs = manager.get_key_value_managers().values() if hasattr(manager, "get_key_value_managers") else ()
     below = [*manager.get_child_managers(), *(each for pair in pairs for each in pair if each is not None)]
@@ -220,22 +223,22 @@ def _said(manager: Any) -> list[str]:
 
 
 def _is_of_python(guard: Any) -> bool:
-    """Tell a guard of Dynamo that is none on a tensor, nor on what parameters have (they are stored in another layout
-    than they are captured in), nor on what `_call` stood for."""
+    """Return whether a Dynamo guard is on Python state: not on a tensor, nor on attributes of parameters (they are
+    stored in another layout than they are captured in), nor on the function that `_call` replaces."""
     left_out = r"\._(parameters|buffers)\['[^']+'\]|invoke_subgraph_placeholder"
     is_tensor = isinstance(guard.value, torch.Tensor)
     return guard.guard_type not in _NOT_GUARDED and not is_tensor and not re.search(left_out, guard.orig_guard.name)
 
 
 def _with_line(guard: str) -> tuple[str, str]:
-    """Give a guard's expression, and in brackets the author's line if it has one."""
+    """Return a guard's expression, and in brackets the author's line if it has one."""
     code, *comments = re.split(r"\s+# ", re.sub(r"\s*\(HINT: .*\)$", "", guard.strip()))
-    comments = [re.sub(r"[^ ]*/([^ /]+/[^ /]+:)", r"\1", each) for each in comments]  # no more of a path than it takes
+    comments = [re.sub(r"[^ ]*/([^ /]+/[^ /]+:)", r"\1", each) for each in comments]  # shorten paths to folder and file
     return code, f" ({', '.join(comments)})" if comments else ""
 
 
 def _with_value(guard: str, scope: dict[str, Any]) -> str:
-    """Say a guard that is not so in words: the expression, the author's line, what the value is now."""
+    """Return a violated guard as text: the expression, the author's line, the current value."""
     code, where = _with_line(guard)
     if identity := re.match(r"___check_(type|obj)_id\((.+), \d+\)(?:, type=(.+))?", code):
         what, subject, kind = identity.groups()
@@ -244,9 +247,9 @@ def _with_value(guard: str, scope: dict[str, Any]) -> str:
         return f"{own[2]}.{own[1]} being that of its class{where}"
     if gone := re.match(r"(?:KeyError|AttributeError|IndexError) on (.+)", code):
         return f"{gone[1]}{where}, which is gone"
-    code = re.sub(r"^(len\(.+\)) != ", r"\1 == ", code)  # of a dict Dynamo gives the reason, not the guard
+    code = re.sub(r"^(len\(.+\)) != ", r"\1 == ", code)  # for a dict Dynamo returns the reason, not the guard
     try:
-        value = eval(re.split(r" (?:==|is) ", code.removeprefix("not "))[0], scope)  # of Dynamo's making
-    except Exception:  # it uses names of Dynamo's own
+        value = eval(re.split(r" (?:==|is) ", code.removeprefix("not "))[0], scope)  # Dynamo's own text
+    except Exception:  # it uses Dynamo's own names
         return f"{code}{where}"
     return f"{code}{where}, and it is {reprlib.repr(value)} now"

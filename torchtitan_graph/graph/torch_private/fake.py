@@ -1,4 +1,4 @@
-"""Tensors without numbers, laid out as torch's kernels lay out their results; what is live is never written to."""
+"""Fake tensors with the strides of a device's own kernels; tensors with data are never written to."""
 
 import traceback
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ aten = ops.aten
 
 
 class WritesToLive(Exception):
-    """An operator would write to a tensor that holds numbers: the operator, and Python's stack."""
+    """An operator would write to a tensor with data: the operator, and Python's stack."""
 
     def __init__(self, func: Any, stack: traceback.StackSummary) -> None:
         super().__init__(f"{func} writes to a tensor that holds numbers")
@@ -26,21 +26,21 @@ class WritesToLive(Exception):
 
 
 class NeedsSymbols(Exception):
-    """A loop whose number of rounds only a run knows is traced with symbols, for which the mode has no place."""
+    """A loop whose number of rounds depends on data needs symbols, and the mode has no `shape_env`."""
 
 
 class FakeTensorMode(_FakeTensorMode):
-    """torch's mode for tensors without numbers, but that it never writes to one with numbers, and that it says the
-    strides of a device's own kernels.
+    """torch's fake tensor mode, except that it never writes to a tensor with data, and has the strides of a device's
+    own kernels.
 
-    Of an operator whose tensors all have numbers torch computes the result while it traces; in place too. And for many
-    operators it takes the strides from Python's version of them, which orders the inputs otherwise than the kernel.
-    Replaced when it does neither.
+    torch computes an operator's result while it traces if all its tensors have data; in place too. And for many
+    operators it takes the strides from their decompositions in Python, which order the inputs otherwise than the
+    kernel. Replaced when it does neither.
 
-    Of higher-order operators torch finds the rules for its own class alone.
+    torch looks up fake rules of higher-order operators only for its own class.
 
-    live: the tensors with numbers that operators were given, by their identity, and what `.grad` each had at first.
-    watch: is called with each operator and what it is given.
+    live: the tensors with data among operators' arguments, by their identity, with the first `.grad` of each.
+    watch: is called with each operator and its arguments.
     """
 
     supports_higher_order_operators = True
@@ -77,7 +77,7 @@ class FakeTensorMode(_FakeTensorMode):
             return pytree.tree_map_only(Tensor, lambda x: _laid_out(x, strides), result)
 
     def _keep_live(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Note the tensors with numbers among an operator's arguments; refuse to write to them."""
+        """Record the tensors with data among an operator's arguments; raise WritesToLive if it would write to one."""
         for i, given in enumerate((*args, *kwargs.values())):
             for x in given if isinstance(given, (list, tuple)) else (given,):
                 if type(x) is not Tensor and type(x) is not torch.nn.Parameter:
@@ -88,7 +88,7 @@ class FakeTensorMode(_FakeTensorMode):
 
 
 def _writes(func: Any, number: int, args: Any, kwargs: Any) -> bool:
-    """Tell whether an operator writes to what stands at this place of its arguments and keywords."""
+    """Return whether an operator writes to the argument at this index of its positional and keyword arguments."""
     if not isinstance(func, torch._ops.OpOverload) or not func._schema.is_mutable:
         return False
     name = func._schema.arguments[number].name if number < len(args) else list(kwargs)[number - len(args)]
@@ -108,7 +108,7 @@ def _contiguous(tensors: Sequence[Tensor]) -> Callable[[Tensor], Sequence[int]]:
 
 
 def _of_iterator(*order: int) -> Rule:
-    """Lay a result out as TensorIterator does, which is given the inputs in this order."""
+    """Return a rule for TensorIterator's result layout, with the inputs in this order."""
 
     def rule(tensors: Sequence[Tensor]) -> Callable[[Tensor], Sequence[int]]:
         inputs = torch.broadcast_tensors(*(tensors[i] for i in order))
@@ -122,7 +122,7 @@ def _as(number: int) -> Rule:
 
 
 def _as_suggested_by(number: int) -> Rule:
-    """Lay results of an image's rank out by channels where the input is, or without gaps."""
+    """Return a rule for channels-last results where the input is channels last, else contiguous ones."""
 
     def rule(tensors: Sequence[Tensor]) -> Callable[[Tensor], Sequence[int]]:
         wanted = torch._prims_common.suggest_memory_format(tensors[number])
@@ -131,7 +131,7 @@ def _as_suggested_by(number: int) -> Rule:
     return rule
 
 
-# How a kernel lays out its results, where torch's Python version says otherwise, by the places of its tensors.
+# Result layouts of kernels where torch's Python version differs, by the indices of their tensors.
 _STRIDES: dict[Any, Rule] = {
     **dict.fromkeys(
         (

@@ -1,7 +1,7 @@
-"""Flash attention of rows cut into segments, each causal by itself, forward and backward.
+"""Flash attention in segments of rows, each causal by itself, forward and backward.
 
-torch calls these kernels in `torch.nn.attention.varlen.varlen_attn`, whose CPU has none, and whose autograd can't be
-part of an operator of our own. A public backward would replace them.
+torch calls these kernels in `torch.nn.attention.varlen.varlen_attn`, which has none for a CPU, and whose autograd can't
+be part of an operator of our own. A public backward would replace them.
 """
 
 import torch
@@ -9,14 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 aten = torch.ops.aten
-WIDEST = 256  # of the heads that a GPU's kernels take
+WIDEST = 256  # heads' widest, for a GPU's kernels
 
 
 def varlen_forward(
     q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, begins: Tensor, longest: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attend on a GPU; `begins` has the first token of each segment and, last, T. Also gives the logarithms (N, T) of
-    the sums of exponentials."""
+    """Return attention on a GPU, and the logarithms (N, T) of the sums of exponentials; `begins` has the first token of
+    each segment and, last, T."""
     out_TNH, lse_NT, *_ = aten._flash_attention_forward(
         *map(_aligned, (q_TNH, k_TKH, v_TKH)), begins, begins, longest, longest, 0.0, True, False, scale=scale
     )
@@ -34,9 +34,9 @@ def varlen_backward(
     longest: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Give the gradients of queries, keys and values on a GPU: always the same bits where torch is asked for
+    """Return the gradients of queries, keys and values on a GPU: bitwise reproducible where torch is asked for
     deterministic algorithms."""
-    unread = q_TNH.new_empty(2, dtype=torch.uint64)  # of dropout, which there is none of
+    unread = q_TNH.new_empty(2, dtype=torch.uint64)  # dropout's state; there is no dropout
     given = map(_aligned, (d_out_TNH, q_TNH, k_TKH, v_TKH, out_TNH))
     gradients = aten._flash_attention_backward(
         *given, lse_NT, begins, begins, longest, longest, 0.0, True, unread, unread, scale=scale
@@ -46,12 +46,12 @@ def varlen_backward(
 
 
 def _aligned(x_TNH: Tensor) -> Tensor:
-    """Widen heads to a multiple of eight: the kernels read whole words of 16 bytes."""
+    """Pad heads to a multiple of eight: the kernels read whole words of 16 bytes."""
     return F.pad(x_TNH, (0, -x_TNH.shape[-1] % 8)) if x_TNH.shape[-1] % 8 else x_TNH
 
 
 def causal_forward(q_NLH: Tensor, k_NLH: Tensor, v_NLH: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Attend within one segment on a CPU; also gives the logarithms (N, L) of the sums of exponentials."""
+    """Return attention within one segment on a CPU, and the logarithms (N, L) of the sums of exponentials."""
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
         q_NLH[None], k_NLH[None], v_NLH[None], 0.0, True, scale=scale
     )
@@ -61,7 +61,7 @@ def causal_forward(q_NLH: Tensor, k_NLH: Tensor, v_NLH: Tensor, scale: float) ->
 def causal_backward(
     d_out_NLH: Tensor, q_NLH: Tensor, k_NLH: Tensor, v_NLH: Tensor, out_NLH: Tensor, lse_NL: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Give the gradients of queries, keys and values of one segment on a CPU."""
+    """Return the gradients of queries, keys and values of one segment on a CPU."""
     each = (x[None] for x in (d_out_NLH, q_NLH, k_NLH, v_NLH, out_NLH, lse_NL))
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(*each, 0.0, True, scale=scale)
     return dq[0], dk[0], dv[0]

@@ -1,4 +1,4 @@
-"""Flex attention's own operator, and masks as tensors and a remainder."""
+"""Flex attention's own operator, and block masks as tensors and a remainder."""
 
 import dataclasses
 import functools
@@ -20,7 +20,8 @@ from torchtitan_graph.graph.flex_kernels import flex_kernel_options
 
 @dataclasses.dataclass(frozen=True)
 class _Rule:
-    """A function without the tensors it closes over: two of a kind are equal, whatever their tensors."""
+    """A function without the tensors it closes over: equal for two closures of one function that differ only in
+    tensors."""
 
     code: types.CodeType
     cells: tuple
@@ -29,14 +30,13 @@ class _Rule:
 
 
 class _Hole:
-    """Stands where a tensor was taken out."""
+    """Placeholder of a removed tensor."""
 
 
 def _open_rule(rule: Any) -> tuple[list[torch.Tensor], Any]:
     """Split a mask rule into the tensors it closes over, through nested functions, partials and sequences, and a
-    comparable remainder. torch's own `BlockMask` does so from 2.13 on; 2.11 leaves the tensors where they are, where
-    a trace would take one batch's documents for all batches'.
-    """
+    comparable remainder. torch's own `BlockMask` does so from 2.13 on; 2.11 leaves the tensors in place, where a trace
+    would bake in one batch's documents as constants."""
     tensors: list[torch.Tensor] = []
 
     def take(x: Any) -> Any:
@@ -54,7 +54,7 @@ def _open_rule(rule: Any) -> tuple[list[torch.Tensor], Any]:
 
 
 def _close_rule(tensors: Iterable[torch.Tensor], remainder: Any) -> Any:
-    """Put tensors back into what `_open_rule` left."""
+    """Return the rule of these tensors and the remainder of `_open_rule`."""
     given = iter(tensors)
 
     def put(x: Any) -> Any:
@@ -75,7 +75,7 @@ _OF_QUERIES_AND_KEYS = ("seq_lengths", "BLOCK_SIZE")  # of a block mask: two num
 
 
 def mask_parts(mask: BlockMask) -> tuple[dict[str, Any], tuple]:
-    """Split a block mask into its tensors by name, those of its rule included, its lengths and blocks, which are
+    """Split a block mask into its tensors by name, those of its rule included, its lengths and block sizes, which are
     numbers, and a comparable remainder."""
     of_rule, rule = _open_rule(mask.mask_mod)
     tensors = {name: x for name in BlockMask._TENSOR_ATTRS if (x := getattr(mask, name)) is not None}
@@ -86,7 +86,7 @@ def mask_parts(mask: BlockMask) -> tuple[dict[str, Any], tuple]:
 
 
 def mask_whole(given: Iterable[Any], remainder: tuple) -> BlockMask:
-    """Put a block mask together again."""
+    """Return the block mask of the parts and remainder of `mask_parts`."""
     names, constants, rule = remainder
     given = iter(given)
     parts = dict.fromkeys(BlockMask._TENSOR_ATTRS) | {name: next(given) for name in names} | dict(constants)
@@ -98,8 +98,9 @@ _flex_attention_fake = registered_hop_fake_fns[_flex_attention]  # type: ignore[
 
 
 def _truthful_flex_attention_fake(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
-    """Give what the uncompiled operator gives. torch's own rule says fp32 for the log-sum-exp even where it is fp64: a
-    trace would then round its gradient to fp32. Replaced by torch's, once that follows the queries' dtype."""
+    """Compute fake results with the uncompiled operator's dtypes. torch's own rule has fp32 for the log-sum-exp even
+    where it is fp64: a trace would then round its gradient to fp32. Replaced by torch's, once that follows the queries'
+    dtype."""
     out, *statistics = _flex_attention_fake(*args, **kwargs)
     if out.dtype == torch.float64:
         statistics = [x.double() for x in statistics]
@@ -108,15 +109,15 @@ def _truthful_flex_attention_fake(*args: Any, **kwargs: Any) -> tuple[torch.Tens
 
 registered_hop_fake_fns[_flex_attention] = _truthful_flex_attention_fake  # type: ignore[index]
 
-# What runs the operator and its backward where they are not compiled: functions of the same arguments, exchangeable. A
-# public flex attention for CPUs with gradients would replace them.
+# The functions that run the uncompiled operator and its backward, with the same arguments; they can be replaced. A
+# public flex attention for CPUs with gradients would replace this.
 _UNCOMPILED = DispatchKey.CompositeExplicitAutograd
 dense_flex_attention = _flex_attention.py_kernels[_UNCOMPILED]
 dense_flex_attention_backward = _flex_attention_backward.py_kernels[_UNCOMPILED]
 
 
 def run_flex_attention_with(forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
-    """Let the uncompiled operator and its backward run these."""
+    """Replace the functions that run the uncompiled operator and its backward."""
     _flex_attention.py_kernels[_UNCOMPILED] = forward
     _flex_attention_backward.py_kernels[_UNCOMPILED] = backward
     _flex_attention._dispatch_cache.clear()
@@ -134,15 +135,14 @@ def flex_attention_op(
     scale: float,
     score: ScoreFunction | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run flex attention's own higher-order operator, without the public function around it; give the result and the
-    logarithm of each softmax's denominator, (B, N, L), both with gradients.
+    """Return flex attention by its own higher-order operator, without the public function around it, and the logarithm
+    of each softmax's denominator, (B, N, L), both with gradients.
 
     The public function refuses gradients on a CPU, although the uncompiled operator has them, and compiles its own
     call, which can't happen inside a trace. On CUDA the eager step calls it all the same, compiled: the operator alone
-    would hold every score. A graph leaves the operator to the pass `compile_regions`, which makes the same kernels of
-    it: so it gets the same kernel options, those of a GPU when it is compiled. Rule and score function may close over
-    tensors (a batch's document ids): they are handed to the operator by name, so that a graph takes them from its
-    inputs.
+    would hold every score. A graph leaves the operator to the pass `compile_regions`, which generates the same kernels
+    for it: so it gets the same kernel options, a GPU's when it is compiled. Rule and score function may close over
+    tensors (a batch's document ids): they are passed to the operator as arguments, so that a graph has them as inputs.
     """
     if q_BNLH.is_cuda and not isinstance(q_BNLH, FakeTensor):
         wanted = AuxRequest(lse=True)
@@ -159,7 +159,7 @@ def flex_attention_op(
         )
         return out_BNLH, aux.lse
     options = dict(_apply_kernel_options(q_BNLH, k_BNLH, v_BNLH, True, None))
-    if torch.compiler.is_dynamo_compiling():  # lifts itself what rule and score function close over
+    if torch.compiler.is_dynamo_compiling():  # lifts the closures of rule and score function itself
         out_BNLH, lse_BNL, *_ = _flex_attention(
             q_BNLH, k_BNLH, v_BNLH, score or _no_score_change, mask.as_tuple(), scale, options
         )
@@ -184,12 +184,12 @@ def flex_attention_op(
         tuple(of_score),
         tuple(of_mask),
     )
-    return out_BNLH, lse_BNL * math.log(2)  # the operator counts in powers of two
+    return out_BNLH, lse_BNL * math.log(2)  # the operator uses base-2 logarithms
 
 
 @functools.cache
 def _compiled_flex_attention() -> Callable[..., torch.Tensor]:
-    """Compile the public function for each shape it is called with, as a graph is, never for unknown shapes."""
+    """Compile the public function for each shape it is called with, as a graph is, never for dynamic shapes."""
     return torch.compile(flex_attention, dynamic=False)
 
 

@@ -1,4 +1,4 @@
-"""Inductor makes code of a graph."""
+"""Compile a graph by Inductor."""
 
 import contextlib
 import difflib
@@ -19,14 +19,14 @@ def compile_by_inductor(
 ) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
     """Compile a graph that returns a tuple of tensors, for inputs of these layouts; nothing is allocated.
 
-    What it gives takes the inputs as a list, which it empties: one that nobody else holds is freed after its last use
-    inside. `standalone_compile`, which is public, holds them all till it returns.
+    The compiled function takes the inputs as a list, which it empties: an input without other references is freed after
+    its last use inside. `standalone_compile`, which is public, holds them all till it returns.
 
-    `torch.fx.passes.regional_inductor` would find and compile regions, but sorts the whole graph anew (undoing where
-    collectives were put), gives regions that touch one set of options, and compiles equal ones again. `torch.compile`
-    would trace, and guard, what is a graph already.
+    `torch.fx.passes.regional_inductor` would find and compile regions, but sorts the whole graph again (undoing the
+    placement of collectives), gives adjacent regions one set of options, and compiles equal ones again. `torch.compile`
+    would trace, and guard, a graph again.
     """
-    import torch._inductor.config  # with Dynamo it is a third of the time that the trainer's imports take
+    import torch._inductor.config  # with Dynamo it is a third of the trainer's import time
 
     fake_mode = FakeTensorMode(shape_env=ShapeEnv())
     with fake_mode:
@@ -47,7 +47,7 @@ def compile_by_inductor(
 
 @contextlib.contextmanager
 def _same_bits_each_run() -> Iterator[None]:
-    """Generate no atomic additions, whose order no two runs share, and on a GPU no reductions chosen by timing."""
+    """Forbid atomic additions, whose order differs from run to run, and on a GPU reductions chosen by timing."""
     was, only_warns = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -60,7 +60,7 @@ def _same_bits_each_run() -> Iterator[None]:
 
 
 def inductor_options(settings: Iterable[str]) -> dict[str, Any]:
-    """Read settings `name=value` of `torch._inductor.config`.
+    """Return the options of `torch._inductor.config` in settings `name=value`.
 
     Raises:
         UserError: a name that is no option of Inductor, or a value of another type than the option's.

@@ -1,4 +1,4 @@
-"""Torch's schedules of pipelines, as lists."""
+"""torch's pipeline schedules, as lists."""
 
 import types
 from collections.abc import Iterable, Sequence
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 
 class PipelineAction(NamedTuple):
-    """What a rank of a pipeline does next: `kind`, as torch writes it, of a stage and a microbatch. F is forward, B
+    """An action of a pipeline's rank: `kind`, as torch writes it, of a stage and a microbatch. F is forward, B
     backward, I and W its halves (for the input, for the weights); the others are messages."""
 
     kind: str
@@ -14,15 +14,15 @@ class PipelineAction(NamedTuple):
     microbatch: int
 
 
-_KINDS = ("F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B")  # of torch's; a rank gathers when it likes
+_KINDS = ("F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B")  # torch's, without all-gathers
 
 
 def pipeline_order(
     schedule: str, num_ranks: int, stages_per_rank: int, num_microbatches: int
 ) -> list[list[PipelineAction]]:
-    """Give what each rank of a pipeline computes, in order, by torch's schedule of that name.
+    """Return the actions of each rank of a pipeline, in order, by torch's schedule of that name.
 
-    Only the lists are torch's: no process group and no stage is there. `PipelineStage` itself, public, runs modules
+    Only the lists are torch's: there is no process group and no stage. `PipelineStage` itself, public, runs modules
     under autograd, and can't run a graph's parts.
 
     Raises:
@@ -39,11 +39,11 @@ def pipeline_order(
 def with_messages(
     orders: Sequence[Sequence[PipelineAction]], num_stages: int, num_microbatches: int
 ) -> tuple[list[list[PipelineAction]], list[int]]:
-    """Put sends and receives into what ranks compute, in an order in which none waits for ever; give the rank of each
-    stage too.
+    """Return the ranks' actions with sends and receives inserted, in an order without deadlock, and the rank of each
+    stage.
 
     Raises:
-        AssertionError: a rank would wait for ever, or something is missing, twice or in two places.
+        AssertionError: a rank would wait for ever, or an action is missing, twice or in two places.
     """
     from torch.distributed.pipelining import schedules
 
@@ -65,7 +65,7 @@ def _stub_stages(num_ranks: int, num_stages: int) -> list[Any]:
 
 
 def _flat(actions: Iterable[Any]) -> list[PipelineAction]:
-    """Give torch's actions as ours; of those that it runs side by side, one after the other."""
+    """Return torch's actions as `PipelineAction`s; combined ones one after the other."""
     parts = [part for action in actions if action is not None for part in action.sub_actions or [action]]
     return [
         PipelineAction(part.computation_type.value, part.stage_index, part.microbatch_index)

@@ -1,4 +1,4 @@
-"""Sizes and numbers that only a call knows: marks, symbols, and what a graph computes of them."""
+"""Dynamic sizes: torch's marks on dimensions, symbols, and their arithmetic in a graph."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -12,16 +12,16 @@ from torchtitan_graph.graph.torch_private.fake import FakeTensorMode
 
 
 def export_dims() -> tuple[type, type]:
-    """Give the classes of what `torch.export.Dim` makes of `2 * dim`, and of Dim.DYNAMIC and Dim.AUTO: neither has a
-    public name."""
+    """Return the classes of `2 * dim` for a `torch.export.Dim`, and of Dim.DYNAMIC and Dim.AUTO: neither has a public
+    name."""
     from torch.export.dynamic_shapes import _DerivedDim, _DimHint  # late: a third of a second that few runs need
 
     return _DerivedDim, _DimHint
 
 
 class Mark(NamedTuple):
-    """A dimension that `torch._dynamo`'s functions marked: whether its size may be used, must not be one number, and
-    lies between what; what those are called that are equal; and whether code was asked for some of its sizes."""
+    """A dimension marked by `torch._dynamo`'s functions: whether it is unbacked, whether it must stay dynamic, its
+    bounds, the name shared by dimensions of equal size, and whether code was asked for some of its sizes."""
 
     dim: int
     unbacked: bool
@@ -33,7 +33,7 @@ class Mark(NamedTuple):
 
 
 def dynamic_marks(tensor: torch.Tensor) -> list[Mark]:
-    """Give the marks on a tensor, of dimensions that it does not have too. `mark_dynamic` and its like keep them in
+    """Return the marks on a tensor, also of dimensions that it does not have. `mark_dynamic` and its like keep them in
     attributes, which no function reads back."""
     bounds = {x.dim: (x.min, x.max) for x in getattr(tensor, "_dynamo_dynamic_range", ())}
     bounds |= getattr(tensor, "_dynamo_unbacked_bounds", {})
@@ -54,13 +54,13 @@ def dynamic_marks(tensor: torch.Tensor) -> list[Mark]:
 
 
 class SymbolicFakeTensorMode(FakeTensorMode):
-    """A mode for tensors without numbers whose sizes are symbols.
+    """The fake tensor mode for sizes that are symbols.
 
-    The C++ that tells the shape of a padded tensor takes no symbols. torch has the same in Python, and calls it only
-    under its Python dispatcher, which would also replace `matmul` by parts that may round in another way than eager's.
+    The C++ shape rule of a padded tensor takes no symbols. torch has the same in Python, and calls it only under its
+    Python dispatcher, which would also decompose `matmul` into parts that may round otherwise than eager's.
 
-    What is computed of small tensors with numbers, such as `torch.tensor(2.0)`, torch computes while it traces. It
-    would do so with floats and booleans that only a run knows too (with integers it does not), and take nan for them.
+    Results of small tensors with data, such as `torch.tensor(2.0)`, are computed by torch while it traces. It would do
+    so with floats and booleans that depend on data too (with integers it does not), and use nan for them.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -80,20 +80,20 @@ class SymbolicFakeTensorMode(FakeTensorMode):
         return fake
 
 
-# Promise that a relation of symbols holds: documented, but with an underscore.
+# Assume that a relation of symbols holds: documented, but with an underscore.
 require = torch._check
 
 
 def new_symbol(
     env: ShapeEnv, name: str, size: int, unbacked: bool, low: int | None = None, high: int | None = None
 ) -> Any:
-    """Make a symbol for a size; `torch.export` does it by way of a source that its own front end has. The bounds decide
-    what a trace compares an unbacked size to; of another the size that is traced does."""
+    """Return a new symbol for a size; `torch.export` makes one by way of a source of its own front end. Comparisons of
+    an unbacked size are decided by its bounds; of a backed one by the traced size."""
     from torch._dynamo.source import ConstantSource  # late, for it takes a second
 
     source = ConstantSource(name)
     if unbacked:
-        with env.ignore_fresh_unbacked_symbols():  # else the first operator is taken for what made it
+        with env.ignore_fresh_unbacked_symbols():  # else the first operator would be recorded as its producer
             symbol = env.create_unbacked_symint(source)
         constrain_range(symbol, min=low or 0, max=high)
         return symbol
@@ -103,20 +103,20 @@ def new_symbol(
 
 
 def is_symbolic(x: Any) -> bool:
-    """Tell a number that a trace has a symbol for. torch names the three classes together in a module of its own."""
+    """Return whether a value is a symbolic number. torch has no public name for its three classes together."""
     return isinstance(x, torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
 def hint(x: Any, unbacked: Mapping[Any, int]) -> Any:
-    """Give a number as it was when it was traced; `int` of a symbol would fix it. There is no public name for that, and
-    of unbacked symbols torch does not know it."""
+    """Return a number's value at tracing; `int` of a symbol would specialize it. There is no public name for that, and
+    torch does not know the value of unbacked symbols."""
     if not is_symbolic(x):
         return x
     return x.node.hint if x.node.has_hint() else int(x.node.expr.xreplace(unbacked))
 
 
 def compute(graph: torch.fx.Graph, expression: Any, of: Mapping[Any, torch.fx.Node]) -> torch.fx.Node:
-    """Insert the arithmetic of an expression of symbols, and give its last node, as torch does for its own checks."""
+    """Insert the arithmetic of an expression of symbols, as torch does for its own checks, and return its last node."""
     from torch.utils._sympy.interp import sympy_interp
     from torch.utils._sympy.reference import PythonReferenceAnalysis
 
@@ -131,7 +131,8 @@ def compute(graph: torch.fx.Graph, expression: Any, of: Mapping[Any, torch.fx.No
 
 
 def add_runtime_checks(gm: torch.fx.GraphModule, env: ShapeEnv) -> None:
-    """Let a graph check what `torch._check` promised of sizes that only a run knows, as `torch.export`'s graphs do."""
+    """Insert runtime assertions of the relations that `torch._check` assumed of unbacked sizes, as in `torch.export`'s
+    graphs."""
     from torch.fx.passes.runtime_assert import insert_deferred_runtime_asserts
 
     insert_deferred_runtime_asserts(gm, env, "trace")

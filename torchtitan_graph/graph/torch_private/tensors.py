@@ -1,4 +1,4 @@
-"""Tensors, parameters and optimizers: what public names don't tell of them, or do one by one."""
+"""Tensors, parameters and optimizers: attributes without public names, and operators on many tensors at once."""
 
 from collections.abc import Iterable
 
@@ -22,9 +22,8 @@ __all__ = [
     "scaled_mm",
 ]
 
-# What torch notes in modules and optimizers as they are called: warnings that were given, checks that were made, the
-# weights of a recurrent layer as they were last seen, what a fused step is told by attributes. Nothing of a later call
-# depends on it. There is no list of it.
+# Attributes that torch sets in modules and optimizers as they are called: warnings given, checks made, a recurrent
+# layer's weights as last seen, a fused step's arguments. No later call depends on them. torch has no list of them.
 KEPT_BY_TORCH = frozenset(
     {
         "_flat_weight_refs",
@@ -40,19 +39,19 @@ KEPT_BY_TORCH = frozenset(
 
 
 def mark_as_parameter(tensor: torch.Tensor) -> None:
-    """Let `isinstance(tensor, torch.nn.Parameter)` hold of a tensor that is no leaf, as a real parameter must be. torch
-    has the mark for subclasses of tensors, and no public name for it."""
+    """Make `isinstance(tensor, torch.nn.Parameter)` true of a tensor that is no leaf, as a real parameter must be.
+    torch has the mark for subclasses of tensors, and no public name for it."""
     tensor._is_param = True  # type: ignore[attr-defined]
 
 
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:
-    """Tell whether somebody registered a hook on a parameter's gradient; public API only adds and removes them."""
+    """Return whether a hook is registered on a parameter's gradient; public API only adds and removes them."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether somebody registered a hook on the step of this optimizer, or of all; public API only adds and
-    removes them."""
+    """Return whether a hook is registered on the step of this optimizer, or of all; public API only adds and removes
+    them."""
     return bool(
         optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
@@ -62,15 +61,15 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def num_writes(tensor: torch.Tensor) -> int:
-    """Count how often a tensor was written to in place. Autograd's own counter; there is no public one."""
+    """Return how often a tensor was written to in place. Autograd's own counter; there is no public one."""
     return tensor._version
 
 
 def scaled_mm(
     a_MK: torch.Tensor, scale_a: torch.Tensor, b_NK: torch.Tensor, scale_b: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Multiply float8 numbers on a GPU, b transposed; scales are scalars, or (M, 1) and (N, 1). The kernel wants the
-    first by rows, the second by columns. `F.scaled_mm` would replace it, once its words for scales settle."""
+    """Return the product of float8 matrices on a GPU, b transposed; scales are scalars, or (M, 1) and (N, 1). The
+    kernel requires row-major a and column-major b. `F.scaled_mm` would replace it, once its names for scales settle."""
     return torch._scaled_mm(
         a_MK.contiguous(), b_NK.contiguous().t(), scale_a=scale_a, scale_b=scale_b.t(), out_dtype=dtype
     )
@@ -83,20 +82,20 @@ def multiply(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
 
 
 def accumulate(sums: list[torch.Tensor], terms: list[torch.Tensor]) -> None:
-    """Add to each tensor, in place, the other one at its place, many in one kernel. There is no public form."""
+    """Add each term to its tensor, in place, many in one kernel. There is no public form."""
     torch._foreach_add_(sums, terms)
 
 
 def count_step(optimizer: torch.optim.Optimizer) -> None:
-    """Let a schedule know that the optimizer's step was taken, though by a graph: it warns of a step of its own that
-    comes first. torch sets this where `step` is called; there is no public form."""
+    """Mark an optimizer's step as called, for a schedule that warns if its own step comes first, when a graph ran the
+    step. torch sets this where `step` is called; there is no public form."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def free_gradient_dtype(parameters: Iterable[torch.Tensor], replicated: torch.dtype | None) -> None:
-    """Let the leaves' gradients keep the dtype that autograd gives them, where the installed FSDP2 does so (2.15 on):
-    with bf16 parameters a norm's weight then has an fp32 gradient, which is reduced unrounded. There what is replicated
-    over tensor parallelism has gradients of the dtype `replicated`, in which their parts are added."""
+    """Set the leaves' `grad_dtype` to None, autograd's own dtype, where the installed FSDP2 does so (2.15 on): with
+    bf16 parameters a norm's weight then has an fp32 gradient, which is reduced unrounded. There, gradients of
+    parameters replicated over tensor parallelism have the dtype `replicated`, in which their parts are added."""
     if hasattr(FSDPParamGroup, "_set_unsharded_grad_dtypes"):
         for parameter in parameters:
             is_replicated = isinstance(parameter, DTensor) and any(p.is_replicate() for p in parameter.placements)

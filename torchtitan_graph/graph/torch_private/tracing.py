@@ -1,4 +1,4 @@
-"""Traces, and FX graphs: what records nodes and says where they come from, and how a graph is held and run."""
+"""Tracing FX graphs: annotations and origins of nodes, and graphs as functions."""
 
 import contextlib
 import copy
@@ -46,23 +46,22 @@ __all__ = [
 
 
 def reparametrize(module: torch.nn.Module, state: dict[str, torch.Tensor]) -> contextlib.AbstractContextManager:
-    """Swap `state` (by name) into the live module; tied names follow. `torch.func.functional_call` would replace it
-    if it could run a function that closes over the module instead of the module's own forward."""
-    # What a shared module has under two names is swapped twice: what was there first is put back last.
+    """Swap `state` (by name) into the live module; tied names follow. `torch.func.functional_call` would replace it if
+    it could run a function that closes over the module instead of the module's own forward."""
+    # A shared module's tensors are swapped twice, under both names: the originals are restored last.
     return _reparametrize_module(module, state, tie_weights=True, stack_weights=True)
 
 
 def ignore_profiler_in_recomputation() -> None:
-    """Let selective checkpointing pass the profiler's marks by: FSDP2 makes some in a block's forward where experts in
-    it are sharded apart, and others when the block is recomputed. torch takes its list for complete; it has no other
-    way in."""
+    """Make selective checkpointing ignore the profiler's marks: FSDP2 makes some in a block's forward where experts in
+    it are sharded apart, and others when the block is recomputed. torch has no public way to extend its list."""
     marks = torch.ops.profiler
     SAC_IGNORED_OPS.update({marks._record_function_enter_new.default, marks._record_function_exit._RecordFunction})
 
 
 @contextlib.contextmanager
 def annotated(**words: Any) -> Iterator[None]:
-    """Let nodes made inside carry these words. torch's own `annotate` writes into the dictionary that it finds: a trace
+    """Annotate nodes made inside with these words. torch's own `annotate` writes into the current dictionary: a trace
     inside the trace (flex attention's) shares it with the outer one, which would keep the words."""
     before = fx_traceback.current_meta.get("custom", {})
     fx_traceback.current_meta["custom"] = {**before, **words}
@@ -74,8 +73,8 @@ def annotated(**words: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def made_for(node: torch.fx.Node) -> Iterator[None]:
-    """Let nodes made inside carry what this one does, and what nodes made now would carry. FX's Interpreter leaves out
-    the second: what a region computes again in backward would then be of forward."""
+    """Annotate nodes made inside as this one, on top of the current annotations. FX's Interpreter leaves out the
+    latter: a region's recomputation in backward would then count as forward."""
     before = fx_traceback.current_meta
     words = {**(before.get("custom") or {}), **node.meta.get("custom", {})}
     fx_traceback.current_meta = {**before, **node.meta, "custom": words}
@@ -86,16 +85,16 @@ def made_for(node: torch.fx.Node) -> Iterator[None]:
 
 
 def current_words() -> dict[str, Any]:
-    """Give the words that nodes made now would carry."""
+    """Return the annotations of nodes made now."""
     return dict(fx_traceback.current_meta.get("custom") or {})
 
 
 @contextlib.contextmanager
 def trace_set_aside(words: dict[str, Any]) -> Iterator[None]:
-    """Set aside the trace that is being made, so that another can be made inside, whose nodes carry these words.
+    """Suspend the current trace, so that another can run inside, whose nodes are annotated with these words.
 
-    What is kept for the node at hand (a stack, a sequence number of autograd) is of the outer trace. torch has no
-    public way to trace inside a trace.
+    The current node's metadata (a stack, a sequence number of autograd) is the outer trace's. torch has no public way
+    to trace inside a trace.
     """
     before, fx_traceback.current_meta = fx_traceback.current_meta, {"custom": words}
     try:
@@ -107,9 +106,10 @@ def trace_set_aside(words: dict[str, Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _marked_backward(module: torch.nn.Module | None) -> Iterator[types.CodeType]:
-    """Let every node made by the autograd engine carry `phase: backward` and the sequence number of its forward op.
-    Give the code that enters the engine. Refuse gradients of the module's live parameters: in the trace others stand
-    in their places.
+    """Annotate every node made by the autograd engine with `phase: backward` and the sequence number of its forward op.
+
+    Yield the code that enters the engine. Raise a UserError for gradients of the module's live parameters: in the trace
+    others replace them.
 
     The engine is entered at one place, `torch.autograd._engine_run_backward`, by `grad` and `backward` alike. Public
     hooks on autograd nodes can't see the sequence number; the AOT helper that does is the same from 2.11 to 2.15.
@@ -123,22 +123,22 @@ def _marked_backward(module: torch.nn.Module | None) -> Iterator[types.CodeType]
                 f"the traced function differentiates by {', '.join(outside)} as listed outside of it, where a graph has"
                 " inputs instead: list parameters inside, as list(model.parameters())"
             )
-        # A leaf or a gradient edge has no grad_fn; the engine reports it better than we could.
+        # A leaf or a gradient edge has no grad_fn; the engine's own error is better.
         logging_utils.setup_stacktrace_preservation_hooks(
             [t.grad_fn for t in tensors if getattr(t, "grad_fn", None) is not None]
         )
-        # No module: one that is called in there computes something again, for a checkpointed region.
+        # No module: a module call in there is a checkpointed region's recomputation.
         try:
             with annotated(phase="backward", module=""):
                 return inner(tensors, *args, **kwargs)
         except BaseException:
-            logging_utils.callback_set = False  # else no later backward would forget its last stack
+            logging_utils.callback_set = False  # else no later backward would clear its last stack
             raise
 
     hooked = torch.Tensor.register_hook
 
     def register_hook(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
-        # The engine calls it before it tells the helper's hooks which operator is next: the one that made the tensor.
+        # The engine calls it before the helper's hooks learn the next operator: the one that made the tensor.
         @functools.wraps(hook)
         def call(grad: torch.Tensor) -> Any:
             fx_traceback.set_grad_fn_seq_nr(torch._C._current_autograd_node()._sequence_nr())
@@ -160,8 +160,8 @@ def _marked_backward(module: torch.nn.Module | None) -> Iterator[types.CodeType]
 
 @contextlib.contextmanager
 def _marked_modules(module: torch.nn.Module | None, recorder: Recorder | None) -> Iterator[None]:
-    """Let every node carry the name of the innermost submodule whose call made it, forward hooks included, and tell the
-    recorder of each call.
+    """Annotate every node with the name of the innermost submodule whose call made it, forward hooks included, and
+    record each call in the recorder.
 
     `make_fx(record_module_stack=True)` records nothing for modules that are called from a plain function. A class may
     have a `__call__` of its own, and call that of its base; and `forward` may be called without it.
@@ -186,7 +186,7 @@ def _marked_modules(module: torch.nn.Module | None, recorder: Recorder | None) -
     def called(inner: Callable[..., Any], begins: Callable[[torch.nn.Module], bool]) -> Callable[..., Any]:
         @functools.wraps(inner)
         def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            # Dynamo, which reads the branches of `torch.cond`, takes nothing that is kept outside of what it reads.
+            # Dynamo, which reads the branches of `torch.cond`, refuses state outside the code that it reads.
             if torch.compiler.is_dynamo_compiling() or not begins(self):
                 return inner(self, *args, **kwargs)
             return enter(self, inner, *args, **kwargs)
@@ -200,7 +200,7 @@ def _marked_modules(module: torch.nn.Module | None, recorder: Recorder | None) -
     before = [(cls, name, vars(cls)[name]) for cls, name in found]
     for cls, name, inner in before:
         begins = begins_forward if name == "forward" else functools.partial(_has_first, cls)
-        # Of a trace inside the trace the outer one's is put aside.
+        # In a trace inside the trace, the outer trace's wrapper is removed.
         setattr(cls, name, called(getattr(inner, "__wrapped__", inner) if _is_ours(inner) else inner, begins))
     try:
         yield
@@ -214,7 +214,7 @@ def _is_ours(function: Any) -> bool:
 
 
 def _own_functions(module: torch.nn.Module | None) -> Iterator[tuple[type, str]]:
-    """Give the classes of a module and its submodules that define `__call__` or `forward`, and which."""
+    """Yield the classes of a module and its submodules that define `__call__` or `forward`, and which of the two."""
     kinds = {type(child): None for child in module.modules()} if module is not None else {}
     for cls in dict.fromkeys(each for kind in kinds for each in kind.__mro__ if issubclass(each, torch.nn.Module)):
         for name in ("__call__", "forward"):
@@ -223,16 +223,16 @@ def _own_functions(module: torch.nn.Module | None) -> Iterator[tuple[type, str]]
 
 
 def _has_first(cls: type, child: torch.nn.Module) -> bool:
-    """Tell whether a module is called by this class' `__call__`, not by way of a subclass' that calls it."""
+    """Return whether this class' `__call__` is the first in a module's MRO, not one that a subclass' calls."""
     return next(each for each in type(child).__mro__ if "__call__" in vars(each)) is cls
 
 
 @contextlib.contextmanager
 def _recorded(recorder: Recorder | None, base: types.CodeType, engine: types.CodeType) -> Iterator[None]:
-    """Let every node carry the place that the recorder tells.
+    """Annotate every node with the recorder's current place.
 
     A node is made at one place, `PythonKeyTracer.create_node`; torch has hooks for it only on a finished graph. A trace
-    inside the trace has a recorder of its own, and must not move this one.
+    inside the trace has a recorder of its own, and must not change this one.
     """
     if recorder is None:
         yield
@@ -256,8 +256,8 @@ def _recorded(recorder: Recorder | None, base: types.CodeType, engine: types.Cod
 
 
 def _author_s_frames(tracer: Any, stack: traceback.StackSummary) -> traceback.StackSummary:
-    """Of the stack that made a node, keep the traced function's own frames. `make_fx` would keep those of functions
-    that are named `forward`."""
+    """Return the traced function's own frames of a node's stack. `make_fx` would keep those of functions that are named
+    `forward`."""
     begin = max((i for i, frame in enumerate(stack) if frame.name == "marked"), default=-1) + 1
     own = [frame for frame in stack[begin:] if not frame.filename.startswith(TRACERS)]
     return traceback.StackSummary.from_list(own)
@@ -271,12 +271,12 @@ def trace_to_graph(
     stack_traces: bool,
     recorder: Recorder | None = None,
 ) -> torch.fx.GraphModule:
-    """Run `fn` on fake plain tensors under `make_fx`, forward and backward marked.
+    """Trace `fn` on fake plain tensors by `make_fx`, with forward and backward marked.
 
-    The tracing context lets higher-order ops give equal subgraphs one name. Multithreaded autograd would lose the
-    thread-local marks. Nested traces happen inside flex attention, which traces its own subgraphs.
+    In a tracing context, higher-order ops name equal subgraphs once. Multithreaded autograd would lose the thread-local
+    marks. Nested traces happen inside flex attention, which traces its own subgraphs.
     """
-    import torch._dynamo.config  # late, for it takes a second: a run on graphs that are read does without
+    import torch._dynamo.config  # late, for it takes a second: a run on graphs from files does without
 
     with (
         fake_mode,
@@ -288,7 +288,7 @@ def trace_to_graph(
         # Code is generated when the graph first runs, not after every pass: a third of the time to build a large one.
         _use_lazy_graph_module(True),
         mock.patch.object(torch.fx.proxy.TracerBase, "_filter_traceback_frames", _author_s_frames),
-        # Else a selective checkpoint computes nothing again, and leaves that to a pass of torch.compile's.
+        # Else a selective checkpoint recomputes nothing, and leaves that to a pass of torch.compile's.
         mock.patch.object(torch.utils.checkpoint, "_is_compiling", lambda func, args, kwargs: False),
     ):
 
@@ -301,16 +301,16 @@ def trace_to_graph(
 
 
 def keeps_its_own_way() -> bool:
-    """Tell whether what backward needs is now kept by functions of the caller's, as `torch.utils.checkpoint` does it:
-    public API only sets them."""
+    """Return whether saved-tensor hooks of the caller's are active, as `torch.utils.checkpoint` sets them: public API
+    only sets them."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def _without_made_up(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """Drop unused operators on tensors that nothing was written to, and those that failed where the function went on.
+    """Erase unused operators on tensors that were never written to, and failed ones after which the function went on.
 
     To learn a result's shape, torch 2.11's DTensor runs operators on empty tensors of the whole shape, and the trace
-    records that: products that nobody needs, and labels that are no classes. That of 2.13 and 2.15 does not.
+    records that: unused products, and labels that are no classes. That of 2.13 and 2.15 does not.
     """
     made_up: dict[torch.fx.Node, None] = {}
     for node in gm.graph.nodes:
@@ -326,14 +326,14 @@ def _without_made_up(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
 
 def set_arguments(node: torch.fx.Node, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Give a new node its arguments. FX's public setters take a node out of its graph's table of operators and put it
-    back, which takes as long as to make the node. Replaced when they don't."""
+    """Set a new node's arguments. FX's public setters remove a node from its graph's table of operators and insert it
+    again, which takes as long as creating the node. Replaced when they don't."""
     node._update_args_kwargs(args, kwargs)
 
 
 def author_s_stack() -> traceback.StackSummary:
-    """Give the stack in the traced function's author's words: while Dynamo reads a function, what it reads; while a
-    node is run again, what made that node; else Python's. torch keeps the first two for its own messages."""
+    """Return the current stack in the traced function: while Dynamo reads a function, Dynamo's; while a node is run
+    again, the node's; else Python's. torch keeps the first two for its own messages."""
     if read := TracingContext.extract_stack():
         return read
     made = re.findall(r'File "(.*)", line (\d+), in (.*)\n +(.*)', fx_traceback.current_meta.get("stack_trace") or "")
@@ -342,9 +342,8 @@ def author_s_stack() -> traceback.StackSummary:
 
 
 def refused_region(error: Exception) -> tuple[str, str, traceback.StackSummary] | None:
-    """Where torch tells on a page why a function that is given to `torch.cond` or its like can't be a graph, give the
-    operator, the reason in a line, and the stack; None if the error is another. Its class is in Dynamo, whose import
-    takes a second."""
+    """Return the operator, the reason in a line, and the stack of torch's error that a function passed to `torch.cond`
+    or its like can't be a graph; None for another error. Its class is in Dynamo, whose import takes a second."""
     if type(error).__name__ != "UncapturedHigherOrderOpError":
         return None
     text = str(error)
@@ -359,16 +358,16 @@ def refused_region(error: Exception) -> tuple[str, str, traceback.StackSummary] 
 
 
 def lazy_graph_module(root: torch.nn.Module, graph: torch.fx.Graph) -> torch.fx.GraphModule:
-    """Give a graph whose code is generated when it first runs, as a traced one's is."""
+    """Return a graph module whose code is generated when it first runs, as a traced one's is."""
     return _LazyGraphModule(root, graph)
 
 
 def boxed(
     gm: torch.fx.GraphModule, edits: Iterable[Callable[[torch.fx.Graph], None]] = ()
 ) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
-    """Give the graph, or an edited copy, as a function of one list, which it empties: an input that nobody else holds
-    is then freed after its last use. Call arguments live until the call returns; FX knows no public form without them.
-    """
+    """Return the graph, or an edited copy, as a function of one list, which it empties: an input without other
+    references is then freed after its last use. Call arguments live until the call returns; FX has no public form
+    without them."""
     graph, edits = gm.graph, list(edits)
     if edits:
         graph = copy.deepcopy(graph)
@@ -376,6 +375,6 @@ def boxed(
         edit(graph)
     plain = graph._codegen
     graph.set_codegen(_BoxedCodeGen())
-    made = torch.fx.GraphModule(gm, graph)  # its code is made now
+    made = torch.fx.GraphModule(gm, graph)  # its code is generated now
     graph.set_codegen(plain)
     return made

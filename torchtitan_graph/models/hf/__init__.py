@@ -1,4 +1,4 @@
-"""Models from and to Hugging Face's folders: config.json and safetensors files, no other code and no pickles."""
+"""Read and write models as Hugging Face folders: config.json and safetensors files, no other code and no pickles."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ __all__ = ["allocate", "check_weights", "choose_model", "from_hf", "load_weights
 def from_hf(
     path: str | Path, dtype: torch.dtype = torch.float32, *, quantized: bool = False, attn: str = "sdpa"
 ) -> Decoder:
-    """Load a model; called with token ids (B, L) it returns logits (B, L, V).
+    """Return a model with the weights in a folder; called with token ids (B, L) it returns logits (B, L, V).
 
     Args:
-        dtype: of the parameters, whatever the files have.
-        quantized: turn DeepSeek's fp8 and gpt_oss's MXFP4 weights back into numbers, which takes 2 to 8 times the room.
+        dtype: the parameters' dtype, whatever the files'.
+        quantized: dequantize DeepSeek's fp8 and gpt_oss's MXFP4 weights, which takes 2 to 8 times the memory.
 
     Raises:
         UserError: an unknown architecture, something in config.json that the family can't express, no safetensors
             files, missing, unknown or differently shaped tensors, or quantized ones although `quantized` is false.
     """
     family, model = new_model(Path(path), attn)
-    check_weights(model, family, Path(path), quantized=quantized)  # before memory is asked for, however much it is
+    check_weights(model, family, Path(path), quantized=quantized)  # before any memory is allocated
     allocate(model, dtype)
     load_weights(model, family, Path(path), quantized=quantized)
     return model
@@ -45,13 +45,13 @@ def to_hf(
     """Write a model as a new folder that transformers loads; `dtype` and `assets` as for `save_weights`.
 
     Raises:
-        UserError: `path` holds something already, or the model is of no family that has `HF_KEYS`.
+        UserError: `path` is not empty, or the model is of no family with `HF_KEYS`.
     """
     save_weights(model, _module_of(model), Path(path), dtype=dtype, assets=Path(assets) if assets else None)
 
 
 def _module_of(model: nn.Module) -> ModuleType:
-    """Find the module of the family that a model is of; FSDP2 puts a class of its own in front."""
+    """Return the module of a model's family; the class that FSDP2 puts before the model's is skipped."""
     modules = [sys.modules[kind.__module__] for kind in type(model).__mro__]
     found = next((module for module in modules if hasattr(module, "HF_KEYS")), None)
     if found is None:
@@ -60,7 +60,8 @@ def _module_of(model: nn.Module) -> ModuleType:
 
 
 def allocate(model: nn.Module, dtype: torch.dtype) -> None:
-    """Put memory under a model on meta: what is tied stays so, unlike with `to_empty`. Buffers are filled."""
+    """Allocate memory for a model on meta: tied parameters stay tied, unlike with `to_empty`. Buffers are
+    initialized."""
     new = {p: nn.Parameter(torch.empty(p.shape, dtype=dtype)) for p in model.parameters()}
     for module in model.modules():
         for leaf, parameter in module._parameters.items():

@@ -1,4 +1,4 @@
-"""What is trained: a flavour of a family's table, or what a Hugging Face folder's config.json says."""
+"""The model to train: a flavour of a family's table, or the configuration in a Hugging Face folder's config.json."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ TOKENIZER_ONLY = "to take only the tokenizer from there, name the file tokenizer
 
 
 def choose_model(job_config: JobConfig, assets: Path | None, tokenizer_vocab_size: int) -> tuple[ModuleType, Decoder]:
-    """Find the family and build its model on meta; `job_config.model` takes up the name and the flavour that are found,
-    and the implementation of attention that is chosen.
+    """Return the family and its model on meta; write the name, the flavour and the implementation of attention back to
+    `job_config.model`.
 
     With a config.json in the folder `assets` (`model.hf_assets_path`), that is the architecture if `model.flavor` is
-    not set, and must agree with the flavour if it is. Weights are not looked at.
+    not set, and must agree with the flavour if it is. Weights are not read.
 
     Raises:
-        UserError: as `load_family` and `build_model`; a family that can't be saved as asked; or config.json
-            contradicts `model.name` or `model.flavor`, or is not of a family or a form that is known.
+        UserError: as `load_family` and `build_model`; a family that can't be saved as asked; or config.json contradicts
+            `model.name` or `model.flavor`, or is of an unknown family or form.
     """
     options, flavor = job_config.model, job_config.model.flavor
     options.attn = choose_attention(job_config)
@@ -60,11 +60,11 @@ def choose_model(job_config: JobConfig, assets: Path | None, tokenizer_vocab_siz
 
 
 def choose_attention(job_config: JobConfig) -> str:
-    """Give "sdpa" or "flex" for `model.attn`, by the device that the job runs on; a dry run's is the one it stands for.
+    """Return "sdpa" or "flex" for `model.attn`, by the job's device, or a dry run's.
 
     Rows are packed from documents, so every mask is more than causal. Of the GPU's kernels only flex attention's,
-    compiled, leave out what it hides, hold no mask of rows x rows, and take grouped keys and values as they are. They
-    have one length of rows. Uncompiled, it holds every score.
+    compiled, skip masked pairs, need no mask of rows x rows, and take grouped keys and values without copies. They need
+    one length of rows. Uncompiled, it holds every score.
     """
     chosen, training = job_config.model.attn, job_config.training
     if chosen != "auto":
@@ -82,7 +82,7 @@ def choose_attention(job_config: JobConfig) -> str:
 
 
 def with_mtp_layers(config: Any, number: int, name: str = "") -> Any:
-    """Give the configuration with that many layers that each predict one more token.
+    """Return the configuration with `number` multi-token-prediction layers.
 
     Raises:
         UserError: the family `name` has none.
@@ -95,7 +95,7 @@ def with_mtp_layers(config: Any, number: int, name: str = "") -> Any:
 
 
 def new_model(path: Path, attn: str = "sdpa") -> tuple[ModuleType, Decoder]:
-    """Build the model that the config.json in `path` describes, on meta; return its family, too.
+    """Return the model of the config.json in `path`, on meta, after its family.
 
     Raises:
         UserError: as `family_of` and `config_of`, or there is no config.json.
@@ -117,7 +117,7 @@ def _on_meta(family: ModuleType, config: Any, attn: str, source: str) -> Decoder
 
 
 def family_of(raw: dict[str, Any], file: Path) -> tuple[str, ModuleType]:
-    """Find the family of this package that a config.json is of, by its `architectures`.
+    """Return the family of a config.json, with its name, by `architectures`.
 
     Raises:
         UserError: there is none.
@@ -133,10 +133,10 @@ def family_of(raw: dict[str, Any], file: Path) -> tuple[str, ModuleType]:
 
 
 def config_of(family: ModuleType, raw: dict[str, Any], file: Path) -> Any:
-    """Read a config.json as the family's configuration.
+    """Return the family's configuration from a config.json.
 
     Raises:
-        UserError: it says something that the family can't express.
+        UserError: the family can't express it.
     """
     try:
         return family.from_hf_config(raw)
@@ -145,7 +145,7 @@ def config_of(family: ModuleType, raw: dict[str, Any], file: Path) -> Any:
 
 
 def is_of(family: ModuleType, raw: dict[str, Any]) -> bool:
-    """Say whether a config.json is of a family."""
+    """Return whether a config.json is of a family."""
     architectures = raw.get("architectures")
     return isinstance(architectures, list) and any(name in family.HF_ARCHITECTURES for name in architectures)
 
@@ -168,6 +168,6 @@ def _check_flavor(name: str, flavor: str, wanted: Any, config: Any, file: Path) 
 
 
 def differences(config: Any, other: Any) -> list[str]:
-    """Say in what two configurations of a family differ."""
+    """Return the differences between two configurations of a family, as text."""
     ours, theirs = dataclasses.asdict(config), dataclasses.asdict(other)
     return [f"{key} is {ours[key]!r} here, {theirs[key]!r} there" for key in ours if ours[key] != theirs[key]]

@@ -1,4 +1,4 @@
-"""A folder of safetensors files: read any box of any tensor, and nothing else; write one that is never half there."""
+"""Folders of safetensors files: read any slice of any tensor, and nothing else; write folders atomically."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Ranges = Sequence[tuple[int, int]]  # (begin, end) in each dim
 
 
 class Folder:
-    """The tensors of a folder, by name. The files are mapped, not read: a box is copied from disk when asked for."""
+    """The tensors of a folder, by name. The files are memory-mapped: a slice is copied from disk when it is read."""
 
     def __init__(self, path: Path):
         """Open the folder.
@@ -49,21 +49,21 @@ class Folder:
         return tuple(self._file_of[name].get_slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
-        """Give the dtype as the format calls it: F32, BF16, F8_E4M3, U8, ..."""
+        """Return the dtype by the format's name: F32, BF16, F8_E4M3, U8, ..."""
         return self._file_of[name].get_slice(name).get_dtype()
 
     def read(self, name: str, ranges: Ranges) -> Tensor:
-        """Copy a box of a tensor into memory, in the dtype it is stored in."""
+        """Return a copy of a slice of a tensor, in its stored dtype."""
         if not ranges:
             return self._file_of[name].get_tensor(name)
         return self._file_of[name].get_slice(name)[tuple(slice(*r) for r in ranges)]
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Read a file of one JSON object.
+    """Return the object in a JSON file.
 
     Raises:
-        UserError: it is not there, or something else.
+        UserError: there is no such file, or it is no JSON object.
     """
     try:
         return small_files.read_json(file, dict[str, Any])
@@ -108,15 +108,15 @@ def _open(file: Path) -> Any:
 
 
 class NewFolder:
-    """A folder that is written beside its place as `NAME.tmp`, and put there once it is whole and on disk."""
+    """A folder that is written as `NAME.tmp` next to its destination, and renamed once it is whole and on disk."""
 
     def __init__(self, path: Path, replace: bool = False):
-        """Make the empty `NAME.tmp`; what killed saves left beside it is deleted.
+        """Create the empty `NAME.tmp`; leftovers of killed saves are deleted.
 
         Raises:
-            UserError: `path` is a file, or holds something and `replace` is false.
+            UserError: `path` is a file, or not empty and `replace` is false.
         """
-        path = path.resolve()  # a link stays, and what it leads to is made
+        path = path.resolve()  # a link stays, and its target is created
         if path.is_file() or (path.is_dir() and any(path.iterdir()) and not replace):
             raise UserError(f"{path} is there already: name a new folder")
         self.path = path
@@ -137,7 +137,7 @@ class NewFolder:
             shutil.copyfile(file, self.tmp / file.name)
 
     def commit(self) -> None:
-        """Flush everything to disk, and give the folder its name."""
+        """Flush everything to disk, and rename the folder to its final name."""
         for file in (*self.tmp.iterdir(), self.tmp):
             _sync(file)
         if self.path.exists():

@@ -1,4 +1,4 @@
-"""Which of a model's tensors lie in which tensors of Hugging Face's files."""
+"""The mapping from a model's tensors to tensors of Hugging Face's files."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ from torchtitan_graph.models.layers.stored import Stored
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """One tensor of ours, and where it is; `stored.name` has its layer's number, and "#" where experts are apart."""
+    """A tensor of ours and its place in the files; `stored.name` has its layer's number, and "#" where experts are
+    separate."""
 
     ours: str
     tensor: Tensor
     stored: Stored
 
     def file_names(self) -> list[str]:
-        """Name the file tensors that hold it, one for each expert if they are apart."""
+        """Return the names of the file tensors that contain it, one for each expert if they are separate."""
         if "#" not in self.stored.name:
             return [self.stored.name]
         return [self.stored.name.replace("#", str(expert)) for expert in range(self.tensor.shape[0])]
 
 
 def live_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Give what a file holds of a model: every parameter, once where it is tied, and every buffer that is state."""
-    kept = model.state_dict().keys()  # lacks buffers that are worked out anew
+    """Return the tensors of a model that files store: every parameter, tied ones once, and every persistent buffer."""
+    kept = model.state_dict().keys()  # without buffers that are computed again
     return {**dict(model.named_parameters()), **{name: b for name, b in model.named_buffers() if name in kept}}
 
 
 def places(family: ModuleType, model: nn.Module) -> list[Place]:
-    """Find the place of every parameter, in the model's order, and of the buffers that `HF_KEYS` names.
+    """Return the place of every parameter, in the model's order, and of the buffers in `HF_KEYS`.
 
     Raises:
         UserError: the family's `HF_KEYS` lacks parameters.
@@ -54,7 +55,7 @@ def places(family: ModuleType, model: nn.Module) -> list[Place]:
 
 
 def stored_as(keys: Mapping[str, str | Stored], name: str) -> Stored | None:
-    """Look a name of ours up in a family's `HF_KEYS`, and put its layer's number into what is found."""
+    """Return the entry of one of our names in a family's `HF_KEYS`, with its layer's number filled in."""
     entry = keys.get(re.sub(r"\.\d+(?=\.)", ".*", name))
     if entry is None:
         return None
@@ -64,7 +65,7 @@ def stored_as(keys: Mapping[str, str | Stored], name: str) -> Stored | None:
 
 
 def tied_places(family: ModuleType, model: nn.Module) -> list[Place]:
-    """Find where the second names of tied parameters would be, which some releases store all the same."""
+    """Return the places of the second names of tied parameters, which some releases also store."""
     once = dict(model.named_parameters())
     twice = {name: p for name, p in model.named_parameters(remove_duplicate=False) if name not in once}
     stored = {name: stored_as(family.HF_KEYS, name) for name in twice}

@@ -1,8 +1,8 @@
-"""Weights as DeepSeek and gpt_oss publish them, quantized in blocks: seen as the plain tensors they stand for.
+"""Block-quantized weights of DeepSeek's and gpt_oss's releases, read as dequantized tensors.
 
 - fp8: `X.weight` in float8_e4m3fn, and `X.weight_scale_inv`, an fp32 factor for each block of 128 x 128.
 - MXFP4: `X_blocks` (E, rows, groups, 16) in uint8, each two fp4 numbers, the low four bits first; `X_scales`
-  (E, rows, groups) in uint8, the exponents of two, biased by 127, of groups of 32 numbers. What they stand for is
+  (E, rows, groups) in uint8, the exponents of two, biased by 127, of groups of 32 numbers. The dequantized tensor is
   transposed: `X` (E, groups * 32, rows). https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf
 """
 
@@ -20,10 +20,10 @@ FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.
 
 
 class DequantizedFolder:
-    """A `Folder` of which the quantized tensors are read as fp32, box by box; the others are as they are."""
+    """A `Folder` whose quantized tensors are read as fp32, slice by slice; the others unchanged."""
 
     def __init__(self, folder: Folder):
-        """See which tensors of a folder are quantized.
+        """Wrap a folder, and check its quantized tensors.
 
         Raises:
             UserError: there are not as many scales as blocks of 128 x 128, so the blocks have another size.
@@ -48,7 +48,7 @@ class DequantizedFolder:
                 raise _misfit(folder, name, shape, scales, kinds)
 
     def quantized(self) -> set[str]:
-        """Name the tensors that are not as they are in the files."""
+        """Return the names of the tensors that are quantized in the files."""
         return self._fp8 | self._mxfp4
 
     def names(self) -> set[str]:
@@ -93,7 +93,7 @@ def _misfit(folder: Folder, name: str, shape: tuple[int, ...], scales: tuple[int
 
 
 def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Give the fp32 numbers (E, groups * 32, rows) of blocks (E, rows, groups, 16) and scales (E, rows, groups)."""
+    """Return the fp32 numbers (E, groups * 32, rows) of blocks (E, rows, groups, 16) and scales (E, rows, groups)."""
     table = torch.tensor(FP4)
     numbers = torch.stack((table[(blocks & 0xF).int()], table[(blocks >> 4).int()]), dim=-1).flatten(-2)
     return torch.ldexp(numbers, scales.int().unsqueeze(-1) - 127).flatten(-2).transpose(-1, -2)

@@ -1,6 +1,6 @@
-"""Fill a live model from Hugging Face's files, in whatever layout it is: each rank reads its own part of each tensor.
+"""Load Hugging Face's files into a live model in any layout: each rank reads its own shard of each tensor.
 
-At no time is there more of the files in memory than one expert, or one matrix, of one tensor.
+At most one expert, or one matrix, of one tensor of the files is in memory at a time.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from torchtitan_graph.models.hf.quantized import DequantizedFolder
 from torchtitan_graph.models.layers.stored import Stored
 from torchtitan_graph.parallel.chunk import chunk_of
 
-METHODS = ("fp8", "mxfp4")  # of quantized weights, as config.json calls what DequantizedFolder reads
+METHODS = ("fp8", "mxfp4")  # config.json's names of the methods that DequantizedFolder reads
 NUMBERS = ("F64", "F32", "F16", "BF16")  # dtypes of files that need no scales
 
 
 def check_weights(model: nn.Module, family: ModuleType, path: Path, *, quantized: bool = False) -> None:
-    """Check that the weights in the folder `path` fit a model, which may be on meta: before any memory is asked for.
+    """Check that the weights in the folder `path` fit a model, which may be on meta: before any memory is allocated.
 
     Raises:
         UserError: as `load_weights`.
@@ -57,7 +57,7 @@ def load_weights(model: nn.Module, family: ModuleType, path: Path, *, quantized:
 def _match(
     model: nn.Module, family: ModuleType, path: Path, quantized: bool
 ) -> tuple[DequantizedFolder, str, list[Place], list[Place]]:
-    """Open a folder; give it with the prefix of its names, the model's places in it, and those of tied parameters."""
+    """Open a folder; return it with the prefix of its names, the model's places in it, and those of tied parameters."""
     folder = DequantizedFolder(Folder(path))
     _check_quantization(path)
     if folder.quantized() and not quantized:
@@ -73,7 +73,7 @@ def _match(
 
 
 def _prefix(family: ModuleType, wanted: Iterable[Place], folder: DequantizedFolder) -> str:
-    """Choose the first of the family's prefixes under which there is any tensor of the model."""
+    """Return the first of the family's prefixes with any tensor of the model."""
     there = folder.names()
     names = [name for place in wanted for name in place.file_names()]
     prefixes: tuple[str, ...] = getattr(family, "HF_PREFIXES", ("",))
@@ -81,7 +81,8 @@ def _prefix(family: ModuleType, wanted: Iterable[Place], folder: DequantizedFold
 
 
 def _check(prefix: str, wanted: list[Place], folder: DequantizedFolder, skippable: list[str]) -> None:
-    """Compare the files with what all ranks together hold: those of a pipeline hold different parts of the model."""
+    """Check the files against the tensors of all ranks together: those of a pipeline have different parts of the
+    model."""
     mine = {
         prefix + name: place.stored.file_shape(tuple(place.tensor.shape))
         for place in wanted
@@ -107,7 +108,7 @@ def _check(prefix: str, wanted: list[Place], folder: DequantizedFolder, skippabl
 
 
 def _skippable(family: ModuleType, model: nn.Module) -> list[str]:
-    """Give the patterns of names that are known to be no part of a model, such as those of a vision tower."""
+    """Return the patterns of names that are known to be no part of a model, such as those of a vision tower."""
     num_layers = str(getattr(getattr(model, "config", None), "num_layers", ""))
     return [pattern.replace("{num_layers}", num_layers) for pattern in getattr(family, "HF_SKIPPED", ())]
 
@@ -123,7 +124,7 @@ def _tell_skipped(prefix: str, wanted: list[Place], folder: DequantizedFolder, s
 
 
 def _check_config(model: nn.Module, family: ModuleType, path: Path) -> None:
-    """Refuse the weights of another architecture; warn where the same one has, say, other rotary frequencies."""
+    """Check the weights' architecture; warn where the same one has, say, other rotary frequencies."""
     file = path / "config.json"
     if not file.exists() or not hasattr(family, "from_hf_config"):
         return
@@ -137,7 +138,7 @@ def _check_config(model: nn.Module, family: ModuleType, path: Path) -> None:
 
 
 def _check_quantization(path: Path) -> None:
-    """Refuse weights that config.json says are stored in a way that is not read, whatever their tensors look like."""
+    """Check that config.json names a supported quantization, whatever the tensors look like."""
     file = path / "config.json"
     raw = read_json(file) if file.exists() else {}
     for key in ("quantization_config", "compression_config"):
@@ -156,16 +157,16 @@ def _copy(place: Place, prefix: str, folder: DequantizedFolder) -> None:
 
 
 def _check_tied(place: Place, prefix: str, folder: DequantizedFolder) -> None:
-    """Make sure that a tied parameter's second tensor, where a file has one, says the same."""
+    """Check that a tied parameter's second tensor, where a file has one, is equal."""
     for target, whole, stored, ranges in _pieces(place):
         if not torch.equal(target.cpu(), _read(folder, prefix, stored, whole, ranges).to(target.dtype)):
             raise UserError(f"{folder.path}: {prefix}{stored.name} is not what {place.ours} is tied to in config.json")
 
 
 def _pieces(place: Place) -> Iterable[tuple[Tensor, tuple[int, ...], Stored, Ranges]]:
-    """Cut this rank's part of a tensor into what is read at once: an expert, or all of it where there are none.
+    """Yield the pieces of this rank's shard that are read at once: an expert, or the whole shard where there are none.
 
-    Gives the live storage, the shape of the whole that it is a box of, where that is stored, and the box.
+    A piece is the live storage, the shape of the whole tensor that it is a slice of, its stored form, and the slice.
     """
     local, offsets, shape = chunk_of(place.tensor)
     if local.numel() == 0:
@@ -184,7 +185,7 @@ def _pieces(place: Place) -> Iterable[tuple[Tensor, tuple[int, ...], Stored, Ran
 
 
 def _read(folder: DequantizedFolder, prefix: str, stored: Stored, shape: tuple[int, ...], ranges: Ranges) -> Tensor:
-    """Read a box of one of our tensors, `shape` in all, from the file tensor that holds it."""
+    """Return a slice of one of our tensors, of full size `shape`, from the file tensor that contains it."""
     box, sizes = list(ranges), list(shape)
     if stored.transpose:
         box[-2:], sizes[-2:] = reversed(box[-2:]), reversed(sizes[-2:])

@@ -1,4 +1,4 @@
-"""Write a live model, in whatever layout it is, as a folder that transformers loads.
+"""Write a live model, in any layout, as a folder that transformers loads.
 
 All ranks take part; rank 0 gathers one tensor after the other and writes. It holds one file's tensors at a time.
 """
@@ -22,7 +22,8 @@ from torchtitan_graph.parallel.chunk import gather_whole
 
 FILE_BYTES = 5 * 10**9
 
-# Taken over from a folder of assets: the tokenizer, how to generate, and what config.json says beside the architecture.
+# Copied from a folder of assets: the tokenizer, generation's defaults, and config.json's keys other than the
+# architecture.
 ASSETS = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model", "vocab.json"),
     *("merges.txt", "chat_template.jinja", "generation_config.json"),
@@ -40,17 +41,17 @@ def save_weights(
     replace: bool = False,
     file_bytes: int = FILE_BYTES,
 ) -> None:
-    """Write config.json and the weights as the folder `path`, which is never half there; all ranks together.
+    """Write config.json and the weights as the folder `path`, atomically; all ranks together.
 
     Args:
-        dtype: of the parameters; None leaves them as they are. Buffers keep theirs.
-        assets: a folder whose tokenizer, and whose config.json's token numbers, are taken over.
-        replace: put the folder in the place of one that is there.
-        file_bytes: where a model is larger, it is cut into files of about this size.
+        dtype: the parameters' dtype; None leaves it. Buffers keep theirs.
+        assets: a folder whose tokenizer, and whose config.json's token numbers, are copied.
+        replace: replace an existing folder.
+        file_bytes: a larger model is split into files of about this size.
 
     Raises:
-        UserError: `path` holds something and `replace` is false, or the family has no `to_hf_config`.
-        OSError or SafetensorError: it can't be written. As the others, on all ranks.
+        UserError: `path` is not empty and `replace` is false, or the family has no `to_hf_config`.
+        OSError or SafetensorError: it can't be written. Raised on all ranks, like the others.
     """
     if not hasattr(family, "to_hf_config"):
         raise UserError(f"{family.__name__} defines no to_hf_config, which a config.json is written by: see llama3.py")
@@ -78,7 +79,7 @@ def save_weights(
 
 
 class _Writer:
-    """What rank 0 does between the collectives. An error is kept until it can be told to all ranks."""
+    """Rank 0's work between the collectives. An error is stored until it can be raised on all ranks."""
 
     def __init__(self, path: Path, replace: bool):
         self.path, self.replace = path, replace
@@ -107,7 +108,7 @@ class _Writer:
 
 
 class _Unit:
-    """File tensors that are made together: several of ours may share one, and one of ours may fill many."""
+    """File tensors that are written together: several of ours may share one, and one of ours may fill many."""
 
     def __init__(self, name: str, dtype: torch.dtype | None):
         self.name = name
@@ -122,11 +123,11 @@ class _Unit:
         return sum(num_bytes(tuple(place.tensor.shape), self.dtype_of(place)) for place in self.parts)
 
     def gather(self) -> list[Tensor | None]:
-        """Gather ours, all ranks together: rank 0 gets all of them, whole."""
+        """Gather our tensors, all ranks together: rank 0 gets all of them, whole."""
         return [gather_whole(place.tensor, self.dtype_of(place)) for place in self.parts]
 
     def file_tensors(self, found: list[Tensor]) -> dict[str, Tensor]:
-        """Return the file tensors that the whole ones of ours make."""
+        """Return the file tensors made of our whole tensors."""
         columns = [
             x.cpu().transpose(-1, -2) if place.stored.transpose else x.cpu()
             for place, x in zip(self.parts, found, strict=True)
@@ -157,7 +158,7 @@ def _units(wanted: list[Place], dtype: torch.dtype | None) -> list[_Unit]:
 
 
 def _pack(units: list[_Unit], file_bytes: int) -> list[list[_Unit]]:
-    """Fill one file after the other, each with `file_bytes` at most, or one unit."""
+    """Return the units by file, each with `file_bytes` at most, or one unit."""
     files: list[list[_Unit]] = [[]]
     room = file_bytes
     for unit in units:

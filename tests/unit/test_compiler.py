@@ -65,5 +65,7 @@ def test_a_pass_that_gives_no_graph_that_can_be_bound_is_named(broken: Callable)
 def test_a_dump_that_can_not_be_written_is_told_by_its_option(tmp_path: Path) -> None:
     (tmp_path / "graphs").touch()
     gm = symbolic_trace(torch.nn.Identity())
-    with pytest.raises(UserError, match="debug.dump_graphs = true: .*graphs can't be written: .*graphs is there, and is no folder"):
+    with pytest.raises(
+        UserError, match="debug.dump_graphs = true: .*can't be written: .*graphs is there, and is no folder"
+    ):
         Inspection(dump_to=tmp_path / "graphs").dump(gm, 0, "traced")

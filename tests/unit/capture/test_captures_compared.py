@@ -74,7 +74,7 @@ def compiled_otherwise(model: Net, x: Tensor) -> Tensor:
             compiled_otherwise,
             False,
             r"(?s)^they differ in 3 places .*extra copy\n +make_fx  nothing\n +dynamo   clone = "
-            r".*other constant\n +make_fx  .*\(tanh, 2\).*\n +dynamo   .*\(clone, 3\).* at graph/test_captures_"
+            r".*other constant\n +make_fx  .*\(tanh, 2\).*\n +dynamo   .*\(clone, 3\).* at capture/test_captures_"
             r".*other operator\n +make_fx  cos.*\n +dynamo   sin",
         ),
     ],

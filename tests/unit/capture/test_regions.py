@@ -297,7 +297,7 @@ def test_a_region_that_writes_to_an_argument_of_the_step_is_refused(kind: str, c
     def region(x: Tensor) -> Tensor:
         return model(x.mul_(2))
 
-    with pytest.raises(UserError, match=r"writes in place to x \(aten.mul_.Tensor, graph/test_regions.py:\d+\)"):
+    with pytest.raises(UserError, match=r"writes in place to x \(aten.mul_.Tensor, capture/test_regions.py:\d+\)"):
         HERE[capture](lambda x: KINDS[kind](region, x).sum(), model)(X)
 
 
@@ -308,7 +308,7 @@ def test_a_region_that_draws_numbers_is_refused(capture: str) -> None:
     def region(x: Tensor) -> Tensor:
         return nn.functional.dropout(model(x))
 
-    with pytest.raises(UserError, match=r"draws random numbers \(aten.*, graph/test_regions.py:\d+\)"):
+    with pytest.raises(UserError, match=r"draws random numbers \(aten.*, capture/test_regions.py:\d+\)"):
         HERE[capture](lambda x: checkpoint(region, x, use_reentrant=False).sum(), model)(X)
 
 

@@ -104,7 +104,7 @@ def test_with_stack_traces_each_line_ends_with_the_line_of_source_outside_torch(
     for short, long in zip(*(calls(text).values() for text in texts), strict=True):
         assert long.startswith(short)
         if any(op in short for op in ("aten.embedding.", "aten.tanh.", "aten.tanh_backward.", "aten.addmm.")):
-            assert long == f"{short} at graph/test_show.py:{number}"
+            assert long == f"{short} at formats/test_show.py:{number}"
 
 
 def test_the_same_step_gives_the_same_text() -> None:

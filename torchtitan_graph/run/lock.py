@@ -103,6 +103,12 @@ class Lock:
             content = read_small(self.path)
         except BadFile as error:
             raise FolderHeld(f"{option}: {error}; no run makes such a lock: if nothing runs here, delete it") from error
+        except FileNotFoundError:
+            if not self.path.is_symlink():
+                raise
+            raise FolderHeld(
+                f"{option}: {self.path} is a link to nothing; no run makes such a lock: delete it"
+            ) from None
         try:
             holder = parse_json(content, Identity, self.path)
             said = f"a run is going on in it, {describe(holder)}; stop that run, or give this one a folder of its own"

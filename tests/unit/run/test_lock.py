@@ -142,6 +142,10 @@ def test_what_is_no_file_in_the_place_of_a_lock_is_told(tmp_path: Path) -> None:
     with pytest.raises(FolderHeld, match=r"run.lock: is no regular file, but a FIFO; .* delete it"):
         Lock(tmp_path)
     (tmp_path / "run.lock").unlink()
+    (tmp_path / "run.lock").symlink_to("nothing")
+    with pytest.raises(FolderHeld, match=r"run.lock is a link to nothing; .* delete it"):
+        Lock(tmp_path)
+    (tmp_path / "run.lock").unlink()
     (tmp_path / "run.lock").touch()
     os.truncate(tmp_path / "run.lock", 2**40)
     with pytest.raises(FolderHeld, match=r"run.lock: has 1,099,511,627,776 bytes"):

@@ -150,7 +150,7 @@ def _sum_again(path: Path) -> None:
 
 
 def _place_again(path: Path) -> None:
-    """Let a checkpoint's index say that the last tensor goes to the file's end."""
+    """Set the length of the last tensor in a checkpoint's index to the rest of its file."""
     index = path.parent / METADATA
     with index.open("rb") as file:
         metadata = pickle.load(file)

@@ -79,7 +79,7 @@ def nonlocal_counter() -> Callable:
 
 
 def calling(deed: Callable[..., Any], *held: Any) -> Callable[[Tensor], Tensor]:
-    """Give a function that does something with what it holds."""
+    """Return a function that changes a value in its closure."""
 
     def step(x: Tensor) -> Tensor:
         deed(x, *held)

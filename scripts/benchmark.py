@@ -55,7 +55,7 @@ from torchtitan_graph.parallel.layout import Layout, ParallelDims
 from torchtitan_graph.parallel.recompute import Budget, Recompute
 from torchtitan_graph.parallel.storage import Precision, shard_eager
 from torchtitan_graph.passes.compile_regions import LOSS, WHOLE
-from torchtitan_graph.steps import StepOptions, Steps, bind_graphs, build_graphs, build_steps, trace_steps
+from torchtitan_graph.steps import Assembly, StepOptions, Steps, bind_graphs, build_graphs, build_steps, trace_steps
 from torchtitan_graph.steps.choices import ELEMENTWISE, FUSIONS, check_disabled, plan_regions
 from torchtitan_graph.steps.inputs import loss_is_parallel, prepare
 
@@ -150,14 +150,14 @@ def build(
     family, model = load_family(args.family), make_model(config_of(args), args)
     options, predicted = options_of(mode, precision, args, model, device), None
     if options.mode == "graph":
-        graphs = build_graphs(model, family, layout, options)
+        graphs = build_graphs(Assembly(model, family, layout, options))
         assert not isinstance(graphs.train, dict), "no layout here has stages"
         predicted = peak_memory(graphs.train.gm).num_bytes + input_memory(graphs.train.gm)
         steps = bind_graphs(graphs, model, layout, options)
     elif mode == "compile_whole":
         steps = compile_whole(model, family, layout, options)
     else:
-        steps = build_steps(model, family, layout, options)
+        steps = build_steps(Assembly(model, family, layout, options))
     if mode == "compile":
         for block in model.blocks.values():
             block.compile()
@@ -296,7 +296,7 @@ def measure_tracing(args: argparse.Namespace) -> list[dict[str, Any]]:
             model = make_model(dataclasses.replace(config_of(args), num_layers=num_layers), args)
             options = dataclasses.replace(options_of("graph", precision, args, model, device), rows=(1, 128))
             begin = time.perf_counter()
-            traced = trace_steps(model, family, layout, options)
+            traced = trace_steps(Assembly(model, family, layout, options))
             middle = time.perf_counter()
             gm = run_passes(traced.train.gm, passes(traced.plan), args.disable, device, Inspection())
             trials.append((middle - begin, time.perf_counter() - middle))

@@ -33,7 +33,7 @@ from torchtitan_graph.parallel.join import join
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.pipeline import Pipeline
 from torchtitan_graph.parallel.schedule import SCHEDULES, plan_pipeline
-from torchtitan_graph.steps import StepOptions, bind_graphs, build_graphs
+from torchtitan_graph.steps import Assembly, StepOptions, bind_graphs, build_graphs
 
 
 def watch(pipeline: Pipeline, stretch: float) -> dict[PipelineAction, list[float]]:
@@ -68,7 +68,7 @@ def measure(rank: int, world_size: int, name: str, args: argparse.Namespace, res
     parallelism = job.Parallelism(pipeline_parallel_degree=world_size, pipeline_parallel_schedule=name)
     schedule = plan_pipeline(parallelism, model.modules_in_order, args.microbatches)
     options = StepOptions(device, (1, args.seq_len), num_microbatches=args.microbatches, pipeline=schedule)
-    graphs = build_graphs(model, load_family(args.family), layout, options)
+    graphs = build_graphs(Assembly(model, load_family(args.family), layout, options))
     expected = forecast(model, graphs, layout, options, job.Optimizer()).held[STEP]
     steps = bind_graphs(graphs, model, layout, options)
     initialize(model, 0)

@@ -25,7 +25,7 @@ from torchtitan_graph.graph.torch_private.distributed import init_fake_process_g
 from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.recompute import Recompute
-from torchtitan_graph.steps import trace_steps
+from torchtitan_graph.steps import Assembly, trace_steps
 
 FSDP2 = Cell(ParallelDims(dp_shard=2), BF16, changes=(("num_layers", 1),))
 # For passes that have nothing to do in that graph. Two blocks, so that one is gathered before the other.
@@ -62,7 +62,7 @@ def replay(cell: Cell) -> Iterable[tuple[Pass, Shown, Shown]]:
     """Trace a step, run the passes on it, and yield each with the graph before and after."""
     init_fake_process_group(cell.dims.num_ranks)
     family, layout = load_family(cell.family), cell.dims.layout("cpu")
-    traced = trace_steps(build_model(cell), family, layout, cell.options("graph"))
+    traced = trace_steps(Assembly(build_model(cell), family, layout, cell.options("graph")))
     gm = traced.train.gm
     for each in passes(traced.plan):
         before = shown(copy.deepcopy(gm))

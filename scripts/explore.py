@@ -29,7 +29,7 @@ from torchtitan_graph.forecast import forecast
 from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
 from torchtitan_graph.log import init_logging, logger
 from torchtitan_graph.run.files import check_result, write_result
-from torchtitan_graph.steps import Graphs, costs_on
+from torchtitan_graph.steps import Graphs, build_graphs
 from torchtitan_graph.steps.budget import EARLIER, INPUTS
 from torchtitan_graph.steps.choices import check_disabled
 
@@ -68,13 +68,14 @@ def build(config: JobConfig, world_size: int, trace: Path | None) -> dict[str, A
     # Nothing is written except the page, and no number is computed.
     silent = dict(dump_to=None, picture=None, verify=False)
     if trace is not None:  # of a graph that ran: its norms are this machine's
-        silent["plans_norms"] = False
+        silent["target"] = dataclasses.replace(blueprint.target, fused_norms=False)
     blueprint.options = dataclasses.replace(blueprint.options, look=watch.look, **silent)
     init_fake_process_group(world_size, config.comm.fake_rank)
     try:
-        graphs = blueprint.build_dry()
-        told = forecast(blueprint.model, graphs, blueprint.layout, blueprint.options, config.optimizer)
-        costs, (_, seq_len) = costs_on(blueprint.layout, blueprint.options), blueprint.options.rows
+        assembly = blueprint.assembly
+        graphs = build_graphs(assembly)
+        told = forecast(assembly, graphs, config.optimizer)
+        costs, (_, seq_len) = assembly.costs, blueprint.options.rows
         strings, shown = Strings(), []
         found = [(each, seq_len, [STAGE] * (len(each.parts) > 1), told.rest) for each in _of_training(graphs)]
         seconds = measured(trace, [gm for each, *_ in found for gm in each.parts]) if trace is not None else {}
@@ -87,7 +88,7 @@ def build(config: JobConfig, world_size: int, trace: Path | None) -> dict[str, A
             rest = rest | {INPUTS: input_memory(whole)}
             shown.append(graph_data(name, parts, charged, costs, watch.graphs[name], strings, notes, rest))
         facts = [
-            f"rank {dist.get_rank()} of {world_size}, {blueprint.layout}; "
+            f"rank {dist.get_rank()} of {world_size}, {assembly.layout}; "
             f"estimates by the rates of {costs.rates.name}; "
             f"torchtitan_graph {torchtitan_graph.__version__}, torch {torch.__version__}",
         ]

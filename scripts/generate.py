@@ -7,6 +7,7 @@ new token runs the model on the whole text so far: enough to see what a model ha
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from torchtitan_graph import device as devices
 from torchtitan_graph.checkpoint import load_model, newest_below
-from torchtitan_graph.config import load
+from torchtitan_graph.config import load, target_of
 from torchtitan_graph.data.tokenizer import Tokenizer, find_assets, load_tokenizer
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import init_logging
@@ -63,14 +64,14 @@ def describe(checkpoint: Path, config: Path | None = None) -> Described:
         family, model = new_model(file.parent)
         return Described(family, model, _tokenizer_of(file.parent, model), file.parent)
     job = load(["--job.config_file", str(file)])
-    if job.model.attn == "auto":
-        job.model.attn = "sdpa"  # flex would be compiled for a length that changes with each token
+    attn = "sdpa" if job.model.attn == "auto" else job.model.attn  # flex would be compiled for one length
+    job = dataclasses.replace(job, model=dataclasses.replace(job.model, attn=attn))
     path = job.model.hf_assets_path
     if path and not find_assets(path).exists():  # relative to where the run was started: perhaps a folder above
         above = (folder / path for folder in file.resolve().parents)
         path = job.model.hf_assets_path = str(next(filter(Path.exists, above), path))
     tokenizer, assets = load_tokenizer(path), find_assets(path) if path else None
-    family, model = choose_model(job, assets, tokenizer.vocab_size)
+    family, model, _ = choose_model(job, assets, tokenizer.vocab_size, target_of(job))
     return Described(family, model, tokenizer, assets)
 
 

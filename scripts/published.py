@@ -23,7 +23,7 @@ from torch.fx import Node
 from torchtitan_graph.analysis.cost import OTHER, PRODUCT, Costs, Work
 from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.config.job import JobConfig
-from torchtitan_graph.device import GIB
+from torchtitan_graph.device import GIB, Target
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
 from torchtitan_graph.log import init_logging, logger
@@ -141,11 +141,9 @@ def _in_float8(work: Work) -> tuple[Work, Work]:
     return work._replace(width=1, num_bytes=moved, least=moved), Work(OTHER, 0.0, casts, casts, 2)
 
 
-def as_published(config: JobConfig, world_size: int) -> Blueprint:
+def as_published(config: JobConfig, world_size: int, target: Target) -> Blueprint:
     """Return a blueprint whose norms are several operators, as they were in the torch of those runs."""
-    blueprint = Blueprint(config, world_size)
-    blueprint.options = dataclasses.replace(blueprint.options, plans_norms=False)
-    return blueprint
+    return Blueprint(config, world_size, dataclasses.replace(target, fused_norms=False))
 
 
 def told(figure: Published, job: Job, rates: Rates) -> Plan:

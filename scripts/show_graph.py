@@ -34,7 +34,7 @@ from torchtitan_graph.graph.torch_private.distributed import init_fake_process_g
 from torchtitan_graph.log import init_logging, logger
 from torchtitan_graph.run.files import check_result, write_result
 from torchtitan_graph.small_files import read_text
-from torchtitan_graph.steps import costs_on
+from torchtitan_graph.steps import build_graphs
 from torchtitan_graph.steps.choices import check_disabled, plan_extra
 from torchtitan_graph.steps.table import DEPTH, step_table
 
@@ -197,7 +197,7 @@ def build(words: Sequence[str], folder: Path, wanted: Sequence[str], parser: arg
         names = passes_of(blueprint.config)
         chosen = [check_name(name, names, parser) for name in wanted] or names[-1:]
         blueprint.options = dataclasses.replace(blueprint.options, dump_only=chosen)
-        blueprint.setup_dry()
+        blueprint.dry_run()
 
 
 def table(words: Sequence[str], by: str, depth: int, profile: Path | None) -> list[str]:
@@ -214,10 +214,10 @@ def table(words: Sequence[str], by: str, depth: int, profile: Path | None) -> li
         of_rank = (blueprint.config.comm.fake_rank, blueprint.dims.num_ranks)
         trace = find_trace(profile, *of_rank) if profile is not None else None
         if trace is not None:  # of a graph that ran: its norms are this machine's
-            blueprint.options = dataclasses.replace(blueprint.options, plans_norms=False)
-        graphs, options = blueprint.build_dry(), blueprint.options
-        costs = costs_on(blueprint.layout, options)
-        return step_table(blueprint.model, graphs, options.rows[1], costs, by=by, depth=depth, trace=trace)
+            target = dataclasses.replace(blueprint.target, fused_norms=False)
+            blueprint.options = dataclasses.replace(blueprint.options, target=target)
+        graphs = build_graphs(blueprint.assembly)
+        return step_table(blueprint.assembly, graphs, by=by, depth=depth, trace=trace)
 
 
 def _names_config(word: str) -> bool:

@@ -1,5 +1,8 @@
 """The device of this process: its kind, its peak FLOP/s, its memory."""
 
+from __future__ import annotations
+
+import dataclasses
 import os
 import re
 import sys
@@ -45,11 +48,42 @@ _PEAK_FLOPS: list[tuple[str, float]] = [
 ]
 
 
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """The device that graphs are for: this process's, or the one that a dry run estimates for.
+
+    device       where this process's tensors are
+    rates        speeds of the target, for the cost model
+    is_gpu       whether the graphs call a GPU's kernels
+    runs         whether they run in this process; else nothing is compiled or recorded
+    fused_norms  whether RMSNorm is traced as the one operator that it is on a GPU, in graphs that run nowhere
+    """
+
+    device: torch.device
+    rates: Rates
+    is_gpu: bool
+    runs: bool = True
+    fused_norms: bool = False
+
+    @staticmethod
+    def here(*, runs: bool = True) -> Target:
+        """Return this process's device as the target."""
+        return Target(device(), rates(), device_type() == "cuda", runs)
+
+    @staticmethod
+    def of(rates: Rates) -> Target:
+        """Return a target for estimates, by its rates, whose name begins with CPU if they are of one."""
+        for_gpu, has_gpu = not rates.name.upper().startswith("CPU"), device_type() == "cuda"
+        return Target(device(), rates, for_gpu or has_gpu, runs=False, fused_norms=for_gpu and not has_gpu)
+
+
 def rates() -> Rates:
-    """Return the rates of this process's device, as placed by torchrun; for a GPU without a file, those of H100."""
+    """Return the rates of this process's device, as placed by torchrun. A GPU that has not been measured takes those of
+    an H100, and their name says so."""
     name = torch.cuda.get_device_name(device()) if device_type() == "cuda" else "CPU"
     words = set(re.split(r"[^A-Za-z0-9]+", name))
-    found = next((RATES[name] for name in RATES if name in words), RATES["H100"])
+    unmeasured = RATES["H100"]._replace(name=f"H100, for {name} has none of its own")
+    found = next((RATES[name] for name in RATES if name in words), unmeasured)
     return found._replace(num_near=int(os.environ.get("LOCAL_WORLD_SIZE", found.num_near)))
 
 

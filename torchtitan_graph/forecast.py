@@ -20,13 +20,12 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.torch_private.pipelines import PipelineAction
 from torchtitan_graph.log import logger
-from torchtitan_graph.models.layers.decoder import Decoder
-from torchtitan_graph.parallel.layout import PP, Layout
+from torchtitan_graph.parallel.layout import PP
 from torchtitan_graph.parallel.pipeline import StageGraph
 from torchtitan_graph.parallel.recompute import Budget, Recompute
 from torchtitan_graph.passes.compile_regions import WHOLE
 from torchtitan_graph.runtime.partition import ONCE_A_STEP
-from torchtitan_graph.steps import Graphs, StepOptions, costs_on
+from torchtitan_graph.steps import Assembly, Graphs
 from torchtitan_graph.steps.budget import EARLIER, INPUTS, OPTIMIZER, at_rest, trained_bytes
 from torchtitan_graph.steps.held import RUNS, peak_of_stages
 
@@ -148,19 +147,13 @@ def _exposed(time: Estimate, span: str, device: str) -> list[str]:
     return [f"  communication in {span}: {time}; an estimate, by the rates of {device}"] if time.sent else []
 
 
-def forecast(
-    model: Decoder,
-    graphs: Graphs,
-    layout: Layout,
-    options: StepOptions,
-    optimizer: job.Optimizer,
-    stage_rank: int | None = None,
-) -> Forecast:
+def forecast(assembly: Assembly, graphs: Graphs, optimizer: job.Optimizer, stage_rank: int | None = None) -> Forecast:
     """Return the forecast of this rank's training step, from its graphs.
 
     Args:
         stage_rank: the rank along pp that has these graphs, if it is not this one.
     """
+    model, layout, options = assembly.model, assembly.layout, assembly.options
     stage_rank = layout.rank(PP) if stage_rank is None else stage_rank
     rest = partial(
         at_rest,
@@ -173,7 +166,7 @@ def forecast(
     if on_host:
         on_host[GRADIENTS] = trained_bytes(graphs.storages.values())  # all are there, or none
     axes, visible = layout.axes_by_group, model.visible_in_one_document(options.rows[1])
-    costs = dataclasses.replace(costs_on(layout, options), visible=visible)
+    costs = dataclasses.replace(assembly.costs, visible=visible)
     time = time_once = Estimate(0.0, {}, {})
     sent: dict[tuple[str, str], Traffic] = {}
     sent_once: dict[tuple[str, str], Traffic] = {}

@@ -10,7 +10,6 @@ other rank, no data and no memory for parameters.
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import time
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ import torch.distributed as dist
 
 from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.config import JobConfig, check, load, ranks_asked_for
-from torchtitan_graph.device import rates
+from torchtitan_graph.device import Target
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
 from torchtitan_graph.log import init_logging, logger
@@ -59,10 +58,11 @@ def precompile(config: JobConfig, world_size: int) -> None:
     folder, config.compile.precompiled = Path(config.compile.precompiled), None
     config.comm.mode = "fake_backend"  # nothing is sent, nothing is loaded
     begin, writer = time.perf_counter(), None
-    blueprint = blueprint_here(config, world_size)
+    target = Target.here(runs=False)  # not the one that a dry run would estimate for
+    blueprint = Blueprint(config, world_size, target)
     ranks = ranks_to_trace(blueprint.dims)
     for number, (place, rank) in enumerate(ranks.items(), start=1):
-        blueprint = blueprint if number == 1 else blueprint_here(config, world_size)
+        blueprint = blueprint if number == 1 else Blueprint(config, world_size, target)
         writer = writer or Writer(folder, blueprint.fingerprint())
         init_fake_process_group(world_size, rank)
         try:
@@ -78,14 +78,6 @@ def precompile(config: JobConfig, world_size: int) -> None:
     logger.info(
         f"{folder}: {writer.num_different} different graphs for {world_size} ranks, {writer.num_bytes / 2**20:.2f} MiB"
     )
-
-
-def blueprint_here(config: JobConfig, world_size: int) -> Blueprint:
-    """Return a blueprint for this machine's device, not the one that a dry run would estimate for."""
-    comm = dataclasses.replace(config.comm, fake_device="CPU")  # where there is no GPU
-    blueprint = Blueprint(dataclasses.replace(config, comm=comm), world_size)
-    blueprint.options = dataclasses.replace(blueprint.options, rates=rates())
-    return blueprint
 
 
 if __name__ == "__main__":

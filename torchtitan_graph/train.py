@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_graph import device as devices
+from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.checkpoint import SaveError
 from torchtitan_graph.config import JobConfig, check, dump_toml, load, ranks_asked_for, ranks_started
 from torchtitan_graph.errors import UserError
@@ -77,14 +78,14 @@ def _main(argv: Sequence[str] | None) -> int:
         for notice in check(config, world_size):
             logger.warning(notice) if _is_rank_0() else None
         check_disabled(config.compile.disable_passes)
-        trainer = wait_for_storage(lambda: Trainer(config, world_size))
+        blueprint = wait_for_storage(lambda: Blueprint(config, world_size))
         _start(config, world_size, fake)
         if fake:
-            _dry_run(trainer, begin)
+            _dry_run(blueprint, begin)
             return 0
         run = RunFolder(config)
-        trainer.setup()
-        run.save_config(config)
+        trainer = Trainer(blueprint)
+        run.save_config(blueprint.config)
         trainer.save_seed() if config.checkpoint.create_seed_checkpoint else trainer.train(run)
         meet()  # gloo aborts a rank whose peer tears down while it still listens
         if trainer.stop_signal:
@@ -196,10 +197,11 @@ def choose_kernels(config: JobConfig) -> None:
         logger.info("debug.deterministic: kernels whose sums have a fixed order, the slower ones; see docs/08")
 
 
-def _dry_run(trainer: Trainer, begin: float) -> None:
+def _dry_run(blueprint: Blueprint, begin: float) -> None:
     """Build one rank's graphs of a job of any size, and log the forecast; nothing is allocated, sent or trained."""
-    lines = trainer.setup_dry()
-    logger.info("\n".join([f"rank {dist.get_rank()} of {dist.get_world_size()}, {trainer.layout}:", *lines]))
+    lines = blueprint.dry_run()
+    layout = blueprint.assembly.layout
+    logger.info("\n".join([f"rank {dist.get_rank()} of {dist.get_world_size()}, {layout}:", *lines]))
     logger.info(
         f"dry run of {dist.get_world_size()} ranks done in {time.perf_counter() - begin:.1f} s, "
         f"peak memory of this process {devices.host_peak_memory_gib():.2f} GiB"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import gc
 import shutil
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,8 +26,8 @@ from torchtitan_graph.checkpoint import (
     check_loadable,
     find_likely,
 )
-from torchtitan_graph.config import JobConfig, dump_toml, job
-from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
+from torchtitan_graph.config import dump_toml, job
+from torchtitan_graph.data.feed import Feed
 from torchtitan_graph.data.loader import DataLoader, build_dataloader, merge_states
 from torchtitan_graph.data.open_corpus import validation_corpus
 from torchtitan_graph.errors import UserError
@@ -47,7 +47,6 @@ from torchtitan_graph.optim import (
     build_optimizer,
     forget_rehearsal,
     ranks_with_non_finite_gradients,
-    takes_stops,
 )
 from torchtitan_graph.parallel.agree import FILES_TIMEOUT, files_group, on_rank_0
 from torchtitan_graph.patience import find_full_disk, wait_for_storage
@@ -55,125 +54,89 @@ from torchtitan_graph.quantize.state import convert
 from torchtitan_graph.run.folder import RunFolder
 from torchtitan_graph.run.hang import HangWatch
 from torchtitan_graph.steps import (
+    EagerUpdate,
     Steps,
+    Update,
     bind_graphs,
     build_graphs,
     build_steps,
-    costs_on,
     rows_per_microbatch,
 )
 from torchtitan_graph.steps.reading import Read, Reading
 from torchtitan_graph.steps.table import step_table
 
 
-class Trainer(Blueprint):
-    """One process of a training job: built before the process group exists, as a `Blueprint`; `setup` does the rest."""
+class Trainer:
+    """One process of a training job: its steps, its state and its data, made from a blueprint."""
 
-    def __init__(self, config: JobConfig, world_size: int):
-        super().__init__(config, world_size)
-        self.scope_table = ""  # cost of the step's modules and functions, where it is shown
-        self.planned = ""  # the forecast of its memory, in words; "" in eager mode
+    def __init__(self, blueprint: Blueprint) -> None:
+        """Build the steps and allocate the state, or load it. The process group exists.
+
+        Raises:
+            UserError: the step does not fit into memory, or data or a checkpoint can't be used.
+        """
+        self.blueprint, self.config = blueprint, blueprint.config
+        self.model, self.layout, self.device = blueprint.model, blueprint.assembly.layout, blueprint.target.device
+        self.rank = dist.get_rank()
         self.step = self.tokens_seen = 0
         self.stop_signal = 0  # the signal that asked a rank to stop; the same on all ranks
         self.tokens_by_source: dict[str, int] = {}
-        self.own_data_s = 0.0  # seconds of this step in which this rank read its own data
-        self.ahead: list[tuple[Batch, Batch]] = []  # batches of the next step, in the host's memory and on the device
-
-    def _check_tensors_to_load(self) -> None:
-        config = self.config.checkpoint
-        folder = self.dump_folder / config.folder
-        path = find_likely(folder, config, self.config.training.steps)
-        if path is None:
-            return
-        model = self.model
-        if self.options.float8 is not None:  # its history is checked too
-            model = copy.deepcopy(model)
-            convert(model, self.options.float8)
-        optimizer = None  # the state of a user's class is known after its first step
-        if "." not in self.config.optimizer.name:
-            optimizer = build_optimizer(model, self.config.optimizer)
-        check_loadable(path, folder, config, model, optimizer)
-
-    def setup(self) -> None:
-        """Build the mesh, the step and the state, once the process group exists."""
-        with self._report_when_out_of_memory():
-            self._setup()
-
-    def _setup(self) -> None:
         config = self.config
-        self._join()
-        if config.checkpoint.enable or config.checkpoint.initial_load_path:
-            on_rank_0(partial(wait_for_storage, self._check_tensors_to_load), files_group())
-        wait_for_storage(self._open_corpora)
+        with _reporting_out_of_memory(lambda: f"rank {self.rank}, in set-up", blueprint):
+            if config.checkpoint.enable or config.checkpoint.initial_load_path:
+                on_rank_0(partial(wait_for_storage, partial(_check_tensors_to_load, blueprint)), files_group())
+            self.train_data, self.validation_data = wait_for_storage(partial(_open_data, blueprint))
+            self.feed = Feed(
+                self.train_data,
+                self.layout,
+                self.device,
+                num_microbatches=blueprint.num_microbatches,
+                rows_per_step=blueprint.rows_per_step,
+            )
+            self._log_model()
+            self.model_table = model_table(self.model, blueprint.family.PLAN, blueprint.options.precision.storage)
+            self.scope_table = ""  # cost of the step's modules and functions, where it is shown
+            self.planned = ""  # the forecast of its memory, in words; "" in eager mode
+            self.steps = self._build_steps()
+            initialize(self.model, blueprint.seed, self.device)
+            self.optimizer = build_optimizer(self.model, config.optimizer, in_part=blueprint.dims.pp > 1)
+            self.lr_scheduler = build_lr_scheduler(self.optimizer, config.lr_scheduler, config.training.steps)
+            self.update: Update = EagerUpdate(self.steps, self.optimizer, config.training.max_norm)
+            if config.compile.optimizer_in_graph:
+                self.update = blueprint.update_in_graph(self.steps, self.optimizer)
+            self.checkpointer = Checkpointer(
+                blueprint.dump_folder / config.checkpoint.folder,
+                config.checkpoint,
+                self.model,
+                self.optimizer,
+                self.lr_scheduler,
+                dump_toml(config),
+            )
+            self._resume()
+
+    def _log_model(self) -> None:
+        config = self.config
         num_parameters = sum(p.numel() for p in self.model.parameters())
-        flavor = config.model.flavor or "as in config.json"
         logger.info(
-            f"{config.model.name} {flavor}: {num_parameters:,} parameters, {config.compile.mode} mode, "
-            f"mesh {self.layout}, "
-            f"{self.num_microbatches} x {rows_per_microbatch(config)} rows of "
+            f"{config.model.name} {config.model.flavor or 'as in config.json'}: {num_parameters:,} parameters, "
+            f"{config.compile.mode} mode, mesh {self.layout}, "
+            f"{self.blueprint.num_microbatches} x {rows_per_microbatch(config)} rows of "
             f"{'up to ' * config.training.dynamic_seq_len}{config.training.seq_len} tokens per rank and step"
         )
-        self._tell_tokenizer()
-        self.model_table = model_table(self.model, self.family.PLAN, self.options.precision.storage)
-        self.steps = self._build_steps()
-        initialize(self.model, self.seed, self.device)
-        self.optimizer = build_optimizer(self.model, config.optimizer, in_part=self.dims.pp > 1)
-        self.lr_scheduler = build_lr_scheduler(self.optimizer, config.lr_scheduler, config.training.steps)
-        self.takes_stops = takes_stops(self.optimizer, self.device)
-        self.update = self._build_update(self.steps, self.optimizer) if config.compile.optimizer_in_graph else None
-        self.checkpointer = Checkpointer(
-            self.dump_folder / config.checkpoint.folder,
-            config.checkpoint,
-            self.model,
-            self.optimizer,
-            self.lr_scheduler,
-            dump_toml(config),
-        )
-        self._resume()
+        self.blueprint.log_tokenizer()
 
     def _build_steps(self) -> Steps:
-        if self.options.mode != "graph":
-            return build_steps(self.model, self.family, self.layout, self.options, self.capture)
-        graphs = build_graphs(self.model, self.family, self.layout, self.options, self.capture)
-        told = forecast(self.model, graphs, self.layout, self.options, self.config.optimizer)
-        logger.info("\n".join(["this rank:", *told.lines()]))
-        check_fits(told, self._forecast_with)
-        self.planned = f"planned {told.in_all / devices.GIB:.3f} GiB{told.untold}; "
+        assembly = self.blueprint.assembly
+        if assembly.options.mode != "graph":
+            return build_steps(assembly)
+        graphs = build_graphs(assembly)
+        expected = forecast(assembly, graphs, self.config.optimizer)
+        logger.info("\n".join(["this rank:", *expected.lines()]))
+        check_fits(expected, self.blueprint.forecast_with)
+        self.planned = f"planned {expected.in_all / devices.GIB:.3f} GiB{expected.untold}; "
         if self.config.compile.record_call_hierarchy and self.config.metrics.enable_tensorboard:
-            costs = costs_on(self.layout, self.options)
-            self.scope_table = "\n".join(step_table(self.model, graphs, self.options.rows[1], costs))
-        return bind_graphs(graphs, self.model, self.layout, self.options)
-
-    def _open_corpora(self) -> None:
-        """Open the corpora of training and validation, so that their problems are reported before any step."""
-        training = self.config.training
-        corpus = dict(dataset=training.dataset, dataset_path=training.dataset_path, sources=training.sources)
-        rows = rows_per_microbatch(self.config)
-        self.train_data = self._open_data(training, corpus | {"split": "train"}, training.repeat, rows)
-        if self.config.validation.enable:
-            corpus = validation_corpus(self.config)
-            rows, repeat = self.config.validation.local_batch_size, bool(corpus["sources"])
-            self.validation_data = self._open_data(self.config.validation, corpus, repeat, rows)
-
-    def _open_data(
-        self, table: job.Training | job.Validation, corpus: dict[str, Any], repeat: bool, rows: int
-    ) -> DataLoader:
-        return build_dataloader(
-            **corpus,
-            tokenizer=self.tokenizer,
-            skip_not_utf8=self.config.training.skip_not_utf8,
-            seq_len=table.seq_len,
-            multiple=job.ROW_MULTIPLE if isinstance(table, job.Training) and table.dynamic_seq_len else None,
-            local_batch_size=rows,
-            dp_rank=self.layout.data_rank,
-            dp_degree=self.dims.data,
-            seed=self.seed,
-            repeat=repeat,
-            num_workers=table.dataloader.num_workers,
-            persistent_workers=table.dataloader.persistent_workers,
-            pin_memory=table.dataloader.pin_memory,
-            prefetch_factor=table.dataloader.prefetch_factor,
-        )
+            self.scope_table = "\n".join(step_table(assembly, graphs))
+        return bind_graphs(graphs, assembly)
 
     def save_seed(self) -> None:
         """Save the state before the first step, as the start of runs in any layout."""
@@ -186,43 +149,30 @@ class Trainer(Blueprint):
 
         `stop_signal` is set afterwards if it was a signal; then there is a checkpoint to resume from.
         """
-        with self._report_when_out_of_memory():
+        doing = lambda: f"rank {self.rank}, after {self.step} steps"  # noqa: E731
+        with _reporting_out_of_memory(doing, self.blueprint, self.optimizer):
             self._train(run)
-
-    @contextmanager
-    def _report_when_out_of_memory(self) -> Iterator[None]:
-        """Log the memory's holders if an out-of-memory error is raised inside."""
-        try:
-            yield
-        except Exception as error:
-            if out_of_memory.is_out_of_memory(error):
-                doing = f"rank {dist.get_rank()}, after {self.step} steps"
-                optimizer = getattr(self, "optimizer", None)  # missing early in set-up
-                logger.error(out_of_memory.report(error, doing, self.model, optimizer, self.config))
-            raise
 
     def _train(self, run: RunFolder) -> None:
         config = self.config
-        peak = devices.peak_flops()
         with (
             uncollected(),  # ranks that collect at different moments wait for each other
             closing(self.steps),
             Metrics(
                 config,
-                self.dump_folder,
+                self.blueprint.dump_folder,
                 rank=self.rank,
                 total_steps=config.training.steps,
                 start_step=self.step,
                 tokens_seen=self.tokens_seen,
-                flops_per_step=None,
-                peak_flops=peak,
+                peak_flops=devices.peak_flops(),
                 model_table=self.model_table,
                 scope_table=self.scope_table,
                 of_all_stages=self.layout.of_all_stages,
             ) as metrics,
-            maybe_profile(config.profiling, self.dump_folder, self.rank, self.step) as profiler,
+            maybe_profile(config.profiling, self.blueprint.dump_folder, self.rank, self.step) as profiler,
             self.checkpointer,
-            HangWatch(config.comm, self.dump_folder, self.rank) as hang,
+            HangWatch(config.comm, self.blueprint.dump_folder, self.rank) as hang,
         ):
             first = self.step + 1
             last = self.step >= config.training.steps
@@ -255,7 +205,7 @@ class Trainer(Blueprint):
                     break
             if last and config.checkpoint.last_save_in_hf:
                 with run.during("checkpoint"):
-                    self._save_in_hugging_face_format(anew=self.step >= first)
+                    self._save_in_hugging_face_format(replaces=self.step >= first)
             if self.step >= first:
                 of = "reserved by the allocator" if self.device.type == "cuda" else "of the whole process"
                 logger.info(
@@ -264,47 +214,37 @@ class Trainer(Blueprint):
 
     def train_step(self, metrics: Metrics) -> bool:
         """Run an optimizer step: batches -> loss, gradients -> clip -> optimizer; return False at the data's end."""
-        begin = time.perf_counter()
-        self.own_data_s = 0.0
-        microbatches, num_tokens = self._next_step()
-        data_loading_s = time.perf_counter() - begin
-        if not microbatches:
+        batches = self.feed.next()
+        if batches is None:
             return False
         with metrics.watch_work(self.step + 1):
-            on_device = [self._to_device(batch) for batch in microbatches]
-            output = self.steps.train(on_device, num_tokens, microbatches)
-        if self.update is not None:  # changes no parameter if a loss or the norm is not finite
-            grad_norm = self.update(output.loss)
-        else:
-            grad_norm = self.steps.clip(self.config.training.max_norm)
-        if self.device.type != "cpu":
-            metrics.flops_per_step = self.steps.count_flops(microbatches)
-        reading = self._begin_to_read(output.loss, grad_norm, num_tokens)
-        lr = self.lr_scheduler.get_last_lr()[0]
+            loss, state = self.steps.train(batches.on_device, batches.num_tokens, batches.on_host)
+        grad_norm = self.update.clip(loss)
+        reading = self._begin_to_read(loss, grad_norm, batches.num_tokens)
+        (lr, *_) = self.lr_scheduler.get_last_lr()
         metrics.maybe_log_histograms(self.step + 1, self.model)
-        if self.update is None and self.takes_stops:
-            self.optimizer.found_inf = reading.stops  # type: ignore[attr-defined]
-            self.optimizer.step()
-        data_loading_s += self._read_ahead()
+        self.update.step(reading.stops)
+        if self.step + 1 < self.config.training.steps:
+            self.feed.read_ahead()
+        flops = self.steps.count_flops(batches.on_host) if self.device.type != "cpu" else None
         read = reading.wait()  # after all launches: the device has work while the host goes on
-        loss = self._loss_if_finite(read)
-        if self.update is None and not self.takes_stops:
-            self.optimizer.step()
-        self.optimizer.zero_grad()
+        total_loss = self._loss_if_finite(read)
+        self.update.finish()
         self.lr_scheduler.step()
-        self.model.after_step(output.state)
+        self.model.after_step(state)
         self.step += 1
         self.tokens_seen += int(read.num_tokens)
         self._count_sources(read.by_source)
         metrics.end_step(
             self.step,
-            loss=loss,
+            loss=total_loss,
             grad_norm=read.grad_norm,
             lr=float(lr),
             tokens_seen=self.tokens_seen,
-            data_loading_s=data_loading_s,
-            state=output.state,
-            own_data_s=self.own_data_s,
+            data_loading_s=self.feed.seconds,
+            own_data_s=self.feed.own_s,
+            flops=flops,
+            state=state,
             tokens_by_source=self.tokens_by_source,
         )
         return True
@@ -331,48 +271,6 @@ class Trainer(Blueprint):
             counted = zip(names, targets, strict=True)
             self.tokens_by_source = {name: before.get(name, 0) + int(n) for name, n in counted}
 
-    def _next_step(self) -> tuple[list[Batch], Tensor]:
-        """Return the microbatches of the next step with targets, and all ranks' number of targets; [] at the end.
-
-        The microbatches are in the host's memory, the number is on the device.
-        """
-        empty_rows = 0
-        while empty_rows < self.train_data.num_lanes:
-            begin = time.perf_counter()
-            microbatches = [next(self.train_data) for _ in range(self.num_microbatches)]
-            self.own_data_s += time.perf_counter() - begin
-            own, num_tokens = self._count_targets(microbatches)
-            if own or num_tokens > 0:  # a rank with targets needn't read the sum, for which it would wait
-                stop.begin_steps()
-                return microbatches, num_tokens
-            empty_rows += self.rows_per_step
-        return [], torch.zeros(())
-
-    def _count_targets(self, microbatches: list[Batch]) -> tuple[int, Tensor]:
-        """Return the number of targets of this rank, and on the device that of all: the one denominator, known before
-        the first microbatch."""
-        own = sum(int((batch.labels_BL != IGNORE_INDEX).sum()) for batch in microbatches)
-        return own, self.layout.sum_over_rows(torch.full((), own, device=self.device))
-
-    def _read_ahead(self) -> float:
-        """Prefetch the next step's microbatches to the device, while it computes. Return the seconds.
-
-        On a CPU there is nothing to gain. A copy from memory that is not pinned would wait.
-        """
-        begin, self.ahead = time.perf_counter(), []
-        if self.device.type != "cpu" and self.step + 1 < self.config.training.steps:
-            batches = self.train_data.read_ahead(self.num_microbatches)
-            self.ahead = [(batch, self._to_device(batch)) for batch in batches if batch.tokens_BL.is_pinned()]
-        seconds = time.perf_counter() - begin
-        self.own_data_s += seconds
-        return seconds
-
-    def _to_device(self, batch: Batch) -> Batch:
-        for on_host, on_device in self.ahead:
-            if on_host is batch:
-                return on_device
-        return batch.to(self.device, non_blocking=True)
-
     def _loss_if_finite(self, read: Read) -> float:
         """Return the loss of all ranks; raise if it or the norm is not finite: then no parameter is changed."""
         self.stop_signal = read.signal
@@ -389,24 +287,22 @@ class Trainer(Blueprint):
     @torch.no_grad()
     def validate(self) -> float:
         """Return the mean loss per target of the validation split, or of its first `validation.steps` microbatches."""
-        data, config = self.validation_data.rewind(), self.config.validation
+        assert self.validation_data is not None, "opened where validation.enable is set"
+        config, data = self.config.validation, self.validation_data.rewind()
+        rows = config.local_batch_size * self.blueprint.dims.data
+        feed = Feed(data, self.layout, self.device, rows_per_step=rows, most=config.steps)
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)  # sums of losses, and of targets
-        found, empty_rows, taken = False, 0, 0
-        while empty_rows < data.num_lanes and taken != config.steps:
-            batch = next(data)
-            own, count = self._count_targets([batch])
-            taken += 1
-            if own or count > 0:  # as in `_next_step`
-                loss = self.layout.sum_over_data(self.steps.evaluate(self._to_device(batch), batch).double())
-                totals += torch.stack([loss, count.double()])
-                found, empty_rows = True, 0
-            else:
-                empty_rows += config.local_batch_size * self.dims.data
-        if not found:
+        batch = feed.next()
+        if batch is None:
             raise UserError("validation.dataset: its validation split holds no document with text")
+        while batch is not None:
+            loss = self.layout.sum_over_data(self.steps.evaluate(batch.on_device[0], batch.on_host[0]).double())
+            totals += torch.stack([loss, batch.num_tokens.double()])
+            batch = feed.next()
         return float(totals[0] / totals[1])  # the only wait for the device
 
     def _resume(self) -> None:
+        assets = self.blueprint.assets
         state = self.checkpointer.load(self.config.training.steps)
         if not self.checkpointer.loaded_optimizer:
             forget_rehearsal(self.optimizer)
@@ -420,12 +316,12 @@ class Trainer(Blueprint):
                 logger.info(f"training.steps = {self.config.training.steps}: there is no step left to do")
         elif self.config.checkpoint.initial_load_in_hf:
             quantized = self.config.checkpoint.initial_load_in_hf_quantized
-            with self._of_initial_load_in_hf() as path:
-                load_weights(self.model, self.family, path, quantized=quantized)
+            with self.blueprint.initial_load_in_hf() as path:
+                load_weights(self.model, self.blueprint.family, path, quantized=quantized)
             logger.info(f"loaded the weights of {path}")
-        elif not self.config.checkpoint.initial_load_path and self.assets and any(self.assets.glob("*.safetensors")):
+        elif not self.config.checkpoint.initial_load_path and _has_weights(assets):
             logger.info(
-                f"training begins with random weights: those in {self.assets} (model.hf_assets_path) are loaded with "
+                f"training begins with random weights: those in {assets} (model.hf_assets_path) are loaded with "
                 "checkpoint.initial_load_in_hf = true"
             )
 
@@ -438,20 +334,20 @@ class Trainer(Blueprint):
         if "rng" in state:
             torch.set_rng_state(torch.tensor(list(bytes.fromhex(state["rng"])), dtype=torch.uint8))
 
-    def _save_in_hugging_face_format(self, anew: bool) -> None:
-        """Write `step-N-hf` after the last checkpoint; where it exists, only if `anew`.
+    def _save_in_hugging_face_format(self, replaces: bool) -> None:
+        """Write `step-N-hf` after the last checkpoint; where it exists, only if `replaces`.
 
         A run that was killed in between finds its last checkpoint, trains no step, and does this again.
         """
-        config = self.config.checkpoint
+        config, blueprint = self.config.checkpoint, self.blueprint
         path = self.checkpointer.folder / f"step-{self.step}-hf"
         there = on_rank_0(path.exists, files_group())
-        if not config.enable or config.load_only or (there and not anew):
+        if not config.enable or config.load_only or (there and not replaces):
             return
         self._set_timeouts(int(FILES_TIMEOUT.total_seconds()))  # the others wait for rank 0's files
         dtype = getattr(torch, config.export_dtype)
         try:
-            save_weights(self.model, self.family, path, dtype=dtype, assets=self.assets, replace=True)
+            save_weights(self.model, blueprint.family, path, dtype=dtype, assets=blueprint.assets, replace=True)
         except (OSError, SafetensorError) as error:
             why = find_full_disk(path.parent, str(error)) or error
             if self.rank == 0:
@@ -477,6 +373,73 @@ class Trainer(Blueprint):
         """Set the timeout of training's collectives from now on."""
         for group in [dist.group.WORLD, *self.layout.all_groups]:
             set_timeout(group, seconds)  # type: ignore[arg-type]
+
+
+def _check_tensors_to_load(blueprint: Blueprint) -> None:
+    config = blueprint.config.checkpoint
+    folder = blueprint.dump_folder / config.folder
+    path = find_likely(folder, config, blueprint.config.training.steps)
+    if path is None:
+        return
+    model = blueprint.model
+    if blueprint.options.float8 is not None:  # its history is checked too
+        model = copy.deepcopy(model)
+        convert(model, blueprint.options.float8)
+    optimizer = None  # the state of a user's class is known after its first step
+    if "." not in blueprint.config.optimizer.name:
+        optimizer = build_optimizer(model, blueprint.config.optimizer)
+    check_loadable(path, folder, config, model, optimizer)
+
+
+def _open_data(blueprint: Blueprint) -> tuple[DataLoader, DataLoader | None]:
+    """Open the corpora of training and, if there is one, of validation, so that their problems are reported before any
+    step."""
+    training, validation = blueprint.config.training, blueprint.config.validation
+    corpus = dict(dataset=training.dataset, dataset_path=training.dataset_path, sources=training.sources)
+    rows = rows_per_microbatch(blueprint.config)
+    train_data = _open_corpus(blueprint, training, corpus | {"split": "train"}, training.repeat, rows)
+    if not validation.enable:
+        return train_data, None
+    corpus = validation_corpus(blueprint.config)
+    return train_data, _open_corpus(blueprint, validation, corpus, bool(corpus["sources"]), validation.local_batch_size)
+
+
+def _open_corpus(
+    blueprint: Blueprint, table: job.Training | job.Validation, corpus: dict[str, Any], repeat: bool, rows: int
+) -> DataLoader:
+    return build_dataloader(
+        **corpus,
+        tokenizer=blueprint.tokenizer,
+        skip_not_utf8=blueprint.config.training.skip_not_utf8,
+        seq_len=table.seq_len,
+        multiple=job.ROW_MULTIPLE if isinstance(table, job.Training) and table.dynamic_seq_len else None,
+        local_batch_size=rows,
+        dp_rank=blueprint.assembly.layout.data_rank,
+        dp_degree=blueprint.dims.data,
+        seed=blueprint.seed,
+        repeat=repeat,
+        num_workers=table.dataloader.num_workers,
+        persistent_workers=table.dataloader.persistent_workers,
+        pin_memory=table.dataloader.pin_memory,
+        prefetch_factor=table.dataloader.prefetch_factor,
+    )
+
+
+def _has_weights(assets: Path | None) -> bool:
+    return assets is not None and any(assets.glob("*.safetensors"))
+
+
+@contextmanager
+def _reporting_out_of_memory(
+    doing: Callable[[], str], blueprint: Blueprint, optimizer: torch.optim.Optimizer | None = None
+) -> Iterator[None]:
+    """Log the memory's holders if an out-of-memory error is raised inside."""
+    try:
+        yield
+    except Exception as error:
+        if out_of_memory.is_out_of_memory(error):
+            logger.error(out_of_memory.report(error, doing(), blueprint.model, optimizer, blueprint.config))
+        raise
 
 
 class NonFiniteError(RuntimeError):

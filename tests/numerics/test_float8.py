@@ -41,7 +41,7 @@ from torchtitan_graph.parallel.storage import Reshard
 from torchtitan_graph.quantize.layers import Linear
 from torchtitan_graph.quantize.products import DELAYED, E4M3, MX, ROWWISE, ROWWISE_WIDE, Recipe
 from torchtitan_graph.quantize.state import Float8State
-from torchtitan_graph.steps import Steps, build_steps
+from torchtitan_graph.steps import Assembly, Steps, build_steps
 
 c10d = torch.ops._c10d_functional
 
@@ -221,7 +221,7 @@ def evaluated(cell: Cell) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def build_with_evaluation(cell: Cell, mode: str) -> Steps:
     options = cell.options(mode)
     options = dataclasses.replace(options, eval_rows=options.rows)
-    steps = build_steps(build_model(cell), load_family(cell.family), layout_of(cell.dims), options)
+    steps = build_steps(Assembly(build_model(cell), load_family(cell.family), layout_of(cell.dims), options))
     initialize(steps.model, SEED)
     return steps
 

@@ -45,7 +45,7 @@ from torchtitan_graph.parallel.recompute import Budget, Recompute, recompute_eag
 from torchtitan_graph.parallel.schedule import SCHEDULES, V
 from torchtitan_graph.parallel.storage import Reshard, shard_eager
 from torchtitan_graph.quantize.products import DELAYED, Recipe
-from torchtitan_graph.steps import build_steps
+from torchtitan_graph.steps import Assembly, build_steps
 from torchtitan_graph.steps.inputs import of_this_rank, prepare
 
 TOLERANCE = 1e-12
@@ -232,7 +232,7 @@ def without_gradient(cell: Cell) -> list[str]:
     """Take a step with a table of embeddings that takes no gradient."""
     model = build_model(cell)
     model.tok_embeddings.requires_grad_(False)
-    steps = build_steps(model, load_family(cell.family), layout_of(cell.dims), cell.options("graph"))
+    steps = build_steps(Assembly(model, load_family(cell.family), layout_of(cell.dims), cell.options("graph")))
     initialize(model, SEED)
     steps.train(*microbatches(cell, layout_of(cell.dims).data_rank, 1))
     return [name for name, p in model.named_parameters() if p.grad is None]
@@ -296,7 +296,7 @@ def gaps_where_compiled(one: Cell) -> dict[str, float]:
     found = []
     for regions in ({}, {"layers.*": {}}):
         model, options = build_model(one), dataclasses.replace(one.options("graph"), regions=regions)
-        steps = build_steps(model, load_family(one.family), layout_of(one.dims), options)
+        steps = build_steps(Assembly(model, load_family(one.family), layout_of(one.dims), options))
         initialize(model, SEED)
         steps.train(*microbatches(one, layout_of(one.dims).data_rank, 1))
         found.append({name: p.grad.to_local() for name, p in model.named_parameters()})

@@ -25,7 +25,7 @@ from torchtitan_graph.models.layers.init import initialize
 from torchtitan_graph.models.layers.moe import AuxiliaryLoss
 from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.layout import Layout, ParallelDims
-from torchtitan_graph.steps import build_steps, rewrite_steps
+from torchtitan_graph.steps import Assembly, build_steps, rewrite_steps
 from torchtitan_graph.steps.precompiled import Rewritten, Writer, open_precompiled, ranks_to_trace, steps_to_data
 
 
@@ -86,7 +86,7 @@ def rewritten(cell: Cell, layout: Layout) -> tuple[dict[int, Rewritten], Any]:
     options = cell.options("graph")
     options = dataclasses.replace(options, eval_rows=options.rows)
     capture = partial(make_fx_capture, call_hierarchy=True)
-    return rewrite_steps(build_model(cell), load_family(cell.family), layout, options, capture)
+    return rewrite_steps(Assembly(build_model(cell), load_family(cell.family), layout, options, capture))
 
 
 def lines(gm: GraphModule) -> list[Any]:
@@ -159,12 +159,12 @@ def test_what_is_stored_is_what_each_rank_traces(name: str) -> None:
 def compared(cell: Cell, folder: Path) -> list[str]:
     """Name what differs between training on stored graphs and on traced ones, on this rank of a pool."""
     layout, options = layout_of(cell.dims), cell.options("graph")
-    steps, storages = rewrite_steps(build_model(cell), load_family(cell.family), layout, options)
+    steps, storages = rewrite_steps(Assembly(build_model(cell), load_family(cell.family), layout, options))
     writer = Writer(folder / str(dist.get_rank()), {})
     writer.add((layout.rank("pp"), layout.rank("tp")), steps_to_data(steps, layout, storages, CPU))
     writer.finish()
     options = dataclasses.replace(options, precompiled=open_precompiled(writer.folder, {}, ""))
-    again = build_steps(build_model(cell), load_family(cell.family), layout, options)
+    again = build_steps(Assembly(build_model(cell), load_family(cell.family), layout, options))
     initialize(again.model, SEED)
     return bits_that_differ(train(cell, build_graph(cell)), train(cell, again))
 

@@ -34,7 +34,7 @@ from torchtitan_graph.models.layers.init import initialize
 from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.runtime.pieces import overwrite
-from torchtitan_graph.steps import Steps, Update, build_steps
+from torchtitan_graph.steps import Assembly, Steps, Update, build_steps
 
 EP2 = ParallelDims(dp_shard=2, ep=2)
 
@@ -69,7 +69,7 @@ def build(cell: Cell, replays: bool, evaluates: bool = False) -> Steps:
         recorders=Recorders(StandIn) if replays else None,
         eval_rows=cell.options("graph").rows if evaluates else None,
     )
-    steps = build_steps(build_model(cell), load_family(cell.family), layout_of(cell.dims), options)
+    steps = build_steps(Assembly(build_model(cell), load_family(cell.family), layout_of(cell.dims), options))
     initialize(steps.model, SEED)
     return steps
 

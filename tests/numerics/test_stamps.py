@@ -20,7 +20,7 @@ from torchtitan_graph.models.spec import family_names, load_family
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.passes.cleanup import cleanup
-from torchtitan_graph.steps import build_graphs, trace_steps
+from torchtitan_graph.steps import Assembly, build_graphs, trace_steps
 
 MTP = (("q_lora_rank", 20), ("num_groups", 3), ("num_chosen_groups", 2), ("num_mtp_layers", 2))
 LOSSES = AuxiliaryLoss(load_balance=0.1, by_sequence=True, router_z=0.01)
@@ -112,7 +112,7 @@ def test_pipeline_stages_are_those_of_every_block(schedule: str) -> None:
 def finished(cell: Cell, trace_every_block: bool) -> list[tuple]:
     """Give the training step after all passes."""
     layout, options = layout_of(cell), dataclasses.replace(cell.options("graph"), trace_every_block=trace_every_block)
-    graphs = build_graphs(build_model(cell), load_family(cell.family), layout, options)
+    graphs = build_graphs(Assembly(build_model(cell), load_family(cell.family), layout, options))
     assert isinstance(graphs.train, TracedResult)
     return described(graphs.train.gm)
 

@@ -22,7 +22,7 @@ from torchtitan_graph.graph.torch_private.distributed import init_fake_process_g
 from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.verify import Numbers
-from torchtitan_graph.steps import build_graphs
+from torchtitan_graph.steps import Assembly, build_graphs
 from torchtitan_graph.steps.choices import plan_extra
 
 CPU = torch.device("cpu")
@@ -123,7 +123,7 @@ def nothing_is_sent() -> Iterator[None]:
 def build(cell: Cell, *entries: dict) -> None:
     init_fake_process_group(cell.dims.num_ranks, 0)
     options = dataclasses.replace(cell.options("graph"), extra=plan(*entries), eval_rows=(NUM_ROWS, SEQ_LEN))
-    build_graphs(build_model(cell), load_family(cell.family), cell.dims.layout("cpu"), options)
+    build_graphs(Assembly(build_model(cell), load_family(cell.family), cell.dims.layout("cpu"), options))
 
 
 def kinds() -> list[set[str]]:

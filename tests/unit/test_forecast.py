@@ -32,7 +32,7 @@ from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.layout import FSDP, PP, TP, ParallelDims
 from torchtitan_graph.parallel.recompute import Budget, Recompute
 from torchtitan_graph.parallel.storage import Reshard
-from torchtitan_graph.steps import build_graphs
+from torchtitan_graph.steps import Assembly, build_graphs
 from torchtitan_graph.steps.budget import EARLIER, PARAMETERS
 
 
@@ -58,7 +58,7 @@ def of(
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not name.startswith(frozen))
     options = dataclasses.replace(cell.options("graph"), eval_rows=eval_rows)
-    graphs = build_graphs(model, load_family(cell.family), layout, options)
+    graphs = build_graphs(Assembly(model, load_family(cell.family), layout, options))
     return forecast(model, graphs, layout, options, job.Optimizer(name=optimizer))
 
 
@@ -248,5 +248,5 @@ def built(cell: Cell, recompute: Recompute, gib: float | None) -> int:
     init_fake_process_group(cell.dims.num_ranks)
     layout, model = cell.dims.layout("cpu"), build_model(cell)
     options = dataclasses.replace(cell.options("graph"), recompute=recompute, budget_gib=gib)
-    graphs = build_graphs(model, load_family(cell.family), layout, options)
+    graphs = build_graphs(Assembly(model, load_family(cell.family), layout, options))
     return forecast(model, graphs, layout, options, job.Optimizer()).in_all

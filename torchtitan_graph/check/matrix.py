@@ -28,6 +28,7 @@ from torchtitan_graph.capture.step import StepOutput
 from torchtitan_graph.capture.traced import TracedResult
 from torchtitan_graph.config import job
 from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
+from torchtitan_graph.device import Target
 from torchtitan_graph.loss import cross_entropy, fused_cross_entropy
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.init import initial_weight, initialize
@@ -43,11 +44,12 @@ from torchtitan_graph.quantize.products import Recipe, multiple_for
 from torchtitan_graph.quantize.state import Float8
 from torchtitan_graph.rates import RATES
 from torchtitan_graph.steps import (
+    Assembly,
     Graphs,
+    GraphUpdate,
     StepOptions,
     Steps,
     Traced,
-    Update,
     bind_graphs,
     build_graphs,
     build_steps,
@@ -119,7 +121,7 @@ class Cell:
     def options(self, mode: str) -> StepOptions:
         """Return the step options of this cell."""
         return StepOptions(
-            device=DEVICE,
+            target=Target(DEVICE, SLOW if self.async_tp else RATES["CPU"], DEVICE.type == "cuda"),
             rows=(NUM_ROWS // self.num_parts, self.lengths[-1] if self.lengths else SEQ_LEN),
             lengths=self.lengths,
             mode=mode,
@@ -134,7 +136,6 @@ class Cell:
             loss=fused_cross_entropy if self.fused_loss else cross_entropy,
             loss_parallel=self.loss_parallel,
             async_tp=self.async_tp,
-            rates=SLOW if self.async_tp else RATES["CPU"],
             regions=plan_regions(
                 job.Compile(codegen=self.codegen, fusions=list(self.fusions), dedupe_layers=self.dedupe),
                 build_model(self),
@@ -207,19 +208,26 @@ def build_model(cell: Cell, device: str = "meta") -> Decoder:
         return family.Model(config, cell.attn)
 
 
+def assemble(cell: Cell, options: StepOptions | None = None) -> Assembly:
+    """Return all that a cell's steps are built from; `options` in place of the cell's own."""
+    layout, family = layout_of(cell.dims), load_family(cell.family)
+    return Assembly(build_model(cell), family, layout, options or cell.options("graph"), CAPTURES[cell.capture])
+
+
 def build_eager(cell: Cell) -> Steps:
-    steps = build_steps(build_model(cell), load_family(cell.family), layout_of(cell.dims), cell.options("eager"))
+    steps = build_steps(assemble(cell, cell.options("eager")))
     initialize(steps.model, SEED)
     return steps
 
 
 def build_graph(cell: Cell, edit: Callable[[GraphModule], GraphModule] | None = None) -> Steps:
     """Build the steps on graphs; `edit` puts a fault into the finished graph."""
-    model, graphs = final_graphs(cell)
+    assembly = assemble(cell)
+    graphs = build_graphs(assembly)
     if edit is not None:
         graphs = graphs._replace(train=_edited(graphs.train, edit))
-    steps = bind_graphs(graphs, model, layout_of(cell.dims), cell.options("graph"))
-    initialize(model, SEED)
+    steps = bind_graphs(graphs, assembly)
+    initialize(steps.model, SEED)
     return steps
 
 
@@ -236,17 +244,13 @@ def _edited(
 
 def final_graphs(cell: Cell) -> tuple[Decoder, Graphs]:
     """Return the model on meta, and its final graphs."""
-    model = build_model(cell)
-    return model, build_graphs(
-        model, load_family(cell.family), layout_of(cell.dims), cell.options("graph"), CAPTURES[cell.capture]
-    )
+    assembly = assemble(cell)
+    return assembly.model, build_graphs(assembly)
 
 
 def trace(cell: Cell) -> Traced:
     """Return the steps before any pass, traced with real numbers, on which passes can be verified."""
-    options = dataclasses.replace(cell.options("graph"), verify=True)
-    family, layout = load_family(cell.family), layout_of(cell.dims)
-    return trace_steps(build_model(cell), family, layout, options, CAPTURES[cell.capture])
+    return trace_steps(assemble(cell, dataclasses.replace(cell.options("graph"), verify=True)))
 
 
 class Plain(NamedTuple):
@@ -310,7 +314,7 @@ def train(
     too."""
     model = steps.model
     optimizer, schedule = using or optimizing(model)
-    update = Update(steps, optimizer, MAX_NORM) if in_graph and isinstance(steps, Steps) else None
+    update = GraphUpdate(steps, optimizer, MAX_NORM) if in_graph and isinstance(steps, Steps) else None
     data_rank = layout_of(cell.dims).data_rank if dist.is_initialized() else 0
     seen: Seen = {}
     for k in range(1, cell.num_steps + 1):
@@ -323,7 +327,7 @@ def train(
         seen[f"step {k}: loss"] = loss
         seen |= {f"step {k}: gradient of {n}": _copied(p.grad) for n, p in model.named_parameters()}
         if update is not None:
-            seen[f"step {k}: norm"] = update(loss)
+            seen[f"step {k}: norm"] = update.clip(loss)
         else:
             seen[f"step {k}: norm"] = steps.clip(MAX_NORM)
             optimizer.step()

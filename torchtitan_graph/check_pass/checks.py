@@ -40,7 +40,7 @@ from torchtitan_graph.models.layers.init import initialize
 from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.layout import Layout, ParallelDims
 from torchtitan_graph.parallel.parallelize import check_plan
-from torchtitan_graph.steps import build_graphs, build_steps
+from torchtitan_graph.steps import Assembly, build_graphs, build_steps
 
 # For these only graphs are built: nothing runs.
 LARGE_LAYOUTS = {
@@ -161,7 +161,7 @@ def _changes(cell: Cell, wanted: Wanted, rank: int) -> list[_Change]:
         watched = own._replace(run=lambda gm: _watch(cell, wanted, own, gm, layout, found))
         options = dataclasses.replace(cell.options("graph"), extra=[Extra(wanted.entry.after, watched)])
         options = dataclasses.replace(options, eval_rows=(NUM_ROWS, SEQ_LEN))
-        build_graphs(build_model(cell), load_family(cell.family), layout, options)
+        build_graphs(Assembly(build_model(cell), load_family(cell.family), layout, options))
     finally:
         dist.destroy_process_group()
     return found
@@ -226,7 +226,7 @@ def differences(cell: Cell, entry: ExtraPass) -> tuple[list[str], float]:
 
 def _trained(cell: Cell, extra: Sequence[Extra]) -> dict[str, Tensor]:
     options = dataclasses.replace(cell.options("graph"), extra=extra)
-    steps = build_steps(build_model(cell), load_family(cell.family), layout_of(cell.dims), options)
+    steps = build_steps(Assembly(build_model(cell), load_family(cell.family), layout_of(cell.dims), options))
     initialize(steps.model, 0)
     return {name: x.to_local() if hasattr(x, "to_local") else x for name, x in train(cell, steps).items()}
 

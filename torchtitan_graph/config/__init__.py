@@ -2,11 +2,11 @@
 
 from torchtitan_graph.config.check import (
     check,
-    is_dry_for_gpu,
     ranks_asked_for,
     ranks_started,
     shard_degree,
     smallest_world,
+    target_of,
 )
 from torchtitan_graph.config.dump import dump_toml
 from torchtitan_graph.config.job import JobConfig
@@ -18,11 +18,11 @@ __all__ = [
     "check",
     "dump_toml",
     "find_config",
-    "is_dry_for_gpu",
     "load",
     "ranks_asked_for",
     "ranks_started",
     "read_beside",
     "shard_degree",
     "smallest_world",
+    "target_of",
 ]

@@ -11,7 +11,9 @@ from torchtitan_graph.config.job import OPTIONS, JobConfig, get, source_name
 from torchtitan_graph.config.job import named as _name
 from torchtitan_graph.config.option import brief, nearest
 from torchtitan_graph.config.resolve import one_line, problem_list
+from torchtitan_graph.device import Target
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.rates import RATES
 
 SMALLEST_WEIGHT = 10000  # parts of the sum: a mixture rounds weights to parts of somewhat more rows
 MOST_RANKS = 2**20  # several times the largest cluster; torch lists the ranks of a group
@@ -147,9 +149,9 @@ def shard_degree(config: JobConfig, world_size: int) -> int:
     return given if given != -1 else max(1, world_size // _other_degrees(config))
 
 
-def is_dry_for_gpu(config: JobConfig) -> bool:
-    """Return whether this is a dry run for a GPU, whatever device this process has."""
-    return config.comm.mode == "fake_backend" and config.comm.fake_device != "CPU"
+def target_of(config: JobConfig) -> Target:
+    """Return the device that a job's graphs are for: in a dry run comm.fake_device, else this process's own."""
+    return Target.of(RATES[config.comm.fake_device]) if config.comm.mode == "fake_backend" else Target.here()
 
 
 def smallest_world(config: JobConfig) -> int:

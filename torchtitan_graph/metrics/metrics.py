@@ -64,8 +64,6 @@ class Metrics:
     Args:
         start_step: steps done before this process began. What a killed run logged for later steps is dropped.
         tokens_seen: targets of those steps.
-        flops_per_step: FLOPs of this device in a step, without recomputation; None: not known. Set the
-            attribute of that name before `end_step` where steps differ.
         peak_flops: FLOP/s this device can do; None: not known, and then there is no MFU.
         model_table: Markdown, shown in TensorBoard beside the configuration.
         scope_table: text, shown there too, if it is not empty.
@@ -81,7 +79,6 @@ class Metrics:
         total_steps: int,
         start_step: int = 0,
         tokens_seen: int = 0,
-        flops_per_step: float | None = None,
         peak_flops: float | None = None,
         model_table: str = "",
         scope_table: str = "",
@@ -96,7 +93,6 @@ class Metrics:
         self.rank = rank
         self.first_step, self.total_steps = start_step + 1, total_steps
         self._of_all_stages = of_all_stages
-        self.flops_per_step = flops_per_step
         self.peak_flops = peak_flops
         self._log_expert_loads = options.log_expert_loads
         self._json: Path | None = None
@@ -122,7 +118,7 @@ class Metrics:
                 self._dashboards.append(WeightsAndBiases(dump_folder, start_step, settings))
         self.loss: float | None = None  # of the last step
         self._num_steps = 0  # this and the next four: since the last log
-        self._flops = 0.0
+        self._flops: float | None = None
         self._step_time_s = 0.0
         self._data_loading_s = 0.0
         self._tokens_seen = tokens_seen
@@ -163,19 +159,21 @@ class Metrics:
         data_loading_s: float,
         state: dict[str, torch.Tensor] | None = None,
         own_data_s: float = 0.0,
+        flops: float | None = None,
         tokens_by_source: dict[str, int] | None = None,
     ) -> None:
         """Stop the clock, check for outliers, and log if the step is due.
 
         Loss and gradient norm are numbers, so the device has computed them when the clock stops. `tokens_seen` counts
         all ranks' targets from the run's beginning. `data_loading_s` is the part of the step spent waiting for data,
-        `own_data_s` that for this rank's own. `state` is the model's state that the step changed, by name: of a mixture
+        `own_data_s` that for this rank's own. `flops` are this device's in the step, without recomputation; None: not
+        known. `state` is the model's state that the step changed, by name: of a mixture
         of experts `layers.1.moe.load`, the slots of each expert. `tokens_by_source` counts all ranks' targets of each
         corpus of a mixture.
         """
         self.loss = loss
         self._num_steps += 1
-        self._flops += self.flops_per_step or 0.0
+        self._flops = None if flops is None else (self._flops or 0.0) + flops
         step_s = time.perf_counter() - self._began
         self._step_time_s += step_s
         self._data_loading_s += data_loading_s
@@ -217,7 +215,7 @@ class Metrics:
         record |= self._pending_ranks
         if self._tokens_by_source:
             record["tokens_by_source"] = self._tokens_by_source
-        self._num_steps, self._flops, self._step_time_s, self._data_loading_s = 0, 0.0, 0.0, 0.0
+        self._num_steps, self._flops, self._step_time_s, self._data_loading_s = 0, None, 0.0, 0.0
         self._tokens_seen = tokens_seen
         self._write(record, {f"experts/imbalance/{name}": value for name, value in by_layer.items()})
         if self._tensorboard is not None and loads:
@@ -263,7 +261,7 @@ class Metrics:
         self.close()
 
     def _mfu(self) -> float | None:
-        if self.flops_per_step is None or self.peak_flops is None:
+        if self._flops is None or self.peak_flops is None:
             return None
         return self._flops / self._step_time_s / self.peak_flops
 

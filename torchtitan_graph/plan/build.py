@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
@@ -17,6 +16,7 @@ from torchtitan_graph.capture.traced import TracedResult
 from torchtitan_graph.config import DRY, JobConfig, check, load
 from torchtitan_graph.config.check import MOST_RANKS
 from torchtitan_graph.config.job import OPTIONS
+from torchtitan_graph.device import Target
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.forecast import Forecast, forecast
 from torchtitan_graph.graph.blocks import block_of
@@ -26,7 +26,7 @@ from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.plan.layers import kind_of
 from torchtitan_graph.rates import Rates
-from torchtitan_graph.steps import Graphs, StepOptions
+from torchtitan_graph.steps import Graphs, StepOptions, build_graphs
 from torchtitan_graph.steps.choices import check_disabled
 from torchtitan_graph.steps.held import in_flight
 
@@ -98,14 +98,12 @@ def build(config: JobConfig, world_size: int, rates: Rates, make: Callable[..., 
     """Build the graphs of a job's ranks on devices of a kind. Pipeline ranks with equal stages share theirs.
 
     Args:
-        make: constructor of a blueprint, from a configuration and a number of ranks.
+        make: constructor of a blueprint, from a configuration, a number of ranks and their device.
 
     Raises:
         UserError: as a run of that configuration.
     """
-    # Float8 is traced as a GPU multiplies it, or emulated, as on a CPU.
-    comm = dataclasses.replace(config.comm, fake_device="CPU" if rates.name.upper().startswith("CPU") else "H100")
-    make = partial(_blueprint, make, dataclasses.replace(config, comm=comm), world_size, rates)
+    make = partial(_blueprint, make, config, world_size, rates)
     first = make()
     places: dict[Hashable, list[int]] = {}
     for place in range(first.dims.pp):
@@ -120,28 +118,28 @@ def build(config: JobConfig, world_size: int, rates: Rates, make: Callable[..., 
 
 
 def _blueprint(make: Callable[..., Blueprint], config: JobConfig, world_size: int, rates: Rates) -> Blueprint:
-    blueprint = make(copy.deepcopy(config), world_size)  # options resolved for this layout stay in the copy
-    blueprint.options = dataclasses.replace(blueprint.options, rates=rates, dump_to=None, picture=None)
-    if rates.name == CPU:
-        blueprint.options = dataclasses.replace(blueprint.options, compiles=True)  # a replay runs compiled code
+    target = dataclasses.replace(Target.of(rates), runs=rates.name == CPU)  # a replay on this CPU runs compiled code
+    blueprint = make(config, world_size, target)
+    blueprint.options = dataclasses.replace(blueprint.options, dump_to=None, picture=None)
     return blueprint
 
 
 def _ranks_at(places: Sequence[int], blueprint: Blueprint, world_size: int) -> dict[int, Rank]:
     """Return the ranks at some places along pp, with the graphs of the first, which is built."""
     num_ranks = world_size // blueprint.dims.pp
-    stands_for = "gloo" if blueprint.options.rates.name == CPU else "nccl"
+    stands_for = "gloo" if blueprint.target.rates.name == CPU else "nccl"
     init_fake_process_group(world_size, places[0] * num_ranks, stands_for)
     try:
-        graphs = blueprint.build_dry()
-        layout, options, model = blueprint.layout, blueprint.options, blueprint.model
-        links = layout.links(options.rates.num_near)
+        assembly = blueprint.assembly
+        options, model = assembly.options, assembly.model
+        graphs = build_graphs(assembly)
+        links = assembly.layout.links(options.target.rates.num_near)
         visible = model.visible_in_one_document(options.rows[1])
         found = {}
         for place in places:
             names = _names(options, places[0], place) or {name: name for name in model.modules_in_order}
             own = _renamed(graphs, options, names, place)
-            told = forecast(model, own, layout, options, blueprint.config.optimizer, place)
+            told = forecast(assembly, own, blueprint.config.optimizer, place)
             found[place] = Rank(place * num_ranks, own, links, told, visible, names)
     finally:
         dist.destroy_process_group()

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.config import JobConfig
 from torchtitan_graph.config.dump import dump_changes
-from torchtitan_graph.device import GIB
+from torchtitan_graph.device import GIB, Target
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.models.layers.moe import MoE
@@ -91,8 +91,8 @@ def search(
         logger.setLevel(level)
 
 
-def _shallow(layers: int, config: JobConfig, world_size: int) -> Blueprint:
-    blueprint = Blueprint(config, world_size)
+def _shallow(layers: int, config: JobConfig, world_size: int, target: Target) -> Blueprint:
+    blueprint = Blueprint(config, world_size, target)
     keep_layers(blueprint.model, layers)
     return blueprint
 

@@ -43,6 +43,7 @@ from torchtitan_graph.analysis.traffic import num_bytes, received
 from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.capture.traced import TracedResult
 from torchtitan_graph.config import JobConfig, dump_toml
+from torchtitan_graph.device import Target
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.blocks import loss_of
@@ -178,8 +179,8 @@ def roofline(config: JobConfig, world_size: int, rates: Rates) -> Roofline:
     return Roofline(job, rates, steps, rank.told.operations * job.options.num_microbatches)
 
 
-def _uncompiled(config: JobConfig, world_size: int) -> Blueprint:
-    blueprint = Blueprint(config, world_size)
+def _uncompiled(config: JobConfig, world_size: int, target: Target) -> Blueprint:
+    blueprint = Blueprint(config, world_size, target)
     blueprint.options = dataclasses.replace(blueprint.options, regions={})
     return blueprint
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import nn
 
-from torchtitan_graph.config import JobConfig, is_dry_for_gpu
+from torchtitan_graph.config import JobConfig
 from torchtitan_graph.config.job import OPTIONS
 from torchtitan_graph.config.option import nearest
 from torchtitan_graph.config.quantize import (
@@ -21,6 +21,7 @@ from torchtitan_graph.config.quantize import (
     not_together,
     tokens_problems,
 )
+from torchtitan_graph.device import Target
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.models.layers.moe import Experts
@@ -45,7 +46,7 @@ _FILTER, _FQNS = "quantize.linear.float8.filter_fqns", "quantize.grouped_mm.floa
 _FILTER_MX = "quantize.linear.mx.filter_fqns"
 
 
-def plan_float8(config: JobConfig, model: nn.Module, device: torch.device) -> Float8 | None:
+def plan_float8(config: JobConfig, model: nn.Module, target: Target) -> Float8 | None:
     """Return the layers to convert; None without such model.converters.
 
     Raises:
@@ -54,17 +55,17 @@ def plan_float8(config: JobConfig, model: nn.Module, device: torch.device) -> Fl
             of these (except sizes: such a layer is not built).
     """
     layers: dict[str, Recipe] = {}
-    _plan_own(config, model, device)
+    _plan_own(config, model, target)
     if converts_linears(config.model.converters):
-        layers |= _plan_linears(config, model, device)
+        layers |= _plan_linears(config, model, target)
     if converts_to_mx(config.model.converters):
-        layers |= _plan_mx(config, model, device)
+        layers |= _plan_mx(config, model, target)
     if converts_experts(config.model.converters):
-        layers |= _plan_experts(config, model, device)
+        layers |= _plan_experts(config, model, target)
     return Float8(layers) if layers else None
 
 
-def _plan_own(config: JobConfig, model: nn.Module, device: torch.device) -> None:
+def _plan_own(config: JobConfig, model: nn.Module, target: Target) -> None:
     """Check the model's own layers as the converters' are; in a dry run for a GPU they use its products."""
     own = {name: kept for name, (kept, _) in kept_weights(model).items()}
     if not own:
@@ -81,25 +82,25 @@ def _plan_own(config: JobConfig, model: nn.Module, device: torch.device) -> None
     delayed = [name for name, kept in own.items() if kept.recipe.scaling == DELAYED]
     _check_called_once(model, delayed, f"{asked}s are of recipe {DELAYED}", "call a layer in one place")
     for name, kept in own.items():
-        _check_gpu(config, device, f"{asked} {name}", kept)
-        kept.recipe = kept.recipe._replace(is_traced_for_gpu=is_dry_for_gpu(config))
+        _check_gpu(target, f"{asked} {name}", kept)
+        kept.recipe = kept.recipe._replace(is_traced_for_gpu=target.is_gpu)
 
 
-def _check_gpu(config: JobConfig, device: torch.device, asked: str, kept: Kept) -> None:
+def _check_gpu(target: Target, asked: str, kept: Kept) -> None:
     """Raise a UserError for a layer of the model's own that this device, or a dry run's, can't multiply."""
-    if kept.recipe.emulate or not (device.type == "cuda" or is_dry_for_gpu(config)):
+    if kept.recipe.emulate or not target.is_gpu:
         return
     instead, recipe = "give its recipe emulate=True, which is slow", kept.recipe
     if recipe.scaling == MX:
         raise UserError(f"{asked}: products in MX formats are emulated alone, on a GPU too; {instead}")
     if not isinstance(kept, Linear) and (not recipe.by_row or recipe.gradient != E4M3):
         raise UserError(f"{asked}: a GPU's products of experts scale by rows, and are of e4m3; {instead}")
-    oldest = (8, 9) if isinstance(kept, Linear) else (9, 0)
+    oldest, device = (8, 9) if isinstance(kept, Linear) else (9, 0), target.device
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < oldest:
         raise UserError(f"{asked}: {torch.cuda.get_device_name(device)} does not multiply it in float8; {instead}")
 
 
-def _plan_linears(config: JobConfig, model: nn.Module, device: torch.device) -> dict[str, Recipe]:
+def _plan_linears(config: JobConfig, model: nn.Module, target: Target) -> dict[str, Recipe]:
     options = config.quantize.linear.float8
     scaling = options.recipe_name or TENSORWISE
     names = _find_linears(model, scaling, options.filter_fqns)
@@ -110,18 +111,19 @@ def _plan_linears(config: JobConfig, model: nn.Module, device: torch.device) -> 
             f"quantize.linear.float8.recipe_name = {scaling!r}: with model.num_mtp_layers the layer output is called"
             f" several times, and one history can't follow them; name output in {_FILTER}"
         )
+    device = target.device
     if device.type == "cuda" and not options.emulate and torch.cuda.get_device_capability(device) < (8, 9):
         raise UserError(
             f"model.converters = ['float8']: {torch.cuda.get_device_name(device)} does not multiply in float8; set"
             " quantize.linear.float8.emulate = true, which is slow, or remove the converter"
         )
     recipe = _recipe(scaling, options.gradient_format, options.emulate)
-    return dict.fromkeys(names, recipe._replace(is_traced_for_gpu=is_dry_for_gpu(config)))
+    return dict.fromkeys(names, recipe._replace(is_traced_for_gpu=target.is_gpu))
 
 
-def _plan_mx(config: JobConfig, model: nn.Module, device: torch.device) -> dict[str, Recipe]:
+def _plan_mx(config: JobConfig, model: nn.Module, target: Target) -> dict[str, Recipe]:
     name = config.quantize.linear.mx.recipe_name
-    if name != "mxfp8_emulated" and (device.type == "cuda" or is_dry_for_gpu(config)):
+    if name != "mxfp8_emulated" and target.is_gpu:
         raise UserError(
             f"quantize.linear.mx.recipe_name = {name!r}: products in MX formats are emulated alone, on a GPU too; set"
             " it to mxfp8_emulated, which is slow, or use model.converters = ['float8']"
@@ -156,7 +158,7 @@ def _words_of(scaling: str) -> tuple[str, str, int]:
     return option, converter, multiple_for(scaling)
 
 
-def _plan_experts(config: JobConfig, model: nn.Module, device: torch.device) -> dict[str, Recipe]:
+def _plan_experts(config: JobConfig, model: nn.Module, target: Target) -> dict[str, Recipe]:
     options = config.quantize.grouped_mm.float8
     experts = {name: m for name, m in model.named_modules() if isinstance(m, Experts)}
     asked = f"model.converters = [{EXPERTS!r}]"
@@ -170,10 +172,9 @@ def _plan_experts(config: JobConfig, model: nn.Module, device: torch.device) -> 
     if scaling == DELAYED:
         _check_called_once(model, names, _delayed(_FQNS), f"leave it out of {_FQNS}")
     logger.info(f"float8: experts of {len(names)} layers, {scaling}; as they were: {len(experts) - len(names)}")
-    recipe = _recipe(scaling, options.gradient_format, options.emulate)
-    recipe = recipe._replace(is_traced_for_gpu=is_dry_for_gpu(config))
-    if takes_kernel(device, recipe):
-        _check_kernel_of_groups(recipe, device)
+    recipe = _recipe(scaling, options.gradient_format, options.emulate)._replace(is_traced_for_gpu=target.is_gpu)
+    if takes_kernel(target.device, recipe):
+        _check_kernel_of_groups(recipe, target.device)
     return dict.fromkeys(names, recipe)
 
 

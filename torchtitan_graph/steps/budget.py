@@ -133,7 +133,7 @@ def _too_little(gib: float, rest: Mapping[str, int], least: int) -> str:
     )
 
 
-def tell(gm: GraphModule, graph: str, picture: Path | None) -> None:
+def log_budget(gm: GraphModule, graph: str, picture: Path | None) -> None:
     """Log the trade-off of memory for work, if there was a budget, and draw it to a file."""
     curve: Curve | None = gm.meta.get("curve")
     if curve is None:

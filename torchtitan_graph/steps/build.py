@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from torchtitan_graph.capture.step import (
     make_eager_step,
     make_eval_step,
 )
-from torchtitan_graph.capture.trace import Capture, make_fx_capture
 from torchtitan_graph.capture.traced import run_traced
 from torchtitan_graph.data.batch import Batch
 from torchtitan_graph.device import Recorders
@@ -40,9 +38,9 @@ from torchtitan_graph.quantize.layers import kept_weights
 from torchtitan_graph.quantize.state import Float8State
 from torchtitan_graph.runtime.observe import Watchable
 from torchtitan_graph.runtime.pieces import Replayed
+from torchtitan_graph.steps.assembly import Assembly
 from torchtitan_graph.steps.graphs import Graphs, build_graphs
-from torchtitan_graph.steps.inputs import loss_is_parallel, of_this_rank, prepare
-from torchtitan_graph.steps.options import StepOptions
+from torchtitan_graph.steps.inputs import of_this_rank
 
 Step = Callable[[Any, Any, Tensor], StepOutput]  # (batch, masks, num_tokens); gradients go to `.grad`
 Evaluation = Callable[[Any, Any, Tensor], Tensor]  # the same -> loss
@@ -147,38 +145,31 @@ class Steps:
         return {name: summed[name] for name in state}
 
 
-def build_steps(
-    model: Decoder, family: ModuleType, layout: Layout, options: StepOptions, capture: Capture = make_fx_capture
-) -> Steps:
-    """Lay a model out, build its steps, and allocate its parameters, uninitialized.
-
-    Args:
-        model: on the meta device, as its family builds it; `check_steps` has passed.
-        family: the module that defines `PLAN`.
-        capture: how the step becomes a graph.
-    """
+def build_steps(assembly: Assembly) -> Steps:
+    """Lay a model out, build its steps, and allocate its parameters, uninitialized."""
+    options, model = assembly.options, assembly.model
     if options.mode == "graph":
-        return bind_graphs(build_graphs(model, family, layout, options, capture), model, layout, options)
-    prepare(model, family, layout, options)
+        return bind_graphs(build_graphs(assembly), assembly)
+    assembly.prepare()
     recompute_eager(model.blocks, options.recompute)
-    at_rest = options.precision, options.reshard, options.device, options.cpu_offload
-    shard_eager(model, model.blocks, layout, *at_rest)
+    at_rest = options.precision, options.reshard, options.target.device, options.cpu_offload
+    shard_eager(model, model.blocks, assembly.layout, *at_rest)
     evaluate = make_eval_step(model, options.loss) if options.eval_rows else None
-    step, of_loss = make_eager_step(model, options.loss), loss_is_parallel(layout, options)
-    quantized = _quantized(model, {}, layout, options)
-    return Steps(model, layout, of_loss, step, evaluate, quantized=quantized)
+    step = make_eager_step(model, options.loss)
+    return Steps(model, assembly.layout, assembly.loss_is_parallel, step, evaluate, quantized=_quantized({}, assembly))
 
 
-def _quantized(
-    model: Decoder, storages: Mapping[str, Storage], layout: Layout, options: StepOptions
-) -> Float8State | None:
-    return Float8State(model, storages, layout, options.precision.compute) if kept_weights(model) else None
+def _quantized(storages: Mapping[str, Storage], assembly: Assembly) -> Float8State | None:
+    if not kept_weights(assembly.model):
+        return None
+    return Float8State(assembly.model, storages, assembly.layout, assembly.options.precision.compute)
 
 
-def bind_graphs(graphs: Graphs, model: Decoder, layout: Layout, options: StepOptions) -> Steps:
+def bind_graphs(graphs: Graphs, assembly: Assembly) -> Steps:
     """Allocate the parameters of a model, and return the steps of its graphs bound to them."""
+    model, layout, options = assembly.model, assembly.layout, assembly.options
     cast_parameters(model, options.precision.storage)
-    materialize(model, graphs.storages, options.device)
+    materialize(model, graphs.storages, options.target.device)
     new = None if options.recorders is None else options.recorders.new
     evaluate = None
     if graphs.evaluate is not None:
@@ -189,10 +180,17 @@ def bind_graphs(graphs: Graphs, model: Decoder, layout: Layout, options: StepOpt
         assert options.pipeline is not None
         shared = model.tok_embeddings.weight if model.config.tied and model.tok_embeddings is not None else None
         tied = shared if shared is not None and shared.requires_grad else None
-        step = Pipeline(options.pipeline, graphs.train, model, tied, layout, options.device)
+        step = Pipeline(options.pipeline, graphs.train, model, tied, layout, options.target.device)
     else:
         step = bind_train_step(graphs.train, model, new, accumulates=options.num_microbatches > 1)
-    loss_parallel = loss_is_parallel(layout, options)
-    quantized = _quantized(model, graphs.storages, layout, options)
-    flops, seq_len = graphs.flops, options.rows[1]
-    return Steps(model, layout, loss_parallel, step, evaluate, flops, seq_len, options.recorders, quantized)
+    return Steps(
+        model,
+        layout,
+        assembly.loss_is_parallel,
+        step,
+        evaluate,
+        flops=graphs.flops,
+        seq_len=options.rows[1],
+        recorders=options.recorders,
+        quantized=_quantized(graphs.storages, assembly),
+    )

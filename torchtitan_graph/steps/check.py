@@ -7,7 +7,7 @@ from types import ModuleType
 import torch
 
 from torchtitan_graph import device as devices
-from torchtitan_graph.config import JobConfig, is_dry_for_gpu
+from torchtitan_graph.config import JobConfig
 from torchtitan_graph.data.batch import BYTES_PER_TOKEN
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.blocks import block_of
@@ -46,29 +46,28 @@ def check_steps(
                 " takes gradients (requires_grad); use fewer stages, or divide them by"
                 " parallelism.module_fqns_per_model_part"
             )
-    on_gpu = options.device.type == "cuda" or is_dry_for_gpu(config)
-    _check_varlen(model, dims, options, on_gpu)
-    if model.attn == "sdpa" and on_gpu:
+    _check_varlen(model, dims, options)
+    if model.attn == "sdpa" and options.target.is_gpu:
         _tell_dense_masks(config, model, dims, options)
     if config.comm.mode == "fake_backend":
         return
     _check_rows_fit(config, model, options.precision.compute.itemsize)
-    if model.attn == "flex" and options.device.type == "cpu":
+    if model.attn == "flex" and options.target.device.type == "cpu":
         _check_scores_fit(options, model.config.num_heads // dims.tp, dims.cp)
 
 
-def _check_varlen(model: Decoder, dims: ParallelDims, options: StepOptions, on_gpu: bool) -> None:
+def _check_varlen(model: Decoder, dims: ParallelDims, options: StepOptions) -> None:
     """Check that flash attention's kernels for segments support the step."""
     model.check_attention(dims.cp)
     compute = options.precision.compute
-    if model.attn != "varlen" or not on_gpu:
+    if model.attn != "varlen" or not options.target.is_gpu:
         return
     if compute not in (torch.bfloat16, torch.float16):
         raise UserError(
             f"model.attn = 'varlen': on a GPU its kernels compute in bfloat16 or float16, not in {compute}; set "
             "training.mixed_precision_param = 'bfloat16', or use flex"
         )
-    if options.device.type == "cuda" and torch.cuda.get_device_capability() < (8, 0):
+    if options.target.device.type == "cuda" and torch.cuda.get_device_capability() < (8, 0):
         raise UserError("model.attn = 'varlen': its kernels need a GPU of compute capability 8.0 or more; use sdpa")
 
 

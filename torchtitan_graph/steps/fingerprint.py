@@ -46,6 +46,7 @@ _NO_MATTER = (
     "validation.freq",
     "validation.steps",
     "validation.dataloader.",
+    "model.elementwise",  # the layers that it makes one operator count, see below
     "model.hf_assets_path",  # its effect on the model is in the model's own configuration
     "parallelism.data_parallel_shard_degree",  # -1 is a number of ranks, see below
     "activation_checkpoint.visualize_memory_budget_pareto",  # the curve is stored
@@ -85,7 +86,7 @@ def fingerprint(config: JobConfig, model: Decoder, dims: ParallelDims, options: 
         **{f"the model's {key}": str(value) for key, value in vars(model.config).items()},
         "the model's parameters": _hash_of_parameters(model),
         "torch": f"{torch.__version__} {torch.version.git_version}",
-        "device": _describe(options.device),
+        "device": _describe(options.target.device),
         "source of torchtitan_graph": _hash_of_source(Path(torchtitan_graph.__file__).parent),
         **{f"source of {name}": _hash_of_source(*_files_of(name)) for name in _own_packages(_own_names(config))},
     }

@@ -6,7 +6,6 @@ import dataclasses
 import time
 from collections.abc import Mapping
 from functools import partial
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -19,28 +18,19 @@ from torchtitan_graph.capture.step import (
     trace_eval_step,
     trace_train_step,
 )
-from torchtitan_graph.capture.trace import Capture, make_fx_capture
+from torchtitan_graph.capture.trace import Capture
 from torchtitan_graph.capture.traced import TracedResult
 from torchtitan_graph.compiler import Inspection, PassPlan, passes, run_passes
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.loss import loss_context
-from torchtitan_graph.models.layers.decoder import Decoder
-from torchtitan_graph.parallel.layout import Layout
 from torchtitan_graph.parallel.pipeline import StageGraph
 from torchtitan_graph.parallel.recompute import Budget
 from torchtitan_graph.parallel.storage import Storage
 from torchtitan_graph.parallel.verify import Numbers
-from torchtitan_graph.steps.budget import INPUTS, at_rest, meet, tell
-from torchtitan_graph.steps.inputs import (
-    SEQ_LEN,
-    example_inputs,
-    lay_out,
-    loss_is_parallel,
-    numbers_of,
-    once_per_kind,
-    shapes_of,
-)
+from torchtitan_graph.steps.assembly import Assembly
+from torchtitan_graph.steps.budget import INPUTS, at_rest, log_budget, meet
+from torchtitan_graph.steps.inputs import SEQ_LEN, example_inputs, numbers_of, shapes_of
 from torchtitan_graph.steps.options import StepOptions
 from torchtitan_graph.steps.precompiled import Rewritten
 from torchtitan_graph.steps.stages import build_stages, make_code, rewrite_stages
@@ -70,22 +60,21 @@ class Graphs(NamedTuple):
     flops: Flops
 
 
-def build_graphs(
-    model: Decoder, family: ModuleType, layout: Layout, options: StepOptions, capture: Capture = make_fx_capture
-) -> Graphs:
+def build_graphs(assembly: Assembly) -> Graphs:
     """Trace a model's steps, and run the passes on them; a dry run does only this. Precompiled steps are read instead,
     and only the passes that generate code run."""
+    options = assembly.options
     if options.pipeline is not None:
-        stages, storages, flops = build_stages(model, family, layout, options, capture)
+        stages, storages, flops = build_stages(assembly)
         return Graphs(stages, None, storages, flops)
     if options.precompiled is None:
-        traced = trace_steps(model, family, layout, options, capture)
-        steps, storages = _rewrite(traced, layout, options, makes_code=True), traced.plan.storages
+        traced = trace_steps(assembly)
+        steps, storages = _rewrite(traced, options, makes_code=True), traced.plan.storages
     else:
-        plan = lay_out(model, family, layout, options)
-        arguments = {0: _arguments(model, layout, options)}
-        (read,) = options.precompiled.load(arguments, layout, plan.storages, options.device).values()
-        tell(read.train.gm, "training step", options.picture if _is_shown() else None)
+        plan = assembly.lay_out()
+        arguments = {0: _arguments(assembly)}
+        (read,) = options.precompiled.load(arguments, assembly.layout, plan.storages, options.target.device).values()
+        log_budget(read.train.gm, "training step", options.picture if _is_shown() else None)
 
         def ready(step: TracedResult, name: str) -> TracedResult:
             return dataclasses.replace(step, gm=make_code(step.gm, plan, options, name))
@@ -95,22 +84,20 @@ def build_graphs(
     return Graphs(steps.train, steps.evaluate, storages, steps.flops)
 
 
-def rewrite_steps(
-    model: Decoder, family: ModuleType, layout: Layout, options: StepOptions, capture: Capture = make_fx_capture
-) -> tuple[dict[int, Rewritten], Mapping[str, Storage]]:
+def rewrite_steps(assembly: Assembly) -> tuple[dict[int, Rewritten], Mapping[str, Storage]]:
     """Trace a model's steps and run the passes, but for those that generate code; return the steps to store, by the
     pipeline stage's number, else under 0, and the parameters' storage layout."""
-    if options.pipeline is not None:
-        return rewrite_stages(model, family, layout, options, capture)
-    traced = trace_steps(model, family, layout, options, capture)
-    return {0: _rewrite(traced, layout, options, makes_code=False)}, traced.plan.storages
+    if assembly.options.pipeline is not None:
+        return rewrite_stages(assembly)
+    traced = trace_steps(assembly)
+    return {0: _rewrite(traced, assembly.options, makes_code=False)}, traced.plan.storages
 
 
 def _is_shown() -> bool:
     return dist.get_rank() == 0 or dist.get_backend() == "fake"
 
 
-def _rewrite(traced: Traced, layout: Layout, options: StepOptions, *, makes_code: bool) -> Rewritten:
+def _rewrite(traced: Traced, options: StepOptions, *, makes_code: bool) -> Rewritten:
     shown = _is_shown()
     watch = Inspection(
         dump_to=options.dump_to if shown else None,
@@ -122,7 +109,7 @@ def _rewrite(traced: Traced, layout: Layout, options: StepOptions, *, makes_code
 
     def rewritten(gm: GraphModule, watch: Inspection, plan: PassPlan = traced.plan) -> GraphModule:
         chosen = [each for each in passes(plan, options.extra) if makes_code or not each.cut]
-        return run_passes(gm, chosen, options.disabled, options.device, watch)
+        return run_passes(gm, chosen, options.disabled, options.target.device, watch)
 
     said: list[str] = []  # of the last try, which is the chosen one
 
@@ -144,47 +131,44 @@ def _rewrite(traced: Traced, layout: Layout, options: StepOptions, *, makes_code
         train = meet(options.budget_gib, rest, traced.train.gm, within)
         for each in said:
             logger.info(each)
-    tell(train, watch.graph, options.picture if shown else None)
+    log_budget(train, watch.graph, options.picture if shown else None)
     return Rewritten(dataclasses.replace(traced.train, gm=train), evaluate, traced.flops)
 
 
-def _arguments(model: Decoder, layout: Layout, options: StepOptions) -> tuple[Any, Any]:
+def _arguments(assembly: Assembly) -> tuple[Any, Any]:
     """Return example arguments of the training step, and of the evaluation step if there is one."""
-    evaluate = options.eval_rows and example_inputs(model, options.eval_rows, layout, options)
-    return example_inputs(model, options.rows, layout, options), evaluate
+    evaluate = assembly.options.eval_rows and example_inputs(assembly, assembly.options.eval_rows)
+    return example_inputs(assembly, assembly.options.rows), evaluate
 
 
-def trace_steps(
-    model: Decoder, family: ModuleType, layout: Layout, options: StepOptions, capture: Capture = make_fx_capture
-) -> Traced:
+def trace_steps(assembly: Assembly) -> Traced:
     """Lay a model out, and trace its steps."""
-    begin = time.perf_counter()
-    plan = lay_out(model, family, layout, options)
-    device, evaluate, capture = options.device, None, once_per_kind(capture, model, options)
-    example, other = _arguments(model, layout, options)
-    with loss_context(loss_is_parallel(layout, options)):
-        train = _trace_training(model, layout, options, example, capture)
+    begin, evaluate = time.perf_counter(), None
+    plan = assembly.lay_out()
+    example, other = _arguments(assembly)
+    with loss_context(assembly.loss_is_parallel):
+        train = _trace_training(assembly, example)
         if other is not None:
-            evaluate = trace_eval_step(model, options.loss, *other, device=device, capture=capture)
+            device, loss = assembly.options.target.device, assembly.options.loss
+            evaluate = trace_eval_step(assembly.model, loss, *other, device=device, capture=assembly.capture_per_kind)
     logger.info(f"traced in {time.perf_counter() - begin:.1f} s, {len(train.gm.graph.nodes)} nodes")
-    flops = count_flops(train.gm, model.blocks, layout.gathers_rows)
-    return Traced(train, evaluate, plan, flops, numbers_of(example, layout))
+    flops = count_flops(train.gm, assembly.model.blocks, assembly.layout.gathers_rows)
+    return Traced(train, evaluate, plan, flops, numbers_of(example, assembly.layout))
 
 
-def _trace_training(
-    model: Decoder, layout: Layout, options: StepOptions, example: Any, capture: Capture
-) -> TracedResult:
+def _trace_training(assembly: Assembly, example: Any) -> TracedResult:
     """Trace the training step, for all lengths that its rows may have."""
+    options = assembly.options
+    device, sum_in = options.target.device, options.precision.sum_in
 
     def trace(capture: Capture) -> TracedResult:
-        sum_in = options.precision.sum_in
-        return trace_train_step(model, options.loss, *example, device=options.device, capture=capture, sum_in=sum_in)
+        return trace_train_step(assembly.model, options.loss, *example, device=device, capture=capture, sum_in=sum_in)
 
     if (lengths := options.lengths) is None:
-        return trace(capture)
-    _, shorter, _ = example_inputs(model, (options.rows[0], lengths[-2]), layout, options)
+        return trace(assembly.capture_per_kind)
+    _, shorter, _ = example_inputs(assembly, (options.rows[0], lengths[-2]))
     try:
-        traced = trace(partial(capture, dynamic_shapes=shapes_of(example[1], shorter, lengths)))
+        traced = trace(partial(assembly.capture_per_kind, dynamic_shapes=shapes_of(example[1], shorter, lengths)))
         assert traced.sizes is not None
         for length in lengths:
             traced.sizes.check_named({SEQ_LEN: length})

@@ -9,10 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from torchtitan_graph import device as devices
 from torchtitan_graph.compiler import Extra, Look
-from torchtitan_graph.config import JobConfig, is_dry_for_gpu, job
-from torchtitan_graph.device import CudaRecorder, Recorders
+from torchtitan_graph.config import JobConfig, job
+from torchtitan_graph.device import CudaRecorder, Recorders, Target
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.loss import cross_entropy, fused_cross_entropy
@@ -42,6 +41,7 @@ from torchtitan_graph.steps.precompiled import Precompiled
 class StepOptions:
     """Options of a model's steps, apart from its layout.
 
+    target           the device that the graphs are for
     rows, eval_rows  of a microbatch of training, and of evaluation if there is one: (number of rows, tokens per row)
     lengths          the numbers of tokens that a row of training may have, at most that of `rows`; None: one number
     mode             "graph", or "eager": FSDP2 and autograd, the reference
@@ -64,14 +64,11 @@ class StepOptions:
     budget_gib       a rank's memory limit in all, in place of the fraction of `recompute.budget`
     picture          file for the drawing of the memory budget's curve
     recorders        record the training step for replays, as CUDA graphs
-    rates            of the target device, for the cost model
-    compiles         compile regions; not in a dry run, where nothing runs
     float8           the layers that multiply in float8, if any
     fused            classes of modules that one operator replaces, see elementwise.py
-    plans_norms      RMSNorm is traced as a GPU computes it, in graphs that are not run
     """
 
-    device: torch.device
+    target: Target
     rows: tuple[int, int]
     eval_rows: tuple[int, int] | None = None
     lengths: range | None = None
@@ -101,14 +98,11 @@ class StepOptions:
     budget_gib: float | None = None
     picture: Path | None = None
     recorders: Recorders | None = None
-    rates: devices.Rates = devices.RATES["CPU"]
-    compiles: bool = True
     float8: Float8 | None = None
     fused: tuple[type[nn.Module], ...] = ()
-    plans_norms: bool = False
 
 
-def lengths_of_rows(config: JobConfig, device: torch.device) -> range | None:
+def lengths_of_rows(config: JobConfig, attn: str, target: Target) -> range | None:
     """Return the numbers of tokens that the rows of a training batch may have, None where there is one.
 
     Raises:
@@ -122,10 +116,10 @@ def lengths_of_rows(config: JobConfig, device: torch.device) -> range | None:
             f"training.dynamic_seq_len = true: a graph for several lengths needs torch 2.13 or newer, and this is "
             f"{torch.__version__}; use compile.mode = eager, or set it to false"
         )
-    if in_graph and config.model.attn == "flex" and needed_regions(device):
+    if in_graph and attn == "flex" and needed_regions(target.device):
         raise UserError(
-            f"model.attn = 'flex': not with training.dynamic_seq_len on {device.type}, where a graph's flex attention"
-            " is compiled, for one length; use sdpa or compile.mode = eager, or set that to false"
+            f"model.attn = 'flex': not with training.dynamic_seq_len on {target.device.type}, where a graph's flex"
+            " attention is compiled, for one length; use sdpa or compile.mode = eager, or set that to false"
         )
     return range(job.ROW_MULTIPLE, training.seq_len + 1, job.ROW_MULTIPLE) if training.dynamic_seq_len else None
 
@@ -136,7 +130,7 @@ def rows_per_microbatch(config: JobConfig) -> int:
     return of_stage if config.parallelism.pipeline_parallel_degree > 1 else config.training.local_batch_size
 
 
-def step_options(config: JobConfig, model: Decoder, num_microbatches: int, device: torch.device) -> StepOptions:
+def step_options(config: JobConfig, model: Decoder, num_microbatches: int, target: Target) -> StepOptions:
     """Return the step options of a configuration.
 
     Raises:
@@ -154,9 +148,9 @@ def step_options(config: JobConfig, model: Decoder, num_microbatches: int, devic
     pipeline = _pipeline(config, model, num_microbatches)
     auxiliary = AuxiliaryLoss(moe.load_balance_loss, moe.load_balance_over == "sequence", moe.router_z_loss)
     return StepOptions(
-        device=device,
+        target=target,
         rows=(rows_per_microbatch(config), training.seq_len),
-        lengths=lengths_of_rows(config, device),
+        lengths=lengths_of_rows(config, model.attn, target),
         eval_rows=(validation.local_batch_size, validation.seq_len) if validation.enable else None,
         mode=config.compile.mode,
         num_microbatches=num_microbatches,
@@ -174,8 +168,8 @@ def step_options(config: JobConfig, model: Decoder, num_microbatches: int, devic
             moe.bias_update_speed,
             config.debug.moe_force_load_balance,
         ),
-        regions=plan_regions(config.compile, model, device),
-        loss=_loss(config, device),
+        regions=plan_regions(config.compile, model, target.device),
+        loss=_loss(config, target),
         loss_parallel=not config.parallelism.disable_loss_parallel,
         async_tp=config.parallelism.enable_async_tensor_parallel,
         disabled=config.compile.disable_passes,
@@ -185,54 +179,42 @@ def step_options(config: JobConfig, model: Decoder, num_microbatches: int, devic
         dump_to=graphs if config.debug.dump_graphs else None,
         seed=config.debug.seed or 0,
         mtp_weight=training.mtp_loss_weight,
-        offload=_offload(config, model, pipeline, device),
-        cpu_offload=_cpu_offload(config, device),
+        offload=_offload(config, model, pipeline, target),
+        cpu_offload=_cpu_offload(config, target),
         pipeline=pipeline,
-        recorders=_recorders(config, device),
-        float8=plan_float8(config, model, device),
-        rates=devices.RATES[config.comm.fake_device] if config.comm.mode == "fake_backend" else devices.rates(),
-        compiles=config.comm.mode != "fake_backend",
-        fused=_fused(config, device),
-        plans_norms=device.type == "cpu" and is_dry_for_gpu(config),
+        recorders=_recorders(config, target),
+        float8=plan_float8(config, model, target),
+        fused=_fused(config),
     )
 
 
-def _loss(config: JobConfig, device: torch.device) -> Callable[..., Tensor]:
+def _loss(config: JobConfig, target: Target) -> Callable[..., Tensor]:
     chosen = config.training.loss_implementation
     if chosen == "auto":
-        chosen, where = ("torch", "a CPU") if _is_cpu(config, device) else ("fused", "a GPU")
+        chosen, where = ("fused", "a GPU") if target.is_gpu else ("torch", "a CPU")
         logger.info(f"training.loss_implementation = auto: {chosen}, on {where}")
-        config.training.loss_implementation = chosen  # written to the run's config.toml
     return fused_cross_entropy if chosen == "fused" else cross_entropy
 
 
-def _fused(config: JobConfig, device: torch.device) -> tuple[type[nn.Module], ...]:
-    chosen = config.model.elementwise
-    kinds = tuple(kind for name, kind in ELEMENTWISE.items() if name not in config.compile.fusions)
-    if chosen == "auto":
-        if _is_cpu(config, device):
-            chosen, why = "torch", "on a CPU"
-        elif not kinds:
-            chosen, why = "torch", "for compile.fusions has both"
-        else:
-            chosen, why = "fused", "on a GPU"
-        logger.info(f"model.elementwise = auto: {chosen}, {why}")
-        config.model.elementwise = chosen  # written to the run's config.toml
-    return kinds if chosen == "fused" else ()
+def _fused(config: JobConfig) -> tuple[type[nn.Module], ...]:
+    assert config.model.elementwise != "auto", "`choose_model` returns the resolved table"
+    if config.model.elementwise == "torch":
+        return ()
+    return tuple(kind for name, kind in ELEMENTWISE.items() if name not in config.compile.fusions)
 
 
-def _offload(config: JobConfig, model: Decoder, pipeline: Schedule | None, device: torch.device) -> Sequence[str]:
+def _offload(config: JobConfig, model: Decoder, pipeline: Schedule | None, target: Target) -> Sequence[str]:
     stages = pipeline.stages if pipeline is not None else [list(model.blocks)]
     last = {next((name for name in reversed(stage) if name in model.blocks), "") for stage in stages}
     modules = plan_offload(config.activation_checkpoint.offload, model, model.blocks, last)
-    if modules and _is_cpu(config, device):
+    if modules and not target.is_gpu:
         logger.info("activation_checkpoint.offload: a CPU's memory is the host's, so nothing is moved")
         return ()
     return modules
 
 
-def _cpu_offload(config: JobConfig, device: torch.device) -> bool:
-    if config.training.enable_cpu_offload and _is_cpu(config, device):
+def _cpu_offload(config: JobConfig, target: Target) -> bool:
+    if config.training.enable_cpu_offload and not target.is_gpu:
         logger.info("training.enable_cpu_offload: a CPU's memory is the host's, so nothing is moved")
         return False
     return config.training.enable_cpu_offload
@@ -246,17 +228,12 @@ def _recompute(options: job.ActivationCheckpoint, model: Decoder) -> Recompute:
     return dataclasses.replace(chosen, saved=saved, again=again)
 
 
-def _recorders(config: JobConfig, device: torch.device) -> Recorders | None:
+def _recorders(config: JobConfig, target: Target) -> Recorders | None:
     if not config.compile.cuda_graphs:
         return None
-    if _is_cpu(config, device):
+    if not target.is_gpu:
         raise UserError("compile.cuda_graphs = true: needs a GPU, and this process computes on cpu; set it to false")
-    return None if config.comm.mode == "fake_backend" else Recorders(CudaRecorder)
-
-
-def _is_cpu(config: JobConfig, device: torch.device) -> bool:
-    """Return whether the steps are for a CPU: this process's own, and not a dry run for a GPU."""
-    return device.type == "cpu" and not is_dry_for_gpu(config)
+    return Recorders(CudaRecorder) if target.runs else None
 
 
 def _pipeline(config: JobConfig, model: Decoder, num_microbatches: int) -> Schedule | None:

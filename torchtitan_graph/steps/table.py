@@ -8,21 +8,18 @@ from pathlib import Path
 
 from torch.fx import GraphModule
 
-from torchtitan_graph.analysis.cost import Costs
 from torchtitan_graph.analysis.measured import measured
 from torchtitan_graph.analysis.scope_table import by_type, scope_table
 from torchtitan_graph.analysis.scopes import Charge, charges
-from torchtitan_graph.models.layers.decoder import Decoder
+from torchtitan_graph.steps.assembly import Assembly
 from torchtitan_graph.steps.graphs import Graphs
 
 DEPTH = 3  # a model, its blocks, and their calls
 
 
 def step_table(
-    model: Decoder,
+    assembly: Assembly,
     graphs: Graphs,
-    seq_len: int,
-    costs: Costs,
     *,
     by: str = "scope",
     depth: int = DEPTH,
@@ -34,8 +31,6 @@ def step_table(
     different times.
 
     Args:
-        seq_len: length of rows, one document each, for attention's cost.
-        costs: the cost model.
         by: "module" | "function" | "scope", which is both.
         depth: number of levels of calls.
         trace: a profile of a run of these graphs.
@@ -43,7 +38,8 @@ def step_table(
     Raises:
         UserError: the profile is no trace, or of other graphs.
     """
-    costs = dataclasses.replace(costs, visible=model.visible_in_one_document(seq_len))
+    one_document = assembly.model.visible_in_one_document(assembly.options.rows[1])
+    costs = dataclasses.replace(assembly.costs, visible=one_document)
     shown = _graphs(graphs)
     profile = measured(trace, list(itertools.chain.from_iterable(shown.values()))) if trace is not None else {}
     lines = []
@@ -53,8 +49,8 @@ def step_table(
             charged += charges(gm, costs, profile.get(gm.meta["name"]))
         if len(parts) > 1:
             charged = [each._replace(cost=each.cost._replace(held=0)) for each in charged]
-        told = charged if by == "scope" else by_type(charged, by)
-        lines += [f"{title}; estimates by the rates of {costs.rates.name}", *scope_table(told, depth), ""]
+        shown_as = charged if by == "scope" else by_type(charged, by)
+        lines += [f"{title}; estimates by the rates of {costs.rates.name}", *scope_table(shown_as, depth), ""]
     return lines
 
 

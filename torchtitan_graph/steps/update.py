@@ -1,4 +1,4 @@
-"""The end of an optimizer step as a graph: clipping, and the optimizer's update of the live parameters."""
+"""The end of an optimizer step: clipping, and the optimizer's update of the live parameters."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,7 @@ from torchtitan_graph.graph.blocks import block_of
 from torchtitan_graph.graph.signature import signature_of
 from torchtitan_graph.graph.torch_private.tensors import count_step
 from torchtitan_graph.log import logger
-from torchtitan_graph.optim import is_fused
+from torchtitan_graph.optim import is_fused, takes_stops
 from torchtitan_graph.parallel.verify import Numbers
 from torchtitan_graph.runtime.pieces import Replayed
 from torchtitan_graph.steps.build import Steps
@@ -36,8 +37,45 @@ from torchtitan_graph.steps.build import Steps
 c10d = torch.ops._c10d_functional
 
 
-class Update:
-    """Gradient clipping and the optimizer's step as one graph. Bitwise `clip`, then `step()`.
+class Update(Protocol):
+    """The end of an optimizer step, in the order of its calls. All ranks call together.
+
+    No parameter changes, and no state of the optimizer, if a rank's loss or the norm is not finite.
+    """
+
+    def clip(self, loss: Tensor) -> Tensor:
+        """Clip the gradients, and return the norm of all before; `loss` is this rank's."""
+
+    def step(self, stops: Tensor) -> None:
+        """Launch the optimizer's step, if the device can skip it by itself: where `stops` is 1.0."""
+
+    def finish(self) -> None:
+        """Step now if that has not been done, and release the gradients: the host knows that all numbers are finite."""
+
+
+class EagerUpdate:
+    """Clipping, then the optimizer's own `step()`."""
+
+    def __init__(self, steps: Steps, optimizer: Optimizer, max_norm: float) -> None:
+        self._steps, self._optimizer, self._max_norm = steps, optimizer, max_norm
+        self._skips = takes_stops(optimizer, torch.device(steps.layout.mesh.device_type))
+
+    def clip(self, loss: Tensor) -> Tensor:
+        return self._steps.clip(self._max_norm)
+
+    def step(self, stops: Tensor) -> None:
+        if self._skips:
+            self._optimizer.found_inf = stops  # type: ignore[attr-defined]
+            self._optimizer.step()
+
+    def finish(self) -> None:
+        if not self._skips:
+            self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+class GraphUpdate:
+    """Clipping and the optimizer's step as one graph, which `clip` runs. Bitwise `EagerUpdate`.
 
     It is traced in its first call, when the gradients exist in the training step's layout.
     """
@@ -68,11 +106,13 @@ class Update:
         self._begins = True
         self._run: Callable[[dict[str, Tensor], Tensor], Tensor] | None = None
 
-    def __call__(self, loss: Tensor) -> Tensor:
-        """Return the norm of all gradients before they were clipped; all ranks call together.
+    def step(self, stops: Tensor) -> None:
+        pass
 
-        If it, or a rank's loss, is not finite, no parameter and no state changes.
-        """
+    def finish(self) -> None:
+        self._live.zero_grad()
+
+    def clip(self, loss: Tensor) -> Tensor:
         if self._begins and not any(self._live.state.values()):
             return self._make_state(loss)
         self._follow()

@@ -23,7 +23,7 @@ from torchtitan_graph.graph.torch_private.distributed import init_fake_process_g
 from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.recompute import Recompute
-from torchtitan_graph.steps import build_graphs, costs_on
+from torchtitan_graph.steps import Assembly, build_graphs, costs_on
 
 FULL = Recompute.from_option("full", "op")
 CELLS = {
@@ -46,7 +46,7 @@ def built(name: str) -> tuple[GraphModule, Costs, Flops]:
     cell = CELLS[name]
     layout, options = cell.dims.layout("cpu"), cell.options("graph")
     capture = functools.partial(make_fx_capture, call_hierarchy=True)
-    graphs = build_graphs(build_model(cell), load_family(cell.family), layout, options, capture)
+    graphs = build_graphs(Assembly(build_model(cell), load_family(cell.family), layout, options, capture))
     return graphs.train.gm, costs_on(layout, options), graphs.flops
 
 

@@ -20,13 +20,15 @@ from torchtitan_graph.graph.signature import Plain, signature_of
 from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
 from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.layout import ParallelDims
-from torchtitan_graph.steps import build_graphs
+from torchtitan_graph.steps import Assembly, build_graphs
 
 
 def final(ep: int) -> GraphModule:
     """Give the step of a family with experts on two ranks, after all passes."""
     cell = Cell(ParallelDims(dp_shard=2, ep=ep), BF16, family="deepseek_v3")
-    graphs = build_graphs(build_model(cell), load_family(cell.family), cell.dims.layout("cpu"), cell.options("graph"))
+    graphs = build_graphs(
+        Assembly(build_model(cell), load_family(cell.family), cell.dims.layout("cpu"), cell.options("graph"))
+    )
     return graphs.train.gm
 
 

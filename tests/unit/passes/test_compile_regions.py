@@ -40,7 +40,7 @@ from torchtitan_graph.passes.cleanup import cleanup
 from torchtitan_graph.passes.compile_regions import FLEX, LOSS, WHOLE, compile_regions, tag_regions
 from torchtitan_graph.passes.rematerialize import rematerialize
 from torchtitan_graph.passes.tag_recomputation import tag_recomputation
-from torchtitan_graph.steps import build_graphs
+from torchtitan_graph.steps import Assembly, build_graphs
 from torchtitan_graph.steps.choices import FUSIONS, plan_regions
 
 FORWARD, BACKWARD = torch.ops.higher_order.flex_attention, torch.ops.higher_order.flex_attention_backward
@@ -222,7 +222,7 @@ def test_a_fusion_is_all_that_its_modules_compute_and_nothing_else(
     fused = {name for name, module in model.named_modules() if isinstance(module, kinds)}
     assert len(fused) > 2 * len(model.blocks)
     patterns = list(plan_regions(job.Compile(fusions=["rms_norm", "swiglu", "rope"]), model, torch.device("cpu")))
-    gm = build_graphs(model, load_family(family), layout_of(), cell.options("graph")).train.gm
+    gm = build_graphs(Assembly(model, load_family(family), layout_of(), cell.options("graph"))).train.gm
     tag_regions(gm, patterns)
     nodes = [n for n in gm.graph.nodes if n.op == "call_function" and not edit.is_view(n)]
     assert {meta.module(n) for n in nodes if meta.region(n)} == fused
@@ -555,7 +555,7 @@ def test_of_a_pipeline_nothing_is_compiled_that_runs_once_a_step(
         ParallelDims(pp=2), precision=Precision(torch.float32, torch.bfloat16, torch.float32), num_microbatches=2
     )
     options = dataclasses.replace(cell.options("graph"), regions={"layers.*": {}})
-    graphs = build_graphs(build_model(cell), llama3, layout_of(pp=2), options)
+    graphs = build_graphs(Assembly(build_model(cell), llama3, layout_of(pp=2), options))
     (stage,) = graphs.train.values()
     compiled = {
         name: any(meta.region(node) for node in part.gm.graph.nodes) for name, part in stage.parts.by_name.items()

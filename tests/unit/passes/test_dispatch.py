@@ -9,13 +9,14 @@ import pytest
 import torch
 from toy import WAIT, aten, calls, place
 
+from torchtitan_graph.device import Target
 from torchtitan_graph.graph import meta
 from torchtitan_graph.models import deepseek_v3
 from torchtitan_graph.models.spec import tiny_config
 from torchtitan_graph.parallel.layout import Layout
 from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.passes.compile_regions import tag_regions
-from torchtitan_graph.steps import Graphs, StepOptions, build_graphs
+from torchtitan_graph.steps import Assembly, Graphs, StepOptions, build_graphs
 
 ours = torch.ops.torchtitan_graph
 EXCHANGE, COUNTS = ours.exchange.default, torch.ops._c10d_functional.all_to_all_single.default
@@ -25,7 +26,7 @@ NUM_LAYERS = 3  # of them one is dense
 def graphs(layout: Layout, **options: Any) -> Graphs:
     with torch.device("meta"):
         model = deepseek_v3.Model(tiny_config(deepseek_v3.FLAVORS["debugmodel"], num_layers=NUM_LAYERS))
-    return build_graphs(model, deepseek_v3, layout, StepOptions(torch.device("cpu"), rows=(2, 32), **options))
+    return build_graphs(Assembly(model, deepseek_v3, layout, StepOptions(Target.here(), rows=(2, 32), **options)))
 
 
 def at_home(layout: Layout) -> Layout:

@@ -15,6 +15,7 @@ from toy import WAIT, aten, c10d, calls, place, text
 from torchtitan_graph.analysis.cost import Costs, Link, estimate
 from torchtitan_graph.analysis.liveness import held_memory, in_one_part, peak_memory, peaks, size_of
 from torchtitan_graph.check.matrix import BF16, FP32
+from torchtitan_graph.device import Target
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.torch_private.fake import FakeTensorMode
 from torchtitan_graph.models import deepseek_v3, llama3, llama4
@@ -24,7 +25,7 @@ from torchtitan_graph.parallel.storage import Precision
 from torchtitan_graph.passes.fill_waits import fill_waits
 from torchtitan_graph.rates import RATES
 from torchtitan_graph.runtime.partition import part_of
-from torchtitan_graph.steps import StepOptions, build_graphs
+from torchtitan_graph.steps import Assembly, StepOptions, build_graphs
 
 EXCHANGE = torch.ops.torchtitan_graph.exchange.default
 SUM = c10d.reduce_scatter_tensor.default
@@ -40,8 +41,8 @@ def graph_on(
     with torch.device("meta"):
         model = family.Model(tiny_config(family.FLAVORS[flavor]))
     rates = RATES["CPU"]._replace(near=1e8)  # slow enough for products, not only for what is as short as a launch
-    options = StepOptions(device=torch.device("cpu"), rows=(1, 16), disabled=disabled, rates=rates, precision=precision)
-    return build_graphs(model, family, layout, options).train.gm
+    options = StepOptions(target=Target.here(), rows=(1, 16), disabled=disabled, rates=rates, precision=precision)
+    return build_graphs(Assembly(model, family, layout, options)).train.gm
 
 
 def beside(gm: GraphModule, phase: str, start: object) -> list[list[Node]]:

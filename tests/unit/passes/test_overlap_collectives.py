@@ -10,6 +10,7 @@ from toy import ALL_REDUCE, GATHER, REDUCE_SCATTER, WAIT, aten, calls, phase_of,
 
 from torchtitan_graph.analysis.cost import Costs
 from torchtitan_graph.analysis.liveness import peak_memory
+from torchtitan_graph.device import Target
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import call
 from torchtitan_graph.models import llama3
@@ -17,7 +18,7 @@ from torchtitan_graph.models.spec import tiny_config
 from torchtitan_graph.parallel.layout import Layout
 from torchtitan_graph.passes.overlap_collectives import overlap_collectives
 from torchtitan_graph.rates import RATES
-from torchtitan_graph.steps import StepOptions, build_graphs
+from torchtitan_graph.steps import Assembly, StepOptions, build_graphs
 
 
 def overlapped(layout_of: Callable, **options: object) -> GraphModule:
@@ -159,8 +160,8 @@ def test_over_both_axes_each_stage_waits_until_the_next_bucket_starts(layout_of:
 def llama_on(layout: Layout, disabled: tuple[str, ...] = ()) -> GraphModule:
     with torch.device("meta"):
         model = llama3.Model(tiny_config(llama3.FLAVORS["debugmodel"]))
-    options = StepOptions(device=torch.device("cpu"), rows=(1, 8), disabled=disabled)
-    return build_graphs(model, llama3, layout, options).train.gm
+    options = StepOptions(target=Target.here(), rows=(1, 8), disabled=disabled)
+    return build_graphs(Assembly(model, llama3, layout, options)).train.gm
 
 
 def test_under_tensor_parallelism_a_blocks_gradients_leave_before_the_next_blocks_are_made(layout_of: Callable) -> None:

@@ -15,7 +15,7 @@ from torchtitan_graph.models import deepseek_v3, llama3
 from torchtitan_graph.models.spec import tiny_config
 from torchtitan_graph.parallel.layout import Layout, ParallelDims
 from torchtitan_graph.parallel.recompute import Recompute
-from torchtitan_graph.steps import StepOptions, build_graphs
+from torchtitan_graph.steps import Assembly, StepOptions, build_graphs
 
 
 def graph_on(layout: Layout, family: ModuleType, recompute: Recompute, disabled: tuple[str, ...] = ()) -> GraphModule:
@@ -23,7 +23,7 @@ def graph_on(layout: Layout, family: ModuleType, recompute: Recompute, disabled:
         model = family.Model(tiny_config(family.FLAVORS["debugmodel"]))
     device = torch.device("cpu")
     options = StepOptions(device=device, rows=(1, 16), recompute=recompute, disabled=disabled)
-    return build_graphs(model, family, layout, options).train.gm
+    return build_graphs(Assembly(model, family, layout, options)).train.gm
 
 
 def is_query(node: Node) -> bool:
@@ -52,7 +52,9 @@ def test_queries_are_made_while_keys_and_values_are_sent(
 
 def test_queries_of_a_pipelines_stage_are_too(layout_of: Callable) -> None:
     cell = Cell(ParallelDims(pp=2, cp=2), num_microbatches=2)
-    (stage,) = build_graphs(build_model(cell), llama3, layout_of(pp=2, cp=2), cell.options("graph")).train.values()
+    (stage,) = build_graphs(
+        Assembly(build_model(cell), llama3, layout_of(pp=2, cp=2), cell.options("graph"))
+    ).train.values()
     for part in ("forward", "backward"):
         gm = stage.parts.by_name[part].gm
         order, nodes = place(gm), list(gm.graph.nodes)

@@ -19,7 +19,7 @@ from torchtitan_graph.models.spec import tiny_config
 from torchtitan_graph.parallel.layout import Layout
 from torchtitan_graph.passes import overlap_products
 from torchtitan_graph.rates import RATES
-from torchtitan_graph.steps import StepOptions, build_graphs
+from torchtitan_graph.steps import Assembly, StepOptions, build_graphs
 
 FAST = RATES["CPU"]._replace(near=1e15)
 
@@ -31,7 +31,7 @@ def graph_on(
         model = family.Model(tiny_config(family.FLAVORS["debugmodel"], num_heads=4, num_kv_heads=4))
     cpu = torch.device("cpu")
     options = StepOptions(device=cpu, rows=(rows, 16), async_tp=async_tp, rates=rates)  # type: ignore[arg-type]
-    return build_graphs(model, family, layout, options).train.gm
+    return build_graphs(Assembly(model, family, layout, options)).train.gm
 
 
 def num_whole(gm: GraphModule) -> int:

@@ -18,7 +18,7 @@ from torchtitan_graph.graph.torch_private.distributed import init_fake_process_g
 from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.recompute import Recompute
-from torchtitan_graph.steps import build_graphs
+from torchtitan_graph.steps import Assembly, build_graphs
 
 ORDERED = [each.name for each in passes(PassPlan({}, (), ()))]
 FULL = Recompute.from_option("full", "op")
@@ -56,7 +56,7 @@ def graphs_of(cell: Cell) -> list[tuple[str, dict[Node, tuple]]]:
     extra = tuple(Extra(each, Pass(f"after {each}", partial(look, each), cut=each in last)) for each in ORDERED)
     options = dataclasses.replace(cell.options("graph"), extra=extra, eval_rows=(NUM_ROWS, SEQ_LEN))
     capture = partial(make_fx_capture, call_hierarchy=True)
-    build_graphs(build_model(cell), load_family(cell.family), cell.dims.layout("cpu"), options, capture)
+    build_graphs(Assembly(build_model(cell), load_family(cell.family), cell.dims.layout("cpu"), options, capture))
     return found
 
 

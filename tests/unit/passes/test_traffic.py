@@ -16,7 +16,7 @@ from torchtitan_graph.parallel.layout import CP, DP_REPLICATE, EP, EXPERT_FSDP, 
 from torchtitan_graph.parallel.storage import Precision, buckets, plan_storage
 from torchtitan_graph.passes.bucket_collectives import bucket_collectives
 from torchtitan_graph.passes.shard_params import shard_params
-from torchtitan_graph.steps import build_graphs
+from torchtitan_graph.steps import Assembly, build_graphs
 
 
 @pytest.mark.parametrize("bucketed", [False, True])
@@ -48,7 +48,7 @@ EVEN: dict[str, Any] = {"vocab_size": 512, "ffn_dim": 128}  # nothing is padded
 def sent_by(cell: Cell, layout: Layout) -> dict[str, dict[str, int]]:
     """Give the bytes that a rank receives in a microbatch by axis and kind; but for a pipeline, those of a step."""
     model = build_model(cell)
-    train = build_graphs(model, load_family(cell.family), layout, cell.options("graph")).train
+    train = build_graphs(Assembly(model, load_family(cell.family), layout, cell.options("graph"))).train
     parts = train.values() if isinstance(train, dict) else ()
     graphs = [part.gm for stage in parts for part in stage.parts.by_name.values()] or [train.gm]
     found: dict[str, dict[str, int]] = collections.defaultdict(dict)

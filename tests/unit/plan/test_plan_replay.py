@@ -20,7 +20,7 @@ from torchtitan_graph.plan.on_cpu import GLOO, ThisCpu
 from torchtitan_graph.plan.replay import Replay, Times, is_run, key_of
 from torchtitan_graph.plan.simulate import simulate
 from torchtitan_graph.rates import RATES
-from torchtitan_graph.steps import build_graphs
+from torchtitan_graph.steps import Assembly, build_graphs
 
 CPU = RATES["CPU"]
 
@@ -36,7 +36,7 @@ def graph(cell: Cell) -> GraphModule:
     init_fake_process_group(cell.dims.num_ranks)
     try:
         layout, family = cell.dims.layout("cpu"), load_family(cell.family)
-        train = build_graphs(build_model(cell), family, layout, cell.options("graph")).train
+        train = build_graphs(Assembly(build_model(cell), family, layout, cell.options("graph"))).train
         assert not isinstance(train, dict), "no stages here"
         return train.gm
     finally:

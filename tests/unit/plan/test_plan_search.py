@@ -13,6 +13,7 @@ import torch
 from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.config import JobConfig, check, load
 from torchtitan_graph.config.job import get
+from torchtitan_graph.device import Target
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.recompute import Recompute
@@ -42,7 +43,7 @@ def family_model(name: str, flavor: str, **changes: Any) -> Any:
 
 
 def test_depths_are_whole_periods_of_a_family_s_layers() -> None:
-    plain = StepOptions(torch.device("cpu"), (1, 64))
+    plain = StepOptions(Target.here(), (1, 64))
     second = dataclasses.replace(plain, recompute=Recompute(every=2))
     # One dense layer, then experts; every second layer of gpt_oss sees all positions, or is computed again.
     assert depths(family_model("deepseek_v3", "debugmodel", num_layers=8), plain) == (2, 3, 6.0)

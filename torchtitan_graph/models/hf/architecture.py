@@ -6,12 +6,12 @@ import dataclasses
 import os
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from torchtitan_graph import device as devices
-from torchtitan_graph.config import JobConfig, is_dry_for_gpu
+from torchtitan_graph.config import JobConfig, job
+from torchtitan_graph.device import Target
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.models.hf.files import read_json
@@ -21,9 +21,16 @@ from torchtitan_graph.models.spec import HF_CONTRACT, check_vocabulary, family_n
 TOKENIZER_ONLY = "to take only the tokenizer from there, name the file tokenizer.json itself"
 
 
-def choose_model(job_config: JobConfig, assets: Path | None, tokenizer_vocab_size: int) -> tuple[ModuleType, Decoder]:
-    """Return the family and its model on meta; write the name, the flavour and the implementation of attention back to
-    `job_config.model`.
+class ChosenModel(NamedTuple):
+    """A model on meta, its family, and the table `model` of its configuration, resolved: nothing in it is "auto"."""
+
+    family: ModuleType
+    model: Decoder
+    options: job.Model
+
+
+def choose_model(job_config: JobConfig, assets: Path | None, tokenizer_vocab_size: int, target: Target) -> ChosenModel:
+    """Return the model of a configuration, for the device that its graphs are for.
 
     With a config.json in the folder `assets` (`model.hf_assets_path`), that is the architecture if `model.flavor` is
     not set, and must agree with the flavour if it is. Weights are not read.
@@ -32,8 +39,12 @@ def choose_model(job_config: JobConfig, assets: Path | None, tokenizer_vocab_siz
         UserError: as `load_family` and `build_model`; a family that can't be saved as asked; or config.json contradicts
             `model.name` or `model.flavor`, or is of an unknown family or form.
     """
-    options, flavor = job_config.model, job_config.model.flavor
-    options.attn = choose_attention(job_config)
+    options = dataclasses.replace(
+        job_config.model,
+        attn=choose_attention(job_config, target),
+        elementwise=choose_elementwise(job_config, target),
+    )
+    flavor = options.flavor
     file = (assets or Path()) / "config.json"
     raw = read_json(file) if assets is not None and os.path.exists(file) else None
     if raw is not None and flavor is None and "model.name" not in job_config.sources:
@@ -56,11 +67,11 @@ def choose_model(job_config: JobConfig, assets: Path | None, tokenizer_vocab_siz
             _check_flavor(options.name, flavor, wanted, config, file)
     source = f"model.flavor = {options.flavor!r}" if raw is None else str(file)
     config = with_mtp_layers(config, options.num_mtp_layers, options.name)
-    return family, _on_meta(family, config, options.attn, source)
+    return ChosenModel(family, _on_meta(family, config, options.attn, source), options)
 
 
-def choose_attention(job_config: JobConfig) -> str:
-    """Return "sdpa" or "flex" for `model.attn`, by the job's device, or a dry run's.
+def choose_attention(job_config: JobConfig, target: Target) -> str:
+    """Return `model.attn`; where that is "auto", "sdpa" or "flex".
 
     Rows are packed from documents, so every mask is more than causal. Of the GPU's kernels only flex attention's,
     compiled, skip masked pairs, need no mask of rows x rows, and take grouped keys and values without copies. They need
@@ -69,7 +80,7 @@ def choose_attention(job_config: JobConfig) -> str:
     chosen, training = job_config.model.attn, job_config.training
     if chosen != "auto":
         return chosen
-    if devices.device_type() == "cpu" and not is_dry_for_gpu(job_config):
+    if not target.is_gpu:
         chosen, why = "sdpa", "on a CPU"
     elif training.dynamic_seq_len:
         chosen, why = "sdpa", "for block masks have one length, and training.dynamic_seq_len is true"
@@ -78,6 +89,21 @@ def choose_attention(job_config: JobConfig) -> str:
     else:
         chosen, why = "flex", "on a GPU"
     logger.info(f"model.attn = auto: {chosen}, {why}")
+    return chosen
+
+
+def choose_elementwise(job_config: JobConfig, target: Target) -> str:
+    """Return `model.elementwise`; where that is "auto", "fused" or "torch"."""
+    chosen = job_config.model.elementwise
+    if chosen != "auto":
+        return chosen
+    if not target.is_gpu:
+        chosen, why = "torch", "on a CPU"
+    elif {"rope", "swiglu"} <= set(job_config.compile.fusions):
+        chosen, why = "torch", "for compile.fusions has both"
+    else:
+        chosen, why = "fused", "on a GPU"
+    logger.info(f"model.elementwise = auto: {chosen}, {why}")
     return chosen
 
 

@@ -31,7 +31,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -44,6 +43,7 @@ from torchtitan_graph.capture.step import make_eager_step
 from torchtitan_graph.compiler import Inspection, passes, run_passes
 from torchtitan_graph.config import job
 from torchtitan_graph.data.batch import Batch
+from torchtitan_graph.device import Target
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
 from torchtitan_graph.loss import cross_entropy, fused_cross_entropy
@@ -57,7 +57,6 @@ from torchtitan_graph.parallel.storage import Precision, shard_eager
 from torchtitan_graph.passes.compile_regions import LOSS, WHOLE
 from torchtitan_graph.steps import Assembly, StepOptions, Steps, bind_graphs, build_graphs, build_steps, trace_steps
 from torchtitan_graph.steps.choices import ELEMENTWISE, FUSIONS, check_disabled, plan_regions
-from torchtitan_graph.steps.inputs import loss_is_parallel, prepare
 
 # Three sizes of a debug flavour; llama3's debug flavour has very narrow heads.
 SIZES: dict[str, dict[str, Any]] = {
@@ -131,7 +130,7 @@ def options_of(
     is_torchs = device.type != "cuda" or is_compiled
     loss = fused_cross_entropy if not is_torchs else torch.compile(cross_entropy) if is_compiled else cross_entropy
     return StepOptions(
-        device=device,
+        target=dataclasses.replace(Target.here(), device=device),
         rows=(args.rows, args.seq_len),
         mode="eager" if mode in EAGER else "graph",
         precision=precision,
@@ -150,12 +149,13 @@ def build(
     family, model = load_family(args.family), make_model(config_of(args), args)
     options, predicted = options_of(mode, precision, args, model, device), None
     if options.mode == "graph":
-        graphs = build_graphs(Assembly(model, family, layout, options))
+        assembly = Assembly(model, family, layout, options)
+        graphs = build_graphs(assembly)
         assert not isinstance(graphs.train, dict), "no layout here has stages"
         predicted = peak_memory(graphs.train.gm).num_bytes + input_memory(graphs.train.gm)
-        steps = bind_graphs(graphs, model, layout, options)
+        steps = bind_graphs(graphs, assembly)
     elif mode == "compile_whole":
-        steps = compile_whole(model, family, layout, options)
+        steps = compile_whole(Assembly(model, family, layout, options))
     else:
         steps = build_steps(Assembly(model, family, layout, options))
     if mode == "compile":
@@ -165,13 +165,14 @@ def build(
     return steps, predicted
 
 
-def compile_whole(model: Decoder, family: ModuleType, layout: Layout, options: StepOptions) -> Steps:
+def compile_whole(assembly: Assembly) -> Steps:
     """Return eager steps with the model's forward compiled as one. Its dense weights are one group of FSDP2's: hooks on
     blocks would break the graph at each of them, and leave what `compile` measures."""
-    prepare(model, family, layout, options)
-    shard_eager(model, {}, layout, options.precision, options.reshard, options.device)
+    assembly.prepare()
+    model, layout, options = assembly.model, assembly.layout, assembly.options
+    shard_eager(model, {}, layout, options.precision, options.reshard, options.target.device)
     model.forward = torch.compile(model.forward)  # type: ignore[method-assign]
-    return Steps(model, layout, loss_is_parallel(layout, options), make_eager_step(model, options.loss), None)
+    return Steps(model, layout, assembly.loss_is_parallel, make_eager_step(model, options.loss), None)
 
 
 def peak_bytes(run: Callable[[], None]) -> int:

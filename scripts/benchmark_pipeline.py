@@ -25,6 +25,7 @@ import torch.multiprocessing as mp
 from benchmark import config_of, integers, make_batch, make_model, peak_bytes
 
 from torchtitan_graph.config import job
+from torchtitan_graph.device import Target
 from torchtitan_graph.forecast import STEP, forecast
 from torchtitan_graph.graph.torch_private.pipelines import PipelineAction
 from torchtitan_graph.models.layers.init import initialize
@@ -67,10 +68,11 @@ def measure(rank: int, world_size: int, name: str, args: argparse.Namespace, res
     model = make_model(config, args)
     parallelism = job.Parallelism(pipeline_parallel_degree=world_size, pipeline_parallel_schedule=name)
     schedule = plan_pipeline(parallelism, model.modules_in_order, args.microbatches)
-    options = StepOptions(device, (1, args.seq_len), num_microbatches=args.microbatches, pipeline=schedule)
-    graphs = build_graphs(Assembly(model, load_family(args.family), layout, options))
-    expected = forecast(model, graphs, layout, options, job.Optimizer()).held[STEP]
-    steps = bind_graphs(graphs, model, layout, options)
+    options = StepOptions(Target.here(), (1, args.seq_len), num_microbatches=args.microbatches, pipeline=schedule)
+    assembly = Assembly(model, load_family(args.family), layout, options)
+    graphs = build_graphs(assembly)
+    expected = forecast(assembly, graphs, job.Optimizer()).held[STEP]
+    steps = bind_graphs(graphs, assembly)
     initialize(model, 0)
     assert isinstance(steps.step, Pipeline)
     taken = watch(steps.step, args.stretch / 1000)

@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_graph import device as devices
+from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.check import matrix
 from torchtitan_graph.check.kernels import kernels_off
 from torchtitan_graph.check.matrix import BF16, FP32, Cell
@@ -224,10 +225,10 @@ def training(options: Sequence[str], is_compiled: bool = False) -> Iterator[tupl
     _join()
     config = load(options)
     choose_kernels(config)
-    trainer = Trainer(config, 1)
+    blueprint = Blueprint(config, 1)
     if is_compiled:
-        trainer.options = dataclasses.replace(trainer.options, loss=torch.compile(cross_entropy))
-    trainer.setup()
+        blueprint.options = dataclasses.replace(blueprint.options, loss=torch.compile(cross_entropy))
+    trainer = Trainer(blueprint)
     for block in trainer.model.blocks.values() if is_compiled else ():
         block.compile()
     rows, seq_len = config.training.local_batch_size, config.training.seq_len
@@ -239,12 +240,9 @@ def training(options: Sequence[str], is_compiled: bool = False) -> Iterator[tupl
 
     def step() -> None:
         loss = trainer.steps.train([batch], num_tokens, [on_host]).loss
-        if trainer.update is not None:
-            trainer.update(loss)
-        else:
-            trainer.steps.clip(config.training.max_norm)
-            trainer.optimizer.step()
-        trainer.optimizer.zero_grad()
+        trainer.update.clip(loss)
+        trainer.update.step(torch.zeros_like(loss, dtype=torch.float32))
+        trainer.update.finish()
 
     with contextlib.closing(trainer.steps):
         yield step, rows * seq_len

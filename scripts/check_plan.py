@@ -30,6 +30,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from benchmark import make_batch, peak_bytes
 
+from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.config import load
 from torchtitan_graph.parallel.join import join
 from torchtitan_graph.plan.build import build, configuration
@@ -130,12 +131,11 @@ def train(rank: int, world_size: int, words: Sequence[str], num_steps: int, port
 def train_here(words: Sequence[str], num_steps: int) -> Measured:
     """Train a few steps as this process' rank, and return the measurements."""
     config = load(words)
-    trainer = Trainer(config, dist.get_world_size())
-    trainer.setup()
+    trainer = Trainer(Blueprint(config, dist.get_world_size()))
     rows = rows_per_microbatch(config), config.training.seq_len
     vocab_size = trainer.model.config.vocab_size
-    batches = [make_batch(*rows, vocab_size, trainer.device) for _ in range(trainer.num_microbatches)]
-    num_tokens = torch.tensor(trainer.rows_per_step * config.training.seq_len)
+    batches = [make_batch(*rows, vocab_size, trainer.device) for _ in range(trainer.blueprint.num_microbatches)]
+    num_tokens = torch.tensor(trainer.blueprint.rows_per_step * config.training.seq_len)
 
     def step() -> None:
         trainer.steps.train(batches, num_tokens)

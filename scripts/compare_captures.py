@@ -37,7 +37,7 @@ def compare(words: Sequence[str]) -> Comparing:
     blueprint.capture = functools.partial(comparing, **blueprint.capture.keywords)
     init_fake_process_group(world_size, config.comm.fake_rank)
     try:
-        blueprint.setup_dry()
+        blueprint.dry_run()
     finally:
         dist.destroy_process_group()
     return comparing

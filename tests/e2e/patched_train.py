@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from torchtitan_graph import device, patience, train, trainer
 from torchtitan_graph.checkpoint import save
 from torchtitan_graph.data.batch import Batch
+from torchtitan_graph.data.feed import Feed
 from torchtitan_graph.data.loader import DataLoader
 from torchtitan_graph.models.hf.files import NewFolder
 from torchtitan_graph.parallel.storage import Storage
@@ -134,66 +136,76 @@ def export_slowly_and_fail() -> None:
     NewFolder.write_tensors = write_tensors  # type: ignore[method-assign]
 
 
+def once_data_is_taken(act: Callable[[trainer.Trainer], None]) -> None:
+    """Call `act` in each step, between its data and its graph."""
+    train_step, take = trainer.Trainer.train_step, Feed.next
+
+    def step(self: trainer.Trainer, metrics: Any) -> bool:
+        def take_and_act(feed: Feed) -> Any:
+            taken = take(feed)
+            act(self)
+            return taken
+
+        Feed.next = take_and_act  # type: ignore[method-assign]
+        try:
+            return train_step(self, metrics)
+        finally:
+            Feed.next = take  # type: ignore[method-assign]
+
+    trainer.Trainer.train_step = step  # type: ignore[method-assign]
+
+
 def pause_in_step_4() -> None:
     """Stop rank 1 for ever in the fourth step, with its data taken: rank 0 then waits for it amid forward.
 
     It makes the file PAUSED when it stops.
     """
-    next_step = trainer.Trainer._next_step
 
-    def maybe_pause(self: trainer.Trainer) -> Any:
-        taken = next_step(self)
-        if self.step == 3 and self.rank == 1:
+    def maybe_pause(of: trainer.Trainer) -> None:
+        if of.step == 3 and of.rank == 1:
             Path(os.environ["PAUSED"]).touch()
             time.sleep(1000)
-        return taken
 
-    trainer.Trainer._next_step = maybe_pause  # type: ignore[method-assign]
+    once_data_is_taken(maybe_pause)
 
 
 def signal_in_setup() -> None:
     """Send SIGNAL when the run has its folder, before it builds its steps."""
-    setup = trainer.Trainer.setup
+    init = trainer.Trainer.__init__
 
-    def send_and_set_up(self: trainer.Trainer) -> None:
+    def send_and_set_up(self: trainer.Trainer, *args: Any) -> None:
         os.kill(os.getpid(), signal.Signals[os.environ["SIGNAL"]])
-        setup(self)
+        init(self, *args)
 
-    trainer.Trainer.setup = send_and_set_up  # type: ignore[method-assign]
+    trainer.Trainer.__init__ = send_and_set_up  # type: ignore[method-assign]
 
 
 def signal_in_step_3() -> None:
     """Send SIGNAL to the last rank alone, in the midst of its third step; twice, SIGNAL_AGAIN_AFTER seconds apart."""
-    next_step = trainer.Trainer._next_step
     number = signal.Signals[os.environ["SIGNAL"]]
 
-    def send_and_go_on(self: trainer.Trainer) -> Any:
-        taken = next_step(self)
-        if self.step == 2 and self.rank == dist.get_world_size() - 1:
+    def send_and_go_on(of: trainer.Trainer) -> None:
+        if of.step == 2 and of.rank == dist.get_world_size() - 1:
             os.kill(os.getpid(), number)
             if again := os.environ.get("SIGNAL_AGAIN_AFTER"):
                 time.sleep(float(again))
                 os.kill(os.getpid(), number)
-        return taken
 
-    trainer.Trainer._next_step = send_and_go_on  # type: ignore[method-assign]
+    once_data_is_taken(send_and_go_on)
 
 
 def lose_rank_1_in_step_4() -> None:
     """In torchrun's first attempt, kill rank 1 in its fourth step, or with LOSE=hang let it sleep there."""
     if os.environ["RANK"] != "1" or os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
         return
-    next_step = trainer.Trainer._next_step
 
-    def lose(self: trainer.Trainer) -> Any:
-        taken = next_step(self)
-        if self.step == 3:
+    def lose(of: trainer.Trainer) -> None:
+        if of.step == 3:
             if os.environ["LOSE"] == "hang":
                 time.sleep(1000)
             os.kill(os.getpid(), signal.SIGKILL)
-        return taken
 
-    trainer.Trainer._next_step = lose  # type: ignore[method-assign]
+    once_data_is_taken(lose)
 
 
 def record_rows() -> None:

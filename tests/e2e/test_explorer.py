@@ -32,7 +32,7 @@ from torchtitan_graph.graph.torch_private.fake import FakeTensorMode
 from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.recompute import Recompute
-from torchtitan_graph.steps import Assembly, build_graphs, costs_on
+from torchtitan_graph.steps import Assembly, build_graphs
 
 REST = {"parameters": 3 * 2**20, "optimizer state": 6 * 2**20}
 EVIL = "</script><img src=x onerror=document.title='broken'>"
@@ -117,7 +117,7 @@ def step_data(strings: Strings) -> tuple[dict[str, Any], Scope, PassWatch, Graph
         layout, options = cell.dims.layout("cpu"), dataclasses.replace(cell.options("graph"), look=watch.look)
         capture = functools.partial(make_fx_capture, call_hierarchy=True)
         gm = build_graphs(Assembly(build_model(cell), load_family(cell.family), layout, options, capture)).train.gm
-        costs = costs_on(layout, options)
+        costs = Assembly(build_model(cell), load_family(cell.family), layout, options).costs
         measured = {node.name: 1e-6 for node in gm.graph.nodes if node.op == "call_function"}
         charged = charges(gm, costs, measured=measured)
         (watched,) = watch.graphs.values()

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from runs import HERE, TINY
 
 from pool import run_on
+from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.config import load
 from torchtitan_graph.run.folder import RunFolder
 from torchtitan_graph.run.status import FINISHED
@@ -21,8 +22,7 @@ def after_one_step(folder: Path, model: str, optimizer: str) -> tuple[bool, bool
     sys.path.insert(0, str(HERE))  # where my_models is
     options = ("--job.config_file", TINY, "--job.dump_folder", str(folder), "--checkpoint.no-enable")
     options += ("--training.steps", "1", "--model.name", model, "--optimizer.implementation", optimizer)
-    trainer = Trainer(load(options), dist.get_world_size())
-    trainer.setup()
+    trainer = Trainer(Blueprint(load(options), dist.get_world_size()))
     parameters = [p.detach().to_local() for p in trainer.model.parameters()]  # type: ignore[attr-defined]
     before, run, ended = [p.clone() for p in parameters], RunFolder(trainer.config), False
     try:

@@ -11,6 +11,7 @@ from runs import HERE, TINY, digest
 from torch.distributed.tensor import DTensor
 
 from pool import run_on
+from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.checkpoint.checkpointer import tensors_of
 from torchtitan_graph.config import load
 from torchtitan_graph.parallel.layout import ParallelDims
@@ -46,9 +47,7 @@ def trainer_of(layout: str, folder: Path, *options: str) -> Trainer:
     options += ("--checkpoint.async_mode", "async")
     for axis, degree in degrees.items():
         options += (f"--parallelism.{axis}_parallel_degree", str(degree))
-    trainer = Trainer(load(options), dist.get_world_size())
-    trainer.setup()
-    return trainer
+    return Trainer(Blueprint(load(options), dist.get_world_size()))
 
 
 def state_of(trainer: Trainer) -> dict[str, Any]:
@@ -62,10 +61,13 @@ def state_of(trainer: Trainer) -> dict[str, Any]:
     state = {name: x for of_rank in by_rank for name, x in of_rank.items()}
     assert all(of_rank.items() <= state.items() for of_rank in by_rank), "ranks differ in what several hold"
     state |= trainer._train_state() | trainer.lr_scheduler.state_dict()
-    microbatches, num_tokens = trainer._next_step()
+    batches = trainer.feed.next()
+    assert batches is not None
+    microbatches, num_tokens = batches.on_device, batches.num_tokens
     rows: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(rows, [[row_digest(b, row) for row in range(len(b.tokens_BL))] for b in microbatches])
-    of_data_rank = rows[: len(rows) // trainer.dims.pp : trainer.dims.cp * trainer.dims.tp]
+    dims = trainer.blueprint.dims
+    of_data_rank = rows[: len(rows) // dims.pp : dims.cp * dims.tp]
     state["rows"] = [row for microbatch in zip(*of_data_rank, strict=True) for rows in microbatch for row in rows]
     losses: list[float] = [0.0] * dist.get_world_size()
     dist.all_gather_object(losses, trainer.steps.train(microbatches, num_tokens).loss.item())

@@ -29,7 +29,7 @@ from torchtitan_graph.parallel.layout import EP, ParallelDims
 from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.parallel.schedule import SCHEDULES
 from torchtitan_graph.runtime import pieces
-from torchtitan_graph.steps import Steps, bind_graphs
+from torchtitan_graph.steps import Steps, bind_graphs, build_graphs
 
 QWEN: dict[str, Any] = {
     "family": "qwen3",
@@ -251,10 +251,10 @@ def test_another_order_on_one_rank_is_found() -> None:
 
 def recorded(cell: Cell) -> list[tuple[int, null_gpu.Counts]]:
     """Give how many messages each of three steps starts, and what else it does: as it is, recorded, replayed."""
-    model, graphs = matrix.final_graphs(cell)
     options = dataclasses.replace(cell.options("graph"), recorders=Recorders(CudaRecorder))
-    layout = matrix.layout_of(cell.dims)
-    steps, data = bind_graphs(graphs, model, layout, options), matrix.microbatches(cell, layout.data_rank, 1)
+    assembly = matrix.assemble(cell, options)
+    model, layout = assembly.model, assembly.layout
+    steps, data = bind_graphs(build_graphs(assembly), assembly), matrix.microbatches(cell, layout.data_rank, 1)
     found = []
     with rows_for_all(cell):
         for _ in range(3):

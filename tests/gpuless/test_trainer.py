@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from torchtitan_graph import train as entry
+from torchtitan_graph.data.feed import Feed, Microbatches
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.steps import Steps
 from torchtitan_graph.trainer import Trainer
@@ -148,16 +149,15 @@ def test_batches_are_copied_a_step_ahead_from_pinned_memory(
 
     monkeypatch.setattr(Steps, "train", launched)
     ahead: list[int] = []
-    read = Trainer._read_ahead
+    read = Feed.next
 
-    def noted(trainer: Trainer) -> float:
-        seconds = read(trainer)
-        ahead.append(sum(on_device.tokens_BL.is_cuda for _, on_device in trainer.ahead))
-        return seconds
+    def noted(feed: Feed) -> Microbatches | None:
+        ahead.append(sum(on_device.tokens_BL.is_cuda for on_device in feed._copied))
+        return read(feed)
 
-    monkeypatch.setattr(Trainer, "_read_ahead", noted)
+    monkeypatch.setattr(Feed, "next", noted)
     pin = [] if is_pinned else ["--training.dataloader.no-pin_memory"]
     train(tmp_path, "--metrics.log_freq", "100", "--checkpoint.no-enable", *pin)
-    assert ahead == ([1, 1, 1, 0] if is_pinned else [0, 0, 0, 0])
+    assert ahead == ([0, 1, 1, 1] if is_pinned else [0, 0, 0, 0])
     loose = "copy to the device, not pinned"
     assert all((counts[loose] >= 4) != is_pinned for counts in copies[1:])

@@ -13,10 +13,9 @@ from matrix import (
     TP2,
     Cell,
     Seen,
+    assemble,
     bits_that_differ,
     build_graph,
-    build_model,
-    layout_of,
     optimizing,
     train,
 )
@@ -31,12 +30,10 @@ from torchtitan_graph.compiler import Extra, Pass
 from torchtitan_graph.config import job
 from torchtitan_graph.graph.edit import call
 from torchtitan_graph.models.layers.init import initialize
-from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.optim import build_lr_scheduler, build_optimizer, forget_rehearsal
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.storage import cast_parameters, materialize, plan_storage
-from torchtitan_graph.steps import Steps, Update
-from torchtitan_graph.steps.inputs import prepare
+from torchtitan_graph.steps import GraphUpdate, Steps
 
 LAYOUTS = {"one-rank": ONE, "FSDP-2": FSDP2, "TP-2": TP2}
 FAST = [("deepseek_v3-debugmodel", "one-rank"), ("llama3-debugmodel", "FSDP-2"), ("gpt_oss-debugmodel", "TP-2")]
@@ -54,12 +51,12 @@ class Job:
     """A model at rest, its optimizer and its schedule, and gradients of its layout: no step is traced."""
 
     def __init__(self, cell: Cell, config: job.Optimizer, in_graph: bool) -> None:
-        family, layout, options = load_family(cell.family), layout_of(cell.dims), cell.options("graph")
-        self.model = build_model(cell)
-        prepare(self.model, family, layout, options)
+        assembly = assemble(cell)
+        self.model, layout, options = assembly.model, assembly.layout, assembly.options
+        assembly.prepare()
         cast_parameters(self.model, options.precision.storage)
         self.storages = plan_storage(self.model, layout, options.precision)
-        materialize(self.model, self.storages, options.device)
+        materialize(self.model, self.storages, options.target.device)
         initialize(self.model, SEED)
         self.steps = Steps(self.model, layout, False, None, None)  # type: ignore[arg-type]
         if config.name == "torch.optim.Muon":  # takes matrices alone
@@ -68,7 +65,7 @@ class Job:
         self.optimizer = build_optimizer(self.model, config)
         forget_rehearsal(self.optimizer)
         self.schedule = build_lr_scheduler(self.optimizer, job.LRScheduler(warmup_steps=2), 4)
-        self.update = Update(self.steps, self.optimizer, MAX_NORM)
+        self.update = GraphUpdate(self.steps, self.optimizer, MAX_NORM)
         self.in_graph = in_graph
 
     def step(self, number: int, loss: float = 1.0) -> Tensor:
@@ -79,7 +76,7 @@ class Job:
                 continue
             parameter.grad = self.storages[name].unflatten([padded])
         if self.in_graph:
-            norm = self.update(torch.tensor(loss))
+            norm = self.update.clip(torch.tensor(loss))
         else:
             norm = self.steps.clip(MAX_NORM)
             self.optimizer.step()
@@ -276,7 +273,7 @@ def test_it_is_one_graph_with_its_collectives_that_writes_in_place() -> None:
 
 def outcome_of_verifying(spoil: bool) -> str:
     each = Job(Cell(FSDP2), job.Optimizer(lr=1e-2), True)
-    each.update = Update(each.steps, each.optimizer, MAX_NORM, extra=[DOUBLE_RATES] * spoil, verify=True)
+    each.update = GraphUpdate(each.steps, each.optimizer, MAX_NORM, extra=[DOUBLE_RATES] * spoil, verify=True)
     try:
         each.step(1)
     except RuntimeError as error:

@@ -46,7 +46,7 @@ from torchtitan_graph.parallel.schedule import SCHEDULES, V
 from torchtitan_graph.parallel.storage import Reshard, shard_eager
 from torchtitan_graph.quantize.products import DELAYED, Recipe
 from torchtitan_graph.steps import Assembly, build_steps
-from torchtitan_graph.steps.inputs import of_this_rank, prepare
+from torchtitan_graph.steps.inputs import of_this_rank
 
 TOLERANCE = 1e-12
 PP2, PP2_FSDP2, PP4 = ParallelDims(pp=2), ParallelDims(pp=2, dp_shard=2), ParallelDims(pp=4)
@@ -74,7 +74,7 @@ def seen_by_torch(cell: Cell) -> Seen:
     for number in plan.stages_of(layout.rank(PP)):
         model, names = build_model(cell), plan.stages[number]
         model.keep(names)
-        prepare(model, load_family(cell.family), layout, cell.options("graph"))
+        Assembly(model, load_family(cell.family), layout, cell.options("graph")).prepare()
         recompute_eager(model.blocks, cell.recompute)
         model.forward = functools.partial(run_stage, model, layout, names, batches)
         reshard = Reshard(cell.reshard.root, cell.reshard.root)

@@ -34,7 +34,7 @@ from torchtitan_graph.models.layers.init import initialize
 from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.runtime.pieces import overwrite
-from torchtitan_graph.steps import Assembly, Steps, Update, build_steps
+from torchtitan_graph.steps import Assembly, GraphUpdate, Steps, build_steps
 
 EP2 = ParallelDims(dp_shard=2, ep=2)
 
@@ -120,13 +120,13 @@ def go_on(replays: bool) -> tuple[Seen, int]:
     cell = Cell()
     steps = build(cell, replays, evaluates=True)
     optimizer, _ = optimizing(steps.model)
-    update, seen = Update(steps, optimizer, MAX_NORM), {}
+    update, seen = GraphUpdate(steps, optimizer, MAX_NORM), {}
     for k in range(1, 11):
         batches, num_tokens = microbatches(cell, 0, k)
         what = BETWEEN.get(k)
         seen |= {f"{name} before {k}": x for name, x in (what(steps, optimizer, batches[0]) if what else {}).items()}
         loss = steps.train(batches, num_tokens).loss
-        seen[f"norm {k}"] = update(loss * (float("nan") if k == NOT_FINITE else 1.0))
+        seen[f"norm {k}"] = update.clip(loss * (float("nan") if k == NOT_FINITE else 1.0))
         seen[f"loss {k}"] = loss
         optimizer.zero_grad()
         seen[f"parameter after {k}"] = steps.model.norm.weight.detach().clone()

@@ -7,6 +7,7 @@ from torchtitan_graph.analysis.flops import matmul_flops
 from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.config import load
 from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
+from torchtitan_graph.steps import build_graphs
 
 aten = torch.ops.aten
 
@@ -21,7 +22,7 @@ def test_products_are_those_of_the_device_that_is_estimated_for(recipe: str) -> 
         blueprint = Blueprint(load([*words, "fake_backend", "--comm.fake_device", device]), 1)
         init_fake_process_group(1)
         try:
-            graphs = blueprint.build_dry()
+            graphs = build_graphs(blueprint.assembly)
         finally:
             torch.distributed.destroy_process_group()
         nodes = graphs.train.gm.graph.nodes  # type: ignore[union-attr]

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from torchtitan_graph.config import JobConfig, check, load
+from torchtitan_graph.device import Target
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.models import llama3
 from torchtitan_graph.models.layers.decoder import Decoder
@@ -17,8 +18,11 @@ from torchtitan_graph.quantize.layers import GroupedLinear, LayerNormLinear, Lay
 from torchtitan_graph.quantize.plan import check_cut, plan_float8
 from torchtitan_graph.quantize.products import DELAYED, E4M3, E5M2, MX, ROWWISE, TENSORWISE, Recipe, linear
 from torchtitan_graph.quantize.state import Float8, convert
+from torchtitan_graph.rates import RATES
 
-CPU = torch.device("cpu")
+CPU = Target.here()
+CUDA = Target(torch.device("cuda"), CPU.rates, is_gpu=True)
+DRY = Target.of(RATES["H100"])
 FLOAT8 = ("--model.converters", "float8")
 RECIPE = Recipe()
 PP = "parallelism.pipeline_parallel_degree"
@@ -117,10 +121,9 @@ def test_a_gpu_without_float8_is_refused(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
-    cuda = torch.device("cuda")
     with contextlib.nullcontext() if is_taken else pytest.raises(UserError, match="A100 does not .*emulate = true"):
-        plan_float8(configured(), model(), cuda)
-    assert plan_float8(configured(emulate="true"), model(), cuda) is not None
+        plan_float8(configured(), model(), CUDA)
+    assert plan_float8(configured(emulate="true"), model(), CUDA) is not None
 
 
 @pytest.mark.parametrize(
@@ -178,8 +181,8 @@ def test_what_is_not_built_is_refused_by_name(words: list[str], world_size: int,
 GROUPED = "quantize.grouped_mm.float8"
 
 
-def experts_of(config: JobConfig, device: torch.device = CPU) -> dict[str, Recipe]:
-    found = plan_float8(config, model("qwen3", "debugmodel_moe"), device)
+def experts_of(config: JobConfig, target: Target = CPU) -> dict[str, Recipe]:
+    found = plan_float8(config, model("qwen3", "debugmodel_moe"), target)
     return dict(found.layers) if found is not None else {}
 
 
@@ -223,10 +226,10 @@ def test_what_a_gpus_products_of_experts_do_not_take_is_refused_and_emulated(wor
     option, value = words.split()
     words = f"--model.converters {GROUPED} --{GROUPED}.fqns experts --{GROUPED}.{option} {value}"
     with pytest.raises(UserError, match=message):
-        experts_of(load(words.split()), torch.device("cuda"))
+        experts_of(load(words.split()), CUDA)
     with pytest.raises(UserError, match=message):
-        experts_of(load([*words.split(), "--comm.mode", "fake_backend"]))
-    assert experts_of(load([*words.split(), f"--{GROUPED}.emulate"]), torch.device("cuda"))
+        experts_of(load(words.split()), DRY)
+    assert experts_of(load([*words.split(), f"--{GROUPED}.emulate"]), CUDA)
 
 
 def test_options_of_what_is_not_converted_are_noticed() -> None:
@@ -251,35 +254,35 @@ def with_own(recipe: Recipe = RECIPE, ffn_dim: int = 768) -> Decoder:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "ffn_dim", "words", "device", "message"),
+    ("recipe", "ffn_dim", "words", "target", "message"),
     [
         (Recipe(), 760, (), CPU, "Linear: old is 760 x 256, and both sizes must be multiples of 16"),
         (Recipe(MX), 784, (), CPU, "Linear: old is 784 x 256, and both sizes must be multiples of 32"),
         (Recipe(), 768, ("--training.seq_len", "40"), CPU, "seq_len = 40: a rank computes 40 tokens at a time"),
         (Recipe(MX), 768, ("--training.seq_len", "48"), CPU, "48 tokens .* MXFP8 want a multiple of 32"),
-        (Recipe(MX), 768, (), torch.device("cuda"), "emulated alone, on a GPU too; give its recipe emulate=True"),
-        (Recipe(MX), 768, ("--comm.mode", "fake_backend"), CPU, "emulated alone, on a GPU too"),
-        (Recipe(MX, emulate=True), 768, ("--comm.mode", "fake_backend"), CPU, ""),
+        (Recipe(MX), 768, (), CUDA, "emulated alone, on a GPU too; give its recipe emulate=True"),
+        (Recipe(MX), 768, (), DRY, "emulated alone, on a GPU too"),
+        (Recipe(MX, emulate=True), 768, (), DRY, ""),
         (Recipe(DELAYED), 768, (), CPU, ""),
     ],
 )
 def test_a_models_own_layers_are_refused_what_converted_ones_are(
-    recipe: Recipe, ffn_dim: int, words: Sequence[str], device: torch.device, message: str
+    recipe: Recipe, ffn_dim: int, words: Sequence[str], target: Target, message: str
 ) -> None:
     config = load(["--training.local_batch_size", "1", *words])
     with pytest.raises(UserError, match=message) if message else contextlib.nullcontext():
-        plan_float8(config, with_own(recipe, ffn_dim), device)
+        plan_float8(config, with_own(recipe, ffn_dim), target)
 
 
 @pytest.mark.parametrize("device", ["H100", "CPU"])
 def test_a_dry_run_has_the_products_of_the_device_that_it_is_for(device: str) -> None:
     own = with_own(Recipe())
-    plan_float8(load(["--comm.mode", "fake_backend", "--comm.fake_device", device]), own, CPU)
+    plan_float8(load([]), own, Target.of(RATES[device]))
     assert own.layers[0].feed_forward.w1.recipe.is_traced_for_gpu == (device == "H100")
 
 
 def test_a_models_own_experts_are_refused_what_a_gpu_does_not_multiply() -> None:
-    weight, gpu = nn.Parameter(torch.zeros(2, 16, 16)), torch.device("cuda")
+    weight, gpu = nn.Parameter(torch.zeros(2, 16, 16)), CUDA
     own = nn.ModuleList([GroupedLinear(weight, Recipe(ROWWISE))])
     with pytest.raises(UserError, match="layer 0: a GPU's products of experts .* are of e4m3; give its recipe emulate"):
         plan_float8(load([]), own, gpu)
@@ -370,18 +373,18 @@ def test_linear_layers_are_converted_to_mx() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "device", "message"),
+    ("words", "target", "message"),
     [
-        ((), "cuda", "recipe_name = 'mxfp8_cublas': .* emulated alone, .* set it to mxfp8_emulated"),
-        (("--comm.mode", "fake_backend"), "cpu", "recipe_name = 'mxfp8_cublas': .* emulated alone"),
-        (("--quantize.linear.mx.filter_fqns", "outptu"), "cpu", "mx.filter_fqns = 'outptu': .* did you mean output"),
-        (("--quantize.linear.mx.filter_fqns", "w"), "cpu", "output is 250 x 256, .* 32; name such layers in .*mx.filt"),
+        ((), CUDA, "recipe_name = 'mxfp8_cublas': .* emulated alone, .* set it to mxfp8_emulated"),
+        ((), DRY, "recipe_name = 'mxfp8_cublas': .* emulated alone"),
+        (("--quantize.linear.mx.filter_fqns", "outptu"), CPU, "mx.filter_fqns = 'outptu': .* did you mean output"),
+        (("--quantize.linear.mx.filter_fqns", "w"), CPU, "output is 250 x 256, .* 32; name such layers in .*mx.filt"),
     ],
 )
-def test_mx_that_can_not_be_meant_is_refused(words: Sequence[str], device: str, message: str) -> None:
+def test_mx_that_can_not_be_meant_is_refused(words: Sequence[str], target: Target, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        plan_float8(with_mx(*words), build_model("llama3", "debugmodel", "sdpa", 250), torch.device(device))
-    assert plan_float8(with_mx("--quantize.linear.mx.recipe_name", "mxfp8_emulated"), model(), torch.device("cuda"))
+        plan_float8(with_mx(*words), build_model("llama3", "debugmodel", "sdpa", 250), target)
+    assert plan_float8(with_mx("--quantize.linear.mx.recipe_name", "mxfp8_emulated"), model(), CUDA)
 
 
 def test_parts_that_tensor_parallelism_leaves_of_mx_layers_are_checked() -> None:

@@ -58,8 +58,8 @@ def of(
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not name.startswith(frozen))
     options = dataclasses.replace(cell.options("graph"), eval_rows=eval_rows)
-    graphs = build_graphs(Assembly(model, load_family(cell.family), layout, options))
-    return forecast(model, graphs, layout, options, job.Optimizer(name=optimizer))
+    assembly = Assembly(model, load_family(cell.family), layout, options)
+    return forecast(assembly, build_graphs(assembly), job.Optimizer(name=optimizer))
 
 
 def test_shards_and_moments_are_counted_and_what_is_unknown_is_said() -> None:
@@ -192,7 +192,7 @@ def test_the_optimizers_step_is_traced_too_where_it_is_a_graph(
     blueprint = Blueprint(load(["--comm.mode", "fake_backend", *options]), 4)
     init_fake_process_group(4)
     with caplog.at_level(logging.INFO):
-        blueprint.setup_dry()
+        blueprint.dry_run()
     assert said in caplog.text
     assert all(p.is_meta for p in blueprint.model.parameters()), "nothing is allocated"
 
@@ -248,5 +248,5 @@ def built(cell: Cell, recompute: Recompute, gib: float | None) -> int:
     init_fake_process_group(cell.dims.num_ranks)
     layout, model = cell.dims.layout("cpu"), build_model(cell)
     options = dataclasses.replace(cell.options("graph"), recompute=recompute, budget_gib=gib)
-    graphs = build_graphs(Assembly(model, load_family(cell.family), layout, options))
-    return forecast(model, graphs, layout, options, job.Optimizer()).in_all
+    assembly = Assembly(model, load_family(cell.family), layout, options)
+    return forecast(assembly, build_graphs(assembly), job.Optimizer()).in_all

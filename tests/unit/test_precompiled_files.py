@@ -16,13 +16,13 @@ import torch
 from torchtitan_graph.analysis.flops import Flops
 from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.capture.trace import minimal_fx_tracer
-from torchtitan_graph.config import load
+from torchtitan_graph.config import JobConfig, load
+from torchtitan_graph.device import Target
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.models import llama3
 from torchtitan_graph.models.spec import tiny_config
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.passes.tag_budget import Curve, Point
-from torchtitan_graph.precompile import blueprint_here
 from torchtitan_graph.steps import step_options
 from torchtitan_graph.steps.fingerprint import fingerprint
 from torchtitan_graph.steps.precompiled import INDEX, Rewritten, Writer, open_precompiled, steps_to_data
@@ -217,7 +217,7 @@ def test_on_a_cpu_nothing_is_moved_as_in_training() -> None:
     """Though graphs are made as in a dry run, which shows what a GPU would."""
     words = ["--activation_checkpoint.offload", "layers.*", "--training.enable_cpu_offload"]
     config = load(["--comm.mode", "fake_backend", *words])
-    dry, here = Blueprint(config, 1).options, blueprint_here(config, 1).options
+    dry, here = Blueprint(config, 1).options, Blueprint(config, 1, Target.here(runs=False)).options
     assert dry.offload and dry.cpu_offload
     assert not here.offload and not here.cpu_offload
 
@@ -228,11 +228,15 @@ def test_on_a_cpu_nothing_is_moved_as_in_training() -> None:
 ONE_RANK = ParallelDims()
 
 
+def resolved(*options: str) -> JobConfig:
+    return load(["--model.elementwise", "torch", *options])
+
+
 def of(*options: str, dims: ParallelDims = ONE_RANK, num_microbatches: int = 1, **sizes: Any) -> dict[str, str]:
     with torch.device("meta"):
         model = llama3.Model(tiny_config(llama3.FLAVORS["debugmodel"], **sizes), "sdpa")
-    config = load(options)
-    return fingerprint(config, model, dims, step_options(config, model, num_microbatches, CPU))
+    config = resolved(*options)
+    return fingerprint(config, model, dims, step_options(config, model, num_microbatches, Target.here()))
 
 
 def differ(one: dict[str, str], other: dict[str, str]) -> set[str]:
@@ -322,8 +326,8 @@ def test_this_packages_sources_matter(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_a_frozen_parameter_matters() -> None:
     with torch.device("meta"):
         model = llama3.Model(tiny_config(llama3.FLAVORS["debugmodel"]), "sdpa")
-    config = load([])
-    options = step_options(config, model, 1, CPU)
+    config = resolved()
+    options = step_options(config, model, 1, Target.here())
     before = fingerprint(config, model, ONE_RANK, options)
     model.norm.weight.requires_grad_(False)
     assert differ(before, fingerprint(config, model, ONE_RANK, options)) == {"the model's parameters"}

@@ -1,5 +1,6 @@
 """What is refused before a step is built, and how ranks' counts are added."""
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -9,32 +10,43 @@ import torch
 from torch.torch_version import TorchVersion
 
 from torchtitan_graph import device as devices
-from torchtitan_graph.config import JobConfig, load
+from torchtitan_graph.config import JobConfig, load, target_of
 from torchtitan_graph.config.check import MOST_TOKENS
+from torchtitan_graph.device import Target
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.loss import cross_entropy, fused_cross_entropy
 from torchtitan_graph.models import llama3
-from torchtitan_graph.models.hf.architecture import choose_attention, choose_model
+from torchtitan_graph.models.hf.architecture import choose_attention, choose_elementwise, choose_model
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.feed_forward import SwiGLU
 from torchtitan_graph.models.layers.rope import Rotation
 from torchtitan_graph.parallel.layout import ParallelDims
-from torchtitan_graph.steps import Steps, check_steps, step_options
+from torchtitan_graph.steps import Assembly, StepOptions, Steps, check_steps, step_options
 from torchtitan_graph.steps.inputs import example_inputs
 from torchtitan_graph.steps.options import lengths_of_rows
 
-CPU = torch.device("cpu")
+
+def target(config: JobConfig, device: str = "cpu") -> Target:
+    """Return what the graphs of a job in a process with this device are for."""
+    found = target_of(config)
+    return found if device == "cpu" else dataclasses.replace(found, device=torch.device(device), is_gpu=True)
 
 
 def built(*options: str) -> tuple[JobConfig, Decoder]:
     config = load(options)
     with torch.device("meta"):
-        return config, llama3.Model(llama3.FLAVORS["debugmodel"], choose_attention(config))
+        return config, llama3.Model(llama3.FLAVORS["debugmodel"], choose_attention(config, target(config)))
+
+
+def options_of(config: JobConfig, model: Decoder, num_microbatches: int = 1, device: str = "cpu") -> StepOptions:
+    of = target(config, device)
+    table = dataclasses.replace(config.model, elementwise=choose_elementwise(config, of))
+    return step_options(dataclasses.replace(config, model=table), model, num_microbatches, of)
 
 
 def check(config: JobConfig, model: Decoder, device: str = "cpu") -> None:
-    options = step_options(config, model, 2, torch.device(device))
+    options = options_of(config, model, 2, device)
     check_steps(config, model, llama3, ParallelDims(pp=config.parallelism.pipeline_parallel_degree), options)
 
 
@@ -95,7 +107,7 @@ def test_activations_are_moved_on_a_gpu_and_in_a_dry_run_and_a_cpu_says_so(
 
     def moved(device: str, *options: str) -> list[str]:
         config, model = built("--activation_checkpoint.offload", "layers.*", *options)
-        return list(step_options(config, model, 2, torch.device(device)).offload)
+        return list(options_of(config, model, 2, device).offload)
 
     assert moved("cuda") == moved("cpu", "--comm.mode", "fake_backend") == [f"layers.{i}" for i in range(5)]
     of_stages = moved("cuda", "--parallelism.pipeline_parallel_degree", "2")
@@ -106,9 +118,9 @@ def test_activations_are_moved_on_a_gpu_and_in_a_dry_run_and_a_cpu_says_so(
 
 
 def test_cuda_graphs_are_recorded_on_a_gpu_alone_and_a_dry_run_needs_none() -> None:
-    assert step_options(*built("--compile.cuda_graphs"), 1, torch.device("cuda")).recorders is not None
+    assert options_of(*built("--compile.cuda_graphs"), 1, "cuda").recorders is not None
     dry = built("--compile.cuda_graphs", "--comm.mode", "fake_backend")
-    assert step_options(*dry, 1, torch.device("cpu")).recorders is None
+    assert options_of(*dry).recorders is None
 
 
 @pytest.mark.parametrize(
@@ -125,8 +137,7 @@ def test_cuda_graphs_are_recorded_on_a_gpu_alone_and_a_dry_run_needs_none() -> N
 )
 def test_the_loss_is_the_devices_unless_one_is_named(device: str, words: str, loss: Callable) -> None:
     config, of_model = built(*words.split())
-    assert step_options(config, of_model, 1, torch.device(device)).loss is loss
-    assert config.training.loss_implementation == ("fused" if loss is fused_cross_entropy else "torch")
+    assert options_of(config, of_model, 1, device).loss is loss
 
 
 SDPA = "--model.attn sdpa --training.seq_len 1024 --training.local_batch_size 2"
@@ -153,8 +164,9 @@ def test_masks_of_all_pairs_are_told_on_a_gpu(
     """A byte for what is seen, and a bias in the dtype of scores, for each mask; gpt_oss has two."""
     monkeypatch.setattr(logger, "propagate", True)
     config = load([*words.split(), "--comm.mode", "fake_backend"])
-    family, model = choose_model(config, None, 256)
-    options = step_options(config, model, 1, torch.device("cpu"))
+    family, model, table = choose_model(config, None, 256, target(config))
+    config = dataclasses.replace(config, model=table)
+    options = step_options(config, model, 1, target(config))
     with caplog.at_level(logging.INFO):
         check_steps(config, model, family, ParallelDims(cp=config.parallelism.context_parallel_degree), options)
     lines = [line for line in caplog.text.splitlines() if "model.attn = 'sdpa': on a GPU its masks" in line]
@@ -179,21 +191,20 @@ def test_masks_of_all_pairs_are_told_on_a_gpu(
 )
 def test_elementwise_layers_are_the_devices_unless_named(device: str, words: str, fused: set[type]) -> None:
     config, of_model = built(*words.split())
-    options = step_options(config, of_model, 1, torch.device(device))
-    assert {*options.fused} == fused
-    assert config.model.elementwise == ("fused" if fused else "torch")
+    assert {*options_of(config, of_model, 1, device).fused} == fused
+    assert config.model.elementwise in ("auto", *words.split()), "the configuration is left as it was"
 
 
 def test_a_dry_run_compiles_nothing() -> None:
-    assert step_options(*built("--compile.codegen", "blocks"), 1, torch.device("cpu")).compiles
+    assert options_of(*built("--compile.codegen", "blocks")).target.runs
     dry = built("--compile.codegen", "blocks", "--comm.mode", "fake_backend")
-    assert not step_options(*dry, 1, torch.device("cpu")).compiles
+    assert not options_of(*dry).target.runs
 
 
 def test_parameters_lie_in_the_hosts_memory_on_a_gpu_alone(caplog: pytest.LogCaptureFixture) -> None:
     def is_asked(device: str, *options: str) -> bool:
         config, model = built("--training.enable_cpu_offload", *options)
-        return step_options(config, model, 2, torch.device(device)).cpu_offload
+        return options_of(config, model, 2, device).cpu_offload
 
     assert is_asked("cuda") and is_asked("cpu", "--comm.mode", "fake_backend")
     with caplog.at_level(logging.INFO):
@@ -214,23 +225,24 @@ def test_counts_of_several_dtypes_keep_them() -> None:
 def test_rows_of_several_lengths_need_a_newer_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0"))
     asked = ["--training.dynamic_seq_len", "--training.seq_len", "48"]
-    assert lengths_of_rows(load([*asked, "--compile.mode", "eager"]), CPU) == range(16, 49, 16)
+    assert lengths_of_rows(load([*asked, "--compile.mode", "eager"]), "sdpa", Target.here()) == range(16, 49, 16)
     with pytest.raises(UserError, match="training.dynamic_seq_len = true: a graph .* needs torch 2.13 or newer"):
-        lengths_of_rows(load(asked), CPU)
+        lengths_of_rows(load(asked), "sdpa", Target.here())
 
 
 def test_rows_of_several_lengths_refuse_flex_attention_where_it_is_compiled() -> None:
-    asked = ["--training.dynamic_seq_len", "--training.seq_len", "48", "--model.attn", "flex"]
-    assert lengths_of_rows(load(asked), CPU) == range(16, 49, 16)
+    config = load(["--training.dynamic_seq_len", "--training.seq_len", "48"])
+    assert lengths_of_rows(config, "flex", target(config)) == range(16, 49, 16)
     with pytest.raises(UserError, match="model.attn = 'flex': not with training.dynamic_seq_len on cuda, where"):
-        lengths_of_rows(load(asked), torch.device("cuda"))
+        lengths_of_rows(config, "flex", target(config, "cuda"))
 
 
 @pytest.mark.parametrize("attn", ["sdpa", "flex", "varlen"])
 def test_what_is_traced_on_takes_no_memory_however_many_tokens(attn: str) -> None:
     config, model = built("--model.attn", attn)
     alone = SimpleNamespace(dims=ParallelDims(), degree=lambda axis: 1)
-    batch, masks, _ = example_inputs(model, (1, MOST_TOKENS), alone, step_options(config, model, 1, CPU))
+    assembly = Assembly(model, llama3, alone, options_of(config, model))  # type: ignore[arg-type]
+    batch, masks, _ = example_inputs(assembly, (1, MOST_TOKENS))
     assert all(x.is_meta and x.shape == (1, MOST_TOKENS) for x in batch)
     leaves = [x for x in torch.utils._pytree.tree_leaves(masks) if isinstance(x, torch.Tensor)]
     assert sum(x.numel() for x in leaves if not x.is_meta) < 10

@@ -23,7 +23,7 @@ from torchtitan_graph.graph.torch_private.distributed import init_fake_process_g
 from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.recompute import Recompute
-from torchtitan_graph.steps import Assembly, build_graphs, costs_on
+from torchtitan_graph.steps import Assembly, build_graphs
 
 FULL = Recompute.from_option("full", "op")
 CELLS = {
@@ -46,8 +46,9 @@ def built(name: str) -> tuple[GraphModule, Costs, Flops]:
     cell = CELLS[name]
     layout, options = cell.dims.layout("cpu"), cell.options("graph")
     capture = functools.partial(make_fx_capture, call_hierarchy=True)
-    graphs = build_graphs(Assembly(build_model(cell), load_family(cell.family), layout, options, capture))
-    return graphs.train.gm, costs_on(layout, options), graphs.flops
+    assembly = Assembly(build_model(cell), load_family(cell.family), layout, options, capture)
+    graphs = build_graphs(assembly)
+    return graphs.train.gm, assembly.costs, graphs.flops
 
 
 def told_by_others(gm: GraphModule, costs: Costs, seconds: dict[str, float]) -> Cost:

@@ -92,7 +92,7 @@ def test_floats_keep_all_their_digits(tmp_path: Path) -> None:
 
 
 def test_times_are_means_since_the_last_log_of_the_steps_alone(tmp_path: Path, clock: Clock) -> None:
-    run(build(tmp_path, flops_per_step=30.0, peak_flops=60.0), 1, 4, clock)
+    run(build(tmp_path, peak_flops=60.0), 1, 4, clock, flops=30.0)
     for line in lines(tmp_path / "metrics.jsonl"):
         assert line["step_time_s"] == 2.0
         assert line["tokens_per_second"] == 50.0
@@ -103,8 +103,7 @@ def test_times_are_means_since_the_last_log_of_the_steps_alone(tmp_path: Path, c
 def test_mfu_counts_the_flops_of_each_step(tmp_path: Path, clock: Clock) -> None:
     logs = build(tmp_path, peak_flops=10.0)
     for step, flops in ((2, 10.0), (3, 20.0), (4, 30.0)):
-        logs.flops_per_step = flops
-        run(logs, step, step, clock)
+        run(logs, step, step, clock, flops=flops)
     assert lines(tmp_path / "metrics.jsonl")[0]["mfu"] == 1.0
 
 
@@ -122,7 +121,7 @@ def test_validation_is_a_line_of_its_own(tmp_path: Path, caplog: pytest.LogCaptu
 
 
 def test_console_line(tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    run(build(tmp_path, total_steps=4000, flops_per_step=30.0, peak_flops=60.0), 4, 4, clock)
+    run(build(tmp_path, total_steps=4000, peak_flops=60.0), 4, 4, clock, flops=30.0)
     assert re.fullmatch(
         r"step    4/4000   0%  loss 1\.5000  grad norm 0\.2500  lr 1\.00e-03  200 tokens/s  \d+\.\d\d GiB  "
         r"MFU 25\.0%  waiting for data 25%  2:13:12 left",

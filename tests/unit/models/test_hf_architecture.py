@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from torchtitan_graph import device as devices
-from torchtitan_graph.config import JobConfig, dump_toml, load
+from torchtitan_graph.config import JobConfig, dump_toml, load, target_of
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.models import deepseek_v3, gpt_oss, llama3, llama4, qwen3
 from torchtitan_graph.models.hf import choose_model, from_hf, load_weights, to_hf
 from torchtitan_graph.models.layers.rope import Llama3Scaling
 
+HERE = devices.Target.here()
 # As the releases write it.
 RELEASED = {
     "architectures": ["LlamaForCausalLM"],
@@ -57,21 +58,21 @@ def job(*argv: str) -> JobConfig:
 
 def test_without_a_flavour_config_json_is_the_architecture(tmp_path: Path) -> None:
     config = job()
-    family, model = choose_model(config, assets(tmp_path, num_hidden_layers=3), 128256)
-    assert (family, len(model.layers), config.model.name, config.model.flavor) == (llama3, 3, "llama3", None)
+    family, model, table = choose_model(config, assets(tmp_path, num_hidden_layers=3), 128256, HERE)
+    assert (family, len(model.layers), table.name, table.flavor) == (llama3, 3, "llama3", None)
     assert {p.device.type for p in model.parameters()} == {"meta"}
 
 
 def test_the_resolved_configuration_gives_the_same_model_again(tmp_path: Path) -> None:
     config = job()
-    choose_model(config, assets(tmp_path, num_hidden_layers=3), 128256)
-    (tmp_path / "again.toml").write_text(dump_toml(config))
+    table = choose_model(config, assets(tmp_path, num_hidden_layers=3), 128256, HERE).options
+    (tmp_path / "again.toml").write_text(dump_toml(dataclasses.replace(config, model=table)))
     again = load(["--job.config_file", str(tmp_path / "again.toml")])
-    assert len(choose_model(again, tmp_path, 128256)[1].layers) == 3
+    assert len(choose_model(again, tmp_path, 128256, HERE)[1].layers) == 3
 
 
 def test_a_flavour_that_agrees_is_that_flavour(tmp_path: Path) -> None:
-    _, model = choose_model(job("flavor=8B"), assets(tmp_path), 128256)
+    _, model, _ = choose_model(job("flavor=8B"), assets(tmp_path), 128256, HERE)
     assert model.config == llama3.FLAVORS["8B"]
 
 
@@ -85,7 +86,7 @@ def test_a_flavour_that_agrees_is_that_flavour(tmp_path: Path) -> None:
 )
 def test_a_flavour_that_contradicts_is_refused_naming_what_differs(changes: dict, said: str, tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
-        choose_model(job("flavor=8B"), assets(tmp_path, **changes), 128256)
+        choose_model(job("flavor=8B"), assets(tmp_path, **changes), 128256, HERE)
     assert str(caught.value).startswith("model.flavor = '8B' of llama3 contradicts ")
     assert said in str(caught.value) and "name the file tokenizer.json itself" in str(caught.value)
 
@@ -93,23 +94,23 @@ def test_a_flavour_that_contradicts_is_refused_naming_what_differs(changes: dict
 @pytest.mark.parametrize("argv", [("name=llama3",), ("flavor=8B",)])
 def test_a_family_that_contradicts_is_refused(argv: tuple[str, ...], tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"model.name = 'llama3': .*'GPT2LMHeadModel'\], not of LlamaForCausalLM"):
-        choose_model(job(*argv), assets(tmp_path, architectures=["GPT2LMHeadModel"]), 100)
+        choose_model(job(*argv), assets(tmp_path, architectures=["GPT2LMHeadModel"]), 100, HERE)
 
 
 @pytest.mark.parametrize("architectures", [["GPT2LMHeadModel"], [], None, "LlamaForCausalLM"])
 def test_an_unknown_architecture_is_refused_naming_the_known_ones(architectures: object, tmp_path: Path) -> None:
     folder = assets(tmp_path, architectures=architectures)
     with pytest.raises(UserError, match=r"config.json: architectures = .* is unknown; known are .*LlamaForCausalLM"):
-        choose_model(job(), folder, 100)
+        choose_model(job(), folder, 100, HERE)
     with pytest.raises(UserError, match="is unknown; known are"):
         from_hf(folder)
 
 
 def test_without_config_json_the_flavour_is_the_architecture(tmp_path: Path) -> None:
     config = job()
-    assert choose_model(config, tmp_path, 99)[1].tok_embeddings.num_embeddings == 99
-    assert config.model.flavor == "debugmodel"
-    assert choose_model(job(), None, 99)[1].config == choose_model(job(), tmp_path, 99)[1].config
+    _, model, table = choose_model(config, tmp_path, 99, HERE)
+    assert model.tok_embeddings.num_embeddings == 99 and table.flavor == "debugmodel"
+    assert choose_model(job(), None, 99, HERE)[1].config == choose_model(job(), tmp_path, 99, HERE)[1].config
 
 
 def test_a_module_of_the_users_own_needs_nothing_of_this(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,22 +119,22 @@ def test_a_module_of_the_users_own_needs_nothing_of_this(tmp_path: Path, monkeyp
         "from torchtitan_graph.models.llama3 import FLAVORS, HF_KEYS, PLAN, Model\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    _, model = choose_model(job("name=of_mine.plain"), assets(tmp_path), 50)
+    _, model, _ = choose_model(job("name=of_mine.plain"), assets(tmp_path), 50, HERE)
     assert model.config == dataclasses.replace(llama3.FLAVORS["debugmodel"], vocab_size=50)
     config = load(["--model.name=of_mine.plain", "--checkpoint.last_save_in_hf"])
     with pytest.raises(UserError, match="last_save_in_hf = true: of_mine.plain defines no HF_ARCHITECTURES, from_hf"):
-        choose_model(config, None, 50)
+        choose_model(config, None, 50, HERE)
 
 
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="config.json has 128256 rows in its vocabulary, .* 128257 tokens"):
-        choose_model(job(), assets(tmp_path), 128257)
+        choose_model(job(), assets(tmp_path), 128257, HERE)
 
 
 def test_all_that_can_not_be_expressed_is_listed(tmp_path: Path) -> None:
     folder = assets(tmp_path, hidden_act="gelu", attention_bias=True, head_dim=64, hidden_size=None)
     with pytest.raises(UserError) as caught:
-        choose_model(job(), folder, 100)
+        choose_model(job(), folder, 100, HERE)
     for part in ("config.json: ", "hidden_size is null", "hidden_act = 'gelu'", "attention_bias = True", "head_dim"):
         assert part in str(caught.value)
 
@@ -141,7 +142,7 @@ def test_all_that_can_not_be_expressed_is_listed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["longrope", "dynamic", "su"])
 def test_a_scaling_of_another_kind_is_refused(kind: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"rope_type = '{kind}' can't be expressed; legal is 'default' or 'linear'"):
-        choose_model(job(), assets(tmp_path, rope_scaling={"type": kind, "factor": 2.0}), 100)
+        choose_model(job(), assets(tmp_path, rope_scaling={"type": kind, "factor": 2.0}), 100, HERE)
 
 
 def test_the_form_of_transformers_5_is_read_too() -> None:
@@ -242,7 +243,9 @@ def test_attention_is_chosen_by_the_device_of_the_job(
     machine: str, words: list[str], chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "device_type", lambda: machine)
+    monkeypatch.setattr(devices, "rates", lambda: HERE.rates)
     config = load(words)
-    _, model = choose_model(config, None, 300)
-    assert (model.attn, config.model.attn) == (chosen, chosen)
-    assert choose_model(config, None, 300)[1].attn == chosen
+    _, model, resolved = choose_model(config, None, 300, target_of(config))
+    assert (model.attn, resolved.attn) == (chosen, chosen)
+    again = dataclasses.replace(config, model=resolved)
+    assert choose_model(again, None, 300, HERE).model.attn == chosen, "what is resolved stays as it is"

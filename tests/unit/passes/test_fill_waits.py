@@ -41,7 +41,8 @@ def graph_on(
     with torch.device("meta"):
         model = family.Model(tiny_config(family.FLAVORS[flavor]))
     rates = RATES["CPU"]._replace(near=1e8)  # slow enough for products, not only for what is as short as a launch
-    options = StepOptions(target=Target.here(), rows=(1, 16), disabled=disabled, rates=rates, precision=precision)
+    target = Target(torch.device("cpu"), rates, is_gpu=False)
+    options = StepOptions(target, rows=(1, 16), disabled=disabled, precision=precision)
     return build_graphs(Assembly(model, family, layout, options)).train.gm
 
 

@@ -10,6 +10,7 @@ from torch.fx import GraphModule, Node
 from toy import WAIT, aten, calls, place, text
 
 from torchtitan_graph.check.matrix import Cell, build_model
+from torchtitan_graph.device import Target
 from torchtitan_graph.graph import meta
 from torchtitan_graph.models import deepseek_v3, llama3
 from torchtitan_graph.models.spec import tiny_config
@@ -21,8 +22,7 @@ from torchtitan_graph.steps import Assembly, StepOptions, build_graphs
 def graph_on(layout: Layout, family: ModuleType, recompute: Recompute, disabled: tuple[str, ...] = ()) -> GraphModule:
     with torch.device("meta"):
         model = family.Model(tiny_config(family.FLAVORS["debugmodel"]))
-    device = torch.device("cpu")
-    options = StepOptions(device=device, rows=(1, 16), recompute=recompute, disabled=disabled)
+    options = StepOptions(Target.here(), rows=(1, 16), recompute=recompute, disabled=disabled)
     return build_graphs(Assembly(model, family, layout, options)).train.gm
 
 

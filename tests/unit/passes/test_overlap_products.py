@@ -13,24 +13,25 @@ from torchtitan_graph.analysis.cost import Costs, estimate
 from torchtitan_graph.analysis.liveness import peak_memory
 from torchtitan_graph.analysis.traffic import is_permutation
 from torchtitan_graph.check.matrix import SLOW
+from torchtitan_graph.device import Target
 from torchtitan_graph.graph import meta
 from torchtitan_graph.models import deepseek_v3, llama3
 from torchtitan_graph.models.spec import tiny_config
 from torchtitan_graph.parallel.layout import Layout
 from torchtitan_graph.passes import overlap_products
-from torchtitan_graph.rates import RATES
+from torchtitan_graph.rates import RATES, Rates
 from torchtitan_graph.steps import Assembly, StepOptions, build_graphs
 
 FAST = RATES["CPU"]._replace(near=1e15)
 
 
 def graph_on(
-    layout: Layout, async_tp: bool = True, rows: int = 2, rates: object = SLOW, family: ModuleType = llama3
+    layout: Layout, async_tp: bool = True, rows: int = 2, rates: Rates = SLOW, family: ModuleType = llama3
 ) -> GraphModule:
     with torch.device("meta"):
         model = family.Model(tiny_config(family.FLAVORS["debugmodel"], num_heads=4, num_kv_heads=4))
-    cpu = torch.device("cpu")
-    options = StepOptions(device=cpu, rows=(rows, 16), async_tp=async_tp, rates=rates)  # type: ignore[arg-type]
+    target = Target(torch.device("cpu"), rates, is_gpu=False)
+    options = StepOptions(target, rows=(rows, 16), async_tp=async_tp)
     return build_graphs(Assembly(model, family, layout, options)).train.gm
 
 

@@ -13,6 +13,7 @@ from torchtitan_graph.analysis.cost import estimate
 from torchtitan_graph.analysis.liveness import GATHERED_INPUTS, lifetimes
 from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.config import load
+from torchtitan_graph.device import Target
 from torchtitan_graph.forecast import OPTIMIZER, STEP
 from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
 from torchtitan_graph.graph.torch_private.pipelines import PipelineAction
@@ -58,11 +59,10 @@ def test_memory_is_what_a_dry_run_says(name: str, jobs: Callable[[str], Job]) ->
     for place, rank in enumerate(found.ranks):
         assert sum(rank.told.at_peak.values()) == rank.told.held[STEP]
         assert plan.needs[place] == rank.told.in_all + int(H100.reserved_gib * 2**30)
-    blueprint = Blueprint(load([*DEBUG, *words, "--comm.mode", "fake_backend"]), world_size)
-    blueprint.options = dataclasses.replace(blueprint.options, rates=H100)
+    blueprint = Blueprint(load([*DEBUG, *words, "--comm.mode", "fake_backend"]), world_size, Target.of(H100))
     init_fake_process_group(world_size, plan.rank.rank)
     try:
-        said = blueprint.setup_dry()
+        said = blueprint.dry_run()
     finally:
         torch.distributed.destroy_process_group()
     told = plan.rank.told

@@ -1,0 +1,87 @@
+"""The microbatches of each step: on the host, on the device, and the number of targets in those of all ranks."""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchtitan_graph import stop
+from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
+from torchtitan_graph.data.loader import DataLoader
+from torchtitan_graph.parallel.layout import Layout
+
+
+class Microbatches(NamedTuple):
+    """This rank's microbatches of a step; `num_tokens`, on the device, counts the targets of all ranks' in it: the one
+    denominator of the loss."""
+
+    on_device: list[Batch]
+    on_host: list[Batch]
+    num_tokens: Tensor
+
+
+class Feed:
+    """Read the microbatches of one step after the other.
+
+    seconds    of the last step, spent waiting for data: this rank's own, and the others'
+    own_s      those for this rank's own
+    """
+
+    def __init__(
+        self,
+        data: DataLoader,
+        layout: Layout,
+        device: torch.device,
+        *,
+        num_microbatches: int = 1,
+        rows_per_step: int,
+        most: int = -1,
+    ) -> None:
+        """Read from a data loader.
+
+        Args:
+            rows_per_step: of all ranks.
+            most: steps to read, also those without a target; -1: all.
+        """
+        self._data, self._layout, self._device = data, layout, device
+        self._num_microbatches, self._rows_per_step, self._left = num_microbatches, rows_per_step, most
+        self._copied: list[Batch] = []  # the next microbatches on the device, where they were read ahead
+        self.seconds = self.own_s = 0.0
+
+    def next(self) -> Microbatches | None:
+        """Return the next microbatches that have a target; None at the data's end. All ranks call together."""
+        begin, self.own_s, empty_rows = time.perf_counter(), 0.0, 0
+        found = None
+        while found is None and empty_rows < self._data.num_lanes and self._left:
+            self._left -= 1
+            started = time.perf_counter()
+            on_host = [next(self._data) for _ in range(self._num_microbatches)]
+            self.own_s += time.perf_counter() - started
+            own = sum(int((batch.labels_BL != IGNORE_INDEX).sum()) for batch in on_host)
+            num_tokens = self._layout.sum_over_rows(torch.full((), own, device=self._device))
+            if own or num_tokens > 0:  # a rank with targets needn't read the sum, for which it would wait
+                stop.begin_steps()
+                on_device = self._copied or [batch.to(self._device, non_blocking=True) for batch in on_host]
+                found = Microbatches(on_device, on_host, num_tokens)
+            self._copied = []
+            empty_rows += self._rows_per_step
+        self.seconds = time.perf_counter() - begin
+        return found
+
+    def read_ahead(self) -> None:
+        """Read the next step's microbatches, and start their copies to the device, while it computes.
+
+        On a CPU there is nothing to gain. A copy from memory that is not pinned would wait.
+        """
+        if self._device.type == "cpu":
+            return
+        begin = time.perf_counter()
+        batches = self._data.read_ahead(self._num_microbatches)
+        if all(batch.tokens_BL.is_pinned() for batch in batches):
+            self._copied = [batch.to(self._device, non_blocking=True) for batch in batches]
+        seconds = time.perf_counter() - begin
+        self.own_s += seconds
+        self.seconds += seconds

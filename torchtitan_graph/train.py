@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -78,14 +79,15 @@ def _main(argv: Sequence[str] | None) -> int:
         for notice in check(config, world_size):
             logger.warning(notice) if _is_rank_0() else None
         check_disabled(config.compile.disable_passes)
-        blueprint = wait_for_storage(lambda: Blueprint(config, world_size))
+        blueprint = wait_for_storage(partial(Blueprint, config, world_size))
+        config = blueprint.config  # resolved: what is compared with an earlier start of the run, and saved
         _start(config, world_size, fake)
         if fake:
             _dry_run(blueprint, begin)
             return 0
         run = RunFolder(config)
         trainer = Trainer(blueprint)
-        run.save_config(blueprint.config)
+        run.save_config(config)
         trainer.save_seed() if config.checkpoint.create_seed_checkpoint else trainer.train(run)
         meet()  # gloo aborts a rank whose peer tears down while it still listens
         if trainer.stop_signal:

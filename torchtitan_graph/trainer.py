@@ -82,7 +82,7 @@ class Trainer:
         self.stop_signal = 0  # the signal that asked a rank to stop; the same on all ranks
         self.tokens_by_source: dict[str, int] = {}
         config = self.config
-        with _reporting_out_of_memory(lambda: f"rank {self.rank}, in set-up", blueprint):
+        with _reporting_out_of_memory(self._progress, blueprint):
             if config.checkpoint.enable or config.checkpoint.initial_load_path:
                 on_rank_0(partial(wait_for_storage, partial(_check_tensors_to_load, blueprint)), files_group())
             self.train_data, self.validation_data = wait_for_storage(partial(_open_data, blueprint))
@@ -113,6 +113,9 @@ class Trainer:
                 dump_toml(config),
             )
             self._resume()
+
+    def _progress(self) -> str:
+        return f"rank {self.rank}, after {self.step} steps"
 
     def _log_model(self) -> None:
         config = self.config
@@ -149,8 +152,7 @@ class Trainer:
 
         `stop_signal` is set afterwards if it was a signal; then there is a checkpoint to resume from.
         """
-        doing = lambda: f"rank {self.rank}, after {self.step} steps"  # noqa: E731
-        with _reporting_out_of_memory(doing, self.blueprint, self.optimizer):
+        with _reporting_out_of_memory(self._progress, self.blueprint, self.optimizer):
             self._train(run)
 
     def _train(self, run: RunFolder) -> None:
@@ -431,14 +433,14 @@ def _has_weights(assets: Path | None) -> bool:
 
 @contextmanager
 def _reporting_out_of_memory(
-    doing: Callable[[], str], blueprint: Blueprint, optimizer: torch.optim.Optimizer | None = None
+    progress: Callable[[], str], blueprint: Blueprint, optimizer: torch.optim.Optimizer | None = None
 ) -> Iterator[None]:
     """Log the memory's holders if an out-of-memory error is raised inside."""
     try:
         yield
     except Exception as error:
         if out_of_memory.is_out_of_memory(error):
-            logger.error(out_of_memory.report(error, doing(), blueprint.model, optimizer, blueprint.config))
+            logger.error(out_of_memory.report(error, progress(), blueprint.model, optimizer, blueprint.config))
         raise
 
 

@@ -4,7 +4,7 @@
     gpuless/bin/python scripts/check_cuda_without_gpu.py [-k WORDS]
 
 It needs a CUDA build of torch, the newest that pip gives, in an environment of its own, a C++ compiler, and no GPU.
-Each test has a process of its own. docs/16_cuda_without_a_gpu.md tells what is checked.
+Each test has a process of its own. docs/reference/cuda_without_a_gpu.md tells what is checked.
 The exit code is 0 if all pass, 1 if one fails, 2 if nothing could be run.
 """
 

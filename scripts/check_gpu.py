@@ -5,7 +5,7 @@
 Is the graph eager's equal, bit for bit, for every family? Are a GPU's own kernels right? How fast is each mode, with
 which MFU, and how far off are the forecasts of memory and time? What do float8, CUDA graphs and deterministic kernels
 change? It prints one table, and writes it as JSON, with a profile beside it. The exit code is 0 if all bits are equal
-and kernels are right, 1 if not, 3 if as far as could be compared, 2 if nothing was run. docs/17_check_gpu.md explains
+and kernels are right, 1 if not, 3 if as far as could be compared, 2 if nothing was run. docs/tune/check_gpu.md explains
 the columns, and how to send the result in.
 """
 
@@ -256,7 +256,9 @@ def describe_device() -> Iterator[Row]:
     if torch.version.cuda is None:
         raise UserError(f"torch {torch.__version__} has no CUDA; install a CUDA build of it, see README.md")
     if not torch.cuda.is_available():
-        raise UserError("torch sees no CUDA GPU here; tests/numerics checks bits on a CPU, see docs/16 for the rest")
+        raise UserError(
+            "torch sees no CUDA GPU here; tests/numerics checks bits on a CPU, see docs/reference/cuda_without_a_gpu.md"
+        )
     properties = torch.cuda.get_device_properties(0)
     driver = "unknown"
     if shutil.which("nvidia-smi"):

@@ -2,8 +2,8 @@
 
 The figures are torchtitan's: of December 2024 on H100 with HBM2e at 500 W (its benchmarks/llama3_h100_202412), of 2024
 on A100 (an earlier docs/performance.md), of June 2025 on H200 (benchmarks/llama3_8b_h200_2025-06). They are of its own
-program, in eager mode or through torch.compile, not of this one's graph. docs/14_planning.md tells what was fitted to
-them, and where the forecast misses.
+program, in eager mode or through torch.compile, not of this one's graph. docs/reference/forecasts.md
+says what was fitted to them, and where the forecast misses.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The step's graph is built as a dry run does, passes and optimizer included, and every operator's FLOPs and bytes are
 counted, unfused and fused: by class of operator and by module, with what bounds each, and MFU. All options of training
-are taken too. docs/14_planning.md explains the figures.
+are taken too. docs/tune/roofline.md explains the figures.
 """
 
 from __future__ import annotations

@@ -196,7 +196,7 @@ def choose_kernels(config: JobConfig) -> None:
     # It shows reads of uninitialized memory, and changes no other bit: on a GPU a kernel for each new tensor.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if devices.device_type() == "cuda":
-        logger.info("debug.deterministic: kernels whose sums have a fixed order, the slower ones; see docs/08")
+        logger.info("debug.deterministic: kernels whose sums have a fixed order, which are slower; see docs/operate")
 
 
 def _dry_run(blueprint: Blueprint, begin: float) -> None:

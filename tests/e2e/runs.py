@@ -23,6 +23,7 @@ from torchtitan_graph.parallel.join import LOOPBACK, host_store
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
+OWN = [str(HERE), str(REPOSITORY / "examples")]  # where a user's modules are found
 TINY = str(HERE / "tiny.toml")
 PATCHED_TRAIN = str(HERE / "patched_train.py")
 TIMEOUT_S = 250  # a run takes seconds; a busy machine takes longer
@@ -134,7 +135,7 @@ def _in_fork(
     os.environ.clear()
     os.environ.update(env)
     torch.set_num_threads(1)
-    sys.path.insert(0, str(HERE))
+    sys.path[:0] = OWN
     if patch is not None:
         patch()
     sys.exit(work(words))
@@ -210,7 +211,7 @@ def _environment() -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if name not in ours}
     return inherited | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "PYTHONPATH": os.pathsep.join([*OWN, *filter(None, [os.environ.get("PYTHONPATH")])]),
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",  # on any machine the same numbers; tests/gpu is for the others
     }

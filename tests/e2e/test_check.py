@@ -5,15 +5,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import HERE, REPOSITORY, numbers, train
+from runs import REPOSITORY
 
 from torchtitan_graph.check.__main__ import main
 from torchtitan_graph.check.family import Failed, check_layout, check_visibility
 from torchtitan_graph.check.matrix import FP64, Cell, build_plain, global_rows
 from torchtitan_graph.parallel.layout import ParallelDims
 
-SOFT_CAP = "my_models.soft_cap"
-PAGE = REPOSITORY / "docs" / "09_models.md"
+SOFT_CAP = "own_model.soft_cap"
+DOCS = REPOSITORY / "docs" / "extend"
+
+
+@pytest.fixture(autouse=True)
+def _examples_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(REPOSITORY / "examples"))
 
 
 @pytest.fixture
@@ -148,19 +153,13 @@ class Model(Decoder):
 
 
 def test_the_pages_own_layer_is_the_same_on_two_ranks(write_family) -> None:
-    (layer,) = re.findall(r"```python\n(class Gelu.*?)```", PAGE.read_text(), re.DOTALL)
+    (layer,) = re.findall(r"```python\n(class Gelu.*?)```", (DOCS / "family.md").read_text(), re.DOTALL)
     check_layout(Cell(ParallelDims(tp=2), FP64, family=write_family("gelu", OF_THE_PAGE.format(layer))))
 
 
 def test_the_page_shows_the_variant_as_it_is() -> None:
-    assert f"```python\n{(HERE / 'my_models' / 'soft_cap.py').read_text()}```" in PAGE.read_text()
-
-
-def test_the_variant_trains(tmp_path: Path) -> None:
-    options = ["--model.name", SOFT_CAP, "--model.attn", "flex", "--training.steps", "2", "--validation.no-enable"]
-    code, output = train(*options, "--checkpoint.no-enable", "--job.dump_folder", str(tmp_path))
-    assert code == 0, output
-    assert set(numbers(tmp_path)) == {1, 2}
+    example = REPOSITORY / "examples" / "own_model" / "soft_cap.py"
+    assert f"```python\n{example.read_text()}```" in (DOCS / "attention.md").read_text()
 
 
 def test_the_variants_cap_and_window_change_its_logits() -> None:

@@ -1,4 +1,4 @@
-"""The documentation is true: its commands run, its links lead somewhere, README's tree is the tree."""
+"""The documentation is true: its commands run, its links lead somewhere, its tree of the code is the tree."""
 
 import ast
 import importlib.util
@@ -15,22 +15,27 @@ from torchtitan_graph.config import check, dump_toml, load
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.plan.__main__ import parser
 
-DOCS = sorted((REPOSITORY / "docs").glob("*.md"))
-PAGES = [*(REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")), *DOCS]
+DOCS = sorted((REPOSITORY / "docs").rglob("*.md"))
+FIRST = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+PAGES = [*(REPOSITORY / name for name in FIRST), *sorted((REPOSITORY / "examples").rglob("*.md")), *DOCS]
 # Appended to every command that trains, so that it takes seconds; what the page shows is run, but for its size.
 FEWER = "--training.steps 2 --training.seq_len 64 --validation.seq_len 64 --training.local_batch_size 2"
 FEWER += " --validation.local_batch_size 2 --validation.steps 1 --model.name my_models.tiny"
 
 
+def path_of(page: Path) -> str:
+    return str(page.relative_to(REPOSITORY))
+
+
 def commands(page: Path) -> list[str]:
-    """Return the lines of all blocks marked `bash run`."""
-    blocks = re.findall(r"^```bash run\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    """Return the lines of all blocks of bash that are marked to be run."""
+    blocks = re.findall(r"^<!-- test: run -->\n```bash\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
     return [line for block in blocks for line in block.replace("\\\n", "").splitlines()]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # a dozen processes, one after another
-@pytest.mark.parametrize("page", [p for p in PAGES if commands(p)], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [p for p in PAGES if commands(p)], ids=path_of)
 def test_commands_of_a_page_run_in_their_order(page: Path, tmp_path: Path) -> None:
     for name in ("run_train.sh", "train_configs", "scripts", "docs", "tests"):
         (tmp_path / name).symlink_to(REPOSITORY / name)
@@ -89,7 +94,7 @@ def where_a_reader_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-LINES = [pytest.param(line, id=f"{page.name}: {line}") for page in PAGES for line in commands(page)]
+LINES = [pytest.param(line, id=f"{path_of(page)}: {line}") for page in PAGES for line in commands(page)]
 
 
 @pytest.mark.parametrize("line", LINES)
@@ -121,12 +126,12 @@ def test_a_mistake_in_a_command_is_found(line: str) -> None:
     assert found
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=path_of)
 def test_links_lead_to_files_and_headings(page: Path) -> None:
     for target in re.findall(r"\]\((?!https?://)([^)]+)\)", page.read_text()):
         name, _, anchor = target.partition("#")
         file = (page.parent / name) if name else page
-        assert file.exists(), f"{page.name}: {target}"
+        assert file.exists(), f"{path_of(page)}: {target}"
         headings = (
             [
                 re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
@@ -135,27 +140,40 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
             if anchor
             else []
         )
-        assert not anchor or anchor in headings, f"{page.name}: {target}"
+        assert not anchor or anchor in headings, f"{path_of(page)}: {target}"
 
 
-def test_docs_are_numbered_without_a_gap() -> None:
-    numbered = [page for page in DOCS if page.name[0].isdigit()]
-    assert [page.name[:3] for page in numbered] == [f"{number:02}_" for number in range(1, len(numbered) + 1)]
-    for number, page in enumerate(numbered, start=1):
-        assert page.read_text().startswith(f"# {number}. "), page.name
+def test_no_page_is_long() -> None:
+    lines = {path_of(page): page.read_text().count("\n") for page in PAGES if page.name != "CHANGELOG.md"}
+    assert {page: number for page, number in lines.items() if number > (150 if page == "README.md" else 250)} == {}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=path_of)
 def test_lines_fit_120_columns(page: Path) -> None:
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     assert [line for line in text.splitlines() if len(line) > 120 and not line.startswith(("|", "    "))] == []
 
 
-def test_readme_links_every_page() -> None:
-    readme = (REPOSITORY / "README.md").read_text()
-    order = [readme.find(f"](docs/{page.name})", readme.index("## Documentation")) for page in DOCS]
-    assert -1 not in order
-    assert order == sorted(order)
+def listed(readme: Path) -> list[Path]:
+    """Return the pages that a folder's README lists, in its order; one that is itself a README brings its own."""
+    pages = [readme.parent / name for name in re.findall(r"\]\(([\w/]+\.md)\)", readme.read_text())]
+    return [each for page in pages for each in ([page, *listed(page)] if page.name == "README.md" else [page])]
+
+
+def test_every_page_is_listed_and_in_the_sites_navigation() -> None:
+    home = REPOSITORY / "docs" / "README.md"
+    pages = [home, *dict.fromkeys(listed(home))]
+    assert sorted(pages) == DOCS
+    shown = re.findall(r'"([\w/]+\.md)"', (REPOSITORY / "zensical.toml").read_text())
+    assert [home.parent / name for name in shown] == pages
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name != "log"], ids=path_of)
+def test_a_file_that_a_page_names_is_there(page: Path) -> None:
+    text = page.read_text().split("## 0.1.0")[0]  # of CHANGELOG only the head: it names files of earlier releases
+    names = re.findall(r"`(?!graphs/)((?:\w+/)+\w+\.(?:py|sh|toml|slurm))`", text)
+    places = (REPOSITORY, REPOSITORY / "torchtitan_graph")
+    assert [name for name in names if not any((place / name).exists() for place in places)] == []
 
 
 def python_of(page: Path) -> list[ast.Module]:
@@ -164,32 +182,31 @@ def python_of(page: Path) -> list[ast.Module]:
     ]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if python_of(page)], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [page for page in PAGES if python_of(page)], ids=path_of)
 def test_what_a_page_imports_is_there(page: Path) -> None:
     for tree in python_of(page):
         for line in (node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))):
             exec(ast.unparse(line), {})
 
 
-def test_readme_names_what_is_public() -> None:
+def test_the_page_of_the_api_names_what_is_public() -> None:
     """What it imports of `capture` is all of that."""
-    (tree,) = python_of(REPOSITORY / "README.md")
+    (tree,) = python_of(REPOSITORY / "docs" / "reference" / "api.md")
     lines = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
     named = sorted(each.name for node in lines if node.module == "torchtitan_graph.capture" for each in node.names)
     assert named == sorted(capture.__all__)
 
 
-def test_readme_tree_has_a_line_for_every_file() -> None:
-    readme = (REPOSITORY / "README.md").read_text()
-    tree = readme[readme.index("## The code") :].split("```")[1]
+def test_the_tree_of_the_code_has_a_line_for_every_file() -> None:
     shown, folders = set(), [""]
-    for line in tree.strip().splitlines():
-        name = line.split()[0]
-        del folders[(len(line) - len(line.lstrip())) // 2 + 1 :]
-        if name.endswith("/"):
-            folders.append(folders[-1] + name)
-        elif name.endswith(".py"):
-            shown.add(folders[-1] + name)
+    for page in (REPOSITORY / "docs" / "reference").glob("code*.md"):
+        for line in page.read_text().split("```")[1].strip().splitlines():
+            name = line.split()[0]
+            del folders[(len(line) - len(line.lstrip())) // 2 + 1 :]
+            if name.endswith("/"):
+                folders.append(folders[-1] + name)
+            elif name.endswith(".py"):
+                shown.add(folders[-1] + name)
     there = {
         str(path.relative_to(REPOSITORY))
         for top in ("torchtitan_graph", "scripts")
@@ -201,15 +218,13 @@ def test_readme_tree_has_a_line_for_every_file() -> None:
 
 def worked_examples(page: Path) -> list[tuple[str, list[str]]]:
     """Return the dry runs of a page, and the lines that it shows of what each prints."""
-    found = re.findall(r"^```bash dry run\n(.*?)^```\n\n(.*?)^(?=\S)", page.read_text(), re.MULTILINE | re.DOTALL)
+    found = re.findall(
+        r"^<!-- test: dry run -->\n```bash\n(.*?)^```\n\n(.*?)^(?=\S)", page.read_text(), re.MULTILINE | re.DOTALL
+    )
     return [(line.replace("\\\n", ""), [x.strip() for x in shown.splitlines() if x.strip()]) for line, shown in found]
 
 
-EXAMPLES = [
-    example
-    for name in ("12_choosing_degrees.md", "14_planning.md")
-    for example in worked_examples(REPOSITORY / "docs" / name)
-]
+EXAMPLES = [example for page in DOCS for example in worked_examples(page)]
 
 
 @pytest.mark.parametrize("line", [line for line, _ in EXAMPLES])

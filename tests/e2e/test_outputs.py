@@ -74,10 +74,10 @@ def test_profiles_hold_the_steps_operators(reference: tuple[Path, Result], step:
 def test_what_was_measured_stands_beside_the_estimates(
     reference: tuple[Path, Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """By the command of docs/03, of the very nodes of the run's graph, which a dry run builds again; of another graph's
-    it is refused."""
+    """By the command of the page, of the very nodes of the run's graph, which a dry run builds again; of another
+    graph's it is refused."""
     main, explore = (runpy.run_path(str(REPOSITORY / "scripts" / f"{x}.py"))["main"] for x in ("show_graph", "explore"))
-    text = (REPOSITORY / "docs" / "03_graph.md").read_text()
+    text = (REPOSITORY / "docs" / "tune" / "reading_graphs.md").read_text()
     (shown,) = re.findall(r"^NGPU=2 python scripts/show_graph.py (.*--profile) outputs/my_run ", text, re.MULTILINE)
     wanted = [*shown.split(), str(reference[0])]
     monkeypatch.setenv("NGPU", "2")

@@ -1,4 +1,4 @@
-"""What Inductor compiles gives eager's numbers up to rounding: how far off, docs/03_graph.md says.
+"""What Inductor compiles gives eager's numbers up to rounding: how far off, docs/tune/inductor.md says.
 
 Each number is the norm of the difference over the norm, of the loss or of a whole gradient, after one step.
 """

@@ -26,7 +26,8 @@ from torchtitan_graph.steps import Assembly, build_graphs
 from torchtitan_graph.steps.choices import plan_extra
 
 CPU = torch.device("cpu")
-PAGE = (Path(__file__).parents[2] / "docs" / "03_graph.md").read_text()
+REPOSITORY = Path(__file__).parents[2]
+PAGE = (REPOSITORY / "docs" / "extend" / "pass.md").read_text()
 
 
 def plan(*entries: dict, **options: object) -> list[Extra]:
@@ -147,17 +148,17 @@ def test_of_a_stage_it_runs_on_the_whole_or_on_the_parts(nothing_is_sent: None) 
     assert len(own_passes.SEEN) == 3  # forward, backward, and evaluation
 
 
-def test_the_example_of_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = next(block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "double_by_adding" in block)
-    toml = next(block for block in re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL) if "extra_passes" in block)
-    (tmp_path / "my_passes.py").write_text(code)
-    (tmp_path / "mine.toml").write_text(toml)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    config = load(["--job.config_file", str(tmp_path / "mine.toml")])
+def test_the_example_is_what_the_docs_show_and_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(REPOSITORY / "examples"))
+    example = REPOSITORY / "examples" / "own_pass"
+    assert (example / "passes.py").read_text().partition("\n\n")[2] in PAGE
+    (toml,) = (block for block in re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL) if "extra_passes" in block)
+    assert toml in (example / "train.toml").read_text()
+    config = load(["--job.config_file", str(example / "train.toml")])
     (tmp_path / "again.toml").write_text(dump_toml(config))
     assert load(["--job.config_file", str(tmp_path / "again.toml")]).compile == config.compile
     (extra,) = plan_extra(config.compile)
     gm: GraphModule = minimal_fx_tracer(lambda x: (x * 2).sin())(torch.ones(2)).gm
     gm = run_passes(gm, [extra.own], (), CPU, Inspection())
     assert not gm.graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)
-    assert importlib.import_module("my_passes").double_by_adding is extra.own.run
+    assert importlib.import_module("own_pass.passes").double_by_adding is extra.own.run

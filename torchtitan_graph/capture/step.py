@@ -97,7 +97,7 @@ def _terms(model: nn.Module, batch: Inputs, beside: SideOutputs) -> list[Tensor]
                 f"{type(model).__name__}: a loss in SideOutputs.losses has the shape {tuple(term.shape)}; each must "
                 f"have a number for each token, {wanted}. Leave out its sum or mean over tokens and rows: the step "
                 "adds the mean over all tokens of its microbatches and ranks. A number for each row is expanded over "
-                "the row's tokens, x_B[:, None].expand_as(tokens_BL); see docs/09"
+                "the row's tokens, x_B[:, None].expand_as(tokens_BL); see docs/extend/family.md"
             )
     if beside.losses and model.parts_differ:
         raise UserError(

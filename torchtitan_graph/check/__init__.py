@@ -1,1 +1,1 @@
-"""Check of a family: the same step three ways, on gloo processes of this machine's CPU. See docs/09_models.md."""
+"""Check of a family: the same step three ways, on gloo processes of this machine's CPU. See docs/extend/family.md."""

@@ -1,5 +1,9 @@
-"""Write docs/02_options.md to standard output."""
+"""Write the pages of the options: python -m torchtitan_graph.config docs/reference/options."""
 
-from torchtitan_graph.config.manual import options_page
+import sys
+from pathlib import Path
 
-print(options_page(), end="")
+from torchtitan_graph.config.manual import options_pages
+
+for name, text in options_pages().items():
+    Path(sys.argv[1], name).write_text(text, encoding="utf-8")

@@ -113,7 +113,7 @@ class Model:
     )
     converters: list[str] = option(
         [],
-        "float8: linear layers multiply in float8, see [quantize.linear.float8] and docs/13_float8.md; mx: they do in"
+        "float8: linear layers multiply in float8, see [quantize.linear.float8] and docs/tune/float8.md; mx: they do in"
         " MXFP8; quantize.grouped_mm.float8: experts multiply in float8.",
     )
     num_mtp_layers: int = option(
@@ -514,7 +514,7 @@ class ActivationCheckpoint:
 
 @dataclass
 class ExtraPass:
-    """A pass of your own, put into the list of passes; see docs/03_graph.md."""
+    """A pass of your own, put into the list of passes; see docs/extend/pass.md."""
 
     pass_: str = option(
         "",

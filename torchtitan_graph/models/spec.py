@@ -21,8 +21,8 @@ from torchtitan_graph.models.layers.stored import Stored
 # parameter names to Hugging Face's.
 CONTRACT = ("FLAVORS", "Model", "PLAN", "HF_KEYS")
 
-# What it also needs to read and write Hugging Face's files (docs/06_checkpoints.md): the names of transformers' classes
-# for it, and its configuration from and to the content of a config.json. HF_PREFIXES and HF_SKIPPED are optional.
+# What it also needs to read and write Hugging Face's files (docs/train/hugging_face.md): the names of transformers'
+# classes for it, and its configuration from and to the content of a config.json. HF_PREFIXES, HF_SKIPPED are optional.
 HF_CONTRACT = ("HF_ARCHITECTURES", "from_hf_config", "to_hf_config")
 
 

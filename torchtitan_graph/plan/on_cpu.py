@@ -41,7 +41,7 @@ class Wire(NamedTuple):
     rate: float
 
 
-# By kind, over loopback: measured with two and four ranks, docs/log.md.
+# By kind, over loopback: measured with two and four ranks, docs/log/forecasts.md.
 _SUM, _EXCHANGE, _MESSAGE = Wire(1.0e-3, 1.0e9), Wire(0.45e-3, 1.0e9), Wire(0.14e-3, 3.0e9)
 GLOO: Mapping[str, Wire] = {
     "all_gather_into_tensor": Wire(0.8e-3, 0.65e9),

@@ -4,8 +4,8 @@ Note [Replay]
 Operators are the same where target, shapes, strides, dtypes and constants are; a model has some hundred of them,
 however deep it is. Each runs a few times with its inputs in the caches, and a few times with caches filled by other
 data. A step is between the two: its inputs were computed some operators ago. How far between is one number, `COLDNESS`,
-fitted once, on one model (docs/log.md says which, and when). A process has mostly returned a step's memory to the
-system after it, so the next step's peak also costs page faults, at a rate that is measured as well.
+fitted once, on one model (docs/log/forecasts.md says which, and when). A process has mostly returned a step's memory to
+the system after it, so the next step's peak also costs page faults, at a rate that is measured as well.
 
 With one thread a call's time is that of its thread, which other processes on the machine don't lengthen much.
 

@@ -332,7 +332,7 @@ LASTING: list[Tensor] = []
 @only_dynamo
 @pytest.mark.parametrize("kind", ["checkpoint", "nested"])
 def test_a_list_that_outlives_the_step_is_refused_by_name(kind: str) -> None:
-    """The tracer does not see it, see docs/03_graph.md."""
+    """The tracer does not see it, see docs/extend/capture.md."""
     model = net()
 
     def region(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The code in docs/03_graph.md runs, and its table of passes is the compiler's list."""
+"""The code in the pages about graphs runs, and their table of passes is the compiler's list."""
 
 import copy
 import re
@@ -19,8 +19,13 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.meta import KEYS
 from torchtitan_graph.parallel.verify import same_bits
 
-PAGE = (Path(__file__).parents[3] / "docs" / "03_graph.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+DOCS = Path(__file__).parents[3] / "docs"
+PASSES = (DOCS / "tune" / "passes.md").read_text()
+BLOCKS = [
+    block
+    for page in ("extend/tracing.md", "reference/graph.md")
+    for block in re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+]
 
 
 def test_the_first_block_traces_and_runs() -> None:
@@ -110,11 +115,7 @@ def faults_of(own: Callable[[GraphModule], GraphModule], graph: str) -> list[str
     return found
 
 
-DOCUMENTED = {
-    name: each
-    for page in sorted((Path(__file__).parents[3] / "docs").glob("*.md"))
-    for name, each in passes_in(page.read_text()).items()
-}
+DOCUMENTED = {name: each for page in sorted(DOCS.rglob("*.md")) for name, each in passes_in(page.read_text()).items()}
 
 
 @pytest.mark.parametrize("graph", GRAPHS)
@@ -147,4 +148,4 @@ def test_a_pass_that_is_not_exact_is_found(graph: str) -> None:
 
 def test_the_table_of_passes_is_the_list_in_its_order() -> None:
     names = [each.name for each in compiler.passes(compiler.PassPlan({}, (), ()))]
-    assert re.findall(r"^\| `(\w+_?\w*)` \| `?[^|]*\| [^|]* \|$", PAGE.split("## Passes")[1], re.MULTILINE) == names
+    assert re.findall(r"^\| `(\w+_?\w*)` \| `?[^|]*\| [^|]* \|$", PASSES, re.MULTILINE) == names

@@ -1,0 +1,59 @@
+"""Every example trains: two short steps of its configuration, by the commands of its page."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from runs import REPOSITORY, numbers, run_script, train
+
+from torchtitan_graph.models import llama3
+from torchtitan_graph.models.hf import from_hf, to_hf
+
+EXAMPLES = REPOSITORY / "examples"
+SHORT = "--training.steps 2 --training.seq_len 64 --training.local_batch_size 2 --metrics.log_freq 1"
+NO_VALIDATION = "--validation.no-enable"
+
+
+def train_example(name: str, folder: Path, options: str) -> None:
+    page = (EXAMPLES / name / "README.md").read_text()
+    (file,) = re.findall(r"^CONFIG_FILE=(\S+) ./run_train.sh$", page, re.MULTILINE)
+    words = [*SHORT.split(), *options.split(), "--job.dump_folder", str(folder)]
+    code, output = train("--job.config_file", str(REPOSITORY / file), *words)
+    assert code == 0, output
+    assert set(numbers(folder)) == {1, 2}
+
+
+def test_own_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)  # the page's dataset_path is relative to it
+    (line,) = re.findall(r"^python (scripts/.*)$", (EXAMPLES / "own_text" / "README.md").read_text(), re.MULTILINE)
+    script, *words = line.removeprefix("scripts/").replace("outputs/own_tokenizer", str(tmp_path / "bpe")).split()
+    code, output = run_script(script, *words)
+    assert code == 0, output
+    train_example("own_text", tmp_path, f"--model.hf_assets_path {tmp_path / 'bpe'} --validation.steps 1")
+
+
+def test_from_hugging_face(tmp_path: Path) -> None:
+    """Of a learning rate of 0 the weights that are written at the end are those that were read."""
+    torch.manual_seed(0)
+    model = llama3.Model(llama3.Config(32, 2, 4, 2, 64, vocab_size=2048, rope_scaling=None))
+    to_hf(model.bfloat16(), tmp_path / "hf", assets=REPOSITORY / "tests" / "assets" / "tokenizer")
+    options = f"--model.hf_assets_path {tmp_path / 'hf'} --optimizer.lr 0 {NO_VALIDATION}"
+    train_example("from_hugging_face", tmp_path, options)
+    written = from_hf(tmp_path / "checkpoint" / "step-2-hf", dtype=torch.bfloat16).state_dict()
+    assert all(torch.equal(value, written[name]) for name, value in model.state_dict().items())
+
+
+def test_own_model(tmp_path: Path) -> None:
+    train_example("own_model", tmp_path, NO_VALIDATION)
+
+
+def test_own_pass(tmp_path: Path) -> None:
+    train_example("own_pass", tmp_path, "")
+
+
+def test_every_example_is_tested() -> None:
+    folders = {path.name for path in EXAMPLES.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert all(f"test_{name}" in vars(sys.modules[__name__]) for name in folders)
+    assert all(f"[{name}]({name}/README.md)" in (EXAMPLES / "README.md").read_text() for name in folders)

@@ -154,18 +154,14 @@ def test_lines_fit_120_columns(page: Path) -> None:
     assert [line for line in text.splitlines() if len(line) > 120 and not line.startswith(("|", "    "))] == []
 
 
-def listed(readme: Path) -> list[Path]:
-    """Return the pages that a folder's README lists, in its order; one that is itself a README brings its own."""
-    pages = [readme.parent / name for name in re.findall(r"\]\(([\w/]+\.md)\)", readme.read_text())]
-    return [each for page in pages for each in ([page, *listed(page)] if page.name == "README.md" else [page])]
-
-
-def test_every_page_is_listed_and_in_the_sites_navigation() -> None:
+def test_every_page_is_listed_and_the_sites_navigation_is_the_list() -> None:
+    """By docs/README.md, or by the README of a folder that it lists."""
     home = REPOSITORY / "docs" / "README.md"
-    pages = [home, *dict.fromkeys(listed(home))]
-    assert sorted(pages) == DOCS
-    shown = re.findall(r'"([\w/]+\.md)"', (REPOSITORY / "zensical.toml").read_text())
-    assert [home.parent / name for name in shown] == pages
+    readmes = [page for page in DOCS if page.name == "README.md"]
+    listed = {page: re.findall(r"\]\(([\w/]+\.md)\)", page.read_text()) for page in readmes}
+    assert sorted({home, *(page.parent / name for page in readmes for name in listed[page])}) == DOCS
+    navigation = re.findall(r'"([\w/]+\.md)"', (REPOSITORY / "zensical.toml").read_text())
+    assert navigation == ["README.md", *listed[home]]
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name != "log"], ids=path_of)

@@ -1,9 +1,12 @@
 """Write the pages of the options: python -m torchtitan_graph.config docs/reference/options."""
 
-import sys
+import argparse
 from pathlib import Path
 
 from torchtitan_graph.config.manual import options_pages
 
+parser = argparse.ArgumentParser(prog="python -m torchtitan_graph.config", description="Write the pages of the options.")
+parser.add_argument("folder", type=Path, help="an existing folder, such as docs/reference/options")
+folder = parser.parse_args().folder
 for name, text in options_pages().items():
-    Path(sys.argv[1], name).write_text(text, encoding="utf-8")
+    (folder / name).write_text(text, encoding="utf-8")

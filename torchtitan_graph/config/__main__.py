@@ -5,7 +5,7 @@ from pathlib import Path
 
 from torchtitan_graph.config.manual import options_pages
 
-parser = argparse.ArgumentParser(prog="python -m torchtitan_graph.config", description="Write the pages of the options.")
+parser = argparse.ArgumentParser("python -m torchtitan_graph.config", description="Write the pages of the options.")
 parser.add_argument("folder", type=Path, help="an existing folder, such as docs/reference/options")
 folder = parser.parse_args().folder
 for name, text in options_pages().items():

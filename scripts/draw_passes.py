@@ -84,8 +84,7 @@ def page(each: Pass, picture: str) -> str:
     first, _, rest = inspect.getdoc(function).partition("\n")
     promise = "Bit for bit the same numbers" if each.exact else "The same numbers up to rounding"
     optional = "can't be left out" if each.required else f'left out by `compile.disable_passes = ["{each.name}"]`'
-    source = f"[{function.__name__}.py](../../torchtitan_graph/passes/{function.__name__}.py)"
-    note = _wrap(f"{promise}; {optional}. Source: {source}.")
+    note = _wrap(f"{promise}; {optional}. Source: `passes/{function.__name__}.py`.")
     return f"# {each.name}\n\n{first}\n{_spaced(rest)}\n\n{note}\n\n{picture}"
 
 

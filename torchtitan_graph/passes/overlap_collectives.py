@@ -12,7 +12,8 @@ from torch.fx import GraphModule, Node
 
 import torchtitan_graph.ops  # noqa: F401 (registers the operators)
 from torchtitan_graph.analysis.cost import Costs
-from torchtitan_graph.analysis.liveness import held_memory, in_one_part, owners, peaks, scratch_of, size_of
+from torchtitan_graph.analysis.liveness import in_one_part, owners, scratch_of, size_of
+from torchtitan_graph.analysis.timeline import Timeline
 from torchtitan_graph.analysis.traffic import group_of
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.collectives import made_from_inputs
@@ -95,29 +96,16 @@ def _start_earlier(
     """Move gathers early enough to finish before their waits, within the graph's peak memory. They keep their order."""
     if not any(costs.link(_start(wait)) for wait in gathers):
         return
-    by_node = held_memory(gm, size_of, part_of)
-    nodes, held, peak = list(by_node), [*by_node.values()], peaks(by_node, part_of)
-    bound = [peak[part_of(node)] for node in nodes]
-    order, owner = {node: i for i, node in enumerate(nodes)}, owners(gm)
-    times = _times(nodes, costs)
-    latest = _latest_starts(gathers, reductions, times, order, costs)
-    moved = set[Node]()
-    earliest = next(i for i, node in enumerate(nodes) if node.op != "placeholder")
+    timeline, owner = Timeline(gm, part_of), owners(gm)
+    times = _times(timeline.nodes, costs)
+    latest = _latest_starts(gathers, reductions, times, timeline.place, costs)
+    earliest = timeline.first
     for wait in gathers:
-        start = _start(wait)
-        chain, place = made_from_inputs(start), order[start]
+        start, chain = _start(wait), made_from_inputs(_start(wait))
         size = sum(map(size_of, {owner[node] for node in chain}))
         wanted = max(earliest, bisect.bisect_right(times, latest[wait]) - 1)
-        while place > wanted and held[place - 1] + size + scratch_of(start) <= bound[place - 1]:
-            place -= 1
-            held[place] += size
+        place = timeline.start_earlier(chain, timeline.place[start], wanted, size, scratch_of(start))
         earliest = max(earliest, place)
-        later = [node for node in chain if order[node] >= place]
-        moved.update(later)
-        while nodes[place] in moved:
-            place += 1
-        for node in later:
-            nodes[place].prepend(node)
 
 
 def _times(nodes: list[Node], costs: Costs) -> list[float]:

@@ -44,7 +44,7 @@ from torchtitan_graph.models.hf.architecture import config_of, differences
 from torchtitan_graph.models.hf.files import read_json
 from torchtitan_graph.models.hf.places import live_tensors, places
 from torchtitan_graph.models.layers.decoder import Decoder
-from torchtitan_graph.models.layers.init import generator_for
+from torchtitan_graph.models.layers.init import generator_for, said_initial
 from torchtitan_graph.models.spec import HF_CONTRACT, load_family
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.parallelize import check_plan
@@ -105,7 +105,7 @@ def checks(name: str, flavor: str, attns: list[str], full: bool) -> Iterator[Che
 # --- without training -----------------------------------------------------------------------------------------------
 
 
-def check_module(name: str, flavor: str, attns: list[str]) -> None:
+def check_module(name: str, flavor: str, attns: list[str]) -> str | None:
     family = load_family(name)
     if flavor not in family.FLAVORS:
         near = difflib.get_close_matches(flavor, family.FLAVORS, n=1)
@@ -118,6 +118,9 @@ def check_module(name: str, flavor: str, attns: list[str]) -> None:
         if not isinstance(model, Decoder):
             raise Failed(f"Model is no {Decoder.__module__}.Decoder: the trainer calls it as one")
         model.check_attention()
+    unsaid = [name for name, _ in model.named_parameters() if not said_initial(model, name)[0]]
+    starts = [f"{name} {'ones' if (std := model.initial_std(name)) is None else std}" for name in unsaid[:5]]
+    return f"no INITIAL has these, which start with the default deviation: {', '.join(starts)}" if starts else None
 
 
 def check_plan_of(cell: Cell) -> None:

@@ -48,7 +48,7 @@ from torchtitan_graph.models.layers.init import generator_for, said_initial
 from torchtitan_graph.models.spec import HF_CONTRACT, load_family
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.parallelize import check_plan
-from torchtitan_graph.parallel.recompute import Recompute
+from torchtitan_graph.parallel.recompute import Recompute, fixed_policies
 
 TOLERANCE = 1e-12  # between layouts, in fp64, of each tensor's largest value
 TIMEOUT_S = 900.0
@@ -90,9 +90,11 @@ def checks(name: str, flavor: str, attns: list[str], full: bool) -> Iterator[Che
             for precision, word in ((FP32, "fp32"), (BF16, "bf16")) if dims.pp == 1 else ():
                 title = f"{attn}, {layout}, {word}: the graph is eager FSDP2"
                 yield Check(title, partial(check_eager, here(dims, precision)), needs)
-        for word, recompute in (("full", Recompute(every=1)), ("op", Recompute(by_op=True))):
-            recomputed = here(LAYOUTS["FSDP 2"], BF16, recompute=recompute)
-            yield Check(f"{attn}, FSDP 2, bf16: recomputation ({word})", partial(check_recompute, recomputed), MODULE)
+        for policy in fixed_policies():
+            if policy.recompute != Recompute():
+                title = f"{attn}, FSDP 2, bf16: recomputation ({policy.name})"
+                recomputed = here(LAYOUTS["FSDP 2"], BF16, recompute=policy.recompute)
+                yield Check(title, partial(check_recompute, recomputed), MODULE)
     saved = "FSDP 2 x TP 2" if full else "FSDP 2"
     yield Check(
         f"a checkpoint of {saved} is read on one rank",

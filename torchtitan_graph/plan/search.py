@@ -23,6 +23,7 @@ from torchtitan_graph.config import JobConfig, check
 from torchtitan_graph.config.job import get, put
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.parallel.layout import CP, DP_REPLICATE, DP_SHARD, EP, PP, TP
+from torchtitan_graph.parallel.recompute import Policy, fixed_policies
 from torchtitan_graph.parallel.schedule import SCHEDULES
 
 _PP, _REPLICATE = "parallelism.pipeline_parallel_degree", "parallelism.data_parallel_replicate_degree"
@@ -48,12 +49,6 @@ SHORT = {
 AXES = (DP_REPLICATE, TP, CP, PP, EP)
 VARIED = (*AXES, "schedule", "rows", "recompute", "reshard")
 
-# From least time and most memory to the contrary.
-_POLICIES = (
-    {_MODE: "none"},
-    {_MODE: "selective", _OPTION: "op"},
-    {_MODE: "full"},
-)
 _CLOSE = 1.05  # a candidate that seems to need up to so much more than the limit is built whole
 _RESHARDS = ("never", "default", "always")
 
@@ -156,10 +151,14 @@ def rows_at_a_time(rows: int) -> list[int]:
 def ways(of: Settings, fixed: Settings) -> list[list[dict[str, Any]]]:
     """Return the other settings, by recomputation, and then by when gathered weights are freed: the first of each is
     not slower than the second, nor smaller."""
-    policies = [{}] if _MODE in fixed else list(_POLICIES)
+    policies = [{}] if _MODE in fixed else [_settings(policy) for policy in fixed_policies()]
     gathers = of[_SHARD] * of[_CP] > 1
     reshards = [{}] if _RESHARD in fixed or not gathers else [{_RESHARD: how} for how in _RESHARDS]
     return [[{**policy, **reshard} for reshard in reshards] for policy in policies]
+
+
+def _settings(policy: Policy) -> dict[str, Any]:
+    return {f"activation_checkpoint.{key}": value for key, value in policy.options.items()}
 
 
 # --- the search -----------------------------------------------------------------------------------------------------
@@ -329,8 +328,8 @@ def why_slower(each: Candidate, best: Candidate) -> str:
     by = each.figures.step_s / best.figures.step_s - 1
     more = {name: s - best.figures.parts.get(name, 0.0) for name, s in each.figures.parts.items()}
     what = max(more, key=more.__getitem__, default="")
-    modes = [policy[_MODE] for policy in _POLICIES]
-    mine, its = (c.settings.get(_MODE, modes[0]) for c in (each, best))
-    name = "recomputation" if what == "arithmetic" and modes.index(mine) > modes.index(its) else what
+    policies = [_settings(policy).items() for policy in fixed_policies()]
+    mine, its = (next((i for i, own in enumerate(policies) if own <= c.settings.items()), 0) for c in (each, best))
+    name = "recomputation" if what == "arithmetic" and mine > its else what
     because = f": {name} takes {more[what] * 1e3:.3g} ms more" if what and more[what] > 0 else ""
     return f"slower by {by:.1%}{because}"

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Transformer
 
-from torchtitan_graph import compiler
 from torchtitan_graph.capture import call_hierarchy, minimal_fx_tracer
 from torchtitan_graph.check_pass.outcome import outcome_on_random
 from torchtitan_graph.compiler import Pass, find_problem
@@ -143,8 +142,3 @@ def drop_unit_products(gm: GraphModule) -> GraphModule:
 def test_a_pass_that_is_not_exact_is_found(graph: str) -> None:
     """Negative control: what the page warns of."""
     assert faults_of(drop_unit_products, graph)
-
-
-def test_the_table_of_passes_is_the_list_in_its_order() -> None:
-    names = [each.name for each in compiler.passes(compiler.PassPlan({}, (), ()))]
-    assert re.findall(r"^\| `(\w+_?\w*)` \| `?[^|]*\| [^|]* \|$", PAGE.split("## Passes")[1], re.MULTILINE) == names

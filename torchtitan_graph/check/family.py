@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchtitan_graph.capture.state import local_part
 from torchtitan_graph.check.matrix import (
     BF16,
     FP32,
@@ -175,7 +176,7 @@ def check_plain(cell: Cell) -> None:
 
 
 def _differ_from_plain(cell: Cell) -> list[str]:
-    graph = {name: x.to_local() if hasattr(x, "to_local") else x for name, x in train(cell, build_graph(cell)).items()}
+    graph = {name: local_part(x) for name, x in train(cell, build_graph(cell)).items()}
     return bits_that_differ(train(cell, build_plain(cell)), graph)
 
 

@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 
 from torchtitan_graph.analysis.liveness import peak_memory
 from torchtitan_graph.analysis.traffic import traffic
+from torchtitan_graph.capture.state import local_part
 from torchtitan_graph.check.family import LAYOUTS, MORE_LAYOUTS, TIMEOUT_S
 from torchtitan_graph.check.matrix import BF16, FP32, NUM_ROWS, SEQ_LEN, Cell, build_model, layout_of, trace, train
 from torchtitan_graph.check.pool import RanksFailed, run_on
@@ -228,7 +229,7 @@ def _trained(cell: Cell, extra: Sequence[Extra]) -> dict[str, Tensor]:
     options = dataclasses.replace(cell.options("graph"), extra=extra)
     steps = build_steps(Assembly(build_model(cell), load_family(cell.family), layout_of(cell.dims), options))
     initialize(steps.model, 0)
-    return {name: x.to_local() if hasattr(x, "to_local") else x for name, x in train(cell, steps).items()}
+    return {name: local_part(x) for name, x in train(cell, steps).items()}
 
 
 # --- minimization of failures -----------------------------------------------------------------------------------------

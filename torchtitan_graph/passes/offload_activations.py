@@ -42,7 +42,7 @@ def offload_activations(gm: GraphModule, blocks: Container[str]) -> GraphModule:
     kept: dict[Node, Node] = {}
     for node in reversed(tagged):  # each is inserted before those already there
         block = block_of(node, blocks) or ""
-        uses = sorted((user for user in node.users if meta.phase(user) == "backward"), key=order.__getitem__)
+        uses = sorted(user for user in node.users if meta.phase(user) == "backward")
         way = found.way(block, order[uses[0]]) if uses else None
         if way is not None:
             kept[node] = _send(gm, node, nodes[found.ends[block]], nodes[way[0]])

@@ -56,13 +56,12 @@ def overlap_collectives(gm: GraphModule, costs: Costs, part_of: Callable[[Node],
         if meta.phase(before) == meta.phase(wait):
             for node in made_from_inputs(_start(wait)):
                 before.prepend(node)
-    order = {node: i for i, node in enumerate(gm.graph.nodes)}
     for start in (_start(wait) for wait in others if _start(wait).target in _DISPATCH):
-        max(start.all_input_nodes, key=order.__getitem__).append(start)
+        max(start.all_input_nodes).append(start)
     _tell_host_early(gm)
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
     for wait in (wait for wait in others if wait.users):
-        min(wait.users, key=order.__getitem__).prepend(wait)
+        min(wait.users).prepend(wait)
     starts = [_start(stages[0]) for stages in reductions]
     for number, stages in enumerate(reductions):
         for later, wait in enumerate(stages, start=number + 1):
@@ -76,14 +75,13 @@ def overlap_collectives(gm: GraphModule, costs: Costs, part_of: Callable[[Node],
 
 def _tell_host_early(gm: GraphModule) -> None:
     """Move the device-to-host copy of the exchanged rows' counts right behind the exchange of the counts."""
-    order = {node: i for i, node in enumerate(gm.graph.nodes)}
     for splits in gm.graph.find_nodes(op="call_function", target=torch.ops.torchtitan_graph.row_splits.default):
         sent, received = splits.all_input_nodes
         chain = [splits]
         while received.target is not c10d.all_to_all_single.default:
             chain.append(received)
             (received,) = received.all_input_nodes
-        while order[sent] > order[received]:
+        while sent > received:
             chain.append(sent)
             (sent,) = sent.all_input_nodes
         for node in chain:

@@ -197,16 +197,21 @@ def _by_graph(cell: Cell) -> Seen:
 
 def check_layout(cell: Cell) -> None:
     if cell.dims.cp * cell.dims.ep > 1:
-        model = build_model(cell)
-        try:
-            check_plan(model, load_family(cell.family).PLAN, cell.dims)
-            model.check_attention(cell.dims.cp)
-        except UserError as reason:
-            raise Skipped(str(reason)) from None
+        skip_unless_planned(cell)
     (expected,) = _everywhere(_plain, dataclasses.replace(cell, dims=ParallelDims()))
     what = f"these ranks compute other numbers than one: look at {_cause(cell.dims)}"
     for found in _everywhere(_whole, cell):
         _refuse(far_apart(expected, found, TOLERANCE), what)
+
+
+def skip_unless_planned(cell: Cell) -> None:
+    """Raise `Skipped` for a family that can't be laid out so."""
+    model = build_model(cell)
+    try:
+        check_plan(model, load_family(cell.family).PLAN, cell.dims)
+        model.check_attention(cell.dims.cp)
+    except UserError as reason:
+        raise Skipped(str(reason)) from None
 
 
 def _cause(dims: ParallelDims) -> str:

@@ -16,12 +16,10 @@ from torch.fx import GraphModule
 from torchtitan_graph.analysis.liveness import peak_memory
 from torchtitan_graph.analysis.traffic import traffic
 from torchtitan_graph.capture.state import local_part
-from torchtitan_graph.check.family import LAYOUTS, MORE_LAYOUTS, TIMEOUT_S
+from torchtitan_graph.check.case import case_file, find_pass
+from torchtitan_graph.check.family import LAYOUTS, MORE_LAYOUTS, TIMEOUT_S, skip_unless_planned
 from torchtitan_graph.check.matrix import BF16, FP32, NUM_ROWS, SEQ_LEN, Cell, build_model, layout_of, trace, train
-from torchtitan_graph.check.pool import RanksFailed, run_on
-from torchtitan_graph.check.report import Check, Failed, Skipped
-from torchtitan_graph.check_pass.case import case_file, find_pass
-from torchtitan_graph.check_pass.outcome import (
+from torchtitan_graph.check.outcome import (
     Failure,
     apply,
     collectives,
@@ -31,16 +29,16 @@ from torchtitan_graph.check_pass.outcome import (
     same_bits,
     tolerance,
 )
-from torchtitan_graph.check_pass.shrink import shrink
+from torchtitan_graph.check.pool import RanksFailed, run_on
+from torchtitan_graph.check.report import Check, Failed
+from torchtitan_graph.check.shrink import shrink
 from torchtitan_graph.compiler import Extra, Inspection, Pass, passes, run_passes
 from torchtitan_graph.config.job import ExtraPass
-from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.signature import signature_of
 from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
 from torchtitan_graph.models.layers.init import initialize
 from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.layout import Layout, ParallelDims
-from torchtitan_graph.parallel.parallelize import check_plan
 from torchtitan_graph.steps import Assembly, build_graphs, build_steps
 
 # For these only graphs are built: nothing runs.
@@ -103,15 +101,6 @@ def check_changed(changed: list[bool]) -> None:
         raise Failed("no graph is another after it: does it look for what is there, and is --after its place?")
 
 
-def _skip_unless_planned(cell: Cell) -> None:
-    model = build_model(cell)
-    try:
-        check_plan(model, load_family(cell.family).PLAN, cell.dims)
-        model.check_attention(cell.dims.cp)
-    except UserError as reason:
-        raise Skipped(str(reason)) from None
-
-
 # --- graphs, one rank at a time ---------------------------------------------------------------------------------------
 
 
@@ -127,7 +116,7 @@ class _Change(NamedTuple):
 
 def check_graphs(cell: Cell, wanted: Wanted, changed: list[bool]) -> str:
     """Build the graphs of a job's ranks, one rank after the other, and check the effect of the pass on each."""
-    _skip_unless_planned(cell)
+    skip_unless_planned(cell)
     per_stage = cell.dims.num_ranks // cell.dims.pp
     ranks = (
         range(cell.dims.num_ranks) if cell.dims.num_ranks <= 2 else sorted({0, per_stage - 1, cell.dims.num_ranks - 1})
@@ -200,7 +189,7 @@ def _text(gm: GraphModule) -> list[tuple]:
 
 def check_numbers(cell: Cell, wanted: Wanted) -> str:
     """Train with and without the pass, and compare all results."""
-    _skip_unless_planned(cell)
+    skip_unless_planned(cell)
     results = run_on(cell.dims.num_ranks, differences, cell, wanted.entry, timeout=TIMEOUT_S)
     different: list[str] = next((names for names, _ in results if names), [])
     if different:

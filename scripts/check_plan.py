@@ -34,8 +34,8 @@ from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.capture.state import local_part
 from torchtitan_graph.config import load
 from torchtitan_graph.parallel.join import join
-from torchtitan_graph.plan.build import build, configuration
 from torchtitan_graph.plan.on_cpu import ThisCpu
+from torchtitan_graph.plan.ranks import build, configuration
 from torchtitan_graph.plan.simulate import simulate
 from torchtitan_graph.rates import RATES
 from torchtitan_graph.steps import rows_per_microbatch

@@ -16,7 +16,7 @@ import torch
 
 from torchtitan_graph.check.case import find_pass
 from torchtitan_graph.check.passes import Wanted, checks
-from torchtitan_graph.check.report import parse, report
+from torchtitan_graph.check.runner import parse, report
 from torchtitan_graph.config.job import ExtraPass
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.spec import family_names, load_family

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from torchtitan_graph.check.family import checks
-from torchtitan_graph.check.report import parse, report
+from torchtitan_graph.check.runner import parse, report
 
 
 def main(argv: Sequence[str] | None = None) -> int:

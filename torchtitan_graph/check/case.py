@@ -10,7 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.fx import GraphModule
 
-from torchtitan_graph.check.outcome import Failure, apply, difference, outcome_on_random
+from torchtitan_graph.check.outcome import PassFailure, apply, difference, outcome_on_random
 from torchtitan_graph.compiler import Pass
 from torchtitan_graph.config import job
 from torchtitan_graph.config.job import ExtraPass
@@ -35,7 +35,7 @@ def find_pass(entry: ExtraPass) -> Pass:
     return find_extra(entry, job.Compile(), "name", "--after").own
 
 
-def case_file(own: Pass, gm: GraphModule, failure: Failure) -> str:
+def case_file(own: Pass, gm: GraphModule, failure: PassFailure) -> str:
     """Return the content of a file with a graph on which a pass fails."""
     after = apply(own, gm)
     lines = difference(gm, after) if isinstance(after, GraphModule) else []

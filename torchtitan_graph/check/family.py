@@ -36,7 +36,7 @@ from torchtitan_graph.check.matrix import (
     train,
 )
 from torchtitan_graph.check.pool import run_on
-from torchtitan_graph.check.report import Check, Failed, Skipped
+from torchtitan_graph.check.runner import Check, Failed, Skipped
 from torchtitan_graph.checkpoint import Checkpointer
 from torchtitan_graph.config import job
 from torchtitan_graph.errors import UserError

@@ -20,7 +20,7 @@ from torchtitan_graph.check.case import case_file, find_pass
 from torchtitan_graph.check.family import LAYOUTS, MORE_LAYOUTS, TIMEOUT_S, skip_unless_planned
 from torchtitan_graph.check.matrix import BF16, FP32, NUM_ROWS, SEQ_LEN, Cell, build_model, layout_of, trace, train
 from torchtitan_graph.check.outcome import (
-    Failure,
+    PassFailure,
     apply,
     collectives,
     distance,
@@ -29,8 +29,8 @@ from torchtitan_graph.check.outcome import (
     same_bits,
     tolerance,
 )
-from torchtitan_graph.check.pool import RanksFailed, run_on
-from torchtitan_graph.check.report import Check, Failed
+from torchtitan_graph.check.pool import PoolFailed, run_on
+from torchtitan_graph.check.runner import Check, Failed
 from torchtitan_graph.check.shrink import shrink
 from torchtitan_graph.compiler import Extra, Inspection, Pass, passes, run_passes
 from torchtitan_graph.config.job import ExtraPass
@@ -126,7 +126,7 @@ def check_graphs(cell: Cell, wanted: Wanted, changed: list[bool]) -> str:
         first = min(r for r in by_rank if r // per_stage == rank // per_stage)
         for one, other in zip(by_rank[first], changes, strict=True):
             if said := first_difference({first: one.sent, rank: other.sent}):
-                _fail(cell, wanted, Failure("order", f"rank {rank} sends in another order: {said}"))
+                _fail(cell, wanted, PassFailure("order", f"rank {rank} sends in another order: {said}"))
     everything = [change for changes in by_rank.values() for change in changes]
     changed.append(any(change.is_changed for change in everything))
     return _told([change for change in by_rank[0] if change.trains])
@@ -159,7 +159,7 @@ def _changes(cell: Cell, wanted: Wanted, rank: int) -> list[_Change]:
 
 def _watch(cell: Cell, wanted: Wanted, own: Pass, gm: GraphModule, layout: Layout, found: list[_Change]) -> GraphModule:
     after = apply(own, gm)
-    if isinstance(after, Failure):
+    if isinstance(after, PassFailure):
         small = shrink(gm, lambda part: _is(apply(own, part), after.kind))
         _fail(cell, wanted, after, None if small is None else case_file(own, small, after))
     assert isinstance(after, GraphModule)
@@ -172,7 +172,7 @@ def _watch(cell: Cell, wanted: Wanted, own: Pass, gm: GraphModule, layout: Layou
 
 
 def _is(outcome: object, kind: str) -> bool:
-    return isinstance(outcome, Failure) and outcome.kind == kind
+    return isinstance(outcome, PassFailure) and outcome.kind == kind
 
 
 def _measure(gm: GraphModule, layout: Layout) -> tuple[int, int, int]:
@@ -194,7 +194,7 @@ def check_numbers(cell: Cell, wanted: Wanted) -> str:
     different: list[str] = next((names for names, _ in results if names), [])
     if different:
         more = f", and {len(different) - 3} more" if len(different) > 3 else ""
-        _fail(cell, wanted, Failure("numbers", f"other numbers: {', '.join(different[:3])}{more}"))
+        _fail(cell, wanted, PassFailure("numbers", f"other numbers: {', '.join(different[:3])}{more}"))
     worst = max(distance for _, distance in results)
     return "" if wanted.entry.exact else f"off by at most {worst:.1e} of a tensor's norm"
 
@@ -224,12 +224,12 @@ def _trained(cell: Cell, extra: Sequence[Extra]) -> dict[str, Tensor]:
 # --- minimization of failures -----------------------------------------------------------------------------------------
 
 
-def _fail(cell: Cell, wanted: Wanted, failure: Failure, text: str | None = None) -> None:
+def _fail(cell: Cell, wanted: Wanted, failure: PassFailure, text: str | None = None) -> None:
     """Raise a failure with its text, and the file of a small graph that reproduces it."""
     if text is None and cell.dims.num_ranks <= 2 and cell.dims.pp == 1 and failure.kind in ("order", "numbers"):
         try:
             text = run_on(cell.dims.num_ranks, small_case, cell, wanted.entry, failure.kind, timeout=TIMEOUT_S)[0]
-        except RanksFailed:
+        except PoolFailed:
             text = None  # a part of the graph may hang or die where the whole does not
     if text is None:
         raise Failed(f"{failure.said}\nno smaller graph shows it by itself")

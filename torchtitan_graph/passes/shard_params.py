@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import Chain, feeding_users, recast, value
 from torchtitan_graph.graph.signature import (
-    Layout,
+    TensorLayout,
     input_nodes,
     output_nodes,
     set_layouts,
@@ -73,7 +73,7 @@ def _gather(name: str, placeholder: Node, storage: Storage) -> None:
             chain.then(aten.view.dtype, dtype)
 
 
-def _layouts_of_buffers(gm: GraphModule) -> dict[str, Layout]:
+def _layouts_of_buffers(gm: GraphModule) -> dict[str, TensorLayout]:
     return {slot.name: slot.layout for slot in signature_of(gm).inputs if slot.kind == "buffer"}
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from torchtitan_graph.check.pool import RanksFailed
+from torchtitan_graph.check.pool import PoolFailed
 from torchtitan_graph.models.layers.decoder import ATTENTION
 
 
@@ -76,8 +76,8 @@ def _result(check: Check, results: dict[str, str], with_traceback: bool) -> tupl
         return "skip", str(reason)
     except Exception as error:
         if with_traceback:
-            return "FAIL", str(error) if isinstance(error, RanksFailed) else traceback.format_exc()
-        raised = (error.first or str(error)) if isinstance(error, RanksFailed) else traceback.format_exc()
+            return "FAIL", str(error) if isinstance(error, PoolFailed) else traceback.format_exc()
+        raised = (error.first or str(error)) if isinstance(error, PoolFailed) else traceback.format_exc()
         return "FAIL", _gist(raised)
     return "ok", said or ""
 

@@ -42,7 +42,7 @@ from torchtitan_graph.data.batch import Batch
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.loss import cross_entropy
 from torchtitan_graph.models.spec import family_names, load_family
-from torchtitan_graph.plan.build import build, configuration
+from torchtitan_graph.plan.ranks import build, configuration
 from torchtitan_graph.plan.simulate import by_rates, simulate
 from torchtitan_graph.run.files import check_result, write_result
 from torchtitan_graph.train import choose_kernels

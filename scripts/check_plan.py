@@ -23,7 +23,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,10 +31,11 @@ import torch.multiprocessing as mp
 from benchmark import make_batch, peak_bytes
 
 from torchtitan_graph.blueprint import Blueprint
+from torchtitan_graph.capture.state import local_part
 from torchtitan_graph.config import load
 from torchtitan_graph.parallel.join import join
-from torchtitan_graph.plan.build import build, configuration
 from torchtitan_graph.plan.on_cpu import ThisCpu
+from torchtitan_graph.plan.ranks import build, configuration
 from torchtitan_graph.plan.simulate import simulate
 from torchtitan_graph.rates import RATES
 from torchtitan_graph.steps import rows_per_microbatch
@@ -159,11 +160,7 @@ def _bytes_at_rest(trainer: Trainer) -> int:
     """Return the bytes of parameters and of the optimizer's state, except its counts of steps."""
     parameters = {id(p): p for p in trainer.model.parameters()}
     state = [x for p in parameters.values() for x in trainer.optimizer.state.get(p, {}).values() if x.dim()]
-    return sum(_local(x).nbytes for x in [*parameters.values(), *state])
-
-
-def _local(x: Any) -> torch.Tensor:
-    return x.to_local() if hasattr(x, "to_local") else x
+    return sum(local_part(x).nbytes for x in [*parameters.values(), *state])
 
 
 def measure(words: Sequence[str], world_size: int, num_steps: int, port: int) -> list[Measured]:

@@ -51,9 +51,9 @@ def pages() -> dict[str, str]:
             if cell == CELLS.get(each.name, FSDP2):
                 drawn[each.name] = each, drawing(before, after)
             drawn.setdefault(each.name, (each, ""))
-    lines = [_wrap(f"- [{name}]({name}.md): {summary(each)}") for name, (each, _) in drawn.items()]
+    parts = [_in_the_list(each) for each, _ in drawn.values()]
     head = "# The passes\n\nIn the order in which they run. `python scripts/draw_passes.py` writes these pages.\n\n"
-    return {"README.md": head + "\n".join(lines) + "\n"} | {
+    return {"README.md": head + "\n".join(parts)} | {
         f"{name}.md": page(each, picture) for name, (each, picture) in drawn.items()
     }
 
@@ -80,12 +80,23 @@ def shown(gm: GraphModule) -> Shown:
 
 
 def page(each: Pass, picture: str) -> str:
-    function = each.run.func if isinstance(each.run, partial) else each.run
-    first, _, rest = inspect.getdoc(function).partition("\n")
+    first, _, rest = _docstring(each).partition("\n")
     promise = "Bit for bit the same numbers" if each.exact else "The same numbers up to rounding"
     optional = "can't be left out" if each.required else f'left out by `compile.disable_passes = ["{each.name}"]`'
-    note = _wrap(f"{promise}; {optional}. Source: `passes/{function.__name__}.py`.")
+    note = _wrap(f"{promise}; {optional}. Source: `passes/{each.name}.py`.")
     return f"# {each.name}\n\n{first}\n{_spaced(rest)}\n\n{note}\n\n{picture}"
+
+
+def _in_the_list(each: Pass) -> str:
+    """Return a pass's entry in the index: its summary, and its before and after."""
+    first, *others = _spaced(_docstring(each)).split("\n\n")
+    example = next((text for text in others if text.startswith("    ")), "")
+    shown = f"\n\n{textwrap.indent(example, '  ')}\n" if example else "\n"
+    return _wrap(f"- [{each.name}]({each.name}.md): {' '.join(first.split())}") + shown
+
+
+def _docstring(each: Pass) -> str:
+    return inspect.getdoc(each.run.func if isinstance(each.run, partial) else each.run) or ""
 
 
 def _wrap(text: str) -> str:
@@ -103,11 +114,6 @@ def _spaced(text: str) -> str:
     return "\n".join(lines).rstrip()
 
 
-def summary(each: Pass) -> str:
-    function = each.run.func if isinstance(each.run, partial) else each.run
-    return " ".join(inspect.getdoc(function).split("\n\n")[0].split())
-
-
 def drawing(before: Shown, after: Shown) -> str:
     """Return a drawing of the first change: removed or changed nodes in orange, new ones in green, and their
     neighbours."""
@@ -116,9 +122,10 @@ def drawing(before: Shown, after: Shown) -> str:
         return "In the graph of this page's example there is nothing for it to do.\n"
     moved = sorted(text for _, text in before.values()) == sorted(text for _, text in after.values())
     chosen = _first_messages(before) if moved else _near(changed, before, after)
-    pictures = [_mermaid(each, chosen, changed, new, moved) for each, new in ((before, False), (after, True))]
-    words = "An example: numbers are places in the graph"
-    words += "; arrows with dots are their order." if moved else "; dashed boxes are as they were."
+    numbers = {name: i for i, name in enumerate((n for n in before | after if n in chosen), start=1)}
+    pictures = [_mermaid(each, numbers, changed, new, moved) for each, new in ((before, False), (after, True))]
+    words = "An example; a node has the same number in both drawings"
+    words += ", and arrows with dots are the order." if moved else ", and dashed boxes are as they were."
     return f"{words}\n\nBefore\n\n{pictures[0]}\nAfter\n\n{pictures[1]}"
 
 
@@ -156,18 +163,18 @@ def _first_messages(before: Shown) -> set[str]:
     return found | {n.name for wait in waits for user in list(wait.users)[:1] for n in list(user.users)[:1]}
 
 
-def _mermaid(each: Shown, chosen: set[str], changed: list[str], new: bool, moved: bool) -> str:
-    places = {name: place for place, name in enumerate(each)}
+def _mermaid(each: Shown, numbers: dict[str, int], changed: list[str], new: bool, moved: bool) -> str:
     lines = ["```mermaid", "flowchart TD"]
-    for name in (n for n in each if n in chosen):
+    names = [n for n in each if n in numbers]
+    for name in names:
         node, kind = each[name][0], ("new" if new else "old") if name in changed else "kept"
-        words = [f"{places[name]} {_called(node)}", _value(node), meta.tag(node) or ""]
-        lines.append(f'    {name}["{"<br/>".join(word for word in words if word)}"]:::{kind}')
-    for name in (n for n in each if n in chosen):
-        lines += [f"    {n.name} --> {name}" for n in each[name][0].all_input_nodes if n.name in chosen]
+        words = [f"{numbers[name]} {_called(node)}", _value(node), meta.tag(node) or ""]
+        lines.append(f'    n{numbers[name]}["{"<br/>".join(word for word in words if word)}"]:::{kind}')
+    arrows = [(n.name, name, "-->") for name in names for n in each[name][0].all_input_nodes if n.name in numbers]
     if moved:
-        names = [n for n in each if n in chosen]
-        lines += [f"    {a} -.-> {b}" for a, b in itertools.pairwise(names) if a not in str(each[b][0].all_input_nodes)]
+        read = [(a, b) for a, b, _ in arrows]
+        arrows += [(a, b, "-.->") for a, b in itertools.pairwise(names) if (a, b) not in read]
+    lines += [f"    n{numbers[a]} {arrow} n{numbers[b]}" for a, b, arrow in arrows]
     lines += ["    classDef old fill:#fdd0a2,stroke:#e6550d", "    classDef new fill:#c7e9c0,stroke:#31a354"]
     return "\n".join([*lines, "    classDef kept fill:#fff,stroke:#999,stroke-dasharray:4", "```", ""])
 

@@ -27,8 +27,8 @@ from torchtitan_graph.device import GIB, Target
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
 from torchtitan_graph.log import init_logging, logger
-from torchtitan_graph.plan.build import Job, build, configuration
-from torchtitan_graph.plan.simulate import Plan, by_rates, simulate
+from torchtitan_graph.plan.ranks import BuiltJob, build, configuration
+from torchtitan_graph.plan.simulate import JobForecast, by_rates, simulate
 from torchtitan_graph.rates import RATES, Rates
 
 # Bytes of casting the operands of a product to float8, relative to those that the product itself reads and writes in
@@ -146,7 +146,7 @@ def as_published(config: JobConfig, world_size: int, target: Target) -> Blueprin
     return Blueprint(config, world_size, dataclasses.replace(target, fused_norms=False))
 
 
-def told(figure: Published, job: Job, rates: Rates) -> Plan:
+def told(figure: Published, job: BuiltJob, rates: Rates) -> JobForecast:
     """Return the forecast of a figure on a board."""
     prices = by_rates(job, rates)
     if FLOAT8 in figure.how:

@@ -16,7 +16,7 @@ from torchtitan_graph.command import run_command
 from torchtitan_graph.config import read_beside
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import init_logging, logger
-from torchtitan_graph.plan.build import CPU, configuration
+from torchtitan_graph.plan.ranks import CPU, configuration
 from torchtitan_graph.plan.roofline import as_data, lines, roofline
 from torchtitan_graph.rates import RATES, find_rates
 from torchtitan_graph.run.files import check_result, write_result

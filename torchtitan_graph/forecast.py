@@ -20,9 +20,10 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.torch_private.pipelines import PipelineAction
 from torchtitan_graph.log import logger
+from torchtitan_graph.parallel import recompute
 from torchtitan_graph.parallel.layout import PP
 from torchtitan_graph.parallel.pipeline import StageGraph
-from torchtitan_graph.parallel.recompute import Budget, Recompute
+from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.passes.compile_regions import WHOLE
 from torchtitan_graph.runtime.partition import ONCE_A_STEP
 from torchtitan_graph.steps import Assembly, Graphs
@@ -89,15 +90,6 @@ class Forecast:
         ]
 
 
-# From least to most time.
-_POLICIES = {
-    'mode = "none"': Recompute(),
-    'mode = "selective", selective_ac_option = "op"': Recompute(by_op=True),
-    'mode = "full"': Recompute(every=1),
-    'mode = "memory_budget", memory_budget = 0': Recompute(budget=Budget(0.0)),
-}
-
-
 def check_fits(told: Forecast, with_policy: Callable[[Recompute], Forecast]) -> None:
     """Check on all ranks that each has enough memory, before anything is allocated.
 
@@ -112,7 +104,7 @@ def check_fits(told: Forecast, with_policy: Callable[[Recompute], Forecast]) -> 
     if fills <= 1:
         return
     logger.info("the step does not fit into the memory: building it with other policies, to say which would")
-    others = {name: _largest(with_policy(policy), memory) for name, policy in _POLICIES.items()}
+    others = {str(each): _largest(with_policy(each.recompute), memory) for each in recompute.POLICIES}
     fitting = [f"activation_checkpoint.{name}: {gib:.4g} GiB" for name, (gib, part) in others.items() if part <= 1]
     least = min(others, key=lambda name: others[name][0])
     raise UserError(

@@ -54,7 +54,7 @@ from torchtitan_graph.models.hf import from_hf, to_hf
 from torchtitan_graph.models.spec import tiny_config
 from torchtitan_graph.optim import build_lr_scheduler, build_optimizer
 from torchtitan_graph.parallel.schedule import read_csv
-from torchtitan_graph.plan.experts import read_loads
+from torchtitan_graph.plan.expert_loads import read_loads
 from torchtitan_graph.rates import read_rates
 from torchtitan_graph.run.drift import check_drift
 from torchtitan_graph.run.failure import RESERVE, read_failures, write_failure

@@ -138,6 +138,7 @@ from torch import nn
 from torchtitan_graph.models import llama3
 from torchtitan_graph.models.layers.attention import Attention
 from torchtitan_graph.models.layers.decoder import Block, Decoder, decoder_plan
+from torchtitan_graph.models.layers.init import RESIDUAL
 
 {}
 

@@ -14,11 +14,11 @@ from torch.fx import GraphModule
 
 from torchtitan_graph.capture.trace import minimal_fx_tracer
 from torchtitan_graph.check.matrix import BF16, Cell
-from torchtitan_graph.check.report import Check, Failed, report
-from torchtitan_graph.check_pass.__main__ import main
-from torchtitan_graph.check_pass.checks import Wanted, check_changed, check_graphs, check_numbers
-from torchtitan_graph.check_pass.outcome import first_difference, same_bits
-from torchtitan_graph.check_pass.shrink import shrink
+from torchtitan_graph.check.outcome import first_difference, same_bits
+from torchtitan_graph.check.passes import Wanted, check_changed, check_graphs, check_numbers
+from torchtitan_graph.check.runner import Check, Failed, report
+from torchtitan_graph.check.shrink import shrink
+from torchtitan_graph.check_pass import main
 from torchtitan_graph.config.job import ExtraPass
 from torchtitan_graph.formats.replay import read
 from torchtitan_graph.parallel.layout import ParallelDims

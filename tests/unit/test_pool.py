@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pool import RanksFailed, mesh, run_on
+from pool import PoolFailed, mesh, run_on
 from torchtitan_graph.check import pool
 from torchtitan_graph.parallel.agree import files_group
 
@@ -91,7 +91,7 @@ def test_every_call_starts_from_the_same_seed() -> None:
 
 def test_an_exception_shows_every_rank_and_the_pool_recovers() -> None:
     before = run_on(2, process_id)
-    with pytest.raises(RanksFailed) as failure:
+    with pytest.raises(PoolFailed) as failure:
         run_on(2, rank_1_raises_while_the_others_wait)
     text = str(failure.value)
     assert "rank 1 failed first" in text
@@ -101,7 +101,7 @@ def test_an_exception_shows_every_rank_and_the_pool_recovers() -> None:
 
 
 def test_a_crash_shows_its_exit_code() -> None:
-    with pytest.raises(RanksFailed) as failure:
+    with pytest.raises(PoolFailed) as failure:
         run_on(2, rank_1_crashes_while_the_others_wait)
     assert "exit code 17" in str(failure.value).split("--- rank 1:")[1]
     assert "rank_1_crashes_while_the_others_wait" in str(failure.value).split("--- rank 0:")[1].split("--- rank 1:")[0]
@@ -109,7 +109,7 @@ def test_a_crash_shows_its_exit_code() -> None:
 
 
 def test_a_timeout_shows_where_the_slow_rank_is() -> None:
-    with pytest.raises(RanksFailed) as failure:
+    with pytest.raises(PoolFailed) as failure:
         run_on(2, rank_0_sleeps, timeout=1)
     text = str(failure.value)
     assert "not done after 1 s" in text
@@ -120,17 +120,17 @@ def test_a_timeout_shows_where_the_slow_rank_is() -> None:
 def test_workers_that_do_not_start_in_time_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "START_TIMEOUT_S", 0.01)
     monkeypatch.setattr(pool, "_started", {})  # another test may have started as many
-    with pytest.raises(RanksFailed, match=r"starting on 3 ranks: not done after 0\.01 s"):
+    with pytest.raises(PoolFailed, match=r"starting on 3 ranks: not done after 0\.01 s"):
         run_on(3, total_of_ranks, 0.0)
 
 
 def test_a_result_that_cannot_be_sent_is_an_error() -> None:
-    with pytest.raises(RanksFailed, match="pickle"):
+    with pytest.raises(PoolFailed, match="pickle"):
         run_on(1, returns_what_cannot_be_sent)
 
 
 def test_a_warning_is_an_error_in_the_workers_too() -> None:
-    with pytest.raises(RanksFailed, match="UserWarning: worn out"):
+    with pytest.raises(PoolFailed, match="UserWarning: worn out"):
         run_on(1, warns)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import operator
 from collections.abc import Container, Sequence
@@ -12,7 +11,7 @@ from torch.fx import GraphModule, Node
 
 from torchtitan_graph.analysis.liveness import Memories, scratch_of, size_of
 from torchtitan_graph.graph import meta
-from torchtitan_graph.graph.blocks import block_of
+from torchtitan_graph.graph.blocks import block_of, boundaries
 from torchtitan_graph.graph.collectives import gathered_weights, reductions
 
 
@@ -111,31 +110,20 @@ class Rehearsal:
             return []
         n = len(self._nodes)
         late = [i >= n or self._is_late[i] for i in runs]
-        ends: dict[str, int] = {}  # of each block's forward, in order
+        found = boundaries([(self._block[i % n], is_late) for i, is_late in zip(runs, late, strict=True)])
         read, first = [0] * n, dict[int, tuple[int, int]]()  # last read in forward; first in backward, with the value
         for t, i in enumerate(runs):
-            block = self._block[i % n]
-            if block and not late[t]:
-                ends.pop(block, None)
-                ends[block] = t
             for x in reads[i]:
                 if owner[x] < n and late[t]:
                     first.setdefault(owner[x], (t, x))
                 elif owner[x] < n:
                     read[owner[x]] = t
-        begins, waiting = list[int](), list(ends)  # of each block's backward, the last block first
-        for t, i in enumerate(runs):
-            if waiting and late[t] and self._block[i % n] == waiting[-1]:
-                begins.append(t)
-                waiting.pop()
-        next_end = {block: ends[after] for block, after in itertools.pairwise(ends)}
-        found = []
+        moves = []
         for i, (t, x) in first.items():
-            number = bisect.bisect(begins, t) - 1
-            block = self._block[x % n] or ""
-            if self._may_move[x % n] and number > 0 and block in next_end:
-                found.append((i, max(read[i], next_end[block]), begins[number]))
-        return [(i, leaves, back) for i, leaves, back in found if leaves < back]
+            way = found.way(self._block[x % n], t) if self._may_move[x % n] else None
+            if way is not None:
+                moves.append((i, max(read[i], way[0]), found.begins[way[1]]))
+        return [(i, leaves, back) for i, leaves, back in moves if leaves < back]
 
     def _order(self, is_again: list[bool]) -> tuple[list[int], list[list[int]]]:
         """Return the nodes that run, in order, and each one's inputs."""

@@ -34,7 +34,7 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import erase_dead
 from torchtitan_graph.graph.hierarchy import TRACERS
-from torchtitan_graph.graph.signature import Layout, Plain, layout_of, signature_of
+from torchtitan_graph.graph.signature import Plain, TensorLayout, layout_of, signature_of
 from torchtitan_graph.graph.torch_private.fake import FakeTensorMode
 from torchtitan_graph.graph.torch_private.sizes import (
     add_runtime_checks,
@@ -113,7 +113,7 @@ class Sizes:
         sizes = [*self._symbols, *(x.of_root(self._symbols[self._roots[i]]) for i, x in computed)]
         self._at = {(x.tensor, x.dim): size for x, size in zip(self.dimensions, sizes, strict=True)}
 
-    def layout(self, name: str, tensor: torch.Tensor) -> Layout:
+    def layout(self, name: str, tensor: torch.Tensor) -> TensorLayout:
         """Return an argument's layout, with symbols' names as its dynamic sizes."""
         layout = layout_of(tensor)
         if not isinstance(layout, Plain):

@@ -32,8 +32,8 @@ from torchtitan_graph.capture.alike import description
 from torchtitan_graph.capture.state import swapped_state, unassigned_data
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import copy_node
-from torchtitan_graph.graph.hierarchy import Entry, Place, Recorder
-from torchtitan_graph.graph.signature import Layout, layout_of
+from torchtitan_graph.graph.hierarchy import Entry, Place, ScopeRecorder
+from torchtitan_graph.graph.signature import TensorLayout, layout_of
 from torchtitan_graph.graph.torch_private.fake import FakeTensorMode
 from torchtitan_graph.graph.torch_private.tensors import is_traceable_wrapper_subclass
 from torchtitan_graph.graph.torch_private.tracing import (
@@ -80,7 +80,7 @@ class BlockGraph:
     gradients: list[Node]
     differentiable: list[bool]
     given: Given
-    layouts: list[Layout | None]
+    layouts: list[TensorLayout | None]
 
     @functools.cached_property
     def nodes(self) -> dict[Any, list[Node]]:
@@ -261,7 +261,7 @@ class Stamps:
     """The blocks of a trace: traces them, and inserts their nodes at their calls."""
 
     def __init__(
-        self, module: nn.Module | None, fake_mode: FakeTensorMode, stack_traces: bool, recorder: Recorder | None
+        self, module: nn.Module | None, fake_mode: FakeTensorMode, stack_traces: bool, recorder: ScopeRecorder | None
     ) -> None:
         self.module, self.fake_mode, self.stack_traces, self.recorder = module, fake_mode, stack_traces, recorder
         self.kinds: dict[Hashable, _Kind] = {}
@@ -310,7 +310,7 @@ def opaque(
     module: nn.Module | None,
     fake_mode: FakeTensorMode,
     stack_traces: bool,
-    recorder: Recorder | None = None,
+    recorder: ScopeRecorder | None = None,
 ) -> Iterator[Stamps]:
     """Make each call of a block, by name in `module`, one opaque operator in traces made inside, where its kind has
     several.

@@ -8,12 +8,18 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.signature import Slot, layout_of
 from torchtitan_graph.graph.torch_private.tensors import is_traceable_wrapper_subclass, mark_as_parameter
 from torchtitan_graph.graph.torch_private.tracing import FakeTensor, reparametrize
+
+
+def local_part(x: Tensor) -> Tensor:
+    """Return this rank's part of a tensor, itself unless it is a DTensor, each of whose operators takes longer."""
+    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def live_state(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
 
-from torchtitan_graph.capture.state import sharing_memory
+from torchtitan_graph.capture.state import local_part, sharing_memory
 from torchtitan_graph.capture.trace import Capture, InParts, make_fx_capture
 from torchtitan_graph.capture.traced import TracedResult, run_traced
 from torchtitan_graph.errors import UserError
@@ -376,8 +376,8 @@ class AddGradients:
                 parameter.grad = self._copy(name, gradient) if name in self._copied else gradient
             else:
                 assert self._accumulates or not self._replayed, "a replay has written over the gradients of another run"
-                sums.append(_part(parameter.grad))
-                terms.append(_part(gradient))
+                sums.append(local_part(parameter.grad))
+                terms.append(local_part(gradient))
         if sums:
             accumulate(sums, terms)
 
@@ -387,12 +387,6 @@ class AddGradients:
         if name in self._copies:
             return self._copies[name].copy_(gradient)
         return self._copies.setdefault(name, gradient.clone())
-
-
-def _part(x: Tensor) -> Tensor:
-    """Return this rank's part of a tensor: an operator on DTensors inspects each of them, which takes longer than the
-    addition."""
-    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def _told(slot: Tensor, gradient: Tensor | None) -> Tensor:

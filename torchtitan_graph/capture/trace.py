@@ -54,7 +54,7 @@ from torchtitan_graph.capture.uncleared import Uncleared
 from torchtitan_graph.capture.uncollected import uncollected
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
-from torchtitan_graph.graph.hierarchy import Recorder
+from torchtitan_graph.graph.hierarchy import ScopeRecorder
 from torchtitan_graph.graph.signature import Signature, Slot, layout_of, signature_of
 from torchtitan_graph.graph.torch_private.fake import FakeTensorMode, NeedsSymbols
 from torchtitan_graph.graph.torch_private.sizes import SymbolicFakeTensorMode
@@ -206,7 +206,7 @@ def minimal_fx_tracer(
             kind = FakeTensorMode if env is None else SymbolicFakeTensorMode
             fake_mode = kind(allow_non_fake_inputs=True, shape_env=env)
             names = {id(child): name for name, child in module.named_modules()} if module is not None else {}
-            recorder = Recorder(names) if call_hierarchy else None
+            recorder = ScopeRecorder(names) if call_hierarchy else None
             fakes = fakes_of(plain, fake_mode, device)
             stamped = opaque(blocks, module, fake_mode, stack_traces, recorder)
             unchanged = unchanged_gradients(held, fake_mode)

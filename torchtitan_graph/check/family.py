@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchtitan_graph.capture.state import local_part
 from torchtitan_graph.check.matrix import (
     BF16,
     FP32,
@@ -35,7 +36,7 @@ from torchtitan_graph.check.matrix import (
     train,
 )
 from torchtitan_graph.check.pool import run_on
-from torchtitan_graph.check.report import Check, Failed, Skipped
+from torchtitan_graph.check.runner import Check, Failed, Skipped
 from torchtitan_graph.checkpoint import Checkpointer
 from torchtitan_graph.config import job
 from torchtitan_graph.errors import UserError
@@ -44,11 +45,11 @@ from torchtitan_graph.models.hf.architecture import config_of, differences
 from torchtitan_graph.models.hf.files import read_json
 from torchtitan_graph.models.hf.places import live_tensors, places
 from torchtitan_graph.models.layers.decoder import Decoder
-from torchtitan_graph.models.layers.init import generator_for
+from torchtitan_graph.models.layers.init import generator_for, said_initial
 from torchtitan_graph.models.spec import HF_CONTRACT, load_family
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.parallelize import check_plan
-from torchtitan_graph.parallel.recompute import Recompute
+from torchtitan_graph.parallel.recompute import Recompute, fixed_policies
 
 TOLERANCE = 1e-12  # between layouts, in fp64, of each tensor's largest value
 TIMEOUT_S = 900.0
@@ -90,9 +91,11 @@ def checks(name: str, flavor: str, attns: list[str], full: bool) -> Iterator[Che
             for precision, word in ((FP32, "fp32"), (BF16, "bf16")) if dims.pp == 1 else ():
                 title = f"{attn}, {layout}, {word}: the graph is eager FSDP2"
                 yield Check(title, partial(check_eager, here(dims, precision)), needs)
-        for word, recompute in (("full", Recompute(every=1)), ("op", Recompute(by_op=True))):
-            recomputed = here(LAYOUTS["FSDP 2"], BF16, recompute=recompute)
-            yield Check(f"{attn}, FSDP 2, bf16: recomputation ({word})", partial(check_recompute, recomputed), MODULE)
+        for policy in fixed_policies():
+            if policy.recompute != Recompute():
+                title = f"{attn}, FSDP 2, bf16: recomputation ({policy.name})"
+                recomputed = here(LAYOUTS["FSDP 2"], BF16, recompute=policy.recompute)
+                yield Check(title, partial(check_recompute, recomputed), MODULE)
     saved = "FSDP 2 x TP 2" if full else "FSDP 2"
     yield Check(
         f"a checkpoint of {saved} is read on one rank",
@@ -105,7 +108,7 @@ def checks(name: str, flavor: str, attns: list[str], full: bool) -> Iterator[Che
 # --- without training -----------------------------------------------------------------------------------------------
 
 
-def check_module(name: str, flavor: str, attns: list[str]) -> None:
+def check_module(name: str, flavor: str, attns: list[str]) -> str | None:
     family = load_family(name)
     if flavor not in family.FLAVORS:
         near = difflib.get_close_matches(flavor, family.FLAVORS, n=1)
@@ -118,6 +121,9 @@ def check_module(name: str, flavor: str, attns: list[str]) -> None:
         if not isinstance(model, Decoder):
             raise Failed(f"Model is no {Decoder.__module__}.Decoder: the trainer calls it as one")
         model.check_attention()
+    unsaid = [name for name, _ in model.named_parameters() if not said_initial(model, name)[0]]
+    starts = [f"{name} {'ones' if (std := model.initial_std(name)) is None else std}" for name in unsaid[:5]]
+    return f"no INITIAL has these, which start with the default deviation: {', '.join(starts)}" if starts else None
 
 
 def check_plan_of(cell: Cell) -> None:
@@ -170,7 +176,7 @@ def check_plain(cell: Cell) -> None:
 
 
 def _differ_from_plain(cell: Cell) -> list[str]:
-    graph = {name: x.to_local() if hasattr(x, "to_local") else x for name, x in train(cell, build_graph(cell)).items()}
+    graph = {name: local_part(x) for name, x in train(cell, build_graph(cell)).items()}
     return bits_that_differ(train(cell, build_plain(cell)), graph)
 
 
@@ -191,16 +197,21 @@ def _by_graph(cell: Cell) -> Seen:
 
 def check_layout(cell: Cell) -> None:
     if cell.dims.cp * cell.dims.ep > 1:
-        model = build_model(cell)
-        try:
-            check_plan(model, load_family(cell.family).PLAN, cell.dims)
-            model.check_attention(cell.dims.cp)
-        except UserError as reason:
-            raise Skipped(str(reason)) from None
+        skip_unless_planned(cell)
     (expected,) = _everywhere(_plain, dataclasses.replace(cell, dims=ParallelDims()))
     what = f"these ranks compute other numbers than one: look at {_cause(cell.dims)}"
     for found in _everywhere(_whole, cell):
         _refuse(far_apart(expected, found, TOLERANCE), what)
+
+
+def skip_unless_planned(cell: Cell) -> None:
+    """Raise `Skipped` for a family that can't be laid out so."""
+    model = build_model(cell)
+    try:
+        check_plan(model, load_family(cell.family).PLAN, cell.dims)
+        model.check_attention(cell.dims.cp)
+    except UserError as reason:
+        raise Skipped(str(reason)) from None
 
 
 def _cause(dims: ParallelDims) -> str:

@@ -253,7 +253,7 @@ def trace(cell: Cell) -> Traced:
     return trace_steps(assemble(cell, dataclasses.replace(cell.options("graph"), verify=True)))
 
 
-class Plain(NamedTuple):
+class PlainSteps(NamedTuple):
     """A module's own step under autograd. It shares no code with the other two."""
 
     model: Decoder
@@ -282,7 +282,7 @@ class Plain(NamedTuple):
         return clip_grad_norm(self.model.parameters(), max_norm)
 
 
-def build_plain(cell: Cell) -> Plain:
+def build_plain(cell: Cell) -> PlainSteps:
     model = build_model(cell, DEVICE.type)
     cast_parameters(model, cell.precision.storage)
     set_up_experts(model, ExpertTraining(cell.auxiliary), cell.num_parts, groups=())
@@ -290,7 +290,7 @@ def build_plain(cell: Cell) -> Plain:
         for name, parameter in model.named_parameters():
             std = model.initial_std(name)
             parameter.copy_(initial_weight(name, parameter.shape, std, SEED, DEVICE, torch.float32))
-    return Plain(model)
+    return PlainSteps(model)
 
 
 # --- training and comparing -----------------------------------------------------------------------------------------
@@ -305,7 +305,7 @@ def optimizing(model: Decoder) -> tuple[Optimizer, LRScheduler]:
 
 def train(
     cell: Cell,
-    steps: Steps | Plain,
+    steps: Steps | PlainSteps,
     data: Data = microbatches,
     using: tuple[Optimizer, LRScheduler] | None = None,
     in_graph: bool = False,
@@ -319,7 +319,7 @@ def train(
     seen: Seen = {}
     for k in range(1, cell.num_steps + 1):
         batches, num_tokens = data(cell, data_rank, k)
-        if isinstance(steps, Plain):
+        if isinstance(steps, PlainSteps):
             loss, state = steps.train(batches, num_tokens)
         else:
             loss, state = steps.train(batches, num_tokens, [batch.to("cpu") for batch in batches])

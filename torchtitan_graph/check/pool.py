@@ -41,7 +41,7 @@ START_TIMEOUT_S = 180.0
 AFTER_FAILURE_S = 2.0  # time for the other ranks to report, once one has failed
 
 
-class RanksFailed(Exception):
+class PoolFailed(Exception):
     """Error with the state of every rank when a call of `run_on` failed; `first` is the report of the first to fail."""
 
     def __init__(self, report: str, first: str = "") -> None:
@@ -54,7 +54,7 @@ def run_on(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float =
 
     `fn` is a module-level function, arguments and results can be pickled (no DTensors). It finds a gloo process group,
     one thread, seed 0, deterministic algorithms and the caller's warning filters. `timeout` is in seconds.
-    Raises `RanksFailed`.
+    Raises `PoolFailed`.
     """
     if world_size not in _started:
         _started[world_size] = _Workers(world_size)
@@ -122,7 +122,7 @@ class _Workers:
             return [results[rank] for rank in range(len(self.processes))]
         headline = f"rank {next(iter(failures))} failed first" if failures else f"not done after {timeout:g} s"
         report = self._report(results, failures)
-        raise RanksFailed(
+        raise PoolFailed(
             f"{what} on {len(self.processes)} ranks: {headline}\n{report}", next(iter(failures.values()), "")
         )
 

@@ -27,7 +27,7 @@ from torchtitan_graph.capture.traced import TracedResult
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.formats.malformed import check, size
 from torchtitan_graph.formats.origins import Origins, read_origins
-from torchtitan_graph.graph.signature import Layout, Plain, Signature, Slot, signature_of
+from torchtitan_graph.graph.signature import Plain, Signature, Slot, TensorLayout, signature_of
 from torchtitan_graph.graph.torch_private.fake import FakeTensorMode
 from torchtitan_graph.graph.torch_private.tracing import FakeTensor, lazy_graph_module
 
@@ -57,7 +57,9 @@ Places = Mapping[str, str]  # a group's name -> its name in every world, such as
 # --- a traced step as data ------------------------------------------------------------------------------------------
 
 
-def traced_to_data(traced: TracedResult, groups: Places, device: torch.device, layouts: Mapping[str, Layout]) -> Any:
+def traced_to_data(
+    traced: TracedResult, groups: Places, device: torch.device, layouts: Mapping[str, TensorLayout]
+) -> Any:
     """Return a traced step as data; its calling convention is left to the reader.
 
     Args:
@@ -211,7 +213,7 @@ def traced_from_data(
     arguments: tuple[Any, ...],
     groups: Mapping[str, str],
     device: torch.device,
-    layouts: Mapping[str, Layout],
+    layouts: Mapping[str, TensorLayout],
 ) -> TracedResult:
     """Return the stored step.
 

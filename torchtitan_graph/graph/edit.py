@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +28,37 @@ def call(graph: Graph, source: Node, target: Any, *args: Any, **kwargs: Any) -> 
     meta.inherit(node, source)
     infer(node)
     return node
+
+
+class Chain:
+    """Calls that are inserted before a node, each of the result of the one before it.
+
+    at      the node before which they are inserted
+    last    the last one; at first the node that they begin from
+    source  where they take phase and module from; `marks` are their other metadata
+    """
+
+    def __init__(self, at: Node, last: Node, source: Node, **marks: Any) -> None:
+        self._at, self.last, self._source, self._marks = at, last, source, marks
+
+    def then(self, target: Any, *args: Any, **kwargs: Any) -> Chain:
+        """Insert a call of an operator on the last result and other arguments."""
+        graph = self._at.graph
+        with graph.inserting_before(self._at):
+            self.last = call(graph, self._source, target, self.last, *args, **kwargs)
+        meta.write(self.last, **self._marks)
+        return self
+
+
+@contextlib.contextmanager
+def feeding_users(node: Node, **marks: Any) -> Iterator[Chain]:
+    """Insert the calls of the yielded chain, which begins at a node, before the node's first user; on leaving the
+    context, its users read the last call instead."""
+    users = list(node.users)
+    chain = Chain(min(users), node, min(users), **marks)
+    yield chain
+    for user in users:
+        user.replace_input_with(node, chain.last)
 
 
 def copy_node(graph: Graph, node: Node, transform: Callable[[Node], Any]) -> Node:

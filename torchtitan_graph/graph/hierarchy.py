@@ -86,21 +86,21 @@ def shown(place: Place) -> str:
     return " > ".join(map(str, place))
 
 
-class Scope:
+class OpenScope:
     """A running call. All nodes that are made in it share its `place`. Calls in autograd's engine are not counted: each
     belongs to another forward node."""
 
     def __init__(self, place: Place, counts: bool = True) -> None:
         self.place, self._is_counting = place, counts
         self._counts: dict[int, tuple[object, int]] = {}  # by the callable's `id`: the callable, its number of calls
-        self._generators: dict[int, tuple[FrameType, Scope]] = {}  # started in this scope: they are resumed
+        self._generators: dict[int, tuple[FrameType, OpenScope]] = {}  # started in this scope: they are resumed
 
-    def module(self, name: str, module: nn.Module) -> Scope:
+    def module(self, name: str, module: nn.Module) -> OpenScope:
         """Return the scope of a module's call."""
         kind = f"{type(module).__module__}.{type(module).__qualname__}"
         return self._child(module, Entry("module", name.rpartition(".")[2], kind, name, 0))
 
-    def function(self, frame: FrameType) -> Scope:
+    def function(self, frame: FrameType) -> OpenScope:
         """Return the scope of a function's call, or a running generator's scope."""
         if id(frame) in self._generators:
             return self._generators[id(frame)][1]
@@ -113,13 +113,13 @@ class Scope:
             self._generators[id(frame)] = frame, scope
         return scope
 
-    def _child(self, called: object, entry: Entry) -> Scope:
+    def _child(self, called: object, entry: Entry) -> OpenScope:
         _, count = self._counts.get(id(called), (called, 0)) if self._is_counting else (called, 0)
         self._counts[id(called)] = called, count + 1
-        return Scope((*self.place, entry._replace(count=count)))
+        return OpenScope((*self.place, entry._replace(count=count)))
 
 
-class Recorder:
+class ScopeRecorder:
     """Records the stack of scopes during a trace.
 
     Args:
@@ -128,19 +128,19 @@ class Recorder:
     """
 
     def __init__(self, names: dict[int, str], place: Place = (), module: nn.Module | None = None) -> None:
-        self._names, self._root, self.module = names, Scope(place), module
+        self._names, self._root, self.module = names, OpenScope(place), module
         self._base: CodeType | None = None
         self._engine: CodeType | None = None
         self._wrapper: CodeType | None = None
         self._running: list[nn.Module] = []
-        self._held: list[tuple[FrameType, Scope]] = []  # frames of the last node, the outermost first
+        self._held: list[tuple[FrameType, OpenScope]] = []  # frames of the last node, the outermost first
         self._depth: dict[int, int] = {}  # a held frame's index in the list, by its identity
         self._is_scope: dict[int, tuple[CodeType, bool]] = {}  # by identity: hashing a code object hashes all of it
         self._forwards: dict[type, list[CodeType]] = {}  # by class
 
-    def of(self, module: nn.Module, place: Place) -> Recorder:
+    def of(self, module: nn.Module, place: Place) -> ScopeRecorder:
         """Return a recorder for tracing a module's call alone, at a place."""
-        return Recorder(self._names, place, module)
+        return ScopeRecorder(self._names, place, module)
 
     def wrap(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that runs a call of its first argument, a module, and keeps it on the stack of running
@@ -187,7 +187,7 @@ class Recorder:
             parent = self._held[-1][1] if self._held else self._root
             owner = self._running[number - 1] if number else self.module
             if each.f_code is self._engine:
-                scope = Scope((), counts=False)
+                scope = OpenScope((), counts=False)
             elif each.f_code is self._wrapper:
                 module = self._running[number]
                 scope, number = parent.module(self._names.get(id(module), ""), module), number + 1

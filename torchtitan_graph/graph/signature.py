@@ -12,7 +12,7 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.torch_private.tensors import is_traceable_wrapper_subclass
 
 
-class Layout(Protocol):
+class TensorLayout(Protocol):
     """How one logical value (perhaps a tensor subclass) is made of plain tensors."""
 
     @property
@@ -59,7 +59,7 @@ class Wrapped:
     """A traceable tensor subclass (DTensor, or one nested in another): its class, its inner values, its context."""
 
     cls: type
-    inner: tuple[tuple[str, Layout], ...]  # attribute -> layout of the tensor it holds
+    inner: tuple[tuple[str, TensorLayout], ...]  # attribute -> layout of the tensor it holds
     constants: tuple[tuple[str, Any], ...]  # attribute -> a value that is no tensor (a DTensor's mesh)
     context: Any
     size: torch.Size
@@ -110,7 +110,7 @@ def layout_of(value: torch.Tensor) -> Plain | Wrapped:
     )
 
 
-def is_dynamic(layout: Layout) -> bool:
+def is_dynamic(layout: TensorLayout) -> bool:
     """Return whether a size may differ from call to call."""
     return isinstance(layout, Plain) and any(isinstance(size, str) for size in layout.shape)
 
@@ -124,7 +124,7 @@ class Slot:
 
     name: str
     kind: str
-    layout: Layout
+    layout: TensorLayout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +181,7 @@ def set_outputs(gm: torch.fx.GraphModule, kind: str, nodes: dict[str, torch.fx.N
     output.args = (values,)
 
 
-def set_layouts(gm: torch.fx.GraphModule, kinds: tuple[str, ...], layouts: Mapping[str, Layout]) -> None:
+def set_layouts(gm: torch.fx.GraphModule, kinds: tuple[str, ...], layouts: Mapping[str, TensorLayout]) -> None:
     """Replace the layouts of the inputs and outputs of those kinds, by name: the second half of an edit of their
     nodes."""
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
+from torchtitan_graph.capture.state import local_part
 from torchtitan_graph.config import JobConfig
 from torchtitan_graph.device import GIB
 from torchtitan_graph.graph import meta
@@ -60,12 +60,12 @@ def report(
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, str, Tensor]]:
     """Yield the tensors that persist from step to step: kind, name and this rank's shard."""
     for name, parameter in model.named_parameters():
-        yield "parameters", name, _local(parameter)
+        yield "parameters", name, local_part(parameter)
         if parameter.grad is not None:
-            yield "gradients", name, _local(parameter.grad)
+            yield "gradients", name, local_part(parameter.grad)
         for key, value in (optimizer.state.get(parameter, {}) if optimizer else {}).items():
             if isinstance(value, Tensor):
-                yield "optimizer", f"{name} {key}", _local(value)
+                yield "optimizer", f"{name} {key}", local_part(value)
 
 
 def _values(error: BaseException) -> Iterator[tuple[str, str, Tensor]]:
@@ -76,7 +76,7 @@ def _values(error: BaseException) -> Iterator[tuple[str, str, Tensor]]:
         for name, value in frame.f_locals.items():
             for tensor in value if isinstance(value, (list, tuple)) else [value]:
                 if isinstance(tensor, Tensor):
-                    yield "values of the step", _described(name, nodes), _local(tensor)
+                    yield "values of the step", _described(name, nodes), local_part(tensor)
 
 
 def _described(name: str, nodes: dict[str, Any]) -> str:
@@ -85,10 +85,6 @@ def _described(name: str, nodes: dict[str, Any]) -> str:
 
 
 @torch.no_grad()
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _advice(sizes: dict[str, int], config: JobConfig) -> Iterator[str]:
     """Yield options that would save memory and are not used; first those for the larger part of the memory."""
     training, parallelism = config.training, config.parallelism

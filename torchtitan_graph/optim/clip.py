@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
+from torchtitan_graph.capture.state import local_part
 from torchtitan_graph.graph.torch_private.tensors import multiply
 
 c10d = torch.ops._c10d_functional
@@ -51,7 +52,7 @@ def clip_grad_norm(
         finite_norm = torch.where(total_norm.isfinite(), total_norm, 0)
         scale = torch.clamp(max_norm / (finite_norm + 1e-6), max=1.0)  # as torch's clip_grads_with_norm_ has it
         for params in by_layout.values():
-            multiply([_local(param.grad) for param in params if param.grad is not None], scale)
+            multiply([local_part(param.grad) for param in params if param.grad is not None], scale)
     return total_norm
 
 
@@ -59,7 +60,7 @@ def ranks_with_non_finite_gradients(
     parameters: Iterable[Tensor], device: torch.device | str | None = None
 ) -> list[int]:
     """Return the ranks whose shard of any gradient is not finite; every rank takes part, on `device`."""
-    grads = [_local(param.grad) for param in parameters if param.grad is not None]
+    grads = [local_part(param.grad) for param in parameters if param.grad is not None]
     mine = torch.stack([~grad.isfinite().all() for grad in grads]).any() if grads else torch.zeros(())
     mine = mine.to(device=device, dtype=torch.int32)  # NCCL sends no booleans
     found = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
@@ -81,7 +82,7 @@ def _global_squares(
             mesh, placements = layout
             assert not any(placement.is_partial() for placement in placements), "a gradient is reduced by now"
             groups = [mesh.get_group(i) for i, p in enumerate(placements) if not p.is_replicate()]
-        grads = [_local(param.grad) for param in params if param.grad is not None and param not in repeated]
+        grads = [local_part(param.grad) for param in params if param.grad is not None and param not in repeated]
         squares = _squares(grads) if grads else torch.zeros((), dtype=torch.float64, device=params[0].device)
         ranks = tuple(tuple(dist.get_process_group_ranks(group)) for group in groups)
         groups_of.setdefault(ranks, groups)
@@ -120,7 +121,3 @@ def _squares(grads: list[Tensor]) -> Tensor:
 def _dtype_of(tensors: list[Tensor]) -> torch.dtype:
     """Return the dtype of the tensors' norm: fp32, or fp64 where any is."""
     return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
-
-
-def _local(grad: Tensor) -> Tensor:
-    return grad.to_local() if isinstance(grad, DTensor) else grad

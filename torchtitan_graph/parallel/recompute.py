@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -77,6 +79,35 @@ class Recompute:
                 return module not in self.saved
             module = module.rpartition(".")[0]
         return None
+
+
+class Policy(NamedTuple):
+    """A recomputation, and the options of `[activation_checkpoint]` that ask for it."""
+
+    options: Mapping[str, str | float]
+    recompute: Recompute
+
+    def __str__(self) -> str:
+        return ", ".join(f"{key} = {json.dumps(value)}" for key, value in self.options.items())
+
+    @property
+    def name(self) -> str:
+        return str(self.options.get("selective_ac_option", self.options["mode"]))
+
+
+# What a search tries, a job that doesn't fit is told of, and a family is checked with: from the least time and most
+# memory to the contrary.
+POLICIES = (
+    Policy({"mode": "none"}, Recompute()),
+    Policy({"mode": "selective", "selective_ac_option": "op"}, Recompute(by_op=True)),
+    Policy({"mode": "full"}, Recompute(every=1)),
+    Policy({"mode": "memory_budget", "memory_budget": 0}, Recompute(budget=Budget(0.0))),
+)
+
+
+def fixed_policies() -> list[Policy]:
+    """Return the policies that recompute the same in every block, whatever the memory."""
+    return [policy for policy in POLICIES if policy.recompute.budget is None]
 
 
 class KeptOps:

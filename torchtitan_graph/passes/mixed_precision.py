@@ -9,7 +9,7 @@ from torch.fx import GraphModule, Node
 
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.collectives import reductions
-from torchtitan_graph.graph.edit import call, recast, value
+from torchtitan_graph.graph.edit import Chain, feeding_users, recast, value
 from torchtitan_graph.graph.signature import input_nodes, set_outputs
 from torchtitan_graph.parallel.storage import Storage
 
@@ -24,41 +24,32 @@ def mixed_precision(gm: GraphModule, storages: Mapping[str, Storage]) -> GraphMo
 
     The graph was traced in the compute dtype: no arithmetic changes here but the precision of the reduction.
     """
-    order = {node: i for i, node in enumerate(gm.graph.nodes)}
     for name, placeholder in input_nodes(gm, "param").items():
         precision = storages[name].precision
         assert value(placeholder).dtype == precision.compute, f"{name} was traced in {value(placeholder).dtype}"
         if precision.storage == precision.compute:
             continue
         placeholder.meta["val"] = recast(value(placeholder), precision.storage)
-        users = list(placeholder.users)
-        if users:
-            first = min(users, key=order.__getitem__)
-            with gm.graph.inserting_before(first):
-                cast = call(gm.graph, first, aten._to_copy.default, placeholder, dtype=precision.compute)
-            meta.write(cast, role=meta.GATHER, param=name, phase="forward")
-            for user in users:
-                user.replace_input_with(placeholder, cast)
+        if placeholder.users:
+            with feeding_users(placeholder, role=meta.GATHER, param=name, phase="forward") as chain:
+                chain.then(aten._to_copy.default, dtype=precision.compute)
     outputs = {}
     for name, reduction in reductions(gm).items():
         precision, gradient = storages[name].precision, reduction.gradient
-        with gm.graph.inserting_before(gradient.next):
-            wide = _cast(gm, gradient, precision.reduce, name)
+        wide = _cast(gradient, precision.reduce, name)
         if reduction.nodes:
             reduction.nodes[0].replace_input_with(gradient, wide)
             for node in reduction.nodes:
                 node.meta["val"] = recast(value(node), precision.reduce)
-        last = reduction.result if reduction.nodes else wide
-        with gm.graph.inserting_before(last.next):
-            outputs[name] = _cast(gm, last, precision.storage, name)
+        outputs[name] = _cast(reduction.result if reduction.nodes else wide, precision.storage, name)
     set_outputs(gm, "grad", outputs)
     gm.recompile()
     return gm
 
 
-def _cast(gm: GraphModule, node: Node, dtype: torch.dtype, name: str) -> Node:
+def _cast(node: Node, dtype: torch.dtype, name: str) -> Node:
+    """Return a gradient in a dtype, cast right behind the node if it has another."""
     if value(node).dtype == dtype:
         return node
-    cast = call(gm.graph, node, aten._to_copy.default, node, dtype=dtype)
-    meta.write(cast, role=meta.REDUCE, param=name, phase="backward")
-    return cast
+    chain = Chain(node.next, node, node, role=meta.REDUCE, param=name, phase="backward")
+    return chain.then(aten._to_copy.default, dtype=dtype).last

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import bisect
 import collections
-import itertools
 from collections.abc import Container
 
 import torch
 from torch.fx import GraphModule, Node
 
 import torchtitan_graph.ops  # noqa: F401 (registers the operators)
-from torchtitan_graph.analysis.liveness import held_memory, size_of
+from torchtitan_graph.analysis.liveness import size_of
+from torchtitan_graph.analysis.timeline import Timeline
 from torchtitan_graph.graph import meta
-from torchtitan_graph.graph.blocks import block_of
+from torchtitan_graph.graph.blocks import block_of, boundaries
 from torchtitan_graph.graph.edit import call, value
 from torchtitan_graph.log import logger
 
@@ -35,51 +34,27 @@ def offload_activations(gm: GraphModule, blocks: Container[str]) -> GraphModule:
     tagged = [node for node in gm.graph.nodes if meta.tag(node) == meta.OFFLOAD]
     if not tagged:
         return gm
-    order = {node: i for i, node in enumerate(gm.graph.nodes)}
-    ends = _ends_of_forward(gm, blocks)
-    next_end = {block: ends[after] for block, after in itertools.pairwise(ends)}
-    begins = _begins_of_backward(gm, blocks, list(ends))
-    places = [order[node] for node in begins]
-    moves: list[tuple[int, Node, list[Node]]] = []  # the first backward that reads a node, the node, its readers
-    for node in tagged:
-        uses = sorted((user for user in node.users if meta.phase(user) == "backward"), key=order.__getitem__)
-        number = bisect.bisect(places, order[uses[0]]) - 1 if uses else 0
-        if number > 0 and block_of(node, blocks) in next_end:
-            moves.append((number, node, uses))
-    kept = {}
-    for _, node, _ in reversed(moves):  # each is inserted before those already there
+    nodes = list(gm.graph.nodes)
+    order = {node: i for i, node in enumerate(nodes)}
+    found = boundaries([(block_of(node, blocks), meta.phase(node) == "backward") for node in nodes])
+    begins = [nodes[i] for i in found.begins]
+    moves: list[tuple[int, Node, list[Node]]] = []  # the backward's number, the node, its readers there
+    kept: dict[Node, Node] = {}
+    for node in reversed(tagged):  # each is inserted before those already there
         block = block_of(node, blocks) or ""
-        kept[node] = _send(gm, node, ends[block], next_end[block])
+        uses = sorted(user for user in node.users if meta.phase(user) == "backward")
+        way = found.way(block, order[uses[0]]) if uses else None
+        if way is not None:
+            kept[node] = _send(gm, node, nodes[found.ends[block]], nodes[way[0]])
+            moves.append((way[1], node, uses))
     coming: dict[int, list[Node]] = collections.defaultdict(list)
-    for number, node, uses in sorted(moves, key=lambda move: order[move[2][0]]):
+    for number, node, uses in sorted(reversed(moves), key=lambda move: order[move[2][0]]):
         coming[number].append(_fetch(gm, node, kept[node], uses, begins[number]))
     _fetch_early(gm, begins, coming)
     size = sum(value(node).untyped_storage().nbytes() for node in kept)
     logger.info(f"offload_activations: {len(moves)} values, {size / 2**30:.3f} GiB to the host and back")
     gm.recompile()
     return gm
-
-
-def _ends_of_forward(gm: GraphModule, blocks: Container[str]) -> dict[str, Node]:
-    """Return the last node of each block's forward, in order."""
-    ends: dict[str, Node] = {}
-    for node in gm.graph.nodes:
-        if node.op == "call_function" and meta.phase(node) == "forward" and (block := block_of(node, blocks)):
-            ends.pop(block, None)
-            ends[block] = node
-    return ends
-
-
-def _begins_of_backward(gm: GraphModule, blocks: Container[str], forward: list[str]) -> list[Node]:
-    """Return the first node of each block's backward. Nodes of an earlier block before that of a later block,
-    rematerialized values that both read, don't count."""
-    begins: list[Node] = []
-    waiting = list(forward)
-    for node in gm.graph.nodes:
-        if waiting and meta.phase(node) == "backward" and block_of(node, blocks) == waiting[-1]:
-            begins.append(node)
-            waiting.pop()
-    return begins
 
 
 def _send(gm: GraphModule, node: Node, end: Node, next_end: Node) -> Node:
@@ -105,15 +80,8 @@ def _fetch(gm: GraphModule, node: Node, kept: Node, uses: list[Node], begin: Nod
 
 def _fetch_early(gm: GraphModule, begins: list[Node], coming: dict[int, list[Node]]) -> None:
     """Prefetch the activations of each block's backward when the block before begins, as far as the peak allows."""
-    held = held_memory(gm, size_of)
-    peak, most, number = max(held.values()), [0] * len(begins), -1
-    place = {node: i for i, node in enumerate(begins)}
-    for node, num_bytes in held.items():
-        number = place.get(node, number)
-        if number >= 0:
-            most[number] = max(most[number], num_bytes)
+    timeline = Timeline(gm)
     for number, starts in coming.items():
+        earliest, until = (timeline.place[begins[i]] for i in (number - 1, number))
         for start in starts:
-            if most[number - 1] + size_of(start) <= peak:
-                most[number - 1] += size_of(start)
-                begins[number - 1].prepend(start)
+            timeline.start_earlier([start], until, earliest, size_of(start), partway=False)

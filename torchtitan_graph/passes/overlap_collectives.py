@@ -12,7 +12,8 @@ from torch.fx import GraphModule, Node
 
 import torchtitan_graph.ops  # noqa: F401 (registers the operators)
 from torchtitan_graph.analysis.cost import Costs
-from torchtitan_graph.analysis.liveness import held_memory, in_one_part, owners, peaks, scratch_of, size_of
+from torchtitan_graph.analysis.liveness import in_one_part, owners, scratch_of, size_of
+from torchtitan_graph.analysis.timeline import Timeline
 from torchtitan_graph.analysis.traffic import group_of
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.collectives import made_from_inputs
@@ -55,13 +56,12 @@ def overlap_collectives(gm: GraphModule, costs: Costs, part_of: Callable[[Node],
         if meta.phase(before) == meta.phase(wait):
             for node in made_from_inputs(_start(wait)):
                 before.prepend(node)
-    order = {node: i for i, node in enumerate(gm.graph.nodes)}
     for start in (_start(wait) for wait in others if _start(wait).target in _DISPATCH):
-        max(start.all_input_nodes, key=order.__getitem__).append(start)
+        max(start.all_input_nodes).append(start)
     _tell_host_early(gm)
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
     for wait in (wait for wait in others if wait.users):
-        min(wait.users, key=order.__getitem__).prepend(wait)
+        min(wait.users).prepend(wait)
     starts = [_start(stages[0]) for stages in reductions]
     for number, stages in enumerate(reductions):
         for later, wait in enumerate(stages, start=number + 1):
@@ -75,14 +75,13 @@ def overlap_collectives(gm: GraphModule, costs: Costs, part_of: Callable[[Node],
 
 def _tell_host_early(gm: GraphModule) -> None:
     """Move the device-to-host copy of the exchanged rows' counts right behind the exchange of the counts."""
-    order = {node: i for i, node in enumerate(gm.graph.nodes)}
     for splits in gm.graph.find_nodes(op="call_function", target=torch.ops.torchtitan_graph.row_splits.default):
         sent, received = splits.all_input_nodes
         chain = [splits]
         while received.target is not c10d.all_to_all_single.default:
             chain.append(received)
             (received,) = received.all_input_nodes
-        while order[sent] > order[received]:
+        while sent > received:
             chain.append(sent)
             (sent,) = sent.all_input_nodes
         for node in chain:
@@ -95,29 +94,16 @@ def _start_earlier(
     """Move gathers early enough to finish before their waits, within the graph's peak memory. They keep their order."""
     if not any(costs.link(_start(wait)) for wait in gathers):
         return
-    by_node = held_memory(gm, size_of, part_of)
-    nodes, held, peak = list(by_node), [*by_node.values()], peaks(by_node, part_of)
-    bound = [peak[part_of(node)] for node in nodes]
-    order, owner = {node: i for i, node in enumerate(nodes)}, owners(gm)
-    times = _times(nodes, costs)
-    latest = _latest_starts(gathers, reductions, times, order, costs)
-    moved = set[Node]()
-    earliest = next(i for i, node in enumerate(nodes) if node.op != "placeholder")
+    timeline, owner = Timeline(gm, part_of), owners(gm)
+    times = _times(timeline.nodes, costs)
+    latest = _latest_starts(gathers, reductions, times, timeline.place, costs)
+    earliest = timeline.first
     for wait in gathers:
-        start = _start(wait)
-        chain, place = made_from_inputs(start), order[start]
+        start, chain = _start(wait), made_from_inputs(_start(wait))
         size = sum(map(size_of, {owner[node] for node in chain}))
         wanted = max(earliest, bisect.bisect_right(times, latest[wait]) - 1)
-        while place > wanted and held[place - 1] + size + scratch_of(start) <= bound[place - 1]:
-            place -= 1
-            held[place] += size
+        place = timeline.start_earlier(chain, timeline.place[start], wanted, size, scratch_of(start))
         earliest = max(earliest, place)
-        later = [node for node in chain if order[node] >= place]
-        moved.update(later)
-        while nodes[place] in moved:
-            place += 1
-        for node in later:
-            nodes[place].prepend(node)
 
 
 def _times(nodes: list[Node], costs: Costs) -> list[float]:

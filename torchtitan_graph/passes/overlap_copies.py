@@ -9,7 +9,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 import torchtitan_graph.ops  # noqa: F401 (registers the operators)
-from torchtitan_graph.analysis.liveness import held_memory, size_of
+from torchtitan_graph.analysis.liveness import size_of
+from torchtitan_graph.analysis.timeline import Timeline
 from torchtitan_graph.graph import meta
 
 _OPS = torch.ops.torchtitan_graph
@@ -42,7 +43,9 @@ def overlap_copies(gm: GraphModule, buckets: Sequence[Sequence[str]]) -> GraphMo
         for node in run:
             (before if is_alike else run)[0].prepend(_start(node))
     if first is not None:
-        _start_earlier(gm, [_start(node) for node in first])
+        starts, timeline = [_start(node) for node in first], Timeline(gm)
+        size = sum(map(size_of, starts))
+        timeline.start_earlier(starts, timeline.place[starts[0]], timeline.first, size)
     for run, after in itertools.pairwise(sent):
         for copy in run:
             (there,) = copy.users
@@ -50,18 +53,6 @@ def overlap_copies(gm: GraphModule, buckets: Sequence[Sequence[str]]) -> GraphMo
     _land_last(gm)
     gm.recompile()
     return gm
-
-
-def _start_earlier(gm: GraphModule, starts: list[Node]) -> None:
-    """Start copies, all at one place, as early as the graph's peak memory allows."""
-    held = held_memory(gm, size_of)
-    nodes, peak, size = list(held), max(held.values()), sum(map(size_of, starts))
-    place = nodes.index(starts[0])
-    while nodes[place - 1].op != "placeholder" and held[nodes[place - 1]] + size <= peak:
-        place -= 1
-    for start in starts:
-        if nodes[place] is not start:
-            nodes[place].prepend(start)
 
 
 def _land_last(gm: GraphModule) -> None:

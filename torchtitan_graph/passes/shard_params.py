@@ -9,9 +9,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from torchtitan_graph.graph import meta
-from torchtitan_graph.graph.edit import call, recast, value
+from torchtitan_graph.graph.edit import Chain, feeding_users, recast, value
 from torchtitan_graph.graph.signature import (
-    Layout,
+    TensorLayout,
     input_nodes,
     output_nodes,
     set_layouts,
@@ -38,15 +38,13 @@ def shard_params(gm: GraphModule, storages: Mapping[str, Storage]) -> GraphModul
     """
     parameters, gradients = input_nodes(gm, "param"), output_nodes(gm, "grad")
     quantised = {name: node for name, node in input_nodes(gm, "buffer").items() if name in storages}
-    order = {node: i for i, node in enumerate(gm.graph.nodes)}
     for name, placeholder in (parameters | quantised).items():
         if storages[name].shard_degree > 1 and placeholder.users:
-            first = min(placeholder.users, key=order.__getitem__)
-            _gather(gm, name, placeholder, first, storages[name])
+            _gather(name, placeholder, storages[name])
     reduced = {}
     for name, gradient in gradients.items():
         _move_up(gradient)
-        reduced[name] = _reduce(gm, name, gradient, storages[name])
+        reduced[name] = _reduce(name, gradient, storages[name])
     set_outputs(gm, "grad", reduced)
     set_layouts(gm, ("param", "grad"), storages)
     set_layouts(gm, ("buffer",), _layouts_of_buffers(gm) | {name: storages[name] for name in quantised})
@@ -54,39 +52,28 @@ def shard_params(gm: GraphModule, storages: Mapping[str, Storage]) -> GraphModul
     return gm
 
 
-def _gather(gm: GraphModule, name: str, placeholder: Node, first: Node, storage: Storage) -> None:
-    users = list(placeholder.users)
+def _gather(name: str, placeholder: Node, storage: Storage) -> None:
     placeholder.meta["val"] = recast(value(placeholder), value(placeholder).dtype, storage.padded_shape)
-    nodes = [placeholder]
-
-    def then(target: torch._ops.OpOverload, *args: object, **kwargs: object) -> None:
-        nodes.append(call(gm.graph, first, target, *args, **kwargs))
-
     degree, dim, dtype = storage.shard_degree, storage.dim, value(placeholder).dtype
     is_byte = dtype.itemsize == 1 and dtype.is_floating_point  # gloo has no such dtype
-    with gm.graph.inserting_before(first):
+    with feeding_users(placeholder, role=meta.GATHER, param=name, phase="forward") as chain:
         if is_byte:
-            then(aten.view.dtype, placeholder, torch.uint8)
-        then(c10d.all_gather_into_tensor.default, nodes[-1], degree, storage.shard_group.group_name)
-        then(c10d.wait_tensor.default, nodes[-1])
+            chain.then(aten.view.dtype, torch.uint8)
+        chain.then(c10d.all_gather_into_tensor.default, degree, storage.shard_group.group_name)
+        chain.then(c10d.wait_tensor.default)
         if dim:  # the shards arrive concatenated along dim 0
             axes = list(range(len(storage.compute_shape) + 1))
             axes.insert(dim, axes.pop(0))
-            then(aten.view.default, nodes[-1], [degree, *storage.padded_shape])
-            then(aten.permute.default, nodes[-1], axes)
-            then(aten.clone.default, nodes[-1], memory_format=torch.contiguous_format)
-            then(aten.view.default, nodes[-1], list(storage.compute_shape))
-        elif value(nodes[-1]).shape[0] != storage.compute_shape[0]:
-            then(aten.slice.Tensor, nodes[-1], 0, 0, storage.compute_shape[0])
+            chain.then(aten.view.default, [degree, *storage.padded_shape]).then(aten.permute.default, axes)
+            chain.then(aten.clone.default, memory_format=torch.contiguous_format)
+            chain.then(aten.view.default, list(storage.compute_shape))
+        elif value(chain.last).shape[0] != storage.compute_shape[0]:
+            chain.then(aten.slice.Tensor, 0, 0, storage.compute_shape[0])
         if is_byte:
-            then(aten.view.dtype, nodes[-1], dtype)
-    for node in nodes[1:]:
-        meta.write(node, role=meta.GATHER, param=name, phase="forward")
-    for user in users:
-        user.replace_input_with(placeholder, nodes[-1])
+            chain.then(aten.view.dtype, dtype)
 
 
-def _layouts_of_buffers(gm: GraphModule) -> dict[str, Layout]:
+def _layouts_of_buffers(gm: GraphModule) -> dict[str, TensorLayout]:
     return {slot.name: slot.layout for slot in signature_of(gm).inputs if slot.kind == "buffer"}
 
 
@@ -100,35 +87,27 @@ def _move_up(gradient: Node) -> None:
         before.append(node)
 
 
-def _reduce(gm: GraphModule, name: str, gradient: Node, storage: Storage) -> Node:
-    node = gradient
-
-    def then(target: torch._ops.OpOverload, *args: object, role: str | None = meta.REDUCE, **kwargs: object) -> None:
-        nonlocal node
-        node = call(gm.graph, gradient, target, node, *args, **kwargs)
-        if role:
-            meta.write(node, role=role, param=name)
-
+def _reduce(name: str, gradient: Node, storage: Storage) -> Node:
     degree, dim = storage.shard_degree, storage.dim
     padding = storage.padded_shape[dim] * degree - storage.compute_shape[dim]
-    with gm.graph.inserting_before(gradient.next):
-        if not value(gradient).is_contiguous():
-            # Collectives refuse it, and fused optimizers would read its memory in the parameter's order.
-            then(aten.clone.default, memory_format=torch.contiguous_format, role=None)
-        if dim and degree > 1:  # the ranks' parts, concatenated along dim 0; not tagged as reduction, as in FSDP2
-            sizes, axes = list(storage.compute_shape), list(range(len(storage.compute_shape) + 1))
-            sizes[dim : dim + 1] = [degree, storage.padded_shape[dim]]
-            axes.insert(0, axes.pop(dim))
-            then(aten.view.default, sizes, role=None)
-            then(aten.permute.default, axes, role=None)
-            then(aten.clone.default, memory_format=torch.contiguous_format, role=None)
-            then(aten.view.default, [-1, *storage.padded_shape[1:]], role=None)
-        if padding:
-            then(aten.constant_pad_nd.default, [0, 0] * (len(storage.compute_shape) - 1) + [0, padding], 0.0)
-        if degree > 1:
-            then(c10d.reduce_scatter_tensor.default, "sum", degree, storage.shard_group.group_name)
-            then(c10d.wait_tensor.default)
-        if storage.replicate_degree > 1:
-            then(c10d.all_reduce.default, "sum", storage.replicate_group.group_name)
-            then(c10d.wait_tensor.default)
-    return node
+    end = gradient.next
+    chain = Chain(end, gradient, gradient)  # not marked as part of the reduction, as in FSDP2
+    if not value(gradient).is_contiguous():
+        # Collectives refuse it, and fused optimizers would read its memory in the parameter's order.
+        chain.then(aten.clone.default, memory_format=torch.contiguous_format)
+    if dim and degree > 1:  # the ranks' parts, concatenated along dim 0
+        sizes, axes = list(storage.compute_shape), list(range(len(storage.compute_shape) + 1))
+        sizes[dim : dim + 1] = [degree, storage.padded_shape[dim]]
+        axes.insert(0, axes.pop(dim))
+        chain.then(aten.view.default, sizes).then(aten.permute.default, axes)
+        chain.then(aten.clone.default, memory_format=torch.contiguous_format)
+        chain.then(aten.view.default, [-1, *storage.padded_shape[1:]])
+    chain = Chain(end, chain.last, gradient, role=meta.REDUCE, param=name)
+    if padding:
+        chain.then(aten.constant_pad_nd.default, [0, 0] * (len(storage.compute_shape) - 1) + [0, padding], 0.0)
+    if degree > 1:
+        chain.then(c10d.reduce_scatter_tensor.default, "sum", degree, storage.shard_group.group_name)
+        chain.then(c10d.wait_tensor.default)
+    if storage.replicate_degree > 1:
+        chain.then(c10d.all_reduce.default, "sum", storage.replicate_group.group_name).then(c10d.wait_tensor.default)
+    return chain.last

@@ -15,8 +15,9 @@ from torchtitan_graph.parallel.storage import Reshard
 def tag_resharding(gm: GraphModule, blocks: Container[str], reshard: Reshard) -> GraphModule:
     """Tag gathers of the blocks' or the other weights RECOMPUTE, with the views of the gathered weights. Bitwise.
 
-    full = wait(all_gather(shard)); w = t(full); y = mm(x, w)     all before mm are tagged: backward gathers
-                                                                  again, and nothing holds `full` till then
+        full = wait(all_gather(shard)); w = t(full); y = mm(x, w)     all before mm are tagged
+
+    Backward then gathers again, and nothing holds `full` till then.
     """
     for node, name in gathered_weights(gm).items():
         if reshard.root if block_of(name, blocks) is None else reshard.blocks:

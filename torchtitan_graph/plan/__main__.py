@@ -22,8 +22,8 @@ from torchtitan_graph.device import host_peak_memory_gib
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import init_logging, logger
 from torchtitan_graph.plan import find, outlook
-from torchtitan_graph.plan.build import CPU, build, configuration
 from torchtitan_graph.plan.on_cpu import ThisCpu
+from torchtitan_graph.plan.ranks import CPU, build, configuration
 from torchtitan_graph.plan.report import as_data, lines
 from torchtitan_graph.plan.simulate import by_rates, simulate
 from torchtitan_graph.rates import RATES, find_rates

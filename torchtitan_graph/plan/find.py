@@ -15,11 +15,11 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.models.layers.moe import MoE
 from torchtitan_graph.parallel.layout import PP
-from torchtitan_graph.plan.build import build
-from torchtitan_graph.plan.layers import depths, keep_layers
+from torchtitan_graph.plan.depth import depths, keep_layers
 from torchtitan_graph.plan.on_cpu import ThisCpu
-from torchtitan_graph.plan.search import VARIED, Candidate, Figures, Found, Search
-from torchtitan_graph.plan.simulate import Plan, by_rates, simulate
+from torchtitan_graph.plan.ranks import build
+from torchtitan_graph.plan.search import VARIED, Figures, Found, JobCandidate, Search
+from torchtitan_graph.plan.simulate import JobForecast, by_rates, simulate
 from torchtitan_graph.rates import Rates
 
 _SHOWN = 10  # losing candidates listed for each reason
@@ -37,7 +37,7 @@ def check_varied(words: str) -> tuple[str, ...]:
     return varied or VARIED
 
 
-def figures(plan: Plan) -> Figures:
+def figures(plan: JobForecast) -> Figures:
     """Return the figures of a forecast by which a search compares."""
     step = plan.step
     parts = {
@@ -97,7 +97,7 @@ def _shallow(layers: int, config: JobConfig, world_size: int, target: Target) ->
     return blueprint
 
 
-def best_toml(of: Search, best: Candidate) -> str:
+def best_toml(of: Search, best: JobCandidate) -> str:
     """Return the best configuration as a TOML file that trains unchanged: the differences from the defaults."""
     config = of.configured(best.settings)
     config.comm = dataclasses.replace(of.config.comm, mode="default")
@@ -108,7 +108,7 @@ def lines(of: Search, found: Found) -> list[str]:
     """Return the winner, and the reasons against the others, as lines."""
     best = found.best
     assert best.figures is not None
-    by_reason: dict[str, list[Candidate]] = {"slower": [*found.fitting[1:]], "does not fit": [], "illegal": []}
+    by_reason: dict[str, list[JobCandidate]] = {"slower": [*found.fitting[1:]], "does not fit": [], "illegal": []}
     for each in found.others:
         by_reason["does not fit" if each.why.startswith("does not fit") else "illegal"].append(each)
     told = [

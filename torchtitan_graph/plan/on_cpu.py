@@ -24,8 +24,8 @@ from torchtitan_graph.analysis.cost import OTHER, Costs, Link, Work
 from torchtitan_graph.analysis.liveness import held_memory, size_of
 from torchtitan_graph.analysis.traffic import is_permutation, kind_of, received
 from torchtitan_graph.optim import clip_grad_norm
-from torchtitan_graph.plan.build import Job, Rank
-from torchtitan_graph.plan.replay import Replay, is_run
+from torchtitan_graph.plan.operator_times import Replay, is_run
+from torchtitan_graph.plan.ranks import BuiltJob, Rank
 from torchtitan_graph.plan.simulate import Prices
 from torchtitan_graph.rates import Rates
 
@@ -103,7 +103,7 @@ class ThisCpu:
         self.crowding = max(1.0, num_ranks * num_threads / num_cores)
         self._new: dict[GraphModule, Mapping[Node, int]] = {}
 
-    def learn(self, job: Job, progress: Callable[[int, int], None] | None = None) -> int:
+    def learn(self, job: BuiltJob, progress: Callable[[int, int], None] | None = None) -> int:
         """Run every different operator of a job's ranks; return the number of new ones."""
         return self.replay.learn(itertools.chain.from_iterable(rank.modules for rank in job.ranks), progress)
 

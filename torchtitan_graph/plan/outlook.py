@@ -17,8 +17,7 @@ from torchtitan_graph.device import GIB
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.parallel.storage import Storage
-from torchtitan_graph.plan.build import Job, Rank
-from torchtitan_graph.plan.experts import (
+from torchtitan_graph.plan.expert_loads import (
     Busiest,
     busiest_by_layer,
     experts_of,
@@ -28,7 +27,8 @@ from torchtitan_graph.plan.experts import (
     uneven,
 )
 from torchtitan_graph.plan.failures import Failures, Saving, expect, saving
-from torchtitan_graph.plan.simulate import Plan, Prices, simulate
+from torchtitan_graph.plan.ranks import BuiltJob, Rank
+from torchtitan_graph.plan.simulate import JobForecast, Prices, simulate
 
 _HOUR, _GB = 3600.0, 1e9
 _RESTART_MINUTES = 10.0  # assumed: a job is scheduled, and its processes start and load a checkpoint
@@ -154,7 +154,7 @@ class Outlook:
         yield f"  with these loads a step takes {found.step_s:.4g} s, {by:+.1%}{more}"
 
 
-def look_ahead(args: argparse.Namespace, plan: Plan, prices: Prices) -> Outlook:
+def look_ahead(args: argparse.Namespace, plan: JobForecast, prices: Prices) -> Outlook:
     """Return the requested additions to a forecast.
 
     Raises:
@@ -173,7 +173,7 @@ def look_ahead(args: argparse.Namespace, plan: Plan, prices: Prices) -> Outlook:
     return Outlook(saved, failures, found, is_async)
 
 
-def _checkpoint_bytes(job: Job) -> tuple[int, int]:
+def _checkpoint_bytes(job: BuiltJob) -> tuple[int, int]:
     """Return the bytes of a checkpoint of parameters and two moments, and those of the rank with most of them.
     Quantized weights are not saved."""
     whole: dict[str, int] = {}
@@ -189,7 +189,7 @@ def _bytes_each(storage: Storage) -> int:
     return storage.precision.storage.itemsize * (3 if storage.is_trained else 1)
 
 
-def _uneven(loads: Mapping[str, list[float]], plan: Plan, prices: Prices) -> Uneven:
+def _uneven(loads: Mapping[str, list[float]], plan: JobForecast, prices: Prices) -> Uneven:
     job = plan.job
     storages = itertools.chain.from_iterable(rank.graphs.storages.items() for rank in job.ranks)
     layers = {".".join(name.split(".")[:2]): s.shape[0] for name, s in storages if "experts" in name.split(".")}

@@ -9,8 +9,8 @@ from torchtitan_graph.config import dump_toml
 from torchtitan_graph.device import GIB
 from torchtitan_graph.forecast import STEP
 from torchtitan_graph.parallel.layout import CP, DP_REPLICATE, EP, EXPERT_FSDP, EXPERT_TP, FSDP, PP, TP
-from torchtitan_graph.plan.build import CPU
-from torchtitan_graph.plan.simulate import Plan
+from torchtitan_graph.plan.ranks import CPU
+from torchtitan_graph.plan.simulate import JobForecast
 
 _ROUNDING = 1e-9  # seconds
 _SPARE = 0.05  # share of the memory: a smaller rest may not suffice
@@ -33,12 +33,12 @@ _INSTEAD = {
 }
 
 
-def lines(plan: Plan) -> list[str]:
+def lines(plan: JobForecast) -> list[str]:
     """Return a forecast as lines of text."""
     return [*_memory(plan), *_traffic(plan), *_time(plan), *_stages(plan), *(f"note: {each}" for each in notes(plan))]
 
 
-def notes(plan: Plan) -> list[str]:
+def notes(plan: JobForecast) -> list[str]:
     """Return notes on a forecast: its uncertainties, and changes to try."""
     found, rates, step = [], plan.rates, plan.step
     if rates.name != CPU:
@@ -63,12 +63,12 @@ def notes(plan: Plan) -> list[str]:
     return found
 
 
-def _waits(plan: Plan) -> dict[str, float]:
+def _waits(plan: JobForecast) -> dict[str, float]:
     """Return the seconds of a step in which the device waits, by cause."""
     return {**plan.step.exposed, _HOST: plan.step.host, _STAGES: plan.step.bubble}
 
 
-def _memory(plan: Plan) -> list[str]:
+def _memory(plan: JobForecast) -> list[str]:
     told, rates = plan.rank.told, plan.rates
     parts = {name: size for name, size in told.held.items() if name != STEP} | told.at_peak
     verdict = "fits" if plan.fits else "DOES NOT FIT"
@@ -83,7 +83,7 @@ def _memory(plan: Plan) -> list[str]:
     ]
 
 
-def _traffic(plan: Plan) -> list[str]:
+def _traffic(plan: JobForecast) -> list[str]:
     told, number = plan.rank.told, plan.job.options.num_microbatches
     found = [(axis, kind, each, number) for (axis, kind), each in told.sent.items()]
     found += [(axis, kind, each, 1) for (axis, kind), each in told.sent_once.items()]
@@ -98,7 +98,7 @@ def _traffic(plan: Plan) -> list[str]:
     ]
 
 
-def _time(plan: Plan) -> list[str]:
+def _time(plan: JobForecast) -> list[str]:
     step, job = plan.step, plan.job
     operations, each = plan.rank.told.operations * job.options.num_microbatches, plan.tokens_per_second
     parts = {
@@ -125,7 +125,7 @@ def _time(plan: Plan) -> list[str]:
     ]
 
 
-def _stages(plan: Plan) -> list[str]:
+def _stages(plan: JobForecast) -> list[str]:
     if plan.job.options.pipeline is None:
         return []
     schedule = plan.job.options.pipeline
@@ -139,7 +139,7 @@ def _stages(plan: Plan) -> list[str]:
     ]
 
 
-def as_data(plan: Plan) -> dict[str, Any]:
+def as_data(plan: JobForecast) -> dict[str, Any]:
     """Return a forecast as plain data: bytes, seconds and FLOPs."""
     told, job, step = plan.rank.told, plan.job, plan.step
     number = job.options.num_microbatches

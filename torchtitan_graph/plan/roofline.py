@@ -48,7 +48,7 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.blocks import loss_of
 from torchtitan_graph.optim.optimizer import BUILT_IN
-from torchtitan_graph.plan.build import Job, Rank, build
+from torchtitan_graph.plan.ranks import BuiltJob, Rank, build
 from torchtitan_graph.plan.simulate import by_rates
 from torchtitan_graph.rates import Rates
 from torchtitan_graph.steps.budget import trained_bytes
@@ -75,7 +75,7 @@ _COPIES = (
 
 
 @dataclass
-class Cost:
+class OperatorCost:
     """The cost of some operators of a step.
 
     flops     the model's, by the convention of analysis/flops.py: recomputation does not count
@@ -93,7 +93,7 @@ class Cost:
     def time(self) -> float:
         return sum(self.seconds.values())
 
-    def add(self, other: Cost, times: float = 1.0) -> None:
+    def add(self, other: OperatorCost, times: float = 1.0) -> None:
         """Add another cost, `times` times."""
         self.flops += other.flops * times
         self.moved += other.moved * times
@@ -102,7 +102,7 @@ class Cost:
             self.seconds[what] = self.seconds.get(what, 0.0) + seconds * times
 
 
-Costed = dict[tuple[str, str], Cost]  # by module, with layers under one name, and class
+Costed = dict[tuple[str, str], OperatorCost]  # by module, with layers under one name, and class
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Roofline:
     """A step of one rank, by UNFUSED, FUSED, REALISTIC and UNCOMPILED: the cost of each module's operators, by class;
     the last equals a forecast of the job, none of which is compiled."""
 
-    job: Job
+    job: BuiltJob
     rates: Rates
     steps: Mapping[str, Costed]
     flops: float
@@ -122,18 +122,18 @@ class Roofline:
         """Return the model FLOPs over the device's bf16 peak in that time, 0 to 1."""
         return self.flops / (self.seconds(how) * self.rates.half)
 
-    def by_class(self, how: str) -> dict[str, Cost]:
+    def by_class(self, how: str) -> dict[str, OperatorCost]:
         """Return the sums over the modules, in the order of CLASSES."""
         return {each: _sum(c for (_, kind), c in self.steps[how].items() if kind == each) for each in CLASSES}
 
-    def by_module(self, how: str) -> dict[str, Cost]:
+    def by_module(self, how: str) -> dict[str, OperatorCost]:
         """Return the sums over the classes, in the order of the graph."""
         names = dict.fromkeys(module for module, _ in self.steps[how])
         return {name: _sum(c for (module, _), c in self.steps[how].items() if module == name) for name in names}
 
 
-def _sum(costs: Iterable[Cost]) -> Cost:
-    found = Cost()
+def _sum(costs: Iterable[OperatorCost]) -> OperatorCost:
+    found = OperatorCost()
     for cost in costs:
         found.add(cost)
     return found
@@ -195,26 +195,26 @@ class _Kernels(Costs):
         return (self.kernels[node].work,) if node in self.kernels else ()
 
 
-def _step(job: Job, rank: Rank, costs: Costs, kernels: Sequence[Kernel]) -> Costed:
+def _step(job: BuiltJob, rank: Rank, costs: Costs, kernels: Sequence[Kernel]) -> Costed:
     """Return the cost of a rank's step, in these kernels: its microbatches, the sums between them and the optimizer."""
     assert isinstance(rank.graphs.train, TracedResult)
-    found: Costed = collections.defaultdict(Cost)
+    found: Costed = collections.defaultdict(OperatorCost)
     for key, cost in _microbatch(rank.graphs.train.gm, costs, {kernel.nodes[-1]: kernel for kernel in kernels}):
         found[key].add(cost, job.options.num_microbatches)
     storages, num_sums = rank.graphs.storages.values(), job.options.num_microbatches - 1
     for away in (False, True):
         trained = trained_bytes(s for s in storages if s.on_host == away)
-        update = Cost(moved=update_bytes(trained), seconds={MEMORY: costs.optimizer(trained, away)})
+        update = OperatorCost(moved=update_bytes(trained), seconds={MEMORY: costs.optimizer(trained, away)})
         found[OPTIMIZER, OPTIMIZER].add(update)
         if num_sums:
-            added = Cost(moved=sum_bytes(trained), seconds={MEMORY: costs.accumulating(trained, away)})
+            added = OperatorCost(moved=sum_bytes(trained), seconds={MEMORY: costs.accumulating(trained, away)})
             found["sums of gradients", OPTIMIZER].add(added, num_sums)
     return dict(found)
 
 
 def _microbatch(
     gm: GraphModule, costs: Costs, kernels: Mapping[Node, Kernel]
-) -> Iterator[tuple[tuple[str, str], Cost]]:
+) -> Iterator[tuple[tuple[str, str], OperatorCost]]:
     loss, clock = loss_of(gm), Clock(_Kernels(costs.rates, costs.links, costs.visible, kernels))
     for node in gm.graph.nodes:
         before, sent = clock.now, sum(clock.sent.values())
@@ -229,16 +229,16 @@ def _microbatch(
             alone, moved = [touched(part) or 1 for part in kernel.nodes], costs.moved(kernel.work)
             for part, size in zip(kernel.nodes, alone, strict=True):
                 share = size / sum(alone)
-                cost = Cost(moved=moved * share, seconds={k: s * share for k, s in spent.items()})
+                cost = OperatorCost(moved=moved * share, seconds={k: s * share for k, s in spent.items()})
                 if meta.origin(part) != meta.RECOMPUTED:
                     cost.flops = operations_of(part, costs.visible)
                 yield (_place(part, loss), _class(part, loss, kernel.work)), cost
         elif sum(clock.sent.values()) > sent:
             link = costs.link(node)
             size = received(node, link.degree) if link is not None else num_bytes(node.meta.get("val"))
-            yield (place, COMMUNICATION), Cost(received=size)
+            yield (place, COMMUNICATION), OperatorCost(received=size)
         elif seconds:
-            yield (place, COMMUNICATION), Cost(seconds={COMMUNICATION: seconds})
+            yield (place, COMMUNICATION), OperatorCost(seconds={COMMUNICATION: seconds})
 
 
 def _place(node: Node, loss: Container[Node]) -> str:
@@ -299,7 +299,7 @@ def lines(found: Roofline) -> list[str]:
     ]
 
 
-def _row(name: str, costs: Sequence[Cost], rates: Rates) -> str:
+def _row(name: str, costs: Sequence[OperatorCost], rates: Rates) -> str:
     mfus = [f"{mfu:9.1%}" if (mfu := _mfu(cost, rates)) else f"{'':9}" for cost in costs]
     unfused, fused, realistic = costs
     by_size = sorted(realistic.seconds.items(), key=lambda item: -item[1])
@@ -310,14 +310,14 @@ def _row(name: str, costs: Sequence[Cost], rates: Rates) -> str:
     )
 
 
-def _mfu(cost: Cost, rates: Rates) -> float:
+def _mfu(cost: OperatorCost, rates: Rates) -> float:
     return cost.flops / (cost.time * rates.half) if cost.time else 0.0
 
 
 def as_data(found: Roofline) -> dict[str, Any]:
     """Return a roofline as plain data: bytes, seconds and FLOPs."""
 
-    def told(cost: Cost) -> dict[str, Any]:
+    def told(cost: OperatorCost) -> dict[str, Any]:
         return {
             "flops": cost.flops,
             "bytes": cost.moved,

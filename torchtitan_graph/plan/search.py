@@ -23,6 +23,7 @@ from torchtitan_graph.config import JobConfig, check
 from torchtitan_graph.config.job import get, put
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.parallel.layout import CP, DP_REPLICATE, DP_SHARD, EP, PP, TP
+from torchtitan_graph.parallel.recompute import Policy, fixed_policies
 from torchtitan_graph.parallel.schedule import SCHEDULES
 
 _PP, _REPLICATE = "parallelism.pipeline_parallel_degree", "parallelism.data_parallel_replicate_degree"
@@ -48,12 +49,6 @@ SHORT = {
 AXES = (DP_REPLICATE, TP, CP, PP, EP)
 VARIED = (*AXES, "schedule", "rows", "recompute", "reshard")
 
-# From least time and most memory to the contrary.
-_POLICIES = (
-    {_MODE: "none"},
-    {_MODE: "selective", _OPTION: "op"},
-    {_MODE: "full"},
-)
 _CLOSE = 1.05  # a candidate that seems to need up to so much more than the limit is built whole
 _RESHARDS = ("never", "default", "always")
 
@@ -84,11 +79,11 @@ def _line(a: float, b: float, x: float) -> float:
 
 Progress = Callable[[str], None]
 Settings = Mapping[str, Any]  # options of a job, by name
-Forecast = Callable[[JobConfig, "int | None"], Figures]  # of a job, with so many of the model's layers, or all
+Forecaster = Callable[[JobConfig, "int | None"], Figures]  # of a job, with so many of the model's layers, or all
 
 
 @dataclasses.dataclass
-class Candidate:
+class JobCandidate:
     """A candidate configuration: its settings, and either its figures, or why it is out."""
 
     settings: Settings
@@ -114,11 +109,11 @@ class Candidate:
 class Found:
     """The result of a search: candidates that fit, the fastest first, and all others."""
 
-    fitting: Sequence[Candidate]
-    others: Sequence[Candidate]
+    fitting: Sequence[JobCandidate]
+    others: Sequence[JobCandidate]
 
     @property
-    def best(self) -> Candidate:
+    def best(self) -> JobCandidate:
         return self.fitting[0]
 
 
@@ -156,10 +151,14 @@ def rows_at_a_time(rows: int) -> list[int]:
 def ways(of: Settings, fixed: Settings) -> list[list[dict[str, Any]]]:
     """Return the other settings, by recomputation, and then by when gathered weights are freed: the first of each is
     not slower than the second, nor smaller."""
-    policies = [{}] if _MODE in fixed else list(_POLICIES)
+    policies = [{}] if _MODE in fixed else [_settings(policy) for policy in fixed_policies()]
     gathers = of[_SHARD] * of[_CP] > 1
     reshards = [{}] if _RESHARD in fixed or not gathers else [{_RESHARD: how} for how in _RESHARDS]
     return [[{**policy, **reshard} for reshard in reshards] for policy in policies]
+
+
+def _settings(policy: Policy) -> dict[str, Any]:
+    return {f"activation_checkpoint.{key}": value for key, value in policy.options.items()}
 
 
 # --- the search -----------------------------------------------------------------------------------------------------
@@ -187,7 +186,7 @@ class Search:
         has_experts: bool,
         rows: int,
         memory: float,
-        forecast: Forecast,
+        forecast: Forecaster,
         depths: tuple[int, int, float] | None,
         varied: Sequence[str] = VARIED,
         progress: Progress = lambda line: None,
@@ -212,7 +211,7 @@ class Search:
         Raises:
             UserError: none is legal, or none fits: names the one that needs least.
         """
-        found: list[Candidate] = []
+        found: list[JobCandidate] = []
         for of in degrees(self.world_size, self.num_near, self.has_experts, self.fixed):
             found += self._with_degrees(of)
         fitting = self._check_best([each for each in found if each.figures and not each.why])
@@ -223,19 +222,19 @@ class Search:
             each.why = why_slower(each, fitting[0])
         return Found(fitting, others)
 
-    def _with_degrees(self, of: dict[str, int]) -> list[Candidate]:
+    def _with_degrees(self, of: dict[str, int]) -> list[JobCandidate]:
         """Return all candidates of some degrees, judged."""
         data = of[_REPLICATE] * of[_SHARD]
         if self.rows % data:
             why = f"illegal: {self.rows} rows of a step don't divide over {data} data-parallel ranks"
-            return [Candidate(of, why=why)]
+            return [JobCandidate(of, why=why)]
         all_rows = rows_at_a_time(self.rows // data)
         if _ROWS in self.fixed:
             all_rows = [self.fixed[_STAGE_ROWS if of[_PP] > 1 else _ROWS]]
         schedules: Sequence[str | None] = [None]
         if of[_PP] > 1:
             schedules = [self.fixed[_SCHEDULE]] if _SCHEDULE in self.fixed else list(SCHEDULES)
-        found: list[Candidate] = []
+        found: list[JobCandidate] = []
         for schedule in schedules:
             is_too_much = False
             for rows in all_rows:
@@ -251,9 +250,9 @@ class Search:
                     break  # the degrees themselves are illegal
         return found
 
-    def _with_rows(self, base: dict[str, Any]) -> list[Candidate]:
+    def _with_rows(self, base: dict[str, Any]) -> list[JobCandidate]:
         """Return the ways to compute some rows, judged from the fastest on; stop where no slower one can be better."""
-        found: list[Candidate] = []
+        found: list[JobCandidate] = []
         for of_policy in ways(base, self.fixed):
             for way in of_policy:
                 found.append(self._judge({**base, **way}))
@@ -265,9 +264,9 @@ class Search:
                 break  # the next ones recompute more, and free no later
         return found
 
-    def _judge(self, settings: dict[str, Any]) -> Candidate:
+    def _judge(self, settings: dict[str, Any]) -> JobCandidate:
         """Return a candidate with its forecast, or why it is out."""
-        each = Candidate(settings)
+        each = JobCandidate(settings)
         config = self.configured(settings)
         is_whole = self.depths is None or settings[_PP] > 1
         try:
@@ -296,13 +295,13 @@ class Search:
             put(config, key, value)
         return config
 
-    def _judge_memory(self, each: Candidate) -> None:
+    def _judge_memory(self, each: JobCandidate) -> None:
         assert each.figures is not None
         if each.figures.peak > self.memory:
             needs, has = each.figures.peak / 2**30, self.memory / 2**30
             each.why = f"does not fit: needs {needs:.4g} GiB of {has:.4g}"
 
-    def _check_best(self, fitting: list[Candidate]) -> list[Candidate]:
+    def _check_best(self, fitting: list[JobCandidate]) -> list[JobCandidate]:
         """Return the candidates sorted by time; the first is built whole until it stays the first."""
         while True:
             fitting.sort(key=lambda each: each.figures.step_s if each.figures else math.inf)
@@ -315,7 +314,7 @@ class Search:
             if best.why:
                 fitting = fitting[1:]
 
-    def _why_none(self, others: Sequence[Candidate]) -> str:
+    def _why_none(self, others: Sequence[JobCandidate]) -> str:
         built = [each for each in others if each.figures is not None]
         if not built:
             return f"--search: no candidate is legal; the first, {others[0]}: {others[0].why}"
@@ -323,14 +322,14 @@ class Search:
         return f"--search: none of {len(built)} candidates fits; the least, {least}, {least.why}"
 
 
-def why_slower(each: Candidate, best: Candidate) -> str:
+def why_slower(each: JobCandidate, best: JobCandidate) -> str:
     """Return by how much a candidate is slower than the best, and its largest cause."""
     assert each.figures is not None and best.figures is not None
     by = each.figures.step_s / best.figures.step_s - 1
     more = {name: s - best.figures.parts.get(name, 0.0) for name, s in each.figures.parts.items()}
     what = max(more, key=more.__getitem__, default="")
-    modes = [policy[_MODE] for policy in _POLICIES]
-    mine, its = (c.settings.get(_MODE, modes[0]) for c in (each, best))
-    name = "recomputation" if what == "arithmetic" and modes.index(mine) > modes.index(its) else what
+    policies = [_settings(policy).items() for policy in fixed_policies()]
+    mine, its = (next((i for i, own in enumerate(policies) if own <= c.settings.items()), 0) for c in (each, best))
+    name = "recomputation" if what == "arithmetic" and mine > its else what
     because = f": {name} takes {more[what] * 1e3:.3g} ms more" if what and more[what] > 0 else ""
     return f"slower by {by:.1%}{because}"

@@ -14,7 +14,7 @@ from torchtitan_graph.capture.traced import TracedResult
 from torchtitan_graph.graph.torch_private.pipelines import PipelineAction
 from torchtitan_graph.parallel.layout import PP
 from torchtitan_graph.parallel.schedule import COMPUTING, Schedule
-from torchtitan_graph.plan.build import Job, Rank
+from torchtitan_graph.plan.ranks import BuiltJob, Rank
 from torchtitan_graph.rates import Rates
 from torchtitan_graph.runtime.partition import ONCE_A_STEP
 from torchtitan_graph.steps.budget import trained_bytes
@@ -48,7 +48,7 @@ class StepTime:
 
 
 @dataclass(frozen=True)
-class Plan:
+class JobForecast:
     """A forecast of the rank that needs most memory, with the time of a step, which is the same on all.
 
     fullest   its place in `job.ranks`
@@ -56,7 +56,7 @@ class Plan:
     mfu       model FLOPs of a step over the device's bf16 peak, 0 to 1; in a pipeline the mean of its stages
     """
 
-    job: Job
+    job: BuiltJob
     rates: Rates
     step: StepTime
     fullest: int
@@ -77,13 +77,13 @@ class Plan:
         return self.job.tokens_per_step / self.step.seconds
 
 
-def by_rates(job: Job, rates: Rates) -> Prices:
+def by_rates(job: BuiltJob, rates: Rates) -> Prices:
     """Return the cost model of a kind of device. The host does not launch kernels that a CUDA graph replays."""
     rates = rates._replace(launch=0.0) if job.config.compile.cuda_graphs else rates
     return lambda rank: Costs(rates, rank.links, rank.visible)
 
 
-def simulate(job: Job, prices: Prices, rates: Rates) -> Plan:
+def simulate(job: BuiltJob, prices: Prices, rates: Rates) -> JobForecast:
     """Return the forecast of a job from its ranks' graphs.
 
     Args:
@@ -95,7 +95,7 @@ def simulate(job: Job, prices: Prices, rates: Rates) -> Plan:
     is_whole = job.options.pipeline is None
     step = _whole(job, prices(job.ranks[0])) if is_whole else _pipelined(job, prices, fullest)
     operations = sum(rank.told.operations for rank in job.ranks) / len(job.ranks) * job.options.num_microbatches
-    return Plan(job, rates, step, fullest, needs, operations / (step.seconds * rates.half))
+    return JobForecast(job, rates, step, fullest, needs, operations / (step.seconds * rates.half))
 
 
 def _of_trained(rank: Rank, price: Callable[[int, bool], float]) -> float:
@@ -104,7 +104,7 @@ def _of_trained(rank: Rank, price: Callable[[int, bool], float]) -> float:
     return sum(price(trained_bytes(s for s in storages if s.on_host == away), away) for away in (False, True))
 
 
-def _whole(job: Job, costs: Costs) -> StepTime:
+def _whole(job: BuiltJob, costs: Costs) -> StepTime:
     """Return the step time of microbatches one after the other, whose gradients are summed."""
     (rank,), number = job.ranks, job.options.num_microbatches
     assert isinstance(rank.graphs.train, TracedResult)
@@ -121,7 +121,7 @@ def _step_time(time: Estimate, seconds: float, optimizer: float, sums: float, bu
 # --- a pipeline -------------------------------------------------------------------------------------------------------
 
 
-def _pipelined(job: Job, prices: Prices, shown: int) -> StepTime:
+def _pipelined(job: BuiltJob, prices: Prices, shown: int) -> StepTime:
     """Return the step time of all ranks' actions, in the schedule's order; `shown` is the rank reported on."""
     schedule = job.options.pipeline
     assert schedule is not None
@@ -184,7 +184,7 @@ def _estimate(gm: GraphModule, costs: Costs, known: list[tuple[Costs, Estimate]]
     return found
 
 
-def _links_along_pp(job: Job) -> list[Link]:
+def _links_along_pp(job: BuiltJob) -> list[Link]:
     return [link for link in job.ranks[0].links.values() if PP in link.axis.split("/")]
 
 

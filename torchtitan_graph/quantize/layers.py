@@ -140,6 +140,8 @@ class LayerNormMLP(nn.Module):
     (..., D) -> (..., D)
     """
 
+    INITIAL = FeedForward.INITIAL
+
     @called_as("LayerNormMLP(norm, feed_forward, Recipe())")
     def __init__(self, norm: nn.Module, old: FeedForward, recipe: Recipe):
         super().__init__()

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from torchtitan_graph.capture.state import local_part
 from torchtitan_graph.capture.step import SLOT
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.layers.moe import Experts
@@ -50,14 +51,10 @@ def add_workspaces(model: nn.Module, storages: Mapping[str, Storage]) -> dict[st
     by_parameter: dict[Tensor, Storage] = dict(zip(model.parameters(), storages.values(), strict=True))
     for name, (kept, weight) in kept_weights(model).items():
         if not kept.recipe.by_row:
-            kept.add_workspace(_part(weight))
+            kept.add_workspace(local_part(weight).detach())
             precision = Precision(E4M3, E4M3, E4M3)
             found[name + _WORKSPACE] = dataclasses.replace(by_parameter[weight], precision=precision, is_trained=False)
     return found
-
-
-def _part(tensor: Tensor) -> Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def refresh(model: nn.Module) -> None:
@@ -168,7 +165,7 @@ def _refresh(weights: Sequence[_Cached], compute: torch.dtype) -> None:
     for each in weights:
         assert each.kept.weight_scale is not None
         magnitudes.append(torch.zeros_like(each.kept.weight_scale))
-        if (part := _part(each.weight)).numel():
+        if (part := local_part(each.weight).detach()).numel():
             each.own(magnitudes[-1]).copy_(largest_of_weight(part.to(compute)))
     agreed, storage = torch.cat([x.flatten() for x in magnitudes]), weights[0].storage
     if storage.shard_degree > 1:
@@ -178,4 +175,6 @@ def _refresh(weights: Sequence[_Cached], compute: torch.dtype) -> None:
         q, kept_scale = each.kept.weight_q, each.kept.weight_scale
         assert q is not None and kept_scale is not None
         kept_scale.copy_(scale.view_as(kept_scale))
-        _part(q).copy_(quantize(_part(each.weight).to(compute), over(each.own(kept_scale)), E4M3))
+        local_part(q).detach().copy_(
+            quantize(local_part(each.weight).detach().to(compute), over(each.own(kept_scale)), E4M3)
+        )

@@ -21,6 +21,7 @@ from torch.fx import GraphModule
 from torch.optim import Optimizer
 
 from torchtitan_graph.analysis.cost import Costs
+from torchtitan_graph.capture.state import local_part
 from torchtitan_graph.capture.trace import minimal_fx_tracer
 from torchtitan_graph.capture.traced import TracedResult, run_traced
 from torchtitan_graph.compiler import Extra, Inspection, run_passes, update_passes
@@ -178,7 +179,7 @@ class GraphUpdate:
                 held = self._twin.state[p]
                 assert held.keys() == values.keys(), f"state {values.keys() - held.keys()} is made in the first step"
                 for old, new in ((p, part), *((held[key], new) for key, new in values.items())):
-                    live = _part(old).detach()
+                    live = local_part(old).detach()
                     live.copy_(torch.where(is_kept(live.device), live, new))
 
     def _follow(self) -> None:
@@ -239,24 +240,20 @@ def _on_parts(
     groups, state = optimizer.param_groups, optimizer.state
     parts: dict[Tensor, Tensor] = {}
     for p in parameters:
-        parts[p] = taken(_part(p).detach())
+        parts[p] = taken(local_part(p).detach())
         assert p.grad is not None, "those without a gradient take no step"
-        parts[p].grad = _part(p.grad)
+        parts[p].grad = local_part(p.grad)
     of_parts = [g | {"params": [parts[p] for p in g["params"] if p in parts]} for g in groups]
     for group, rate in zip(of_parts, rates, strict=False):
         group["lr"] = rate
     optimizer.param_groups = of_parts
     optimizer.state = collections.defaultdict(
-        dict, {part: {key: taken(_part(x)) for key, x in state[p].items()} for p, part in parts.items()}
+        dict, {part: {key: taken(local_part(x)) for key, x in state[p].items()} for p, part in parts.items()}
     )
     try:
         yield parts
     finally:
         optimizer.param_groups, optimizer.state = groups, state
-
-
-def _part(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _is_not_finite(loss: Tensor, norm: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Transformer
 
 from torchtitan_graph.capture import call_hierarchy, minimal_fx_tracer
-from torchtitan_graph.check_pass.outcome import outcome_on_random
+from torchtitan_graph.check.outcome import outcome_on_random
 from torchtitan_graph.compiler import Pass, find_problem
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.meta import KEYS

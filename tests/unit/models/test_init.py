@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.models import llama3
 from torchtitan_graph.models.hf import allocate
-from torchtitan_graph.models.layers.init import initial_weight, initialize
+from torchtitan_graph.models.layers.init import RESIDUAL, Constant, Initial, initial_weight, initialize, said_initial
 from torchtitan_graph.models.spec import tiny_config
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.storage import Precision, Reshard, materialize, plan_storage, shard_eager
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 CONFIG = llama3.Config(dim=16, num_layers=2, num_heads=2, num_kv_heads=1, ffn_dim=24, vocab_size=40)
 
 
-def weight(name: str, seed: int = 7, std: float | None = 0.02, shape: tuple[int, ...] = (8, 8)) -> Tensor:
+def weight(name: str, seed: int = 7, std: Initial = 0.02, shape: tuple[int, ...] = (8, 8)) -> Tensor:
     return initial_weight(name, torch.Size(shape), std, seed, CPU, torch.float32)
 
 
@@ -150,14 +150,27 @@ def test_a_buffer_that_nobody_fills_is_refused_by_name(
         built(kind, mode)
 
 
-def test_initial_values_are_by_what_a_parameter_is_not_by_its_name():
-    """A LayerNorm's bias starts at 0, and a matrix is drawn whatever its module is called."""
+class Gain(nn.Module):
+    INITIAL = {"gain": Constant(3.0), "wo.weight": RESIDUAL, "scale.weight": 0.5}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain, self.bias = nn.Parameter(torch.empty(64)), nn.Parameter(torch.empty(64))
+        self.wo, self.scale = nn.Linear(64, 64), nn.RMSNorm(64)
+
+
+def test_initial_values_are_by_the_modules_class_not_by_its_name():
+    """The outermost class that names a parameter decides; torch's classes start as torch's."""
     with torch.device("meta"):
         model = llama3.Model(tiny_config(llama3.FLAVORS["debugmodel"]), "sdpa")
-        model.layers[0].attention_norm = nn.LayerNorm(64)
-        model.layers[0].norm_of_experts = nn.Linear(64, 64)
-        model.layers[0].scale = nn.RMSNorm(64)
-    found = {name: model.initial_std(f"layers.0.{name}") for name, _ in model.layers[0].named_parameters()}
-    assert found["attention_norm.weight"] is None and found["attention_norm.bias"] == 0.0
-    assert found["norm_of_experts.weight"] == 0.02 and found["norm_of_experts.bias"] == 0.0
-    assert found["scale.weight"] is None
+        block = model.layers[0] = nn.Module()
+        block.norm_of_experts, block.w2, block.layer_norm, block.slope, block.inner = (
+            *(nn.Linear(64, 64), nn.Linear(64, 64), nn.LayerNorm(64), nn.PReLU(64), Gain()),
+        )
+    found = {name: model.initial_std(f"layers.0.{name}") for name, _ in block.named_parameters()}
+    assert found["norm_of_experts.weight"] == found["w2.weight"] == 0.02 and found["norm_of_experts.bias"] == 0.0
+    assert found["layer_norm.weight"] is None and found["layer_norm.bias"] == 0.0
+    assert found["slope.weight"] == Constant(0.25) and weight("slope", std=found["slope.weight"]).eq(0.25).all()
+    assert found["inner.gain"] == Constant(3.0) and found["inner.bias"] == 0.0 and found["inner.scale.weight"] == 0.5
+    assert found["inner.wo.weight"] == 0.02 / (2 * model.config.num_layers) ** 0.5
+    assert said_initial(model, "layers.0.inner.gain")[0] and not said_initial(model, "layers.0.inner.bias")[0]

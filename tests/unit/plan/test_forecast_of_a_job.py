@@ -18,10 +18,10 @@ from torchtitan_graph.forecast import OPTIMIZER, STEP
 from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
 from torchtitan_graph.graph.torch_private.pipelines import PipelineAction
 from torchtitan_graph.parallel.schedule import plan_pipeline
-from torchtitan_graph.plan import build as building
 from torchtitan_graph.plan import outlook
+from torchtitan_graph.plan import ranks as building
 from torchtitan_graph.plan.__main__ import main
-from torchtitan_graph.plan.build import Job, build, configuration
+from torchtitan_graph.plan.ranks import BuiltJob, build, configuration
 from torchtitan_graph.plan.report import as_data, lines
 from torchtitan_graph.plan.simulate import by_rates, simulate
 from torchtitan_graph.rates import RATES
@@ -36,15 +36,15 @@ LAYOUTS = {
 }
 
 
-def job(world_size: int, words: list[str]) -> Job:
+def job(world_size: int, words: list[str]) -> BuiltJob:
     return build(configuration([*DEBUG, *words], world_size), world_size, H100)
 
 
 @pytest.fixture(scope="module")
-def jobs() -> Callable[[str], Job]:
-    made: dict[str, Job] = {}
+def jobs() -> Callable[[str], BuiltJob]:
+    made: dict[str, BuiltJob] = {}
 
-    def get(name: str) -> Job:
+    def get(name: str) -> BuiltJob:
         if name not in made:
             made[name] = job(*LAYOUTS[name])
         return made[name]
@@ -53,7 +53,7 @@ def jobs() -> Callable[[str], Job]:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_memory_is_what_a_dry_run_says(name: str, jobs: Callable[[str], Job]) -> None:
+def test_memory_is_what_a_dry_run_says(name: str, jobs: Callable[[str], BuiltJob]) -> None:
     world_size, words = LAYOUTS[name]
     plan = simulate(found := jobs(name), by_rates(found, H100), H100)
     for place, rank in enumerate(found.ranks):
@@ -70,7 +70,7 @@ def test_memory_is_what_a_dry_run_says(name: str, jobs: Callable[[str], Job]) ->
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_the_parts_of_a_step_are_the_step(name: str, jobs: Callable[[str], Job]) -> None:
+def test_the_parts_of_a_step_are_the_step(name: str, jobs: Callable[[str], BuiltJob]) -> None:
     found = jobs(name)
     step = simulate(found, by_rates(found, H100), H100).step
     parts = [step.host, step.bubble, step.sums, step.optimizer]
@@ -78,7 +78,7 @@ def test_the_parts_of_a_step_are_the_step(name: str, jobs: Callable[[str], Job])
     assert all(step.exposed[axis] <= step.sent[axis] + step.bubble for axis in step.exposed)
 
 
-def test_inputs_that_are_gathered_and_kept_are_told_apart(jobs: Callable[[str], Job]) -> None:
+def test_inputs_that_are_gathered_and_kept_are_told_apart(jobs: Callable[[str], BuiltJob]) -> None:
     """Of every second block, which is not computed again, its attention's and its feed-forward's, and the output's: 4
     rows of 64 tokens in bf16."""
     of_tp = jobs("FSDP-2 TP-2").ranks[0]
@@ -88,7 +88,7 @@ def test_inputs_that_are_gathered_and_kept_are_told_apart(jobs: Callable[[str], 
     assert 0 < of_tp.told.at_peak[GATHERED_INPUTS] <= sum(each.num_bytes for each in kept)
 
 
-def test_no_part_of_a_step_is_left_out(jobs: Callable[[str], Job]) -> None:
+def test_no_part_of_a_step_is_left_out(jobs: Callable[[str], BuiltJob]) -> None:
     """However long the rest takes: of a step of a thousand times as many microbatches the optimizer is a row, too."""
     found = jobs("one")
     plan = simulate(found, by_rates(found, H100), H100)
@@ -97,7 +97,7 @@ def test_no_part_of_a_step_is_left_out(jobs: Callable[[str], Job]) -> None:
     assert any(row.startswith("  clipping and optimizer ") for row in rows)
 
 
-def test_notes_say_what_is_not_known_and_what_to_change(jobs: Callable[[str], Job]) -> None:
+def test_notes_say_what_is_not_known_and_what_to_change(jobs: Callable[[str], BuiltJob]) -> None:
     found = jobs("FSDP-2 TP-2")
     plan = simulate(found, by_rates(found, H100), H100)
 
@@ -122,7 +122,7 @@ def test_notes_say_what_is_not_known_and_what_to_change(jobs: Callable[[str], Jo
     assert "no time was measured" not in text  # operators were replayed on it
 
 
-def test_a_step_is_its_microbatches_and_the_optimizer(jobs: Callable[[str], Job]) -> None:
+def test_a_step_is_its_microbatches_and_the_optimizer(jobs: Callable[[str], BuiltJob]) -> None:
     found = jobs("one")
     costs = by_rates(found, H100)(found.ranks[0])
     plan = simulate(found, by_rates(found, H100), H100)
@@ -136,7 +136,7 @@ def test_a_step_is_its_microbatches_and_the_optimizer(jobs: Callable[[str], Job]
     assert half.mfu == pytest.approx(2 * plan.mfu)  # negative control: by the peak, whatever the step takes
 
 
-def test_a_cuda_graph_has_no_launches(jobs: Callable[[str], Job]) -> None:
+def test_a_cuda_graph_has_no_launches(jobs: Callable[[str], BuiltJob]) -> None:
     found = jobs("one")
     config = dataclasses.replace(found.config, compile=dataclasses.replace(found.config.compile, cuda_graphs=True))
     replayed = found._replace(config=config)
@@ -144,7 +144,7 @@ def test_a_cuda_graph_has_no_launches(jobs: Callable[[str], Job]) -> None:
     assert simulate(replayed, by_rates(replayed, H100), H100).step.host == pytest.approx(0.0, abs=1e-9)
 
 
-def test_a_pipeline_waits_as_its_schedule_does(jobs: Callable[[str], Job]) -> None:
+def test_a_pipeline_waits_as_its_schedule_does(jobs: Callable[[str], BuiltJob]) -> None:
     """With messages that take no time, as the action lists; a slow network adds to it, and is told as such."""
     found = jobs("PP-3")
     fast, slow = (
@@ -219,7 +219,7 @@ def test_stages_that_are_alike_are_built_once_and_right(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize(("name", "axes"), [("FSDP-2 TP-2", {"fsdp", "tp"}), ("PP-3", {"pp"})])
-def test_the_report_says_what_the_data_say(name: str, axes: set[str], jobs: Callable[[str], Job]) -> None:
+def test_the_report_says_what_the_data_say(name: str, axes: set[str], jobs: Callable[[str], BuiltJob]) -> None:
     found = jobs(name)
     plan = simulate(found, by_rates(found, H100), H100)
     text, data = "\n".join(lines(plan)), json.loads(json.dumps(as_data(plan)))
@@ -260,7 +260,7 @@ def test_what_a_device_does_not_do_is_not_forecast() -> None:
     assert not on_cpu.told.on_host and on_cpu.told.held["parameters"] == on_gpu.told.on_host["parameters"]
 
 
-def test_what_is_not_known_of_an_optimizer_is_said(jobs: Callable[[str], Job]) -> None:
+def test_what_is_not_known_of_an_optimizer_is_said(jobs: Callable[[str], BuiltJob]) -> None:
     found = jobs("one")
     (rank,) = found.ranks
     held = {name: size for name, size in rank.told.held.items() if name != OPTIMIZER}

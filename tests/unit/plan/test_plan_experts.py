@@ -9,9 +9,9 @@ import pytest
 
 from torchtitan_graph.config import load
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.plan.build import build, configuration
-from torchtitan_graph.plan.experts import ALL_LAYERS, Busiest, busiest, busiest_by_layer, read_loads
+from torchtitan_graph.plan.expert_loads import ALL_LAYERS, Busiest, busiest, busiest_by_layer, read_loads
 from torchtitan_graph.plan.outlook import add_arguments, check_arguments, look_ahead
+from torchtitan_graph.plan.ranks import build, configuration
 from torchtitan_graph.plan.simulate import by_rates, simulate
 from torchtitan_graph.rates import RATES
 

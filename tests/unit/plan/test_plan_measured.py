@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pool import run_on
-from torchtitan_graph.plan.build import build, configuration
+from torchtitan_graph.plan.ranks import build, configuration
 from torchtitan_graph.rates import RATES
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"

@@ -14,10 +14,10 @@ from torchtitan_graph.config import load
 from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group, is_gloo
 from torchtitan_graph.models.spec import family_names, load_family
 from torchtitan_graph.parallel.layout import ParallelDims
-from torchtitan_graph.plan import replay as replaying
-from torchtitan_graph.plan.build import build
+from torchtitan_graph.plan import operator_times as replaying
 from torchtitan_graph.plan.on_cpu import GLOO, ThisCpu
-from torchtitan_graph.plan.replay import Replay, Times, is_run, key_of
+from torchtitan_graph.plan.operator_times import Replay, Times, is_run, key_of
+from torchtitan_graph.plan.ranks import build
 from torchtitan_graph.plan.simulate import simulate
 from torchtitan_graph.rates import RATES
 from torchtitan_graph.steps import Assembly, build_graphs

@@ -18,8 +18,8 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.plan import find
-from torchtitan_graph.plan.build import build
-from torchtitan_graph.plan.layers import _periods, depths, keep_layers
+from torchtitan_graph.plan.depth import _periods, depths, keep_layers
+from torchtitan_graph.plan.ranks import build
 from torchtitan_graph.plan.search import VARIED, Figures, Search, degrees
 from torchtitan_graph.plan.simulate import by_rates, simulate
 from torchtitan_graph.rates import RATES

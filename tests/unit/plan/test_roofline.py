@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan_graph.analysis.cost import ATTENTION, COMPUTE, LAUNCH, MEMORY, PRODUCT
-from torchtitan_graph.plan.build import build, configuration
+from torchtitan_graph.plan.ranks import build, configuration
 from torchtitan_graph.plan.roofline import (
     CLASSES,
     COMMUNICATION,

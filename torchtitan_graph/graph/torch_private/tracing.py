@@ -23,7 +23,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph.hierarchy import TRACERS, Recorder
+from torchtitan_graph.graph.hierarchy import TRACERS, ScopeRecorder
 
 __all__ = [
     "DataDependentOutputException",
@@ -159,7 +159,7 @@ def _marked_backward(module: torch.nn.Module | None) -> Iterator[types.CodeType]
 
 
 @contextlib.contextmanager
-def _marked_modules(module: torch.nn.Module | None, recorder: Recorder | None) -> Iterator[None]:
+def _marked_modules(module: torch.nn.Module | None, recorder: ScopeRecorder | None) -> Iterator[None]:
     """Annotate every node with the name of the innermost submodule whose call made it, forward hooks included, and
     record each call in the recorder.
 
@@ -228,7 +228,7 @@ def _has_first(cls: type, child: torch.nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def _recorded(recorder: Recorder | None, base: types.CodeType, engine: types.CodeType) -> Iterator[None]:
+def _recorded(recorder: ScopeRecorder | None, base: types.CodeType, engine: types.CodeType) -> Iterator[None]:
     """Annotate every node with the recorder's current place.
 
     A node is made at one place, `PythonKeyTracer.create_node`; torch has hooks for it only on a finished graph. A trace
@@ -269,7 +269,7 @@ def trace_to_graph(
     fake_mode: FakeTensorMode,
     module: torch.nn.Module | None,
     stack_traces: bool,
-    recorder: Recorder | None = None,
+    recorder: ScopeRecorder | None = None,
 ) -> torch.fx.GraphModule:
     """Trace `fn` on fake plain tensors by `make_fx`, with forward and backward marked.
 

@@ -12,6 +12,7 @@ from torchtitan_graph.graph import flex_strips  # also lets uncompiled flex atte
 from torchtitan_graph.graph.torch_private.flash import WIDEST
 from torchtitan_graph.graph.torch_private.flex import ScoreFunction, flex_attention_op
 from torchtitan_graph.graph.varlen import Segments, varlen_attention
+from torchtitan_graph.models.layers.init import RESIDUAL
 from torchtitan_graph.models.layers.masks import Mask
 from torchtitan_graph.models.layers.rope import Rotation
 
@@ -165,6 +166,7 @@ class Attention(nn.Module):
         "sinks": {"tp": "shard 0"},
         "seen": {"cp": "context"},
     }
+    INITIAL = {"wo.weight": RESIDUAL, "sinks": 0.0}
 
     def __init__(
         self,

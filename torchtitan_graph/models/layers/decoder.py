@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torchtitan_graph.capture.step import SideOutputs
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.varlen import segments_of
+from torchtitan_graph.models.layers.init import Initial, Residual, said_initial
 from torchtitan_graph.models.layers.masks import (
     Mask,
     Rule,
@@ -170,23 +171,17 @@ class Decoder(nn.Module):
         """Return the argument `rope` of every block's attention, from the positions."""
         raise NotImplementedError
 
-    def initial_std(self, name: str) -> float | None:
-        """Return the standard deviation of the initial values of parameter `name`; None means ones, 0 zeros."""
-        path, _, leaf = name.rpartition(".")
-        owner = self.get_submodule(path)
-        is_scale = self.get_parameter(name).dim() == 1 and not isinstance(owner, (nn.Linear, nn.Embedding))
-        if leaf == "weight" and is_scale:  # a norm's
-            return None
-        if leaf in ("bias", "sinks", "b1", "b2", "b3"):
-            return 0.0
+    def initial_std(self, name: str) -> Initial:
+        """Return the standard deviation of the initial values of parameter `name`; None means ones, 0 zeros. See Note
+        [Initial values]."""
         if name == "output.weight" or (name == "tok_embeddings.weight" and self.config.tied):
             return self.config.dim**-0.5  # logits start near unit variance
         if name == "tok_embeddings.weight":
             return 1.0
-        if name.endswith(("wo.weight", "w2.weight", "w2")):
-            # Each block adds twice to the residual stream: its variance grows with depth unless these shrink.
-            return 0.02 / (2 * self.config.num_layers) ** 0.5
-        return 0.02
+        _, initial = said_initial(self, name)
+        if isinstance(initial, Residual):
+            return initial.std / (2 * self.config.num_layers) ** 0.5
+        return initial
 
     def mask_rules(self, documents_BL: Tensor, positions_BL: Tensor) -> dict[str, Rule]:
         """Return the mask rules, by the names that blocks use."""

@@ -3,6 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchtitan_graph.models.layers.init import RESIDUAL
 from torchtitan_graph.ops.elementwise import swiglu
 
 
@@ -31,6 +32,7 @@ class FeedForward(nn.Module):
         "w2.weight": {"tp": "shard 1"},
         "w3.weight": {"tp": "shard 0"},
     }
+    INITIAL = {"w2.weight": RESIDUAL}
 
     def __init__(self, dim: int, ffn_dim: int):
         super().__init__()

@@ -1,14 +1,67 @@
-"""Initial weights that depend on the seed and the parameter's name alone, not on layout, rank or device count."""
+"""Initial weights that depend on the seed and the parameter's name alone, not on layout, rank or device count.
+
+Note [Initial values]
+A module's class says how its parameters start, where that is not `STD`: `INITIAL` has the names of parameters, its own
+and those of modules inside, as `PLAN` has; the outermost class that names a parameter decides. torch's classes are
+below. Where none says it, a `bias` starts as zeros, and a `weight` of one dimension, another library's norm, as ones.
+"""
+
+from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.torch_private.tensors import num_writes
-from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.parallel.storage import set_local
+
+if TYPE_CHECKING:
+    from torchtitan_graph.models.layers.decoder import Decoder
+
+
+class Constant(NamedTuple):
+    """Initial values that are all the same."""
+
+    value: float
+
+
+class Residual(NamedTuple):
+    """Initial values of a weight whose product is added to the residual stream: their deviation, before it is divided
+    by the square root of the number of such products, two a block, so that the stream's variance doesn't grow."""
+
+    std: float
+
+
+STD = 0.02
+RESIDUAL = Residual(STD)
+Initial = float | Constant | Residual | None  # a standard deviation, 0 for zeros; None for ones
+_TORCH: Mapping[type[nn.Module], Mapping[str, Initial]] = {
+    nn.Linear: {"weight": STD, "bias": 0.0},
+    nn.Embedding: {"weight": STD},
+    nn.RMSNorm: {"weight": None},
+    nn.LayerNorm: {"weight": None, "bias": 0.0},
+    nn.GroupNorm: {"weight": None, "bias": 0.0},
+    nn.PReLU: {"weight": Constant(0.25)},
+}
+
+
+def said_initial(model: nn.Module, name: str) -> tuple[bool, Initial]:
+    """Return whether a class says how a parameter starts, and how it does. See Note [Initial values]."""
+    module, rest = model, name
+    while True:
+        torch_says = [says for kind, says in _TORCH.items() if isinstance(module, kind)]
+        for says in (getattr(module, "INITIAL", {}), *torch_says):
+            if rest in says:
+                return True, says[rest]
+        child, dot, below = rest.partition(".")
+        if not dot:
+            is_scale = child == "weight" and model.get_parameter(name).dim() == 1
+            return False, 0.0 if child == "bias" else None if is_scale else STD
+        module, rest = module.get_submodule(child), below
 
 
 def generator_for(seed: int, name: str, device: torch.device) -> torch.Generator:
@@ -18,15 +71,17 @@ def generator_for(seed: int, name: str, device: torch.device) -> torch.Generator
 
 
 def initial_weight(
-    name: str, shape: torch.Size, std: float | None, seed: int, device: torch.device, dtype: torch.dtype
+    name: str, shape: torch.Size, initial: Initial, seed: int, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
-    """Return one parameter's full initial values: normal, cut at 3 `std`; ones where `std` is None, zeros where 0."""
+    """Return one parameter's full initial values: normal, cut at three standard deviations, or constant."""
+    assert not isinstance(initial, Residual), name  # the model knows its depth
     full = torch.empty(shape, device=device, dtype=dtype)
-    if std is None:
-        return full.fill_(1.0)
-    if std == 0.0:
+    if initial is None or isinstance(initial, Constant):
+        return full.fill_(1.0 if initial is None else initial.value)
+    if initial == 0.0:
         return full.zero_()
-    return nn.init.trunc_normal_(full, 0.0, std, -3 * std, 3 * std, generator=generator_for(seed, name, device))
+    generator = generator_for(seed, name, device)
+    return nn.init.trunc_normal_(full, 0.0, initial, -3 * initial, 3 * initial, generator=generator)
 
 
 @torch.no_grad()
@@ -34,8 +89,8 @@ def initialize(model: Decoder, seed: int, device: torch.device | None = None) ->
     """Draw every parameter of a materialized model in full, one at a time, and keep this rank's shard; fill the
     buffers. The numbers depend on the kind of `device` that draws them: by default the parameter's."""
     for name, parameter in model.named_parameters():
-        std = model.initial_std(name)
-        full = initial_weight(name, parameter.shape, std, seed, device or parameter.device, torch.float32)
+        drawn_on, initial = device or parameter.device, model.initial_std(name)
+        full = initial_weight(name, parameter.shape, initial, seed, drawn_on, torch.float32)
         set_local(parameter, full)  # type: ignore[arg-type]
     initialize_buffers(model)
 

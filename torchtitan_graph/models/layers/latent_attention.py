@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan_graph.models.layers.attention import Seen, attend
+from torchtitan_graph.models.layers.init import RESIDUAL
 from torchtitan_graph.models.layers.masks import Mask
 from torchtitan_graph.models.layers.rope import Rotation
 
@@ -36,6 +37,7 @@ class LatentAttention(nn.Module):
         "wo.weight": {"tp": "shard 1"},
         "seen": {"cp": "context"},
     }
+    INITIAL = {"wo.weight": RESIDUAL}
 
     def __init__(
         self,

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_graph.models.layers.feed_forward import FeedForward, SwiGLU
+from torchtitan_graph.models.layers.init import RESIDUAL
 from torchtitan_graph.ops.elementwise import LIMIT, STEEPNESS, swiglu
 from torchtitan_graph.ops.experts import grouped_add, grouped_mm, permuted
 
@@ -182,6 +183,8 @@ class ClampedSwiGLU(SwiGLU):
 
 class Experts(nn.Module):
     """Feed-forward layers of experts, stacked on dim 0. Each row goes through its expert's."""
+
+    INITIAL = {"w2": RESIDUAL, "b1": 0.0, "b2": 0.0, "b3": 0.0}
 
     def __init__(self, dim: int, config: MoEConfig):
         super().__init__()

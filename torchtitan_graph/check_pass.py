@@ -14,12 +14,11 @@ from pathlib import Path
 
 import torch
 
-from torchtitan_graph.check.report import report
-from torchtitan_graph.check_pass.case import find_pass
-from torchtitan_graph.check_pass.checks import Wanted, checks
+from torchtitan_graph.check.case import find_pass
+from torchtitan_graph.check.passes import Wanted, checks
+from torchtitan_graph.check.runner import parse, report
 from torchtitan_graph.config.job import ExtraPass
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.models.layers.decoder import ATTENTION
 from torchtitan_graph.models.spec import family_names, load_family
 
 
@@ -34,17 +33,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--after", default="bucket_collectives", help="the pass it follows (default %(default)s)")
     parser.add_argument("--inexact", action="store_true", help="it may round: what exact = false promises")
     parser.add_argument("--families", default="all", help="such as llama3,my_pkg.my_model (default all of the package)")
-    parser.add_argument("--attn", default="sdpa", help="of sdpa, flex, varlen: one, or several as sdpa,flex")
     parser.add_argument("--graphs-only", action="store_true", help="train nothing")
     parser.add_argument("--full", action="store_true", help="train on four processes too")
     parser.add_argument("--out", type=Path, default=Path("outputs/check_pass"), help="folder for a small failing graph")
-    parser.add_argument("-x", "--exitfirst", action="store_true", help="stop at the first failure")
-    parser.add_argument("--traceback", action="store_true", help="of every failure, of every rank")
-    options = parser.parse_args(argv)
-    attns = options.attn.split(",")
-    if not set(attns) <= {*ATTENTION}:
-        parser.error(f"--attn {options.attn}: legal are {', '.join(ATTENTION)}, and several as sdpa,flex")
-    torch.set_num_threads(1)  # like every process of several ranks
+    options, attns = parse(parser, argv)
     torch.use_deterministic_algorithms(True)
     entry = ExtraPass(options.name, after=options.after, exact=not options.inexact)
     names = family_names() if options.families == "all" else options.families.split(",")

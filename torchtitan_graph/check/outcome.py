@@ -23,25 +23,25 @@ RAISES, UNSOUND, ORDER, NUMBERS = "raises", "unsound", "order", "numbers"
 
 
 @dataclasses.dataclass(frozen=True)
-class Failure:
+class PassFailure:
     """A failure of a pass: `kind` is one of the words above."""
 
     kind: str
     said: str
 
 
-def apply(own: Pass, gm: GraphModule) -> GraphModule | Failure:
+def apply(own: Pass, gm: GraphModule) -> GraphModule | PassFailure:
     """Run a pass on a copy of a graph; return the result, or why it can't be run."""
     try:
         after = own.run(copy_graph(gm))
     except Exception as error:
         frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename]
         where = f" ({frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name})"
-        return Failure(RAISES, f"{type(error).__name__}: {error}{where}")
+        return PassFailure(RAISES, f"{type(error).__name__}: {error}{where}")
     if problem := find_problem(after):
-        return Failure(UNSOUND, problem)
+        return PassFailure(UNSOUND, problem)
     if stale := _stale_values(after):
-        return Failure(UNSOUND, stale)
+        return PassFailure(UNSOUND, stale)
     after.recompile()
     return after
 
@@ -67,11 +67,11 @@ def _stale_values(gm: GraphModule) -> str | None:
 
 
 @torch.no_grad()
-def outcome_on_random(own: Pass, gm: GraphModule) -> Failure | None:
+def outcome_on_random(own: Pass, gm: GraphModule) -> PassFailure | None:
     """Apply a pass, and run the graph before and after it on random inputs; all ranks together, and return the failure
     that all agree on. None as well where the graph before the pass can't run on such numbers."""
     after = apply(own, gm)
-    failure = agree(after if isinstance(after, Failure) else None)
+    failure = agree(after if isinstance(after, PassFailure) else None)
     if failure is None:
         assert isinstance(after, GraphModule)
         failure = _order(after)
@@ -83,20 +83,20 @@ def outcome_on_random(own: Pass, gm: GraphModule) -> Failure | None:
         expected: list[Tensor] | None = gm(*[x.clone() for x in inputs])
     except Exception:
         expected = None
-    if agree(None if expected is not None else Failure(RAISES, "before the pass")) is not None:
+    if agree(None if expected is not None else PassFailure(RAISES, "before the pass")) is not None:
         return None
     try:
         found = after(*[x.clone() for x in inputs])
     except Exception as error:
-        return agree(Failure(UNSOUND, f"gives a graph that can't run: {error}"))
+        return agree(PassFailure(UNSOUND, f"gives a graph that can't run: {error}"))
     return agree(compare(own, gm, expected or [], found))
 
 
-def _order(after: GraphModule) -> Failure | None:
+def _order(after: GraphModule) -> PassFailure | None:
     mine = collectives(after, {})
     by_rank = _gathered(mine)
     said = first_difference(dict(enumerate(by_rank)))
-    return Failure(ORDER, f"ranks send in different orders: {said}") if said else None
+    return PassFailure(ORDER, f"ranks send in different orders: {said}") if said else None
 
 
 def layouts(gm: GraphModule) -> dict[str, Plain]:
@@ -105,17 +105,17 @@ def layouts(gm: GraphModule) -> dict[str, Plain]:
     return {name: Plain(tuple(x.shape), x.dtype) for name, x in values.items()}
 
 
-def compare(own: Pass, gm: GraphModule, expected: Sequence[Tensor], found: Sequence[Tensor]) -> Failure | None:
+def compare(own: Pass, gm: GraphModule, expected: Sequence[Tensor], found: Sequence[Tensor]) -> PassFailure | None:
     """Compare a graph's outputs before and after a pass; up to rounding for a pass that is not exact."""
     different = []
     for slot, a, b in zip(signature_of(gm).outputs, expected, found, strict=True):
         if same_bits(a, b) or (not own.exact and distance(a, b) <= tolerance(a.dtype)):
             continue
         different.append(f"{slot.kind} {slot.name} ({distance(a, b):.1e} of its norm)")
-    return Failure(NUMBERS, f"other numbers: {', '.join(different[:5])}") if different else None
+    return PassFailure(NUMBERS, f"other numbers: {', '.join(different[:5])}") if different else None
 
 
-def agree(failure: Failure | None) -> Failure | None:
+def agree(failure: PassFailure | None) -> PassFailure | None:
     """Return the failure of the first rank that has one, on all ranks."""
     return next((each for each in _gathered(failure) if each is not None), None)
 

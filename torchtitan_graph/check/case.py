@@ -10,7 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.fx import GraphModule
 
-from torchtitan_graph.check_pass.outcome import Failure, apply, difference, outcome_on_random
+from torchtitan_graph.check.outcome import PassFailure, apply, difference, outcome_on_random
 from torchtitan_graph.compiler import Pass
 from torchtitan_graph.config import job
 from torchtitan_graph.config.job import ExtraPass
@@ -35,7 +35,7 @@ def find_pass(entry: ExtraPass) -> Pass:
     return find_extra(entry, job.Compile(), "name", "--after").own
 
 
-def case_file(own: Pass, gm: GraphModule, failure: Failure) -> str:
+def case_file(own: Pass, gm: GraphModule, failure: PassFailure) -> str:
     """Return the content of a file with a graph on which a pass fails."""
     after = apply(own, gm)
     lines = difference(gm, after) if isinstance(after, GraphModule) else []
@@ -45,7 +45,7 @@ def case_file(own: Pass, gm: GraphModule, failure: Failure) -> str:
     text = readable(gm, title, _FOOT.format(changes=changes, name=own.name, exact=own.exact))
     runs = f"torchrun --nproc_per_node {dist.get_world_size()}" if dist.get_world_size() > 1 else "python"
     text = text.replace("Run it on random inputs: python THIS_FILE.", f"Run the pass on it: {runs} THIS_FILE.")
-    own_import = "from torchtitan_graph.check_pass.case import run_case\nfrom torchtitan_graph.formats.replay"
+    own_import = "from torchtitan_graph.check.case import run_case\nfrom torchtitan_graph.formats.replay"
     return text.replace("from torchtitan_graph.formats.replay", own_import).replace(", run_file", "")
 
 

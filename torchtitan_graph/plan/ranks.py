@@ -24,7 +24,7 @@ from torchtitan_graph.graph.torch_private.distributed import init_fake_process_g
 from torchtitan_graph.log import logger
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.parallel.layout import ParallelDims
-from torchtitan_graph.plan.layers import kind_of
+from torchtitan_graph.plan.depth import kind_of
 from torchtitan_graph.rates import Rates
 from torchtitan_graph.steps import Graphs, StepOptions, build_graphs
 from torchtitan_graph.steps.choices import check_disabled
@@ -60,7 +60,7 @@ class Rank(NamedTuple):
         return [part.gm for stage in train.values() for part in stage.parts.by_name.values()]
 
 
-class Job(NamedTuple):
+class BuiltJob(NamedTuple):
     """A job with the graphs of its ranks: `ranks` has one for each place along pp, the first of its stage."""
 
     config: JobConfig
@@ -94,7 +94,7 @@ def configuration(words: Sequence[str], world_size: int) -> JobConfig:
     return config
 
 
-def build(config: JobConfig, world_size: int, rates: Rates, make: Callable[..., Blueprint] = Blueprint) -> Job:
+def build(config: JobConfig, world_size: int, rates: Rates, make: Callable[..., Blueprint] = Blueprint) -> BuiltJob:
     """Build the graphs of a job's ranks on devices of a kind. Pipeline ranks with equal stages share theirs.
 
     Args:
@@ -114,7 +114,7 @@ def build(config: JobConfig, world_size: int, rates: Rates, make: Callable[..., 
             logger.info(f"graphs {number} of {len(places)}, of the pipeline's rank {', '.join(map(str, alike))}")
         blueprint = first if number == 1 else make()
         ranks |= _ranks_at(alike, blueprint, world_size)
-    return Job(config, first.dims, first.options, first.rows_per_step, [ranks[place] for place in sorted(ranks)])
+    return BuiltJob(config, first.dims, first.options, first.rows_per_step, [ranks[place] for place in sorted(ranks)])
 
 
 def _blueprint(make: Callable[..., Blueprint], config: JobConfig, world_size: int, rates: Rates) -> Blueprint:

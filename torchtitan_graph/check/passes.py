@@ -15,13 +15,12 @@ from torch.fx import GraphModule
 
 from torchtitan_graph.analysis.liveness import peak_memory
 from torchtitan_graph.analysis.traffic import traffic
-from torchtitan_graph.check.family import LAYOUTS, MORE_LAYOUTS, TIMEOUT_S
+from torchtitan_graph.capture.state import local_part
+from torchtitan_graph.check.case import case_file, find_pass
+from torchtitan_graph.check.family import LAYOUTS, MORE_LAYOUTS, TIMEOUT_S, skip_unless_planned
 from torchtitan_graph.check.matrix import BF16, FP32, NUM_ROWS, SEQ_LEN, Cell, build_model, layout_of, trace, train
-from torchtitan_graph.check.pool import RanksFailed, run_on
-from torchtitan_graph.check.report import Check, Failed, Skipped
-from torchtitan_graph.check_pass.case import case_file, find_pass
-from torchtitan_graph.check_pass.outcome import (
-    Failure,
+from torchtitan_graph.check.outcome import (
+    PassFailure,
     apply,
     collectives,
     distance,
@@ -30,16 +29,16 @@ from torchtitan_graph.check_pass.outcome import (
     same_bits,
     tolerance,
 )
-from torchtitan_graph.check_pass.shrink import shrink
+from torchtitan_graph.check.pool import PoolFailed, run_on
+from torchtitan_graph.check.runner import Check, Failed
+from torchtitan_graph.check.shrink import shrink
 from torchtitan_graph.compiler import Extra, Inspection, Pass, passes, run_passes
 from torchtitan_graph.config.job import ExtraPass
-from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.signature import signature_of
 from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
 from torchtitan_graph.models.layers.init import initialize
 from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.layout import Layout, ParallelDims
-from torchtitan_graph.parallel.parallelize import check_plan
 from torchtitan_graph.steps import Assembly, build_graphs, build_steps
 
 # For these only graphs are built: nothing runs.
@@ -102,15 +101,6 @@ def check_changed(changed: list[bool]) -> None:
         raise Failed("no graph is another after it: does it look for what is there, and is --after its place?")
 
 
-def _skip_unless_planned(cell: Cell) -> None:
-    model = build_model(cell)
-    try:
-        check_plan(model, load_family(cell.family).PLAN, cell.dims)
-        model.check_attention(cell.dims.cp)
-    except UserError as reason:
-        raise Skipped(str(reason)) from None
-
-
 # --- graphs, one rank at a time ---------------------------------------------------------------------------------------
 
 
@@ -126,7 +116,7 @@ class _Change(NamedTuple):
 
 def check_graphs(cell: Cell, wanted: Wanted, changed: list[bool]) -> str:
     """Build the graphs of a job's ranks, one rank after the other, and check the effect of the pass on each."""
-    _skip_unless_planned(cell)
+    skip_unless_planned(cell)
     per_stage = cell.dims.num_ranks // cell.dims.pp
     ranks = (
         range(cell.dims.num_ranks) if cell.dims.num_ranks <= 2 else sorted({0, per_stage - 1, cell.dims.num_ranks - 1})
@@ -136,7 +126,7 @@ def check_graphs(cell: Cell, wanted: Wanted, changed: list[bool]) -> str:
         first = min(r for r in by_rank if r // per_stage == rank // per_stage)
         for one, other in zip(by_rank[first], changes, strict=True):
             if said := first_difference({first: one.sent, rank: other.sent}):
-                _fail(cell, wanted, Failure("order", f"rank {rank} sends in another order: {said}"))
+                _fail(cell, wanted, PassFailure("order", f"rank {rank} sends in another order: {said}"))
     everything = [change for changes in by_rank.values() for change in changes]
     changed.append(any(change.is_changed for change in everything))
     return _told([change for change in by_rank[0] if change.trains])
@@ -169,7 +159,7 @@ def _changes(cell: Cell, wanted: Wanted, rank: int) -> list[_Change]:
 
 def _watch(cell: Cell, wanted: Wanted, own: Pass, gm: GraphModule, layout: Layout, found: list[_Change]) -> GraphModule:
     after = apply(own, gm)
-    if isinstance(after, Failure):
+    if isinstance(after, PassFailure):
         small = shrink(gm, lambda part: _is(apply(own, part), after.kind))
         _fail(cell, wanted, after, None if small is None else case_file(own, small, after))
     assert isinstance(after, GraphModule)
@@ -182,7 +172,7 @@ def _watch(cell: Cell, wanted: Wanted, own: Pass, gm: GraphModule, layout: Layou
 
 
 def _is(outcome: object, kind: str) -> bool:
-    return isinstance(outcome, Failure) and outcome.kind == kind
+    return isinstance(outcome, PassFailure) and outcome.kind == kind
 
 
 def _measure(gm: GraphModule, layout: Layout) -> tuple[int, int, int]:
@@ -199,12 +189,12 @@ def _text(gm: GraphModule) -> list[tuple]:
 
 def check_numbers(cell: Cell, wanted: Wanted) -> str:
     """Train with and without the pass, and compare all results."""
-    _skip_unless_planned(cell)
+    skip_unless_planned(cell)
     results = run_on(cell.dims.num_ranks, differences, cell, wanted.entry, timeout=TIMEOUT_S)
     different: list[str] = next((names for names, _ in results if names), [])
     if different:
         more = f", and {len(different) - 3} more" if len(different) > 3 else ""
-        _fail(cell, wanted, Failure("numbers", f"other numbers: {', '.join(different[:3])}{more}"))
+        _fail(cell, wanted, PassFailure("numbers", f"other numbers: {', '.join(different[:3])}{more}"))
     worst = max(distance for _, distance in results)
     return "" if wanted.entry.exact else f"off by at most {worst:.1e} of a tensor's norm"
 
@@ -228,18 +218,18 @@ def _trained(cell: Cell, extra: Sequence[Extra]) -> dict[str, Tensor]:
     options = dataclasses.replace(cell.options("graph"), extra=extra)
     steps = build_steps(Assembly(build_model(cell), load_family(cell.family), layout_of(cell.dims), options))
     initialize(steps.model, 0)
-    return {name: x.to_local() if hasattr(x, "to_local") else x for name, x in train(cell, steps).items()}
+    return {name: local_part(x) for name, x in train(cell, steps).items()}
 
 
 # --- minimization of failures -----------------------------------------------------------------------------------------
 
 
-def _fail(cell: Cell, wanted: Wanted, failure: Failure, text: str | None = None) -> None:
+def _fail(cell: Cell, wanted: Wanted, failure: PassFailure, text: str | None = None) -> None:
     """Raise a failure with its text, and the file of a small graph that reproduces it."""
     if text is None and cell.dims.num_ranks <= 2 and cell.dims.pp == 1 and failure.kind in ("order", "numbers"):
         try:
             text = run_on(cell.dims.num_ranks, small_case, cell, wanted.entry, failure.kind, timeout=TIMEOUT_S)[0]
-        except RanksFailed:
+        except PoolFailed:
             text = None  # a part of the graph may hang or die where the whole does not
     if text is None:
         raise Failed(f"{failure.said}\nno smaller graph shows it by itself")

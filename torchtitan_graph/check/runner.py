@@ -1,14 +1,31 @@
-"""Execution of checks one after the other, with a line printed for each as it ends."""
+"""The commands' options, and execution of checks one after the other, with a line printed for each as it ends."""
 
 from __future__ import annotations
 
+import argparse
 import re
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from torchtitan_graph.check.pool import RanksFailed
+import torch
+
+from torchtitan_graph.check.pool import PoolFailed
+from torchtitan_graph.models.layers.decoder import ATTENTION
+
+
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """Add the options that both commands have; return all options, and the attention implementations."""
+    parser.add_argument("--attn", default="sdpa", help="of sdpa, flex, varlen: one, or several as sdpa,flex")
+    parser.add_argument("-x", "--exitfirst", action="store_true", help="stop at the first failure")
+    parser.add_argument("--traceback", action="store_true", help="of every failure, of every rank")
+    options = parser.parse_args(argv)
+    attns = options.attn.split(",")
+    if not set(attns) <= {*ATTENTION}:
+        parser.error(f"--attn {options.attn}: legal are {', '.join(ATTENTION)}, and several as sdpa,flex")
+    torch.set_num_threads(1)  # workers with several ranks use one, too: more would add in another order
+    return options, attns
 
 
 class Failed(Exception):
@@ -59,8 +76,8 @@ def _result(check: Check, results: dict[str, str], with_traceback: bool) -> tupl
         return "skip", str(reason)
     except Exception as error:
         if with_traceback:
-            return "FAIL", str(error) if isinstance(error, RanksFailed) else traceback.format_exc()
-        raised = (error.first or str(error)) if isinstance(error, RanksFailed) else traceback.format_exc()
+            return "FAIL", str(error) if isinstance(error, PoolFailed) else traceback.format_exc()
+        raised = (error.first or str(error)) if isinstance(error, PoolFailed) else traceback.format_exc()
         return "FAIL", _gist(raised)
     return "ok", said or ""
 

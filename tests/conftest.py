@@ -1,3 +1,4 @@
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -8,6 +9,17 @@ from torchtitan_graph.log import logger
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the slow tier too: the full matrix of layouts")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads its options
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Run folders in two processes, by file. Named files run in this process: two more take longer to start."""
+    option = config.option
+    if not config.pluginmanager.hasplugin("xdist") or "PYTEST_XDIST_WORKER" in os.environ:
+        return
+    is_whole = all(os.path.isdir(word) for word in config.args)
+    if is_whole and option.numprocesses is None and not option.usepdb and not option.collectonly:
+        option.numprocesses, option.dist = 2, "loadfile"
 
 
 def pytest_configure() -> None:

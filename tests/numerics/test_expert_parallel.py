@@ -8,7 +8,6 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,6 +24,7 @@ from matrix import (
     far_apart,
     gathered,
     optimizing,
+    patched,
     train,
 )
 from test_verify_passes import outcome
@@ -65,7 +65,7 @@ TWISTS: dict[str, tuple[Any, str, Any]] = {
 
 
 def twisted(twist: str) -> contextlib.AbstractContextManager:
-    return patch.object(*TWISTS[twist]) if twist else contextlib.nullcontext()
+    return patched(*TWISTS[twist]) if twist else contextlib.nullcontext()
 
 
 def compared(cell: Cell, plain: Seen, twist: str) -> tuple[list[str], list[str]]:

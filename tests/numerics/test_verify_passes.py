@@ -46,7 +46,7 @@ def outcome(cell: Cell, broken: Callable[[GraphModule], GraphModule] | None = No
         pytest.param(
             Cell(dims, PRECISIONS[p]),
             id=f"{layout}-{p}",
-            marks=[pytest.mark.slow] * (dims.num_ranks > 1 and (p == "fp32" or dims.num_ranks > 2 and dims.tp == 1)),
+            marks=[pytest.mark.slow] * ((p == "fp32") != (dims == ONE) or dims.num_ranks > 2 and dims.tp == 1),
         )
         for layout, dims in LAYOUTS.items()
         for p in PRECISIONS

@@ -103,7 +103,7 @@ def eager(cell: Cell) -> Seen:  # noqa: F405
     return _eager(dataclasses.replace(cell, disabled=()))
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=16)
 def _eager(cell: Cell) -> Seen:  # noqa: F405
     return train(cell, build_eager(cell))  # noqa: F405
 
@@ -118,6 +118,6 @@ def off_one_rank(cell: Cell, found: Seen) -> list[str]:  # noqa: F405
     return wrong + far_apart(*floats, 1e-12)  # noqa: F405
 
 
-@functools.cache
+@functools.lru_cache(maxsize=16)
 def _plain(cell: Cell) -> Seen:  # noqa: F405
     return train(cell, build_plain(cell))  # noqa: F405

@@ -322,9 +322,13 @@ def test_parts_are_compiled_up_to_rounding():
 # --- the check can fail ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", [faults.shift_the_mask, faults.count_own_targets_only])
-def test_wrong_data_is_seen(fault):
-    for different in run_on(2, differences_from_plain, cell(PP2, "1F1B", FP64), data=fault):
+@pytest.mark.parametrize(
+    ("fault", "dims"),
+    [(faults.shift_the_mask, PP2), (faults.count_own_targets_only, PP2_FSDP2)],
+    ids=["mask", "targets"],
+)
+def test_wrong_data_is_seen(fault, dims):
+    for different in run_on(dims.num_ranks, differences_from_plain, cell(dims, "1F1B", FP64), data=fault):
         assert different[0].startswith("step 1: loss")
 
 

@@ -1,4 +1,6 @@
-from collections.abc import Iterator
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping
 
 import pytest
 import torch
@@ -10,8 +12,42 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the slow tier too: the full matrix of layouts")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads its options
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Run folders in two processes, by file. Named files run in this process: two more take longer to start."""
+    option = config.option
+    if not config.pluginmanager.hasplugin("xdist") or "PYTEST_XDIST_WORKER" in os.environ:
+        return
+    is_whole = all(os.path.isdir(word) for word in config.args)
+    if is_whole and option.numprocesses is None and not option.usepdb and not option.collectonly:
+        option.numprocesses, option.dist = 2, "loadfile"
+
+
 def pytest_configure() -> None:
     torch.set_num_threads(1)
+
+
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Return a readable id for what pytest would number, such as a cell or a dictionary of options."""
+    if isinstance(val, (Mapping, list, tuple, str)) or dataclasses.is_dataclass(val) and not isinstance(val, type):
+        return _readable(val)[:50]
+    return None
+
+
+def _readable(value: object, depth: int = 0) -> str:
+    if depth > 4:
+        return "..."
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
+        changed = {field.name: x for field, x in fields if x is not field.default}
+        return _readable(changed, depth) or type(value).__name__
+    if isinstance(value, Mapping):
+        return "-".join(f"{_readable(name, depth + 1)}={_readable(x, depth + 1)}" for name, x in value.items())
+    if isinstance(value, (list, tuple)):
+        return "-".join(_readable(x, depth + 1) for x in value)
+    if value is None or isinstance(value, (str, int, float, torch.dtype)):
+        return str(value).encode("unicode_escape").decode()
+    return getattr(value, "__name__", type(value).__name__)
 
 
 @pytest.fixture(autouse=True)

@@ -1,15 +1,18 @@
 """`python -m torchtitan_graph.check` passes a right family of a user's own, and finds what is wrong with another."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from runs import REPOSITORY
 
-from torchtitan_graph.check.__main__ import main
-from torchtitan_graph.check.family import Failed, check_layout, check_visibility
+from torchtitan_graph.check import __main__ as command
+from torchtitan_graph.check.family import Failed, check_layout, check_visibility, checks
 from torchtitan_graph.check.matrix import FP64, Cell, build_plain, global_rows
+from torchtitan_graph.check.report import Check
 from torchtitan_graph.parallel.layout import ParallelDims
 
 SOFT_CAP = "own_model.soft_cap"
@@ -36,9 +39,20 @@ def write_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def outcome(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
     """Give the exit code and what is printed."""
-    return main(arguments), capsys.readouterr().out
+    return command.main(arguments), capsys.readouterr().out
 
 
+def test_what_needs_one_process_passes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def on_one_rank(*arguments: Any) -> Iterator[Check]:
+        return (check for check in checks(*arguments) if not re.search(r"(FSDP|TP|CP|EP|PP) 2", check.title))
+
+    monkeypatch.setattr(command, "checks", on_one_rank)
+    code, output = outcome(capsys, "my_models.tiny")
+    assert code == 0, output
+    assert re.search(r"my_models.tiny debugmodel: \d passed, 0 failed, 0 skipped\n$", output), output
+
+
+@pytest.mark.slow
 def test_a_right_family_passes(capsys: pytest.CaptureFixture[str]) -> None:
     code, output = outcome(capsys, "my_models.tiny")
     assert code == 0, output

@@ -45,7 +45,6 @@ STEPS_PER_KILL = 2
 @pytest.mark.parametrize(
     ("num_ranks", "num_kills"),
     [
-        (1, 2),
         pytest.param(1, 30, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
         pytest.param(2, 8, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
     ],

@@ -4,9 +4,10 @@ import json
 import sys
 from pathlib import Path
 
+import patched_train
 import pytest
 import torch
-from runs import REPOSITORY, Command, digest, run_script, saved, saved_steps, torchrun, train
+from runs import REPOSITORY, Command, digest, run_script, saved, saved_steps, train
 from safetensors.torch import load_file
 
 from torchtitan_graph.checkpoint import load_model
@@ -22,10 +23,10 @@ STEPS = 2
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two steps at FSDP 2 x TP 2 with everything saved."""
-    folder = tmp_path_factory.mktemp("fsdp_tp") / "run"
+    """Two steps at TP 2 with everything saved."""
+    folder = tmp_path_factory.mktemp("tp") / "run"
     options = ["--parallelism.tensor_parallel_degree", "2", "--checkpoint.last_save_in_hf"]
-    code, output = train("--job.dump_folder", str(folder), "--training.steps", str(STEPS), *options, ranks=4)
+    code, output = train("--job.dump_folder", str(folder), "--training.steps", str(STEPS), *options, ranks=2)
     assert code == 0, output
     return folder
 
@@ -84,15 +85,23 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 STILL = ["--model.name=llama3", "--training.steps", "1", "--optimizer.lr", "0"]
 
 
-@pytest.mark.parametrize("mode", ["graph", "eager"])
-def test_a_run_starts_from_the_weights_of_its_assets(mode: str, small: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["graph", pytest.param("eager", marks=pytest.mark.slow)])
+def test_a_run_starts_from_the_weights_of_its_assets_and_ends_in_the_dtype_that_is_asked(
+    mode: str, small: Path, tmp_path: Path
+) -> None:
     options = [*STILL, "--model.hf_assets_path", str(small), "--checkpoint.initial_load_in_hf"]
+    options += ["--checkpoint.last_save_in_hf", "--checkpoint.export_dtype", "bfloat16"]
     code, output = train("--job.dump_folder", str(tmp_path), "--compile.mode", mode, *options)
     assert code == 0, output
     assert f"loaded the weights of {small}" in output and "llama3 as in config.json" in output
     assert_hf_is_checkpoint(small, tmp_path, 1)
+    hf = tmp_path / "checkpoint" / "step-1-hf"
+    assert {x.dtype for x in load_file(hf / "model.safetensors").values()} == {torch.bfloat16}
+    assert (hf / "tokenizer.json").read_bytes() == (TOKENIZER / "tokenizer.json").read_bytes()
+    assert json.loads((hf / "config.json").read_text())["rope_theta"] == 1234.0
 
 
+@pytest.mark.slow
 def test_weights_are_loaded_by_a_run_that_saves_nothing(small: Path, tmp_path: Path) -> None:
     options = [*STILL, "--model.hf_assets_path", str(small), "--checkpoint.initial_load_in_hf"]
     code, output = train("--job.dump_folder", str(tmp_path), "--checkpoint.no-enable", *options)
@@ -120,8 +129,8 @@ def test_a_run_that_goes_on_takes_its_own_checkpoint(small: Path, tmp_path: Path
 def test_an_export_that_fails_loses_no_checkpoint_and_is_done_again(tmp_path: Path) -> None:
     options = ["--job.dump_folder", str(tmp_path), "--training.steps", "2", "--checkpoint.last_save_in_hf"]
     slow = [*options, "--comm.train_timeout_seconds", "5"]
-    code, output = torchrun(2, *slow, patch="export_slowly_and_fail").finish()
-    assert code != 0 and "exitcode  : 4" in output, output
+    code, output = train(*slow, ranks=2, patch=patched_train.export_slowly_and_fail)
+    assert code == 4, output
     assert "step-2-hf could not be saved: the disk at" in output
     assert saved_steps(tmp_path) == [2], "neither part of an export"
     code, output = train(*options)
@@ -157,16 +166,6 @@ def test_a_mistake_is_refused(options: list[str], parts: list[str], small: Path,
     assert output.count("ERROR") == 1 and "Traceback" not in output, output
     for part in parts:
         assert part in output, output
-
-
-def test_the_exported_dtype_and_tokenizer_are_as_asked(small: Path, tmp_path: Path) -> None:
-    options = ["--checkpoint.last_save_in_hf", "--checkpoint.export_dtype", "bfloat16"]
-    code, output = train("--job.dump_folder", str(tmp_path), *STILL, "--model.hf_assets_path", str(small), *options)
-    assert code == 0, output
-    hf = tmp_path / "checkpoint" / "step-1-hf"
-    assert {x.dtype for x in load_file(hf / "model.safetensors").values()} == {torch.bfloat16}
-    assert (hf / "tokenizer.json").read_bytes() == (TOKENIZER / "tokenizer.json").read_bytes()
-    assert json.loads((hf / "config.json").read_text())["rope_theta"] == 1234.0
 
 
 @pytest.mark.slow

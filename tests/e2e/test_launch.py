@@ -27,6 +27,7 @@ def test_log_rank_chooses_whose_output_is_shown(reference: tuple[Path, Result]) 
     assert "[rank0]:" in output and "[rank1]:" in output  # the fixture sets LOG_RANK=0,1
 
 
+@pytest.mark.slow
 def test_a_progress_bar_on_a_terminal_and_none_but_rank_0_there(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     options = ["--training.steps", "3", "--metrics.log_freq", "3", "--job.dump_folder", "./run"]
@@ -117,6 +118,7 @@ def test_run_ends_where_the_data_ends(tmp_path: Path) -> None:
     assert saved_steps(tmp_path / "run") == [last["step"]]
 
 
+@pytest.mark.slow
 def test_a_crash_on_one_of_two_ranks_is_told_once_with_its_exit_code(tmp_path: Path) -> None:
     options = ["--optimizer.name", "my_optimizers.BreaksInStep3"]
     code, output = launch(*options, folder=tmp_path, ranks=2)
@@ -128,6 +130,7 @@ def test_a_crash_on_one_of_two_ranks_is_told_once_with_its_exit_code(tmp_path: P
     assert "ChildFailedError" not in output and "[rank0]:[rank0]" not in output
 
 
+@pytest.mark.slow
 def test_numbers_that_are_not_finite_stop_the_run_and_name_the_rank(tmp_path: Path) -> None:
     code, output = launch("--model.name", "my_models.infinite", folder=tmp_path, ranks=2)
     assert code == 3, output
@@ -140,7 +143,7 @@ def test_numbers_that_are_not_finite_stop_the_run_and_name_the_rank(tmp_path: Pa
     ("optimizer", "code", "told"),
     [
         ("FillsTheDisk", 4, "step-2 could not be saved (rank 0: OSError: [Errno 27] File too large)"),
-        ("LosesItsStorage", 6, "Stale file handle"),
+        pytest.param("LosesItsStorage", 6, "Stale file handle", marks=pytest.mark.slow),
     ],
 )
 def test_what_became_of_storage_is_the_launcher_s_exit_code(

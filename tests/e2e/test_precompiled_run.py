@@ -2,14 +2,16 @@
 
 from pathlib import Path
 
+import pytest
 from runs import Result, numbers, precompile, records, saved, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 OPTIONS = ("--validation.enable", "--validation.freq", "3", "--compile.record_call_hierarchy")
 
 
+@pytest.mark.slow
 def test_a_precompiled_run_is_the_one_that_traces(reference: tuple[Path, Result], tmp_path: Path) -> None:
-    """To the bit, optimizer included; its log says that nothing was traced."""
+    """To the bit, optimizer included; its log says that nothing was traced. The fast tier's is test_float8_run.py."""
     graphs, run = ("--compile.precompiled", str(tmp_path / "graphs")), tmp_path / "run"
     made = precompile(*OPTIONS, *graphs, "--compile.optimizer_in_graph", ranks=2)  # which the run has not
     assert made.code == 0 and "1 different graphs for 2 ranks" in made.output, made.output

@@ -33,7 +33,7 @@ def kill_in_step_4(folder: Path, mode: str, *options: str) -> Path:
 
 @pytest.mark.parametrize(
     ("first", "then"),
-    [("graph", "graph"), ("graph", "eager"), pytest.param("eager", "graph", marks=pytest.mark.slow)],
+    [("graph", "eager"), *(pytest.param(first, "graph", marks=pytest.mark.slow) for first in ("graph", "eager"))],
     ids=lambda mode: mode,
 )
 def test_killed_in_mid_step(
@@ -80,8 +80,10 @@ def test_comparison_sees_another_seed(reference: tuple[Path, Result], tmp_path: 
     assert saved(tmp_path, 5)["model.norm.weight"] != saved(reference[0], 5)["model.norm.weight"]
 
 
+@pytest.mark.slow
 def test_killed_at_every_point_of_a_save(tmp_path: Path) -> None:
-    """One run, started again and again, and killed each time at the next named point of its first save."""
+    """Each point alone is in unit/checkpoint/test_checkpoint_kill.py. Here one run is started again and again, and
+    killed each time at the next named point of its first save."""
     points = [f"{when} {point}" for point in SAVE_POINTS for when in ("before", "after")]
     complete = points.index("after write_manifest")
     steps = len(points) - complete + 1

@@ -6,7 +6,7 @@ import pytest
 from runs import numbers, records, saved, train
 
 
-@pytest.mark.parametrize("mode", ["graph", "eager"])
+@pytest.mark.parametrize("mode", ["graph", pytest.param("eager", marks=pytest.mark.slow)])
 def test_a_run_is_bitwise_the_same_with_and_without_it(mode: str, tmp_path: Path) -> None:
     for name, options in {"with": ["--validation.enable", "--validation.freq", "1"], "without": []}.items():
         options += ["--compile.mode", mode, "--training.steps", "3"]

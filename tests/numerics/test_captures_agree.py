@@ -15,7 +15,6 @@ from torchtitan_graph.parallel.recompute import Recompute
 pytestmark = pytest.mark.skipif(torch.__version__ < "2.13", reason="Dynamo captures steps from torch 2.13 on")
 EXPERTS = {"family": "qwen3", "flavor": "debugmodel_moe"}
 FAST = {
-    "llama3 on one rank": Cell(),
     "gpt_oss with flex attention": Cell(family="gpt_oss", attn="flex"),
     "deepseek_v3 in FSDP 2, bf16, recomputed": Cell(
         FSDP2, family="deepseek_v3", precision=BF16, num_microbatches=2, recompute=Recompute(every=1)

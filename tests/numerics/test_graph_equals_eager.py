@@ -67,7 +67,7 @@ def slow_unless(condition: bool) -> list[pytest.MarkDecorator]:
     "cell",
     [
         pytest.param(
-            Cell(dims, PRECISIONS[p]), id=f"{layout}-{p}", marks=slow_unless(dims.num_ranks < 4 or p == "bf16")
+            Cell(dims, PRECISIONS[p]), id=f"{layout}-{p}", marks=slow_unless(p == "bf16" or layout == "FSDP-2")
         )
         for layout, dims in LAYOUTS.items()
         for p in PRECISIONS
@@ -113,10 +113,16 @@ def test_with_logits_gathered_over_the_vocabulary(dims):
     check(Cell(dims, BF16, loss_parallel=False))
 
 
-@pytest.mark.parametrize("dims", [ONE, FSDP2], ids=["one-rank", "FSDP-2"])
-@pytest.mark.parametrize("precision", PRECISIONS.values(), ids=PRECISIONS)
-def test_with_flex_attention(dims, precision):
-    check(Cell(dims, precision, attn="flex"))
+@pytest.mark.parametrize(
+    ("layout", "p"),
+    [
+        pytest.param(layout, p, marks=slow_unless((layout, p) == ("FSDP-2", "bf16")))
+        for layout in ("one-rank", "FSDP-2")
+        for p in PRECISIONS
+    ],
+)
+def test_with_flex_attention(layout, p):
+    check(Cell(LAYOUTS[layout], PRECISIONS[p], attn="flex"))
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")  # as above

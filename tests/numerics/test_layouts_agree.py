@@ -85,7 +85,7 @@ def check(whole, cell: Cell) -> None:
 @pytest.mark.parametrize(
     "dims",
     [
-        pytest.param(dims, id=layout, marks=[pytest.mark.slow] if layout == "FSDP-4" else [])
+        pytest.param(dims, id=layout, marks=[pytest.mark.slow] if layout in ("one-rank", "DDP-2", "FSDP-4") else [])
         for layout, dims in LAYOUTS.items()
     ],
 )

@@ -18,11 +18,11 @@ from matrix import (
     SEED,
     Cell,
     Seen,
+    assemble,
     bits_that_differ,
-    build_model,
-    layout_of,
     microbatches,
     optimizing,
+    trace_once,
     train,
 )
 from test_every_family import MODELS
@@ -31,10 +31,9 @@ from torch import Tensor
 from pool import run_on
 from torchtitan_graph.device import Recorders
 from torchtitan_graph.models.layers.init import initialize
-from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.runtime.pieces import overwrite
-from torchtitan_graph.steps import Assembly, GraphUpdate, Steps, build_steps
+from torchtitan_graph.steps import GraphUpdate, Steps, build_steps
 
 EP2 = ParallelDims(dp_shard=2, ep=2)
 
@@ -69,7 +68,7 @@ def build(cell: Cell, replays: bool, evaluates: bool = False) -> Steps:
         recorders=Recorders(StandIn) if replays else None,
         eval_rows=cell.options("graph").rows if evaluates else None,
     )
-    steps = build_steps(Assembly(build_model(cell), load_family(cell.family), layout_of(cell.dims), options))
+    steps = build_steps(assemble(cell, options, trace_once(cell)))
     initialize(steps.model, SEED)
     return steps
 
@@ -96,7 +95,7 @@ def differences(cell: Cell, in_graph: bool) -> tuple[list[str], int, int]:
         (Cell(ONE), True, 1),
         (Cell(FSDP2, precision=BF16, num_microbatches=2), True, 1),
         (Cell(FSDP2, tied=True), False, 1),
-        (Cell(FSDP2, num_microbatches=2, attn="flex", **MODELS["gpt_oss-debugmodel"]), True, None),
+        (Cell(num_microbatches=2, attn="flex", **MODELS["gpt_oss-debugmodel"]), True, None),
         (Cell(EP2, **MODELS["deepseek_v3-debugmodel"]), True, None),
     ],
     ids=["one-rank", "FSDP-2, accumulated", "FSDP-2, tied", "flex and experts", "exchanged experts"],

@@ -17,6 +17,7 @@ from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.parallel.storage import Reshard
 
 PRECISIONS = {"fp32": FP32, "bf16": BF16}
+FAST = [("one-rank", "fp32"), ("FSDP-2", "bf16"), ("DDP-2", "bf16")]  # TP-2 is among the variants
 # All ranks have gradients of such losses, whatever their targets are.
 AUXILIARY = Cell(
     FSDP2,
@@ -46,7 +47,7 @@ def outcome(cell: Cell, broken: Callable[[GraphModule], GraphModule] | None = No
         pytest.param(
             Cell(dims, PRECISIONS[p]),
             id=f"{layout}-{p}",
-            marks=[pytest.mark.slow] * (dims.num_ranks > 1 and (p == "fp32" or dims.num_ranks > 2 and dims.tp == 1)),
+            marks=[pytest.mark.slow] * ((layout, p) not in FAST),
         )
         for layout, dims in LAYOUTS.items()
         for p in PRECISIONS
@@ -59,7 +60,7 @@ def test_every_pass_keeps_its_promise(cell):
 @pytest.mark.parametrize(
     "cell",
     [
-        Cell(FSDP2, BF16, tied=True),
+        pytest.param(Cell(FSDP2, BF16, tied=True), marks=pytest.mark.slow),
         Cell(FSDP2, FP32, recompute=Recompute(every=1), cpu_offload=True),
         Cell(FSDP2, FP32, recompute=Recompute(by_op=True), reshard=Reshard(blocks=False)),
         Cell(TP2, BF16, tied=True),

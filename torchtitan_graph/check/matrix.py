@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from torchtitan_graph.capture.dynamo import CAPTURES
 from torchtitan_graph.capture.step import StepOutput
+from torchtitan_graph.capture.trace import Capture
 from torchtitan_graph.capture.traced import TracedResult
 from torchtitan_graph.config import job
 from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
@@ -208,10 +209,10 @@ def build_model(cell: Cell, device: str = "meta") -> Decoder:
         return family.Model(config, cell.attn)
 
 
-def assemble(cell: Cell, options: StepOptions | None = None) -> Assembly:
-    """Return all that a cell's steps are built from; `options` in place of the cell's own."""
-    layout, family = layout_of(cell.dims), load_family(cell.family)
-    return Assembly(build_model(cell), family, layout, options or cell.options("graph"), CAPTURES[cell.capture])
+def assemble(cell: Cell, options: StepOptions | None = None, capture: Capture | None = None) -> Assembly:
+    """Return all that a cell's steps are built from; `options` and `capture` in place of the cell's own."""
+    layout, family, capture = layout_of(cell.dims), load_family(cell.family), capture or CAPTURES[cell.capture]
+    return Assembly(build_model(cell), family, layout, options or cell.options("graph"), capture)
 
 
 def build_eager(cell: Cell) -> Steps:
@@ -220,9 +221,11 @@ def build_eager(cell: Cell) -> Steps:
     return steps
 
 
-def build_graph(cell: Cell, edit: Callable[[GraphModule], GraphModule] | None = None) -> Steps:
+def build_graph(
+    cell: Cell, edit: Callable[[GraphModule], GraphModule] | None = None, capture: Capture | None = None
+) -> Steps:
     """Build the steps on graphs; `edit` puts a fault into the finished graph."""
-    assembly = assemble(cell)
+    assembly = assemble(cell, capture=capture)
     graphs = build_graphs(assembly)
     if edit is not None:
         graphs = graphs._replace(train=_edited(graphs.train, edit))
@@ -242,15 +245,15 @@ def _edited(
     return train | {number: stage._replace(parts=stage.parts._replace(by_name={**parts, "reduce": reduce}))}
 
 
-def final_graphs(cell: Cell) -> tuple[Decoder, Graphs]:
+def final_graphs(cell: Cell, capture: Capture | None = None) -> tuple[Decoder, Graphs]:
     """Return the model on meta, and its final graphs."""
-    assembly = assemble(cell)
+    assembly = assemble(cell, capture=capture)
     return assembly.model, build_graphs(assembly)
 
 
-def trace(cell: Cell) -> Traced:
+def trace(cell: Cell, capture: Capture | None = None) -> Traced:
     """Return the steps before any pass, traced with real numbers, on which passes can be verified."""
-    return trace_steps(assemble(cell, dataclasses.replace(cell.options("graph"), verify=True)))
+    return trace_steps(assemble(cell, dataclasses.replace(cell.options("graph"), verify=True), capture))
 
 
 class PlainSteps(NamedTuple):

@@ -41,7 +41,7 @@ def least_peak(words: list[str], folder: Path, most: float) -> int:
     return min(peaks)
 
 
-@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize("name", ["FSDP-2", pytest.param("PP-2", marks=pytest.mark.slow)])
 def test_the_peak_of_real_ranks_is_the_one_told(name: str, tmp_path: Path) -> None:
     words = CELLS[name].split()
     job = build(configuration(words, 2), 2, RATES["CPU"])

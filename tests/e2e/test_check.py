@@ -12,7 +12,7 @@ from runs import REPOSITORY
 from torchtitan_graph.check import __main__ as command
 from torchtitan_graph.check.family import Failed, check_layout, check_visibility, checks
 from torchtitan_graph.check.matrix import FP64, Cell, build_plain, global_rows
-from torchtitan_graph.check.report import Check
+from torchtitan_graph.check.runner import Check
 from torchtitan_graph.parallel.layout import ParallelDims
 
 SOFT_CAP = "own_model.soft_cap"

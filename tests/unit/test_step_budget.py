@@ -13,7 +13,7 @@ from torchtitan_graph.device import GIB
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.passes.tag_budget import Curve, Point
-from torchtitan_graph.steps.budget import draw, share, tell
+from torchtitan_graph.steps.budget import draw, log_budget, share
 
 MIB = 2**20
 ALL, HALF, LEAST = Point(80 * MIB, 100 * MIB, 0), Point(40 * MIB, 60 * MIB, 100), Point(20 * MIB, 50 * MIB, 200)
@@ -28,7 +28,7 @@ def with_curve(curve: Curve | None) -> GraphModule:
 def test_the_curve_is_told_as_a_table(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logger, "propagate", True)
     with caplog.at_level(logging.INFO):
-        tell(with_curve(CURVE), "stage 1", None)
+        log_budget(with_curve(CURVE), "stage 1", None)
     title, _, *rows = caplog.messages[0].splitlines()
     assert title == "stage 1: memory budget"
     assert [row.split() for row in rows] == [
@@ -41,9 +41,9 @@ def test_the_curve_is_told_as_a_table(caplog: pytest.LogCaptureFixture, monkeypa
 
 def test_it_is_drawn_to_a_file_only_where_there_is_a_curve_and_a_file(tmp_path: Path) -> None:
     picture = tmp_path / "graphs" / "curve.svg"
-    tell(with_curve(None), "training step", picture)
+    log_budget(with_curve(None), "training step", picture)
     assert not picture.parent.exists()
-    tell(with_curve(CURVE), "training step", picture)
+    log_budget(with_curve(CURVE), "training step", picture)
     assert picture.read_text() == draw(CURVE)
 
 
@@ -66,7 +66,7 @@ def test_a_stage_that_multiplies_nothing_is_told_and_drawn(
 ) -> None:
     monkeypatch.setattr(logger, "propagate", True)
     with caplog.at_level(logging.INFO):
-        tell(with_curve(Curve([Point(0, 0, 0)], Point(0, 0, 0), 0)), "stage 0", tmp_path / "curve.svg")
+        log_budget(with_curve(Curve([Point(0, 0, 0)], Point(0, 0, 0), 0)), "stage 0", tmp_path / "curve.svg")
     assert caplog.messages[0].splitlines()[2].split() == ["0.0", "MiB", "0.0", "MiB", "+0.0%", "chosen"]
     ElementTree.fromstring((tmp_path / "curve.svg").read_text())
 

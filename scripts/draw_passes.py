@@ -91,7 +91,7 @@ def _in_the_list(each: Pass) -> str:
     """Return a pass's entry in the index: its summary, and its before and after."""
     first, *others = _spaced(_docstring(each)).split("\n\n")
     example = next((text for text in others if text.startswith("    ")), "")
-    shown = f"\n\n{textwrap.indent(example, '  ')}\n" if example else "\n"
+    shown = f"\n\n{textwrap.indent(example, '    ')}\n" if example else "\n"
     return _wrap(f"- [{each.name}]({each.name}.md): {' '.join(first.split())}") + shown
 
 

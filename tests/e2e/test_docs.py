@@ -78,8 +78,10 @@ def outcome_of(line: str) -> list[str]:
         if spec is None or spec.origin is None:
             return [f"there is no {program}"]
         file = Path(spec.origin.replace("__init__", "__main__"))
+    sources = file.parent.glob("*.py") if file.name == "__main__.py" else [file]
+    text = "".join(source.read_text() for source in sources)
     options = [word for word in arguments if word.startswith("-")]
-    return [option for option in options if f'"{option}"' not in file.read_text()]
+    return [option for option in options if f'"{option}"' not in text]
 
 
 @pytest.fixture
@@ -167,7 +169,7 @@ def test_every_page_is_listed_and_the_sites_navigation_is_the_list() -> None:
 @pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name != "log"], ids=path_of)
 def test_a_file_that_a_page_names_is_there(page: Path) -> None:
     text = page.read_text().split("## 0.1.0")[0]  # of CHANGELOG only the head: it names files of earlier releases
-    names = re.findall(r"`(?!graphs/)((?:\w+/)+\w+\.(?:py|sh|toml|slurm))`", text)
+    names = re.findall(r"`(?!graphs/)((?:\w+/)+[a-z]\w*\.(?:py|sh|toml|slurm))`", text)
     places = (REPOSITORY, REPOSITORY / "torchtitan_graph")
     assert [name for name in names if not any((place / name).exists() for place in places)] == []
 

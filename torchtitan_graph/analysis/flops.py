@@ -16,7 +16,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 import torchtitan_graph.ops  # noqa: F401 (registers the operators)
-from torchtitan_graph.graph import meta, varlen  # noqa: F401 (registers its operators)
+from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.blocks import block_of
 from torchtitan_graph.graph.edit import value
 from torchtitan_graph.graph.signature import input_nodes

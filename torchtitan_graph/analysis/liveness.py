@@ -19,7 +19,7 @@ from torchtitan_graph.analysis.traffic import group_of, num_bytes
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import aliased, is_view, shared_arguments, value
 from torchtitan_graph.graph.signature import output_nodes, signature_of
-from torchtitan_graph.graph.torch_private.distributed import is_gloo
+from torchtitan_graph.torch_private.distributed import is_gloo
 
 # Views whose schemas declare no alias.
 _SILENT_VIEWS = (torch.ops.aten._unsafe_view.default, torch.ops._c10d_functional.wait_tensor.default)

@@ -28,8 +28,8 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.formats.malformed import check, size
 from torchtitan_graph.formats.origins import Origins, read_origins
 from torchtitan_graph.graph.signature import Plain, Signature, Slot, TensorLayout, signature_of
-from torchtitan_graph.graph.torch_private.fake import FakeTensorMode
-from torchtitan_graph.graph.torch_private.tracing import FakeTensor, lazy_graph_module
+from torchtitan_graph.torch_private.fake import FakeTensorMode
+from torchtitan_graph.torch_private.tracing import FakeTensor, lazy_graph_module
 
 NAMESPACES = ("aten", "prims", "_c10d_functional", "_dtensor", "symm_mem", "torchtitan_graph")
 _FUNCTIONS: dict[str, Any] = {

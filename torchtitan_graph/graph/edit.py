@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from torchtitan_graph.graph import meta
-from torchtitan_graph.graph.torch_private.tracing import set_arguments
+from torchtitan_graph.torch_private.tracing import set_arguments
 
 
 def value(node: Node) -> Any:

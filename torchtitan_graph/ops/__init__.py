@@ -5,8 +5,10 @@ from torchtitan_graph.ops import (  # noqa: F401
     elementwise,
     exchange,
     experts,
+    flex_strips,
     float8,
     fused_loss,
     planned_norms,
     row_loss,
+    varlen,
 )

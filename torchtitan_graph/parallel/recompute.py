@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from torchtitan_graph.analysis.flops import ATTENTION, GROUPED_MM
 from torchtitan_graph.graph.blocks import number_of
-from torchtitan_graph.graph.torch_private.tracing import ignore_profiler_in_recomputation
+from torchtitan_graph.torch_private.tracing import ignore_profiler_in_recomputation
 
 aten = torch.ops.aten
 

@@ -14,8 +14,8 @@ from torch.fx import GraphModule, Interpreter, Node
 from torchtitan_graph.analysis.traffic import group_of
 from torchtitan_graph.formats.show import name_of_group
 from torchtitan_graph.graph.signature import Slot, input_nodes, signature_of
-from torchtitan_graph.graph.torch_private.distributed import ranks_of_group
 from torchtitan_graph.parallel.storage import Storage
+from torchtitan_graph.torch_private.distributed import ranks_of_group
 
 
 class BrokenPromise(RuntimeError):

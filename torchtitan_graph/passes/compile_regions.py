@@ -19,10 +19,10 @@ from torchtitan_graph.analysis.traffic import is_permutation
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.blocks import loss_of
 from torchtitan_graph.graph.edit import call, erase_dead, is_view, value
-from torchtitan_graph.graph.flex_kernels import flex_kernel_options
-from torchtitan_graph.graph.torch_private.inductor import compile_by_inductor
-from torchtitan_graph.graph.torch_private.tracing import boxed
 from torchtitan_graph.log import logger
+from torchtitan_graph.ops.flex_kernels import flex_kernel_options
+from torchtitan_graph.torch_private.inductor import compile_by_inductor
+from torchtitan_graph.torch_private.tracing import boxed
 
 # Regions other than modules: a flex attention operator; nodes after the last module; all that can be compiled.
 FLEX, LOSS, WHOLE = "flex", "loss", "whole"

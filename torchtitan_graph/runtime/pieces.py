@@ -20,10 +20,10 @@ from torchtitan_graph.analysis.liveness import owners
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import aliased, value
 from torchtitan_graph.graph.signature import signature_of
-from torchtitan_graph.graph.torch_private.tracing import boxed
 from torchtitan_graph.log import logger
 from torchtitan_graph.ops.experts import reads_host
 from torchtitan_graph.runtime.observe import WAIT, Watchable, mark
+from torchtitan_graph.torch_private.tracing import boxed
 
 _OWN = torch.ops.torchtitan_graph
 # The size of their results does not depend on the number of rows.

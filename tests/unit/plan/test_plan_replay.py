@@ -11,7 +11,6 @@ from torch.fx import GraphModule
 from torchtitan_graph.analysis.cost import Costs, estimate
 from torchtitan_graph.check.matrix import Cell, build_model
 from torchtitan_graph.config import load
-from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group, is_gloo
 from torchtitan_graph.models.spec import family_names, load_family
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.plan import operator_times as replaying
@@ -21,6 +20,7 @@ from torchtitan_graph.plan.ranks import build
 from torchtitan_graph.plan.simulate import simulate
 from torchtitan_graph.rates import RATES
 from torchtitan_graph.steps import Assembly, build_graphs
+from torchtitan_graph.torch_private.distributed import init_fake_process_group, is_gloo
 
 CPU = RATES["CPU"]
 

@@ -19,13 +19,13 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from torchtitan_graph.graph.torch_private.flash import (
+from torchtitan_graph.ops.row_loss import wide
+from torchtitan_graph.torch_private.flash import (
     causal_backward,
     causal_forward,
     varlen_backward,
     varlen_forward,
 )
-from torchtitan_graph.ops.row_loss import wide
 
 _LIBRARY = "torchtitan_graph"
 

@@ -22,6 +22,12 @@ def value(node: Node) -> Any:
     return node.meta["val"]
 
 
+def fact(of_call: Callable[..., Any], node: Node) -> Any:
+    """Return a fact about a call, from a function of its fake arguments and result; see `ops.operator.Operator`."""
+    args, kwargs = map_arg((node.args, node.kwargs), lambda x: x.meta.get("val"))
+    return of_call(*args, **kwargs, out_val=node.meta.get("val"))
+
+
 def call(graph: Graph, source: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
     """Insert a call at the graph's insertion point, with phase and module of `source` and an inferred fake value."""
     node = _create(graph, "call_function", target, args, kwargs)

@@ -8,6 +8,7 @@ from torchtitan_graph.ops import (  # noqa: F401
     flex_strips,
     float8,
     fused_loss,
+    of_torch,
     planned_norms,
     row_loss,
     varlen,

@@ -139,11 +139,13 @@ def _whole_loss(gm: GraphModule) -> set[Node]:
 
 
 def _never_compiled(gm: GraphModule) -> set[Node]:
-    """Return the nodes of operators that no region may contain, and those on rows whose number depends on data:
-    Inductor would specialize on the traced number."""
-    dynamic = with_dynamic_rows(gm.graph.nodes)
-    readers = {user for node in dynamic for user in node.users}
-    return dynamic | readers | {node for node in gm.graph.nodes if not operator_of(node.target).compiles}
+    """Return the nodes of operators that no region may contain, and rows whose number depends on data, with all that is
+    computed from them until they are sent back: Inductor would specialize on the traced number."""
+    found = with_dynamic_rows(gm.graph.nodes)
+    for node in gm.graph.nodes:
+        if operator_of(node.target).collective is None and not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found | {node for node in gm.graph.nodes if not operator_of(node.target).compiles}
 
 
 def _compiles(node: Node) -> bool:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import collections
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -87,22 +87,14 @@ class Estimate:
 
     def __add__(self, other: Estimate) -> Estimate:
         """Add estimates of graphs that run one after the other."""
-        sent, exposed, computed = (
-            {key: a.get(key, 0.0) + b.get(key, 0.0) for key in {**a, **b}}
-            for a, b in (
-                (self.sent, other.sent),
-                (self.exposed, other.exposed),
-                (self.computed, other.computed),
-            )
-        )
-        return Estimate(self.seconds + other.seconds, sent, exposed, computed)
+        pairs = ((self.sent, other.sent), (self.exposed, other.exposed), (self.computed, other.computed))
+        sums = ({key: a.get(key, 0.0) + b.get(key, 0.0) for key in {**a, **b}} for a, b in pairs)
+        return Estimate(self.seconds + other.seconds, *sums)
 
     def __mul__(self, times: float) -> Estimate:
         """Multiply by a number of runs."""
-        sent, exposed, computed = (
-            {key: x * times for key, x in each.items()} for each in (self.sent, self.exposed, self.computed)
-        )
-        return Estimate(self.seconds * times, sent, exposed, computed)
+        each = (self.sent, self.exposed, self.computed)
+        return Estimate(self.seconds * times, *({key: x * times for key, x in by.items()} for by in each))
 
     def __str__(self) -> str:
         axes = [f"{axis} {_ms(self.exposed.get(axis, 0.0))} of {_ms(sent)}" for axis, sent in self.sent.items()]
@@ -120,11 +112,13 @@ class Costs:
     """Seconds of nodes on a kind of device, with the groups' links by name. See Note [Estimate].
 
     visible  by block the fraction of all pairs of positions that its mask allows, where it is known
+    factor   of a node's seconds, where a rank has more to do than a graph shows
     """
 
     rates: Rates = RATES["CPU"]
     links: Mapping[str, Link] = field(default_factory=dict)
     visible: Mapping[str, float] = field(default_factory=dict)
+    factor: Callable[[Node], float] = field(default=lambda node: 1.0, kw_only=True)
 
     def seconds(self, node: Node) -> float:
         """Return a node's seconds; for a collective or a copy to or from the host, on its own stream."""
@@ -135,7 +129,7 @@ class Costs:
 
     def computing(self, node: Node) -> float:
         """Return the seconds of a node's kernels; of a node that is no collective."""
-        return sum(map(self.kernel, self.works(node)))
+        return sum(map(self.kernel, self.works(node))) * self.factor(node)
 
     def works(self, node: Node) -> Sequence[Work]:
         """Return the work of a node's kernels: none for views and collectives, several for a compiled region."""
@@ -190,12 +184,13 @@ class Costs:
         size, (_, degree, near) = received(node, link.degree), link
         hop = self.rates.near_hop if near == degree else self.rates.far_hop
         if is_permutation(node):  # all wait for the ranks that send to another machine
-            return self.message(size, near == degree)
+            return self.message(size, near == degree) * self.factor(node)
         if collective_of(node).is_pairwise:
             within, between = size * (near - 1) / max(degree - 1, 1), size * (degree - near) / max(degree - 1, 1)
         else:  # rings through each machine: all bytes enter it once, over all ports of its ranks
             within, between = size * (near > 1), size / near * (near < degree)
-        return hop * math.ceil(math.log2(degree)) + max(self._travel(within, True), self._travel(between, False))
+        seconds = hop * math.ceil(math.log2(degree)) + max(self._travel(within, True), self._travel(between, False))
+        return seconds * self.factor(node)
 
     def message(self, size: float, is_near: bool) -> float:
         """Return the seconds of a message between two devices."""

@@ -16,13 +16,13 @@ import math
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch.fx import GraphModule, Node
 
-from torchtitan_graph.analysis.cost import Costs, Link, Work
+from torchtitan_graph.analysis.cost import Costs
 from torchtitan_graph.analysis.liveness import held_memory, size_of
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
@@ -153,45 +153,10 @@ def layer_of(node: Node) -> str | None:
     return ".".join(parts[:2]) if "experts" in parts else None
 
 
-@dataclass(frozen=True)
-class UnevenCosts(Costs):
-    """The cost model on the busiest rank of each layer, given `even` for even loads. Gathers of weights and reductions
-    of their gradients are unchanged."""
-
-    even: Costs = field(default_factory=Costs)
-    found: Mapping[str, Busiest] = field(default_factory=dict)
-
-    def computing(self, node: Node) -> float:
-        return self.even.computing(node) * self._times(node)
-
-    def works(self, node: Node) -> Sequence[Work]:
-        return self.even.works(node)
-
-    def sending(self, node: Node, link: Link) -> float:
-        return self.even.sending(node, link) * self._times(node)
-
-    def starting(self, node: Node) -> float:
-        return self.even.starting(node) * self._times(node)
-
-    def optimizer(self, trained: int, on_host: bool = False) -> float:
-        return self.even.optimizer(trained, on_host)
-
-    def accumulating(self, trained: int, on_host: bool = False) -> float:
-        return self.even.accumulating(trained, on_host)
-
-    def moving(self, num_bytes: float) -> float:
-        return self.even.moving(num_bytes)
-
-    def message(self, size: float, is_near: bool) -> float:
-        return self.even.message(size, is_near)
-
-    def _times(self, node: Node) -> float:
-        return _over_mean(node, self.found) if meta.role(node) is None else 1.0
-
-
 def uneven(even: Costs, found: Mapping[str, Busiest]) -> Costs:
-    """Return the cost model for the found loads."""
-    return UnevenCosts(even.rates, even.links, even.visible, even, found)
+    """Return the cost model on the busiest rank of each layer, given that of even loads. Gathers of weights and
+    reductions of their gradients are unchanged."""
+    return replace(even, factor=lambda node: _over_mean(node, found) if meta.role(node) is None else 1.0)
 
 
 def rows_sent(gm: GraphModule) -> int:

@@ -65,7 +65,7 @@ class ReplayedCosts(Costs):
 
     def computing(self, node: Node) -> float:
         fresh = self.new_bytes.get(node, 0) * self.replay.seconds_per_new_byte
-        return (self.replay.times(node).at() + fresh) * self.crowding
+        return (self.replay.times(node).at() + fresh) * self.crowding * self.factor(node)
 
     def works(self, node: Node) -> Sequence[Work]:
         return super().works(node) or (_ON_THE_HOST,) * is_run(node)
@@ -73,7 +73,7 @@ class ReplayedCosts(Costs):
     def sending(self, node: Node, link: Link) -> float:
         wire = _MESSAGE if is_permutation(node) else GLOO.get(collective_of(node), _SUM)
         steps = math.ceil(math.log2(link.degree))
-        return (wire.latency * steps + received(node, link.degree) / wire.rate) * self.crowding
+        return (wire.latency * steps + received(node, link.degree) / wire.rate) * self.crowding * self.factor(node)
 
     def starting(self, node: Node) -> float:
         return self.seconds(node)

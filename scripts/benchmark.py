@@ -45,7 +45,6 @@ from torchtitan_graph.config import job
 from torchtitan_graph.data.batch import Batch
 from torchtitan_graph.device import Target
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
 from torchtitan_graph.loss import cross_entropy, fused_cross_entropy
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.init import initialize
@@ -57,6 +56,7 @@ from torchtitan_graph.parallel.storage import Precision, shard_eager
 from torchtitan_graph.passes.compile_regions import LOSS, WHOLE
 from torchtitan_graph.steps import Assembly, StepOptions, Steps, bind_graphs, build_graphs, build_steps, trace_steps
 from torchtitan_graph.steps.choices import ELEMENTWISE, FUSIONS, check_disabled, plan_regions
+from torchtitan_graph.torch_private.distributed import init_fake_process_group
 
 # Three sizes of a debug flavour; llama3's debug flavour has very narrow heads.
 SIZES: dict[str, dict[str, Any]] = {

@@ -27,7 +27,6 @@ from benchmark import config_of, integers, make_batch, make_model, peak_bytes
 from torchtitan_graph.config import job
 from torchtitan_graph.device import Target
 from torchtitan_graph.forecast import STEP, forecast
-from torchtitan_graph.graph.torch_private.pipelines import PipelineAction
 from torchtitan_graph.models.layers.init import initialize
 from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.join import join
@@ -35,6 +34,7 @@ from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.pipeline import Pipeline
 from torchtitan_graph.parallel.schedule import SCHEDULES, plan_pipeline
 from torchtitan_graph.steps import Assembly, StepOptions, bind_graphs, build_graphs
+from torchtitan_graph.torch_private.pipelines import PipelineAction
 
 
 def watch(pipeline: Pipeline, stretch: float) -> dict[PipelineAction, list[float]]:

@@ -17,8 +17,8 @@ from torchtitan_graph.check.captures import Comparing
 from torchtitan_graph.command import run_command
 from torchtitan_graph.config import DRY, check, load, ranks_asked_for, read_beside
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
 from torchtitan_graph.log import init_logging, logger
+from torchtitan_graph.torch_private.distributed import init_fake_process_group
 
 
 def compare(words: Sequence[str]) -> Comparing:

@@ -21,11 +21,11 @@ from torchtitan_graph.check.matrix import BF16, Cell, build_model
 from torchtitan_graph.compiler import Pass, passes
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import shape_of
-from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
 from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.steps import Assembly, trace_steps
+from torchtitan_graph.torch_private.distributed import init_fake_process_group
 
 FSDP2 = Cell(ParallelDims(dp_shard=2), BF16, changes=(("num_layers", 1),))
 # For passes that have nothing to do in that graph. Two blocks, so that one is gathered before the other.

@@ -26,12 +26,12 @@ from torchtitan_graph.device import GIB
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.explorer import PassWatch, Strings, graph_data, page, run_data
 from torchtitan_graph.forecast import forecast
-from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
 from torchtitan_graph.log import init_logging, logger
 from torchtitan_graph.run.files import check_result, write_result
 from torchtitan_graph.steps import Graphs, build_graphs
 from torchtitan_graph.steps.budget import EARLIER, INPUTS
 from torchtitan_graph.steps.choices import check_disabled
+from torchtitan_graph.torch_private.distributed import init_fake_process_group
 
 EVALUATION = "One microbatch of evaluation: forward alone."
 STAGE = "One microbatch, with what the stage does once a step; its parts run one after another, each holding its own."

@@ -30,13 +30,13 @@ from torchtitan_graph.compiler import PassPlan, passes
 from torchtitan_graph.config import DRY, JobConfig, check, find_config, load, ranks_asked_for, read_beside
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.formats.show import without_bytes
-from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
 from torchtitan_graph.log import init_logging, logger
 from torchtitan_graph.run.files import check_result, write_result
 from torchtitan_graph.small_files import read_text
 from torchtitan_graph.steps import build_graphs
 from torchtitan_graph.steps.choices import check_disabled, plan_extra
 from torchtitan_graph.steps.table import DEPTH, step_table
+from torchtitan_graph.torch_private.distributed import init_fake_process_group
 
 MAX_BYTES = 2**30  # of a graph's text; one of 150,000 nodes has about 40 MB
 _CALL = re.compile(r"    \w+ = ([\w.]+)")

@@ -18,7 +18,6 @@ from torchtitan_graph.config import job
 from torchtitan_graph.device import GIB
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
-from torchtitan_graph.graph.torch_private.pipelines import PipelineAction
 from torchtitan_graph.log import logger
 from torchtitan_graph.parallel import recompute
 from torchtitan_graph.parallel.layout import PP
@@ -29,6 +28,7 @@ from torchtitan_graph.runtime.partition import ONCE_A_STEP
 from torchtitan_graph.steps import Assembly, Graphs
 from torchtitan_graph.steps.budget import EARLIER, INPUTS, OPTIMIZER, at_rest, trained_bytes
 from torchtitan_graph.steps.held import RUNS, peak_of_stages
+from torchtitan_graph.torch_private.pipelines import PipelineAction
 
 STEP, GRADIENTS, OFFLOADED = "step at its peak", "gradients", "offloaded activations"
 

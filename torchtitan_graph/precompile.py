@@ -21,10 +21,10 @@ from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.config import JobConfig, check, load, ranks_asked_for
 from torchtitan_graph.device import Target
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
 from torchtitan_graph.log import init_logging, logger
 from torchtitan_graph.steps.choices import check_disabled
 from torchtitan_graph.steps.precompiled import AXES, Writer, ranks_to_trace
+from torchtitan_graph.torch_private.distributed import init_fake_process_group
 
 
 def main(argv: Sequence[str] | None = None) -> int:

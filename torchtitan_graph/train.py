@@ -23,7 +23,6 @@ from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.checkpoint import SaveError
 from torchtitan_graph.config import JobConfig, check, dump_toml, load, ranks_asked_for, ranks_started
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
 from torchtitan_graph.log import init_logging, logger
 from torchtitan_graph.parallel.join import join, meet
 from torchtitan_graph.patience import is_away, wait_for_storage
@@ -42,6 +41,7 @@ from torchtitan_graph.run.folder import RunFolder, check_place
 from torchtitan_graph.run.hang import set_up_flight_recorder
 from torchtitan_graph.run.status import FAILED, FINISHED, STOPPED
 from torchtitan_graph.steps.choices import check_disabled
+from torchtitan_graph.torch_private.distributed import init_fake_process_group
 from torchtitan_graph.trainer import NonFiniteError, Trainer
 
 EXIT_CODES: dict[type, int] = {UserError: CONFIGURATION, NonFiniteError: NON_FINITE, SaveError: SAVE_FAILED}

@@ -32,7 +32,6 @@ from torchtitan_graph.data.loader import DataLoader, build_dataloader, merge_sta
 from torchtitan_graph.data.open_corpus import validation_corpus
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.forecast import check_fits, forecast
-from torchtitan_graph.graph.torch_private.distributed import set_timeout
 from torchtitan_graph.log import logger
 from torchtitan_graph.metrics import (
     Metrics,
@@ -64,6 +63,7 @@ from torchtitan_graph.steps import (
 )
 from torchtitan_graph.steps.reading import Read, Reading
 from torchtitan_graph.steps.table import step_table
+from torchtitan_graph.torch_private.distributed import set_timeout
 
 
 class Trainer:

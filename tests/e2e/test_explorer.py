@@ -27,12 +27,12 @@ from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import call
 from torchtitan_graph.graph.hierarchy import Entry
 from torchtitan_graph.graph.signature import Signature
-from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
-from torchtitan_graph.graph.torch_private.fake import FakeTensorMode
 from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.steps import Assembly, build_graphs
+from torchtitan_graph.torch_private.distributed import init_fake_process_group
+from torchtitan_graph.torch_private.fake import FakeTensorMode
 
 REST = {"parameters": 3 * 2**20, "optimizer state": 6 * 2**20}
 EVIL = "</script><img src=x onerror=document.title='broken'>"

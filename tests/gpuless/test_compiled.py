@@ -15,7 +15,7 @@ from test_operators import with_heads
 
 from torchtitan_graph.check import matrix
 from torchtitan_graph.check.matrix import BF16, FP32, Cell
-from torchtitan_graph.graph.torch_private import flex
+from torchtitan_graph.models.layers import attention
 from torchtitan_graph.parallel.storage import Precision
 from torchtitan_graph.passes import compile_regions
 from torchtitan_graph.steps.choices import FUSIONS
@@ -119,7 +119,7 @@ def test_flex_attention_fits_the_device(
 
 
 def test_blocks_that_spill_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (compile_regions, flex):
+    for module in (compile_regions, attention):
         monkeypatch.setattr(module, "flex_kernel_options", lambda *args, **kwargs: {})
     kernels = kernels_of(flex_cell("llama3", 64, FP32), "A100", tmp_path, monkeypatch)
     tell(kernels, "A100")

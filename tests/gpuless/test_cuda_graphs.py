@@ -6,6 +6,7 @@ import os
 os.environ.pop("PYTORCH_NO_CUDA_MEMORY_CACHING", None)  # the pool is the caching allocator's
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -103,7 +104,9 @@ def watch_allocations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_numbers_that_the_host_reads_in_a_piece_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts in fp32 read where their rows end, so pieces are cut there."""
-    monkeypatch.setattr(pieces, "reads_host", lambda *args: False)
+    declared = pieces.operator_of
+    always = lambda target: dataclasses.replace(declared(target), records=bool(declared(target).records))  # noqa: E731
+    monkeypatch.setattr(pieces, "operator_of", always)
     with pytest.raises(RuntimeError, match="during CUDA graph capture"):
         train(tmp_path, monkeypatch, f"{SDPA} {FP32} {EXPERTS}")
 

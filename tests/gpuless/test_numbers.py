@@ -11,11 +11,11 @@ from torch import Tensor
 
 from torchtitan_graph.capture.trace import minimal_fx_tracer
 from torchtitan_graph.capture.traced import run_traced
-from torchtitan_graph.graph.torch_private.flex import ScoreFunction
 from torchtitan_graph.models.layers.attention import attend
 from torchtitan_graph.models.layers.masks import Rule, all_of, build_mask, causal, chunked, same_document, sliding
 from torchtitan_graph.passes.cleanup import cleanup
 from torchtitan_graph.passes.compile_regions import FLEX, compile_regions
+from torchtitan_graph.torch_private.flex import ScoreFunction
 
 B, WINDOW, CHUNK = 2, 24, 40
 # Of the norm of a result. bf16 has 8 bits, and the probabilities are rounded to it before they multiply the values.

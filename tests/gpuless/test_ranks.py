@@ -17,6 +17,7 @@ import torch.distributed as dist
 from null_gpu import Message
 from ranks import members, run_on, that_do_not_meet
 from torch import Tensor
+from torch._library.custom_ops import OPDEFS
 from torch.fx import GraphModule
 
 from torchtitan_graph.check import matrix
@@ -24,7 +25,6 @@ from torchtitan_graph.check.matrix import BF16, Cell
 from torchtitan_graph.device import CudaRecorder, Recorders
 from torchtitan_graph.graph.collectives import made_from_inputs
 from torchtitan_graph.models.layers.moe import MoE
-from torchtitan_graph.ops import exchange
 from torchtitan_graph.parallel.layout import EP, ParallelDims
 from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.parallel.schedule import SCHEDULES
@@ -106,7 +106,7 @@ def rows_for_all(cell: Cell) -> Iterator[None]:
     splits_2R = torch.tensor([sent_by(me), [sent_by(rank)[me] for rank in range(degree)]])
 
     def row_splits(sent_RE: Tensor, received_RE: Tensor) -> Tensor:
-        counted: Tensor = exchange.row_splits._init_fn(sent_RE, received_RE)  # type: ignore[attr-defined]
+        counted: Tensor = OPDEFS["torchtitan_graph::row_splits"]._init_fn(sent_RE, received_RE)
         return counted.copy_(splits_2R)
 
     with torch.library._scoped_library("torchtitan_graph", "IMPL") as library:

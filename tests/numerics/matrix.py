@@ -17,10 +17,10 @@ from torchtitan_graph.capture.traced import TracedResult
 from torchtitan_graph.check import matrix
 from torchtitan_graph.check.matrix import *  # noqa: F403
 from torchtitan_graph.graph.edit import copy_graph
-from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
 from torchtitan_graph.parallel.layout import Layout, ParallelDims
 from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.parallel.storage import Reshard
+from torchtitan_graph.torch_private.distributed import init_fake_process_group
 
 ONE, FSDP2, FSDP4 = ParallelDims(), ParallelDims(dp_shard=2), ParallelDims(dp_shard=4)
 DDP2, HSDP = ParallelDims(dp_replicate=2), ParallelDims(dp_replicate=2, dp_shard=2)

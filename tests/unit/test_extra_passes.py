@@ -18,12 +18,12 @@ from torchtitan_graph.check.matrix import NUM_ROWS, SEQ_LEN, Cell, build_model
 from torchtitan_graph.compiler import Extra, Inspection, PassPlan, passes, run_passes
 from torchtitan_graph.config import dump_toml, job, load
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
 from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.verify import Numbers
 from torchtitan_graph.steps import Assembly, build_graphs
 from torchtitan_graph.steps.choices import plan_extra
+from torchtitan_graph.torch_private.distributed import init_fake_process_group
 
 CPU = torch.device("cpu")
 REPOSITORY = Path(__file__).parents[2]

@@ -6,8 +6,8 @@ import torch
 from torchtitan_graph.analysis.flops import matmul_flops
 from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.config import load
-from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
 from torchtitan_graph.steps import build_graphs
+from torchtitan_graph.torch_private.distributed import init_fake_process_group
 
 aten = torch.ops.aten
 

@@ -26,7 +26,6 @@ from torchtitan_graph.forecast import (
     check_fits,
     forecast,
 )
-from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
 from torchtitan_graph.log import logger
 from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.layout import FSDP, PP, TP, ParallelDims
@@ -34,6 +33,7 @@ from torchtitan_graph.parallel.recompute import POLICIES, Budget, Recompute
 from torchtitan_graph.parallel.storage import Reshard
 from torchtitan_graph.steps import Assembly, build_graphs
 from torchtitan_graph.steps.budget import EARLIER, PARAMETERS
+from torchtitan_graph.torch_private.distributed import init_fake_process_group
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-OWNER_OF_PRIVATE_NAMES = "graph/torch_private/"
+OWNER_OF_PRIVATE_NAMES = "torch_private/"
 # Private in name only: both are in wide use, and torch's public interfaces hand them out.
 NOT_REALLY_PRIVATE = ("torch._ops", "torch.utils._pytree")
 

@@ -16,52 +16,24 @@ from __future__ import annotations
 import collections
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
 
-import torchtitan_graph.ops  # noqa: F401 (registers the operators)
-from torchtitan_graph.analysis.flops import VARLEN, attention_flops, matmul_flops, runs_backward
-from torchtitan_graph.analysis.traffic import group_of, is_permutation, kind_of, num_bytes, received, stored_bytes
+from torchtitan_graph.analysis.flops import attention_flops, matmul_flops
+from torchtitan_graph.analysis.traffic import collective_of, group_of, is_permutation, received
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.blocks import block_of
-from torchtitan_graph.graph.edit import is_view, value
+from torchtitan_graph.graph.edit import fact, is_view, value
+from torchtitan_graph.ops.operator import num_bytes, operator_of
 from torchtitan_graph.rates import RATES, Rates
 
 aten = torch.ops.aten
 WAIT = torch.ops._c10d_functional.wait_tensor.default
-_OWN = torch.ops.torchtitan_graph
-# Copies concurrent with the arithmetic, by direction; and the waits for them, the device's and the host's.
-_COPIES: Mapping[object, str] = {_OWN.offload.default: "to the host", _OWN.reload.default: "from the host"}
-_ARRIVED, _LANDED = _OWN.arrived.default, _OWN.landed.default
-# The operator that copies the numbers of exchanged rows to the host, and the one that waits for them there.
-_ROW_SPLITS, _EXCHANGE = _OWN.row_splits.default, _OWN.exchange.default
-
-# They process the logits some rows at a time, in several kernels each: bytes of fp32 that these read and write for each
-# logit, in addition to the logits and results themselves. Logits in fp32 are not cast, which saves _CAST of them. A
-# part is larger than a GPU's caches. See row_loss.py.
-_BY_ROWS: Mapping[object, int] = {
-    _OWN.cross_entropy.default: 12,
-    _OWN.cross_entropy_backward_.default: 32,
-    _OWN.exponentials.default: 16,
-    _OWN.sharded_cross_entropy_backward_.default: 56,
-}
-_CAST = 8
-
 _VIEW = aten._unsafe_view.default  # a view whose schema states no alias
-
-# They read as many bytes of their first argument as their result has.
-_SELECT = (aten.embedding.default, aten.index_select.default, aten.gather.default)
-
-# They read no data of their first argument: they overwrite it, or use its shape alone.
-_UNREAD = (
-    *(aten.copy_.default, aten.copy.default, aten.fill_.Scalar, aten.zero_.default),
-    *(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default),
-    *(aten.new_zeros.default, aten.new_ones.default, aten.new_full.default),
-)
 
 # Bytes of memory traffic for each byte of a trained parameter: Adam reads it, its gradient and two moments, and writes
 # three of them; the norm reads gradients, clipping reads and writes them; a sum reads two and writes one.
@@ -115,22 +87,14 @@ class Estimate:
 
     def __add__(self, other: Estimate) -> Estimate:
         """Add estimates of graphs that run one after the other."""
-        sent, exposed, computed = (
-            {key: a.get(key, 0.0) + b.get(key, 0.0) for key in {**a, **b}}
-            for a, b in (
-                (self.sent, other.sent),
-                (self.exposed, other.exposed),
-                (self.computed, other.computed),
-            )
-        )
-        return Estimate(self.seconds + other.seconds, sent, exposed, computed)
+        pairs = ((self.sent, other.sent), (self.exposed, other.exposed), (self.computed, other.computed))
+        sums = ({key: a.get(key, 0.0) + b.get(key, 0.0) for key in {**a, **b}} for a, b in pairs)
+        return Estimate(self.seconds + other.seconds, *sums)
 
     def __mul__(self, times: float) -> Estimate:
         """Multiply by a number of runs."""
-        sent, exposed, computed = (
-            {key: x * times for key, x in each.items()} for each in (self.sent, self.exposed, self.computed)
-        )
-        return Estimate(self.seconds * times, sent, exposed, computed)
+        each = (self.sent, self.exposed, self.computed)
+        return Estimate(self.seconds * times, *({key: x * times for key, x in by.items()} for by in each))
 
     def __str__(self) -> str:
         axes = [f"{axis} {_ms(self.exposed.get(axis, 0.0))} of {_ms(sent)}" for axis, sent in self.sent.items()]
@@ -148,22 +112,24 @@ class Costs:
     """Seconds of nodes on a kind of device, with the groups' links by name. See Note [Estimate].
 
     visible  by block the fraction of all pairs of positions that its mask allows, where it is known
+    factor   of a node's seconds, where a rank has more to do than a graph shows
     """
 
     rates: Rates = RATES["CPU"]
     links: Mapping[str, Link] = field(default_factory=dict)
     visible: Mapping[str, float] = field(default_factory=dict)
+    factor: Callable[[Node], float] = field(default=lambda node: 1.0, kw_only=True)
 
     def seconds(self, node: Node) -> float:
         """Return a node's seconds; for a collective or a copy to or from the host, on its own stream."""
         link = self.link(node)
-        if node.target in _COPIES:
+        if operator_of(node.target).copies:
             return num_bytes(node.meta.get("val")) / self.rates.host
         return self.sending(node, link) if link else self.computing(node)
 
     def computing(self, node: Node) -> float:
         """Return the seconds of a node's kernels; of a node that is no collective."""
-        return sum(map(self.kernel, self.works(node)))
+        return sum(map(self.kernel, self.works(node))) * self.factor(node)
 
     def works(self, node: Node) -> Sequence[Work]:
         """Return the work of a node's kernels: none for views and collectives, several for a compiled region."""
@@ -218,12 +184,13 @@ class Costs:
         size, (_, degree, near) = received(node, link.degree), link
         hop = self.rates.near_hop if near == degree else self.rates.far_hop
         if is_permutation(node):  # all wait for the ranks that send to another machine
-            return self.message(size, near == degree)
-        if "all_to_all" in kind_of(node) or kind_of(node) == "exchange":
+            return self.message(size, near == degree) * self.factor(node)
+        if collective_of(node).is_pairwise:
             within, between = size * (near - 1) / max(degree - 1, 1), size * (degree - near) / max(degree - 1, 1)
         else:  # rings through each machine: all bytes enter it once, over all ports of its ranks
             within, between = size * (near > 1), size / near * (near < degree)
-        return hop * math.ceil(math.log2(degree)) + max(self._travel(within, True), self._travel(between, False))
+        seconds = hop * math.ceil(math.log2(degree)) + max(self._travel(within, True), self._travel(between, False))
+        return seconds * self.factor(node)
 
     def message(self, size: float, is_near: bool) -> float:
         """Return the seconds of a message between two devices."""
@@ -246,24 +213,26 @@ def sum_bytes(trained: int) -> int:
 def works_of(node: Node, visible: Mapping[str, float] | None = None) -> Sequence[Work]:
     """Return the work of a node that is no compiled region. Where attention's kernel skips masked pairs, in flex and
     varlen, the fraction `visible` of its block counts, else that of a causal mask."""
-    is_call = node.op == "call_function" and node.target not in (WAIT, operator.getitem, _ARRIVED, _LANDED)
-    if not is_call or node.target in _COPIES or is_view(node) or node.target is _VIEW:
+    is_call = node.op == "call_function" and node.target not in (WAIT, operator.getitem)
+    if not is_call or operator_of(node.target).copies or is_view(node) or node.target is _VIEW:
         return ()
     kind, operations = OTHER, float(matmul_flops(node))
     if operations:
         kind = PRODUCT
-    elif all_pairs := attention_flops(node):
+    elif attention := operator_of(node.target).attention:
         # Backward's kernels recompute the scores, one product more than the four that count.
-        kind, operations = ATTENTION, all_pairs * _pairs(node, visible or {}) * (1.25 if runs_backward(node) else 1.0)
+        again = 1.25 if attention.is_backward else 1.0
+        kind, operations = ATTENTION, attention_flops(node) * _pairs(node, visible or {}) * again
     moved = float(touched(node))
     return (Work(kind, operations, moved, moved, _dtype(node).itemsize),)
 
 
 def _pairs(node: Node, visible: Mapping[str, float]) -> float:
     """Return the fraction of all pairs of positions that an attention's kernel computes."""
-    if node.target in VARLEN or not isinstance(node.target, torch._ops.OpOverload):
+    schema = getattr(node.target, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema is not None else []
+    if "is_causal" not in names:
         return visible.get(block_of(node, visible) or "", 0.5)
-    names = [argument.name for argument in node.target._schema.arguments]
     place = names.index("is_causal")
     is_causal = node.args[place] if place < len(node.args) else node.kwargs.get("is_causal", False)
     return 0.5 if is_causal else 1.0  # an explicit mask is added to every score
@@ -310,19 +279,26 @@ def _dtype(node: Node) -> torch.dtype:
 
 def touched(node: Node) -> int:
     """Return the bytes that a node reads and writes."""
+    if (declared := operator_of(node.target).num_bytes) is not None:
+        return int(fact(declared, node))
     made = num_bytes(node.meta.get("val"))  # an operator may return nothing: an optimizer's writes in place
-    if node.target in _SELECT:
-        return 2 * made
-    moved = made + sum(stored_bytes(x.meta.get("val")) for x in _read(node))
-    if node.target in _BY_ROWS:
-        logits_TV = value(node.args[0])  # type: ignore[arg-type]
-        moved += (_BY_ROWS[node.target] - _CAST * (logits_TV.itemsize >= 4)) * logits_TV.numel()
-    return moved
+    return made + sum(stored_bytes(x.meta.get("val")) for x in _read(node))
+
+
+def stored_bytes(values: Any) -> int:
+    """Return the bytes of memory of a node's value: an expanded dimension counts once."""
+    if isinstance(values, torch.Tensor):
+        # A stride that differs from call to call is no int, and never 0.
+        repeats = [isinstance(step, int) and step == 0 for step in values.stride()]
+        sizes = [size for size, repeated in zip(values.shape, repeats, strict=True) if not repeated]
+        return math.prod(sizes) * values.element_size()
+    return sum(map(stored_bytes, values)) if isinstance(values, (tuple, list)) else 0
 
 
 def _read(node: Node) -> list[Node]:
     """Return the inputs whose data a node reads, not only their shape."""
-    return [x for x in node.all_input_nodes if node.target not in _UNREAD or x is not node.args[0]]
+    reads_first = operator_of(node.target).reads_first
+    return [x for x in node.all_input_nodes if reads_first or x is not node.args[0]]
 
 
 class Clock:
@@ -334,7 +310,7 @@ class Clock:
         self.exposed: dict[str, float] = collections.defaultdict(float)
         self.computed: dict[str, float] = collections.defaultdict(float)
         self._host = 0.0  # when the host has launched all nodes so far
-        self._told: dict[Node, float] = {}  # when the host can know the rows of an exchange
+        self._ends: dict[Node, float] = {}  # when the device has run each node
         # When a stream is free; and when it would be, if the host had launched all at once.
         self._free: dict[str, tuple[float, float]] = collections.defaultdict(lambda: (0.0, 0.0))
         self._done: dict[Node, tuple[str, float, float]] = {}  # a collective -> its axis, and both times of its end
@@ -346,17 +322,18 @@ class Clock:
 
     def tell(self, node: Node) -> None:
         """Advance the clock by a node: a kernel, the start of a collective or copy, or a wait."""
-        if node.target is _EXCHANGE:
-            self._host = max(self._host, self._told.get(node.args[1], 0.0))  # type: ignore[arg-type]
-        if node.target is WAIT or node.target is _ARRIVED:
+        op = operator_of(node.target)
+        if op.host_reads is not None:
+            self._host = max(self._host, self._ends.get(node.args[op.host_reads], 0.0))  # type: ignore[arg-type]
+        if op.waits:
             if left := self.left(node):
                 axis, _, alone = self._done[node.all_input_nodes[0]]
                 self.exposed[axis] += max(0.0, alone - self.now)  # the rest waits for the host
                 self.now += left
         elif link := self.costs.link(node):
             self._start(node, str(group_of(node)), link.axis)
-        elif way := _COPIES.get(node.target):
-            self._start(node, way, way)
+        elif op.copies:
+            self._start(node, op.copies, op.copies)
         else:
             works = self.costs.works(node)
             self._host += self.costs.rates.launch * len(works)
@@ -366,10 +343,7 @@ class Clock:
                 self.now += seconds
                 for work, part in zip(works, kernels, strict=True):
                     self.computed[work.kind] += part * seconds / (sum(kernels) or 1.0)
-        if node.target is _ROW_SPLITS:
-            self._told[node] = self.now
-        if node.target is _LANDED:
-            self._host = max(self._host, self.now)
+        self._ends[node] = self.now
 
     def _start(self, node: Node, stream: str, axis: str) -> None:
         seconds = self.costs.seconds(node)

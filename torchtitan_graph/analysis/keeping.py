@@ -9,23 +9,14 @@ from typing import NamedTuple
 import torch
 from torch.fx import GraphModule, Node
 
-import torchtitan_graph.ops  # noqa: F401 (registers the operators)
 from torchtitan_graph.analysis.cut import Value, computed_again
 from torchtitan_graph.analysis.liveness import owners, size_of
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.blocks import block_of
 from torchtitan_graph.graph.collectives import gathered_weights
 from torchtitan_graph.graph.edit import aliased, is_view
+from torchtitan_graph.ops.operator import operator_of
 
-aten = torch.ops.aten
-
-# They copy numbers unchanged: as cheap as elementwise operators.
-_MOVES = (
-    *(aten._to_copy.default, aten.clone.default, aten._unsafe_view.default, aten.cat.default, aten.stack.default),
-    *(aten.constant_pad_nd.default, aten.index_select.default),
-)
-_OWN = torch.ops.torchtitan_graph
-_ELEMENTWISE = (_OWN.rotate.default, _OWN.swiglu.default)  # operators of our own, see elementwise.py
 WORTH = 32  # a byte saved till backward costs as much as so many bytes read and written
 SMALLEST = 2**20  # bytes: the smallest tensor that is offloaded
 START = 2**16  # launching an operator costs as much as so many bytes read and written
@@ -159,8 +150,7 @@ def _is_cheap(node: Node, owner: Mapping[Node, Node]) -> bool:
         return owner[node] is not node  # a part of `split`, not of an operator with several results
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
-    is_elementwise = torch.Tag.pointwise in node.target.tags or node.target in (*_MOVES, *_ELEMENTWISE)
-    return is_view(node) or is_elementwise or _is_constant(node)
+    return is_view(node) or operator_of(node.target).elementwise or _is_constant(node)
 
 
 def _is_constant(node: Node) -> bool:

@@ -13,24 +13,16 @@ import torch.utils._pytree as pytree
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import GraphModule, Node
 
-import torchtitan_graph.ops  # noqa: F401 (registers the operators)
-from torchtitan_graph.analysis.flops import VARLEN
-from torchtitan_graph.analysis.traffic import group_of, num_bytes
+from torchtitan_graph.analysis.traffic import group_of
 from torchtitan_graph.graph import meta
-from torchtitan_graph.graph.edit import aliased, is_view, shared_arguments, value
+from torchtitan_graph.graph.edit import aliased, fact, is_view, shared_arguments
 from torchtitan_graph.graph.signature import output_nodes, signature_of
-from torchtitan_graph.graph.torch_private.distributed import is_gloo
+from torchtitan_graph.ops.operator import ALL_GATHER, operator_of
 
 # Views whose schemas declare no alias.
 _SILENT_VIEWS = (torch.ops.aten._unsafe_view.default, torch.ops._c10d_functional.wait_tensor.default)
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
-_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
-_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
-# Their inputs are kept until the wait: by the process group, or, for a sum in gloo, as a copy.
-_KEEP_INPUT = (_GATHER, _SCATTER, torch.ops._c10d_functional.all_to_all_single.default)
 _CAT = torch.ops.aten.cat.default
-_OFFLOAD = torch.ops.torchtitan_graph.offload.default
-_CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 class Peak(NamedTuple):
@@ -84,7 +76,7 @@ def _is_gathered(memories: Memories, owner: Node) -> bool:
     """Return whether a node is an all-gather's result, or the copy of it that concatenates the ranks' parts in another
     dimension."""
     made_of = {memories.owner[x] for x in owner.all_input_nodes} if owner.target is _CAT else {owner}
-    return all(each.target is _GATHER for each in made_of)
+    return all(operator_of(each.target).collective is ALL_GATHER for each in made_of)
 
 
 def host_memory(gm: GraphModule) -> int:
@@ -94,7 +86,11 @@ def host_memory(gm: GraphModule) -> int:
 
 
 def _is_activation_away(node: Node) -> bool:
-    return node.target is _OFFLOAD and meta.role(node) is None
+    return _is_on_host(node) and meta.role(node) is None
+
+
+def _is_on_host(node: Node) -> bool:
+    return operator_of(node.target).copies == "to the host"
 
 
 def in_one_part(node: Node) -> str:
@@ -103,28 +99,10 @@ def in_one_part(node: Node) -> str:
 
 
 def scratch_of(node: Node) -> int:
-    """Return the bytes of a node's temporaries: a compiled region's values; the keys and values that attention within
-    segments repeats on a CPU, for each head of a group; the copy that attention's backward there makes of a gradient
-    whose heads are not adjacent; and gloo's copies. Those of others are small."""
-    if node.target in VARLEN:
-        q_BLNH, k_BLKH = (value(x) for x in node.args[node.target is VARLEN[1] :][:2])  # type: ignore[arg-type]
-        repeats = q_BLNH.device.type == "cpu" and q_BLNH.shape[2] > k_BLKH.shape[2]
-        return 2 * num_bytes(q_BLNH) if repeats else 0
-    if node.target is _CPU_ATTENTION_BACKWARD:
-        dout_BNLH = node.args[0].meta["val"]  # type: ignore[union-attr]
-        return 0 if dout_BNLH.transpose(1, 2).is_contiguous() else dout_BNLH.numel() * dout_BNLH.element_size()
-    if node.target in (_GATHER, _SCATTER):
-        return _gloo_copy(node)
-    return meta.scratch(node)
-
-
-def _gloo_copy(node: Node) -> int:
-    """Return the bytes of the copy that gloo gathers into, or that it sums in. The first is freed soon after the start,
-    when all parts have arrived. The second stays until the wait, in place of the input."""
-    group = group_of(node)
-    if group is None or not is_gloo(group):
-        return 0
-    return num_bytes(value(node if node.target is _GATHER else node.all_input_nodes[0]))
+    """Return the bytes of a node's temporaries, as its operator declares, or of a compiled region's values; those of
+    others are small."""
+    scratch = operator_of(node.target).scratch
+    return meta.scratch(node) if scratch is None else fact(scratch, node)
 
 
 def held_memory(
@@ -249,7 +227,7 @@ class Memories:
 
     def _owners_at(self, node: Node) -> set[Node]:
         at = [*node.all_input_nodes, node]
-        if node.target is _WAIT and (start := node.all_input_nodes[0]).target in _KEEP_INPUT:
+        if node.target is _WAIT and operator_of((start := node.all_input_nodes[0]).target).holds_input:
             at += start.all_input_nodes
         found = {self.owner[x] for x in at}
         for x in at:
@@ -297,7 +275,7 @@ def readers_of_memory(gm: GraphModule) -> dict[Node, set[Node]]:
 def size_of(node: Node) -> int:
     """Return the bytes of device memory of a node's value; for several results, of those that no `getitem` picks; 0 for
     inputs."""
-    return 0 if node.target is _OFFLOAD else _num_bytes(node)
+    return 0 if _is_on_host(node) else _num_bytes(node)
 
 
 def _num_bytes(node: Node) -> int:

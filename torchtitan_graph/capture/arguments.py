@@ -13,8 +13,8 @@ import torch.utils._pytree as pytree
 from torch.nn.attention.flex_attention import BlockMask
 
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph import flex_strips  # noqa: F401 (uncompiled flex attention, for masks as arguments)
-from torchtitan_graph.graph.torch_private.flex import mask_parts, mask_whole
+from torchtitan_graph.ops import flex_strips  # noqa: F401 (uncompiled flex attention, for masks as arguments)
+from torchtitan_graph.torch_private.flex import mask_parts, mask_whole
 
 _CONSTANT_TYPES = (int, float, bool, str, type(None))
 

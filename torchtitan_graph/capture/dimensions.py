@@ -10,8 +10,8 @@ import torch
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.signature import layout_of
-from torchtitan_graph.graph.torch_private.sizes import dynamic_marks, export_dims
-from torchtitan_graph.graph.torch_private.tensors import is_traceable_wrapper_subclass
+from torchtitan_graph.torch_private.sizes import dynamic_marks, export_dims
+from torchtitan_graph.torch_private.tensors import is_traceable_wrapper_subclass
 
 # By a tensor's name and a dimension: the dimension's name, see `Sizes`. A sequence lists all dimensions.
 DynamicShapes = Mapping[str, Mapping[int, Any] | Sequence[Any]]

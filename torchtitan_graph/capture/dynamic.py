@@ -33,10 +33,9 @@ from torchtitan_graph.capture.dimensions import SMALLEST, Dimension, DynamicShap
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import erase_dead
-from torchtitan_graph.graph.hierarchy import TRACERS
 from torchtitan_graph.graph.signature import Plain, TensorLayout, layout_of, signature_of
-from torchtitan_graph.graph.torch_private.fake import FakeTensorMode
-from torchtitan_graph.graph.torch_private.sizes import (
+from torchtitan_graph.torch_private.fake import FakeTensorMode
+from torchtitan_graph.torch_private.sizes import (
     add_runtime_checks,
     compute,
     hint,
@@ -44,7 +43,7 @@ from torchtitan_graph.graph.torch_private.sizes import (
     new_symbol,
     require,
 )
-from torchtitan_graph.graph.torch_private.tracing import author_s_stack
+from torchtitan_graph.torch_private.tracing import TRACERS, author_s_stack
 
 
 class Condition(NamedTuple):

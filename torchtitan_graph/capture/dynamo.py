@@ -36,7 +36,7 @@ from torchtitan_graph.capture.trace import Capture, InParts, fakes_of, make_fx_c
 from torchtitan_graph.capture.traced import TracedResult
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.signature import layout_of
-from torchtitan_graph.graph.torch_private.dynamo import (
+from torchtitan_graph.torch_private.dynamo import (
     WRAPPERS,
     NotCaptured,
     StrictCapture,
@@ -44,9 +44,9 @@ from torchtitan_graph.graph.torch_private.dynamo import (
     fake_mode_for_dynamo,
     run_wrapped,
 )
-from torchtitan_graph.graph.torch_private.fake import FakeTensorMode
-from torchtitan_graph.graph.torch_private.sizes import is_symbolic, require
-from torchtitan_graph.graph.torch_private.tracing import made_for, reparametrize
+from torchtitan_graph.torch_private.fake import FakeTensorMode
+from torchtitan_graph.torch_private.sizes import is_symbolic, require
+from torchtitan_graph.torch_private.tracing import made_for, reparametrize
 
 _CALL = "dynamo_capture(fn, module=model)(*arguments)"
 

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchtitan_graph.capture.reached import Content, Place, Reached, is_random, random_places, readable
 from torchtitan_graph.capture.state import is_traced
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph.torch_private.tensors import KEPT_BY_TORCH
+from torchtitan_graph.torch_private.tensors import KEPT_BY_TORCH
 
 
 @contextlib.contextmanager

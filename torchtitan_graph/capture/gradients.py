@@ -15,8 +15,8 @@ from torchtitan_graph.capture.reached import Reached, reached, readable
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.edit import aliased
 from torchtitan_graph.graph.signature import layout_of
-from torchtitan_graph.graph.torch_private.fake import FakeTensorMode
 from torchtitan_graph.log import logger
+from torchtitan_graph.torch_private.fake import FakeTensorMode
 
 _CALL = "minimal_fx_tracer(step, module=model, optimizer=optimizer)"
 

@@ -17,10 +17,10 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import aliased
 from torchtitan_graph.graph.signature import is_dynamic, signature_of
-from torchtitan_graph.graph.torch_private.fake import WritesToLive
-from torchtitan_graph.graph.torch_private.sizes import dynamic_marks
-from torchtitan_graph.graph.torch_private.tensors import has_gradient_hooks, has_step_hooks
-from torchtitan_graph.graph.torch_private.tracing import (
+from torchtitan_graph.torch_private.fake import WritesToLive
+from torchtitan_graph.torch_private.sizes import dynamic_marks
+from torchtitan_graph.torch_private.tensors import has_gradient_hooks, has_step_hooks
+from torchtitan_graph.torch_private.tracing import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,

@@ -34,16 +34,16 @@ from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import copy_node
 from torchtitan_graph.graph.hierarchy import Entry, Place, ScopeRecorder
 from torchtitan_graph.graph.signature import TensorLayout, layout_of
-from torchtitan_graph.graph.torch_private.fake import FakeTensorMode
-from torchtitan_graph.graph.torch_private.tensors import is_traceable_wrapper_subclass
-from torchtitan_graph.graph.torch_private.tracing import (
+from torchtitan_graph.log import logger
+from torchtitan_graph.torch_private.fake import FakeTensorMode
+from torchtitan_graph.torch_private.tensors import is_traceable_wrapper_subclass
+from torchtitan_graph.torch_private.tracing import (
     FakeTensor,
     current_words,
     keeps_its_own_way,
     trace_set_aside,
     trace_to_graph,
 )
-from torchtitan_graph.log import logger
 
 _library = torch.library.Library("torchtitan_graph_blocks", "DEF")
 _library.define("forward(Tensor[] tensors, int call) -> Tensor[]")

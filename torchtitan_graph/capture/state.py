@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.signature import Slot, layout_of
-from torchtitan_graph.graph.torch_private.tensors import is_traceable_wrapper_subclass, mark_as_parameter
-from torchtitan_graph.graph.torch_private.tracing import FakeTensor, reparametrize
+from torchtitan_graph.torch_private.tensors import is_traceable_wrapper_subclass, mark_as_parameter
+from torchtitan_graph.torch_private.tracing import FakeTensor, reparametrize
 
 
 def local_part(x: Tensor) -> Tensor:

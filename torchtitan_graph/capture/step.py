@@ -18,9 +18,9 @@ from torchtitan_graph.capture.trace import Capture, InParts, make_fx_capture
 from torchtitan_graph.capture.traced import TracedResult, run_traced
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.signature import signature_of
-from torchtitan_graph.graph.torch_private.tensors import accumulate, free_gradient_dtype
-from torchtitan_graph.graph.torch_private.tracing import annotated
 from torchtitan_graph.runtime.pieces import Recorder, Replayed
+from torchtitan_graph.torch_private.tensors import accumulate, free_gradient_dtype
+from torchtitan_graph.torch_private.tracing import annotated
 
 SLOT = ".amax"  # suffix of slots' names, see `make_train_step`: they hold largest magnitudes
 IGNORE_INDEX = -100  # a label that is no target, as in torch's cross_entropy and data/batch.py

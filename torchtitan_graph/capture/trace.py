@@ -56,10 +56,10 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.hierarchy import ScopeRecorder
 from torchtitan_graph.graph.signature import Signature, Slot, layout_of, signature_of
-from torchtitan_graph.graph.torch_private.fake import FakeTensorMode, NeedsSymbols
-from torchtitan_graph.graph.torch_private.sizes import SymbolicFakeTensorMode
-from torchtitan_graph.graph.torch_private.tracing import DataDependentOutputException, trace_to_graph
 from torchtitan_graph.log import logger
+from torchtitan_graph.torch_private.fake import FakeTensorMode, NeedsSymbols
+from torchtitan_graph.torch_private.sizes import SymbolicFakeTensorMode
+from torchtitan_graph.torch_private.tracing import DataDependentOutputException, trace_to_graph
 
 
 class InParts(functools.partial):

@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan_graph.data.batch import IGNORE_INDEX
-from torchtitan_graph.graph.varlen import segments_of, varlen_attention
 from torchtitan_graph.loss import fused_cross_entropy
 from torchtitan_graph.models.layers.feed_forward import SwiGLU
 from torchtitan_graph.models.layers.masks import begins_of
 from torchtitan_graph.models.layers.moe import ClampedSwiGLU
 from torchtitan_graph.models.layers.rope import apply_rope, rope_cos_sin
 from torchtitan_graph.ops.elementwise import rotate, swiglu
+from torchtitan_graph.ops.varlen import segments_of, varlen_attention
 from torchtitan_graph.quantize.grouped import grouped_linear
 from torchtitan_graph.quantize.products import E4M3, ROWWISE, ROWWISE_WIDE, Recipe
 

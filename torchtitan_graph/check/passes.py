@@ -35,11 +35,11 @@ from torchtitan_graph.check.shrink import shrink
 from torchtitan_graph.compiler import Extra, Inspection, Pass, passes, run_passes
 from torchtitan_graph.config.job import ExtraPass
 from torchtitan_graph.graph.signature import signature_of
-from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
 from torchtitan_graph.models.layers.init import initialize
 from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.layout import Layout, ParallelDims
 from torchtitan_graph.steps import Assembly, build_graphs, build_steps
+from torchtitan_graph.torch_private.distributed import init_fake_process_group
 
 # For these only graphs are built: nothing runs.
 LARGE_LAYOUTS = {

@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from torchtitan_graph.capture.uncollected import uncollected
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph.torch_private.distributed import METADATA_GETTERS, StorageInfo
 from torchtitan_graph.small_files import open_small
+from torchtitan_graph.torch_private.distributed import METADATA_GETTERS, StorageInfo
 
 METADATA = ".metadata"
 

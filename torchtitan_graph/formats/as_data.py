@@ -21,15 +21,15 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 import torchtitan_graph.ops  # noqa: F401 (registers the operators)
-from torchtitan_graph.analysis.traffic import GROUP_ARGUMENTS
 from torchtitan_graph.capture.arguments import take_call
 from torchtitan_graph.capture.traced import TracedResult
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.formats.malformed import check, size
 from torchtitan_graph.formats.origins import Origins, read_origins
 from torchtitan_graph.graph.signature import Plain, Signature, Slot, TensorLayout, signature_of
-from torchtitan_graph.graph.torch_private.fake import FakeTensorMode
-from torchtitan_graph.graph.torch_private.tracing import FakeTensor, lazy_graph_module
+from torchtitan_graph.ops.operator import GROUP_ARGUMENTS
+from torchtitan_graph.torch_private.fake import FakeTensorMode
+from torchtitan_graph.torch_private.tracing import FakeTensor, lazy_graph_module
 
 NAMESPACES = ("aten", "prims", "_c10d_functional", "_dtensor", "symm_mem", "torchtitan_graph")
 _FUNCTIONS: dict[str, Any] = {

@@ -24,9 +24,9 @@ import torchtitan_graph.ops  # noqa: F401 (registers the operators)
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.signature import Plain, Signature, Slot
-from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group, name_group
-from torchtitan_graph.graph.torch_private.fake import FakeTensorMode
 from torchtitan_graph.small_files import read_text
+from torchtitan_graph.torch_private.distributed import init_fake_process_group, name_group
+from torchtitan_graph.torch_private.fake import FakeTensorMode
 
 _INPUT = re.compile(r"(\w+) (\w+)\[([\d, ]*)\] (.*)")
 _WORDS = re.compile(r"  # .*?\b(forward|backward)\b(?: (?!at )([\w.]+)(?= |$))?(.*)$")

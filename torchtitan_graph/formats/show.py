@@ -18,8 +18,8 @@ from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import shape_of
 from torchtitan_graph.graph.hierarchy import call_hierarchy, shown
 from torchtitan_graph.graph.signature import Slot, signature_of
-from torchtitan_graph.graph.torch_private.distributed import ranks_of_group
-from torchtitan_graph.graph.torch_private.tracing import FakeTensor
+from torchtitan_graph.torch_private.distributed import ranks_of_group
+from torchtitan_graph.torch_private.tracing import FakeTensor
 
 _HEAD = '''"""{title}
 

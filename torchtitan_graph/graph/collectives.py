@@ -3,13 +3,15 @@ nodes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from torch.fx import GraphModule, Node
 
 from torchtitan_graph.graph import meta
-from torchtitan_graph.graph.edit import is_view
+from torchtitan_graph.graph.edit import fact, is_view
 from torchtitan_graph.graph.signature import output_nodes
+from torchtitan_graph.ops.operator import operator_of
 
 
 def gathered_weights(gm: GraphModule) -> dict[Node, str]:
@@ -33,6 +35,17 @@ def made_from_inputs(node: Node) -> list[Node]:
         return []
     found = [n for source in node.all_input_nodes for n in made_from_inputs(source)]
     return [*dict.fromkeys(found), node]
+
+
+def with_dynamic_rows(nodes: Iterable[Node]) -> set[Node]:
+    """Return those of a graph's nodes, in order, whose value has a number of rows that depends on data: rows that
+    other ranks sent to this rank's experts, and values with a row for each."""
+    found: set[Node] = set()
+    for node in nodes:
+        declared = operator_of(node.target).dynamic_rows
+        if not found.isdisjoint(node.all_input_nodes) if declared is None else fact(declared, node):
+            found.add(node)
+    return found
 
 
 class Reduction(NamedTuple):

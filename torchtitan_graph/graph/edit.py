@@ -14,12 +14,18 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from torchtitan_graph.graph import meta
-from torchtitan_graph.graph.torch_private.tracing import set_arguments
+from torchtitan_graph.torch_private.tracing import set_arguments
 
 
 def value(node: Node) -> Any:
     """Return the fake tensor (or tuple of them) that stands for a node's value."""
     return node.meta["val"]
+
+
+def fact(of_call: Callable[..., Any], node: Node) -> Any:
+    """Return a fact about a call, from a function of its fake arguments and result; see `ops.operator.Operator`."""
+    args, kwargs = map_arg((node.args, node.kwargs), lambda x: x.meta.get("val"))
+    return of_call(*args, **kwargs, out_val=node.meta.get("val"))
 
 
 def call(graph: Graph, source: Node, target: Any, *args: Any, **kwargs: Any) -> Node:

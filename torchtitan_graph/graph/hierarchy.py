@@ -33,22 +33,14 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 from torch.fx import Node
 
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.torch_private.tracing import TRACERS
 
-_PACKAGE = Path(__file__).parents[1]
-# Files that are not the traced function's author's: torch, and the tracer.
-TRACERS = tuple(
-    os.path.join(folder, "")
-    for folder in (
-        Path(torch.__file__).parent,
-        *(_PACKAGE / room for room in ("graph", "analysis", "runtime", "capture", "formats")),
-    )
-)
-_LEFT_OUT = (*TRACERS, os.path.join(_PACKAGE / "parallel", ""), "<eval_with_key>", "<frozen")  # generated code
+_PARALLEL = os.path.join(Path(__file__).parents[1] / "parallel", "")
+_LEFT_OUT = (*TRACERS, _PARALLEL, "<eval_with_key>", "<frozen")  # the latter two: generated code
 _STANDARD = os.path.join(sysconfig.get_path("stdlib"), "")
 _TAKES_ANYTHING = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph.torch_private.tensors import is_traceable_wrapper_subclass
+from torchtitan_graph.torch_private.tensors import is_traceable_wrapper_subclass
 
 
 class TensorLayout(Protocol):

@@ -11,9 +11,9 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from torchtitan_graph.config import job
 from torchtitan_graph.device import device_type
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph.torch_private.profiler import record_memory_history, save_memory_snapshot
 from torchtitan_graph.log import logger
 from torchtitan_graph.metrics.out_of_memory import is_out_of_memory
+from torchtitan_graph.torch_private.profiler import record_memory_history, save_memory_snapshot
 
 
 class Profiler:

@@ -5,8 +5,11 @@ from torchtitan_graph.ops import (  # noqa: F401
     elementwise,
     exchange,
     experts,
+    flex_strips,
     float8,
     fused_loss,
+    of_torch,
     planned_norms,
     row_loss,
+    varlen,
 )

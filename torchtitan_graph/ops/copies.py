@@ -7,10 +7,12 @@ import functools
 import torch
 from torch import Tensor
 
+from torchtitan_graph.ops.operator import declare, operator
+
 _LIBRARY = "torchtitan_graph"
 
 
-@torch.library.custom_op(f"{_LIBRARY}::offload", mutates_args=())
+@operator(lambda x: torch.empty_like(x, device="cpu"), copies="to the host", compiles=False)
 def offload(x: Tensor) -> Tensor:
     """Start copying a tensor to the host's memory; `arrived` must follow.
 
@@ -20,20 +22,10 @@ def offload(x: Tensor) -> Tensor:
     return _start_copy(host, x, "out")
 
 
-@torch.library.custom_op(f"{_LIBRARY}::reload", mutates_args=())
+@operator(lambda host, device: torch.empty_like(host, device=device), copies="from the host", compiles=False)
 def reload(host: Tensor, device_type: str) -> Tensor:
     """Start copying a tensor back to the device; `arrived` must follow."""
     return _start_copy(torch.empty_like(host, device=device_type), host, "in")
-
-
-@offload.register_fake
-def _(x: Tensor) -> Tensor:
-    return torch.empty_like(x, device="cpu")
-
-
-@reload.register_fake
-def _(host: Tensor, device_type: str) -> Tensor:
-    return torch.empty_like(host, device=device_type)
 
 
 def _arrived(copy: Tensor, source: Tensor) -> Tensor:
@@ -51,13 +43,15 @@ def _landed(copy: Tensor) -> Tensor:
     return copy
 
 
-_COPIES = torch.library.Library(_LIBRARY, "FRAGMENT")
+_COPIES = torch.library.Library(_LIBRARY, "FRAGMENT")  # `custom_op` can't declare that a result is an argument
 _COPIES.define("arrived(Tensor(a) copy, Tensor source) -> Tensor(a)")
-_COPIES.impl("arrived", _arrived, "CompositeExplicitAutograd")
-torch.library.register_fake(f"{_LIBRARY}::arrived", lambda copy, source: copy)
 _COPIES.define("landed(Tensor(a) copy) -> Tensor(a)")
-_COPIES.impl("landed", _landed, "CompositeExplicitAutograd")
-torch.library.register_fake(f"{_LIBRARY}::landed", lambda copy: copy)
+for _name, _wait in (("arrived", _arrived), ("landed", _landed)):
+    _COPIES.impl(_name, _wait, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{_LIBRARY}::{_name}", lambda copy, source=None: copy)
+arrived, landed = torch.ops.torchtitan_graph.arrived.default, torch.ops.torchtitan_graph.landed.default
+declare(arrived, waits=True, compiles=False)
+declare(landed, host_reads=0, compiles=False)
 
 _ENDS: dict[int, torch.cuda.Event] = {}  # address of a copy -> its end event
 

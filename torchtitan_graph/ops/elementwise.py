@@ -10,12 +10,53 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_LIBRARY = "torchtitan_graph"
+from torchtitan_graph.ops.operator import operator
+
 STEEPNESS, LIMIT = 1.702, 7.0  # of gpt_oss' gate
 _FORM = {False: (1.0, 0.0), True: (STEEPNESS, LIMIT)}  # by clamped: (steepness, limit); a limit of 0 is none
 
 
-@torch.library.custom_op(f"{_LIBRARY}::rotate", mutates_args=())
+def _check_alike(gate: Tensor, up: Tensor) -> None:
+    """Check that both have one shape and dtype: a kernel reads both by one index, without broadcast or promotion."""
+    if gate.shape != up.shape or gate.dtype != up.dtype:
+        raise ValueError(
+            f"swiglu: gate is {tuple(gate.shape)} in {gate.dtype}, up {tuple(up.shape)} in {up.dtype}: both must be of "
+            "one shape and dtype"
+        )
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _save_angles(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    _, *angles, ctx.interleaved, ctx.back = inputs
+    ctx.save_for_backward(*angles)
+
+
+def _rotate_backward(ctx, gradient: Tensor):  # type: ignore[no-untyped-def]
+    return rotate(gradient, *ctx.saved_tensors, ctx.interleaved, not ctx.back), None, None, None, None
+
+
+def _save_both(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    *both, ctx.clamped = inputs
+    ctx.save_for_backward(*both)
+
+
+def _swiglu_backward(ctx, gradient: Tensor):  # type: ignore[no-untyped-def]
+    return *swiglu_backward(gradient, *ctx.saved_tensors, ctx.clamped), None
+
+
+def _fake_swiglu(gate: Tensor, up: Tensor, clamped: bool) -> Tensor:
+    _check_alike(gate, up)
+    return _like(gate)
+
+
+@operator(lambda x_BLNH, *_: _like(x_BLNH), setup=_save_angles, backward=_rotate_backward, elementwise=True)
 def rotate(x_BLNH: Tensor, cos_BL1H: Tensor, sin_BL1H: Tensor, interleaved: bool, back: bool) -> Tensor:
     """Rotate the pairs of every head by their angles, or back; return the result.
 
@@ -38,7 +79,7 @@ def rotate(x_BLNH: Tensor, cos_BL1H: Tensor, sin_BL1H: Tensor, interleaved: bool
     return out_BLNH
 
 
-@torch.library.custom_op(f"{_LIBRARY}::swiglu", mutates_args=())
+@operator(_fake_swiglu, setup=_save_both, backward=_swiglu_backward, elementwise=True)
 def swiglu(gate: Tensor, up: Tensor, clamped: bool) -> Tensor:
     """Return gate * sigmoid(gate) * up; clamped as in gpt_oss, see `ClampedSwiGLU`.
 
@@ -56,7 +97,7 @@ def swiglu(gate: Tensor, up: Tensor, clamped: bool) -> Tensor:
     return out.copy_(gate * share * up)
 
 
-@torch.library.custom_op(f"{_LIBRARY}::swiglu_backward", mutates_args=())
+@operator(lambda gradient, gate, up, clamped: (_like(gate), _like(up)))
 def swiglu_backward(gradient: Tensor, gate: Tensor, up: Tensor, clamped: bool) -> tuple[Tensor, Tensor]:
     """Return the gradients of gate and up."""
     of_gate, of_up = _like(gate), _like(up)
@@ -81,58 +122,3 @@ def _parts(gate: Tensor, up: Tensor, clamped: bool) -> tuple[Tensor, Tensor, Ten
         return gate, up, torch.sigmoid(gate)
     gate = gate.clamp(max=LIMIT)
     return gate, up.clamp(-LIMIT, LIMIT) + 1, torch.sigmoid(STEEPNESS * gate)
-
-
-def _check_alike(gate: Tensor, up: Tensor) -> None:
-    """Check that both have one shape and dtype: a kernel reads both by one index, without broadcast or promotion."""
-    if gate.shape != up.shape or gate.dtype != up.dtype:
-        raise ValueError(
-            f"swiglu: gate is {tuple(gate.shape)} in {gate.dtype}, up {tuple(up.shape)} in {up.dtype}: both must be of "
-            "one shape and dtype"
-        )
-
-
-def _like(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
-@rotate.register_fake
-def _(x_BLNH: Tensor, cos_BL1H: Tensor, sin_BL1H: Tensor, interleaved: bool, back: bool) -> Tensor:
-    return _like(x_BLNH)
-
-
-@swiglu.register_fake
-def _(gate: Tensor, up: Tensor, clamped: bool) -> Tensor:
-    _check_alike(gate, up)
-    return _like(gate)
-
-
-@swiglu_backward.register_fake
-def _(gradient: Tensor, gate: Tensor, up: Tensor, clamped: bool) -> tuple[Tensor, Tensor]:
-    return _like(gate), _like(up)
-
-
-def _save_angles(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    _, *angles, ctx.interleaved, ctx.back = inputs
-    ctx.save_for_backward(*angles)
-
-
-def _rotate_backward(ctx, gradient: Tensor):  # type: ignore[no-untyped-def]
-    return rotate(gradient, *ctx.saved_tensors, ctx.interleaved, not ctx.back), None, None, None, None
-
-
-def _save_both(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    *both, ctx.clamped = inputs
-    ctx.save_for_backward(*both)
-
-
-def _swiglu_backward(ctx, gradient: Tensor):  # type: ignore[no-untyped-def]
-    return *swiglu_backward(gradient, *ctx.saved_tensors, ctx.clamped), None
-
-
-rotate.register_autograd(_rotate_backward, setup_context=_save_angles)
-swiglu.register_autograd(_swiglu_backward, setup_context=_save_both)

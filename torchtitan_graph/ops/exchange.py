@@ -5,14 +5,21 @@ Shapes do not depend on the numbers, so a graph holds each as one node.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-_LIBRARY = "torchtitan_graph"
+from torchtitan_graph.ops.operator import ALL_TO_ALL, operator
+
 _ENDS: dict[int, torch.cuda.Event] = {}  # where a copy of the splits lies -> its end
 
 
-@torch.library.custom_op(f"{_LIBRARY}::row_splits", mutates_args=())
+def _fake_splits(sent_RE: Tensor, received_RE: Tensor) -> Tensor:
+    return torch.empty(2, sent_RE.shape[0], dtype=sent_RE.dtype, device="cpu")
+
+
+@operator(_fake_splits, recompute="never", compiles=False)
 def row_splits(sent_RE: Tensor, received_RE: Tensor) -> Tensor:
     """Start the device-to-host copy of the numbers of rows for and from each rank: (ranks, experts) twice -> (2,
     ranks).
@@ -28,7 +35,15 @@ def row_splits(sent_RE: Tensor, received_RE: Tensor) -> Tensor:
     return host_2R
 
 
-@torch.library.custom_op(f"{_LIBRARY}::exchange", mutates_args=())
+@operator(
+    lambda x_SD, splits_2R, back, nominal, group: x_SD.new_empty(nominal, x_SD.shape[1]),
+    collective=ALL_TO_ALL,
+    dynamic_rows=lambda x_SD, splits_2R, back, *_, **__: not back,
+    host_reads=1,
+    recompute="costly",
+    compiles=False,
+    records=False,
+)
 def exchange(x_SD: Tensor, splits_2R: Tensor, back: bool, nominal: int, group: str) -> Tensor:
     """Start sending rows to the ranks of a group; a `wait_tensor` must follow.
 
@@ -42,34 +57,6 @@ def exchange(x_SD: Tensor, splits_2R: Tensor, back: bool, nominal: int, group: s
     return torch.ops._c10d_functional.all_to_all_single(x_SD, receive, send, group)
 
 
-@torch.library.custom_op(f"{_LIBRARY}::regroup", mutates_args=())
-def regroup(x_SD: Tensor, counts_RE: Tensor, back: bool) -> Tensor:
-    """Reorder rows sorted by rank, then expert, to expert, then rank; `back` undoes it.
-
-    The host reads nothing.
-    """
-    counts, turned = counts_RE.flatten(), counts_RE.t().flatten()
-    begins = (counts.cumsum(0) - counts).view_as(counts_RE).t().flatten()
-    shifts, S = begins - (turned.cumsum(0) - turned), x_SD.shape[0]
-    order_S = torch.repeat_interleave(shifts, turned, output_size=S) + torch.arange(S, device=x_SD.device)
-    return torch.empty_like(x_SD).index_copy_(0, order_S, x_SD) if back else x_SD.index_select(0, order_S)
-
-
-@row_splits.register_fake
-def _(sent_RE: Tensor, received_RE: Tensor) -> Tensor:
-    return torch.empty(2, sent_RE.shape[0], dtype=sent_RE.dtype, device="cpu")
-
-
-@exchange.register_fake
-def _(x_SD: Tensor, splits_2R: Tensor, back: bool, nominal: int, group: str) -> Tensor:
-    return x_SD.new_empty(nominal, x_SD.shape[1])
-
-
-@regroup.register_fake
-def _(x_SD: Tensor, counts_RE: Tensor, back: bool) -> Tensor:
-    return torch.empty_like(x_SD)
-
-
 def _save_counts(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     _, counts_RE, ctx.back = inputs
     ctx.save_for_backward(counts_RE)
@@ -80,7 +67,27 @@ def _regroup_backward(ctx, grad_SD: Tensor):  # type: ignore[no-untyped-def]
     return regroup(grad_SD.contiguous(), counts_RE, not ctx.back), None, None
 
 
-regroup.register_autograd(_regroup_backward, setup_context=_save_counts)
+def _even_counts(floats: Sequence[Tensor], number: int) -> Tensor:
+    rows = floats[0].shape[0]
+    return torch.arange(rows, rows + number).div(number, rounding_mode="floor")
+
+
+@operator(
+    lambda x_SD, counts_RE, back: torch.empty_like(x_SD),
+    setup=_save_counts,
+    backward=_regroup_backward,
+    examples=_even_counts,
+)
+def regroup(x_SD: Tensor, counts_RE: Tensor, back: bool) -> Tensor:
+    """Reorder rows sorted by rank, then expert, to expert, then rank; `back` undoes it.
+
+    The host reads nothing.
+    """
+    counts, turned = counts_RE.flatten(), counts_RE.t().flatten()
+    begins = (counts.cumsum(0) - counts).view_as(counts_RE).t().flatten()
+    shifts, S = begins - (turned.cumsum(0) - turned), x_SD.shape[0]
+    order_S = torch.repeat_interleave(shifts, turned, output_size=S) + torch.arange(S, device=x_SD.device)
+    return torch.empty_like(x_SD).index_copy_(0, order_S, x_SD) if back else x_SD.index_select(0, order_S)
 
 
 class _Exchanged(torch.autograd.Function):

@@ -6,32 +6,17 @@ each as one node, and their backwards are made of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan_graph.errors import UserError
-
-_LIBRARY = "torchtitan_graph"
+from torchtitan_graph.ops.operator import equal_groups, operator
 
 
 def _has_grouped_kernel(x: Tensor) -> bool:
     """Return whether torch's grouped kernel supports tensors like `x`."""
     return x.is_cuda and x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (9, 0)
-
-
-def reads_host(op: object, args: Sequence[Any]) -> bool:
-    """Return whether an operator of ours, called with arguments like these, makes the host wait for numbers from the
-    device."""
-    own = torch.ops.torchtitan_graph
-    if op in (own.grouped_mm.default, own.grouped_outer.default):
-        return not _has_grouped_kernel(args[0])
-    if op is own.grouped_sum.default:
-        return not args[0].is_cuda
-    return op is own.exchange.default
 
 
 def _grouped_kernel(x: Tensor, w: Tensor, offsets_E: Tensor) -> Tensor:
@@ -80,7 +65,44 @@ def _groups(offsets_E: Tensor, num_rows: int) -> list[tuple[int, int]]:
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
-@torch.library.custom_op(f"{_LIBRARY}::grouped_mm", mutates_args=())
+def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    *tensors, ctx.transposed = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _grouped_mm_backward(ctx, grad_SF: Tensor):  # type: ignore[no-untyped-def]
+    x_SD, w, offsets_E = ctx.saved_tensors
+    grad_SF, grad_x, grad_w = grad_SF.contiguous(), None, None
+    if ctx.needs_input_grad[0]:
+        grad_x = grouped_mm(grad_SF, w, offsets_E, not ctx.transposed)
+    if ctx.needs_input_grad[1]:  # in the layout of `w`, so that it is contiguous
+        grad_w = grouped_outer(*((grad_SF, x_SD) if ctx.transposed else (x_SD, grad_SF)), offsets_E)
+    return grad_x, grad_w, None, None
+
+
+def flops_of_groups(rows: Tensor, *rest: object, out_val: Tensor, **_: object) -> int:
+    """Return a product's FLOPs: each number of the rows meets a row of its group's matrix, or of the other's."""
+    return 2 * rows.numel() * out_val.shape[-1]
+
+
+def one_for_each_group(*args: object, **_: object) -> bool:
+    """Say for `dynamic_rows` that a result's size does not depend on the number of rows."""
+    return False
+
+
+def _never_waits(x: Tensor, *rest: object, **_: object) -> bool:
+    return _has_grouped_kernel(x)
+
+
+@operator(
+    lambda x_SD, w, offsets_E, transposed: x_SD.new_empty(x_SD.shape[0], w.shape[1 if transposed else 2]),
+    setup=_save,
+    backward=_grouped_mm_backward,
+    flops=flops_of_groups,
+    recompute="alternate",
+    records=_never_waits,
+    examples=equal_groups,
+)
 def grouped_mm(x_SD: Tensor, w: Tensor, offsets_E: Tensor, transposed: bool) -> Tensor:
     """Return each group's rows times its own matrix: (S, D) x (E, D, F), or transposed (E, F, D), -> (S, F).
 
@@ -97,7 +119,13 @@ def grouped_mm(x_SD: Tensor, w: Tensor, offsets_E: Tensor, transposed: bool) -> 
     return out_SF
 
 
-@torch.library.custom_op(f"{_LIBRARY}::grouped_outer", mutates_args=())
+@operator(
+    lambda x_SD, y_SF, offsets_E: x_SD.new_empty(offsets_E.shape[0], x_SD.shape[1], y_SF.shape[1]),
+    flops=flops_of_groups,
+    dynamic_rows=one_for_each_group,
+    records=_never_waits,
+    examples=equal_groups,
+)
 def grouped_outer(x_SD: Tensor, y_SF: Tensor, offsets_E: Tensor) -> Tensor:
     """Return the sum of outer products of each group's rows: (S, D), (S, F) -> (E, D, F); zeros for an empty group."""
     if _has_grouped_kernel(x_SD):
@@ -108,7 +136,16 @@ def grouped_outer(x_SD: Tensor, y_SF: Tensor, offsets_E: Tensor) -> Tensor:
     return out_EDF
 
 
-@torch.library.custom_op(f"{_LIBRARY}::grouped_sum", mutates_args=())
+def _fake_by_group(x_SF: Tensor, offsets_E: Tensor) -> Tensor:
+    return x_SF.new_empty(offsets_E.shape[0], x_SF.shape[1])
+
+
+@operator(
+    _fake_by_group,
+    dynamic_rows=one_for_each_group,
+    records=lambda x_SF, *_, **__: x_SF.is_cuda,
+    examples=equal_groups,
+)
 def grouped_sum(x_SF: Tensor, offsets_E: Tensor) -> Tensor:
     """Return the sum of each group's rows: (S, F) -> (E, F)."""
     if x_SF.is_cuda:
@@ -128,66 +165,12 @@ def _sum_by_product(x_SF: Tensor, offsets_E: Tensor) -> Tensor:
     return (group_S == number_E1).to(x_SF.dtype) @ x_SF
 
 
-@torch.library.custom_op(f"{_LIBRARY}::grouped_largest", mutates_args=())
+@operator(_fake_by_group, dynamic_rows=one_for_each_group, examples=equal_groups)
 def grouped_largest(x_SF: Tensor, offsets_E: Tensor) -> Tensor:
     """Return the largest magnitude of each column in each group's rows: (S, F) -> (E, F); zeros for an empty group."""
     row_S = torch.arange(x_SF.shape[0], device=x_SF.device, dtype=offsets_E.dtype)
     group_SF = torch.searchsorted(offsets_E, row_S, right=True).unsqueeze(1).expand_as(x_SF)
     return x_SF.new_zeros(offsets_E.shape[0], x_SF.shape[1]).scatter_reduce(0, group_SF, x_SF.abs(), "amax")
-
-
-@grouped_mm.register_fake
-def _(x_SD: Tensor, w: Tensor, offsets_E: Tensor, transposed: bool) -> Tensor:
-    return x_SD.new_empty(x_SD.shape[0], w.shape[1 if transposed else 2])
-
-
-@grouped_outer.register_fake
-def _(x_SD: Tensor, y_SF: Tensor, offsets_E: Tensor) -> Tensor:
-    return x_SD.new_empty(offsets_E.shape[0], x_SD.shape[1], y_SF.shape[1])
-
-
-@grouped_sum.register_fake
-def _(x_SF: Tensor, offsets_E: Tensor) -> Tensor:
-    return x_SF.new_empty(offsets_E.shape[0], x_SF.shape[1])
-
-
-@grouped_largest.register_fake
-def _(x_SF: Tensor, offsets_E: Tensor) -> Tensor:
-    return x_SF.new_empty(offsets_E.shape[0], x_SF.shape[1])
-
-
-def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    *tensors, ctx.transposed = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _grouped_mm_backward(ctx, grad_SF: Tensor):  # type: ignore[no-untyped-def]
-    x_SD, w, offsets_E = ctx.saved_tensors
-    grad_SF, grad_x, grad_w = grad_SF.contiguous(), None, None
-    if ctx.needs_input_grad[0]:
-        grad_x = grouped_mm(grad_SF, w, offsets_E, not ctx.transposed)
-    if ctx.needs_input_grad[1]:  # in the layout of `w`, so that it is contiguous
-        grad_w = grouped_outer(*((grad_SF, x_SD) if ctx.transposed else (x_SD, grad_SF)), offsets_E)
-    return grad_x, grad_w, None, None
-
-
-grouped_mm.register_autograd(_grouped_mm_backward, setup_context=_save)
-
-
-@torch.library.custom_op(f"{_LIBRARY}::grouped_add", mutates_args=())
-def grouped_add(x_SF: Tensor, bias_EF: Tensor, offsets_E: Tensor) -> Tensor:
-    """Return each row plus its group's bias: (S, F), (E, F) -> (S, F).
-
-    The bias' gradient is summed group by group, in a fixed order; with plain indexing a GPU's threads add it in any
-    order.
-    """
-    row_S = torch.arange(x_SF.shape[0], device=x_SF.device, dtype=offsets_E.dtype)
-    return x_SF + bias_EF.index_select(0, torch.searchsorted(offsets_E, row_S, right=True))
-
-
-@grouped_add.register_fake
-def _(x_SF: Tensor, bias_EF: Tensor, offsets_E: Tensor) -> Tensor:
-    return torch.empty_like(x_SF)
 
 
 def _save_offsets(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
@@ -199,7 +182,20 @@ def _grouped_add_backward(ctx, grad_SF: Tensor):  # type: ignore[no-untyped-def]
     return grad_SF, grouped_sum(grad_SF.contiguous(), offsets_E) if ctx.needs_input_grad[1] else None, None
 
 
-grouped_add.register_autograd(_grouped_add_backward, setup_context=_save_offsets)
+@operator(
+    lambda x_SF, bias_EF, offsets_E: torch.empty_like(x_SF),
+    setup=_save_offsets,
+    backward=_grouped_add_backward,
+    examples=equal_groups,
+)
+def grouped_add(x_SF: Tensor, bias_EF: Tensor, offsets_E: Tensor) -> Tensor:
+    """Return each row plus its group's bias: (S, F), (E, F) -> (S, F).
+
+    The bias' gradient is summed group by group, in a fixed order; with plain indexing a GPU's threads add it in any
+    order.
+    """
+    row_S = torch.arange(x_SF.shape[0], device=x_SF.device, dtype=offsets_E.dtype)
+    return x_SF + bias_EF.index_select(0, torch.searchsorted(offsets_E, row_S, right=True))
 
 
 class _Permuted(torch.autograd.Function):

@@ -9,11 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchtitan_graph.ops.experts import flops_of_groups, one_for_each_group
+from torchtitan_graph.ops.operator import equal_groups, operator
+
 # Numbers, and bytes: the kernel's alignment of widths, and of the begin of each group's columns.
 _ALIGNED = 16
 
 
-@torch.library.custom_op("torchtitan_graph::scaled_grouped_mm", mutates_args=())
+def _fake_mm(x_SD: Tensor, scale_S: Tensor, w_EFD: Tensor, scale_EF: Tensor, offsets_E: Tensor) -> Tensor:
+    return x_SD.new_empty(x_SD.shape[0], w_EFD.shape[1], dtype=torch.bfloat16)
+
+
+@operator(_fake_mm, flops=flops_of_groups, examples=equal_groups)
 def scaled_grouped_mm(x_SD: Tensor, scale_S: Tensor, w_EFD: Tensor, scale_EF: Tensor, offsets_E: Tensor) -> Tensor:
     """Return each group's rows times its own matrix, transposed: (S, D) x (E, F, D) -> (S, F), bf16. Widths that are no
     multiples of 16 cost copies."""
@@ -24,7 +31,11 @@ def scaled_grouped_mm(x_SD: Tensor, scale_S: Tensor, w_EFD: Tensor, scale_EF: Te
     return _product(x_SD, scale_S, w_EFD.transpose(1, 2), scale_EF, offsets_E)[:, :width].contiguous()
 
 
-@torch.library.custom_op("torchtitan_graph::scaled_grouped_outer", mutates_args=())
+def _fake_outer(x_SD: Tensor, scale_ED: Tensor, y_SF: Tensor, scale_EF: Tensor, offsets_E: Tensor) -> Tensor:
+    return x_SD.new_empty(offsets_E.shape[0], x_SD.shape[1], y_SF.shape[1], dtype=torch.bfloat16)
+
+
+@operator(_fake_outer, flops=flops_of_groups, dynamic_rows=one_for_each_group, examples=equal_groups)
 def scaled_grouped_outer(x_SD: Tensor, scale_ED: Tensor, y_SF: Tensor, scale_EF: Tensor, offsets_E: Tensor) -> Tensor:
     """Return the sum of outer products of each group's rows, with a scale for each column of a group: (S, D), (S, F) ->
     (E, D, F), bf16."""
@@ -70,13 +81,3 @@ def _spread(x_SD: Tensor, place_S: Tensor, num_places: int) -> Tensor:
     """Return (D, places) with each row's numbers at its place, and zeros elsewhere."""
     numbers = x_SD.view(torch.uint8).t()
     return numbers.new_zeros(x_SD.shape[1], num_places).index_copy(1, place_S, numbers).view(x_SD.dtype)
-
-
-@scaled_grouped_mm.register_fake
-def _(x_SD: Tensor, scale_S: Tensor, w_EFD: Tensor, scale_EF: Tensor, offsets_E: Tensor) -> Tensor:
-    return x_SD.new_empty(x_SD.shape[0], w_EFD.shape[1], dtype=torch.bfloat16)
-
-
-@scaled_grouped_outer.register_fake
-def _(x_SD: Tensor, scale_ED: Tensor, y_SF: Tensor, scale_EF: Tensor, offsets_E: Tensor) -> Tensor:
-    return x_SD.new_empty(offsets_E.shape[0], x_SD.shape[1], y_SF.shape[1], dtype=torch.bfloat16)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-_LIBRARY = "torchtitan_graph"
+from torchtitan_graph.ops.operator import operator
 
 
 def take_norms_of_gpu(model: nn.Module) -> None:
@@ -29,29 +29,6 @@ def _norm(module: nn.RMSNorm, x: Tensor) -> Tensor:
     return rms_norm(x, weight)[0]
 
 
-@torch.library.custom_op(f"{_LIBRARY}::rms_norm", mutates_args=())
-def rms_norm(x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return x (..., D) normalised over D and, for backward, the inverse roots (..., 1), in fp32 if x is narrower."""
-    raise NotImplementedError("a planned graph is not run")
-
-
-@torch.library.custom_op(f"{_LIBRARY}::rms_norm_backward", mutates_args=())
-def rms_norm_backward(gradient: Tensor, x: Tensor, roots: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x and of the weight, an empty one without a weight."""
-    raise NotImplementedError("a planned graph is not run")
-
-
-@rms_norm.register_fake
-def _(x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return torch.empty_like(x), x.new_empty((*x.shape[:-1], 1), dtype=wide)
-
-
-@rms_norm_backward.register_fake
-def _(gradient: Tensor, x: Tensor, roots: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), x.new_empty(0) if weight is None else torch.empty_like(weight)
-
-
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     x, weight = inputs
     ctx.mark_non_differentiable(output[1])
@@ -64,4 +41,22 @@ def _backward(ctx, gradient: Tensor, unused: None):  # type: ignore[no-untyped-d
     return of_x, of_weight if weight is not None else None
 
 
-rms_norm.register_autograd(_backward, setup_context=_save)
+def _fake_norm(x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return torch.empty_like(x), x.new_empty((*x.shape[:-1], 1), dtype=wide)
+
+
+@operator(_fake_norm, setup=_save, backward=_backward)
+def rms_norm(x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return x (..., D) normalised over D and, for backward, the inverse roots (..., 1), in fp32 if x is narrower."""
+    raise NotImplementedError("a planned graph is not run")
+
+
+def _fake_backward(gradient: Tensor, x: Tensor, roots: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty(0) if weight is None else torch.empty_like(weight)
+
+
+@operator(_fake_backward)
+def rms_norm_backward(gradient: Tensor, x: Tensor, roots: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x and of the weight, an empty one without a weight."""
+    raise NotImplementedError("a planned graph is not run")

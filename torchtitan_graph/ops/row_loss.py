@@ -7,9 +7,12 @@ terms: bit for bit the result of the same kernels for all rows at once.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
+
+from torchtitan_graph.ops.operator import declare, num_bytes
 
 _LIBRARY = torch.library.Library("torchtitan_graph", "FRAGMENT")
 _SUM = 2  # ATen's number for this reduction
@@ -114,3 +117,19 @@ cross_entropy_backward_ = torch.ops.torchtitan_graph.cross_entropy_backward_.def
 # gradient in place in the logits: (value at a column, else 0) + exp(x - m - log), times a row's scale.
 exponentials = torch.ops.torchtitan_graph.exponentials.default
 sharded_cross_entropy_backward_ = torch.ops.torchtitan_graph.sharded_cross_entropy_backward_.default
+
+
+def _bytes_by_rows(logits_TV: Tensor, *rest: object, out_val: object, of_fp32: int) -> int:
+    """Return the bytes that several kernels read and write for some rows at a time: besides arguments and results
+    `of_fp32` for each logit, 8 fewer for logits in fp32, which are not cast. A part exceeds a GPU's caches."""
+    tensors = [x for x in (logits_TV, *rest) if isinstance(x, Tensor)]
+    return num_bytes((*tensors, out_val)) + (of_fp32 - 8 * (logits_TV.itemsize >= 4)) * logits_TV.numel()
+
+
+for op, of_fp32 in (
+    (cross_entropy, 12),
+    (cross_entropy_backward_, 32),
+    (exponentials, 16),
+    (sharded_cross_entropy_backward_, 56),
+):
+    declare(op, num_bytes=partial(_bytes_by_rows, of_fp32=of_fp32))

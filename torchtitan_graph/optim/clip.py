@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from torchtitan_graph.capture.state import local_part
-from torchtitan_graph.graph.torch_private.tensors import multiply
+from torchtitan_graph.torch_private.tensors import multiply
 
 c10d = torch.ops._c10d_functional
 

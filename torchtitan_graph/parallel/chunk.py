@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from torchtitan_graph.graph.torch_private.distributed import StridedShard
+from torchtitan_graph.torch_private.distributed import StridedShard
 
 
 class Chunk(NamedTuple):

@@ -9,7 +9,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from torchtitan_graph.graph.torch_private.distributed import one_thread_per_gloo_group
+from torchtitan_graph.torch_private.distributed import one_thread_per_gloo_group
 
 LOOPBACK = "127.0.0.1"
 _INTERFACE = "lo0" if sys.platform == "darwin" else "lo"

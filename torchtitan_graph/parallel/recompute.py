@@ -8,28 +8,12 @@ import json
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from torchtitan_graph.analysis.flops import ATTENTION, GROUPED_MM
 from torchtitan_graph.graph.blocks import number_of
-from torchtitan_graph.graph.torch_private.tracing import ignore_profiler_in_recomputation
-
-aten = torch.ops.aten
-
-MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default, GROUPED_MM)
-
-# The device-to-host read of a dispatch's row counts: never recomputed, so that the host waits once a layer.
-HOST_READS = (torch.ops._c10d_functional.all_to_all_single.default, torch.ops.torchtitan_graph.row_splits.default)
-
-# Costly to recompute for the memory they free: `selective` with "op" keeps them, and every second matmul.
-SAVED_OPS = (
-    *ATTENTION,
-    *HOST_READS,
-    torch.ops.torchtitan_graph.exchange.default,
-    torch.ops._c10d_functional.reduce_scatter_tensor.default,
-)
+from torchtitan_graph.ops.operator import operator_of
+from torchtitan_graph.torch_private.tracing import ignore_profiler_in_recomputation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +33,8 @@ class Budget:
 @dataclasses.dataclass(frozen=True)
 class Recompute:
     """The recomputation of a model. every: each `every`-th block is recomputed whole (0: none); by_op: within every
-    block, all but `SAVED_OPS` and every second matmul; in the graph alone: budget, as much as it needs, and saved and
-    again, modules of blocks by their names, which override the others."""
+    block, all but costly operators and every second matmul (see `ops.operator.Operator`); in the graph alone: budget,
+    as much as it needs, and saved and again, modules of blocks by their names, which override the others."""
 
     every: int = 0
     by_op: bool = False
@@ -117,10 +101,11 @@ class KeptOps:
         self.num_matmuls = 0
 
     def keeps(self, op: object) -> bool:
-        if op in MATMULS:
+        recompute = operator_of(op).recompute
+        if recompute == "alternate":
             self.num_matmuls += 1
             return self.num_matmuls % 2 == 1
-        return op in SAVED_OPS
+        return recompute != "any"
 
 
 def recompute_eager(blocks: Mapping[str, nn.Module], recompute: Recompute) -> None:

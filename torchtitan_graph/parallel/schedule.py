@@ -13,8 +13,8 @@ from pathlib import Path
 from torchtitan_graph.config import job
 from torchtitan_graph.config.option import nearest
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph.torch_private.pipelines import PipelineAction, pipeline_order, with_messages
 from torchtitan_graph.small_files import BadFile, read_text
+from torchtitan_graph.torch_private.pipelines import PipelineAction, pipeline_order, with_messages
 
 # Schedules, and the number of stages of a rank: exactly one, exactly two (V: the first and the last stage are on one
 # rank), or any number from two on.

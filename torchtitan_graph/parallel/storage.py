@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.blocks import block_of
-from torchtitan_graph.graph.torch_private.distributed import DTensorSpec, StridedShard, dtensor_spec, make_dtensor
 from torchtitan_graph.parallel.chunk import chunk_of
 from torchtitan_graph.parallel.layout import DATA_AXES, DP_REPLICATE, EP, EXPERT_FSDP, FSDP, Layout
+from torchtitan_graph.torch_private.distributed import DTensorSpec, StridedShard, dtensor_spec, make_dtensor
 
 _FEW = 4  # size of each dim of a small stand-in parameter
 

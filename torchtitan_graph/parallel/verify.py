@@ -14,8 +14,9 @@ from torch.fx import GraphModule, Interpreter, Node
 from torchtitan_graph.analysis.traffic import group_of
 from torchtitan_graph.formats.show import name_of_group
 from torchtitan_graph.graph.signature import Slot, input_nodes, signature_of
-from torchtitan_graph.graph.torch_private.distributed import ranks_of_group
+from torchtitan_graph.ops.operator import operator_of
 from torchtitan_graph.parallel.storage import Storage
+from torchtitan_graph.torch_private.distributed import ranks_of_group
 
 
 class BrokenPromise(RuntimeError):
@@ -156,7 +157,7 @@ def _sent(gm: GraphModule) -> list[tuple[Node, str]]:
 
 def _message(node: Node, where: str) -> str:
     val = node.meta["val"]
-    shape = "" if "exchange" in str(node.target) else f" {str(val.dtype)[6:]}{list(val.shape)}"
+    shape = "" if operator_of(node.target).dynamic_rows else f" {str(val.dtype)[6:]}{list(val.shape)}"
     return f"{node.target} over {where}{shape}"
 
 

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import torch
 from torch.fx import GraphModule, Node
 
-import torchtitan_graph.ops  # noqa: F401 (registers the operators)
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.collectives import Reduction, made_from_inputs, reductions
 from torchtitan_graph.graph.edit import call, erase_dead, value
 from torchtitan_graph.graph.signature import set_outputs
+from torchtitan_graph.ops.copies import arrived, landed, offload
 
-aten, c10d, _OPS = torch.ops.aten, torch.ops._c10d_functional, torch.ops.torchtitan_graph
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 _REDUCTIONS = (c10d.reduce_scatter_tensor.default, c10d.all_reduce.default)
 
 
@@ -99,7 +99,7 @@ def _merge_reductions(gm: GraphModule, members: dict[str, Reduction], last: Node
     nodes by name."""
     some = next(iter(members.values()))
     collectives = [node for node in some.nodes if node.target in _REDUCTIONS]
-    is_away = any(node.target is _OPS.offload.default for node in some.nodes)
+    is_away = any(node.target is offload for node in some.nodes)
     degree = next((n.args[2] for n in collectives if n.target is c10d.reduce_scatter_tensor.default), 1)
     made: list[Node] = []
 
@@ -125,11 +125,11 @@ def _merge_reductions(gm: GraphModule, members: dict[str, Reduction], last: Node
             then(aten._to_copy.default, dtype=value(some.result).dtype)
         if is_away:
             source = made[-1]
-            then(_OPS.offload.default)
-            then(_OPS.arrived.default, source)
+            then(offload)
+            then(arrived, source)
     with gm.graph.inserting_before(gm.graph.output_node() if is_away else made[-1].next):
         if is_away:
-            then(_OPS.landed.default)
+            then(landed)
         shapes = {name: value(member.result).shape for name, member in members.items()}
         then(aten.split_with_sizes.default, [shape.numel() for shape in shapes.values()])
         parts = made[-1]

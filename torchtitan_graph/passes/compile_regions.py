@@ -11,45 +11,25 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-import torchtitan_graph.ops  # noqa: F401 (registers the operators)
 from torchtitan_graph.analysis.cost import Work, fused_kernels, works_of
 from torchtitan_graph.analysis.flops import attention_flops, matmul_flops
 from torchtitan_graph.analysis.liveness import Memories, most_within, readers_of_memory, size_of
 from torchtitan_graph.analysis.traffic import is_permutation
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.blocks import loss_of
+from torchtitan_graph.graph.collectives import with_dynamic_rows
 from torchtitan_graph.graph.edit import call, erase_dead, is_view, value
-from torchtitan_graph.graph.flex_kernels import flex_kernel_options
-from torchtitan_graph.graph.torch_private.inductor import compile_by_inductor
-from torchtitan_graph.graph.torch_private.tracing import boxed
 from torchtitan_graph.log import logger
+from torchtitan_graph.ops.flex_kernels import flex_kernel_options
+from torchtitan_graph.ops.operator import operator_of
+from torchtitan_graph.torch_private.inductor import compile_by_inductor
+from torchtitan_graph.torch_private.tracing import boxed
 
 # Regions other than modules: a flex attention operator; nodes after the last module; all that can be compiled.
 FLEX, LOSS, WHOLE = "flex", "loss", "whole"
 
 _FORWARD, _BACKWARD = torch.ops.higher_order.flex_attention, torch.ops.higher_order.flex_attention_backward
-_EXCHANGE, _ROW_SPLITS = torch.ops.torchtitan_graph.exchange.default, torch.ops.torchtitan_graph.row_splits.default
-_ATEN = torch.ops.aten
-# Scatter-adds. Inductor's code adds atomically, in an order that differs from run to run. torch's own kernels give the
-# same bits in each run (on a GPU those of scatters do with debug.deterministic).
-_ADDS_BY_INDEX = {
-    _ATEN.embedding_dense_backward,
-    _ATEN.index_put,
-    _ATEN.index_put_,
-    _ATEN._unsafe_index_put,
-    _ATEN._unsafe_masked_index_put_accumulate,
-    _ATEN._index_put_impl_,
-    _ATEN.put,
-    _ATEN.index_add,
-    _ATEN.index_reduce,
-    _ATEN.scatter_add,
-    _ATEN.scatter_reduce,
-}
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
-_OPS = torch.ops.torchtitan_graph
-_HOST_COPIES = (_OPS.offload.default, _OPS.reload.default, _OPS.arrived.default, _OPS.landed.default)
-# torch's own call of a subgraph, with gradients: Inductor's code of it is wrong on a CPU (2.13).
-_SUBGRAPH = torch.ops.higher_order.invoke_subgraph
 
 # FLEX, LOSS, WHOLE or a pattern of module names -> Inductor's options there; None: one subgraph, not compiled
 Regions = Mapping[str, Mapping[str, Any] | None]
@@ -110,7 +90,7 @@ def tag_regions(gm: GraphModule, patterns: Sequence[str]) -> None:
     """
     modules = [pattern for pattern in patterns if pattern not in (FLEX, LOSS, WHOLE)]
     loss = _whole_loss(gm) if LOSS in patterns else set()
-    away = _away(gm).union(gm.graph.find_nodes(op="call_function", target=_SUBGRAPH))
+    left_out = _never_compiled(gm)
     num_left = 0
     for node in gm.graph.nodes:
         name = region_of(meta.module(node), modules)
@@ -120,7 +100,7 @@ def tag_regions(gm: GraphModule, patterns: Sequence[str]) -> None:
                     meta.write(part, region=f"{FLEX} {node.name}")
             else:
                 num_left += FLEX in patterns
-        elif node.op != "call_function" or _is_layout(node) or _writes(node) or _adds_by_index(node) or node in away:
+        elif node.op != "call_function" or _is_layout(node) or node in left_out:
             continue
         elif node.target is operator.getitem:
             meta.write(node, region=meta.region(node.args[0]))  # type: ignore[arg-type]
@@ -158,17 +138,14 @@ def _whole_loss(gm: GraphModule) -> set[Node]:
     return set() if any(getattr(n.target, "namespace", "") == "torchtitan_graph" for n in loss) else loss
 
 
-def _away(gm: GraphModule) -> set[Node]:
-    """Return the nodes on rows at the ranks that hold their experts: Inductor would specialize on the traced number of
-    rows."""
-    found: set[Node] = set()
-    ends: set[Node] = set()  # the exchange that returns the rows, and the device-to-host read of their number
+def _never_compiled(gm: GraphModule) -> set[Node]:
+    """Return the nodes of operators that no region may contain, and rows whose number depends on data, with all that is
+    computed from them until they are sent back: Inductor would specialize on the traced number."""
+    found = with_dynamic_rows(gm.graph.nodes)
     for node in gm.graph.nodes:
-        if node.target is _EXCHANGE and node.args[2] or node.target is _ROW_SPLITS:
-            ends.add(node)
-        elif node.target is _EXCHANGE or not found.isdisjoint(node.all_input_nodes):
+        if operator_of(node.target).collective is None and not found.isdisjoint(node.all_input_nodes):
             found.add(node)
-    return found | ends
+    return found | {node for node in gm.graph.nodes if not operator_of(node.target).compiles}
 
 
 def _compiles(node: Node) -> bool:
@@ -193,21 +170,8 @@ def _is_subgraph(gm: GraphModule, node: Node) -> bool:
     return node.op == "get_attr" and isinstance(getattr(gm, str(node.target), None), GraphModule)
 
 
-def _writes(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-
-
-def _adds_by_index(node: Node) -> bool:
-    return getattr(node.target, "overloadpacket", None) in _ADDS_BY_INDEX
-
-
 def _is_layout(node: Node) -> bool:
-    """Return whether a node is a collective, a copy to or from the host, or a node that a layout pass put next to a
-    collective: not a cast that stands alone."""
-    if node.target in _HOST_COPIES:
-        return True
-    if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in ("_c10d_functional", "_dtensor"):
-        return True
+    """Return whether a layout pass put a node next to a collective: not a cast that stands alone."""
     return meta.role(node) is not None and any(meta.role(n) for n in (*node.all_input_nodes, *node.users))
 
 

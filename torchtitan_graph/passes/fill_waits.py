@@ -14,6 +14,7 @@ from torchtitan_graph.analysis.liveness import Memories, held_memory, in_one_par
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.blocks import block_of
 from torchtitan_graph.graph.edit import aliased, is_view
+from torchtitan_graph.ops.operator import operator_of
 
 _COUNTS = torch.ops._c10d_functional.all_to_all_single.default
 
@@ -177,10 +178,9 @@ class _Sweep:
 
 def _may_move(node: Node) -> bool:
     """Return whether a node computes, in memory of its own, without communication."""
-    if node.op != "call_function" or meta.role(node) or node.target is torch.ops.torchtitan_graph.exchange.default:
+    if node.op != "call_function" or meta.role(node) or node.target is WAIT or operator_of(node.target).collective:
         return False
-    sends = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "_c10d_functional"
-    return not sends and not any(is_write for _, is_write in aliased(node))
+    return not any(is_write for _, is_write in aliased(node))
 
 
 def _weight_gradients(gm: GraphModule) -> tuple[set[Node], set[Node]]:

@@ -5,19 +5,15 @@ from __future__ import annotations
 import collections
 from collections.abc import Container
 
-import torch
 from torch.fx import GraphModule, Node
 
-import torchtitan_graph.ops  # noqa: F401 (registers the operators)
 from torchtitan_graph.analysis.liveness import size_of
 from torchtitan_graph.analysis.timeline import Timeline
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.blocks import block_of, boundaries
 from torchtitan_graph.graph.edit import call, value
 from torchtitan_graph.log import logger
-
-_OPS = torch.ops.torchtitan_graph
-_OFFLOAD, _RELOAD, _ARRIVED = _OPS.offload.default, _OPS.reload.default, _OPS.arrived.default
+from torchtitan_graph.ops.copies import arrived, offload, reload
 
 
 def offload_activations(gm: GraphModule, blocks: Container[str]) -> GraphModule:
@@ -60,17 +56,17 @@ def offload_activations(gm: GraphModule, blocks: Container[str]) -> GraphModule:
 def _send(gm: GraphModule, node: Node, end: Node, next_end: Node) -> Node:
     """Start a device-to-host copy of a node behind `end`, wait for it behind `next_end`, and return the wait."""
     with gm.graph.inserting_after(end):
-        copy = call(gm.graph, node, _OFFLOAD, node)
+        copy = call(gm.graph, node, offload, node)
     with gm.graph.inserting_after(next_end):
-        return call(gm.graph, node, _ARRIVED, copy, node)
+        return call(gm.graph, node, arrived, copy, node)
 
 
 def _fetch(gm: GraphModule, node: Node, kept: Node, uses: list[Node], begin: Node) -> Node:
     """Start the copy back at `begin`, make backward read it, and return the start."""
     with gm.graph.inserting_before(begin):
-        start = call(gm.graph, node, _RELOAD, kept, value(node).device.type)
+        start = call(gm.graph, node, reload, kept, value(node).device.type)
     with gm.graph.inserting_before(uses[0]):
-        back = call(gm.graph, node, _ARRIVED, start, kept)
+        back = call(gm.graph, node, arrived, start, kept)
     for made in (start, back):
         meta.write(made, phase="backward")
     for use in uses:

@@ -10,16 +10,15 @@ from collections.abc import Callable
 import torch
 from torch.fx import GraphModule, Node
 
-import torchtitan_graph.ops  # noqa: F401 (registers the operators)
 from torchtitan_graph.analysis.cost import Costs
 from torchtitan_graph.analysis.liveness import in_one_part, owners, scratch_of, size_of
 from torchtitan_graph.analysis.timeline import Timeline
-from torchtitan_graph.analysis.traffic import group_of
+from torchtitan_graph.analysis.traffic import collective_of, group_of
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.collectives import made_from_inputs
+from torchtitan_graph.ops.operator import ALL_TO_ALL, operator_of
 
 c10d = torch.ops._c10d_functional
-_DISPATCH = (torch.ops.torchtitan_graph.exchange.default, c10d.all_to_all_single.default)
 
 
 def overlap_collectives(gm: GraphModule, costs: Costs, part_of: Callable[[Node], str] = in_one_part) -> GraphModule:
@@ -56,7 +55,7 @@ def overlap_collectives(gm: GraphModule, costs: Costs, part_of: Callable[[Node],
         if meta.phase(before) == meta.phase(wait):
             for node in made_from_inputs(_start(wait)):
                 before.prepend(node)
-    for start in (_start(wait) for wait in others if _start(wait).target in _DISPATCH):
+    for start in (_start(wait) for wait in others if collective_of(_start(wait)) is ALL_TO_ALL):
         max(start.all_input_nodes).append(start)
     _tell_host_early(gm)
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
@@ -75,7 +74,10 @@ def overlap_collectives(gm: GraphModule, costs: Costs, part_of: Callable[[Node],
 
 def _tell_host_early(gm: GraphModule) -> None:
     """Move the device-to-host copy of the exchanged rows' counts right behind the exchange of the counts."""
-    for splits in gm.graph.find_nodes(op="call_function", target=torch.ops.torchtitan_graph.row_splits.default):
+    read = ((node, operator_of(node.target).host_reads) for node in gm.graph.nodes)
+    for splits in dict.fromkeys(node.args[place] for node, place in read if place is not None):
+        if operator_of(splits.target).recompute != "never":
+            continue
         sent, received = splits.all_input_nodes
         chain = [splits]
         while received.target is not c10d.all_to_all_single.default:

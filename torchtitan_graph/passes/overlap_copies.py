@@ -8,12 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch.fx import GraphModule, Node
 
-import torchtitan_graph.ops  # noqa: F401 (registers the operators)
 from torchtitan_graph.analysis.liveness import size_of
 from torchtitan_graph.analysis.timeline import Timeline
 from torchtitan_graph.graph import meta
-
-_OPS = torch.ops.torchtitan_graph
+from torchtitan_graph.ops.copies import arrived, landed, offload
 
 
 def overlap_copies(gm: GraphModule, buckets: Sequence[Sequence[str]]) -> GraphModule:
@@ -34,8 +32,8 @@ def overlap_copies(gm: GraphModule, buckets: Sequence[Sequence[str]]) -> GraphMo
         runs = itertools.groupby(nodes, key=lambda n: (bucket_of[meta.param(n) or ""], meta.phase(n)))
         return [list(run) for _, run in runs]
 
-    fetched = runs_of([n for n in _calls(gm, _OPS.arrived.default) if meta.role(n) == meta.GATHER])
-    sent = runs_of([n for n in _calls(gm, _OPS.offload.default) if meta.role(n) == meta.REDUCE])
+    fetched = runs_of([n for n in _calls(gm, arrived) if meta.role(n) == meta.GATHER])
+    sent = runs_of([n for n in _calls(gm, offload) if meta.role(n) == meta.REDUCE])
     first = None  # the first run of backward
     for before, run in itertools.pairwise([[], *fetched]):
         is_alike = before and meta.phase(before[0]) == meta.phase(run[0])
@@ -57,7 +55,7 @@ def overlap_copies(gm: GraphModule, buckets: Sequence[Sequence[str]]) -> GraphMo
 
 def _land_last(gm: GraphModule) -> None:
     """Move the host's waits to the end, when it has nothing more to launch."""
-    on_host = set(_calls(gm, _OPS.landed.default))
+    on_host = set(_calls(gm, landed))
     for node in list(gm.graph.nodes):
         if node.op == "call_function" and (node in on_host or not on_host.isdisjoint(node.all_input_nodes)):
             on_host.add(node)
@@ -69,5 +67,5 @@ def _calls(gm: GraphModule, target: torch._ops.OpOverload) -> list[Node]:
     return [node for node in gm.graph.nodes if node.target is target]
 
 
-def _start(arrived: Node) -> Node:
-    return arrived.args[0]  # type: ignore[return-value]
+def _start(wait: Node) -> Node:
+    return wait.args[0]  # type: ignore[return-value]

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch.fx import GraphModule
 
-import torchtitan_graph.ops  # noqa: F401 (registers the operators)
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import Chain, feeding_users, value
 from torchtitan_graph.graph.signature import input_nodes, output_nodes, set_outputs
+from torchtitan_graph.ops.copies import arrived, landed, offload, reload
 from torchtitan_graph.parallel.storage import Storage
-
-_OPS = torch.ops.torchtitan_graph
 
 
 def rest_on_host(gm: GraphModule, storages: Mapping[str, Storage]) -> GraphModule:
@@ -33,14 +30,14 @@ def rest_on_host(gm: GraphModule, storages: Mapping[str, Storage]) -> GraphModul
         placeholder.meta["val"] = value(placeholder).to("cpu")
         if placeholder.users:
             with feeding_users(placeholder, role=meta.GATHER, param=name, phase="forward") as chain:
-                chain.then(_OPS.reload.default, device).then(_OPS.arrived.default, placeholder)
-    landed, end = {}, gm.graph.output_node()
+                chain.then(reload, device).then(arrived, placeholder)
+    ends, end = {}, gm.graph.output_node()
     for name, gradient in gradients.items():
         marks = {"role": meta.REDUCE, "param": name, "phase": "backward"}
         sent = Chain(gradient.next, gradient, gradient, **marks)
-        sent.then(_OPS.offload.default).then(_OPS.arrived.default, gradient)
+        sent.then(offload).then(arrived, gradient)
         # All stand at the end: the host waits in the first for all copies, and the others return at once.
-        landed[name] = Chain(end, sent.last, gradient, **marks).then(_OPS.landed.default).last
-    set_outputs(gm, "grad", landed)
+        ends[name] = Chain(end, sent.last, gradient, **marks).then(landed).last
+    set_outputs(gm, "grad", ends)
     gm.recompile()
     return gm

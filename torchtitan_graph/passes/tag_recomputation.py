@@ -11,7 +11,8 @@ from torch.fx import GraphModule, Node
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.blocks import block_of, number_of
 from torchtitan_graph.graph.collectives import gathered_weights
-from torchtitan_graph.parallel.recompute import HOST_READS, KeptOps, Recompute
+from torchtitan_graph.ops.operator import operator_of
+from torchtitan_graph.parallel.recompute import KeptOps, Recompute
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
@@ -58,4 +59,4 @@ def _keeps(node: Node, kept: KeptOps) -> bool:
 
 def _tells_the_host(node: Node) -> bool:
     source = node.args[0] if node.target is _WAIT else node
-    return isinstance(source, Node) and source.target in HOST_READS
+    return isinstance(source, Node) and operator_of(source.target).recompute == "never"

@@ -16,25 +16,23 @@ import math
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch.fx import GraphModule, Node
 
-import torchtitan_graph.ops  # noqa: F401 (registers the operators)
-from torchtitan_graph.analysis.cost import Costs, Link, Work
+from torchtitan_graph.analysis.cost import Costs
 from torchtitan_graph.analysis.liveness import held_memory, size_of
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
+from torchtitan_graph.graph.collectives import with_dynamic_rows
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.moe import MoE
 from torchtitan_graph.small_files import ANY_SIZE, MAX_BYTES, BadFile, open_small, parse_json, read_small
 
 ALL_LAYERS = ""
 _MOST = 1e200  # limit of a load: the sum of all is a float too
-_EXCHANGE = torch.ops.torchtitan_graph.exchange.default
 
 
 class Busiest(NamedTuple):
@@ -155,59 +153,26 @@ def layer_of(node: Node) -> str | None:
     return ".".join(parts[:2]) if "experts" in parts else None
 
 
-@dataclass(frozen=True)
-class UnevenCosts(Costs):
-    """The cost model on the busiest rank of each layer, given `even` for even loads. Gathers of weights and reductions
-    of their gradients are unchanged."""
-
-    even: Costs = field(default_factory=Costs)
-    found: Mapping[str, Busiest] = field(default_factory=dict)
-
-    def computing(self, node: Node) -> float:
-        return self.even.computing(node) * self._times(node)
-
-    def works(self, node: Node) -> Sequence[Work]:
-        return self.even.works(node)
-
-    def sending(self, node: Node, link: Link) -> float:
-        return self.even.sending(node, link) * self._times(node)
-
-    def starting(self, node: Node) -> float:
-        return self.even.starting(node) * self._times(node)
-
-    def optimizer(self, trained: int, on_host: bool = False) -> float:
-        return self.even.optimizer(trained, on_host)
-
-    def accumulating(self, trained: int, on_host: bool = False) -> float:
-        return self.even.accumulating(trained, on_host)
-
-    def moving(self, num_bytes: float) -> float:
-        return self.even.moving(num_bytes)
-
-    def message(self, size: float, is_near: bool) -> float:
-        return self.even.message(size, is_near)
-
-    def _times(self, node: Node) -> float:
-        return _over_mean(node, self.found) if meta.role(node) is None else 1.0
-
-
 def uneven(even: Costs, found: Mapping[str, Busiest]) -> Costs:
-    """Return the cost model for the found loads."""
-    return UnevenCosts(even.rates, even.links, even.visible, even, found)
+    """Return the cost model on the busiest rank of each layer, given that of even loads. Gathers of weights and
+    reductions of their gradients are unchanged."""
+    return replace(even, factor=lambda node: _over_mean(node, found) if meta.role(node) is None else 1.0)
 
 
 def rows_sent(gm: GraphModule) -> int:
     """Return the rows that a graph sends to experts in one exchange, which are a rank's rows with even loads; 0 without
     an exchange."""
-    there = (node for node in gm.graph.find_nodes(op="call_function", target=_EXCHANGE) if not node.args[2])
-    return next((node.meta["val"].shape[0] for node in there), 0)
+    rows = with_dynamic_rows(gm.graph.nodes)
+    return next((node.meta["val"].shape[0] for node in gm.graph.nodes if node in rows), 0)
 
 
 def peak_with_loads(gm: GraphModule, found: Mapping[str, Busiest]) -> int:
     """Return a graph's peak memory in bytes on the busiest rank."""
 
+    rows = with_dynamic_rows(gm.graph.nodes)
+
     def size(node: Node) -> int:
-        return math.ceil(size_of(node) * (_over_mean(node, found) if _is_there(node) else 1.0))
+        return math.ceil(size_of(node) * (_over_mean(node, found) if node in rows else 1.0))
 
     return max(held_memory(gm, size).values())
 
@@ -215,11 +180,3 @@ def peak_with_loads(gm: GraphModule, found: Mapping[str, Busiest]) -> int:
 def _over_mean(node: Node, found: Mapping[str, Busiest]) -> float:
     layer = layer_of(node)
     return found[layer].over_mean if layer is not None and layer in found else 1.0
-
-
-def _is_there(node: Node) -> bool:
-    """Return whether a value is rows on their experts' ranks, of any number, not weights or a rank's own rows."""
-    x = node.meta.get("val")
-    if not isinstance(x, torch.Tensor) or x.dim() != 2 or not x.is_floating_point() or meta.role(node) is not None:
-        return False
-    return not (node.target is _EXCHANGE and node.args[2])

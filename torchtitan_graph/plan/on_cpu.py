@@ -22,7 +22,8 @@ from torch.fx import GraphModule, Node
 from torchtitan_graph import device as devices
 from torchtitan_graph.analysis.cost import OTHER, Costs, Link, Work
 from torchtitan_graph.analysis.liveness import held_memory, size_of
-from torchtitan_graph.analysis.traffic import is_permutation, kind_of, received
+from torchtitan_graph.analysis.traffic import collective_of, is_permutation, received
+from torchtitan_graph.ops.operator import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, Collective
 from torchtitan_graph.optim import clip_grad_norm
 from torchtitan_graph.plan.operator_times import Replay, is_run
 from torchtitan_graph.plan.ranks import BuiltJob, Rank
@@ -42,13 +43,11 @@ class Wire(NamedTuple):
 
 
 # By kind, over loopback: measured with two and four ranks, docs/log/forecasts.md.
-_SUM, _EXCHANGE, _MESSAGE = Wire(1.0e-3, 1.0e9), Wire(0.45e-3, 1.0e9), Wire(0.14e-3, 3.0e9)
-GLOO: Mapping[str, Wire] = {
-    "all_gather_into_tensor": Wire(0.8e-3, 0.65e9),
-    "reduce_scatter_tensor": Wire(0.9e-3, 0.4e9),  # gloo sums all of it, and returns a shard
-    "all_reduce": _SUM,
-    "all_to_all_single": _EXCHANGE,
-    "exchange": _EXCHANGE,
+_SUM, _MESSAGE = Wire(1.0e-3, 1.0e9), Wire(0.14e-3, 3.0e9)
+GLOO: Mapping[Collective, Wire] = {
+    ALL_GATHER: Wire(0.8e-3, 0.65e9),
+    REDUCE_SCATTER: Wire(0.9e-3, 0.4e9),  # gloo sums all of it, and returns a shard
+    ALL_TO_ALL: Wire(0.45e-3, 1.0e9),
 }
 
 
@@ -66,15 +65,15 @@ class ReplayedCosts(Costs):
 
     def computing(self, node: Node) -> float:
         fresh = self.new_bytes.get(node, 0) * self.replay.seconds_per_new_byte
-        return (self.replay.times(node).at() + fresh) * self.crowding
+        return (self.replay.times(node).at() + fresh) * self.crowding * self.factor(node)
 
     def works(self, node: Node) -> Sequence[Work]:
         return super().works(node) or (_ON_THE_HOST,) * is_run(node)
 
     def sending(self, node: Node, link: Link) -> float:
-        wire = _MESSAGE if is_permutation(node) else GLOO.get(kind_of(node), _SUM)
+        wire = _MESSAGE if is_permutation(node) else GLOO.get(collective_of(node), _SUM)
         steps = math.ceil(math.log2(link.degree))
-        return (wire.latency * steps + received(node, link.degree) / wire.rate) * self.crowding
+        return (wire.latency * steps + received(node, link.degree) / wire.rate) * self.crowding * self.factor(node)
 
     def starting(self, node: Node) -> float:
         return self.seconds(node)

@@ -30,9 +30,9 @@ import torch.utils._pytree as pytree
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-import torchtitan_graph.ops  # noqa: F401 (registers the operators)
 from torchtitan_graph.analysis.cost import WAIT
 from torchtitan_graph.analysis.traffic import group_of
+from torchtitan_graph.ops.operator import operator_of
 
 COLDNESS = 0.3  # coldness of a step's caches: 0 as right after the same call, 1 as after other work
 _EVICTED_BYTES = 24 << 20  # more than a core's own caches
@@ -233,21 +233,14 @@ def _tensor(node: Node, source: Node, like: torch.Tensor) -> torch.Tensor:
 
 
 def _integers(node: Node, source: Node, like: torch.Tensor, count: int) -> torch.Tensor:
-    name, tensors = str(node.target), list(_tensors_in(node))
+    tensors = list(_tensors_in(node))
     floats = [x for x in tensors if x.is_floating_point()]
     if node.target in _FLEX and like.dtype == torch.int32:  # the blocks that a query's block sees: all, in order
         width = max(x.shape[-1] for x in tensors if x.dtype == torch.int32)
         is_list = like.dim() == 4
         return torch.arange(count) % like.shape[-1] if is_list else torch.full((count,), width)
-    if "varlen" in name:  # each row is one segment
-        B, L = floats[0].shape[:2]
-        return torch.tensor([B, L]) if like.numel() == 2 else (torch.arange(count) * L).clamp(max=B * L)
-    if "grouped" in name or "searchsorted" in name:  # ends of groups: equal sizes
-        rows = floats[0].shape[0] if floats else count
-        return torch.linspace(0, rows, count + 1)[1:].long()
-    if "regroup" in name:
-        rows = floats[0].shape[0]
-        return torch.arange(rows, rows + count).div(count, rounding_mode="floor")  # even, with sum `rows`
+    if (examples := operator_of(node.target).examples) is not None:
+        return examples(floats, count)
     return torch.randint(_num_places(node, source, floats, tensors), (count,))
 
 

@@ -20,7 +20,6 @@ from torchtitan_graph.device import Target
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.forecast import Forecast, forecast
 from torchtitan_graph.graph.blocks import block_of
-from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
 from torchtitan_graph.log import logger
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.parallel.layout import ParallelDims
@@ -29,6 +28,7 @@ from torchtitan_graph.rates import Rates
 from torchtitan_graph.steps import Graphs, StepOptions, build_graphs
 from torchtitan_graph.steps.choices import check_disabled
 from torchtitan_graph.steps.held import in_flight
+from torchtitan_graph.torch_private.distributed import init_fake_process_group
 
 CPU = "CPU"  # name of this machine's CPU as a device
 

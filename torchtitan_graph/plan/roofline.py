@@ -39,7 +39,7 @@ from torchtitan_graph.analysis.cost import (
 )
 from torchtitan_graph.analysis.liveness import owners, readers_of_memory
 from torchtitan_graph.analysis.scopes import operations_of
-from torchtitan_graph.analysis.traffic import num_bytes, received
+from torchtitan_graph.analysis.traffic import received
 from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.capture.traced import TracedResult
 from torchtitan_graph.config import JobConfig, dump_toml
@@ -47,6 +47,7 @@ from torchtitan_graph.device import Target
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.blocks import loss_of
+from torchtitan_graph.ops.operator import num_bytes
 from torchtitan_graph.optim.optimizer import BUILT_IN
 from torchtitan_graph.plan.ranks import BuiltJob, Rank, build
 from torchtitan_graph.plan.simulate import by_rates

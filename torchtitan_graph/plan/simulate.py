@@ -11,7 +11,6 @@ from torch.fx import GraphModule
 
 from torchtitan_graph.analysis.cost import Costs, Estimate, Link, estimate
 from torchtitan_graph.capture.traced import TracedResult
-from torchtitan_graph.graph.torch_private.pipelines import PipelineAction
 from torchtitan_graph.parallel.layout import PP
 from torchtitan_graph.parallel.schedule import COMPUTING, Schedule
 from torchtitan_graph.plan.ranks import BuiltJob, Rank
@@ -19,6 +18,7 @@ from torchtitan_graph.rates import Rates
 from torchtitan_graph.runtime.partition import ONCE_A_STEP
 from torchtitan_graph.steps.budget import trained_bytes
 from torchtitan_graph.steps.held import cast_for_sums, sums_of
+from torchtitan_graph.torch_private.pipelines import PipelineAction
 
 Prices = Callable[[Rank], Costs]  # the cost model of a rank's graphs
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph.torch_private.tensors import scaled_mm
+from torchtitan_graph.torch_private.tensors import scaled_mm
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TENSORWISE, DELAYED, ROWWISE, ROWWISE_WIDE = "tensorwise", "tensorwise_delayed", "rowwise", "rowwise_with_gw_hp"

@@ -22,8 +22,8 @@ from torch.profiler import record_function
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import shape_of
 from torchtitan_graph.graph.hierarchy import call_hierarchy, shown
-from torchtitan_graph.graph.torch_private.profiler import begin_range, is_profiling
-from torchtitan_graph.graph.torch_private.tracing import boxed
+from torchtitan_graph.torch_private.profiler import begin_range, is_profiling
+from torchtitan_graph.torch_private.tracing import boxed
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 

@@ -15,26 +15,15 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-import torchtitan_graph.ops  # noqa: F401 (registers the operators)
 from torchtitan_graph.analysis.liveness import owners
 from torchtitan_graph.graph import meta
-from torchtitan_graph.graph.edit import aliased, value
+from torchtitan_graph.graph.collectives import with_dynamic_rows
+from torchtitan_graph.graph.edit import aliased, fact, value
 from torchtitan_graph.graph.signature import signature_of
-from torchtitan_graph.graph.torch_private.tracing import boxed
 from torchtitan_graph.log import logger
-from torchtitan_graph.ops.experts import reads_host
+from torchtitan_graph.ops.operator import operator_of
 from torchtitan_graph.runtime.observe import WAIT, Watchable, mark
-
-_OWN = torch.ops.torchtitan_graph
-# The size of their results does not depend on the number of rows.
-_BY_GROUP = (
-    _OWN.grouped_outer.default,
-    _OWN.grouped_sum.default,
-    _OWN.grouped_largest.default,
-    _OWN.scaled_grouped_outer.default,
-)
-_KNOWN = ("aten", "prims", "_c10d_functional", "torchtitan_graph")  # whose operators we know; others are user code
-_UNSAFE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.cudagraph_unsafe}
+from torchtitan_graph.torch_private.tracing import boxed
 
 
 class Recorder(Protocol):
@@ -210,16 +199,8 @@ def cut_into_pieces(gm: GraphModule) -> list[Piece]:
 
 
 def _unrecorded(calls: Sequence[Node]) -> set[Node]:
-    away: set[Node] = set()  # values with a data-dependent number of rows
-    found: set[Node] = set()
-    for node in calls:
-        reads_rows = not away.isdisjoint(node.all_input_nodes)
-        if node.target is _OWN.exchange.default:
-            away.update([node] * (not node.args[2]))
-        elif reads_rows and node.target not in _BY_GROUP:
-            away.add(node)
-        if reads_rows or not _is_recordable(node):
-            found.add(node)
+    dynamic = with_dynamic_rows(calls)
+    found = {node for node in calls if not dynamic.isdisjoint(node.all_input_nodes) or not _is_recordable(node)}
     return found | _under_way(calls, found)
 
 
@@ -248,14 +229,14 @@ def _is_recordable(node: Node) -> bool:
         return True
     if not isinstance(node.target, torch._ops.OpOverload):
         return meta.region(node) is not None  # Inductor's; a user's function may do anything
-    if node.target.namespace not in _KNOWN or not _UNSAFE.isdisjoint(node.target.tags):
+    if not (records := operator_of(node.target).records):
         return False
     if node.target is torch.ops.aten.index_put.default and (fills := _fills(node)) is not None:
         return fills
     tensors = [x for x in torch.utils._pytree.tree_leaves([value(n) for n in (node, *node.all_input_nodes)])]
     if len({x.device.type for x in tensors if isinstance(x, Tensor)}) > 1:
         return False
-    return not reads_host(node.target, [value(x) if isinstance(x, Node) else x for x in node.args])
+    return records is True or fact(records, node)
 
 
 def _fills(node: Node) -> bool | None:

@@ -19,10 +19,10 @@ from torchtitan_graph.config.option import nearest
 from torchtitan_graph.config.own import find_own
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.blocks import block_of
-from torchtitan_graph.graph.torch_private.inductor import inductor_options
 from torchtitan_graph.models.layers.feed_forward import SwiGLU
 from torchtitan_graph.models.layers.rope import Rotation
 from torchtitan_graph.passes.compile_regions import FLEX, LOSS, WHOLE, Regions, region_of
+from torchtitan_graph.torch_private.inductor import inductor_options
 
 
 def check_disabled(names: Sequence[str]) -> None:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from torchtitan_graph.capture.dimensions import DynamicShapes
 from torchtitan_graph.data.batch import Batch
-from torchtitan_graph.graph.varlen import Segments
 from torchtitan_graph.models.layers.decoder import Decoder
+from torchtitan_graph.ops.varlen import Segments
 from torchtitan_graph.parallel.layout import CP, Layout
 from torchtitan_graph.parallel.sequence import block_length, places_of
 from torchtitan_graph.parallel.verify import Numbers

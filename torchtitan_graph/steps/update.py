@@ -28,12 +28,12 @@ from torchtitan_graph.compiler import Extra, Inspection, run_passes, update_pass
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.blocks import block_of
 from torchtitan_graph.graph.signature import signature_of
-from torchtitan_graph.graph.torch_private.tensors import count_step
 from torchtitan_graph.log import logger
 from torchtitan_graph.optim import is_fused, takes_stops
 from torchtitan_graph.parallel.verify import Numbers
 from torchtitan_graph.runtime.pieces import Replayed
 from torchtitan_graph.steps.build import Steps
+from torchtitan_graph.torch_private.tensors import count_step
 
 c10d = torch.ops._c10d_functional
 

@@ -8,7 +8,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torchtitan_graph.analysis import changes
 from torchtitan_graph.analysis.changes import PassTable, Written
 from torchtitan_graph.analysis.cost import Costs
-from torchtitan_graph.graph.torch_private.fake import FakeTensorMode
+from torchtitan_graph.torch_private.fake import FakeTensorMode
 
 MIB = 2**18  # numbers
 

@@ -12,8 +12,8 @@ from torchtitan_graph import rates
 from torchtitan_graph.analysis import cost
 from torchtitan_graph.analysis.cost import Costs, Estimate, Link, estimate, fused_kernels
 from torchtitan_graph.analysis.liveness import Memories, readers_of_memory
-from torchtitan_graph.graph.torch_private.fake import FakeTensorMode
 from torchtitan_graph.ops import row_loss
+from torchtitan_graph.torch_private.fake import FakeTensorMode
 
 c10d = torch.ops._c10d_functional
 N = 1024  # rows and columns: 4 MiB

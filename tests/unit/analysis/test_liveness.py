@@ -21,7 +21,6 @@ from torchtitan_graph.analysis.liveness import held_memory, peak_memory, size_of
 from torchtitan_graph.capture.step import trace_train_step
 from torchtitan_graph.capture.traced import TracedResult, run_traced
 from torchtitan_graph.data.batch import Batch
-from torchtitan_graph.graph.torch_private.fake import FakeTensorMode
 from torchtitan_graph.loss import cross_entropy
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.spec import load_family, tiny_config
@@ -31,6 +30,7 @@ from torchtitan_graph.passes.rematerialize import rematerialize
 from torchtitan_graph.passes.reuse_logits import reuse_logits
 from torchtitan_graph.passes.tag_elementwise import tag_elementwise
 from torchtitan_graph.passes.tag_recomputation import tag_recomputation
+from torchtitan_graph.torch_private.fake import FakeTensorMode
 
 KIB = 1024  # of 256 numbers
 MIB = 2**20

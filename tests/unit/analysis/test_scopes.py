@@ -19,11 +19,11 @@ from torchtitan_graph.check.matrix import Cell, build_model
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.hierarchy import call_hierarchy, shown
-from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
 from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.steps import Assembly, build_graphs
+from torchtitan_graph.torch_private.distributed import init_fake_process_group
 
 FULL = Recompute.from_option("full", "op")
 CELLS = {

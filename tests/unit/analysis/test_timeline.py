@@ -6,7 +6,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from torchtitan_graph.analysis.liveness import peak_memory, size_of
 from torchtitan_graph.analysis.timeline import Timeline
-from torchtitan_graph.graph.torch_private.fake import FakeTensorMode
+from torchtitan_graph.torch_private.fake import FakeTensorMode
 
 aten = torch.ops.aten
 

@@ -13,8 +13,8 @@ from torchtitan_graph.capture.stamp import described
 from torchtitan_graph.capture.trace import InParts, minimal_fx_tracer
 from torchtitan_graph.capture.traced import run_traced
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph.torch_private.flex import flex_attention_op
 from torchtitan_graph.passes.cleanup import cleanup
+from torchtitan_graph.torch_private.flex import flex_attention_op
 
 pytestmark = pytest.mark.skipif(torch.__version__ < "2.13", reason="older traces of attention are of one length")
 BLOCK = 16

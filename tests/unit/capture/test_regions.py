@@ -25,8 +25,8 @@ from torchtitan_graph.capture.trace import InParts
 from torchtitan_graph.capture.traced import run_traced
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
-from torchtitan_graph.graph.torch_private.flex import flex_attention_op
 from torchtitan_graph.passes.cleanup import cleanup
+from torchtitan_graph.torch_private.flex import flex_attention_op
 
 HERE = CAPTURES if torch.__version__ >= "2.13" else {"make_fx": CAPTURES["make_fx"]}
 only_dynamo = pytest.mark.skipif(len(HERE) < 2, reason="Dynamo captures steps from torch 2.13 on")

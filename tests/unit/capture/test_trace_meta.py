@@ -14,7 +14,7 @@ from torchtitan_graph.capture.traced import run_traced
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.signature import signature_of
-from torchtitan_graph.graph.torch_private.flex import flex_attention_op
+from torchtitan_graph.torch_private.flex import flex_attention_op
 
 aten = torch.ops.aten
 

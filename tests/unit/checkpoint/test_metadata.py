@@ -25,7 +25,7 @@ from torchtitan_graph.checkpoint.metadata import read_metadata
 from torchtitan_graph.checkpoint.stored_part import read_stored
 from torchtitan_graph.checkpoint.tensors import load_tensors, saved_tensors
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph.torch_private.distributed import StorageInfo
+from torchtitan_graph.torch_private.distributed import StorageInfo
 
 
 def index_of(num_tensors: int, num_parts: int, **changes: Any) -> Metadata:

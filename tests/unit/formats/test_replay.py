@@ -17,10 +17,10 @@ from torchtitan_graph.formats.replay import random_inputs, read
 from torchtitan_graph.formats.show import line_of, readable
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.signature import Plain, signature_of
-from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
 from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.steps import Assembly, build_graphs
+from torchtitan_graph.torch_private.distributed import init_fake_process_group
 
 
 def final(ep: int) -> GraphModule:

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from torchtitan_graph.check.kernels import same_and_earlier
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph.varlen import Segments, segments_of, varlen_attention
 from torchtitan_graph.models.layers.attention import attend
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.masks import all_of, begins_of, build_mask, causal, same_document, sliding
 from torchtitan_graph.models.spec import load_family, tiny_config
+from torchtitan_graph.ops.varlen import Segments, segments_of, varlen_attention
 
 CPU = torch.device("cpu")
 B, L, N, H = 3, 37, 4, 16

@@ -14,7 +14,6 @@ from torchtitan_graph.checkpoint import Checkpointer
 from torchtitan_graph.config import job
 from torchtitan_graph.config.own import find_own
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
 from torchtitan_graph.optim import (
     build_lr_scheduler,
     build_optimizer,
@@ -24,6 +23,7 @@ from torchtitan_graph.optim import (
 )
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.storage import Precision, plan_storage
+from torchtitan_graph.torch_private.distributed import init_fake_process_group
 
 CLASSES = {
     "torch.optim.SGD": {"momentum": 0.9, "dampening": 0.5},  # its first momentum is the gradient, undamped

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_graph.check.matrix import Cell, build_graph, layout_of, microbatches
-from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.pipeline import Pipeline, Stage
 from torchtitan_graph.steps import Steps
+from torchtitan_graph.torch_private.distributed import init_fake_process_group
 
 CELL = Cell(ParallelDims(pp=2), num_microbatches=2, pipeline=(("pipeline_parallel_schedule", "ZBVZeroBubble"),))
 

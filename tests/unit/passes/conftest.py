@@ -3,8 +3,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch.distributed as dist
 
-from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
 from torchtitan_graph.parallel.layout import Layout, ParallelDims
+from torchtitan_graph.torch_private.distributed import init_fake_process_group
 
 
 @pytest.fixture

@@ -26,9 +26,6 @@ from torchtitan_graph.config import job
 from torchtitan_graph.data.batch import Batch
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import edit, meta
-from torchtitan_graph.graph.torch_private import inductor
-from torchtitan_graph.graph.torch_private.fake import FakeTensorMode
-from torchtitan_graph.graph.torch_private.tracing import boxed
 from torchtitan_graph.loss import cross_entropy
 from torchtitan_graph.models import llama3
 from torchtitan_graph.models.spec import load_family
@@ -42,6 +39,9 @@ from torchtitan_graph.passes.rematerialize import rematerialize
 from torchtitan_graph.passes.tag_recomputation import tag_recomputation
 from torchtitan_graph.steps import Assembly, build_graphs
 from torchtitan_graph.steps.choices import FUSIONS, plan_regions
+from torchtitan_graph.torch_private import inductor
+from torchtitan_graph.torch_private.fake import FakeTensorMode
+from torchtitan_graph.torch_private.tracing import boxed
 
 FORWARD, BACKWARD = torch.ops.higher_order.flex_attention, torch.ops.higher_order.flex_attention_backward
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor on a CPU needs g++")

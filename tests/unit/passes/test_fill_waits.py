@@ -17,7 +17,6 @@ from torchtitan_graph.analysis.liveness import held_memory, in_one_part, peak_me
 from torchtitan_graph.check.matrix import BF16, FP32
 from torchtitan_graph.device import Target
 from torchtitan_graph.graph import meta
-from torchtitan_graph.graph.torch_private.fake import FakeTensorMode
 from torchtitan_graph.models import deepseek_v3, llama3, llama4
 from torchtitan_graph.models.spec import tiny_config
 from torchtitan_graph.parallel.layout import Layout
@@ -26,6 +25,7 @@ from torchtitan_graph.passes.fill_waits import fill_waits
 from torchtitan_graph.rates import RATES
 from torchtitan_graph.runtime.partition import part_of
 from torchtitan_graph.steps import Assembly, StepOptions, build_graphs
+from torchtitan_graph.torch_private.fake import FakeTensorMode
 
 EXCHANGE = torch.ops.torchtitan_graph.exchange.default
 SUM = c10d.reduce_scatter_tensor.default

@@ -14,11 +14,11 @@ from torchtitan_graph.check.matrix import BF16, NUM_ROWS, SEQ_LEN, Cell, build_m
 from torchtitan_graph.compiler import Extra, Pass, PassPlan, passes
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.hierarchy import call_hierarchy, fwd_call_hierarchy, shown
-from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
 from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.steps import Assembly, build_graphs
+from torchtitan_graph.torch_private.distributed import init_fake_process_group
 
 ORDERED = [each.name for each in passes(PassPlan({}, (), ()))]
 FULL = Recompute.from_option("full", "op")

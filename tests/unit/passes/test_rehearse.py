@@ -12,7 +12,6 @@ from torchtitan_graph.analysis.liveness import peak_memory
 from torchtitan_graph.analysis.rehearse import Rehearsal
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.signature import Signature
-from torchtitan_graph.graph.torch_private.fake import FakeTensorMode
 from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.parallel.storage import Precision, Reshard, plan_storage
 from torchtitan_graph.passes.bucket_collectives import bucket_collectives
@@ -21,6 +20,7 @@ from torchtitan_graph.passes.rematerialize import rematerialize
 from torchtitan_graph.passes.shard_params import shard_params
 from torchtitan_graph.passes.tag_recomputation import tag_recomputation
 from torchtitan_graph.passes.tag_resharding import tag_resharding
+from torchtitan_graph.torch_private.fake import FakeTensorMode
 
 
 @pytest.mark.parametrize("recompute", [Recompute(), Recompute(every=1), Recompute(every=2), Recompute(by_op=True)])

@@ -15,8 +15,6 @@ from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.config import load
 from torchtitan_graph.device import Target
 from torchtitan_graph.forecast import OPTIMIZER, STEP
-from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group
-from torchtitan_graph.graph.torch_private.pipelines import PipelineAction
 from torchtitan_graph.parallel.schedule import plan_pipeline
 from torchtitan_graph.plan import outlook
 from torchtitan_graph.plan import ranks as building
@@ -25,6 +23,8 @@ from torchtitan_graph.plan.ranks import BuiltJob, build, configuration
 from torchtitan_graph.plan.report import as_data, lines
 from torchtitan_graph.plan.simulate import by_rates, simulate
 from torchtitan_graph.rates import RATES
+from torchtitan_graph.torch_private.distributed import init_fake_process_group
+from torchtitan_graph.torch_private.pipelines import PipelineAction
 
 H100 = RATES["H100"]
 DEBUG = ["--training.seq_len", "64", "--training.local_batch_size", "4", "--compile.optimizer_in_graph", "false"]

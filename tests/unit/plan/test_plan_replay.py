@@ -11,8 +11,8 @@ from torch.fx import GraphModule
 from torchtitan_graph.analysis.cost import Costs, estimate
 from torchtitan_graph.check.matrix import Cell, build_model
 from torchtitan_graph.config import load
-from torchtitan_graph.graph.torch_private.distributed import init_fake_process_group, is_gloo
 from torchtitan_graph.models.spec import family_names, load_family
+from torchtitan_graph.ops.operator import ALL_GATHER
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.plan import operator_times as replaying
 from torchtitan_graph.plan.on_cpu import GLOO, ThisCpu
@@ -21,6 +21,7 @@ from torchtitan_graph.plan.ranks import build
 from torchtitan_graph.plan.simulate import simulate
 from torchtitan_graph.rates import RATES
 from torchtitan_graph.steps import Assembly, build_graphs
+from torchtitan_graph.torch_private.distributed import init_fake_process_group, is_gloo
 
 CPU = RATES["CPU"]
 
@@ -114,7 +115,7 @@ def test_a_collective_takes_the_rank_s_own_core() -> None:
     assert found.seconds == pytest.approx(sent + arithmetic)
     assert sum(estimate(gm, Costs(CPU, rank.links)).exposed.values()) < sum(found.exposed.values())
     gathers = [node for node in gm.graph.nodes if costs.link(node) and "all_gather" in str(node.target)]
-    wire = GLOO["all_gather_into_tensor"]
+    wire = GLOO[ALL_GATHER]
     assert costs.seconds(gathers[0]) == pytest.approx(wire.latency + gathers[0].meta["val"].nbytes / 2 / wire.rate)
     crowded.replay.__dict__ |= {"seconds_per_new_byte": 0.0, "_again": 0.0}
     alone.replay.__dict__ |= {"seconds_per_new_byte": 0.0, "_again": 0.0}

@@ -11,9 +11,9 @@ from torch.profiler import profile
 
 from torchtitan_graph.capture.trace import minimal_fx_tracer
 from torchtitan_graph.graph import meta
-from torchtitan_graph.graph.torch_private.tracing import boxed
 from torchtitan_graph.runtime import observe
 from torchtitan_graph.runtime.observe import Watchable, stopwatch
+from torchtitan_graph.torch_private.tracing import boxed
 
 CPU = torch.device("cpu")
 

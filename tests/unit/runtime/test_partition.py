@@ -9,8 +9,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import is_view
 from torchtitan_graph.graph.signature import Signature, Slot, layout_of
-from torchtitan_graph.graph.torch_private.fake import FakeTensorMode
 from torchtitan_graph.runtime.partition import Parts, partition
+from torchtitan_graph.torch_private.fake import FakeTensorMode
 
 INPUTS = {"shard": "param", "x": "input", "dy": "input"}
 OUTPUTS = {"y": "output", "dx": "output", "shard": "grad"}

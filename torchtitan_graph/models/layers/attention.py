@@ -8,13 +8,14 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph import flex_strips  # also lets uncompiled flex attention run in strips, eagerly
-from torchtitan_graph.graph.torch_private.flash import WIDEST
-from torchtitan_graph.graph.torch_private.flex import ScoreFunction, flex_attention_op
-from torchtitan_graph.graph.varlen import Segments, varlen_attention
 from torchtitan_graph.models.layers.init import RESIDUAL
 from torchtitan_graph.models.layers.masks import Mask
 from torchtitan_graph.models.layers.rope import Rotation
+from torchtitan_graph.ops import flex_strips  # also lets uncompiled flex attention run in strips, eagerly
+from torchtitan_graph.ops.flex_kernels import flex_kernel_options
+from torchtitan_graph.ops.varlen import Segments, varlen_attention
+from torchtitan_graph.torch_private.flash import WIDEST
+from torchtitan_graph.torch_private.flex import ScoreFunction, flex_attention_op
 
 
 class Seen(nn.Module):
@@ -59,7 +60,7 @@ def attend(
         return out_BLNH[..., : v_BLKH.shape[-1]]
     q_BNLH, k_BKLH, v_BKLH = (x.transpose(1, 2) for x in (q_BLNH, k_BLKH, v_BLKH))
     if isinstance(mask, BlockMask):
-        out_BNLH, lse_BNL = flex_attention_op(q_BNLH, k_BKLH, v_BKLH, mask, scale, score)
+        out_BNLH, lse_BNL = flex_attention_op(q_BNLH, k_BKLH, v_BKLH, mask, scale, score, flex_kernel_options(q_BNLH))
         if sinks_N is not None:
             # softmax over keys and sink = softmax over keys * exp(lse) / (exp(lse) + exp(sink))
             share_BNL = torch.sigmoid(lse_BNL - sinks_N.view(1, -1, 1))

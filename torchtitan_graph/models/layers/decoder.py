@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from torchtitan_graph.capture.step import SideOutputs
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph.varlen import segments_of
 from torchtitan_graph.models.layers.init import Initial, Residual, said_initial
 from torchtitan_graph.models.layers.masks import (
     Mask,
@@ -25,6 +24,7 @@ from torchtitan_graph.models.layers.masks import (
     same_document,
 )
 from torchtitan_graph.models.layers.moe import MoE, Routing, move_correction_bias
+from torchtitan_graph.ops.varlen import segments_of
 from torchtitan_graph.parallel.plan import Plan
 
 ATTENTION = ("sdpa", "flex", "varlen")  # its implementations

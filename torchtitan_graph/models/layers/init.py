@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph.torch_private.tensors import num_writes
 from torchtitan_graph.parallel.storage import set_local
+from torchtitan_graph.torch_private.tensors import num_writes
 
 if TYPE_CHECKING:
     from torchtitan_graph.models.layers.decoder import Decoder

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from torchtitan_graph.graph.varlen import Segments
+from torchtitan_graph.ops.varlen import Segments
 
 FLEX_BLOCK = 128
 PAIRS_AT_A_TIME = 2**24

@@ -3,11 +3,13 @@
 import contextlib
 import copy
 import functools
+import os
 import re
 import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 from unittest import mock
 
 import torch
@@ -23,9 +25,9 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph.hierarchy import TRACERS, ScopeRecorder
 
 __all__ = [
+    "TRACERS",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
@@ -43,6 +45,29 @@ __all__ = [
     "trace_set_aside",
     "trace_to_graph",
 ]
+
+
+_PACKAGE = Path(__file__).parents[1]
+# Folders whose code is not the traced function's author's: torch, and the tracer.
+TRACERS = tuple(
+    os.path.join(folder, "")
+    for folder in (
+        Path(torch.__file__).parent,
+        *(_PACKAGE / room for room in ("graph", "torch_private", "analysis", "runtime", "capture", "formats")),
+    )
+)
+
+
+class CallRecorder(Protocol):
+    """Records the scopes of a trace, as `graph.hierarchy.ScopeRecorder`."""
+
+    module: torch.nn.Module | None
+
+    def wrap(self, inner: Callable[..., Any]) -> Callable[..., Any]: ...
+
+    def running(self, base: types.CodeType, engine: types.CodeType) -> contextlib.AbstractContextManager[None]: ...
+
+    def place(self) -> Any: ...
 
 
 def reparametrize(module: torch.nn.Module, state: dict[str, torch.Tensor]) -> contextlib.AbstractContextManager:
@@ -159,7 +184,7 @@ def _marked_backward(module: torch.nn.Module | None) -> Iterator[types.CodeType]
 
 
 @contextlib.contextmanager
-def _marked_modules(module: torch.nn.Module | None, recorder: ScopeRecorder | None) -> Iterator[None]:
+def _marked_modules(module: torch.nn.Module | None, recorder: CallRecorder | None) -> Iterator[None]:
     """Annotate every node with the name of the innermost submodule whose call made it, forward hooks included, and
     record each call in the recorder.
 
@@ -228,7 +253,7 @@ def _has_first(cls: type, child: torch.nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def _recorded(recorder: ScopeRecorder | None, base: types.CodeType, engine: types.CodeType) -> Iterator[None]:
+def _recorded(recorder: CallRecorder | None, base: types.CodeType, engine: types.CodeType) -> Iterator[None]:
     """Annotate every node with the recorder's current place.
 
     A node is made at one place, `PythonKeyTracer.create_node`; torch has hooks for it only on a finished graph. A trace
@@ -269,7 +294,7 @@ def trace_to_graph(
     fake_mode: FakeTensorMode,
     module: torch.nn.Module | None,
     stack_traces: bool,
-    recorder: ScopeRecorder | None = None,
+    recorder: CallRecorder | None = None,
 ) -> torch.fx.GraphModule:
     """Trace `fn` on fake plain tensors by `make_fx`, with forward and backward marked.
 

@@ -13,21 +13,20 @@ batches: its input of the segments' places has the largest possible size.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from torchtitan_graph.graph.torch_private.flash import (
+from torchtitan_graph.ops.operator import Attention, num_bytes, operator
+from torchtitan_graph.ops.row_loss import wide
+from torchtitan_graph.torch_private.flash import (
     causal_backward,
     causal_forward,
     varlen_backward,
     varlen_forward,
 )
-from torchtitan_graph.ops.row_loss import wide
-
-_LIBRARY = "torchtitan_graph"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +65,51 @@ def segments_of(begins_BL: Tensor, device: torch.device) -> Segments:
     return Segments(begins.to(device, non_blocking=True), sizes)
 
 
-@torch.library.custom_op(f"{_LIBRARY}::varlen_attention", mutates_args=())
+def _empty_results(q_BLNH: Tensor) -> tuple[Tensor, Tensor]:
+    B, L, N, H = q_BLNH.shape
+    return q_BLNH.new_empty(B * L, N, H), q_BLNH.new_empty(N, B * L, dtype=wide(q_BLNH.dtype))
+
+
+def _fake_attention(q_BLNH: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+    out_TNH, lse_NT = _empty_results(q_BLNH)
+    return out_TNH.view(q_BLNH.shape), lse_NT
+
+
+def _fake_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+
+
+def _repeated_heads(q_BLNH: Tensor, k_BLKH: Tensor, *rest: object, **_: object) -> int:
+    """Return the bytes of the keys and values that are repeated on a CPU, for each query head of a group."""
+    repeats = q_BLNH.device.type == "cpu" and q_BLNH.shape[2] > k_BLKH.shape[2]
+    return 2 * num_bytes(q_BLNH) if repeats else 0
+
+
+def _whole_rows(floats: Sequence[Tensor], number: int) -> Tensor:
+    """Return the `sizes` or, for another number of integers, the `begins` of segments that are whole rows."""
+    B, L = floats[0].shape[:2]
+    return torch.tensor([B, L]) if number == 2 else (torch.arange(number) * L).clamp(max=B * L)
+
+
+def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    q_BLNH, k_BLKH, v_BLKH, begins, sizes, ctx.scale = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(q_BLNH, k_BLKH, v_BLKH, *output, begins, sizes)
+
+
+def _backward(ctx, d_out_BLNH: Tensor, *unused: None):  # type: ignore[no-untyped-def]
+    return *varlen_attention_backward(d_out_BLNH, *ctx.saved_tensors, ctx.scale), None, None, None
+
+
+@operator(
+    _fake_attention,
+    setup=_save,
+    backward=_backward,
+    attention=Attention(length=1),
+    scratch=_repeated_heads,
+    recompute="costly",
+    examples=_whole_rows,
+)
 def varlen_attention(
     q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, begins: Tensor, sizes: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -93,7 +136,12 @@ def varlen_attention(
     return out_TNH.view(q_BLNH.shape), lse_NT
 
 
-@torch.library.custom_op(f"{_LIBRARY}::varlen_attention_backward", mutates_args=())
+@operator(
+    _fake_backward,
+    attention=Attention(query=1, length=1, is_backward=True),
+    scratch=lambda d_out, *args, **_: _repeated_heads(*args),
+    examples=_whole_rows,
+)
 def varlen_attention_backward(
     d_out_BLNH: Tensor,
     q_BLNH: Tensor,
@@ -143,32 +191,3 @@ def _places(begins: Tensor, sizes: Tensor) -> Iterator[slice]:
     """Yield the tokens of each segment."""
     bounds = begins[: int(sizes[0]) + 1].tolist()
     return (slice(begin, end) for begin, end in zip(bounds, bounds[1:], strict=False))
-
-
-def _empty_results(q_BLNH: Tensor) -> tuple[Tensor, Tensor]:
-    B, L, N, H = q_BLNH.shape
-    return q_BLNH.new_empty(B * L, N, H), q_BLNH.new_empty(N, B * L, dtype=wide(q_BLNH.dtype))
-
-
-@varlen_attention.register_fake
-def _(q_BLNH: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
-    out_TNH, lse_NT = _empty_results(q_BLNH)
-    return out_TNH.view(q_BLNH.shape), lse_NT
-
-
-@varlen_attention_backward.register_fake
-def _(d_out_BLNH: Tensor, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, *rest: object) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_BLNH, k_BLKH, v_BLKH))
-
-
-def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    q_BLNH, k_BLKH, v_BLKH, begins, sizes, ctx.scale = inputs
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(q_BLNH, k_BLKH, v_BLKH, *output, begins, sizes)
-
-
-def _backward(ctx, d_out_BLNH: Tensor, *unused: None):  # type: ignore[no-untyped-def]
-    return *varlen_attention_backward(d_out_BLNH, *ctx.saved_tensors, ctx.scale), None, None, None
-
-
-varlen_attention.register_autograd(_backward, setup_context=_save)

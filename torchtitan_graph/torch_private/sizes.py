@@ -8,7 +8,7 @@ import torch.utils._pytree as pytree
 from torch._subclasses import FakeTensor
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, constrain_range
 
-from torchtitan_graph.graph.torch_private.fake import FakeTensorMode
+from torchtitan_graph.torch_private.fake import FakeTensorMode
 
 
 def export_dims() -> tuple[type, type]:

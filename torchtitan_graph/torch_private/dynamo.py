@@ -16,7 +16,7 @@ from torch._higher_order_ops.wrap import tag_activation_checkpoint, wrap
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import checkpoint
 
-from torchtitan_graph.graph.torch_private.fake import FakeTensorMode
+from torchtitan_graph.torch_private.fake import FakeTensorMode
 
 
 def fake_mode_for_dynamo(env: ShapeEnv) -> FakeTensorMode:

@@ -12,7 +12,7 @@ from torch._higher_order_ops.utils import registered_hop_fake_fns
 from torch._subclasses import FakeTensorMode as _FakeTensorMode
 
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph.torch_private.tracing import author_s_stack
+from torchtitan_graph.torch_private.tracing import author_s_stack
 
 aten = ops.aten
 

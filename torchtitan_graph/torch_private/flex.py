@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,8 +14,6 @@ from torch._higher_order_ops.flex_attention import flex_attention_backward as _f
 from torch._higher_order_ops.utils import registered_hop_fake_fns
 from torch._subclasses import FakeTensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, _apply_kernel_options, flex_attention
-
-from torchtitan_graph.graph.flex_kernels import flex_kernel_options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +132,7 @@ def flex_attention_op(
     mask: BlockMask,
     scale: float,
     score: ScoreFunction | None = None,
+    kernel_options: Mapping[str, Any] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return flex attention by its own higher-order operator, without the public function around it, and the logarithm
     of each softmax's denominator, (B, N, L), both with gradients.
@@ -143,6 +142,9 @@ def flex_attention_op(
     would hold every score. A graph leaves the operator to the pass `compile_regions`, which generates the same kernels
     for it: so it gets the same kernel options, a GPU's when it is compiled. Rule and score function may close over
     tensors (a batch's document ids): they are passed to the operator as arguments, so that a graph has them as inputs.
+
+    Args:
+        kernel_options: of the compiled kernels.
     """
     if q_BNLH.is_cuda and not isinstance(q_BNLH, FakeTensor):
         wanted = AuxRequest(lse=True)
@@ -154,7 +156,7 @@ def flex_attention_op(
             block_mask=mask,
             scale=scale,
             enable_gqa=q_BNLH.shape[1] != k_BNLH.shape[1],
-            kernel_options=flex_kernel_options(q_BNLH),  # type: ignore[arg-type]
+            kernel_options=kernel_options,  # type: ignore[arg-type]
             return_aux=wanted,
         )
         return out_BNLH, aux.lse

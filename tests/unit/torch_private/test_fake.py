@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from torchtitan_graph.capture.trace import minimal_fx_tracer
 from torchtitan_graph.capture.traced import run_traced
-from torchtitan_graph.graph.torch_private import fake
+from torchtitan_graph.torch_private import fake
 
 aten = torch.ops.aten
 

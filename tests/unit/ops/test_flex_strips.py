@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchtitan_graph.graph import flex_strips
 from torchtitan_graph.models.layers.attention import attend
 from torchtitan_graph.models.layers.masks import Rule, all_of, build_mask, causal, same_document, sliding
+from torchtitan_graph.ops import flex_strips
 
 L = 400
 DOCUMENTS = torch.repeat_interleave(torch.arange(3), torch.tensor([130, 20, 250])).expand(2, L)
@@ -52,5 +52,5 @@ def test_strips_are_the_whole(rule: Rule, places: Tensor | None, score: bool, mo
 
 def test_whoever_traces_has_them() -> None:
     """A tensor that a score function closes over has its gradient by them."""
-    code = "import sys, torchtitan_graph.capture.trace; assert 'torchtitan_graph.graph.flex_strips' in sys.modules"
+    code = "import sys, torchtitan_graph.capture.trace; assert 'torchtitan_graph.ops.flex_strips' in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

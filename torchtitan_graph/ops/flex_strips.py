@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from torchtitan_graph.graph.torch_private.flex import (
+from torchtitan_graph.torch_private.flex import (
     dense_flex_attention,
     dense_flex_attention_backward,
     run_flex_attention_with,

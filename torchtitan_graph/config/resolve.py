@@ -190,8 +190,9 @@ def _resolve_speed(effective: dict[str, Setting], result: Resolution) -> None:
     """Read compile.enable, torchtitan's word for code by Inductor, and turn off speed-ups of its files that are not
     built with converters; the numbers are the same."""
     config, left_out = result.config, "; the same numbers up to rounding, in more time"
-    if (setting := effective.get("compile.enable")) is not None and str(setting.value).lower() != "false":
-        if str(setting.value).lower() != "true":
+    setting = effective.get("compile.enable")
+    if setting is not None and not UNSUPPORTED["compile.enable"].is_harmless(setting.value):
+        if setting.value is not True and brief(setting.value).lower() != "'true'":
             result.refuse(setting, "must be true or false; compile.codegen is its new name")
         elif "compile.codegen" in effective:
             result.findings.append(Finding(IGNORED, setting, "compile.codegen is set as well"))
